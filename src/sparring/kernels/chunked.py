@@ -1,0 +1,126 @@
+"""Weighted log-sum-exp over shared candidates, one pass of exp, a block of queries at a time.
+
+A block of scores stays in the processor's cache between the product, the exponential and the sums. The backward pass is two
+products: row scales are folded into q and column scales into the candidates, so the matrix of coefficients is never formed.
+The (B, C) exponentials are kept for it while they fit in STORE elements and computed again beyond that, so memory is bounded.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from sparring.kernels.reference import Places
+
+STORE = 1 << 26  # elements of (B, C) kept for the backward pass: 256 MiB in float32
+BLOCK = {"cpu": 1 << 19, "cuda": 1 << 27}  # elements of scores worked on at a time
+
+
+def weighted_logsumexp(
+    q: Tensor,
+    emb: Tensor,
+    log_w: Tensor,
+    places: Places | None = None,
+    draws: float | None = None,
+    usage: Tensor | None = None,
+) -> Tensor:
+    """As in reference.py, for emb (C, D) shared by all queries and a log_w that needs no gradient (per candidate if `draws`)."""
+    return _WeightedLogSumExp.apply(q, emb, log_w, places, draws, usage)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _Blocks:
+    """The exponentials of one block of rows after another, and what is folded out of them.
+
+    exponentials[i, j] = exp(s_ij (+ log_w_ij) - top_i), squared when the weights are expected counts of draws.
+    """
+
+    def __init__(self, q: Tensor, emb: Tensor, log_w: Tensor, places: Places | None, draws: float | None):
+        self.q, self.log_w, self.places, self.draws = q, log_w, places, draws
+        self.columns = emb.T
+        n, c = len(q), len(emb)
+        self.rows = max(1, min(n, BLOCK.get(q.device.type, 1 << 19) // max(c, 1)))
+        self.starts = list(range(0, n, self.rows))
+        # expected counts weigh each exponential once before it is squared, so the weights stay outside, as a column scale
+        self.column_scale: Tensor | None = None
+        if draws is not None:
+            flat = log_w.expand(c)
+            self.column_scale = (flat - flat.amax()).exp().nan_to_num(0.0)
+        self.bounds = None
+        if places is not None:
+            edges = torch.tensor([*self.starts, n], device=q.device)
+            self.bounds = torch.searchsorted(places[0].contiguous(), edges).tolist() if len(self.starts) > 1 else [0, len(places[0])]
+
+    def block(self, b: int, out: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Scores of block b, weighted and masked, minus their row maximum: (rows, C) and the maximum (rows, 1)."""
+        low, high = self.starts[b], min(self.starts[b] + self.rows, len(self.q))
+        scores = torch.mm(self.q[low:high], self.columns, out=out) if out is not None else self.q[low:high] @ self.columns
+        if self.column_scale is None:
+            scores += self.log_w[low:high] if self.log_w.dim() == 2 and len(self.log_w) > 1 else self.log_w
+        if self.places is not None and self.bounds is not None:
+            begin, end = self.bounds[b], self.bounds[b + 1]
+            scores[self.places[0][begin:end] - low, self.places[1][begin:end]] = -math.inf
+        top = scores.amax(1, keepdim=True)
+        top = torch.where(torch.isfinite(top), top, torch.zeros_like(top))
+        return scores.sub_(top), top.squeeze(1)
+
+
+class _WeightedLogSumExp(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, emb: Tensor, log_w: Tensor, places: Places | None, draws: float | None, usage: Tensor | None
+    ) -> Tensor:
+        blocks = _Blocks(q, emb, log_w, places, draws)
+        n, c = len(q), len(emb)
+        kept = q.new_empty(n, c) if n * c <= STORE and (ctx.needs_input_grad[0] or ctx.needs_input_grad[1]) else None
+        total, result = q.new_empty(n), q.new_empty(n)
+        if usage is not None:
+            usage.zero_()
+        for b, low in enumerate(blocks.starts):
+            high = min(low + blocks.rows, n)
+            scores, top = blocks.block(b, None if kept is None else kept[low:high])
+            part = scores.exp_()
+            if draws is None:
+                part_total = part.sum(1)
+                result[low:high] = top + part_total.log()
+            else:
+                scale = blocks.column_scale
+                assert scale is not None
+                first = part @ scale
+                share = torch.where(first > 0, draws / first, torch.zeros_like(first))
+                if usage is not None:
+                    usage.addmv_(part.T, share)
+                part_total = part.square_() @ scale
+                result[low:high] = top + (part_total * share).log()
+            total[low:high] = part_total
+        if usage is not None and blocks.column_scale is not None:
+            usage.mul_(blocks.column_scale)
+        ctx.blocks, ctx.kept, ctx.total = blocks, kept, total
+        ctx.save_for_backward(q, emb)
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        q, emb = ctx.saved_tensors
+        blocks, total = ctx.blocks, ctx.total
+        scale = torch.where(total > 0, grad / total, torch.zeros_like(total)).unsqueeze(1)
+        scaled_q = q * scale
+        scaled_emb = emb if blocks.column_scale is None else emb * blocks.column_scale.unsqueeze(1)
+        grad_q, grad_emb = torch.empty_like(q), torch.zeros_like(emb)
+        for b, low in enumerate(blocks.starts):
+            high = min(low + blocks.rows, len(q))
+            if ctx.kept is not None:
+                part = ctx.kept[low:high]
+            else:
+                part = blocks.block(b, None)[0].exp_()
+                if blocks.draws is not None:
+                    part.square_()
+            torch.mm(part, scaled_emb, out=grad_q[low:high])
+            grad_emb.addmm_(part.T, scaled_q[low:high])
+        if blocks.column_scale is not None:
+            grad_emb.mul_(blocks.column_scale.unsqueeze(1))
+        return grad_q.mul_(scale), grad_emb, None, None, None, None

@@ -1,0 +1,258 @@
+"""What negatives are, and how bags of them combine: Union, Resample, Hardest."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from sparring.kernels import logits, reference
+from sparring.types import Bag, Candidates, Exclude, Outcome, Step
+
+Correction = Literal["count", "negatives", "both", "refined", "none"]
+Exclusion = Literal["positive", "known", "none"]
+Draw = Literal["expected", "multinomial", "systematic"]
+
+
+class Negatives(nn.Module):
+    """Who a query is contrasted with, and with what weight.
+
+    `forward(step)` gives the bag and never changes state. Where it is known, `log_count(ids, step)` is the log of how often each id is
+    expected among the `size(step)` candidates; it is what a correction divides by and what Union adds up.
+    `observe(step, outcome)`, called after each step, updates buffers.
+    """
+
+    def forward(self, step: Step) -> Bag:
+        raise TypeError(f"{type(self).__name__} must define forward(step)")
+
+    def log_count(self, ids: Tensor, step: Step) -> Tensor | None:
+        return None
+
+    def size(self, step: Step) -> float | Tensor:
+        raise TypeError(f"{type(self).__name__} defines log_count, so it must define size(step)")
+
+    def observe(self, step: Step, outcome: Outcome) -> None:
+        return None
+
+
+def exclusion(step: Step, what: Exclusion) -> Exclude | None:
+    """The pairs that never count: the query's own positive, all its known positives, or nothing."""
+    if what == "none":
+        return None
+    if what == "positive":
+        return Exclude(step.item_ids)
+    if step.positives is None:
+        raise ValueError('exclude="known" needs Step.positives: all known positives of each query')
+    return step.positives.of(step.query_ids)
+
+
+def check_choice(name: str, value: str, choices: object) -> None:
+    if value not in get_args(choices):
+        raise ValueError(f"{name} must be one of {', '.join(get_args(choices))}; got {value!r}")
+
+
+def corrected(blocks: list[Candidates], step: Step, source: Negatives, correction: Correction) -> Bag:
+    """Weigh candidates by how often the source offers them: count_j = source.log_count, q_j = count_j / source.size.
+
+        count      log_w_j = -log count_j                              sums are right: E sum_j w_j e^s_j = sum over the catalogue
+        negatives  log_w_j = -log q_j                                  the same without log n: the negatives weigh n times too much
+        both       log_w_j = -log q_j, positive too -log q_+           the textbook logQ (Yi et al. 2019)
+        refined    as count, positive -log(1 - q_+)                    the negatives come from a catalogue without the positive
+        none       log_w_j = 0
+
+    The gradient of `refined` is that of the published -sg(1 - P)[s_+ - log sum_j exp(s_j - log Q'_j)], Q' = Q / (1 - Q_+).
+    """
+    if correction == "none":
+        return Bag(tuple(blocks))
+
+    def log_count(ids: Tensor) -> Tensor:
+        known = source.log_count(ids.clamp(min=0), step)
+        assert known is not None
+        return known
+
+    log_size = torch.as_tensor(source.size(step), dtype=torch.float32, device=step.q.device).log()
+    shift = log_size if correction in ("negatives", "both") else torch.zeros_like(log_size)
+    names = {"count": "-log expected count", "refined": "-log expected count", "negatives": "-log q", "both": "-log q"}
+    weighed = []
+    for block in blocks:
+        log_w = shift - log_count(block.ids)
+        log_w = torch.where(torch.isneginf(block.log_w), block.log_w, log_w)
+        weighed.append(replace(block, log_w=log_w, weighting=names[correction]))
+    positive = None
+    if correction == "both":
+        positive = log_size - log_count(step.item_ids)
+    elif correction == "refined":
+        positive = -torch.log1p(-(log_count(step.item_ids) - log_size).exp().clamp(max=1 - 1e-6))
+    return Bag(tuple(weighed), positive)
+
+
+class Union(Negatives):
+    """Candidates of several sources under one partition function (MNS, CBNS).
+
+        log_w_j = -log sum_s E[count of j in source s]     (correction="count"; the other corrections as in `corrected`)
+
+    A candidate's weight depends on how often all sources together offer it, not on the source it came from. Where a source does not
+    know its counts (Resample, Hardest, an uncorrected InBatch), each source keeps its own weights. `positive` replaces the
+    mixture as the frequency that weighs the positive under correction="both", as the XIR release does.
+
+        Union(InBatch(Popularity(counts)), Sampled(Uniform(n_items), 1024))
+
+    Yang et al., Mixed Negative Sampling, WWW 2020 companion, equation 5.
+    """
+
+    def __init__(self, *sources: Negatives, correction: Correction = "count", positive: nn.Module | None = None):
+        super().__init__()
+        if len(sources) < 2:
+            raise ValueError(f"Union needs at least two sources, got {len(sources)}")
+        check_choice("correction", correction, Correction)
+        self.sources = nn.ModuleList(sources)
+        self.correction: Correction = correction
+        self.positive = positive
+
+    def forward(self, step: Step) -> Bag:
+        bags = [source(step) for source in self.sources]
+        blocks = [block for bag in bags for block in bag.blocks]
+        if self.log_count(step.item_ids, step) is None:
+            weighed = [bag.log_w_positive for bag in bags if bag.log_w_positive is not None]
+            if len(weighed) > 1:
+                raise ValueError("two sources of a Union both weigh the positive: give at most one of them correction='both' or 'refined'")
+            return Bag(tuple(blocks), weighed[0] if weighed else None)
+        bag = corrected(blocks, step, self, self.correction)
+        if self.positive is not None and bag.log_w_positive is not None:
+            bag = replace(bag, log_w_positive=-self.positive.log_prob(step.item_ids))  # type: ignore[operator]
+        return bag
+
+    def log_count(self, ids: Tensor, step: Step) -> Tensor | None:
+        counts = [source.log_count(ids, step) for source in self.sources]  # type: ignore[operator]
+        if any(count is None for count in counts):
+            return None
+        return torch.logsumexp(torch.stack(counts), 0)
+
+    def size(self, step: Step) -> float | Tensor:
+        return sum(source.size(step) for source in self.sources)  # type: ignore[operator, misc]
+
+
+class Resample(Negatives):
+    """Keep n candidates per query, drawn in proportion to their corrected scores (BIR).
+
+        p_ij = softmax_j(q_i . e_j / tau + log_w_ij),   n_i ~ Multinomial(n, p_i),   log_w'_ij = log n_ij
+
+    The drawn multiset follows the query's softmax restricted to the bag. No gradient flows through the draw. Unlike Hardest, every
+    candidate keeps a chance of being drawn. draw="expected" puts E n_ij = n p_ij in place of the counts, which needs no draw
+    at all and removes its noise; the gradient is then softmax(2 s + log_w): the published estimator, which weighs drawn items by
+    e^s once more, is in-batch softmax at half the temperature. "systematic" draws counts within 1 of n p_ij by one uniform
+    number per query. n=None draws as many as the bag holds.
+
+        Resample(InBatch(Popularity(counts)), n=1024)
+
+    Chen et al., Cache-Augmented Inbatch Importance Resampling, NeurIPS 2022, section 3.1.
+    """
+
+    def __init__(self, source: Negatives, n: int | None = None, draw: Draw = "expected"):
+        super().__init__()
+        check_choice("draw", draw, Draw)
+        if n is not None and n < 1:
+            raise ValueError(f"Resample needs n >= 1, got {n}")
+        self.source, self.n, self.draw = source, n, draw
+
+    def forward(self, step: Step) -> Bag:
+        bag = self.source(step)
+        block = merged(bag, step)
+        n = self.n or block.ids.shape[-1]
+        name = f"{n:,} of {block.source} by {self.draw} draws"
+        if self.draw == "expected":
+            usage = torch.zeros(block.ids.shape[-1], device=step.q.device) if block.shared else None
+            return Bag((replace(block, draws=float(n), usage=usage, source=name),))
+        with torch.no_grad():
+            scores = logits(step.scaled, block.emb)
+            places = block.exclude.hits(block.ids) if block.exclude else None
+            scores = scores + reference.drop(block.log_w, scores.shape, places)
+            scores -= reference.safe_logsumexp(scores).nan_to_num(neginf=0.0).unsqueeze(-1)
+            counts = _DRAWS[self.draw](scores.exp(), n, step.generator)
+            usage = counts.sum(0) if block.shared else None
+        return Bag((replace(block, log_w=counts.log(), exclude=None, usage=usage, source=name, weighting="log drawn count"),))
+
+
+def multinomial_counts(p: Tensor, n: int, generator: torch.Generator) -> Tensor:
+    """Counts (B, C) of n independent draws from each row; a row of zeros draws nothing."""
+    some = p.sum(-1, keepdim=True) > 0
+    drawn = torch.multinomial(torch.where(some, p, torch.ones_like(p)), n, replacement=True, generator=generator)
+    return torch.zeros_like(p).scatter_add_(1, drawn, torch.ones((), device=p.device).expand(drawn.shape)) * some
+
+
+def systematic_counts(p: Tensor, n: int, generator: torch.Generator) -> Tensor:
+    """Counts (B, C) with mean n * p and less than 1 away from it: floor(n F_j + u) - floor(n F_{j-1} + u), F the row's CDF."""
+    # float64: at float32 the CDF of a few thousand candidates loses whole counts
+    cdf = torch.cumsum(p.double(), -1)
+    cdf /= cdf[:, -1:].clamp(min=1e-300)
+    u = torch.rand(len(p), 1, dtype=torch.float64, generator=generator, device=p.device)
+    edges = torch.floor(cdf * n + u)
+    return torch.diff(edges, dim=-1, prepend=torch.zeros_like(u)).to(p.dtype)
+
+
+_DRAWS = {"multinomial": multinomial_counts, "systematic": systematic_counts}
+
+
+class Hardest(Negatives):
+    """Keep the k highest-scoring candidates of each query, with their weights (online hard negatives, DNS).
+
+    Deterministic where Resample is random: a candidate outside the top k has no chance. Candidates that never count are never kept, unless
+    fewer than k are left; those count nothing.
+
+        Hardest(Sampled(Uniform(n_items), 64, per_query=True), 1)
+
+    Zhang et al., Optimizing Top-N Collaborative Filtering via Dynamic Negative Item Sampling, SIGIR 2013.
+    """
+
+    def __init__(self, source: Negatives, k: int):
+        super().__init__()
+        if k < 1:
+            raise ValueError(f"Hardest needs k >= 1, got {k}")
+        self.source, self.k = source, k
+
+    def forward(self, step: Step) -> Bag:
+        bag = self.source(step)
+        block = merged(bag, step)
+        with torch.no_grad():
+            scores = logits(step.scaled, block.emb)
+            places = block.exclude.hits(block.ids) if block.exclude else None
+            weights = reference.drop(block.log_w, scores.shape, places)
+            scores = torch.where(torch.isneginf(weights), -math.inf, scores)
+            chosen = scores.topk(min(self.k, scores.shape[1]), dim=1).indices
+        rows = torch.arange(len(chosen), device=chosen.device).unsqueeze(1)
+        emb = block.emb[chosen] if block.shared else block.emb[rows, chosen]
+        ids = block.ids[chosen] if block.shared else block.ids[rows, chosen]
+        name = f"hardest {chosen.shape[1]:,} of {block.source}"
+        hard = replace(block, ids=ids, emb=emb, log_w=weights.gather(1, chosen), exclude=None, source=name)
+        return Bag((hard,), bag.log_w_positive)
+
+
+def merged(bag: Bag, step: Step) -> Candidates:
+    """The bag as one block, so that candidates of several sources can be drawn or ranked together."""
+    if len(bag.blocks) == 1:
+        return bag.blocks[0]
+    b = len(step.q)
+    shared = all(block.shared for block in bag.blocks)
+    rows = [block.ids.shape[-1] for block in bag.blocks]
+    weights = [torch.broadcast_to(block.log_w, (c,) if block.log_w.dim() < 2 else (b, c)) for block, c in zip(bag.blocks, rows, strict=True)]
+    exclude = bag.blocks[0].exclude
+    if any(_kind(block.exclude) != _kind(exclude) for block in bag.blocks):
+        # sources that mask differently: write each mask into its weights
+        dropped = [block.exclude.hits(block.ids) if block.exclude else None for block in bag.blocks]
+        weights = [reference.drop(w, torch.Size((b, c)), places) for w, c, places in zip(weights, rows, dropped, strict=True)]
+        exclude = None
+    if not all(w.dim() == 1 for w in weights):
+        weights = [w.expand(b, c) for w, c in zip(weights, rows, strict=True)]
+    ids = [block.ids if shared else block.ids.expand(b, -1) for block in bag.blocks]
+    emb = [block.emb if shared else block.emb.expand(b, -1, -1) for block in bag.blocks]
+    source = " + ".join(block.source for block in bag.blocks)
+    return Candidates(
+        torch.cat(ids, -1), torch.cat(emb, -2), torch.cat(weights, -1), exclude, source=source, weighting=bag.blocks[0].weighting
+    )
+
+
+def _kind(exclude: Exclude | None) -> str:
+    return "none" if exclude is None else "positive" if exclude.rows is None else "known"

@@ -1,0 +1,141 @@
+"""How often an item is offered: what a sampler draws from, and what a correction divides by."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from sparring.types import Outcome, Step
+
+
+class Frequency(nn.Module):
+    """An estimate of how likely each item is to be the next candidate: `log_prob(ids)`."""
+
+    def log_prob(self, ids: Tensor) -> Tensor:
+        raise TypeError(f"{type(self).__name__} must define log_prob(ids)")
+
+
+class Distribution(Frequency):
+    """A frequency that can also be drawn from: `sample(shape, generator)`."""
+
+    def sample(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        raise TypeError(f"{type(self).__name__} must define sample(shape, generator)")
+
+
+class Uniform(Distribution):
+    """Every item alike: q_j = 1 / N.
+
+        Sampled(Uniform(n_items), 1024)
+    """
+
+    def __init__(self, n_items: int):
+        super().__init__()
+        if n_items < 1:
+            raise ValueError(f"Uniform needs at least one item, got {n_items}")
+        self.n_items = n_items
+
+    def log_prob(self, ids: Tensor) -> Tensor:
+        return torch.full(ids.shape, -math.log(self.n_items), device=ids.device)
+
+    def sample(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        return torch.randint(self.n_items, shape, generator=generator, device=generator.device)
+
+    def extra_repr(self) -> str:
+        return f"{self.n_items}"
+
+
+class Popularity(Distribution):
+    """Items by how often they occur in the training data: q_j = count_j^alpha / sum_k count_k^alpha (PNS).
+
+    An item that never occurs has q_j = 0, is never drawn and has log_prob -inf. alpha = 1 is what a batch of training pairs
+    draws from, 0.75 the word2vec convention, 0 uniform over the items that occur.
+
+        InBatch(Popularity(train.counts()))
+    """
+
+    log_p: Tensor
+    cdf: Tensor
+
+    def __init__(self, counts: Tensor, alpha: float = 1.0):
+        super().__init__()
+        counts = torch.as_tensor(counts, dtype=torch.float64)
+        if not bool((counts >= 0).all()) or float(counts.sum()) <= 0:
+            raise ValueError("Popularity needs counts that are not negative and not all zero")
+        mass = torch.where(counts > 0, counts**alpha, 0.0)
+        self.alpha = alpha
+        self.register_buffer("log_p", (mass / mass.sum()).log().float(), persistent=False)
+        self.register_buffer("cdf", torch.cumsum(mass, 0) / mass.sum(), persistent=False)
+
+    def log_prob(self, ids: Tensor) -> Tensor:
+        return self.log_p[ids]
+
+    def sample(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        return draw_from_cdf(self.cdf, shape, generator)
+
+    def extra_repr(self) -> str:
+        return f"{len(self.log_p)} items, alpha={self.alpha:g}"
+
+
+class Streaming(Frequency):
+    """Item frequency from the gaps between its occurrences, with no counting pass over the data (G-Tower).
+
+        at step t, for every item of the batch and every array h:   gap_h <- (1 - alpha) gap_h + alpha (t - last_h),  last_h <- t
+        q_j = 1 / max_h gap_h(j)
+
+    gap_h and last_h are arrays indexed by (id + 1) mod size_h; a collision can only shorten a gap, hence the maximum. The gap counts
+    steps, so 1 / gap is a chance per batch; log_prob divides by the batch size to give the chance per draw. The first
+    estimates are poor: every gap starts at `start`.
+
+        InBatch(Streaming(sizes=(n_items,), alpha=0.01))
+
+    Yi et al., Sampling-Bias-Corrected Neural Modeling, RecSys 2019, algorithms 2 and 3.
+    """
+
+    sizes: Tensor
+    offsets: Tensor
+    gap: Tensor
+    last: Tensor
+    time: Tensor
+    draws: Tensor
+
+    def __init__(self, sizes: tuple[int, ...], alpha: float = 0.01, start: float = 1.0):
+        super().__init__()
+        if not sizes or min(sizes) < 1:
+            raise ValueError(f"Streaming needs at least one hash array with at least one bucket, got sizes {sizes}")
+        if not 0 < alpha <= 1:
+            raise ValueError(f"Streaming needs 0 < alpha <= 1, got {alpha}")
+        self.alpha = alpha
+        self.register_buffer("sizes", torch.tensor(sizes), persistent=False)
+        self.register_buffer("offsets", torch.tensor([sum(sizes[:h]) for h in range(len(sizes))]), persistent=False)
+        self.register_buffer("gap", torch.full((sum(sizes),), float(start)))
+        self.register_buffer("last", torch.zeros(sum(sizes)))
+        self.register_buffer("time", torch.zeros(()))
+        self.register_buffer("draws", torch.ones(()))
+
+    def buckets(self, ids: Tensor) -> Tensor:
+        """One bucket per hash array: (..., arrays)."""
+        return (ids.unsqueeze(-1) + 1) % self.sizes + self.offsets
+
+    def log_prob(self, ids: Tensor) -> Tensor:
+        return -self.gap[self.buckets(ids)].amax(-1).log() - self.draws.log()
+
+    def observe(self, step: Step, outcome: Outcome) -> None:
+        self.time += 1
+        at = self.buckets(step.item_ids).flatten()
+        # items of one bucket write the same value, so duplicates in the batch do no harm
+        self.gap[at] = (1 - self.alpha) * self.gap[at] + self.alpha * (self.time - self.last[at])
+        self.last[at] = self.time
+        self.draws.clamp_(min=len(step.item_ids))
+
+    def extra_repr(self) -> str:
+        return f"{len(self.sizes)} arrays, alpha={self.alpha:g}"
+
+
+def draw_from_cdf(cdf: Tensor, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Indices drawn in proportion to the steps of a cumulative sum (float64, any number of categories); a step of 0 is never drawn."""
+    u = torch.rand(shape, dtype=cdf.dtype, generator=generator, device=cdf.device) * cdf[-1]
+    # right=True skips steps of 0; the clamp guards the rounding of u * cdf[-1] up to cdf[-1] itself
+    last = torch.searchsorted(cdf, cdf[-1:])
+    return torch.minimum(torch.searchsorted(cdf, u, right=True), last)
