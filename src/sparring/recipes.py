@@ -1,0 +1,325 @@
+"""One function per published setting, each returning a complete Run; `default` is the strongest general one.
+
+A recipe takes the training interactions, a Setup (what every recipe shares: towers, optimiser, schedule) and its own arguments. Where a
+paper and its released code differ, `form` chooses; docs/methods.md tells the difference. A variant is a call with other arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import polars as pl
+import torch
+from torch import nn
+
+from sparring.data.features import Features, Histories, histories
+from sparring.data.interactions import Interactions
+from sparring.errors import UserError
+from sparring.losses import Fixed, Learned, Loss, sampled_softmax
+from sparring.losses import bpr as bpr_loss
+from sparring.negatives import (
+    AllItems,
+    Cache,
+    Correction,
+    Draw,
+    Exclusion,
+    InBatch,
+    Memory,
+    Negatives,
+    Popularity,
+    Resample,
+    Sampled,
+    Shown,
+    Streaming,
+    Uniform,
+    Union,
+)
+from sparring.towers import FeatureTower, HistoryTower, IdTower, Retriever
+
+Form = Literal["paper", "release"]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Model and training settings that every recipe shares."""
+
+    dim: int = 64
+    score: Literal["cosine", "dot"] = "cosine"
+    tau: float = 0.1
+    learn_tau: bool = False
+    init_std: float = 0.1
+    query_tower: Literal["id", "history"] = "id"
+    history: int = 50
+    item_features: tuple[str, ...] = ()
+    hidden: tuple[int, ...] = (32, 16)
+    batch_size: int = 2048
+    epochs: int = 100
+    optimizer: Literal["row-adam", "row-adagrad", "adam"] = "row-adam"
+    lr: float = 0.01
+    weight_decay: float = 0.0
+    lr_decay: float = 1.0
+    lr_decay_every: int = 5
+    warmup: int = 0
+    clip: float | None = None
+    patience: int | None = 5
+    select: str = "ndcg@10"
+    eval_every: int = 1
+    valid_queries: int = 20_000
+    precision: Literal["float32", "tf32", "bf16"] = "float32"
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Term:
+    """One summand of the training loss: weight * mean of loss(step, negatives(step))."""
+
+    weight: float
+    negatives: Negatives
+    loss: Loss = sampled_softmax
+
+
+@dataclass(frozen=True)
+class Run:
+    """All that is trained and how: towers, negatives, temperature, settings; and the recipe that made it."""
+
+    model: Retriever
+    terms: tuple[Term, ...]
+    temperature: nn.Module
+    setup: Setup
+    recipe: str = "custom"
+    arguments: dict[str, Any] | None = None
+
+    def modules(self) -> nn.ModuleDict:
+        """Everything with parameters or state, by name, for the optimiser and the checkpoint."""
+        terms = {f"term{i}": term.negatives for i, term in enumerate(self.terms)}
+        return nn.ModuleDict({"model": self.model, "temperature": self.temperature, **terms})
+
+
+PAPER = Setup(
+    dim=32,
+    score="dot",
+    tau=1.0,
+    init_std=1.0,
+    batch_size=2048,
+    epochs=100,
+    optimizer="adam",
+    lr=0.001,
+    weight_decay=1e-5,
+    lr_decay=0.95,
+    lr_decay_every=5,
+    patience=None,
+)  # Chen et al. 2022, section 4 and appendix; tables start at N(0, 1)
+
+
+def compose(data: Interactions, setup: Setup, *terms: Term) -> Run:
+    """A run of your own: towers and temperature from the setup, the terms as given."""
+    temperature = Learned(setup.tau) if setup.learn_tau else Fixed(setup.tau)
+    past = histories(data, setup.history + 1) if setup.query_tower == "history" else None
+    model = retriever(setup, data.n_queries, data.n_items, data.item_table, past)
+    return Run(model, terms, temperature, setup)
+
+
+def retriever(
+    setup: Setup, n_queries: int, n_items: int, item_table: pl.DataFrame | None = None, past: Histories | None = None
+) -> Retriever:
+    """The two towers that a setup asks for, initialised from its seed."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(setup.seed)
+        sparse = setup.optimizer != "adam"
+        item: IdTower | FeatureTower = IdTower(n_items, setup.dim, setup.init_std, sparse)
+        if setup.item_features:
+            if item_table is None:
+                raise UserError(f"item_features={','.join(setup.item_features)} needs an items table: give one with --items FILE")
+            features = Features.from_table(item_table, setup.item_features)
+            item = FeatureTower(n_items, setup.dim, features, setup.hidden, init_std=setup.init_std, sparse=sparse)
+        query = HistoryTower(item, past, setup.history) if past is not None else IdTower(n_queries, item.dim, setup.init_std, sparse)
+        return Retriever(query, item, setup.score)
+
+
+def default(data: Interactions, setup: Setup = Setup(), *, n: int = 2048, exclude: Exclusion = "positive") -> Run:
+    """The strongest general setting: cosine, in-batch and uniform negatives under one corrected partition function.
+
+    Corrected mixed negatives (Yang et al. 2020) with counts as in docs/methods.md; a row-sparse optimiser.
+    """
+    pop = popularity(data)
+    mixed = Union(InBatch(pop, exclude=exclude), Sampled(Uniform(data.n_items), n, exclude=exclude))
+    return compose(data, setup, Term(1.0, mixed))
+
+
+def uns(data: Interactions, setup: Setup = Setup(), *, n: int = 1024, per_query: bool = False, correction: Correction = "count") -> Run:
+    """Uniform negatives from the whole catalogue, shared by the batch or drawn for each query (UNS).
+
+    Jean et al., On Using Very Large Target Vocabulary, ACL 2015 (sampled softmax).
+    """
+    return compose(data, setup, Term(1.0, Sampled(Uniform(data.n_items), n, per_query, correction)))
+
+
+def pns(
+    data: Interactions,
+    setup: Setup = Setup(),
+    *,
+    n: int = 1024,
+    alpha: float = 1.0,
+    per_query: bool = False,
+    correction: Correction = "count",
+) -> Run:
+    """Negatives by popularity: item j in proportion to count_j^alpha (PNS).
+
+    Mikolov et al., Distributed Representations of Words and Phrases, NIPS 2013 (alpha = 0.75).
+    """
+    return compose(data, setup, Term(1.0, Sampled(popularity(data, alpha), n, per_query, correction)))
+
+
+def bpr(
+    data: Interactions, setup: Setup = Setup(score="dot", tau=1.0, optimizer="row-adagrad", lr=0.05, batch_size=4096), *, n: int = 1
+) -> Run:
+    """Pairwise logistic loss against uniform negatives drawn for each query (BPR-MF).
+
+    Rendle et al., BPR: Bayesian Personalized Ranking from Implicit Feedback, UAI 2009.
+    """
+    negatives = Sampled(Uniform(data.n_items), n, per_query=True, correction="none")
+    return compose(data, setup, Term(1.0, negatives, bpr_loss))
+
+
+def ssl(data: Interactions, setup: Setup = PAPER, *, form: Form = "paper") -> Run:
+    """In-batch softmax without correction (SSL): the other positives of the batch as they come.
+
+    Chen et al., Cache-Augmented Inbatch Importance Resampling, NeurIPS 2022, table 2 (baseline).
+    """
+    return compose(data, setup, Term(1.0, InBatch(exclude=masking(form))))
+
+
+def ssl_pop(data: Interactions, setup: Setup = PAPER, *, form: Form = "paper", correction: Correction = "both") -> Run:
+    """In-batch softmax corrected by item popularity (SSL-Pop, logQ).
+
+    Yi et al., Sampling-Bias-Corrected Neural Modeling, RecSys 2019, equation 3.
+    """
+    return compose(data, setup, Term(1.0, InBatch(popularity(data), correction, masking(form))))
+
+
+def g_tower(
+    data: Interactions,
+    setup: Setup = PAPER,
+    *,
+    form: Form = "paper",
+    alpha: float | None = None,
+    sizes: tuple[int, ...] = (),
+    correction: Correction = "both",
+) -> Run:
+    """In-batch softmax corrected by a streaming estimate of item frequency (G-Tower).
+
+    Defaults of form="paper": one array as large as the catalogue, alpha 0.01; of form="release": five arrays of about 5,000, alpha 1e-4.
+    Yi et al., Sampling-Bias-Corrected Neural Modeling, RecSys 2019, algorithms 2 and 3.
+    """
+    arrays = sizes or ((data.n_items,) if form == "paper" else (4993, 4999, 5003, 5009, 5011))
+    frequency = Streaming(arrays, (0.01 if form == "paper" else 1e-4) if alpha is None else alpha)
+    return compose(data, setup, Term(1.0, InBatch(frequency, correction, masking(form))))
+
+
+def mns(data: Interactions, setup: Setup = PAPER, *, n: int = 2048, form: Form = "paper") -> Run:
+    """In-batch and uniform negatives mixed, corrected by the mixture (MNS).
+
+    form="paper" leaves the positive uncorrected (equation 5); "release" corrects it by popularity alone, as the XIR code does.
+    Yang et al., Mixed Negative Sampling for Learning Two-tower Neural Networks, WWW 2020 companion.
+    """
+    pop, exclude = popularity(data), masking(form)
+    sources = InBatch(pop, exclude=exclude), Sampled(Uniform(data.n_items), n, exclude=exclude)
+    if form == "paper":
+        return compose(data, setup, Term(1.0, Union(*sources, correction="negatives")))
+    return compose(data, setup, Term(1.0, Union(*sources, correction="both", positive=pop)))
+
+
+def debiased_mns(data: Interactions, setup: Setup = PAPER, *, n: int = 2048, correction: Correction = "count") -> Run:
+    """Mixed negatives with the expected count of the mixture as correction (debiased MNS).
+
+    Xing et al., ESANS, WWW 2025 (baseline: Yang et al. 2020 with the correction of Yi et al. 2019).
+    """
+    return compose(
+        data, setup, Term(1.0, Union(InBatch(popularity(data)), Sampled(Uniform(data.n_items), n), correction=correction))
+    )
+
+
+def bir(data: Interactions, setup: Setup = PAPER, *, n: int | None = None, draw: Draw = "expected", form: Form = "paper") -> Run:
+    """In-batch negatives drawn again for each query by its own corrected scores (BIR); draw="expected" is the closed form.
+
+    Chen et al., Cache-Augmented Inbatch Importance Resampling, NeurIPS 2022, section 3.1.
+    """
+    batch = InBatch(popularity(data), exclude=masking(form))
+    return compose(data, setup, Term(1.0, Resample(batch, n, draw)))
+
+
+def xir(
+    data: Interactions,
+    setup: Setup = PAPER,
+    *,
+    lam: float = 0.5,
+    cache_size: int = 2048,
+    n: int | None = None,
+    draw: Draw = "expected",
+    form: Form = "paper",
+) -> Run:
+    """BIR plus a cache of the items drawn most often, as a second term of weight lam (XIR).
+
+    n draws from the batch and n from the cache; half the cache size unless given. draw="expected" is the closed form.
+    Chen et al., Cache-Augmented Inbatch Importance Resampling, NeurIPS 2022, section 3.2 and algorithm 2.
+    """
+    if not 0 <= lam <= 1:
+        raise ValueError(f"lam is the weight of the cache term, between 0 and 1; got {lam}")
+    pop, exclude, n = popularity(data), masking(form), n or max(cache_size // 2, 1)
+    pool: Literal["all", "drawn"] = "all" if form == "paper" else "drawn"
+    cache = Cache(cache_size, pop, data.n_items, pool, start=0.0 if form == "paper" else 1.0, exclude=exclude, seed=setup.seed)
+    batch = Resample(InBatch(pop, exclude=exclude), n, draw)
+    return compose(data, setup, Term(1 - lam, batch), Term(lam, Resample(cache, n, draw)))
+
+
+def cbns(
+    data: Interactions,
+    setup: Setup = replace(PAPER, dim=64, batch_size=128, init_std=0.1, weight_decay=1e-6, lr_decay=1.0, patience=20),
+    *,
+    size: int = 2432,
+    warmup: int = 40_000,
+    correction: Correction = "both",
+) -> Run:
+    """In-batch negatives plus a memory of the vectors of past batches (CBNS); `warmup` steps before the memory fills.
+
+    Wang et al., Cross-Batch Negative Sampling for Training Two-Tower Recommenders, SIGIR 2021, equation 9.
+    """
+    pop = popularity(data)
+    width = setup.hidden[-1] if setup.item_features else setup.dim
+    return compose(data, setup, Term(1.0, Union(InBatch(pop), Memory(size, width, pop, warmup), correction=correction)))
+
+
+def full_softmax(data: Interactions, setup: Setup = PAPER) -> Run:
+    """Softmax over the whole catalogue: no sampling, the target that sampled losses estimate.
+
+    Covington et al., Deep Neural Networks for YouTube Recommendations, RecSys 2016 (the exact loss they sample).
+    """
+    return compose(data, setup, Term(1.0, AllItems(data.n_items)))
+
+
+def shown(data: Interactions, setup: Setup = Setup(), *, n: int = 4, correction: Correction = "count") -> Run:
+    """In-batch negatives plus items that the query was shown and did not take (explicit negatives).
+
+    Needs a label column in the data: 1 = taken, 0 = shown and not taken.
+    """
+    lists = data.shown_lists()
+    if lists is None:
+        raise ValueError("the recipe `shown` needs shown-and-not-taken rows: name their column with --label-column (1 taken, 0 shown)")
+    return compose(data, setup, Term(1.0, Union(InBatch(popularity(data), correction), Shown(lists, n))))
+
+
+def popularity(data: Interactions, alpha: float = 1.0) -> Popularity:
+    return Popularity(torch.from_numpy(data.counts()), alpha)
+
+
+def masking(form: Form) -> Exclusion:
+    """The XIR release leaves the query's positive among its negatives; we drop it by id."""
+    return "none" if form == "release" else "positive"
+
+
+RECIPES: dict[str, Callable[..., Run]] = {
+    recipe.__name__: recipe
+    for recipe in (default, uns, pns, bpr, ssl, ssl_pop, g_tower, mns, debiased_mns, bir, xir, cbns, full_softmax, shown)
+}

@@ -1,0 +1,185 @@
+"""The run folder: what training leaves behind, and how it is read back.
+
+    run.json            recipe, arguments, setup, data source, versions: enough to run it again
+    metrics.jsonl       one line per epoch
+    result.json         the test metrics of the chosen epoch
+    model.safetensors   the towers of the chosen epoch
+    checkpoint.safetensors   everything that training needs to go on
+    seen.safetensors    what each query has already taken
+    *_ids.parquet, *_table.parquet   id maps, titles and other columns
+    curve.png, README.md   the training curve and a short model card
+
+Every file is written beside its target and renamed, so a kill or a full disk leaves the last good one. Tensors are safetensors:
+nothing executable is ever loaded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from sparring.data.features import Histories
+from sparring.data.interactions import Ids, Interactions
+from sparring.errors import UserError
+from sparring.evaluate import top_k
+from sparring.recipes import Setup, retriever
+from sparring.settings import parse_setup
+from sparring.towers import Retriever
+from sparring.types import Positives
+
+
+def write(path: Path, write_to: Callable[[Path], object]) -> None:
+    """Write a file beside its target, flush it to disk, then rename: a reader sees the old file or the new one, never half."""
+    beside = path.with_name(path.name + ".tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_to(beside)
+        with open(beside, "rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    except (OSError, safetensors.SafetensorError) as error:
+        beside.unlink(missing_ok=True)
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).splitlines()[0]
+        raise UserError(f"cannot write {path}: {reason}; what was saved before is untouched") from error
+
+
+def write_json(path: Path, value: object) -> None:
+    write(path, lambda file: file.write_text(json.dumps(value, indent=2, default=str) + "\n"))
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, object] | None = None) -> None:
+    """Tensors and a JSON value in one file, so that they can never disagree."""
+    plain = {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
+    write(path, lambda file: safetensors.torch.save_file(plain, file, {"state": json.dumps(meta or {})}))
+
+
+def read_tensors(path: Path, device: torch.device | str = "cpu") -> tuple[dict[str, Tensor], dict[str, Any]]:
+    if not path.is_file():
+        raise UserError(f"{path} is missing: {path.parent} is not a finished run (or not a run folder)")
+    try:
+        with safetensors.safe_open(path, "pt", device=str(device)) as file:  # type: ignore[no-untyped-call]
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+            return tensors, json.loads((file.metadata() or {}).get("state", "{}"))
+    except (safetensors.SafetensorError, OSError, ValueError) as error:
+        raise UserError(f"{path} is corrupt: {str(error).splitlines()[0]}; train again, or restore it from a copy") from error
+
+
+def tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    """The state of a module under flat names, each shared tensor once."""
+    found: dict[int, str] = {}
+    state = module.state_dict(keep_vars=True)
+    return {name: tensor for name, tensor in state.items() if found.setdefault(id(tensor), name) == name}
+
+
+def load_tensors(module: nn.Module, tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Copy tensors into a module in place; any difference in names or shapes is an error that names the file."""
+    own = tensors_of(module)
+    for name in sorted(own.keys() ^ tensors.keys()):
+        raise UserError(f"{path} does not fit this run: tensor {name!r} is {'missing' if name in own else 'not expected'}")
+    with torch.no_grad():
+        for name, tensor in own.items():
+            if tensor.shape != tensors[name].shape:
+                shapes = f"{tuple(tensors[name].shape)} in the file, {tuple(tensor.shape)} in the run"
+                raise UserError(f"{path} does not fit this run: {name!r} is {shapes}")
+            tensor.copy_(tensors[name])
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A finished run, ready to recommend: towers, id maps, titles, what each query has seen."""
+
+    folder: Path
+    model: Retriever
+    ids: Ids
+    seen: Positives
+    meta: dict[str, Any]
+
+    def recommend(self, queries: Sequence[object], k: int = 10, with_seen: bool = False) -> pl.DataFrame:
+        """The k best items of each query (original ids): query, rank, item, title where known, score; seen items left out."""
+        dense = self.ids.query_ids.encode(list(queries))
+        for query, at in zip(queries, dense, strict=True):
+            if at < 0:
+                raise UserError(f"query {query!r} is not in the training data of {self.folder}; use --history for new ones")
+        at = torch.from_numpy(dense)
+        scores, items = self._best(self.model.query_vectors(at), k, None if with_seen else self.seen, at)
+        return self._named(np.asarray(queries), scores, items)
+
+    def recommend_history(self, items: Sequence[object], k: int = 10) -> pl.DataFrame:
+        """The k best items for a new query known only by its items, oldest first; needs a history tower."""
+        dense = self.ids.item_ids.encode(list(items))
+        known = torch.from_numpy(dense[dense >= 0])
+        if not len(known):
+            raise UserError(f"none of the items {', '.join(map(str, items))} is in the training data of {self.folder}")
+        try:
+            with torch.no_grad():
+                vector = self.model.encode_histories(known.unsqueeze(0))
+        except ValueError as error:
+            raise UserError(f"{error} (--set query_tower=history)") from error
+        seen = Positives(torch.tensor([0, len(known.unique())]), known.unique().int())
+        scores, best = self._best(vector, k, seen, torch.zeros(1, dtype=torch.long))
+        return self._named(np.asarray(["history"]), scores, best)
+
+    def _best(self, q: Tensor, k: int, seen: Positives | None, at: Tensor) -> tuple[Tensor, Tensor]:
+        if not 1 <= k <= self.model.n_items:
+            raise UserError(f"k is {k}; it must be between 1 and the {self.model.n_items:,} items of the catalogue")
+        return top_k(q, self.model.item_vectors(), k, seen, at)
+
+    def _named(self, queries: np.ndarray, scores: Tensor, items: Tensor) -> pl.DataFrame:
+        row, rank = np.nonzero(items.numpy() >= 0)
+        dense = items.numpy()[row, rank]
+        table = pl.DataFrame({"query": queries[row], "rank": rank + 1, "item": self.ids.item_ids.decode(dense)})
+        if self.ids.item_table is not None and "title" in self.ids.item_table.columns:
+            table = table.with_columns(self.ids.item_table["title"].gather(dense))
+        return table.with_columns(pl.Series("score", scores.numpy()[row, rank]))
+
+
+def load(folder: str | Path, model: Retriever | None = None) -> Trained:
+    """Read a finished run. Towers that no Setup describes (your own modules) are given as `model`, built as for training.
+
+        load("runs/xir").recommend([1042], k=10)
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise UserError(f"no such run folder: {folder}")
+    meta = read_meta(folder)
+    ids = Ids.load(folder)
+    tensors, _ = read_tensors(folder / "model.safetensors")
+    if model is None:
+        setup: Setup = parse_setup(meta["setup"])
+        past = Histories(tensors["query.start"], tensors["query.items"]) if setup.query_tower == "history" else None
+        model = retriever(setup, len(ids.query_ids), len(ids.item_ids), ids.item_table, past)
+    load_tensors(model, tensors, folder / "model.safetensors")
+    seen, _ = read_tensors(folder / "seen.safetensors")
+    return Trained(folder, model.eval(), ids, Positives(seen["start"], seen["items"]), meta)
+
+
+def read_meta(folder: Path) -> dict[str, Any]:
+    path = folder / "run.json"
+    if not path.is_file():
+        raise UserError(f"{folder} is not a run folder: it has no run.json")
+    try:
+        meta = json.loads(path.read_text())
+        meta["setup"], meta["recipe"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} is corrupt: {str(error).splitlines()[0]}") from error
+    return dict(meta)
+
+
+def write_start(folder: Path, data: Interactions, seen: Positives, meta: Mapping[str, Any], setup: Setup) -> None:
+    """What is known before the first step: the resolved run, the id maps, what each query has seen."""
+    folder.mkdir(parents=True, exist_ok=True)
+    data.save_ids(folder)
+    write_tensors(folder / "seen.safetensors", {"start": seen.start, "items": seen.items})
+    write_json(folder / "run.json", {**meta, "setup": dataclasses.asdict(setup)})

@@ -1,0 +1,147 @@
+"""Settings by name: `name=value` strings checked against a recipe's signature and the fields of its Setup."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from sparring.data.interactions import Interactions
+from sparring.errors import UserError
+from sparring.recipes import RECIPES, Run, Setup
+
+
+def build(name: str, data: Interactions, settings: Mapping[str, object] | None = None, base: Setup | None = None) -> Run:
+    """The run of a recipe with settings by name: its own arguments or fields of its Setup, as values or as strings.
+
+    `base` replaces the recipe's own Setup before the settings apply. The run remembers its recipe and resolved arguments.
+
+        build("xir", train, {"lam": 0.2, "lr": "0.01"})
+    """
+    recipe = find(name)
+    setup, arguments = resolve(recipe, settings or {}, base)
+    try:
+        run = recipe(data, setup, **arguments)
+    except UserError:
+        raise
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    defaults = {key: default for key, (_, default) in own_arguments(recipe).items()}
+    return dataclasses.replace(run, recipe=name, arguments={**defaults, **arguments})
+
+
+def find(name: str) -> Callable[..., Run]:
+    """The recipe of this name; hyphens may stand for underscores."""
+    recipe = RECIPES.get(name.replace("-", "_"))
+    if recipe is None:
+        raise UserError(f"unknown recipe {name!r}{nearest(name, RECIPES)}; `sparring recipes` lists them")
+    return recipe
+
+
+def nearest(name: str, choices: Iterable[str]) -> str:
+    """A suggestion to append to an error, or nothing."""
+    close = difflib.get_close_matches(name.replace("-", "_"), list(choices), n=1, cutoff=0.4)
+    return f": did you mean {close[0]!r}?" if close else ""
+
+
+def own_arguments(recipe: Callable[..., Run]) -> dict[str, tuple[Any, Any]]:
+    """The recipe's own keyword arguments: name -> (type, default)."""
+    hints = get_type_hints(recipe)
+    parameters = inspect.signature(recipe).parameters.values()
+    return {p.name: (hints[p.name], p.default) for p in parameters if p.kind is p.KEYWORD_ONLY}
+
+
+def own_setup(recipe: Callable[..., Run]) -> Setup:
+    """The Setup that the recipe uses unless told otherwise."""
+    default = inspect.signature(recipe).parameters["setup"].default
+    assert isinstance(default, Setup)
+    return default
+
+
+def resolve(recipe: Callable[..., Run], settings: Mapping[str, object], base: Setup | None = None) -> tuple[Setup, dict[str, Any]]:
+    """Split settings into the Setup and the recipe's own arguments, every value of the declared type."""
+    own = own_arguments(recipe)
+    shared = get_type_hints(Setup)
+    setup, arguments = base or own_setup(recipe), {}
+    for key, value in settings.items():
+        if key in own:
+            arguments[key] = parse(key, value, own[key][0])
+        elif key in shared:
+            setup = dataclasses.replace(setup, **{key: parse(key, value, shared[key])})
+        else:
+            raise UserError(f"unknown setting {key!r}{nearest(key, [*own, *shared])}; `sparring recipes {recipe.__name__}` lists them")
+    check(setup)
+    return setup, arguments
+
+
+def parse_setup(fields: Mapping[str, object]) -> Setup:
+    """A Setup from the fields that a run folder holds."""
+    kinds = get_type_hints(Setup)
+    for key in fields:
+        if key not in kinds:
+            raise UserError(f"unknown setting {key!r} in the saved run{nearest(key, kinds)}")
+    return Setup(**{key: parse(key, value, kinds[key]) for key, value in fields.items()})
+
+
+def check(setup: Setup) -> None:
+    """Refuse values that no training could use."""
+    at_least = {"dim": 1, "batch_size": 1, "epochs": 1, "lr_decay_every": 1, "eval_every": 1, "valid_queries": 1, "history": 1}
+    for key, low in at_least.items():
+        if getattr(setup, key) < low:
+            raise UserError(f"{key} must be at least {low}, got {getattr(setup, key)}")
+    for key in ("lr", "tau", "init_std", "lr_decay"):
+        if not getattr(setup, key) > 0:
+            raise UserError(f"{key} must be positive, got {getattr(setup, key)}")
+    if setup.weight_decay < 0 or setup.warmup < 0:
+        raise UserError(f"weight_decay and warmup must not be negative, got {setup.weight_decay} and {setup.warmup}")
+
+
+def parse(name: str, value: object, kind: Any) -> Any:
+    """A value as the declared type; a string is read as the command line gives it."""
+    try:
+        return _parse(value, kind)
+    except (TypeError, ValueError):
+        raise UserError(f"{name} must be {type_name(kind)}, got {value!r}") from None
+
+
+def _parse(value: object, kind: Any) -> Any:
+    if get_origin(kind) is Literal:
+        if value in get_args(kind):
+            return value
+        raise ValueError
+    if get_origin(kind) in (typing.Union, types.UnionType):
+        if value is None or (isinstance(value, str) and value.lower() == "none"):
+            return None
+        return _parse(value, next(part for part in get_args(kind) if part is not type(None)))
+    if get_origin(kind) is tuple:
+        parts = [part for part in value.split(",") if part] if isinstance(value, str) else list(value)  # type: ignore[call-overload]
+        return tuple(_parse(part, get_args(kind)[0]) for part in parts)
+    if kind is bool:
+        words = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+        return words[value.lower()] if isinstance(value, str) and value.lower() in words else _exactly(value, bool)
+    if kind is int:
+        return int(value) if isinstance(value, str) else _exactly(value, int)
+    if kind is float:
+        return float(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else _exactly(value, float)
+    return _exactly(value, kind)
+
+
+def _exactly(value: object, kind: type) -> object:
+    if type(value) is not kind:
+        raise TypeError
+    return value
+
+
+def type_name(kind: Any) -> str:
+    """A type in words a user knows."""
+    if get_origin(kind) is Literal:
+        return "one of " + ", ".join(map(str, get_args(kind)))
+    if get_origin(kind) in (typing.Union, types.UnionType):
+        return " or ".join("none" if part is type(None) else type_name(part) for part in get_args(kind))
+    if get_origin(kind) is tuple:
+        return f"a comma-separated list of {type_name(get_args(kind)[0])}"
+    return {int: "a whole number", float: "a number", bool: "true or false", str: "text"}.get(kind, str(kind))

@@ -1,0 +1,341 @@
+"""The training loop: encode, contrast, step, observe; validate, checkpoint, stop early, resume."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import platform
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from sparring import runs
+from sparring.data.batches import RandomBatches
+from sparring.data.interactions import Interactions, Split
+from sparring.errors import UserError
+from sparring.evaluate import Evaluation, evaluate
+from sparring.optim import Schedule, clip_gradients, load_state_tensors, optimizers, set_lr, state_tensors
+from sparring.recipes import Run
+from sparring.types import Bag, Outcome, Positives, Step
+
+CHECKPOINT_SECONDS = 600.0  # how much work a kill inside a long epoch may cost
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """What training gave: the model of the chosen epoch, one record per epoch, and the test metrics."""
+
+    run: Run
+    history: list[dict[str, Any]]
+    best_epoch: int
+    test: Evaluation | None
+    seconds: float
+
+
+@dataclass
+class Progress:
+    """Called as training goes on; every method does nothing unless replaced."""
+
+    start: Callable[[int, int], None] = lambda epochs, steps: None
+    step: Callable[[int, int, Tensor], None] = lambda epoch, step, loss: None
+    epoch: Callable[[dict[str, Any]], None] = lambda record: None
+    say: Callable[[str], None] = lambda line: None
+
+
+@dataclass
+class _State:
+    """Where training stands, apart from tensors: all of it is in the checkpoint."""
+
+    epoch: int = 0
+    step: int = 0  # within the epoch
+    loss_sum: float = 0.0  # over the rows of the epoch so far
+    rows: int = 0
+    best: float = -math.inf
+    best_epoch: int = -1
+    stale: int = 0  # validations since the best
+    seconds: float = 0.0
+    history: list[dict[str, Any]] = field(default_factory=list)
+    done: bool = False
+
+
+def contrast(
+    run: Run, query_ids: Tensor, item_ids: Tensor, generator: torch.Generator, positives: Positives | None = None
+) -> tuple[Tensor, Step, Outcome]:
+    """One step's loss per query (B,), with what observers are told: encode, gather each term's bag, score it."""
+    model, setup = run.model, run.setup
+    with torch.autocast(query_ids.device.type, torch.bfloat16, enabled=setup.precision == "bf16"):
+        q, v = model.encode_queries(query_ids, item_ids), model.encode_items(item_ids)
+    step = Step(query_ids, item_ids, q.float(), v.float(), run.temperature(query_ids), model.encode_items, generator, positives)
+    bags: list[Bag] = []
+    total = torch.zeros((), device=q.device)
+    for term in run.terms:
+        bag = term.negatives(step)
+        total = total + term.weight * term.loss(step, bag)
+        bags.append(bag)
+    return total, step, Outcome(total.detach(), tuple(bags))
+
+
+def fit(
+    run: Run,
+    split: Split,
+    out: str | Path | None = None,
+    *,
+    resume: bool = False,
+    device: str = "auto",
+    k: Sequence[int] = (10, 20, 50),
+    metrics: Sequence[str] = ("recall", "ndcg", "hit", "mrr", "map", "precision", "coverage", "popularity"),
+    progress: Progress | None = None,
+    source: Mapping[str, Any] | None = None,
+) -> Fitted:
+    """Train a run on a split; keep the epoch that does best on the validation part (the last one where there is none).
+
+    With `out` everything goes to that folder (see runs.py), and `resume` goes on from its last checkpoint, bitwise as if never
+    stopped on the same CPU. `source` is recorded in run.json: where the data came from.
+
+        fitted = fit(recipes.xir(split.train), split, "runs/xir");  print(fitted.test)
+    """
+    progress = progress or Progress()
+    where = pick_device(device)
+    folder = Path(out) if out is not None else None
+    if where.type == "cuda":
+        torch.set_float32_matmul_precision("highest" if run.setup.precision == "float32" else "high")
+    trainer = _Trainer(run, split, where, folder, progress)
+    if folder is not None and not resume:
+        runs.write_start(folder, split.train, split.seen_for("test"), description(run, split, source), run.setup)
+    if resume:
+        trainer.load()
+    trainer.train()
+    trainer.load_best()
+    test = None
+    if split.test is not None:
+        progress.say("ranking the whole catalogue for every test query")
+        test = evaluate(run.model, split.test, trainer.to(split.seen_for("test")), k, metrics, counts=split.train.counts())
+    fitted = Fitted(run, trainer.state.history, trainer.state.best_epoch, test, trainer.state.seconds)
+    if folder is not None:
+        write_end(folder, fitted)
+    return fitted
+
+
+class _Trainer:
+    """The moving parts of one training: tensors on the device, optimisers, generator, state."""
+
+    def __init__(self, run: Run, split: Split, device: torch.device, folder: Path | None, progress: Progress):
+        self.run, self.setup, self.split, self.device, self.folder, self.progress = run, run.setup, split, device, folder, progress
+        setup = run.setup
+        self.modules = run.modules().to(device)
+        trained = nn.ModuleDict({"model": run.model, "temperature": run.temperature})
+        self.optimizers = optimizers(trained, setup.optimizer, setup.lr, setup.weight_decay)
+        self.observers = [m for m in self.modules.modules() if hasattr(m, "observe")]
+        self.generator = torch.Generator(device).manual_seed(setup.seed)
+        train = split.train
+        self.queries, self.items = (column.to(device) for column in train.pairs())
+        self.weight = None if train.weight is None else torch.from_numpy(train.weight / train.weight.mean()).to(device)
+        self.positives = self.to(train.positives()) if _masks_known(self.modules) else None
+        self.batches = RandomBatches(len(train), setup.batch_size, setup.seed)
+        kind: Any = "step" if setup.lr_decay != 1.0 else "constant"
+        self.schedule = Schedule(kind, gamma=setup.lr_decay, every=setup.lr_decay_every, warmup=setup.warmup)
+        self.valid = None if split.valid is None else _sample_queries(split.valid, setup.valid_queries, setup.seed)
+        self.seen = self.to(split.seen_for("valid")) if self.valid is not None else None
+        self.best: dict[str, Tensor] | None = None
+        self.state = _State()
+
+    def to(self, positives: Positives) -> Positives:
+        return Positives(positives.start.to(self.device), positives.items.to(self.device))
+
+    def train(self) -> None:
+        self.progress.start(self.setup.epochs, len(self.batches))
+        while not self.state.done:
+            began = time.perf_counter()
+            loss = self.epoch()
+            self.state.seconds += time.perf_counter() - began
+            self.validate(loss)
+            self.save()
+
+    def epoch(self) -> float:
+        """The rest of the current epoch; its mean loss."""
+        state = self.state
+        total = torch.tensor(state.loss_sum, device=self.device, dtype=torch.float64)
+        saved = time.monotonic()
+        for index in self.batches.epoch(state.epoch, state.step):
+            at = index.to(self.device)
+            set_lr(self.optimizers, self.schedule.lr_at(state.epoch * len(self.batches) + state.step, state.epoch))
+            losses, step, outcome = contrast(self.run, self.queries[at].long(), self.items[at].long(), self.generator, self.positives)
+            (losses if self.weight is None else losses * self.weight[at]).mean().backward()
+            if self.setup.clip is not None:
+                clip_gradients(self.modules.parameters(), self.setup.clip)
+            for optimizer in self.optimizers:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+            with torch.no_grad():
+                for observer in self.observers:
+                    observer.observe(step, outcome)  # type: ignore[operator]
+            total += outcome.loss.sum()
+            state.rows += len(at)
+            state.step += 1
+            self.progress.step(state.epoch, state.step, total / state.rows)
+            if self.folder is not None and time.monotonic() - saved > CHECKPOINT_SECONDS:
+                state.loss_sum = float(total)
+                self.save()
+                saved = time.monotonic()
+        mean = float(total) / max(state.rows, 1)
+        if not math.isfinite(mean):
+            raise UserError(f"the loss is {mean} in epoch {state.epoch + 1}: lower lr (now {self.setup.lr}) or set clip")
+        return mean
+
+    def validate(self, loss: float) -> None:
+        """Close the epoch: measure on the validation part, keep the best model, decide whether to go on."""
+        state, setup = self.state, self.setup
+        record: dict[str, Any] = {"epoch": state.epoch + 1, "loss": loss, "seconds": round(state.seconds, 3)}
+        last = state.epoch + 1 >= setup.epochs
+        if self.valid is not None and ((state.epoch + 1) % setup.eval_every == 0 or last):
+            metric, cutoff = _selected(setup.select)
+            names = tuple(dict.fromkeys((metric, "recall", "ndcg")))
+            result = evaluate(self.run.model, self.valid, self.seen, (cutoff,), names)
+            record |= result.metrics | {"valid_seconds": round(result.seconds, 3)}
+            score = result.metrics[setup.select]
+            state.stale = 0 if score > state.best else state.stale + 1
+            if score > state.best:
+                state.best, state.best_epoch = score, state.epoch + 1
+                self.keep()
+        elif last and self.valid is None:
+            state.best_epoch = state.epoch + 1
+            self.keep()
+        tau = self.run.temperature(torch.zeros(1, dtype=torch.long, device=self.device))
+        record["tau"] = round(float(tau.mean()), 6)
+        state.history.append(record)
+        stopped = setup.patience is not None and state.stale >= setup.patience
+        if stopped:
+            self.progress.say(f"no better {setup.select} for {state.stale} validations: stopping at epoch {state.epoch + 1}")
+        state.epoch, state.step, state.loss_sum, state.rows, state.done = state.epoch + 1, 0, 0.0, 0, last or stopped
+        self.progress.epoch(record)
+
+    def keep(self) -> None:
+        """Remember the model as it is now as the best so far."""
+        if self.folder is not None:
+            runs.write_tensors(self.folder / "model.safetensors", runs.tensors_of(self.run.model), {"epoch": self.state.best_epoch})
+        else:
+            self.best = {name: tensor.detach().clone() for name, tensor in runs.tensors_of(self.run.model).items()}
+
+    def load_best(self) -> None:
+        if self.folder is not None:
+            path = self.folder / "model.safetensors"
+            runs.load_tensors(self.run.model, runs.read_tensors(path)[0], path)
+        elif self.best is not None:
+            runs.load_tensors(self.run.model, self.best, Path("memory"))
+
+    def save(self) -> None:
+        """The checkpoint: modules, optimisers, generator and state in one file; then the metrics as lines."""
+        if self.folder is None:
+            return
+        tensors = {f"module.{name}": tensor for name, tensor in runs.tensors_of(self.modules).items()}
+        tensors |= {f"optimizer.{name}": tensor for name, tensor in state_tensors(self.optimizers).items()}
+        tensors["generator"] = self.generator.get_state()
+        runs.write_tensors(self.folder / "checkpoint.safetensors", tensors, dataclasses.asdict(self.state))
+        lines = "".join(json.dumps(record) + "\n" for record in self.state.history)
+        runs.write(self.folder / "metrics.jsonl", lambda file: file.write_text(lines))
+
+    def load(self) -> None:
+        """Go on from the last checkpoint; from the beginning where the run was stopped before its first."""
+        assert self.folder is not None
+        path = self.folder / "checkpoint.safetensors"
+        if not path.is_file():
+            self.progress.say(f"{self.folder} has no checkpoint yet: starting from the beginning")
+            return
+        tensors, state = runs.read_tensors(path)
+        modules = {name.removeprefix("module."): t for name, t in tensors.items() if name.startswith("module.")}
+        runs.load_tensors(self.modules, modules, path)
+        load_state_tensors(self.optimizers, {n.removeprefix("optimizer."): t for n, t in tensors.items() if n.startswith("optimizer.")})
+        self.generator.set_state(tensors["generator"])
+        self.state = _State(**state)
+        self.progress.say(f"going on from epoch {self.state.epoch + 1}, step {self.state.step}")
+
+
+def pick_device(name: str) -> torch.device:
+    """"auto" is the first GPU where there is one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UserError(f"unknown device {name!r}: use auto, cpu or cuda") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"device {name!r} was asked for, but PyTorch finds no GPU: use --device cpu")
+    return device
+
+
+def describe_batch(run: Run, split: Split) -> str:
+    """What one training batch of this run contains, term by term: sources, counts, corrections, masks. Draws from a copy of the generator."""
+    rows = next(RandomBatches(len(split.train), run.setup.batch_size, run.setup.seed).epoch(0))
+    queries, items = split.train.pairs()
+    device = next(run.model.parameters()).device
+    generator = torch.Generator(device).manual_seed(run.setup.seed)
+    positives = split.train.positives()
+    positives = Positives(positives.start.to(device), positives.items.to(device))
+    with torch.no_grad():
+        _, _, outcome = contrast(run, queries[rows].long().to(device), items[rows].long().to(device), generator, positives)
+    lines: list[str] = []
+    for term, bag in zip(run.terms, outcome.bags, strict=True):
+        name = getattr(term.loss, "__name__", "loss")
+        lines += [f"{term.weight:g} x {name} over", *(f"  {line}" for line in bag.describe().splitlines())]
+    return "\n".join(lines)
+
+
+def description(run: Run, split: Split, source: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The resolved run for run.json: enough to run it again."""
+    from importlib.metadata import version
+
+    parts = {"train": split.train, "valid": split.valid, "test": split.test}
+    return {
+        "recipe": run.recipe,
+        "arguments": run.arguments or {},
+        "source": dict(source or {}),
+        "data": {
+            "queries": split.train.n_queries,
+            "items": split.train.n_items,
+            **{name: len(part) for name, part in parts.items() if part is not None},
+        },
+        "batch": describe_batch(run, split).splitlines(),
+        "versions": {"python": platform.python_version(), **{name: version(name) for name in ("sparring", "torch", "polars", "numpy")}},
+    }
+
+
+def write_end(folder: Path, fitted: Fitted) -> None:
+    """The result, the curve and the model card."""
+    from sparring.card import model_card
+    from sparring.plots import training_curve
+
+    meta = runs.read_meta(folder)
+    result = {"best_epoch": fitted.best_epoch, "epochs": len(fitted.history), "train_seconds": round(fitted.seconds, 3)}
+    if fitted.test is not None:
+        result |= {"test": fitted.test.to_dict()}
+    runs.write_json(folder / "result.json", result)
+    training_curve(fitted.history, folder / "curve.png", fitted.run.recipe, fitted.run.setup.select)
+    runs.write(folder / "README.md", lambda file: file.write_text(model_card(meta, result, fitted.history)))
+
+
+def _masks_known(modules: nn.Module) -> bool:
+    return any(getattr(module, "exclude", None) == "known" for module in modules.modules())
+
+
+def _selected(select: str) -> tuple[str, int]:
+    metric, _, cutoff = select.partition("@")
+    if not cutoff.isdigit() or int(cutoff) < 1:
+        raise UserError(f"select must name a metric and a cutoff such as ndcg@10, got {select!r}")
+    return metric, int(cutoff)
+
+
+def _sample_queries(valid: Interactions, most: int, seed: int) -> Interactions:
+    """At most this many queries of the validation part, the same ones at every epoch."""
+    present = np.unique(valid.queries)
+    if len(present) <= most:
+        return valid
+    keep = np.zeros(valid.n_queries, dtype=bool)
+    keep[np.random.default_rng(seed).choice(present, most, replace=False)] = True
+    return valid.subset(keep[valid.queries])
