@@ -11,6 +11,7 @@ import math
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -30,6 +31,28 @@ def weighted_logsumexp(
 ) -> Tensor:
     """As in reference.py, for emb (C, D) shared by all queries and a log_w that needs no gradient (per candidate if `draws`)."""
     return _WeightedLogSumExp.apply(q, emb, log_w, places, draws, usage)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _Spare:
+    """Freed (B, C) buffers of a CPU, used again: fresh pages would cost a tenth of the step."""
+
+    def __init__(self, most: int) -> None:
+        self.buffers: list[Tensor] = []
+        self.most = most
+
+    def take(self, like: Tensor, rows: int, columns: int) -> Tensor:
+        for at, buffer in enumerate(self.buffers):
+            if buffer.dtype == like.dtype and buffer.numel() >= rows * columns:
+                return self.buffers.pop(at)[: rows * columns].view(rows, columns)
+        return like.new_empty(rows * columns).view(rows, columns)
+
+    def give(self, buffer: Tensor) -> None:
+        if buffer.device.type == "cpu":
+            whole = buffer.new_empty(0).set_(buffer.untyped_storage())  # type: ignore[call-overload]
+            self.buffers = [whole, *self.buffers][: self.most]
+
+
+_spare = _Spare(most=2)
 
 
 class _Blocks:
@@ -68,6 +91,11 @@ class _Blocks:
         return scores.sub_(top), top.squeeze(1)
 
 
+def _normal_squares(part: Tensor) -> Tensor:
+    """Zero, in place, what would be a denormal number when squared: products with those run several times slower on a CPU."""
+    return F.threshold_(part, 1e-19, 0.0)
+
+
 class _WeightedLogSumExp(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -75,7 +103,7 @@ class _WeightedLogSumExp(torch.autograd.Function):
     ) -> Tensor:
         blocks = _Blocks(q, emb, log_w, places, draws)
         n, c = len(q), len(emb)
-        kept = q.new_empty(n, c) if n * c <= STORE and (ctx.needs_input_grad[0] or ctx.needs_input_grad[1]) else None
+        kept = _spare.take(q, n, c) if n * c <= STORE and any(ctx.needs_input_grad[:2]) else None
         total, result = q.new_empty(n), q.new_empty(n)
         if usage is not None:
             usage.zero_()
@@ -89,7 +117,7 @@ class _WeightedLogSumExp(torch.autograd.Function):
             else:
                 scale = blocks.column_scale
                 assert scale is not None
-                first = part @ scale
+                first = _normal_squares(part) @ scale
                 share = torch.where(first > 0, draws / first, torch.zeros_like(first))
                 if usage is not None:
                     usage.addmv_(part.T, share)
@@ -118,9 +146,12 @@ class _WeightedLogSumExp(torch.autograd.Function):
             else:
                 part = blocks.block(b, None)[0].exp_()
                 if blocks.draws is not None:
-                    part.square_()
+                    _normal_squares(part).square_()
             torch.mm(part, scaled_emb, out=grad_q[low:high])
             grad_emb.addmm_(part.T, scaled_q[low:high])
         if blocks.column_scale is not None:
             grad_emb.mul_(blocks.column_scale.unsqueeze(1))
+        if ctx.kept is not None:
+            _spare.give(ctx.kept)
+            ctx.kept = None  # a second backward pass computes the exponentials again
         return grad_q.mul_(scale), grad_emb, None, None, None, None

@@ -1,0 +1,192 @@
+"""Features of items and queries as tower inputs, and histories of queries in time order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import polars as pl
+import torch
+from torch import Tensor
+
+from sparring.errors import UserError
+
+if TYPE_CHECKING:
+    from sparring.data.interactions import Interactions
+
+Kind = Literal["categorical", "numeric", "vector"]
+
+
+@dataclass(frozen=True)
+class Features:
+    """What is known of each of n ids beside the id: categorical codes and dense numbers; row i describes dense id i.
+
+    Code 0 of a categorical column stands for a missing or rare value. Features of the same ids are joined with `+`.
+
+        Features.from_table(items, ["category", "price"]) + Features.from_array("images.npy")
+    """
+
+    categorical: np.ndarray  # (n, F) int32, 0 = missing or rare
+    cardinalities: tuple[int, ...]  # (F,) codes of each column, 0 included
+    dense: np.ndarray  # (n, Fd) float32
+    names: tuple[str, ...]  # columns: the categorical ones, then the dense ones
+
+    def __len__(self) -> int:
+        return len(self.categorical)
+
+    @classmethod
+    def from_table(cls, table: pl.DataFrame, columns: Sequence[str] | Mapping[str, Kind], min_count: int = 1) -> Features:
+        """Features from columns of a table.
+
+        By type: text, booleans and whole numbers are categorical (coded from 1 by falling frequency, values seen fewer than min_count
+        times are rare); other numbers and dates are standardised to mean 0 and deviation 1, with 0 where missing; lists of numbers
+        are vectors, taken as they are, with 0 where missing. Pass {column: kind} where the type misleads, as for a whole-numbered price.
+        """
+        kinds = dict(columns) if isinstance(columns, Mapping) else dict.fromkeys(columns)
+        for name in kinds:
+            if name not in table.columns:
+                raise UserError(f"there is no column {name!r}: the table has {', '.join(table.columns)}")
+        codes: dict[str, np.ndarray] = {}
+        dense: dict[str, np.ndarray] = {}
+        for name, given in kinds.items():
+            column = table[name]
+            kind = given or _kind(column)
+            if kind == "categorical":
+                codes[name] = _codes(column, min_count)
+            elif kind == "numeric":
+                dense[name] = _standardised(column)
+            elif kind == "vector":
+                dense[name] = _vectors(column)
+            else:
+                raise UserError(f"column {name!r} cannot be {kind!r}: use 'categorical', 'numeric' or 'vector'")
+        n = table.height
+        return cls(
+            categorical=np.stack(list(codes.values()), axis=1) if codes else np.zeros((n, 0), np.int32),
+            cardinalities=tuple(int(values.max(initial=0)) + 1 for values in codes.values()),
+            dense=np.concatenate(list(dense.values()), axis=1) if dense else np.zeros((n, 0), np.float32),
+            names=(*codes, *dense),
+        )
+
+    @classmethod
+    def from_array(cls, array: np.ndarray | str | Path, name: str = "vector") -> Features:
+        """Dense vectors (n, Fd) of any number type, or the path of a `.npy` file that holds them; taken as they are, in float32."""
+        raw = array if isinstance(array, np.ndarray) else _load(Path(array))
+        if raw.ndim != 2 or raw.dtype.kind not in "fiub":
+            raise UserError(f"{name} must be a table of numbers with one row per id, not {raw.dtype} of shape {raw.shape}")
+        dense = np.array(raw, dtype=np.float32)
+        if not np.isfinite(dense).all():
+            row = int(np.flatnonzero(~np.isfinite(dense).all(1))[0])
+            raise UserError(f"{name} holds a value that is not finite in row {row}: fill it first, for instance with 0")
+        return cls(np.zeros((len(dense), 0), np.int32), (), dense, (name,))
+
+    def __add__(self, other: Features) -> Features:
+        """Both sets of columns, for the same ids."""
+        if len(self) != len(other):
+            raise UserError(f"features of {len(self):,} ids cannot be joined with features of {len(other):,}")
+        own, others = len(self.cardinalities), len(other.cardinalities)
+        return Features(
+            categorical=np.concatenate([self.categorical, other.categorical], axis=1),
+            cardinalities=self.cardinalities + other.cardinalities,
+            dense=np.concatenate([self.dense, other.dense], axis=1),
+            names=self.names[:own] + other.names[:others] + self.names[own:] + other.names[others:],
+        )
+
+
+@dataclass(frozen=True)
+class Histories:
+    """The items of every query, oldest first, as one flat array with offsets (CSR)."""
+
+    start: Tensor  # (queries + 1,) int64
+    items: Tensor  # (interactions,) int32
+
+
+def histories(interactions: Interactions, last: int | None = None) -> Histories:
+    """The items of each query in time order: by the time column; ties, and all where there is none, in the order of the rows.
+
+    With `last` only the most recent ones of each query are kept. A HistoryTower(last=n) reads n + 1 in training, because one of
+    them may be the positive that it leaves out.
+    """
+    if last is not None and last < 1:
+        raise UserError(f"last {last} must be at least 1 item of history")
+    queries = np.asarray(interactions.queries)
+    if interactions.time is None:
+        order = np.argsort(queries, kind="stable")
+    else:
+        order = np.lexsort((interactions.time, queries))
+    count = np.bincount(queries, minlength=interactions.n_queries)
+    end = np.cumsum(count)
+    if last is not None:
+        age = np.repeat(end, count) - np.arange(len(order))  # 1 = the most recent
+        order = order[age <= last]
+        end = np.cumsum(np.minimum(count, last))
+    items = np.asarray(interactions.items)[order].astype(np.int32, copy=False)
+    return Histories(torch.from_numpy(np.concatenate([[0], end])), torch.from_numpy(items))
+
+
+def _load(path: Path) -> np.ndarray:
+    if not path.is_file():
+        raise UserError(f"there is no file {path}: give a .npy file with one row per id")
+    try:
+        loaded = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise UserError(f"{path} is no plain .npy array: save it with numpy.save") from error
+    if not isinstance(loaded, np.ndarray):
+        raise UserError(f"{path} holds several arrays: save one with numpy.save")
+    return loaded
+
+
+def _kind(column: pl.Series) -> Kind:
+    dtype: Any = column.dtype
+    if isinstance(dtype, (pl.List, pl.Array)):
+        return "vector"
+    if dtype.is_integer() or dtype in (pl.String, pl.Categorical, pl.Enum, pl.Boolean):
+        return "categorical"
+    if dtype.is_numeric() or dtype.is_temporal():
+        return "numeric"
+    raise UserError(f"column {column.name!r} of type {dtype} is no feature: give text, numbers, dates or lists of numbers")
+
+
+def _codes(column: pl.Series, min_count: int) -> np.ndarray:
+    """Codes from 1 by falling frequency, then by value; 0 where missing, empty or seen fewer than min_count times."""
+    if isinstance(column.dtype, (pl.List, pl.Array, pl.Struct)):
+        raise UserError(f"column {column.name!r} of type {column.dtype} cannot be categorical: give one value per row")
+    present = column.fill_nan(None) if column.dtype.is_float() else column
+    frame = present.cast(pl.String).replace("", None).rename("value").to_frame()
+    known = frame.drop_nulls().group_by("value").len().filter(pl.col("len") >= min_count)
+    known = known.sort(["len", "value"], descending=[True, False]).with_row_index("code", offset=1)
+    coded = frame.join(known.select("value", "code"), on="value", how="left", maintain_order="left")
+    return coded["code"].fill_null(0).cast(pl.Int32).to_numpy()
+
+
+def _standardised(column: pl.Series) -> np.ndarray:
+    """(n, 1) float32 of mean 0 and deviation 1 over what is present and finite; 0 elsewhere."""
+    if not (column.dtype.is_numeric() or column.dtype.is_temporal() or column.dtype == pl.Boolean):
+        raise UserError(f"column {column.name!r} of type {column.dtype} cannot be numeric: give numbers or dates")
+    number = column.dt.epoch("us") if column.dtype in (pl.Date, pl.Datetime) else column
+    values = number.to_physical().cast(pl.Float64).fill_null(float("nan")).to_numpy()
+    present = np.isfinite(values)
+    if not present.any():
+        return np.zeros((len(values), 1), np.float32)
+    centred = np.where(present, values - values[present].mean(), 0.0)
+    deviation = np.sqrt(np.square(centred[present]).mean())
+    scale = 1.0 / deviation if deviation > 0 else 0.0
+    return (centred * scale).astype(np.float32)[:, None]
+
+
+def _vectors(column: pl.Series) -> np.ndarray:
+    """(n, width) float32 from lists of numbers of one length; 0 where missing or not finite."""
+    dtype: Any = column.dtype
+    if not isinstance(dtype, (pl.List, pl.Array)) or not dtype.inner.is_numeric():
+        raise UserError(f"column {column.name!r} of type {dtype} holds no vectors: give lists of numbers")
+    lists = column.arr.to_list() if isinstance(dtype, pl.Array) else column
+    widths = lists.list.len().drop_nulls().unique()
+    if len(widths) != 1:
+        raise UserError(f"column {column.name!r} holds lists of {len(widths)} different lengths: give vectors of one length")
+    present = lists.is_not_null().to_numpy()
+    flat = lists.drop_nulls().list.explode().cast(pl.Float32).fill_null(0.0).to_numpy()
+    vectors = np.zeros((len(column), int(widths[0])), np.float32)
+    vectors[present] = np.nan_to_num(flat.reshape(-1, vectors.shape[1]), nan=0.0, posinf=0.0, neginf=0.0)
+    return vectors

@@ -1,0 +1,296 @@
+"""Interactions as dense columns, and the maps between original and dense ids."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import torch
+from torch import Tensor
+
+from sparring.errors import UserError
+from sparring.types import Positives
+
+TRAIN, VALID, TEST = 0, 1, 2  # codes of the split column
+
+
+class Vocabulary:
+    """Original ids, sorted, and their dense ids 0..n-1.
+
+    Sorted means that the dense id of an original id depends on the set of ids only, never on the order of rows.
+    Integers stay integers, everything else is text. Text that spells an integer finds it ("1042" finds 1042), and
+    the other way round, because a command line knows text only.
+
+        ids = Vocabulary(["b", "a"]);  ids.encode(["a", "z"])  -> [0, -1];  ids.decode([1])  -> ["b"]
+    """
+
+    def __init__(self, ids: pl.Series | np.ndarray | Sequence[Any]) -> None:
+        series = _id_series(ids).drop_nulls()
+        unsorted = len(series) > 1 and not bool((series.slice(1) > series.slice(0, len(series) - 1)).all())
+        self._ids = (series.unique().sort() if unsorted else series).rechunk().alias("id")
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def __repr__(self) -> str:
+        return f"Vocabulary({len(self):,} ids, {self.kind})"
+
+    @property
+    def kind(self) -> str:
+        """ "int" or "text"."""
+        return "text" if self._ids.dtype == pl.String else "int"
+
+    @property
+    def ids(self) -> pl.Series:
+        """Original ids in dense order."""
+        return self._ids
+
+    def encode(self, ids: pl.Series | np.ndarray | Sequence[Any]) -> np.ndarray:
+        """Dense int64 ids of original ids, -1 where unknown or null."""
+        asked = _id_series(ids).alias("id")
+        if asked.dtype != self._ids.dtype:
+            asked = asked.cast(pl.String).cast(self._ids.dtype, strict=False)
+        known = pl.DataFrame({"id": self._ids, "dense": np.arange(len(self), dtype=np.int64)})
+        found = asked.to_frame().join(known, on="id", how="left", maintain_order="left")["dense"]
+        return found.fill_null(-1).to_numpy(writable=True)
+
+    def decode(self, dense: np.ndarray | Tensor | Sequence[int]) -> np.ndarray:
+        """Original ids of dense ids, in the same shape: an integer array, or an object array of text."""
+        at = np.asarray(dense, dtype=np.int64)
+        if at.size and (at.min() < 0 or at.max() >= len(self)):
+            raise UserError(f"dense id {at.min() if at.min() < 0 else at.max()} is outside 0..{len(self) - 1}")
+        return self._ids.gather(at.ravel()).to_numpy().reshape(at.shape)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write as Parquet, one column `id` in dense order; atomic."""
+        write_table(self._ids.to_frame(), path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Vocabulary:
+        table = read_table(path)
+        if table.columns != ["id"]:
+            raise UserError(f"{path} is not a saved vocabulary: its columns are {', '.join(table.columns)}; expected id")
+        return cls(table["id"])
+
+
+def _id_series(ids: pl.Series | np.ndarray | Sequence[Any]) -> pl.Series:
+    """Ids as Int64, UInt64 (only where Int64 cannot hold them) or String, nulls kept."""
+    if isinstance(ids, np.ndarray):
+        ids = ids.ravel()
+        series = pl.Series(ids.tolist() if ids.dtype == object else ids, strict=False)
+    elif isinstance(ids, pl.Series):
+        series = ids
+    else:
+        series = pl.Series(list(ids), strict=False)
+    if series.dtype.is_float():
+        if not bool((series.fill_nan(None).drop_nulls() % 1 == 0).all()):
+            raise UserError(f"ids must be integers or text, not fractions such as {series.filter(series % 1 != 0)[0]}")
+        return series.fill_nan(None).cast(pl.Int64)
+    if series.dtype == pl.UInt64:
+        return series if (series.max() or 0) > np.iinfo(np.int64).max else series.cast(pl.Int64)  # type: ignore[operator]
+    if series.dtype.is_integer():
+        return series.cast(pl.Int64)
+    return series.cast(pl.String)
+
+
+@dataclass(frozen=True, eq=False)
+class Interactions:
+    """(query, item) pairs in dense ids, with what is known about pairs, items and queries.
+
+    What `read` and `from_frame` return holds each pair once, sorted by (query, item), so nothing made from it depends on
+    the order of rows in a file. The columns are plain contiguous arrays: `pairs()` gives them to torch without a copy.
+
+        data = read("interactions.parquet");  data.n_queries, data.n_items, len(data);  data.positives()
+    """
+
+    queries: np.ndarray  # (n,) int32
+    items: np.ndarray  # (n,) int32
+    query_ids: Vocabulary
+    item_ids: Vocabulary
+    time: np.ndarray | None = None  # (n,) int64 or float64; dates become microseconds since 1970
+    weight: np.ndarray | None = None  # (n,) float32
+    split: np.ndarray | None = None  # (n,) uint8: 0 train, 1 valid, 2 test, where the file has one
+    shown: tuple[np.ndarray, np.ndarray] | None = None  # (queries, items) shown and not clicked, int32
+    shown_time: np.ndarray | None = None  # of the shown pairs, like time
+    shown_split: np.ndarray | None = None  # of the shown pairs, like split
+    item_table: pl.DataFrame | None = None  # row i describes dense item i
+    query_table: pl.DataFrame | None = None
+    notes: tuple[str, ...] = ()  # what the reader dropped or merged
+
+    def __post_init__(self) -> None:
+        for name in ("items", "time", "weight", "split"):
+            column = getattr(self, name)
+            if column is not None and len(column) != len(self.queries):
+                raise UserError(f"{name} has {len(column):,} rows, queries has {len(self.queries):,}")
+        for table, n, name in ((self.item_table, self.n_items, "item_table"), (self.query_table, self.n_queries, "query_table")):
+            if table is not None and len(table) != n:
+                raise UserError(f"{name} has {len(table):,} rows for {n:,} dense ids")
+
+    def __len__(self) -> int:
+        return len(self.queries)
+
+    def __repr__(self) -> str:
+        return f"Interactions({self.n_queries:,} queries x {self.n_items:,} items, {len(self):,} pairs)"
+
+    @property
+    def n_queries(self) -> int:
+        return len(self.query_ids)
+
+    @property
+    def n_items(self) -> int:
+        return len(self.item_ids)
+
+    def counts(self) -> np.ndarray:
+        """(N,) int64 interactions per item."""
+        return np.bincount(self.items, minlength=self.n_items).astype(np.int64, copy=False)
+
+    def pairs(self) -> tuple[Tensor, Tensor]:
+        """(queries, items) as int32 tensors that share memory with the columns."""
+        return torch.from_numpy(self.queries), torch.from_numpy(self.items)
+
+    def positives(self) -> Positives:
+        """Every query's items, sorted and distinct: start (queries + 1,) int64, items int32.
+
+        Shares memory with `items` when the rows are already sorted by (query, item); otherwise costs one sort.
+        """
+        return csr(self.queries, self.items, self.n_queries, self.n_items)
+
+    def shown_lists(self) -> Positives | None:
+        """Every query's shown and not clicked items, in the same form as `positives()`; None where nothing is known."""
+        return None if self.shown is None else csr(*self.shown, self.n_queries, self.n_items)
+
+    def subset(self, rows: np.ndarray) -> Interactions:
+        """The given rows (a mask or indices), with the same vocabularies and tables."""
+        rows = np.asarray(rows)
+        if rows.dtype == bool and rows.shape != self.queries.shape:
+            raise UserError(f"the mask has {len(rows):,} rows, the interactions have {len(self):,}")
+        time, weight, split = (_take(column, rows) for column in (self.time, self.weight, self.split))
+        return replace(self, queries=self.queries[rows], items=self.items[rows], time=time, weight=weight, split=split)
+
+    def titles(self) -> np.ndarray | None:
+        """(N,) object array of item titles (None where unknown), or None when the item table has none."""
+        if self.item_table is None or "title" not in self.item_table.columns:
+            return None
+        return np.array(self.item_table["title"].cast(pl.String).to_list(), dtype=object)
+
+    def save_ids(self, folder: str | os.PathLike[str]) -> None:
+        """Write the id maps and tables, as Parquet, into a run folder; `Ids.load` reads them back."""
+        Ids(self.query_ids, self.item_ids, self.query_table, self.item_table).save(folder)
+
+
+@dataclass(frozen=True, eq=False)
+class Ids:
+    """The id maps and tables of a run folder: all that is needed to name queries and items without the interactions.
+
+        data.save_ids("runs/a");  ids = Ids.load("runs/a");  ids.item_ids.decode([3, 1]);  ids.item_table
+    """
+
+    query_ids: Vocabulary
+    item_ids: Vocabulary
+    query_table: pl.DataFrame | None = None
+    item_table: pl.DataFrame | None = None
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        for vocabulary, name in ((self.query_ids, "query_ids"), (self.item_ids, "item_ids")):
+            vocabulary.save(Path(folder) / f"{name}.parquet")
+        for table, name in ((self.query_table, "query_table"), (self.item_table, "item_table")):
+            path = Path(folder) / f"{name}.parquet"
+            if table is None:
+                path.unlink(missing_ok=True)
+            else:
+                write_table(table, path)
+
+    @classmethod
+    def load(cls, folder: str | os.PathLike[str]) -> Ids:
+        folder = Path(folder)
+        tables = [read_table(path) if (path := folder / f"{name}.parquet").exists() else None for name in ("query_table", "item_table")]
+        return cls(Vocabulary.load(folder / "query_ids.parquet"), Vocabulary.load(folder / "item_ids.parquet"), *tables)
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """Train, validation and test parts that share vocabularies; every row of the data is in exactly one part."""
+
+    train: Interactions
+    valid: Interactions | None = None
+    test: Interactions | None = None
+
+    def seen_for(self, part: str) -> Positives:
+        """What is masked when `part` is ranked: train for "valid", train and valid together for "test"."""
+        if part not in ("valid", "test"):
+            raise UserError(f'part is {part!r}; it must be "valid" or "test"')
+        if part == "valid" or self.valid is None:
+            return self.train.positives()
+        queries = np.concatenate([self.train.queries, self.valid.queries])
+        items = np.concatenate([self.train.items, self.valid.items])
+        return csr(queries, items, self.train.n_queries, self.train.n_items)
+
+
+def csr(queries: np.ndarray, items: np.ndarray, n_queries: int, n_items: int) -> Positives:
+    """Positives of dense pairs: sorted within each query, duplicates removed; O(n) where sorted already, else O(n log n)."""
+    if not is_canonical(queries, items):
+        key = pair_keys(queries, items, n_items)
+        key.sort()
+        key = key[np.concatenate([[True], key[1:] != key[:-1]])] if len(key) else key
+        queries, items = unpack_keys(key, n_items)
+    start = np.zeros(n_queries + 1, dtype=np.int64)
+    np.cumsum(np.bincount(queries, minlength=n_queries), out=start[1:])
+    return Positives(torch.from_numpy(start), torch.from_numpy(np.ascontiguousarray(items)))
+
+
+def is_canonical(queries: np.ndarray, items: np.ndarray) -> bool:
+    """Are the pairs strictly increasing by (query, item)?"""
+    step = queries[1:] - queries[:-1]
+    return bool(((step > 0) | ((step == 0) & (items[1:] > items[:-1]))).all())
+
+
+def pair_keys(queries: np.ndarray, items: np.ndarray, n_items: int) -> np.ndarray:
+    """query * n_items + item: one int64 that orders pairs by (query, item)."""
+    key = queries.astype(np.int64)
+    key *= max(n_items, 1)
+    key += items
+    return key
+
+
+def unpack_keys(key: np.ndarray, n_items: int) -> tuple[np.ndarray, np.ndarray]:
+    queries = (key // max(n_items, 1)).astype(np.int32)
+    items = (key - queries.astype(np.int64) * max(n_items, 1)).astype(np.int32)
+    return queries, items
+
+
+def _take(column: np.ndarray | None, rows: np.ndarray) -> np.ndarray | None:
+    return None if column is None else column[rows]
+
+
+def write_table(table: pl.DataFrame, path: str | os.PathLike[str]) -> None:
+    """Write Parquet beside the target, then rename: a reader never sees half a file."""
+    path = Path(path)
+    beside = path.with_name(path.name + ".tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        table.write_parquet(beside)
+        os.replace(beside, path)
+    except (OSError, pl.exceptions.PolarsError) as error:
+        with suppress(OSError):
+            beside.unlink()
+        raise UserError(f"cannot write {path}: {first_line(error)}") from error
+
+
+def read_table(path: str | os.PathLike[str]) -> pl.DataFrame:
+    if not Path(path).is_file():
+        raise UserError(f"no such file: {path}")
+    try:
+        return pl.read_parquet(Path(path))
+    except (OSError, pl.exceptions.PolarsError) as error:
+        raise UserError(f"{path} is not a readable Parquet file: {first_line(error)}") from error
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message: errors for users are one line."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

