@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sparring.kernels import logits, reference, weighted_logsumexp
-from sparring.types import Bag, Candidates, Step
+from sparring.types import Bag, Candidates, Outcome, Step
 
 Loss = Callable[[Step, Bag], Tensor]
 
@@ -25,10 +25,9 @@ def sampled_softmax(step: Step, bag: Bag) -> Tensor:
     positive = step.positive_logits
     if bag.log_w_positive is not None:
         positive = positive + bag.log_w_positive
-    total = positive
-    for block in bag.blocks:
-        total = torch.logaddexp(total, _logsumexp(step, block))
-    return total - positive
+    blocks = [_logsumexp(step, block) for block in bag.blocks]
+    negatives = blocks[0] if len(blocks) == 1 else reference.safe_logsumexp(torch.stack(blocks, -1))
+    return -F.logsigmoid(positive - negatives)
 
 
 def bpr(step: Step, bag: Bag) -> Tensor:
@@ -49,7 +48,7 @@ def hinge(margin: float = 0.3) -> Loss:
 
 
 def _logsumexp(step: Step, block: Candidates) -> Tensor:
-    places = block.exclude.hits(block.ids) if block.exclude else None
+    places = block.exclude.places(block.ids) if block.exclude else None
     return weighted_logsumexp(step.scaled, block.emb, block.log_w, places, block.draws, block.usage)
 
 
@@ -60,7 +59,7 @@ def _pairwise(step: Step, bag: Bag, penalty: Callable[[Tensor], Tensor]) -> Tens
         if block.draws is not None:
             raise ValueError("a pairwise loss needs drawn negatives: give Resample draw='multinomial' or 'systematic'")
         scores = logits(step.scaled, block.emb)
-        places = block.exclude.hits(block.ids) if block.exclude else None
+        places = block.exclude.places(block.ids) if block.exclude else None
         weights = reference.drop(block.log_w, scores.shape, places).exp()
         total = total + (weights * penalty(scores - positive)).sum(1)
         mass = mass + weights.sum(1)
@@ -93,4 +92,9 @@ class Learned(nn.Module):
         self.log_tau = nn.Parameter(torch.tensor(math.log(tau)))
 
     def forward(self, query_ids: Tensor) -> Tensor:
-        return self.log_tau.clamp(math.log(self.low), math.log(self.high)).exp()
+        # straight through: a gradient that leads back inside is never lost at the bound
+        inside = self.log_tau.clamp(math.log(self.low), math.log(self.high)).detach()
+        return (inside + self.log_tau - self.log_tau.detach()).exp()
+
+    def observe(self, step: Step, outcome: Outcome) -> None:
+        self.log_tau.clamp_(math.log(self.low), math.log(self.high))  # so that it need not come back from far outside

@@ -18,11 +18,21 @@ _STRIDE = 1 << 40  # row * _STRIDE + item id is unique for every pair of a batch
 class Exclude:
     """Items that never count against a query: pairs (row of the batch, item id).
 
-    `rows` is None when there is exactly one id per query (its own positive), in row order.
+    `rows` ascend, or are None when there is exactly one id per query (its own positive), in row order.
     """
 
     ids: Tensor  # (P,)
     rows: Tensor | None = None  # (P,), or None: P = B and rows = 0..B-1
+
+    @property
+    def name(self) -> str:
+        return "own positive" if self.rows is None else "all known positives"
+
+    def places(self, ids: Tensor) -> tuple[Tensor, Tensor] | Tensor:
+        """What the kernels take: `hits`, or on a GPU, where counting hits would wait for the device, a (B, C) mask."""
+        if self.rows is None and ids.is_cuda:
+            return ids == self.ids.unsqueeze(1)
+        return self.hits(ids)
 
     def hits(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """(rows, columns) of the excluded places among candidate ids (C,) or (B, C); O(P log C), never B x C x P."""
@@ -70,9 +80,10 @@ class Candidates:
     log_w: Tensor  # broadcasts to (B, C): -log q corrects, log n counts, -inf drops
     exclude: Exclude | None = None  # what never counts against a query
     draws: float | None = None
-    usage: Tensor | None = None  # (C,) out: how often each candidate was drawn, over all queries; filled by the draw or the loss
+    usage: Tensor | None = None  # shaped as ids, out: how often each was drawn, over all queries if shared; filled by the draw or the loss
     source: str = "candidates"  # for describe(): where they come from
     weighting: str = "none"  # for describe(): what log_w holds
+    masked: str = "nothing"  # for describe(): what was masked before and is written into log_w
 
     @property
     def shared(self) -> bool:
@@ -103,9 +114,8 @@ class Bag:
 
 def _masked(block: Candidates) -> str:
     if block.exclude is None:
-        return "nothing"
-    name = "own positive" if block.exclude.rows is None else "all known positives"
-    return f"{name}, {len(block.exclude.hits(block.ids)[0]):,} places"
+        return block.masked
+    return f"{block.exclude.name}, {len(block.exclude.hits(block.ids)[0]):,} places"
 
 
 @dataclass(frozen=True)

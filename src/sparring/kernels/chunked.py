@@ -42,7 +42,7 @@ class _Spare:
 
     def take(self, like: Tensor, rows: int, columns: int) -> Tensor:
         for at, buffer in enumerate(self.buffers):
-            if buffer.dtype == like.dtype and buffer.numel() >= rows * columns:
+            if buffer.dtype == like.dtype and buffer.device == like.device and buffer.numel() >= rows * columns:
                 return self.buffers.pop(at)[: rows * columns].view(rows, columns)
         return like.new_empty(rows * columns).view(rows, columns)
 
@@ -71,9 +71,12 @@ class _Blocks:
         self.column_scale: Tensor | None = None
         if draws is not None:
             flat = log_w.expand(c)
-            self.column_scale = (flat - flat.amax()).exp().nan_to_num(0.0)
+            self.column_scale = (flat - flat.amax()).exp().nan_to_num(0.0).to(q.dtype)
+            # a column without weight must not set a row's maximum: everything else could vanish beside it
+            dead = torch.isneginf(flat)
+            self.dead = dead if q.device.type != "cpu" or bool(dead.any()) else None
         self.bounds = None
-        if places is not None:
+        if places is not None and not isinstance(places, Tensor):
             edges = torch.tensor([*self.starts, n], device=q.device)
             self.bounds = torch.searchsorted(places[0].contiguous(), edges).tolist() if len(self.starts) > 1 else [0, len(places[0])]
 
@@ -83,7 +86,11 @@ class _Blocks:
         scores = torch.mm(self.q[low:high], self.columns, out=out) if out is not None else self.q[low:high] @ self.columns
         if self.column_scale is None:
             scores += self.log_w[low:high] if self.log_w.dim() == 2 and len(self.log_w) > 1 else self.log_w
-        if self.places is not None and self.bounds is not None:
+        elif self.dead is not None:
+            scores.masked_fill_(self.dead, -math.inf)
+        if isinstance(self.places, Tensor):
+            scores.masked_fill_(self.places[low:high], -math.inf)
+        elif self.places is not None and self.bounds is not None:
             begin, end = self.bounds[b], self.bounds[b + 1]
             scores[self.places[0][begin:end] - low, self.places[1][begin:end]] = -math.inf
         top = scores.amax(1, keepdim=True)
@@ -105,8 +112,7 @@ class _WeightedLogSumExp(torch.autograd.Function):
         n, c = len(q), len(emb)
         kept = _spare.take(q, n, c) if n * c <= STORE and any(ctx.needs_input_grad[:2]) else None
         total, result = q.new_empty(n), q.new_empty(n)
-        if usage is not None:
-            usage.zero_()
+        counted = q.new_zeros(c) if usage is not None and draws is not None else None
         for b, low in enumerate(blocks.starts):
             high = min(low + blocks.rows, n)
             scores, top = blocks.block(b, None if kept is None else kept[low:high])
@@ -119,13 +125,13 @@ class _WeightedLogSumExp(torch.autograd.Function):
                 assert scale is not None
                 first = _normal_squares(part) @ scale
                 share = torch.where(first > 0, draws / first, torch.zeros_like(first))
-                if usage is not None:
-                    usage.addmv_(part.T, share)
+                if counted is not None:
+                    counted.addmv_(part.T, share)
                 part_total = part.square_() @ scale
                 result[low:high] = top + (part_total * share).log()
             total[low:high] = part_total
-        if usage is not None and blocks.column_scale is not None:
-            usage.mul_(blocks.column_scale)
+        if usage is not None and counted is not None and blocks.column_scale is not None:
+            usage.copy_(counted * blocks.column_scale)
         ctx.blocks, ctx.kept, ctx.total = blocks, kept, total
         ctx.save_for_backward(q, emb)
         return result

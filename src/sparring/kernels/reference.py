@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-Places = tuple[Tensor, Tensor]  # (rows, columns) of pairs that do not count; rows ascending
+Places = tuple[Tensor, Tensor] | Tensor  # pairs that do not count: (rows, columns) with rows ascending, or a (B, C) mask
 
 
 def logits(q: Tensor, emb: Tensor) -> Tensor:
@@ -24,6 +24,8 @@ def drop(log_w: Tensor, shape: torch.Size, places: Places | None) -> Tensor:
     full = log_w.expand(shape)
     if places is None:
         return full
+    if isinstance(places, Tensor):
+        return full.masked_fill(places, -math.inf)
     return full.index_put(places, torch.tensor(-math.inf, dtype=full.dtype, device=full.device))
 
 
@@ -57,5 +59,5 @@ def weighted_logsumexp(
             corrected = scores + weights
             weights = corrected - safe_logsumexp(corrected).nan_to_num(neginf=0.0).unsqueeze(-1) + math.log(draws)
             if usage is not None:
-                usage.copy_(weights.exp().sum(0))
+                usage.copy_(weights.exp() if usage.dim() == 2 else weights.exp().sum(0))
     return safe_logsumexp(scores + weights)

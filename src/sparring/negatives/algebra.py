@@ -73,8 +73,9 @@ def corrected(blocks: list[Candidates], step: Step, source: Negatives, correctio
         assert known is not None
         return known
 
-    log_size = torch.as_tensor(source.size(step), dtype=torch.float32, device=step.q.device).log()
-    shift = log_size if correction in ("negatives", "both") else torch.zeros_like(log_size)
+    size = source.size(step)
+    log_size = size.log() if isinstance(size, Tensor) else math.log(size)
+    shift = log_size if correction in ("negatives", "both") else 0.0
     names = {"count": "-log expected count", "refined": "-log expected count", "negatives": "-log q", "both": "-log q"}
     weighed = []
     for block in blocks:
@@ -85,7 +86,15 @@ def corrected(blocks: list[Candidates], step: Step, source: Negatives, correctio
     if correction == "both":
         positive = log_size - log_count(step.item_ids)
     elif correction == "refined":
-        positive = -torch.log1p(-(log_count(step.item_ids) - log_size).exp().clamp(max=1 - 1e-6))
+        # the published form divides by the negatives that are left when those equal to the positive are taken out
+        kept = torch.zeros(len(step.q), device=step.q.device)
+        for block in blocks:
+            hit = torch.bincount(Exclude(step.item_ids).hits(block.ids)[0], minlength=len(kept))
+            kept += (~torch.isneginf(block.log_w)).expand(block.ids.shape).sum(-1) - hit
+        log_kept = kept.clamp(min=1).log() - log_size
+        positive = log_kept - torch.log1p(-(log_count(step.item_ids) - log_size).exp().clamp(max=1 - 1e-6))
+    if positive is not None:  # nan: a source that holds nothing yet has no frequency
+        positive = positive.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf)
     return Bag(tuple(weighed), positive)
 
 
@@ -164,23 +173,26 @@ class Resample(Negatives):
         n = self.n or block.ids.shape[-1]
         name = f"{n:,} of {block.source} by {self.draw} draws"
         if self.draw == "expected":
-            usage = torch.zeros(block.ids.shape[-1], device=step.q.device) if block.shared else None
+            usage = torch.zeros(block.ids.shape, device=step.q.device)
             return Bag((replace(block, draws=float(n), usage=usage, source=name),))
         with torch.no_grad():
             scores = logits(step.scaled, block.emb)
-            places = block.exclude.hits(block.ids) if block.exclude else None
+            places = block.exclude.places(block.ids) if block.exclude else None
             scores = scores + reference.drop(block.log_w, scores.shape, places)
             scores -= reference.safe_logsumexp(scores).nan_to_num(neginf=0.0).unsqueeze(-1)
             counts = _DRAWS[self.draw](scores.exp(), n, step.generator)
-            usage = counts.sum(0) if block.shared else None
-        return Bag((replace(block, log_w=counts.log(), exclude=None, usage=usage, source=name, weighting="log drawn count"),))
+            usage = counts.sum(0) if block.shared else counts
+        return Bag(
+            (replace(block, log_w=counts.log(), exclude=None, usage=usage, source=name, weighting="log drawn count", masked=_mask(block)),)
+        )
 
 
 def multinomial_counts(p: Tensor, n: int, generator: torch.Generator) -> Tensor:
     """Counts (B, C) of n independent draws from each row; a row of zeros draws nothing."""
     some = p.sum(-1, keepdim=True) > 0
     drawn = torch.multinomial(torch.where(some, p, torch.ones_like(p)), n, replacement=True, generator=generator)
-    return torch.zeros_like(p).scatter_add_(1, drawn, torch.ones((), device=p.device).expand(drawn.shape)) * some
+    counts = torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32))  # 8 bits count to 256
+    return counts.scatter_add_(1, drawn, torch.ones((), dtype=counts.dtype, device=p.device).expand(drawn.shape)) * some
 
 
 def systematic_counts(p: Tensor, n: int, generator: torch.Generator) -> Tensor:
@@ -218,7 +230,7 @@ class Hardest(Negatives):
         block = merged(bag, step)
         with torch.no_grad():
             scores = logits(step.scaled, block.emb)
-            places = block.exclude.hits(block.ids) if block.exclude else None
+            places = block.exclude.places(block.ids) if block.exclude else None
             weights = reference.drop(block.log_w, scores.shape, places)
             scores = torch.where(torch.isneginf(weights), -math.inf, scores)
             chosen = scores.topk(min(self.k, scores.shape[1]), dim=1).indices
@@ -226,32 +238,41 @@ class Hardest(Negatives):
         emb = block.emb[chosen] if block.shared else block.emb[rows, chosen]
         ids = block.ids[chosen] if block.shared else block.ids[rows, chosen]
         name = f"hardest {chosen.shape[1]:,} of {block.source}"
-        hard = replace(block, ids=ids, emb=emb, log_w=weights.gather(1, chosen), exclude=None, source=name)
+        hard = replace(block, ids=ids, emb=emb, log_w=weights.gather(1, chosen), exclude=None, usage=None, source=name, masked=_mask(block))
         return Bag((hard,), bag.log_w_positive)
 
 
 def merged(bag: Bag, step: Step) -> Candidates:
     """The bag as one block, so that candidates of several sources can be drawn or ranked together."""
+    if any(block.draws is not None for block in bag.blocks):
+        raise ValueError("expected draws cannot be drawn or ranked again: give the inner Resample draw='multinomial' or 'systematic'")
     if len(bag.blocks) == 1:
         return bag.blocks[0]
     b = len(step.q)
     shared = all(block.shared for block in bag.blocks)
     rows = [block.ids.shape[-1] for block in bag.blocks]
-    weights = [torch.broadcast_to(block.log_w, (c,) if block.log_w.dim() < 2 else (b, c)) for block, c in zip(bag.blocks, rows, strict=True)]
-    exclude = bag.blocks[0].exclude
+    weights = [
+        torch.broadcast_to(block.log_w, (c,) if block.log_w.dim() < 2 else (b, c)) for block, c in zip(bag.blocks, rows, strict=True)
+    ]
+    exclude, masked = bag.blocks[0].exclude, "nothing"
     if any(_kind(block.exclude) != _kind(exclude) for block in bag.blocks):
         # sources that mask differently: write each mask into its weights
-        dropped = [block.exclude.hits(block.ids) if block.exclude else None for block in bag.blocks]
+        dropped = [block.exclude.places(block.ids) if block.exclude else None for block in bag.blocks]
         weights = [reference.drop(w, torch.Size((b, c)), places) for w, c, places in zip(weights, rows, dropped, strict=True)]
-        exclude = None
+        exclude, masked = None, " + ".join(_mask(block) for block in bag.blocks)
     if not all(w.dim() == 1 for w in weights):
         weights = [w.expand(b, c) for w, c in zip(weights, rows, strict=True)]
     ids = [block.ids if shared else block.ids.expand(b, -1) for block in bag.blocks]
     emb = [block.emb if shared else block.emb.expand(b, -1, -1) for block in bag.blocks]
     source = " + ".join(block.source for block in bag.blocks)
+    weighting = " + ".join(dict.fromkeys(block.weighting for block in bag.blocks))
     return Candidates(
-        torch.cat(ids, -1), torch.cat(emb, -2), torch.cat(weights, -1), exclude, source=source, weighting=bag.blocks[0].weighting
+        torch.cat(ids, -1), torch.cat(emb, -2), torch.cat(weights, -1), exclude, source=source, weighting=weighting, masked=masked
     )
+
+
+def _mask(block: Candidates) -> str:
+    return block.masked if block.exclude is None else block.exclude.name
 
 
 def _kind(exclude: Exclude | None) -> str:

@@ -43,7 +43,8 @@ class InBatch(Negatives):
         return None if self.frequency is None else math.log(self.size(step)) + self.frequency.log_prob(ids)
 
     def size(self, step: Step) -> float:
-        return max(len(step.item_ids) - 1, 1)
+        # its own column never counts against a query, unless nothing is excluded
+        return max(len(step.item_ids) - 1, 1) if self.exclude != "none" else len(step.item_ids)
 
 
 class Memory(Negatives):
@@ -92,7 +93,7 @@ class Memory(Negatives):
         return torch.as_tensor(self.size(step)).log() + self.frequency.log_prob(ids)
 
     def size(self, step: Step) -> Tensor:
-        return (self.ids >= 0).sum().clamp(min=1).float()
+        return (self.ids >= 0).sum().float()
 
     def observe(self, step: Step, outcome: Outcome) -> None:
         self.steps += 1
@@ -154,7 +155,10 @@ class Cache(Negatives):
         for bag in outcome.bags:
             for block in bag.blocks:
                 if block.usage is not None:
-                    drawn.index_add_(0, block.ids, block.usage.double())
+                    ids, usage = block.ids.flatten(), block.usage.double().flatten()
+                    drawn.index_add_(0, ids.clamp(min=0), torch.where(ids >= 0, usage, 0.0))
+        # a term may draw what the frequency calls impossible: its weight here would be infinite
+        drawn *= torch.isfinite(self.frequency.log_prob(torch.arange(len(drawn), device=drawn.device)))
         self.occurrences += drawn
         mass = self.occurrences if self.pool == "all" else torch.where(drawn > 0, self.occurrences, 0.0)
         cdf = torch.cumsum(mass, 0)

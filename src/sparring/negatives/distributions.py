@@ -27,7 +27,7 @@ class Distribution(Frequency):
 class Uniform(Distribution):
     """Every item alike: q_j = 1 / N.
 
-        Sampled(Uniform(n_items), 1024)
+    Sampled(Uniform(n_items), 1024)
     """
 
     def __init__(self, n_items: int):
@@ -110,8 +110,8 @@ class Streaming(Frequency):
         self.register_buffer("sizes", torch.tensor(sizes), persistent=False)
         self.register_buffer("offsets", torch.tensor([sum(sizes[:h]) for h in range(len(sizes))]), persistent=False)
         self.register_buffer("gap", torch.full((sum(sizes),), float(start)))
-        self.register_buffer("last", torch.zeros(sum(sizes)))
-        self.register_buffer("time", torch.zeros(()))
+        self.register_buffer("last", torch.zeros(sum(sizes), dtype=torch.float64))
+        self.register_buffer("time", torch.zeros((), dtype=torch.float64))
         self.register_buffer("draws", torch.ones(()))
 
     def buckets(self, ids: Tensor) -> Tensor:
@@ -125,7 +125,7 @@ class Streaming(Frequency):
         self.time += 1
         at = self.buckets(step.item_ids).flatten()
         # items of one bucket write the same value, so duplicates in the batch do no harm
-        self.gap[at] = (1 - self.alpha) * self.gap[at] + self.alpha * (self.time - self.last[at])
+        self.gap[at] = (1 - self.alpha) * self.gap[at] + self.alpha * (self.time - self.last[at]).float()
         self.last[at] = self.time
         self.draws.clamp_(min=len(step.item_ids))
 

@@ -1,0 +1,268 @@
+"""The tests that every sampler passes."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from sparring.losses import sampled_softmax
+from sparring.negatives.algebra import Negatives
+from sparring.testing.reading import chi_square, dense, observe, plain_loss, weights
+from sparring.testing.world import World, excluded
+from sparring.types import Bag, Step
+
+
+class NegativesContract:
+    """The tests that every sampler passes: inherit it, name your sampler, run pytest.
+
+        class TestMine(NegativesContract):
+            make = lambda self, world: MySampler(world.n_items)
+
+    `make` builds the sampler for a world (it also gives `counts`, `popularity`, `dim`, `shown`). What else you state is held against it:
+    `expected`, the formula of how often each item is offered; `resized`, the same sampler with n candidates; `masks`, what it excludes.
+    Where the sampler defines log_count, its draws must agree with it and its weights must give the full partition function.
+    All seeds are fixed and all bounds are 4 standard errors or p > 1e-4, so a pass is repeatable.
+    """
+
+    batch: int = 16  # rows of a step
+    draws: int = 100_000  # offered candidates in the test of the distribution
+    trials: int = 500  # steps in the test of the partition function
+    between: int = 0  # steps observed between two trials, so that a sampler with memory is measured on fresh draws
+    masks: Literal["positive", "known", "none"] = "positive"
+    partition: bool = True  # False for a correction that does not estimate the partition function
+    selects: bool = False  # True where masking one item lets another in (draws, top k)
+
+    def make(self, world: World) -> Negatives:
+        raise TypeError(f"{type(self).__name__} must define make(self, world) -> Negatives")
+
+    def expected(self, world: World, step: Step) -> Tensor | None:
+        """(N,) or (B, N): how often each item is expected among the candidates of a query, by your own formula; None: as log_count says."""
+        return None
+
+    def resized(self, world: World, n: int) -> Negatives | None:
+        """The same sampler with n candidates, to see the bias of the gradient fall; None: not tested."""
+        return None
+
+    def offered(self, bag: Bag, step: Step, n_items: int) -> Tensor:
+        """(N,) how often each item was offered to the first query; override where a weight is itself a count of draws."""
+        return sum(
+            (torch.bincount(block.ids.expand(len(step.q), -1)[0][weights(block, step)[0] > 0], minlength=n_items) for block in bag.blocks),
+            start=torch.zeros(n_items),
+        )
+
+    def warmed(self, world: World, steps: int = 3) -> Negatives:
+        negatives = self.make(world)
+        for seed in range(steps):
+            observe(negatives, world.step(self.batch, 1_000_000 + seed))
+        return negatives
+
+    def test_bag_is_well_formed(self) -> None:
+        """Ids are (C,) or (B, C) and exist, vectors match them, weights broadcast and are never nan or +inf."""
+        world = World.build()
+        step = world.step(self.batch, 1)
+        for block in self.warmed(world)(step).blocks:
+            shape = (self.batch, block.ids.shape[-1])
+            assert block.ids.shape in (shape, shape[1:])
+            assert block.emb.shape == (*block.ids.shape, world.dim)
+            assert torch.broadcast_to(block.log_w, shape).shape == shape
+            assert int(block.ids.min()) >= -1
+            assert int(block.ids.max()) < world.n_items
+            assert bool((block.log_w < math.inf).all())
+            real = block.ids >= 0
+            assert torch.equal(block.emb[real], world.items[block.ids[real]])
+
+    def test_same_generator_same_bag(self) -> None:
+        """Two forwards from the same generator state give the same bag, bit by bit."""
+        world = World.build()
+        negatives = self.warmed(world)
+        _assert_same(negatives(world.step(self.batch, 1)), negatives(world.step(self.batch, 1)))
+
+    def test_forward_leaves_state_alone(self) -> None:
+        """Neither the bag nor its loss changes a single bit of the state."""
+        world = World.build()
+        negatives = self.warmed(world)
+        before = {name: value.clone() for name, value in negatives.named_buffers()}
+        step = world.step(self.batch, 1)
+        sampled_softmax(step, negatives(step)).sum().backward()
+        for name, value in negatives.named_buffers():
+            assert torch.equal(value, before[name]), f"forward changed {name}"
+
+    def test_state_round_trip(self) -> None:
+        """A new sampler that loads the state gives the same next bags, now and after one more step."""
+        world = World.build()
+        first, second = self.warmed(world), self.make(world)
+        second.load_state_dict(copy.deepcopy(first.state_dict()))
+        for seed in (1, 2):
+            _assert_same(first(world.step(self.batch, seed)), second(world.step(self.batch, seed)))
+            observe(first, world.step(self.batch, seed))
+            observe(second, world.step(self.batch, seed))
+
+    def test_one_query(self) -> None:
+        """A batch of one query works: finite loss, finite gradient, the next step too."""
+        world = World.build()
+        negatives = self.make(world)
+        for seed in range(3):
+            _assert_finite(world.step(1, seed), negatives)
+            observe(negatives, world.step(1, seed))
+
+    def test_everything_excluded(self) -> None:
+        """In a catalogue of one item every candidate is the positive: the loss is 0 where that is masked, and always finite."""
+        world = World.build(n_items=1)
+        loss = _assert_finite(world.step(5, 1), self.warmed(world))
+        assert self.masks == "none" or bool((loss == 0).all())
+
+    def test_distribution(self) -> None:
+        """Items are offered as often as the formula says: chi-square over all draws, and their number within 4 standard errors."""
+        world = World.build()
+        negatives = self.warmed(world)
+        observed, wanted, trial = torch.zeros(world.n_items).double(), torch.zeros(world.n_items).double(), 0
+        while wanted.sum() < self.draws:
+            trial += 1
+            _between(negatives, world, self.batch, self.between, trial)
+            # one positive for the first row throughout: what it excludes is then the same in every trial
+            step = world.step(self.batch, trial, first=3)
+            count = self.expected(world, step)
+            if count is None:
+                log_count = negatives.log_count(torch.arange(world.n_items), step)
+                if log_count is None:
+                    return
+                count = log_count.exp()
+            count = count.detach().double() if count.dim() == 1 else count[0].detach().double()
+            wanted += torch.where(excluded(world, step, self.masks)[0], 0.0, count)
+            observed += self.offered(negatives(step), step, world.n_items)
+        assert chi_square(observed, wanted) > 1e-4
+        assert abs(observed.sum() - wanted.sum()) <= 4 * wanted.sum().sqrt(), f"offered {observed.sum()}, expected {wanted.sum()}"
+
+    def test_log_count_is_the_formula(self) -> None:
+        """log_count is the log of the expected count that the test states."""
+        world = World.build()
+        negatives, step = self.warmed(world), world.step(self.batch, 1)
+        expected, log_count = self.expected(world, step), negatives.log_count(torch.arange(world.n_items), step)
+        if expected is not None and log_count is not None:
+            torch.testing.assert_close(log_count.double().exp(), expected.double(), rtol=1e-5, atol=1e-9)
+
+    def test_partition_function(self) -> None:
+        """The mean over many bags of sum_j w_j e^s_j is the sum over the catalogue, within 4 standard errors."""
+        world = World.build()
+        negatives = self.warmed(world)
+        if not self.partition or negatives.log_count(torch.arange(1), world.step(self.batch, 0)) is None:
+            return
+        errors = []
+        for trial in range(self.trials):
+            _between(negatives, world, self.batch, self.between, trial)
+            step = world.step(self.batch, trial)
+            mass = world.logits(step).exp()
+            log_count = negatives.log_count(torch.arange(world.n_items), step)
+            assert log_count is not None
+            possible = ~excluded(world, step, self.masks) & torch.isfinite(log_count)
+            full = torch.where(possible, mass, 0.0).sum(1)
+            estimate = (dense(negatives(step), step, world.n_items) * mass).sum(1)
+            errors.append((estimate / full - 1).mean())
+        error = torch.stack(errors)
+        assert abs(error.mean()) <= 4 * error.std() / math.sqrt(len(error)) + 1e-6, f"off by {error.mean():.4f} of the full sum"
+
+    def test_gradient_bias_falls(self) -> None:
+        """The gradient on the positive is biased for few candidates, and at most half as much for 16 times as many."""
+        world = World.build()
+        few, many = self.resized(world, 4), self.resized(world, 64)
+        if few is None or many is None:
+            return
+        small, noise = self._gradient_bias(world, few)
+        large, _ = self._gradient_bias(world, many)
+        assert abs(small) > 4 * noise
+        assert abs(large) < abs(small) / 2
+
+    def _gradient_bias(self, world: World, negatives: Negatives) -> tuple[float, float]:
+        biases = []
+        for trial in range(self.trials):
+            step = world.step(self.batch, trial)
+            mass = world.logits(step).exp()
+            positive = mass.gather(1, step.item_ids.unsqueeze(1)).squeeze(1)
+            log_count = negatives.log_count(torch.arange(world.n_items), step)
+            assert log_count is not None
+            possible = ~excluded(world, step, self.masks) & torch.isfinite(log_count)
+            full = torch.where(possible, mass, 0.0).sum(1)
+            estimate = (dense(negatives(step), step, world.n_items) * mass).sum(1)
+            biases.append((positive / (positive + estimate) - positive / (positive + full)).mean())
+        bias = torch.stack(biases)
+        return float(bias.mean()), float(bias.std()) / math.sqrt(len(bias))
+
+    def test_excluded_items_weigh_nothing(self) -> None:
+        """The weight on an excluded item is exactly 0; all others keep theirs, up to one factor for the row."""
+        world = World.build()
+        negatives = self.warmed(world)
+        twin, masking = copy.deepcopy(negatives), False
+        for module in twin.modules():
+            if getattr(module, "exclude", "none") != "none":
+                module.__dict__["exclude"], masking = "none", True
+        touched = False
+        for seed in range(10):
+            step = world.step(self.batch, seed)
+            never = excluded(world, step, self.masks)
+            with_mask, without = (dense(source(world.step(self.batch, seed)), step, world.n_items) for source in (negatives, twin))
+            assert bool((with_mask[never] == 0).all())
+            touched |= bool((without[never] > 0).any())
+            if not self.selects:
+                # whether its own column counts may change how often a batch offers an item: compare weight times expected count
+                counts = [source.log_count(torch.arange(world.n_items), step) for source in (negatives, twin)]
+                change = 1.0 if counts[0] is None or counts[1] is None else (counts[0].double() - counts[1].double()).exp()
+                kept = torch.where(never | (without == 0), math.nan, with_mask / without * change)
+                torch.testing.assert_close(kept, kept.nanmean(1, keepdim=True).expand_as(kept) + 0 * kept, equal_nan=True)
+                assert torch.equal((with_mask > 0), (without > 0) & ~never)
+        assert touched or not masking or self.masks == "none", "no candidate was ever excluded: the test saw nothing"
+
+    def test_loss_and_gradient(self) -> None:
+        """Loss and gradients equal the formula written out pair by pair: the weights are constants, no gradient flows through them."""
+        world = World.build()
+        negatives = self.warmed(world)
+        table = world.items.clone().requires_grad_()
+        step, again = world.step(self.batch, 1, table=table), world.step(self.batch, 1, table=table)
+        ours, plain = sampled_softmax(step, negatives(step)), plain_loss(again, negatives(again))
+        torch.testing.assert_close(ours.double(), plain, rtol=1e-5, atol=1e-5)
+        upstream = torch.linspace(0.5, 1.5, len(ours))
+        mine = torch.autograd.grad((ours * upstream).sum(), [step.q, table])
+        theirs = torch.autograd.grad((plain * upstream.double()).sum(), [again.q, table])
+        for got, want in zip(mine, theirs, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+    def test_bag_describes_itself(self) -> None:
+        """describe() has a line for each block with its size, whether it is shared, and what is masked."""
+        world = World.build()
+        step = world.step(self.batch, 1)
+        bag = self.warmed(world)(step)
+        lines = bag.describe().splitlines()
+        assert len(lines) == len(bag.blocks) + 1
+        for block, line in zip(bag.blocks, lines[:-1], strict=True):
+            assert f"{block.ids.shape[-1]:,} candidates" in line
+            assert ("shared by all queries" in line) == (block.ids.dim() == 1)
+            assert ("for each query" in line) == (block.ids.dim() == 2)
+            assert ("masked: nothing" in line) == (self.masks == "none"), line
+        assert ("uncorrected" in lines[-1]) == (bag.log_w_positive is None)
+
+
+def _assert_same(first: Bag, second: Bag) -> None:
+    assert len(first.blocks) == len(second.blocks)
+    for a, b in zip(first.blocks, second.blocks, strict=True):
+        assert torch.equal(a.ids, b.ids)
+        assert torch.equal(a.log_w, b.log_w)
+        assert torch.equal(a.emb, b.emb)
+    one, two = first.log_w_positive, second.log_w_positive
+    assert (one is None and two is None) or (one is not None and two is not None and torch.equal(one, two))
+
+
+def _assert_finite(step: Step, negatives: Negatives) -> Tensor:
+    loss = sampled_softmax(step, negatives(step))
+    (gradient,) = torch.autograd.grad(loss.sum(), step.q)
+    assert loss.shape == (len(step.q),)
+    assert bool(torch.isfinite(loss).all())
+    assert bool(torch.isfinite(gradient).all())
+    return loss.detach()
+
+
+def _between(negatives: Negatives, world: World, batch: int, steps: int, trial: int) -> None:
+    for extra in range(steps):
+        observe(negatives, world.step(batch, 2_000_000 + trial * steps + extra))

@@ -1,0 +1,75 @@
+"""What a bag means, read slowly: the weight of each pair and the loss in float64, by tables of all pairs."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from sparring.losses import sampled_softmax
+from sparring.negatives.algebra import Negatives
+from sparring.types import Bag, Candidates, Outcome, Step
+
+
+def weights(block: Candidates, step: Step) -> Tensor:
+    """(B, C) float64: what each candidate of a block counts for, by a table of all pairs; no gradient."""
+    n = len(step.q)
+    ids = block.ids.expand(n, -1)
+    log_w = block.log_w.detach().double().expand(ids.shape).clone()
+    if block.exclude is not None:
+        rows = torch.arange(n) if block.exclude.rows is None else block.exclude.rows
+        never = torch.zeros(n, 1 + int(max(block.exclude.ids.max(), ids.max())), dtype=torch.bool)
+        never[rows, block.exclude.ids] = True
+        log_w[never.gather(1, ids.clamp(min=0)) & (ids >= 0)] = -math.inf
+    if block.draws is None:
+        return log_w.exp()
+    mass = (_scores(block, step).detach() + log_w).exp()
+    total = mass.sum(1, keepdim=True)
+    return torch.where(total > 0, block.draws * mass / total, 0.0)
+
+
+def dense(bag: Bag, step: Step, n_items: int) -> Tensor:
+    """(B, N) float64: the total weight of every item against every query; candidates without an id are left out."""
+    total = torch.zeros(len(step.q), n_items, dtype=torch.float64)
+    for block in bag.blocks:
+        ids = block.ids.expand(len(step.q), -1)
+        total.scatter_add_(1, ids.clamp(min=0), torch.where(ids >= 0, weights(block, step), 0.0))
+    return total
+
+
+def plain_loss(step: Step, bag: Bag) -> Tensor:
+    """(B,) float64: -t + log(e^t + sum_j w_ij e^s_ij), written out."""
+    positive = (step.q * step.v).sum(-1).double() / step.tau.double()
+    if bag.log_w_positive is not None:
+        positive = positive + bag.log_w_positive.detach().double()
+    total = positive.exp()
+    for block in bag.blocks:
+        total = total + (weights(block, step) * _scores(block, step).exp()).sum(1)
+    return total.log() - positive
+
+
+def _scores(block: Candidates, step: Step) -> Tensor:
+    emb = block.emb.double().expand(len(step.q), *block.emb.shape[-2:])
+    return (step.q.double().unsqueeze(1) * emb).sum(-1) / step.tau.double().reshape(-1, 1)
+
+
+def observe(negatives: Negatives, step: Step) -> None:
+    """What the training loop does after a step: every part that observes learns what came of it."""
+    bag = negatives(step)
+    outcome = Outcome(sampled_softmax(step, bag).detach(), (bag,))
+    for module in negatives.modules():
+        if hasattr(module, "observe"):
+            module.observe(step, outcome)  # type: ignore[operator]
+
+
+def chi_square(observed: Tensor, expected: Tensor) -> float:
+    """p-value of the counts against expected counts, scaled to the same total; cells that expect fewer than 5 are pooled."""
+    expected = expected.double() * (observed.sum() / expected.sum())
+    assert not bool((observed[expected == 0] > 0).any()), f"drawn, though impossible: {observed[expected == 0].tolist()}"
+    large = expected >= 5
+    o = torch.cat([observed[large].double(), observed[~large].sum().double().reshape(1)])
+    e = torch.cat([expected[large], expected[~large].sum().reshape(1)])
+    o, e = o[e > 0], e[e > 0]
+    statistic = ((o - e).square() / e).sum()
+    return float(torch.special.gammaincc(torch.tensor((len(o) - 1) / 2, dtype=torch.float64).clamp(min=0.5), statistic / 2))
