@@ -9,18 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sparring.optim import (
-    RowAdagrad,
-    RowAdam,
-    Schedule,
-    _repeated,
-    clip_gradients,
-    load_state_tensors,
-    optimizers,
-    set_lr,
-    state_tensors,
-    sum_rows,
-)
+from sparring.optim import Schedule, clip_gradients, load_state_tensors, optimizers, set_lr, state_tensors
+from sparring.rows import RowAdagrad, RowAdam, _repeated, sum_rows
 from sparring.towers import IdTower, Retriever
 
 N, D = 40, 5
@@ -158,7 +148,7 @@ def test_more_rows_than_one_block(rule: type[RowAdam] | type[RowAdagrad], monkey
     """Updating in blocks gives bitwise what updating at once gives."""
     results = []
     for block in (1 << 20, 3 * D):
-        monkeypatch.setattr("sparring.optim._BLOCK", block)
+        monkeypatch.setattr("sparring.rows._BLOCK", block)
         table = a_table(dtype=torch.float32)
         optimizer = rule([table], lr=0.1)
         for ids, values in batches(4, dtype=torch.float32):

@@ -100,7 +100,7 @@ class _Blocks:
 
 def _normal_squares(part: Tensor) -> Tensor:
     """Zero, in place, what would be a denormal number when squared: products with those run several times slower on a CPU."""
-    return F.threshold_(part, 1e-19, 0.0)
+    return F.threshold(part, 1e-19, 0.0, inplace=True)
 
 
 class _WeightedLogSumExp(torch.autograd.Function):
