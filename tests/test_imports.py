@@ -63,7 +63,7 @@ def test_kernels_import_only_torch_and_triton(name: str) -> None:
 @pytest.mark.parametrize("name", LOW)
 def test_parts_never_import_what_uses_them(name: str) -> None:
     """negatives, losses, kernels and towers know nothing of the loop, the recipes or the command line."""
-    assert not ours(MODULES[name]) & {"train", "recipes", "cli", "runs", "report", "evaluate", "serve", "testing"}
+    assert not ours(MODULES[name]) & {"train", "recipes", "cli", "runs", "report", "evaluation", "serve", "testing"}
 
 
 @pytest.mark.parametrize("name", [name for name in MODULES if not name.startswith(("sparring.cli", "sparring.__main__"))])

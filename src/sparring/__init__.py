@@ -1,18 +1,43 @@
 """Sparring: train, evaluate, index and serve large-scale retrievers, with any negative sampling in about ten lines."""
 
-from sparring import negatives, recipes
-from sparring.data.interactions import Interactions, Split
-from sparring.data.readers import read
-from sparring.data.splits import split
-from sparring.errors import UserError
-from sparring.evaluate import Evaluation, evaluate
-from sparring.recipes import Run, Setup, Term, compose
-from sparring.runs import Trained, load
-from sparring.settings import build
-from sparring.train import Fitted, fit
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sparring import negatives, recipes
+    from sparring.data.interactions import Interactions, Split
+    from sparring.data.readers import read
+    from sparring.data.splits import split
+    from sparring.errors import UserError
+    from sparring.evaluation import Evaluation, evaluate
+    from sparring.recipes import Run, Setup, Term, compose
+    from sparring.runs import Trained, load
+    from sparring.settings import build
+    from sparring.train import Fitted, fit
 
 __version__ = "0.1.0"
 
+# Imported when first used: torch takes seconds to load, and `sparring --help` needs none of it.
+_HOME = {
+    "Evaluation": "evaluation",
+    "Fitted": "train",
+    "Interactions": "data.interactions",
+    "Run": "recipes",
+    "Setup": "recipes",
+    "Split": "data.interactions",
+    "Term": "recipes",
+    "Trained": "runs",
+    "UserError": "errors",
+    "build": "settings",
+    "compose": "recipes",
+    "evaluate": "evaluation",
+    "fit": "train",
+    "load": "runs",
+    "read": "data.readers",
+    "split": "data.splits",
+}
 __all__ = [
     "Evaluation",
     "Fitted",
@@ -33,3 +58,17 @@ __all__ = [
     "recipes",
     "split",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name in ("negatives", "recipes"):
+        return import_module(f"sparring.{name}")
+    if name not in _HOME:
+        raise AttributeError(f"module 'sparring' has no attribute {name!r}")
+    found = getattr(import_module(f"sparring.{_HOME[name]}"), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

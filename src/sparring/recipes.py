@@ -57,7 +57,7 @@ class Setup:
     batch_size: int = 2048
     epochs: int = 100
     optimizer: Literal["row-adam", "row-adagrad", "adam"] = "row-adam"
-    lr: float = 0.01
+    lr: float = 0.005
     weight_decay: float = 0.0
     lr_decay: float = 1.0
     lr_decay_every: int = 5
@@ -67,7 +67,7 @@ class Setup:
     select: str = "ndcg@10"
     eval_every: int = 1
     valid_queries: int = 20_000
-    precision: Literal["float32", "tf32", "bf16"] = "float32"
+    precision: Literal["float32", "tf32", "bf16"] = "tf32"
     seed: int = 0
 
 
@@ -110,6 +110,7 @@ PAPER = Setup(
     lr_decay=0.95,
     lr_decay_every=5,
     patience=None,
+    precision="float32",
 )  # Chen et al. 2022, section 4 and appendix; tables start at N(0, 1)
 
 
@@ -267,7 +268,7 @@ def xir(
     """
     if not 0 <= lam <= 1:
         raise ValueError(f"lam is the weight of the cache term, between 0 and 1; got {lam}")
-    pop, exclude, n = popularity(data), masking(form), n or max(cache_size // 2, 1)
+    pop, exclude, n = popularity(data), masking(form), max(cache_size // 2, 1) if n is None else n
     pool: Literal["all", "drawn"] = "all" if form == "paper" else "drawn"
     cache = Cache(cache_size, pop, data.n_items, pool, start=0.0 if form == "paper" else 1.0, exclude=exclude, seed=setup.seed)
     batch = Resample(InBatch(pop, exclude=exclude), n, draw)

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from sparring.data.features import Histories
 from sparring.data.interactions import Ids, Interactions
 from sparring.errors import UserError
-from sparring.evaluate import top_k
+from sparring.evaluation import top_k
 from sparring.recipes import Setup, retriever
 from sparring.settings import parse_setup
 from sparring.towers import Retriever
@@ -158,7 +158,11 @@ def load(folder: str | Path, model: Retriever | None = None) -> Trained:
     tensors, _ = read_tensors(folder / "model.safetensors")
     if model is None:
         setup: Setup = parse_setup(meta["setup"])
-        past = Histories(tensors["query.start"], tensors["query.items"]) if setup.query_tower == "history" else None
+        past = None
+        if setup.query_tower == "history":
+            if not {"query.start", "query.items"} <= tensors.keys():
+                raise UserError(f"{folder / 'model.safetensors'} does not fit this run: it has no histories for the history tower")
+            past = Histories(tensors["query.start"], tensors["query.items"])
         model = retriever(setup, len(ids.query_ids), len(ids.item_ids), ids.item_table, past)
     load_tensors(model, tensors, folder / "model.safetensors")
     seen, _ = read_tensors(folder / "seen.safetensors")
@@ -177,9 +181,27 @@ def read_meta(folder: Path) -> dict[str, Any]:
     return dict(meta)
 
 
+def check_same(folder: Path, meta: Mapping[str, Any], setup: Setup) -> None:
+    """Refuse to go on with a run under other settings than it was begun with."""
+    before = read_meta(folder)
+    now = json.loads(json.dumps({**meta, "setup": dataclasses.asdict(setup)}, default=str))
+    for part in ("recipe", "arguments", "setup", "data"):
+        old, new = before.get(part), now[part]
+        if old == new:
+            continue
+        if isinstance(old, dict) and isinstance(new, dict):
+            part = next(name for name in {**old, **new} if old.get(name) != new.get(name))
+            old, new = old.get(part), new.get(part)
+        raise UserError(f"{folder} was begun with {part}={old}, not {new}: resume cannot change it")
+
+
 def write_start(folder: Path, data: Interactions, seen: Positives, meta: Mapping[str, Any], setup: Setup) -> None:
     """What is known before the first step: the resolved run, the id maps, what each query has seen."""
-    folder.mkdir(parents=True, exist_ok=True)
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{folder} is a file: choose another folder for the run")
+    # what an earlier run left here must not be resumed, or taken for the result, of this one
+    for name in ("run.json", "checkpoint.safetensors", "model.safetensors", "metrics.jsonl", "result.json", "curve.png", "README.md"):
+        (folder / name).unlink(missing_ok=True)
     data.save_ids(folder)
     write_tensors(folder / "seen.safetensors", {"start": seen.start, "items": seen.items})
     write_json(folder / "run.json", {**meta, "setup": dataclasses.asdict(setup)})

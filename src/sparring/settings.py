@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
+import math
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
@@ -31,7 +32,7 @@ def build(name: str, data: Interactions, settings: Mapping[str, object] | None =
     except ValueError as error:
         raise UserError(str(error)) from error
     defaults = {key: default for key, (_, default) in own_arguments(recipe).items()}
-    return dataclasses.replace(run, recipe=name, arguments={**defaults, **arguments})
+    return dataclasses.replace(run, recipe=recipe.__name__, arguments={**defaults, **arguments})
 
 
 def find(name: str) -> Callable[..., Run]:
@@ -93,11 +94,17 @@ def check(setup: Setup) -> None:
     for key, low in at_least.items():
         if getattr(setup, key) < low:
             raise UserError(f"{key} must be at least {low}, got {getattr(setup, key)}")
-    for key in ("lr", "tau", "init_std", "lr_decay"):
-        if not getattr(setup, key) > 0:
-            raise UserError(f"{key} must be positive, got {getattr(setup, key)}")
-    if setup.weight_decay < 0 or setup.warmup < 0:
-        raise UserError(f"weight_decay and warmup must not be negative, got {setup.weight_decay} and {setup.warmup}")
+    for key in ("lr", "tau", "init_std", "lr_decay", "clip"):
+        value = getattr(setup, key)
+        if value is not None and not 0 < value < math.inf:
+            raise UserError(f"{key} must be positive and finite, got {value}")
+    for key in ("weight_decay", "warmup", "seed"):
+        if not 0 <= getattr(setup, key) < math.inf:
+            raise UserError(f"{key} must not be negative, got {getattr(setup, key)}")
+    if setup.patience is not None and setup.patience < 1:
+        raise UserError(f"patience must be at least 1 validation, got {setup.patience}; none never stops early")
+    if not setup.hidden or min(setup.hidden) < 1:
+        raise UserError(f"hidden must name at least one layer, each of at least 1 unit, got {setup.hidden}")
 
 
 def parse(name: str, value: object, kind: Any) -> Any:
@@ -118,7 +125,7 @@ def _parse(value: object, kind: Any) -> Any:
             return None
         return _parse(value, next(part for part in get_args(kind) if part is not type(None)))
     if get_origin(kind) is tuple:
-        parts = [part for part in value.split(",") if part] if isinstance(value, str) else list(value)  # type: ignore[call-overload]
+        parts = [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else list(value)  # type: ignore[call-overload]
         return tuple(_parse(part, get_args(kind)[0]) for part in parts)
     if kind is bool:
         words = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}

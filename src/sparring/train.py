@@ -20,7 +20,8 @@ from sparring import runs
 from sparring.data.batches import RandomBatches
 from sparring.data.interactions import Interactions, Split
 from sparring.errors import UserError
-from sparring.evaluate import Evaluation, evaluate
+from sparring.evaluation import Evaluation, evaluate
+from sparring.metrics import parse
 from sparring.optim import Schedule, clip_gradients, load_state_tensors, optimizers, set_lr, state_tensors
 from sparring.recipes import Run
 from sparring.types import Bag, Outcome, Positives, Step
@@ -106,11 +107,17 @@ def fit(
     folder = Path(out) if out is not None else None
     if where.type == "cuda":
         torch.set_float32_matmul_precision("highest" if run.setup.precision == "float32" else "high")
+    _check_cutoffs(run, split, k, metrics)
     trainer = _Trainer(run, split, where, folder, progress)
-    if folder is not None and not resume:
-        runs.write_start(folder, split.train, split.seen_for("test"), description(run, split, source), run.setup)
-    if resume:
-        trainer.load()
+    if resume and folder is None:
+        raise UserError("resume needs `out`: the folder of the run to go on with")
+    if folder is not None:
+        described = description(run, split, source)
+        if resume and (folder / "run.json").is_file():
+            runs.check_same(folder, described, run.setup)
+            trainer.load()
+        else:
+            runs.write_start(folder, split.train, split.seen_for("test"), described, run.setup)
     trainer.train()
     trainer.load_best()
     test = None
@@ -152,10 +159,7 @@ class _Trainer:
     def train(self) -> None:
         self.progress.start(self.setup.epochs, len(self.batches))
         while not self.state.done:
-            began = time.perf_counter()
-            loss = self.epoch()
-            self.state.seconds += time.perf_counter() - began
-            self.validate(loss)
+            self.validate(self.epoch())
             self.save()
 
     def epoch(self) -> float:
@@ -181,13 +185,19 @@ class _Trainer:
             state.step += 1
             self.progress.step(state.epoch, state.step, total / state.rows)
             if self.folder is not None and time.monotonic() - saved > CHECKPOINT_SECONDS:
-                state.loss_sum = float(total)
+                state.loss_sum, state.seconds = self._finite(total), state.seconds + time.monotonic() - saved
                 self.save()
                 saved = time.monotonic()
-        mean = float(total) / max(state.rows, 1)
-        if not math.isfinite(mean):
-            raise UserError(f"the loss is {mean} in epoch {state.epoch + 1}: lower lr (now {self.setup.lr}) or set clip")
+        mean = self._finite(total) / max(state.rows, 1)
+        state.seconds += time.monotonic() - saved
         return mean
+
+    def _finite(self, total: Tensor) -> float:
+        """The loss as a number; a run that has diverged must not replace the last good checkpoint."""
+        value = float(total)
+        if not math.isfinite(value):
+            raise UserError(f"the loss is {value} in epoch {self.state.epoch + 1}: lower lr (now {self.setup.lr}) or set clip")
+        return value
 
     def validate(self, loss: float) -> None:
         """Close the epoch: measure on the validation part, keep the best model, decide whether to go on."""
@@ -208,7 +218,7 @@ class _Trainer:
             state.best_epoch = state.epoch + 1
             self.keep()
         tau = self.run.temperature(torch.zeros(1, dtype=torch.long, device=self.device))
-        record["tau"] = round(float(tau.mean()), 6)
+        record["tau"] = round(float(tau.detach().mean()), 6)
         state.history.append(record)
         stopped = setup.patience is not None and state.stale >= setup.patience
         if stopped:
@@ -238,6 +248,10 @@ class _Trainer:
         tensors |= {f"optimizer.{name}": tensor for name, tensor in state_tensors(self.optimizers).items()}
         tensors["generator"] = self.generator.get_state()
         runs.write_tensors(self.folder / "checkpoint.safetensors", tensors, dataclasses.asdict(self.state))
+        self.write_metrics()
+
+    def write_metrics(self) -> None:
+        assert self.folder is not None
         lines = "".join(json.dumps(record) + "\n" for record in self.state.history)
         runs.write(self.folder / "metrics.jsonl", lambda file: file.write_text(lines))
 
@@ -251,14 +265,18 @@ class _Trainer:
         tensors, state = runs.read_tensors(path)
         modules = {name.removeprefix("module."): t for name, t in tensors.items() if name.startswith("module.")}
         runs.load_tensors(self.modules, modules, path)
-        load_state_tensors(self.optimizers, {n.removeprefix("optimizer."): t for n, t in tensors.items() if n.startswith("optimizer.")})
-        self.generator.set_state(tensors["generator"])
-        self.state = _State(**state)
+        try:
+            load_state_tensors(self.optimizers, {n.removeprefix("optimizer."): t for n, t in tensors.items() if n.startswith("optimizer.")})
+            self.generator.set_state(tensors["generator"])
+            self.state = _State(**state)
+        except (ValueError, KeyError, TypeError, RuntimeError) as error:
+            raise UserError(f"{path} does not fit this run: {str(error).splitlines()[0]}") from error
+        self.write_metrics()  # a kill may have come between the checkpoint and its lines
         self.progress.say(f"going on from epoch {self.state.epoch + 1}, step {self.state.step}")
 
 
 def pick_device(name: str) -> torch.device:
-    """"auto" is the first GPU where there is one."""
+    """The device of this name; "auto" is the first GPU where there is one."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -271,7 +289,7 @@ def pick_device(name: str) -> torch.device:
 
 
 def describe_batch(run: Run, split: Split) -> str:
-    """What one training batch of this run contains, term by term: sources, counts, corrections, masks. Draws from a copy of the generator."""
+    """What one training batch of this run contains, term by term: sources, counts, corrections, masks. It draws from its own generator."""
     rows = next(RandomBatches(len(split.train), run.setup.batch_size, run.setup.seed).epoch(0))
     queries, items = split.train.pairs()
     device = next(run.model.parameters()).device
@@ -291,6 +309,8 @@ def description(run: Run, split: Split, source: Mapping[str, Any] | None) -> dic
     """The resolved run for run.json: enough to run it again."""
     from importlib.metadata import version
 
+    from sparring import __version__
+
     parts = {"train": split.train, "valid": split.valid, "test": split.test}
     return {
         "recipe": run.recipe,
@@ -302,7 +322,11 @@ def description(run: Run, split: Split, source: Mapping[str, Any] | None) -> dic
             **{name: len(part) for name, part in parts.items() if part is not None},
         },
         "batch": describe_batch(run, split).splitlines(),
-        "versions": {"python": platform.python_version(), **{name: version(name) for name in ("sparring", "torch", "polars", "numpy")}},
+        "versions": {
+            "python": platform.python_version(),
+            "sparring": __version__,  # not from the metadata: the package may run from its source folder
+            **{name: version(name) for name in ("torch", "polars", "numpy")},
+        },
     }
 
 
@@ -312,16 +336,30 @@ def write_end(folder: Path, fitted: Fitted) -> None:
     from sparring.plots import training_curve
 
     meta = runs.read_meta(folder)
-    result = {"best_epoch": fitted.best_epoch, "epochs": len(fitted.history), "train_seconds": round(fitted.seconds, 3)}
+    result: dict[str, Any] = {"best_epoch": fitted.best_epoch, "epochs": len(fitted.history), "train_seconds": round(fitted.seconds, 3)}
     if fitted.test is not None:
         result |= {"test": fitted.test.to_dict()}
     runs.write_json(folder / "result.json", result)
-    training_curve(fitted.history, folder / "curve.png", fitted.run.recipe, fitted.run.setup.select)
+    setup = fitted.run.setup
+    runs.write(folder / "curve.png", lambda file: training_curve(fitted.history, file, fitted.run.recipe, setup.select))
     runs.write(folder / "README.md", lambda file: file.write_text(model_card(meta, result, fitted.history)))
 
 
 def _masks_known(modules: nn.Module) -> bool:
     return any(getattr(module, "exclude", None) == "known" for module in modules.modules())
+
+
+def _check_cutoffs(run: Run, split: Split, k: Sequence[int], metrics: Sequence[str]) -> None:
+    """Tell before training what the ranking after it could not do."""
+    n_items = split.train.n_items
+    metric, cutoff = _selected(run.setup.select)
+    parse(metric)
+    if split.valid is not None and cutoff > n_items:
+        raise UserError(f"the cutoff of select={run.setup.select} is larger than the catalogue of {n_items:,} items: choose a smaller one")
+    for name in metrics:
+        parse(name)
+    if split.test is not None and (not k or min(k) < 1 or max(k) > n_items):
+        raise UserError(f"cutoffs k={tuple(k)} must lie between 1 and the {n_items:,} items of the catalogue")
 
 
 def _selected(select: str) -> tuple[str, int]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from sparring import rank
 from sparring.errors import UserError
-from sparring.evaluate import evaluate, top_k
+from sparring.evaluation import evaluate, top_k
 from sparring.types import Positives
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]

@@ -1,0 +1,41 @@
+# `make test` and `make demo` do all their own set-up, in .venv. VENV=/elsewhere uses another virtual environment.
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV ?= .venv
+JOBS ?= 2
+BIN := $(VENV)/bin
+READY := $(VENV)/.sparring-ready
+
+# Threads that wait for each other by sleeping: spinning, the default, is many times slower as soon as a core is shared.
+export OMP_WAIT_POLICY ?= PASSIVE
+
+.PHONY: setup demo test lint bench clean
+
+setup: $(READY)
+
+# torch comes first and by itself, so that a build already in the environment, or one chosen with TORCH=..., stays.
+$(READY): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Sparring needs Python 3.11 or later: make PYTHON=python3.11 ..."; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install --quiet "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --editable ".[dev,demo]"
+	@touch $@
+
+demo: $(READY)
+	$(BIN)/sparring demo
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+# One thread for each of the JOBS processes: more would only compete for the same cores.
+test: lint
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
+
+bench: $(READY)
+	$(BIN)/python -m pip install --quiet --editable ".[bench]"
+	$(BIN)/python benchmarks/all.py
+
+clean:
+	rm -rf build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

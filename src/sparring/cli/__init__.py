@@ -1,0 +1,88 @@
+"""The command line: sparring train | evaluate | recommend | recipes | data | demo."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import sys
+from collections.abc import Sequence
+
+from sparring.errors import UserError
+
+__all__ = ["main"]
+
+# Read when torch is first imported. Threads that spin while they wait are many times slower as soon as a core is shared.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code. Bad input is one line on stderr and code 2; SPARRING_DEBUG=1 shows where it came from.
+
+    main(["recipes", "xir"])
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return execute(words)
+    except KeyboardInterrupt:
+        hint = ": the same command with --resume goes on from the last checkpoint" if words[:1] == ["train"] else ""
+        return _say(f"interrupted{hint}", 130)
+    except BrokenPipeError:  # `sparring recipes | head`: the reader has gone, and so must the flush at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except Exception as error:
+        line = explanation(error)
+        if line is None or os.environ.get("SPARRING_DEBUG", "") not in ("", "0"):
+            raise
+        return _say(f"error: {line}", 2)
+
+
+def explanation(error: Exception) -> str | None:
+    """What to tell the user about an error that is theirs or their machine's to fix; None for a fault of ours."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    if _disk_full(error):
+        saved = "" if "untouched" in text else "; what was saved before is untouched"
+        return f"no space left on the disk: {text}{saved}; free some, then use --resume"
+    if isinstance(error, UserError):
+        # the library names its own arguments; here they are options
+        return re.sub(r"\b(query|item|time|weight|rating|label|split)=(\.\.\.|\"\")", r"--\1-column \2", text)
+    if isinstance(error, OSError):
+        return f"{error.strerror or text}{f': {error.filename}' if error.filename else ''}"
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return "out of memory: lower --set batch_size, or the number of negatives"
+    return None
+
+
+def _disk_full(error: BaseException | None) -> bool:
+    while error is not None:
+        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+        if full or "No space left on device" in str(error) or "os error 28" in str(error):
+            return True
+        error = error.__cause__
+    return False
+
+
+def execute(words: list[str]) -> int:
+    """Run one command; errors are raised, not told."""
+    from sparring.cli.arguments import parser
+
+    root, named = parser()
+    args, rest = root.parse_known_args(words)
+    if args.version:
+        from sparring import __version__
+
+        print(f"sparring {__version__}")
+        return 0
+    if args.command is None:
+        root.print_help()
+        return 0
+    if rest:
+        named[args.key].unknown(rest)
+    from sparring.cli.commands import COMMANDS
+
+    return COMMANDS[args.key](args)
+
+
+def _say(line: str, code: int) -> int:
+    print(f"sparring: {line}", file=sys.stderr)
+    return code

@@ -1,0 +1,226 @@
+"""What may be written on the command line: commands, options, their types, and an example of each."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from sparring.errors import UserError
+
+SPLITS = ("auto", "file", "random", "temporal", "leave-last-out")
+DIALECTS = ("standard", "trec", "rectools", "lenskit", "xir-release")
+EXAMPLES = {
+    "train": "sparring train --data demo --recipe ssl_pop --epochs 3 --out runs/first",
+    "evaluate": "sparring evaluate runs/first --k 10,20,50",
+    "recommend": "sparring recommend runs/first --query 1042 -k 10",
+    "recipes": "sparring recipes xir",
+    "data list": "sparring data list",
+    "data get": "sparring data get demo",
+    "data show": "sparring data show demo",
+    "demo": "sparring demo --out runs/demo",
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line with the nearest valid name, and whose help ends with an example."""
+
+    def __init__(self, *, prog: str | None = None, description: str | None = None, example: str | None = None, add_help: bool = True):
+        super().__init__(
+            prog=prog,
+            description=description,
+            epilog=f"example:\n  {example}" if example else None,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+            add_help=add_help,
+        )
+
+    def error(self, message: str) -> NoReturn:
+        choice = re.search(r"invalid choice: '?(.*?)'? \(choose from (.*)\)", message)
+        if choice:
+            choices = [name.strip(" '\"") for name in choice[2].split(",")]
+            message = f"{message.split(':')[0]}: {choice[1]!r} is not one of {', '.join(choices)}{nearest(choice[1], choices)}"
+        raise UserError(f"{message.replace(chr(10), ' ')}; see {self.prog} --help")
+
+    def unknown(self, words: list[str]) -> NoReturn:
+        options = [option for action in self._actions for option in action.option_strings]
+        word = words[0]
+        self.error(f"unknown argument {word!r}{nearest(word.split('=')[0], options) if word.startswith('-') else ''}")
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """ "; did you mean ...?", or nothing where no name is near."""
+    close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def cutoffs(text: str) -> tuple[int, ...]:
+    """10,20,50 -> (10, 20, 50)."""
+    values = tuple(sorted({count(part) for part in text.split(",")}))
+    return values
+
+
+def count(text: str) -> int:
+    if not re.fullmatch(r"\s*\d+\s*", text) or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def whole(text: str) -> int:
+    if not re.fullmatch(r"\s*\d+\s*", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
+    return int(text)
+
+
+def share(text: str) -> float:
+    value = number(text)
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a share: it must be at least 0 and less than 1")
+    return value
+
+
+def number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    if value != value:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number")
+    return value
+
+
+def setting(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals or not name.strip():
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form name=value, such as lr=0.01")
+    return name.strip().replace("-", "_"), value.strip()
+
+
+def device(text: str) -> str:
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a device: auto, cpu or cuda")
+    return text
+
+
+def ids(text: str) -> list[str]:
+    values = [part.strip() for part in text.split(",") if part.strip()]
+    if not values:
+        raise argparse.ArgumentTypeError(f"{text!r} holds no item ids: give them as ID,ID,...")
+    return values
+
+
+def parser() -> tuple[Parser, dict[str, Parser]]:
+    """The parser of `sparring`, and those of its commands by name ("train", "data show", ...)."""
+    root = Parser(
+        prog="sparring",
+        description="Train and evaluate retrievers against well-chosen negatives.",
+        example=EXAMPLES["train"],
+    )
+    root.add_argument("--version", action="store_true", help="print the version and stop")
+    commands = root.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
+    named: dict[str, Parser] = {}
+
+    def command(group: Any, name: str, text: str, key: str | None = None) -> Parser:
+        key = key or name
+        named[key] = group.add_parser(name, help=text[0].lower() + text[1:].rstrip("."), description=text, example=EXAMPLES.get(key))
+        named[key].set_defaults(key=key)
+        return named[key]
+
+    _train(command(commands, "train", "Train a retriever on interactions, validate it every epoch, and rank its test part."))
+    _evaluate(command(commands, "evaluate", "Rank the whole catalogue for every test query of a run, and measure."))
+    _recommend(command(commands, "recommend", "The best items of a run for some queries, or for a list of items."))
+    listed = command(commands, "recipes", "Every recipe with its paper, its arguments and their defaults.")
+    listed.add_argument("name", nargs="?", metavar="NAME", help="one recipe, with all its settings")
+    listed.add_argument("--json", action="store_true", help="print JSON instead of text")
+    data = command(commands, "data", "Public data sets by name, and what a file holds.")
+    named["data"].epilog = "examples:\n" + "\n".join(f"  {EXAMPLES[key]}" for key in ("data list", "data get", "data show"))
+    kinds = data.add_subparsers(dest="kind", metavar="list|get|show", parser_class=Parser, required=True)
+    command(kinds, "list", "Data sets that have a name.", "data list")
+    get = command(kinds, "get", "Fetch a data set by name and check it.", "data get")
+    get.add_argument("name", metavar="NAME", help="a name that `sparring data list` prints")
+    show = command(kinds, "show", "What a file, a folder or a named set holds, as Sparring reads it.", "data show")
+    show.add_argument("data", metavar="FILE", help="a Parquet or CSV file, a folder of Parquet parts, or the name of a set")
+    _columns(show)
+    demo = command(commands, "demo", "Train two recipes on real grocery purchases, compare them, and show what they recommend.")
+    demo.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder for the runs (default: runs/demo)")
+    demo.add_argument("--epochs", type=count, default=None, help="epochs of each recipe")
+    return root, named
+
+
+def _train(parser: Parser) -> None:
+    parser.add_argument(
+        "--data", metavar="FILE_OR_NAME", help="Parquet or CSV file, folder of parts, or the name of a set; not needed with --resume"
+    )
+    _columns(parser)
+    _split(parser)
+    group = parser.add_argument_group("training")
+    group.add_argument("--recipe", metavar="NAME", help="how to train (default: default); `sparring recipes` lists them")
+    group.add_argument(
+        "--set", type=setting, action="append", default=[], dest="settings", metavar="NAME=VALUE", help="change one setting; repeatable"
+    )
+    group.add_argument(
+        "--setup", metavar="RECIPE", help="take towers, optimiser and schedule from this recipe, so that only the negatives differ"
+    )
+    group.add_argument("--epochs", type=count, metavar="N", help="the same as --set epochs=N")
+    group.add_argument("--seed", type=whole, metavar="N", help="the same as --set seed=N; also seeds the split")
+    group.add_argument("--device", type=device, default="auto", help="auto, cpu or cuda (default: auto)")
+    group.add_argument("--k", type=cutoffs, default=None, metavar="K,K", help="cutoffs of the metrics (default: 10,20,50)")
+    group = parser.add_argument_group("the run folder")
+    group.add_argument("--out", type=Path, metavar="FOLDER", help="where the run goes (default: runs/RECIPE)")
+    group.add_argument("--resume", action="store_true", help="continue a run that was stopped, exactly as if it never had been")
+    group.add_argument("--overwrite", action="store_true", help="delete the run that is in FOLDER first")
+    group.add_argument("--tensorboard", action="store_true", help="also write curves for TensorBoard into FOLDER/tensorboard")
+    group.add_argument("--quiet", action="store_true", help="print nothing but the last line and errors")
+
+
+def _evaluate(parser: Parser) -> None:
+    parser.add_argument("run", type=Path, metavar="RUN", help="a folder written by `sparring train`")
+    parser.add_argument(
+        "--data",
+        metavar="FILE_OR_NAME",
+        help="other interactions to rank: all their pairs that were not trained on, or their own test part (default: the run's test part)",
+    )
+    _columns(parser)
+    parser.add_argument("--part", choices=("test", "valid"), default="test", help="the part of the run's own data to rank (default: test)")
+    parser.add_argument("--k", type=cutoffs, default=None, metavar="K,K", help="cutoffs (default: 10,20,50)")
+    parser.add_argument(
+        "--dialect", choices=DIALECTS, default="standard", help="whose definition of the metrics (default: standard, which is LightGCN's)"
+    )
+    parser.add_argument("--device", type=device, default="auto", help="auto, cpu or cuda (default: auto)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+
+
+def _recommend(parser: Parser) -> None:
+    parser.add_argument("run", type=Path, metavar="RUN", help="a folder written by `sparring train`")
+    parser.add_argument("--query", action="append", default=[], metavar="ID", help="a query (user) of the data; repeatable")
+    parser.add_argument("--history", type=ids, metavar="ID,ID", help="items instead of a query: what goes with them")
+    parser.add_argument("-k", type=count, default=10, metavar="K", help="how many items (default: 10)")
+    parser.add_argument("--with-seen", action="store_true", help="do not leave out what the query already has")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line instead of a table")
+
+
+def _columns(parser: Parser) -> None:
+    group = parser.add_argument_group("columns (guessed from common names where not given)")
+    group.add_argument("--items", type=Path, metavar="FILE", help="table of items: an id column, title, category, any other")
+    group.add_argument("--queries", type=Path, metavar="FILE", help="table of queries")
+    for name, text in (
+        ("query", "who: user, customer, query"),
+        ("item", "what: item, product, document"),
+        ("time", "when, for temporal and leave-last-out splits"),
+        ("weight", "weight of a pair"),
+        ("rating", "rating, for --min-rating"),
+        ("label", "1 where taken, 0 where shown and not taken"),
+        ("split", "train, valid or test"),
+    ):
+        group.add_argument(f"--{name}-column", metavar="NAME", help=text)
+    group.add_argument("--min-rating", type=number, metavar="X", help="keep pairs rated at least X")
+
+
+def _split(parser: Parser) -> None:
+    group = parser.add_argument_group("split")
+    group.add_argument("--split", choices=SPLITS, default="auto", help="auto: the file's own if it has one, else random (default: auto)")
+    group.add_argument("--valid", type=share, default=0.1, metavar="SHARE", help="share of the training part for validation (default: 0.1)")
+    group.add_argument("--test", type=share, default=0.2, metavar="SHARE", help="share of the pairs for the test (default: 0.2)")

@@ -1,0 +1,78 @@
+"""A tour on real data: two recipes that differ in nothing but their negatives, compared, evaluated, and put to use."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+from sparring.cli import inputs, screen
+from sparring.errors import UserError
+
+HOUSEHOLD = 1042
+_EPOCHS = 6
+_SHARED = "--set dim=32 --set batch_size=1024"  # small enough for a few minutes on a laptop
+_RECIPES = {"uns": "--set n=1280", "default": "--set n=256"}  # 1,280 candidates per query each: default adds the 1,024 of the batch
+
+
+def demo(out: Path, epochs: int | None) -> int:
+    """Each step is a command that is printed before it runs, so that it can be run again by hand."""
+    names = list(_RECIPES)
+    show = screen.console()
+    show.print("Real grocery purchases of about 2,450 households. Two recipes, alike but for who each household is contrasted with.\n")
+    _command("data show demo")
+    for name, own in _RECIPES.items():
+        folder = shlex.quote(str(out / name))
+        _command(f"train --data demo --recipe {name} {own} {_SHARED} --epochs {epochs or _EPOCHS} --out {folder} --overwrite")
+    _compare(out, names)
+    best = max(names, key=lambda name: _test(out / name)["metrics"]["ndcg@20"])
+    _command(f"evaluate {shlex.quote(str(out / best))} --k 5,10,100")
+    _command(f"recommend {shlex.quote(str(out / best))} --query {HOUSEHOLD} -k 10")
+    _beside(out / best)
+    show.print(f"\nEach run's folder holds its settings, metrics, curve and model card: see {out / best / 'README.md'}", markup=False)
+    return 0
+
+
+def _command(line: str) -> None:
+    from sparring.cli import execute
+
+    screen.console().print(f"\n$ sparring {line}", style="bold", markup=False, soft_wrap=True)
+    execute(shlex.split(line))
+
+
+def _test(folder: Path) -> dict[str, dict[str, float]]:
+    result = json.loads((folder / "result.json").read_text())
+    return dict(result["test"])
+
+
+def _compare(out: Path, names: list[str]) -> None:
+    metrics = ("recall@20", "ndcg@20", "recall@50", "coverage@20")
+    rows: list[list[object]] = [["the same but for the negatives", *metrics, "seconds of training"]]
+    for name in names:
+        seconds = json.loads((out / name / "result.json").read_text())["train_seconds"]
+        rows.append([name, *(f"{_test(out / name)['metrics'][metric]:.4f}" for metric in metrics), f"{seconds:.0f}"])
+    show = screen.console()
+    show.print()
+    show.print(screen.table(rows))
+
+
+def _beside(folder: Path) -> None:
+    """What the household bought, what was held out, and which recommendations are among the latter."""
+    from sparring import runs
+
+    trained = runs.load(folder)
+    data = inputs.read_recorded(trained.meta, folder, None, {})
+    parts, titles = inputs.split_as(data, trained.meta, folder), data.titles()
+    household = int(data.query_ids.encode([HOUSEHOLD])[0])
+    if household < 0 or titles is None or parts.test is None:
+        raise UserError(f"the demo data has no household {HOUSEHOLD}: it is not the set this tour was made for")
+    counts = data.counts()
+    bought = parts.train.items[parts.train.queries == household]
+    bought = bought[counts[bought].argsort(kind="stable")]  # the rarest purchases say most about a household
+    held = set(parts.test.items[parts.test.queries == household].tolist())
+    best = trained.ids.item_ids.encode(trained.recommend([HOUSEHOLD], k=10)["item"])
+    rows: list[list[object]] = [["bought in training (its least common)", "recommended", "held out and bought?"]]
+    rows += [[titles[b], titles[r], "yes" if int(r) in held else ""] for b, r in zip(bought, best, strict=False)]
+    show = screen.console()
+    show.print(f"\nHousehold {HOUSEHOLD} bought {len(bought):,} products in the training part; {len(held):,} more were held out:\n")
+    show.print(screen.table(rows, left=3))

@@ -1,0 +1,106 @@
+"""Where the data of a command comes from: a file or a set by name, the columns, the split; and what run.json records of them."""
+
+from __future__ import annotations
+
+import hashlib
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sparring.errors import UserError
+
+if TYPE_CHECKING:
+    from sparring.data.interactions import Interactions, Split
+
+COLUMNS = ("query", "item", "time", "weight", "rating", "label", "split")
+
+
+def columns(args: Namespace) -> dict[str, Any]:
+    """The reader's arguments that were given on the command line."""
+    given: dict[str, Any] = {name: getattr(args, f"{name}_column") for name in COLUMNS}
+    given["min_rating"] = args.min_rating
+    for name in ("items", "queries"):
+        path = getattr(args, name)
+        given[name] = None if path is None else str(path.resolve())
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def read_data(where: str, given: Mapping[str, Any]) -> Interactions:
+    """Interactions of a file or folder, or of a set by name where there is no such file."""
+    from sparring.data.readers import read
+
+    if Path(where).exists():
+        return read(where, **given)
+    if Path(where).suffix or "/" in where:
+        raise UserError(f"no such file or folder: {where}")
+    from sparring.data import sources
+
+    name = sources.find(where).name
+    if given:
+        option = f"--{min(given).replace('_', '-')}" + ("-column" if min(given) in COLUMNS else "")
+        raise UserError(f"{option} is for files: the columns of the data set {name!r} are known")
+    with download_bar(name) as progress:
+        return sources.load(name, progress)
+
+
+@contextmanager
+def download_bar(name: str) -> Iterator[Callable[[int, int | None], None]]:
+    """What a download reports its bytes to: a bar that shows only on a terminal, and only once bytes arrive."""
+    from rich.progress import DownloadColumn, Progress
+
+    from sparring.cli.screen import console
+
+    screen = console()
+    with Progress(*Progress.get_default_columns(), DownloadColumn(), console=screen, transient=True, disable=not screen.is_terminal) as bar:
+        task = bar.add_task(name, total=None, visible=False)
+        yield lambda done, total: bar.update(task, completed=done, total=total, visible=True)
+
+
+def source(args: Namespace, data: Interactions, seed: int) -> dict[str, Any]:
+    """What run.json must hold so that the same parts can be made again."""
+    where = _place(args.data)
+    split = {"how": args.split, "valid": args.valid, "test": args.test, "seed": seed}
+    return {"data": where, "columns": columns(args), "split": split, "fingerprint": fingerprint(data), "k": args.k}
+
+
+def fingerprint(data: Interactions) -> str:
+    """A short hash of the pairs and of what splits them: data that was changed since a run began is noticed."""
+    digest = hashlib.blake2b(f"{data.n_queries} {data.n_items}".encode(), digest_size=8)
+    for column in (data.queries, data.items, data.time, data.split):
+        digest.update(b"" if column is None else column.data)
+    return digest.hexdigest()
+
+
+def recorded(meta: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """The source that a run recorded."""
+    found = meta.get("source") or {}
+    if "data" not in found:
+        raise UserError(f"{folder / 'run.json'} does not say where its data came from: give --data")
+    return dict(found)
+
+
+def read_recorded(meta: Mapping[str, Any], folder: Path, where: str | None, given: Mapping[str, Any]) -> Interactions:
+    """The data of a run, read as its training read it; or other data, from a place given now."""
+    if where is not None and (not meta.get("source") or _place(where) != meta["source"]["data"]):
+        return read_data(where, given)
+    found = recorded(meta, folder)
+    if "/" in found["data"] and not Path(found["data"]).exists():
+        raise UserError(f"the data of {folder} is no longer at {found['data']}: give --data")
+    return read_data(found["data"], {**found["columns"], **given})
+
+
+def _place(where: str) -> str:
+    """A file by its full path, so that it is found from anywhere; a set by its name."""
+    return str(Path(where).resolve()) if Path(where).exists() else where
+
+
+def split_as(data: Interactions, meta: Mapping[str, Any], folder: Path) -> Split:
+    """The parts of a run's data, made as its training made them."""
+    from sparring.data.splits import split
+
+    found = recorded(meta, folder)
+    if fingerprint(data) != found["fingerprint"]:
+        raise UserError(f"{found['data']} is not what {folder} was trained on: its interactions have changed since")
+    return split(data, **found["split"])

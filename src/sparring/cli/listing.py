@@ -1,0 +1,107 @@
+"""What there is: recipes with their settings, data sets with their origin, the content of a file."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+from argparse import Namespace
+from typing import Any, get_type_hints
+
+from rich.text import Text
+
+from sparring.cli import inputs, screen
+
+
+def recipes(args: Namespace) -> int:
+    from sparring import settings
+    from sparring.recipes import RECIPES, Setup
+
+    names = list(RECIPES) if args.name is None else [settings.find(args.name).__name__]
+    if args.json:
+        print(json.dumps({name: recipe_facts(name) for name in names}, indent=2))
+        return 0
+    show = screen.console()
+    if args.name is not None:
+        _one_recipe(names[0])
+        return 0
+    for name in names:
+        facts = recipe_facts(name)
+        arguments = "  ".join(f"{key}={value['default']}" for key, value in facts["arguments"].items())
+        show.print(Text(name, style="bold"), soft_wrap=True)
+        for line in (facts["summary"], facts["paper"], arguments):
+            if line:
+                show.print(f"    {line}", markup=False, soft_wrap=True)
+    fields = ", ".join(field.name for field in dataclasses.fields(Setup))
+    show.print(f"\nEvery recipe also takes: {fields}.", markup=False)
+    show.print("`sparring recipes NAME` shows types and defaults; change one with `sparring train --set name=value`.", markup=False)
+    return 0
+
+
+def recipe_facts(name: str) -> dict[str, Any]:
+    """What a recipe is, its paper, its own arguments and the settings it shares, with types and defaults."""
+    from sparring import settings
+    from sparring.recipes import Setup
+
+    recipe = settings.find(name)
+    lines = (inspect.getdoc(recipe) or "").splitlines()
+    shared, setup = get_type_hints(Setup), settings.own_setup(recipe)
+    return {
+        "summary": lines[0],
+        "notes": [line for line in lines[1:-1] if line],
+        "paper": lines[-1],
+        "arguments": {key: _kind(kind, default) for key, (kind, default) in settings.own_arguments(recipe).items()},
+        "setup": {field.name: _kind(shared[field.name], getattr(setup, field.name)) for field in dataclasses.fields(Setup)},
+    }
+
+
+def _kind(kind: Any, default: object) -> dict[str, str]:
+    from sparring.settings import type_name
+
+    if isinstance(default, tuple):
+        written = ",".join(map(str, default)) or "empty"
+    elif isinstance(default, bool) or default is None:
+        written = str(default).lower()
+    else:
+        written = f"{default:g}" if isinstance(default, float) else str(default)
+    return {"type": type_name(kind), "default": written}
+
+
+def _one_recipe(name: str) -> None:
+    show = screen.console()
+    facts = recipe_facts(name)
+    for line in (f"{name}: {facts['summary']}", *facts["notes"], facts["paper"]):
+        show.print(line, markup=False, soft_wrap=True)
+    for title, key in (("its own arguments", "arguments"), ("settings of every recipe, with this one's defaults", "setup")):
+        if facts[key]:
+            rows = [[setting, kind["default"], kind["type"]] for setting, kind in facts[key].items()]
+            show.print()
+            show.print(screen.table([[title, "default", "type"], *rows], left=3))
+
+
+def data_list(args: Namespace) -> int:
+    from sparring.data.sources import SOURCES
+
+    rows = [[source.name, source.what, source.size, source.terms] for source in SOURCES.values()]
+    screen.console().print(screen.table([["name", "what", "queries x items, interactions", "terms"], *rows], left=4))
+    return 0
+
+
+def data_get(args: Namespace) -> int:
+    from sparring.data import sources
+
+    source = sources.find(args.name)
+    show = screen.console()
+    show.print(f"{source.name}: {source.what}; {source.home}", f"terms: {source.terms}", sep="\n", markup=False, soft_wrap=True)
+    with inputs.download_bar(source.name) as progress:
+        folder = sources.get(source.name, progress)
+    show.print(f"in {folder}", markup=False, soft_wrap=True)
+    return 0
+
+
+def data_show(args: Namespace) -> int:
+    from sparring.data.readers import describe
+
+    data = inputs.read_data(args.data, inputs.columns(args))
+    screen.console().print(describe(data), markup=False, soft_wrap=True)
+    return 0

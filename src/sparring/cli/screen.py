@@ -1,0 +1,131 @@
+"""What the command line prints: tables, and the progress of a training."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from sparring.evaluation import Evaluation
+    from sparring.train import Progress as Listener
+
+_REDRAW = 0.2  # seconds: reading a loss waits for a GPU, so it is read this often at most
+
+
+def console() -> Console:
+    """Where everything but errors goes. In a pipe, wide enough that no title is cut."""
+    screen = Console(highlight=False)
+    return screen if screen.is_terminal else Console(highlight=False, width=max(screen.width, 160))
+
+
+def table(rows: Sequence[Sequence[object]], title: str | None = None, left: int = 1) -> Table:
+    """A table whose first row is the header; the first `left` columns are text, the others figures."""
+    made = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold", title_style="")
+    for i, name in enumerate(rows[0]):
+        made.add_column(str(name), justify="left" if i < left else "right", overflow="fold" if i < left else "ellipsis", no_wrap=i >= left)
+    for row in rows[1:]:
+        made.add_row(*(Text(str(cell)) for cell in row))  # Text: a title such as "[sic]" is not markup
+    return made
+
+
+def evaluation_tables(result: Evaluation) -> list[Table]:
+    """All metrics by cutoff; then the strata at the middle cutoff."""
+    cutoffs = sorted({int(name.split("@")[1]) for name in result.metrics})
+    labels = dict.fromkeys(name.split("@")[0] for name in result.metrics)
+    rows: list[list[object]] = [["metric", *(f"@{k}" for k in cutoffs)]]
+    rows += [[label, *(_figure(result.metrics.get(f"{label}@{k}")) for k in cutoffs)] for label in labels]
+    tables = [table(rows)]
+    if result.strata:
+        k = cutoffs[len(cutoffs) // 2]
+        ranked = [f"{label}@{k}" for label in labels if label.startswith(("recall", "ndcg"))]
+        columns = ["items", "queries", *ranked, f"share@{k}", f"coverage@{k}"]
+        columns = [name for name in columns if any(name in values for values in result.strata.values())]
+        body = [[stratum, *(_figure(values.get(name)) for name in columns)] for stratum, values in result.strata.items()]
+        tables.append(table([["items that are", *columns], *body]))
+    return tables
+
+
+def _figure(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{int(value):,}" if float(value).is_integer() and abs(value) > 1 else f"{value:.4f}"
+
+
+def epoch_line(record: Mapping[str, Any]) -> str:
+    """One epoch in one line: loss, validation metrics, time."""
+    parts = [f"epoch {record['epoch']:>3}", f"loss {record['loss']:.4f}"]
+    parts += [f"{name} {value:.4f}" for name, value in record.items() if "@" in name]
+    parts.append(f"{record['seconds']:.1f} s")
+    return "  ".join(parts)
+
+
+@contextmanager
+def listening(screen: Console, quiet: bool, intro: Sequence[str] = ()) -> Iterator[Listener]:
+    """A listener for `fit` that draws a bar on a terminal and prints a line per epoch anywhere; nothing where quiet."""
+    from sparring.train import Progress as Listener
+
+    if quiet:
+        yield Listener()
+        return
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed:,.0f}/{task.total:,.0f} steps  {task.fields[note]}"),
+        TimeRemainingColumn(),
+        console=screen,
+        transient=True,
+        disable=not screen.is_terminal,
+    )
+    with bar:
+        yield _Lines(screen, bar, intro).listener()
+
+
+def both(first: Callable[[dict[str, Any]], None], second: Callable[[dict[str, Any]], None]) -> Callable[[dict[str, Any]], None]:
+    """A listener that tells two."""
+
+    def listener(record: dict[str, Any]) -> None:
+        first(record)
+        second(record)
+
+    return listener
+
+
+class _Lines:
+    def __init__(self, screen: Console, bar: Progress, intro: Sequence[str]) -> None:
+        self.screen, self.bar, self.intro = screen, bar, intro
+        self.epochs, self.steps, self.drawn = 0, 0, 0.0
+        self.task = bar.add_task("training", total=None, note="", visible=False)
+
+    def listener(self) -> Listener:
+        from sparring.train import Progress as Listener
+
+        return Listener(start=self.start, step=self.step, epoch=self.epoch, say=self.say)
+
+    def start(self, epochs: int, steps: int) -> None:
+        self.epochs, self.steps = epochs, steps
+        for line in self.intro:
+            self.say(line)
+
+    def step(self, epoch: int, step: int, loss: Tensor) -> None:
+        now = time.monotonic()
+        if self.bar.disable or (now - self.drawn < _REDRAW and step < self.steps):
+            return
+        self.drawn = now
+        name = f"epoch {epoch + 1} of at most {self.epochs}"
+        self.bar.update(self.task, description=name, total=self.steps, completed=step, note=f"loss {float(loss):.4f}", visible=True)
+
+    def epoch(self, record: dict[str, Any]) -> None:
+        self.bar.reset(self.task, visible=False)
+        self.say(epoch_line(record))
+
+    def say(self, line: str) -> None:
+        self.bar.console.print(line, markup=False, soft_wrap=True)

@@ -1,0 +1,33 @@
+"""Fixtures that several test files share: a small world whose truth is known, its parts, and where real data lies."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from sparring.data.interactions import Split
+from sparring.data.splits import split
+from sparring.data.worlds import World, make_world
+
+
+@pytest.fixture(scope="session")
+def small_world() -> World:
+    """60 queries, 40 items with titles and categories, about 500 interactions, shown pairs, times."""
+    return make_world(60, 40, exposure=0.5, relevant=0.4, seed=3)
+
+
+@pytest.fixture(scope="session")
+def parts(small_world: World) -> Split:
+    """The small world split at random: 72 % train, 8 % valid, 20 % test."""
+    return split(small_world.interactions, "random", valid=0.1, test=0.2, seed=1)
+
+
+@pytest.fixture(scope="session")
+def real_data() -> Path:
+    """The folder of real data sets: the environment variable SPARRING_DATA, or shared/data beside the repository."""
+    folder = Path(os.environ.get("SPARRING_DATA") or Path(__file__).resolve().parents[2] / "shared" / "data")
+    if not folder.is_dir():
+        pytest.skip(f"no real data in {folder}: set SPARRING_DATA to a folder of data sets to run this test")
+    return folder
