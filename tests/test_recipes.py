@@ -79,6 +79,7 @@ def fitted(parts: Split) -> Callable[[str], Fitted]:
 
 SOURCES = {
     "default": ["in-batch: 64 candidates shared", "sampled from Uniform(40): 2,048 candidates shared"],
+    "quick": ["in-batch: 64 candidates shared", "weight: -log expected count", "positive: one per query, uncorrected"],
     "uns": ["sampled from Uniform(40): 1,024 candidates shared"],
     "pns": ["sampled from Popularity(40 items, alpha=1): 1,024 candidates shared"],
     "bpr": ["sampled from Uniform(40): 1 candidates for each query", "1 x bpr over"],
@@ -135,9 +136,10 @@ def test_ssl_pop(parts: Split) -> None:
         check(hand.contrast()[0], hand.softmax_loss(t, positive=hand.positive - hand.p[hand.items].log()))
 
 
-def test_ssl_pop_by_count(parts: Split) -> None:
-    """correction="count" leaves the positive alone and divides negatives by (B - 1) p_j."""
-    hand = Hand(parts.train, build("ssl_pop", parts.train, {**TINY, "correction": "count"}))
+@pytest.mark.parametrize(("name", "arguments"), [("ssl_pop", {"correction": "count"}), ("quick", {})])
+def test_in_batch_by_count(parts: Split, name: str, arguments: dict[str, str]) -> None:
+    """The positive is left alone and negatives are divided by (B - 1) p_j: ssl_pop with correction="count", and quick."""
+    hand = Hand(parts.train, build(name, parts.train, {**TINY, **arguments}))
     negatives = hand.logits(hand.items) - ((B - 1) * hand.p[hand.items]).log() + hand.other(hand.items)
     check(hand.contrast()[0], hand.softmax_loss(negatives))
 
@@ -396,6 +398,19 @@ def test_towers_start_alike_for_every_recipe_and_leave_the_global_generator_alon
     assert torch.equal(torch.get_rng_state(), before)
     assert all(torch.equal(table, tables[0]) for table in tables)  # type: ignore[arg-type]
     assert not torch.equal(tables[0], other)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dim", [1, 8, 64])
+def test_a_spectral_start_knows_the_data_before_the_first_step(parts: Split, dim: int) -> None:
+    """init="spectral": finite tables of any width, also wider than the catalogue, that score known pairs above the others; the same
+    start for the same seed."""
+    model, again = (build("quick", parts.train, {"dim": dim}).model for _ in range(2))
+    scores = model.query_vectors(torch.arange(parts.train.n_queries)) @ model.item_vectors().T
+    assert torch.isfinite(scores).all()
+    known = torch.zeros_like(scores, dtype=torch.bool)
+    known[torch.from_numpy(parts.train.queries).long(), torch.from_numpy(parts.train.items).long()] = True
+    assert float(scores[known].mean()) > float(scores[~known].mean())
+    assert torch.equal(model.item_vectors(), again.item_vectors())
 
 
 def test_features_need_a_table(parts: Split) -> None:

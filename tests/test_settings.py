@@ -188,7 +188,8 @@ def test_a_base_setup_is_changed_by_settings_and_replaces_the_recipes_own(parts:
 @pytest.mark.parametrize("name", sorted(RECIPES))
 def test_a_run_survives_json(name: str, parts: Split) -> None:
     """Setup and arguments, written as JSON and read back, build the same run again: nothing of a run folder is lost."""
-    run = build(name, parts.train, {"dim": 4, "item_features": "category", "hidden": "6,3", "patience": "none"})
+    features = {} if name == "quick" else {"item_features": "category"}  # its spectral start is for id tables
+    run = build(name, parts.train, {"dim": 4, "hidden": "6,3", "patience": "none", **features})
     setup, arguments = json.loads(json.dumps([dataclasses.asdict(run.setup), run.arguments]))
     assert parse_setup(setup) == run.setup
     again = build(name, parts.train, arguments, parse_setup(setup))

@@ -64,7 +64,7 @@ def recall_at_1(scores: Callable[[int], Tensor], parts: Split) -> float:
     return hits / len(parts.test)
 
 
-@pytest.mark.parametrize("name", ["default", "ssl_pop", "bir", "xir", "full_softmax", "bpr"])
+@pytest.mark.parametrize("name", ["default", "quick", "ssl_pop", "bir", "xir", "full_softmax", "bpr"])
 def test_a_checkerboard_is_learnt(checkerboard: Split, name: str) -> None:
     """Where the right top 1 is known it is found for every user; popularity and chance find it for about one in eleven. The loss falls."""
     settings = {"dim": 8, "epochs": 30, "batch_size": 64, "patience": None, "lr": 0.05, "init_std": 0.1}
@@ -73,8 +73,8 @@ def test_a_checkerboard_is_learnt(checkerboard: Split, name: str) -> None:
     run = build(name, checkerboard.train, settings)
     found = fit(run, checkerboard, k=(1,), device="cpu")
     losses = [record["loss"] for record in found.history]
-    # the draws of BIR and XIR grow harder as the model learns, so their loss hardly falls
-    assert np.mean(losses[-3:]) < (1.0 if name in ("bir", "xir") else 0.8) * losses[0]
+    # the draws of BIR and XIR grow harder as the model learns, and quick starts near the end: their losses fall little
+    assert np.mean(losses[-3:]) < (1.0 if name in ("bir", "xir", "quick") else 0.8) * losses[0]
     assert found.test is not None
     vectors = run.model.item_vectors()
     own = recall_at_1(lambda user: (run.model.query_vectors(torch.tensor([user])) @ vectors.T)[0], checkerboard)

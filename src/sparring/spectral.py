@@ -6,6 +6,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sparring.errors import UserError
+from sparring.towers import IdTower, Retriever
+from sparring.types import Positives
+
+
+def start_from(positives: Positives, model: Retriever, seed: int = 0) -> None:
+    """Set both id tables of a model to the spectral start of these positives."""
+    if not isinstance(model.query, IdTower) or not isinstance(model.item, IdTower):
+        raise UserError("init=spectral sets id tables: use it with query_tower=id and no item_features")
+    query, item = spectral(positives.start, positives.items, model.n_items, model.dim, seed=seed)
+    with torch.no_grad():
+        model.query.weight.copy_(query)
+        model.item.weight.copy_(item)
+
 
 def spectral(start: Tensor, items: Tensor, n_items: int, dim: int, rounds: int = 2, seed: int = 0) -> tuple[Tensor, Tensor]:
     """Tables (n_queries, dim) and (n_items, dim) whose inner products follow the interactions (spectral start).
