@@ -10,12 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from sparring.composition import Run, Setup, compose
+from sparring.contrast import contrast, describe_batch
 from sparring.data.interactions import Interactions, Split
 from sparring.errors import UserError
 from sparring.negatives import Cache, InBatch, Memory, Resample, Streaming, Union
-from sparring.recipes import PAPER, RECIPES, Run, Setup, compose
+from sparring.recipes import PAPER, RECIPES
 from sparring.settings import build
-from sparring.train import Fitted, contrast, describe_batch, fit
+from sparring.train import Fitted, fit
 from sparring.types import Outcome, Step
 
 B, DIM, INF = 24, 6, float("inf")

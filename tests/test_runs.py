@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from sparring import runs
+from sparring.composition import Setup
 from sparring.data.interactions import Interactions, Split, Vocabulary
 from sparring.errors import UserError
-from sparring.recipes import Setup
 from sparring.runs import Trained, load, write, write_tensors
 from sparring.settings import build
 from sparring.train import fit

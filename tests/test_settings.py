@@ -8,9 +8,10 @@ from typing import Any, Literal
 
 import pytest
 
+from sparring.composition import Setup
 from sparring.data.interactions import Split
 from sparring.errors import UserError
-from sparring.recipes import PAPER, RECIPES, Setup, xir
+from sparring.recipes import PAPER, RECIPES, xir
 from sparring.settings import build, check, find, own_arguments, own_setup, parse, parse_setup, resolve
 
 

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from sparring import train as training
+from sparring.composition import Run, Setup, Term, compose
 from sparring.data.interactions import Interactions, Split, Vocabulary
 from sparring.data.splits import split
 from sparring.data.worlds import make_world
 from sparring.errors import UserError
 from sparring.evaluation import Evaluation, evaluate
-from sparring.recipes import Run, Setup, Term, compose
 from sparring.runs import load
 from sparring.settings import build
 from sparring.train import Progress, fit, pick_device

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from sparring import negatives, recipes
+    from sparring.composition import Run, Setup, Term, compose
+    from sparring.contrast import describe_batch
     from sparring.data.interactions import Interactions, Split
     from sparring.data.readers import read
     from sparring.data.splits import split
     from sparring.errors import UserError
     from sparring.evaluation import Evaluation, evaluate
-    from sparring.recipes import Run, Setup, Term, compose
     from sparring.runs import Trained, load
     from sparring.settings import build
     from sparring.train import Fitted, fit
@@ -24,14 +25,15 @@ _HOME = {
     "Evaluation": "evaluation",
     "Fitted": "train",
     "Interactions": "data.interactions",
-    "Run": "recipes",
-    "Setup": "recipes",
+    "Run": "composition",
+    "Setup": "composition",
     "Split": "data.interactions",
-    "Term": "recipes",
+    "Term": "composition",
     "Trained": "runs",
     "UserError": "errors",
     "build": "settings",
-    "compose": "recipes",
+    "compose": "composition",
+    "describe_batch": "contrast",
     "evaluate": "evaluation",
     "fit": "train",
     "load": "runs",
@@ -50,6 +52,7 @@ __all__ = [
     "UserError",
     "build",
     "compose",
+    "describe_batch",
     "evaluate",
     "fit",
     "load",

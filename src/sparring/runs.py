@@ -18,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,11 +31,12 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from sparring.composition import Run, Setup, retriever
+from sparring.contrast import describe_batch
 from sparring.data.features import Histories
-from sparring.data.interactions import Ids, Interactions
+from sparring.data.interactions import Ids, Interactions, Split
 from sparring.errors import UserError
-from sparring.evaluation import top_k
-from sparring.recipes import Setup, retriever
+from sparring.evaluation import Evaluation, top_k
 from sparring.settings import parse_setup
 from sparring.towers import Retriever
 from sparring.types import Positives
@@ -205,3 +207,44 @@ def write_start(folder: Path, data: Interactions, seen: Positives, meta: Mapping
     data.save_ids(folder)
     write_tensors(folder / "seen.safetensors", {"start": seen.start, "items": seen.items})
     write_json(folder / "run.json", {**meta, "setup": dataclasses.asdict(setup)})
+
+
+def description(run: Run, split: Split, source: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The resolved run for run.json: enough to run it again."""
+    from importlib.metadata import version
+
+    from sparring import __version__
+
+    parts = {"train": split.train, "valid": split.valid, "test": split.test}
+    return {
+        "recipe": run.recipe,
+        "arguments": run.arguments or {},
+        "source": dict(source or {}),
+        "data": {
+            "queries": split.train.n_queries,
+            "items": split.train.n_items,
+            **{name: len(part) for name, part in parts.items() if part is not None},
+        },
+        "batch": describe_batch(run, split).splitlines(),
+        "versions": {
+            "python": platform.python_version(),
+            "sparring": __version__,  # not from the metadata: the package may run from its source folder
+            **{name: version(name) for name in ("torch", "polars", "numpy")},
+        },
+    }
+
+
+def write_end(
+    folder: Path, run: Run, history: list[dict[str, Any]], best_epoch: int, seconds: float, test: Evaluation | None
+) -> None:
+    """The result, the curve and the model card."""
+    from sparring.card import model_card
+    from sparring.plots import training_curve
+
+    meta = read_meta(folder)
+    result: dict[str, Any] = {"best_epoch": best_epoch, "epochs": len(history), "train_seconds": round(seconds, 3)}
+    if test is not None:
+        result |= {"test": test.to_dict()}
+    write_json(folder / "result.json", result)
+    write(folder / "curve.png", lambda file: training_curve(history, file, run.recipe, run.setup.select))
+    write(folder / "README.md", lambda file: file.write_text(model_card(meta, result, history)))

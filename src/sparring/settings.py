@@ -11,9 +11,10 @@ import typing
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from sparring.composition import Run, Setup
 from sparring.data.interactions import Interactions
 from sparring.errors import UserError
-from sparring.recipes import RECIPES, Run, Setup
+from sparring.recipes import RECIPES
 
 
 def build(name: str, data: Interactions, settings: Mapping[str, object] | None = None, base: Setup | None = None) -> Run:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,14 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from sparring import runs
+from sparring.composition import Run
+from sparring.contrast import contrast
 from sparring.data.batches import RandomBatches
 from sparring.data.interactions import Interactions, Split
 from sparring.errors import UserError
 from sparring.evaluation import Evaluation, evaluate
 from sparring.metrics import parse
 from sparring.optim import Schedule, clip_gradients, load_state_tensors, optimizers, set_lr, state_tensors
-from sparring.recipes import Run
-from sparring.types import Bag, Outcome, Positives, Step
+from sparring.types import Positives
 
 CHECKPOINT_SECONDS = 600.0  # how much work a kill inside a long epoch may cost
 
@@ -66,23 +66,6 @@ class _State:
     done: bool = False
 
 
-def contrast(
-    run: Run, query_ids: Tensor, item_ids: Tensor, generator: torch.Generator, positives: Positives | None = None
-) -> tuple[Tensor, Step, Outcome]:
-    """One step's loss per query (B,), with what observers are told: encode, gather each term's bag, score it."""
-    model, setup = run.model, run.setup
-    with torch.autocast(query_ids.device.type, torch.bfloat16, enabled=setup.precision == "bf16"):
-        q, v = model.encode_queries(query_ids, item_ids), model.encode_items(item_ids)
-    step = Step(query_ids, item_ids, q.float(), v.float(), run.temperature(query_ids), model.encode_items, generator, positives)
-    bags: list[Bag] = []
-    total = torch.zeros((), device=q.device)
-    for term in run.terms:
-        bag = term.negatives(step)
-        total = total + term.weight * term.loss(step, bag)
-        bags.append(bag)
-    return total, step, Outcome(total.detach(), tuple(bags))
-
-
 def fit(
     run: Run,
     split: Split,
@@ -112,7 +95,7 @@ def fit(
     if resume and folder is None:
         raise UserError("resume needs `out`: the folder of the run to go on with")
     if folder is not None:
-        described = description(run, split, source)
+        described = runs.description(run, split, source)
         if resume and (folder / "run.json").is_file():
             runs.check_same(folder, described, run.setup)
             trainer.load()
@@ -126,7 +109,7 @@ def fit(
         test = evaluate(run.model, split.test, trainer.to(split.seen_for("test")), k, metrics, counts=split.train.counts())
     fitted = Fitted(run, trainer.state.history, trainer.state.best_epoch, test, trainer.state.seconds)
     if folder is not None:
-        write_end(folder, fitted)
+        runs.write_end(folder, run, fitted.history, fitted.best_epoch, fitted.seconds, test)
     return fitted
 
 
@@ -286,63 +269,6 @@ def pick_device(name: str) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UserError(f"device {name!r} was asked for, but PyTorch finds no GPU: use --device cpu")
     return device
-
-
-def describe_batch(run: Run, split: Split) -> str:
-    """What one training batch of this run contains, term by term: sources, counts, corrections, masks. It draws from its own generator."""
-    rows = next(RandomBatches(len(split.train), run.setup.batch_size, run.setup.seed).epoch(0))
-    queries, items = split.train.pairs()
-    device = next(run.model.parameters()).device
-    generator = torch.Generator(device).manual_seed(run.setup.seed)
-    positives = split.train.positives()
-    positives = Positives(positives.start.to(device), positives.items.to(device))
-    with torch.no_grad():
-        _, _, outcome = contrast(run, queries[rows].long().to(device), items[rows].long().to(device), generator, positives)
-    lines: list[str] = []
-    for term, bag in zip(run.terms, outcome.bags, strict=True):
-        name = getattr(term.loss, "__name__", "loss")
-        lines += [f"{term.weight:g} x {name} over", *(f"  {line}" for line in bag.describe().splitlines())]
-    return "\n".join(lines)
-
-
-def description(run: Run, split: Split, source: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The resolved run for run.json: enough to run it again."""
-    from importlib.metadata import version
-
-    from sparring import __version__
-
-    parts = {"train": split.train, "valid": split.valid, "test": split.test}
-    return {
-        "recipe": run.recipe,
-        "arguments": run.arguments or {},
-        "source": dict(source or {}),
-        "data": {
-            "queries": split.train.n_queries,
-            "items": split.train.n_items,
-            **{name: len(part) for name, part in parts.items() if part is not None},
-        },
-        "batch": describe_batch(run, split).splitlines(),
-        "versions": {
-            "python": platform.python_version(),
-            "sparring": __version__,  # not from the metadata: the package may run from its source folder
-            **{name: version(name) for name in ("torch", "polars", "numpy")},
-        },
-    }
-
-
-def write_end(folder: Path, fitted: Fitted) -> None:
-    """The result, the curve and the model card."""
-    from sparring.card import model_card
-    from sparring.plots import training_curve
-
-    meta = runs.read_meta(folder)
-    result: dict[str, Any] = {"best_epoch": fitted.best_epoch, "epochs": len(fitted.history), "train_seconds": round(fitted.seconds, 3)}
-    if fitted.test is not None:
-        result |= {"test": fitted.test.to_dict()}
-    runs.write_json(folder / "result.json", result)
-    setup = fitted.run.setup
-    runs.write(folder / "curve.png", lambda file: training_curve(fitted.history, file, fitted.run.recipe, setup.select))
-    runs.write(folder / "README.md", lambda file: file.write_text(model_card(meta, result, fitted.history)))
 
 
 def _masks_known(modules: nn.Module) -> bool:

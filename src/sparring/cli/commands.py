@@ -13,8 +13,8 @@ from sparring.cli import inputs, screen
 from sparring.errors import UserError
 
 if TYPE_CHECKING:
+    from sparring.composition import Run, Setup
     from sparring.data.interactions import Interactions, Split
-    from sparring.recipes import Run, Setup
     from sparring.runs import Trained
     from sparring.train import Fitted
 
@@ -64,8 +64,9 @@ def fit_shown(
     tensorboard: bool = False,
 ) -> Fitted:
     """Train with the progress on the screen."""
+    from sparring.contrast import describe_batch
     from sparring.tensorboard import epoch_writer
-    from sparring.train import describe_batch, fit
+    from sparring.train import fit
 
     show = screen.console()
     named = {"train": parts.train, "valid": parts.valid, "test": parts.test}

@@ -15,7 +15,8 @@ from sparring.cli import inputs, screen
 
 def recipes(args: Namespace) -> int:
     from sparring import settings
-    from sparring.recipes import RECIPES, Setup
+    from sparring.composition import Setup
+    from sparring.recipes import RECIPES
 
     names = list(RECIPES) if args.name is None else [settings.find(args.name).__name__]
     if args.json:
@@ -41,7 +42,7 @@ def recipes(args: Namespace) -> int:
 def recipe_facts(name: str) -> dict[str, Any]:
     """What a recipe is, its paper, its own arguments and the settings it shares, with types and defaults."""
     from sparring import settings
-    from sparring.recipes import Setup
+    from sparring.composition import Setup
 
     recipe = settings.find(name)
     lines = (inspect.getdoc(recipe) or "").splitlines()
