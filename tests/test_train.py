@@ -21,9 +21,11 @@ from sparring.data.splits import split
 from sparring.data.worlds import make_world
 from sparring.errors import UserError
 from sparring.evaluation import Evaluation, evaluate
+from sparring.negatives import InBatch
 from sparring.runs import load
 from sparring.settings import build
 from sparring.train import Progress, fit, pick_device
+from sparring.types import Corpus
 
 QUICK: dict[str, Any] = {"dim": 8, "epochs": 3, "batch_size": 64, "patience": None}
 USERS, ITEMS = 40, 20
@@ -494,3 +496,27 @@ def test_devices_are_checked() -> None:
         assert pick_device("auto").type == "cpu"
         with pytest.raises(UserError, match="no GPU"):
             pick_device("cuda")
+
+
+class _Refreshed(InBatch):
+    """Remembers, in buffers, at which epochs it was refreshed and the sum of the item vectors it saw."""
+
+    def __init__(self, epochs: int) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(epochs))
+        self.register_buffer("sums", torch.zeros(epochs))
+
+    def refresh(self, corpus: Corpus) -> None:
+        self.calls[corpus.epoch] += 1
+        self.sums[corpus.epoch] = corpus.items.sum()
+
+
+def test_refresh_comes_once_before_each_epoch_with_the_vectors_of_that_moment(parts: Split) -> None:
+    """Each epoch is preceded by one refresh; the first sees the vectors of the start, later ones those that training has changed."""
+    negatives = _Refreshed(3)
+    run = compose(parts.train, Setup(dim=4, batch_size=64, epochs=3, patience=None), Term(1.0, negatives))
+    first = float(run.model.item_vectors().sum())
+    fit(run, Split(parts.train), device="cpu")
+    assert negatives.calls.tolist() == [1, 1, 1]
+    assert negatives.sums[0] == pytest.approx(first)
+    assert len({round(float(s), 4) for s in negatives.sums}) == 3

@@ -72,7 +72,8 @@ class Run:
     def modules(self) -> nn.ModuleDict:
         """Everything with parameters or state, by name, for the optimiser and the checkpoint."""
         terms = {f"term{i}": term.negatives for i, term in enumerate(self.terms)}
-        return nn.ModuleDict({"model": self.model, "temperature": self.temperature, **terms})
+        losses = {f"loss{i}": term.loss for i, term in enumerate(self.terms) if isinstance(term.loss, nn.Module)}
+        return nn.ModuleDict({"model": self.model, "temperature": self.temperature, **terms, **losses})
 
 
 def compose(data: Interactions, setup: Setup, *terms: Term) -> Run:

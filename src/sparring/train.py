@@ -24,7 +24,7 @@ from sparring.errors import UserError
 from sparring.evaluation import Evaluation, evaluate
 from sparring.metrics import parse
 from sparring.optim import Schedule, clip_gradients, load_state_tensors, optimizers, set_lr, state_tensors
-from sparring.types import Positives
+from sparring.types import Corpus, Positives
 
 CHECKPOINT_SECONDS = 600.0  # how much work a kill inside a long epoch may cost
 
@@ -123,11 +123,12 @@ class _Trainer:
         trained = nn.ModuleDict({"model": run.model, "temperature": run.temperature})
         self.optimizers = optimizers(trained, setup.optimizer, setup.lr, setup.weight_decay)
         self.observers = [m for m in self.modules.modules() if hasattr(m, "observe")]
+        self.refreshers = [m for m in self.modules.modules() if hasattr(m, "refresh")]
         self.generator = torch.Generator(device).manual_seed(setup.seed)
         train = split.train
         self.queries, self.items = (column.to(device) for column in train.pairs())
         self.weight = None if train.weight is None else torch.from_numpy(train.weight / train.weight.mean()).to(device)
-        self.positives = self.to(train.positives()) if _masks_known(self.modules) else None
+        self.positives = self.to(train.positives()) if self.refreshers or _masks_known(self.modules) else None
         self.batches = RandomBatches(len(train), setup.batch_size, setup.seed)
         kind: Any = "step" if setup.lr_decay != 1.0 else "constant"
         self.schedule = Schedule(kind, gamma=setup.lr_decay, every=setup.lr_decay_every, warmup=setup.warmup)
@@ -150,6 +151,8 @@ class _Trainer:
         state = self.state
         total = torch.tensor(state.loss_sum, device=self.device, dtype=torch.float64)
         saved = time.monotonic()
+        if state.step == 0:
+            self.refresh()
         for index in self.batches.epoch(state.epoch, state.step):
             at = index.to(self.device)
             set_lr(self.optimizers, self.schedule.lr_at(state.epoch * len(self.batches) + state.step, state.epoch))
@@ -181,6 +184,16 @@ class _Trainer:
         if not math.isfinite(value):
             raise UserError(f"the loss is {value} in epoch {self.state.epoch + 1}: lower lr (now {self.setup.lr}) or set clip")
         return value
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Before an epoch: let every module that keeps something of the whole catalogue rebuild it."""
+        if not self.refreshers or self.positives is None:
+            return
+        model = self.run.model
+        corpus = Corpus(self.state.epoch, model.item_vectors(), model.encode_queries, self.positives, self.generator)
+        for module in self.refreshers:
+            module.refresh(corpus)  # type: ignore[operator]
 
     def validate(self, loss: float) -> None:
         """Close the epoch: measure on the validation part, keep the best model, decide whether to go on."""

@@ -142,6 +142,17 @@ class Step:
 
 
 @dataclass(frozen=True)
+class Corpus:
+    """The whole catalogue as the model sees it now: handed, without gradient, to every module that refreshes."""
+
+    epoch: int  # about to begin, from 0
+    items: Tensor  # (N, D)
+    encode_queries: Callable[[Tensor], Tensor]  # query ids -> (B, D)
+    positives: Positives  # all known positives of every query
+    generator: torch.Generator
+
+
+@dataclass(frozen=True)
 class Outcome:
     """What came of a step: handed, detached, to every module that observes."""
 

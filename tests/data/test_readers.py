@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import os
 import warnings
 from datetime import datetime
 from pathlib import Path
@@ -378,11 +377,10 @@ def test_show_tells_what_a_file_holds(tmp_path: Path) -> None:
     ("name", "sizes", "train"),
     [("gowalla_xir", (29858, 40988, 1027464), 822358), ("gowalla_lightgcn", (29858, 40981, 1027370), 810128)],
 )
-def test_real_sets_have_their_published_sizes(name: str, sizes: tuple[int, int, int], train: int) -> None:
+def test_real_sets_have_their_published_sizes(real_data: Path, name: str, sizes: tuple[int, int, int], train: int) -> None:
     """Gowalla as the papers count it: queries, items, pairs, and training rows of the 80/20 or the file's own split."""
-    folder = Path(os.environ.get("SPARRING_DATA", "no-such-folder")) / name
-    if not folder.is_dir():
-        pytest.skip(f"set SPARRING_DATA to a folder that holds {name}")
-    data = read(folder)
+    if not (real_data / name).is_dir():
+        pytest.skip(f"{real_data} does not hold {name}")
+    data = read(real_data / name)
     assert (data.n_queries, data.n_items, len(data)) == sizes
     assert len(split(data, valid=0, test=0.2, seed=10).train) == train

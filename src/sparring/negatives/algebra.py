@@ -22,7 +22,8 @@ class Negatives(nn.Module):
 
     `forward(step)` gives the bag and never changes state. Where it is known, `log_count(ids, step)` is the log of how often each id is
     expected among the `size(step)` candidates; it is what a correction divides by and what Union adds up.
-    `observe(step, outcome)`, called after each step, updates buffers.
+    `observe(step, outcome)`, called after each step, updates buffers; a module that defines `refresh(corpus)` is called before each
+    epoch with all item vectors, to rebuild what it keeps.
     """
 
     def forward(self, step: Step) -> Bag:
