@@ -1,12 +1,7 @@
-"""One function per published setting, each returning a complete Run; `default` is the strongest general one.
-
-A recipe takes the training interactions, a Setup (what every recipe shares: towers, optimiser, schedule) and its own arguments. Where a
-paper and its released code differ, `form` chooses; docs/methods.md tells the difference. A variant is a call with other arguments.
-"""
+"""The in-batch family, sampled and full softmax, BPR; and `default`, the strongest general setting."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
 
@@ -242,9 +237,3 @@ def popularity(data: Interactions, alpha: float = 1.0) -> Popularity:
 def masking(form: Form) -> Exclusion:
     """The XIR release leaves the query's positive among its negatives; we drop it by id."""
     return "none" if form == "release" else "positive"
-
-
-RECIPES: dict[str, Callable[..., Run]] = {
-    recipe.__name__: recipe
-    for recipe in (default, quick, uns, pns, bpr, ssl, ssl_pop, g_tower, mns, debiased_mns, bir, xir, cbns, full_softmax, shown)
-}

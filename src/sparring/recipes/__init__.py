@@ -1,0 +1,39 @@
+"""One function per published setting, each returning a complete Run.
+
+A recipe takes the training interactions, a Setup (what every recipe shares: towers, optimiser, schedule) and its own arguments. Where a
+paper and its released code differ, `form` chooses; docs/methods.md tells the difference. A variant is a call with other arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from sparring.composition import Run
+from sparring.recipes.in_batch import (
+    PAPER,
+    Form,
+    bir,
+    bpr,
+    cbns,
+    debiased_mns,
+    default,
+    full_softmax,
+    g_tower,
+    mns,
+    pns,
+    popularity,
+    quick,
+    shown,
+    ssl,
+    ssl_pop,
+    uns,
+    xir,
+)
+
+__all__ = ["PAPER", "RECIPES", "Form", "popularity"]
+
+RECIPES: dict[str, Callable[..., Run]] = {
+    recipe.__name__: recipe
+    for recipe in (default, quick, uns, pns, bpr, ssl, ssl_pop, g_tower, mns, debiased_mns, bir, xir, cbns, full_softmax, shown)
+}
+__all__ += [*RECIPES]
