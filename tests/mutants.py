@@ -20,14 +20,23 @@ import negatives.test_batch as batch_tests
 import negatives.test_cache as cache_tests
 import negatives.test_corrections as correction_tests
 import negatives.test_distributions as distribution_tests
+import negatives.test_fair as fair_tests
+import negatives.test_hard as hard_tests
+import negatives.test_midx as midx_tests
 import negatives.test_published as published_tests
 import negatives.test_sampled as sampled_tests
+import negatives.test_synthetic as synthetic_tests
+import test_grad_cache
 import test_kernels
 import test_losses
+import test_losses_newer
+import test_temperature
 import test_types
-from sparring import losses, types
+from sparring import contrast, losses, types
+from sparring.data.splits import split
+from sparring.data.worlds import make_world
 from sparring.kernels import chunked, reference
-from sparring.negatives import algebra, batch, corpus, distributions
+from sparring.negatives import algebra, batch, corpus, distributions, fair, midx, selection, synthetic
 from sparring.testing import World
 
 
@@ -84,6 +93,19 @@ def published(test: Callable[..., None], *arguments: Any) -> Callable[[], None]:
     return calling(test, World.build(n_items=20), *arguments)
 
 
+def cached(tower: str, source: str) -> Callable[[], None]:
+    """The gradient cache against the direct gradient on a small world."""
+
+    def run() -> None:
+        world = make_world(60, 40, exposure=0.5, relevant=0.4, seed=3)
+        parts = split(world.interactions, "random", valid=0.1, test=0.2, seed=1)
+        test_grad_cache.same_gradients(parts, tower, source, 4)
+
+    run.__name__ = f"same_gradients({tower}, {source})"
+    return run
+
+
+PLAIN_TAU = test_losses.torch.tensor(0.5)
 PARTITION, EXCLUDED, DISTRIBUTION = "test_partition_function", "test_excluded_items_weigh_nothing", "test_distribution"
 GRADIENT, DESCRIBES = "test_loss_and_gradient", "test_bag_describes_itself"
 uniform, in_batch, mixed = sampled_tests.TestUniform, batch_tests.TestInBatch, batch_tests.TestMixed
@@ -107,7 +129,7 @@ MUTANTS = [
     Mutant(
         "both leaves the positive uncorrected",
         algebra.corrected,
-        "positive = log_size - log_count(step.item_ids)",
+        "positive = log_size - own_count",
         "positive = torch.zeros_like(step.q[:, 0])",
         (published(published_tests.test_ssl_pop), correction_tests.test_both_starves_the_tail),
     ),
@@ -207,7 +229,7 @@ MUTANTS = [
         "the positive counted twice",
         losses.sampled_softmax,
         "return ",
-        "return math.log(2) + ",
+        "return 0.69 + ",
         (
             calling(test_losses.test_sampled_softmax, test_losses.torch.tensor(0.5)),
             of(sampled_tests.TestAllItems, "test_is_the_full_softmax"),
@@ -260,7 +282,7 @@ MUTANTS = [
     ),
     Mutant(
         "the hardest are the easiest",
-        algebra.Hardest.forward,
+        selection.Hardest.choose,
         "scores.topk(min(self.k, scores.shape[1]), dim=1)",
         "scores.topk(min(self.k, scores.shape[1]), dim=1, largest=False)",
         (of(algebra_tests.TestHardest, DISTRIBUTION), of(algebra_tests.TestHardestPerQuery, "test_no_draw_scores_higher")),
@@ -347,16 +369,324 @@ MUTANTS = [
     ),
     Mutant(
         "the temperature divides only the positive",
-        losses._logsumexp,
+        losses.softmax._logsumexp,
         "step.scaled",
         "step.q",
         (of(uniform, GRADIENT),),
     ),
     Mutant(
         "a pairwise mean that counts masked candidates",
-        losses._pairwise,
+        losses.pairwise._mean,
         "mass = mass + weights.sum(1)",
         "mass = mass + weights.shape[1]",
         (calling(test_losses.test_pairwise, losses.bpr, lambda x: test_losses.torch.log1p(x.exp())),),
+    ),
+    Mutant(
+        "a source that answers for each query corrects the positive by another row",
+        algebra.corrected,
+        "log_count(step.item_ids.unsqueeze(1)).squeeze(1)",
+        "log_count(step.item_ids.roll(1).unsqueeze(1)).squeeze(1)",
+        (midx_tests.test_the_positive_is_corrected_by_its_own_chance,),
+    ),
+    Mutant(
+        "the first of the hardest instead of any",
+        selection.AmongHardest.choose,
+        "torch.rand(top.values.shape, generator=step.generator, device=scores.device)",
+        "top.values",
+        (hard_tests.test_every_one_of_the_hardest_is_as_likely,),
+    ),
+    Mutant(
+        "masked candidates among the hardest",
+        selection.AmongHardest.choose,
+        "order.masked_fill_(torch.isneginf(top.values), -1.0)",
+        "pass",
+        (hard_tests.test_never_a_masked_one_while_others_are_left,),
+    ),
+    Mutant(
+        "a target in scores compared with logits",
+        selection.NearestTo.choose,
+        " / step.tau.reshape(-1, 1)",
+        "",
+        (of(hard_tests.TestNearestTo, "test_every_row_by_hand"),),
+    ),
+    Mutant(
+        "a poor positive gets an easy negative",
+        selection.NearestTo.choose,
+        "base.clamp(min=1e-12)",
+        "base",
+        (hard_tests.test_a_better_positive_gets_an_easier_negative,),
+    ),
+    Mutant(
+        "a chosen candidate loses its weight",
+        selection.Selection.forward,
+        "block.log_w.expand(scores.shape).gather(1, chosen)",
+        "torch.zeros(chosen.shape)",
+        (of(hard_tests.TestManyKept, "test_weights_are_kept"),),
+    ),
+    Mutant(
+        "all draws encoded for the gradient",
+        selection.Selection.forward,
+        "and not self.source.encodes",
+        "and True",
+        (calling(hard_tests.test_only_what_is_kept_is_encoded_for_the_gradient, True, 0),),
+    ),
+    Mutant(
+        "a chosen candidate that may not count",
+        selection.Selection.forward,
+        "torch.isneginf(scores.gather(1, chosen))",
+        "torch.isnan(weights)",
+        (of(hard_tests.TestAmongHardest, "test_everything_excluded"),),
+    ),
+    Mutant(
+        "the shares of positive and candidate swapped",
+        synthetic.MixPositive.forward,
+        "torch.lerp(block.emb.expand(*shape, -1), step.v.unsqueeze(1).expand(*shape, -1), a.expand(*shape, 1))",
+        "torch.lerp(step.v.unsqueeze(1).expand(*shape, -1), block.emb.expand(*shape, -1), a.expand(*shape, 1))",
+        (synthetic_tests.test_the_hardest_mixture_by_hand,),
+    ),
+    Mutant(
+        "a mixture forgets what its candidate may not count against",
+        synthetic.MixPositive.forward,
+        "reference.drop(block.log_w, shape, places)",
+        "block.log_w.expand(shape)",
+        (of(synthetic_tests.TestMixPerQuery, EXCLUDED),),
+    ),
+    Mutant(
+        "one share for all candidates, whatever was asked",
+        synthetic.MixPositive.forward,
+        'shape[1] if self.mix == "candidate" else 1',
+        "1",
+        (of(synthetic_tests.TestMixPerCandidate, "test_between_the_candidate_and_the_positive"),),
+    ),
+    Mutant(
+        "popular items weigh more in a mixture",
+        synthetic.BatchMix.forward,
+        "torch.softmax(-log_q",
+        "torch.softmax(log_q",
+        (calling(synthetic_tests.test_mixed_logits, 1.0), synthetic_tests.test_mixture_weights_follow_their_formula_on_average),
+    ),
+    Mutant(
+        "badly served groups are sampled more",
+        fair.GroupShares.observe,
+        "self.shares - self.lr * drift",
+        "self.shares + self.lr * drift",
+        (fair_tests.test_the_worst_served_group_is_sampled_least, calling(fair_tests.test_shares_against_a_plain_loop, 1, 0.9, 0.1)),
+    ),
+    Mutant(
+        "a group that is not in the batch counts as served perfectly",
+        fair.GroupShares.observe,
+        "mean.sum() / seen.sum().clamp(min=1)",
+        "mean.mean()",
+        (calling(fair_tests.test_shares_against_a_plain_loop, 1, 0.9, 0.1),),
+    ),
+    Mutant(
+        "the share of a group given to each of its items",
+        fair.GroupShares.log_prob,
+        "self.shares[z] / self.size[z]",
+        "self.shares[z]",
+        (fair_tests.test_group_then_item, of(fair_tests.TestGroupShares, PARTITION)),
+    ),
+    Mutant(
+        "shares that do not sum to 1",
+        fair.to_simplex,
+        "(torch.cumsum(ordered, 0) - free)",
+        "(torch.cumsum(ordered, 0) - 1)",
+        (calling(fair_tests.test_projection, 0.02),),
+    ),
+    Mutant(
+        "a tilt that counts masked candidates",
+        fair.Tilted.forward,
+        " - dropped.to(tilt.dtype).sum(1, keepdim=True)",
+        "",
+        (of(fair_tests.TestTilted, "test_every_row_by_hand"),),
+    ),
+    Mutant(
+        "cells drawn without their size",
+        midx.QuantizedSoftmax._cells,
+        ".mul_(self.size_of)",
+        ".mul_(self.size_of > 0)",
+        (of(midx_tests.TestResidual, DISTRIBUTION),),
+    ),
+    Mutant(
+        "a proposal that is not normalised",
+        midx.QuantizedSoftmax.log_prob,
+        "- total.log()",
+        "",
+        (calling(midx_tests.test_log_prob_is_normalised, "residual"), of(midx_tests.TestProduct, PARTITION)),
+    ),
+    Mutant(
+        "the second book of the vectors instead of what is left over",
+        midx.QuantizedSoftmax.refresh,
+        "parts[1] -= self.book[0][self.code[0]]",
+        "pass",
+        (calling(midx_tests.test_codes_and_cells, "residual"), midx_tests.test_residual_books_are_closer_than_one),
+    ),
+    Mutant(
+        "the nearest centre without its length",
+        midx.nearest,
+        "half - part @ centres.T",
+        "-part @ centres.T",
+        (calling(midx_tests.test_codes_and_cells, "product"), midx_tests.test_k_means_finds_separate_clumps),
+    ),
+    Mutant(
+        "the softmax loss has the positive in its sum",
+        losses.softmax.above,
+        "0.0, negatives - positive)",
+        "0.0, torch.logaddexp(negatives, positive) - positive)",
+        (calling(test_losses_newer.test_softmax_loss, PLAIN_TAU, False),),
+    ),
+    Mutant(
+        "a query with nothing against it has an infinite loss",
+        losses.softmax.above,
+        "torch.where(torch.isneginf(negatives), 0.0, negatives - positive)",
+        "negatives - positive",
+        (calling(test_losses_newer.test_nothing_left, 0), calling(test_losses_newer.test_nothing_left, 5)),
+    ),
+    Mutant(
+        "BSL has one form",
+        losses.softmax.bsl,
+        'positive * exponent if form == "corrected" else positive',
+        "positive * exponent",
+        (calling(test_losses_newer.test_bsl_release, PLAIN_TAU),),
+    ),
+    Mutant(
+        "the exponent of BSL on the wrong side",
+        losses.softmax.bsl,
+        "exponent * log_partition(step, bag)",
+        "log_partition(step, bag) / exponent",
+        (calling(test_losses_newer.test_bsl_corrected, PLAIN_TAU),),
+    ),
+    Mutant(
+        "PSL on whole cosines",
+        losses.pairwise.psl,
+        "step.q / 2",
+        "step.q",
+        (calling(test_losses_newer.test_psl, PLAIN_TAU, "tanh"),),
+    ),
+    Mutant(
+        "PSL with a sigma that falls below zero",
+        losses.pairwise._log_sigma,
+        ".clamp_(min=tiny)",
+        "",
+        (calling(test_losses_newer.test_psl_is_finite_in_single_precision, "relu", 0.05),),
+    ),
+    Mutant(
+        "CCL sums where it should average",
+        losses.pairwise._mean,
+        "total / mass.clamp(min=torch.finfo(mass.dtype).tiny)",
+        "total",
+        (calling(test_losses_newer.test_ccl, 0.1, 3.0),),
+    ),
+    Mutant(
+        "CCL divided by the temperature",
+        losses.pairwise.ccl,
+        "_mean(step.q, bag",
+        "_mean(step.scaled, bag",
+        (calling(test_losses_newer.test_ccl, 0.1, 3.0),),
+    ),
+    Mutant(
+        "the weight of SL@K is a constant of the gradient",
+        losses.SLatK.forward,
+        "if self.constant_weight",
+        "if True",
+        (calling(test_losses_newer.test_slatk, PLAIN_TAU, False),),
+    ),
+    Mutant(
+        "the thresholds of SL@K by place in the batch",
+        losses.SLatK.forward,
+        "self.beta[step.query_ids]",
+        "self.beta[torch.arange(len(score)) % len(self.beta)]",
+        (calling(test_losses_newer.test_slatk, PLAIN_TAU, False),),
+    ),
+    Mutant(
+        "SL@K counts a drawn positive twice",
+        losses.topk._thresholds,
+        "others[known.hits(drawn)] = -math.inf",
+        "pass",
+        (calling(test_losses_newer.test_thresholds_are_exact_with_the_whole_catalogue, 3),),
+    ),
+    Mutant(
+        "SL@K forgets the positives that were not drawn",
+        losses.topk._thresholds,
+        "kept = rank < k",
+        "kept = (rank < k) & torch.isin(known.ids[order], drawn)",
+        (test_losses_newer.test_thresholds_take_all_positives_and_the_drawn_items,),
+    ),
+    Mutant(
+        "SL@K draws its thresholds before every epoch",
+        losses.SLatK.refresh,
+        "corpus.epoch % self.every",
+        "False",
+        (test_losses_newer.test_thresholds_are_drawn_anew_every_so_many_epochs,),
+    ),
+    Mutant(
+        "a larger loss makes a smaller temperature",
+        losses.AdaTau.refresh,
+        "lambert_w(excess).exp()",
+        "(-lambert_w(excess)).exp()",
+        (calling(test_temperature.test_each_querys_temperature_follows_its_loss, None, 1.0),),
+    ),
+    Mutant(
+        "Ada-tau keeps the loss at the query's own temperature",
+        losses.AdaTau.observe,
+        "tau=torch.ones_like(self.tau_0)",
+        "tau=step.tau",
+        (calling(test_temperature.test_each_querys_temperature_follows_its_loss, None, 1.0),),
+    ),
+    Mutant(
+        "Ada-tau never forgets the epochs before",
+        losses.AdaTau.refresh,
+        "self.loss_sum.zero_()",
+        "pass",
+        (test_temperature.test_a_losss_memory_is_one_epoch_and_survives_an_absence,),
+    ),
+    Mutant(
+        "Ada-tau measures all queries, the inactive too",
+        losses.AdaTau._gap,
+        "torch.nonzero(self.active)",
+        "torch.nonzero(self.active | True)",
+        (test_temperature.test_common_temperature_from_all_pairs,),
+    ),
+    Mutant(
+        "a batch's running mean ignores the weights",
+        losses.adaptive._mean_score,
+        "block.log_w.exp()",
+        "torch.isfinite(block.log_w).float()",
+        (test_temperature.test_running_means,),
+    ),
+    Mutant(
+        "the positive of Ada-tau at the query's temperature",
+        losses.adaptive_softmax,
+        "/ temperature.tau_0",
+        "/ step.tau",
+        (test_temperature.test_the_loss_of_adap_tau,),
+    ),
+    Mutant(
+        "Lambert's function without its iteration",
+        losses.adaptive.lambert_w,
+        "range(4)",
+        "range(1)",
+        (test_temperature.test_lambert_w_against_scipy,),
+    ),
+    Mutant(
+        "chunks come back in the wrong order",
+        contrast.in_chunks,
+        "for chunk in chunks]",
+        "for chunk in reversed([*chunks])]",
+        (cached("id", "sampled"),),
+    ),
+    Mutant(
+        "a gradient cache that keeps every graph",
+        contrast.in_chunks,
+        "checkpoint(encode, *chunk, use_reentrant=False)",
+        "encode(*chunk)",
+        (test_grad_cache.test_no_call_sees_more_than_a_chunk_and_each_chunk_is_encoded_twice,),
+    ),
+    Mutant(
+        "a gradient cache without the gradient",
+        contrast.in_chunks,
+        "checkpoint(encode, *chunk, use_reentrant=False)",
+        "checkpoint(encode, *chunk, use_reentrant=False).detach().requires_grad_()",
+        (cached("features", "in-batch"),),
     ),
 ]

@@ -55,5 +55,6 @@ def test_there_are_enough() -> None:
     """Names are unique, and every module of the samplers and the kernels has a mutant."""
     assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS) >= 14
     modules = {mutant.function.__module__.removeprefix("sparring.") for mutant in MUTANTS}
-    assert {"types", "losses", "kernels.chunked", "kernels.reference"} <= modules
+    assert {"types", "contrast", "kernels.chunked", "kernels.reference"} <= modules
+    assert {f"losses.{name}" for name in ("softmax", "pairwise", "topk", "adaptive")} <= modules
     assert {f"negatives.{name}" for name in ("algebra", "batch", "corpus", "distributions")} <= modules

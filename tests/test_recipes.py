@@ -95,6 +95,19 @@ SOURCES = {
     "cbns": ["in-batch: 64", "memory: 2,432 candidates", "2,432 dropped"],
     "full_softmax": ["all items: 40 candidates shared"],
     "shown": ["in-batch: 64", "shown and not taken: 4 candidates for each query"],
+    "sl": ["1 x softmax_loss over", "sampled from Uniform(40): 800 candidates shared", "weight: none", "masked: own positive"],
+    "bsl": ["1 x bsl over", "sampled from Uniform(40): 800 candidates shared", "weight: none"],
+    "psl": ["1 x psl over", "sampled from Uniform(40): 1,000 candidates shared", "weight: none"],
+    "slatk": ["1 x SLatK over", "sampled from Uniform(40): 1,000 candidates shared", "weight: none"],
+    "ccl": ["1 x ccl over", "sampled from Uniform(40): 1,000 candidates shared", "weight: none"],
+    "ada_tau": ["1 x adaptive_softmax over", "sampled from Uniform(40): 1,024 candidates shared", "weight: none"],
+    "dns": ["1 x bpr over", "hardest 1 of sampled from Uniform(40): 1 candidates for each query", "masked: own positive"],
+    "ahns": ["1 x bpr over", "nearest to the target, 1 of sampled from Uniform(40): 1 candidates for each query"],
+    "mixgcf": ["positive mixed into hardest 1 of sampled from Uniform(40)", "64 synthetic or empty", "masked: own positive"],
+    "amns": ["hardest 256 of in-batch + sampled from Uniform(40): 256 candidates for each query", "weight: none"],
+    "bmns": ["0.2 x sampled_softmax", "in-batch: 64", "mixtures of 64 in-batch items: 2,048 candidates shared", "2,048 synthetic"],
+    "fairneg": ["sampled from GroupShares(40 items in 10 groups), 10% by score: 2,048 candidates shared", "weight: score"],
+    "midx": ["drawn from a softmax over 32 x 32 cells: 64 candidates for each query", "weight: -log expected count"],
 }
 
 

@@ -38,6 +38,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "default history": {"n": 16, "query_tower": "history", "item_features": "category", "hidden": "8,8"},
     "shown": {"n": 2, "lr_decay": 0.5, "lr_decay_every": 1},
     "bpr": {"patience": 1, "eval_every": 2},
+    "fairneg": {"n": 64, "every": 2, "groups": 4},
+    "midx": {"n": 8, "words": 4, "every": 2},
 }
 
 

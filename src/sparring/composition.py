@@ -33,6 +33,7 @@ class Setup:
     item_features: tuple[str, ...] = ()
     hidden: tuple[int, ...] = (32, 16)
     batch_size: int = 2048
+    chunk: int | None = None
     epochs: int = 100
     optimizer: Literal["row-adam", "row-adagrad", "adam"] = "row-adam"
     lr: float = 0.005

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from sparring.composition import Run
 from sparring.data.batches import RandomBatches
@@ -16,9 +19,13 @@ def contrast(
 ) -> tuple[Tensor, Step, Outcome]:
     """One step's loss per query (B,), with what observers are told: encode, gather each term's bag, score it."""
     model, setup = run.model, run.setup
+
+    def encode(ids: Tensor) -> Tensor:
+        return in_chunks(setup.chunk, model.encode_items, ids)
+
     with torch.autocast(query_ids.device.type, torch.bfloat16, enabled=setup.precision == "bf16"):
-        q, v = model.encode_queries(query_ids, item_ids), model.encode_items(item_ids)
-    step = Step(query_ids, item_ids, q.float(), v.float(), run.temperature(query_ids), model.encode_items, generator, positives)
+        q, v = in_chunks(setup.chunk, model.encode_queries, query_ids, item_ids), encode(item_ids)
+    step = Step(query_ids, item_ids, q.float(), v.float(), run.temperature(query_ids), encode, generator, positives)
     bags: list[Bag] = []
     total = torch.zeros((), device=q.device)
     for term in run.terms:
@@ -26,6 +33,22 @@ def contrast(
         total = total + term.weight * term.loss(step, bag)
         bags.append(bag)
     return total, step, Outcome(total.detach(), tuple(bags))
+
+
+def in_chunks(size: int | None, encode: Callable[..., Tensor], *ids: Tensor) -> Tensor:
+    """Encode ids (of one shape, several columns) `size` at a time, keeping only the vectors (gradient cache); None: all at once.
+
+    The backward pass hands each chunk its part of the gradient of the vectors, encodes it again, the random state as before, and goes on
+    into the tower; so what a tower keeps for its gradient never exceeds one chunk, at the price of a second forward pass. The gradient is
+    that of encoding all at once.
+
+    Gao et al., Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup, RepL4NLP 2021.
+    """
+    if size is None or ids[0].numel() <= size:
+        return encode(*ids)
+    chunks = zip(*(column.flatten().split(size) for column in ids), strict=True)
+    vectors = torch.cat([checkpoint(encode, *chunk, use_reentrant=False) for chunk in chunks])
+    return vectors.unflatten(0, ids[0].shape)
 
 
 def describe_batch(run: Run, split: Split) -> str:
@@ -40,6 +63,6 @@ def describe_batch(run: Run, split: Split) -> str:
         _, _, outcome = contrast(run, queries[rows].long().to(device), items[rows].long().to(device), generator, positives)
     lines: list[str] = []
     for term, bag in zip(run.terms, outcome.bags, strict=True):
-        name = getattr(term.loss, "__name__", "loss")
+        name = getattr(term.loss, "__name__", type(term.loss).__name__)
         lines += [f"{term.weight:g} x {name} over", *(f"  {line}" for line in bag.describe().splitlines())]
     return "\n".join(lines)

@@ -104,6 +104,8 @@ def check(setup: Setup) -> None:
             raise UserError(f"{key} must not be negative, got {getattr(setup, key)}")
     if setup.patience is not None and setup.patience < 1:
         raise UserError(f"patience must be at least 1 validation, got {setup.patience}; none never stops early")
+    if setup.chunk is not None and setup.chunk < 1:
+        raise UserError(f"chunk must be at least 1 id encoded at a time, got {setup.chunk}; none encodes a batch at once")
     if not setup.hidden or min(setup.hidden) < 1:
         raise UserError(f"hidden must name at least one layer, each of at least 1 unit, got {setup.hidden}")
 

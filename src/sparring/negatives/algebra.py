@@ -1,4 +1,4 @@
-"""What negatives are, and how bags of them combine: Union, Resample, Hardest."""
+"""What negatives are, and how bags of them combine: Union, Resample."""
 
 from __future__ import annotations
 
@@ -21,10 +21,13 @@ class Negatives(nn.Module):
     """Who a query is contrasted with, and with what weight.
 
     `forward(step)` gives the bag and never changes state. Where it is known, `log_count(ids, step)` is the log of how often each id is
-    expected among the `size(step)` candidates; it is what a correction divides by and what Union adds up.
+    expected among the `size(step)` candidates; it is what a correction divides by and what Union adds up. A source whose counts depend
+    on the query answers (B, C), for ids (C,) or (B, C).
     `observe(step, outcome)`, called after each step, updates buffers; a module that defines `refresh(corpus)` is called before each
-    epoch with all item vectors, to rebuild what it keeps.
+    epoch with all item vectors, to rebuild what it keeps. `encodes` says that every vector of its bag is step.encode(id) and no other.
     """
+
+    encodes: bool = False
 
     def forward(self, step: Step) -> Bag:
         raise TypeError(f"{type(self).__name__} must define forward(step)")
@@ -84,8 +87,10 @@ def corrected(blocks: list[Candidates], step: Step, source: Negatives, correctio
         log_w = torch.where(torch.isneginf(block.log_w), block.log_w, log_w)
         weighed.append(replace(block, log_w=log_w, weighting=names[correction]))
     positive = None
+    if correction in ("both", "refined"):
+        own_count = log_count(step.item_ids.unsqueeze(1)).squeeze(1)  # a column: a source may answer for each query
     if correction == "both":
-        positive = log_size - log_count(step.item_ids)
+        positive = log_size - own_count
     elif correction == "refined":
         # the published form divides by the negatives that are left when those equal to the positive are taken out
         kept = torch.zeros(len(step.q), device=step.q.device)
@@ -93,7 +98,7 @@ def corrected(blocks: list[Candidates], step: Step, source: Negatives, correctio
             hit = torch.bincount(Exclude(step.item_ids).hits(block.ids)[0], minlength=len(kept))
             kept += (~torch.isneginf(block.log_w)).expand(block.ids.shape).sum(-1) - hit
         log_kept = kept.clamp(min=1).log() - log_size
-        positive = log_kept - torch.log1p(-(log_count(step.item_ids) - log_size).exp().clamp(max=1 - 1e-6))
+        positive = log_kept - torch.log1p(-(own_count - log_size).exp().clamp(max=1 - 1e-6))
     if positive is not None:  # nan: a source that holds nothing yet has no frequency
         positive = positive.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf)
     return Bag(tuple(weighed), positive)
@@ -139,6 +144,7 @@ class Union(Negatives):
         counts = [source.log_count(ids, step) for source in self.sources]  # type: ignore[operator]
         if any(count is None for count in counts):
             return None
+        counts = list(torch.broadcast_tensors(*counts))
         return torch.logsumexp(torch.stack(counts), 0)
 
     def size(self, step: Step) -> float | Tensor:
@@ -184,7 +190,11 @@ class Resample(Negatives):
             counts = _DRAWS[self.draw](scores.exp(), n, step.generator)
             usage = counts.sum(0) if block.shared else counts
         return Bag(
-            (replace(block, log_w=counts.log(), exclude=None, usage=usage, source=name, weighting="log drawn count", masked=_mask(block)),)
+            (
+                replace(
+                    block, log_w=counts.log(), exclude=None, usage=usage, source=name, weighting="log drawn count", masked=mask_of(block)
+                ),
+            )
         )
 
 
@@ -209,40 +219,6 @@ def systematic_counts(p: Tensor, n: int, generator: torch.Generator) -> Tensor:
 _DRAWS = {"multinomial": multinomial_counts, "systematic": systematic_counts}
 
 
-class Hardest(Negatives):
-    """Keep the k highest-scoring candidates of each query, with their weights (online hard negatives, DNS).
-
-    Deterministic where Resample is random: a candidate outside the top k has no chance. Candidates that never count are never kept, unless
-    fewer than k are left; those count nothing.
-
-        Hardest(Sampled(Uniform(n_items), 64, per_query=True), 1)
-
-    Zhang et al., Optimizing Top-N Collaborative Filtering via Dynamic Negative Item Sampling, SIGIR 2013.
-    """
-
-    def __init__(self, source: Negatives, k: int):
-        super().__init__()
-        if k < 1:
-            raise ValueError(f"Hardest needs k >= 1, got {k}")
-        self.source, self.k = source, k
-
-    def forward(self, step: Step) -> Bag:
-        bag = self.source(step)
-        block = merged(bag, step)
-        with torch.no_grad():
-            scores = logits(step.scaled, block.emb)
-            places = block.exclude.places(block.ids) if block.exclude else None
-            weights = reference.drop(block.log_w, scores.shape, places)
-            scores = torch.where(torch.isneginf(weights), -math.inf, scores)
-            chosen = scores.topk(min(self.k, scores.shape[1]), dim=1).indices
-        rows = torch.arange(len(chosen), device=chosen.device).unsqueeze(1)
-        emb = block.emb[chosen] if block.shared else block.emb[rows, chosen]
-        ids = block.ids[chosen] if block.shared else block.ids[rows, chosen]
-        name = f"hardest {chosen.shape[1]:,} of {block.source}"
-        hard = replace(block, ids=ids, emb=emb, log_w=weights.gather(1, chosen), exclude=None, usage=None, source=name, masked=_mask(block))
-        return Bag((hard,), bag.log_w_positive)
-
-
 def merged(bag: Bag, step: Step) -> Candidates:
     """The bag as one block, so that candidates of several sources can be drawn or ranked together."""
     if any(block.draws is not None for block in bag.blocks):
@@ -260,7 +236,7 @@ def merged(bag: Bag, step: Step) -> Candidates:
         # sources that mask differently: write each mask into its weights
         dropped = [block.exclude.places(block.ids) if block.exclude else None for block in bag.blocks]
         weights = [reference.drop(w, torch.Size((b, c)), places) for w, c, places in zip(weights, rows, dropped, strict=True)]
-        exclude, masked = None, " + ".join(_mask(block) for block in bag.blocks)
+        exclude, masked = None, " + ".join(mask_of(block) for block in bag.blocks)
     if not all(w.dim() == 1 for w in weights):
         weights = [w.expand(b, c) for w, c in zip(weights, rows, strict=True)]
     ids = [block.ids if shared else block.ids.expand(b, -1) for block in bag.blocks]
@@ -272,7 +248,7 @@ def merged(bag: Bag, step: Step) -> Candidates:
     )
 
 
-def _mask(block: Candidates) -> str:
+def mask_of(block: Candidates) -> str:
     return block.masked if block.exclude is None else block.exclude.name
 
 

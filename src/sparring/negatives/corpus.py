@@ -23,6 +23,8 @@ class Sampled(Negatives):
         Sampled(Uniform(n_items), 1024)
     """
 
+    encodes = True
+
     def __init__(
         self,
         distribution: Distribution,

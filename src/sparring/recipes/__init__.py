@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from sparring.composition import Run
+from sparring.recipes.hard import ahns, amns, bmns, dns, fairneg, midx, mixgcf
 from sparring.recipes.in_batch import (
     PAPER,
     Form,
@@ -29,6 +30,7 @@ from sparring.recipes.in_batch import (
     uns,
     xir,
 )
+from sparring.recipes.losses import ada_tau, bsl, ccl, psl, sl, slatk
 
 __all__ = ["PAPER", "RECIPES", "Form", "popularity"]
 
@@ -36,4 +38,6 @@ RECIPES: dict[str, Callable[..., Run]] = {
     recipe.__name__: recipe
     for recipe in (default, quick, uns, pns, bpr, ssl, ssl_pop, g_tower, mns, debiased_mns, bir, xir, cbns, full_softmax, shown)
 }
+RECIPES |= {recipe.__name__: recipe for recipe in (dns, ahns, mixgcf, amns, bmns, fairneg, midx)}
+RECIPES |= {recipe.__name__: recipe for recipe in (sl, bsl, psl, slatk, ccl, ada_tau)}
 __all__ += [*RECIPES]

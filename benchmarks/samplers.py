@@ -1,0 +1,192 @@
+"""Step time of each hard, fair and made-up sampler as a ratio to in-batch softmax with the same number of scored candidates, in one run.
+
+A step is all of it: encode, choose, loss, backward, row-sparse Adam, observe. Rounds alternate over all methods and the median of the
+per-round ratios counts; CPU seconds on one thread, wall seconds on more or on a GPU (which is waited for). "scored" is how many candidates
+each query is scored against. A yardstick that scores more than the batch holds is filled up with uniform negatives. A sampler that draws
+for each query scores far fewer than the batch holds: the claim holds it against in-batch all the same, "of its kind" against plain draws.
+
+    python benchmarks/samplers.py                       # CPU, one thread
+    python benchmarks/samplers.py --device cuda         # one GPU
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from _shared import cpu_seconds, gowalla_xir, interactions, table
+from sparring import Run, Setup, Term, compose, recipes
+from sparring.contrast import contrast
+from sparring.data.interactions import Interactions
+from sparring.negatives import InBatch, Sampled, Uniform, Union
+from sparring.optim import optimizers
+from sparring.types import Corpus
+
+CLAIM = 1.3
+Build = Callable[[Interactions, Setup], Run]
+
+
+@dataclass(frozen=True)
+class Method:
+    """A run, the in-batch yardstick it is held against, why it costs more, and a plain sampler of its kind to see what the choice adds."""
+
+    name: str
+    scored: str
+    build: Build
+    yardstick: str
+    why: str = ""
+    alike: str = ""
+
+
+def in_batch(data: Interactions, setup: Setup) -> Run:
+    return compose(data, setup, Term(1.0, InBatch(recipes.popularity(data))))
+
+
+def filled_up(data: Interactions, setup: Setup) -> Run:
+    mixed = Union(InBatch(recipes.popularity(data)), Sampled(Uniform(data.n_items), setup.batch_size))
+    return compose(data, setup, Term(1.0, mixed))
+
+
+def per_query(n: int) -> Build:
+    return lambda data, setup: recipes.RECIPES["uns"](data, setup, n=n, per_query=True)
+
+
+def recipe(name: str, **arguments: object) -> Build:
+    return lambda data, setup: recipes.RECIPES[name](data, setup, **arguments)
+
+
+def methods(b: int) -> list[Method]:
+    """The methods and their yardsticks for batches of b queries."""
+    own = "encodes and updates items for each query instead of one pool for all, as uniform draws per query do"
+    ranks = "topk of 64 costs more on a CPU than scoring the pool; the hardest alone does not"
+    mixes = "draws n x B random numbers and mixes with them, forward and backward, before the mixtures are scored"
+    return [
+        Method("in-batch", f"{b:,}", in_batch, ""),
+        Method("in-batch and uniform", f"{2 * b:,}", filled_up, ""),
+        Method("uniform per query", "32", per_query(32), ""),
+        Method("uniform per query, 64", "64", per_query(64), ""),
+        Method("dns, shared pool, one of the 64 hardest", f"{b:,}", recipe("dns", n=b, m=b // 32, per_query=False), "in-batch", ranks),
+        Method("dns, shared pool, the hardest", f"{b:,}", recipe("dns", n=b, per_query=False), "in-batch"),
+        Method("ahns, shared pool", f"{b:,}", recipe("ahns", n=b, per_query=False), "in-batch"),
+        Method("mixgcf, shared pool", f"{b:,}", recipe("mixgcf", n=b, per_query=False), "in-batch"),
+        Method(
+            "amns, 256 hardest",
+            f"{2 * b:,}",
+            recipe("amns", n=b),
+            "in-batch and uniform",
+            "scores the pool a second time to rank it; on a CPU topk alone costs more than the loss",
+        ),
+        Method("bmns", f"{2 * b:,}", recipe("bmns", n=b), "in-batch and uniform", mixes),
+        Method(
+            "fairneg, shares only",
+            f"{b:,}",
+            recipe("fairneg", n=b, importance=0.0),
+            "in-batch",
+            "encodes and updates n items that the batch does not hold",
+        ),
+        Method("fairneg", f"{b:,}", recipe("fairneg", n=b), "in-batch", "scores the pool once more for the weights, beside encoding it"),
+        Method("dns", "32", recipe("dns"), "in-batch", "", "uniform per query"),
+        Method("ahns", "32", recipe("ahns"), "in-batch", "", "uniform per query"),
+        Method("mixgcf", "32", recipe("mixgcf"), "in-batch", "", "uniform per query"),
+        Method("mixgcf, a share per candidate", "32", recipe("mixgcf", mix="candidate"), "in-batch", own, "uniform per query"),
+        Method("midx", "64", recipe("midx"), "in-batch", own, "uniform per query, 64"),
+    ]
+
+
+class Timed:
+    """One method, ready to step on the same batches as the others."""
+
+    def __init__(self, method: Method, data: Interactions, setup: Setup, device: torch.device):
+        self.method, self.device = method, device
+        self.run = method.build(data, setup)
+        self.modules = self.run.modules().to(device)
+        trained = nn.ModuleDict({"model": self.run.model, "temperature": self.run.temperature})
+        self.optimizers = optimizers(trained, setup.optimizer, setup.lr, setup.weight_decay)
+        self.observers = [module for module in self.modules.modules() if hasattr(module, "observe")]
+        self.refreshers = [module for module in self.modules.modules() if hasattr(module, "refresh")]
+        self.generator = torch.Generator(device).manual_seed(0)
+        self.corpus_positives = data.positives()
+
+    def refresh(self) -> float:
+        """Seconds of a rebuild before an epoch; 0 where there is none."""
+        began = time.perf_counter()
+        with torch.no_grad():
+            model = self.run.model
+            for module in self.refreshers:
+                module.refresh(Corpus(0, model.item_vectors(), model.encode_queries, self.corpus_positives, self.generator))  # type: ignore[operator]
+        self.wait()
+        return time.perf_counter() - began if self.refreshers else 0.0
+
+    def wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def steps(self, queries: torch.Tensor, items: torch.Tensor, clock: Callable[[], float]) -> float:
+        """Seconds per step over batches (steps, B)."""
+        self.wait()
+        began = clock()
+        for query_ids, item_ids in zip(queries, items, strict=True):
+            losses, step, outcome = contrast(self.run, query_ids, item_ids, self.generator)
+            losses.mean().backward()
+            for optimizer in self.optimizers:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+            with torch.no_grad():
+                for observer in self.observers:
+                    observer.observe(step, outcome)  # type: ignore[operator]
+        self.wait()
+        return (clock() - began) / len(queries)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--batch", type=int, default=2048)
+    given = parser.parse_args()
+    torch.set_num_threads(given.threads)
+    device = torch.device(given.device)
+    on_cpu = device.type == "cpu" and given.threads == 1
+    pairs = gowalla_xir()
+    data = interactions(pairs)
+    setup = Setup(dim=64, batch_size=given.batch, optimizer="row-adam", lr=0.005)
+    all_queries, all_items = (column.long() for column in data.pairs())
+    timed = [Timed(method, data, setup, device) for method in methods(given.batch)]
+    rebuild = {each.method.name: each.refresh() for each in timed}
+    spent: dict[str, list[float]] = {each.method.name: [] for each in timed}
+    for turn in range(given.rounds + 1):
+        at = torch.randint(len(all_queries), (given.steps, given.batch), generator=torch.Generator().manual_seed(turn))
+        batch = all_queries[at].to(device), all_items[at].to(device)
+        for each in timed:
+            seconds = each.steps(*batch, cpu_seconds if on_cpu else time.perf_counter)
+            if turn:  # the first round warms up
+                spent[each.method.name].append(seconds)
+    where = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {given.threads} thread(s)"
+    print(f"samplers on {pairs.source}: B = {given.batch:,}, d = 64, {'CPU' if on_cpu else 'wall'} time, {where}\n")
+    rows = []
+    for each in timed:
+        method, mine = each.method, spent[each.method.name]
+        ratio = statistics.median(a / b for a, b in zip(mine, spent[method.yardstick], strict=True)) if method.yardstick else None
+        held = f"{ratio:.2f} x {method.yardstick}" if ratio is not None else ""
+        kind = statistics.median(a / b for a, b in zip(mine, spent[method.alike], strict=True)) if method.alike else None
+        same = f"{kind:.2f} x {method.alike}" if kind is not None else ""
+        claim = "" if ratio is None else f"at most {CLAIM}: {'yes' if ratio <= CLAIM else 'NO'}"
+        rows.append([method.name, method.scored, f"{1000 * statistics.median(mine):.1f}", same, held, claim])
+    print(table(["sampler", "scored", "ms per step", "of its kind", "ratio", "claim"], rows))
+    for each in timed:
+        if each.method.why:
+            print(f"{each.method.name}: {each.method.why}")
+        if rebuild[each.method.name]:
+            print(f"{each.method.name}: {rebuild[each.method.name]:.2f} s of wall time before an epoch for new codebooks")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,25 @@
+"""Losses: functions of a step and a bag, or modules where they keep state, that give one value per query; and temperatures."""
+
+from sparring.losses.adaptive import AdaTau, adaptive_softmax
+from sparring.losses.pairwise import Surrogate, bpr, ccl, hinge, psl
+from sparring.losses.softmax import BSLForm, Loss, bsl, sampled_softmax, softmax_loss
+from sparring.losses.topk import SLatK
+from sparring.temperature import Fixed, Learned
+
+__all__ = [
+    "AdaTau",
+    "BSLForm",
+    "Fixed",
+    "Learned",
+    "Loss",
+    "SLatK",
+    "Surrogate",
+    "adaptive_softmax",
+    "bpr",
+    "bsl",
+    "ccl",
+    "hinge",
+    "psl",
+    "sampled_softmax",
+    "softmax_loss",
+]

@@ -1,0 +1,153 @@
+"""Losses that look at one pair (positive, candidate), or one candidate, at a time: BPR, hinge, PSL, CCL."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from sparring.kernels import logits, reference
+from sparring.losses.softmax import Loss, above
+from sparring.types import Bag, Step
+
+Surrogate = Literal["tanh", "atan", "relu"]
+
+
+def bpr(step: Step, bag: Bag) -> Tensor:
+    """Pairwise logistic loss: the weighted mean over the bag of log(1 + exp(s_ij - s_i+)), s = q . e / tau.
+
+    Rendle et al., BPR: Bayesian Personalized Ranking from Implicit Feedback, UAI 2009.
+    """
+    return _pairwise(step, bag, F.softplus)
+
+
+def hinge(margin: float = 0.3) -> Loss:
+    """Pairwise hinge loss: the weighted mean over the bag of max(0, margin + s_ij - s_i+)."""
+
+    def hinge(step: Step, bag: Bag) -> Tensor:
+        return _pairwise(step, bag, lambda difference: F.relu(margin + difference))
+
+    return hinge
+
+
+def psl(surrogate: Surrogate = "relu") -> Loss:
+    """The softmax loss with a tighter surrogate in place of the exponential (PSL, pairwise softmax loss).
+
+        loss_i = log sum_j w_ij sigma(d_ij)^(1 / tau_i),   d_ij = (q_i . e_j - q_i . v_i) / 2
+        sigma(d) = 1 + tanh d   |   1 + atan d   |   max(0, 1 + d)
+
+    For cosine scores, where d lies in [-1, 1]; sigma = exp would be softmax_loss at twice tau. A weight counts a candidate that many times;
+    the positive's own weight plays no part. A sigma of 0 counts as the smallest positive number. With everything in the bag excluded the
+    loss is 0.
+
+        psl("relu")
+
+    Yang et al., PSL: Rethinking and Improving Softmax Loss from Pairwise Perspective for Recommendation, NeurIPS 2024.
+    """
+    if surrogate not in get_args(Surrogate):
+        raise ValueError(f"surrogate must be one of {', '.join(get_args(Surrogate))}; got {surrogate!r}")
+
+    def psl(step: Step, bag: Bag) -> Tensor:
+        half = step.q / 2
+        positive = (half * step.v).sum(-1, keepdim=True)
+        sharpness = step.tau.reciprocal().unsqueeze(-1)
+        blocks = [
+            _LogSumSigma.apply(scores, positive, sharpness, log_w, surrogate)  # type: ignore[no-untyped-call]
+            for scores, log_w in _weighed(half, bag)
+        ]
+        total = blocks[0] if len(blocks) == 1 else reference.safe_logsumexp(torch.stack(blocks, -1))
+        return above(total, torch.zeros_like(total))
+
+    return psl
+
+
+def ccl(margin: float = 0.9, weight: float = 150.0) -> Loss:
+    """Cosine contrastive loss: the positive's distance, and the mean excess of negatives over a margin (CCL, the loss of SimpleX).
+
+        loss_i = (1 - q_i . v_i) + weight * sum_j w_ij max(0, q_i . e_j - margin) / sum_j w_ij
+
+    For cosine scores; tau plays no part, nor does the positive's own weight. A candidate's weight is its share in the mean. Positive and
+    negatives do not compete, so with everything in the bag excluded the positive's part remains.
+
+        Term(1.0, Sampled(Uniform(n_items), 1000, correction="none"), ccl(margin=0.9, weight=150))
+
+    Mao et al., SimpleX: A Simple and Strong Baseline for Collaborative Filtering, CIKM 2021.
+    """
+    if not weight > 0:
+        raise ValueError(f"the weight of the negatives must be positive, got {weight}")
+
+    def ccl(step: Step, bag: Bag) -> Tensor:
+        excess = _mean(step.q, bag, lambda scores: F.relu(scores - margin))
+        return 1 - (step.q * step.v).sum(-1) + weight * excess
+
+    return ccl
+
+
+class _LogSumSigma(torch.autograd.Function):
+    """log sum_j w_ij sigma(s_ij - s_i+)^sharpness_i, (B,); its gradient is taken in the forward pass, so that one (B, C) matrix is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, positive: Tensor, sharpness: Tensor, log_w: Tensor, surrogate: Surrogate) -> Tensor:
+        log_sigma, slope = _log_sigma(surrogate, scores - positive)
+        powers = torch.addcmul(log_w, log_sigma, sharpness)
+        top = powers.amax(-1, keepdim=True)
+        top = torch.where(torch.isfinite(top), top, torch.zeros_like(top))
+        share = powers.sub_(top).exp_()
+        total = share.sum(-1, keepdim=True)
+        share.div_(torch.where(total > 0, total, torch.ones_like(total)))
+        bends = (share * log_sigma).sum(-1, keepdim=True) if ctx.needs_input_grad[2] else None
+        kept = share if ctx.needs_input_grad[3] else None
+        ctx.save_for_backward(slope.mul_(share).mul_(sharpness), bends, kept)
+        ctx.shape = sharpness.shape
+        return (top + total.log()).squeeze(-1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        slope, bends, share = ctx.saved_tensors
+        rows = grad.unsqueeze(-1)
+        pull = slope * rows
+        sharpness = None if bends is None else (bends * rows).sum_to_size(ctx.shape)
+        return pull, -pull.sum(-1, keepdim=True), sharpness, None if share is None else share * rows, None
+
+
+def _log_sigma(surrogate: Surrogate, d: Tensor) -> tuple[Tensor, Tensor]:
+    """log sigma(d) and its derivative."""
+    if surrogate == "tanh":  # 1 + tanh d = 2 sigmoid(2 d), without the cancellation near -1
+        return F.logsigmoid(2 * d).add_(math.log(2)), torch.sigmoid(-2 * d).mul_(2)
+    tiny = torch.finfo(d.dtype).tiny
+    sigma = (torch.atan(d) if surrogate == "atan" else d).add(1).clamp_(min=tiny)
+    slope = sigma.reciprocal()
+    if surrogate == "atan":
+        slope /= d.square().add_(1)
+    return sigma.log(), slope.masked_fill_(sigma <= tiny, 0.0)
+
+
+def _weighed(q: Tensor, bag: Bag) -> Iterator[tuple[Tensor, Tensor]]:
+    """Inner products with q and log weights, -inf where a candidate does not count: (B, C) each, block by block."""
+    for block in bag.blocks:
+        if block.draws is not None:
+            raise ValueError("a pairwise loss needs drawn negatives: give Resample draw='multinomial' or 'systematic'")
+        scores = logits(q, block.emb)
+        places = block.exclude.places(block.ids) if block.exclude else None
+        yield scores, reference.drop(block.log_w, scores.shape, places)
+
+
+def _mean(q: Tensor, bag: Bag, penalty: Callable[[Tensor], Tensor]) -> Tensor:
+    """The weighted mean of penalty(q_i . e_j) over the bag, (B,); 0 where nothing counts."""
+    total, mass = torch.zeros_like(q[:, 0]), torch.zeros_like(q[:, 0])
+    for scores, log_w in _weighed(q, bag):
+        weights = log_w.exp()
+        total = total + (weights * penalty(scores)).sum(1)
+        mass = mass + weights.sum(1)
+    return total / mass.clamp(min=torch.finfo(mass.dtype).tiny)
+
+
+def _pairwise(step: Step, bag: Bag, penalty: Callable[[Tensor], Tensor]) -> Tensor:
+    positive = step.positive_logits.unsqueeze(1)
+    return _mean(step.scaled, bag, lambda scores: penalty(scores - positive))

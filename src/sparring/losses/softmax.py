@@ -1,0 +1,89 @@
+"""Losses that are a weighted log-sum-exp over the bag: sampled softmax, SL, BSL."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sparring.kernels import reference, weighted_logsumexp
+from sparring.types import Bag, Candidates, Step
+
+Loss = Callable[[Step, Bag], Tensor]
+BSLForm = Literal["corrected", "release"]
+
+
+def sampled_softmax(step: Step, bag: Bag) -> Tensor:
+    """Minus log probability of the positive against the bag (sampled softmax, InfoNCE).
+
+        loss_i = -t_i + log( exp(t_i) + sum_j exp(q_i . e_j / tau_i + log_w_ij) ),   t_i = q_i . v_i / tau_i + log_w_i+
+
+    With everything in the bag excluded the loss is 0.
+    """
+    return -F.logsigmoid(weighted_positive(step, bag) - log_partition(step, bag))
+
+
+def softmax_loss(step: Step, bag: Bag) -> Tensor:
+    """The softmax loss with the negatives alone under the logarithm (SL, SSM).
+
+        loss_i = -t_i + log sum_j exp(q_i . e_j / tau_i + log_w_ij),   t_i = q_i . v_i / tau_i + log_w_i+
+
+    A weight counts a candidate that many times. Unlike sampled_softmax it never saturates: a positive far above its negatives is still
+    pushed up, and a factor common to all weights (the log n of a correction) changes the loss by a constant and no gradient. It may be
+    negative. With everything in the bag excluded it is 0.
+
+        Term(1.0, Sampled(Uniform(n_items), 800, correction="none"), softmax_loss)
+
+    Wu et al., On the Effectiveness of Sampled Softmax Loss for Item Recommendation, TOIS 2024.
+    """
+    return above(log_partition(step, bag), weighted_positive(step, bag))
+
+
+def bsl(exponent: float = 1.0, form: BSLForm = "corrected") -> Loss:
+    """The softmax loss with temperatures of their own for positives and negatives (BSL, bilateral softmax loss).
+
+        corrected   loss_i = -q_i . v_i / tau_1 + (tau_2 / tau_1) L_i,   tau_2 = the step's tau,   tau_2 / tau_1 = exponent
+        release     loss_i = -q_i . v_i / tau + exponent L_i,            L_i = log sum_j exp(q_i . e_j / tau_i + log_w_ij)
+
+    With one positive to a query the corrected form is `exponent` times softmax_loss at tau_2, so under Adam without weight decay it trains
+    as that does. The authors' scripts run the other: an exponent above 1 pushes negatives away harder than it pulls the positive in.
+    With exponent 1 both are softmax_loss. Weights, and a bag with everything excluded, as there.
+
+        bsl(1.22, form="release")
+
+    Wu et al., BSL: Understanding and Improving Softmax Loss for Recommendation, ICDE 2024.
+    """
+    if not exponent > 0:
+        raise ValueError(f"the exponent of BSL must be positive, got {exponent}")
+    if form not in ("corrected", "release"):
+        raise ValueError(f"form must be one of corrected, release; got {form!r}")
+
+    def bsl(step: Step, bag: Bag) -> Tensor:
+        positive = weighted_positive(step, bag)
+        return above(exponent * log_partition(step, bag), positive * exponent if form == "corrected" else positive)
+
+    return bsl
+
+
+def weighted_positive(step: Step, bag: Bag) -> Tensor:
+    """q_i . v_i / tau_i + log_w_i+, (B,)."""
+    return step.positive_logits if bag.log_w_positive is None else step.positive_logits + bag.log_w_positive
+
+
+def log_partition(step: Step, bag: Bag) -> Tensor:
+    """log sum_j exp(q_i . e_j / tau_i + log_w_ij) over all blocks of the bag, (B,); -inf where nothing counts."""
+    blocks = [_logsumexp(step, block) for block in bag.blocks]
+    return blocks[0] if len(blocks) == 1 else reference.safe_logsumexp(torch.stack(blocks, -1))
+
+
+def above(negatives: Tensor, positive: Tensor) -> Tensor:
+    """negatives - positive, and 0 without gradient where nothing counts against a query."""
+    return torch.where(torch.isneginf(negatives), 0.0, negatives - positive)
+
+
+def _logsumexp(step: Step, block: Candidates) -> Tensor:
+    places = block.exclude.places(block.ids) if block.exclude else None
+    return weighted_logsumexp(step.scaled, block.emb, block.log_w, places, block.draws, block.usage)

@@ -1,0 +1,73 @@
+"""SL@K: a softmax loss that cares for the positives near the top of each query's list."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from sparring.losses.softmax import softmax_loss
+from sparring.types import Bag, Corpus, Positives, Step
+
+_BLOCK = 1 << 22  # scores worked on at a time
+
+
+class SLatK(nn.Module):
+    """The softmax loss, each positive weighed by how near it comes to the query's top K (SL@K).
+
+        loss_i = sigmoid((s_i+ - beta_i) / tau_w) * log sum_j exp((s_ij - s_i+) / tau + log_w_ij),   s = q . e
+        beta_i = the K-th largest score among all positives of query i and n items drawn uniformly, without its positives
+
+    The thresholds beta are kept for every query and rebuilt before every `every`-th epoch, all from one draw of n items; with n = N they
+    are exact; no gradient runs through them. It runs through the weight as in the formula, and so pulls a positive down by L / tau_w times
+    the sigmoid's slope, L the logarithm: where L stays large beside tau_w / tau (a dense small world, many negatives) the loss falls by
+    giving positives up. constant_weight=True takes the weight as a number instead. A query with fewer than K scores, and every query before
+    the first refresh, has weight 1: softmax_loss, with its weights and exclusion; but a factor common to all weights matters here, in L.
+
+        Term(1.0, Sampled(Uniform(n_items), 1000, correction="none"), SLatK(n_queries, k=20))
+
+    Yang et al., Breaking the Top-K Barrier: Advancing Top-K Ranking Metrics Optimization in Recommender Systems, KDD 2025.
+    """
+
+    beta: Tensor
+
+    def __init__(self, n_queries: int, k: int = 20, n: int = 1000, every: int = 5, tau_w: float = 1.0, constant_weight: bool = False):
+        super().__init__()
+        if not 1 <= k <= n:
+            raise ValueError(f"SL@K needs 1 <= k <= n items to find the k-th largest of, got k={k}, n={n}")
+        if every < 1 or not tau_w > 0:
+            raise ValueError(f"SL@K needs every >= 1 and tau_w > 0, got every={every}, tau_w={tau_w}")
+        self.k, self.n, self.every, self.tau_w, self.constant_weight = k, n, every, tau_w, constant_weight
+        self.register_buffer("beta", torch.full((n_queries,), -math.inf))
+
+    def forward(self, step: Step, bag: Bag) -> Tensor:
+        score = (step.q * step.v).sum(-1)
+        weight = torch.sigmoid((score - self.beta[step.query_ids]) / self.tau_w)
+        return (weight.detach() if self.constant_weight else weight) * softmax_loss(step, bag)
+
+    def refresh(self, corpus: Corpus) -> None:
+        if corpus.epoch % self.every:
+            return
+        drawn = torch.randperm(len(corpus.items), generator=corpus.generator, device=corpus.items.device)[: self.n]
+        queries = torch.arange(len(self.beta), device=self.beta.device)
+        for ids in queries.split(max(1, _BLOCK // len(drawn))):
+            self.beta[ids] = _thresholds(corpus.encode_queries(ids).float(), ids, corpus.items, drawn, corpus.positives, self.k)
+
+
+def _thresholds(q: Tensor, ids: Tensor, items: Tensor, drawn: Tensor, positives: Positives, k: int) -> Tensor:
+    """The k-th largest of each query's scores with its positives and with those of the drawn items that are not; -inf where fewer."""
+    known = positives.of(ids)
+    assert known.rows is not None
+    others = q @ items[drawn].T
+    others[known.hits(drawn)] = -math.inf
+    scores = (q[known.rows] * items[known.ids]).sum(-1)
+    order = scores.argsort(descending=True)
+    order = order[known.rows[order].argsort(stable=True)]  # by query, the best first
+    rows = known.rows[order]
+    count = torch.bincount(rows, minlength=len(q))
+    rank = torch.arange(len(rows), device=rows.device) - (torch.cumsum(count, 0) - count)[rows]
+    best = q.new_full((len(q), k), -math.inf)
+    kept = rank < k
+    best[rows[kept], rank[kept]] = scores[order[kept]]
+    return torch.cat([best, others], 1).topk(k, 1).values[:, -1]

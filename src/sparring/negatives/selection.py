@@ -1,0 +1,148 @@
+"""Negatives chosen from a bag by their scores: Hardest, AmongHardest, NearestTo."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from sparring.kernels import logits
+from sparring.negatives.algebra import Negatives, mask_of, merged
+from sparring.types import Bag, Candidates, Step
+
+
+class Selection(Negatives):
+    """Some columns of a bag for each query, with their weights, by a rule on their logits: `choose(scores, step)`.
+
+    `scores` (B, C) are q_i . e_j / tau, -inf where a candidate never counts; `choose` gives columns (B, K). No gradient flows through the
+    choice. A candidate that never counts is chosen only where too few others are left, and counts nothing then.
+    """
+
+    name = "selected"
+    gathered = (
+        1 << 16
+    )  # vectors to gather for all queries at most; a shared block beyond it keeps its columns and drops the others by weight
+
+    def __init__(self, source: Negatives, k: int):
+        super().__init__()
+        if k < 1:
+            raise ValueError(f"{type(self).__name__} needs k >= 1, got {k}")
+        self.source, self.k = source, k
+
+    def choose(self, scores: Tensor, step: Step) -> Tensor:
+        raise TypeError(f"{type(self).__name__} must define choose(scores, step)")
+
+    def forward(self, step: Step) -> Bag:
+        # where vectors can be had again only the kept ones are encoded for the gradient: the others would be rows to update by nothing
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.source.encodes):
+            bag = self.source(step)
+            block = merged(bag, step)
+        with torch.no_grad():
+            scores = masked_logits(step.scaled, block)
+            chosen = self.choose(scores, step)
+            weights = block.log_w.expand(scores.shape).gather(1, chosen)
+            weights = weights.masked_fill(torch.isneginf(scores.gather(1, chosen)), -math.inf)
+        name = f"{self.name} {chosen.shape[1]:,} of {block.source}"
+        kept = replace(block, exclude=None, usage=None, source=name, masked=mask_of(block))
+        if block.shared and chosen.numel() > self.gathered:
+            emb = step.encode(block.ids) if self.source.encodes else block.emb
+            kept = replace(kept, emb=emb, log_w=scores.fill_(-math.inf).to(weights.dtype).scatter_(1, chosen, weights))
+        else:
+            ids = block.ids.expand(scores.shape).gather(1, chosen)
+            kept = replace(kept, ids=ids, emb=step.encode(ids) if self.source.encodes else _columns(block.emb, chosen), log_w=weights)
+        return Bag((kept,), bag.log_w_positive)
+
+
+def _columns(emb: Tensor, chosen: Tensor) -> Tensor:
+    """(B, K, D): the chosen vectors of each query."""
+    if emb.dim() == 2:
+        # index_select: its gradient adds rows in order, where that of plain indexing sorts them first
+        return emb.index_select(0, chosen.flatten()).view(*chosen.shape, -1)
+    return emb[torch.arange(len(chosen), device=chosen.device).unsqueeze(1), chosen]
+
+
+def masked_logits(q: Tensor, block: Candidates) -> Tensor:
+    """(B, C): q_i . e_j, -inf where a candidate never counts against a query; written in place, a table of weights would cost as much."""
+    scores = logits(q, block.emb)
+    scores.masked_fill_(torch.isneginf(block.log_w), -math.inf)
+    places = block.exclude.places(block.ids) if block.exclude else None
+    if isinstance(places, Tensor):
+        scores.masked_fill_(places, -math.inf)
+    elif places is not None:
+        scores.index_put_(places, torch.tensor(-math.inf, dtype=scores.dtype, device=scores.device))
+    return scores
+
+
+class Hardest(Selection):
+    """Keep the k highest-scoring candidates of each query, with their weights (online hard negatives, DNS, AMNS).
+
+    Deterministic where Resample is random: a candidate outside the top k has no chance. Candidates that never count are never kept, unless
+    fewer than k are left; those count nothing.
+
+        Hardest(Sampled(Uniform(n_items), 64, per_query=True), 1)
+
+    Zhang et al., Optimizing Top-N Collaborative Filtering via Dynamic Negative Item Sampling, SIGIR 2013.
+    """
+
+    name = "hardest"
+
+    def choose(self, scores: Tensor, step: Step) -> Tensor:
+        return scores.topk(min(self.k, scores.shape[1]), dim=1).indices
+
+
+class AmongHardest(Selection):
+    """Keep k of the m highest-scoring candidates of each query, every set of k as likely as any other (DNS(M, N)).
+
+    m / (size of the bag) sets how hard the negatives are, and with bpr which part of the ROC curve is optimised; m = k is Hardest. Where
+    fewer than m candidates count, the choice is among those. Draws of one item twice are two candidates.
+
+        AmongHardest(Sampled(Uniform(n_items), 64, per_query=True), m=4)
+
+    Shi et al., On the Theories Behind Hard Negative Sampling for Recommendation, WWW 2023.
+    """
+
+    name = "at random among the hardest,"
+
+    def __init__(self, source: Negatives, m: int, k: int = 1):
+        super().__init__(source, k)
+        if m < k:
+            raise ValueError(f"AmongHardest needs m >= k, got m={m}, k={k}")
+        self.m = m
+
+    def choose(self, scores: Tensor, step: Step) -> Tensor:
+        top = scores.topk(min(self.m, scores.shape[1]), dim=1)
+        order = torch.rand(top.values.shape, generator=step.generator, device=scores.device)
+        order.masked_fill_(torch.isneginf(top.values), -1.0)
+        return top.indices.gather(1, order.topk(min(self.k, order.shape[1]), dim=1).indices)
+
+
+class NearestTo(Selection):
+    """Keep the k candidates whose score is nearest to a target that falls as the positive's score grows (AHNS).
+
+        target_i = beta (s_i+ + alpha)^(p + 1),   s = q . e without the temperature;   p = -2: beta / (s_i+ + alpha)
+
+    A positive that already scores high gets easier negatives, against false negatives; one that scores low gets harder ones. Where
+    s_i+ + alpha <= 0 and p < -1, the target is the limit from above: the hardest candidates.
+
+        NearestTo(Sampled(Uniform(n_items), 32, per_query=True), alpha=1.0, beta=0.1)
+
+    Lai et al., Adaptive Hardness Negative Sampling for Collaborative Filtering, AAAI 2024.
+    """
+
+    name = "nearest to the target,"
+
+    def __init__(self, source: Negatives, k: int = 1, alpha: float = 1.0, beta: float = 0.1, p: float = -2.0):
+        super().__init__(source, k)
+        if not beta >= 0:
+            raise ValueError(f"NearestTo needs beta >= 0, got {beta}")
+        self.alpha, self.beta, self.p = alpha, beta, p
+
+    def choose(self, scores: Tensor, step: Step) -> Tensor:
+        base = (step.q * step.v).sum(-1, keepdim=True) + self.alpha
+        # in logits, as the scores are, and no higher than they: far above them the differences to the target would round to ties
+        target = self.beta * base.clamp(min=1e-12) ** (self.p + 1) / step.tau.reshape(-1, 1)
+        high = scores.amax(1, keepdim=True)
+        distance = (scores - torch.minimum(target, high.masked_fill(torch.isneginf(high), 0.0))).abs_()
+        return distance.topk(min(self.k, scores.shape[1]), dim=1, largest=False).indices
