@@ -3,6 +3,7 @@
     run.json            recipe, arguments, setup, data source, versions: enough to run it again
     metrics.jsonl       one line per epoch
     result.json         the test metrics of the chosen epoch
+    per_query.parquet   the same of every single test query, float32, for paired tests: query, recall@10, ndcg@10, ...
     model.safetensors   the towers of the chosen epoch
     checkpoint.safetensors   everything that training needs to go on
     seen.safetensors    what each query has already taken
@@ -34,9 +35,10 @@ from torch import Tensor, nn
 from sparring.composition import Run, Setup, retriever
 from sparring.contrast import describe_batch
 from sparring.data.features import Histories
-from sparring.data.interactions import Ids, Interactions, Split
+from sparring.data.interactions import Ids, Interactions, Split, Vocabulary, write_table
 from sparring.errors import UserError
 from sparring.evaluation import Evaluation, top_k
+from sparring.metrics import LIST_METRICS
 from sparring.settings import parse_setup
 from sparring.towers import Retriever
 from sparring.types import Positives
@@ -202,7 +204,8 @@ def write_start(folder: Path, data: Interactions, seen: Positives, meta: Mapping
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is a file: choose another folder for the run")
     # what an earlier run left here must not be resumed, or taken for the result, of this one
-    for name in ("run.json", "checkpoint.safetensors", "model.safetensors", "metrics.jsonl", "result.json", "curve.png", "README.md"):
+    results = ("metrics.jsonl", "result.json", "per_query.parquet", "measured.json", "curve.png", "README.md")
+    for name in ("run.json", "checkpoint.safetensors", "model.safetensors", *results):
         (folder / name).unlink(missing_ok=True)
     data.save_ids(folder)
     write_tensors(folder / "seen.safetensors", {"start": seen.start, "items": seen.items})
@@ -237,7 +240,7 @@ def description(run: Run, split: Split, source: Mapping[str, Any] | None) -> dic
 def write_end(
     folder: Path, run: Run, history: list[dict[str, Any]], best_epoch: int, seconds: float, test: Evaluation | None
 ) -> None:
-    """The result, the curve and the model card."""
+    """The result, the values of single queries, the curve and the model card."""
     from sparring.card import model_card
     from sparring.plots import training_curve
 
@@ -245,6 +248,14 @@ def write_end(
     result: dict[str, Any] = {"best_epoch": best_epoch, "epochs": len(history), "train_seconds": round(seconds, 3)}
     if test is not None:
         result |= {"test": test.to_dict()}
+        write_table(_single_queries(folder, test), folder / "per_query.parquet")  # before the result: who sees that one finds this
     write_json(folder / "result.json", result)
     write(folder / "curve.png", lambda file: training_curve(history, file, run.recipe, run.setup.select))
     write(folder / "README.md", lambda file: file.write_text(model_card(meta, result, history)))
+
+
+def _single_queries(folder: Path, test: Evaluation) -> pl.DataFrame:
+    """One row per test query, by its original id; what describes lists rather than how good they are is left out."""
+    ids = Vocabulary.load(folder / "query_ids.parquet").decode(test.query_ids)
+    ranked = {key: values.astype(np.float32) for key, values in test.per_query.items() if key.split("@")[0] not in LIST_METRICS}
+    return pl.DataFrame({"query": ids, **ranked})

@@ -1,4 +1,4 @@
-"""The command line: sparring train | evaluate | recommend | recipes | data | demo."""
+"""The command line: sparring train | evaluate | compare | recommend | recipes | data | demo."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return execute(words)
     except KeyboardInterrupt:
-        hint = ": the same command with --resume goes on from the last checkpoint" if words[:1] == ["train"] else ""
+        hints = {"train": ": the same command with --resume goes on from the last checkpoint", "compare": ": the same command goes on"}
+        hint = hints.get(words[0], "") if words else ""
         return _say(f"interrupted{hint}", 130)
     except BrokenPipeError:  # `sparring recipes | head`: the reader has gone, and so must the flush at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

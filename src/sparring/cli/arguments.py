@@ -16,6 +16,7 @@ DIALECTS = ("standard", "trec", "rectools", "lenskit", "xir-release")
 EXAMPLES = {
     "train": "sparring train --data demo --recipe ssl_pop --epochs 3 --out runs/first",
     "evaluate": "sparring evaluate runs/first --k 10,20,50",
+    "compare": "sparring compare --data demo --recipes uns,ssl_pop,bir --seeds 5 --setup default --out compare/first",
     "recommend": "sparring recommend runs/first --query 1042 -k 10",
     "recipes": "sparring recipes xir",
     "data list": "sparring data list",
@@ -105,6 +106,13 @@ def device(text: str) -> str:
     return text
 
 
+def names(text: str) -> tuple[str, ...]:
+    values = tuple(part.strip() for part in text.split(",") if part.strip())
+    if not values:
+        raise argparse.ArgumentTypeError(f"{text!r} names nothing: give names as NAME,NAME,...")
+    return values
+
+
 def ids(text: str) -> list[str]:
     values = [part.strip() for part in text.split(",") if part.strip()]
     if not values:
@@ -131,6 +139,7 @@ def parser() -> tuple[Parser, dict[str, Parser]]:
 
     _train(command(commands, "train", "Train a retriever on interactions, validate it every epoch, and rank its test part."))
     _evaluate(command(commands, "evaluate", "Rank the whole catalogue for every test query of a run, and measure."))
+    _compare(command(commands, "compare", "Train recipes over several seeds on the same data, and tell which differences are real."))
     _recommend(command(commands, "recommend", "The best items of a run for some queries, or for a list of items."))
     listed = command(commands, "recipes", "Every recipe with its paper, its arguments and their defaults.")
     listed.add_argument("name", nargs="?", metavar="NAME", help="one recipe, with all its settings")
@@ -191,6 +200,39 @@ def _evaluate(parser: Parser) -> None:
     )
     parser.add_argument("--device", type=device, default="auto", help="auto, cpu or cuda (default: auto)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+
+
+def _compare(parser: Parser) -> None:
+    parser.add_argument(
+        "--data",
+        action="append",
+        default=[],
+        metavar="FILE_OR_NAME",
+        help="a file, a folder of parts, the name of a set, or world:QUERIESxITEMS, whose truth is known; repeatable",
+    )
+    _columns(parser)
+    _split(parser)
+    parser.add_argument("--split-seed", type=whole, default=0, metavar="N", help="seed of the split, the same for every run (default: 0)")
+    group = parser.add_argument_group("what is compared")
+    group.add_argument("--recipes", type=names, required=True, metavar="NAME,NAME", help="`sparring recipes` lists them")
+    group.add_argument("--seeds", type=count, default=5, metavar="N", help="each recipe is trained with the seeds 0..N-1 (default: 5)")
+    group.add_argument("--setup", metavar="RECIPE", help="take towers, optimiser and schedule of every run from this recipe")
+    group.add_argument("--tune", type=count, default=0, metavar="N", help="first tune each recipe with N trials on validation")
+    group.add_argument("--baseline", metavar="NAME", help="what the others are compared with (default: uns, else the first)")
+    group.add_argument(
+        "--metrics", type=names, default=("recall@20", "ndcg@20"), metavar="NAME@K,NAME@K", help="(default: recall@20,ndcg@20)"
+    )
+    group.add_argument(
+        "--set", type=setting, action="append", default=[], dest="settings", metavar="NAME=VALUE", help="for every recipe that knows it"
+    )
+    group.add_argument("--epochs", type=count, metavar="N", help="the same as --set epochs=N")
+    group = parser.add_argument_group("how it is run")
+    group.add_argument("--jobs", type=count, default=1, metavar="N", help="trainings at once, with one thread each if several (default: 1)")
+    group.add_argument("--device", type=device, default="auto", help="auto, cpu or cuda (default: auto)")
+    group.add_argument(
+        "--out", type=Path, required=True, metavar="FOLDER", help="for all runs and tables; the same command again does what is missing"
+    )
+    group.add_argument("--quiet", action="store_true", help="print nothing but failures and the last line")
 
 
 def _recommend(parser: Parser) -> None:

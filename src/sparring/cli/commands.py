@@ -266,10 +266,23 @@ def demo(args: Namespace) -> int:
     return tour(args.out, args.epochs)
 
 
+def compare(args: Namespace) -> int:
+    from sparring.cli.compare import compare as run_all
+
+    return run_all(args)
+
+
 def _listing() -> dict[str, Callable[[Namespace], int]]:
     from sparring.cli import listing
 
     return {"recipes": listing.recipes, "data list": listing.data_list, "data get": listing.data_get, "data show": listing.data_show}
 
 
-COMMANDS: dict[str, Callable[[Namespace], int]] = {"train": train, "evaluate": evaluate, "recommend": recommend, "demo": demo, **_listing()}
+COMMANDS: dict[str, Callable[[Namespace], int]] = {
+    "train": train,
+    "evaluate": evaluate,
+    "compare": compare,
+    "recommend": recommend,
+    "demo": demo,
+    **_listing(),
+}

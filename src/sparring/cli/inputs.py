@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from sparring.errors import UserError
 
 if TYPE_CHECKING:
     from sparring.data.interactions import Interactions, Split
+    from sparring.data.worlds import World
 
 COLUMNS = ("query", "item", "time", "weight", "rating", "label", "split")
 
@@ -33,6 +35,9 @@ def read_data(where: str, given: Mapping[str, Any]) -> Interactions:
 
     if Path(where).exists():
         return read(where, **given)
+    made = world(where)
+    if made is not None:
+        return made.interactions
     if Path(where).suffix or "/" in where:
         raise UserError(f"no such file or folder: {where}")
     from sparring.data import sources
@@ -43,6 +48,18 @@ def read_data(where: str, given: Mapping[str, Any]) -> Interactions:
         raise UserError(f"{option} is for files: the columns of the data set {name!r} are known")
     with download_bar(name) as progress:
         return sources.load(name, progress)
+
+
+def world(where: str) -> World | None:
+    """The made-up world, with its truth, that world:QUERIESxITEMS or world:QUERIESxITEMS:SEED names; None for any other name."""
+    if not where.startswith("world:") or Path(where).exists():
+        return None
+    from sparring.data.worlds import make_world
+
+    found = re.fullmatch(r"world:(\d+)x(\d+)(?::(\d+))?", where)
+    if found is None:
+        raise UserError(f"{where!r} is not a world: write world:QUERIESxITEMS, such as world:2000x1000, or world:2000x1000:SEED")
+    return make_world(int(found[1]), int(found[2]), seed=int(found[3] or 0))
 
 
 @contextmanager

@@ -1,0 +1,157 @@
+"""sparring compare: recipes x seeds x data, with the progress on the screen and the tables at the end."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from sparring.cli import inputs, screen
+from sparring.errors import UserError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from sparring.compare import Data, Listener, Plan
+
+_GENERIC = {"interactions", "data", "pairs", "ratings", "events"}  # file names that say nothing: the folder's name does
+
+
+def compare(args: Namespace) -> int:
+    from sparring import results
+    from sparring.compare import compare as run_all
+
+    plan = _plan(args)
+    show = screen.console()
+    with _listening(show, args.quiet) as listener:
+        failures = run_all(plan, args.jobs, listener)
+    tables = results.write(plan, failures, shlex.join(["sparring", *sys.argv[1:]]) if sys.argv[1:2] == ["compare"] else "")
+    for table in tables:
+        if table.rows and not args.quiet:
+            show.print()
+            cells = table.cells()
+            show.print(screen.table(cells, table.caption, left=sum(column.text for column in table.columns[:3])))
+    show.print()
+    for failure in failures:
+        show.print(f"failed: {failure.data} {failure.recipe} {failure.what}: {failure.error}", markup=False, soft_wrap=True)
+    if failures:
+        show.print(f"{len(failures)} failed; the same command tries them again", markup=False)
+    show.print(f"{plan.out}: tables as .md, .csv, .tex and .json; README.md explains them", markup=False, soft_wrap=True)
+    return 1 if failures else 0
+
+
+def _plan(args: Namespace) -> Plan:
+    from sparring import settings
+    from sparring.compare import Plan, cutoffs
+
+    if not args.data:
+        raise UserError("--data is needed: a file, or the name of a set; repeat it for several")
+    recipes = tuple(settings.find(name).__name__ for name in args.recipes)
+    baseline = settings.find(args.baseline).__name__ if args.baseline else ""
+    shared: dict[str, object] = dict(args.settings)
+    if args.epochs is not None:
+        if "epochs" in shared:
+            raise UserError(f"epochs is set twice: by --epochs and by --set epochs={shared['epochs']}")
+        shared["epochs"] = args.epochs
+    if args.tune:
+        shared.setdefault("select", args.metrics[-1])  # equal tuning includes what it aims at
+    base = None if args.setup is None else settings.own_setup(settings.find(args.setup))
+    cutoffs(args.metrics)  # wrong metrics are told before a long read
+    if args.tune:
+        from sparring.tune import require_optuna
+
+        require_optuna()
+    plan = Plan(args.out, (), recipes, args.seeds, baseline, args.metrics, base, shared, args.tune, args.device)
+    for recipe in recipes:
+        settings.resolve(settings.find(recipe), plan.settings_of(recipe), base)
+    data = tuple(_data(args, where, name) for where, name in zip(args.data, _names(args.data), strict=True))
+    return Plan(args.out, data, recipes, args.seeds, baseline, args.metrics, base, shared, args.tune, args.device)
+
+
+def _data(args: Namespace, where: str, name: str) -> Data:
+    from sparring.compare import Data
+    from sparring.data.splits import split
+
+    world = inputs.world(where)
+    data = world.interactions if world is not None else inputs.read_data(where, inputs.columns(args))
+    parts = split(data, args.split, args.valid, args.test, args.split_seed)
+    kept = Namespace(**{**vars(args), "data": where, "k": [k for k in (10, 20, 50) if k <= data.n_items] or [data.n_items]})
+    return Data(name, parts, inputs.source(kept, data, args.split_seed), world)
+
+
+def _names(places: list[str]) -> list[str]:
+    """A short name for each data set, for its folder and its rows: the file's, or its folder's where the file's says nothing."""
+    names: list[str] = []
+    for place in places:
+        path = Path(place)
+        name = path.name if path.is_dir() or not path.exists() else path.stem
+        if name in _GENERIC and path.exists():
+            name = path.resolve().parent.name
+        name = name.replace(":", "-") or "data"
+        names.append(name if name not in names else f"{name}-{len(names) + 1}")
+    return names
+
+
+@contextmanager
+def _listening(show: Console, quiet: bool) -> Iterator[Listener]:
+    """A bar over all trainings on a terminal, and a line for each that ends, anywhere; nothing where quiet."""
+    from sparring.compare import Listener
+
+    if quiet:
+        yield Listener()
+        return
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed:.0f}/{task.total:.0f}  {task.fields[note]}"),
+        TimeElapsedColumn(),
+        console=show,
+        transient=True,
+        disable=not show.is_terminal,
+    )
+    with bar:
+        yield _Lines(bar).listener()
+
+
+class _Lines:
+    def __init__(self, bar: Progress) -> None:
+        self.bar = bar
+        self.task = bar.add_task("", total=None, note="", visible=False)
+        self.last: dict[str, Any] = {}  # what each running task said last
+
+    def listener(self) -> Listener:
+        from sparring.compare import Listener
+
+        return Listener(begin=self.begin, said=self.said, ended=self.ended)
+
+    def begin(self, phase: str, done: int, total: int) -> None:
+        self.bar.reset(self.task, description=phase, completed=done, total=total, note="", visible=True)
+        self.say(f"{phase}: {done} of {total} already done" if done else f"{phase}: {total} to do")
+
+    def said(self, name: str, message: Any) -> None:
+        self.last[name] = message
+        self.bar.update(self.task, note="; ".join(f"{task} {_now(message)}" for task, message in self.last.items()))
+
+    def ended(self, name: str, error: str | None) -> None:
+        message = self.last.pop(name, None)
+        self.bar.update(self.task, advance=1)
+        self.say(f"{name}: failed: {error}" if error is not None else f"{name}: {'' if message is None else _now(message)}")
+
+    def say(self, line: str) -> None:
+        self.bar.console.print(line, markup=False, soft_wrap=True)
+
+
+def _now(message: Any) -> str:
+    """An epoch's record or a trial in a few words."""
+    from sparring.tune import Trial
+
+    if isinstance(message, Trial):
+        outcome = f"failed: {message.error}" if message.value is None else f"{message.value:.4f}"
+        return f"trial {message.number + 1}: {outcome}"
+    return screen.epoch_line(message)

@@ -1,0 +1,227 @@
+"""The same budget for every recipe: N trials each of learning rate, temperature, weight decay and what the method itself leaves open.
+
+What is compared after tuning differs in its negatives and losses, not in whose author tried more learning rates. Trials are scored on the
+validation part alone; the test part is not even handed to them. The first trial is the recipe as it comes. A trial that fails counts: a
+method that diverges easily must not get more tries than one that does not.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+from sparring import runs
+from sparring.composition import Setup
+from sparring.data.interactions import Split
+from sparring.errors import UserError
+from sparring.settings import build, find, own_arguments, own_setup
+from sparring.train import fit
+
+TUNING_SEED = 10_000  # of every trial; the final runs count from 0, so that none of them was tuned for
+
+
+@dataclass(frozen=True)
+class Range:
+    """Numbers from low to high, evenly or by their logarithm."""
+
+    low: float
+    high: float
+    log: bool = False
+    whole: bool = False
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """Values without an order that matters; of an argument declared as a Literal, all of them when left empty."""
+
+    values: tuple[Any, ...] = ()
+
+
+# Every recipe's common space. A decay of exactly 0 must be in reach, which no logarithm has.
+SHARED: dict[str, Range | OneOf] = {
+    "lr": Range(1e-4, 0.1, log=True),
+    "tau": Range(0.03, 2.0, log=True),
+    "weight_decay": OneOf((0.0, 1e-6, 1e-5, 1e-4, 1e-3)),
+}
+# A method's own arguments, by name or by recipe and name. What is not here stays as it is, and so does everything that says how many
+# candidates are scored (n, cache_size, size): more of them would be a larger budget, not a better method.
+OWN: dict[str, Range | OneOf] = {
+    "lam": Range(0.0, 1.0),
+    "mix": OneOf(),
+    "share": Range(0.05, 0.8),
+    "importance": Range(0.01, 1.0, log=True),
+    "temperature": Range(0.1, 2.0, log=True),
+    "surrogate": OneOf(),
+    "tau_w": Range(0.2, 5.0, log=True),
+    "bsl.exponent": Range(1.0, 2.0),
+    "ccl.margin": Range(0.3, 0.98),
+    "ccl.weight": Range(10.0, 1000.0, log=True),
+    "ada_tau.beta": Range(0.2, 5.0, log=True),
+    "pns.alpha": Range(0.0, 1.0),
+    "g_tower.alpha": Range(1e-4, 0.1, log=True),
+    "ahns.alpha": Range(0.1, 2.0),
+    "ahns.beta": Range(0.01, 1.0, log=True),
+    "dns.k": Range(1, 16, log=True, whole=True),
+    "mixgcf.k": Range(1, 16, log=True, whole=True),
+}
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One try: its settings, and its best validation score or why there is none."""
+
+    number: int
+    settings: dict[str, Any]
+    value: float | None
+    seconds: float
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The best settings found, their validation score, and every trial."""
+
+    settings: dict[str, Any]
+    value: float
+    trials: tuple[Trial, ...]
+
+    @property
+    def failed(self) -> int:
+        return sum(trial.error is not None for trial in self.trials)
+
+
+def space(recipe: str, fixed: Mapping[str, object] | None = None) -> dict[str, Range | OneOf]:
+    """What is tuned of a recipe, by name of the setting; `fixed` settings are not.
+
+    space("xir")  # lr, tau, weight_decay, lam
+    """
+    found: dict[str, Range | OneOf] = dict(SHARED)
+    for name, (kind, _) in own_arguments(find(recipe)).items():
+        entry = OWN.get(f"{find(recipe).__name__}.{name}", OWN.get(name))
+        if isinstance(entry, OneOf) and not entry.values:
+            entry = OneOf(get_args(kind))
+        if entry is not None and (isinstance(entry, Range) or entry.values):
+            found[name] = entry
+    return {name: entry for name, entry in found.items() if name not in (fixed or {})}
+
+
+def tune(
+    recipe: str,
+    split: Split,
+    trials: int,
+    folder: str | Path,
+    *,
+    base: Setup | None = None,
+    fixed: Mapping[str, object] | None = None,
+    device: str = "auto",
+    seed: int = 0,
+    say: Callable[[Trial], None] = lambda trial: None,
+) -> Tuned:
+    """Try `trials` settings of a recipe on the validation part and return the best; goes on where an earlier call stopped.
+
+    Each finished trial is a line of FOLDER/trials.jsonl. The sampler (TPE) starts each trial from (seed, number of the trial) and the
+    trials before it, so a study that was stopped ends exactly as one that was not. Needs the extra `tune` (Optuna).
+
+        tune("xir", split, 20, "compare/a/tune").settings
+
+    Akiba et al., Optuna: A Next-generation Hyperparameter Optimization Framework, KDD 2019.
+    """
+    optuna = require_optuna()
+    if split.valid is None:
+        raise UserError("tuning needs a validation part, and the split has none: use --valid with a share above 0")
+    path = Path(folder) / "trials.jsonl"
+    choices = space(recipe, fixed)
+    distributions = {name: _distribution(optuna, entry) for name, entry in choices.items()}
+    done = read_trials(path)
+    for trial in done:
+        if trial.settings.keys() != choices.keys():
+            raise UserError(f"{path} holds trials over {', '.join(trial.settings)}, not {', '.join(choices)}: choose another folder")
+    parts = Split(split.train, split.valid, None)
+    while len(done) < trials:
+        number = len(done)
+        settings = _ask(optuna, done, distributions, number, seed, _defaults(recipe, choices, base))
+        began = time.perf_counter()
+        value, error = None, None
+        try:
+            run = build(recipe, parts.train, {**(fixed or {}), **settings, "seed": TUNING_SEED}, base)
+            history = fit(run, parts, device=device).history
+            value = max(float(record[run.setup.select]) for record in history if run.setup.select in record)
+        except (ValueError, RuntimeError, ArithmeticError, MemoryError) as failure:
+            error = (str(failure).strip().splitlines() or [type(failure).__name__])[0]
+        done.append(Trial(number, settings, value, round(time.perf_counter() - began, 3), error))
+        lines = "".join(json.dumps(asdict(trial)) + "\n" for trial in done)
+        runs.write(path, lambda file, lines=lines: file.write_text(lines))  # type: ignore[misc]
+        say(done[-1])
+    return best(recipe, done[:trials])
+
+
+def best(recipe: str, trials: list[Trial]) -> Tuned:
+    """The best of the trials; of equal ones the first."""
+    scored = [trial for trial in trials if trial.value is not None and math.isfinite(trial.value)]
+    if not scored:
+        raise UserError(f"all {len(trials)} trials of {recipe} failed; the last: {trials[-1].error if trials else 'none was made'}")
+    winner = max(scored, key=lambda trial: (trial.value, -trial.number))
+    assert winner.value is not None
+    return Tuned(winner.settings, winner.value, tuple(trials))
+
+
+def read_trials(path: Path) -> list[Trial]:
+    """The trials of a file, none where there is no file."""
+    if not path.is_file():
+        return []
+    try:
+        return [Trial(**json.loads(line)) for line in path.read_text().splitlines()]
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{path} is corrupt: {str(error).splitlines()[0]}; delete it to tune again") from error
+
+
+def _ask(optuna: Any, done: list[Trial], distributions: dict[str, Any], number: int, seed: int, first: dict[str, Any]) -> dict[str, Any]:
+    """The settings of the next trial, given those before it."""
+    study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=seed * 1_000_003 + number))
+    states = optuna.trial.TrialState
+    for trial in done:
+        state = states.FAIL if trial.value is None else states.COMPLETE
+        study.add_trial(optuna.trial.create_trial(params=trial.settings, distributions=distributions, value=trial.value, state=state))
+    if number == 0:
+        study.enqueue_trial(first)
+    return dict(study.ask(distributions).params)
+
+
+def _defaults(recipe: str, choices: Mapping[str, Range | OneOf], base: Setup | None) -> dict[str, Any]:
+    """The recipe as it comes, moved into the space where it lies outside; what it leaves open is left to the sampler."""
+    found = find(recipe)
+    values = asdict(base or own_setup(found)) | {name: default for name, (_, default) in own_arguments(found).items()}
+    first: dict[str, Any] = {}
+    for name, entry in choices.items():
+        value = values[name]
+        if isinstance(entry, Range) and value is not None:
+            first[name] = min(max(value, entry.low), entry.high)
+        elif isinstance(entry, OneOf) and value in entry.values:
+            first[name] = value
+    return first
+
+
+def _distribution(optuna: Any, entry: Range | OneOf) -> Any:
+    kinds = optuna.distributions
+    if isinstance(entry, OneOf):
+        return kinds.CategoricalDistribution(entry.values)
+    if entry.whole:
+        return kinds.IntDistribution(int(entry.low), int(entry.high), log=entry.log)
+    return kinds.FloatDistribution(entry.low, entry.high, log=entry.log)
+
+
+def require_optuna() -> Any:
+    """Optuna, quiet; an error that names the extra where it is not installed."""
+    try:
+        import optuna
+    except ImportError:
+        raise UserError("tuning needs Optuna: pip install 'sparring[tune]'") from None
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
+    return optuna
