@@ -21,9 +21,8 @@ class Selection(Negatives):
     """
 
     name = "selected"
-    gathered = (
-        1 << 16
-    )  # vectors to gather for all queries at most; a shared block beyond it keeps its columns and drops the others by weight
+    # vectors gathered for all queries at most; a shared block beyond it keeps its columns and drops the others by weight
+    gathered = 1 << 16
 
     def __init__(self, source: Negatives, k: int):
         super().__init__()
