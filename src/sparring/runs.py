@@ -69,13 +69,15 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, 
     write(path, lambda file: safetensors.torch.save_file(plain, file, {"state": json.dumps(meta or {})}))
 
 
-def read_tensors(path: Path, device: torch.device | str = "cpu") -> tuple[dict[str, Tensor], dict[str, Any]]:
+def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors and the JSON value written with them. The file is opened once, so that both are of one version even while it is replaced."""
     if not path.is_file():
         raise UserError(f"{path} is missing: {path.parent} is not a finished run (or not a run folder)")
     try:
-        with safetensors.safe_open(path, "pt", device=str(device)) as file:  # type: ignore[no-untyped-call]
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-            return tensors, json.loads((file.metadata() or {}).get("state", "{}"))
+        content = path.read_bytes()
+        tensors = safetensors.torch.load(content)
+        header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+        return tensors, json.loads(header.get("__metadata__", {}).get("state", "{}"))
     except (safetensors.SafetensorError, OSError, ValueError) as error:
         raise UserError(f"{path} is corrupt: {str(error).splitlines()[0]}; train again, or restore it from a copy") from error
 
