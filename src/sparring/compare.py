@@ -4,6 +4,7 @@
     OUT/DATA/RECIPE/tune/            trials.jsonl, where tuned
     OUT/DATA/RECIPE/SEED/            a run folder (see runs.py), and measured.json: memory, device, what its negatives were
     OUT/quality.*, OUT/negatives.*   the tables of results.py as md, csv, tex and json
+    OUT/report.html, OUT/figures/    one page with all of it, and its figures as svg and png
 
 The split is the same for every recipe and seed, so values are paired by query and by seed. Each training has a process of its own: one
 that fails or is killed is reported, and the others go on. The same call again runs only what is missing, so recipes and seeds may be added.

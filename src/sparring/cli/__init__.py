@@ -1,4 +1,4 @@
-"""The command line: sparring train | evaluate | compare | recommend | recipes | data | demo."""
+"""The command line: sparring train | evaluate | compare | diagnose | recommend | recipes | data | demo."""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ EXAMPLES = {
     "train": "sparring train --data demo --recipe ssl_pop --epochs 3 --out runs/first",
     "evaluate": "sparring evaluate runs/first --k 10,20,50",
     "compare": "sparring compare --data demo --recipes uns,ssl_pop,bir --seeds 5 --setup default --out compare/first",
+    "diagnose": "sparring diagnose runs/first --samplers own,uns,ssl_pop,bir",
     "recommend": "sparring recommend runs/first --query 1042 -k 10",
     "recipes": "sparring recipes xir",
     "data list": "sparring data list",
@@ -140,6 +141,7 @@ def parser() -> tuple[Parser, dict[str, Parser]]:
     _train(command(commands, "train", "Train a retriever on interactions, validate it every epoch, and rank its test part."))
     _evaluate(command(commands, "evaluate", "Rank the whole catalogue for every test query of a run, and measure."))
     _compare(command(commands, "compare", "Train recipes over several seeds on the same data, and tell which differences are real."))
+    _diagnose(command(commands, "diagnose", "Measure how well a run's negatives, and others, stand for the full softmax; and advise."))
     _recommend(command(commands, "recommend", "The best items of a run for some queries, or for a list of items."))
     listed = command(commands, "recipes", "Every recipe with its paper, its arguments and their defaults.")
     listed.add_argument("name", nargs="?", metavar="NAME", help="one recipe, with all its settings")
@@ -233,6 +235,24 @@ def _compare(parser: Parser) -> None:
         "--out", type=Path, required=True, metavar="FOLDER", help="for all runs and tables; the same command again does what is missing"
     )
     group.add_argument("--quiet", action="store_true", help="print nothing but failures and the last line")
+
+
+def _diagnose(parser: Parser) -> None:
+    parser.add_argument("run", type=Path, metavar="RUN", help="a folder written by `sparring train`, finished or not")
+    parser.add_argument(
+        "--samplers",
+        type=names,
+        default=("own", "uns", "ssl_pop", "mns", "bir"),
+        metavar="NAME,NAME",
+        help="own (the run's negatives) and any recipes (default: own,uns,ssl_pop,mns,bir)",
+    )
+    parser.add_argument("--queries", type=count, default=256, metavar="N", help="training pairs to measure on (default: 256)")
+    parser.add_argument("--draws", type=count, default=20, metavar="N", help="batches that each of them is put into (default: 20)")
+    parser.add_argument("--data", metavar="FILE_OR_NAME", help="where the data of the run is now, if it has moved")
+    parser.add_argument("--seed", type=whole, default=0, metavar="N", help="seed of the sample and of the draws (default: 0)")
+    parser.add_argument("--device", type=device, default="auto", help="auto, cpu or cuda (default: auto)")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="also write the tables there as .md, .csv, .tex and .json")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
 
 
 def _recommend(parser: Parser) -> None:

@@ -272,6 +272,12 @@ def compare(args: Namespace) -> int:
     return run_all(args)
 
 
+def diagnose(args: Namespace) -> int:
+    from sparring.cli.diagnose import diagnose as measure_all
+
+    return measure_all(args)
+
+
 def _listing() -> dict[str, Callable[[Namespace], int]]:
     from sparring.cli import listing
 
@@ -282,6 +288,7 @@ COMMANDS: dict[str, Callable[[Namespace], int]] = {
     "train": train,
     "evaluate": evaluate,
     "compare": compare,
+    "diagnose": diagnose,
     "recommend": recommend,
     "demo": demo,
     **_listing(),

@@ -24,14 +24,16 @@ _GENERIC = {"interactions", "data", "pairs", "ratings", "events"}  # file names 
 
 
 def compare(args: Namespace) -> int:
-    from sparring import results
+    from sparring import comparison_page, results
     from sparring.compare import compare as run_all
 
     plan = _plan(args)
     show = screen.console()
     with _listening(show, args.quiet) as listener:
         failures = run_all(plan, args.jobs, listener)
-    tables = results.write(plan, failures, shlex.join(["sparring", *sys.argv[1:]]) if sys.argv[1:2] == ["compare"] else "")
+    command = shlex.join(["sparring", *sys.argv[1:]]) if sys.argv[1:2] == ["compare"] else ""
+    tables = results.write(plan, failures, command)
+    page = comparison_page.write(plan, tables, failures, command)
     for table in tables:
         if table.rows and not args.quiet:
             show.print()
@@ -42,7 +44,8 @@ def compare(args: Namespace) -> int:
         show.print(f"failed: {failure.data} {failure.recipe} {failure.what}: {failure.error}", markup=False, soft_wrap=True)
     if failures:
         show.print(f"{len(failures)} failed; the same command tries them again", markup=False)
-    show.print(f"{plan.out}: tables as .md, .csv, .tex and .json; README.md explains them", markup=False, soft_wrap=True)
+    where = f"{page}: the whole report; {plan.out}: figures, and tables as .md, .csv, .tex and .json"
+    show.print(where, markup=False, soft_wrap=True)
     return 1 if failures else 0
 
 

@@ -1,0 +1,54 @@
+"""sparring diagnose: a run's negatives and others against the full softmax, on the screen or as JSON, with advice at the end."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+
+from sparring.cli import inputs, screen
+from sparring.errors import UserError
+
+
+def diagnose(args: Namespace) -> int:
+    from sparring import advice, opponents, runs, settings
+    from sparring.diagnose import diagnose as measure
+    from sparring.train import pick_device
+
+    samplers = tuple(dict.fromkeys(name if name == "own" else settings.find(name).__name__ for name in args.samplers))
+    if args.draws < 2:
+        raise UserError(f"--draws {args.draws} is too few: a variance needs at least 2")
+    if args.out is not None and args.out.exists() and not args.out.is_dir():
+        raise UserError(f"--out {args.out} is a file, not a folder")
+    device = pick_device(args.device)
+    if not args.run.is_dir():
+        raise UserError(f"no such run folder: {args.run}")
+    meta = runs.read_meta(args.run)
+    source = inputs.recorded(meta, args.run)
+    data = inputs.read_recorded(meta, args.run, args.data, source["columns"])
+    parts = inputs.split_as(data, meta, args.run)
+    world = inputs.world(args.data or source["data"])
+    own = opponents.own(args.run, parts, device)
+    show = screen.console()
+    found = []
+    for name in samplers:
+        with show.status(f"measuring {name}"):
+            run = own if name == "own" else opponents.opponent(name, own, parts)
+            found.append(measure(name, run, parts, queries=args.queries, draws=args.draws, seed=args.seed, world=world))
+    tables = advice.tables(found)
+    lines = advice.advise(found)
+    if args.out is not None:
+        for name, table in {**tables, "advice": advice.as_table(lines)}.items():
+            table.write(args.out, name)
+    if args.json:
+        samples = {"queries": min(args.queries, len(parts.train)), "draws": args.draws, "seed": args.seed}
+        rows = [advice.row(each) for each in found]
+        print(json.dumps({"run": str(args.run), **samples, "samplers": rows, "advice": [vars(line) for line in lines]}))
+        return 0
+    for table in tables.values():
+        show.print(screen.table(table.cells(), table.caption))
+        show.print()
+    for line in lines:
+        show.print(f"{line.kind}: {line.text}", markup=False, soft_wrap=True)
+    if args.out is not None:
+        show.print(f"{args.out}: tables as .md, .csv, .tex and .json", markup=False, soft_wrap=True)
+    return 0
