@@ -8,6 +8,7 @@ import os
 import shlex
 import subprocess
 import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from sparring import metrics, runs
 from sparring.cli import arguments, main
 from sparring.data import splits
 from sparring.recipes import RECIPES
+from sparring.tensorboard import epoch_writer
 
 QUERIES, ITEMS = 60, 40
 QUICK = ["--set", "dim=8", "--set", "batch_size=64", "--set", "n=16", "--device", "cpu"]
@@ -370,3 +372,45 @@ def test_as_a_program(tmp_path: Path) -> None:
     assert plain.stdout == ""
     debug = subprocess.run(words, capture_output=True, text=True, env={**os.environ, "SPARRING_DEBUG": "1"})
     assert "Traceback" in debug.stderr
+
+
+def test_setup_takes_all_but_the_negatives_from_another_recipe(world: Path, tmp_path: Path) -> None:
+    """--setup default gives ssl_pop, which comes with inner products and dense Adam, cosine scores and row-sparse updates."""
+    words = ["train", "--data", str(world / "pairs.parquet"), "--recipe", "ssl_pop", "--epochs", "1", "--set", "dim=8", "--quiet"]
+    assert main([*words, "--out", str(tmp_path / "own")]) == 0
+    assert main([*words, "--setup", "default", "--out", str(tmp_path / "other")]) == 0
+    own, other = (json.loads((tmp_path / name / "run.json").read_text()) for name in ("own", "other"))
+    assert (own["recipe"], own["setup"]["score"], own["setup"]["optimizer"]) == ("ssl_pop", "dot", "adam")
+    assert (other["recipe"], other["setup"]["score"], other["setup"]["optimizer"]) == ("ssl_pop", "cosine", "row-adam")
+    assert own["setup"]["dim"] == other["setup"]["dim"] == 8
+
+
+def test_tensorboard_names_its_extra(
+    world: Path, tmp_path: Path, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the package, --tensorboard is refused before training, and the line says what to install."""
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    words = ["train", "--data", world / "pairs.parquet", "--epochs", 1, *QUICK, "--out", tmp_path / "run", "--tensorboard"]
+    refused(words, 'pip install "sparring[tensorboard]"')
+    assert not (tmp_path / "run" / "run.json").exists()
+
+
+def test_tensorboard_is_told_every_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each number of a record becomes a scalar at its epoch."""
+    told: list[tuple[str, float, int]] = []
+
+    class SummaryWriter:
+        def __init__(self, folder: str) -> None:
+            assert folder == str(tmp_path)
+
+        def add_scalar(self, name: str, value: float, epoch: int) -> None:
+            told.append((name, value, epoch))
+
+        def flush(self) -> None:
+            pass
+
+    module = types.ModuleType("torch.utils.tensorboard")
+    module.SummaryWriter = SummaryWriter  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    epoch_writer(tmp_path)({"epoch": 3, "loss": 0.5, "ndcg@10": 0.25})
+    assert told == [("loss", 0.5, 3), ("ndcg_at_10", 0.25, 3)]
