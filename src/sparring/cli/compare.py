@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress, TimeElapsedColumn
 
 from sparring.cli import inputs, screen
 from sparring.errors import UserError
@@ -109,16 +109,7 @@ def _listening(show: Console, quiet: bool) -> Iterator[Listener]:
     if quiet:
         yield Listener()
         return
-    bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.completed:.0f}/{task.total:.0f}  {task.fields[note]}"),
-        TimeElapsedColumn(),
-        console=show,
-        transient=True,
-        disable=not show.is_terminal,
-    )
-    with bar:
+    with screen.bar_of(show, "trainings", TimeElapsedColumn()) as bar:
         yield _Lines(bar).listener()
 
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -76,17 +76,15 @@ def listening(screen: Console, quiet: bool, intro: Sequence[str] = ()) -> Iterat
     if quiet:
         yield Listener()
         return
-    bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.completed:,.0f}/{task.total:,.0f} steps  {task.fields[note]}"),
-        TimeRemainingColumn(),
-        console=screen,
-        transient=True,
-        disable=not screen.is_terminal,
-    )
-    with bar:
+    with bar_of(screen, "steps", TimeRemainingColumn()) as bar:
         yield _Lines(screen, bar, intro).listener()
+
+
+def bar_of(screen: Console, unit: str, clock: ProgressColumn) -> Progress:
+    """A bar that shows on a terminal only: name, how many of how many, a note, a clock."""
+    count = TextColumn("{task.completed:,.0f}/{task.total:,.0f} " + unit + "  {task.fields[note]}")
+    columns = (TextColumn("{task.description}"), BarColumn(), count, clock)
+    return Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal)
 
 
 def both(first: Callable[[dict[str, Any]], None], second: Callable[[dict[str, Any]], None]) -> Callable[[dict[str, Any]], None]:
