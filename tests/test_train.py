@@ -296,9 +296,23 @@ def test_learning_rate_follows_decay_and_warmup(parts: Split, monkeypatch: pytes
     assert factors == pytest.approx(expected, rel=1e-12)
 
 
-def test_a_history_tower_trains_and_serves_new_users(checkerboard: Split, tmp_path: Path) -> None:
+def test_learning_rate_follows_a_cosine(parts: Split, monkeypatch: pytest.MonkeyPatch) -> None:
+    """schedule=cosine: after a linear warm-up, (1 + cos(pi * share of the remaining steps)) / 2 of lr at every step."""
+    factors: list[float] = []
+    monkeypatch.setattr(training, "set_lr", lambda optimizers, factor: factors.append(factor))
+    total, warmup = 3 * -(-len(parts.train) // 64), 4
+    fit(build("ssl", parts.train, {**QUICK, "epochs": 3, "schedule": "cosine", "warmup": warmup}), Split(parts.train), device="cpu")
+    expected = [
+        min(1.0, (t + 1) / warmup) * (1 + math.cos(math.pi * min(1.0, max(0.0, (t - warmup) / (total - warmup))))) / 2 for t in range(total)
+    ]
+    assert factors == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("pooling", ["mean", "attention"])
+def test_a_history_tower_trains_and_serves_new_users(checkerboard: Split, tmp_path: Path, pooling: str) -> None:
     """No vector per user: known users get their right answer, and someone new with three odd items gets the other odd ones first."""
-    settings = {"query_tower": "history", "dim": 8, "epochs": 30, "batch_size": 64, "patience": None, "lr": 0.05, "n": 16}
+    settings = {"query_tower": "history", "pooling": pooling, "dim": 8, "epochs": 30, "batch_size": 64, "lr": 0.05, "n": 16}
+    settings["patience"] = None
     run = build("default", checkerboard.train, settings)
     found = fit(run, checkerboard, tmp_path / "run", k=(1,), device="cpu")
     assert found.test is not None

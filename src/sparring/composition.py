@@ -30,6 +30,7 @@ class Setup:
     init_std: float = 0.1
     query_tower: Literal["id", "history"] = "id"
     history: int = 50
+    pooling: Literal["mean", "attention"] = "mean"
     item_features: tuple[str, ...] = ()
     hidden: tuple[int, ...] = (32, 16)
     batch_size: int = 2048
@@ -38,6 +39,7 @@ class Setup:
     optimizer: Literal["row-adam", "row-adagrad", "adam"] = "row-adam"
     lr: float = 0.005
     weight_decay: float = 0.0
+    schedule: Literal["step", "cosine"] = "step"
     lr_decay: float = 1.0
     lr_decay_every: int = 5
     warmup: int = 0
@@ -100,5 +102,6 @@ def retriever(
                 raise UserError(f"item_features={','.join(setup.item_features)} needs an items table: give one with --items FILE")
             features = Features.from_table(item_table, setup.item_features)
             item = FeatureTower(n_items, setup.dim, features, setup.hidden, init_std=setup.init_std, sparse=sparse)
-        query = HistoryTower(item, past, setup.history) if past is not None else IdTower(n_queries, item.dim, setup.init_std, sparse)
-        return Retriever(query, item, setup.score)
+        if past is not None:
+            return Retriever(HistoryTower(item, past, setup.history, setup.pooling), item, setup.score)
+        return Retriever(IdTower(n_queries, item.dim, setup.init_std, sparse), item, setup.score)

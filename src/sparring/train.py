@@ -130,8 +130,8 @@ class _Trainer:
         self.weight = None if train.weight is None else torch.from_numpy(train.weight / train.weight.mean()).to(device)
         self.positives = self.to(train.positives()) if self.refreshers or _masks_known(self.modules) else None
         self.batches = RandomBatches(len(train), setup.batch_size, setup.seed)
-        kind: Any = "step" if setup.lr_decay != 1.0 else "constant"
-        self.schedule = Schedule(kind, gamma=setup.lr_decay, every=setup.lr_decay_every, warmup=setup.warmup)
+        total = max(setup.epochs * len(self.batches), setup.warmup + 1)
+        self.schedule = Schedule(setup.schedule, setup.warmup, setup.lr_decay, setup.lr_decay_every, total)
         self.valid = None if split.valid is None else _sample_queries(split.valid, setup.valid_queries, setup.seed)
         self.seen = self.to(split.seen_for("valid")) if self.valid is not None else None
         self.best: dict[str, Tensor] | None = None

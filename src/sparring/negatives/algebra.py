@@ -189,13 +189,8 @@ class Resample(Negatives):
             scores -= reference.safe_logsumexp(scores).nan_to_num(neginf=0.0).unsqueeze(-1)
             counts = _DRAWS[self.draw](scores.exp(), n, step.generator)
             usage = counts.sum(0) if block.shared else counts
-        return Bag(
-            (
-                replace(
-                    block, log_w=counts.log(), exclude=None, usage=usage, source=name, weighting="log drawn count", masked=mask_of(block)
-                ),
-            )
-        )
+        drawn = replace(block, log_w=counts.log(), exclude=None, usage=usage, masked=mask_of(block))
+        return Bag((replace(drawn, source=name, weighting="log drawn count"),))
 
 
 def multinomial_counts(p: Tensor, n: int, generator: torch.Generator) -> Tensor:
