@@ -79,7 +79,7 @@ def assert_same(one: Path, other: Path) -> None:
 def killing(moments: set[int], checkpoints: random.Random) -> Progress:
     """Raise at these steps, counted over the whole training; checkpoints after about every third step."""
 
-    def step(epoch: int, done: int, loss: torch.Tensor) -> None:
+    def step(epoch: int, done: int, loss: Callable[[], float]) -> None:
         training.CHECKPOINT_SECONDS = -1.0 if checkpoints.random() < 0.3 else 600.0
         now = epoch * 100 + done
         if now in moments:
@@ -93,6 +93,7 @@ def killing(moments: set[int], checkpoints: random.Random) -> Progress:
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Put back the interval that a test sets, and draw no curves: they take more time than these trainings."""
     monkeypatch.setattr(training, "CHECKPOINT_SECONDS", 600.0)
+    monkeypatch.setattr(training, "BETWEEN_SECONDS", 0.0)
     monkeypatch.setattr(plots, "training_curve", lambda history, path, *_: Path(path).write_bytes(b"no curve"))
 
 
@@ -158,7 +159,7 @@ import sparring.cli.commands
 from sparring import train
 from sparring.cli import main
 torch.optim.SGD([torch.zeros(1, requires_grad=True)]).step()  # has imports of its own
-train.CHECKPOINT_SECONDS = 0.03
+train.CHECKPOINT_SECONDS, train.BETWEEN_SECONDS = 0.03, 0.0
 flush = os.fsync
 os.fsync = lambda file: (time.sleep(0.01), flush(file))  # a slow disk, so that a kill often falls into saving
 for out in sys.stdin:  # a process for each line: the imports, most of a short run's time, are done once
@@ -277,7 +278,7 @@ def test_a_new_run_never_goes_on_from_an_old_ones_checkpoint(parts: Split, tmp_p
 def test_resume_keeps_the_time_spent(parts: Split, tmp_path: Path) -> None:
     """Seconds of training are summed over the parts of a run, those before a stop inside an epoch included."""
 
-    def slow(epoch: int, done: int, loss: torch.Tensor) -> None:
+    def slow(epoch: int, done: int, loss: Callable[[], float]) -> None:
         time.sleep(0.02)
         training.CHECKPOINT_SECONDS = -1.0
         if (epoch, done) == (0, 5):

@@ -281,31 +281,32 @@ def test_a_learned_temperature_moves_and_stays_within_bounds(checkerboard: Split
 
 def test_learning_rate_follows_decay_and_warmup(parts: Split, monkeypatch: pytest.MonkeyPatch) -> None:
     """At step t of epoch e the rate is lr * lr_decay^(e // lr_decay_every) * min(1, (t + 1) / warmup), t counted over all epochs."""
-    factors: list[float] = []
-    real = training.set_lr
-
-    def record(optimizers: Any, factor: float) -> None:
-        factors.append(factor)
-        real(optimizers, factor)
-
-    monkeypatch.setattr(training, "set_lr", record)
+    made: list[torch.optim.Optimizer] = []
+    rates: list[float] = []
+    real = training.optimizers
+    monkeypatch.setattr(training, "optimizers", lambda *args: made.extend(real(*args)) or made)
     steps = -(-len(parts.train) // 64)
     run = build("ssl", parts.train, {**QUICK, "epochs": 5, "lr_decay": 0.5, "lr_decay_every": 2, "warmup": 8})
-    fit(run, Split(parts.train), device="cpu")
-    expected = [0.5 ** (t // steps // 2) * min(1.0, (t + 1) / 8) for t in range(5 * steps)]
-    assert factors == pytest.approx(expected, rel=1e-12)
+    progress = Progress(step=lambda epoch, step, loss: rates.append(made[0].param_groups[0]["lr"]))
+    fit(run, Split(parts.train), device="cpu", progress=progress)
+    expected = [run.setup.lr * 0.5 ** (t // steps // 2) * min(1.0, (t + 1) / 8) for t in range(5 * steps)]
+    assert rates == pytest.approx(expected, rel=1e-12)
 
 
 def test_learning_rate_follows_a_cosine(parts: Split, monkeypatch: pytest.MonkeyPatch) -> None:
     """schedule=cosine: after a linear warm-up, (1 + cos(pi * share of the remaining steps)) / 2 of lr at every step."""
-    factors: list[float] = []
-    monkeypatch.setattr(training, "set_lr", lambda optimizers, factor: factors.append(factor))
+    made: list[torch.optim.Optimizer] = []
+    rates: list[float] = []
+    real = training.optimizers
+    monkeypatch.setattr(training, "optimizers", lambda *args: made.extend(real(*args)) or made)
     total, warmup = 3 * -(-len(parts.train) // 64), 4
-    fit(build("ssl", parts.train, {**QUICK, "epochs": 3, "schedule": "cosine", "warmup": warmup}), Split(parts.train), device="cpu")
+    run = build("ssl", parts.train, {**QUICK, "epochs": 3, "schedule": "cosine", "warmup": warmup})
+    progress = Progress(step=lambda epoch, step, loss: rates.append(made[0].param_groups[0]["lr"] / run.setup.lr))
+    fit(run, Split(parts.train), device="cpu", progress=progress)
     expected = [
         min(1.0, (t + 1) / warmup) * (1 + math.cos(math.pi * min(1.0, max(0.0, (t - warmup) / (total - warmup))))) / 2 for t in range(total)
     ]
-    assert factors == pytest.approx(expected, rel=1e-12)
+    assert rates == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("pooling", ["mean", "attention"])

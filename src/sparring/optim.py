@@ -68,7 +68,7 @@ def optimizers(
         if tables:
             raise ValueError(f"rule 'adam' needs dense gradients, but {next(iter(tables))} is sparse: build the tower with sparse=False")
         if dense:
-            found.append(torch.optim.Adam(dense, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=_fused(dense)))
+            found.append(torch.optim.Adam(dense, lr, betas, eps, weight_decay, fused=_fused(dense), capturable=_on_cuda(dense)))
     else:
         rows = list(tables.values())
         if rows and rule == "row-adam":
@@ -78,16 +78,19 @@ def optimizers(
         split = (([p for p in dense if p.dim() > 1], weight_decay), ([p for p in dense if p.dim() < 2], 0.0))
         groups = [{"params": params, "weight_decay": decay} for params, decay in split if params]
         if groups:
-            found.append(torch.optim.AdamW(groups, lr=lr if dense_lr is None else dense_lr, betas=betas, eps=eps, fused=_fused(dense)))
+            rate = lr if dense_lr is None else dense_lr
+            found.append(torch.optim.AdamW(groups, rate, betas, eps, fused=_fused(dense), capturable=_on_cuda(dense)))
     for group in _groups(found):
         group["initial_lr"] = group["lr"]
+        if _on_cuda(group["params"]):  # a recorded step (recorded.py) reads the rate from where it lies
+            group["lr"] = torch.tensor(group["lr"], dtype=torch.float32, device=group["params"][0].device)
     return found
 
 
 def set_lr(optimizers: Sequence[Optimizer], factor: float) -> None:
     """Set every learning rate to factor times the one its optimiser was built with."""
     for group in _groups(optimizers):
-        group["lr"] = group["initial_lr"] * factor
+        _put_lr(group, group["initial_lr"] * factor)
 
 
 @dataclass(frozen=True)
@@ -162,7 +165,7 @@ def load_state_tensors(optimizers: Sequence[Optimizer], tensors: dict[str, Tenso
         device = parameter.device if value.dim() or _on_device(optimizers[int(at)]) else torch.device("cpu")
         fresh[int(at)].setdefault(int(number), {})[name] = value.detach().to(device, copy=True)
     for key, group in rates.items():
-        group["lr"] = tensors[key].item()
+        _put_lr(group, tensors[key].item())
     for optimizer, owned, states in zip(optimizers, params, fresh, strict=True):
         optimizer.state.clear()
         for which, state in states.items():
@@ -177,6 +180,17 @@ def _parameters(optimizer: Optimizer) -> Iterator[nn.Parameter]:
 def _groups(optimizers: Sequence[Optimizer]) -> Iterator[dict[str, Any]]:
     for optimizer in optimizers:
         yield from optimizer.param_groups
+
+
+def _put_lr(group: dict[str, Any], rate: float) -> None:
+    if isinstance(group["lr"], Tensor):
+        group["lr"].fill_(rate)
+    else:
+        group["lr"] = rate
+
+
+def _on_cuda(parameters: Sequence[Tensor]) -> bool:
+    return all(p.device.type == "cuda" for p in parameters)
 
 
 def _fused(parameters: Sequence[Tensor]) -> bool:

@@ -24,9 +24,11 @@ from sparring.errors import UserError
 from sparring.evaluation import Evaluation, evaluate
 from sparring.metrics import parse
 from sparring.optim import Schedule, clip_gradients, load_state_tensors, optimizers, set_lr, state_tensors
+from sparring.recorded import Recorded
 from sparring.types import Corpus, Positives
 
 CHECKPOINT_SECONDS = 600.0  # how much work a kill inside a long epoch may cost
+BETWEEN_SECONDS = 10.0  # and after short ones: a checkpoint can take longer than an epoch
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class Progress:
     """Called as training goes on; every method does nothing unless replaced."""
 
     start: Callable[[int, int], None] = lambda epochs, steps: None
-    step: Callable[[int, int, Tensor], None] = lambda epoch, step, loss: None
+    step: Callable[[int, int, Callable[[], float]], None] = lambda epoch, step, loss: None  # calling loss() waits for the device
     epoch: Callable[[dict[str, Any]], None] = lambda record: None
     say: Callable[[str], None] = lambda line: None
 
@@ -136,6 +138,10 @@ class _Trainer:
         self.seen = self.to(split.seen_for("valid")) if self.valid is not None else None
         self.best: dict[str, Tensor] | None = None
         self.state = _State()
+        self.total = torch.zeros((), device=device, dtype=torch.float64)  # loss over the rows of the epoch so far
+        self.factor: float | None = None  # on the learning rates, as set last
+        self.saved = time.monotonic()
+        self.step: Callable[[Tensor], None] = Recorded(self.work, self.generator) if device.type == "cuda" else self.work
 
     def to(self, positives: Positives) -> Positives:
         return Positives(positives.start.to(self.device), positives.items.to(self.device))
@@ -144,43 +150,58 @@ class _Trainer:
         self.progress.start(self.setup.epochs, len(self.batches))
         while not self.state.done:
             self.validate(self.epoch())
-            self.save()
+            if self.state.done or time.monotonic() - self.saved >= BETWEEN_SECONDS:
+                self.save()
+            else:
+                self.write_metrics()
 
     def epoch(self) -> float:
         """The rest of the current epoch; its mean loss."""
         state = self.state
-        total = torch.tensor(state.loss_sum, device=self.device, dtype=torch.float64)
-        saved = time.monotonic()
+        self.total.fill_(state.loss_sum)
+        began = time.monotonic()
         if state.step == 0:
             self.refresh()
-        for index in self.batches.epoch(state.epoch, state.step):
-            at = index.to(self.device)
-            set_lr(self.optimizers, self.schedule.lr_at(state.epoch * len(self.batches) + state.step, state.epoch))
-            losses, step, outcome = contrast(self.run, self.queries[at].long(), self.items[at].long(), self.generator, self.positives)
-            (losses if self.weight is None else losses * self.weight[at]).mean().backward()
-            if self.setup.clip is not None:
-                clip_gradients(self.modules.parameters(), self.setup.clip)
-            for optimizer in self.optimizers:
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
-            with torch.no_grad():
-                for observer in self.observers:
-                    observer.observe(step, outcome)  # type: ignore[operator]
-            total += outcome.loss.sum()
-            state.rows += len(at)
+        for rows in self.batches.epoch(state.epoch, state.step, self.device):
+            self.set_rate(self.schedule.lr_at(state.epoch * len(self.batches) + state.step, state.epoch))
+            self.step(rows)
+            state.rows += len(rows)
             state.step += 1
-            self.progress.step(state.epoch, state.step, total / state.rows)
-            if self.folder is not None and time.monotonic() - saved > CHECKPOINT_SECONDS:
-                state.loss_sum, state.seconds = self._finite(total), state.seconds + time.monotonic() - saved
+            self.progress.step(state.epoch, state.step, self.mean)
+            if self.folder is not None and time.monotonic() - max(began, self.saved) > CHECKPOINT_SECONDS:
+                state.loss_sum, state.seconds = self._finite(), state.seconds + time.monotonic() - began
+                began = time.monotonic()
                 self.save()
-                saved = time.monotonic()
-        mean = self._finite(total) / max(state.rows, 1)
-        state.seconds += time.monotonic() - saved
+        mean = self._finite() / max(state.rows, 1)
+        state.seconds += time.monotonic() - began
         return mean
 
-    def _finite(self, total: Tensor) -> float:
-        """The loss as a number; a run that has diverged must not replace the last good checkpoint."""
-        value = float(total)
+    def work(self, rows: Tensor) -> None:
+        """One step on these rows of the training data; everything stays on the device, and nothing is read back."""
+        losses, step, outcome = contrast(self.run, self.queries[rows].long(), self.items[rows].long(), self.generator, self.positives)
+        (losses if self.weight is None else losses * self.weight[rows]).mean().backward()
+        if self.setup.clip is not None:
+            clip_gradients(self.modules.parameters(), self.setup.clip)
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for observer in self.observers:
+                observer.observe(step, outcome)  # type: ignore[operator]
+        self.total += outcome.loss.sum()
+
+    def mean(self) -> float:
+        """The mean loss of the epoch so far; waits for the device."""
+        return float(self.total) / max(self.state.rows, 1)
+
+    def set_rate(self, factor: float) -> None:
+        if factor != self.factor:
+            set_lr(self.optimizers, factor)
+            self.factor = factor
+
+    def _finite(self) -> float:
+        """The summed loss as a number; a run that has diverged must not replace the last good checkpoint."""
+        value = float(self.total)
         if not math.isfinite(value):
             raise UserError(f"the loss is {value} in epoch {self.state.epoch + 1}: lower lr (now {self.setup.lr}) or set clip")
         return value
@@ -194,6 +215,8 @@ class _Trainer:
         corpus = Corpus(self.state.epoch, model.item_vectors(), model.encode_queries, self.positives, self.generator)
         for module in self.refreshers:
             module.refresh(corpus)  # type: ignore[operator]
+        if isinstance(self.step, Recorded):
+            self.step.forget()  # what was rebuilt may lie elsewhere
 
     def validate(self, loss: float) -> None:
         """Close the epoch: measure on the validation part, keep the best model, decide whether to go on."""
@@ -240,6 +263,7 @@ class _Trainer:
         """The checkpoint: modules, optimisers, generator and state in one file; then the metrics as lines."""
         if self.folder is None:
             return
+        self.saved = time.monotonic()
         tensors = {f"module.{name}": tensor for name, tensor in runs.tensors_of(self.modules).items()}
         tensors |= {f"optimizer.{name}": tensor for name, tensor in state_tensors(self.optimizers).items()}
         tensors["generator"] = self.generator.get_state()
@@ -247,7 +271,8 @@ class _Trainer:
         self.write_metrics()
 
     def write_metrics(self) -> None:
-        assert self.folder is not None
+        if self.folder is None:
+            return
         lines = "".join(json.dumps(record) + "\n" for record in self.state.history)
         runs.write(self.folder / "metrics.jsonl", lambda file: file.write_text(lines))
 

@@ -20,9 +20,10 @@ from sparring import runs
 from sparring.composition import Setup
 from sparring.data.interactions import Split
 from sparring.errors import UserError
-from sparring.settings import build, find, own_arguments, own_setup
+from sparring.settings import build, find, own_arguments, own_setup, resolve
 from sparring.train import fit
 
+RANDOM = 6  # trials before the sampler starts to learn from those before
 TUNING_SEED = 10_000  # of every trial; the final runs count from 0, so that none of them was tuned for
 
 
@@ -43,12 +44,19 @@ class OneOf:
     values: tuple[Any, ...] = ()
 
 
-# Every recipe's common space. A decay of exactly 0 must be in reach, which no logarithm has.
-SHARED: dict[str, Range | OneOf] = {
-    "lr": Range(1e-4, 0.1, log=True),
-    "tau": Range(0.03, 2.0, log=True),
-    "weight_decay": OneOf((0.0, 1e-6, 1e-5, 1e-4, 1e-3)),
-}
+
+def shared(setup: Setup) -> dict[str, Range | OneOf]:
+    """Every recipe's common space. Cosines lie in [-1, 1], inner products grow as they need, so their temperatures differ; a decoupled
+    decay (row rules) is multiplied by the learning rate, a coupled one (adam) by the gradient's scale. A decay of exactly 0 must be in
+    reach, which no logarithm has."""
+    decays = (0.0, 1e-6, 1e-5, 1e-4, 1e-3) if setup.optimizer == "adam" else (0.0, 1e-4, 0.01, 0.1, 1.0)
+    return {
+        "lr": Range(1e-4, 0.05, log=True),
+        "tau": Range(0.03, 0.5, log=True) if setup.score == "cosine" else Range(0.2, 3.0, log=True),
+        "weight_decay": OneOf(decays),
+    }
+
+
 # A method's own arguments, by name or by recipe and name. What is not here stays as it is, and so does everything that says how many
 # candidates are scored (n, cache_size, size): more of them would be a larger budget, not a better method.
 OWN: dict[str, Range | OneOf] = {
@@ -96,12 +104,12 @@ class Tuned:
         return sum(trial.error is not None for trial in self.trials)
 
 
-def space(recipe: str, fixed: Mapping[str, object] | None = None) -> dict[str, Range | OneOf]:
-    """What is tuned of a recipe, by name of the setting; `fixed` settings are not.
+def space(recipe: str, fixed: Mapping[str, object] | None = None, base: Setup | None = None) -> dict[str, Range | OneOf]:
+    """What is tuned of a recipe, by name of the setting, with these towers and optimiser; `fixed` settings are not.
 
     space("xir")  # lr, tau, weight_decay, lam
     """
-    found: dict[str, Range | OneOf] = dict(SHARED)
+    found = shared(resolve(find(recipe), fixed or {}, base)[0])
     for name, (kind, _) in own_arguments(find(recipe)).items():
         entry = OWN.get(f"{find(recipe).__name__}.{name}", OWN.get(name))
         if isinstance(entry, OneOf) and not entry.values:
@@ -136,7 +144,7 @@ def tune(
     if split.valid is None:
         raise UserError("tuning needs a validation part, and the split has none: use --valid with a share above 0")
     path = Path(folder) / "trials.jsonl"
-    choices = space(recipe, fixed)
+    choices = space(recipe, fixed, base)
     distributions = {name: _distribution(optuna, entry) for name, entry in choices.items()}
     done = read_trials(path)
     for trial in done:
@@ -183,7 +191,8 @@ def read_trials(path: Path) -> list[Trial]:
 
 def _ask(optuna: Any, done: list[Trial], distributions: dict[str, Any], number: int, seed: int, first: dict[str, Any]) -> dict[str, Any]:
     """The settings of the next trial, given those before it."""
-    study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=seed * 1_000_003 + number))
+    sampler = optuna.samplers.TPESampler(n_startup_trials=RANDOM, seed=seed * 1_000_003 + number)
+    study = optuna.create_study(direction="maximize", sampler=sampler)
     states = optuna.trial.TrialState
     for trial in done:
         state = states.FAIL if trial.value is None else states.COMPLETE

@@ -13,7 +13,6 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from torch import Tensor
 
     from sparring.evaluation import Evaluation
     from sparring.train import Progress as Listener
@@ -113,13 +112,13 @@ class _Lines:
         for line in self.intro:
             self.say(line)
 
-    def step(self, epoch: int, step: int, loss: Tensor) -> None:
+    def step(self, epoch: int, step: int, loss: Callable[[], float]) -> None:
         now = time.monotonic()
         if self.bar.disable or (now - self.drawn < _REDRAW and step < self.steps):
             return
         self.drawn = now
         name = f"epoch {epoch + 1} of at most {self.epochs}"
-        self.bar.update(self.task, description=name, total=self.steps, completed=step, note=f"loss {float(loss):.4f}", visible=True)
+        self.bar.update(self.task, description=name, total=self.steps, completed=step, note=f"loss {loss():.4f}", visible=True)
 
     def epoch(self, record: dict[str, Any]) -> None:
         self.bar.reset(self.task, visible=False)

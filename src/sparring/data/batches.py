@@ -33,11 +33,11 @@ class RandomBatches:
         """Steps per epoch."""
         return self.n_rows // self.batch_size if self.drop_last else -(-self.n_rows // self.batch_size)
 
-    def epoch(self, epoch: int, start_step: int = 0) -> Iterator[Tensor]:
-        """Row indices (B,) int64 of each step of an epoch, from start_step on."""
+    def epoch(self, epoch: int, start_step: int = 0, device: torch.device | str = "cpu") -> Iterator[Tensor]:
+        """Row indices (B,) int64 of each step of an epoch, from start_step on; on a device, all of them are copied there at once."""
         if not 0 <= start_step <= len(self):
             raise UserError(f"start_step is {start_step}; an epoch has {len(self)} steps")
-        order = self._order(epoch)
+        order = self._order(epoch).to(device)
         for step in range(start_step, len(self)):
             yield order[step * self.batch_size : (step + 1) * self.batch_size].long()
 

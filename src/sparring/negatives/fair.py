@@ -95,7 +95,7 @@ def to_simplex(x: Tensor, floor: float) -> Tensor:
     ordered = torch.sort(x - floor, descending=True).values
     excess = (torch.cumsum(ordered, 0) - free) / torch.arange(1, len(x) + 1, device=x.device)
     last = (ordered > excess).sum().clamp(min=1) - 1
-    return floor + (x - floor - excess[last]).clamp(min=0)
+    return floor + (x - floor - excess.index_select(0, last[None])).clamp(min=0)  # excess[last] would wait for a device
 
 
 class Tilted(Negatives):
