@@ -1,9 +1,10 @@
 """Step time of each hard, fair and made-up sampler as a ratio to in-batch softmax with the same number of scored candidates, in one run.
 
 A step is all of it: encode, choose, loss, backward, row-sparse Adam, observe. Rounds alternate over all methods and the median of the
-per-round ratios counts; CPU seconds on one thread, wall seconds on more or on a GPU (which is waited for). "scored" is how many candidates
-each query is scored against. A yardstick that scores more than the batch holds is filled up with uniform negatives. A sampler that draws
-for each query scores far fewer than the batch holds: the claim holds it against in-batch all the same, "of its kind" against plain draws.
+per-round ratios counts; CPU seconds on one thread, wall seconds on more or on a GPU, where steps are recorded as in training. "scored" is
+how many candidates each query is scored against. A yardstick that scores more than the batch holds is filled up with uniform negatives. A
+sampler that draws for each query scores far fewer than the batch holds: the claim holds it against in-batch all the same, "of its kind"
+against plain draws.
 
     python benchmarks/samplers.py                       # CPU, one thread
     python benchmarks/samplers.py --device cuda         # one GPU
@@ -26,6 +27,7 @@ from sparring.contrast import contrast
 from sparring.data.interactions import Interactions
 from sparring.negatives import InBatch, Sampled, Uniform, Union
 from sparring.optim import optimizers
+from sparring.recorded import Recorded
 from sparring.types import Corpus
 
 CLAIM = 1.3
@@ -96,6 +98,7 @@ def methods(b: int) -> list[Method]:
         Method("mixgcf", "32", recipe("mixgcf"), "in-batch", "", "uniform per query"),
         Method("mixgcf, a share per candidate", "32", recipe("mixgcf", mix="candidate"), "in-batch", own, "uniform per query"),
         Method("midx", "64", recipe("midx"), "in-batch", own, "uniform per query, 64"),
+        Method("sce", "256", recipe("sce", n=256), "in-batch", "projects all items on buckets and hands each query one of its own"),
     ]
 
 
@@ -112,6 +115,7 @@ class Timed:
         self.refreshers = [module for module in self.modules.modules() if hasattr(module, "refresh")]
         self.generator = torch.Generator(device).manual_seed(0)
         self.corpus_positives = data.positives()
+        self.step: Callable[[torch.Tensor], None] = Recorded(self.work, self.generator) if device.type == "cuda" else self.work
 
     def refresh(self) -> float:
         """Seconds of a rebuild before an epoch; 0 where there is none."""
@@ -120,6 +124,8 @@ class Timed:
             model = self.run.model
             for module in self.refreshers:
                 module.refresh(Corpus(0, model.item_vectors(), model.encode_queries, self.corpus_positives, self.generator))  # type: ignore[operator]
+        if isinstance(self.step, Recorded):
+            self.step.forget()
         self.wait()
         return time.perf_counter() - began if self.refreshers else 0.0
 
@@ -127,19 +133,23 @@ class Timed:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
+    def work(self, pairs: torch.Tensor) -> None:
+        """One step on pairs (2, B)."""
+        losses, step, outcome = contrast(self.run, pairs[0], pairs[1], self.generator)
+        losses.mean().backward()
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for observer in self.observers:
+                observer.observe(step, outcome)  # type: ignore[operator]
+
     def steps(self, queries: torch.Tensor, items: torch.Tensor, clock: Callable[[], float]) -> float:
         """Seconds per step over batches (steps, B)."""
         self.wait()
         began = clock()
-        for query_ids, item_ids in zip(queries, items, strict=True):
-            losses, step, outcome = contrast(self.run, query_ids, item_ids, self.generator)
-            losses.mean().backward()
-            for optimizer in self.optimizers:
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
-            with torch.no_grad():
-                for observer in self.observers:
-                    observer.observe(step, outcome)  # type: ignore[operator]
+        for pairs in torch.stack([queries, items], 1):
+            self.step(pairs)
         self.wait()
         return (clock() - began) / len(queries)
 
@@ -149,12 +159,13 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=0, help="of a method in a round; 3 on a CPU, 50 on a GPU unless given")
     parser.add_argument("--batch", type=int, default=2048)
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     device = torch.device(given.device)
     on_cpu = device.type == "cpu" and given.threads == 1
+    n_steps = given.steps or (3 if device.type == "cpu" else 50)
     pairs = gowalla_xir()
     data = interactions(pairs)
     setup = Setup(dim=64, batch_size=given.batch, optimizer="row-adam", lr=0.005)
@@ -163,7 +174,7 @@ def main() -> None:
     rebuild = {each.method.name: each.refresh() for each in timed}
     spent: dict[str, list[float]] = {each.method.name: [] for each in timed}
     for turn in range(given.rounds + 1):
-        at = torch.randint(len(all_queries), (given.steps, given.batch), generator=torch.Generator().manual_seed(turn))
+        at = torch.randint(len(all_queries), (n_steps, given.batch), generator=torch.Generator().manual_seed(turn))
         batch = all_queries[at].to(device), all_items[at].to(device)
         for each in timed:
             seconds = each.steps(*batch, cpu_seconds if on_cpu else time.perf_counter)

@@ -7,9 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from sparring import train
 from sparring.data.interactions import Split
 from sparring.data.splits import split
 from sparring.data.worlds import World, make_world
+
+
+@pytest.fixture(autouse=True)
+def _save_after_every_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trainings here take less time than is otherwise left between two checkpoints."""
+    monkeypatch.setattr(train, "BETWEEN_SECONDS", 0.0)
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ import torch
 
 from sparring import train as training
 from sparring.data.interactions import Split
+from sparring.data.worlds import make_world
 from sparring.recipes import RECIPES
 from sparring.recorded import PLAIN_STEPS, Recorded
 from sparring.settings import build
@@ -32,17 +33,18 @@ def test_a_recorded_training_equals_a_plain_one(name: str, parts: Split) -> None
     ours, vectors, step = history(name, parts, recorded=True)
     plain, expected, _ = history(name, parts, recorded=False)
     assert step is not None
-    assert (step.graph is not None or step.why is not None)
+    assert step.graph is not None or step.why is not None
     assert [record["loss"] for record in ours] == pytest.approx([record["loss"] for record in plain], rel=2e-3)
     assert torch.nn.functional.cosine_similarity(vectors.flatten(), expected.flatten(), dim=0) > 0.99
 
 
 @pytest.mark.parametrize("name", ["default", "ssl_pop", "bir", "xir", "mns", "fairneg", "ada_tau", "slatk", "mixgcf"])
-def test_the_common_recipes_are_recorded(name: str, parts: Split) -> None:
-    """None of these waits for the device inside a step."""
-    step = history(name, parts, recorded=True)[2]
+def test_the_common_recipes_are_recorded(name: str) -> None:
+    """None of these waits for the device inside a step. (With fewer items than rows in a batch PyTorch would: it merges sparse gradients.)"""
+    world = make_world(n_queries=300, n_items=3000, seed=0)
+    step = history(name, Split(world.interactions), recorded=True)[2]
     assert step is not None
-    assert step.why is None
+    assert step.why is None, step.why
 
 
 def test_work_that_waits_runs_as_it_is() -> None:

@@ -93,7 +93,6 @@ def killing(moments: set[int], checkpoints: random.Random) -> Progress:
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Put back the interval that a test sets, and draw no curves: they take more time than these trainings."""
     monkeypatch.setattr(training, "CHECKPOINT_SECONDS", 600.0)
-    monkeypatch.setattr(training, "BETWEEN_SECONDS", 0.0)
     monkeypatch.setattr(plots, "training_curve", lambda history, path, *_: Path(path).write_bytes(b"no curve"))
 
 

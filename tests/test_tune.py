@@ -25,9 +25,9 @@ FIXED = {"n": 16}
 
 def test_the_space_is_common_plus_the_recipes_own() -> None:
     """Learning rate, temperature and decay of every recipe; lam of xir alone; never how many candidates are scored; nothing fixed."""
-    assert set(space("xir")) == {"lr", "tau", "weight_decay", "lam"}
-    assert set(space("uns")) == {"lr", "tau", "weight_decay"}
-    assert set(space("pns", {"tau": 0.1})) == {"lr", "weight_decay", "alpha"}
+    assert set(space("xir")) == {"lr", "tau", "weight_decay", "item_bias", "lam"}
+    assert set(space("uns")) == {"lr", "tau", "weight_decay", "item_bias"}
+    assert set(space("pns", {"tau": 0.1})) == {"lr", "weight_decay", "item_bias", "alpha"}
     for name in RECIPES:
         assert {"lr", "tau", "weight_decay"} <= set(space(name))
         assert not {"n", "size", "cache_size"} & set(space(name))
@@ -64,7 +64,8 @@ def test_trials_are_counted_kept_and_continued(parts: Split, tmp_path: Path) -> 
     assert [trial.number for trial in told] == [0, 1, 2, 3]
     assert again.settings == whole.settings
     assert [(t.settings, t.value) for t in again.trials] == [(t.settings, t.value) for t in whole.trials]
-    assert whole.trials[0].settings == {"lr": QUICK.lr, "tau": QUICK.tau, "weight_decay": 0.0, "lam": 0.5}  # the recipe as it comes
+    as_it_comes = {"lr": QUICK.lr, "tau": QUICK.tau, "weight_decay": 0.0, "item_bias": False, "lam": 0.5}
+    assert whole.trials[0].settings == as_it_comes
     assert len({json.dumps(trial.settings) for trial in whole.trials}) == 4
     assert whole.value == max(trial.value or 0 for trial in whole.trials)
     assert tune("xir", parts, 4, tmp_path / "a", base=QUICK, fixed={"cache_size": 16, "n": 8}, say=told.append) == again

@@ -74,15 +74,15 @@ class Recorded:
     def _record(self) -> bool:
         assert self.rows is not None
         graph = torch.cuda.CUDAGraph()
-        state = self.generator.get_state()
+        before = self.generator.clone_state()
         try:
             graph.register_generator_state(self.generator)
             with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
                 self.work(self.rows)
         except RuntimeError as error:  # nothing has run: the step is done as it is
             self.why = str(error).strip().splitlines()[0]
-            self.generator.set_state(state)
             torch.cuda.synchronize()
+            self.generator.graphsafe_set_state(before)  # the one that the failed recording holds can no longer be drawn from
             return False
         self.graph = graph
         return True

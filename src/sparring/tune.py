@@ -48,12 +48,13 @@ class OneOf:
 def shared(setup: Setup) -> dict[str, Range | OneOf]:
     """Every recipe's common space. Cosines lie in [-1, 1], inner products grow as they need, so their temperatures differ; a decoupled
     decay (row rules) is multiplied by the learning rate, a coupled one (adam) by the gradient's scale. A decay of exactly 0 must be in
-    reach, which no logarithm has."""
+    reach, which no logarithm has. An item bias is what popularity-heavy data needs, whatever the negatives."""
     decays = (0.0, 1e-6, 1e-5, 1e-4, 1e-3) if setup.optimizer == "adam" else (0.0, 1e-4, 0.01, 0.1, 1.0)
     return {
         "lr": Range(1e-4, 0.05, log=True),
-        "tau": Range(0.03, 0.5, log=True) if setup.score == "cosine" else Range(0.2, 3.0, log=True),
+        "tau": Range(0.03, 1.0, log=True) if setup.score == "cosine" else Range(0.2, 3.0, log=True),
         "weight_decay": OneOf(decays),
+        "item_bias": OneOf((False, True)),
     }
 
 
@@ -67,10 +68,11 @@ OWN: dict[str, Range | OneOf] = {
     "temperature": Range(0.1, 2.0, log=True),
     "surrogate": OneOf(),
     "tau_w": Range(0.2, 5.0, log=True),
-    "bsl.exponent": Range(1.0, 2.0),
+    "bsl.exponent": Range(1.0, 1.5),
+    "bsl.form": OneOf(),
     "ccl.margin": Range(0.3, 0.98),
     "ccl.weight": Range(10.0, 1000.0, log=True),
-    "ada_tau.beta": Range(0.2, 5.0, log=True),
+    "ada_tau.beta": Range(0.1, 2.0, log=True),
     "pns.alpha": Range(0.0, 1.0),
     "g_tower.alpha": Range(1e-4, 0.1, log=True),
     "ahns.alpha": Range(0.1, 2.0),
