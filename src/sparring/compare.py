@@ -18,13 +18,16 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 from sparring import runs, settings, workers
 from sparring.composition import Setup
 from sparring.data.interactions import Split
 from sparring.data.worlds import World
 from sparring.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
 
 SINGLE = ("recall", "ndcg", "hit", "mrr", "map", "precision", "coverage", "popularity")  # measured of every run
 Tasks = dict[tuple[str, str, str], workers.Task]  # by data, recipe, and "seed 3" or "tuning"
@@ -70,8 +73,7 @@ class Plan:
 
     def settings_of(self, recipe: str) -> dict[str, object]:
         """Those of the shared settings that this recipe knows."""
-        known = {*settings.own_arguments(settings.find(recipe)), *get_type_hints(Setup)}
-        return {name: value for name, value in self.shared.items() if name in known}
+        return settings.known(settings.find(recipe), self.shared)
 
 
 @dataclass(frozen=True)
@@ -179,10 +181,9 @@ def compare(plan: Plan, jobs: int = 1, listener: Listener | None = None) -> list
     """
     listener = listener or Listener()
     check(plan)
-    threads = 1 if jobs > 1 else None
     failures: list[Failure] = []
     if plan.trials:
-        failures += _all(plan, _tunings(plan), "tuning", jobs, threads, listener)
+        failures += perform(_tunings(plan), len(plan.data) * len(plan.recipes), "tuning", jobs, listener)
     untuned = {(failure.data, failure.recipe) for failure in failures}
     for data in plan.data:
         for recipe in plan.recipes:
@@ -193,15 +194,16 @@ def compare(plan: Plan, jobs: int = 1, listener: Listener | None = None) -> list
             except UserError as error:  # an earlier call has used up all its trials in vain
                 failures.append(Failure(data.name, recipe, "tuning", str(error)))
                 untuned.add((data.name, recipe))
-    return failures + _all(plan, _trainings(plan, untuned), "training", jobs, threads, listener)
+    total = len(plan.data) * len(plan.recipes) * plan.seeds
+    return failures + perform(_trainings(plan, untuned), total, "training", jobs, listener)
 
 
-def _all(plan: Plan, tasks: Tasks, phase: str, jobs: int, threads: int | None, listener: Listener) -> list[Failure]:
+def perform(tasks: Tasks, total: int, phase: str, jobs: int, listener: Listener) -> list[Failure]:
+    """Run tasks in processes of their own, tell the listener, and give back what failed; `total` counts those done before too."""
     failures: list[Failure] = []
     where = {task.name: key for key, task in tasks.items()}
-    total = len(plan.data) * len(plan.recipes) * (plan.seeds if phase == "training" else 1)
     listener.begin(phase, total - len(tasks), total)
-    for event in workers.run(list(tasks.values()), jobs, threads):
+    for event in workers.run(list(tasks.values()), jobs, 1 if jobs > 1 else None):
         if isinstance(event, workers.Said):
             listener.said(event.name, event.message)
             continue
@@ -243,6 +245,15 @@ def _trainings(plan: Plan, untuned: set[tuple[str, str]]) -> Tasks:
 
 def finished(folder: Path) -> bool:
     return (folder / "result.json").is_file() and (folder / "measured.json").is_file()
+
+
+def hardware(device: torch.device) -> str:
+    """What a training ran on, in words."""
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{os.cpu_count()} CPU cores, {torch.get_num_threads()} threads"
 
 
 def tuned_settings(plan: Plan, data: str, recipe: str) -> dict[str, Any]:
@@ -289,7 +300,7 @@ def _train_one(
     fitted = fit(run, data.split, folder, resume=True, device=device, k=k, metrics=metrics, progress=progress, source=data.source)
     measured = {
         "peak_bytes": peak,
-        "device": torch.cuda.get_device_name(where) if on_gpu else f"{os.cpu_count()} CPU cores, {torch.get_num_threads()} threads",
+        "device": hardware(where),
         "negatives": profile(fitted.run, data.split, world=data.world),
     }
     runs.write_json(folder / "measured.json", measured)

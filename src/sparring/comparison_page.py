@@ -90,7 +90,7 @@ def _draw(plan: Plan, data: Data, rows: Rows, costs: Rows) -> tuple[list[Drawn],
     deviation = "; the lines are one standard deviation over seeds" if several else ""
     caption = f"Test quality on {data.name}: the mean of each recipe{deviation}; the dotted line is the baseline's mean."
     first = [figures.save(figures.bars(rows, names, against), folder, f"{data.name}-quality", caption)]
-    histories = {recipe: [_history(folder) for folder in _folders(plan, data.name, recipe)] for recipe in names}
+    histories = {recipe: [read_history(folder) for folder in _folders(plan, data.name, recipe)] for recipe in names}
     metric = _validated(plan, histories)
     if metric:
         band = ": the mean over seeds with one standard deviation, as far as all seeds were trained" if several else ""
@@ -124,7 +124,8 @@ def _folders(plan: Plan, data: str, recipe: str) -> list[Path]:
     return [folder for folder in folders if finished(folder)]
 
 
-def _history(folder: Path) -> list[dict[str, Any]]:
+def read_history(folder: Path) -> list[dict[str, Any]]:
+    """The records of a run, one per epoch."""
     path = folder / "metrics.jsonl"
     try:
         return [json.loads(line) for line in path.read_text().splitlines()]
@@ -159,14 +160,14 @@ def _facts(plan: Plan, metas: Mapping[tuple[str, str, int], Mapping[str, Any]]) 
 def _made(plan: Plan, metas: Mapping[tuple[str, str, int], Mapping[str, Any]], command: str) -> Section:
     """The command, versions and hardware of the runs, the split, the settings."""
     facts: dict[str, str] = {"seeds": ", ".join(map(str, range(plan.seeds)))}
-    facts["hardware"] = _distinct(str(meta["device"]) for meta in metas.values())
+    facts["hardware"] = distinct(str(meta["device"]) for meta in metas.values())
     for name in dict.fromkeys(key for meta in metas.values() for key in meta.get("versions", {})):
-        facts[name] = _distinct(str(meta.get("versions", {}).get(name, "unknown")) for meta in metas.values())
+        facts[name] = distinct(str(meta.get("versions", {}).get(name, "unknown")) for meta in metas.values())
     for data in plan.data:
         how = data.source.get("split")
         if how:
             facts[f"split of {data.name}"] = ", ".join(f"{name} {value}" for name, value in how.items())
-    parts: list[Code | Facts | Sheet] = [Code(_lines(command))] if command else []
+    parts: list[Code | Facts | Sheet] = [Code(command_lines(command))] if command else []
     parts.append(Facts({name: words for name, words in facts.items() if words}))
     rows, shared = _settings(plan, metas)
     if rows:
@@ -193,8 +194,8 @@ def _settings(plan: Plan, metas: Mapping[tuple[str, str, int], Mapping[str, Any]
     rows: Rows = []
     for (data, recipe), settings in each.items():
         own = {name: value for name, value in settings.items() if name not in common and name != "seed"}
-        rows.append({"data": data, "recipe": recipe, "settings": _words(own) or "none"})
-    return rows, _words(common)
+        rows.append({"data": data, "recipe": recipe, "settings": in_words(own) or "none"})
+    return rows, in_words(common)
 
 
 def _batches(plan: Plan, metas: Mapping[tuple[str, str, int], Mapping[str, Any]]) -> dict[str, list[str]]:
@@ -204,15 +205,17 @@ def _batches(plan: Plan, metas: Mapping[tuple[str, str, int], Mapping[str, Any]]
     return found
 
 
-def _words(settings: Mapping[str, Any]) -> str:
+def in_words(settings: Mapping[str, Any]) -> str:
+    """Settings as name=value."""
     return ", ".join(f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}" for name, value in settings.items())
 
 
-def _lines(command: str) -> str:
+def command_lines(command: str) -> str:
     """A command with every option on a line of its own, as a shell still reads it; browsers break long lines inside an option."""
     words = [shlex.quote(word) for word in shlex.split(command)]
     return "".join((" \\\n    " if word.startswith("--") else " " if at else "") + word for at, word in enumerate(words))
 
 
-def _distinct(values: Any) -> str:
+def distinct(values: Any) -> str:
+    """Each value once, in order of appearance."""
     return "; ".join(dict.fromkeys(values))

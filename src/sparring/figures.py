@@ -79,7 +79,7 @@ def bars(rows: Rows, names: Sequence[str], baseline: str) -> Figure:
     """
     metrics = list(dict.fromkeys(str(row["metric"]) for row in rows))
     shown = [name for name in names if any(row["recipe"] == name for row in rows)]
-    figure = _figure(0.3 + len(metrics) * (0.75 + 0.3 * len(shown)))
+    figure = blank(0.3 + len(metrics) * (0.75 + 0.3 * len(shown)))
     with style():
         figure.set_layout_engine("constrained", h_pad=0.1)
         panels = figure.subplots(len(metrics), 1, squeeze=False)[:, 0]
@@ -105,17 +105,19 @@ def _bars_of(axes: Axes, found: Mapping[str, Mapping[str, Cell]], shown: list[st
         axes.axvline(_number(found[baseline]["mean"]), color=INK, linestyle=":", linewidth=1)
     axes.set_yticks(range(len(shown)), [f"{name} (baseline)" if name == baseline else name for name in shown])
     axes.set(xlim=(0, right), ylim=(len(shown) - 0.4, -0.6))
-    _tidy(axes, "x")
+    tidy(axes, "x")
 
 
-def curves(histories: Mapping[str, Sequence[Sequence[Mapping[str, Any]]]], metric: str, names: Sequence[str], baseline: str) -> Figure:
-    """A validation metric by epoch: the mean over seeds with a band of one deviation, as far as every seed of a recipe was trained.
+def curves(
+    histories: Mapping[str, Sequence[Sequence[Mapping[str, Any]]]], metric: str, names: Sequence[str], baseline: str, label: str = ""
+) -> Figure:
+    """A validation metric, or what `label` says, by epoch: the mean over seeds with a band of one deviation, as far as all were trained.
 
     curves({"uns": [history of seed 0, history of seed 1]}, "ndcg@10", ("uns",), "uns")
     """
     from matplotlib.ticker import MaxNLocator
 
-    figure = _figure(max(3.6, 0.8 + 0.2 * len(names)))
+    figure = blank(max(3.6, 0.8 + 0.2 * len(names)))
     with style():
         axes = figure.subplots()
         for name in names:
@@ -127,13 +129,13 @@ def curves(histories: Mapping[str, Sequence[Sequence[Mapping[str, Any]]]], metri
             mean, std, colour = over.mean(0), over.std(0, ddof=1) if len(over) > 1 else 0.0, _colour(name, names, baseline)
             line = LINES[names.index(name) // len(COLOURS) % len(LINES)]
             marker = _marker(name, names) if len(epochs) < 16 else None
-            label = f"{name} (baseline)" if name == baseline else name
-            axes.plot(epochs, mean, line, color=colour, label=label, linewidth=1.7, marker=marker, markersize=3.5)
+            shown = f"{name} (baseline)" if name == baseline else name
+            axes.plot(epochs, mean, line, color=colour, label=shown, linewidth=1.7, marker=marker, markersize=3.5)
             axes.fill_between(epochs, mean - std, mean + std, color=colour, alpha=0.15, linewidth=0)
-        axes.set(xlabel="epoch", ylabel=f"validation {metric}")
+        axes.set(xlabel="epoch", ylabel=label or f"validation {metric}")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        _tidy(axes, "both")
-        _legend(figure, axes)
+        tidy(axes, "both")
+        legend(figure, axes)
     return figure
 
 
@@ -144,7 +146,7 @@ def quality_by_time(rows: Rows, names: Sequence[str], baseline: str, metric: str
     """
     from matplotlib.ticker import FuncFormatter, NullFormatter
 
-    figure = _figure(max(3.6, 0.8 + 0.2 * len(rows)))
+    figure = blank(max(3.6, 0.8 + 0.2 * len(rows)))
     with style():
         axes = figure.subplots()
         for row in rows:
@@ -170,8 +172,8 @@ def quality_by_time(rows: Rows, names: Sequence[str], baseline: str, metric: str
             axes.set_xlim(0, 1.08 * max(times) or 1)
         axes.margins(y=0.15)
         axes.set(xlabel="seconds of training", ylabel=f"test {metric}")
-        _tidy(axes, "both")
-        _legend(figure, axes)
+        tidy(axes, "both")
+        legend(figure, axes)
     return figure
 
 
@@ -180,7 +182,7 @@ def popularity(rows: Rows, names: Sequence[str], baseline: str) -> Figure:
     found = {str(row["recipe"]): row for row in rows}
     shown = [name for name in names if name in found]
     made_up = any(found[name]["synthetic"] for name in shown)
-    figure = _figure(1.15 + 0.4 * len(shown))
+    figure = blank(1.15 + 0.4 * len(shown))
     with style():
         axes = figure.subplots()
         left = np.zeros(len(shown))
@@ -197,7 +199,7 @@ def popularity(rows: Rows, names: Sequence[str], baseline: str) -> Figure:
         axes.set_yticks(range(len(shown)), [f"{name} (baseline)" if name == baseline else name for name in shown])
         axes.set(xlim=(0, 1), ylim=(len(shown) - 0.4, -0.6))
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-        _tidy(axes, "none")
+        tidy(axes, "none")
         figure.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=len(STRATA), fontsize=9)
     return figure
 
@@ -208,7 +210,8 @@ def _share(row: Mapping[str, Cell], part: str) -> float:
     return made_up if part == "synthetic" else _number(row[part]) * (1 - made_up)
 
 
-def _figure(height: float) -> Figure:
+def blank(height: float) -> Figure:
+    """An empty figure of the common width, for what is drawn elsewhere in the same style."""
     from matplotlib.figure import Figure  # imported late because matplotlib takes half a second; not pyplot, which holds global state
 
     return Figure(figsize=(WIDTH, height), layout="constrained", facecolor="white")
@@ -224,13 +227,15 @@ def _marker(name: str, names: Sequence[str]) -> str:
     return MARKERS[(at + at // len(MARKERS)) % len(MARKERS)]  # a colour that comes again has another marker
 
 
-def _legend(figure: Figure, axes: Axes) -> None:
+def legend(figure: Figure, axes: Axes) -> None:
+    """What the lines are, to the right of them."""
     handles, labels = axes.get_legend_handles_labels()
     if handles:
         figure.legend(handles, labels, loc="outside right upper", fontsize=9)
 
 
-def _tidy(axes: Axes, grid: str) -> None:
+def tidy(axes: Axes, grid: str) -> None:
+    """The frame that all figures share; `grid` is "x", "y", "both" or "none"."""
     axes.set_facecolor("none")
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)

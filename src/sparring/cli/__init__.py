@@ -1,4 +1,4 @@
-"""The command line: sparring train | evaluate | compare | diagnose | recommend | recipes | data | demo."""
+"""The command line: sparring train | evaluate | compare | reproduce | diagnose | cluster | recommend | recipes | data | demo."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return execute(words)
     except KeyboardInterrupt:
         hints = {"train": ": the same command with --resume goes on from the last checkpoint", "compare": ": the same command goes on"}
+        hints["reproduce"] = hints["compare"]
         hint = hints.get(words[0], "") if words else ""
         return _say(f"interrupted{hint}", 130)
     except BrokenPipeError:  # `sparring recipes | head`: the reader has gone, and so must the flush at exit

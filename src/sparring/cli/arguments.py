@@ -17,7 +17,9 @@ EXAMPLES = {
     "train": "sparring train --data demo --recipe ssl_pop --epochs 3 --out runs/first",
     "evaluate": "sparring evaluate runs/first --k 10,20,50",
     "compare": "sparring compare --data demo --recipes uns,ssl_pop,bir --seeds 5 --setup default --out compare/first",
+    "reproduce": "sparring reproduce xir-table2 --data interactions.parquet --out reproduce/table2",
     "diagnose": "sparring diagnose runs/first --samplers own,uns,ssl_pop,bir",
+    "cluster": "sparring cluster --data demo --modality text=text:title --modality behaviour=behaviour --out clusters/demo.safetensors",
     "recommend": "sparring recommend runs/first --query 1042 -k 10",
     "recipes": "sparring recipes xir",
     "data list": "sparring data list",
@@ -141,7 +143,9 @@ def parser() -> tuple[Parser, dict[str, Parser]]:
     _train(command(commands, "train", "Train a retriever on interactions, validate it every epoch, and rank its test part."))
     _evaluate(command(commands, "evaluate", "Rank the whole catalogue for every test query of a run, and measure."))
     _compare(command(commands, "compare", "Train recipes over several seeds on the same data, and tell which differences are real."))
+    _reproduce(command(commands, "reproduce", "A table or figure of a paper, trained on your data and shown beside the published figures."))
     _diagnose(command(commands, "diagnose", "Measure how well a run's negatives, and others, stand for the full softmax; and advise."))
+    _cluster(command(commands, "cluster", "Cluster the items by all their modalities, for negatives that know what is alike."))
     _recommend(command(commands, "recommend", "The best items of a run for some queries, or for a list of items."))
     listed = command(commands, "recipes", "Every recipe with its paper, its arguments and their defaults.")
     listed.add_argument("name", nargs="?", metavar="NAME", help="one recipe, with all its settings")
@@ -237,6 +241,28 @@ def _compare(parser: Parser) -> None:
     group.add_argument("--quiet", action="store_true", help="print nothing but failures and the last line")
 
 
+def _reproduce(parser: Parser) -> None:
+    parser.add_argument("name", nargs="?", metavar="NAME", help="which table or figure; without a name all are listed")
+    parser.add_argument(
+        "--data",
+        action="append",
+        default=[],
+        metavar="FILE_OR_NAME",
+        help="a file, a folder of parts, the name of a set, or world:QUERIESxITEMS; repeatable",
+    )
+    _columns(parser)
+    group = parser.add_argument_group("how it is run")
+    group.add_argument("--seeds", type=count, default=5, metavar="N", help="10, 20, ..., each with a split of its own (default: 5)")
+    group.add_argument("--epochs", type=count, metavar="N", help="the same as --set epochs=N (default: as in the paper)")
+    group.add_argument(
+        "--set", type=setting, action="append", default=[], dest="settings", metavar="NAME=VALUE", help="for every recipe that knows it"
+    )
+    group.add_argument("--jobs", type=count, default=1, metavar="N", help="trainings at once, with one thread each if several (default: 1)")
+    group.add_argument("--device", type=device, default="auto", help="auto, cpu or cuda (default: auto)")
+    group.add_argument("--out", type=Path, metavar="FOLDER", help="for all runs and tables; the same command again does what is missing")
+    group.add_argument("--quiet", action="store_true", help="print nothing but failures and the last line")
+
+
 def _diagnose(parser: Parser) -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help="a folder written by `sparring train`, finished or not")
     parser.add_argument(
@@ -251,8 +277,38 @@ def _diagnose(parser: Parser) -> None:
     parser.add_argument("--data", metavar="FILE_OR_NAME", help="where the data of the run is now, if it has moved")
     parser.add_argument("--seed", type=whole, default=0, metavar="N", help="seed of the sample and of the draws (default: 0)")
     parser.add_argument("--device", type=device, default="auto", help="auto, cpu or cuda (default: auto)")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="also write the tables there as .md, .csv, .tex and .json")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="also write a page, report.html, its figures and the tables there")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+
+
+def _cluster(parser: Parser) -> None:
+    from sparring.cli.modalities import add_modalities
+
+    parser.add_argument("--data", metavar="FILE_OR_NAME", help="a file, a folder of parts, or the name of a set")
+    _columns(parser)
+    _split(parser)
+    add_modalities(parser)
+    group = parser.add_argument_group("clusters")
+    group.add_argument("--preset", choices=("robust", "literal"), help="literal: the paper's equations as they stand (default: robust)")
+    group.add_argument("--k-primary", type=count, metavar="K", help="primary clusters (default: 300)")
+    group.add_argument("--k-secondary", type=count, metavar="K", help="secondary clusters (default: 15)")
+    group.add_argument(
+        "--steps", type=whole, metavar="N", help="steps of learning (default: 1500; with --update 500, and 0 only codes new items)"
+    )
+    group.add_argument(
+        "--set", type=setting, action="append", default=[], dest="settings", metavar="NAME=VALUE", help="change another setting; repeatable"
+    )
+    group.add_argument("--update", type=Path, metavar="OLD", help="go on from these codes: clusters keep their numbers")
+    group.add_argument(
+        "--refit", action="append", default=[], metavar="NAME", help="with --update: a modality whose encoder is another now, or made anew"
+    )
+    group.add_argument("--category", metavar="COLUMN", help="column of the items with known categories, to measure purity")
+    group = parser.add_argument_group("how it is run")
+    group.add_argument("--seed", type=whole, default=0, metavar="N", help="seed of the learning and of the split (default: 0)")
+    group.add_argument("--device", type=device, default="auto", help="auto, cpu or cuda (default: auto)")
+    group.add_argument("--out", type=Path, required=True, metavar="FILE", help="for the codes: a name that ends in .safetensors")
+    group.add_argument("--report", type=Path, metavar="FOLDER", help="for the page, figures and tables (default: FILE without its ending)")
+    group.add_argument("--quiet", action="store_true", help="print nothing but the last line and errors")
 
 
 def _recommend(parser: Parser) -> None:

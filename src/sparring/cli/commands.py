@@ -278,6 +278,18 @@ def diagnose(args: Namespace) -> int:
     return measure_all(args)
 
 
+def reproduce(args: Namespace) -> int:
+    from sparring.cli.reproduce import reproduce as run_all
+
+    return run_all(args)
+
+
+def cluster(args: Namespace) -> int:
+    from sparring.cli.cluster import cluster as learn
+
+    return learn(args)
+
+
 def _listing() -> dict[str, Callable[[Namespace], int]]:
     from sparring.cli import listing
 
@@ -289,6 +301,8 @@ COMMANDS: dict[str, Callable[[Namespace], int]] = {
     "evaluate": evaluate,
     "compare": compare,
     "diagnose": diagnose,
+    "reproduce": reproduce,
+    "cluster": cluster,
     "recommend": recommend,
     "demo": demo,
     **_listing(),

@@ -29,7 +29,7 @@ def compare(args: Namespace) -> int:
 
     plan = _plan(args)
     show = screen.console()
-    with _listening(show, args.quiet) as listener:
+    with listening(show, args.quiet) as listener:
         failures = run_all(plan, args.jobs, listener)
     command = shlex.join(["sparring", *sys.argv[1:]]) if sys.argv[1:2] == ["compare"] else ""
     tables = results.write(plan, failures, command)
@@ -73,7 +73,7 @@ def _plan(args: Namespace) -> Plan:
     plan = Plan(args.out, (), recipes, args.seeds, baseline, args.metrics, base, shared, args.tune, args.device)
     for recipe in recipes:
         settings.resolve(settings.find(recipe), plan.settings_of(recipe), base)
-    data = tuple(_data(args, where, name) for where, name in zip(args.data, _names(args.data), strict=True))
+    data = tuple(_data(args, where, name) for where, name in zip(args.data, short_names(args.data), strict=True))
     return Plan(args.out, data, recipes, args.seeds, baseline, args.metrics, base, shared, args.tune, args.device)
 
 
@@ -88,7 +88,7 @@ def _data(args: Namespace, where: str, name: str) -> Data:
     return Data(name, parts, inputs.source(kept, data, args.split_seed), world)
 
 
-def _names(places: list[str]) -> list[str]:
+def short_names(places: list[str]) -> list[str]:
     """A short name for each data set, for its folder and its rows: the file's, or its folder's where the file's says nothing."""
     names: list[str] = []
     for place in places:
@@ -102,7 +102,7 @@ def _names(places: list[str]) -> list[str]:
 
 
 @contextmanager
-def _listening(show: Console, quiet: bool) -> Iterator[Listener]:
+def listening(show: Console, quiet: bool) -> Iterator[Listener]:
     """A bar over all trainings on a terminal, and a line for each that ends, anywhere; nothing where quiet."""
     from sparring.compare import Listener
 

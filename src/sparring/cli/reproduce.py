@@ -1,0 +1,81 @@
+"""sparring reproduce: an experiment of a paper on some data, beside the published figures."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from argparse import Namespace
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from sparring.cli import inputs, screen
+from sparring.errors import UserError
+
+if TYPE_CHECKING:
+    from sparring.reproduce import Given, Plan
+
+
+def reproduce(args: Namespace) -> int:
+    if args.name is None:
+        return _listing()
+    from sparring.cli.compare import listening
+    from sparring.reproduce import reproduce as run_all
+
+    plan = _plan(args)
+    show = screen.console()
+    with listening(show, args.quiet) as listener:
+        results, page = run_all(plan, args.jobs, listener)
+    if not args.quiet:
+        show.print()
+        given = {each.shown for each in plan.data}
+        table = replace(results.table, rows=[row for row in results.table.rows if row["data"] in given])
+        show.print(screen.table(table.cells(), table.caption, left=sum(column.text for column in table.columns[:3])))
+        show.print()
+        for line in results.findings:
+            show.print(line, markup=False, soft_wrap=True)
+    for failure in plan.failures:
+        show.print(f"failed: {failure.data} {failure.recipe} {failure.what}: {failure.error}", markup=False, soft_wrap=True)
+    if plan.failures:
+        show.print(f"{len(plan.failures)} failed; the same command tries them again", markup=False)
+    where = f"{page}: the whole report; {plan.out}: figures, and tables as .md, .csv, .tex and .json"
+    show.print(where, markup=False, soft_wrap=True)
+    return 1 if plan.failures else 0
+
+
+def _listing() -> int:
+    from sparring.reproduce import EXPERIMENTS
+
+    rows = [["name", "what", "from"], *([each.name, each.line, each.source] for each in EXPERIMENTS.values())]
+    screen.console().print(screen.table(rows, left=3))
+    return 0
+
+
+def _plan(args: Namespace) -> Plan:
+    from sparring.cli.compare import short_names
+    from sparring.reproduce import Plan, find, seeds
+
+    experiment = find(args.name)
+    for option in ("data", "out"):
+        if not getattr(args, option):
+            what = "a file, or the name of a set; repeat it for several" if option == "data" else "the folder for its runs and tables"
+            raise UserError(f"--{option} is needed: {what}")
+    settings: dict[str, object] = dict(args.settings)
+    if args.epochs is not None:
+        if "epochs" in settings:
+            raise UserError(f"epochs is set twice: by --epochs and by --set epochs={settings['epochs']}")
+        settings["epochs"] = args.epochs
+    data = tuple(_given(args, where, name) for where, name in zip(args.data, short_names(args.data), strict=True))
+    command = shlex.join(["sparring", *sys.argv[1:]]) if sys.argv[1:2] == ["reproduce"] else ""
+    return Plan(experiment, args.out, data, seeds(args.seeds), settings, args.device, command)
+
+
+def _given(args: Namespace, where: str, name: str) -> Given:
+    from sparring.reproduce import Given
+    from sparring.reproduce.published import matching
+
+    data = inputs.read_data(where, inputs.columns(args))
+    if data.weight is not None:
+        data = replace(data, weight=None)  # the papers count every pair once
+    kept = Namespace(**{**vars(args), "data": where, "split": "random", "valid": 0.0, "test": 0.2, "k": []})
+    known_as = matching((data.n_queries, data.n_items, len(data)))
+    return Given(name, data, known_as, inputs.source(kept, data, 0))

@@ -1,0 +1,39 @@
+"""The tables and figures of the papers, on any data, beside the published figures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from sparring.compare import Listener
+from sparring.errors import UserError
+from sparring.reproduce import page
+from sparring.reproduce.esans_cost import COST
+from sparring.reproduce.plan import Experiment, Given, Method, Plan, Results, Unsuited, seeds
+from sparring.reproduce.trainings import train
+from sparring.reproduce.xir import TABLE_1, TABLE_2, TABLE_4
+from sparring.reproduce.xir_curves import FIGURE_1, FIGURE_2
+from sparring.reproduce.xir_sweeps import FIGURE_3, TABLE_5, TABLE_6
+from sparring.settings import nearest
+
+__all__ = ["EXPERIMENTS", "Experiment", "Given", "Method", "Plan", "Results", "Unsuited", "find", "reproduce", "seeds"]
+
+EXPERIMENTS: dict[str, Experiment] = {
+    each.name: each for each in (TABLE_1, TABLE_2, TABLE_4, TABLE_5, TABLE_6, FIGURE_1, FIGURE_2, FIGURE_3, COST)
+}
+
+
+def find(name: str) -> Experiment:
+    """The experiment of this name."""
+    if name not in EXPERIMENTS:
+        raise UserError(f"unknown reproduction {name!r}{nearest(name, EXPERIMENTS)}; `sparring reproduce` lists them")
+    return EXPERIMENTS[name]
+
+
+def reproduce(plan: Plan, jobs: int = 1, listener: Listener | None = None) -> tuple[Results, Path]:
+    """Train what is missing and write table.*, figures and the page; what was found, and where the page is.
+
+    results, where = reproduce(Plan(find("xir-table2"), Path("out"), (given,)), jobs=2)
+    """
+    train(plan, jobs, listener)
+    results = plan.experiment.results(plan)
+    return results, page.write(plan, results)

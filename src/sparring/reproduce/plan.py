@@ -1,0 +1,157 @@
+"""What a reproduction trains: an experiment of a paper on some data, as ordinary run folders that resume.
+
+    OUT/reproduction.json            which experiment, with which settings, on what
+    OUT/DATA/METHOD/SEED/            a run folder (see runs.py), and measured.json: the device, and what the experiment measures besides
+    OUT/table.*                      ours beside the published figures, as md, csv, tex and json
+    OUT/report.html, OUT/figures/    one page with all of it, and its figures as svg and png
+
+As in the papers there is no validation part, and the last epoch counts. Each seed is a split of its own, 80 % of each query's items to
+train and 20 % to test, so that the deviation over seeds is over splits too; `sparring compare` keeps one split for all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from sparring import settings
+from sparring.compare import Failure, finished
+from sparring.composition import Run, Setup
+from sparring.data.interactions import Interactions, Split
+from sparring.errors import UserError
+from sparring.recipes import PAPER
+from sparring.report import Section
+from sparring.tables import Table
+
+METRICS = ("ndcg_xir_release", "recall_xir_release", "ndcg", "recall")
+CUTOFFS = (10, 20, 50)
+Measure = Callable[[Run, Split, str], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Given:
+    """A data set of a reproduction: `known_as` is the paper's name for the data with the same counts, "" where it has none."""
+
+    name: str
+    data: Interactions
+    known_as: str = ""
+    source: dict[str, Any] = field(default_factory=dict)  # for run.json
+
+    @property
+    def shown(self) -> str:
+        return self.known_as or self.name
+
+    def cutoffs(self) -> list[int]:
+        return [k for k in CUTOFFS if k <= self.data.n_items] or [self.data.n_items]
+
+
+@dataclass(frozen=True)
+class Method:
+    """A row of a table: its name in the paper, and the recipe with the settings that make it."""
+
+    name: str
+    recipe: str
+    settings: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def folder(self) -> str:
+        return re.sub(r"[^a-z0-9.]+", "-", self.name.lower()).strip("-")
+
+
+@dataclass(frozen=True)
+class Results:
+    """What an experiment found: the main table and others by file name, what to say first, and the sections of its page."""
+
+    table: Table
+    findings: Sequence[str]
+    sections: Sequence[Section]
+    others: Mapping[str, Table] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A table or figure of a paper: the methods it trains on a data set, and how their folders become tables and figures.
+
+    `methods` raises Unsuited for data it cannot use. `chosen` are settings that the experiment varies itself. `curve` measures the test
+    part during training; `after` measures a finished model, one at a time; `alone` trains one at a time, for times.
+    """
+
+    name: str
+    line: str  # what it is, in one line
+    source: str  # paper, and where in it
+    methods: Callable[[Given, Mapping[str, object]], Sequence[Method]]  # of a data set, and what --set asks for
+    results: Callable[[Plan], Results]
+    notes: Sequence[str] = ()
+    setup: Setup = PAPER
+    chosen: Sequence[str] = ()
+    curve: bool = False
+    measure: Measure | None = None  # of the run as training left it
+    after: Measure | None = None
+    alone: bool = False
+
+
+class Unsuited(UserError):
+    """Why an experiment cannot be run on some data."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """An experiment on data sets with seeds; `settings` are those of the command line, for the recipes that know them.
+
+    Plan(experiment, Path("out"), (given,), seeds=(10, 20), settings={"epochs": 2})
+    """
+
+    experiment: Experiment
+    out: Path
+    data: tuple[Given, ...]
+    seeds: tuple[int, ...] = (10, 20, 30, 40, 50)
+    settings: dict[str, object] = field(default_factory=dict)
+    device: str = "auto"
+    command: str = ""
+    failures: list[Failure] = field(default_factory=list)
+
+    @cached_property
+    def methods(self) -> dict[str, tuple[Method, ...]]:
+        """The methods of each data set, with the settings of the command line in; none where the data is not suited."""
+        found = {}
+        for given in self.data:
+            try:
+                found[given.name] = tuple(map(self._set, self.experiment.methods(given, self.settings)))
+            except Unsuited:
+                found[given.name] = ()
+        return found
+
+    def unsuited(self) -> dict[str, str]:
+        """Why some of the data cannot be used."""
+        reasons = {}
+        for given in self.data:
+            try:
+                self.experiment.methods(given, self.settings)
+            except Unsuited as error:
+                reasons[given.name] = str(error)
+        return reasons
+
+    def _set(self, method: Method) -> Method:
+        return dataclasses.replace(method, settings={**method.settings, **settings.known(settings.find(method.recipe), self.settings)})
+
+    def folder(self, given: Given, method: Method, seed: int) -> Path:
+        return self.out / given.name / method.folder / str(seed)
+
+    def folders(self, given: Given, method: Method) -> list[Path]:
+        """The finished runs of a method, by seed."""
+        return [folder for seed in self.seeds if finished(folder := self.folder(given, method, seed))]
+
+    def error(self, given: Given, method: Method) -> str:
+        """Why a method has no finished run."""
+        errors = [bad.error for bad in self.failures if (bad.data, bad.recipe) == (given.name, method.name)]
+        return f"failed: {errors[0]}" if errors else "no run has ended"
+
+
+def seeds(n: int) -> tuple[int, ...]:
+    """The first n seeds of the XIR release: 10, 20, 30, ..."""
+    return tuple(10 * (at + 1) for at in range(n))

@@ -1,0 +1,166 @@
+"""The trainings of a reproduction: what is missing is run in processes of its own, what failed is told, nothing is run twice."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from sparring import runs, settings, workers
+from sparring.compare import Failure, Listener, Tasks, finished, hardware, perform
+from sparring.composition import Run, Setup
+from sparring.data.interactions import Split
+from sparring.data.splits import split
+from sparring.errors import UserError
+from sparring.reproduce.plan import CUTOFFS, METRICS, Given, Measure, Method, Plan
+
+
+def check(plan: Plan) -> None:
+    """Refuse, before anything is trained, what could not be run or would not fit what is in the folder."""
+    for given in plan.data:
+        if sum(given.shown == other.shown for other in plan.data) > 1:
+            raise UserError(f"two of the data sets are {given.shown}: give each once")
+    methods = [method for each in plan.methods.values() for method in each]
+    own = {name for method in methods for name in settings.own_arguments(settings.find(method.recipe))}
+    known = [*own, *get_type_hints(Setup)]
+    for name in plan.settings:
+        if name == "seed":
+            raise UserError("seed cannot be set: a reproduction uses the seeds 10, 20, ... (--seeds N), each with a split of its own")
+        if name in plan.experiment.chosen:
+            raise UserError(f"{name} cannot be set: {plan.experiment.name} sets it itself")
+        if name not in known and methods:
+            raise UserError(f"no method of {plan.experiment.name} knows the setting {name!r}{settings.nearest(name, known)}")
+    for method in methods:
+        settings.resolve(settings.find(method.recipe), method.settings, plan.experiment.setup)
+    _check_same(plan)
+
+
+def _check_same(plan: Plan) -> None:
+    """A folder may grow by seeds and data; experiment, settings and each data set must stay."""
+    now: dict[str, Any] = {
+        "experiment": plan.experiment.name,
+        "settings": plan.settings,
+        "data": {given.name: given.source or _sizes(given) for given in plan.data},
+    }
+    now = json.loads(json.dumps(now, default=str))
+    path = plan.out / "reproduction.json"
+    if plan.out.exists() and not plan.out.is_dir():
+        raise UserError(f"{plan.out} is a file: choose another folder for the reproduction")
+    if path.is_file():
+        try:
+            before = json.loads(path.read_text())
+            old = before["data"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{path} is corrupt: {str(error).splitlines()[0]}") from error
+        if before.get("experiment") != now["experiment"]:
+            raise UserError(f"{plan.out} holds {before.get('experiment')}: choose another folder for {now['experiment']}")
+        if before.get("settings") != now["settings"]:
+            raise UserError(f"{plan.out} was begun with other settings: choose another folder, or ask for the same as then")
+        for name, source in now["data"].items():
+            if old.get(name, source) != source:
+                raise UserError(f"{plan.out} was begun with another {name}: choose another folder")
+        now["data"] = {**old, **now["data"]}
+    elif plan.out.is_dir() and any(plan.out.iterdir()):
+        raise UserError(f"{plan.out} is not empty and holds no reproduction: choose another folder")
+    runs.write_json(path, {**now, "seeds": plan.seeds})
+
+
+def _sizes(given: Given) -> dict[str, int]:
+    return {"queries": given.data.n_queries, "items": given.data.n_items, "interactions": len(given.data)}
+
+
+def train(plan: Plan, jobs: int = 1, listener: Listener | None = None) -> list[Failure]:
+    """Train all that is missing, then measure what is measured after it; what failed, which plan.failures holds too."""
+    listener = listener or Listener()
+    check(plan)
+    experiment = plan.experiment
+    total = len(plan.seeds) * sum(map(len, plan.methods.values()))
+    if total:
+        plan.failures.extend(perform(_tasks(plan), total, "training", 1 if experiment.alone else jobs, listener))
+    if total and experiment.after is not None:
+        plan.failures.extend(perform(_measurements(plan), total, "measuring", 1, listener))
+    return plan.failures
+
+
+def _each(plan: Plan) -> list[tuple[Given, Method, int]]:
+    """Seed by seed, so that an early stop leaves every method on every data set with about as many."""
+    return [(given, method, seed) for seed in plan.seeds for given in plan.data for method in plan.methods[given.name]]
+
+
+def _tasks(plan: Plan) -> Tasks:
+    tasks: Tasks = {}
+    for given, method, seed in _each(plan):
+        folder = plan.folder(given, method, seed)
+        if not finished(folder):
+            work = (folder, given, method, seed, plan.experiment.setup, plan.experiment.curve, plan.experiment.measure, plan.device)
+            tasks[given.name, method.name, f"seed {seed}"] = workers.Task(f"{given.name} {method.name} seed {seed}", _train_one, work)
+    return tasks
+
+
+def _measurements(plan: Plan) -> Tasks:
+    tasks: Tasks = {}
+    for given, method, seed in _each(plan):
+        folder = plan.folder(given, method, seed)
+        if finished(folder) and not (folder / "after.json").is_file():
+            work = (folder, given, method, seed, plan.experiment.setup, plan.experiment.after, plan.device)
+            tasks[given.name, method.name, f"measuring seed {seed}"] = workers.Task(
+                f"{given.name} {method.name} seed {seed}", _measure_one, work
+            )
+    return tasks
+
+
+def _parts(given: Given, seed: int) -> Split:
+    return split(given.data, "random", valid=0.0, test=0.2, seed=seed)
+
+
+def _train_one(
+    say: workers.Say,
+    folder: Path,
+    given: Given,
+    method: Method,
+    seed: int,
+    setup: Setup,
+    curve: bool,
+    measure: Measure | None,
+    device: str,
+) -> None:
+    from sparring.train import Progress, fit, pick_device
+
+    parts = _parts(given, seed)
+    run = settings.build(method.recipe, parts.train, {**method.settings, "seed": seed}, setup)
+    where = pick_device(device)
+
+    def epoch(record: dict[str, Any]) -> None:
+        number = record["epoch"]
+        if curve and (number == 1 or number % run.setup.eval_every == 0 or number == run.setup.epochs):
+            record |= _test_metrics(run, parts)  # the record is the one that metrics.jsonl and the checkpoint get
+        say(record)
+
+    made = {"how": "random", "valid": 0.0, "test": 0.2, "seed": seed}
+    source = {**given.source, "split": made, "k": given.cutoffs()}
+    progress = Progress(epoch=epoch)
+    fit(run, parts, folder, resume=True, device=device, k=given.cutoffs(), metrics=METRICS, progress=progress, source=source)
+    measured = {"device": hardware(where)}
+    runs.write_json(folder / "measured.json", measured | (measure(run, parts, device) if measure else {}))
+
+
+def _measure_one(
+    say: workers.Say, folder: Path, given: Given, method: Method, seed: int, setup: Setup, after: Measure, device: str
+) -> None:
+    parts = _parts(given, seed)
+    run = settings.build(method.recipe, parts.train, {**method.settings, "seed": seed}, setup)
+    path = folder / "model.safetensors"
+    runs.load_tensors(run.model, runs.read_tensors(path)[0], path)
+    runs.write_json(folder / "after.json", after(run, parts, device))
+
+
+def _test_metrics(run: Run, parts: Split) -> dict[str, float]:
+    from sparring.evaluation import evaluate
+    from sparring.types import Positives
+
+    assert parts.test is not None
+    device = next(run.model.parameters()).device
+    seen = parts.seen_for("test")
+    k = min(CUTOFFS[0], parts.train.n_items)
+    found = evaluate(run.model, parts.test, Positives(seen.start.to(device), seen.items.to(device)), (k,), METRICS)
+    return {f"test_{name}": value for name, value in found.metrics.items()}
