@@ -372,7 +372,8 @@ def test_the_command_shows_writes_and_repeats(trained: Path, tmp_path: Path, cap
     rows = list(csv.DictReader((tmp_path / "out" / "gradient.csv").open()))
     assert float(rows[2]["cosine"]) == uns["cosine"]
     names = {f"{name}.{suffix}" for name in ("gradient", "negatives", "hardness", "advice") for suffix in ("md", "csv", "tex", "json")}
-    assert {path.name for path in (tmp_path / "out").iterdir()} == names
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {*names, "report.html", "figures"}
+    assert str(tmp_path / "out" / "report.html") in shown.splitlines()[-1]
 
 
 def test_a_half_trained_run_is_read_from_its_checkpoint(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,8 +1,10 @@
-"""sparring diagnose: a run's negatives and others against the full softmax, on the screen or as JSON, with advice at the end."""
+"""sparring diagnose: a run's negatives and others against the full softmax, on the screen, as JSON or as a page, with advice."""
 
 from __future__ import annotations
 
 import json
+import shlex
+import sys
 from argparse import Namespace
 
 from sparring.cli import inputs, screen
@@ -10,7 +12,8 @@ from sparring.errors import UserError
 
 
 def diagnose(args: Namespace) -> int:
-    from sparring import advice, opponents, runs, settings
+    from sparring import advice, diagnosis_page, opponents, runs, settings
+    from sparring.compare import hardware
     from sparring.diagnose import diagnose as measure
     from sparring.train import pick_device
 
@@ -36,13 +39,15 @@ def diagnose(args: Namespace) -> int:
             found.append(measure(name, run, parts, queries=args.queries, draws=args.draws, seed=args.seed, world=world))
     tables = advice.tables(found)
     lines = advice.advise(found)
+    sample = diagnosis_page.Sample(min(args.queries, len(parts.train)), args.draws, args.seed)
     if args.out is not None:
         for name, table in {**tables, "advice": advice.as_table(lines)}.items():
             table.write(args.out, name)
+        command = shlex.join(["sparring", *sys.argv[1:]]) if sys.argv[1:2] == ["diagnose"] else ""
+        page = diagnosis_page.write(args.out, found, lines, parts, meta, sample, hardware(device), command)
     if args.json:
-        samples = {"queries": min(args.queries, len(parts.train)), "draws": args.draws, "seed": args.seed}
         rows = [advice.row(each) for each in found]
-        print(json.dumps({"run": str(args.run), **samples, "samplers": rows, "advice": [vars(line) for line in lines]}))
+        print(json.dumps({"run": str(args.run), **vars(sample), "samplers": rows, "advice": [vars(line) for line in lines]}))
         return 0
     for table in tables.values():
         show.print(screen.table(table.cells(), table.caption))
@@ -50,5 +55,6 @@ def diagnose(args: Namespace) -> int:
     for line in lines:
         show.print(f"{line.kind}: {line.text}", markup=False, soft_wrap=True)
     if args.out is not None:
-        show.print(f"{args.out}: tables as .md, .csv, .tex and .json", markup=False, soft_wrap=True)
+        where = f"{page}: the whole report; {args.out}: figures, and tables as .md, .csv, .tex and .json"
+        show.print(where, markup=False, soft_wrap=True)
     return 0

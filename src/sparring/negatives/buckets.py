@@ -1,0 +1,101 @@
+"""Negatives from random buckets of queries and items that point the same way: HardestBucket (SCE)."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from sparring.kernels import reference
+from sparring.negatives.algebra import Exclusion, Negatives, check_choice, exclusion
+from sparring.types import Bag, Candidates, Exclude, Step
+
+
+class HardestBucket(Negatives):
+    """For each query the n items of a random bucket, the hardest of those that the query falls into (SCE, scalable cross-entropy).
+
+        bucket b:  r_b ~ N(0, I);   its queries: the `queries` of the batch with the largest q_i . r_b;   its items: the n with the largest
+        e_j . r_b of the whole catalogue;   query i gets the items of the bucket with the largest sum_j exp(q_i . e_j / tau)
+
+    The sum leaves out what is excluded. Cross-entropy grows with that sum, so sampled_softmax against this bag is the published loss: the
+    largest over a query's buckets of the cross-entropy inside. A query in no bucket gets candidates that count nothing. What is left is no
+    sample of the catalogue, so there is no correction. mix=True takes r_b = sum_i w_bi q_i, w ~ N(0, 1), so that buckets lie where queries
+    are. Each step looks at all item vectors, without gradient; only items in a bucket are encoded for one. `buckets` and `queries`
+    are 2 sqrt(B) unless given. On CUDA nothing waits for the device, unless exclude="known".
+
+        Term(1.0, HardestBucket(n_items, 256), sampled_softmax)
+
+    Mezentsev et al., Scalable Cross-Entropy Loss for Sequential Recommendations with Large Item Catalogs, RecSys 2024.
+    """
+
+    encodes = True
+
+    def __init__(
+        self,
+        n_items: int,
+        n: int,
+        buckets: int | None = None,
+        queries: int | None = None,
+        mix: bool = False,
+        exclude: Exclusion = "positive",
+    ):
+        super().__init__()
+        check_choice("exclude", exclude, Exclusion)
+        if min(n_items, n, 1 if buckets is None else buckets, 1 if queries is None else queries) < 1:
+            raise ValueError(f"HardestBucket needs n_items, n, buckets and queries >= 1, got {n_items}, {n}, {buckets} and {queries}")
+        self.n_items, self.n, self.buckets, self.queries, self.mix, self.exclude = n_items, n, buckets, queries, mix, exclude
+
+    def forward(self, step: Step) -> Bag:
+        with torch.no_grad():
+            members, items = self.fill(step)
+            never = _never(step, members, items, self.exclude)
+        emb = step.encode(items)
+        with torch.no_grad():
+            scores = torch.bmm(step.scaled[members], emb.transpose(1, 2)).masked_fill_(never, -math.inf)
+            place = _best_place(reference.safe_logsumexp(scores), members, len(step.q))
+            inside = place >= 0
+            place = place.clamp(min=0)
+            bucket = place // members.shape[1]
+            ids = torch.where(inside.unsqueeze(1), items[bucket], -1)
+            log_w = torch.where(inside.unsqueeze(1) & ~never.flatten(0, 1)[place], 0.0, -math.inf)
+        # index_select: its gradient adds whole buckets, where that of plain indexing sorts first
+        own = emb.index_select(0, bucket)
+        source = f"the hardest of {len(items):,} buckets of {members.shape[1]:,} queries"
+        masked = {"none": "nothing", "positive": "own positive", "known": "all known positives"}[self.exclude]
+        return Bag((Candidates(ids, own, log_w, source=source, masked=masked),))
+
+    def fill(self, step: Step) -> tuple[Tensor, Tensor]:
+        """The rows of the batch (buckets, queries) and the items (buckets, n) that fall into each bucket."""
+        b, dim = step.q.shape
+        usual = max(round(2 * math.sqrt(b)), 1)
+        shape = (self.buckets or usual, b if self.mix else dim)
+        centres = torch.randn(shape, generator=step.generator, device=step.q.device).to(step.q.dtype)
+        if self.mix:
+            centres = centres @ step.q
+        vectors = step.encode(torch.arange(self.n_items, device=step.q.device)).to(step.q.dtype)
+        members = (centres @ step.q.T).topk(min(self.queries or usual, b), 1).indices
+        return members, (centres @ vectors.T).topk(min(self.n, self.n_items), 1).indices
+
+
+def _never(step: Step, members: Tensor, items: Tensor, exclude: Exclusion) -> Tensor:
+    """(buckets, queries, n): which items of its bucket never count against a query."""
+    known = exclusion(step, exclude)
+    if known is None:
+        return torch.zeros((), dtype=torch.bool, device=items.device).expand(*members.shape, items.shape[1])
+    if known.rows is None:
+        return items.unsqueeze(1) == known.ids[members].unsqueeze(2)
+    assert step.positives is not None
+    pairs: Exclude = step.positives.of(step.query_ids[members.flatten()])
+    never = torch.zeros(members.numel(), items.shape[1], dtype=torch.bool, device=items.device)
+    never[pairs.hits(items.repeat_interleave(members.shape[1], 0))] = True
+    return never.view(*members.shape, -1)
+
+
+def _best_place(sums: Tensor, members: Tensor, b: int) -> Tensor:
+    """(B,) where among all places (buckets, queries) each row of the batch has its largest sum; -1 where it has none, or only -inf."""
+    table = torch.full((b, len(members)), -math.inf, dtype=sums.dtype, device=sums.device).scatter_(0, members.T, sums.T)
+    places = torch.arange(members.numel(), device=sums.device).view_as(members)
+    at = torch.zeros((b, len(members)), dtype=torch.long, device=sums.device).scatter_(0, members.T, places.T)
+    best = table.max(1)
+    return torch.where(torch.isneginf(best.values), -1, at.gather(1, best.indices.unsqueeze(1)).squeeze(1))
