@@ -17,26 +17,32 @@ from typing import Any
 
 import negatives.test_algebra as algebra_tests
 import negatives.test_batch as batch_tests
+import negatives.test_buckets as bucket_tests
 import negatives.test_cache as cache_tests
+import negatives.test_clusters as cluster_tests
 import negatives.test_corrections as correction_tests
 import negatives.test_distributions as distribution_tests
+import negatives.test_edis as edis_tests
 import negatives.test_fair as fair_tests
 import negatives.test_hard as hard_tests
 import negatives.test_midx as midx_tests
 import negatives.test_published as published_tests
 import negatives.test_sampled as sampled_tests
 import negatives.test_synthetic as synthetic_tests
+import test_dropout
 import test_grad_cache
 import test_kernels
+import test_kernels_mixed
 import test_losses
 import test_losses_newer
 import test_temperature
 import test_types
-from sparring import contrast, losses, types
+from sparring import contrast, losses, towers, types
 from sparring.data.splits import split
 from sparring.data.worlds import make_world
 from sparring.kernels import chunked, reference
-from sparring.negatives import algebra, batch, corpus, distributions, fair, midx, selection, synthetic
+from sparring.kernels import mixed as mixed_kernel
+from sparring.negatives import algebra, batch, buckets, clusters, corpus, distributions, edis, fair, midx, selection, synthetic
 from sparring.testing import World
 
 
@@ -149,7 +155,7 @@ MUTANTS = [
     ),
     Mutant(
         "exclusion that does nothing",
-        types.Exclude.hits,
+        types.Exclude._hits,
         "torch.searchsorted(ordered, self.ids, right=True) - low",
         "torch.searchsorted(ordered, self.ids, right=True) * 0",
         (of(in_batch, GRADIENT), calling(test_losses.test_nothing_left, losses.sampled_softmax)),
@@ -163,7 +169,7 @@ MUTANTS = [
     ),
     Mutant(
         "exclusion finds one of several duplicates",
-        types.Exclude.hits,
+        types.Exclude._hits,
         "torch.searchsorted(ordered, self.ids, right=True) - low",
         "(torch.searchsorted(ordered, self.ids, right=True) - low).clamp(max=1)",
         (test_types.test_own_positive_among_shared_candidates, of(in_batch, GRADIENT)),
@@ -688,5 +694,180 @@ MUTANTS = [
         "checkpoint(encode, *chunk, use_reentrant=False)",
         "checkpoint(encode, *chunk, use_reentrant=False).detach().requires_grad_()",
         (cached("features", "in-batch"),),
+    ),
+    Mutant(
+        "the positive counts inside its bucket",
+        buckets._never,
+        "items.unsqueeze(1) == known.ids[members].unsqueeze(2)",
+        "torch.zeros((*members.shape, items.shape[1]), dtype=torch.bool)",
+        (of(bucket_tests.TestBuckets, EXCLUDED), calling(bucket_tests.test_it_is_the_published_loss, "positive", False)),
+    ),
+    Mutant(
+        "the easiest bucket instead of the hardest",
+        buckets._best_place,
+        "best = table.max(1)",
+        "best = torch.where(torch.isneginf(table), torch.inf, table).min(1)",
+        (calling(bucket_tests.test_it_is_the_published_loss, "positive", False),),
+    ),
+    Mutant(
+        "a query in no bucket gets the first",
+        buckets._best_place,
+        "torch.isneginf(best.values)",
+        "torch.isnan(best.values)",
+        (bucket_tests.test_a_query_in_no_bucket_learns_nothing,),
+    ),
+    Mutant(
+        "buckets that encode the whole catalogue for its gradient",
+        buckets.HardestBucket.forward,
+        "with torch.no_grad():",
+        "with torch.enable_grad():",
+        (bucket_tests.test_only_items_in_a_bucket_are_encoded_for_their_gradient,),
+    ),
+    Mutant(
+        "dropout without its scale",
+        towers.Retriever.dropped,
+        " / (1 - rate)",
+        "",
+        (calling(test_dropout.test_inner_products_keep_their_mean, False),),
+    ),
+    Mutant(
+        "dropout drops the bias",
+        towers.Retriever.dropped,
+        "q if self.item_bias is None else q[..., :-1]",
+        "q",
+        (calling(test_dropout.test_inner_products_keep_their_mean, True),),
+    ),
+    Mutant(
+        "a bias that is counted twice",
+        towers.Retriever._finished,
+        "torch.ones_like(vectors[..., :1])",
+        "torch.full_like(vectors[..., :1], 2.0)",
+        (calling(test_dropout.test_inner_products_keep_their_mean, True),),
+    ),
+    Mutant(
+        "simple negatives from the positive's own cluster",
+        clusters.cluster_chances,
+        "& ~torch.eye(len(sizes), dtype=torch.bool)",
+        "| torch.eye(len(sizes), dtype=torch.bool)",
+        (calling(cluster_tests.test_simple_ones_come_from_other_clusters, True),),
+    ),
+    Mutant(
+        "a similarity where equation 9 needs a distance",
+        clusters.cluster_chances,
+        "(1 - unit @ unit.T)",
+        "(1 + unit @ unit.T)",
+        (calling(cluster_tests.test_clusters_follow_equation_9, 1.0, "cosine"),),
+    ),
+    Mutant(
+        "clusters drawn with replacement",
+        clusters.OtherClusters.forward,
+        "first.indices",
+        "first.indices[:, :1].expand(-1, self.m_c)",
+        (calling(cluster_tests.test_simple_ones_come_from_other_clusters, True),),
+    ),
+    Mutant(
+        "hard negatives from the positive's own cell",
+        clusters.SameCluster.forward,
+        "width.unsqueeze(1), 0)",
+        "0 * width.unsqueeze(1), 0)",
+        (cluster_tests.test_hard_ones_come_from_the_same_cluster_and_another_cell,),
+    ),
+    Mutant(
+        "an item of a cluster drawn twice",
+        clusters.distinct,
+        "torch.where(again, last, pick)",
+        "pick",
+        (cluster_tests.test_every_set_is_as_likely,),
+    ),
+    Mutant(
+        "shared negatives of a query's own cell count",
+        clusters.ByCluster.excluded,
+        "Exclude(self.cell[step.item_ids], code=self.cell, also=also)",
+        "Exclude(step.item_ids, also=also)",
+        (calling(cluster_tests.test_masks_pair_by_pair, "other", "cell"),),
+    ),
+    Mutant(
+        "only the first of two masks",
+        types.Exclude.hits,
+        "if self.also is None:",
+        "if True:",
+        (calling(cluster_tests.test_masks_pair_by_pair, "other", "known"),),
+    ),
+    Mutant(
+        "mixtures of a query's own cluster count",
+        edis.Interpolated.forward,
+        "Exclude(own) if self.source.shared",
+        "None if self.source.shared",
+        (edis_tests.test_the_whole_bag_by_hand,),
+    ),
+    Mutant(
+        "shares without their exponent",
+        edis.Interpolated.shares,
+        "** self.eta",
+        "** 1.0",
+        (calling(edis_tests.test_shares_by_hand, "minmax_block"),),
+    ),
+    Mutant(
+        "mixtures of all items instead of a set",
+        edis.Interpolated.shares,
+        "d = d * member",
+        "d = d * (member | True)",
+        (calling(edis_tests.test_the_number_of_mixtures, 4),),
+    ),
+    Mutant(
+        "lam on the negative instead of the positive",
+        edis.TowardsPositive.forward,
+        "torch.lerp(block.emb, positive, lam)",
+        "torch.lerp(block.emb, positive, 1 - lam)",
+        (calling(edis_tests.test_lam, 0.0), calling(edis_tests.test_lam, -0.3)),
+    ),
+    Mutant(
+        "a detached positive that is still pulled",
+        edis.TowardsPositive.forward,
+        "step.v.detach() if self.detach_positive else step.v",
+        "step.v",
+        (calling(edis_tests.test_the_pull_on_the_positive, True),),
+    ),
+    Mutant(
+        "adaptive lam without its bound",
+        edis.TowardsPositive.adapt,
+        "gap.clamp(min=abs(self.margin) / self.high)",
+        "gap",
+        (edis_tests.test_adaptive_lam_holds_the_advantage,),
+    ),
+    Mutant(
+        "one lam for all clusters",
+        edis.TowardsPositive.adapt,
+        'self.source.primary(step.item_ids) if self.rule == "learned" else torch.zeros_like(step.item_ids)',
+        "torch.zeros_like(step.item_ids)",
+        (edis_tests.test_learned_lam_is_each_clusters_least_squares,),
+    ),
+    Mutant(
+        "mixtures as vectors without their mask",
+        types.Candidates.plain,
+        "if self.mix.exclude is not None:",
+        "if False:",
+        (calling(edis_tests.test_logits_mixed_or_vectors_mixed, "minmax_block", True, losses.sampled_softmax),),
+    ),
+    Mutant(
+        "mixtures give their members no gradient",
+        mixed_kernel._Blocks.block,
+        "grouped.baddbmm_(weights.transpose(1, 2), mixed)",
+        "pass",
+        (calling(test_kernels_mixed.test_budget, "fast", test_kernels_mixed.SHAPES[0], "column", "pairs"),),
+    ),
+    Mutant(
+        "the kernel forgets which mixtures are masked",
+        mixed_kernel._Blocks.block,
+        "self.mixed_places.fill(b, mixed)",
+        "pass",
+        (calling(test_kernels_mixed.test_budget, "fast", test_kernels_mixed.SHAPES[0], "column", "mask"),),
+    ),
+    Mutant(
+        "a mixture without the weights of its members",
+        reference.mixed_logits,
+        "scores + log_w.clamp(min=NEVER)",
+        "scores + 0 * log_w.clamp(min=NEVER)",
+        (calling(test_kernels_mixed.test_budget, "reference", test_kernels_mixed.SHAPES[0], "column", "pairs"),),
     ),
 ]

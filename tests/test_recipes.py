@@ -107,7 +107,9 @@ SOURCES = {
     "amns": ["hardest 256 of in-batch + sampled from Uniform(40): 256 candidates for each query", "weight: none"],
     "bmns": ["0.2 x sampled_softmax", "in-batch: 64", "mixtures of 64 in-batch items: 2,048 candidates shared", "2,048 synthetic"],
     "fairneg": ["sampled from GroupShares(40 items in 10 groups), 10% by score: 2,048 candidates shared", "weight: score"],
+    "esans": ["5 of each of 2 other clusters: 640 candidates shared", "1,792 mixtures of 5", "5 of the same cluster: 5 candidates"],
     "midx": ["drawn from a softmax over 32 x 32 cells: 64 candidates for each query", "weight: -log expected count"],
+    "sce": ["the hardest of 16 buckets of 16 queries: 40 candidates for each query", "weight: none", "masked: own positive"],
 }
 
 

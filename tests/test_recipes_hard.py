@@ -1,4 +1,4 @@
-"""DNS, AHNS, MixGCF, AMNS, BMNS, FairNeg, MIDX: the loss of one step is the published formula, computed here by hand; each trains."""
+"""DNS, AHNS, MixGCF, AMNS, BMNS, FairNeg, MIDX, SCE: the loss of one step is the published formula, computed here by hand; each trains."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def softplus(x: float | Tensor) -> Tensor:
     return torch.log1p(torch.as_tensor(x, dtype=torch.float64).exp())
 
 
-@pytest.mark.parametrize("name", ["dns", "ahns", "mixgcf", "amns", "bmns", "fairneg", "midx"])
+@pytest.mark.parametrize("name", ["dns", "ahns", "mixgcf", "amns", "bmns", "fairneg", "midx", "sce"])
 def test_it_learns(name: str, parts: Split) -> None:
     """Three epochs on the small world lower the loss and give test metrics in range; the batch can be described afterwards."""
     run = build(name, parts.train, {"epochs": 3, "batch_size": 64, "dim": 8, "lr": 0.05, "weight_decay": 0.0})
@@ -180,6 +180,24 @@ def test_midx_follows_the_feature_tower(parts: Split) -> None:
     found = fit(run, parts, k=(10,), device="cpu")
     assert np.isfinite(found.history[0]["loss"])
     assert run.terms[0].negatives.book.shape == (2, 4, 3)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("mix", [False, True])
+def test_sce(parts: Split, mix: bool) -> None:
+    """The largest over a query's buckets of log(1 + sum over its n items of e^(s_j - s_+)); 0 for a query in none; one bucket at a time."""
+    run = build("sce", parts.train, {**TINY, "score": "cosine", "tau": 0.4, "n": 9, "buckets": 6, "queries": 5, "mix": mix})
+    hand = Hand(parts.train, run)
+    losses, step, _ = hand.contrast(SEED)
+    q = step.q.detach().double()
+    centres = torch.randn(6, B if mix else q.shape[1], generator=torch.Generator().manual_seed(SEED)).double()
+    want = torch.zeros(B, dtype=torch.float64)
+    for centre in centres @ q if mix else centres:
+        items = (hand.vectors @ centre).topk(9).indices
+        inside = hand.softmax_loss(hand.logits(items) + hand.other(items))
+        rows = (q @ centre).topk(5).indices
+        want[rows] = torch.maximum(want[rows], inside[rows])
+    assert 0 < int((want == 0).sum()) < B
+    check(losses, want)
 
 
 @pytest.mark.parametrize(("name", "setting"), [("bmns", {"share": 1.5}), ("dns", {"n": 0}), ("midx", {"words": 0}), ("amns", {"k": 0})])

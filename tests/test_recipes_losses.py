@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from sparring import train as training
 from sparring.composition import Run
 from sparring.contrast import contrast
 from sparring.data.interactions import Interactions, Split
@@ -124,7 +125,7 @@ class Stop(Exception):
 
 
 @pytest.mark.parametrize("name", ["slatk", "ada_tau"])
-def test_a_stopped_run_goes_on_as_if_it_had_not_been(name: str, parts: Split, tmp_path: Path) -> None:
+def test_a_stopped_run_goes_on_as_if_it_had_not_been(name: str, parts: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stopped after its first epoch and resumed, a run with state in its loss or temperature ends bitwise where the whole run ends."""
     settings = {"epochs": 3, "batch_size": 64, "dim": 8, "lr": 0.01, "n": 30, **({"every": 2} if name == "slatk" else {"settle": 2})}
 
@@ -134,8 +135,10 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(name: str, parts: Split, tm
 
     whole, broken, resumed = (build(name, parts.train, settings) for _ in range(3))
     fit(whole, parts, k=(10,), device="cpu")
+    monkeypatch.setattr(training, "CHECKPOINT_SECONDS", -1.0)  # after every step
     with pytest.raises(Stop):
         fit(broken, parts, tmp_path / "run", k=(10,), device="cpu", progress=Progress(step=stop))
+    assert (tmp_path / "run" / "checkpoint.safetensors").is_file()
     fit(resumed, parts, tmp_path / "run", resume=True, k=(10,), device="cpu")
     want, found = whole.modules().state_dict(), resumed.modules().state_dict()
     assert want.keys() == found.keys()

@@ -251,3 +251,35 @@ def test_retriever_takes_any_modules_and_checks_their_widths() -> None:
     assert item[1].training
     assert not item[2].training
     assert Retriever(item, nn.Embedding(6, 4)).n_items == 6
+
+
+@pytest.mark.parametrize("layer", [0, 1, 2])
+@pytest.mark.parametrize("bias", [False, True])
+def test_mixtures_inside_the_tower(layer: int, bias: bool) -> None:
+    """Item by item: through the first layers, mixed, through the rest; a share of 1 gives the item itself; a bias is mixed as it is."""
+    torch.manual_seed(0)
+    features = Features(torch.randint(3, (10, 2)).int().numpy(), (3, 3), torch.randn(10, 2).numpy(), tuple("abcd"))
+    tower = FeatureTower(10, 4, features, hidden=(7, 6, 5))
+    model = Retriever(IdTower(3, 5), tower, item_bias=IdTower(10, 1) if bias else None)
+    ids, weights = torch.tensor([[1, 4, 4], [9, 0, 2]]), torch.rand(2, 4, 3)
+    got = model.encode_mixtures(ids, weights, layer)
+    for g in range(2):
+        hidden = [tower.layers[: 2 * layer](tower._joined(ids[g, m : m + 1]))[0] for m in range(3)]
+        for v in range(4):
+            mixed = tower.layers[2 * layer :](sum((weights[g, v, m] * hidden[m] for m in range(3)), torch.zeros(())))
+            mixed = mixed / mixed.norm()
+            if bias:
+                own = sum(float(weights[g, v, m] * model.item_bias(ids[g, m]).detach()) for m in range(3))  # type: ignore[misc]
+                mixed = torch.cat([mixed, torch.tensor([own])])
+            torch.testing.assert_close(got[g, v], mixed, rtol=1e-4, atol=1e-5)
+    alone = model.encode_mixtures(ids, torch.eye(3).expand(2, 3, 3), layer)
+    torch.testing.assert_close(alone, model.encode_items(ids), rtol=1e-4, atol=1e-5)
+
+
+def test_mixtures_need_hidden_layers() -> None:
+    """A table has no layers, and a tower of two has no third: both are said in one line."""
+    with pytest.raises(ValueError, match="hidden layers"):
+        Retriever(IdTower(3, 5), IdTower(4, 5)).encode_mixtures(torch.zeros(1, 2).long(), torch.ones(1, 1, 2), 1)
+    tower = FeatureTower(10, 4, Features(np.zeros((10, 1), np.int32), (1,), np.zeros((10, 0), np.float32), ("a",)), hidden=(7, 5))
+    with pytest.raises(ValueError, match="leave 0 to 1"):
+        tower.mixtures(torch.zeros(1, 2).long(), torch.ones(1, 1, 2), 2)

@@ -126,3 +126,29 @@ def test_a_union_describes_each_source() -> None:
     assert "own positive" in drawn
     assert "expected count" in drawn
     assert "uncorrected" in positive
+
+
+@settings(max_examples=150, deadline=None, derandomize=True, database=None)
+@given(
+    st.lists(st.integers(0, 2), min_size=7, max_size=7),
+    st.lists(ITEM, min_size=1, max_size=5),
+    st.lists(st.sets(ITEM), min_size=5, max_size=5),
+    st.lists(st.integers(-1, 6), max_size=8),
+)
+def test_classes_of_items_and_known_positives(code: list[int], own: list[int], known: list[set[int]], candidates: list[int]) -> None:
+    """Every place that holds an item of the own positive's class, and with `also` every known positive; rows ascend; empty places never."""
+    known = known[: len(own)]
+    rows = [row for row, items in enumerate(known) for _ in items]
+    listed = torch.tensor([item for items in known for item in sorted(items)], dtype=torch.long)
+    also = Exclude(listed, torch.tensor(rows, dtype=torch.long))
+    classes, ids = torch.tensor(code), torch.tensor(candidates, dtype=torch.long)
+    mine = torch.tensor([code[item] for item in own])
+    want = {(row, c) for row, item in enumerate(own) for c, other in enumerate(candidates) if other >= 0 and code[other] == code[item]}
+    more = want | {(row, c) for row, items in enumerate(known) for c, other in enumerate(candidates) if other in items}
+    for exclude, wanted in ((Exclude(mine, code=classes), want), (Exclude(mine, code=classes, also=also), more)):
+        got = pairs(exclude, ids)
+        assert set(got) == wanted
+        assert [row for row, _ in got] == sorted(row for row, _ in got)
+        assert set(pairs(exclude, ids.expand(len(own), -1))) == wanted
+    table = Exclude(mine, code=classes).mask(ids)
+    assert {(row, c) for row, c in torch.nonzero(table).tolist()} == want

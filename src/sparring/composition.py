@@ -32,7 +32,9 @@ class Setup:
     history: int = 50
     pooling: Literal["mean", "attention"] = "mean"
     item_features: tuple[str, ...] = ()
+    item_bias: bool = False
     hidden: tuple[int, ...] = (32, 16)
+    dropout: float = 0.0
     batch_size: int = 2048
     chunk: int | None = None
     epochs: int = 100
@@ -50,6 +52,11 @@ class Setup:
     valid_queries: int = 20_000
     precision: Literal["float32", "tf32", "bf16"] = "tf32"
     seed: int = 0
+
+    @property
+    def width(self) -> int:
+        """Dimensions of the vectors that are compared: those of the item tower, and one for a bias."""
+        return (self.hidden[-1] if self.item_features else self.dim) + self.item_bias
 
 
 @dataclass(frozen=True)
@@ -102,6 +109,10 @@ def retriever(
                 raise UserError(f"item_features={','.join(setup.item_features)} needs an items table: give one with --items FILE")
             features = Features.from_table(item_table, setup.item_features)
             item = FeatureTower(n_items, setup.dim, features, setup.hidden, init_std=setup.init_std, sparse=sparse)
+        query: nn.Module
         if past is not None:
-            return Retriever(HistoryTower(item, past, setup.history, setup.pooling), item, setup.score)
-        return Retriever(IdTower(n_queries, item.dim, setup.init_std, sparse), item, setup.score)
+            query = HistoryTower(item, past, setup.history, setup.pooling)
+        else:
+            query = IdTower(n_queries, item.dim, setup.init_std, sparse)
+        bias = IdTower(n_items, 1, 0.0, sparse) if setup.item_bias else None
+        return Retriever(query, item, setup.score, item_bias=bias)

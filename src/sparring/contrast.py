@@ -25,7 +25,10 @@ def contrast(
 
     with torch.autocast(query_ids.device.type, torch.bfloat16, enabled=setup.precision == "bf16"):
         q, v = in_chunks(setup.chunk, model.encode_queries, query_ids, item_ids), encode(item_ids)
-    step = Step(query_ids, item_ids, q.float(), v.float(), run.temperature(query_ids), encode, generator, positives)
+    q = q.float()
+    if setup.dropout and model.training:  # from the run's generator, which is in its checkpoint
+        q = model.dropped(q, setup.dropout, generator)
+    step = Step(query_ids, item_ids, q, v.float(), run.temperature(query_ids), encode, generator, positives, model.encode_mixtures)
     bags: list[Bag] = []
     total = torch.zeros((), device=q.device)
     for term in run.terms:

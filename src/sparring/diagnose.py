@@ -196,7 +196,7 @@ class _Counts:
         shares, sums = [], self.sums
         for term, bag in zip(run.terms, outcome.bags, strict=True):
             terms = []
-            for block in bag.blocks:
+            for block in bag.plain().blocks:
                 ids, scores, weight, drawn, counted = _read(step, block, c)
                 terms.append(weight)
                 self._hits(step, ids, drawn, counted)

@@ -70,7 +70,7 @@ def profile(run: Run, split: Split, batches: int = 4, world: World | None = None
 
 def _places(bags: tuple[Bag, ...], b: int) -> Iterator[Places]:
     for bag in bags:
-        for block in bag.blocks:
+        for block in bag.plain().blocks:
             yield block.ids.long(), _weight(block, b)
 
 

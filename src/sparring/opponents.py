@@ -80,7 +80,7 @@ def _on(run: Run, name: str, split: Split, given: dict[str, Any]) -> Run:
 def offers(run: Run, split: Split) -> tuple[int, bool]:
     """How many candidates a batch offers to a query, and whether all queries share them."""
     _, outcome = next(_steps(run, split))
-    blocks = [block for bag in outcome.bags for block in bag.blocks]
+    blocks = [block for bag in outcome.bags for block in bag.plain().blocks]
     return sum(block.ids.shape[-1] for block in blocks), all(block.shared for block in blocks)
 
 

@@ -9,12 +9,15 @@ import math
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from sparring.composition import Run, Setup
 from sparring.data.interactions import Interactions
 from sparring.errors import UserError
 from sparring.recipes import RECIPES
+
+_JSON = (str, int, float, bool, tuple, list, dict, type(None))  # what a run folder can hold; anything else is written as its name
 
 
 def build(name: str, data: Interactions, settings: Mapping[str, object] | None = None, base: Setup | None = None) -> Run:
@@ -33,7 +36,8 @@ def build(name: str, data: Interactions, settings: Mapping[str, object] | None =
     except ValueError as error:
         raise UserError(str(error)) from error
     defaults = {key: default for key, (_, default) in own_arguments(recipe).items()}
-    return dataclasses.replace(run, recipe=recipe.__name__, arguments={**defaults, **arguments})
+    named = {key: value if isinstance(value, _JSON) else repr(value) for key, value in {**defaults, **arguments}.items()}
+    return dataclasses.replace(run, recipe=recipe.__name__, arguments=named)
 
 
 def find(name: str) -> Callable[..., Run]:
@@ -55,6 +59,12 @@ def own_arguments(recipe: Callable[..., Run]) -> dict[str, tuple[Any, Any]]:
     hints = get_type_hints(recipe)
     parameters = inspect.signature(recipe).parameters.values()
     return {p.name: (hints[p.name], p.default) for p in parameters if p.kind is p.KEYWORD_ONLY}
+
+
+def known(recipe: Callable[..., Run], shared: Mapping[str, object]) -> dict[str, object]:
+    """Those of some settings that this recipe knows, as its own arguments or as fields of its Setup."""
+    names = {*own_arguments(recipe), *get_type_hints(Setup)}
+    return {name: value for name, value in shared.items() if name in names}
 
 
 def own_setup(recipe: Callable[..., Run]) -> Setup:
@@ -102,6 +112,8 @@ def check(setup: Setup) -> None:
     for key in ("weight_decay", "warmup", "seed"):
         if not 0 <= getattr(setup, key) < math.inf:
             raise UserError(f"{key} must not be negative, got {getattr(setup, key)}")
+    if not 0 <= setup.dropout < 1:
+        raise UserError(f"dropout must lie in [0, 1), got {setup.dropout}")
     if setup.patience is not None and setup.patience < 1:
         raise UserError(f"patience must be at least 1 validation, got {setup.patience}; none never stops early")
     if setup.chunk is not None and setup.chunk < 1:
@@ -126,7 +138,10 @@ def _parse(value: object, kind: Any) -> Any:
     if get_origin(kind) in (typing.Union, types.UnionType):
         if value is None or (isinstance(value, str) and value.lower() == "none"):
             return None
-        return _parse(value, next(part for part in get_args(kind) if part is not type(None)))
+        for part in get_args(kind):
+            with suppress(TypeError, ValueError):
+                return _parse(value, part)
+        raise ValueError
     if get_origin(kind) is tuple:
         parts = [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else list(value)  # type: ignore[call-overload]
         return tuple(_parse(part, get_args(kind)[0]) for part in parts)
@@ -154,4 +169,4 @@ def type_name(kind: Any) -> str:
         return " or ".join("none" if part is type(None) else type_name(part) for part in get_args(kind))
     if get_origin(kind) is tuple:
         return f"a comma-separated list of {type_name(get_args(kind)[0])}"
-    return {int: "a whole number", float: "a number", bool: "true or false", str: "text"}.get(kind, str(kind))
+    return {int: "a whole number", float: "a number", bool: "true or false", str: "text"}.get(kind, getattr(kind, "__name__", str(kind)))

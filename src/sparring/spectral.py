@@ -15,7 +15,7 @@ def start_from(positives: Positives, model: Retriever, seed: int = 0) -> None:
     """Set both id tables of a model to the spectral start of these positives."""
     if not isinstance(model.query, IdTower) or not isinstance(model.item, IdTower):
         raise UserError("init=spectral sets id tables: use it with query_tower=id and no item_features")
-    query, item = spectral(positives.start, positives.items, model.n_items, model.dim, seed=seed)
+    query, item = spectral(positives.start, positives.items, model.n_items, model.item.dim, seed=seed)
     with torch.no_grad():
         model.query.weight.copy_(query)
         model.item.weight.copy_(item)

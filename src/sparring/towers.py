@@ -94,14 +94,25 @@ class FeatureTower(nn.Module):
         self.layers = nn.Sequential(*layers[:-1])
 
     def forward(self, ids: Tensor) -> Tensor:
-        flat = ids.reshape(-1)
+        joined: Tensor = self.layers(self._joined(ids.reshape(-1)))
+        return joined.unflatten(0, ids.shape) if ids.dim() else joined.squeeze(0)
+
+    def mixtures(self, ids: Tensor, weights: Tensor, layer: int) -> Tensor:
+        """(..., V, D): items (..., M) mixed by weights (..., V, M) after `layer` layers and their ReLU, then sent through the rest."""
+        begins = [at for at, part in enumerate(self.layers) if isinstance(part, nn.Linear)]
+        if not 0 <= layer < len(begins):
+            raise ValueError(f"layer={layer} is not inside the item tower: its {len(begins)} layers leave 0 to {len(begins) - 1}")
+        hidden = self.layers[: begins[layer]](self._joined(ids.reshape(-1))).unflatten(0, ids.shape)
+        mixed: Tensor = self.layers[begins[layer] :](weights @ hidden)
+        return mixed
+
+    def _joined(self, flat: Tensor) -> Tensor:
         parts = [] if self.id is None else [self.id(flat)]
         if self.values is not None:
             parts.append(self.values(self.categorical.index_select(0, flat)).flatten(1))
         if self.dense.shape[1]:
             parts.append(self.dense.index_select(0, flat))
-        joined: Tensor = self.layers(torch.cat(parts, 1))
-        return joined.unflatten(0, ids.shape) if ids.dim() else joined.squeeze(0)
+        return torch.cat(parts, 1)
 
 
 class HistoryTower(nn.Module):
@@ -177,41 +188,66 @@ class Retriever(nn.Module):
     """Two towers and how their vectors are compared: score(u, i) = q_u . e_i, each of length 1 when score is "cosine".
 
     Works with any two modules that map ids to vectors of the same width. `n_items` is read from the item tower (`n`, or
-    `num_embeddings` of an nn.Embedding) unless given.
+    `num_embeddings` of an nn.Embedding) unless given. With `item_bias`, a tower of width 1, the score is q_u . e_i + b_i: an item's vector
+    ends in b_i and a query's in 1, so that whatever takes inner products knows the bias; the length of 1 is that of the others.
 
         model = Retriever(IdTower(n_queries, 64), IdTower(n_items, 64), score="cosine")
         scores = model.encode_queries(queries) @ model.item_vectors().T
     """
 
-    def __init__(self, query: nn.Module, item: nn.Module, score: Literal["cosine", "dot"] = "cosine", n_items: int | None = None) -> None:
+    def __init__(
+        self,
+        query: nn.Module,
+        item: nn.Module,
+        score: Literal["cosine", "dot"] = "cosine",
+        n_items: int | None = None,
+        item_bias: nn.Module | None = None,
+    ) -> None:
         super().__init__()
         if score not in ("cosine", "dot"):
             raise ValueError(f"score {score!r} is not known: use 'cosine' or 'dot'")
-        self.query, self.item, self.score = query, item, score
+        self.query, self.item, self.score, self.item_bias = query, item, score, item_bias
         widths = _width(query), _width(item)
         if widths[0] != widths[1]:
             raise ValueError(f"the query tower gives {widths[0]} dimensions and the item tower {widths[1]}: they must be the same")
         found = n_items or getattr(item, "n", None) or getattr(item, "num_embeddings", None)
         if found is None:
             raise ValueError(f"the item tower {type(item).__name__} has no attribute n: pass n_items")
-        self.n_items, self.dim = int(found), widths[0]
+        self.n_items, self.dim = int(found), widths[0] + (item_bias is not None)
         self._excludes = "exclude_items" in inspect.signature(query.forward).parameters
 
     def encode_queries(self, ids: Tensor, positives: Tensor | None = None) -> Tensor:
         """Vectors of queries (..., D). In training pass their positives: a tower that reads histories leaves them out."""
         if positives is not None and self._excludes:
-            return self._scaled(self.query(ids, exclude_items=positives))
-        return self._scaled(self.query(ids))
+            return self._finished(self.query(ids, exclude_items=positives))
+        return self._finished(self.query(ids))
 
     def encode_items(self, ids: Tensor) -> Tensor:
         """Vectors of items (..., D)."""
-        return self._scaled(self.item(ids))
+        vectors = self._scaled(self.item(ids))
+        return vectors if self.item_bias is None else torch.cat([vectors, self.item_bias(ids).to(vectors.dtype)], -1)
+
+    def encode_mixtures(self, ids: Tensor, weights: Tensor, layer: int) -> Tensor:
+        """Vectors (..., V, D) of items (..., M) mixed by weights (..., V, M) inside the item tower, after `layer` of its layers."""
+        if not isinstance(self.item, FeatureTower):
+            raise ValueError(f"layer={layer} needs an item tower with hidden layers, not {type(self.item).__name__}: set item_features")
+        vectors = self._scaled(self.item.mixtures(ids, weights, layer))
+        return vectors if self.item_bias is None else torch.cat([vectors, weights @ self.item_bias(ids).to(vectors.dtype)], -1)
 
     def encode_histories(self, items: Tensor) -> Tensor:
         """Vectors (B, D) of queries known only by their items (B, L), in time order, -1 where there is none."""
         if not isinstance(self.query, HistoryTower):
             raise ValueError(f"the query tower {type(self.query).__name__} cannot encode a history: train with a HistoryTower")
-        return self._scaled(self.query.encode_history(items))
+        return self._finished(self.query.encode_history(items))
+
+    def dropped(self, q: Tensor, rate: float, generator: torch.Generator) -> Tensor:
+        """Vectors of queries (..., D) with each dimension set to 0 with chance `rate`, the others divided by 1 - rate (dropout).
+
+        Under cosine their length is 1 again, as if the tower's own vectors had been dropped before. The dimension of the bias stays.
+        """
+        towers = q if self.item_bias is None else q[..., :-1]
+        kept = torch.rand(towers.shape, generator=generator, device=q.device) >= rate
+        return self._finished(towers * kept / (1 - rate))
 
     def item_vectors(self, block: int = 65536) -> Tensor:
         """Vectors of all items (N, D), without gradient, in evaluation mode, `block` at a time."""
@@ -223,6 +259,11 @@ class Retriever(nn.Module):
 
     def _scaled(self, vectors: Tensor) -> Tensor:
         return F.normalize(vectors, dim=-1, eps=_NORM_EPS) if self.score == "cosine" else vectors
+
+    def _finished(self, vectors: Tensor) -> Tensor:
+        """What a query tower gives, as it is compared."""
+        vectors = self._scaled(vectors)
+        return vectors if self.item_bias is None else torch.cat([vectors, torch.ones_like(vectors[..., :1])], -1)
 
     def _device(self) -> torch.device:
         return next(itertools.chain(self.parameters(), self.buffers())).device

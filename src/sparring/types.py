@@ -6,7 +6,7 @@ Letters: B queries in a batch, C candidates, D dimensions, N items in the catalo
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,26 +16,42 @@ _STRIDE = 1 << 40  # row * _STRIDE + item id is unique for every pair of a batch
 
 @dataclass(frozen=True)
 class Exclude:
-    """Items that never count against a query: pairs (row of the batch, item id).
+    """Items that never count against a query: pairs (row of the batch, item id), or (row, class of items).
 
-    `rows` ascend, or are None when there is exactly one id per query (its own positive), in row order.
+    `rows` ascend, or are None when there is exactly one id per query (its own positive), in row order. With `code` the ids are classes and
+    every item of the class is excluded. `also` excludes more.
     """
 
     ids: Tensor  # (P,)
     rows: Tensor | None = None  # (P,), or None: P = B and rows = 0..B-1
+    code: Tensor | None = None  # (N,) the class of each item; None: every item is its own
+    also: Exclude | None = None
 
     @property
     def name(self) -> str:
-        return "own positive" if self.rows is None else "all known positives"
+        own = "all known positives" if self.rows is not None else "own positive" if self.code is None else "own positive and its cell"
+        return own if self.also is None else f"{own}, {self.also.name}"
 
     def places(self, ids: Tensor) -> tuple[Tensor, Tensor] | Tensor:
         """What the kernels take: `hits`, or on a GPU, where counting hits would wait for the device, a (B, C) mask."""
-        if self.rows is None and ids.is_cuda:
-            return ids == self.ids.unsqueeze(1)
-        return self.hits(ids)
+        return self.mask(ids) if self.rows is None and self.also is None and ids.is_cuda else self.hits(ids)
+
+    def mask(self, ids: Tensor) -> Tensor:
+        """(B, C) bool: the excluded places among candidate ids (C,) or (B, C), where each query excludes one item or class."""
+        return self._keys(ids) == self.ids.unsqueeze(1)
 
     def hits(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """(rows, columns) of the excluded places among candidate ids (C,) or (B, C); O(P log C), never B x C x P."""
+        if self.also is None:
+            return self._hits(self._keys(ids))
+        row, column = (torch.cat(both) for both in zip(self._hits(self._keys(ids)), self.also.hits(ids), strict=True))
+        row, order = torch.sort(row, stable=True)
+        return row, column[order]
+
+    def _keys(self, ids: Tensor) -> Tensor:
+        return ids if self.code is None else torch.where(ids >= 0, self.code[ids.clamp(min=0)], -1)
+
+    def _hits(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         rows = torch.arange(len(self.ids), device=self.ids.device) if self.rows is None else self.rows
         if ids.dim() == 2:  # one list per query: look each candidate up among the pairs
             pairs = torch.sort(rows * _STRIDE + self.ids).values
@@ -68,11 +84,37 @@ class Positives:
 
 
 @dataclass(frozen=True)
+class Mixtures:
+    """Made-up candidates of a block: each group of M consecutive candidates gives V mixtures of their vectors (dense interpolation).
+
+        logit of mixture v of group g = sum_m weights_gvm (q_i . e_gm / tau + log_w_igm) + offset
+
+    A mixture of vectors is the same mixture of logits, so no made-up vector need exist; its weight is the mixture of its members' weights,
+    and it counts nothing where a member with a share in it has none. The weights are constants.
+    """
+
+    weights: Tensor  # (G, V, M) with C = G M, or (B, G, V, M) where each query has its own candidates; rows sum to 1
+    groups: Tensor  # (G,) or (B, G): the class of each group
+    exclude: Exclude | None = None  # the class whose mixtures never count against a query, one for each
+    offset: float = 0.0
+
+    def places(self) -> tuple[Tensor, Tensor] | Tensor | None:
+        """(row, group) pairs that do not count, as the kernels take them."""
+        return self.exclude.places(self.groups) if self.exclude else None
+
+    @property
+    def count(self) -> int:
+        """Mixtures that a query meets."""
+        return self.weights.shape[-3] * self.weights.shape[-2]
+
+
+@dataclass(frozen=True)
 class Candidates:
     """One block of what the queries are contrasted with; a candidate j counts exp(q_i . e_j / tau + log_w_ij).
 
     With `draws` set, the block stands for that many draws per query in proportion to those terms, taken at their
     expectation (the closed form of Resample): the weights become the constants draws * softmax_j(q_i . e_j / tau + log_w_ij).
+    With `mix` set, mixtures of the candidates count beside them; `plain` gives them as vectors.
     """
 
     ids: Tensor  # (C,) shared by all queries, or (B, C); -1 = synthetic or empty
@@ -84,10 +126,28 @@ class Candidates:
     source: str = "candidates"  # for describe(): where they come from
     weighting: str = "none"  # for describe(): what log_w holds
     masked: str = "nothing"  # for describe(): what was masked before and is written into log_w
+    mix: Mixtures | None = None
 
     @property
     def shared(self) -> bool:
         return self.ids.dim() == 1
+
+    def plain(self) -> tuple[Candidates, ...]:
+        """The block without mixtures and, where it has any, a second block that holds them as vectors with their masks written out."""
+        if self.mix is None:
+            return (self,)
+        weights, m = self.mix.weights, self.mix.weights.shape[-1]
+        emb = (weights @ self.emb.unflatten(-2, (-1, m))).flatten(-3, -2)
+        # -inf times a weight of 0 would be nan
+        log_w = self.log_w.expand(self.ids.shape if self.log_w.dim() < 2 else (*self.log_w.shape[:1], self.ids.shape[-1]))
+        mixed = (weights @ log_w.clamp(min=-1e30).unflatten(-1, (-1, m)).unsqueeze(-1).to(weights.dtype)).squeeze(-1) + self.mix.offset
+        mixed = mixed.masked_fill(mixed < -1e15, -torch.inf)
+        if self.mix.exclude is not None:
+            mixed = torch.where(self.mix.exclude.mask(self.mix.groups).unsqueeze(-1), -torch.inf, mixed)
+        ids = torch.full(emb.shape[:-1], -1, device=self.ids.device)
+        masked = self.masked if self.mix.exclude is None else "own positive's cluster"
+        source = f"mixtures of {self.source}"
+        return replace(self, mix=None), Candidates(ids, emb, mixed.flatten(-2), source=source, weighting=self.weighting, masked=masked)
 
 
 @dataclass(frozen=True)
@@ -96,6 +156,12 @@ class Bag:
 
     blocks: tuple[Candidates, ...]
     log_w_positive: Tensor | None = None  # (B,); None = 0
+
+    def plain(self) -> Bag:
+        """The same bag with mixtures as vectors: for whoever looks at single candidates."""
+        if all(block.mix is None for block in self.blocks):
+            return self
+        return replace(self, blocks=tuple(part for block in self.blocks for part in block.plain()))
 
     def describe(self) -> str:
         """What the queries of this step are contrasted with: one line per block."""
@@ -107,6 +173,8 @@ class Bag:
             line += f", {block.ids[real].unique().numel():,} distinct items, {int((~real).sum()):,} synthetic or empty"
             line += f"; weight: {block.weighting}, {int(torch.isneginf(block.log_w).sum()):,} dropped"
             line += f"; masked: {_masked(block)}"
+            if block.mix is not None:
+                line += f"; and {block.mix.count:,} mixtures of {block.mix.weights.shape[-1]:,} neighbours each"
             lines.append(line + (f"; counted as {block.draws:,.0f} expected draws per query" if block.draws else ""))
         corrected = "uncorrected" if self.log_w_positive is None else "corrected"
         return "\n".join([*lines, f"positive: one per query, {corrected}"])
@@ -130,6 +198,7 @@ class Step:
     encode: Callable[[Tensor], Tensor]  # item ids of any shape -> their vectors, (..., D)
     generator: torch.Generator
     positives: Positives | None = None  # all known positives of every query
+    encode_mixtures: Callable[[Tensor, Tensor, int], Tensor] | None = None  # as Retriever.encode_mixtures
 
     @property
     def scaled(self) -> Tensor:

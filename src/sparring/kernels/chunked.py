@@ -41,10 +41,12 @@ class _Spare:
         self.most = most
 
     def take(self, like: Tensor, rows: int, columns: int) -> Tensor:
-        for at, buffer in enumerate(self.buffers):
-            if buffer.dtype == like.dtype and buffer.device == like.device and buffer.numel() >= rows * columns:
-                return self.buffers.pop(at)[: rows * columns].view(rows, columns)
-        return like.new_empty(rows * columns).view(rows, columns)
+        fit = [b for b in self.buffers if b.dtype == like.dtype and b.device == like.device and b.numel() >= rows * columns]
+        if not fit:
+            return like.new_empty(rows * columns).view(rows, columns)
+        smallest = min(fit, key=torch.numel)
+        self.buffers = [b for b in self.buffers if b is not smallest]
+        return smallest[: rows * columns].view(rows, columns)
 
     def give(self, buffer: Tensor) -> None:
         if buffer.device.type == "cpu":
@@ -52,7 +54,7 @@ class _Spare:
             self.buffers = [whole, *self.buffers][: self.most]
 
 
-_spare = _Spare(most=2)
+_spare = _Spare(most=4)
 
 
 class _Blocks:

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 Places = tuple[Tensor, Tensor] | Tensor  # pairs that do not count: (rows, columns) with rows ascending, or a (B, C) mask
+NEVER = -1e30  # stands for -inf in a sum of products, where 0 times -inf would be nan
+ALIVE = -1e15  # no logit lies below it, a share of NEVER does
+
+
+class Mix(NamedTuple):
+    """Made-up candidates: each group of M consecutive ones gives V mixtures, whose logits mix the logits of the M, weights and all."""
+
+    weights: Tensor  # (G, V, M) with C = G M, or (B, G, V, M) where each query has its own candidates; constants
+    places: Places | None = None  # pairs (row, group) whose mixtures do not count
+    offset: float = 0.0  # added to the logit of every mixture
 
 
 def logits(q: Tensor, emb: Tensor) -> Tensor:
@@ -45,12 +56,14 @@ def weighted_logsumexp(
     places: Places | None = None,
     draws: float | None = None,
     usage: Tensor | None = None,
+    mix: Mix | None = None,
 ) -> Tensor:
     """log sum_j exp(q_i . e_j + log_w_ij) for every query i, shape (B,).
 
     `places` drops pairs. With `draws` = n the weights are replaced by the constants n * softmax_j(q_i . e_j + log_w_ij), the
     expected counts of n draws, and `usage` (C,), where given, receives their sum over the queries. No gradient flows
-    through those counts, so the gradient is softmax(2 s + log_w).
+    through those counts, so the gradient is softmax(2 s + log_w). With `mix` the sum runs over mixtures of the candidates too;
+    the two do not go together.
     """
     scores = logits(q, emb)
     weights = drop(log_w, scores.shape, places)
@@ -60,4 +73,18 @@ def weighted_logsumexp(
             weights = corrected - safe_logsumexp(corrected).nan_to_num(neginf=0.0).unsqueeze(-1) + math.log(draws)
             if usage is not None:
                 usage.copy_(weights.exp() if usage.dim() == 2 else weights.exp().sum(0))
-    return safe_logsumexp(scores + weights)
+    if mix is None:
+        return safe_logsumexp(scores + weights)
+    return safe_logsumexp(torch.cat([scores + weights, mixed_logits(scores, log_w, mix)], -1))
+
+
+def mixed_logits(scores: Tensor, log_w: Tensor, mix: Mix) -> Tensor:
+    """Logits of the mixtures (B, G V) from those of the candidates (B, C), before any of these is dropped by place."""
+    each = (scores + log_w.clamp(min=NEVER)).unflatten(1, (-1, mix.weights.shape[-1]))
+    made = torch.einsum("gvm,bgm->bgv" if mix.weights.dim() == 3 else "bgvm,bgm->bgv", mix.weights, each) + mix.offset
+    made = made.masked_fill(made < ALIVE, -math.inf)
+    if isinstance(mix.places, Tensor):
+        made = made.masked_fill(mix.places.unsqueeze(-1), -math.inf)
+    elif mix.places is not None:
+        made = made.index_put(mix.places, torch.tensor(-math.inf, dtype=made.dtype, device=made.device))
+    return made.flatten(1)

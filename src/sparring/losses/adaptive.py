@@ -160,7 +160,7 @@ def lambert_w(x: Tensor) -> Tensor:
 def _mean_score(q: Tensor, bag: Bag) -> Tensor:
     """The weighted mean of all scores of the batch with the bag, as if queries and candidates were independent."""
     total, mass = q.new_zeros(()), q.new_zeros(())
-    for block in bag.blocks:
+    for block in bag.plain().blocks:
         weights = block.log_w.exp()
         if block.shared:
             weights = (weights.mean(0) if weights.dim() == 2 else weights).expand(block.ids.shape)

@@ -130,7 +130,7 @@ def _log_sigma(surrogate: Surrogate, d: Tensor) -> tuple[Tensor, Tensor]:
 
 def _weighed(q: Tensor, bag: Bag) -> Iterator[tuple[Tensor, Tensor]]:
     """Inner products with q and log weights, -inf where a candidate does not count: (B, C) each, block by block."""
-    for block in bag.blocks:
+    for block in bag.plain().blocks:
         if block.draws is not None:
             raise ValueError("a pairwise loss needs drawn negatives: give Resample draw='multinomial' or 'systematic'")
         scores = logits(q, block.emb)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparring.kernels import reference, weighted_logsumexp
+from sparring.kernels import Mix, reference, weighted_logsumexp
 from sparring.types import Bag, Candidates, Step
 
 Loss = Callable[[Step, Bag], Tensor]
@@ -86,4 +86,5 @@ def above(negatives: Tensor, positive: Tensor) -> Tensor:
 
 def _logsumexp(step: Step, block: Candidates) -> Tensor:
     places = block.exclude.places(block.ids) if block.exclude else None
-    return weighted_logsumexp(step.scaled, block.emb, block.log_w, places, block.draws, block.usage)
+    mix = Mix(block.mix.weights, block.mix.places(), block.mix.offset) if block.mix else None
+    return weighted_logsumexp(step.scaled, block.emb, block.log_w, places, block.draws, block.usage, mix)

@@ -218,6 +218,7 @@ def merged(bag: Bag, step: Step) -> Candidates:
     """The bag as one block, so that candidates of several sources can be drawn or ranked together."""
     if any(block.draws is not None for block in bag.blocks):
         raise ValueError("expected draws cannot be drawn or ranked again: give the inner Resample draw='multinomial' or 'systematic'")
+    bag = bag.plain()
     if len(bag.blocks) == 1:
         return bag.blocks[0]
     b = len(step.q)
@@ -248,4 +249,4 @@ def mask_of(block: Candidates) -> str:
 
 
 def _kind(exclude: Exclude | None) -> str:
-    return "none" if exclude is None else "positive" if exclude.rows is None else "known"
+    return "none" if exclude is None else f"{exclude.name} {id(exclude.code)}"

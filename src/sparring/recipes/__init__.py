@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from sparring.composition import Run
-from sparring.recipes.hard import ahns, amns, bmns, dns, fairneg, midx, mixgcf
+from sparring.recipes.esans import esans
+from sparring.recipes.hard import ahns, amns, bmns, dns, fairneg, midx, mixgcf, sce
 from sparring.recipes.in_batch import (
     PAPER,
     Form,
@@ -38,6 +39,7 @@ RECIPES: dict[str, Callable[..., Run]] = {
     recipe.__name__: recipe
     for recipe in (default, quick, uns, pns, bpr, ssl, ssl_pop, g_tower, mns, debiased_mns, bir, xir, cbns, full_softmax, shown)
 }
-RECIPES |= {recipe.__name__: recipe for recipe in (dns, ahns, mixgcf, amns, bmns, fairneg, midx)}
+RECIPES |= {recipe.__name__: recipe for recipe in (dns, ahns, mixgcf, amns, bmns, fairneg, midx, sce)}
 RECIPES |= {recipe.__name__: recipe for recipe in (sl, bsl, psl, slatk, ccl, ada_tau)}
+RECIPES |= {esans.__name__: esans}
 __all__ += [*RECIPES]

@@ -1,4 +1,4 @@
-"""Harder, fairer and made-up negatives: DNS, AHNS, MixGCF, AMNS, BMNS, FairNeg, MIDX."""
+"""Harder, fairer and made-up negatives: DNS, AHNS, MixGCF, AMNS, BMNS, FairNeg, MIDX, SCE."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from sparring.negatives import (
     Exclusion,
     GroupShares,
     Hardest,
+    HardestBucket,
     InBatch,
     MixPositive,
     NearestTo,
@@ -176,9 +177,26 @@ def midx(
     New codebooks every `every` epochs. Our common settings: the paper's are for autoencoders and language models.
     Chen et al., Fast Variational AutoEncoder with Inverted Multi-Index for Collaborative Filtering, WWW 2022.
     """
-    width = setup.hidden[-1] if setup.item_features else setup.dim
-    negatives = QuantizedSoftmax(data.n_items, width, n, words, codebook, correction, exclude, every)
+    negatives = QuantizedSoftmax(data.n_items, setup.width, n, words, codebook, correction, exclude, every)
     return compose(data, setup, Term(1.0, negatives))
+
+
+def sce(
+    data: Interactions,
+    setup: Setup = Setup(),
+    *,
+    n: int = 256,
+    buckets: int | None = None,
+    queries: int | None = None,
+    mix: bool = False,
+    exclude: Exclusion = "positive",
+) -> Run:
+    """Cross-entropy inside random buckets of queries and items that point the same way, the hardest bucket of each query (SCE).
+
+    n items to a bucket; 2 sqrt(B) buckets of as many queries unless given. Our common settings: the paper's are for sequence models.
+    Mezentsev et al., Scalable Cross-Entropy Loss for Sequential Recommendations with Large Item Catalogs, RecSys 2024.
+    """
+    return compose(data, setup, Term(1.0, HardestBucket(data.n_items, n, buckets, queries, mix, exclude)))
 
 
 def popularity_classes(data: Interactions, groups: int) -> Tensor:

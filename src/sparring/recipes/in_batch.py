@@ -207,8 +207,7 @@ def cbns(
     Wang et al., Cross-Batch Negative Sampling for Training Two-Tower Recommenders, SIGIR 2021, equation 9.
     """
     pop = popularity(data)
-    width = setup.hidden[-1] if setup.item_features else setup.dim
-    return compose(data, setup, Term(1.0, Union(InBatch(pop), Memory(size, width, pop, warmup), correction=correction)))
+    return compose(data, setup, Term(1.0, Union(InBatch(pop), Memory(size, setup.width, pop, warmup), correction=correction)))
 
 
 def full_softmax(data: Interactions, setup: Setup = PAPER) -> Run:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sparring.losses import sampled_softmax
 from sparring.negatives.algebra import Negatives
-from sparring.types import Bag, Candidates, Outcome, Step
+from sparring.types import Bag, Candidates, Exclude, Outcome, Step
 
 
 def weights(block: Candidates, step: Step) -> Tensor:
@@ -17,16 +17,35 @@ def weights(block: Candidates, step: Step) -> Tensor:
     n = len(step.q)
     ids = block.ids.expand(n, -1)
     log_w = block.log_w.detach().double().expand(ids.shape).clone()
-    if block.exclude is not None:
-        rows = torch.arange(n) if block.exclude.rows is None else block.exclude.rows
-        never = torch.zeros(n, 1 + int(max(block.exclude.ids.max(), ids.max())), dtype=torch.bool)
-        never[rows, block.exclude.ids] = True
-        log_w[never.gather(1, ids.clamp(min=0)) & (ids >= 0)] = -math.inf
+    log_w[_never(block.exclude, ids)] = -math.inf
     if block.draws is None:
         return log_w.exp()
     mass = (_scores(block, step).detach() + log_w).exp()
     total = mass.sum(1, keepdim=True)
     return torch.where(total > 0, block.draws * mass / total, 0.0)
+
+
+def _never(exclude: Exclude | None, ids: Tensor) -> Tensor:
+    """(B, C) bool: which candidates (B, C) never count, by a table of all pairs (row, item) or (row, class)."""
+    if exclude is None:
+        return torch.zeros_like(ids, dtype=torch.bool)
+    rows = torch.arange(len(ids)) if exclude.rows is None else exclude.rows
+    key = ids.clamp(min=0) if exclude.code is None else exclude.code[ids.clamp(min=0)]
+    never = torch.zeros(len(ids), 1 + int(max(exclude.ids.max(), key.max())), dtype=torch.bool)
+    never[rows, exclude.ids] = True
+    return (never.gather(1, key) & (ids >= 0)) | _never(exclude.also, ids)
+
+
+def _mixed(block: Candidates, step: Step) -> Tensor:
+    """(B, G, V) float64: the terms of the partition function that are mixtures, vector by vector."""
+    assert block.mix is not None
+    n, (v, m) = len(step.q), block.mix.weights.shape[-2:]
+    share = block.mix.weights.double().expand(n, -1, v, m)
+    vectors = torch.einsum("bgvm,bgmd->bgvd", share, block.emb.double().expand(n, *block.emb.shape[-2:]).unflatten(1, (-1, m)))
+    log_w = block.log_w.double().expand(n, block.ids.shape[-1]).unflatten(1, (-1, 1, m))
+    terms = (torch.where(share > 0, share * log_w, 0.0)).sum(-1) + block.mix.offset
+    terms = terms + torch.einsum("bd,bgvd->bgv", step.q.double(), vectors) / step.tau.double().reshape(-1, 1, 1)
+    return terms.exp().masked_fill(_never(block.mix.exclude, block.mix.groups.expand(n, -1)).unsqueeze(-1), 0.0)
 
 
 def dense(bag: Bag, step: Step, n_items: int) -> Tensor:
@@ -46,6 +65,8 @@ def plain_loss(step: Step, bag: Bag) -> Tensor:
     total = positive.exp()
     for block in bag.blocks:
         total = total + (weights(block, step) * _scores(block, step).exp()).sum(1)
+        if block.mix is not None:
+            total = total + _mixed(block, step).sum((1, 2))
     return total.log() - positive
 
 

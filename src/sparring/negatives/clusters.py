@@ -1,0 +1,200 @@
+"""Negatives by the cluster of the positive: OtherClusters, easy ones from clusters nearby; SameCluster, hard ones from its own (ESANS)."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sparring.clusters.codes import Codes
+from sparring.negatives.algebra import Negatives, check_choice
+from sparring.types import Bag, Candidates, Exclude, Step
+
+Distance = Literal["cosine", "literal"]
+CellExclusion = Literal["cell", "known", "positive", "none"]
+NEAREST = 1e-3  # the least distance between two clusters, so that twins do not take all draws
+
+
+class ByCluster(Negatives):
+    """What both samplers share: the codes as buffers, the masks, and items drawn from one stretch of the sorted catalogue.
+
+    An item of the positive's own cell (same primary and same secondary cluster) is taken for a false negative. By construction no query
+    draws one for itself; where candidates are shared, the draws of other queries are masked. Everything has a fixed shape and nothing waits
+    for the device, unless exclude="known".
+    """
+
+    cell: Tensor
+    order: Tensor
+    start: Tensor
+    cell_start: Tensor
+
+    def __init__(self, codes: Codes, shared: bool, exclude: CellExclusion):
+        super().__init__()
+        check_choice("exclude", exclude, CellExclusion)
+        self.shared, self.exclude = shared, exclude
+        self.k_primary, self.k_secondary = codes.k_primary, codes.k_secondary
+
+    def register(self, codes: Codes) -> None:
+        for name, tensor in self.tables(codes).items():
+            self.register_buffer(name, tensor.clone())
+
+    def tables(self, codes: Codes) -> dict[str, Tensor]:
+        """The buffers that follow from the codes."""
+        return {"cell": codes.cell_of, "order": codes.order, "start": codes.start, "cell_start": codes.cell_start}
+
+    @torch.no_grad()
+    def set_codes(self, codes: Codes) -> None:
+        """Go on with other codes of the same items, in place: clusters may follow the catalogue while training runs."""
+        found, own = (len(codes), codes.k_primary, codes.k_secondary), (len(self.cell), self.k_primary, self.k_secondary)
+        if found != own:
+            raise ValueError(f"codes of (items, primary, secondary) {own} cannot become {found}: begin a new run")
+        for name, tensor in self.tables(codes).items():
+            self.get_buffer(name).copy_(tensor)
+
+    def primary(self, items: Tensor) -> Tensor:
+        """The primary cluster of items; -1 for the id -1."""
+        return torch.where(items >= 0, self.cell[items.clamp(min=0)] // self.k_secondary, -1)
+
+    def excluded(self, step: Step) -> Exclude | None:
+        """What never counts; a query's own draws hold neither its positive nor its cell."""
+        also = None
+        if self.exclude == "known":
+            if step.positives is None:
+                raise ValueError('exclude="known" needs Step.positives: all known positives of each query')
+            also = step.positives.of(step.query_ids)
+        if self.exclude == "none" or not self.shared:
+            return also
+        return Exclude(step.item_ids) if self.exclude == "positive" else Exclude(self.cell[step.item_ids], code=self.cell, also=also)
+
+    def offer(self, step: Step, ids: Tensor, source: str) -> Bag:
+        """The bag of drawn ids (B, ...), -1 where there was none to draw."""
+        ids = ids.flatten() if self.shared else ids.flatten(1)
+        log_w = torch.where(ids >= 0, 0.0, -math.inf)
+        return Bag((Candidates(ids, step.encode(ids.clamp(min=0)), log_w, self.excluded(step), source=source),))
+
+
+class OtherClusters(ByCluster):
+    """For each positive m_o items of each of m_c other primary clusters, near ones more often (the simple negatives of ESANS).
+
+        P(cluster k | positive in c) = d(z_c, z_k)^-gamma / sum over the others,   d(a, b) = (1 - cos(a, b)) / 2 in [0.001, 1]
+
+    Clusters are drawn without replacement, items in a cluster too where it has m_o; an empty cluster is never drawn. gamma = 0 draws
+    clusters alike. distance="literal" is equation 9 to the letter, d = the inner product of codewords scaled to [0, 1], which prefers
+    clusters far away. The B m_c m_o items serve all queries (shared), those of a query's own cell masked, or only the query they were
+    drawn for. Uncorrected: the paper weighs all alike. Where too few clusters hold items the rest counts nothing.
+
+        OtherClusters(codes, m_c=2, m_o=5)
+
+    Xing et al., ESANS, WWW 2025, equations 9 and 10.
+    """
+
+    chance: Tensor
+
+    def __init__(
+        self,
+        codes: Codes,
+        m_c: int = 2,
+        m_o: int = 5,
+        gamma: float = 1.0,
+        distance: Distance = "cosine",
+        shared: bool = True,
+        exclude: CellExclusion = "cell",
+    ):
+        check_choice("distance", distance, Distance)
+        if not 1 <= m_c < codes.k_primary or m_o < 1 or not gamma >= 0:
+            raise ValueError(f"OtherClusters needs 1 <= m_c < {codes.k_primary} clusters, m_o >= 1, gamma >= 0; got {m_c}, {m_o}, {gamma}")
+        super().__init__(codes, shared, exclude)
+        self.m_c, self.m_o, self.gamma = m_c, m_o, gamma
+        self.distance: Distance = distance
+        self.register(codes)
+
+    def tables(self, codes: Codes) -> dict[str, Tensor]:
+        return super().tables(codes) | {"chance": cluster_chances(codes.codewords, codes.sizes, self.gamma, self.distance)}
+
+    def forward(self, step: Step) -> Bag:
+        own = self.primary(step.item_ids)
+        # a race of exponential clocks: the first m_c are a draw without replacement in proportion to their rates
+        clock = torch.rand(len(own), self.k_primary, generator=step.generator, device=own.device).log_().neg_()
+        first = (clock / self.chance[own]).topk(self.m_c, dim=1, largest=False)
+        begin = self.start[first.indices]
+        within = distinct(self.start[first.indices + 1] - begin, self.m_o, step.generator)
+        at = (begin.unsqueeze(-1) + within).clamp(max=len(self.order) - 1)
+        ids = torch.where(torch.isfinite(first.values).unsqueeze(-1), self.order[at], -1)
+        return self.offer(step, ids, f"{self.m_o} of each of {self.m_c} other clusters")
+
+
+class SameCluster(ByCluster):
+    """For each positive m_h items of its primary cluster but of another secondary one (the hard negatives of ESANS).
+
+        r uniform in [0, |cluster| - |cell|),   item = r-th of the cluster with the cell cut out
+
+    No draw is ever rejected; without replacement where that many are left. Where the cell is all there is of the cluster, the items come
+    from the nearest other primary cluster. Per query; shared=True offers every query the draws of all, its own cell masked.
+
+        SameCluster(codes, m_h=5)
+
+    Xing et al., ESANS, WWW 2025, section 3.3.3.
+    """
+
+    nearest: Tensor
+
+    def __init__(self, codes: Codes, m_h: int = 5, shared: bool = False, exclude: CellExclusion = "cell"):
+        if m_h < 1:
+            raise ValueError(f"SameCluster needs m_h >= 1, got {m_h}")
+        super().__init__(codes, shared, exclude)
+        self.m_h = m_h
+        self.name = f"{m_h} of the same cluster"
+        self.register(codes)
+
+    def tables(self, codes: Codes) -> dict[str, Tensor]:
+        chance = cluster_chances(codes.codewords, codes.sizes, 1.0, "cosine")
+        nearest = torch.where(chance.amax(1) > 0, chance.argmax(1), -1)
+        return super().tables(codes) | {"nearest": nearest}
+
+    def forward(self, step: Step) -> Bag:
+        cell = self.cell[step.item_ids]
+        own = cell // self.k_secondary
+        begin, hole, width = self.start[own], self.cell_start[cell], self.cell_start[cell + 1] - self.cell_start[cell]
+        left = self.start[own + 1] - begin - width
+        other = self.nearest[own]
+        there = other.clamp(min=0)
+        size = torch.where(other >= 0, self.start[there + 1] - self.start[there], 0)
+        inside = left > 0
+        within = distinct(torch.where(inside, left, size), self.m_h, step.generator)
+        at = torch.where(inside, begin, self.start[there]).unsqueeze(1) + within
+        at = at + torch.where(inside.unsqueeze(1) & (at >= hole.unsqueeze(1)), width.unsqueeze(1), 0)
+        some = (inside | (size > 0)).unsqueeze(1)
+        ids = torch.where(some, self.order[at.clamp(max=len(self.order) - 1)], -1)
+        return self.offer(step, ids, self.name)
+
+
+def cluster_chances(codewords: Tensor, sizes: Tensor, gamma: float, distance: Distance) -> Tensor:
+    """(K, K): the chance to draw cluster k first for a positive in cluster c; 0 for its own and for empty ones (equation 9)."""
+    possible = (sizes > 0).unsqueeze(0) & ~torch.eye(len(sizes), dtype=torch.bool)
+    if distance == "cosine":
+        unit = F.normalize(codewords.double(), dim=1)
+        d = (1 - unit @ unit.T) / 2
+    else:
+        inner = codewords.double() @ codewords.double().T
+        low = inner.masked_fill(~possible, math.inf).amin(1, keepdim=True)
+        reach = inner.masked_fill(~possible, -math.inf).amax(1, keepdim=True) - low
+        d = torch.where(reach > 0, (inner - low) / reach, 1.0)
+    rate = torch.where(possible, d.clamp(NEAREST, 1) ** -gamma, 0.0)
+    return (rate / rate.sum(1, keepdim=True).clamp(min=1e-300)).float()
+
+
+def distinct(size: Tensor, m: int, generator: torch.Generator) -> Tensor:
+    """(..., m) whole numbers below size (...), every set of m as likely as any other; with repetition where size < m; 0 where it is 0."""
+    u = torch.rand(*size.shape, m, dtype=torch.float64, generator=generator, device=size.device)
+    enough = size >= m
+    drawn = torch.empty(u.shape, dtype=torch.long, device=size.device)
+    # Floyd's algorithm: the k-th draw is below size - m + k + 1, and the last of those where it was drawn before
+    for k in range(m):
+        last = torch.where(enough, size - m + k, size - 1).clamp(min=0)
+        pick = torch.minimum((u[..., k] * (last + 1)).long(), last)
+        again = (drawn[..., :k] == pick.unsqueeze(-1)).any(-1) & enough
+        drawn[..., k] = torch.where(again, last, pick)
+    return drawn
