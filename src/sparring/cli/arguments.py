@@ -242,6 +242,8 @@ def _compare(parser: Parser) -> None:
 
 
 def _reproduce(parser: Parser) -> None:
+    from sparring.cli.modalities import add_modalities
+
     parser.add_argument("name", nargs="?", metavar="NAME", help="which table or figure; without a name all are listed")
     parser.add_argument(
         "--data",
@@ -251,8 +253,11 @@ def _reproduce(parser: Parser) -> None:
         help="a file, a folder of parts, the name of a set, or world:QUERIESxITEMS; repeatable",
     )
     _columns(parser)
+    add_modalities(parser)
+    parser.add_argument("--category", default="category", metavar="COLUMN", help="column of the items for category clusters (default: category)")
     group = parser.add_argument_group("how it is run")
-    group.add_argument("--seeds", type=count, default=5, metavar="N", help="10, 20, ..., each with a split of its own (default: 5)")
+    group.add_argument("--seeds", type=count, default=5, metavar="N", help="10, 20, ..., in XIR's each with a split of its own (default: 5)")
+    group.add_argument("--tune", type=count, default=0, metavar="N", help="esans-...: first tune with N trials on the validation part")
     group.add_argument("--epochs", type=count, metavar="N", help="the same as --set epochs=N (default: as in the paper)")
     group.add_argument(
         "--set", type=setting, action="append", default=[], dest="settings", metavar="NAME=VALUE", help="for every recipe that knows it"
@@ -315,6 +320,7 @@ def _recommend(parser: Parser) -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help="a folder written by `sparring train`")
     parser.add_argument("--query", action="append", default=[], metavar="ID", help="a query (user) of the data; repeatable")
     parser.add_argument("--history", type=ids, metavar="ID,ID", help="items instead of a query: what goes with them")
+    parser.add_argument("--text", action="append", default=[], metavar="TEXT", help="a new query by its text, for text towers; repeatable")
     parser.add_argument("-k", type=count, default=10, metavar="K", help="how many items (default: 10)")
     parser.add_argument("--with-seen", action="store_true", help="do not leave out what the query already has")
     parser.add_argument("--json", action="store_true", help="print one JSON object per line instead of a table")

@@ -47,6 +47,9 @@ def train(args: Namespace) -> int:
         for table in screen.evaluation_tables(fitted.test):
             show.print(table)
             show.print()
+    if fitted.stages and not args.quiet:
+        show.print(screen.stages_table(fitted.stages))
+        show.print()
     show.print(_closing(fitted, folder), markup=False, soft_wrap=True)
     return 0
 
@@ -66,7 +69,7 @@ def fit_shown(
     """Train with the progress on the screen."""
     from sparring.contrast import describe_batch
     from sparring.tensorboard import epoch_writer
-    from sparring.train import fit
+    from sparring.stages import fit_stages
 
     show = screen.console()
     named = {"train": parts.train, "valid": parts.valid, "test": parts.test}
@@ -78,7 +81,7 @@ def fit_shown(
     with screen.listening(show, quiet, intro) as progress:
         if tensorboard:
             progress.epoch = screen.both(progress.epoch, epoch_writer(folder / "tensorboard"))
-        return fit(run, parts, folder, resume=resume, device=device, k=k, progress=progress, source=source)
+        return fit_stages(run, parts, folder, resume=resume, device=device, k=k, progress=progress, source=source)
 
 
 def _fresh(args: Namespace, name: str, asked: dict[str, object]) -> tuple[Run, Split, dict[str, Any]]:
@@ -242,14 +245,19 @@ def _other(trained: Trained, data: Interactions, where: str) -> tuple[Any, Any]:
 def recommend(args: Namespace) -> int:
     from sparring import runs
 
-    if bool(args.query) == bool(args.history):
-        raise UserError("give either --query ID (repeatable) or --history ID,ID,...")
+    if sum(map(bool, (args.query, args.history, args.text))) != 1:
+        raise UserError("give one of --query ID (repeatable), --history ID,ID,... or --text TEXT (repeatable)")
     trained = runs.load(args.run)
-    best = trained.recommend_history(args.history, args.k) if args.history else trained.recommend(args.query, args.k, args.with_seen)
+    if args.text:
+        best = trained.recommend_text(args.text, args.k)
+    elif args.history:
+        best = trained.recommend_history(args.history, args.k)
+    else:
+        best = trained.recommend(args.query, args.k, args.with_seen)
     if args.json:
         print("\n".join(json.dumps(row, ensure_ascii=False) for row in best.iter_rows(named=True)))
         return 0
-    several = len(args.query) > 1
+    several = len(args.query) + len(args.text) > 1
     names = [name for name in best.columns if several or name != "query"]
     rows = [[f"{cell:.4f}" if isinstance(cell, float) else _cell(cell) for cell in row] for row in best[names].iter_rows()]
     screen.console().print(screen.table([names, *rows], left=len(names) - 1))
