@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sparring.kernels import logits
+from sparring.kernels.reference import Keys
 from sparring.negatives.algebra import Negatives, mask_of, merged
 from sparring.types import Bag, Candidates, Step
 
@@ -67,8 +68,8 @@ def masked_logits(q: Tensor, block: Candidates) -> Tensor:
     scores = logits(q, block.emb)
     scores.masked_fill_(torch.isneginf(block.log_w), -math.inf)
     places = block.exclude.places(block.ids) if block.exclude else None
-    if isinstance(places, Tensor):
-        scores.masked_fill_(places, -math.inf)
+    if isinstance(places, Tensor | Keys):
+        scores.masked_fill_(places.mask() if isinstance(places, Keys) else places, -math.inf)
     elif places is not None:
         scores.index_put_(places, torch.tensor(-math.inf, dtype=scores.dtype, device=scores.device))
     return scores
