@@ -87,7 +87,8 @@ def test_drawn_counts_follow_their_distribution() -> None:
         totals[seed] = usage.cpu()
         if seed == 0:
             # one query alone: its counts can be read off the usage, and the value and gradients follow from them
-            alone, one_q, one_emb = torch.zeros(6, device=DEVICE), q[:1].to(DEVICE, copy=True).requires_grad_(), emb.to(DEVICE, copy=True).requires_grad_()
+            alone, one_q = torch.zeros(6, device=DEVICE), q[:1].to(DEVICE, copy=True).requires_grad_()
+            one_emb = emb.to(DEVICE, copy=True).requires_grad_()
             got = fused.weighted_logsumexp(one_q, one_emb, even, None, n, alone, torch.tensor([seed], device=DEVICE))
             got.sum().backward()
             counts = alone.cpu().double()

@@ -258,8 +258,8 @@ class _Problem:
         top, total, top1, total1 = torch.empty(4, parts, b, device=q.device, dtype=torch.float32).unbind()
         mean = torch.empty(parts, b, d, device=q.device, dtype=torch.float32) if keep else top
         _forward[(outer, parts)](
-            q, self.emb, self.log_w, self.rows, self.columns, self.seed, top if log_z is None else _beyond(log_z), top, total, top1, total1, mean,
-            b, c, d, span, self.draws, plan.rows, plan.columns, plan.dims,
+            q, self.emb, self.log_w, self.rows, self.columns, self.seed, top if log_z is None else _beyond(log_z),
+            top, total, top1, total1, mean, b, c, d, span, self.draws, plan.rows, plan.columns, plan.dims,
             self.log_w.dim() == 2, self.keyed, self.kind, keep, precision(q.dtype), num_warps=plan.warps, num_stages=plan.stages,
         )  # fmt: skip
         joined, share = _joined(top, total)
