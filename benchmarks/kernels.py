@@ -2,7 +2,7 @@
 
     python benchmarks/kernels.py --device cuda [--sizes 8192,16384,65536] [--dim 128] [--precision tf32] [--out kernels.json]
 
-Forward and backward, B = C, each form in turn, the best of several rounds; memory is what it takes beyond its inputs and gradients. The floor
+Forward and backward, B = C, each form in turn, the best of several rounds; memory is what it takes beyond inputs and gradients. The floor
 is three products of B x C x D in the same precision. "eager" writes out the scores, as PyTorch code does; "chunked" is our kernel without
 Triton, "fused" the Triton kernel; "drawn" draws |R| = C counts for each query. Forms that would not fit are left out.
 """
