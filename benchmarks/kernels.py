@@ -21,7 +21,7 @@ from torch import Tensor
 
 from _shared import table
 from sparring.kernels import chunked
-from sparring.kernels.reference import Keys
+from sparring.types import Keys
 
 Form = Callable[[Tensor, Tensor, Tensor, Keys], Tensor]
 

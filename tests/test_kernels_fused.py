@@ -11,7 +11,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from sparring.kernels import fused
-from sparring.kernels.reference import Keys
+from sparring.types import Keys
 
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")  # the interpreter's log2(0)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -7,11 +7,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 _STRIDE = 1 << 40  # row * _STRIDE + item id is unique for every pair of a batch
+
+
+class Keys(NamedTuple):
+    """Pairs that do not count, as keys: candidate j not for query i where columns_j = rows_i."""
+
+    columns: Tensor  # (C,)
+    rows: Tensor  # (B,)
+
+    def mask(self, low: int = 0, high: int | None = None) -> Tensor:
+        """The pairs of queries low to high as a mask (rows, C)."""
+        return self.rows[low:high].unsqueeze(1) == self.columns
+
+
+Places = tuple[Tensor, Tensor] | Tensor | Keys  # pairs that do not count: (rows, columns) with rows ascending, a (B, C) mask, or keys
 
 
 @dataclass(frozen=True)
@@ -32,9 +48,11 @@ class Exclude:
         own = "all known positives" if self.rows is not None else "own positive" if self.code is None else "own positive and its cell"
         return own if self.also is None else f"{own}, {self.also.name}"
 
-    def places(self, ids: Tensor) -> tuple[Tensor, Tensor] | Tensor:
-        """What the kernels take: `hits`, or on a GPU, where counting hits would wait for the device, a (B, C) mask."""
-        return self.mask(ids) if self.rows is None and self.also is None and ids.is_cuda else self.hits(ids)
+    def places(self, ids: Tensor) -> Places:
+        """What the kernels take: `hits`; on a GPU, where counting hits would wait for the device, keys to compare, or a (B, C) mask."""
+        if self.rows is not None or self.also is not None or not ids.is_cuda:
+            return self.hits(ids)
+        return Keys(self._keys(ids), self.ids) if ids.dim() == 1 else self.mask(ids)
 
     def mask(self, ids: Tensor) -> Tensor:
         """(B, C) bool: the excluded places among candidate ids (C,) or (B, C), where each query excludes one item or class."""
@@ -98,7 +116,7 @@ class Mixtures:
     exclude: Exclude | None = None  # the class whose mixtures never count against a query, one for each
     offset: float = 0.0
 
-    def places(self) -> tuple[Tensor, Tensor] | Tensor | None:
+    def places(self) -> Places | None:
         """(row, group) pairs that do not count, as the kernels take them."""
         return self.exclude.places(self.groups) if self.exclude else None
 
@@ -215,10 +233,15 @@ class Corpus:
     """The whole catalogue as the model sees it now: handed, without gradient, to every module that refreshes."""
 
     epoch: int  # about to begin, from 0
-    items: Tensor  # (N, D)
+    item_vectors: Tensor | Callable[[], Tensor]  # (N, D), or what encodes them
     encode_queries: Callable[[Tensor], Tensor]  # query ids -> (B, D)
     positives: Positives  # all known positives of every query
     generator: torch.Generator
+
+    @cached_property
+    def items(self) -> Tensor:
+        """(N, D): encoded when first asked for, since a catalogue of texts takes long."""
+        return self.item_vectors if isinstance(self.item_vectors, Tensor) else self.item_vectors()
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from sparring.kernels.reference import Keys, Places
+from sparring.kernels.reference import Keyed, Places
 
 STORE = 1 << 26  # elements of (B, C) kept for the backward pass: 256 MiB in float32
 BLOCK = {"cpu": 1 << 19, "cuda": 1 << 27}  # elements of scores worked on at a time
@@ -78,7 +78,7 @@ class _Blocks:
             dead = torch.isneginf(flat)
             self.dead = dead if q.device.type != "cpu" or bool(dead.any()) else None
         self.bounds = None
-        if places is not None and not isinstance(places, Tensor | Keys):
+        if places is not None and not isinstance(places, Tensor | Keyed):
             edges = torch.tensor([*self.starts, n], device=q.device)
             self.bounds = torch.searchsorted(places[0].contiguous(), edges).tolist() if len(self.starts) > 1 else [0, len(places[0])]
 
@@ -90,7 +90,7 @@ class _Blocks:
             scores += self.log_w[low:high] if self.log_w.dim() == 2 and len(self.log_w) > 1 else self.log_w
         elif self.dead is not None:
             scores.masked_fill_(self.dead, -math.inf)
-        if isinstance(self.places, Keys):
+        if isinstance(self.places, Keyed):
             scores.masked_fill_(self.places.mask(low, high), -math.inf)
         elif isinstance(self.places, Tensor):
             scores.masked_fill_(self.places[low:high], -math.inf)

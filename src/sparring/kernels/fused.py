@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from sparring.kernels.reference import Keys
+from sparring.kernels.reference import Keyed
 
 WIDEST = 256  # dimensions of a vector that a tile holds
 PLAIN, EXPECTED, DRAWN = 0, 1, 2
@@ -31,7 +31,7 @@ def weighted_logsumexp(
     q: Tensor,
     emb: Tensor,
     log_w: Tensor,
-    keys: Keys | None = None,
+    keys: Keyed | None = None,
     draws: float | None = None,
     usage: Tensor | None = None,
     seed: Tensor | None = None,
@@ -199,7 +199,7 @@ class _Plan:
 class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, emb: Tensor, log_w: Tensor, keys: Keys | None, draws: float | None, usage: Tensor | None, seed: Tensor | None
+        ctx: Any, q: Tensor, emb: Tensor, log_w: Tensor, keys: Keyed | None, draws: float | None, usage: Tensor | None, seed: Tensor | None
     ) -> Tensor:
         q, emb = q.contiguous(), emb.contiguous()
         pairs = log_w.dim() == 2 and len(log_w) > 1
@@ -243,7 +243,7 @@ def _log2(top: Tensor, total: Tensor) -> Tensor:
 class _Problem:
     """The tensors that every kernel reads."""
 
-    def __init__(self, q: Tensor, emb: Tensor, log_w: Tensor, keys: Keys | None, draws: float, seed: Tensor | None, kind: int):
+    def __init__(self, q: Tensor, emb: Tensor, log_w: Tensor, keys: Keyed | None, draws: float, seed: Tensor | None, kind: int):
         self.q, self.emb, self.log_w, self.draws, self.kind = q, emb, log_w, draws, kind
         self.columns, self.rows = (q, q) if keys is None else (keys.columns.contiguous(), keys.rows.contiguous())
         self.keyed, self.seed = keys is not None, q if seed is None else seed

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from sparring.kernels.chunked import STORE, _spare
-from sparring.kernels.reference import ALIVE, NEVER, Keys, Mix, Places
+from sparring.kernels.reference import ALIVE, NEVER, Keyed, Mix, Places
 
 BLOCK = {"cpu": 1 << 20, "cuda": 1 << 27}  # elements of scores worked on at a time
 
@@ -77,7 +77,7 @@ class _Dropped:
 
     def __init__(self, places: Places | None, starts: list[int]):
         self.starts, self.places = starts, places
-        if places is None or isinstance(places, Tensor | Keys):
+        if places is None or isinstance(places, Tensor | Keyed):
             return
         columns, order = torch.sort(places[1])
         self.places = places[0][order], columns
@@ -89,7 +89,7 @@ class _Dropped:
         if self.places is None:
             return
         low = self.starts[b]
-        if isinstance(self.places, Tensor | Keys):
+        if isinstance(self.places, Tensor | Keyed):
             some = slice(low, low + len(scores))
             mask = self.places[:, some].T if isinstance(self.places, Tensor) else self.places.columns[some].unsqueeze(1) == self.places.rows
             scores.masked_fill_(mask if scores.dim() == 2 else mask.unsqueeze(1), -math.inf)

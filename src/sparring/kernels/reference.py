@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -12,18 +12,18 @@ NEVER = -1e30  # stands for -inf in a sum of products, where 0 times -inf would 
 ALIVE = -1e15  # no logit lies below it, a share of NEVER does
 
 
-class Keys(NamedTuple):
+@runtime_checkable
+class Keyed(Protocol):
     """Pairs that do not count, as keys: candidate j not for query i where columns_j = rows_i."""
 
-    columns: Tensor  # (C,)
-    rows: Tensor  # (B,)
+    @property
+    def columns(self) -> Tensor: ...  # (C,)
+    @property
+    def rows(self) -> Tensor: ...  # (B,)
+    def mask(self, low: int = 0, high: int | None = None) -> Tensor: ...  # of queries low to high, (rows, C)
 
-    def mask(self, low: int = 0, high: int | None = None) -> Tensor:
-        """The pairs of queries low to high as a mask (rows, C)."""
-        return self.rows[low:high].unsqueeze(1) == self.columns
 
-
-Places = tuple[Tensor, Tensor] | Tensor | Keys  # pairs that do not count: (rows, columns) with rows ascending, a (B, C) mask, or keys
+Places = tuple[Tensor, Tensor] | Tensor | Keyed  # pairs that do not count: (rows, columns) with rows ascending, a (B, C) mask, or keys
 
 
 class Mix(NamedTuple):
@@ -48,7 +48,7 @@ def drop(log_w: Tensor, shape: torch.Size, places: Places | None) -> Tensor:
     full = log_w.expand(shape)
     if places is None:
         return full
-    if isinstance(places, Keys):
+    if isinstance(places, Keyed):
         return full.masked_fill(places.mask(), -math.inf)
     if isinstance(places, Tensor):
         return full.masked_fill(places, -math.inf)
@@ -98,7 +98,7 @@ def mixed_logits(scores: Tensor, log_w: Tensor, mix: Mix) -> Tensor:
     each = (scores + log_w.clamp(min=NEVER)).unflatten(1, (-1, mix.weights.shape[-1]))
     made = torch.einsum("gvm,bgm->bgv" if mix.weights.dim() == 3 else "bgvm,bgm->bgv", mix.weights, each) + mix.offset
     made = made.masked_fill(made < ALIVE, -math.inf)
-    if isinstance(mix.places, Keys):
+    if isinstance(mix.places, Keyed):
         made = made.masked_fill(mix.places.mask().unsqueeze(-1), -math.inf)
     elif isinstance(mix.places, Tensor):
         made = made.masked_fill(mix.places.unsqueeze(-1), -math.inf)

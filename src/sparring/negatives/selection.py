@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from sparring.kernels import logits
-from sparring.kernels.reference import Keys
 from sparring.negatives.algebra import Negatives, mask_of, merged
-from sparring.types import Bag, Candidates, Step
+from sparring.types import Bag, Candidates, Keys, Step
 
 
 class Selection(Negatives):
