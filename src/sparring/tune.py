@@ -62,6 +62,7 @@ def shared(setup: Setup) -> dict[str, Range | OneOf]:
 # candidates are scored (n, cache_size, size): more of them would be a larger budget, not a better method.
 OWN: dict[str, Range | OneOf] = {
     "lam": Range(0.0, 1.0),
+    "esans.lam": Range(-0.3, 0.5),
     "mix": OneOf(),
     "share": Range(0.05, 0.8),
     "importance": Range(0.01, 1.0, log=True),

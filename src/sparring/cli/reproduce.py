@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING
 from sparring.cli import inputs, screen
 from sparring.errors import UserError
 
+MSAC = "msac."  # begins the settings of the clusters: --set msac.steps=500
+
 if TYPE_CHECKING:
-    from sparring.reproduce import Given, Plan
+    from sparring.reproduce import Catalogue, Experiment, Given, Plan
 
 
 def reproduce(args: Namespace) -> int:
@@ -64,18 +66,33 @@ def _plan(args: Namespace) -> Plan:
         if "epochs" in settings:
             raise UserError(f"epochs is set twice: by --epochs and by --set epochs={settings['epochs']}")
         settings["epochs"] = args.epochs
-    data = tuple(_given(args, where, name) for where, name in zip(args.data, short_names(args.data), strict=True))
+    if args.tune:
+        from sparring.tune import require_optuna
+
+        require_optuna()
+    data = tuple(_given(args, where, name, experiment) for where, name in zip(args.data, short_names(args.data), strict=True))
+    settings = {name: value for name, value in settings.items() if not name.startswith(MSAC)}
     command = shlex.join(["sparring", *sys.argv[1:]]) if sys.argv[1:2] == ["reproduce"] else ""
-    return Plan(experiment, args.out, data, seeds(args.seeds), settings, args.device, command)
+    return Plan(experiment, args.out, data, seeds(args.seeds), settings, args.device, command, trials=args.tune)
 
 
-def _given(args: Namespace, where: str, name: str) -> Given:
+def _given(args: Namespace, where: str, name: str, experiment: Experiment) -> Given:
     from sparring.reproduce import Given
-    from sparring.reproduce.published import matching
 
     data = inputs.read_data(where, inputs.columns(args))
     if data.weight is not None:
         data = replace(data, weight=None)  # the papers count every pair once
-    kept = Namespace(**{**vars(args), "data": where, "split": "random", "valid": 0.0, "test": 0.2, "k": []})
-    known_as = matching((data.n_queries, data.n_items, len(data)))
-    return Given(name, data, known_as, inputs.source(kept, data, 0))
+    made = {name: value for name, value in experiment.protocol.recorded(0).items() if name != "seed"}
+    kept = Namespace(**{**vars(args), "data": where, "split": made.pop("how"), **made, "k": []})
+    known_as = experiment.known((data.n_queries, data.n_items, len(data)))
+    return Given(name, data, known_as, inputs.source(kept, data, 0), _catalogue(args, name))
+
+
+def _catalogue(args: Namespace, name: str) -> Catalogue:
+    """The modalities that were asked for; behaviour alone where none was."""
+    from sparring.data.modality_sources import parse_modalities
+    from sparring.reproduce import Catalogue
+
+    own = {key.removeprefix(MSAC): value for key, value in args.settings if key.startswith(MSAC)}
+    specs = parse_modalities(args.modality) or {"behaviour": "behaviour"}
+    return Catalogue(args.out / name / "codes", specs, args.text_encoder, args.cache, own, args.category)

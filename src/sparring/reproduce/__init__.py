@@ -8,18 +8,21 @@ from sparring.compare import Listener
 from sparring.errors import UserError
 from sparring.reproduce import page
 from sparring.reproduce.esans_cost import COST
-from sparring.reproduce.plan import Experiment, Given, Method, Plan, Results, Unsuited, seeds
+from sparring.reproduce.esans_main import ABLATION, MAIN
+from sparring.reproduce.esans_sweeps import CODEBOOKS, COUNTS, LAMBDA, OPEN
+from sparring.reproduce.plan import Catalogue, Experiment, Given, Method, Plan, Results, Unsuited, seeds
 from sparring.reproduce.trainings import train
 from sparring.reproduce.xir import TABLE_1, TABLE_2, TABLE_4
 from sparring.reproduce.xir_curves import FIGURE_1, FIGURE_2
 from sparring.reproduce.xir_sweeps import FIGURE_3, TABLE_5, TABLE_6
 from sparring.settings import nearest
 
-__all__ = ["EXPERIMENTS", "Experiment", "Given", "Method", "Plan", "Results", "Unsuited", "find", "reproduce", "seeds"]
+__all__ = ["EXPERIMENTS", "Catalogue", "Experiment", "Given", "Method", "Plan", "Results", "Unsuited", "find", "reproduce", "seeds"]
 
 EXPERIMENTS: dict[str, Experiment] = {
-    each.name: each for each in (TABLE_1, TABLE_2, TABLE_4, TABLE_5, TABLE_6, FIGURE_1, FIGURE_2, FIGURE_3, COST)
+    each.name: each for each in (TABLE_1, TABLE_2, TABLE_4, TABLE_5, TABLE_6, FIGURE_1, FIGURE_2, FIGURE_3)
 }
+EXPERIMENTS |= {each.name: each for each in (MAIN, ABLATION, LAMBDA, COUNTS, CODEBOOKS, OPEN, COST)}
 
 
 def find(name: str) -> Experiment:

@@ -42,6 +42,28 @@ def ours_and_theirs(rows: Sequence[Mapping[str, Cell]], form: str = ".4f") -> Fi
     return figure
 
 
+def gains(rows: Sequence[Mapping[str, Cell]], to: str) -> Figure:
+    """Ours relative to a reference in percent, with its interval, and diamonds at the published gains, with their range over data sets."""
+    metrics = list(dict.fromkeys(str(row["metric"]) for row in rows))
+    figure = blank(0.7 + sum(0.85 + 0.3 * sum(row["metric"] == metric for row in rows) for metric in metrics))
+    with style():
+        panels = figure.subplots(len(metrics), 1, squeeze=False)[:, 0]
+        for axes, metric in zip(panels, metrics, strict=True):
+            some = [row for row in rows if row["metric"] == metric]
+            for at, row in enumerate(some):
+                for name, shift, colour, marker in (("over", -0.13, COLOURS[0], "o"), ("published", 0.13, COLOURS[1], "D")):
+                    value, low, high = (row[field] for field in (name, f"{name}_low", f"{name}_high"))
+                    if value is not None:
+                        axes.plot(100 * float(value), at + shift, marker, color=colour, markersize=6, markeredgecolor="white")
+                    if low is not None and high is not None:
+                        axes.plot([100 * float(low), 100 * float(high)], [at + shift] * 2, color=colour, linewidth=1.4, zorder=0)
+            axes.axvline(0, color=INK, linestyle=":", linewidth=1)
+            axes.set_yticks(range(len(some)), [str(row["method"]) for row in some])
+            axes.set(ylim=(len(some) - 0.4, -0.6), xlabel=f"{metric} relative to {to}, %")
+            tidy(axes, "x")
+    return figure
+
+
 def lines(series: Mapping[str, Mapping[float, Sequence[float]]], x: str, y: str, *, log2: bool = False, zero: bool = False) -> Figure:
     """Lines of means with one deviation: series -> place on the x axis -> values over seeds.
 

@@ -80,7 +80,8 @@ def _made(plan: Plan, metas: dict[tuple[str, str, int], dict[str, Any]]) -> Sect
 
     facts = {"sparring": __version__}
     if metas:
-        facts["seeds"] = f"{', '.join(map(str, plan.seeds))}, each with a split of its own"
+        splits = "the same split for all" if plan.experiment.protocol.one_split else "each with a split of its own"
+        facts["seeds"] = f"{', '.join(map(str, plan.seeds))}, {splits}"
         facts["hardware"] = distinct(str(meta["device"]) for meta in metas.values())
     for name in dict.fromkeys(key for meta in metas.values() for key in meta.get("versions", {})):
         facts[name] = distinct(str(meta.get("versions", {}).get(name, "unknown")) for meta in metas.values())

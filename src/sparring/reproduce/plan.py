@@ -2,11 +2,13 @@
 
     OUT/reproduction.json            which experiment, with which settings, on what
     OUT/DATA/METHOD/SEED/            a run folder (see runs.py), and measured.json: the device, and what the experiment measures besides
+    OUT/DATA/METHOD/tune/            trials.jsonl, where tuned
+    OUT/DATA/codes/                  clusters of the items, where methods need them, learned once
     OUT/table.*                      ours beside the published figures, as md, csv, tex and json
     OUT/report.html, OUT/figures/    one page with all of it, and its figures as svg and png
 
-As in the papers there is no validation part, and the last epoch counts. Each seed is a split of its own, 80 % of each query's items to
-train and 20 % to test, so that the deviation over seeds is over splits too; `sparring compare` keeps one split for all.
+How data is parted is the experiment's Protocol. XIR has no validation part, and the last epoch counts; each seed is a split of its own,
+80 % of each query's items to train and 20 % to test, so that the deviation over seeds is over splits too. ESANS' tables keep one split.
 """
 
 from __future__ import annotations
@@ -17,20 +19,74 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from sparring import settings
 from sparring.compare import Failure, finished
 from sparring.composition import Run, Setup
 from sparring.data.interactions import Interactions, Split
+from sparring.data.splits import split
 from sparring.errors import UserError
 from sparring.recipes import PAPER
 from sparring.report import Section
+from sparring.reproduce.published import matching
 from sparring.tables import Table
 
 METRICS = ("ndcg_xir_release", "recall_xir_release", "ndcg", "recall")
 CUTOFFS = (10, 20, 50)
 Measure = Callable[[Run, Split, str], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """How data is parted, and what is measured; unless told otherwise as XIR does it."""
+
+    how: str = "random"
+    valid: float = 0.0  # of the training part
+    test: float = 0.2
+    one_split: bool = False  # for all seeds, so that values are paired by query
+    metrics: tuple[str, ...] = METRICS
+    cutoffs: tuple[int, ...] = CUTOFFS
+
+    def recorded(self, seed: int) -> dict[str, Any]:
+        """The arguments of `split` for a seed."""
+        return {"how": self.how, "valid": self.valid, "test": self.test, "seed": 0 if self.one_split else seed}
+
+    def parts(self, data: Interactions, seed: int) -> Split:
+        return split(data, **self.recorded(seed))
+
+    def within(self, data: Interactions) -> list[int]:
+        """The cutoffs that the catalogue has items for."""
+        return [k for k in self.cutoffs if k <= data.n_items] or [data.n_items]
+
+
+@dataclass(frozen=True)
+class Catalogue:
+    """Modalities of the items of a data set as they were asked for (NAME -> SPEC), and the folder for the codes learned from them."""
+
+    folder: Path
+    specs: Mapping[str, str]
+    text_encoder: str = "minilm"
+    cache: str | None = None
+    settings: Mapping[str, object] = field(default_factory=dict)  # of MSAC
+    category: str = "category"  # column of the items
+
+
+@dataclass(frozen=True)
+class Clustering:
+    """Codes that a method needs: clusters of the items by some of their modalities; secondary=False joins the cells of a cluster."""
+
+    modalities: tuple[str, ...]
+    k_primary: int
+    k_secondary: int
+    secondary: bool = True
+
+    @property
+    def name(self) -> str:
+        return f"{'+'.join(self.modalities)}-{self.k_primary}x{self.k_secondary}{'' if self.secondary else '-primary'}"
+
+    def path(self, catalogue: Catalogue) -> Path:
+        return catalogue.folder / f"{self.name}.safetensors"
 
 
 @dataclass(frozen=True)
@@ -41,6 +97,7 @@ class Given:
     data: Interactions
     known_as: str = ""
     source: dict[str, Any] = field(default_factory=dict)  # for run.json
+    catalogue: Catalogue | None = None
 
     @property
     def shown(self) -> str:
@@ -57,10 +114,11 @@ class Method:
     name: str
     recipe: str
     settings: Mapping[str, object] = field(default_factory=dict)
+    clustering: Clustering | None = None  # the codes that its settings name
 
     @property
     def folder(self) -> str:
-        return re.sub(r"[^a-z0-9.]+", "-", self.name.lower()).strip("-")
+        return re.sub(r"[^a-z0-9.]+", "-", self.name.lower().replace("=-", " minus ")).strip("-")
 
 
 @dataclass(frozen=True)
@@ -78,7 +136,8 @@ class Experiment:
     """A table or figure of a paper: the methods it trains on a data set, and how their folders become tables and figures.
 
     `methods` raises Unsuited for data it cannot use. `chosen` are settings that the experiment varies itself. `curve` measures the test
-    part during training; `after` measures a finished model, one at a time; `alone` trains one at a time, for times.
+    part during training; `after` measures a finished model, one at a time; `alone` trains one at a time, for times. `tuning` says what
+    --tune does: each method by itself, or only the first, whose settings the others take over.
     """
 
     name: str
@@ -93,6 +152,9 @@ class Experiment:
     measure: Measure | None = None  # of the run as training left it
     after: Measure | None = None
     alone: bool = False
+    protocol: Protocol = Protocol()
+    tuning: Literal["none", "each", "first"] = "none"
+    known: Callable[[tuple[int, int, int]], str] = matching  # the paper's name for data with these counts
 
 
 class Unsuited(UserError):
@@ -114,6 +176,7 @@ class Plan:
     device: str = "auto"
     command: str = ""
     failures: list[Failure] = field(default_factory=list)
+    trials: int = 0  # of tuning
 
     @cached_property
     def methods(self) -> dict[str, tuple[Method, ...]]:
@@ -145,6 +208,23 @@ class Plan:
     def folders(self, given: Given, method: Method) -> list[Path]:
         """The finished runs of a method, by seed."""
         return [folder for seed in self.seeds if finished(folder := self.folder(given, method, seed))]
+
+    def tuned_by(self, given: Given, method: Method) -> Method:
+        """The method whose trials decide the settings of this one."""
+        return method if self.experiment.tuning == "each" else self.methods[given.name][0]
+
+    def tuned(self, given: Given, method: Method) -> dict[str, Any]:
+        """What tuning found best for a method, but for what the experiment sets itself; nothing where there was none."""
+        from sparring.tune import best, read_trials
+
+        if not self.trials:
+            return {}
+        by = self.tuned_by(given, method)
+        found = best(by.name, read_trials(self.tuning_folder(given, by) / "trials.jsonl")[: self.trials]).settings
+        return {name: value for name, value in found.items() if name not in method.settings}
+
+    def tuning_folder(self, given: Given, method: Method) -> Path:
+        return self.out / given.name / method.folder / "tune"
 
     def error(self, given: Given, method: Method) -> str:
         """Why a method has no finished run."""

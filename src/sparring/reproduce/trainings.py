@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -10,9 +11,9 @@ from sparring import runs, settings, workers
 from sparring.compare import Failure, Listener, Tasks, finished, hardware, perform
 from sparring.composition import Run, Setup
 from sparring.data.interactions import Split
-from sparring.data.splits import split
 from sparring.errors import UserError
-from sparring.reproduce.plan import CUTOFFS, METRICS, Given, Measure, Method, Plan
+from sparring.reproduce import clusterings
+from sparring.reproduce.plan import CUTOFFS, METRICS, Given, Measure, Method, Plan, Protocol
 
 
 def check(plan: Plan) -> None:
@@ -25,13 +26,15 @@ def check(plan: Plan) -> None:
     known = [*own, *get_type_hints(Setup)]
     for name in plan.settings:
         if name == "seed":
-            raise UserError("seed cannot be set: a reproduction uses the seeds 10, 20, ... (--seeds N), each with a split of its own")
+            raise UserError("seed cannot be set: a reproduction uses the seeds 10, 20, ... (--seeds N)")
         if name in plan.experiment.chosen:
             raise UserError(f"{name} cannot be set: {plan.experiment.name} sets it itself")
         if name not in known and methods:
             raise UserError(f"no method of {plan.experiment.name} knows the setting {name!r}{settings.nearest(name, known)}")
     for method in methods:
         settings.resolve(settings.find(method.recipe), method.settings, plan.experiment.setup)
+    if plan.trials and plan.experiment.tuning == "none":
+        raise UserError(f"{plan.experiment.name} keeps the setting of its paper: --tune is for `sparring compare` and the quality of ESANS")
     _check_same(plan)
 
 
@@ -40,6 +43,8 @@ def _check_same(plan: Plan) -> None:
     now: dict[str, Any] = {
         "experiment": plan.experiment.name,
         "settings": plan.settings,
+        "trials": plan.trials,
+        "modalities": {given.name: _asked(given) for given in plan.data if given.catalogue is not None},
         "data": {given.name: given.source or _sizes(given) for given in plan.data},
     }
     now = json.loads(json.dumps(now, default=str))
@@ -56,13 +61,23 @@ def _check_same(plan: Plan) -> None:
             raise UserError(f"{plan.out} holds {before.get('experiment')}: choose another folder for {now['experiment']}")
         if before.get("settings") != now["settings"]:
             raise UserError(f"{plan.out} was begun with other settings: choose another folder, or ask for the same as then")
-        for name, source in now["data"].items():
-            if old.get(name, source) != source:
-                raise UserError(f"{plan.out} was begun with another {name}: choose another folder")
-        now["data"] = {**old, **now["data"]}
+        trials = before.get("trials", 0)
+        if trials != now["trials"]:
+            raise UserError(f"{plan.out} was begun with {trials} trials of tuning, not {now['trials']}: choose another folder")
+        for part, older, words in (("data", old, ""), ("modalities", before.get("modalities", {}), "other modalities of ")):
+            for name, source in now[part].items():
+                if older.get(name, source) != source:
+                    raise UserError(f"{plan.out} was begun with {words or 'another '}{name}: choose another folder")
+            now[part] = {**older, **now[part]}
     elif plan.out.is_dir() and any(plan.out.iterdir()):
         raise UserError(f"{plan.out} is not empty and holds no reproduction: choose another folder")
     runs.write_json(path, {**now, "seeds": plan.seeds})
+
+
+def _asked(given: Given) -> dict[str, Any]:
+    """What the codes of a data set depend on."""
+    assert given.catalogue is not None
+    return {"specs": dict(given.catalogue.specs), "settings": dict(given.catalogue.settings), "text_encoder": given.catalogue.text_encoder}
 
 
 def _sizes(given: Given) -> dict[str, int]:
@@ -75,6 +90,8 @@ def train(plan: Plan, jobs: int = 1, listener: Listener | None = None) -> list[F
     check(plan)
     experiment = plan.experiment
     total = len(plan.seeds) * sum(map(len, plan.methods.values()))
+    plan.failures.extend(clusterings.learn(plan, jobs, listener))
+    plan.failures.extend(_tune(plan, jobs, listener))
     if total:
         plan.failures.extend(perform(_tasks(plan), total, "training", 1 if experiment.alone else jobs, listener))
     if total and experiment.after is not None:
@@ -87,12 +104,51 @@ def _each(plan: Plan) -> list[tuple[Given, Method, int]]:
     return [(given, method, seed) for seed in plan.seeds for given in plan.data for method in plan.methods[given.name]]
 
 
+def _tune(plan: Plan, jobs: int, listener: Listener) -> list[Failure]:
+    """Tune what is to be tuned and is not yet; the methods that tuning found nothing for."""
+    from sparring.tune import read_trials
+
+    if not plan.trials:
+        return []
+    experiment, tasks, wanted = plan.experiment, {}, []
+    for given in plan.data:
+        for method in dict.fromkeys(plan.tuned_by(given, method).name for method in plan.methods[given.name]):
+            by = next(each for each in plan.methods[given.name] if each.name == method)
+            wanted.append((given, by))
+            folder = plan.tuning_folder(given, by)
+            if len(read_trials(folder / "trials.jsonl")) < plan.trials:
+                work = (experiment.protocol, given, by, plan.trials, folder, experiment.setup, plan.device)
+                tasks[given.name, by.name, "tuning"] = workers.Task(f"{given.name} {by.name} tuning", _tune_one, work)
+    failures = perform(tasks, len(wanted), "tuning", jobs, listener)
+    for given, by in wanted:
+        try:
+            plan.tuned(given, by)
+        except UserError as error:
+            if not any((bad.data, bad.recipe) == (given.name, by.name) for bad in failures):
+                failures.append(Failure(given.name, by.name, "tuning", str(error)))
+    return failures
+
+
+def _tune_one(
+    say: workers.Say, protocol: Protocol, given: Given, method: Method, trials: int, folder: Path, setup: Setup, device: str
+) -> None:
+    from sparring.tune import tune
+
+    tune(method.recipe, protocol.parts(given.data, 0), trials, folder, base=setup, fixed=method.settings, device=device, say=say)
+
+
 def _tasks(plan: Plan) -> Tasks:
     tasks: Tasks = {}
+    experiment = plan.experiment
     for given, method, seed in _each(plan):
         folder = plan.folder(given, method, seed)
         if not finished(folder):
-            work = (folder, given, method, seed, plan.experiment.setup, plan.experiment.curve, plan.experiment.measure, plan.device)
+            try:
+                asked = replace(method, settings={**plan.tuned(given, method), **method.settings})
+            except UserError:  # told as a failure of tuning
+                continue
+            measured = (experiment.curve, experiment.measure)
+            work = (folder, given, asked, seed, experiment.setup, experiment.protocol, *measured, plan.device)
             tasks[given.name, method.name, f"seed {seed}"] = workers.Task(f"{given.name} {method.name} seed {seed}", _train_one, work)
     return tasks
 
@@ -102,15 +158,11 @@ def _measurements(plan: Plan) -> Tasks:
     for given, method, seed in _each(plan):
         folder = plan.folder(given, method, seed)
         if finished(folder) and not (folder / "after.json").is_file():
-            work = (folder, given, method, seed, plan.experiment.setup, plan.experiment.after, plan.device)
+            work = (folder, given, method, seed, plan.experiment.setup, plan.experiment.protocol, plan.experiment.after, plan.device)
             tasks[given.name, method.name, f"measuring seed {seed}"] = workers.Task(
                 f"{given.name} {method.name} seed {seed}", _measure_one, work
             )
     return tasks
-
-
-def _parts(given: Given, seed: int) -> Split:
-    return split(given.data, "random", valid=0.0, test=0.2, seed=seed)
 
 
 def _train_one(
@@ -120,13 +172,14 @@ def _train_one(
     method: Method,
     seed: int,
     setup: Setup,
+    protocol: Protocol,
     curve: bool,
     measure: Measure | None,
     device: str,
 ) -> None:
     from sparring.train import Progress, fit, pick_device
 
-    parts = _parts(given, seed)
+    parts = protocol.parts(given.data, seed)
     run = settings.build(method.recipe, parts.train, {**method.settings, "seed": seed}, setup)
     where = pick_device(device)
 
@@ -136,18 +189,18 @@ def _train_one(
             record |= _test_metrics(run, parts)  # the record is the one that metrics.jsonl and the checkpoint get
         say(record)
 
-    made = {"how": "random", "valid": 0.0, "test": 0.2, "seed": seed}
-    source = {**given.source, "split": made, "k": given.cutoffs()}
+    k = protocol.within(given.data)
+    source = {**given.source, "split": protocol.recorded(seed), "k": k}
     progress = Progress(epoch=epoch)
-    fit(run, parts, folder, resume=True, device=device, k=given.cutoffs(), metrics=METRICS, progress=progress, source=source)
+    fit(run, parts, folder, resume=True, device=device, k=k, metrics=protocol.metrics, progress=progress, source=source)
     measured = {"device": hardware(where)}
     runs.write_json(folder / "measured.json", measured | (measure(run, parts, device) if measure else {}))
 
 
 def _measure_one(
-    say: workers.Say, folder: Path, given: Given, method: Method, seed: int, setup: Setup, after: Measure, device: str
+    say: workers.Say, folder: Path, given: Given, method: Method, seed: int, setup: Setup, protocol: Protocol, after: Measure, device: str
 ) -> None:
-    parts = _parts(given, seed)
+    parts = protocol.parts(given.data, seed)
     run = settings.build(method.recipe, parts.train, {**method.settings, "seed": seed}, setup)
     path = folder / "model.safetensors"
     runs.load_tensors(run.model, runs.read_tensors(path)[0], path)

@@ -1,0 +1,108 @@
+"""The codes that methods of a reproduction need: learned once for each set of modalities and sizes of codebooks, then read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+from sparring import runs, workers
+from sparring.compare import Failure, Listener, Tasks, perform
+from sparring.errors import UserError
+from sparring.reproduce.plan import Catalogue, Clustering, Given, Plan, Protocol
+
+if TYPE_CHECKING:
+    from sparring.clusters import Settings
+
+LEAST = 10  # items for each primary cluster on average: twice the 5 that are drawn of one
+
+
+def most(given: Given) -> int:
+    """How many primary clusters the items of a data set allow."""
+    return max(2, given.data.n_items // LEAST)
+
+
+def wanted(plan: Plan) -> list[tuple[Given, Clustering]]:
+    """Every clustering that a method of the plan names, once for each data set."""
+    return list(
+        {
+            (given.name, method.clustering.name): (given, method.clustering)
+            for given in plan.data
+            for method in plan.methods[given.name]
+            if method.clustering is not None
+        }.values()
+    )
+
+
+def learn(plan: Plan, jobs: int, listener: Listener) -> list[Failure]:
+    """Learn the codes that are missing; what failed.
+
+    The modalities are encoded here, once; the processes that learn find them in the cache.
+    """
+    every = wanted(plan)
+    tasks: Tasks = {}
+    for given, clustering in every:
+        assert given.catalogue is not None
+        if not clustering.path(given.catalogue).is_file():
+            work = (given, clustering, plan.experiment.protocol, plan.device)
+            tasks[given.name, clustering.name, "clusters"] = workers.Task(f"{given.name} clusters {clustering.name}", _learn_one, work)
+    if not tasks:
+        return []
+    for given in plan.data:
+        if given.catalogue is not None and any(data == given.name for data, _, _ in tasks):
+            notes = _modalities(given, plan.experiment.protocol, tuple(given.catalogue.specs), plan.device).notes
+            runs.write_json(given.catalogue.folder / "modalities.json", {"notes": notes})
+    return perform(tasks, len(every), "clusters", jobs, listener)
+
+
+def settings_of(catalogue: Catalogue, clustering: Clustering) -> Settings:
+    """The robust settings of MSAC with what was asked for."""
+    from sparring.clusters import ROBUST, Settings
+    from sparring.settings import nearest, parse
+
+    kinds = get_type_hints(Settings)
+    for name in catalogue.settings:
+        if name not in kinds or name in ("k_primary", "k_secondary"):
+            raise UserError(f"no setting of the clusters: msac.{name}{nearest(name, kinds)}")
+    asked: dict[str, Any] = {name: parse(name, value, kinds[name]) for name, value in catalogue.settings.items()}
+    return replace(ROBUST, k_primary=clustering.k_primary, k_secondary=clustering.k_secondary, **asked)
+
+
+def _modalities(given: Given, protocol: Protocol, names: tuple[str, ...], device: str) -> Any:
+    from sparring.data.modality_sources import load_modalities
+
+    catalogue = given.catalogue
+    assert catalogue is not None
+    specs = {name: catalogue.specs[name] for name in names}
+    parts = protocol.parts(given.data, 0)
+    return load_modalities(specs, parts, text_encoder=catalogue.text_encoder, cache=catalogue.cache, device=device)
+
+
+def _learn_one(say: workers.Say, given: Given, clustering: Clustering, protocol: Protocol, device: str) -> None:
+    from sparring.clusters import MSAC
+    from sparring.train import pick_device
+
+    assert given.catalogue is not None
+    modalities = _modalities(given, protocol, clustering.modalities, device)
+    settings = settings_of(given.catalogue, clustering)
+    msac = MSAC(dict(modalities.widths), settings, pick_device(device))
+    codes = msac.fit(modalities, given.data.item_ids)
+    path = clustering.path(given.catalogue)
+    Path(path.parent).mkdir(parents=True, exist_ok=True)
+    (codes if clustering.secondary else codes.without_secondary()).save(path)
+
+
+def table_rows(plan: Plan) -> list[dict[str, Any]]:
+    """What the learned clusters are like: how many are used, how large, how pure."""
+    from sparring.clusters import Codes
+    from sparring.clusters.summary import labels_of, summary
+
+    rows = []
+    for given, clustering in wanted(plan):
+        assert given.catalogue is not None
+        path, table = clustering.path(given.catalogue), given.data.item_table
+        if path.is_file():
+            known = table is not None and given.catalogue.category in table.columns
+            found = summary(Codes.load(path), labels_of(given.data, given.catalogue.category) if known else None)
+            rows.append({"data": given.shown, "modalities": " + ".join(clustering.modalities), **found})
+    return rows
