@@ -52,7 +52,7 @@ def test_own_sampler_keeps_the_contract(names: dict[str, Any]) -> None:
 def test_commands_parse() -> None:
     """Every sparring command of the README is one that the command line accepts."""
     commands = re.findall(r"^sparring .*$", README, re.MULTILINE)
-    assert len(commands) == 5
+    assert len(commands) >= 5
     for command in commands:
         _, rest = arguments.parser()[0].parse_known_args(shlex.split(command, comments=True)[1:])
         assert not rest
