@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from sparring.errors import UserError
-from sparring.metrics import LIST_METRICS, METRICS, STRATA, Metric, parse, per_query, popularity_percentile, popularity_strata
+from sparring.metrics import LIST_METRICS, METRICS, PROPENSITY_METRICS, inverse_propensities, parse
 from sparring.rank import top_k
+from sparring.tally import Pairs, Tally
 from sparring.types import Positives
 
-__all__ = ["Encoder", "Evaluation", "Pairs", "evaluate", "top_k"]
+__all__ = ["Encoder", "Evaluation", "Pairs", "evaluate", "evaluate_lists", "top_k"]
 
 _CHUNK = 8192  # queries encoded and ranked at once
 
@@ -30,17 +31,6 @@ class Encoder(Protocol):
     def item_vectors(self) -> Tensor: ...
 
 
-class Pairs(Protocol):
-    """What is tested against: (query, item) pairs as two arrays of dense ids, and how many queries the data has."""
-
-    @property
-    def queries(self) -> np.ndarray: ...
-    @property
-    def items(self) -> np.ndarray: ...
-    @property
-    def n_queries(self) -> int: ...
-
-
 @dataclass(frozen=True)
 class Evaluation:
     """What a full ranking was worth: means, each query's own values, and the same by popularity of the items."""
@@ -50,6 +40,7 @@ class Evaluation:
     query_ids: np.ndarray  # (U,) the queries with a test item, ascending
     per_query: dict[str, np.ndarray]  # "recall@20" -> (U,), in the order of query_ids
     seconds: float
+    bins: list[dict[str, float]] = field(default_factory=list)  # ten bins of items, the most popular first; see `evaluate`
 
     def table(self) -> list[tuple[str, ...]]:
         """Rows to print: a header, one row per metric with a column per cutoff, then those of each stratum."""
@@ -68,7 +59,8 @@ class Evaluation:
 
     def to_dict(self) -> dict[str, object]:
         """Everything but the values of single queries, ready for JSON."""
-        return {"metrics": self.metrics, "strata": self.strata, "queries": len(self.query_ids), "seconds": round(self.seconds, 3)}
+        measured = {"metrics": self.metrics, "strata": self.strata, "bins": self.bins}
+        return {**measured, "queries": len(self.query_ids), "seconds": round(self.seconds, 3)}
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict())
@@ -83,6 +75,7 @@ def evaluate(
     dialect: str = "standard",
     counts: np.ndarray | None = None,
     progress: Callable[[int, int], None] | None = None,
+    propensity: np.ndarray | None = None,
 ) -> Evaluation:
     """Rank the whole catalogue for every query with a test item, leaving out what it has seen, and measure the lists.
 
@@ -92,40 +85,104 @@ def evaluate(
     and means are over the queries with such a test item; beside the metrics it has coverage@k of its items, share@k (the part of all
     listed places that went to it), and how many items and queries it has. `progress(done, total)` is called after each chunk of queries.
 
+    `bins` are ten bins of items, each with about a tenth of the training interactions: how many items each has, with how many
+    interactions at least and at most, how many test pairs, what it adds to precision@k (over the bins: precision@k itself), and recall@k,
+    the share of its test pairs that are found. `propensity` (N,) are the inverse propensities of psp and psndcg; by default those of the
+    data, else made from counts and the number of queries in `seen`.
+
     Repeated test pairs count once. A test item that its query has also seen cannot be listed but still counts as relevant.
 
         result = evaluate(model, split.test, split.seen_for("test"), k=(20,), counts=split.train.counts())
         result.metrics["recall@20"], result.strata["tail"]["recall@20"]
     """
     began = time.perf_counter()
+    with _inference(model):
+        vectors = model.item_vectors()
+        if counts is None and seen is not None:
+            counts = np.bincount(seen.items.cpu().numpy(), minlength=len(vectors))
+        tally = _tally(test, len(vectors), k, metrics, dialect, counts, propensity, seen)
+        total = len(tally.query_ids)
+        for start in range(0, total, _CHUNK):
+            ids = torch.from_numpy(tally.query_ids[start : start + _CHUNK]).to(vectors.device)
+            tally.add(start, top_k(model.encode_queries(ids), vectors, max(k), seen, ids)[1].cpu().numpy())
+            if progress is not None:
+                progress(min(start + _CHUNK, total), total)
+    return _evaluation(tally, began)
+
+
+def evaluate_lists(
+    lists: np.ndarray,
+    test: Pairs,
+    n_items: int,
+    k: Sequence[int] = (10, 20, 50),
+    metrics: Sequence[str] = (*METRICS, "coverage"),
+    dialect: str = "standard",
+    counts: np.ndarray | None = None,
+    propensity: np.ndarray | None = None,
+) -> Evaluation:
+    """The same of lists that were made elsewhere (BM25, two scores fused): (U, K) item ids, the best first, -1 for an empty place.
+
+    Row i is the list of the i-th query with a test item, in ascending order: np.unique(test.queries). What a query has seen must have
+    been left out of it.
+
+        lists, _ = bm25(item_texts, query_texts, 100);  evaluate_lists(lists, split.test, n_items, k=(1, 5, 100))
+    """
+    began = time.perf_counter()
+    tally = _tally(test, n_items, k, metrics, dialect, counts, propensity, None)
+    if lists.ndim != 2 or len(lists) != len(tally.query_ids) or lists.shape[1] < max(k):
+        raise UserError(f"lists are {lists.shape}; expected {len(tally.query_ids)} rows, one per test query, of at least {max(k)} items")
+    if lists.min(initial=0) < -1 or lists.max(initial=-1) >= n_items:
+        raise UserError(f"lists hold ids from {lists.min()} to {lists.max()}; expected 0..{n_items - 1}, or -1 for an empty place")
+    for start in range(0, len(lists), _CHUNK):
+        tally.add(start, lists[start : start + _CHUNK, : max(k)].astype(np.int64))
+    return _evaluation(tally, began)
+
+
+def _tally(
+    test: Pairs,
+    n_items: int,
+    k: Sequence[int],
+    metrics: Sequence[str],
+    dialect: str,
+    counts: np.ndarray | None,
+    propensity: np.ndarray | None,
+    seen: Positives | None,
+) -> Tally:
+    """An empty tally; all that could be wrong with what was asked for is told here."""
     chosen = list(dict.fromkeys(parse(name, dialect) for name in metrics))
     cutoffs = sorted(set(k))
     if not cutoffs or cutoffs[0] < 1:
         raise UserError(f"cutoffs must be whole numbers of at least 1, not {list(k)}")
     if not len(test.queries):
         raise UserError("the test set is empty: there is nothing to evaluate")
-    with _inference(model):
-        vectors = model.item_vectors()
-        n_items = len(vectors)
-        if cutoffs[-1] > n_items:
-            raise UserError(f"cutoff {cutoffs[-1]} is larger than the catalogue of {n_items} items: choose a smaller k")
-        if int(test.items.max()) >= n_items:
-            raise UserError(
-                f"test item {int(test.items.max())} is not among the model's {n_items} items: evaluate on the data it was trained for"
-            )
-        if counts is None and seen is not None:
-            counts = np.bincount(seen.items.cpu().numpy(), minlength=n_items)
-        if counts is not None and len(counts) != n_items:
-            raise UserError(f"counts has {len(counts)} entries for {n_items} items: give one number per item")
-        tally = _Tally(test, n_items, chosen, cutoffs, counts)
-        total = len(tally.query_ids)
-        for start in range(0, total, _CHUNK):
-            ids = torch.from_numpy(tally.query_ids[start : start + _CHUNK]).to(vectors.device)
-            tally.add(start, top_k(model.encode_queries(ids), vectors, cutoffs[-1], seen, ids)[1].cpu().numpy())
-            if progress is not None:
-                progress(min(start + _CHUNK, total), total)
-    means, strata = tally.means(test.n_queries)
-    return Evaluation(means, strata, tally.query_ids, tally.per_query, time.perf_counter() - began)
+    if cutoffs[-1] > n_items:
+        raise UserError(f"cutoff {cutoffs[-1]} is larger than the catalogue of {n_items} items: choose a smaller k")
+    if int(test.items.max()) >= n_items:
+        raise UserError(
+            f"test item {int(test.items.max())} is not among the model's {n_items} items: evaluate on the data it was trained for"
+        )
+    if counts is not None and len(counts) != n_items:
+        raise UserError(f"counts has {len(counts)} entries for {n_items} items: give one number per item")
+    if any(metric.name in PROPENSITY_METRICS for metric in chosen):
+        propensity = _propensity(propensity, test, n_items, counts, seen)
+    return Tally(test, n_items, chosen, cutoffs, counts, propensity)
+
+
+def _evaluation(tally: Tally, began: float) -> Evaluation:
+    tally.close()
+    seconds = time.perf_counter() - began
+    return Evaluation(tally.means(), tally.strata(), tally.query_ids, tally.per_query, seconds, tally.bins())
+
+
+def _propensity(given: np.ndarray | None, test: Pairs, n_items: int, counts: np.ndarray | None, seen: Positives | None) -> np.ndarray:
+    found = given if given is not None else getattr(test, "propensity", None)
+    if found is None:
+        if counts is None or seen is None:
+            raise UserError("psp and psndcg weigh items by how often they train: give propensity, or counts and seen")
+        found = inverse_propensities(counts, int((seen.start.diff() > 0).sum()))
+    if len(found) != n_items:
+        raise UserError(f"propensity has {len(found)} entries for {n_items} items: give one number per item")
+    return np.asarray(found, dtype=np.float64)
 
 
 @contextmanager
@@ -140,69 +197,3 @@ def _inference(model: Encoder) -> Iterator[None]:
     finally:
         for module, mode in modes:
             module.training = mode
-
-
-class _Tally:
-    """Values of the metrics, gathered chunk by chunk."""
-
-    def __init__(self, test: Pairs, n_items: int, chosen: list[Metric], cutoffs: list[int], counts: np.ndarray | None) -> None:
-        self.n_items, self.cutoffs = n_items, cutoffs
-        self.pairs = np.unique(test.queries.astype(np.int64) * n_items + test.items)
-        self.query_ids, place, relevant = np.unique(self.pairs // n_items, return_inverse=True, return_counts=True)
-        self.relevant = relevant
-        self.ranked = [m for m in chosen if m.name in METRICS]
-        self.covers = any(m.name == "coverage" for m in chosen)
-        self.percentile = popularity_percentile(counts) if counts is not None and any(m.name == "popularity" for m in chosen) else None
-        labels = [m.label for m in self.ranked] + (["popularity"] if self.percentile is not None else [])
-        self.per_query = {f"{label}@{k}": np.zeros(len(self.query_ids)) for label in labels for k in cutoffs}
-        self.listed = {k: np.zeros(n_items, dtype=np.int64) for k in cutoffs}  # how often each item is in a list
-        self.stratum = popularity_strata(counts) if counts is not None else None
-        if self.stratum is not None:
-            # (3, U): test items of each query by stratum
-            flat = np.bincount(self.stratum[self.pairs % n_items] * len(self.query_ids) + place, minlength=3 * len(self.query_ids))
-            self.relevant_in = flat.reshape(3, -1)
-            self.by_stratum = [m for m in self.ranked if not m.over_all_queries]
-            self.sums_in = [{m.key(k): 0.0 for m in self.by_stratum for k in cutoffs} for _ in STRATA]
-
-    def add(self, start: int, ids: np.ndarray) -> None:
-        """Take in the lists (rows, K) of the queries from `start` on; id -1 is an empty place."""
-        rows = slice(start, start + len(ids))
-        keys = self.query_ids[rows, None] * self.n_items + ids
-        at = np.minimum(np.searchsorted(self.pairs, keys), len(self.pairs) - 1)
-        filled = ids >= 0
-        hits = (self.pairs[at] == keys) & filled
-        for k in self.cutoffs:
-            for metric in self.ranked:
-                self.per_query[metric.key(k)][rows] = per_query(metric, hits, self.relevant[rows], k)
-            if self.percentile is not None:
-                share = (self.percentile[ids[:, :k]] * filled[:, :k]).sum(1) / np.maximum(filled[:, :k].sum(1), 1)
-                self.per_query[f"popularity@{k}"][rows] = share
-            self.listed[k] += np.bincount(ids[:, :k][filled[:, :k]], minlength=self.n_items)
-        if self.stratum is not None:
-            for index, sums in enumerate(self.sums_in):
-                some = np.flatnonzero(self.relevant_in[index, rows])
-                own = hits[some] & (self.stratum[ids[some]] == index)
-                for metric in self.by_stratum:
-                    for k in self.cutoffs:
-                        sums[metric.key(k)] += float(per_query(metric, own, self.relevant_in[index, rows][some], k).sum())
-
-    def means(self, n_queries: int) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
-        """Overall means, and those of each stratum."""
-        total: dict[str, float] = {}
-        whole = {m.key(k) for m in self.ranked if m.over_all_queries for k in self.cutoffs}
-        for key, values in self.per_query.items():
-            total[key] = float(values.sum()) / (n_queries if key in whole else len(values))
-        if self.covers:
-            total |= {f"coverage@{k}": float((self.listed[k] > 0).mean()) for k in self.cutoffs}
-        strata: dict[str, dict[str, float]] = {}
-        if self.stratum is None:
-            return total, strata
-        for index, name in enumerate(STRATA):
-            inside, queries = np.equal(self.stratum, index), int((self.relevant_in[index] > 0).sum())
-            strata[name] = {key: value / queries for key, value in self.sums_in[index].items() if queries}
-            for k in self.cutoffs:
-                if self.covers and inside.any():
-                    strata[name][f"coverage@{k}"] = float((self.listed[k][inside] > 0).mean())
-                strata[name][f"share@{k}"] = float(self.listed[k][inside].sum() / max(self.listed[k].sum(), 1))
-            strata[name] |= {"items": float(inside.sum()), "queries": float(queries)}
-        return total, strata

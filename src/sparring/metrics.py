@@ -21,6 +21,19 @@ The other dialects differ from it only where said; a metric of theirs carries th
                  ndcg = (h_1 + sum_{2<=r<=k} h_r / log2 3) / sum_{r<=min(k, n)} 1 / log2(r + 1),
                  a bug which discounts every rank after the first alike, so that the value can exceed 1 (1.47 for a perfect top 10).
                  Averaged over all queries of the data; one without relevant items counts 0.
+    xc           the extreme-classification repository's P@k, nDCG@k, R@k: precision, ndcg and recall as above, averaged over all test
+                 points; one without any label counts 0. Its coverage is the share of the labels of the test points that at least one of
+                 their lists has right.
+
+Where items differ in how likely a relevant one is known to be relevant, with inverse propensity w_i (see `inverse_propensities`):
+
+    psp@k        sum over queries of  sum_{r<=k} h_r w_r          /  sum over queries of the largest value that any list could have
+    psndcg@k     sum over queries of  sum_{r<=k} h_r w_r / log2(r + 1) / d  /  sum over queries of the largest such value,
+                 with the query's own d = sum_{r<=min(k, n)} 1 / log2(r + 1)
+
+These are ratios of sums, not means of ratios (Jain et al., KDD 2016, section 3). Since the sum below is the same for every model, a
+query's value is its own term above divided by the mean of those below: then the mean over queries is the metric, and two models can be
+compared query by query.
 
 Beside them, of the lists as a whole: `coverage@k`, the share of the catalogue that is in at least one list, and `popularity@k`, the mean
 popularity percentile of the listed items (see `popularity_percentile`; 0.5 = as popular as what people take).
@@ -35,10 +48,11 @@ import numpy as np
 from sparring.errors import UserError
 
 METRICS = ("recall", "precision", "hit", "mrr", "map", "ndcg")
+PROPENSITY_METRICS = ("psp", "psndcg")
 LIST_METRICS = ("coverage", "popularity")
-DIALECTS = ("standard", "trec", "rectools", "lenskit", "xir-release")
+DIALECTS = ("standard", "trec", "rectools", "lenskit", "xir-release", "xc")
 STRATA = ("head", "mid", "tail")
-_XIR = ("recall", "ndcg")  # all that the release reports
+_ONLY = {"xir-release": ("recall", "ndcg"), "xc": ("recall", "precision", "ndcg")}  # all that these define
 
 
 @dataclass(frozen=True)
@@ -50,15 +64,21 @@ class Metric:
 
     @property
     def label(self) -> str:
-        return self.name if self.dialect == "standard" or self.name in LIST_METRICS else f"{self.name}_{self.dialect.replace('-', '_')}"
+        plain = self.dialect == "standard" or self.name in PROPENSITY_METRICS or (self.name in LIST_METRICS and not self.of_hits)
+        return self.name if plain else f"{self.name}_{self.dialect.replace('-', '_')}"
 
     def key(self, k: int) -> str:
         return f"{self.label}@{k}"
 
     @property
     def over_all_queries(self) -> bool:
-        """Whether queries without a relevant item count, as 0."""
-        return self.dialect == "xir-release" and self.name in METRICS
+        """Whether queries without a relevant item count, as 0: all of the data (xir-release), or those of the test part (xc)."""
+        return self.dialect in _ONLY and self.name in METRICS
+
+    @property
+    def of_hits(self) -> bool:
+        """Whether it is a coverage that counts only items which a list has right."""
+        return self.name == "coverage" and self.dialect == "xc"
 
 
 def parse(name: str, dialect: str = "standard") -> Metric:
@@ -71,10 +91,11 @@ def parse(name: str, dialect: str = "standard") -> Metric:
         raise UserError(f"unknown metric dialect {dialect!r}: choose one of {', '.join(DIALECTS)}")
     plain, _, suffix = name.partition("_")
     own = {d.replace("-", "_"): d for d in DIALECTS}.get(suffix) if suffix else dialect
-    if own is None or plain not in METRICS + LIST_METRICS or (suffix and plain in LIST_METRICS):
-        raise UserError(f"unknown metric {name!r}: choose among {', '.join(METRICS + LIST_METRICS)}, or e.g. ndcg_trec for another dialect")
-    if own == "xir-release" and plain in METRICS and plain not in _XIR:
-        raise UserError(f"the dialect xir-release has no {plain!r}: it defines {' and '.join(_XIR)}")
+    every = METRICS + PROPENSITY_METRICS + LIST_METRICS
+    if own is None or plain not in every or (suffix and plain not in METRICS and name != "coverage_xc"):
+        raise UserError(f"unknown metric {name!r}: choose among {', '.join(every)}, or e.g. ndcg_trec for another dialect")
+    if own in _ONLY and plain in METRICS and plain not in _ONLY[own]:
+        raise UserError(f"the dialect {own} has no {plain!r}: it defines {' and '.join(_ONLY[own])}")
     return Metric(plain, own)
 
 
@@ -103,6 +124,49 @@ def per_query(metric: Metric, hits: np.ndarray, relevant: np.ndarray, k: int) ->
     return value
 
 
+def inverse_propensities(counts: np.ndarray, n: int, a: float = 0.55, b: float = 1.5) -> np.ndarray:
+    """(N,) inverse propensities of items, from how often each is right among n training queries.
+
+        w_i = 1 + c (counts_i + b)^-a,   c = (ln n - 1) (b + 1)^a
+
+    A rare item's relevance is the more often unknown; finding it counts the more. The literature takes a = 0.6, b = 2.6 for products of
+    Amazon, 0.5 and 0.4 for articles of Wikipedia, 0.55 and 1.5 for all else.
+
+    Jain et al., Extreme Multi-label Loss Functions for Recommendation, Tagging, Ranking and Other Missing Label Applications, KDD 2016,
+    section 4.
+    """
+    if n < 3 or b < 0:  # with fewer, weights would fall below 1
+        raise UserError(f"inverse propensities need at least 3 training queries and b of at least 0, not {n} and {b:g}")
+    if b == 0 and not counts.all():
+        raise UserError("b = 0 gives items without a training query an infinite weight: choose a larger one")
+    weight: np.ndarray = 1 + (np.log(n) - 1) * (b + 1) ** a * (counts + b) ** -a
+    return weight
+
+
+def propensity_gains(metric: Metric, gains: np.ndarray, relevant: np.ndarray, k: int) -> np.ndarray:
+    """(U,) what each query adds to the sum above (or below) in psp or psndcg, from the weights of its hits, 0 at misses, (U, K >= k)."""
+    gains = gains[:, :k]
+    if metric.name == "psp":
+        summed: np.ndarray = gains.sum(1)
+        return summed
+    discount = 1 / np.log2(np.arange(2, k + 2))
+    discounted: np.ndarray = gains @ discount / np.cumsum(discount)[np.minimum(relevant, k) - 1]
+    return discounted
+
+
+def popularity_bins(counts: np.ndarray, n: int = 10) -> np.ndarray:
+    """(N,) bin of every item, 0 the most popular: each of the n bins took about one n-th of the training interactions.
+
+    Items in order of falling count (equal counts: smaller id first); an item belongs to bin j where the items before it hold at least j
+    n-ths of all interactions and less than j + 1. Items without any are in the last.
+    """
+    order = np.argsort(-counts, kind="stable")
+    before = np.cumsum(counts[order]) - counts[order]
+    bins = np.empty(len(counts), dtype=np.int64)
+    bins[order] = np.where(counts[order] > 0, n * before // max(int(counts.sum()), 1), n - 1)
+    return bins
+
+
 def popularity_percentile(counts: np.ndarray) -> np.ndarray:
     """(N,) share of the interactions that went to less popular items, those of equally popular ones counted half.
 
@@ -125,9 +189,4 @@ def popularity_strata(counts: np.ndarray) -> np.ndarray:
     Items in order of falling count (equal counts: smaller id first); an item belongs to head, mid or tail as the items before it
     hold less than one third, less than two thirds, or more of all interactions. Items without any are tail.
     """
-    order = np.argsort(-counts, kind="stable")
-    before = np.cumsum(counts[order]) - counts[order]
-    total = counts.sum()
-    stratum = np.empty(len(counts), dtype=np.int64)
-    stratum[order] = np.where(counts[order] > 0, np.where(3 * before < total, 0, np.where(3 * before < 2 * total, 1, 2)), 2)
-    return stratum
+    return popularity_bins(counts, len(STRATA))

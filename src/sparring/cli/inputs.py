@@ -85,7 +85,7 @@ def source(args: Namespace, data: Interactions, seed: int) -> dict[str, Any]:
 def fingerprint(data: Interactions) -> str:
     """A short hash of the pairs and of what splits them: data that was changed since a run began is noticed."""
     digest = hashlib.blake2b(f"{data.n_queries} {data.n_items}".encode(), digest_size=8)
-    for column in (data.queries, data.items, data.time, data.split):
+    for column in (data.queries, data.items, data.time, data.split, *(data.hidden or ())):
         digest.update(b"" if column is None else column.data)
     return digest.hexdigest()
 

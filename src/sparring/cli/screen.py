@@ -37,20 +37,33 @@ def table(rows: Sequence[Sequence[object]], title: str | None = None, left: int 
 
 
 def evaluation_tables(result: Evaluation) -> list[Table]:
-    """All metrics by cutoff; then the strata at the middle cutoff."""
+    """All metrics by cutoff; then the strata at the middle cutoff, and ten bins where propensities say that the tail matters."""
     cutoffs = sorted({int(name.split("@")[1]) for name in result.metrics})
     labels = dict.fromkeys(name.split("@")[0] for name in result.metrics)
     rows: list[list[object]] = [["metric", *(f"@{k}" for k in cutoffs)]]
     rows += [[label, *(_figure(result.metrics.get(f"{label}@{k}")) for k in cutoffs)] for label in labels]
     tables = [table(rows)]
+    k = cutoffs[len(cutoffs) // 2]
     if result.strata:
-        k = cutoffs[len(cutoffs) // 2]
         ranked = [f"{label}@{k}" for label in labels if label.startswith(("recall", "ndcg"))]
         columns = ["items", "queries", *ranked, f"share@{k}", f"coverage@{k}"]
         columns = [name for name in columns if any(name in values for values in result.strata.values())]
         body = [[stratum, *(_figure(values.get(name)) for name in columns)] for stratum, values in result.strata.items()]
         tables.append(table([["items that are", *columns], *body]))
+    if result.bins and any(label.startswith("psp") for label in labels):
+        columns = ["least", "most", "items", "pairs", f"precision@{k}", f"recall@{k}"]
+        titles = ["trained at least", "at most", "items", "test pairs", f"adds to precision@{k}", f"recall@{k}"]
+        body = [[f"{row[name]:,.0f}" if i < 4 else f"{row[name]:.4f}" for i, name in enumerate(columns)] for row in result.bins]
+        tables.append(table([titles, *body], left=0))
     return tables
+
+
+def stages_table(stages: Mapping[str, Evaluation]) -> Table:
+    """The rankings of a training in stages, one row each, at every cutoff."""
+    first = next(iter(stages.values())).metrics
+    names = [name for name in first if name.split("@")[0] in ("precision", "ndcg", "psp", "recall")]
+    names.sort(key=lambda name: int(name.split("@")[1]))
+    return table([["ranking", *names], *([stage, *(_figure(test.metrics.get(name)) for name in names)] for stage, test in stages.items())])
 
 
 def _figure(value: float | None) -> str:
@@ -109,7 +122,8 @@ class _Lines:
 
     def start(self, epochs: int, steps: int) -> None:
         self.epochs, self.steps = epochs, steps
-        for line in self.intro:
+        lines, self.intro = self.intro, ()  # once, though there may be several stages
+        for line in lines:
             self.say(line)
 
     def step(self, epoch: int, step: int, loss: Callable[[], float]) -> None:

@@ -30,7 +30,12 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "split": ("split subset",),
     "label": ("label click clicked isclick",),
 }
-_TITLES = "title itemtitle producttitle movietitle booktitle name itemname productname description productdescription"
+# Columns of interactions that repeat the text of their query or item on every row.
+_TEXTS = {
+    "query": "querytext querytitle",
+    "item": "itemtext itemtitle itemname producttitle productname producttext movietitle booktitle doctext labeltext title text",
+}
+_TITLES = "title itemtitle producttitle movietitle booktitle name itemname productname description productdescription text"
 
 
 def _plain(name: str) -> str:
@@ -75,6 +80,11 @@ def find_columns(columns: Sequence[str], named: Mapping[str, str | None], source
             raise UserError(f"column {column!r} cannot be both the {twice[0]} and the {role}; {listed}")
         found[role] = column
     return found
+
+
+def text_columns(role: str, columns: Sequence[str]) -> list[str]:
+    """The columns of interactions that hold a text of the query or item."""
+    return [column for column in columns if _plain(column) in _TEXTS[role].split()]
 
 
 def with_title(table: pl.DataFrame) -> pl.DataFrame:

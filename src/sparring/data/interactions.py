@@ -121,6 +121,9 @@ class Interactions:
     shown_split: np.ndarray | None = None  # of the shown pairs, like split
     item_table: pl.DataFrame | None = None  # row i describes dense item i
     query_table: pl.DataFrame | None = None
+    hidden: tuple[np.ndarray, np.ndarray] | None = None  # (queries, items) that may never be recommended, int32: neither right nor wrong
+    empty: int = 0  # test queries without any item, which some metrics count as 0
+    propensity: np.ndarray | None = None  # (N,) inverse propensities, where the data has a convention for them
     notes: tuple[str, ...] = ()  # what the reader dropped or merged
 
     def __post_init__(self) -> None:
@@ -222,13 +225,17 @@ class Split:
     test: Interactions | None = None
 
     def seen_for(self, part: str) -> Positives:
-        """What is masked when `part` is ranked: train for "valid", train and valid together for "test"."""
+        """What is masked when `part` is ranked: train for "valid", train and valid together for "test"; and the hidden pairs."""
         if part not in ("valid", "test"):
             raise UserError(f'part is {part!r}; it must be "valid" or "test"')
-        if part == "valid" or self.valid is None:
+        pairs = [(self.train.queries, self.train.items)]
+        if part == "test" and self.valid is not None:
+            pairs.append((self.valid.queries, self.valid.items))
+        if self.train.hidden is not None:
+            pairs.append(self.train.hidden)
+        if len(pairs) == 1:
             return self.train.positives()
-        queries = np.concatenate([self.train.queries, self.valid.queries])
-        items = np.concatenate([self.train.items, self.valid.items])
+        queries, items = (np.concatenate(columns) for columns in zip(*pairs, strict=True))
         return csr(queries, items, self.train.n_queries, self.train.n_items)
 
 

@@ -1,17 +1,21 @@
-"""Read interactions from files: Parquet, CSV, folders of parts, RecBole's atomic files, LightGCN's adjacency lists."""
+"""Read interactions from files: Parquet, CSV, folders of parts, and the layouts of RecBole, LightGCN, BEIR and extreme classification."""
 
 from __future__ import annotations
 
 import gzip
 import os
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import polars as pl
 
-from sparring.data.columns import find_column
+from sparring.data.beir import is_beir, read_beir
+from sparring.data.columns import find_column, text_columns
 from sparring.data.frames import from_frame, reading
 from sparring.data.interactions import Interactions
+from sparring.data.texts import text_of
+from sparring.data.xc import is_xc, read_xc
 from sparring.errors import UserError
 
 _PARQUET = (".parquet", ".pq")
@@ -46,19 +50,33 @@ def read(
 
     `path`: Parquet; CSV or TSV, gzipped or not; a folder of Parquet parts; a folder with `interactions.parquet` (or .csv) and
     perhaps `items.*` and `queries.*`; RecBole's `.inter` file or its folder (with `.item` and `.user`, or in `.train.inter`,
-    `.valid.inter`, `.test.inter` parts); LightGCN's folder of `train.txt` and `test.txt`.
+    `.valid.inter`, `.test.inter` parts); LightGCN's folder of `train.txt` and `test.txt`; BEIR's folder (see `read_beir`); a folder
+    of the extreme-classification repository (see `read_xc`).
 
     Columns are guessed from common names; a name sets one, and "" leaves an optional one out. Rows with a null id are dropped;
     with `min_rating`, so are rows rated lower; without it every row is a positive. `label` 1 is a positive, 0 is shown and not
     clicked. A pair that occurs more than once is kept once, with its last time and summed weight. `items` and `queries` are
     tables (paths or frames) that describe them; items that only the table has join the catalogue when `catalogue` is true.
-    `notes` of the result tells what was dropped or merged.
+    Without such a table, a column of the interactions themselves that is named like a text of items (`title`, `item_text`, ...) or
+    queries (`query_text`, ...) makes one. `notes` of the result tells what was dropped or merged.
 
         read("ratings.csv", min_rating=4, items="movies.csv")
     """
     path = Path(path)
+    known = _layout(path)
+    if known is not None:
+        roles = {"query": query, "item": item, "time": time, "weight": weight, "rating": rating, "split": split, "label": label}
+        roles |= {"min_rating": min_rating, "items": items, "queries": queries}  # type: ignore[dict-item]
+        given = next((name for name, value in roles.items() if value is not None), None)
+        if given is not None:
+            raise UserError(f"{given} is for tables: the files of {path} are known")
+        return known(path)
     with reading(str(path)):
         opened = _open(path)
+        if items is None and opened.items is None:
+            opened = replace(opened, items=_inner_table(opened.frame, "item", item, str(path)))
+        if queries is None and opened.queries is None:
+            opened = replace(opened, queries=_inner_table(opened.frame, "query", query, str(path)))
     return from_frame(
         opened.frame,
         query=query,
@@ -80,6 +98,9 @@ def read(
 def show(path: str | os.PathLike[str], rows: int = 5) -> str:
     """What a file or folder holds: its columns with types, its first rows, its size where it reads as interactions."""
     path = Path(path)
+    known = _layout(path)
+    if known is not None:
+        return f"{path}\n{describe(known(path))}"
     with reading(str(path)):
         frame = _open(path).frame
         head = frame.head(rows).collect()
@@ -106,10 +127,33 @@ def describe(data: Interactions) -> str:
         lines.append("split of the file: " + ", ".join(parts))
     if data.shown is not None:
         lines.append(f"shown and not clicked: {len(data.shown[0]):,}")
+    if data.hidden is not None:
+        lines.append(f"pairs never recommended: {len(data.hidden[0]):,}")
     for name, table in (("items", data.item_table), ("queries", data.query_table)):
         if table is not None:
             lines.append(f"{name} table: " + ", ".join(table.columns))
+    if len(data) and all(table is not None and "text" in table.columns for table in (data.query_table, data.item_table)):
+        texts = (text_of(data, "query")[int(data.queries[0])], text_of(data, "item")[int(data.items[0])])
+        lines.append("for example: " + " -> ".join(repr(text[:100]) for text in texts))
     return "\n".join([*lines, *data.notes])
+
+
+def _layout(path: Path) -> Callable[[Path], Interactions] | None:
+    """The reader of a folder whose layout is known as a whole."""
+    if not path.is_dir():
+        return None
+    return read_xc if is_xc(path) else read_beir if is_beir(path) else None
+
+
+def _inner_table(frame: pl.LazyFrame, role: str, named: str | None, source: str) -> pl.DataFrame | None:
+    """The texts of items or queries that the interactions themselves repeat on every row, as a table; None where they have none."""
+    names = frame.collect_schema().names()
+    key = named or find_column(role, names, None, source)
+    texts = [name for name in text_columns(role, names) if name != key and frame.collect_schema()[name] == pl.String]
+    if key is None or key not in names or not texts:
+        return None
+    # The smallest text, where an id has several: not by order, since the rows are read in any.
+    return frame.filter(pl.col(key).is_not_null()).group_by(key).agg(pl.col(name).min() for name in texts).collect(engine="streaming")
 
 
 def _grid(head: pl.DataFrame) -> str:

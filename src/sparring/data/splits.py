@@ -19,7 +19,8 @@ def split(data: Interactions, how: str = "auto", valid: float = 0.1, test: float
     protocol). "temporal": the latest `test` share of all rows, by one cut in time; equal times stay together. "leave-last-out":
     each query's last item is test and the one before valid; queries with fewer than 3 train. "auto": the file's own where it
     has one, else random. `valid` is the share of the training part held out for validation, in the same way (at random for a
-    file without a valid part), leaving each query at least one item; 0 gives none. A part without rows is None.
+    file without a valid part), leaving each query at least one item; 0 gives none. Where no test query of the file trains, as
+    with texts, whole queries are held out instead. A part without rows is None.
 
     Shown pairs go to the training part, save those that the file or the times place outside it.
 
@@ -49,7 +50,7 @@ def split(data: Interactions, how: str = "auto", valid: float = 0.1, test: float
 
 
 def _parts(data: Interactions, part: np.ndarray, keep_shown: np.ndarray | None) -> Split:
-    bare = replace(data, shown=None, shown_time=None, shown_split=None)
+    bare = replace(data, shown=None, shown_time=None, shown_split=None, empty=0)
     train = bare.subset(part == TRAIN)
     if data.shown is not None:
         keep = slice(None) if keep_shown is None else keep_shown
@@ -61,6 +62,8 @@ def _parts(data: Interactions, part: np.ndarray, keep_shown: np.ndarray | None) 
             shown_split=None if splits is None else splits[keep],
         )
     held = [bare.subset(rows) if (rows := part == code).any() else None for code in (VALID, TEST)]
+    if held[1] is not None:
+        held[1] = replace(held[1], empty=data.empty)
     return Split(train, held[0], held[1])
 
 
@@ -72,9 +75,19 @@ def _file(data: Interactions, valid: float, seed: int) -> tuple[np.ndarray, np.n
         raise UserError("the data's split column has no training rows")
     if valid and not (part == VALID).any():
         rows = np.flatnonzero(part == TRAIN)
-        place, count = _shuffled(data.subset(rows), seed)
-        part[rows[place < _held(count, valid)]] = VALID
+        trains, tests = (np.unique(data.queries[part == code]) for code in (TRAIN, TEST))
+        if len(tests) and not np.isin(tests, trains, assume_unique=True).any():
+            part[rows[np.isin(data.queries[rows], _some(trains, valid, seed))]] = VALID
+        else:
+            place, count = _shuffled(data.subset(rows), seed)
+            part[rows[place < _held(count, valid)]] = VALID
     return part, None if data.shown_split is None else data.shown_split == TRAIN
+
+
+def _some(queries: np.ndarray, share: float, seed: int) -> np.ndarray:
+    """A share of the queries, at random, but never all of them."""
+    n = min(round(share * len(queries)), len(queries) - 1)
+    return np.random.default_rng(seed).permutation(queries)[:n]
 
 
 def _random(data: Interactions, valid: float, test: float, seed: int) -> np.ndarray:

@@ -1,0 +1,181 @@
+"""Texts as tokens: tokenised once, kept on disk by content, padded only as far as a batch needs."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import torch
+from torch import Tensor
+
+from sparring.data.download import cache_folder
+from sparring.data.encodings import Progress, hash_of, load_array, save_array
+from sparring.data.interactions import Ids, Interactions
+from sparring.data.tokenizers import Tokenizer, find_tokenizer
+from sparring.errors import UserError
+
+_BATCH = 16384  # texts tokenised between two reports of progress
+_COLUMNS = ("text", "title", "name", "query", "description", "content")  # in which a table may hold its texts, best first
+
+
+@dataclass(frozen=True, eq=False)
+class Texts:
+    """The tokens of n texts in one flat array with offsets: those of text i are tokens[start[i]:start[i + 1]].
+
+    The array may be a memory map. The first use on another device copies the tokens there once, 4 bytes each. A text without
+    any token is allowed: its row of the mask is all False, its bag is empty.
+
+        texts = tokenized(["red shoes", "a hat"], "minilm", 32)
+        ids, mask = texts.padded(torch.tensor([1, 0]), 32)     # (2, 4) both: as long as the longest of the two
+    """
+
+    tokens: np.ndarray  # (T,) int32
+    start: np.ndarray  # (n + 1,) int64
+    vocabulary: int  # number of token ids
+    pad: int = 0
+    end: int = -1  # the token that closes every text, where the tokenizer has one: a text that is cut keeps it
+    _on: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
+
+    def __len__(self) -> int:
+        return len(self.start) - 1
+
+    def lengths(self) -> np.ndarray:
+        """(n,) number of tokens of each text."""
+        return np.diff(self.start)
+
+    def padded(self, index: Tensor, max_len: int) -> tuple[Tensor, Tensor]:
+        """Token ids (n, longest) int64 and mask (n, longest) of the texts at index (n,), each cut after max_len tokens."""
+        tokens, begin, length, cut = self._at(index, max_len)
+        longest = max(int(length.max()), 1) if len(length) else 1
+        place = torch.arange(longest, device=index.device)
+        mask = place < length[:, None]
+        at = (begin[:, None] + place).clamp_(max=max(len(tokens) - 1, 0))
+        ids = tokens[at].long() if len(tokens) else torch.zeros_like(at)
+        if self.end >= 0:
+            ids[cut & (length > 0), length[cut & (length > 0)] - 1] = self.end
+        return ids.masked_fill_(~mask, self.pad), mask
+
+    def flat(self, index: Tensor, max_len: int) -> tuple[Tensor, Tensor]:
+        """Token ids (t,) int64, one text after the other, and where each begins (n,): what nn.EmbeddingBag takes."""
+        tokens, begin, length, cut = self._at(index, max_len)
+        offsets = length.cumsum(0) - length
+        ids = tokens[torch.arange(int(length.sum()), device=index.device) + (begin - offsets).repeat_interleave(length)].long()
+        if self.end >= 0:
+            ids[(offsets + length - 1)[cut & (length > 0)]] = self.end
+        return ids, offsets
+
+    def _at(self, index: Tensor, max_len: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """All tokens, and of each text asked for: where it begins, its length, and whether it was cut."""
+        if index.device not in self._on:
+            both = torch.from_numpy(self.tokens), torch.from_numpy(self.start)
+            self._on[index.device] = both[0].to(index.device), both[1].to(index.device)
+        tokens, start = self._on[index.device]
+        index = index.long()
+        begin = start[index]
+        full = start[index + 1] - begin
+        return tokens, begin, full.clamp(max=max_len), full > max_len
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write into a folder; `load` sees it only when it is complete."""
+        folder = Path(folder)
+        save_array(folder / "start.npy", self.start)
+        save_array(folder / "tokens.npy", self.tokens)
+        # Last, and as an array because that is written at once or not at all.
+        save_array(folder / "texts.npy", np.array([self.vocabulary, self.pad, self.end], dtype=np.int64))
+
+    @classmethod
+    def load(cls, folder: str | os.PathLike[str]) -> Texts:
+        """What `save` wrote, the tokens as a memory map."""
+        folder = Path(folder)
+        if not (folder / "texts.npy").is_file():
+            raise UserError(f"{folder} holds no tokens: it has no texts.npy")
+        vocabulary, pad, end = (int(value) for value in load_array(folder / "texts.npy"))
+        start = np.array(load_array(folder / "start.npy"))
+        # Copy-on-write: torch takes only arrays that could be written to, and nobody writes. Nothing cannot be mapped.
+        tokens = np.load(folder / "tokens.npy", mmap_mode="c") if start[-1] else np.zeros(0, dtype=np.int32)
+        return cls(tokens, start, vocabulary, pad, end)
+
+
+def tokenize(
+    strings: Sequence[str] | pl.Series, tokenizer: Tokenizer | str | Path, max_len: int, progress: Progress | None = None
+) -> Texts:
+    """Tokens of texts, in memory; None is an empty text.
+
+        tokenize(["red shoes"], "words", 32)
+    """
+    if max_len < 1:
+        raise UserError(f"max_len is {max_len}; it must be at least 1")
+    made = find_tokenizer(tokenizer) if isinstance(tokenizer, (str, Path)) else tokenizer
+    series = as_series(strings)
+    parts, lengths = [np.zeros(0, dtype=np.int32)], [np.zeros(0, dtype=np.int64)]
+    for begin in range(0, len(series), _BATCH):
+        tokens, length = made.encode(series.slice(begin, _BATCH), max_len)
+        parts.append(tokens)
+        lengths.append(length)
+        if progress is not None:
+            progress("tokens", min(begin + _BATCH, len(series)), len(series))
+    start = np.zeros(len(series) + 1, dtype=np.int64)
+    np.cumsum(np.concatenate(lengths), out=start[1:])
+    return Texts(np.concatenate(parts), start, made.vocabulary, made.pad, made.end)
+
+
+def tokenized(
+    strings: Sequence[str] | pl.Series,
+    tokenizer: Tokenizer | str | Path,
+    max_len: int,
+    cache: str | os.PathLike[str] | None = None,
+    progress: Progress | None = None,
+) -> Texts:
+    """Tokens of texts as a memory map, made once for the same texts, tokenizer and max_len.
+
+    They are kept in `cache`, by default `texts` in the cache folder ($SPARRING_HOME, else ~/.cache/sparring). The tokenizer is
+    `minilm`, `wordllama`, `words` (hashed words, without any package), an installed package, a folder, a file, or an object.
+
+        tokenized(text_of(data, "item"), "minilm", 32)
+    """
+    made = find_tokenizer(tokenizer) if isinstance(tokenizer, (str, Path)) else tokenizer
+    series = as_series(strings)
+    key = hash_of(["tokens 1", made.fingerprint, str(max_len), *series.to_list()])
+    folder = (Path(cache) if cache is not None else cache_folder() / "texts") / key
+    if not (folder / "texts.npy").is_file():
+        tokenize(series, made, max_len, progress).save(folder)
+    elif progress is not None and len(series):
+        progress("tokens", len(series), len(series))
+    return Texts.load(folder)
+
+
+def as_series(strings: Sequence[str] | pl.Series) -> pl.Series:
+    """Texts as a polars column without nulls; what is no text is named."""
+    if isinstance(strings, pl.Series):
+        return strings.cast(pl.String).fill_null("")
+    try:
+        return pl.Series("text", list(strings), dtype=pl.String).fill_null("")
+    except (TypeError, UnicodeEncodeError):
+        for place, text in enumerate(strings):
+            if text is not None and not isinstance(text, str):
+                raise UserError(f"text {place} is {json.dumps(text, default=repr)[:60]}, not a text") from None
+        return pl.Series("text", [text and text.encode("utf-8", "replace").decode() for text in strings], dtype=pl.String).fill_null("")
+
+
+def text_of(data: Interactions | Ids, role: str, column: str | None = None) -> pl.Series:
+    """The text of every query or item (`role` is "query" or "item"), in dense order, "" where there is none.
+
+    It is the column named, else `text`, else another that is likely to be one, such as `title`; else the ids, where they are texts.
+    """
+    table, ids = (data.query_table, data.query_ids) if role == "query" else (data.item_table, data.item_ids)
+    names = [] if table is None else [name for name, kind in table.schema.items() if kind == pl.String]
+    if column is not None and column not in names:
+        known = f"; its columns of text are {', '.join(names)}" if names else "; it has no columns of text"
+        raise UserError(f"the {role} table has no column of text called {column!r}{known}")
+    chosen = column or next((name for name in _COLUMNS if name in names), None)
+    if chosen is not None and table is not None:
+        return table[chosen].fill_null("").alias("text")
+    if ids.kind == "text":
+        return ids.ids.alias("text")
+    where = "queries" if role == "query" else "items"
+    raise UserError(f"there are no texts of the {where}: give a table with a column `text` (--{where} FILE)")
