@@ -378,13 +378,17 @@ def test_state_of_another_model_is_refused() -> None:
 
 
 def test_schedules() -> None:
-    """Step decay, cosine and warm-up against their values by hand; the rate is set from the first one, not from the last."""
+    """Step decay, cosine, linear and warm-up against their values by hand; the rate is set from the first one, not from the last."""
     step = Schedule("step", gamma=0.95, every=5)
     assert [step.lr_at(0, e) for e in (0, 4, 5, 14)] == [1.0, 1.0, 0.95, pytest.approx(0.9025)]
     cosine = Schedule("cosine", warmup=4, total=104, floor=0.1)
     assert [cosine.lr_at(s, 0) for s in (0, 3, 4)] == [0.25, 1.0, 1.0]
     assert cosine.lr_at(54, 9) == pytest.approx(0.55)
     assert [cosine.lr_at(s, 0) for s in (104, 1000)] == [pytest.approx(0.1)] * 2
+    linear = Schedule("linear", warmup=4, total=104, floor=0.1)
+    assert [linear.lr_at(s, 0) for s in (0, 3, 4)] == [0.25, 1.0, 1.0]
+    assert linear.lr_at(29, 9) == pytest.approx(0.1 + 0.9 * 75 / 100)
+    assert [linear.lr_at(s, 0) for s in (104, 1000)] == [pytest.approx(0.1)] * 2
     assert [Schedule(warmup=2).lr_at(s, 3) for s in (0, 1, 2)] == [0.5, 1.0, 1.0]
     rules = optimizers(IdTower(3, 2), lr=0.2)
     set_lr(rules, 0.5)
@@ -392,5 +396,5 @@ def test_schedules() -> None:
     assert rules[0].param_groups[0]["lr"] == 0.05
     with pytest.raises(ValueError, match="total > warmup"):
         Schedule("cosine", warmup=5, total=5)
-    with pytest.raises(ValueError, match="'linear' is not known"):
-        Schedule("linear")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="'square' is not known"):
+        Schedule("square")  # type: ignore[arg-type]

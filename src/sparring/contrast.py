@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from sparring.composition import Run
-from sparring.data.batches import RandomBatches
+from sparring.data.batches import RandomBatches, query_rows
 from sparring.data.interactions import Split
 from sparring.types import Bag, Outcome, Positives, Step
 
@@ -20,15 +20,19 @@ def contrast(
     """One step's loss per query (B,), with what observers are told: encode, gather each term's bag, score it."""
     model, setup = run.model, run.setup
 
-    def encode(ids: Tensor) -> Tensor:
-        return in_chunks(setup.chunk, model.encode_items, ids)
+    # on a CPU bfloat16 is slower than float32
+    half = torch.autocast(query_ids.device.type, torch.bfloat16, enabled=setup.precision == "bf16" and query_ids.is_cuda)
 
-    with torch.autocast(query_ids.device.type, torch.bfloat16, enabled=setup.precision == "bf16"):
-        q, v = in_chunks(setup.chunk, model.encode_queries, query_ids, item_ids), encode(item_ids)
-    q = q.float()
+    def encode(ids: Tensor) -> Tensor:  # negatives call it too, later
+        with half:
+            return in_chunks(setup.chunk, model.encode_items, ids).float()
+
+    with half:
+        q = in_chunks(setup.chunk, model.encode_queries, query_ids, item_ids).float()
+    v = encode(item_ids)
     if setup.dropout and model.training:  # from the run's generator, which is in its checkpoint
         q = model.dropped(q, setup.dropout, generator)
-    step = Step(query_ids, item_ids, q, v.float(), run.temperature(query_ids), encode, generator, positives, model.encode_mixtures)
+    step = Step(query_ids, item_ids, q, v, run.temperature(query_ids), encode, generator, positives, model.encode_mixtures)
     bags: list[Bag] = []
     total = torch.zeros((), device=q.device)
     for term in run.terms:
@@ -56,13 +60,16 @@ def in_chunks(size: int | None, encode: Callable[..., Tensor], *ids: Tensor) -> 
 
 def describe_batch(run: Run, split: Split) -> str:
     """What one training batch of this run contains, term by term: sources, counts, corrections, masks. It draws from its own generator."""
-    rows = next(RandomBatches(len(split.train), run.setup.batch_size, run.setup.seed).epoch(0))
-    queries, items = split.train.pairs()
+    setup, (queries, items) = run.setup, split.train.pairs()
     device = next(run.model.parameters()).device
-    generator = torch.Generator(device).manual_seed(run.setup.seed)
+    generator = torch.Generator(device).manual_seed(setup.seed)
+    drawn = query_rows(split.train, setup.draw) if setup.rows == "queries" else None
+    rows = next(RandomBatches(len(split.train if drawn is None else drawn), setup.batch_size, setup.seed).epoch(0))
+    if drawn is not None:
+        rows = drawn.pairs(rows, torch.Generator().manual_seed(setup.seed))
     positives = split.train.positives()
     positives = Positives(positives.start.to(device), positives.items.to(device))
-    with torch.no_grad():
+    with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
         _, _, outcome = contrast(run, queries[rows].long().to(device), items[rows].long().to(device), generator, positives)
     lines: list[str] = []
     for term, bag in zip(run.terms, outcome.bags, strict=True):

@@ -52,8 +52,9 @@ def optimizers(
     """The optimisers of a model: tables with sparse gradients by the row rule, all else by AdamW; or all of it by dense Adam.
 
     "row-adam" and "row-adagrad" decay decoupled, and of the dense parameters only matrices (biases and a learned temperature are left
-    alone); `dense_lr` is the rate of the dense parameters where it differs. "adam" is torch.optim.Adam on everything with coupled L2,
-    as in the XIR release: every row decays in every step, so the towers must be built with sparse=False.
+    alone, and so is a table whose module is `undecayed`); `dense_lr` is the rate of the dense parameters where it differs. "adam" is
+    torch.optim.Adam on everything with coupled L2, as in the XIR release: every row decays in every step, so the towers must be built
+    with sparse=False.
 
         for optimizer in optimizers(model, "row-adam", lr=1e-2): optimizer.step()
     """
@@ -70,12 +71,15 @@ def optimizers(
         if dense:
             found.append(torch.optim.Adam(dense, lr, betas, eps, weight_decay, fused=_fused(dense), capturable=_on_cuda(dense)))
     else:
-        rows = list(tables.values())
+        free = {id(getattr(module, "weight", None)) for module in model.modules() if getattr(module, "undecayed", False) is True}
+        kinds = (([p for p in tables.values() if id(p) not in free], weight_decay), ([p for p in tables.values() if id(p) in free], 0.0))
+        rows: Any = [{"params": params, "weight_decay": decay} for params, decay in kinds if params]
         if rows and rule == "row-adam":
             found.append(RowAdam(rows, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
         elif rows:
             found.append(RowAdagrad(rows, lr=lr, eps=eps, weight_decay=weight_decay))
-        split = (([p for p in dense if p.dim() > 1], weight_decay), ([p for p in dense if p.dim() < 2], 0.0))
+        plain = [p for p in dense if p.dim() < 2 or id(p) in free]
+        split = (([p for p in dense if p.dim() > 1 and id(p) not in free], weight_decay), (plain, 0.0))
         groups = [{"params": params, "weight_decay": decay} for params, decay in split if params]
         if groups:
             rate = lr if dense_lr is None else dense_lr
@@ -100,13 +104,14 @@ class Schedule:
         constant  1
         step      gamma ^ (epoch // every)                                      (0.95 every 5 epochs: the XIR setting)
         cosine    floor + (1 - floor) (1 + cos(pi (step - warmup) / (total - warmup))) / 2, and floor from step `total` on
+        linear    floor + (1 - floor) (total - step) / (total - warmup), and floor from step `total` on
 
     times (step + 1) / warmup in the first `warmup` steps.
 
         set_lr(optimizers, Schedule("step", gamma=0.95, every=5).lr_at(step, epoch))
     """
 
-    kind: Literal["constant", "step", "cosine"] = "constant"
+    kind: Literal["constant", "step", "cosine", "linear"] = "constant"
     warmup: int = 0
     gamma: float = 0.95
     every: int = 5
@@ -114,21 +119,22 @@ class Schedule:
     floor: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.kind not in ("constant", "step", "cosine"):
-            raise ValueError(f"schedule {self.kind!r} is not known: use 'constant', 'step' or 'cosine'")
+        if self.kind not in ("constant", "step", "cosine", "linear"):
+            raise ValueError(f"schedule {self.kind!r} is not known: use 'constant', 'step', 'cosine' or 'linear'")
         if self.warmup < 0 or self.every < 1:
             raise ValueError(f"a schedule needs warmup >= 0 and every >= 1, not warmup={self.warmup}, every={self.every}")
-        if self.kind == "cosine" and self.total <= self.warmup:
-            raise ValueError(f"a cosine schedule needs total > warmup steps, not total={self.total}, warmup={self.warmup}")
+        if self.kind in ("cosine", "linear") and self.total <= self.warmup:
+            raise ValueError(f"a {self.kind} schedule needs total > warmup steps, not total={self.total}, warmup={self.warmup}")
 
     def lr_at(self, step: int, epoch: int) -> float:
         """The factor on the learning rate at this step of this epoch."""
         warm = min(1.0, (step + 1) / self.warmup) if self.warmup else 1.0
         if self.kind == "step":
             return float(warm * self.gamma ** (epoch // self.every))
-        if self.kind == "cosine":
+        if self.kind in ("cosine", "linear"):
             done = min(1.0, max(0.0, (step - self.warmup) / (self.total - self.warmup)))
-            return warm * (self.floor + (1 - self.floor) * (1 + math.cos(math.pi * done)) / 2)
+            left = (1 + math.cos(math.pi * done)) / 2 if self.kind == "cosine" else 1 - done
+            return warm * (self.floor + (1 - self.floor) * left)
         return warm
 
 

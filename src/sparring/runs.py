@@ -8,6 +8,7 @@
     checkpoint.safetensors   everything that training needs to go on
     seen.safetensors    what each query has already taken
     *_ids.parquet, *_table.parquet   id maps, titles and other columns
+    encoder/, query_texts/, item_texts/   of text towers: a folder that transformers reads (or a bag's own), and the tokens of all texts
     curve.png, README.md   the training curve and a short model card
 
 Every file is written beside its target and renamed, so a kill or a full disk leaves the last good one. Tensors are safetensors:
@@ -23,7 +24,7 @@ import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import polars as pl
@@ -32,15 +33,17 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from sparring.composition import Run, Setup, retriever
+from sparring.composition import Run, Setup, encoder_folder, retriever
 from sparring.contrast import describe_batch
 from sparring.data.features import Histories
 from sparring.data.interactions import Ids, Interactions, Split, Vocabulary, write_table
 from sparring.errors import UserError
 from sparring.evaluation import Evaluation, top_k
 from sparring.metrics import LIST_METRICS
+from sparring.pretrained import save_encoder
 from sparring.settings import parse_setup
 from sparring.towers import Retriever
+from sparring.towers_text import text_tower
 from sparring.types import Positives
 
 
@@ -137,6 +140,18 @@ class Trained:
         scores, best = self._best(vector, k, seen, torch.zeros(1, dtype=torch.long))
         return self._named(np.asarray(["history"]), scores, best)
 
+    def recommend_text(self, texts: Sequence[str], k: int = 10) -> pl.DataFrame:
+        """The k best items for new queries known only by their texts; needs a query tower that reads text."""
+        scores, best = self._best(self.encode_texts(texts, "query"), k, None, torch.arange(len(texts)))
+        return self._named(np.asarray(texts), scores, best)
+
+    def encode_texts(self, texts: Sequence[str], side: Literal["query", "item"]) -> Tensor:
+        """Vectors (n, D) of new queries or new items known only by their texts, as they are compared."""
+        try:
+            return self.model.encode_texts(texts, side)
+        except ValueError as error:
+            raise UserError(f"{error} (--set encoder=bag)") from error
+
     def _best(self, q: Tensor, k: int, seen: Positives | None, at: Tensor) -> tuple[Tensor, Tensor]:
         if not 1 <= k <= self.model.n_items:
             raise UserError(f"k is {k}; it must be between 1 and the {self.model.n_items:,} items of the catalogue")
@@ -169,7 +184,7 @@ def load(folder: str | Path, model: Retriever | None = None) -> Trained:
             if not {"query.start", "query.items"} <= tensors.keys():
                 raise UserError(f"{folder / 'model.safetensors'} does not fit this run: it has no histories for the history tower")
             past = Histories(tensors["query.start"], tensors["query.items"])
-        model = retriever(setup, len(ids.query_ids), len(ids.item_ids), ids.item_table, past)
+        model = retriever(setup, ids, past, folder)
     load_tensors(model, tensors, folder / "model.safetensors")
     seen, _ = read_tensors(folder / "seen.safetensors")
     return Trained(folder, model.eval(), ids, Positives(seen["start"], seen["items"]), meta)
@@ -201,7 +216,9 @@ def check_same(folder: Path, meta: Mapping[str, Any], setup: Setup) -> None:
         raise UserError(f"{folder} was begun with {part}={old}, not {new}: resume cannot change it")
 
 
-def write_start(folder: Path, data: Interactions, seen: Positives, meta: Mapping[str, Any], setup: Setup) -> None:
+def write_start(
+    folder: Path, data: Interactions, seen: Positives, meta: Mapping[str, Any], setup: Setup, model: Retriever | None = None
+) -> None:
     """What is known before the first step: the resolved run, the id maps, what each query has seen."""
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is a file: choose another folder for the run")
@@ -210,8 +227,19 @@ def write_start(folder: Path, data: Interactions, seen: Positives, meta: Mapping
     for name in ("run.json", "checkpoint.safetensors", "model.safetensors", *results):
         (folder / name).unlink(missing_ok=True)
     data.save_ids(folder)
+    if model is not None:
+        _write_encoders(folder, model, setup, weights=False)
     write_tensors(folder / "seen.safetensors", {"start": seen.start, "items": seen.items})
     write_json(folder / "run.json", {**meta, "setup": dataclasses.asdict(setup)})
+
+
+def _write_encoders(folder: Path, model: Retriever, setup: Setup, weights: bool) -> None:
+    """What text towers need to be built again; with `weights` the encoders are whole, and of use outside this folder."""
+    for side, module in (("query", model.query), ("item", model.item)):
+        tower = text_tower(module)
+        if tower is not None:
+            tower.texts.save(folder / f"{side}_texts")
+            save_encoder(tower.encoder, folder / encoder_folder(setup, side), weights)
 
 
 def description(run: Run, split: Split, source: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -251,6 +279,7 @@ def write_end(
     if test is not None:
         result |= {"test": test.to_dict()}
         write_table(_single_queries(folder, test), folder / "per_query.parquet")  # before the result: who sees that one finds this
+    _write_encoders(folder, run.model, run.setup, weights=True)
     write_json(folder / "result.json", result)
     write(folder / "curve.png", lambda file: training_curve(history, file, run.recipe, run.setup.select))
     write(folder / "README.md", lambda file: file.write_text(model_card(meta, result, history)))

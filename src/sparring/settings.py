@@ -16,6 +16,7 @@ from sparring.composition import Run, Setup
 from sparring.data.interactions import Interactions
 from sparring.errors import UserError
 from sparring.recipes import RECIPES
+from sparring.recipes.text import default_encoder, text_setup
 
 _JSON = (str, int, float, bool, tuple, list, dict, type(None))  # what a run folder can hold; anything else is written as its name
 
@@ -78,7 +79,9 @@ def resolve(recipe: Callable[..., Run], settings: Mapping[str, object], base: Se
     """Split settings into the Setup and the recipe's own arguments, every value of the declared type."""
     own = own_arguments(recipe)
     shared = get_type_hints(Setup)
-    setup, arguments = base or own_setup(recipe), {}
+    if settings.get("encoder") == "auto":
+        settings = {**settings, "encoder": default_encoder()}
+    setup, arguments = _start(recipe, settings, base), {}
     for key, value in settings.items():
         if key in own:
             arguments[key] = parse(key, value, own[key][0])
@@ -88,6 +91,25 @@ def resolve(recipe: Callable[..., Run], settings: Mapping[str, object], base: Se
             raise UserError(f"unknown setting {key!r}{nearest(key, [*own, *shared])}; `sparring recipes {recipe.__name__}` lists them")
     check(setup)
     return setup, arguments
+
+
+def _start(recipe: Callable[..., Run], settings: Mapping[str, object], base: Setup | None) -> Setup:
+    """The Setup that settings change.
+
+    Naming an encoder asks for text towers. Unless a base is given, what suits such towers comes with it: all of the Setup where the recipe
+    is of pairs of ids, else what concerns the optimiser, so that a recipe of labels (rows=queries) keeps what makes it.
+    """
+    setup = base or own_setup(recipe)
+    encoder = settings.get("encoder")
+    if not isinstance(encoder, str) or encoder.lower() == "none":
+        return setup
+    if base is not None:
+        return dataclasses.replace(base, query_tower="text", item_tower="text") if base.encoder is None else base
+    suited = text_setup(encoder)
+    if setup.rows == "pairs":
+        return suited
+    taken = ("query_tower", "item_tower", "dim", "optimizer", "lr", "weight_decay", "schedule", "warmup", "precision")
+    return dataclasses.replace(setup, **{name: getattr(suited, name) for name in taken})
 
 
 def parse_setup(fields: Mapping[str, object]) -> Setup:
@@ -101,15 +123,14 @@ def parse_setup(fields: Mapping[str, object]) -> Setup:
 
 def check(setup: Setup) -> None:
     """Refuse values that no training could use."""
-    at_least = {"dim": 1, "batch_size": 1, "epochs": 1, "lr_decay_every": 1, "eval_every": 1, "valid_queries": 1, "history": 1}
-    for key, low in at_least.items():
-        if getattr(setup, key) < low:
-            raise UserError(f"{key} must be at least {low}, got {getattr(setup, key)}")
+    for key in ("dim", "batch_size", "epochs", "lr_decay_every", "eval_every", "valid_queries", "history", "max_len"):
+        if getattr(setup, key) < 1:
+            raise UserError(f"{key} must be at least 1, got {getattr(setup, key)}")
     for key in ("lr", "tau", "init_std", "lr_decay", "clip"):
         value = getattr(setup, key)
         if value is not None and not 0 < value < math.inf:
             raise UserError(f"{key} must be positive and finite, got {value}")
-    for key in ("weight_decay", "warmup", "seed"):
+    for key in ("weight_decay", "warmup", "seed", "auxiliary", "private"):
         if not 0 <= getattr(setup, key) < math.inf:
             raise UserError(f"{key} must not be negative, got {getattr(setup, key)}")
     if not 0 <= setup.dropout < 1:
@@ -118,6 +139,15 @@ def check(setup: Setup) -> None:
         raise UserError(f"patience must be at least 1 validation, got {setup.patience}; none never stops early")
     if setup.chunk is not None and setup.chunk < 1:
         raise UserError(f"chunk must be at least 1 id encoded at a time, got {setup.chunk}; none encodes a batch at once")
+    text = "text" in (setup.query_tower, setup.item_tower)
+    if text and setup.encoder is None:
+        raise UserError("a text tower needs an encoder: set encoder to bag, wordllama, minilm, a folder, or a name on the Hugging Face hub")
+    if (setup.pooling == "cls" and not text) or (setup.pooling == "attention" and setup.query_tower != "history"):
+        raise UserError(f"pooling={setup.pooling} is not for these towers: cls is for text towers, attention for query_tower=history")
+    if setup.draw != "uniform" and setup.rows == "pairs":
+        raise UserError(f"draw={setup.draw} chooses among a query's positives: set rows=queries")
+    if setup.item_tower == "text" and setup.item_features:
+        raise UserError("item_tower=text takes no item_features: leave one of them out")
     if not setup.hidden or min(setup.hidden) < 1:
         raise UserError(f"hidden must name at least one layer, each of at least 1 unit, got {setup.hidden}")
 

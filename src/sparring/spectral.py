@@ -13,12 +13,13 @@ from sparring.types import Positives
 
 def start_from(positives: Positives, model: Retriever, seed: int = 0) -> None:
     """Set both id tables of a model to the spectral start of these positives."""
-    if not isinstance(model.query, IdTower) or not isinstance(model.item, IdTower):
+    table = getattr(model.item, "tower", model.item)  # under auxiliary vectors
+    if not isinstance(model.query, IdTower) or not isinstance(table, IdTower):
         raise UserError("init=spectral sets id tables: use it with query_tower=id and no item_features")
-    query, item = spectral(positives.start, positives.items, model.n_items, model.item.dim, seed=seed)
+    query, item = spectral(positives.start, positives.items, model.n_items, table.dim, seed=seed)
     with torch.no_grad():
         model.query.weight.copy_(query)
-        model.item.weight.copy_(item)
+        table.weight.copy_(item)
 
 
 def spectral(start: Tensor, items: Tensor, n_items: int, dim: int, rounds: int = 2, seed: int = 0) -> tuple[Tensor, Tensor]:

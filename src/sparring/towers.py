@@ -31,6 +31,8 @@ class IdTower(nn.Module):
         IdTower(n=40_988, dim=32)(torch.tensor([3, 7]))     # (2, 32)
     """
 
+    undecayed: bool = False  # by the row rules, whatever the weight decay
+
     def __init__(self, n: int, dim: int, init_std: float | None = None, sparse: bool = True) -> None:
         super().__init__()
         if n < 1 or dim < 1:
@@ -239,6 +241,19 @@ class Retriever(nn.Module):
         if not isinstance(self.query, HistoryTower):
             raise ValueError(f"the query tower {type(self.query).__name__} cannot encode a history: train with a HistoryTower")
         return self._finished(self.query.encode_history(items))
+
+    def encode_texts(self, strings: Sequence[str], side: Literal["query", "item"] = "query") -> Tensor:
+        """Vectors (n, D) of texts, as new queries or new items, without gradient, in evaluation mode."""
+        tower = self.query if side == "query" else self.item
+        encode: Callable[[Sequence[str]], Tensor] | None = getattr(tower, "encode_texts", None)
+        if encode is None:
+            raise ValueError(f"the {side} tower {type(tower).__name__} cannot encode a text: train with a TextTower")
+        with _evaluating(self):
+            vectors = encode(strings)
+        if side == "query":
+            return self._finished(vectors)
+        vectors = self._scaled(vectors)
+        return vectors if self.item_bias is None else torch.cat([vectors, torch.zeros_like(vectors[:, :1])], -1)
 
     def dropped(self, q: Tensor, rate: float, generator: torch.Generator) -> Tensor:
         """Vectors of queries (..., D) with each dimension set to 0 with chance `rate`, the others divided by 1 - rate (dropout).

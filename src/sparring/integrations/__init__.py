@@ -1,0 +1,1 @@
+"""Sparring's negatives inside other libraries' training loops."""

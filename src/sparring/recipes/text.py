@@ -1,0 +1,35 @@
+"""What suits text towers, whichever recipe trains them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from sparring.composition import Setup
+from sparring.pretrained import is_bag
+
+BAG = Setup(
+    dim=256,
+    tau=0.02,
+    query_tower="text",
+    item_tower="text",
+    encoder="bag",
+    batch_size=1024,
+    epochs=10,
+    lr=0.01,
+    schedule="linear",
+    warmup=100,
+    patience=None,
+)
+TRANSFORMER = replace(BAG, encoder="minilm", tau=0.05, lr=2e-4, weight_decay=0.01, precision="bf16")
+
+
+def default_encoder() -> str:
+    """What encoder=auto stands for: a transformer where there is a GPU to train it, else a bag of token vectors."""
+    return "minilm" if torch.cuda.is_available() else "bag"
+
+
+def text_setup(encoder: str) -> Setup:
+    """The Setup that `--set encoder=NAME` starts from: cosine, a warm-up, then a rate that falls in a line to 0."""
+    return replace(BAG if is_bag(encoder) else TRANSFORMER, encoder=encoder)
