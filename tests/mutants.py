@@ -15,7 +15,10 @@ from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
+import clusters.test_balanced as balanced_tests
+import data.test_clustered as clustered_tests
 import negatives.test_algebra as algebra_tests
+import negatives.test_ance as ance_tests
 import negatives.test_batch as batch_tests
 import negatives.test_buckets as bucket_tests
 import negatives.test_cache as cache_tests
@@ -29,20 +32,25 @@ import negatives.test_midx as midx_tests
 import negatives.test_published as published_tests
 import negatives.test_sampled as sampled_tests
 import negatives.test_synthetic as synthetic_tests
+import test_augmented
 import test_dropout
 import test_grad_cache
 import test_kernels
 import test_kernels_mixed
 import test_losses
+import test_losses_mined
 import test_losses_newer
 import test_temperature
 import test_types
-from sparring import contrast, losses, towers, types
+from sparring import augmented, contrast, losses, towers, types
+from sparring.clusters import balanced
+from sparring.data import batches
 from sparring.data.splits import split
 from sparring.data.worlds import make_world
 from sparring.kernels import chunked, reference
 from sparring.kernels import mixed as mixed_kernel
-from sparring.negatives import algebra, batch, buckets, clusters, corpus, distributions, edis, fair, midx, selection, synthetic
+from sparring.losses import mined
+from sparring.negatives import algebra, ance, batch, buckets, clusters, corpus, distributions, edis, fair, midx, selection, synthetic
 from sparring.testing import World
 
 
@@ -869,5 +877,110 @@ MUTANTS = [
         "scores + log_w.clamp(min=NEVER)",
         "scores + 0 * log_w.clamp(min=NEVER)",
         (calling(test_kernels_mixed.test_budget, "reference", test_kernels_mixed.SHAPES[0], "column", "pairs"),),
+    ),
+    Mutant(
+        "halves that need not be equal",
+        balanced._order,
+        "half = -(-n // 2)",
+        "half = max(1, n // 3)",
+        (calling(balanced_tests.test_the_clusters_are_those_of_a_loop, 45, 8),),
+    ),
+    Mutant(
+        "a centre that never moves",
+        balanced._order,
+        "centres = total / length.clamp(min=1e-12).unsqueeze(2)",
+        "pass",
+        (calling(balanced_tests.test_the_clusters_are_those_of_a_loop, 45, 8),),
+    ),
+    Mutant(
+        "clusters in the order of their numbers",
+        batches.ClusteredBatches._order,
+        "rank[order.long()] = torch.arange(self.n_rows, dtype=order.dtype)",
+        "rank.copy_(torch.arange(self.n_rows, dtype=order.dtype))",
+        (clustered_tests.test_an_epoch_is_clusters_in_random_order,),
+    ),
+    Mutant(
+        "a memory of where queries stand in the batch",
+        batches.ClusteredBatches.observe,
+        "self.memory[step.query_ids]",
+        "self.memory[: len(step.q)]",
+        (clustered_tests.test_the_memory_is_what_each_query_was_in_its_last_step,),
+    ),
+    Mutant(
+        "clusters that never grow",
+        batches.ClusteredBatches.size_at,
+        "2 ** sum(epoch >= when for when in self.grow)",
+        "1",
+        (clustered_tests.test_clusters_are_made_when_the_schedule_says,),
+    ),
+    Mutant(
+        "a row draws the first of its pairs",
+        batches.QueryRows.pairs,
+        "(u * self.count[rows]).long()",
+        "0",
+        (clustered_tests.test_a_row_is_a_query_and_draws_one_of_its_pairs,),
+    ),
+    Mutant(
+        "weights of pairs over all queries together",
+        batches.QueryRows.__init__,
+        "total = torch.zeros(len(self.queries), dtype=mass.dtype, device=mass.device).index_add_(0, which, mass)",
+        "total = mass.sum().expand(len(self.queries))",
+        (clustered_tests.test_pairs_are_drawn_in_proportion_to_their_weights,),
+    ),
+    Mutant(
+        "the softmax of the hinge counts those that do not violate",
+        mined.OnlineHard._hinge,
+        "/ tau.reshape(-1, 1), violates)",
+        "/ tau.reshape(-1, 1), torch.isfinite(hardest))",
+        (calling(test_losses_mined.test_online_hard_is_its_formula, "sum", None, False, 4),),
+    ),
+    Mutant(
+        "a dynamic margin with a gradient",
+        mined.OnlineHard._hinge,
+        "(positive - hardest).detach().abs()",
+        "(positive - hardest).abs()",
+        (calling(test_losses_mined.test_online_hard_is_its_formula, "sum", 0.1, False, 4),),
+    ),
+    Mutant(
+        "the easiest negatives",
+        mined.OnlineHard._hinge,
+        "dim=1).values",
+        "dim=1, largest=False).values",
+        (calling(test_losses_mined.test_online_hard_is_its_formula, "sum", None, False, 4),),
+    ),
+    Mutant(
+        "the easiest positives",
+        mined.HardPairs.forward,
+        "largest=False",
+        "largest=True",
+        (calling(test_losses_mined.test_hard_pairs_is_its_formula, 1, 1, 0.5),),
+    ),
+    Mutant(
+        "only the drawn positive is a positive",
+        mined.HardPairs.forward,
+        "step.positives.of(step.query_ids).hits(block.ids)",
+        "(torch.arange(len(scores)), torch.searchsorted(block.ids, step.item_ids))",
+        (calling(test_losses_mined.test_hard_pairs_is_its_formula, 3, 5, 0.2),),
+    ),
+    Mutant(
+        "lists of nearest items keep known positives",
+        ance.NearestItems.refresh,
+        "corpus.items.float(), k, corpus.positives, ids)",
+        "corpus.items.float(), k)",
+        (calling(ance_tests.test_lists_are_the_best_unknown_items, 5, 0),),
+    ),
+    Mutant(
+        "the last ranks are dropped and not the first",
+        ance.NearestItems.refresh,
+        "[:, self.skip :]",
+        "[:, : k - self.skip]",
+        (calling(ance_tests.test_lists_are_the_best_unknown_items, 3, 2),),
+    ),
+    Mutant(
+        "rare items have vectors of their own",
+        augmented.Augmented.assign,
+        "descending=True",
+        "descending=False",
+        (test_augmented.test_frequent_items_have_vectors_of_their_own_and_the_others_share_equally,),
     ),
 ]

@@ -40,6 +40,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "bpr": {"patience": 1, "eval_every": 2},
     "fairneg": {"n": 64, "every": 2, "groups": 4},
     "midx": {"n": 8, "words": 4, "every": 2},
+    "ance": {"batch_size": 10, "k": 5, "skip": 1, "every": 1, "draw": "propensity"},
+    "ngame": {"batch_size": 10, "size": 4, "every": 1, "grow": "2", "classifiers": 0},
+    "dexa": {"batch_size": 10, "size": 4, "every": 2, "auxiliary": 4, "private": 3, "classifiers": 0},
 }
 
 

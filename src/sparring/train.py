@@ -18,15 +18,16 @@ from torch import Tensor, nn
 from sparring import runs
 from sparring.composition import Run
 from sparring.contrast import contrast
-from sparring.data.batches import RandomBatches
+from sparring.data.batches import RandomBatches, query_rows
 from sparring.data.interactions import Interactions, Split
 from sparring.errors import UserError
 from sparring.evaluation import Evaluation, evaluate
-from sparring.metrics import parse
+from sparring.metrics import PROPENSITY_METRICS, parse
 from sparring.optim import Schedule, clip_gradients, load_state_tensors, optimizers, set_lr, state_tensors
 from sparring.recorded import Recorded
 from sparring.types import Corpus, Positives
 
+METRICS = ("recall", "ndcg", "hit", "mrr", "map", "precision", "coverage", "popularity")
 CHECKPOINT_SECONDS = 600.0  # how much work a kill inside a long epoch may cost
 BETWEEN_SECONDS = 10.0  # and after short ones: a checkpoint can take longer than an epoch
 
@@ -40,6 +41,7 @@ class Fitted:
     best_epoch: int
     test: Evaluation | None
     seconds: float
+    stages: dict[str, Evaluation] = field(default_factory=dict)  # test metrics of each ranking, where there are several (stages.py)
 
 
 @dataclass
@@ -76,7 +78,7 @@ def fit(
     resume: bool = False,
     device: str = "auto",
     k: Sequence[int] = (10, 20, 50),
-    metrics: Sequence[str] = ("recall", "ndcg", "hit", "mrr", "map", "precision", "coverage", "popularity"),
+    metrics: Sequence[str] = METRICS,
     progress: Progress | None = None,
     source: Mapping[str, Any] | None = None,
 ) -> Fitted:
@@ -102,12 +104,13 @@ def fit(
             runs.check_same(folder, described, run.setup)
             trainer.load()
         else:
-            runs.write_start(folder, split.train, split.seen_for("test"), described, run.setup)
+            runs.write_start(folder, split.train, split.seen_for("test"), described, run.setup, run.model)
     trainer.train()
     trainer.load_best()
     test = None
     if split.test is not None:
         progress.say("ranking the whole catalogue for every test query")
+        metrics = (*metrics, *(PROPENSITY_METRICS if split.test.propensity is not None else ()))
         test = evaluate(run.model, split.test, trainer.to(split.seen_for("test")), k, metrics, counts=split.train.counts())
     fitted = Fitted(run, trainer.state.history, trainer.state.best_epoch, test, trainer.state.seconds)
     if folder is not None:
@@ -126,12 +129,15 @@ class _Trainer:
         self.optimizers = optimizers(trained, setup.optimizer, setup.lr, setup.weight_decay)
         self.observers = [m for m in self.modules.modules() if hasattr(m, "observe")]
         self.refreshers = [m for m in self.modules.modules() if hasattr(m, "refresh")]
+        self.reporters = [m for m in self.modules.modules() if hasattr(m, "report")]
         self.generator = torch.Generator(device).manual_seed(setup.seed)
         train = split.train
         self.queries, self.items = (column.to(device) for column in train.pairs())
         self.weight = None if train.weight is None else torch.from_numpy(train.weight / train.weight.mean()).to(device)
         self.positives = self.to(train.positives()) if self.refreshers or _masks_known(self.modules) else None
-        self.batches = RandomBatches(len(train), setup.batch_size, setup.seed)
+        self.rows = query_rows(train, setup.draw, device) if setup.rows == "queries" else None
+        n_rows = len(train if self.rows is None else self.rows)
+        self.batches = RandomBatches(n_rows, setup.batch_size, setup.seed) if run.batches is None else run.batches
         total = max(setup.epochs * len(self.batches), setup.warmup + 1)
         self.schedule = Schedule(setup.schedule, setup.warmup, setup.lr_decay, setup.lr_decay_every, total)
         self.valid = None if split.valid is None else _sample_queries(split.valid, setup.valid_queries, setup.seed)
@@ -140,6 +146,7 @@ class _Trainer:
         self.state = _State()
         self.total = torch.zeros((), device=device, dtype=torch.float64)  # loss over the rows of the epoch so far
         self.factor: float | None = None  # on the learning rates, as set last
+        self.random: dict[str, Tensor] = {}  # states of the global generators at the checkpoint
         self.saved = time.monotonic()
         self.step: Callable[[Tensor], None] = Recorded(self.work, self.generator) if device.type == "cuda" else self.work
 
@@ -148,12 +155,23 @@ class _Trainer:
 
     def train(self) -> None:
         self.progress.start(self.setup.epochs, len(self.batches))
-        while not self.state.done:
-            self.validate(self.epoch())
-            if self.state.done or time.monotonic() - self.saved >= BETWEEN_SECONDS:
-                self.save()
-            else:
-                self.write_metrics()
+        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+            self.set_random()
+            while not self.state.done:
+                self.validate(self.epoch())
+                if self.state.done or time.monotonic() - self.saved >= BETWEEN_SECONDS:
+                    self.save()
+                else:
+                    self.write_metrics()
+
+    def set_random(self) -> None:
+        """Begin, or go on, with the random numbers that are not ours to draw: dropout inside a transformer."""
+        if not self.random:
+            torch.manual_seed(self.setup.seed)
+            return
+        torch.set_rng_state(self.random["random"])
+        if "random_cuda" in self.random and self.device.type == "cuda":
+            torch.cuda.set_rng_state(self.random["random_cuda"], self.device)
 
     def epoch(self) -> float:
         """The rest of the current epoch; its mean loss."""
@@ -178,8 +196,9 @@ class _Trainer:
 
     def work(self, rows: Tensor) -> None:
         """One step on these rows of the training data; everything stays on the device, and nothing is read back."""
-        losses, step, outcome = contrast(self.run, self.queries[rows].long(), self.items[rows].long(), self.generator, self.positives)
-        (losses if self.weight is None else losses * self.weight[rows]).mean().backward()
+        pairs = rows if self.rows is None else self.rows.pairs(rows, self.generator)
+        losses, step, outcome = contrast(self.run, self.queries[pairs].long(), self.items[pairs].long(), self.generator, self.positives)
+        (losses if self.weight is None else losses * self.weight[pairs]).mean().backward()
         if self.setup.clip is not None:
             clip_gradients(self.modules.parameters(), self.setup.clip)
         for optimizer in self.optimizers:
@@ -212,7 +231,7 @@ class _Trainer:
         if not self.refreshers or self.positives is None:
             return
         model = self.run.model
-        corpus = Corpus(self.state.epoch, model.item_vectors(), model.encode_queries, self.positives, self.generator)
+        corpus = Corpus(self.state.epoch, model.item_vectors, model.query_vectors, self.positives, self.generator)
         for module in self.refreshers:
             module.refresh(corpus)  # type: ignore[operator]
         if isinstance(self.step, Recorded):
@@ -238,6 +257,8 @@ class _Trainer:
             self.keep()
         tau = self.run.temperature(torch.zeros(1, dtype=torch.long, device=self.device))
         record["tau"] = round(float(tau.detach().mean()), 6)
+        for module in self.reporters:
+            record |= module.report()  # type: ignore[operator]
         state.history.append(record)
         stopped = setup.patience is not None and state.stale >= setup.patience
         if stopped:
@@ -266,7 +287,9 @@ class _Trainer:
         self.saved = time.monotonic()
         tensors = {f"module.{name}": tensor for name, tensor in runs.tensors_of(self.modules).items()}
         tensors |= {f"optimizer.{name}": tensor for name, tensor in state_tensors(self.optimizers).items()}
-        tensors["generator"] = self.generator.get_state()
+        tensors |= {"generator": self.generator.get_state(), "random": torch.get_rng_state()}
+        if self.device.type == "cuda":
+            tensors["random_cuda"] = torch.cuda.get_rng_state(self.device)
         runs.write_tensors(self.folder / "checkpoint.safetensors", tensors, dataclasses.asdict(self.state))
         self.write_metrics()
 
@@ -289,6 +312,7 @@ class _Trainer:
         try:
             load_state_tensors(self.optimizers, {n.removeprefix("optimizer."): t for n, t in tensors.items() if n.startswith("optimizer.")})
             self.generator.set_state(tensors["generator"])
+            self.random = {name: tensor for name, tensor in tensors.items() if name.startswith("random")}
             self.state = _State(**state)
         except (ValueError, KeyError, TypeError, RuntimeError) as error:
             raise UserError(f"{path} does not fit this run: {str(error).splitlines()[0]}") from error

@@ -1,16 +1,22 @@
-"""Which rows share a training batch."""
+"""Which rows share a training batch, and what a row is: a pair, or a query with one of its pairs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+import time
+from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from sparring.data.interactions import Interactions
 from sparring.errors import UserError
+from sparring.metrics import inverse_propensities
+from sparring.types import Corpus, Outcome, Step
 
 
-class RandomBatches:
+class RandomBatches(nn.Module):
     """Every row once per epoch, in an order that depends on (seed, epoch) only.
 
     An epoch is a permutation cut into slices, so a run that stopped at (epoch, step) goes on with exactly the batches that
@@ -21,6 +27,7 @@ class RandomBatches:
     """
 
     def __init__(self, n_rows: int, batch_size: int, seed: int = 0, drop_last: bool = False) -> None:
+        super().__init__()
         if n_rows < 1:
             raise UserError(f"n_rows is {n_rows}: there is nothing to train on")
         if batch_size < 1:
@@ -48,3 +55,123 @@ class RandomBatches:
         generator = torch.Generator().manual_seed(mixed & (2**63 - 1))
         kind = torch.int32 if self.n_rows < 2**31 else torch.int64
         return torch.randperm(self.n_rows, generator=generator, dtype=kind)
+
+
+class ClusteredBatches(RandomBatches):
+    """Batches of whole clusters of alike queries, in random order: what is positive for one is a hard negative for the others (NGAME).
+
+        order of an epoch = a random permutation of the clusters, each with its rows together, cut into slices
+
+    Clusters are halves of halves (balanced_2means) of the vectors that the queries had when they were last in a step: these are kept as
+    training goes on, so that no query is ever encoded for this. Before the epoch `start`, counted from 0, every row is a cluster of its
+    own, which is RandomBatches to the bit. Then clusters of about `size` rows (the nearest power of two of clusters) are made anew
+    every `every` epochs, and twice as large from each epoch in `grow` on. They hold from the epoch in which they are made. With `vectors`
+    (n_queries, dim) clusters are of those, and nothing is kept. A cluster at the edge of a slice may be cut. Each epoch's record has
+    `cluster_seconds`, a part of its seconds.
+
+        ClusteredBatches(query_of_row, n_queries, dim=256, batch_size=1024, size=8, start=1, every=5, grow=(25, 50))
+
+    Dahiya et al., NGAME: Negative Mining-aware Mini-batching for Extreme Classification, WSDM 2023, section 3.
+    """
+
+    cluster: Tensor
+    memory: Tensor
+    queries: Tensor
+
+    def __init__(
+        self,
+        queries: Tensor,
+        n_queries: int,
+        dim: int,
+        batch_size: int,
+        seed: int = 0,
+        size: int = 8,
+        start: int = 1,
+        every: int = 5,
+        grow: Sequence[int] = (),
+        vectors: Tensor | None = None,
+    ) -> None:
+        super().__init__(len(queries), batch_size, seed)
+        if size < 1 or every < 1 or start < 0 or min(grow, default=0) < 0:
+            raise UserError(f"clusters need size and every >= 1, start and grow >= 0; got {size}, {every}, {start}, {tuple(grow)}")
+        self.size, self.start, self.every, self.grow, self.keeps = size, start, every, tuple(grow), vectors is None
+        self.register_buffer("queries", queries, persistent=False)  # (rows,) the query of each row
+        self.register_buffer("cluster", torch.arange(self.n_rows, dtype=torch.int32))
+        kept = torch.zeros(n_queries, dim) if vectors is None else vectors
+        self.register_buffer("memory", kept, persistent=self.keeps)
+        self.seconds = 0.0
+
+    def size_at(self, epoch: int) -> int:
+        """About how many rows a cluster made in this epoch has; 1 before the first are made."""
+        return 1 if epoch < self.start else self.size * 2 ** sum(epoch >= when for when in self.grow)
+
+    def observe(self, step: Step, outcome: Outcome) -> None:
+        if self.keeps:
+            self.memory[step.query_ids] = step.q.detach().to(self.memory.dtype)
+
+    def refresh(self, corpus: Corpus) -> None:
+        from sparring.clusters.balanced import balanced_2means  # here: the package of clusters reads its data in batches
+
+        size, since = self.size_at(corpus.epoch), corpus.epoch - self.start
+        if size == 1 or (since % self.every and size == self.size_at(corpus.epoch - 1)):
+            return
+        began = time.perf_counter()
+        wanted = 2 ** max(0, round(math.log2(self.n_rows / size)))
+        self.cluster.copy_(balanced_2means(self.memory[self.queries.long()], wanted, corpus.generator))
+        self.seconds += time.perf_counter() - began
+
+    def report(self) -> dict[str, float]:
+        """Seconds that clusters took since the last report: what mining costs."""
+        spent, self.seconds = self.seconds, 0.0
+        return {"cluster_seconds": round(spent, 3)}
+
+    def _order(self, epoch: int) -> Tensor:
+        order = super()._order(epoch)
+        rank = torch.empty_like(order)
+        rank[order.long()] = torch.arange(self.n_rows, dtype=order.dtype)
+        return torch.sort(rank[self.cluster.long().cpu()], stable=True).indices
+
+
+class QueryRows:
+    """Training rows that are queries: each time a row comes up, one of the query's pairs is drawn for it.
+
+    Drawn with equal chances, or in proportion to `weight` (of each pair; inverse propensities favour the tail). Queries without pairs are
+    no rows. The draw comes from the generator of the step, and nothing waits for the device.
+
+        rows = QueryRows(train.pairs()[0]);   pairs = rows.pairs(batch, generator);   train.items[pairs]
+    """
+
+    def __init__(self, queries: Tensor, weight: Tensor | None = None) -> None:
+        self.order = torch.sort(queries, stable=True).indices  # pairs by query
+        self.queries, self.count = torch.unique_consecutive(queries[self.order], return_counts=True)
+        self.start = torch.cumsum(self.count, 0) - self.count
+        self.mass: Tensor | None = None
+        if weight is not None:
+            # of a query's pairs up to each, beginning at a whole number of its own: one search serves all queries
+            mass = weight[self.order].double()
+            which = torch.repeat_interleave(torch.arange(len(self.queries), device=queries.device), self.count)
+            total = torch.zeros(len(self.queries), dtype=mass.dtype, device=mass.device).index_add_(0, which, mass)
+            below = torch.cumsum(mass / total[which], 0)
+            before = below[self.start] - (mass / total[which])[self.start]
+            self.mass = which + (below - before[which]).clamp(max=1.0)
+
+    def __len__(self) -> int:
+        return len(self.queries)
+
+    def pairs(self, rows: Tensor, generator: torch.Generator) -> Tensor:
+        """(B,) one pair of each of these rows."""
+        u = torch.rand(len(rows), dtype=torch.float64, generator=generator, device=rows.device)
+        first, last = self.start[rows], self.start[rows] + self.count[rows] - 1
+        if self.mass is None:
+            at = first + (u * self.count[rows]).long()
+        else:
+            at = torch.maximum(torch.searchsorted(self.mass, rows + u, right=True), first)
+        return self.order[torch.minimum(at, last)]
+
+
+def query_rows(train: Interactions, draw: str, device: torch.device | str = "cpu") -> QueryRows:
+    """The queries of training data as rows, their pairs drawn with equal chances, or by the inverse propensity of the item."""
+    weight = None
+    if draw == "propensity":
+        weight = torch.from_numpy(inverse_propensities(train.counts(), len(np.unique(train.queries)))[train.items]).to(device)
+    return QueryRows(train.pairs()[0].to(device), weight)

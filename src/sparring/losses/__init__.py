@@ -1,6 +1,7 @@
 """Losses: functions of a step and a bag, or modules where they keep state, that give one value per query; and temperatures."""
 
 from sparring.losses.adaptive import AdaTau, adaptive_softmax
+from sparring.losses.mined import HardPairs, OnlineHard, Reduction
 from sparring.losses.pairwise import Surrogate, bpr, ccl, hinge, psl
 from sparring.losses.softmax import BSLForm, Loss, bsl, sampled_softmax, softmax_loss
 from sparring.losses.topk import SLatK
@@ -10,8 +11,11 @@ __all__ = [
     "AdaTau",
     "BSLForm",
     "Fixed",
+    "HardPairs",
     "Learned",
     "Loss",
+    "OnlineHard",
+    "Reduction",
     "SLatK",
     "Surrogate",
     "adaptive_softmax",

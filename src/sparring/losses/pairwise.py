@@ -58,7 +58,7 @@ def psl(surrogate: Surrogate = "relu") -> Loss:
         sharpness = step.tau.reciprocal().unsqueeze(-1)
         blocks = [
             _LogSumSigma.apply(scores, positive, sharpness, log_w, surrogate)  # type: ignore[no-untyped-call]
-            for scores, log_w in _weighed(half, bag)
+            for scores, log_w in weighed(half, bag)
         ]
         total = blocks[0] if len(blocks) == 1 else reference.safe_logsumexp(torch.stack(blocks, -1))
         return above(total, torch.zeros_like(total))
@@ -128,7 +128,7 @@ def _log_sigma(surrogate: Surrogate, d: Tensor) -> tuple[Tensor, Tensor]:
     return sigma.log(), slope.masked_fill_(sigma <= tiny, 0.0)
 
 
-def _weighed(q: Tensor, bag: Bag) -> Iterator[tuple[Tensor, Tensor]]:
+def weighed(q: Tensor, bag: Bag) -> Iterator[tuple[Tensor, Tensor]]:
     """Inner products with q and log weights, -inf where a candidate does not count: (B, C) each, block by block."""
     for block in bag.plain().blocks:
         if block.draws is not None:
@@ -141,7 +141,7 @@ def _weighed(q: Tensor, bag: Bag) -> Iterator[tuple[Tensor, Tensor]]:
 def _mean(q: Tensor, bag: Bag, penalty: Callable[[Tensor], Tensor]) -> Tensor:
     """The weighted mean of penalty(q_i . e_j) over the bag, (B,); 0 where nothing counts."""
     total, mass = torch.zeros_like(q[:, 0]), torch.zeros_like(q[:, 0])
-    for scores, log_w in _weighed(q, bag):
+    for scores, log_w in weighed(q, bag):
         weights = log_w.exp()
         total = total + (weights * penalty(scores)).sum(1)
         mass = mass + weights.sum(1)

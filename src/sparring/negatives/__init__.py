@@ -1,6 +1,7 @@
 """Every way of choosing negatives, as parts that combine."""
 
 from sparring.negatives.algebra import Correction, Draw, Exclusion, Negatives, Resample, Union
+from sparring.negatives.ance import BatchPositives, NearestItems
 from sparring.negatives.batch import Cache, InBatch, Memory
 from sparring.negatives.buckets import HardestBucket
 from sparring.negatives.clusters import CellExclusion, Distance, OtherClusters, SameCluster
@@ -16,6 +17,7 @@ __all__ = [
     "AllItems",
     "AmongHardest",
     "BatchMix",
+    "BatchPositives",
     "Cache",
     "CellExclusion",
     "Correction",
@@ -31,6 +33,7 @@ __all__ = [
     "Interpolated",
     "Memory",
     "MixPositive",
+    "NearestItems",
     "NearestTo",
     "Negatives",
     "Normalisation",

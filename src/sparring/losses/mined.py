@@ -1,0 +1,142 @@
+"""Hinge losses against the hardest of what a batch offers: OnlineHard (NGAME's encoder), HardPairs (its classifiers)."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sparring.kernels import logits
+from sparring.losses.pairwise import weighed
+from sparring.types import Bag, Outcome, Step
+
+Reduction = Literal["mean", "sum"]
+
+
+class OnlineHard(nn.Module):
+    """Hinge loss against the k hardest candidates of each query, the harder the more (the triplet loss of NGAME and DEXA).
+
+        n_i1 .. n_ik = the k largest q_i . e_j,   h_ij = max(0, n_ij - q_i . v_i + margin)
+        loss_i = sum_j p_ij h_ij  ("sum"),  or that over k  ("mean"),   p_i = softmax of n_ij / tau over the j with h_ij > 0
+
+    For cosine scores; tau is the step's. A weight of 0 drops a candidate, other weights play no part. The gradient flows through p too,
+    as in the release, unless constant_weights. "mean" is the release's, "sum" that of its successors: k times as large, which AdamW
+    notices by its eps alone. With `least` the margin of a pair is |q_i . v_i - n_ij|, a constant, kept between least and margin; with
+    both_ways the same loss of the row's item against the queries of the batch that do not have it is added (both as in PRIME).
+    Each epoch's record has `violators`: how many of the k violate the margin, per row.
+
+        Term(1.0, InBatch(exclude="known"), OnlineHard(k=10, margin=0.3))
+
+    Dahiya et al., NGAME: Negative Mining-aware Mini-batching for Extreme Classification, WSDM 2023; weights as in the code of DEXA.
+    """
+
+    violators: Tensor
+    rows: Tensor
+
+    def __init__(
+        self,
+        k: int = 10,
+        margin: float = 0.3,
+        reduction: Reduction = "sum",
+        least: float | None = None,
+        constant_weights: bool = False,
+        both_ways: bool = False,
+    ):
+        super().__init__()
+        if k < 1 or not margin > 0:
+            raise ValueError(f"the hinge loss needs k >= 1 and margin > 0, got {k} and {margin}")
+        if reduction not in ("mean", "sum"):
+            raise ValueError(f"reduction must be one of mean, sum; got {reduction!r}")
+        if least is not None and not 0 <= least <= margin:
+            raise ValueError(f"least must lie between 0 and margin={margin}, got {least}")
+        self.k, self.margin, self.reduction, self.least = k, margin, reduction, least
+        self.constant_weights, self.both_ways = constant_weights, both_ways
+        self.register_buffer("violators", torch.zeros((), dtype=torch.float64))
+        self.register_buffer("rows", torch.zeros((), dtype=torch.float64))
+        self._last: Tensor | None = None  # violators of the last bag, until it is observed: no state
+
+    def forward(self, step: Step, bag: Bag) -> Tensor:
+        positive = (step.q * step.v).sum(-1, keepdim=True)
+        scores = masked_scores(step.q, bag)
+        loss, violates = self._hinge(scores, positive, step.tau)
+        self._last = violates.sum().detach()
+        if not self.both_ways:
+            return loss
+        if bag.blocks[0].ids is not step.item_ids:
+            raise ValueError("both_ways needs the positives of the batch as the first candidates: use InBatch")
+        return loss + self._hinge(scores[:, : len(positive)].T, positive, step.tau)[0]
+
+    def _hinge(self, scores: Tensor, positive: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
+        """The loss of each row of scores (B, C), -inf where a candidate does not count, and who violates the margin (B, K)."""
+        hardest = scores.topk(min(self.k, scores.shape[1]), dim=1).values
+        margin: float | Tensor = self.margin
+        if self.least is not None:
+            margin = (positive - hardest).detach().abs().clamp(self.least, self.margin)
+        hinge = F.relu(hardest - positive + margin)
+        violates = hinge > 0
+        weights = masked_softmax(hardest / tau.reshape(-1, 1), violates)
+        loss = ((weights.detach() if self.constant_weights else weights) * hinge).sum(1)
+        return loss / hinge.shape[1] if self.reduction == "mean" else loss, violates
+
+    def observe(self, step: Step, outcome: Outcome) -> None:
+        if self._last is not None:
+            self.violators += self._last
+            self.rows += len(step.q)
+
+    def report(self) -> dict[str, float]:
+        """Violators per row since the last report."""
+        mean = float(self.violators / self.rows.clamp(min=1))
+        self.violators.zero_()
+        self.rows.zero_()
+        return {"violators": round(mean, 4)}
+
+
+class HardPairs(nn.Module):
+    """Hinge loss of each query's hardest positives against its hardest negatives (the classifiers of NGAME).
+
+        h_ipn = max(0, s_in - s_ip + margin)   over the `positives` lowest known positives p and the `negatives` highest others n
+        loss_i = sum_pn w_ipn h_ipn / (positives * negatives),   w_i = softmax of the h_ipn themselves over those above 0
+
+    The bag offers positives of many queries, and for each query what Step.positives knows of it is positive; the step's own positive is
+    one among them. A query with fewer positives has fewer pairs, and pairs that do not exist count 0 in the mean.
+
+        Term(1.0, BatchPositives(), HardPairs(3, 5, margin=0.2))
+
+    Dahiya et al., NGAME: Negative Mining-aware Mini-batching for Extreme Classification, WSDM 2023, module 4.
+    """
+
+    def __init__(self, positives: int = 3, negatives: int = 5, margin: float = 0.2):
+        super().__init__()
+        if positives < 1 or negatives < 1 or not margin > 0:
+            raise ValueError(f"HardPairs needs positives, negatives >= 1 and margin > 0, got {positives}, {negatives}, {margin}")
+        self.positives, self.negatives, self.margin = positives, negatives, margin
+
+    def forward(self, step: Step, bag: Bag) -> Tensor:
+        if step.positives is None or len(bag.blocks) != 1 or not bag.blocks[0].shared:
+            raise ValueError("HardPairs needs the known positives and one block of candidates that all queries share: use BatchPositives")
+        block = bag.blocks[0]
+        scores = logits(step.q, block.emb)
+        known = torch.zeros_like(scores, dtype=torch.bool)
+        known[step.positives.of(step.query_ids).hits(block.ids)] = True
+        c = scores.shape[1]
+        low = scores.masked_fill(~known, math.inf).topk(min(self.positives, c), dim=1, largest=False).values
+        high = scores.masked_fill(known, -math.inf).topk(min(self.negatives, c), dim=1).values
+        exists = torch.isfinite(low).unsqueeze(2) & torch.isfinite(high).unsqueeze(1)
+        difference = high.nan_to_num(neginf=0.0).unsqueeze(1) - low.nan_to_num(posinf=0.0).unsqueeze(2)
+        hinge = (F.relu(difference + self.margin) * exists).flatten(1)
+        return (masked_softmax(hinge, hinge > 0) * hinge).sum(1) / (self.positives * self.negatives)
+
+
+def masked_scores(q: Tensor, bag: Bag) -> Tensor:
+    """(B, C): q_i . e_j of all candidates of the bag, -inf where one does not count."""
+    parts = [scores.masked_fill(torch.isneginf(log_w), -math.inf) for scores, log_w in weighed(q, bag)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+
+def masked_softmax(x: Tensor, mask: Tensor) -> Tensor:
+    """The softmax of each row over the places of the mask, 0 elsewhere; a row without any is 0."""
+    x = torch.where(mask, x, torch.finfo(x.dtype).min)
+    return torch.softmax(x, 1) * mask

@@ -1,0 +1,170 @@
+"""Retrieval of labels, many of them rare, for texts or any other queries: DPR, ANCE, NGAME, DEXA, DEXML.
+
+A training row is a query with one of its positives, drawn anew in each epoch; all known positives of a query are masked in its batch.
+With id towers they train as they are; for texts set an encoder. The authors train DistilBERT for
+300 epochs in batches of 1600 at a rate of 2e-4; the common settings here are for towers that train at a larger one in fewer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+import torch
+
+from sparring.composition import Classifiers, Run, Setup, Term, compose
+from sparring.data.batches import ClusteredBatches
+from sparring.data.interactions import Interactions
+from sparring.losses import Loss, OnlineHard, Reduction, sampled_softmax
+from sparring.negatives import AllItems, InBatch, NearestItems, Union
+
+LABELS = Setup(
+    tau=0.1,
+    rows="queries",
+    batch_size=1024,
+    epochs=30,
+    lr=0.01,
+    schedule="linear",
+    warmup=100,
+    patience=None,
+    eval_every=5,
+)
+SOFTMAX = replace(LABELS, tau=0.05)
+
+
+def dpr(data: Interactions, setup: Setup = SOFTMAX, *, loss: Literal["softmax", "hinge"] = "softmax") -> Run:
+    """Softmax against the positives of the other queries in random batches (DPR, random in-batch).
+
+    loss=hinge is NGAME's, at tau=0.1: the same training with other batches.
+    Karpukhin et al., Dense Passage Retrieval for Open-Domain Question Answering, EMNLP 2020.
+    """
+    return compose(data, setup, Term(1.0, InBatch(exclude="known"), _loss(loss)))
+
+
+def ance(
+    data: Interactions,
+    setup: Setup = SOFTMAX,
+    *,
+    n: int = 1,
+    k: int = 200,
+    skip: int = 0,
+    every: int = 5,
+    start: int = 1,
+    per_query: bool = False,
+    loss: Literal["softmax", "hinge"] = "softmax",
+) -> Run:
+    """In-batch negatives and n of each query's k nearest items, ranked anew `every` epochs (ANCE).
+
+    The ranking is exact and in the foreground: it encodes all queries and all items. skip drops the first ranks.
+    Xiong et al., Approximate Nearest Neighbor Negative Contrastive Learning for Dense Text Retrieval, ICLR 2021.
+    """
+    nearest = NearestItems(data.n_queries, n, min(k, data.n_items), skip, every, start, per_query)
+    return compose(data, setup, Term(1.0, Union(InBatch(exclude="known"), nearest), _loss(loss)))
+
+
+def ngame(
+    data: Interactions,
+    setup: Setup = LABELS,
+    *,
+    size: int = 8,
+    start: int = 1,
+    every: int = 5,
+    grow: tuple[int, ...] = (15,),
+    k: int = 10,
+    margin: float = 0.3,
+    dynamic: bool = False,
+    reduction: Reduction = "sum",
+    constant_weights: bool = False,
+    both_ways: bool = False,
+    classifiers: int = 100,
+    clf_lr: float = 1e-3,
+    clf_batch_size: int = 2048,
+    clf_warmup: int = 500,
+    fusion: bool = True,
+) -> Run:
+    """Batches of clusters of alike queries and a hinge loss on their hardest negatives, then a classifier per item (NGAME).
+
+    Clusters of about `size` queries from the epoch `start` on (0 is the first), made anew `every` epochs, twice as large from each epoch in
+    grow on; size=1 is random batches. dynamic=true sets the margin of each pair by its scores, from 0.1 to `margin`, and both_ways=true
+    adds the loss of items against queries, as PRIME does.
+    `classifiers` epochs of one vector per item over frozen query vectors follow, 0 leaves them out; fusion ranks by both.
+    Dahiya et al., NGAME: Negative Mining-aware Mini-batching for Extreme Classification, WSDM 2023.
+    """
+    if start < 1:
+        raise ValueError(f"start must be at least 1, got {start}: in the first epoch no query has a vector yet")
+    loss = OnlineHard(k, margin, reduction, min(0.1, margin) if dynamic else None, constant_weights, both_ways)
+    run = compose(data, setup, Term(1.0, InBatch(exclude="known"), loss))
+    queries = data.pairs()[0]
+    batches = ClusteredBatches(
+        torch.unique(queries) if setup.rows == "queries" else queries,
+        data.n_queries,
+        run.model.dim,
+        setup.batch_size,
+        setup.seed,
+        size,
+        start,
+        every,
+        grow,
+    )
+    after = Classifiers(classifiers, clf_batch_size, clf_lr, clf_warmup, fusion=fusion) if classifiers else None
+    return replace(run, batches=batches, classifiers=after)
+
+
+def dexa(
+    data: Interactions,
+    setup: Setup = replace(LABELS, auxiliary=4, private=1000),
+    *,
+    size: int = 8,
+    start: int = 1,
+    every: int = 5,
+    grow: tuple[int, ...] = (15,),
+    k: int = 10,
+    margin: float = 0.3,
+    dynamic: bool = False,
+    reduction: Reduction = "sum",
+    constant_weights: bool = False,
+    both_ways: bool = False,
+    classifiers: int = 100,
+    clf_lr: float = 1e-3,
+    clf_batch_size: int = 2048,
+    clf_warmup: int = 500,
+    fusion: bool = True,
+) -> Run:
+    """NGAME with free vectors, one for each cluster of items, added in the item tower (DEXA).
+
+    About `auxiliary` items share a vector; the `private` most frequent have one each. auxiliary=2 is the authors' for 131,000 items.
+    Dahiya et al., Deep Encoders with Auxiliary Parameters for Extreme Classification, KDD 2023.
+    """
+    return ngame(
+        data,
+        setup,
+        size=size,
+        start=start,
+        every=every,
+        grow=grow,
+        k=k,
+        margin=margin,
+        dynamic=dynamic,
+        reduction=reduction,
+        constant_weights=constant_weights,
+        both_ways=both_ways,
+        classifiers=classifiers,
+        clf_lr=clf_lr,
+        clf_batch_size=clf_batch_size,
+        clf_warmup=clf_warmup,
+        fusion=fusion,
+    )
+
+
+def dexml(data: Interactions, setup: Setup = SOFTMAX) -> Run:
+    """Softmax over the whole catalogue for one positive at a time, the query's other positives left out (DEXML, decoupled softmax).
+
+    A positive drawn for each query in each epoch gives on average the mean over its positives. Every step encodes all items: with text
+    towers set chunk, so that they fit.
+    Gupta et al., Dual-Encoders for Extreme Multi-Label Classification, ICLR 2024.
+    """
+    return compose(data, setup, Term(1.0, AllItems(data.n_items, exclude="known")))
+
+
+def _loss(name: Literal["softmax", "hinge"]) -> Loss:
+    return OnlineHard() if name == "hinge" else sampled_softmax

@@ -1,0 +1,149 @@
+"""DPR, ANCE, NGAME, DEXA and DEXML as recipes: what they contrast with what, and that they learn."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from sparring.composition import Run
+from sparring.data.batches import ClusteredBatches, query_rows
+from sparring.data.interactions import Split
+from sparring.data.splits import split
+from sparring.data.worlds import make_world
+from sparring.errors import UserError
+from sparring.evaluation import evaluate
+from sparring.losses import OnlineHard
+from sparring.negatives import InBatch, NearestItems, Union
+from sparring.settings import build, parse_setup, resolve
+from sparring.train import Progress, fit
+from sparring.types import Step
+
+NAMES = ("dpr", "ance", "ngame", "dexa", "dexml")
+
+
+@pytest.fixture(scope="module")
+def tastes() -> Split:
+    world = make_world(300, 60, exposure=0.5, relevant=0.3, sharpness=10.0, spread=0.3, seed=2)
+    return split(world.interactions, "random", valid=0.1, test=0.2, seed=0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_recipe_ranks_far_better_than_it_began(tastes: Split, name: str) -> None:
+    """On a world of known tastes, id towers: at least twice the ndcg@10 of the untrained model."""
+    settings: dict[str, Any] = {"dim": 16, "epochs": 40, "batch_size": 50, "warmup": 10, "lr": 0.05}
+    if name in ("ngame", "dexa"):
+        settings |= {"classifiers": 0, "size": 4}
+    run = build(name, tastes.train, settings)
+    assert tastes.test is not None
+    before = evaluate(run.model, tastes.test, tastes.seen_for("test"), (10,), ("ndcg",)).metrics["ndcg@10"]
+    after = fit(run, tastes, k=(10,), device="cpu").test
+    assert after is not None
+    assert after.metrics["ndcg@10"] > 2 * before
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_row_is_a_query_with_one_of_its_positives(parts: Split, name: str) -> None:
+    """In an epoch every query with positives comes once, each time with an item that it has; over epochs not always the same."""
+    run = build(name, parts.train, {"dim": 4, "epochs": 6, "batch_size": 7, "warmup": 0})
+    pairs = set(zip(parts.train.queries.tolist(), parts.train.items.tolist(), strict=True))
+    seen: list[list[tuple[int, int]]] = [[]]
+    watch(run, lambda step: seen[-1].extend(zip(step.query_ids.tolist(), step.item_ids.tolist(), strict=True)))
+    fit(run, Split(parts.train), device="cpu", progress=Progress(epoch=lambda record: seen.append([])))
+    for epoch in seen[:-1]:
+        assert sorted(query for query, _ in epoch) == sorted({query for query, _ in pairs})
+        assert set(epoch) <= pairs
+    assert len({frozenset(epoch) for epoch in seen[:-1]}) == 6
+
+
+def watch(run: Run, look: Any) -> None:
+    """Show every step of a training to `look`."""
+    negatives = run.terms[0].negatives
+    negatives.observe = lambda step, outcome: look(step)  # type: ignore[method-assign]
+
+
+def test_batches_follow_the_vectors_of_the_steps(parts: Split) -> None:
+    """After each epoch the memory holds, for every training query, the vector that it had in its step of that epoch."""
+    run = build("ngame", parts.train, {"dim": 4, "epochs": 3, "batch_size": 7, "classifiers": 0, "size": 4, "every": 1})
+    assert isinstance(run.batches, ClusteredBatches)
+    last: dict[int, torch.Tensor] = {}
+
+    def look(step: Step) -> None:
+        last.update(zip(step.query_ids.tolist(), step.q.detach().clone(), strict=True))
+
+    def check(record: dict[str, Any]) -> None:
+        assert isinstance(run.batches, ClusteredBatches)
+        for query, vector in last.items():
+            assert torch.equal(run.batches.memory[query], vector)
+        assert 0 < record["violators"] <= 10
+
+    watch(run, look)
+    fit(run, Split(parts.train), device="cpu", progress=Progress(epoch=check))
+    assert len(last) == len(np.unique(parts.train.queries))
+
+
+def test_neighbours_share_batches(tastes: Split) -> None:
+    """With clusters the queries of a batch are nearer to one another than in random batches."""
+
+    def closeness(size: int) -> float:
+        run = build(
+            "ngame", tastes.train, {"dim": 16, "epochs": 30, "batch_size": 20, "classifiers": 0, "size": size, "every": 1, "lr": 0.05}
+        )
+        fit(run, Split(tastes.train), device="cpu")
+        assert run.batches is not None
+        rows = query_rows(tastes.train, "uniform")
+        found = []
+        for batch in run.batches.epoch(29):
+            q = run.model.query_vectors(rows.queries[batch])
+            found.append(float((q @ q.T).fill_diagonal_(0).mean()))
+        return float(np.mean(found))
+
+    assert closeness(8) > closeness(1) + 0.02
+
+
+def test_what_is_contrasted(parts: Split) -> None:
+    """Every recipe masks all known positives; ANCE adds lists; NGAME and DEXA the hinge, and DEXA auxiliary vectors."""
+    runs = {name: build(name, parts.train) for name in NAMES}
+    for name, run in runs.items():
+        negatives = run.terms[0].negatives
+        sources = list(negatives.sources) if isinstance(negatives, Union) else [negatives]
+        assert all(source.exclude == "known" for source in sources), name
+    ance = runs["ance"].terms[0].negatives
+    assert isinstance(ance, Union)
+    assert [type(source) for source in ance.sources] == [InBatch, NearestItems]
+    assert isinstance(runs["ngame"].terms[0].loss, OnlineHard)
+    assert isinstance(runs["dexa"].terms[0].loss, OnlineHard)
+    assert isinstance(build("dpr", parts.train, {"loss": "hinge"}).terms[0].loss, OnlineHard)
+    assert runs["dexa"].setup.auxiliary
+    assert not runs["ngame"].setup.auxiliary
+    assert build("ngame", parts.train, {"dynamic": True}).terms[0].loss.least == 0.1  # type: ignore[union-attr]
+
+
+def test_an_encoder_keeps_what_makes_the_recipe(parts: Split) -> None:
+    """encoder=bag turns the towers to text and its rates, and leaves rows, temperature and auxiliary vectors as the recipe has them."""
+    from sparring.recipes import RECIPES
+
+    setup, _ = resolve(RECIPES["dexa"], {"encoder": "bag"})
+    assert (setup.query_tower, setup.item_tower, setup.encoder) == ("text", "text", "bag")
+    assert (setup.rows, setup.tau, setup.auxiliary, setup.private) == ("queries", 0.1, 4, 1000)
+    assert parse_setup({"rows": "queries", "auxiliary": 4}).rows == "queries"
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"size": 0}, "size"),
+        ({"k": 0}, "k >= 1"),
+        ({"margin": 0}, "margin"),
+        ({"start": 0}, "start"),
+        ({"auxiliary": -1}, "auxiliary"),
+        ({"rows": "x"}, "rows"),
+        ({"rows": "pairs", "draw": "propensity"}, "set rows=queries"),
+    ],
+)
+def test_nonsense_is_refused(parts: Split, settings: dict[str, Any], words: str) -> None:
+    """One line that names the setting."""
+    with pytest.raises(UserError, match=words):
+        build("ngame", parts.train, settings)
