@@ -1,4 +1,4 @@
-"""The command line: sparring train | evaluate | compare | reproduce | diagnose | cluster | recommend | recipes | data | demo."""
+"""The command line: sparring train | evaluate | compare | reproduce | diagnose | cluster | recommend | index | export | recipes | ..."""
 
 from __future__ import annotations
 

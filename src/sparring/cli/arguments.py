@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from sparring.errors import UserError
 
 SPLITS = ("auto", "file", "random", "temporal", "leave-last-out")
-DIALECTS = ("standard", "trec", "rectools", "lenskit", "xir-release")
+DIALECTS = ("standard", "trec", "rectools", "lenskit", "xir-release", "xc")
 EXAMPLES = {
     "train": "sparring train --data demo --recipe ssl_pop --epochs 3 --out runs/first",
     "evaluate": "sparring evaluate runs/first --k 10,20,50",
@@ -21,6 +21,8 @@ EXAMPLES = {
     "diagnose": "sparring diagnose runs/first --samplers own,uns,ssl_pop,bir",
     "cluster": "sparring cluster --data demo --modality text=text:title --modality behaviour=behaviour --out clusters/demo.safetensors",
     "recommend": "sparring recommend runs/first --query 1042 -k 10",
+    "index": "sparring index runs/first --recall 0.99 --memory 500MB",
+    "export": "sparring export runs/first --to parquet --out vectors",
     "recipes": "sparring recipes xir",
     "data list": "sparring data list",
     "data get": "sparring data get demo",
@@ -86,6 +88,14 @@ def share(text: str) -> float:
     return value
 
 
+def constants(text: str) -> tuple[float, float]:
+    """0.55,1.5 -> (0.55, 1.5)."""
+    values = [number(part) for part in text.split(",")]
+    if len(values) != 2:
+        raise argparse.ArgumentTypeError(f"{text!r} is not two numbers such as 0.55,1.5")
+    return values[0], values[1]
+
+
 def number(text: str) -> float:
     try:
         value = float(text)
@@ -147,6 +157,8 @@ def parser() -> tuple[Parser, dict[str, Parser]]:
     _diagnose(command(commands, "diagnose", "Measure how well a run's negatives, and others, stand for the full softmax; and advise."))
     _cluster(command(commands, "cluster", "Cluster the items by all their modalities, for negatives that know what is alike."))
     _recommend(command(commands, "recommend", "The best items of a run for some queries, or for a list of items."))
+    _index(command(commands, "index", "Build the index of a run: the fastest that reaches a recall within a memory limit."))
+    _export(command(commands, "export", "A run's vectors as Parquet, its towers as ONNX, its items in Milvus or PostgreSQL."))
     listed = command(commands, "recipes", "Every recipe with its paper, its arguments and their defaults.")
     listed.add_argument("name", nargs="?", metavar="NAME", help="one recipe, with all its settings")
     listed.add_argument("--json", action="store_true", help="print JSON instead of text")
@@ -204,6 +216,7 @@ def _evaluate(parser: Parser) -> None:
     parser.add_argument(
         "--dialect", choices=DIALECTS, default="standard", help="whose definition of the metrics (default: standard, which is LightGCN's)"
     )
+    parser.add_argument("--propensity", type=constants, metavar="A,B", help="constants of psp and psndcg (default: the data's)")
     parser.add_argument("--device", type=device, default="auto", help="auto, cpu or cuda (default: auto)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
@@ -254,9 +267,9 @@ def _reproduce(parser: Parser) -> None:
     )
     _columns(parser)
     add_modalities(parser)
-    parser.add_argument("--category", default="category", metavar="COLUMN", help="column of the items for category clusters (default: category)")
+    parser.add_argument("--category", default="category", metavar="COLUMN", help="column of the items with categories (default: category)")
     group = parser.add_argument_group("how it is run")
-    group.add_argument("--seeds", type=count, default=5, metavar="N", help="10, 20, ..., in XIR's each with a split of its own (default: 5)")
+    group.add_argument("--seeds", type=count, default=5, metavar="N", help="10, 20, ...; for XIR each is a split too (default: 5)")
     group.add_argument("--tune", type=count, default=0, metavar="N", help="esans-...: first tune with N trials on the validation part")
     group.add_argument("--epochs", type=count, metavar="N", help="the same as --set epochs=N (default: as in the paper)")
     group.add_argument(
@@ -321,9 +334,42 @@ def _recommend(parser: Parser) -> None:
     parser.add_argument("--query", action="append", default=[], metavar="ID", help="a query (user) of the data; repeatable")
     parser.add_argument("--history", type=ids, metavar="ID,ID", help="items instead of a query: what goes with them")
     parser.add_argument("--text", action="append", default=[], metavar="TEXT", help="a new query by its text, for text towers; repeatable")
-    parser.add_argument("-k", type=count, default=10, metavar="K", help="how many items (default: 10)")
+    parser.add_argument("--all", action="store_true", help="every query of the run, into the file --out")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="with --all: a Parquet file, written as the lists are found")
+    parser.add_argument("--index", action="store_true", help="with --all: through the index that `sparring index` built, not exactly")
+    parser.add_argument("-k", "--k", type=count, default=None, metavar="K", help="how many items (default: 10; with --all 100)")
     parser.add_argument("--with-seen", action="store_true", help="do not leave out what the query already has")
     parser.add_argument("--json", action="store_true", help="print one JSON object per line instead of a table")
+
+
+def _index(parser: Parser) -> None:
+    from sparring.cli.index import KINDS, size, target
+
+    parser.add_argument("run", type=Path, metavar="RUN", help="a folder written by `sparring train`")
+    parser.add_argument("--recall", type=target, default=0.99, metavar="R", help="least share of the exact best k (default: 0.99)")
+    parser.add_argument("--memory", type=size, metavar="SIZE", help="most that searches may keep in memory, such as 500MB (default: any)")
+    parser.add_argument("--kind", choices=KINDS, default="auto", help="auto tries all that fit (default: auto)")
+    parser.add_argument("--k", type=count, default=100, metavar="K", help="length of the lists that it is tuned for (default: 100)")
+    parser.add_argument("--queries", type=count, default=1000, metavar="N", help="queries of the run to measure on (default: 1000)")
+    parser.add_argument("--seed", type=whole, default=0, metavar="N", help="seed of the sample and of the clusters (default: 0)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--quiet", action="store_true", help="print nothing but the last line and errors")
+
+
+def _export(parser: Parser) -> None:
+    parser.add_argument("run", type=Path, metavar="RUN", help="a folder written by `sparring train`")
+    parser.add_argument("--to", choices=("parquet", "onnx", "milvus", "pgvector"), required=True, help="files, or a database")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="parquet, onnx: where the files go (default: RUN/parquet, RUN/onnx)")
+    group = parser.add_argument_group("databases")
+    group.add_argument(
+        "--address",
+        metavar="WHERE",
+        help="milvus: a file FILE.db (Milvus Lite) or http://HOST:19530, its token in MILVUS_TOKEN; "
+        "pgvector: postgresql://USER@HOST/DATABASE, the password in PGPASSWORD",
+    )
+    group.add_argument("--table", default="items", metavar="NAME", help="collection or table; made where it is missing (default: items)")
+    group.add_argument("--delete", type=ids, metavar="ID,ID", help="delete these items from the database, and do nothing else")
+    parser.add_argument("--quiet", action="store_true", help="print nothing but the last line and errors")
 
 
 def _columns(parser: Parser) -> None:

@@ -68,8 +68,8 @@ def fit_shown(
 ) -> Fitted:
     """Train with the progress on the screen."""
     from sparring.contrast import describe_batch
-    from sparring.tensorboard import epoch_writer
     from sparring.stages import fit_stages
+    from sparring.tensorboard import epoch_writer
 
     show = screen.console()
     named = {"train": parts.train, "valid": parts.valid, "test": parts.test}
@@ -92,9 +92,23 @@ def _fresh(args: Namespace, name: str, asked: dict[str, object]) -> tuple[Run, S
     args.k = cutoffs_for(args.k, data.n_items)
     seed = args.seed or 0
     parts = split(data, args.split, args.valid, args.test, seed)
+    if args.setup is None and not asked.keys() & {"encoder", "query_tower", "item_tower"} and _only_texts_help(parts):
+        asked = {**asked, "encoder": "auto"}
+        if not args.quiet:
+            screen.console().print("no query of the test part is trained on: its text is read (--set encoder=auto)", markup=False)
     run = settings.build(name, parts.train, asked, _base(args))
     _check_select(run.setup.select, data)
     return run, parts, inputs.source(args, data, seed)
+
+
+def _only_texts_help(parts: Split) -> bool:
+    """Whether both sides have texts and no test query is among those trained on, so that ids say nothing of it."""
+    import numpy as np
+
+    tables = (parts.train.query_table, parts.train.item_table)
+    if parts.test is None or not all(table is not None and "text" in table.columns for table in tables):
+        return False
+    return not np.isin(parts.test.queries, parts.train.queries).any()
 
 
 def _continued(args: Namespace, folder: Path) -> tuple[Run, Split, dict[str, Any]]:
@@ -174,7 +188,7 @@ def _closing(fitted: Fitted, folder: Path) -> str:
 
 def evaluate(args: Namespace) -> int:
     from sparring import runs
-    from sparring.metrics import LIST_METRICS, METRICS, parse
+    from sparring.metrics import LIST_METRICS, METRICS, PROPENSITY_METRICS, parse
     from sparring.train import pick_device
     from sparring.types import Positives
 
@@ -183,8 +197,9 @@ def evaluate(args: Namespace) -> int:
     cutoffs = cutoffs_for(args.k, len(trained.ids.item_ids))
     data = inputs.read_recorded(trained.meta, args.run, args.data, inputs.columns(args))
     test, seen, counts, note = _to_rank(trained, data, args)
+    propensity = _propensity(data, args.propensity)
     names = []
-    for name in METRICS + LIST_METRICS:
+    for name in METRICS + (PROPENSITY_METRICS if propensity is not None else ()) + LIST_METRICS:
         try:
             names.append(parse(name, args.dialect).name)
         except UserError:  # a dialect that does not have this metric
@@ -193,7 +208,7 @@ def evaluate(args: Namespace) -> int:
 
     model = trained.model.to(device)
     masked = Positives(seen.start.to(device), seen.items.to(device))
-    result = measure(model, test, masked, cutoffs, names, args.dialect, counts)
+    result = measure(model, test, masked, cutoffs, names, args.dialect, counts, propensity=propensity)
     if args.json:
         print(json.dumps({"run": str(args.run), "ranked": note, "dialect": args.dialect, **result.to_dict()}))
         return 0
@@ -203,6 +218,20 @@ def evaluate(args: Namespace) -> int:
         show.print()
         show.print(table)
     return 0
+
+
+def _propensity(data: Interactions, constants: tuple[float, float] | None) -> Any:
+    """Inverse propensities of the items: the data's own, or with other constants, from all pairs that are not its test part."""
+    import numpy as np
+
+    from sparring.data.interactions import TEST
+    from sparring.metrics import inverse_propensities
+
+    if constants is None:
+        return data.propensity
+    rows = slice(None) if data.split is None else data.split != TEST
+    counts = np.bincount(data.items[rows], minlength=data.n_items)
+    return inverse_propensities(counts, len(np.unique(data.queries[rows])), *constants)
 
 
 def _to_rank(trained: Trained, data: Interactions, args: Namespace) -> tuple[Any, Any, Any, str]:
@@ -245,8 +274,13 @@ def _other(trained: Trained, data: Interactions, where: str) -> tuple[Any, Any]:
 def recommend(args: Namespace) -> int:
     from sparring import runs
 
-    if sum(map(bool, (args.query, args.history, args.text))) != 1:
-        raise UserError("give one of --query ID (repeatable), --history ID,ID,... or --text TEXT (repeatable)")
+    if sum(map(bool, (args.query, args.history, args.text, args.all))) != 1:
+        raise UserError("give one of --query ID (repeatable), --history ID,ID,..., --text TEXT (repeatable) or --all")
+    if args.all or args.out or args.index:
+        from sparring.cli.lists import recommend_all
+
+        return recommend_all(args)
+    args.k = args.k or 10
     trained = runs.load(args.run)
     if args.text:
         best = trained.recommend_text(args.text, args.k)
@@ -298,6 +332,18 @@ def cluster(args: Namespace) -> int:
     return learn(args)
 
 
+def index(args: Namespace) -> int:
+    from sparring.cli.index import index as build
+
+    return build(args)
+
+
+def export(args: Namespace) -> int:
+    from sparring.cli.export import export as send
+
+    return send(args)
+
+
 def _listing() -> dict[str, Callable[[Namespace], int]]:
     from sparring.cli import listing
 
@@ -312,6 +358,8 @@ COMMANDS: dict[str, Callable[[Namespace], int]] = {
     "reproduce": reproduce,
     "cluster": cluster,
     "recommend": recommend,
+    "index": index,
+    "export": export,
     "demo": demo,
     **_listing(),
 }
