@@ -14,7 +14,7 @@ from sparring.settings import build
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 QUICK = {"dim": 8, "epochs": 3, "batch_size": 64, "patience": None}
-NEEDS_MORE = {"shown", "esans"}  # columns or files that the small world lacks
+NEEDS_MORE = {"shown"}  # columns or files that the small world lacks
 
 
 def history(name: str, parts: Split, recorded: bool) -> tuple[list[dict[str, float]], torch.Tensor, Recorded | None]:
@@ -40,8 +40,8 @@ def test_a_recorded_training_equals_a_plain_one(name: str, parts: Split) -> None
 
 @pytest.mark.parametrize("name", ["default", "ssl_pop", "bir", "xir", "mns", "fairneg", "ada_tau", "slatk", "mixgcf"])
 def test_the_common_recipes_are_recorded(name: str) -> None:
-    """None of these waits for the device inside a step. (With fewer items than rows in a batch PyTorch would: it merges sparse gradients.)"""
-    world = make_world(n_queries=300, n_items=3000, seed=0)
+    """None of these waits for the device inside a step. (A catalogue smaller than a batch would: PyTorch merges its sparse gradients.)"""
+    world = make_world(300, 3000, exposure=0.02, seed=0)
     step = history(name, Split(world.interactions), recorded=True)[2]
     assert step is not None
     assert step.why is None, step.why
