@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 DEMO := $(VENV)/.sparring-demo
 READY := $(VENV)/.sparring-ready
 # Engines that some tests run against for real; where one cannot be had, its tests are skipped and say so.
-ENGINES := text serve onnx milvus pgvector
+ENGINES := text serve onnx milvus pgvector pgserver
 
 # Threads that wait for each other by sleeping: spinning, the default, is many times slower as soon as a core is shared.
 export OMP_WAIT_POLICY ?= PASSIVE
