@@ -212,7 +212,7 @@ def _evaluate(parser: Parser) -> None:
     )
     _columns(parser)
     parser.add_argument("--part", choices=("test", "valid"), default="test", help="the part of the run's own data to rank (default: test)")
-    parser.add_argument("--k", type=cutoffs, default=None, metavar="K,K", help="cutoffs (default: 10,20,50)")
+    parser.add_argument("-k", "--k", type=cutoffs, default=None, metavar="K,K", help="cutoffs (default: 10,20,50)")
     parser.add_argument(
         "--dialect", choices=DIALECTS, default="standard", help="whose definition of the metrics (default: standard, which is LightGCN's)"
     )
@@ -349,7 +349,7 @@ def _index(parser: Parser) -> None:
     parser.add_argument("--recall", type=target, default=0.99, metavar="R", help="least share of the exact best k (default: 0.99)")
     parser.add_argument("--memory", type=size, metavar="SIZE", help="most that searches may keep in memory, such as 500MB (default: any)")
     parser.add_argument("--kind", choices=KINDS, default="auto", help="auto tries all that fit (default: auto)")
-    parser.add_argument("--k", type=count, default=100, metavar="K", help="length of the lists that it is tuned for (default: 100)")
+    parser.add_argument("-k", "--k", type=count, default=100, metavar="K", help="length of the lists that it is tuned for (default: 100)")
     parser.add_argument("--queries", type=count, default=1000, metavar="N", help="queries of the run to measure on (default: 1000)")
     parser.add_argument("--seed", type=whole, default=0, metavar="N", help="seed of the sample and of the clusters (default: 0)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
