@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
+from sparring.cli.values import constants, count, cutoffs, device, ids, names, number, setting, share, whole
 from sparring.errors import UserError
 
 SPLITS = ("auto", "file", "random", "temporal", "leave-last-out")
@@ -61,76 +62,6 @@ def nearest(name: str, names: Iterable[str]) -> str:
     """ "; did you mean ...?", or nothing where no name is near."""
     close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
     return f"; did you mean {close[0]}?" if close else ""
-
-
-def cutoffs(text: str) -> tuple[int, ...]:
-    """10,20,50 -> (10, 20, 50)."""
-    values = tuple(sorted({count(part) for part in text.split(",")}))
-    return values
-
-
-def count(text: str) -> int:
-    if not re.fullmatch(r"\s*\d+\s*", text) or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
-
-
-def whole(text: str) -> int:
-    if not re.fullmatch(r"\s*\d+\s*", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
-    return int(text)
-
-
-def share(text: str) -> float:
-    value = number(text)
-    if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a share: it must be at least 0 and less than 1")
-    return value
-
-
-def constants(text: str) -> tuple[float, float]:
-    """0.55,1.5 -> (0.55, 1.5)."""
-    values = [number(part) for part in text.split(",")]
-    if len(values) != 2:
-        raise argparse.ArgumentTypeError(f"{text!r} is not two numbers such as 0.55,1.5")
-    return values[0], values[1]
-
-
-def number(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = float("nan")
-    if value != value:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number")
-    return value
-
-
-def setting(text: str) -> tuple[str, str]:
-    name, equals, value = text.partition("=")
-    if not equals or not name.strip():
-        raise argparse.ArgumentTypeError(f"{text!r} is not of the form name=value, such as lr=0.01")
-    return name.strip().replace("-", "_"), value.strip()
-
-
-def device(text: str) -> str:
-    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a device: auto, cpu or cuda")
-    return text
-
-
-def names(text: str) -> tuple[str, ...]:
-    values = tuple(part.strip() for part in text.split(",") if part.strip())
-    if not values:
-        raise argparse.ArgumentTypeError(f"{text!r} names nothing: give names as NAME,NAME,...")
-    return values
-
-
-def ids(text: str) -> list[str]:
-    values = [part.strip() for part in text.split(",") if part.strip()]
-    if not values:
-        raise argparse.ArgumentTypeError(f"{text!r} holds no item ids: give them as ID,ID,...")
-    return values
 
 
 def parser() -> tuple[Parser, dict[str, Parser]]:
