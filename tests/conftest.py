@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -42,3 +45,19 @@ def real_data() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no real data in {folder}: set SPARRING_DATA to a folder of data sets to run this test")
     return folder
+
+
+@pytest.fixture
+def browse(tmp_path: Path) -> Callable[[Path], tuple[str, str]]:
+    """Opens a page in headless Chromium: its document after its script ran, and what the browser complained of."""
+    browser = shutil.which("chromium")
+    if browser is None:
+        pytest.skip("chromium is not installed: the page was not opened in a browser")
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
+    flags += ["--disable-sync", "--no-first-run", f"--user-data-dir={tmp_path / 'profile'}", "--enable-logging=stderr", "--dump-dom"]
+
+    def opened(page: Path) -> tuple[str, str]:
+        done = subprocess.run([browser, *flags, page.as_uri()], capture_output=True, text=True, timeout=120, check=True)
+        return done.stdout, "\n".join(line for line in done.stderr.splitlines() if "CONSOLE" in line)
+
+    return opened

@@ -7,6 +7,7 @@ import html
 import re
 import sys
 import xml.etree.ElementTree as ET
+from collections.abc import Callable
 from pathlib import Path
 
 import matplotlib.image
@@ -21,7 +22,7 @@ from sparring.diagnosis_page import Sample
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from test_report import LOADS, NASTY, Seen, browse
+from test_report import LOADS, NASTY, Seen
 
 FIGURES = {"gradient", "sample-size", "popularity", "hardness"}
 META = {
@@ -133,13 +134,13 @@ def test_any_names_and_any_figures_make_a_page(parts: Split, tmp_path: Path) -> 
         assert len(ids) == len(set(ids))
 
 
-def test_a_browser_opens_the_page(out: Path, tmp_path: Path) -> None:
+def test_a_browser_opens_the_page(out: Path, tmp_path: Path, browse: Callable[[Path], tuple[str, str]]) -> None:
     """Chromium shows all tables and figures and has nothing to complain of; it would, were there something to load."""
     page = out / "report.html"
-    dom, said = browse(page, tmp_path / "profile")
+    dom, said = browse(page)
     assert said == ""
     assert Seen(dom).tables == Seen(page.read_text()).tables
     assert dom.count("<svg") == len(FIGURES)
     broken = tmp_path / "broken.html"
     broken.write_text(page.read_text().replace("<main>", '<main><img src="missing.png">'))
-    assert "missing.png" in browse(broken, tmp_path / "profile")[1]
+    assert "missing.png" in browse(broken)[1]

@@ -129,7 +129,7 @@ def test_violators_are_counted_per_row_and_epoch() -> None:
         loss.observe(step, Outcome(value.detach(), ()))
         for i in range(10):
             others = [float(step.q[i].detach() @ step.v[j].detach()) for j in range(10) if int(step.item_ids[j]) not in known(step, i)]
-            expected += sum(s - float(step.q[i] @ step.v[i]) + 0.3 > 0 for s in sorted(others, reverse=True)[:5])
+            expected += sum(s - float(step.q[i].detach() @ step.v[i].detach()) + 0.3 > 0 for s in sorted(others, reverse=True)[:5])
         rows += 10
     assert loss.report()["violators"] == pytest.approx(expected / rows, abs=1e-3)
     assert loss.report()["violators"] == 0.0

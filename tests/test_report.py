@@ -6,9 +6,9 @@ import html
 import json
 import re
 import shlex
-import shutil
 import subprocess
 import xml.etree.ElementTree as ET
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -219,44 +219,26 @@ def test_the_command_writes_the_page_and_says_where(tmp_path: Path, capsys: pyte
         }
 
 
-def browse(page: Path, profile: Path) -> tuple[str, str]:
-    """The page's document after its script ran, and what the browser said."""
-    browser = shutil.which("chromium")
-    if browser is None:
-        pytest.skip("chromium is not installed: the page was not opened in a browser")
-    flags = [
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--disable-background-networking",
-        "--disable-component-update",
-        "--disable-sync",
-    ]
-    flags += ["--no-first-run", f"--user-data-dir={profile}", "--enable-logging=stderr", "--dump-dom"]
-    done = subprocess.run([browser, *flags, page.as_uri()], capture_output=True, text=True, timeout=120, check=True)
-    return done.stdout, "\n".join(line for line in done.stderr.splitlines() if "CONSOLE" in line)
-
-
-def test_a_browser_opens_the_page(made: Plan, tmp_path: Path) -> None:
+def test_a_browser_opens_the_page(made: Plan, tmp_path: Path, browse: Callable[[Path], tuple[str, str]]) -> None:
     """Chromium shows all tables and figures and has nothing to complain of; it would, were there something to load."""
     page = made.out / "report.html"
-    dom, said = browse(page, tmp_path / "profile")
+    dom, said = browse(page)
     assert said == ""
     assert Seen(dom).tables == Seen(page.read_text()).tables
     assert dom.count("<svg") == 4
     broken = tmp_path / "broken.html"
     broken.write_text(page.read_text().replace("<main>", '<main><img src="missing.png">'))
-    assert "missing.png" in browse(broken, tmp_path / "profile")[1]
+    assert "missing.png" in browse(broken)[1]
 
 
-def test_headings_sort_by_full_figures_and_keep_empty_cells_last(tmp_path: Path) -> None:
+def test_headings_sort_by_full_figures_and_keep_empty_cells_last(tmp_path: Path, browse: Callable[[Path], tuple[str, str]]) -> None:
     """Clicks in Chromium: numbers from the largest, 2.04 above 2.01 though both read 2.0; again: from the smallest; words from A."""
     expected = {(1,): "cadeb", (1, 1): "edacb", (0,): "abcde", (1, 0, 0): "edcba"}
     for clicks, order in expected.items():
         page = tmp_path / f"{len(clicks)}{clicks[0]}.html"
         script = "".join(f'document.querySelectorAll("th button")[{at}].click();' for at in clicks)
         page.write_text(one_page("a").html().replace("</body>", f"<script>{script}</script></body>"))
-        dom, said = browse(page, tmp_path / "profile")
+        dom, said = browse(page)
         assert said == ""
         assert "".join(row[0] for row in Seen(dom).tables[0][1:]) == order
         (way,) = [value for _, name, value in Seen(dom).attributes if name == "aria-sort"]

@@ -5,9 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import shutil
-import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -337,28 +335,16 @@ def test_esans_is_run_where_there_is_a_recipe(tmp_path: Path, world: World, here
     assert esans_cost.COST.alone
 
 
-def test_a_browser_opens_the_page(done: Path, tmp_path: Path) -> None:
+def test_a_browser_opens_the_page(done: Path, browse: Callable[[Path], tuple[str, str]]) -> None:
     """Chromium shows the page of a reproduction and has nothing to complain of; command, seeds and failure stand in it."""
-    browser = shutil.which("chromium")
-    if browser is None:
-        pytest.skip("chromium is not installed: the page was not opened in a browser")
-    flags = [
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--disable-background-networking",
-        "--disable-component-update",
-        "--disable-sync",
-    ]
-    flags += ["--no-first-run", f"--user-data-dir={tmp_path / 'profile'}", "--enable-logging=stderr", "--dump-dom"]
-    seen = subprocess.run([browser, *flags, (done / "report.html").as_uri()], capture_output=True, text=True, timeout=120, check=True)
-    assert [line for line in seen.stderr.splitlines() if "CONSOLE" in line] == []
-    assert seen.stdout.count("<svg") == 1
+    dom, said = browse(done / "report.html")
+    assert said == ""
+    assert dom.count("<svg") == 1
     for words in (
         "not run: the data was not given",
         "10, each with a split of its own",
         "XIR seed 10: lam is the weight",
         "0.1543 ± 0.00011",
     ):
-        assert words in seen.stdout
+        assert words in dom
     assert {path.suffix for path in (done / "figures").iterdir()} == {".svg", ".png"}

@@ -157,7 +157,7 @@ SERVER = """
 import os, sys, time
 import matplotlib.figure
 import torch
-import sparring.cli.commands
+import sparring.cli.train
 from sparring import train
 from sparring.cli import main
 torch.optim.SGD([torch.zeros(1, requires_grad=True)]).step()  # has imports of its own

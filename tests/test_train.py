@@ -19,12 +19,13 @@ from sparring.composition import Run, Setup, Term, compose
 from sparring.data.interactions import Interactions, Split, Vocabulary
 from sparring.data.splits import split
 from sparring.data.worlds import make_world
+from sparring.devices import pick_device
 from sparring.errors import UserError
 from sparring.evaluation import Evaluation, evaluate
 from sparring.negatives import InBatch
 from sparring.runs import load
 from sparring.settings import build
-from sparring.train import Progress, fit, pick_device
+from sparring.train import Progress, fit
 from sparring.types import Corpus
 
 QUICK: dict[str, Any] = {"dim": 8, "epochs": 3, "batch_size": 64, "patience": None}
