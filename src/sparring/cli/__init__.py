@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import argparse
 import errno
+import importlib
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from sparring.errors import UserError
 
 __all__ = ["main"]
+
+# Command -> module of this package and function in it, imported when it is called.
+_OWN = ("train", "evaluate", "compare", "diagnose", "reproduce", "cluster", "recommend", "index", "export", "demo")
+COMMANDS = {name: f"{name}:{name}" for name in _OWN} | {"recipes": "listing:recipes"}
+COMMANDS |= {f"data {what}": f"listing:data_{what}" for what in ("list", "get", "show")}
 
 # Read when torch is first imported. Threads that spin while they wait are many times slower as soon as a core is shared.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -80,9 +87,9 @@ def execute(words: list[str]) -> int:
         return 0
     if rest:
         named[args.key].unknown(rest)
-    from sparring.cli.commands import COMMANDS
-
-    return COMMANDS[args.key](args)
+    module, _, function = COMMANDS[args.key].partition(":")
+    run: Callable[[argparse.Namespace], int] = getattr(importlib.import_module(f"sparring.cli.{module}"), function)
+    return run(args)
 
 
 def _say(line: str, code: int) -> int:

@@ -32,7 +32,7 @@ def cluster(args: Namespace) -> int:
     from sparring.clusters import MSAC, Codes, page
     from sparring.clusters.summary import labels_of, summary
     from sparring.data.splits import split
-    from sparring.train import pick_device
+    from sparring.devices import pick_device
 
     device = pick_device(args.device)
     _check(args)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from argparse import Namespace
 from pathlib import Path
 
 from sparring.cli import inputs, screen
@@ -17,8 +18,9 @@ _SHARED = "--set dim=32 --set batch_size=1024 --set score=dot --set tau=1 --set 
 _RECIPES = {"uns": "--set n=1280", "default": "--set n=256"}  # 1,280 candidates per query each: default adds the 1,024 of the batch
 
 
-def demo(out: Path, epochs: int | None) -> int:
+def demo(args: Namespace) -> int:
     """Each step is a command that is printed before it runs, so that it can be run again by hand."""
+    out, epochs = args.out, args.epochs
     names = list(_RECIPES)
     show = screen.console()
     show.print("Real grocery purchases of about 2,450 households. Two recipes, alike but for who each household is contrasted with.\n")

@@ -14,8 +14,8 @@ from sparring.errors import UserError
 def diagnose(args: Namespace) -> int:
     from sparring import advice, diagnosis_page, opponents, runs, settings
     from sparring.compare import hardware
+    from sparring.devices import pick_device
     from sparring.diagnose import diagnose as measure
-    from sparring.train import pick_device
 
     samplers = tuple(dict.fromkeys(name if name == "own" else settings.find(name).__name__ for name in args.samplers))
     if args.draws < 2:

@@ -37,10 +37,10 @@ def target(text: str) -> float:
 def index(args: Namespace) -> int:
     from sparring import runs
     from sparring.compare import hardware
+    from sparring.devices import pick_device
     from sparring.index import page
     from sparring.index.beside import FOLDER, build_index
     from sparring.index.kinds import require_faiss
-    from sparring.train import pick_device
 
     if args.kind not in ("auto", "exact"):
         require_faiss()

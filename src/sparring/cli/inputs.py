@@ -121,3 +121,12 @@ def split_as(data: Interactions, meta: Mapping[str, Any], folder: Path) -> Split
     if fingerprint(data) != found["fingerprint"]:
         raise UserError(f"{found['data']} is not what {folder} was trained on: its interactions have changed since")
     return split(data, **found["split"])
+
+
+def cutoffs_for(asked: tuple[int, ...] | None, n_items: int) -> list[int]:
+    """The cutoffs asked for, or the usual ones that the catalogue allows."""
+    if asked is None:
+        return [k for k in (10, 20, 50) if k <= n_items] or [n_items]
+    if asked[-1] > n_items:
+        raise UserError(f"cutoff {asked[-1]} in --k is larger than the catalogue of {n_items:,} items")
+    return list(asked)

@@ -1,11 +1,10 @@
-"""What each command does."""
+"""sparring train: one run, told as it goes, that can be resumed."""
 
 from __future__ import annotations
 
 import json
 import shutil
 from argparse import Namespace
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,6 @@ from sparring.errors import UserError
 if TYPE_CHECKING:
     from sparring.composition import Run, Setup
     from sparring.data.interactions import Interactions, Split
-    from sparring.runs import Trained
     from sparring.train import Fitted
 
 
@@ -89,7 +87,7 @@ def _fresh(args: Namespace, name: str, asked: dict[str, object]) -> tuple[Run, S
     from sparring.data.splits import split
 
     data = inputs.read_data(args.data, inputs.columns(args))
-    args.k = cutoffs_for(args.k, data.n_items)
+    args.k = inputs.cutoffs_for(args.k, data.n_items)
     seed = args.seed or 0
     parts = split(data, args.split, args.valid, args.test, seed)
     if args.setup is None and not asked.keys() & {"encoder", "query_tower", "item_tower"} and _only_texts_help(parts):
@@ -161,15 +159,6 @@ def _check_free(folder: Path, overwrite: bool, resume: bool) -> None:
         raise UserError(f"--out {folder} is not a run folder (no run.json): --overwrite will not delete it")
 
 
-def cutoffs_for(asked: tuple[int, ...] | None, n_items: int) -> list[int]:
-    """The cutoffs asked for, or the usual ones that the catalogue allows."""
-    if asked is None:
-        return [k for k in (10, 20, 50) if k <= n_items] or [n_items]
-    if asked[-1] > n_items:
-        raise UserError(f"cutoff {asked[-1]} in --k is larger than the catalogue of {n_items:,} items")
-    return list(asked)
-
-
 def _check_select(select: str, data: Interactions) -> None:
     cutoff = select.partition("@")[2]
     if cutoff.isdigit() and int(cutoff) > data.n_items:
@@ -184,182 +173,3 @@ def _closing(fitted: Fitted, folder: Path) -> str:
         figures = [f"{name}@{k_middle} {fitted.test.metrics[f'{name}@{k_middle}']:.4f}" for name in ("recall", "ndcg")]
         line += f"; test {', '.join(figures)}"
     return line
-
-
-def evaluate(args: Namespace) -> int:
-    from sparring import runs
-    from sparring.metrics import LIST_METRICS, METRICS, PROPENSITY_METRICS, parse
-    from sparring.train import pick_device
-    from sparring.types import Positives
-
-    device = pick_device(args.device)
-    trained = runs.load(args.run)
-    cutoffs = cutoffs_for(args.k, len(trained.ids.item_ids))
-    data = inputs.read_recorded(trained.meta, args.run, args.data, inputs.columns(args))
-    test, seen, counts, note = _to_rank(trained, data, args)
-    propensity = _propensity(data, args.propensity)
-    names = []
-    for name in METRICS + (PROPENSITY_METRICS if propensity is not None else ()) + LIST_METRICS:
-        try:
-            names.append(parse(name, args.dialect).name)
-        except UserError:  # a dialect that does not have this metric
-            continue
-    from sparring.evaluation import evaluate as measure
-
-    model = trained.model.to(device)
-    masked = Positives(seen.start.to(device), seen.items.to(device))
-    result = measure(model, test, masked, cutoffs, names, args.dialect, counts, propensity=propensity)
-    if args.json:
-        print(json.dumps({"run": str(args.run), "ranked": note, "dialect": args.dialect, **result.to_dict()}))
-        return 0
-    show = screen.console()
-    show.print(f"{args.run} on {note}: {len(result.query_ids):,} queries ranked in {result.seconds:.1f} s", markup=False, soft_wrap=True)
-    for table in screen.evaluation_tables(result):
-        show.print()
-        show.print(table)
-    return 0
-
-
-def _propensity(data: Interactions, constants: tuple[float, float] | None) -> Any:
-    """Inverse propensities of the items: the data's own, or with other constants, from all pairs that are not its test part."""
-    import numpy as np
-
-    from sparring.data.interactions import TEST
-    from sparring.metrics import inverse_propensities
-
-    if constants is None:
-        return data.propensity
-    rows = slice(None) if data.split is None else data.split != TEST
-    counts = np.bincount(data.items[rows], minlength=data.n_items)
-    return inverse_propensities(counts, len(np.unique(data.queries[rows])), *constants)
-
-
-def _to_rank(trained: Trained, data: Interactions, args: Namespace) -> tuple[Any, Any, Any, str]:
-    """What is ranked (pairs), what is masked, training counts where known, and all that in words.
-
-    The run's own data: the part that its training held out. Other data: its test part where it has one, else every pair that was not
-    trained on, in the ids of the run.
-    """
-    found = trained.meta.get("source") or {}
-    if found and inputs.fingerprint(data) == found["fingerprint"] and data.item_ids.ids.equals(trained.ids.item_ids.ids):
-        parts = inputs.split_as(data, trained.meta, args.run)
-        part = parts.test if args.part == "test" else parts.valid
-        if part is None:
-            raise UserError(f"the data of {args.run} has no {args.part} part: the split left none")
-        return part, parts.seen_for(args.part), parts.train.counts(), f"its own {args.part} part"
-    if args.part == "valid":
-        raise UserError(f"--part valid is for the run's own data, and {args.data} is not what {args.run} was trained on")
-    return (*_other(trained, data, args.data), None, f"the pairs of {args.data} that it was not trained on")
-
-
-def _other(trained: Trained, data: Interactions, where: str) -> tuple[Any, Any]:
-    import numpy as np
-
-    from sparring.data.interactions import TEST, Interactions, pair_keys
-
-    rows = np.ones(len(data), dtype=bool) if data.split is None else data.split == TEST
-    queries = trained.ids.query_ids.encode(data.query_ids.ids)[data.queries[rows]]
-    items = trained.ids.item_ids.encode(data.item_ids.ids)[data.items[rows]]
-    n_items = len(trained.ids.item_ids)
-    start = trained.seen.start.numpy()
-    owner = np.repeat(np.arange(len(start) - 1), np.diff(start))
-    known = (queries >= 0) & (items >= 0)
-    new = known & ~np.isin(pair_keys(queries, items, n_items), pair_keys(owner, trained.seen.items.numpy(), n_items))
-    if not new.any():
-        raise UserError(f"{where} has no new pair of a query and an item that {trained.folder} knows: there is nothing to rank")
-    pairs = Interactions(queries[new].astype(np.int32), items[new].astype(np.int32), trained.ids.query_ids, trained.ids.item_ids)
-    return pairs, trained.seen
-
-
-def recommend(args: Namespace) -> int:
-    from sparring import runs
-
-    if sum(map(bool, (args.query, args.history, args.text, args.all))) != 1:
-        raise UserError("give one of --query ID (repeatable), --history ID,ID,..., --text TEXT (repeatable) or --all")
-    if args.all or args.out or args.index:
-        from sparring.cli.lists import recommend_all
-
-        return recommend_all(args)
-    args.k = args.k or 10
-    trained = runs.load(args.run)
-    if args.text:
-        best = trained.recommend_text(args.text, args.k)
-    elif args.history:
-        best = trained.recommend_history(args.history, args.k)
-    else:
-        best = trained.recommend(args.query, args.k, args.with_seen)
-    if args.json:
-        print("\n".join(json.dumps(row, ensure_ascii=False) for row in best.iter_rows(named=True)))
-        return 0
-    several = len(args.query) + len(args.text) > 1
-    names = [name for name in best.columns if several or name != "query"]
-    rows = [[f"{cell:.4f}" if isinstance(cell, float) else _cell(cell) for cell in row] for row in best[names].iter_rows()]
-    screen.console().print(screen.table([names, *rows], left=len(names) - 1))
-    return 0
-
-
-def _cell(value: object) -> str:
-    return "" if value is None else str(value)
-
-
-def demo(args: Namespace) -> int:
-    from sparring.cli.demo import demo as tour
-
-    return tour(args.out, args.epochs)
-
-
-def compare(args: Namespace) -> int:
-    from sparring.cli.compare import compare as run_all
-
-    return run_all(args)
-
-
-def diagnose(args: Namespace) -> int:
-    from sparring.cli.diagnose import diagnose as measure_all
-
-    return measure_all(args)
-
-
-def reproduce(args: Namespace) -> int:
-    from sparring.cli.reproduce import reproduce as run_all
-
-    return run_all(args)
-
-
-def cluster(args: Namespace) -> int:
-    from sparring.cli.cluster import cluster as learn
-
-    return learn(args)
-
-
-def index(args: Namespace) -> int:
-    from sparring.cli.index import index as build
-
-    return build(args)
-
-
-def export(args: Namespace) -> int:
-    from sparring.cli.export import export as send
-
-    return send(args)
-
-
-def _listing() -> dict[str, Callable[[Namespace], int]]:
-    from sparring.cli import listing
-
-    return {"recipes": listing.recipes, "data list": listing.data_list, "data get": listing.data_get, "data show": listing.data_show}
-
-
-COMMANDS: dict[str, Callable[[Namespace], int]] = {
-    "train": train,
-    "evaluate": evaluate,
-    "compare": compare,
-    "diagnose": diagnose,
-    "reproduce": reproduce,
-    "cluster": cluster,
-    "recommend": recommend,
-    "index": index,
-    "export": export,
-    "demo": demo,
-    **_listing(),
-}

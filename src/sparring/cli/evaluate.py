@@ -1,0 +1,99 @@
+"""sparring evaluate: the lists of a run, measured on the part that it held out or on other data."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from typing import TYPE_CHECKING, Any
+
+from sparring.cli import inputs, screen
+from sparring.errors import UserError
+
+if TYPE_CHECKING:
+    from sparring.data.interactions import Interactions
+    from sparring.runs import Trained
+
+
+def evaluate(args: Namespace) -> int:
+    from sparring import runs
+    from sparring.devices import pick_device
+    from sparring.metrics import LIST_METRICS, METRICS, PROPENSITY_METRICS, parse
+    from sparring.types import Positives
+
+    device = pick_device(args.device)
+    trained = runs.load(args.run)
+    cutoffs = inputs.cutoffs_for(args.k, len(trained.ids.item_ids))
+    data = inputs.read_recorded(trained.meta, args.run, args.data, inputs.columns(args))
+    test, seen, counts, note = _to_rank(trained, data, args)
+    propensity = _propensity(data, args.propensity)
+    names = []
+    for name in METRICS + (PROPENSITY_METRICS if propensity is not None else ()) + LIST_METRICS:
+        try:
+            names.append(parse(name, args.dialect).name)
+        except UserError:  # a dialect that does not have this metric
+            continue
+    from sparring.evaluation import evaluate as measure
+
+    model = trained.model.to(device)
+    masked = Positives(seen.start.to(device), seen.items.to(device))
+    result = measure(model, test, masked, cutoffs, names, args.dialect, counts, propensity=propensity)
+    if args.json:
+        print(json.dumps({"run": str(args.run), "ranked": note, "dialect": args.dialect, **result.to_dict()}))
+        return 0
+    show = screen.console()
+    show.print(f"{args.run} on {note}: {len(result.query_ids):,} queries ranked in {result.seconds:.1f} s", markup=False, soft_wrap=True)
+    for table in screen.evaluation_tables(result):
+        show.print()
+        show.print(table)
+    return 0
+
+
+def _propensity(data: Interactions, constants: tuple[float, float] | None) -> Any:
+    """Inverse propensities of the items: the data's own, or with other constants, from all pairs that are not its test part."""
+    import numpy as np
+
+    from sparring.data.interactions import TEST
+    from sparring.metrics import inverse_propensities
+
+    if constants is None:
+        return data.propensity
+    rows = slice(None) if data.split is None else data.split != TEST
+    counts = np.bincount(data.items[rows], minlength=data.n_items)
+    return inverse_propensities(counts, len(np.unique(data.queries[rows])), *constants)
+
+
+def _to_rank(trained: Trained, data: Interactions, args: Namespace) -> tuple[Any, Any, Any, str]:
+    """What is ranked (pairs), what is masked, training counts where known, and all that in words.
+
+    The run's own data: the part that its training held out. Other data: its test part where it has one, else every pair that was not
+    trained on, in the ids of the run.
+    """
+    found = trained.meta.get("source") or {}
+    if found and inputs.fingerprint(data) == found["fingerprint"] and data.item_ids.ids.equals(trained.ids.item_ids.ids):
+        parts = inputs.split_as(data, trained.meta, args.run)
+        part = parts.test if args.part == "test" else parts.valid
+        if part is None:
+            raise UserError(f"the data of {args.run} has no {args.part} part: the split left none")
+        return part, parts.seen_for(args.part), parts.train.counts(), f"its own {args.part} part"
+    if args.part == "valid":
+        raise UserError(f"--part valid is for the run's own data, and {args.data} is not what {args.run} was trained on")
+    return (*_other(trained, data, args.data), None, f"the pairs of {args.data} that it was not trained on")
+
+
+def _other(trained: Trained, data: Interactions, where: str) -> tuple[Any, Any]:
+    import numpy as np
+
+    from sparring.data.interactions import TEST, Interactions, pair_keys
+
+    rows = np.ones(len(data), dtype=bool) if data.split is None else data.split == TEST
+    queries = trained.ids.query_ids.encode(data.query_ids.ids)[data.queries[rows]]
+    items = trained.ids.item_ids.encode(data.item_ids.ids)[data.items[rows]]
+    n_items = len(trained.ids.item_ids)
+    start = trained.seen.start.numpy()
+    owner = np.repeat(np.arange(len(start) - 1), np.diff(start))
+    known = (queries >= 0) & (items >= 0)
+    new = known & ~np.isin(pair_keys(queries, items, n_items), pair_keys(owner, trained.seen.items.numpy(), n_items))
+    if not new.any():
+        raise UserError(f"{where} has no new pair of a query and an item that {trained.folder} knows: there is nothing to rank")
+    pairs = Interactions(queries[new].astype(np.int32), items[new].astype(np.int32), trained.ids.query_ids, trained.ids.item_ids)
+    return pairs, trained.seen

@@ -1,0 +1,40 @@
+"""sparring recommend: the best items of some queries on the screen; of all queries see lists.py."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+
+from sparring.cli import screen
+from sparring.errors import UserError
+
+
+def recommend(args: Namespace) -> int:
+    from sparring import runs
+
+    if sum(map(bool, (args.query, args.history, args.text, args.all))) != 1:
+        raise UserError("give one of --query ID (repeatable), --history ID,ID,..., --text TEXT (repeatable) or --all")
+    if args.all or args.out or args.index:
+        from sparring.cli.lists import recommend_all
+
+        return recommend_all(args)
+    args.k = args.k or 10
+    trained = runs.load(args.run)
+    if args.text:
+        best = trained.recommend_text(args.text, args.k)
+    elif args.history:
+        best = trained.recommend_history(args.history, args.k)
+    else:
+        best = trained.recommend(args.query, args.k, args.with_seen)
+    if args.json:
+        print("\n".join(json.dumps(row, ensure_ascii=False) for row in best.iter_rows(named=True)))
+        return 0
+    several = len(args.query) + len(args.text) > 1
+    names = [name for name in best.columns if several or name != "query"]
+    rows = [[f"{cell:.4f}" if isinstance(cell, float) else _cell(cell) for cell in row] for row in best[names].iter_rows()]
+    screen.console().print(screen.table([names, *rows], left=len(names) - 1))
+    return 0
+
+
+def _cell(value: object) -> str:
+    return "" if value is None else str(value)
