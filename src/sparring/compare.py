@@ -284,8 +284,9 @@ def _train_one(
 ) -> None:
     import torch
 
+    from sparring.devices import pick_device
     from sparring.draws import profile
-    from sparring.train import Progress, fit, pick_device
+    from sparring.train import Progress, fit
 
     run = settings.build(recipe, data.split.train, asked, base)
     where, before = pick_device(device), workers.resident_bytes()

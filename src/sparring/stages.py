@@ -24,13 +24,14 @@ from sparring import runs
 from sparring.composition import Classifiers, Run, Setup, Term
 from sparring.data.batches import ClusteredBatches
 from sparring.data.interactions import Split
+from sparring.devices import pick_device
 from sparring.evaluation import Evaluation, evaluate_lists
 from sparring.fusion import Fused, require_trees
 from sparring.losses import Fixed, HardPairs
 from sparring.metrics import PROPENSITY_METRICS, inverse_propensities
 from sparring.negatives import BatchPositives
 from sparring.towers import IdTower, Retriever
-from sparring.train import METRICS, Fitted, Progress, fit, pick_device
+from sparring.train import METRICS, Fitted, Progress, fit
 from sparring.types import Positives
 
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -19,13 +18,15 @@ from sparring import runs
 from sparring.composition import Run
 from sparring.contrast import contrast
 from sparring.data.batches import RandomBatches, query_rows
-from sparring.data.interactions import Interactions, Split
+from sparring.data.interactions import Split
+from sparring.devices import pick_device
 from sparring.errors import UserError
 from sparring.evaluation import Evaluation, evaluate
-from sparring.metrics import PROPENSITY_METRICS, parse
+from sparring.metrics import PROPENSITY_METRICS
 from sparring.optim import Schedule, clip_gradients, load_state_tensors, optimizers, set_lr, state_tensors
 from sparring.recorded import Recorded
 from sparring.types import Corpus, Positives
+from sparring.validation import check_cutoffs, sample_queries, selected
 
 METRICS = ("recall", "ndcg", "hit", "mrr", "map", "precision", "coverage", "popularity")
 CHECKPOINT_SECONDS = 600.0  # how much work a kill inside a long epoch may cost
@@ -94,7 +95,7 @@ def fit(
     folder = Path(out) if out is not None else None
     if where.type == "cuda":
         torch.set_float32_matmul_precision("highest" if run.setup.precision == "float32" else "high")
-    _check_cutoffs(run, split, k, metrics)
+    check_cutoffs(run, split, k, metrics)
     trainer = _Trainer(run, split, where, folder, progress)
     if resume and folder is None:
         raise UserError("resume needs `out`: the folder of the run to go on with")
@@ -140,7 +141,7 @@ class _Trainer:
         self.batches = RandomBatches(n_rows, setup.batch_size, setup.seed) if run.batches is None else run.batches
         total = max(setup.epochs * len(self.batches), setup.warmup + 1)
         self.schedule = Schedule(setup.schedule, setup.warmup, setup.lr_decay, setup.lr_decay_every, total)
-        self.valid = None if split.valid is None else _sample_queries(split.valid, setup.valid_queries, setup.seed)
+        self.valid = None if split.valid is None else sample_queries(split.valid, setup.valid_queries, setup.seed)
         self.seen = self.to(split.seen_for("valid")) if self.valid is not None else None
         self.best: dict[str, Tensor] | None = None
         self.state = _State()
@@ -243,7 +244,7 @@ class _Trainer:
         record: dict[str, Any] = {"epoch": state.epoch + 1, "loss": loss, "seconds": round(state.seconds, 3)}
         last = state.epoch + 1 >= setup.epochs
         if self.valid is not None and ((state.epoch + 1) % setup.eval_every == 0 or last):
-            metric, cutoff = _selected(setup.select)
+            metric, cutoff = selected(setup.select)
             names = tuple(dict.fromkeys((metric, "recall", "ndcg")))
             result = evaluate(self.run.model, self.valid, self.seen, (cutoff,), names)
             record |= result.metrics | {"valid_seconds": round(result.seconds, 3)}
@@ -320,48 +321,5 @@ class _Trainer:
         self.progress.say(f"going on from epoch {self.state.epoch + 1}, step {self.state.step}")
 
 
-def pick_device(name: str) -> torch.device:
-    """The device of this name; "auto" is the first GPU where there is one."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise UserError(f"unknown device {name!r}: use auto, cpu or cuda") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise UserError(f"device {name!r} was asked for, but PyTorch finds no GPU: use --device cpu")
-    return device
-
-
 def _masks_known(modules: nn.Module) -> bool:
     return any(getattr(module, "exclude", None) == "known" for module in modules.modules())
-
-
-def _check_cutoffs(run: Run, split: Split, k: Sequence[int], metrics: Sequence[str]) -> None:
-    """Tell before training what the ranking after it could not do."""
-    n_items = split.train.n_items
-    metric, cutoff = _selected(run.setup.select)
-    parse(metric)
-    if split.valid is not None and cutoff > n_items:
-        raise UserError(f"the cutoff of select={run.setup.select} is larger than the catalogue of {n_items:,} items: choose a smaller one")
-    for name in metrics:
-        parse(name)
-    if split.test is not None and (not k or min(k) < 1 or max(k) > n_items):
-        raise UserError(f"cutoffs k={tuple(k)} must lie between 1 and the {n_items:,} items of the catalogue")
-
-
-def _selected(select: str) -> tuple[str, int]:
-    metric, _, cutoff = select.partition("@")
-    if not cutoff.isdigit() or int(cutoff) < 1:
-        raise UserError(f"select must name a metric and a cutoff such as ndcg@10, got {select!r}")
-    return metric, int(cutoff)
-
-
-def _sample_queries(valid: Interactions, most: int, seed: int) -> Interactions:
-    """At most this many queries of the validation part, the same ones at every epoch."""
-    present = np.unique(valid.queries)
-    if len(present) <= most:
-        return valid
-    keep = np.zeros(valid.n_queries, dtype=bool)
-    keep[np.random.default_rng(seed).choice(present, most, replace=False)] = True
-    return valid.subset(keep[valid.queries])

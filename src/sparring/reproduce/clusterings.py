@@ -80,7 +80,7 @@ def _modalities(given: Given, protocol: Protocol, names: tuple[str, ...], device
 
 def _learn_one(say: workers.Say, given: Given, clustering: Clustering, protocol: Protocol, device: str) -> None:
     from sparring.clusters import MSAC
-    from sparring.train import pick_device
+    from sparring.devices import pick_device
 
     assert given.catalogue is not None
     modalities = _modalities(given, protocol, clustering.modalities, device)

@@ -177,7 +177,8 @@ def _train_one(
     measure: Measure | None,
     device: str,
 ) -> None:
-    from sparring.train import Progress, fit, pick_device
+    from sparring.devices import pick_device
+    from sparring.train import Progress, fit
 
     parts = protocol.parts(given.data, seed)
     run = settings.build(method.recipe, parts.train, {**method.settings, "seed": seed}, setup)

@@ -64,7 +64,7 @@ def _drawn(part: int) -> str:
 
 def gradient_time(run: Run, parts: Split, device: str) -> dict[str, Any]:
     """Milliseconds of the backward pass of one batch, on a trained model: the mean of 20 after 3 to warm up."""
-    from sparring.train import pick_device
+    from sparring.devices import pick_device
 
     where = pick_device(device)
     run.modules().to(where)
