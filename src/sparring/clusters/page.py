@@ -191,14 +191,16 @@ def _apart(words: np.ndarray, sizes: np.ndarray, n: int) -> list[int]:
 
 
 def learning(history: Sequence[Mapping[str, Any]]) -> Figure:
-    """Alignment loss and squared errors by passes over the catalogue; a dotted line where codebooks join in."""
+    """Alignment loss, where there is any, and squared errors by passes over the catalogue; a dotted line where codebooks join in."""
     figure = figures.blank(4.2)
-    epochs = [float(row["epoch"]) for row in history]
     joint = [row for row in history if row["phase"] != "aligning"]
+    aligned = any(row["align"] for row in history)  # a single modality has nothing to align with
     with style():
-        upper, lower = figure.subplots(2, 1, sharex=True)
-        upper.plot(epochs, [row["align"] for row in history], color=COLOURS[0], linewidth=1.7)
-        upper.set_ylabel("alignment loss, nats")
+        panels = figure.subplots(1 + aligned, 1, sharex=True, squeeze=False)[:, 0]
+        lower = panels[-1]
+        if aligned:
+            panels[0].plot([float(row["epoch"]) for row in history], [row["align"] for row in history], color=COLOURS[0], linewidth=1.7)
+            panels[0].set_ylabel("alignment loss, nats")
         for at, name in enumerate(("primary", "secondary")):
             lower.plot(
                 [row["epoch"] for row in joint], [row[f"{name}_error"] for row in joint], color=COLOURS[at], label=name, linewidth=1.7
@@ -207,7 +209,7 @@ def learning(history: Sequence[Mapping[str, Any]]) -> Figure:
         lower.set_ylim(bottom=0)
         lower.legend(fontsize=9)
         began = [row for row in history if row["phase"] == "aligning"]
-        for axes in (upper, lower):
+        for axes in panels:
             tidy(axes, "both")
             if began and joint:
                 axes.axvline(float(began[-1]["epoch"]), color=INK, linestyle=":", linewidth=1)
