@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from sparring.data import from_frame
-from sparring.data.texts import Texts, text_of, tokenize, tokenized
+from sparring.data.texts import Texts, reporting, text_of, tokenize, tokenized
 from sparring.data.tokenizers import FastTokenizer, WordTokenizer, find_tokenizer
 from sparring.errors import UserError
 
@@ -179,3 +179,17 @@ def test_text_of_finds_the_texts() -> None:
         text_of(data, "item", "price")
     with pytest.raises(UserError, match="no texts of the items"):
         text_of(from_frame(pairs), "item")
+
+
+def test_tokenising_tells_whoever_listens_around_it(tmp_path: Path) -> None:
+    """Within `reporting` every call without a listener of its own tells how many are done, kept tokens at once; outside none does."""
+    told: list[tuple[str, int, int]] = []
+    own: list[tuple[str, int, int]] = []
+    strings = [f"text {number}" for number in range(20_000)]
+    with reporting(lambda *progress: told.append(progress)):
+        tokenized(strings, "words", 8, tmp_path)
+        assert told == [("tokens", 16_384, 20_000), ("tokens", 20_000, 20_000)]
+        tokenized(strings, "words", 8, tmp_path, lambda *progress: own.append(progress))
+    tokenized(strings[:5], "words", 8, tmp_path)
+    assert len(told) == 2
+    assert own == [("tokens", 20_000, 20_000)]

@@ -15,6 +15,9 @@ from sparring.errors import UserError
 from sparring.metrics import inverse_propensities
 from sparring.types import Corpus, Outcome, Step
 
+BLOCK = 1 << 14  # rows that are read together: 64 KB of a column
+WINDOW = 512  # blocks that are shuffled together: 8 million rows
+
 
 class RandomBatches(nn.Module):
     """Every row once per epoch, in an order that depends on (seed, epoch) only.
@@ -49,12 +52,82 @@ class RandomBatches(nn.Module):
             yield order[step * self.batch_size : (step + 1) * self.batch_size].long()
 
     def _order(self, epoch: int) -> Tensor:
-        # torch seeds differ in few bits, so mix (seed, epoch) before seeding: neighbours must not share streams.
-        mixed = (self.seed * 0x9E3779B97F4A7C15 + epoch * 0xBF58476D1CE4E5B9 + 0x94D049BB133111EB) & (2**64 - 1)
-        mixed ^= mixed >> 31
-        generator = torch.Generator().manual_seed(mixed & (2**63 - 1))
         kind = torch.int32 if self.n_rows < 2**31 else torch.int64
-        return torch.randperm(self.n_rows, generator=generator, dtype=kind)
+        return torch.randperm(self.n_rows, generator=self._generator(epoch), dtype=kind)
+
+    def _generator(self, epoch: int, part: int = 0) -> torch.Generator:
+        # torch seeds differ in few bits, so mix (seed, epoch, part) before seeding: neighbours must not share streams.
+        mixed = self.seed * 0x9E3779B97F4A7C15 + epoch * 0xBF58476D1CE4E5B9 + part * 0xD6E8FEB86659FD93 + 0x94D049BB133111EB
+        mixed &= 2**64 - 1
+        mixed ^= mixed >> 31
+        return torch.Generator().manual_seed(mixed & (2**63 - 1))
+
+
+class BlockBatches(RandomBatches):
+    """Every row once per epoch, for columns that lie in files: blocks of rows in random order, rows shuffled within a window of blocks.
+
+    An epoch is a random permutation of the blocks of `block` consecutive rows. The rows of each `window` blocks that follow one another
+    in it are shuffled together and cut into batches, so that only their pages of the files are in use, and a block is read as a whole.
+
+    Guaranteed: every row once per epoch; all of it decided by (seed, epoch), so a run resumes at any step, and that costs one window;
+    every order of the blocks, and within a window every order of its rows, is as likely as any other. Not guaranteed: rows of one block
+    are always in the same window, so rows of one query, which lie together, meet in a batch `n_rows / (block * window)` times as often
+    as in a full shuffle. Where all rows fit into one window it is RandomBatches to the bit.
+
+        batches = BlockBatches(10**9, 2048, seed=0);   for rows in batches.epoch(3, start_step=17): ...
+    """
+
+    def __init__(
+        self, n_rows: int, batch_size: int, seed: int = 0, drop_last: bool = False, block: int | None = None, window: int | None = None
+    ) -> None:
+        super().__init__(n_rows, batch_size, seed, drop_last)
+        self.block, self.window = BLOCK if block is None else block, WINDOW if window is None else window
+        if self.block < 1 or self.window < 1:
+            raise UserError(f"block is {block} rows and window {window} blocks; both must be at least 1")
+
+    def epoch(self, epoch: int, start_step: int = 0, device: torch.device | str = "cpu") -> Iterator[Tensor]:
+        """Row indices (B,) int64 of each step of an epoch, from start_step on; on a device, those of a window are copied there at once."""
+        if self.n_rows <= self.block * self.window:
+            yield from super().epoch(epoch, start_step, device)
+            return
+        if not 0 <= start_step <= len(self):
+            raise UserError(f"start_step is {start_step}; an epoch has {len(self)} steps")
+        skip, left = start_step * self.batch_size, len(self) - start_step
+        kept = torch.empty(0, dtype=torch.int64, device=device)  # the end of a window, which begins the next batch
+        for window in self._windows(epoch, skip):
+            rows = window.to(device)
+            if len(kept):
+                short = self.batch_size - len(kept)
+                kept, rows = torch.cat([kept, rows[:short]]), rows[short:]
+                if len(kept) < self.batch_size:
+                    continue
+                yield kept
+                left -= 1
+            full = min(len(rows) // self.batch_size, left)
+            yield from rows[: full * self.batch_size].split(self.batch_size) if full else ()
+            kept, left = rows[full * self.batch_size :].clone(), left - full
+        if left:
+            yield kept
+
+    def _windows(self, epoch: int, skip: int) -> Iterator[Tensor]:
+        """The rows of each window, shuffled, without the first `skip` rows of the epoch; windows before those are not even made."""
+        n_blocks = -(-self.n_rows // self.block)
+        order = torch.randperm(n_blocks, generator=self._generator(epoch))
+        for number, first in enumerate(range(0, n_blocks, self.window)):
+            blocks = order[first : first + self.window]
+            size = len(blocks) * self.block
+            short = blocks == n_blocks - 1
+            if bool(short.any()):  # to the end of its window, so that places beyond the last row can be left off
+                blocks = torch.cat([blocks[~short], blocks[short]])
+                size -= n_blocks * self.block - self.n_rows
+            if skip >= size:
+                skip -= size
+                continue
+            kind = torch.int32 if size < 2**31 else torch.int64
+            place = torch.randperm(size, generator=self._generator(epoch, number + 1), dtype=kind)[skip:]
+            # from a few hundred blocks, which stay in the cache, rather than from a list of all rows
+            yield blocks[place // self.block].mul_(self.block).add_(place % self.block)
+            skip = 0
 
 
 class ClusteredBatches(RandomBatches):
@@ -107,7 +180,7 @@ class ClusteredBatches(RandomBatches):
 
     def observe(self, step: Step, outcome: Outcome) -> None:
         if self.keeps:
-            self.memory[step.query_ids] = step.q.detach().to(self.memory.dtype)
+            self.memory[step.batch.query_ids] = step.batch.q.detach().to(self.memory.dtype)
 
     def refresh(self, corpus: Corpus) -> None:
         from sparring.clusters.balanced import balanced_2means  # here: the package of clusters reads its data in batches
@@ -175,3 +248,10 @@ def query_rows(train: Interactions, draw: str, device: torch.device | str = "cpu
     if draw == "propensity":
         weight = torch.from_numpy(inverse_propensities(train.counts(), len(np.unique(train.queries)))[train.items]).to(device)
     return QueryRows(train.pairs()[0].to(device), weight)
+
+
+def batches_for(train: Interactions, rows: QueryRows | None, batch_size: int, seed: int = 0) -> RandomBatches:
+    """Batches of the pairs of training data, or of its queries: fully shuffled, or by blocks where the pairs lie in files."""
+    if rows is None and isinstance(train.queries, np.memmap):
+        return BlockBatches(len(train), batch_size, seed)
+    return RandomBatches(len(train if rows is None else rows), batch_size, seed)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,8 @@ from torch import Tensor
 
 from sparring.data.encodings import hash_of, load_array, save_array
 from sparring.data.features import histories
-from sparring.data.interactions import Interactions, Split, pair_keys
+from sparring.data.interactions import Interactions, Split
+from sparring.data.pairs import pair_keys
 from sparring.errors import UserError
 
 _PAIRS = 20_000_000  # co-occurrences counted at once
@@ -55,7 +55,7 @@ def _baskets(train: Interactions, longest: int, generator: torch.Generator) -> t
     """The items of each query as (start, items), at most `longest` of each."""
     if train.time is None:  # rows are in the order of ids: the last ones would favour some items
         order = torch.randperm(len(train), generator=generator).numpy()
-        train = replace(train, queries=train.queries[order], items=train.items[order], weight=None, split=None)
+        train = train.subset(order)
     kept = histories(train, longest)
     return kept.start, kept.items.long()
 

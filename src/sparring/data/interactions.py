@@ -14,6 +14,7 @@ import polars as pl
 import torch
 from torch import Tensor
 
+from sparring.data.pairs import csr, occurrences
 from sparring.errors import UserError
 from sparring.types import Positives
 
@@ -151,7 +152,7 @@ class Interactions:
 
     def counts(self) -> np.ndarray:
         """(N,) int64 interactions per item."""
-        return np.bincount(self.items, minlength=self.n_items).astype(np.int64, copy=False)
+        return occurrences(self.items, self.n_items)
 
     def pairs(self) -> tuple[Tensor, Tensor]:
         """(queries, items) as int32 tensors that share memory with the columns."""
@@ -223,11 +224,14 @@ class Split:
     train: Interactions
     valid: Interactions | None = None
     test: Interactions | None = None
+    seen: Positives | None = None  # of train and valid together, where that was made beforehand (prepared data)
 
     def seen_for(self, part: str) -> Positives:
         """What is masked when `part` is ranked: train for "valid", train and valid together for "test"; and the hidden pairs."""
         if part not in ("valid", "test"):
             raise UserError(f'part is {part!r}; it must be "valid" or "test"')
+        if part == "test" and self.seen is not None:
+            return self.seen
         pairs = [(self.train.queries, self.train.items)]
         if part == "test" and self.valid is not None:
             pairs.append((self.valid.queries, self.valid.items))
@@ -237,38 +241,6 @@ class Split:
             return self.train.positives()
         queries, items = (np.concatenate(columns) for columns in zip(*pairs, strict=True))
         return csr(queries, items, self.train.n_queries, self.train.n_items)
-
-
-def csr(queries: np.ndarray, items: np.ndarray, n_queries: int, n_items: int) -> Positives:
-    """Positives of dense pairs: sorted within each query, duplicates removed; O(n) where sorted already, else O(n log n)."""
-    if not is_canonical(queries, items):
-        key = pair_keys(queries, items, n_items)
-        key.sort()
-        key = key[np.concatenate([[True], key[1:] != key[:-1]])] if len(key) else key
-        queries, items = unpack_keys(key, n_items)
-    start = np.zeros(n_queries + 1, dtype=np.int64)
-    np.cumsum(np.bincount(queries, minlength=n_queries), out=start[1:])
-    return Positives(torch.from_numpy(start), torch.from_numpy(np.ascontiguousarray(items)))
-
-
-def is_canonical(queries: np.ndarray, items: np.ndarray) -> bool:
-    """Are the pairs strictly increasing by (query, item)?"""
-    step = queries[1:] - queries[:-1]
-    return bool(((step > 0) | ((step == 0) & (items[1:] > items[:-1]))).all())
-
-
-def pair_keys(queries: np.ndarray, items: np.ndarray, n_items: int) -> np.ndarray:
-    """query * n_items + item: one int64 that orders pairs by (query, item)."""
-    key = queries.astype(np.int64)
-    key *= max(n_items, 1)
-    key += items
-    return key
-
-
-def unpack_keys(key: np.ndarray, n_items: int) -> tuple[np.ndarray, np.ndarray]:
-    queries = (key // max(n_items, 1)).astype(np.int32)
-    items = (key - queries.astype(np.int64) * max(n_items, 1)).astype(np.int32)
-    return queries, items
 
 
 def _take(column: np.ndarray | None, rows: np.ndarray) -> np.ndarray | None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from sparring.data.tokenizers import Tokenizer, find_tokenizer
 from sparring.errors import UserError
 
 _BATCH = 16384  # texts tokenised between two reports of progress
+_told: ContextVar[Progress | None] = ContextVar("whom tokenising tells of its progress", default=None)
 _COLUMNS = ("text", "title", "name", "query", "description", "content")  # in which a table may hold its texts, best first
 
 
@@ -43,6 +46,9 @@ class Texts:
 
     def __len__(self) -> int:
         return len(self.start) - 1
+
+    def __deepcopy__(self, memo: object) -> Texts:
+        return self  # nothing changes them, so that copies of a tower share them
 
     def lengths(self) -> np.ndarray:
         """(n,) number of tokens of each text."""
@@ -139,7 +145,7 @@ def tokenized(
         tokenized(text_of(data, "item"), "minilm", 32)
     """
     made = find_tokenizer(tokenizer) if isinstance(tokenizer, (str, Path)) else tokenizer
-    series = as_series(strings)
+    series, progress = as_series(strings), progress or _told.get()
     key = hash_of(["tokens 1", made.fingerprint, str(max_len), *series.to_list()])
     folder = (Path(cache) if cache is not None else cache_folder() / "texts") / key
     if not (folder / "texts.npy").is_file():
@@ -147,6 +153,19 @@ def tokenized(
     elif progress is not None and len(series):
         progress("tokens", len(series), len(series))
     return Texts.load(folder)
+
+
+@contextmanager
+def reporting(progress: Progress) -> Iterator[None]:
+    """Tell this of all tokenising inside, however deep, that was not given a listener of its own.
+
+    with reporting(show): build("default", data, {"encoder": "bag"})
+    """
+    before = _told.set(progress)
+    try:
+        yield
+    finally:
+        _told.reset(before)
 
 
 def as_series(strings: Sequence[str] | pl.Series) -> pl.Series:

@@ -68,6 +68,9 @@ class FastTokenizer:
         self.end = int(empty[-1]) if empty and len(some) > len(empty) and some[-1] == empty[-1] else -1
         self.n_special = len(empty)
 
+    def __deepcopy__(self, memo: object) -> FastTokenizer:
+        return self
+
     def encode(self, strings: pl.Series, max_len: int) -> tuple[np.ndarray, np.ndarray]:
         if max_len < self.n_special:
             raise UserError(f"max_len is {max_len}, but this tokenizer adds {self.n_special} tokens to every text")

@@ -11,8 +11,9 @@ import numpy as np
 import polars as pl
 
 from sparring.data.columns import with_title
-from sparring.data.interactions import TEST, TRAIN, Interactions, Vocabulary, csr, first_line
+from sparring.data.interactions import TEST, TRAIN, Interactions, Vocabulary, first_line
 from sparring.data.lines import find_file, read_json_lines, read_lines, read_pairs
+from sparring.data.pairs import csr
 from sparring.errors import UserError
 from sparring.metrics import inverse_propensities
 

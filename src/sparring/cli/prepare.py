@@ -1,0 +1,54 @@
+"""sparring prepare: interactions of any size into a folder that training reads from disk."""
+
+from __future__ import annotations
+
+import time
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from sparring.cli import inputs, screen
+
+if TYPE_CHECKING:
+    from sparring.data.encoded import Tell
+
+
+def prepare(args: Namespace) -> int:
+    from sparring.data.prepare import prepare as make
+
+    began = time.perf_counter()
+    how = {"how": args.split, "valid": args.valid, "test": args.test, "seed": args.seed}
+    with _bar(args.quiet) as tell:
+        data = make(args.data, args.out, **inputs.columns(args), **how, engine=args.engine, overwrite=args.overwrite, progress=tell)
+    assert data.parts is not None
+    show = screen.console()
+    if not args.quiet:
+        for note in data.notes:
+            show.print(note, markup=False, soft_wrap=True)
+    parts = {"train": data.parts.train, "valid": data.parts.valid, "test": data.parts.test}
+    sizes = ", ".join(f"{name} {len(part):,}" for name, part in parts.items() if part is not None)
+    line = f"{args.out}: {data.n_queries:,} queries x {data.n_items:,} items; {sizes} interactions; {time.perf_counter() - began:.1f} s"
+    show.print(line, markup=False, soft_wrap=True)
+    return 0
+
+
+@contextmanager
+def _bar(quiet: bool) -> Iterator[Tell]:
+    """A bar for each stage on a terminal; nothing elsewhere."""
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    show = screen.console()
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=show, transient=True, disable=quiet or not show.is_terminal) as bar:
+        task = bar.add_task("reading", total=None)
+        stage = "reading"
+
+        def tell(name: str, done: int, total: int | None) -> None:
+            nonlocal stage
+            if name != stage:
+                stage = name
+                bar.reset(task)
+            bar.update(task, description=name, completed=done, total=total)
+
+        yield tell

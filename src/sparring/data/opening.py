@@ -1,0 +1,225 @@
+"""Where rows lie: files and folders of many kinds as one unread frame, with the tables of items and queries that come with them."""
+
+from __future__ import annotations
+
+import gzip
+import os
+from dataclasses import dataclass, replace
+from glob import glob
+from pathlib import Path
+
+import polars as pl
+
+from sparring.data.columns import find_column, text_columns
+from sparring.data.frames import reading
+from sparring.errors import UserError
+
+_PARQUET = (".parquet", ".pq")
+_TEXT = (".csv", ".tsv", ".txt", ".csv.gz", ".tsv.gz", ".txt.gz")
+_PARTS = {"train": ("train",), "valid": ("valid", "val"), "test": ("test",)}
+
+
+@dataclass(frozen=True)
+class Opened:
+    """Rows of a file or folder, unread, and the tables that lie beside them."""
+
+    frame: pl.LazyFrame
+    text: bool  # every column came as text
+    items: pl.DataFrame | None = None
+    queries: pl.DataFrame | None = None
+    files: tuple[Path, ...] = ()  # Parquet parts, where it is made of those
+
+
+def open_table(
+    path: Path,
+    query: str | None = None,
+    item: str | None = None,
+    items: str | os.PathLike[str] | pl.DataFrame | None = None,
+    queries: str | os.PathLike[str] | pl.DataFrame | None = None,
+    inner: bool = True,
+) -> Opened:
+    """The rows of a file or folder, unread, and the tables of items and queries: given, beside the rows or, with `inner`, in them."""
+    with reading(str(path)):
+        opened = open_rows(path)
+        tables: dict[str, pl.DataFrame | None] = {}
+        for role, named, given, beside in (("item", item, items, opened.items), ("query", query, queries, opened.queries)):
+            tables[role] = _table(given, role, named) if given is not None else beside
+            if inner and tables[role] is None:
+                tables[role] = _inner_table(opened.frame, role, named, str(path))
+    return replace(opened, items=tables["item"], queries=tables["query"])
+
+
+def _inner_table(frame: pl.LazyFrame, role: str, named: str | None, source: str) -> pl.DataFrame | None:
+    """The texts of items or queries that the interactions themselves repeat on every row, as a table; None where they have none."""
+    key, texts = inner_texts(frame, role, named, source)
+    if not texts:
+        return None
+    # The smallest text, where an id has several: not by order, since the rows are read in any.
+    return frame.filter(pl.col(key).is_not_null()).group_by(key).agg(pl.col(name).min() for name in texts).collect(engine="streaming")
+
+
+def inner_texts(frame: pl.LazyFrame, role: str, named: str | None, source: str) -> tuple[str, list[str]]:
+    """The id column of a role and the columns that repeat its texts; none where the rows have none."""
+    schema = frame.collect_schema()
+    names = schema.names()
+    key = named or find_column(role, names, None, source)
+    if key is None or key not in names:
+        return "", []
+    return key, [name for name in text_columns(role, names) if name != key and schema[name] == pl.String]
+
+
+def open_rows(path: Path) -> Opened:
+    if not path.exists():
+        files = [Path(file) for file in sorted(glob(str(path)))]
+        if not files:
+            raise UserError(f"no such file or folder: {path}")
+        wrong = next((file for file in files if not file.name.lower().endswith(_PARQUET)), None)
+        if wrong is not None:
+            raise UserError(f"{path} matches {wrong}, which is not a Parquet file ({' or '.join(_PARQUET)})")
+        return _open_parts(files)
+    if path.is_dir():
+        return _open_folder(path)
+    name = path.name.lower()
+    if not path.stat().st_size:
+        raise UserError(f"{path} is empty")
+    if name.endswith(".inter"):
+        stem = path.name[: -len(".inter")]
+        return _recbole(path.parent, {None: path}, stem)
+    if name == "train.txt":
+        return _lightgcn(path.parent)
+    if name.endswith(_PARQUET):
+        return Opened(pl.scan_parquet(path), text=False, files=(path,))
+    if name.endswith(_TEXT):
+        return Opened(_scan_text(path), text=True)
+    raise UserError(f"{path}: unknown kind of file; expected {', '.join((*_PARQUET, *_TEXT, '.inter'))} or a folder")
+
+
+def _open_folder(folder: Path) -> Opened:
+    if (folder / "train.txt").exists():
+        return _lightgcn(folder)
+    atomic = sorted(folder.glob("*.inter"))
+    parts: dict[str | None, Path] = {}
+    for part, names in _PARTS.items():
+        files = [file for file in atomic if file.name.endswith(tuple(f".{name}.inter" for name in names))]
+        if files:
+            parts[part] = files[0]
+    if "train" in parts:
+        return _recbole(folder, parts, parts["train"].name[: -len(".train.inter")])
+    if len(atomic) > 1:
+        raise UserError(f"{folder} holds several .inter files ({', '.join(file.name for file in atomic)}); name one of them")
+    if atomic:
+        return _recbole(folder, {None: atomic[0]}, atomic[0].name[: -len(".inter")])
+    main = _beside(folder, "interactions")
+    if main is not None:
+        opened = open_rows(main)
+        tables = [_table(file, role) if (file := _first(folder, names)) else None for role, names in _TABLES.items()]
+        return replace(opened, items=tables[0], queries=tables[1])
+    files = sorted(file for kind in _PARQUET for file in folder.rglob(f"*{kind}") if not file.name.startswith((".", "_")))
+    if not files:
+        raise UserError(f"{folder} holds nothing to read; expected Parquet parts, interactions.parquet, train.txt or an .inter file")
+    return _open_parts(files)
+
+
+def _open_parts(files: list[Path]) -> Opened:
+    scans = [pl.scan_parquet(file) for file in files]
+    for file, scan in zip(files, scans, strict=True):
+        with reading(str(file)):
+            missing = set(scans[0].collect_schema().names()) - set(scan.collect_schema().names())
+        if missing:
+            raise UserError(f"{file} lacks the column {min(missing)!r} that {files[0]} has; all parts must have the same columns")
+    columns = scans[0].collect_schema().names()
+    return Opened(pl.concat([scan.select(columns) for scan in scans], how="vertical_relaxed"), text=False, files=tuple(files))
+
+
+_TABLES = {"item": ("items",), "query": ("queries", "users")}
+
+
+def _beside(folder: Path, stem: str) -> Path | None:
+    return next((folder / f"{stem}{kind}" for kind in (*_PARQUET, *_TEXT) if (folder / f"{stem}{kind}").is_file()), None)
+
+
+def _first(folder: Path, stems: tuple[str, ...]) -> Path | None:
+    return next((file for stem in stems if (file := _beside(folder, stem))), None)
+
+
+def _separator(path: Path) -> str:
+    """The separator of a text table, from its first line."""
+    try:
+        with gzip.open(path, "rt", errors="replace") if path.name.endswith(".gz") else open(path, errors="replace") as file:
+            line = file.readline()
+    except (OSError, EOFError) as error:
+        raise UserError(f"cannot read {path}: {error}") from error
+    if not line.strip():
+        raise UserError(f"{path} is empty: its first line should name the columns")
+    return max("\t,;|", key=line.count)
+
+
+def _scan_text(path: Path) -> pl.LazyFrame:
+    return pl.scan_csv(path, separator=_separator(path), infer_schema=False, encoding="utf8-lossy")
+
+
+def _scan_lines(path: Path) -> pl.LazyFrame:
+    """Whole lines in a column `line`: the separator is a character that no text file has."""
+    return pl.scan_csv(
+        path, has_header=False, separator="\x01", quote_char=None, infer_schema=False, encoding="utf8-lossy", new_columns=["line"]
+    )
+
+
+def _table(table: str | os.PathLike[str] | pl.DataFrame, role: str, key: str | None = None) -> pl.DataFrame:
+    """An items or queries table from a frame or a file; ids of a text file stay text."""
+    if isinstance(table, pl.DataFrame):
+        return table
+    path = Path(table)
+    if not path.is_file():
+        raise UserError(f"no such {role} table: {path}")
+    with reading(str(path)):
+        if path.name.lower().endswith(_PARQUET):
+            return pl.read_parquet(path)
+        if path.suffix in (".item", ".user"):
+            return _atomic(path).collect()
+        separator = _separator(path)
+        names = pl.scan_csv(path, separator=separator, infer_schema=False).collect_schema().names()
+        name = key if key in names else find_column(role, names, None, str(path), required=True)
+        kinds = {str(name): pl.String}
+        return pl.read_csv(path, separator=separator, schema_overrides=kinds, infer_schema_length=None, encoding="utf8-lossy")
+
+
+def _atomic(path: Path) -> pl.LazyFrame:
+    """A RecBole atomic file: tab-separated, headers such as `user_id:token`; floats typed, all else text."""
+    scan = pl.scan_csv(path, separator="\t", infer_schema=False, quote_char=None, encoding="utf8-lossy")
+    headers = [(header, *header.partition(":")[::2]) for header in scan.collect_schema().names()]
+    wrong = [header for header, _, kind in headers if kind not in ("token", "token_seq", "float", "float_seq")]
+    if wrong:
+        raise UserError(f"{path} has the header {wrong[0]!r}; RecBole's are NAME:token, NAME:token_seq, NAME:float or NAME:float_seq")
+    floats = {"float"} if path.suffix != ".inter" else set()  # numbers of interactions are parsed later, with errors that name them
+    return scan.select(pl.col(header).cast(pl.Float64 if kind in floats else pl.String).alias(name) for header, name, kind in headers)
+
+
+def _recbole(folder: Path, parts: dict[str | None, Path], stem: str) -> Opened:
+    scans = []
+    for part, file in parts.items():
+        with reading(str(file)):
+            scan = _atomic(file)
+            scans.append(scan if part is None else scan.with_columns(pl.lit(part).alias("split")))
+    tables: dict[str, pl.DataFrame | None] = {}
+    for kind in ("item", "user"):
+        file = folder / f"{stem}.{kind}"
+        with reading(str(file)):
+            tables[kind] = _atomic(file).collect() if file.is_file() else None
+    return Opened(pl.concat(scans), text=True, items=tables["item"], queries=tables["user"])
+
+
+def _lightgcn(folder: Path) -> Opened:
+    """LightGCN's lists: each line `user item item ...`; the file's name is the part."""
+    scans = []
+    for part, names in _PARTS.items():
+        file = next((folder / f"{name}.txt" for name in names if (folder / f"{name}.txt").is_file()), None)
+        if file is None:
+            continue
+        if not file.stat().st_size:
+            raise UserError(f"{file} is empty")
+        ids = _scan_lines(file).select(pl.col("line").str.strip_chars().str.replace_all(r"\s+", " ").str.split(" "))
+        ids = ids.filter(pl.col("line").list.len() > 1)
+        pairs = ids.select(pl.col("line").list.first().alias("user_id"), pl.col("line").list.slice(1).alias("item_id"))
+        scans.append(pairs.explode("item_id").with_columns(pl.lit(part).alias("split")))
+    return Opened(pl.concat(scans), text=True)

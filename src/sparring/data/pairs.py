@@ -1,0 +1,118 @@
+"""Pairs of dense ids as arrays: sorted, merged, counted, offsets by query; in bounded memory where columns lie in files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import polars as pl
+import torch
+
+from sparring.types import Positives
+
+CHUNK = 1 << 24  # rows looked at at once: a copy of a whole column may not fit into memory
+
+
+def chunks(n: int, size: int | None = None) -> Iterator[slice]:
+    """0..n in slices of at most `size` rows, CHUNK by default."""
+    size = size or CHUNK
+    return (slice(first, min(first + size, n)) for first in range(0, n, size))
+
+
+def occurrences(ids: np.ndarray, n: int) -> np.ndarray:
+    """(n,) int64: how often each of the ids 0..n-1 occurs."""
+    if len(ids) <= CHUNK:
+        return np.bincount(ids, minlength=n).astype(np.int64, copy=False)
+    found = np.zeros(n, dtype=np.int64)
+    for rows in chunks(len(ids)):
+        part = np.bincount(ids[rows])
+        found[: len(part)] += part
+    return found
+
+
+def offsets(counts: np.ndarray) -> np.ndarray:
+    """(n + 1,) int64: where each of n lists begins, and the end of the last."""
+    start = np.zeros(len(counts) + 1, dtype=np.int64)
+    np.cumsum(counts, out=start[1:])
+    return start
+
+
+def csr(queries: np.ndarray, items: np.ndarray, n_queries: int, n_items: int) -> Positives:
+    """Positives of dense pairs: sorted within each query, duplicates removed; O(n) where sorted already, else O(n log n)."""
+    if not is_canonical(queries, items):
+        key = pair_keys(queries, items, n_items)
+        key.sort()
+        key = key[np.concatenate([[True], key[1:] != key[:-1]])] if len(key) else key
+        queries, items = unpack_keys(key, n_items)
+    start = offsets(occurrences(queries, n_queries))
+    return Positives(torch.from_numpy(start), torch.from_numpy(np.ascontiguousarray(items)))
+
+
+def is_canonical(queries: np.ndarray, items: np.ndarray) -> bool:
+    """Are the pairs strictly increasing by (query, item)?"""
+    for rows in chunks(len(queries) - 1):
+        after = slice(rows.start + 1, rows.stop + 1)
+        step = queries[after] - queries[rows]
+        if not ((step > 0) | ((step == 0) & (items[after] > items[rows]))).all():
+            return False
+    return True
+
+
+def pair_keys(queries: np.ndarray, items: np.ndarray, n_items: int) -> np.ndarray:
+    """query * n_items + item: one int64 that orders pairs by (query, item)."""
+    key = queries.astype(np.int64)
+    key *= max(n_items, 1)
+    key += items
+    return key
+
+
+def unpack_keys(key: np.ndarray, n_items: int) -> tuple[np.ndarray, np.ndarray]:
+    queries = (key // max(n_items, 1)).astype(np.int32)
+    items = (key - queries.astype(np.int64) * max(n_items, 1)).astype(np.int32)
+    return queries, items
+
+
+def merge_pairs(columns: dict[str, np.ndarray], n_items: int) -> dict[str, np.ndarray]:
+    """One row per (q, i), sorted: the last time `t`, the summed weight `w`, the first part `s`. Takes the arrays over.
+
+    Weights are sorted before they are summed, so that not even a rounding depends on the order of rows. A pair that a file has in both
+    train and test counts as train: a seen item is masked, so it could never be found.
+    """
+    queries, items = columns.pop("q"), columns.pop("i")
+    if is_canonical(queries, items):
+        merged = dict(columns)
+    else:
+        key = pair_keys(queries, items, n_items)
+        del queries, items
+        order = None
+        if columns:
+            order = np.lexsort((columns["w"], key)) if "w" in columns else pl.Series(key).arg_sort().to_numpy()
+            key = key[order]
+        else:
+            key.sort()
+        first = np.ones(len(key), dtype=bool)
+        np.not_equal(key[1:], key[:-1], out=first[1:])
+        start = None if first.all() else np.flatnonzero(first)
+        merged = {}
+        for name in list(columns):
+            column = columns.pop(name)[order]
+            merged[name] = column if start is None else _REDUCE[name](column, start)
+        del order
+        queries, items = unpack_keys(key if start is None else key[start], n_items)
+    if "w" in merged:
+        merged["w"] = merged["w"].astype(np.float32)
+    return {"q": queries, "i": items, **merged}
+
+
+_REDUCE = {"t": np.maximum.reduceat, "w": np.add.reduceat, "s": np.minimum.reduceat}
+
+
+def taken_and_shown(columns: dict[str, np.ndarray], n_items: int) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray] | None]:
+    """Pairs that were taken (all, without a label `l`) and pairs only ever shown, each once; None where nothing was shown."""
+    clicked = columns.pop("l", None)
+    if clicked is None or clicked.all():
+        return merge_pairs(columns, n_items), None
+    shown = merge_pairs({name: column[clicked == 0] for name, column in columns.items() if name != "w"}, n_items)
+    taken = merge_pairs({name: column[clicked == 1] for name, column in columns.items()}, n_items)
+    fresh = ~np.isin(pair_keys(shown["q"], shown["i"], n_items), pair_keys(taken["q"], taken["i"], n_items))
+    return taken, {name: column[fresh] for name, column in shown.items()}
