@@ -1,9 +1,10 @@
 """Every benchmark of this folder, one after another, and a summary of what each claims.
 
-    python benchmarks/all.py --threads 1
+    python benchmarks/all.py --threads 1            # a CPU
+    python benchmarks/all.py --device cuda          # one GPU: within 8 minutes
 
-A benchmark is a script that takes --threads; a line of its output that ends in "yes" or "NO" is a claim. Scripts that train for long
-(xir_table.py) take no --threads and are run by hand.
+A benchmark is a script; a line of its output that ends in "yes" or "NO" is a claim. On a CPU all that take --threads are run, on a GPU
+those named below. Scripts that train for long (xir_table.py) are run by hand.
 """
 
 from __future__ import annotations
@@ -18,22 +19,36 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 YARDSTICKS = {"all.py", "release_loop.py"}  # in_batch.py runs the release loop
+ON_GPU = {  # arguments beside --device cuda
+    "kernels": ["--compiled"],
+    "step": [],
+    "ranking": [],
+    "samplers": ["--rounds", "3"],
+    "esans_step": [],
+    "catalogue": ["--sizes", "4,5,6,7,8", "--rounds", "3"],
+}
+
+
+def commands(device: str, threads: int, chosen: list[str]) -> list[list[str]]:
+    """Scripts with their arguments."""
+    if device == "cuda":
+        return [[f"{name}.py", "--device", "cuda", *more] for name, more in ON_GPU.items() if not chosen or name in chosen]
+    found = [script for script in sorted(HERE.glob("[a-z]*.py")) if script.name not in YARDSTICKS and '"--threads"' in script.read_text()]
+    return [[script.name, "--threads", str(threads)] for script in found if not chosen or script.stem in chosen]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--only", default="", help="names of scripts without .py, separated by commas")
     given = parser.parse_args()
-    chosen = [name for name in given.only.split(",") if name]
     summary, failed = [], 0
-    for script in sorted(HERE.glob("[a-z]*.py")):
-        if script.name in YARDSTICKS or '"--threads"' not in script.read_text() or (chosen and script.stem not in chosen):
-            continue
-        print(f"\n== {script.name}\n", flush=True)
+    for script, *arguments in commands(given.device, given.threads, [name for name in given.only.split(",") if name]):
+        print(f"\n== {script}\n", flush=True)
         began, lines = time.perf_counter(), []
         threads = {name: str(given.threads) for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
-        command = [sys.executable, str(script), "--threads", str(given.threads)]
+        command = [sys.executable, str(HERE / script), *arguments]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | threads) as ran:
             assert ran.stdout is not None
             for line in ran.stdout:
@@ -43,7 +58,7 @@ def main() -> int:
         failed += ran.returncode != 0
         state = "ran" if ran.returncode == 0 else f"FAILED ({ran.returncode})"
         took = time.perf_counter() - began
-        summary.append(f"{script.name:20} {state:12} {took:6.0f} s   claims met: {claims.count('yes')} of {len(claims)}")
+        summary.append(f"{script:20} {state:12} {took:6.0f} s   claims met: {claims.count('yes')} of {len(claims)}")
     print("\n== summary\n" + "\n".join(summary))
     return 1 if failed else 0
 

@@ -1,10 +1,11 @@
-"""Claim: the weighted log-sum-exp costs at most 2 times its three matrix products, in constant memory (one GPU).
+"""Claim: the fused weighted log-sum-exp costs less than 2 times its three matrix products, in constant memory (one GPU).
 
-    python benchmarks/kernels.py --device cuda [--sizes 8192,16384,65536] [--dim 128] [--precision tf32] [--out kernels.json]
+    python benchmarks/kernels.py --device cuda [--sizes 8192,16384,65536] [--precision tf32,bf16] [--compiled] [--out FOLDER]
 
-Forward and backward, B = C, each form in turn, the best of several rounds; memory is what it takes beyond inputs and gradients. The floor
-is three products of B x C x D in the same precision. "eager" writes out the scores, as PyTorch code does; "chunked" is our kernel without
-Triton, "fused" the Triton kernel; "drawn" draws |R| = C counts for each query. Forms that would not fit are left out.
+Forward and backward, B = C, the best of several rounds, by sparring.bench (`sparring bench` measures the same on any machine). The floor is
+three products of B x C x D in the same precision: the scores, and the gradients of both sides. "eager" writes out the scores, as PyTorch
+code does; "BIR, drawn" is as many draws as candidates for each query. Then the errors of value and gradients against float64, beside those
+of PyTorch in the same precision, and a batch of a million against a million candidates.
 """
 
 from __future__ import annotations
@@ -13,78 +14,64 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Callable
+import time
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from _shared import table
-from sparring.kernels import chunked
-from sparring.types import Keys
+from sparring import bench, figures, kernels
+from sparring.types import Exclude
 
-Form = Callable[[Tensor, Tensor, Tensor, Keys], Tensor]
-
-
-def eager(q: Tensor, emb: Tensor, log_w: Tensor, keys: Keys) -> Tensor:
-    return torch.logsumexp((q @ emb.T + log_w).masked_fill(keys.mask(), -math.inf), 1)
+MOST = {bench.PLAIN: 2.0, bench.EXPECTED: 2.2, bench.DRAWN: 3.0}  # times the three products, at the largest size
+MOST_MIB, MILLION = 256, 1 << 20
+BEST_PEER = 2.0  # times as fast as the best compiled form
 
 
-def eager_drawn(q: Tensor, emb: Tensor, log_w: Tensor, keys: Keys) -> Tensor:
-    scores = q @ emb.T
-    with torch.no_grad():
-        chance = torch.softmax((scores + log_w).masked_fill(keys.mask(), -math.inf), 1)
-        drawn = torch.multinomial(chance, len(emb), replacement=True)
-    return torch.logsumexp(scores.gather(1, drawn), 1)
+def truth(q: Tensor, emb: Tensor, log_w: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Value and both gradients of the sum of values, in float64, some rows at a time."""
+    q, emb = q.detach().double(), emb.detach().double()
+    value, grad_q, grad_emb = q.new_empty(len(q)), torch.empty_like(q), torch.zeros_like(emb)
+    for low in range(0, len(q), 2048):
+        rows = slice(low, low + 2048)
+        scores = (q[rows] @ emb.T + log_w.double()).masked_fill_(ids[rows].unsqueeze(1) == ids, -math.inf)
+        value[rows] = torch.logsumexp(scores, 1)
+        share = (scores - value[rows].unsqueeze(1)).exp_()
+        grad_q[rows] = share @ emb
+        grad_emb += share.T @ q[rows]
+    return value, grad_q, grad_emb
 
 
-def forms(c: int) -> dict[str, Form]:
-    """Every form that is there, by name; BIR beside plain in-batch."""
-    found: dict[str, Form] = {
-        "plain: eager": eager,
-        "plain: chunked": chunked.weighted_logsumexp,
-        "BIR expected: chunked": lambda q, emb, w, keys: chunked.weighted_logsumexp(q, emb, w, keys, float(c)),
-        "BIR drawn: eager": eager_drawn,
-    }
-    try:
-        from sparring.kernels import fused
-    except ImportError:
-        return found
-    found["plain: fused"] = fused.weighted_logsumexp
-    found["BIR expected: fused"] = lambda q, emb, w, keys: fused.weighted_logsumexp(q, emb, w, keys, float(c))
-    seed = torch.tensor([7], device="cuda")
-    found["BIR drawn: fused"] = lambda q, emb, w, keys: fused.weighted_logsumexp(q, emb, w, keys, float(c), None, seed)
-    if hasattr(torch, "compile"):
-        compiled = torch.compile(eager, dynamic=False)
-        found["plain: compiled"] = compiled
+def errors(precision: bench.Precision, dim: int, size: int = 8192) -> list[list[str]]:
+    """Largest error of a value, and relative errors of both gradients, ours and PyTorch's."""
+    torch.set_float32_matmul_precision("highest" if precision == "float32" else "high")
+    q, emb, log_w, ids = bench.problem(size, dim, torch.bfloat16 if precision == "bf16" else torch.float32, torch.device("cuda"))
+    exact = truth(q, emb, log_w, ids)
+    found = []
+    for name, form in (("ours", bench.ours(False)), ("eager", bench.eager)):
+        q.grad = emb.grad = None
+        value = form(q, emb, log_w, ids)
+        value.sum().backward()
+        assert q.grad is not None
+        assert emb.grad is not None
+        worst = float((value.detach().double() - exact[0]).abs().max())
+        relative = [float((mine.double() - right).norm() / right.norm()) for mine, right in ((q.grad, exact[1]), (emb.grad, exact[2]))]
+        found.append([precision, name, f"{worst:.1e}", *(f"{error:.1e}" for error in relative)])
     return found
 
 
-def products(q: Tensor, emb: Tensor) -> None:
-    """Three products of the size of the scores, a part of the rows at a time so that they fit."""
-    step = max(1, (1 << 30) // len(emb))
-    for low in range(0, len(q), step):
-        part = q[low : low + step]
-        scores = part @ emb.T
-        scores @ emb
-        scores.T @ part
-
-
-def timed(work: Callable[[], object], rounds: int) -> tuple[float, float]:
-    """Milliseconds of the best round, and the most memory beyond what was held before, in MiB."""
-    work()
+def million(dim: int = 64) -> tuple[float, float]:
+    """Seconds and GiB beyond inputs and gradients of a million queries against a million candidates."""
+    torch.set_float32_matmul_precision("high")
+    q, emb, log_w, ids = bench.problem(MILLION, dim, torch.float32, torch.device("cuda"))
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    best = math.inf
-    for _ in range(rounds):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        work()
-        end.record()
-        torch.cuda.synchronize()
-        best = min(best, begin.elapsed_time(end))
-    return best, (torch.cuda.max_memory_allocated() - before) / 2**20
+    held, began = torch.cuda.memory_allocated(), time.perf_counter()
+    kernels.weighted_logsumexp(q, emb, log_w, Exclude(ids).places(ids)).sum().backward()
+    torch.cuda.synchronize()
+    seconds = time.perf_counter() - began
+    return seconds, (torch.cuda.max_memory_allocated() - held - 4 * (q.numel() + emb.numel())) / 2**30
 
 
 def main() -> None:
@@ -92,43 +79,42 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--sizes", default="2048,8192,16384,65536")
     parser.add_argument("--dim", type=int, default=128)
-    parser.add_argument("--precision", default="tf32", choices=["tf32", "bf16", "float32"])
+    parser.add_argument("--precision", default="tf32,bf16")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", default="", help="only forms whose name holds this")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--compiled", action="store_true", help="torch.compile too: it compiles for each size")
+    parser.add_argument("--out", type=Path, help="a folder for kernels.json and a picture of each precision")
     given = parser.parse_args()
     if given.device != "cuda" or not torch.cuda.is_available():
-        sys.exit("skipped: these figures are of one GPU; benchmarks/in_batch.py has those of a CPU")
-    torch.set_float32_matmul_precision("highest" if given.precision == "float32" else "high")
-    dtype = torch.bfloat16 if given.precision == "bf16" else torch.float32
-    record, rows = [], []
-    for size in map(int, given.sizes.split(",")):
-        q, emb = (0.3 * torch.randn(2, size, given.dim, device="cuda")).to(dtype).unbind()
-        q, emb = q.clone().requires_grad_(), emb.clone().requires_grad_()
-        log_w, ids = torch.zeros(size, device="cuda"), torch.arange(size, device="cuda")
-        keys, upstream = Keys(ids, ids), torch.ones(size, device="cuda")
-        with torch.no_grad():
-            floor, _ = timed(lambda q=q, emb=emb: products(q, emb), given.rounds)  # type: ignore[misc]
-        rows.append([f"{size:,}", "three products", f"{floor:.2f}", "", "1.00"])
-        for name, form in forms(size).items():
-            if given.only not in name or (size > 16384 and ("eager" in name or "compiled" in name) and size**2 * 4 * 8 > 100 * 2**30):
-                continue
-
-            def work(form: Form = form, q: Tensor = q, emb: Tensor = emb) -> None:
-                q.grad = emb.grad = None
-                form(q, emb, log_w, keys).backward(upstream)  # noqa: B023
-
-            try:
-                milliseconds, memory = timed(work, given.rounds)
-            except torch.OutOfMemoryError:
-                rows.append([f"{size:,}", name, "does not fit", "", ""])
-                continue
-            rows.append([f"{size:,}", name, f"{milliseconds:.2f}", f"{memory:,.0f}", f"{milliseconds / floor:.2f}"])
-            record.append({"size": size, "form": name, "ms": milliseconds, "MiB": memory, "floor_ms": floor})
-    print(f"weighted log-sum-exp, forward and backward, B = C, d = {given.dim}, {given.precision}, {torch.cuda.get_device_name()}\n")
-    print(table(["B = C", "form", "ms", "MiB beyond inputs", "of the three products"], rows))
+        sys.exit("skipped: these figures are of one GPU; `sparring bench --device cpu` and benchmarks/in_batch.py have those of a CPU")
+    sizes, record = [int(size) for size in given.sizes.split(",")], {}
+    for precision in given.precision.split(","):
+        compiled = given.compiled and precision == "tf32"
+        rows = list(bench.measure(torch.device("cuda"), sizes, given.dim, precision, given.rounds, compiled))
+        record[precision] = bench.record(rows)
+        print(f"\nforward and backward, B = C, d = {given.dim}, {precision}, {torch.cuda.get_device_name()}\n")
+        print(table(*((head := bench.cells(rows))[0], head[1:])))
+        ours = [row for row in rows if row.size == max(sizes) and row.form == "ours"]
+        for row in ours:
+            assert row.ratio is not None
+            assert row.mib is not None
+            print(f"{row.method}: at most {MOST[row.method]:g} times three products: {'yes' if row.ratio <= MOST[row.method] else 'NO'}")
+            print(f"{row.method}: below {MOST_MIB} MiB: {'yes' if row.mib < MOST_MIB else 'NO'}")
+        peers = [row.ms for row in rows if row.size == max(sizes) and row.form == "torch.compile" and row.ms is not None]
+        if peers and ours[0].ms is not None:
+            ratio = min(peers) / ours[0].ms
+            print(f"torch.compile takes {ratio:.1f} times as long, at least {BEST_PEER:g}: {'yes' if ratio >= BEST_PEER else 'NO'}")
+        if given.out is not None:
+            given.out.mkdir(parents=True, exist_ok=True)
+            figures.save(bench.figure(rows), given.out, f"kernels-{precision}", "time and memory against the size of the batch")
+    print("\nerrors against float64, B = C = 8,192\n")
+    found = [line for precision in ("tf32", "bf16", "float32") for line in errors(precision, given.dim)]
+    print(table(["precision", "form", "largest error of a value", "error of grad q", "error of grad e"], found))
+    seconds, gib = million()
+    record["million"] = {"seconds": seconds, "GiB": gib}
+    print(f"\n{MILLION:,} queries against {MILLION:,} candidates, d = 64, tf32: {seconds:.2f} s, {gib:.2f} GiB beyond inputs and gradients")
+    print(f"a million against a million in less than 2 GiB: {'yes' if gib < 2 else 'NO'}")
     if given.out is not None:
-        given.out.write_text(json.dumps(record, indent=2) + "\n")
+        (given.out / "kernels.json").write_text(json.dumps(record, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -73,7 +73,8 @@ def optimizers(
     else:
         free = {id(getattr(module, "weight", None)) for module in model.modules() if getattr(module, "undecayed", False) is True}
         kinds = (([p for p in tables.values() if id(p) not in free], weight_decay), ([p for p in tables.values() if id(p) in free], 0.0))
-        rows: Any = [{"params": params, "weight_decay": decay} for params, decay in kinds if params]
+        # a group for each device: its rate lies there
+        rows: Any = [{"params": params, "weight_decay": decay} for every, decay in kinds for params in _by_device(every)]
         if rows and rule == "row-adam":
             found.append(RowAdam(rows, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
         elif rows:
@@ -193,6 +194,13 @@ def _put_lr(group: dict[str, Any], rate: float) -> None:
         group["lr"].fill_(rate)
     else:
         group["lr"] = rate
+
+
+def _by_device(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+    found: dict[torch.device, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        found.setdefault(parameter.device, []).append(parameter)
+    return list(found.values())
 
 
 def _on_cuda(parameters: Sequence[Tensor]) -> bool:

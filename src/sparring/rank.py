@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ _GROUP = 32  # items whose maximum is taken before the first selection
 _COLUMNS = 1 << 16  # items scored at once; a larger catalogue is scored in parts, whose lists are merged
 _CUDA_SCORES = 1 << 27  # scores held at once on a GPU by default, 512 MB
 _NEVER = float("-inf")
+_TRITON = find_spec("triton") is not None
 _settings = threading.RLock()  # held while process-wide settings of torch are changed
 
 
@@ -28,7 +30,8 @@ def top_k(
 
     Exact: equal to sorting all N scores by (score descending, id ascending), seen items of `query_ids` left out. Places that no unseen
     item is left for hold id -1 and score -inf. The result does not depend on `block` (queries scored at once, rounded up to a multiple
-    of 64) nor on the number of threads; memory is bounded by block x min(N, 65536) scores for each thread.
+    of 64) nor on the number of threads; memory is bounded by block x min(N, 65536) scores for each thread. On a GPU many queries at once
+    are ranked without writing the scores out at all (kernels/ranked.py), unless `block` is given.
 
         scores, ids = top_k(model.encode_queries(users), model.item_vectors(), 10, train.positives(), users)
 
@@ -51,6 +54,17 @@ def top_k(
         if len(query_ids) and int(query_ids.max()) >= len(seen.start) - 1:
             raise UserError(f"query {int(query_ids.max())} is not among the {len(seen.start) - 1} queries whose seen items are known")
         seen = Positives(seen.start.to(device), seen.items.to(device))
+    if _TRITON and block is None and q.is_cuda:
+        from sparring.kernels import ranked
+
+        if ranked.fits(q, items, k):
+            lists = (None, None, None) if seen is None else (seen.start, seen.items, query_ids)
+            scores, ids, sure = ranked.top_k(q.contiguous(), items, k, *lists)
+            doubtful = torch.nonzero(~sure).flatten()
+            if len(doubtful):
+                whose = None if query_ids is None else query_ids[doubtful]
+                scores[doubtful], ids[doubtful] = _ranked(q[doubtful], items, k, seen, whose, _TILE * 8)
+            return scores, ids
     if block is None:
         block = _TILE if device.type == "cpu" else max(_TILE, min(_CUDA_SCORES // max(1, min(len(items), _COLUMNS)), 4096))
     while True:

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
+from sparring.kernels import fuses_rows
+
 _BLOCK = 1 << 16  # elements of a table that are updated together on a CPU: with their moments they stay in the L2 cache
 
 
@@ -38,8 +40,12 @@ class RowOptimizer(Optimizer, ABC):
                 state = self.state[table]
                 if not state:
                     state.update(self._fresh(table, group))
-                rows, grad = sum_rows(table.grad)
                 self._begin(state)
+                if fuses_rows(table) and table.grad._nnz():
+                    with torch.cuda.device_of(table):  # a kernel runs where we are, and a shard may lie on another GPU
+                        self._fuse(table, table.grad._indices()[0], table.grad._values(), state, group)
+                    continue
+                rows, grad = sum_rows(table.grad)
                 for some, part in _blocks(rows, grad):
                     self._update(table, some, part, state, group)
         return loss
@@ -54,6 +60,10 @@ class RowOptimizer(Optimizer, ABC):
     @abstractmethod
     def _update(self, table: Tensor, rows: Tensor, grad: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
         """Update these rows of the table and of its state."""
+
+    @abstractmethod
+    def _fuse(self, table: Tensor, index: Tensor, values: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
+        """All of it in one kernel on the GPU, from the places of a batch as they come."""
 
 
 class RowAdam(RowOptimizer):
@@ -115,6 +125,11 @@ class RowAdam(RowOptimizer):
             values.mul_(1 - group["lr"] * group["weight_decay"])
         table.index_copy_(0, rows, values.addcdiv_(mean.mul_(size), spread))
 
+    def _fuse(self, table: Tensor, index: Tensor, values: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
+        from sparring.kernels.row_updates import row_adam
+
+        row_adam(table, index, values, state, _on_device(group["lr"], table), group["betas"], group["eps"], group["weight_decay"])
+
 
 class RowAdagrad(RowOptimizer):
     """Adagrad with one accumulator per row, on the rows of the batch only (row-wise Adagrad).
@@ -144,6 +159,11 @@ class RowAdagrad(RowOptimizer):
         if group["weight_decay"]:
             values.mul_(1 - group["lr"] * group["weight_decay"])
         table.index_copy_(0, rows, values.addcmul_(grad, size))
+
+    def _fuse(self, table: Tensor, index: Tensor, values: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
+        from sparring.kernels.row_updates import row_adagrad
+
+        row_adagrad(table, index, values, state["sum"], _on_device(group["lr"], table), group["eps"], group["weight_decay"])
 
 
 def sum_rows(grad: Tensor) -> tuple[Tensor, Tensor]:
@@ -180,6 +200,10 @@ def _blocks(rows: Tensor, grad: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
         return [(rows, grad)]
     size = max(1, _BLOCK // max(1, grad.shape[1]))
     return zip(rows.split(size), grad.split(size), strict=True)
+
+
+def _on_device(rate: float | Tensor, table: Tensor) -> Tensor:
+    return rate if isinstance(rate, Tensor) else torch.full((), rate, device=table.device)
 
 
 def _unbias(beta: float, count: Tensor) -> Tensor:

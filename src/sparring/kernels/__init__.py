@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
+import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from sparring.kernels import chunked, mixed, reference
-from sparring.kernels.reference import Mix, Places, logits
+from sparring.kernels.reference import Keyed, Mix, Places, logits
 
-__all__ = ["Mix", "logits", "weighted_logsumexp"]
+__all__ = ["Mix", "fuses", "fuses_rows", "gather", "logits", "weighted_logsumexp"]
+
+_TRITON = find_spec("triton") is not None
+_WIDEST = 256  # dimensions that the fused kernels hold
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def weighted_logsumexp(
@@ -18,8 +26,9 @@ def weighted_logsumexp(
     draws: float | None = None,
     usage: Tensor | None = None,
     mix: Mix | None = None,
+    seed: Tensor | None = None,
 ) -> Tensor:
-    """log sum_j exp(q_i . e_j + log_w_ij), (B,); see kernels/reference.py for the meaning of each argument."""
+    """log sum_j exp(q_i . e_j + log_w_ij), (B,); see kernels/reference.py for the meaning of each argument, fused.py for that of `seed`."""
     # expected counts with a weight per pair, a learned weight or a query's own candidates are rare: the plain form serves them
     plain = emb.dim() == 3 or log_w.requires_grad or (draws is not None and log_w.dim() == 2)
     if mix is not None:
@@ -28,5 +37,44 @@ def weighted_logsumexp(
         if plain or log_w.dim() == 2:
             return reference.weighted_logsumexp(q, emb, log_w, places, mix=mix)
         return mixed.weighted_logsumexp(q, emb, log_w, places, mix)
+    keys = places if isinstance(places, Keyed) else None
+    if fuses(q, emb, log_w, places is None or keys is not None):
+        from sparring.kernels import fused
+
+        return fused.weighted_logsumexp(q, emb, log_w, keys, draws, usage, seed)
+    if emb.dim() == 3 and _fuses_own(q, emb, log_w, places):
+        from sparring.kernels import own
+
+        return own.weighted_logsumexp(q, emb, log_w, places if isinstance(places, Tensor) else None, draws, usage)
+    if seed is not None:
+        raise ValueError("draws by a seed need the fused kernel: draw='systematic' or 'multinomial' runs anywhere")
     kernel = reference.weighted_logsumexp if plain else chunked.weighted_logsumexp
     return kernel(q, emb, log_w, places, draws, usage)
+
+
+def fuses(q: Tensor, emb: Tensor, log_w: Tensor, keyed: bool) -> bool:
+    """Whether the Triton kernel serves this: a GPU, shared candidates of up to 256 dimensions, constant weights, pairs left out by key."""
+    fits = _TRITON and keyed and q.is_cuda and emb.dim() == 2 and 0 < emb.shape[1] <= _WIDEST and min(len(q), len(emb)) > 0
+    return fits and not log_w.requires_grad and q.dtype == emb.dtype and q.dtype in _FLOATS
+
+
+def _fuses_own(q: Tensor, emb: Tensor, log_w: Tensor, places: Places | None) -> bool:
+    """The same for each query's own candidates, where a mask says what does not count."""
+    masked = places is None or isinstance(places, Tensor)
+    fits = _TRITON and masked and q.is_cuda and 0 < emb.shape[2] <= _WIDEST and min(emb.shape[:2]) > 0
+    return fits and not log_w.requires_grad and q.dtype in _FLOATS and emb.dtype in _FLOATS
+
+
+def fuses_rows(table: Tensor) -> bool:
+    """Whether the Triton kernels serve the rows of this table: on a GPU, in float32, of up to 256 dimensions."""
+    fits = _TRITON and table.is_cuda and table.dtype == torch.float32 and table.dim() == 2 and table.shape[1] <= _WIDEST
+    return fits and table.is_contiguous()
+
+
+def gather(table: Tensor, ids: Tensor) -> Tensor:
+    """table[ids] (..., D), with a dense gradient."""
+    if not fuses_rows(table):
+        return F.embedding(ids, table)
+    from sparring.kernels import row_updates
+
+    return row_updates.gather(table, ids)

@@ -1,0 +1,208 @@
+"""Claim: at a fixed batch the time of a step does not grow with the catalogue, for every sampler; or its docstring says why it does.
+
+    python benchmarks/catalogue.py                                              # CPU, one thread, 10^4 to 10^6 items
+    python benchmarks/catalogue.py --device cuda --sizes 4,5,6,7,8              # one GPU, 10^4 to 10^8 items
+    python benchmarks/catalogue.py --only xir,midx
+
+A step is all of it: encode, choose, loss, backward, row-sparse Adam on tables of N rows, observe; on a GPU recorded, as in training. Items
+are drawn by a power law. What a sampler rebuilds before an epoch is not counted. The best of several rounds, all sizes of a sampler in
+turn. Flat is: the largest catalogue costs at most 1.3 times the smallest. A table of 10^4 rows lies in a cache whole and one of 10^8 in
+none: the same number of rows takes longer to fetch, the more so the more evenly they are drawn, and that is counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from _shared import table
+from sparring import Run, Setup, Term
+from sparring.clusters.codes import Codes
+from sparring.contrast import contrast
+from sparring.losses import bpr, sampled_softmax
+from sparring.negatives import (
+    AllItems,
+    BatchMix,
+    Cache,
+    GroupShares,
+    Hardest,
+    HardestBucket,
+    InBatch,
+    Interpolated,
+    Memory,
+    MixPositive,
+    NearestTo,
+    Negatives,
+    OtherClusters,
+    Popularity,
+    QuantizedSoftmax,
+    Resample,
+    SameCluster,
+    Sampled,
+    Streaming,
+    Tilted,
+    TowardsPositive,
+    Uniform,
+    Union,
+)
+from sparring.optim import optimizers
+from sparring.recorded import Recorded
+from sparring.temperature import Fixed
+from sparring.towers import IdTower, Retriever
+
+FLAT, QUERIES, DIM = 1.3, 10_000, 16
+Build = Callable[["World"], tuple[Negatives, ...]]
+
+
+@dataclass(frozen=True)
+class World:
+    """A catalogue of n items: its table, how often each item was bought, and a code of each."""
+
+    n: int
+    batch: int
+    items: nn.Parameter
+
+    @cached_property
+    def _popularity(self) -> Popularity:
+        return Popularity((1e6 / torch.arange(1, self.n + 1, dtype=torch.float64) ** 0.8).ceil_())
+
+    def popularity(self) -> Popularity:
+        return self._popularity  # it has no state: the samplers share it
+
+    def codes(self) -> Codes:
+        g = torch.Generator().manual_seed(1)
+        primary, secondary = torch.randint(64, (self.n,), generator=g), torch.randint(16, (self.n,), generator=g)
+        return Codes(primary, secondary, torch.randn(64, DIM, generator=g), 16)
+
+
+def esans(world: World) -> tuple[Negatives, ...]:
+    codes = world.codes()
+    return (Union(Interpolated(OtherClusters(codes)), TowardsPositive(SameCluster(codes))),)
+
+
+# name -> its negatives, one for each term; why its cost grows, where its docstring says so
+SAMPLERS: dict[str, tuple[Build, str]] = {
+    "in-batch": (lambda w: (InBatch(),), ""),
+    "ssl_pop": (lambda w: (InBatch(w.popularity()),), ""),
+    "g_tower": (lambda w: (InBatch(Streaming((w.n,))),), ""),
+    "uniform": (lambda w: (Sampled(Uniform(w.n), w.batch),), ""),
+    "popularity": (lambda w: (Sampled(w.popularity(), w.batch),), ""),
+    "uniform per query": (lambda w: (Sampled(Uniform(w.n), 16, per_query=True),), ""),
+    "mns": (lambda w: (Union(InBatch(w.popularity()), Sampled(Uniform(w.n), w.batch)),), ""),
+    "cbns": (lambda w: (Union(InBatch(w.popularity()), Memory(w.batch, DIM, w.popularity())),), ""),
+    "bir": (lambda w: (Resample(InBatch(w.popularity())),), ""),
+    "bir, drawn": (lambda w: (Resample(InBatch(w.popularity()), draw="rounded"),), ""),
+    "xir": (lambda w: (Resample(InBatch(w.popularity())), Resample(Cache(w.batch, w.popularity(), w.n))), ""),
+    "dns": (lambda w: (Hardest(Sampled(Uniform(w.n), w.batch), 1),), ""),
+    "ahns": (lambda w: (NearestTo(Sampled(Uniform(w.n), w.batch)),), ""),
+    "mixgcf": (lambda w: (MixPositive(Hardest(Sampled(Uniform(w.n), w.batch), 8)),), ""),
+    "bmns": (lambda w: (Union(InBatch(w.popularity()), BatchMix(w.popularity(), w.batch)),), ""),
+    "fairneg": (lambda w: (Tilted(Sampled(GroupShares(torch.arange(w.n) % 8), w.batch)),), ""),
+    "midx": (lambda w: (QuantizedSoftmax(w.n, DIM, 16),), ""),
+    "esans": (esans, ""),
+    "sce": (lambda w: (HardestBucket(w.n, 64),), "HardestBucket"),
+    "full_softmax": (lambda w: (AllItems(w.n),), "AllItems"),
+}
+LARGEST = {
+    "full_softmax": 5,
+    "sce": 6,
+    "esans": 7,
+    "midx": 7,
+    "fairneg": 7,
+}  # powers of 10 beyond which a step or the set-up takes too long or too much
+
+
+class Timed:
+    """One sampler over one catalogue, ready to step."""
+
+    def __init__(self, build: Build, world: World):
+        item, device = IdTower(1, DIM), world.items.device
+        item.n, item.weight = world.n, world.items
+        setup = Setup(dim=DIM, batch_size=world.batch, lr=1e-3)
+        terms = tuple(Term(1.0, negatives, bpr if isinstance(negatives, NearestTo) else sampled_softmax) for negatives in build(world))
+        self.run = Run(Retriever(IdTower(QUERIES, DIM), item, "cosine"), terms, Fixed(0.1), setup)
+        modules = self.run.modules().to(device)
+        self.optimizers = optimizers(self.run.model, "row-adam", 1e-3)
+        self.observers = [module for module in modules.modules() if hasattr(module, "observe")]
+        self.generator = torch.Generator(device).manual_seed(0)
+        self.device = device
+        self.step: Callable[[Tensor], None] = Recorded(self.work, self.generator) if device.type == "cuda" else self.work
+
+    def work(self, pairs: Tensor) -> None:
+        losses, step, outcome = contrast(self.run, pairs[0], pairs[1], self.generator)
+        losses.mean().backward()
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for observer in self.observers:
+                observer.observe(step, outcome)  # type: ignore[operator]
+
+    def seconds(self, batches: Tensor) -> float:
+        """Seconds a step over batches (steps, 2, B)."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        for pairs in batches:
+            self.step(pairs)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return (time.perf_counter() - began) / len(batches)
+
+
+def measured(name: str, worlds: list[World], rounds: int, steps: int) -> list[float]:
+    """Milliseconds a step in each world."""
+    timed, drawn = [], []
+    for world in worlds:
+        timed.append(Timed(SAMPLERS[name][0], world))
+        g = torch.Generator().manual_seed(0)
+        items = (torch.rand((steps, world.batch), generator=g, dtype=torch.float64) ** 5 * world.n).long()  # the first ones most often
+        drawn.append(torch.stack([torch.randint(QUERIES, (steps, world.batch), generator=g), items], 1).to(world.items.device))
+    spent: list[list[float]] = [[] for _ in worlds]
+    for turn in range(rounds + 1):
+        for each, batches, times in zip(timed, drawn, spent, strict=True):
+            took = each.seconds(batches)
+            if turn:  # the first warms up
+                times.append(took * 1e3)
+    return [min(times) for times in spent]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--sizes", default="", help="powers of 10, separated by commas; 4,5,6 on a CPU and 4,5,6,7 on a GPU unless given")
+    parser.add_argument("--batch", type=int, default=0, help="512 on a CPU, 2048 on a GPU unless given")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", default="")
+    given = parser.parse_args()
+    torch.set_num_threads(given.threads)
+    device = torch.device(given.device)
+    on_gpu = device.type == "cuda"
+    powers = [int(power) for power in (given.sizes or ("4,5,6,7" if on_gpu else "4,5,6")).split(",")]
+    batch, steps = given.batch or (2048 if on_gpu else 512), 40 if on_gpu else 4
+    worlds = {power: World(10**power, batch, nn.Parameter(torch.empty(10**power, DIM, device=device).normal_(0, 0.25))) for power in powers}
+    rows, failed = [], []
+    for name, (_, why) in SAMPLERS.items():
+        if given.only and name not in given.only.split(","):
+            continue
+        own = [power for power in powers if power <= LARGEST.get(name, 99)]
+        times = measured(name, [worlds[power] for power in own], given.rounds, steps)
+        growth = times[-1] / times[0]
+        verdict = "yes" if growth <= FLAT else f"no: see {why}" if why else "NO"
+        failed += [name] if verdict == "NO" else []
+        rows.append([name, *(f"{ms:.3f}" for ms in times), *[""] * (len(powers) - len(own)), f"{growth:.2f}", verdict])
+        print(f"{name}: {', '.join(f'{ms:.3f}' for ms in times)} ms", flush=True)
+    print(f"\nms a step, B = {batch:,}, d = {DIM}, {torch.cuda.get_device_name() if on_gpu else f'CPU, {given.threads} thread(s)'}\n")
+    print(table(["sampler", *(f"10^{power}" for power in powers), "growth", "flat"], rows))
+    print(f"\nflat within {FLAT}, or its docstring says why: {'NO' if failed else 'yes'}")
+
+
+if __name__ == "__main__":
+    main()
