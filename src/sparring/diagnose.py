@@ -197,7 +197,7 @@ class _Counts:
         for term, bag in zip(run.terms, outcome.bags, strict=True):
             terms = []
             for block in bag.plain().blocks:
-                ids, scores, weight, drawn, counted = _read(step, block, c)
+                ids, scores, weight, drawn, counted = offered(step, block, c)
                 terms.append(weight)
                 self._hits(step, ids, drawn, counted)
                 bin_of = torch.searchsorted(self.edges[places], scores, right=True)
@@ -237,7 +237,7 @@ class _Counts:
         )
 
 
-def _read(step: Step, block: Candidates, c: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def offered(step: Step, block: Candidates, c: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Of the first c queries, each (c, C): ids, logits, logits with their weights, how often drawn, and how often of that it counts."""
     shape = (len(step.q), block.ids.shape[-1])
     ids = block.ids.long().expand(shape)[:c]
