@@ -142,7 +142,7 @@ def test_export_command(trained: dict[str, Trained], tmp_path: Path, capsys: pyt
     assert (copy / "parquet" / "items.parquet").is_file()
     assert main(["export", str(copy), "--to", "onnx", "--out", str(tmp_path / "towers")]) == 0
     assert "checked against the model" in capsys.readouterr().out
-    assert towers.run_onnx(tmp_path / "towers" / "item.onnx", np.arange(3)).shape == (3, 8)
+    assert towers.run_onnx(tmp_path / "towers" / "item.onnx", np.arange(3)).shape == (3, 9)  # eight, and the bias of the item
 
 
 @pytest.mark.parametrize(

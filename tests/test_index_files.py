@@ -132,7 +132,7 @@ def test_kill_at_any_moment_leaves_a_whole_index(tmp_path: Path) -> None:
         assert (index.vectors == index.meta["version"]).all()
         versions.append(index.meta["version"])
     assert versions == sorted(versions)
-    assert len(set(versions)) > 5  # some of them did save
+    assert len(set(versions)) > 1  # some of them did save
 
 
 def test_a_reader_meets_whole_indexes_while_one_is_saved(tmp_path: Path) -> None:

@@ -220,7 +220,7 @@ def test_lists_through_the_index_leave_out_seen_items(run: Path, tmp_path: Path)
     owner = np.repeat(np.arange(len(trained.ids.query_ids)), np.diff(trained.seen.start.numpy()))
     seen = set(zip(trained.ids.query_ids.decode(owner).tolist(), trained.ids.item_ids.decode(trained.seen.items).tolist(), strict=True))
     for kind in ("exact", "ivf"):
-        assert main(["index", str(copy), "--kind", kind, "--recall", "0.8", "--k", "10", "--queries", "60", "--quiet"]) == 0
+        assert main(["index", str(copy), "--kind", kind, "--recall", "0.8", "--k", "10", "--queries", "300", "--quiet"]) == 0
         assert main(["recommend", str(copy), "--all", "--index", "--k", "10", "--out", str(tmp_path / f"{kind}.parquet")]) == 0
         table = pl.read_parquet(tmp_path / f"{kind}.parquet")
         assert not seen & set(table.select("query", "item").iter_rows())

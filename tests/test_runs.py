@@ -72,7 +72,7 @@ def test_a_run_folder_holds_all_that_is_promised(folder: Path) -> None:
     assert meta["setup"]["dim"] == 8
     assert meta["source"] == {"data": "a/file.parquet"}
     assert meta["versions"]["torch"] == torch.__version__
-    assert any("in-batch" in line for line in meta["batch"])
+    assert any("sampled from Uniform" in line for line in meta["batch"])
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["epoch"] for line in lines] == [1, 2, 3]
     assert all({"loss", "ndcg@10", "recall@10", "seconds", "tau"} <= line.keys() for line in lines)
@@ -148,7 +148,7 @@ def test_an_unknown_query_is_named(folder: Path) -> None:
 
 def test_a_new_query_is_served_by_its_items(named_parts: Split, tmp_path: Path) -> None:
     """A history tower ranks for items alone: the mean of their vectors against all others, given items left out, unknown ones ignored."""
-    run = build("default", named_parts.train, {**QUICK, "query_tower": "history"})
+    run = build("default", named_parts.train, {**QUICK, "query_tower": "history", "item_bias": False})
     fit(run, named_parts, tmp_path / "run", k=(10,), device="cpu")
     trained = load(tmp_path / "run")
     table = trained.recommend_history([1000 + 7 * 3, 1000 + 7 * 11, 999_999], k=6)
@@ -174,7 +174,7 @@ def test_features_are_read_back(named_parts: Split, tmp_path: Path) -> None:
     run = build("default", named_parts.train, {**QUICK, "item_features": "category", "hidden": "8,5"})
     fit(run, named_parts, tmp_path / "run", k=(10,), device="cpu")
     trained = load(tmp_path / "run")
-    assert trained.model.item_vectors().shape == (40, 5)
+    assert trained.model.item_vectors().shape == (40, 6)  # five, and the bias of the item
     assert torch.equal(trained.model.item_vectors(), run.model.item_vectors())
 
 

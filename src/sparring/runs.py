@@ -37,6 +37,7 @@ from sparring.composition import Run, Setup, encoder_folder, retriever
 from sparring.contrast import describe_batch
 from sparring.data.features import Histories
 from sparring.data.interactions import Ids, Interactions, Split, Vocabulary, write_table
+from sparring.encoded import item_vectors
 from sparring.errors import UserError
 from sparring.evaluation import Evaluation, top_k
 from sparring.metrics import LIST_METRICS
@@ -81,6 +82,18 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors = safetensors.torch.load(content)
         header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
         return tensors, json.loads(header.get("__metadata__", {}).get("state", "{}"))
+    except (safetensors.SafetensorError, OSError, ValueError) as error:
+        raise UserError(f"{path} is corrupt: {str(error).splitlines()[0]}; train again, or restore it from a copy") from error
+
+
+def map_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The same without reading the file: its pages come as tensors are used, for whoever copies them at once."""
+    if not path.is_file():
+        raise UserError(f"{path} is missing: {path.parent} is not a finished run (or not a run folder)")
+    try:
+        with safetensors.safe_open(path, "pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            return tensors, json.loads((file.metadata() or {}).get("state", "{}"))
     except (safetensors.SafetensorError, OSError, ValueError) as error:
         raise UserError(f"{path} is corrupt: {str(error).splitlines()[0]}; train again, or restore it from a copy") from error
 
@@ -145,6 +158,10 @@ class Trained:
         scores, best = self._best(self.encode_texts(texts, "query"), k, None, torch.arange(len(texts)))
         return self._named(np.asarray(texts), scores, best)
 
+    def item_vectors(self) -> Tensor:
+        """Vectors (N, D) of all items; those of text towers are computed once and kept beside the run."""
+        return item_vectors(self.model, self.folder)
+
     def encode_texts(self, texts: Sequence[str], side: Literal["query", "item"]) -> Tensor:
         """Vectors (n, D) of new queries or new items known only by their texts, as they are compared."""
         try:
@@ -155,7 +172,7 @@ class Trained:
     def _best(self, q: Tensor, k: int, seen: Positives | None, at: Tensor) -> tuple[Tensor, Tensor]:
         if not 1 <= k <= self.model.n_items:
             raise UserError(f"k is {k}; it must be between 1 and the {self.model.n_items:,} items of the catalogue")
-        return top_k(q, self.model.item_vectors(), k, seen, at)
+        return top_k(q, self.item_vectors(), k, seen, at)
 
     def _named(self, queries: np.ndarray, scores: Tensor, items: Tensor) -> pl.DataFrame:
         row, rank = np.nonzero(items.numpy() >= 0)
@@ -224,7 +241,7 @@ def write_start(
         raise UserError(f"{folder} is a file: choose another folder for the run")
     # what an earlier run left here must not be resumed, or taken for the result, of this one
     results = ("metrics.jsonl", "result.json", "per_query.parquet", "measured.json", "curve.png", "README.md")
-    for name in ("run.json", "checkpoint.safetensors", "model.safetensors", *results):
+    for name in ("run.json", "checkpoint.safetensors", "checkpoint.previous.safetensors", "model.safetensors", *results):
         (folder / name).unlink(missing_ok=True)
     data.save_ids(folder)
     if model is not None:

@@ -42,7 +42,7 @@ def write_lists(
         raise UserError(f"{path} is a folder: give the name of a file, such as {path / 'lists.parquet'}")
     block = max(64, min(_BLOCK, (1 << 19) // k))
     queries, items = trained.ids.query_ids.ids, trained.ids.item_ids.ids
-    vectors = trained.model.item_vectors() if index is None else None
+    vectors = trained.item_vectors() if index is None else None
     seen = None if with_seen else trained.seen
     rows = 0
 

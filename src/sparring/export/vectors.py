@@ -36,7 +36,7 @@ def write_vectors(trained: Trained, folder: Path) -> list[Path]:
         raise UserError(f"{folder} is a file: give a folder for the vectors")
     n_queries = len(trained.ids.query_ids)
     sides = {
-        "items": (trained.ids.item_ids.ids, trained.model.item_vectors()),
+        "items": (trained.ids.item_ids.ids, trained.item_vectors()),
         "queries": (trained.ids.query_ids.ids, trained.model.query_vectors(torch.arange(n_queries))),
     }
     paths = []
@@ -53,7 +53,7 @@ def send(trained: Trained, store: Items, progress: Callable[[int, int], None] | 
 
     (items put in, items deleted). While it runs, readers of the store find old and new vectors side by side.
     """
-    ids, vectors, titles = store_ids(trained), trained.model.item_vectors().float().cpu().numpy(), titles_of(trained)
+    ids, vectors, titles = store_ids(trained), trained.item_vectors().float().cpu().numpy(), titles_of(trained)
     for begin in range(0, len(ids), _BLOCK):
         part = slice(begin, begin + _BLOCK)
         store.upsert(ids[part], vectors[part], None if titles is None else titles[part])

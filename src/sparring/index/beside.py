@@ -34,7 +34,7 @@ def build_index(
     """
     n = len(trained.ids.query_ids)
     chosen = np.random.default_rng(seed).permutation(n)[:queries]
-    vectors = trained.model.item_vectors().float().cpu().numpy()
+    vectors = trained.item_vectors().float().cpu().numpy()
     asked = trained.model.query_vectors(torch.from_numpy(chosen)).float().cpu().numpy()
     if not np.isfinite(vectors).all() or not np.isfinite(asked).all():
         raise UserError(f"the vectors of {trained.folder} hold NaN or infinite values: the model has diverged, train it again")

@@ -47,7 +47,9 @@ class Hidden:
     def __init__(self, rows: np.ndarray, columns: np.ndarray, n_rows: int, n_columns: int) -> None:
         self.n_rows, self.n_columns = n_rows, max(n_columns, 1)
         known = columns >= 0
-        self.keys = np.unique(rows[known] * self.n_columns + columns[known]) if len(rows) else rows
+        keys = np.sort(rows[known] * self.n_columns + columns[known]) if len(rows) else rows
+        twice = keys[1:] == keys[:-1]
+        self.keys = np.delete(keys, np.flatnonzero(twice)) if twice.any() else keys
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -65,7 +67,9 @@ class Hidden:
         return np.bincount(self.rows, minlength=self.n_rows)
 
     def of(self, kept: np.ndarray) -> Hidden:
-        """The same of some of the rows, which are counted anew."""
+        """The same of some of the rows, in rising order, which are counted anew."""
+        if len(kept) == self.n_rows:
+            return self
         at = np.full(self.n_rows, -1)
         at[kept] = np.arange(len(kept))
         rows = at[self.rows]

@@ -19,6 +19,8 @@ from sparring.rank import top_k
 
 _FEW = 8  # queries: below this a product with all items costs less than the exact ranking, which works on 64 at a time
 _SMALL = 20_000  # an allow list up to this long, or a twentieth of the catalogue, is ranked exactly
+_TOGETHER = 32  # hidden items up to which queries are searched together
+_BESIDE = 1 << 22  # scores of added items held at once
 _SCORED = 1 << 24  # numbers gathered at once when candidates are ranked again
 
 
@@ -91,6 +93,12 @@ class Index(Stored):
             self._changes = _Changes(old.with_gone(found(self.ids, ids)), old.ids[kept], old.vectors[kept])
             return before - len(self)
 
+    def has(self, item: int) -> bool:
+        """Whether a search may find an item."""
+        asked, changes = np.array([item], dtype=np.int64), self._changes
+        base = int(positions(self.ids, asked)[0])
+        return int(positions(changes.ids, asked)[0]) >= 0 or (base >= 0 and int(positions(changes.gone, np.array([base]))[0]) < 0)
+
     def vectors_of(self, ids: np.ndarray) -> np.ndarray:
         """Vectors (n, D) of items, as they are now; an unknown id is an error that names it."""
         ids, changes = np.asarray(ids, dtype=np.int64), self._changes
@@ -119,14 +127,12 @@ class Index(Stored):
         scores, at = self._found(q, k, hidden, only, gone)
         labels = np.where(at >= 0, self.ids[at.clip(min=0)], -1) if len(self.ids) else at
         if len(changes.ids):
-            here = np.ones(len(changes.ids), bool) if allow is None else np.isin(changes.ids, np.asarray(allow, dtype=np.int64))
-            new = np.nonzero(here & ~np.isin(changes.ids, denied))[0]
-            ids = changes.ids[new]
-            more, where = _exact(q, k, changes.vectors[new], Hidden(rows, positions(ids, items), len(q), len(ids)), np.empty(0, np.int64))
-            found_new = np.where(where >= 0, ids[where.clip(min=0)], -1) if len(ids) else where
-            scores, labels = np.concatenate([scores, more], 1), np.concatenate([labels, found_new], 1)
-            order = np.argsort(-scores, axis=1, kind="stable")[:, :k]
-            scores, labels = np.take_along_axis(scores, order, 1), np.take_along_axis(labels, order, 1)
+            ids, vectors = changes.ids, changes.vectors
+            if allow is not None or len(denied):
+                here = np.ones(len(ids), bool) if allow is None else np.isin(ids, np.asarray(allow, dtype=np.int64))
+                here &= ~np.isin(ids, denied)
+                ids, vectors = ids[here], vectors[here]
+            scores, labels = _joined(q, scores, labels, vectors, ids, Hidden(rows, positions(ids, items), len(q), len(ids)))
         return scores, labels
 
     def _scope(self, changes: _Changes, allow: np.ndarray | None, deny: np.ndarray) -> tuple[np.ndarray | None, np.ndarray]:
@@ -187,9 +193,10 @@ class Index(Stored):
             dropped = hidden.of(rows).mask(found_at) if more else None
             if self.effort.refine > 1:
                 score = self._rescored(q[rows], found_at, score)
-            if dropped is not None:
+            some = dropped is not None and bool(dropped.any())
+            if some:
                 score[dropped] = -np.inf
-            if dropped is not None or self.effort.refine > 1:
+            if some or self.effort.refine > 1:
                 order = np.argsort(-score, axis=1, kind="stable")[:, :k]
                 score, found_at = np.take_along_axis(score, order, 1), np.take_along_axis(found_at, order, 1)
             kept = min(k, score.shape[1])
@@ -216,13 +223,35 @@ class Index(Stored):
         return q
 
 
+def _joined(
+    q: np.ndarray, scores: np.ndarray, labels: np.ndarray, vectors: np.ndarray, ids: np.ndarray, hidden: Hidden
+) -> tuple[np.ndarray, np.ndarray]:
+    """Lists (B, k) with those of other vectors in their places. Most are not, so only what beats a list's last is sorted in."""
+    k, step = scores.shape[1], max(1, _BESIDE // max(1, len(q)))
+    for begin in range(0, len(ids), step):
+        # by torch: numpy's own threads burn a core each while they wait for a product as small as this
+        more = (torch.from_numpy(q) @ torch.from_numpy(vectors[begin : begin + step]).T).numpy()
+        here = (hidden.columns >= begin) & (hidden.columns < begin + step)
+        more[hidden.rows[here], hidden.columns[here] - begin] = -np.inf
+        better = np.flatnonzero((more > scores[:, -1:]).any(0))
+        if len(better):
+            found_new = np.where(np.isneginf(more[:, better]), -1, ids[begin + better])
+            joined = np.concatenate([scores, more[:, better]], 1)
+            order = np.argsort(-joined, axis=1, kind="stable")[:, :k]
+            scores, labels = np.take_along_axis(joined, order, 1), np.take_along_axis(np.concatenate([labels, found_new], 1), order, 1)
+    return scores, labels
+
+
 def _alike(hidden: Hidden) -> Iterator[tuple[int, np.ndarray]]:
     """(at most so many hidden, rows): queries by how much they hide, up to powers of two."""
     count = hidden.counts()
     if not len(hidden):
         yield 0, np.arange(len(count))
         return
-    extra = np.where(count > 0, 1 << np.ceil(np.log2(np.maximum(count, 1))).astype(np.int64), 0)
+    extra = np.where(count > 0, 1 << np.ceil(np.log2(np.maximum(count, _TOGETHER))).astype(np.int64), 0)
+    if len(count) <= 4 * _TOGETHER and int(extra.max()) == _TOGETHER:  # one search of few costs less than telling them apart
+        yield _TOGETHER, np.arange(len(count))
+        return
     for more in np.unique(extra).tolist():
         yield more, np.nonzero(extra == more)[0]
 

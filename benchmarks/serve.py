@@ -1,0 +1,203 @@
+"""The service under load beside a bare FAISS loop: 32 connections over a million items, with a swap, upserts and a broken index meanwhile.
+
+    python benchmarks/serve.py --cache /tmp/serve-bench                  # 1,000,000 x 64, 60 s (the first time: minutes to build the index)
+    python benchmarks/serve.py --cache /tmp/serve-small --items 20000 --seconds 10
+
+Needs `wrk`. The bare loop calls the same FAISS index with the same settings, k = 10, nothing left out, on all threads: one query at a time,
+and in batches of 32, as many as there are connections; it is measured before and after the load, and the faster of the two ways is the bar.
+The service answers single users, with what they have seen left out. While wrk runs, a checking client asks too, and compares every answer
+with the exact one; 1,000 items are put (some asked for as soon as they are acknowledged), a damaged index is offered and must be refused,
+and a run with other users takes the place of the first, so that an answer from the wrong one would be seen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import numpy as np
+import torch
+
+from _serve_load import CONNECTIONS, SEEN, USERS, K, Seen, check, cpu_seconds, disturb, drive, resident, start
+from _shared import table
+from index import world
+from sparring import runs
+from sparring.composition import Setup
+from sparring.data.interactions import Interactions, Vocabulary
+from sparring.index import Index, files
+from sparring.index.beside import FOLDER, build_index, open_index
+from sparring.index.kinds import parameters, require_faiss, widened
+from sparring.runs import tensors_of, write_start, write_tensors
+from sparring.towers import IdTower, Retriever
+from sparring.types import Positives
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cache", type=Path, required=True, help="folder for the runs and their index; used again the next time")
+    parser.add_argument("--items", type=int, default=1_000_000)
+    parser.add_argument("--dim", type=int, default=64)
+    parser.add_argument("--seconds", type=int, default=60)
+    parser.add_argument("--upserts", type=int, default=1000)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--kind", default="auto", help="kind of index; auto tunes over all of them")
+    parser.add_argument("--recall", type=float, default=0.99)
+    parser.add_argument("--quiet", action="store_true", help="start the service with --quiet: no log line per request")
+    args = parser.parse_args()
+    if shutil.which("wrk") is None:
+        sys.exit("wrk is not installed: apt-get install wrk")
+    torch.set_num_threads(args.threads)
+    require_faiss().omp_set_num_threads(args.threads)
+    first, second = prepared(args)
+    index = open_index(first, check=False)
+    measure(args, first, second, index)
+
+
+def prepared(args: argparse.Namespace) -> tuple[Path, Path]:
+    """Two runs: the second has the first's items and index, and user u is the first's u + 1."""
+    first, second = args.cache / "first", args.cache / "second"
+    if not (second / FOLDER / files.META).is_file():
+        shutil.rmtree(args.cache, ignore_errors=True)
+        items, centres = world(args.items, args.dim)
+        rng = np.random.default_rng(1)
+        near = items[rng.integers(0, args.items, USERS)] + 0.1 * rng.standard_normal((USERS, args.dim)).astype(np.float32)
+        users = (near / np.linalg.norm(near, axis=1, keepdims=True)).astype(np.float32)
+        users[: len(centres)] = centres
+        write_run(first, users, items)
+        write_run(second, np.roll(users, -1, axis=0), items)
+        began = time.perf_counter()
+        tuned = build_index(runs.load(first), k=K, recall=args.recall, kind=args.kind, say=print)
+        print(f"index built and tuned in {time.perf_counter() - began:.0f} s: {tuned.chosen.kind}, recall@{K} {tuned.recall:.4f}\n")
+        other = {"model": files.sha256(second / "model.safetensors")}
+        files.write(replace(tuned.index, meta=tuned.index.meta | other), second / FOLDER)
+    for name in ("first/serve", "broken"):
+        shutil.rmtree(args.cache / name, ignore_errors=True)
+    return first, second
+
+
+def write_run(folder: Path, users: np.ndarray, items: np.ndarray) -> None:
+    """A run folder with these vectors, as training would leave it."""
+    rng = np.random.default_rng(2)
+    setup = Setup(dim=items.shape[1], score="cosine")
+    seen = np.sort(rng.integers(0, len(items), (len(users), SEEN)), axis=1).astype(np.int32)
+    queries = np.repeat(np.arange(len(users), dtype=np.int32), SEEN)
+    import polars as pl
+
+    titles = pl.DataFrame(
+        {"title": pl.Series(np.arange(len(items))).cast(pl.String) + " of many", "price": rng.random(len(items)).round(4)}
+    )
+    data = Interactions(queries, seen.ravel(), Vocabulary(np.arange(len(users))), Vocabulary(np.arange(len(items))), item_table=titles)
+    model = Retriever(IdTower(len(users), items.shape[1]), IdTower(*items.shape), setup.score)
+    with torch.no_grad():
+        model.query.weight.copy_(torch.from_numpy(users))
+        model.item.weight.copy_(torch.from_numpy(items))
+    start = torch.arange(len(users) + 1) * SEEN
+    write_start(folder, data, Positives(start, torch.from_numpy(seen.ravel())), {"recipe": "synthetic"}, setup)
+    write_tensors(folder / "model.safetensors", tensors_of(model))
+
+
+def bare(index: Index, users: np.ndarray, seconds: float = 5.0) -> dict[str, tuple[float, float]]:
+    """Queries per second, and per CPU second, of FAISS alone: one at a time and in batches."""
+    speed = {}
+    for name, size in (("one at a time", 1), (f"batches of {CONNECTIONS}", CONNECTIONS)):
+        told = parameters(index.kind, index.effort, K) if index.ann is not None else None
+        done, began, cpu = 0, time.perf_counter(), time.process_time()
+        while time.perf_counter() - began < seconds:
+            at = (done % (len(users) - size)) if done else 0
+            q = users[at : at + size]
+            if index.ann is not None:
+                index.ann.search(widened(q, index.ann.d), K, params=told)
+            else:
+                index.search(q, K)
+            done += size
+        speed[name] = done / (time.perf_counter() - began), done / (time.process_time() - cpu)
+    return speed
+
+
+def measure(args: argparse.Namespace, first: Path, second: Path, index: Index) -> None:
+    trained = runs.load(first)
+    users = trained.model.query_vectors(torch.arange(USERS)).numpy()
+    seen_items = trained.seen.items.numpy().reshape(USERS, SEEN)
+    before = bare(index, users)
+    url, server = start(first, args.threads, args.quiet, args.cache)
+    try:
+        client = httpx.Client(base_url=url, timeout=60)
+        drive(url, 3)  # warm
+        memory = [resident(server.pid)]
+        seen = Seen()
+        stop = threading.Event()
+        work = [
+            threading.Thread(target=check, args=(url, stop, seen, users, np.asarray(index.vectors), seen_items)),
+            threading.Thread(target=disturb, args=(url, args.items, args.upserts, args.seconds, second, seen)),
+        ]
+        for thread in work:
+            thread.start()
+        spent = cpu_seconds(server.pid)
+        loaded = drive(url, args.seconds)
+        spent = cpu_seconds(server.pid) - spent
+        stop.set()
+        for thread in work:
+            thread.join()
+        time.sleep(3)
+        memory.append(resident(server.pid))
+        info = client.get("/v1/info").json()
+    finally:
+        server.terminate()
+        try:
+            server.wait(60)
+        except subprocess.TimeoutExpired:
+            server.kill()
+    after = bare(index, users)
+    report(args, index, before, after, loaded, spent, seen, memory, info)
+
+
+def report(
+    args: argparse.Namespace,
+    index: Index,
+    before: dict[str, tuple[float, float]],
+    after: dict[str, tuple[float, float]],
+    loaded: dict[str, str],
+    spent: float,
+    seen: Seen,
+    memory: list[float],
+    info: dict[str, object],
+) -> None:
+    measured, count, rate = index.meta.get("measured", {}), int(loaded["requests"]), float(loaded["rate"])
+    print(
+        f"{args.items:,} x {args.dim}, {index.kind}, effort {index.effort}, measured {json.dumps(measured)}; {args.threads} threads, ",
+        end="",
+    )
+    print(f"{CONNECTIONS} connections for {args.seconds} s, load {os.getloadavg()[0]:.1f}\n")
+    rows = []
+    for name in before:
+        (wall, cpu), (later, _) = before[name], after[name]
+        rows.append((f"bare FAISS, {name}", f"{wall:,.0f}", f"{later:,.0f}", f"{cpu:,.0f}", "", ""))
+    rows.append(("service", f"{rate:,.0f}", "", f"{count / spent:,.0f}", loaded["p50"], loaded["p99"]))
+    print(table(("", "requests/s", "the same, after", "per CPU second", "p50", "p99"), rows))
+    bar = max((before[name][0] + after[name][0]) / 2 for name in before)
+    bar_cpu = max((before[name][1] + after[name][1]) / 2 for name in before)
+    print(f"\nservice / fastest bare loop: {rate / bar:.2f}; at least half: {'yes' if rate / bar >= 0.5 else 'NO'}", end="")
+    print(f" (per CPU second, swap and upserts included: {count / spent / bar_cpu:.2f})")
+    errors = int(loaded["failed"]) + (loaded["socket"] != "0") + len(seen.wrong)
+    print(f"{count:,} requests; refused {loaded['failed']}, socket errors {loaded['socket']}; no error: {'yes' if not errors else 'NO'}")
+    checked = f"{seen.checked} answers checked, recall@{K} {np.mean(seen.recall):.4f}, generations {sorted(seen.generations)}"
+    print(f"{checked}; wrong: {len(seen.wrong)}")
+    for line in seen.wrong[:10]:
+        print(f"  {line}")
+    print(f"upserts acknowledged {seen.upserts}; changed now {info['changed']}")
+    for name, fact in seen.facts.items():
+        print(f"{name}: {fact}")
+    print(f"memory of its own: {memory[0]:,.0f} MB at the start, {memory[1]:,.0f} MB at the end")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""From a request to its answer: ids looked up, filters resolved, the search asked for, its result written as JSON."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import Executor
+from typing import Any
+
+import numpy as np
+import orjson
+
+from sparring.errors import UserError
+from sparring.serve.filters import Conditions
+from sparring.serve.limits import Refused
+from sparring.serve.live import Live
+from sparring.serve.schema import Asked, Recommend, Similar
+from sparring.serve.searching import Ask, Searcher
+from sparring.serve.served import Served
+
+_NONE = np.empty(0, np.int64)
+
+
+class Answering:
+    """Questions to the runs that are served now. Whatever may take more than a moment is done off the event loop: encoding a text or a
+    history by `encoder`, filters by `sieve` (one thread each), searching by `searcher`."""
+
+    def __init__(self, live: Live, searcher: Searcher, encoder: Executor, sieve: Executor) -> None:
+        self.live, self.searcher, self.encoder, self.sieve = live, searcher, encoder, sieve
+
+    async def recommend(self, asked: Recommend) -> bytes:
+        """The best items of users, of a history or of texts; JSON as `Answers` describes it."""
+        served = self.live.served(asked.run)
+        given = [name for name in ("user", "users", "history", "text", "texts") if getattr(asked, name) is not None]
+        if len(given) != 1:
+            both = f", not {' and '.join(given)} at once" if given else ""
+            raise Refused(422, f"give one of user, users, history, text, texts{both}")
+        kind = given[0]
+        if kind in ("user", "users"):
+            queries: list[int | str] = [asked.user] if asked.user is not None else asked.users or []
+            users = _known(served.users.find(queries), queries, "user", served)
+            exclude = [served.seen(user) for user in users.tolist()] if asked.exclude_seen else [_NONE] * len(users)
+            return await self._search(served, asked, queries, exclude, users=users)
+        if asked.history is not None:
+            history = asked.history
+            items = served.catalogue.find(history)
+            items = items[items >= 0]
+            if not len(items):
+                raise Refused(404, f"none of the {len(history)} items of the history is known to {served.name}")
+            vector = await self._encoded(served.history_vector, items)
+            return await self._search(served, asked, [history], [items if asked.exclude_seen else _NONE], vectors=vector)
+        texts = [asked.text or ""] if asked.texts is None else asked.texts
+        if "text" not in served.answers:
+            raise Refused(422, f"the query tower of {served.name} reads no texts: ask for a user or a history")
+        vectors = await self._encoded(_text_vectors, served, texts)
+        return await self._search(served, asked, texts, [_NONE] * len(texts), vectors=vectors)
+
+    async def similar(self, asked: Similar) -> bytes:
+        """The items nearest to each of some items, themselves left out."""
+        served = self.live.served(asked.run)
+        if (asked.item is None) == (asked.items is None):
+            raise Refused(422, "give one of item, items")
+        queries: list[int | str] = [asked.item] if asked.item is not None else asked.items or []
+        dense = _known(served.catalogue.find(queries), queries, "item", served)
+        return await self._search(served, asked, queries, list(dense[:, None]), vectors=served.item_queries(dense))
+
+    async def _encoded(self, encode: Any, *given: Any) -> np.ndarray:
+        try:
+            return np.asarray(await asyncio.get_running_loop().run_in_executor(self.encoder, encode, *given))
+        except UserError as error:
+            raise Refused(422, str(error)) from error
+
+    async def _search(
+        self,
+        served: Served,
+        asked: Asked,
+        queries: Sequence[Any],
+        exclude: Sequence[np.ndarray],
+        users: np.ndarray | None = None,
+        vectors: np.ndarray | None = None,
+    ) -> bytes:
+        fields = tuple(asked.fields or ())
+        for name in fields:
+            if name not in served.catalogue.schema:
+                raise Refused(422, f"there is no item column {name!r}: there are {', '.join(served.catalogue.schema)}")
+        ask = Ask(served, queries, users, vectors, asked.k, exclude, fields=fields)
+        if asked.allow is not None or asked.deny or asked.where:
+            ask.allow, ask.deny, ask.filters = await asyncio.get_running_loop().run_in_executor(self.sieve, _filters, served, asked)
+        return await self.searcher.search(ask)
+
+
+def written(asks: Sequence[Ask], scores: np.ndarray, found: np.ndarray) -> list[bytes]:
+    """The answers as JSON: for every query its items with id, title, score and the columns asked for. Looked up for all at once."""
+    served, fields = asks[0].served, asks[0].fields
+    inside = found >= 0
+    dense = found[inside]
+    columns: list[list[Any]] = [served.catalogue.names(dense), served.catalogue.values(dense, "title")]
+    columns.append(scores[inside].astype(np.float64).round(6).tolist())
+    columns += [served.catalogue.values(dense, name) for name in fields]
+    rows: list[dict[str, Any]]
+    if not fields:
+        rows = [{"id": item, "title": title, "score": score} for item, title, score in zip(*columns, strict=True)]
+    else:
+        keys = ("id", "title", "score", *fields)
+        rows = [dict(zip(keys, row, strict=True)) for row in zip(*columns, strict=True)]
+    ends = inside.sum(1).cumsum().tolist()
+    answers, query, at = [], 0, 0
+    for ask in asks:
+        results = []
+        for each in ask.queries:
+            results.append({"query": each, "items": rows[at : ends[query]]})
+            query, at = query + 1, ends[query]
+        answers.append(orjson.dumps({"results": results, "run": served.name, "generation": served.generation}, default=str))
+    return answers
+
+
+def _known(dense: np.ndarray, asked: Sequence[Any], what: str, served: Served) -> np.ndarray:
+    if len(dense) and int(dense.min()) < 0:
+        unknown = asked[int(np.argmin(dense))]
+        raise Refused(404, f"{what} {str(unknown)[:200]!r} is not known to {served.name}")
+    return dense
+
+
+def _filters(served: Served, asked: Asked) -> tuple[np.ndarray | None, np.ndarray | None, Any]:
+    """(allow, deny, key): dense ids, and what is equal where they are."""
+    catalogue = served.catalogue
+    where: Conditions = tuple(
+        (each.column, each.op, tuple(each.value) if isinstance(each.value, list) else each.value) for each in asked.where or ()
+    )
+    allow = None if asked.allow is None else _of(catalogue.find(asked.allow))
+    deny = None if not asked.deny else _of(catalogue.find(asked.deny))
+    if where:
+        passing = catalogue.passing(where)
+        allow = passing if allow is None else np.intersect1d(allow, passing)
+    key = (where, None if asked.allow is None else allow.tobytes() if allow is not None else None, None if deny is None else deny.tobytes())
+    return allow, deny, (*key, -1 if allow is None else len(allow))
+
+
+def _of(dense: np.ndarray) -> np.ndarray:
+    return np.unique(dense[dense >= 0])
+
+
+def _text_vectors(served: Served, texts: list[str]) -> np.ndarray:
+    return served.trained.encode_texts(texts, "query").float().numpy()

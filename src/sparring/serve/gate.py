@@ -1,0 +1,191 @@
+"""What every request passes first: size, token, host and time limits, the log and the counters; and the short way for questions."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import time
+import traceback
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from typing import Any
+
+import orjson
+from pydantic import BaseModel, ValidationError
+
+from sparring.serve.limits import Limits, Refused
+from sparring.serve.logs import Log
+from sparring.serve.metrics import Metrics
+
+Scope = Any
+Receive = Callable[[], Awaitable[Any]]
+Send = Callable[[Any], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+Question = tuple[type[BaseModel], Callable[[Any], Awaitable[bytes]]]
+
+OPEN = frozenset({"/", "/healthz", "/readyz"})  # without a token: state, and the page, which asks for it
+OPEN_UNDER = "/page/files/"
+_JSON = (b"content-type", b"application/json")
+_SNIFF = (b"x-content-type-options", b"nosniff")
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: https:; font-src 'self'; connect-src 'self'; "
+    "frame-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'self'"
+)
+_ALWAYS = [_SNIFF, (b"referrer-policy", b"no-referrer"), (b"content-security-policy", POLICY.encode())]
+
+
+class Gate:
+    """ASGI around the application.
+
+    A question whose body is as described (`questions`: path -> its type, and what answers it) is answered here, without the application's
+    own machinery, which costs more than the search does; whatever else comes, errors included, goes to the application.
+    """
+
+    def __init__(
+        self,
+        app: App,
+        questions: Mapping[str, Question],
+        metrics: Metrics,
+        log: Log,
+        limits: Limits,
+        token: str | None = None,
+        hosts: Collection[str] | None = None,
+        slow_paths: Collection[str] = ("/v1/reload", "/v1/items"),
+    ) -> None:
+        self.app, self.questions, self.metrics, self.log, self.limits = app, questions, metrics, log, limits
+        self.token = None if token is None else f"Bearer {token}".encode()
+        self.hosts = None if hosts is None else {host.lower().encode() for host in hosts}
+        self.slow_paths = frozenset(slow_paths)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        began, path, told = time.perf_counter(), scope["path"], _Told(send)
+        try:
+            self._admit(scope, path)
+            async with asyncio.timeout(None if path in self.slow_paths else self.limits.seconds):
+                body = await self._body(receive)
+                question = self.questions.get(path) if scope["method"] == "POST" else None
+                answer = None if question is None else await _short(question, body)
+                if answer is not None:
+                    await send({"type": "http.response.start", "status": 200, "headers": [_JSON, (b"content-length", b"%d" % len(answer))]})
+                    await send({"type": "http.response.body", "body": answer})
+                    told.status = 200
+                else:
+                    await self.app(scope, _replay(body, receive), told)
+        except Refused as refused:
+            await _refuse(told, refused)
+        except TimeoutError:
+            await _refuse(told, Refused(503, f"no answer within {self.limits.seconds:g} seconds: try again later"))
+        except Exception:
+            self.log.say("fault", method=scope["method"], path=path, trace=traceback.format_exc())
+            await _refuse(told, Refused(500, "the service has a fault: its log says more"))
+        finally:
+            status, seconds = told.status, time.perf_counter() - began
+            route = scope.get("route")
+            known = path if path in self.questions else getattr(route, "path", None) or "other"
+            self.metrics.answered(known, status, seconds)
+            if self.log.requests or status >= 500:
+                client = scope.get("client") or ("", 0)
+                self.log.say("request", method=scope["method"], path=path, status=status, ms=round(seconds * 1e3, 3), client=client[0])
+
+    def _admit(self, scope: Scope, path: str) -> None:
+        length = token = host = kind = None
+        for name, value in scope["headers"]:
+            if name == b"content-length":
+                length = value
+            elif name == b"authorization":
+                token = value
+            elif name == b"host":
+                host = value
+            elif name == b"content-type":
+                kind = value
+        if self.hosts is not None and host is not None and _bare(host) not in self.hosts:
+            raise Refused(421, "this service answers to its own address only: bind it with --host to the address that you use")
+        if (
+            self.token is not None
+            and path not in OPEN
+            and not path.startswith(OPEN_UNDER)
+            and not hmac.compare_digest(token or b"", self.token)
+        ):
+            raise Refused(401, "give the right token: Authorization: Bearer TOKEN")
+        if length is not None and (not length.isdigit() or int(length) > self.limits.body):
+            raise Refused(413, f"the body is larger than the {self.limits.body:,} bytes that are taken")
+        if scope["method"] in ("POST", "PUT", "DELETE", "PATCH") and kind is not None and not _is_json(kind):
+            raise Refused(415, "send JSON: Content-Type: application/json")
+
+    async def _body(self, receive: Receive) -> bytes:
+        parts, size = [], 0
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise Refused(400, "the client has gone")
+            part = message.get("body", b"")
+            size += len(part)
+            if size > self.limits.body:
+                raise Refused(413, f"the body is larger than the {self.limits.body:,} bytes that are taken")
+            parts.append(part)
+            if not message.get("more_body"):
+                return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+class _Told:
+    """What is sent, with the headers that every answer of the application gets, and the status that it had."""
+
+    def __init__(self, send: Send) -> None:
+        self.send, self.status, self.begun = send, 500, False
+
+    async def __call__(self, message: Any) -> None:
+        if message["type"] == "http.response.start":
+            self.status, self.begun = message["status"], True
+            here = {name for name, _ in message["headers"]}
+            message["headers"] = [*message["headers"], *(pair for pair in _ALWAYS if pair[0] not in here)]
+        await self.send(message)
+
+
+async def _short(question: Question, body: bytes) -> bytes | None:
+    """The answer, or None where the body is not as described: the application says what is wrong with it."""
+    model, answer = question
+    try:
+        asked = model.model_validate_json(body)
+    except (ValidationError, ValueError):
+        return None
+    return await answer(asked)
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    given = False
+
+    async def again() -> Any:
+        nonlocal given
+        if given:
+            return await receive()
+        given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return again
+
+
+async def _refuse(send: _Told, refused: Refused) -> None:
+    if send.begun:  # an answer that has begun cannot be taken back
+        return
+    body = orjson.dumps({"detail": refused.line})
+    headers = [_JSON, (b"content-length", b"%d" % len(body))]
+    if refused.status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    if refused.status in (413, 421):  # what is left of the request is not read
+        headers.append((b"connection", b"close"))
+    if refused.status == 503:
+        headers.append((b"retry-after", b"1"))
+    await send({"type": "http.response.start", "status": refused.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def _bare(host: bytes) -> bytes:
+    """A Host header without its port."""
+    return (host.partition(b"]")[0] + b"]" if host.startswith(b"[") else host.partition(b":")[0]).lower()
+
+
+def _is_json(kind: bytes) -> bool:
+    plain = kind.partition(b";")[0].strip().lower()
+    return plain == b"application/json" or (plain.startswith(b"application/") and plain.endswith(b"+json"))
