@@ -8,11 +8,16 @@ import pytest
 import torch
 
 from sparring import build, fit, load
-from sparring.augmented import Augmented, shared_vectors
+from sparring.augmented import Augmented, Centroids, shared_vectors
 from sparring.composition import Setup, retriever
+from sparring.data.batches import ClusteredBatches
 from sparring.data.interactions import Ids, Split
 from sparring.optim import optimizers
+from sparring.testing.texts import text_parts
 from sparring.towers import IdTower
+from sparring.towers_text import text_tower
+from sparring.train import Progress
+from sparring.types import Corpus, Positives
 
 
 def table(n: int, d: int = 4, seed: int = 0) -> IdTower:
@@ -97,3 +102,100 @@ def test_nonsense_is_refused() -> None:
     for vectors in (0, 11):
         with pytest.raises(ValueError, match="between 1 and"):
             Augmented(table(10), vectors)
+
+
+def by_hand(positives: Positives, vectors: torch.Tensor, item: int, shrink: float) -> torch.Tensor:
+    """The mean of the vectors of the queries that have an item, as if `shrink` more were 0."""
+    start = positives.start.tolist()
+    mine = [q for q in range(len(start) - 1) if item in positives.items[start[q] : start[q + 1]].tolist()]
+    return sum((vectors[q] for q in mine), torch.zeros(vectors.shape[1])) / max(len(mine) + shrink, 1)
+
+
+@pytest.mark.parametrize("shrink", [0.0, 1.0])
+def test_centroids_are_means_of_the_queries_of_an_item(parts: Split, shrink: float) -> None:
+    """By a loop over all pairs; 0 for an item that nobody has; none before the first epoch; no item vector is encoded."""
+    positives, n = parts.train.positives(), parts.train.n_items
+    vectors = torch.randn(parts.train.n_queries, 4, generator=torch.Generator().manual_seed(0))
+    tower = Centroids(table(n), shrink)
+
+    def never() -> torch.Tensor:
+        raise AssertionError("encoded")
+
+    for epoch in (0, 1):
+        tower.refresh(Corpus(epoch, never, lambda ids: vectors[ids], positives, torch.Generator()))
+        for item in range(n):
+            expected = by_hand(positives, vectors, item, shrink) if epoch else torch.zeros(4)
+            torch.testing.assert_close(tower.centroid[item], expected)
+
+
+def test_a_centroid_counts_through_the_learned_matrix(parts: Split) -> None:
+    """w_l = E(l) + G m_l; G starts at 0, where the vectors are the tower's own but its gradient is not 0; centroids get none."""
+    tower = Centroids(table(10))
+    tower.centroid.copy_(torch.randn(10, 4))
+    ids = torch.tensor([[3, 9], [0, 3]])
+    assert torch.equal(tower(ids), tower.tower(ids))
+    tower(ids).sum().backward()
+    assert tower.mix.weight.grad is not None
+    assert float(tower.mix.weight.grad.abs().sum()) > 0
+    with torch.no_grad():
+        tower.mix.weight.normal_()
+    torch.testing.assert_close(tower(ids)[1, 0], tower.tower(ids)[1, 0] + tower.mix.weight @ tower.centroid[0])
+
+
+def test_prime_takes_the_vectors_that_batches_keep(parts: Split, tmp_path: Path) -> None:
+    """After training the centroids are means of the memory as it was before the last epoch; they are in the saved run, and the matrix has
+    moved."""
+    run = build("prime", parts.train, {"dim": 4, "epochs": 3, "batch_size": 16, "classifiers": 0, "size": 4, "lr": 0.05, "warmup": 2})
+    assert isinstance(run.model.item, Augmented)
+    tower, batches = run.model.item.tower, run.batches
+    assert isinstance(tower, Centroids)
+    assert isinstance(batches, ClusteredBatches)
+    kept: list[torch.Tensor] = []
+    fit(run, Split(parts.train), tmp_path, device="cpu", progress=Progress(epoch=lambda record: kept.append(batches.memory.clone())))
+    for item in range(parts.train.n_items):
+        torch.testing.assert_close(tower.centroid[item], by_hand(parts.train.positives(), kept[1], item, 1.0))
+    assert float(tower.mix.weight.detach().abs().sum()) > 0
+    torch.testing.assert_close(load(tmp_path).model.item_vectors(), run.model.item_vectors())
+
+
+def test_centroids_without_kept_vectors(parts: Split) -> None:
+    """With random batches the queries are encoded for them: any recipe takes centroids=true."""
+    run = build("dpr", parts.train, {"dim": 4, "epochs": 2, "batch_size": 16, "centroids": True})
+    fit(run, Split(parts.train), device="cpu")
+    assert isinstance(run.model.item, Centroids)
+    assert float(run.model.item.centroid.abs().sum()) > 0
+
+
+def test_a_negative_shrink_is_refused() -> None:
+    """One line."""
+    with pytest.raises(ValueError, match="shrink must not be negative, got -1"):
+        Centroids(table(3), -1)
+
+
+def test_prime_with_texts_is_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text tower under centroids under auxiliary vectors: found as the text tower that it is, saved with its encoder, and loaded."""
+    monkeypatch.setenv("SPARRING_HOME", str(tmp_path / "home"))
+    parts = text_parts()
+    settings = {"encoder": "bag", "dim": 8, "epochs": 2, "batch_size": 16, "classifiers": 0, "size": 4, "warmup": 2}
+    run = build("prime", parts.train, settings)
+    assert text_tower(run.model.item) is not None
+    fit(run, parts, tmp_path / "run", k=(5,), device="cpu")
+    found = load(tmp_path / "run")
+    torch.testing.assert_close(found.model.item_vectors(), run.model.item_vectors())
+    assert len(found.recommend_text(["red shoe"], 3)) == 3
+
+
+def test_clusters_are_made_once_before_the_first_epoch(parts: Split) -> None:
+    """By the tower's vectors then and the counts of the training part; the same as asked for by hand; no later epoch changes them."""
+    settings = {"dim": 8, "epochs": 3, "batch_size": 16, "auxiliary": 4, "private": 3, "classifiers": 0, "size": 4, "seed": 7, "lr": 0.05}
+    first, second = (build("dexa", parts.train, settings) for _ in range(2))
+    assert isinstance(first.model.item, Augmented)
+    assert isinstance(second.model.item, Augmented)
+    private = shared_vectors(parts.train.n_items, 4, 3)[1]
+    first.model.item.assign(torch.from_numpy(parts.train.counts()), private, torch.Generator().manual_seed(7))
+    seen: list[list[int]] = []
+    item = second.model.item
+    fit(second, Split(parts.train), device="cpu", progress=Progress(epoch=lambda record: seen.append(item.cluster.tolist())))
+    assert seen == [first.model.item.cluster.tolist()] * 3
+    most = int(parts.train.counts().argmax())
+    assert seen[0].count(seen[0][most]) == 1

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
 import polars as pl
 import pytest
+import torch
 
 from sparring import runs
 from sparring.cli import main
+from sparring.testing.texts import tiny_bert
 
 COLOURS = ["red", "blue", "green", "black", "white", "pink"]
 THINGS = ["shoe", "hat", "coat", "sock", "glove"]
@@ -85,3 +92,71 @@ def test_constants_of_the_propensities_can_be_set(world: Path, capsys: pytest.Ca
     assert other["psp@5"] != plain["psp@5"]
     assert main(["evaluate", str(world / "run"), "--propensity", "0.6"]) == 2
     assert "not two numbers" in capsys.readouterr().err
+
+
+def dexa(world: Path, out: str, *more: str) -> list[str]:
+    own = [f"--set={each}" for each in ("size=4", "every=3", "classifiers=12", "clf_batch_size=8", "auxiliary=2", "private=2", "warmup=2")]
+    words = ["train", "--data", str(world / "xc"), "--recipe", "dexa", "--out", str(world / out), "--epochs", "12", "--k", "1,5"]
+    return [sys.executable, "-m", "sparring", *words, *QUICK, "--set=batch_size=4", *own, *more]
+
+
+def stages(out: Path) -> dict[str, dict[str, float]]:
+    return {name: test["metrics"] for name, test in json.loads((out / "result.json").read_text())["stages"].items()}
+
+
+@pytest.fixture(scope="module")
+def whole(world: Path) -> dict[str, dict[str, float]]:
+    """What DEXA reaches when nothing stops it."""
+    assert main(dexa(world, "whole")[3:]) == 0
+    return stages(world / "whole")
+
+
+@pytest.mark.parametrize("stage", [".", "classifiers"])
+def test_dexa_killed_in_each_stage_and_resumed(world: Path, whole: dict[str, dict[str, float]], stage: str) -> None:
+    """`sparring train --recipe dexa`, killed by the system after the second epoch of a stage; with --resume it ends at the metrics of a run
+    that nothing stopped."""
+    out = f"killed-{Path(stage).name}"
+    going = subprocess.Popen(dexa(world, out), env={**os.environ, "OMP_NUM_THREADS": "1"})
+    lines = world / out / stage / "metrics.jsonl"
+    for _ in range(6000):
+        if going.poll() is not None or (lines.is_file() and len(lines.read_text().splitlines()) >= 2):
+            break
+        time.sleep(0.01)
+    going.kill()
+    assert going.wait() == -signal.SIGKILL
+    assert not (world / out / stage / "result.json").is_file()
+    assert main(dexa(world, out, "--resume")[3:]) == 0
+    assert stages(world / out) == whole
+
+
+ODD = [b"", b"   ", b"caf\xe9 \xff\xfe", "\U0001f600 \U0001f9e6".encode(), b"\x00\x01\x0b\x1b[31m red", b"x" * 100_000, b"word " * 20_000]
+
+
+@pytest.mark.parametrize("encoder", ["bag", "bert"])
+def test_odd_texts_are_trained_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], encoder: str
+) -> None:
+    """Empty, blank, invalid UTF-8, emoji, control characters, 100 kB: as points, tests and labels they train to finite metrics, are told
+    where they were repaired, and can be asked for."""
+    monkeypatch.setenv("SPARRING_HOME", str(tmp_path / "home"))
+    if encoder == "bert":
+        pytest.importorskip("transformers")
+    name = "bag" if encoder == "bag" else str(tiny_bert(tmp_path / "bert"))
+    folder, n = tmp_path / "xc", len(ODD)
+    folder.mkdir()
+    for part in ("trn", "tst"):
+        (folder / f"{part}_X.txt").write_bytes(b"".join(text + b"\n" for text in ODD + ODD))
+        rows = "".join(f"{at % n}:1 {(at + 1) % n}:1\n" for at in range(2 * n))
+        (folder / f"{part}_X_Y.txt").write_text(f"{2 * n} {n}\n{rows}")
+    (folder / "Y.txt").write_bytes(b"".join(text + b"\n" for text in ODD))
+    own = [f"--set={each}" for each in (f"encoder={name}", "dim=8", "batch_size=8", "classifiers=1", "select=ndcg@5", "epochs=2")]
+    words = ["train", "--data", str(folder), "--recipe", "dexa", "--device", "cpu", "--k", "1,5", "--out", str(tmp_path / "run")]
+    assert main([*words, *own]) == 0
+    for metrics in stages(tmp_path / "run").values():
+        assert all(np.isfinite(value) for value in metrics.values())
+    model = runs.load(tmp_path / "run").model
+    assert bool(torch.isfinite(model.item_vectors()).all())
+    capsys.readouterr()
+    assert main(["data", "show", str(folder)]) == 0
+    assert "replaced invalid UTF-8 in 2 lines of trn_X.txt, first in line 3" in capsys.readouterr().out
+    assert main(["recommend", str(tmp_path / "run"), "--text", "\U0001f600", "--text", "", "--text", "x" * 100_000, "-k", "2"]) == 0

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from sparring import train as training
 from sparring.composition import Run
+from sparring.contrast import contrast
 from sparring.data.batches import ClusteredBatches, query_rows
 from sparring.data.interactions import Split
 from sparring.data.splits import split
@@ -17,11 +21,15 @@ from sparring.errors import UserError
 from sparring.evaluation import evaluate
 from sparring.losses import OnlineHard
 from sparring.negatives import InBatch, NearestItems, Union
-from sparring.settings import build, parse_setup, resolve
+from sparring.negatives import ance as ance_module
+from sparring.recipes import RECIPES
+from sparring.recipes.extreme import LABELS, ngame, offered
+from sparring.recipes.variant import variant
+from sparring.settings import build, own_arguments, own_setup, parse_setup, resolve
 from sparring.train import Progress, fit
 from sparring.types import Step
 
-NAMES = ("dpr", "ance", "ngame", "dexa", "dexml")
+NAMES = ("dpr", "ance", "ngame", "dexa", "prime", "dexml")
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +42,7 @@ def tastes() -> Split:
 def test_each_recipe_ranks_far_better_than_it_began(tastes: Split, name: str) -> None:
     """On a world of known tastes, id towers: at least twice the ndcg@10 of the untrained model."""
     settings: dict[str, Any] = {"dim": 16, "epochs": 40, "batch_size": 50, "warmup": 10, "lr": 0.05}
-    if name in ("ngame", "dexa"):
+    if name in ("ngame", "dexa", "prime"):
         settings |= {"classifiers": 0, "size": 4}
     run = build(name, tastes.train, settings)
     assert tastes.test is not None
@@ -147,3 +155,80 @@ def test_nonsense_is_refused(parts: Split, settings: dict[str, Any], words: str)
     """One line that names the setting."""
     with pytest.raises(UserError, match=words):
         build("ngame", parts.train, settings)
+
+
+def test_dexa_is_ngame_with_auxiliary_vectors() -> None:
+    """The same arguments with the same defaults; another Setup, name and description."""
+    own = {recipe: own_arguments(RECIPES[recipe]) for recipe in ("ngame", "dexa")}
+    assert own["ngame"] == own["dexa"]
+    assert replace(own_setup(RECIPES["dexa"]), auxiliary=0, private=0) == own_setup(RECIPES["ngame"])
+    assert RECIPES["dexa"].__name__ == "dexa"
+    assert "DEXA" in str(RECIPES["dexa"].__doc__)
+
+
+def test_a_variant_has_its_own_defaults(parts: Split) -> None:
+    """Given arguments win, the variant's defaults come next, then the recipe's; what the recipe does not know is refused."""
+    made = variant(ngame, "mine", "Mine.", {"k": 3, "setup": replace(LABELS, dim=4)})
+    run = made(parts.train, margin=0.2)
+    loss = run.terms[0].loss
+    assert isinstance(loss, OnlineHard)
+    assert (loss.k, loss.margin, run.setup.dim) == (3, 0.2, 4)
+    loss = made(parts.train, replace(LABELS, dim=8), k=5).terms[0].loss
+    assert isinstance(loss, OnlineHard)
+    assert loss.k == 5
+    with pytest.raises(ValueError, match="no argument 'size_'"):
+        variant(ngame, "mine", "Mine.", {"size_": 3})
+    with pytest.raises(TypeError):
+        made(parts.train, size_=3)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("draw", ["uniform", "propensity"])
+def test_the_correction_is_by_how_often_rows_offer_an_item(parts: Split, draw: Any) -> None:
+    """Counted over many epochs of drawn rows, each item is offered as often as `offered` expects, within 5 standard errors."""
+    expected = offered(parts.train, replace(LABELS, draw=draw)).double()
+    rows, generator = query_rows(parts.train, draw), torch.Generator().manual_seed(0)
+    found, epochs = torch.zeros(parts.train.n_items, dtype=torch.float64), 3000
+    for _ in range(epochs):
+        pairs = rows.pairs(torch.arange(len(rows)), generator)
+        found += torch.bincount(torch.from_numpy(parts.train.items)[pairs].long(), minlength=parts.train.n_items)
+    assert float(expected.sum()) == pytest.approx(len(rows))
+    assert bool(((found / epochs - expected).abs() <= 5 * (expected / epochs).sqrt() + 1e-9).all())
+
+
+def test_the_corrected_softmax_subtracts_it(parts: Split) -> None:
+    """log_w of a candidate is - log((B - 1) q_j); the hinge has no weights, and says so."""
+    run = build("dpr", parts.train, {"corrected": True, "dim": 4})
+    queries, items = (column[:9].long() for column in parts.train.pairs())
+    bag = contrast(run, queries, items, torch.Generator(), parts.train.positives())[2].bags[0]
+    q = offered(parts.train, run.setup).double()
+    expected = -(8 * q / q.sum()).log()[items]
+    torch.testing.assert_close(bag.blocks[0].log_w.expand(9, 9)[0].double(), expected, atol=1e-5, rtol=1e-5)
+    with pytest.raises(UserError, match="loss=softmax"):
+        build("dpr", parts.train, {"corrected": True, "loss": "hinge"})
+
+
+@pytest.mark.parametrize("stopped", [None, (1, 2), (2, 1), (3, 1)])
+def test_lists_in_the_background_change_nothing(parts: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped: Any) -> None:
+    """A training with a delay ends at the same weights whether lists are made in line or beside it, and also when it was stopped while they
+    were being made, and resumed."""
+    monkeypatch.setattr(training, "CHECKPOINT_SECONDS", -1.0)
+    settings = {"dim": 4, "epochs": 5, "batch_size": 16, "warmup": 2, "lr": 0.05, "every": 2, "delay": 1, "k": 6, "seed": 3}
+
+    def weights(folder: Path, background: bool, stop: Any = None) -> dict[str, torch.Tensor]:
+        monkeypatch.setattr(ance_module, "spare_device", lambda device: device if background else None)
+
+        def step(epoch: int, done: int, loss: Any) -> None:
+            if (epoch, done) == stop:
+                raise KeyboardInterrupt
+
+        for at in (stop, None) if stop else (None,):
+            run = build("ance", parts.train, settings)
+            try:
+                fit(run, Split(parts.train), folder, resume=True, device="cpu", progress=Progress(step=step) if at else None)
+            except KeyboardInterrupt:
+                continue
+        return {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
+
+    inline, beside = weights(tmp_path / "a", False), weights(tmp_path / "b", True, stopped)
+    for name, tensor in inline.items():
+        assert torch.equal(tensor, beside[name]), name

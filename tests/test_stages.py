@@ -15,7 +15,6 @@ import torch
 from sparring import plots, runs
 from sparring import train as training
 from sparring.data.interactions import Split
-from sparring.errors import UserError
 from sparring.evaluation import evaluate, top_k
 from sparring.fusion import DEPTH, Fused
 from sparring.runs import load
@@ -171,18 +170,14 @@ def test_classifiers_learn_what_the_towers_cannot(parts: Split) -> None:
 
 
 def test_stages_can_be_left_out(parts: Split, tmp_path: Path) -> None:
-    """classifiers=0 is the towers alone, fusion=false no fusion; a recipe without stages has none."""
+    """classifiers=0 is the towers alone, fusion=false no fusion; a recipe without stages has none, unless it is asked for them."""
     assert train("ngame", parts, tmp_path / "towers", classifiers=0).stages == {}
     assert not (tmp_path / "towers" / "classifiers").exists()
     assert set(train("ngame", parts, None, fusion=False).stages) == {"knn", "clf"}
-    assert fit_stages(build("ssl", parts.train, {"dim": 4, "epochs": 1}), parts, k=(10,), device="cpu").stages == {}
-
-
-def test_missing_scikit_learn_is_told_first(parts: Split, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One line before the first step, with both ways out."""
-    monkeypatch.setattr("sparring.fusion.find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"sparring\[text\].*fusion=false"):
-        train("ngame", parts, None, progress=killer(0, (0, 1)))
+    plain = {"dim": 4, "epochs": 1}
+    assert fit_stages(build("ssl", parts.train, plain), parts, k=(10,), device="cpu").stages == {}
+    asked = {**plain, "classifiers": 1, "clf_batch_size": 16}
+    assert set(fit_stages(build("ssl", parts.train, asked), parts, k=(10,), device="cpu").stages) == {"knn", "clf", "fusion"}
 
 
 @pytest.mark.parametrize("encoder", ["bag", "bert"])
@@ -225,7 +220,9 @@ def pair(parts: Split) -> tuple[Retriever, Retriever]:
 
 @pytest.mark.parametrize("beta", [0.0, 1.0, 0.3])
 def test_the_fused_score_is_its_formula(parts: Split, pair: tuple[Retriever, Retriever], beta: float) -> None:
-    """Lists equal those of scikit-learn's own tree on the same pairs: clf + beta (knn + chance), over the shortlist of the classifiers."""
+    """Lists are by clf + beta (knn + chance), over the shortlist of the classifiers; the chances of the pairs learnt from are those of
+    scikit-learn's tree, and those of others are read off the nodes one step at a time."""
+    pytest.importorskip("sklearn")
     from sklearn.tree import DecisionTreeClassifier
 
     assert parts.valid is not None
@@ -248,11 +245,18 @@ def test_the_fused_score_is_its_formula(parts: Split, pair: tuple[Retriever, Ret
     target = np.array([(q, j) in right for q in asked for j in shortlist(q)])
     tree = DecisionTreeClassifier(max_depth=7, random_state=0).fit(rows, target)
     np.testing.assert_allclose(fused.probability(torch.from_numpy(rows)).numpy(), tree.predict_proba(rows)[:, 1], atol=1e-6)
+
+    def chance(row: np.ndarray) -> float:
+        node = 0
+        for _ in range(DEPTH):
+            node = int(fused.below[node] if row[int(fused.feature[node])] <= float(fused.threshold[node]) else fused.above[node])
+        return float(fused.chance[node])
+
     found = fused.lists(everyone, 5, seen)
     for query in range(parts.train.n_queries):
         items = shortlist(query)
         x = features(query, items)
-        score = x[:, 0] + beta * (x[:, 1] + tree.predict_proba(x)[:, 1])
+        score = x[:, 0] + beta * (x[:, 1] + np.array([chance(row) for row in x]))
         ours = [score[items.index(j)] for j in found[query].tolist()]
         np.testing.assert_allclose(ours, np.sort(score)[::-1][:5], atol=1e-5)
 

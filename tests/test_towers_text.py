@@ -212,3 +212,20 @@ def test_what_cannot_be_read_is_named(bert: Path, tmp_path: Path) -> None:
         load_encoder(tmp_path)
     with pytest.raises(UserError, match="query_tower=text needs an encoder"):
         compose(text_parts().train, Setup(query_tower="text"), Term(1.0, InBatch()))
+
+
+def test_weights_kept_in_halves_train_in_full(bert: Path, tmp_path: Path) -> None:
+    """A folder of float16 or bfloat16 weights opens as float32, where a small step is not lost to rounding."""
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    for kind in (torch.float16, torch.bfloat16):
+        folder = tmp_path / str(kind).split(".")[1]
+        shutil.copytree(bert, folder)
+        halves = {name: tensor.to(kind) for name, tensor in load_file(folder / "model.safetensors").items()}
+        save_file(halves, folder / "model.safetensors", metadata={"format": "pt"})
+        encoder = load_encoder(folder)
+        assert {parameter.dtype for parameter in encoder.parameters()} == {torch.float32}
+        found = dict(encoder.model.named_parameters())  # type: ignore[union-attr]
+        assert all(torch.equal(found[name], tensor.float()) for name, tensor in halves.items() if name in found)

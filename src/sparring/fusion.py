@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from sparring.data.interactions import Interactions
-from sparring.errors import UserError
 from sparring.rank import top_k
 from sparring.towers import Retriever
+from sparring.tree import grow
 from sparring.types import Positives
 
 DEPTH = 7  # of the tree
@@ -25,7 +23,7 @@ class Fused(nn.Module):
         score = clf + beta (knn + P(relevant | clf, knn, inverse propensity of the item))   of the `shortlist` best items by clf
 
     clf and knn are cosines. The chance is that of a decision tree of depth 7, learnt from lists of queries that neither was trained on
-    (`learn`); until then it is 0. The tree is kept as plain arrays, and reading it needs no scikit-learn.
+    (`learn`); until then it is 0.
 
         fused = Fused(model, classifiers, propensity);   fused.learn(split.valid, seen);   fused.lists(query_ids, 10, seen)
 
@@ -81,9 +79,6 @@ class Fused(nn.Module):
     @torch.no_grad()
     def learn(self, held: Interactions, seen: Positives | None, seed: int = 0) -> None:
         """Fit the tree to the lists of queries whose right items are known, at most 75,000 of them."""
-        require_trees()
-        from sklearn.tree import DecisionTreeClassifier
-
         device = self.propensity.device
         queries = np.unique(held.queries)
         if len(queries) > ROWS:
@@ -96,29 +91,8 @@ class Fused(nn.Module):
             items, features = self._features(ids, seen, *vectors, self.shortlist)
             target = torch.zeros(items.shape, dtype=torch.bool, device=device)
             target[right.of(ids).hits(items)] = True
-            rows.append(features[items >= 0].cpu().numpy())
-            targets.append(target[items >= 0].cpu().numpy())
-        tree = DecisionTreeClassifier(max_depth=DEPTH, random_state=seed).fit(np.concatenate(rows), np.concatenate(targets))
-        self._keep(tree)
-
-    def _keep(self, tree: object) -> None:
-        nodes, classes = tree.tree_, tree.classes_  # type: ignore[attr-defined]
-        n, self_ = nodes.node_count, np.arange(nodes.node_count)
-        leaf = nodes.children_left < 0
-        share = nodes.value[:, 0, :] / nodes.value[:, 0, :].sum(1, keepdims=True)
-        columns = {
-            "feature": np.where(leaf, 0, nodes.feature),
-            "threshold": nodes.threshold,
-            "below": np.where(leaf, self_, nodes.children_left),
-            "above": np.where(leaf, self_, nodes.children_right),
-            "chance": share[:, list(classes).index(True)] if True in classes else np.zeros(n),
-        }
-        for name, values in columns.items():
-            own: Tensor = getattr(self, name)
-            own[:n] = torch.from_numpy(values).to(own)
-
-
-def require_trees() -> None:
-    """Tell before a long training what its last stage needs."""
-    if find_spec("sklearn") is None:
-        raise UserError("fusion needs scikit-learn: pip install 'sparring[text]', or set fusion=false")
+            rows.append(features[items >= 0])
+            targets.append(target[items >= 0])
+        tree = grow(torch.cat(rows), torch.cat(targets), DEPTH)
+        for name in ("feature", "threshold", "below", "above", "chance"):
+            getattr(self, name).copy_(getattr(tree, name))

@@ -76,7 +76,7 @@ def load_encoder(
                 bag.load_state_dict(safetensors.torch.load_file(folder / "model.safetensors"))
             return bag
         source = TextEncoder(folder, "cpu")
-        model = source.load()[1] if weights else _bare(folder)
+        model = (source.load()[1] if weights else _bare(folder)).float()  # many are kept in halves, whose small steps would be lost
         return TransformerEncoder(model, find_tokenizer(folder), pooling, source.max_length, folder / "tokenizer.json")
     except (OSError, ValueError, KeyError, RuntimeError, safetensors.SafetensorError) as error:
         if isinstance(error, UserError):

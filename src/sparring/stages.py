@@ -3,7 +3,7 @@
     M1  the run itself: `fit`, in the run's folder
     M3  transfer: vectors of all queries are frozen, and an item's classifier starts where the item tower puts the item
     M4  the classifiers: `fit` again, in the folder `classifiers` inside it; a run like any other, and to be loaded like one
-    fusion.safetensors: what `Fused` learnt from held-out queries
+    fusion.safetensors: what `Fused` learnt from held-out queries; fusion_per_query.parquet: its metrics of every test query
 
 Each stage resumes from its own checkpoint, and a stage that is done is not trained again.
 """
@@ -18,18 +18,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import polars as pl
 import torch
 
 from sparring import runs
 from sparring.composition import Classifiers, Run, Setup, Term
 from sparring.data.batches import ClusteredBatches
-from sparring.data.interactions import Split
+from sparring.data.interactions import Split, write_table
 from sparring.devices import pick_device
+from sparring.dist import rank
 from sparring.evaluation import Evaluation, evaluate_lists
-from sparring.fusion import Fused, require_trees
+from sparring.fusion import Fused
 from sparring.losses import Fixed, HardPairs
-from sparring.metrics import PROPENSITY_METRICS, inverse_propensities
+from sparring.metrics import LIST_METRICS, PROPENSITY_METRICS, inverse_propensities
 from sparring.negatives import BatchPositives
+from sparring.sharded import ShardedTable
 from sparring.towers import IdTower, Retriever
 from sparring.train import METRICS, Fitted, Progress, fit
 from sparring.types import Positives
@@ -46,6 +49,7 @@ def fit_stages(
     metrics: Sequence[str] = METRICS,
     progress: Progress | None = None,
     source: Mapping[str, Any] | None = None,
+    save_seconds: float | None = None,
 ) -> Fitted:
     """Train a run and all stages that it asks for; without any this is `fit`.
 
@@ -56,16 +60,16 @@ def fit_stages(
     """
     progress = progress or Progress()
     wanted = run.classifiers
-    if wanted is not None and wanted.fusion:
-        require_trees()
     folder = Path(out) if out is not None else None
-    fitted = fit(run, split, folder, resume=resume, device=device, k=k, metrics=metrics, progress=progress, source=source)
+    asked: dict[str, Any] = {"resume": resume, "device": device, "k": k, "metrics": metrics, "progress": progress}
+    asked |= {"source": source, "save_seconds": save_seconds}
+    fitted = fit(run, split, folder, **asked)
     if wanted is None:
         return fitted
     progress.say(f"classifiers: one vector for each of {split.train.n_items:,} items over frozen query vectors")
     inner = None if folder is None else folder / "classifiers"
     after = classifier_run(run, split)
-    second = fit(after, split, inner, resume=resume, device=device, k=k, metrics=metrics, progress=progress, source=source)
+    second = fit(after, split, inner, **asked)
     found: dict[str, Evaluation | None] = {"knn": fitted.test, "clf": second.test}
     if wanted.fusion:
         fused = _fuse(run, second.run, wanted, split, pick_device(device), folder, progress)
@@ -73,7 +77,9 @@ def fit_stages(
             progress.say("ranking by both for every test query")
             found["fusion"] = _measure(fused, split, k, metrics)
     rows = {name: test for name, test in found.items() if test is not None}
-    if folder is not None:
+    if folder is not None and rank() == 0:
+        if "fusion" in rows:
+            write_table(_single_queries(rows["fusion"], split), folder / "fusion_per_query.parquet")
         path = folder / "result.json"
         runs.write_json(path, json.loads(path.read_text()) | {"stages": {name: test.to_dict() for name, test in rows.items()}})
     return dataclasses.replace(fitted, stages=rows)
@@ -101,13 +107,15 @@ def classifier_run(run: Run, split: Split) -> Run:
         eval_every=max(setup.eval_every, wanted.epochs // 20, 1),
         valid_queries=setup.valid_queries,
         precision=setup.precision,
+        clf_shards=setup.clf_shards,
         seed=setup.seed,
     )
-    towers = IdTower(train.n_queries, model.dim), IdTower(train.n_items, model.dim)
+    frozen, table = IdTower(train.n_queries, model.dim), ShardedTable(train.n_items, model.dim, setup.clf_shards)
     with torch.no_grad():
-        for tower, vectors in zip(towers, (queries, items), strict=True):
-            tower.weight.copy_(vectors)
-    towers[0].weight.requires_grad_(False)
+        frozen.weight.copy_(queries)
+    frozen.weight.requires_grad_(False)
+    table.copy_rows(items)
+    towers = frozen, table if setup.clf_shards > 1 else table.parts[0]
     batches = ClusteredBatches(
         rows,
         train.n_queries,
@@ -135,7 +143,7 @@ def _fuse(run: Run, second: Run, wanted: Classifiers, split: Split, device: torc
     progress.say(f"fusion: learning from the {'training' if split.valid is None else 'validation'} part what each score is worth")
     held, seen = (train, None) if split.valid is None else (split.valid, _on(split.seen_for("valid"), device))
     fused.learn(held, seen, run.setup.seed)
-    if folder is not None:
+    if folder is not None and rank() == 0:
         learnt = dict(fused.named_buffers(recurse=False))
         runs.write_tensors(folder / "fusion.safetensors", learnt, {"beta": wanted.beta, "shortlist": wanted.shortlist})
     return fused
@@ -152,6 +160,12 @@ def _measure(fused: Fused, split: Split, k: Sequence[int], metrics: Sequence[str
     else:  # as `evaluate` has them
         weights = inverse_propensities(counts, int((seen.start.diff() > 0).sum()))
     return evaluate_lists(lists, split.test, split.train.n_items, k, metrics, counts=counts, propensity=weights)
+
+
+def _single_queries(test: Evaluation, split: Split) -> pl.DataFrame:
+    """The values of each test query, as per_query.parquet has those of the towers."""
+    ranked = {key: each.astype(np.float32) for key, each in test.per_query.items() if key.split("@")[0] not in LIST_METRICS}
+    return pl.DataFrame({"query": split.train.query_ids.decode(test.query_ids), **ranked})
 
 
 def load_fused(folder: str | Path) -> Fused:

@@ -55,8 +55,9 @@ class TextTower(nn.Module):
 
 def text_tower(module: nn.Module) -> TextTower | None:
     """The text tower that a tower is, or that it corrects (augmented.py)."""
-    inner = getattr(module, "tower", module)
-    return inner if isinstance(inner, TextTower) else None
+    while not isinstance(module, TextTower) and isinstance(inner := getattr(module, "tower", None), nn.Module):
+        module = inner
+    return module if isinstance(module, TextTower) else None
 
 
 class BagEncoder(nn.Module):

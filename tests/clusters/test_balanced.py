@@ -119,3 +119,17 @@ def test_nonsense_is_refused() -> None:
         balanced_2means(torch.zeros(0, 3), 2, torch.Generator())
     with pytest.raises(ValueError, match="at least 1"):
         balanced_2means(torch.zeros(4, 3), 0, torch.Generator())
+
+
+def test_threads_change_nothing() -> None:
+    """One thread or three: the same clusters, to the last point, and PyTorch keeps the threads that it had."""
+    x = torch.randn(20_000, 8, generator=torch.Generator().manual_seed(0))
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            found.append(balanced_2means(x, 512, torch.Generator().manual_seed(1)))
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(*found)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import time
 
 import pytest
 import torch
 from torch import Tensor
 
-from sparring.negatives import BatchPositives, InBatch, NearestItems, Negatives, Union
+from sparring.negatives import BatchPositives, InBatch, NearestItems, Negatives, Union, ance
 from sparring.testing import NegativesContract, World, chi_square
 from sparring.types import Corpus, Positives, Step
 
@@ -125,6 +126,80 @@ def test_shared_ones_of_a_union_mask_what_each_query_knows() -> None:
     assert masked == expected
     assert torch.isneginf(block.log_w).tolist() == (block.ids < 0).tolist()
     assert math.isfinite(float(bag.blocks[0].log_w))
+
+
+def moved(world: World, epoch: int) -> World:
+    """Another world in every epoch."""
+    return World(world.counts, world.items.roll(epoch, 0), world.queries, world.known, world.shown)
+
+
+@pytest.mark.parametrize("background", [True, False])
+@pytest.mark.parametrize("delay", [1, 2, 3])
+def test_delayed_lists_are_those_of_the_vectors_then(monkeypatch: pytest.MonkeyPatch, background: bool, delay: int) -> None:
+    """Lists of the epochs 2, 5, ... hold from `delay` epochs later on, and until then the older ones, whoever makes them; the copy that
+    makes them in the background is the only thing that it reads."""
+    monkeypatch.setattr(ance, "spare_device", lambda device: device if background else None)
+    world, copies = World.build(), []
+    negatives = NearestItems(len(world.queries), k=4, every=3, start=2, delay=delay)
+
+    def at(epoch: int) -> Corpus:
+        def copied(device: torch.device) -> Corpus:
+            copies.append(epoch)
+            return corpus(moved(world, epoch), epoch)
+
+        def never() -> Tensor:
+            raise AssertionError("the training's own vectors were read")
+
+        items = never if background else moved(world, epoch).items
+        return Corpus(epoch, items, lambda ids: world.queries[ids], positives(world), torch.Generator(), copied=copied)
+
+    made = -1
+    for epoch in range(12):
+        negatives.refresh(at(epoch))
+        made = epoch - delay if epoch - delay in (2, 5, 8) else made
+        expected = refreshed(moved(world, made), 4).lists if made >= 0 else torch.full((len(world.queries), 4), -1)
+        assert torch.equal(negatives.lists, expected.to(torch.int32)), epoch
+    assert copies == ([2, 5, 8, 11] if background else [])
+
+
+def test_a_checkpoint_has_the_lists_that_are_being_made() -> None:
+    """state_dict waits for the background; loaded elsewhere they come into force in their epoch."""
+    world = World.build()
+
+    def slowly(device: torch.device) -> Corpus:
+        def encode(ids: Tensor) -> Tensor:
+            time.sleep(0.1)
+            return world.queries[ids]
+
+        return Corpus(0, world.items, encode, positives(world), torch.Generator())
+
+    first, second = (NearestItems(len(world.queries), k=5, every=2, delay=1) for _ in range(2))
+    first.refresh(Corpus(0, world.items, lambda ids: ids, positives(world), torch.Generator(), copied=slowly))
+    second.load_state_dict(first.state_dict())
+    assert bool((second.lists < 0).all())
+    second.refresh(corpus(world, 1))
+    assert torch.equal(second.lists, refreshed(world).lists)
+
+
+def test_what_fails_in_the_background_is_raised_in_front(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the lists are waited for."""
+    monkeypatch.setattr(ance, "spare_device", lambda device: device)
+    world = World.build()
+    negatives = NearestItems(len(world.queries), k=5, every=2, delay=1)
+
+    def broken(device: torch.device) -> Corpus:
+        return Corpus(0, world.items, lambda ids: 1 / 0, positives(world), torch.Generator())  # type: ignore[arg-type, return-value]
+
+    negatives.refresh(Corpus(0, world.items, lambda ids: ids, positives(world), torch.Generator(), copied=broken))
+    with pytest.raises(ZeroDivisionError):
+        negatives.refresh(corpus(world, 1))
+
+
+@pytest.mark.parametrize("delay", [-1, 6])
+def test_a_delay_beyond_the_next_lists_is_refused(delay: int) -> None:
+    """They would be replaced before they were used."""
+    with pytest.raises(ValueError, match="delay must lie between 0 and every=5"):
+        NearestItems(10, delay=delay)
 
 
 @pytest.mark.parametrize("wrong", [{"n": 0}, {"k": 0}, {"every": 0}, {"skip": -1}, {"start": -1}])

@@ -62,10 +62,12 @@ def _plan(args: Namespace) -> Plan:
             what = "a file, or the name of a set; repeat it for several" if option == "data" else "the folder for its runs and tables"
             raise UserError(f"--{option} is needed: {what}")
     settings: dict[str, object] = dict(args.settings)
-    if args.epochs is not None:
-        if "epochs" in settings:
-            raise UserError(f"epochs is set twice: by --epochs and by --set epochs={settings['epochs']}")
-        settings["epochs"] = args.epochs
+    for name in ("epochs", "batch_size", "encoder"):
+        value = getattr(args, name)
+        if value is not None and name in settings:
+            raise UserError(f"{name} is set twice: by --{name.replace('_', '-')} and by --set {name}={settings[name]}")
+        if value is not None:
+            settings[name] = value
     if args.tune:
         from sparring.tune import require_optuna
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -21,8 +23,9 @@ def balanced_2means(x: Tensor, n_clusters: int, generator: torch.Generator) -> T
     cosine to the own centre grows by at least 1e-4, order the points by x . c_2 - x . c_1, give the first ceil(n / 2) to the first half and
     the others to the second, and let the centres be the directions of the halves' means. A cluster of one point stays as it is.
 
-    Points count by their direction alone; of equals the one that comes first goes first. All clusters of a level are halved together. The
-    result depends on the points and the generator, on nothing else; memory beside the points is at most one copy of them.
+    Points count by their direction alone; of equals the one that comes first goes first. All clusters of a level are halved together, on
+    a CPU in as many threads as PyTorch has. The result depends on the points and the generator, on nothing else; memory beside the
+    points is at most one copy of them.
 
         balanced_2means(vectors, len(vectors) // 8, torch.Generator().manual_seed(0))
 
@@ -59,9 +62,29 @@ def _halved(x: Tensor, scale: Tensor, points: Tensor, generator: torch.Generator
     other = (one + 1 + (u[1] * (n - 1)).long().clamp(max=n - 2)) % n
     start = torch.stack([one, other], 1)
     at_once = max(1, POINTS.get(x.device.type, POINTS["cpu"]) // n)
-    for some, centres in zip(points.split(at_once), start.split(at_once), strict=True):
+    parts = list(zip(points.split(at_once), start.split(at_once), strict=True))
+
+    def half(part: tuple[Tensor, Tensor]) -> Tensor:
+        some, centres = part
         vectors = x.index_select(0, some.flatten()).mul_(scale[some.flatten()].unsqueeze(1))
-        yield some.gather(1, _order(vectors.view(*some.shape, -1), centres))
+        return some.gather(1, _order(vectors.view(*some.shape, -1), centres))
+
+    if x.is_cuda or len(parts) == 1:
+        yield from map(half, parts)
+        return
+    with _one_thread_each() as threads, ThreadPoolExecutor(threads) as pool:
+        yield from pool.map(half, parts)
+
+
+@contextmanager
+def _one_thread_each() -> Iterator[int]:
+    """How many threads PyTorch may use; inside, work is dealt over as many threads of our own, and no operation is divided further."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield threads
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _order(x: Tensor, start: Tensor) -> Tensor:

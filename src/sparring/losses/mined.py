@@ -65,9 +65,10 @@ class OnlineHard(nn.Module):
         self._last = violates.sum().detach()
         if not self.both_ways:
             return loss
-        if bag.blocks[0].ids is not step.item_ids:
+        if bag.blocks[0].ids is not step.batch.item_ids:
             raise ValueError("both_ways needs the positives of the batch as the first candidates: use InBatch")
-        return loss + self._hinge(scores[:, : len(positive)].T, positive, step.tau)[0]
+        whole = step.batch.gather(scores[:, : len(step.batch)])  # this rank's items against the queries of all
+        return loss + self._hinge(step.batch.own(whole.T), positive, step.tau)[0]
 
     def _hinge(self, scores: Tensor, positive: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
         """The loss of each row of scores (B, C), -inf where a candidate does not count, and who violates the margin (B, K)."""
@@ -83,8 +84,8 @@ class OnlineHard(nn.Module):
 
     def observe(self, step: Step, outcome: Outcome) -> None:
         if self._last is not None:
-            self.violators += self._last
-            self.rows += len(step.q)
+            self.violators += step.batch.sum(self._last)
+            self.rows += len(step.batch)
 
     def report(self) -> dict[str, float]:
         """Violators per row since the last report."""

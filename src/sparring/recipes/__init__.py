@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from sparring.composition import Run
 from sparring.recipes.esans import esans
-from sparring.recipes.extreme import ance, dexa, dexml, dpr, ngame
+from sparring.recipes.extreme import ance, dexa, dexml, dpr, ngame, prime
 from sparring.recipes.hard import ahns, amns, bmns, dns, fairneg, midx, mixgcf, sce
 from sparring.recipes.in_batch import (
     PAPER,
@@ -43,5 +43,5 @@ RECIPES: dict[str, Callable[..., Run]] = {
 RECIPES |= {recipe.__name__: recipe for recipe in (dns, ahns, mixgcf, amns, bmns, fairneg, midx, sce)}
 RECIPES |= {recipe.__name__: recipe for recipe in (sl, bsl, psl, slatk, ccl, ada_tau)}
 RECIPES |= {esans.__name__: esans}
-RECIPES |= {recipe.__name__: recipe for recipe in (dpr, ance, ngame, dexa, dexml)}
+RECIPES |= {recipe.__name__: recipe for recipe in (dpr, ance, ngame, dexa, prime, dexml)}
 __all__ += [*RECIPES]

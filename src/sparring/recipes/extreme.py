@@ -1,4 +1,4 @@
-"""Retrieval of labels, many of them rare, for texts or any other queries: DPR, ANCE, NGAME, DEXA, DEXML.
+"""Retrieval of labels, many of them rare, for texts or any other queries: DPR, ANCE, NGAME, DEXA, PRIME, DEXML.
 
 A training row is a query with one of its positives, drawn anew in each epoch; all known positives of a query are masked in its batch.
 With id towers they train as they are; for texts set an encoder. The authors train DistilBERT for
@@ -10,13 +10,18 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
+import numpy as np
 import torch
+from torch import Tensor
 
-from sparring.composition import Classifiers, Run, Setup, Term, compose
+from sparring.augmented import Centroids
+from sparring.composition import Run, Setup, Term, compose
 from sparring.data.batches import ClusteredBatches
 from sparring.data.interactions import Interactions
 from sparring.losses import Loss, OnlineHard, Reduction, sampled_softmax
-from sparring.negatives import AllItems, InBatch, NearestItems, Union
+from sparring.metrics import inverse_propensities
+from sparring.negatives import AllItems, InBatch, NearestItems, Popularity, Union
+from sparring.recipes.variant import variant
 
 LABELS = Setup(
     tau=0.1,
@@ -30,15 +35,22 @@ LABELS = Setup(
     eval_every=5,
 )
 SOFTMAX = replace(LABELS, tau=0.05)
+NGAME = replace(LABELS, classifiers=100)
 
 
-def dpr(data: Interactions, setup: Setup = SOFTMAX, *, loss: Literal["softmax", "hinge"] = "softmax") -> Run:
+def dpr(
+    data: Interactions, setup: Setup = SOFTMAX, *, loss: Literal["softmax", "hinge"] = "softmax", corrected: bool = False
+) -> Run:
     """Softmax against the positives of the other queries in random batches (DPR, random in-batch).
 
-    loss=hinge is NGAME's, at tau=0.1: the same training with other batches.
+    loss=hinge is NGAME's, at tau=0.1: the same training with other batches. corrected=true subtracts from each item's logit the log of how
+    often a batch is expected to hold it; the hinge has no such weights.
     Karpukhin et al., Dense Passage Retrieval for Open-Domain Question Answering, EMNLP 2020.
     """
-    return compose(data, setup, Term(1.0, InBatch(exclude="known"), _loss(loss)))
+    if corrected and loss == "hinge":
+        raise ValueError("corrected=true weighs the candidates of a softmax: it needs loss=softmax")
+    frequency = Popularity(offered(data, setup)) if corrected else None
+    return compose(data, setup, Term(1.0, InBatch(frequency, exclude="known"), _loss(loss)))
 
 
 def ance(
@@ -51,20 +63,22 @@ def ance(
     every: int = 5,
     start: int = 1,
     per_query: bool = False,
+    delay: int = 0,
     loss: Literal["softmax", "hinge"] = "softmax",
 ) -> Run:
     """In-batch negatives and n of each query's k nearest items, ranked anew `every` epochs (ANCE).
 
-    The ranking is exact and in the foreground: it encodes all queries and all items. skip drops the first ranks.
+    The ranking is exact: it encodes all queries and all items, in the foreground, or with a delay (in epochs) beside training, on a second
+    GPU or another core. skip drops the first ranks.
     Xiong et al., Approximate Nearest Neighbor Negative Contrastive Learning for Dense Text Retrieval, ICLR 2021.
     """
-    nearest = NearestItems(data.n_queries, n, min(k, data.n_items), skip, every, start, per_query)
+    nearest = NearestItems(data.n_queries, n, min(k, data.n_items), skip, every, start, per_query, delay=delay)
     return compose(data, setup, Term(1.0, Union(InBatch(exclude="known"), nearest), _loss(loss)))
 
 
 def ngame(
     data: Interactions,
-    setup: Setup = LABELS,
+    setup: Setup = NGAME,
     *,
     size: int = 8,
     start: int = 1,
@@ -76,18 +90,13 @@ def ngame(
     reduction: Reduction = "sum",
     constant_weights: bool = False,
     both_ways: bool = False,
-    classifiers: int = 100,
-    clf_lr: float = 1e-3,
-    clf_batch_size: int = 2048,
-    clf_warmup: int = 500,
-    fusion: bool = True,
 ) -> Run:
     """Batches of clusters of alike queries and a hinge loss on their hardest negatives, then a classifier per item (NGAME).
 
     Clusters of about `size` queries from the epoch `start` on (0 is the first), made anew `every` epochs, twice as large from each epoch in
     grow on; size=1 is random batches. dynamic=true sets the margin of each pair by its scores, from 0.1 to `margin`, and both_ways=true
     adds the loss of items against queries, as PRIME does.
-    `classifiers` epochs of one vector per item over frozen query vectors follow, 0 leaves them out; fusion ranks by both.
+    `classifiers` epochs of one vector per item over frozen query vectors follow, 0 leaves them out; fusion=true ranks by both.
     Dahiya et al., NGAME: Negative Mining-aware Mini-batching for Extreme Classification, WSDM 2023.
     """
     if start < 1:
@@ -106,54 +115,34 @@ def ngame(
         every,
         grow,
     )
-    after = Classifiers(classifiers, clf_batch_size, clf_lr, clf_warmup, fusion=fusion) if classifiers else None
-    return replace(run, batches=batches, classifiers=after)
+    for module in run.model.modules():
+        if isinstance(module, Centroids):
+            module.follow(batches)
+    return replace(run, batches=batches)
 
 
-def dexa(
-    data: Interactions,
-    setup: Setup = replace(LABELS, auxiliary=4, private=1000),
-    *,
-    size: int = 8,
-    start: int = 1,
-    every: int = 5,
-    grow: tuple[int, ...] = (15,),
-    k: int = 10,
-    margin: float = 0.3,
-    dynamic: bool = False,
-    reduction: Reduction = "sum",
-    constant_weights: bool = False,
-    both_ways: bool = False,
-    classifiers: int = 100,
-    clf_lr: float = 1e-3,
-    clf_batch_size: int = 2048,
-    clf_warmup: int = 500,
-    fusion: bool = True,
-) -> Run:
+dexa = variant(
+    ngame,
+    "dexa",
     """NGAME with free vectors, one for each cluster of items, added in the item tower (DEXA).
 
     About `auxiliary` items share a vector; the `private` most frequent have one each. auxiliary=2 is the authors' for 131,000 items.
     Dahiya et al., Deep Encoders with Auxiliary Parameters for Extreme Classification, KDD 2023.
-    """
-    return ngame(
-        data,
-        setup,
-        size=size,
-        start=start,
-        every=every,
-        grow=grow,
-        k=k,
-        margin=margin,
-        dynamic=dynamic,
-        reduction=reduction,
-        constant_weights=constant_weights,
-        both_ways=both_ways,
-        classifiers=classifiers,
-        clf_lr=clf_lr,
-        clf_batch_size=clf_batch_size,
-        clf_warmup=clf_warmup,
-        fusion=fusion,
-    )
+    """,
+    {"setup": replace(NGAME, auxiliary=4, private=1000)},
+)
+
+
+prime = variant(
+    ngame,
+    "prime",
+    """DEXA with the mean vector of each item's queries in the item tower, a margin by the scores, and losses both ways (close to PRIME).
+
+    Positives are drawn by inverse propensity. Of the authors' label tower the shallow transformer is missing: the vectors are summed.
+    PRIME, NAACL 2025, as it is in the code of its successor ViXML.
+    """,
+    {"setup": replace(NGAME, auxiliary=2, centroids=True, draw="propensity"), "size": 16, "dynamic": True, "both_ways": True},
+)
 
 
 def dexml(data: Interactions, setup: Setup = SOFTMAX) -> Run:
@@ -164,6 +153,18 @@ def dexml(data: Interactions, setup: Setup = SOFTMAX) -> Run:
     Gupta et al., Dual-Encoders for Extreme Multi-Label Classification, ICLR 2024.
     """
     return compose(data, setup, Term(1.0, AllItems(data.n_items, exclude="known")))
+
+
+def offered(data: Interactions, setup: Setup) -> Tensor:
+    """(N,) how often each item is the positive of a row in one epoch, on average: a query with n positives offers each 1 / n times."""
+    if setup.rows == "pairs":
+        return torch.from_numpy(data.counts())
+    weight = np.ones(data.n_items)
+    if setup.draw == "propensity":
+        weight = inverse_propensities(data.counts(), len(np.unique(data.queries)))
+    share = weight[data.items]
+    total = np.bincount(data.queries, weights=share, minlength=data.n_queries)
+    return torch.from_numpy(np.bincount(data.items, weights=share / total[data.queries], minlength=data.n_items))
 
 
 def _loss(name: Literal["softmax", "hinge"]) -> Loss:

@@ -10,6 +10,7 @@ from sparring.reproduce import page
 from sparring.reproduce.esans_cost import COST
 from sparring.reproduce.esans_main import ABLATION, MAIN
 from sparring.reproduce.esans_sweeps import CODEBOOKS, COUNTS, LAMBDA, OPEN
+from sparring.reproduce.ngame import NGAME_DEXA
 from sparring.reproduce.plan import Catalogue, Experiment, Given, Method, Plan, Results, Unsuited, seeds
 from sparring.reproduce.trainings import train
 from sparring.reproduce.xir import TABLE_1, TABLE_2, TABLE_4
@@ -23,6 +24,7 @@ EXPERIMENTS: dict[str, Experiment] = {
     each.name: each for each in (TABLE_1, TABLE_2, TABLE_4, TABLE_5, TABLE_6, FIGURE_1, FIGURE_2, FIGURE_3)
 }
 EXPERIMENTS |= {each.name: each for each in (MAIN, ABLATION, LAMBDA, COUNTS, CODEBOOKS, OPEN, COST)}
+EXPERIMENTS |= {NGAME_DEXA.name: NGAME_DEXA}
 
 
 def find(name: str) -> Experiment:

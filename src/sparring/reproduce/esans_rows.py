@@ -86,7 +86,7 @@ def relative_rows(
     rows: list[Row] = []
     for method in methods:
         why = "" if found[method.name] else plan.error(given, method)
-        row = _tested(found[method.name], found[first], method.name == first, why)
+        row = against(found[method.name], found[first], method.name == first, why)
         gain = None if method.name == first else printed_gain(printed, metric, known_by[method.name], known_by[first], given.known_as)
         rows.append({"data": given.shown, "metric": metric, "method": method.name, **row, **gain_cells("published", gain)})
     for name, why in (absent or {}).items():
@@ -100,7 +100,7 @@ def relative_rows(
     return rows
 
 
-def _tested(own: Seeds, base: Seeds, is_base: bool, why: str) -> Row:
+def against(own: Seeds, base: Seeds, is_base: bool, why: str) -> Row:
     row: Row = {"seeds": len(own), **dict.fromkeys(FIELDS), "verdict": f"not run: {why}"}
     if not own:
         return row

@@ -178,7 +178,8 @@ def _train_one(
     device: str,
 ) -> None:
     from sparring.devices import pick_device
-    from sparring.train import Progress, fit
+    from sparring.stages import fit_stages
+    from sparring.train import Progress
 
     parts = protocol.parts(given.data, seed)
     run = settings.build(method.recipe, parts.train, {**method.settings, "seed": seed}, setup)
@@ -193,7 +194,7 @@ def _train_one(
     k = protocol.within(given.data)
     source = {**given.source, "split": protocol.recorded(seed), "k": k}
     progress = Progress(epoch=epoch)
-    fit(run, parts, folder, resume=True, device=device, k=k, metrics=protocol.metrics, progress=progress, source=source)
+    fit_stages(run, parts, folder, resume=True, device=device, k=k, metrics=protocol.metrics, progress=progress, source=source)
     measured = {"device": hardware(where)}
     runs.write_json(folder / "measured.json", measured | (measure(run, parts, device) if measure else {}))
 

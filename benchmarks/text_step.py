@@ -1,0 +1,99 @@
+"""A training step of text towers: time, tokens a second and memory with and without the gradient cache; and what mining adds to an epoch.
+
+    python benchmarks/text_step.py --data OEWN-Hyper3 --encoder minilm --device cuda
+    python benchmarks/text_step.py --data OEWN-Hyper3 --encoder bag --epochs 6 --chunks none
+
+The second table trains random batches, NGAME and ANCE with the same loss, encoder and batch, one after the other, with the same interval of
+refreshing: its ratio is of whole trainings, and the share is of what was spent on clusters or lists within one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from sparring.data.interactions import Interactions, Split
+from sparring.data.readers import read
+from sparring.data.splits import split
+from sparring.settings import build
+from sparring.towers_text import text_tower
+from sparring.train import Progress, fit
+
+WARM = 4  # steps before the clock starts
+
+
+@dataclass
+class Clock:
+    """When the steps from WARM on began and ended, both with the device waited for."""
+
+    last: int
+    at: list[float] = field(default_factory=list)
+
+    def __call__(self, epoch: int, step: int, loss) -> None:  # type: ignore[no-untyped-def]
+        if step in (WARM, self.last):
+            loss()  # waits for the device
+            self.at.append(time.perf_counter())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", required=True)
+    parser.add_argument("--encoder", default="minilm")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--batch-size", type=int, default=1600)
+    parser.add_argument("--chunks", default="none,400,100", help="texts encoded at a time: none is a whole batch")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--epochs", type=int, default=6, help="of the second table; 0 leaves it out")
+    parser.add_argument("--every", type=int, default=5, help="epochs from one refresh to the next")
+    args = parser.parse_args()
+    train = split(read(args.data), valid=0.05).train
+    shared = {"encoder": args.encoder, "batch_size": args.batch_size, "tau": 0.1, "classifiers": 0, "warmup": 100}
+    steps(train, args, shared)
+    if args.epochs:
+        epochs(train, args, shared)
+
+
+def steps(train: Interactions, args: argparse.Namespace, shared: dict[str, object]) -> None:
+    cuda = args.device.startswith("cuda")
+    queries = np.unique(train.queries)[: args.batch_size * (args.steps + WARM)]
+    some = train.subset(np.isin(train.queries, queries))
+    print(f"{args.encoder}, B = {args.batch_size}, {args.device}: a step of random batches")
+    for chunk in args.chunks.split(","):
+        run = build("dpr", some, {**shared, "epochs": 1, "loss": "hinge", "chunk": chunk})
+        towers = [text_tower(side) for side in (run.model.query, run.model.item)]
+        tokens = sum(float(np.minimum(t.texts.lengths(), t.max_len).mean()) for t in towers if t is not None) * args.batch_size
+        clock = Clock(-(-len(queries) // args.batch_size))
+        if cuda:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        fit(run, Split(some), device=args.device, progress=Progress(step=clock))
+        each = (clock.at[1] - clock.at[0]) / (clock.last - WARM)
+        peak = f", at most {torch.cuda.max_memory_allocated() / 2**30:.2f} GB" if cuda else ""
+        print(f"  chunk {chunk:>5}: {1000 * each:8.1f} ms a step, about {tokens / each:12,.0f} tokens/s{peak}", flush=True)
+
+
+def epochs(train: Interactions, args: argparse.Namespace, shared: dict[str, object]) -> None:
+    mined = {"every": args.every, "start": 1}
+    methods = {
+        "random batches": ("dpr", {"loss": "hinge"}),
+        "NGAME": ("ngame", {**mined, "size": 8, "grow": ""}),
+        "ANCE": ("ance", {**mined, "loss": "hinge"}),
+    }
+    print(f"{args.epochs} epochs, refreshed every {args.every} from the second on, {len(np.unique(train.queries)):,} texts an epoch")
+    base = 0.0
+    for name, (recipe, own) in methods.items():
+        run = build(recipe, train, {**shared, **own, "epochs": args.epochs})
+        history = fit(run, Split(train), device=args.device).history
+        seconds = history[-1]["seconds"]
+        mining = sum(record.get(key, 0.0) for record in history for key in ("cluster_seconds", "list_seconds"))
+        base = base or seconds
+        print(f"  {name:15} {seconds:7.1f} s, {seconds / base:5.2f} of random batches; mining {mining:6.2f} s, "
+              f"{mining / (seconds - mining):6.1%} of the rest", flush=True)  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
