@@ -39,7 +39,7 @@ COMPARED: list[tuple[str, str, dict[str, Any]]] = [
 ]
 
 
-def seconds(name: str, arguments: dict[str, Any], data: Pairs, codes: Codes, steps: int, device: str, warm_up: int = 3) -> float:
+def seconds(name: str, arguments: dict[str, Any], data: Pairs, codes: Codes, steps: int, device: str, warm_up: int = 8) -> float:
     """Seconds of one step: of the CPU, or of the clock on a GPU."""
     everything = interactions(data)
     rows = np.random.default_rng(0).permutation(len(data))[: (warm_up + steps) * B]

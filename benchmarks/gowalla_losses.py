@@ -53,26 +53,33 @@ class Method:
         return [{**COMMON, **self.fixed, **dict(zip(self.grid, values, strict=True))} for values in every]
 
 
-TAU, DROPOUT = (0.08, 0.1, 0.12), (0.0, 0.1)
+BIAS = (False, True)  # a learned number per item beside its vector
 METHODS = {
-    "softmax": Method("sl", "gowalla_lightgcn", (0.1759, 0.1395), (0.175, 0.139), {"n": 2048}, {"tau": TAU, "dropout": DROPOUT}),
+    "softmax": Method(
+        "sl",
+        "gowalla_lightgcn",
+        (0.1759, 0.1395),
+        (0.175, 0.139),
+        {"n": 2048},
+        {"tau": (0.08, 0.1), "dropout": (0.0, 0.1), "item_bias": BIAS},
+    ),
     "ada_tau": Method(
         "ada_tau",
         "gowalla_lightgcn",
         (0.1839, 0.1507),
         (0.182, 0.149),
-        {"n": 2048, "settle": 20},
-        {"dropout": DROPOUT, "beta": (0.125, 0.5), "quantile": (None, 0.9)},
+        {"n": 2048, "settle": 30, "beta": 0.125, "dropout": 0.1},
+        {"quantile": (None, 0.9), "item_bias": BIAS},
     ),
     "bsl": Method(
         "bsl",
         "gowalla_lightgcn",
         (0.1882, 0.1584),
         (0.186, 0.156),
-        {"n": 2048, "form": "release", "dropout": 0.1},
-        {"tau": TAU, "exponent": (1.1, 1.22, 1.35)},
+        {"n": 2048, "form": "release", "tau": 0.1, "dropout": 0.1},
+        {"exponent": (1.1, 1.22), "item_bias": BIAS},
     ),
-    "sl@20": Method("slatk", "gowalla_xir", (0.2121, 0.1709), (0.210, 0.168), {"n": 2048}, {"tau": (0.1, 0.13), "tau_w": (1.0, 2.5)}),
+    "sl@20": Method("slatk", "gowalla_xir", (0.2121, 0.1709), (0.210, 0.168), {"n": 2048, "tau": 0.1, "tau_w": 1.0}, {"item_bias": BIAS}),
 }
 
 

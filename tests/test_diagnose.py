@@ -276,7 +276,7 @@ def test_the_run_is_left_as_it_was_and_a_seed_gives_the_same_figures(parts: Spli
 
 def test_opponents_share_the_model_and_offer_as_many_candidates(parts: Split) -> None:
     """n is set so that all offer what the run offers; where the batch alone is as much, n is the batch size; memories are filled."""
-    run = build("default", parts.train, {"n": 16}, SETUP)  # 32 in the batch and 16 more
+    run = build("debiased_mns", parts.train, {"n": 16}, SETUP)  # 32 in the batch and 16 more
     for name, expected in {"uns": 48, "mns": 48, "pns": 48, "ssl_pop": 32, "bir": 32, "full_softmax": 40}.items():
         other = opponents.opponent(name, run, parts)
         assert other.model is run.model

@@ -80,7 +80,7 @@ def fitted(parts: Split) -> Callable[[str], Fitted]:
 
 
 SOURCES = {
-    "default": ["in-batch: 64 candidates shared", "sampled from Uniform(40): 2,048 candidates shared"],
+    "default": ["sampled from Uniform(40): 2,048 candidates shared"],
     "quick": ["in-batch: 64 candidates shared", "weight: -log expected count", "positive: one per query, uncorrected"],
     "uns": ["sampled from Uniform(40): 1,024 candidates shared"],
     "pns": ["sampled from Popularity(40 items, alpha=1): 1,024 candidates shared"],
@@ -112,6 +112,7 @@ SOURCES = {
     "ance": ["in-batch: 60", "nearest items of each query: 60 candidates shared", "60 dropped", "masked: all known positives"],
     "ngame": ["1 x OnlineHard over", "in-batch: 60 candidates shared", "masked: all known positives"],
     "dexa": ["1 x OnlineHard over", "in-batch: 60 candidates shared", "masked: all known positives"],
+    "prime": ["1 x OnlineHard over", "in-batch: 60 candidates shared", "masked: all known positives"],
     "dexml": ["1 x sampled_softmax over", "all items: 40 candidates shared", "masked: all known positives"],
     "midx": ["drawn from a softmax over 32 x 32 cells: 64 candidates for each query", "weight: -log expected count"],
     "sce": ["the hardest of 16 buckets of 16 queries: 40 candidates for each query", "weight: none", "masked: own positive"],
@@ -247,27 +248,29 @@ def test_mns_mixture_is_the_published_one_at_the_published_size() -> None:
     assert np.abs(ours - np.log(0.5 * p + 0.5 / n_items)).max() < 5e-4
 
 
-@pytest.mark.parametrize("name", ["debiased_mns", "default"])
-def test_corrected_mixed_negatives(parts: Split, name: str) -> None:
+def test_corrected_mixed_negatives(parts: Split) -> None:
     """Batch and n uniform items under one partition function, each divided by its expected count (B - 1) p_j + n / N."""
-    hand = Hand(parts.train, build(name, parts.train, {**TINY, "n": 16}))
+    hand = Hand(parts.train, build("debiased_mns", parts.train, {**TINY, "n": 16}))
     losses, _, outcome = hand.contrast()
     ids = torch.cat([hand.items, outcome.bags[0].blocks[1].ids])
     count = (B - 1) * hand.p + 16 / hand.n_items
     check(losses, hand.softmax_loss(hand.logits(ids) - count[ids].log() + hand.other(ids)))
 
 
-def test_default_can_mask_all_known_positives(parts: Split) -> None:
-    """exclude="known": no item that the query has taken in training counts against it, in the batch or in the sample."""
-    hand = Hand(parts.train, build("default", parts.train, {**TINY, "n": 16, "exclude": "known"}))
+@pytest.mark.parametrize("exclude", ["positive", "known"])
+def test_default(parts: Split, exclude: str) -> None:
+    """-s + log of the sum over n uniform items that are not the query's positive; "known": none that the query has taken in training."""
+    plain = {"tau": 0.3, "item_bias": False, "dropout": 0.0, "exclude": exclude}
+    hand = Hand(parts.train, build("default", parts.train, {**TINY, "n": 16, **plain}))
     losses, _, outcome = hand.contrast()
-    ids = torch.cat([hand.items, outcome.bags[0].blocks[1].ids])
-    taken = torch.zeros(parts.train.n_queries, hand.n_items, dtype=torch.bool)
-    taken[torch.from_numpy(parts.train.queries).long(), torch.from_numpy(parts.train.items).long()] = True
-    mask = torch.zeros(B, len(ids), dtype=torch.float64).masked_fill(taken[hand.queries][:, ids], -INF)
-    assert torch.isinf(mask).sum() > torch.isinf(hand.other(ids)).sum()
-    count = (B - 1) * hand.p + 16 / hand.n_items
-    check(losses, hand.softmax_loss(hand.logits(ids) - count[ids].log() + mask))
+    ids = outcome.bags[0].blocks[0].ids
+    mask = hand.other(ids)
+    if exclude == "known":
+        taken = torch.zeros(parts.train.n_queries, hand.n_items, dtype=torch.bool)
+        taken[torch.from_numpy(parts.train.queries).long(), torch.from_numpy(parts.train.items).long()] = True
+        assert taken[hand.queries][:, ids].sum() > torch.isinf(mask).sum()
+        mask = torch.zeros(B, len(ids), dtype=torch.float64).masked_fill(taken[hand.queries][:, ids], -INF)
+    check(losses, torch.logsumexp(hand.logits(ids) + mask, 1) - hand.positive)
 
 
 def expected_draws(hand: Hand, ids: Tensor, n: int, mask: Tensor) -> Tensor:

@@ -76,8 +76,8 @@ def test_a_checkerboard_is_learnt(checkerboard: Split, name: str) -> None:
     run = build(name, checkerboard.train, settings)
     found = fit(run, checkerboard, k=(1,), device="cpu")
     losses = [record["loss"] for record in found.history]
-    # the draws of BIR and XIR grow harder as the model learns, and quick starts near the end: their losses fall little
-    assert np.mean(losses[-3:]) < (1.0 if name in ("bir", "xir", "quick") else 0.8) * losses[0]
+    # the draws of BIR and XIR grow harder as the model learns, quick starts near the end, default's loss holds log n: all fall little
+    assert np.mean(losses[-3:]) < (1.0 if name in ("bir", "xir", "quick", "default") else 0.8) * losses[0]
     assert found.test is not None
     vectors = run.model.item_vectors()
     own = recall_at_1(lambda user: (run.model.query_vectors(torch.tensor([user])) @ vectors.T)[0], checkerboard)
@@ -117,7 +117,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch, scores: list[float]) -> list[Inter
     asked: list[Interactions] = []
 
     def report(model: Any, test: Interactions, seen: Any, k: Any, metrics: Any, **more: Any) -> Evaluation:
-        if more:  # the test at the end
+        if "counts" in more:  # the test at the end
             return evaluate(model, test, seen, k, metrics, **more)
         asked.append(test)
         score = scores[len(asked) - 1]
@@ -270,13 +270,13 @@ def test_clip_works_with_every_optimiser(parts: Split, optimizer: str) -> None:
 def test_a_learned_temperature_moves_and_stays_within_bounds(checkerboard: Split) -> None:
     """learn_tau: the temperature of an easy task falls from where it starts, is recorded each epoch, and never leaves [0.02, 1]."""
     settings = {"dim": 8, "batch_size": 64, "patience": None, "n": 16, "learn_tau": True, "tau": 0.5}
-    run = build("default", checkerboard.train, {**settings, "epochs": 8, "lr": 0.02})
+    run = build("uns", checkerboard.train, {**settings, "epochs": 8, "lr": 0.02})
     taus = [record["tau"] for record in fit(run, checkerboard, k=(1,), device="cpu").history]
     assert len(set(taus)) == 8
     assert taus[-1] < 0.45
-    wild = build("default", checkerboard.train, {**settings, "epochs": 6, "lr": 1.0})
+    wild = build("uns", checkerboard.train, {**settings, "epochs": 6, "lr": 1.0})
     assert all(0.02 - 1e-6 <= record["tau"] <= 1 + 1e-6 for record in fit(wild, checkerboard, k=(1,), device="cpu").history)
-    fixed = build("default", checkerboard.train, {**settings, "learn_tau": False, "epochs": 2})
+    fixed = build("uns", checkerboard.train, {**settings, "learn_tau": False, "epochs": 2})
     assert {record["tau"] for record in fit(fixed, checkerboard, k=(1,), device="cpu").history} == {0.5}
 
 

@@ -132,3 +132,11 @@ def test_literal_arguments_take_their_declared_values(monkeypatch: pytest.Monkey
     """An entry without values stands for all values of the argument's Literal type."""
     monkeypatch.setitem(tuning.OWN, "form", OneOf())
     assert space("ssl_pop")["form"] == OneOf(("paper", "release"))
+
+
+@pytest.mark.parametrize(("encoder", "lr"), [("minilm", 2e-4), ("bag", 0.01)])
+def test_rates_of_text_towers(encoder: str, lr: float) -> None:
+    """A transformer is tried at rates from 1e-5 to 1e-3, a bag at those of a table; the first trial has what suits the encoder."""
+    found = space("dpr", {"encoder": encoder})
+    assert found["lr"] == (Range(1e-5, 1e-3, log=True) if encoder == "minilm" else space("dpr")["lr"])
+    assert tuning._defaults("dpr", found, None, {"encoder": encoder})["lr"] == lr

@@ -1,7 +1,8 @@
 """The same budget for every recipe: N trials each of learning rate, temperature, weight decay and what the method itself leaves open.
 
 What is compared after tuning differs in its negatives and losses, not in whose author tried more learning rates. Trials are scored on the
-validation part alone; the test part is not even handed to them. The first trial is the recipe as it comes. A trial that fails counts: a
+validation part alone; the test part is not even handed to them. The first trial is the recipe as it comes, the second has what
+all recipes share at values known to be strong. A trial that fails counts: a
 method that diverges easily must not get more tries than one that does not.
 """
 
@@ -17,10 +18,11 @@ from pathlib import Path
 from typing import Any, get_args
 
 from sparring import runs
-from sparring.composition import Setup
-from sparring.data.interactions import Split
+from sparring.composition import Setup, tau_of
+from sparring.data.interactions import Interactions, Split
 from sparring.errors import UserError
-from sparring.settings import build, find, own_arguments, own_setup, resolve
+from sparring.pretrained import is_bag
+from sparring.settings import build, find, own_arguments, resolve
 from sparring.train import fit
 
 RANDOM = 6  # trials before the sampler starts to learn from those before
@@ -48,14 +50,20 @@ class OneOf:
 def shared(setup: Setup) -> dict[str, Range | OneOf]:
     """Every recipe's common space. Cosines lie in [-1, 1], inner products grow as they need, so their temperatures differ; a decoupled
     decay (row rules) is multiplied by the learning rate, a coupled one (adam) by the gradient's scale. A decay of exactly 0 must be in
-    reach, which no logarithm has. An item bias is what popularity-heavy data needs, whatever the negatives."""
+    reach, which no logarithm has. An item bias is what popularity-heavy data needs, whatever the negatives. A pretrained transformer
+    forgets at rates that a table of vectors needs."""
     decays = (0.0, 1e-6, 1e-5, 1e-4, 1e-3) if setup.optimizer == "adam" else (0.0, 1e-4, 0.01, 0.1, 1.0)
     return {
-        "lr": Range(1e-4, 0.05, log=True),
-        "tau": Range(0.03, 1.0, log=True) if setup.score == "cosine" else Range(0.2, 3.0, log=True),
+        "lr": Range(1e-5, 1e-3, log=True) if _transformer(setup) else Range(1e-4, 0.05, log=True),
+        "tau": Range(0.03, 0.5, log=True) if setup.score == "cosine" else Range(0.2, 3.0, log=True),
         "weight_decay": OneOf(decays),
         "item_bias": OneOf((False, True)),
     }
+
+
+def _transformer(setup: Setup) -> bool:
+    """Whether a tower reads texts with a pretrained transformer."""
+    return "text" in (setup.query_tower, setup.item_tower) and setup.encoder is not None and not is_bag(setup.encoder)
 
 
 # A method's own arguments, by name or by recipe and name. What is not here stays as it is, and so does everything that says how many
@@ -156,7 +164,7 @@ def tune(
     parts = Split(split.train, split.valid, None)
     while len(done) < trials:
         number = len(done)
-        settings = _ask(optuna, done, distributions, number, seed, _defaults(recipe, choices, base))
+        settings = _ask(optuna, done, distributions, number, seed, _begin(number, recipe, choices, parts.train, base, fixed or {}))
         began = time.perf_counter()
         value, error = None, None
         try:
@@ -192,23 +200,43 @@ def read_trials(path: Path) -> list[Trial]:
         raise UserError(f"{path} is corrupt: {str(error).splitlines()[0]}; delete it to tune again") from error
 
 
-def _ask(optuna: Any, done: list[Trial], distributions: dict[str, Any], number: int, seed: int, first: dict[str, Any]) -> dict[str, Any]:
-    """The settings of the next trial, given those before it."""
+def _ask(optuna: Any, done: list[Trial], distributions: dict[str, Any], number: int, seed: int, given: dict[str, Any]) -> dict[str, Any]:
+    """The settings of the next trial, given those before it, and some of its own."""
     sampler = optuna.samplers.TPESampler(n_startup_trials=RANDOM, seed=seed * 1_000_003 + number)
     study = optuna.create_study(direction="maximize", sampler=sampler)
     states = optuna.trial.TrialState
     for trial in done:
         state = states.FAIL if trial.value is None else states.COMPLETE
         study.add_trial(optuna.trial.create_trial(params=trial.settings, distributions=distributions, value=trial.value, state=state))
-    if number == 0:
-        study.enqueue_trial(first)
+    if given:
+        study.enqueue_trial(given)
     return dict(study.ask(distributions).params)
 
 
-def _defaults(recipe: str, choices: Mapping[str, Range | OneOf], base: Setup | None) -> dict[str, Any]:
+def _begin(
+    number: int, recipe: str, choices: Mapping[str, Range | OneOf], train: Interactions, base: Setup | None, fixed: Mapping[str, object]
+) -> dict[str, Any]:
+    """What every method tries first: the recipe as it comes, then what it shares with the others at the values that `default` has.
+
+    So no method is compared at a setting that is known to be poor because a handful of trials missed a good one.
+    """
+    if number > 1:
+        return {}
+    first = _defaults(recipe, choices, base, fixed)
+    if number == 0:
+        return first
+    setup = resolve(find(recipe), fixed, base)[0]
+    strong: dict[str, Any] = {"weight_decay": 0.0, "item_bias": True}
+    strong |= {} if _transformer(setup) else {"lr": 3e-3}
+    strong |= {"tau": tau_of(train)} if setup.score == "cosine" else {}
+    second = first | {name: value for name, value in strong.items() if name in choices}
+    return second if second != first else {}
+
+
+def _defaults(recipe: str, choices: Mapping[str, Range | OneOf], base: Setup | None, fixed: Mapping[str, object]) -> dict[str, Any]:
     """The recipe as it comes, moved into the space where it lies outside; what it leaves open is left to the sampler."""
     found = find(recipe)
-    values = asdict(base or own_setup(found)) | {name: default for name, (_, default) in own_arguments(found).items()}
+    values = asdict(resolve(found, fixed, base)[0]) | {name: default for name, (_, default) in own_arguments(found).items()}
     first: dict[str, Any] = {}
     for name, entry in choices.items():
         value = values[name]

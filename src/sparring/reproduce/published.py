@@ -98,6 +98,7 @@ XIR_TABLE_4 = _table_4()
 # implementation meets the paper on Ta-feng. Weight decay: comments of the release's older scripts; 1e-5 where they say nothing.
 XIR_LAM = {"Gowalla": 0.2, "Ta-feng": 0.5}
 XIR_WEIGHT_DECAY = {"Amazon": 1e-6}
+XIR_ALPHA = {"Gowalla": 1e-4, "Ta-feng": 3e-5}  # of G-Tower: the release's script; ours, since what was used is not published
 
 # ESANS, table 3: hours and minutes of training on its set #A2, without the offline stage that makes the codes.
 ESANS_HOURS = {
