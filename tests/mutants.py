@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
+import pytest
+
 import clusters.test_balanced as balanced_tests
 import data.test_clustered as clustered_tests
 import negatives.test_algebra as algebra_tests
@@ -40,9 +42,11 @@ import test_kernels_mixed
 import test_losses
 import test_losses_mined
 import test_losses_newer
+import test_sharded
 import test_temperature
+import test_tree
 import test_types
-from sparring import augmented, contrast, losses, towers, types
+from sparring import augmented, contrast, losses, sharded, towers, tree, types
 from sparring.clusters import balanced
 from sparring.data import batches
 from sparring.data.splits import split
@@ -123,6 +127,16 @@ PLAIN_TAU = test_losses.torch.tensor(0.5)
 PARTITION, EXCLUDED, DISTRIBUTION = "test_partition_function", "test_excluded_items_weigh_nothing", "test_distribution"
 GRADIENT, DESCRIBES = "test_loss_and_gradient", "test_bag_describes_itself"
 uniform, in_batch, mixed = sampled_tests.TestUniform, batch_tests.TestInBatch, batch_tests.TestMixed
+
+def delayed_lists(delay: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        ance_tests.test_delayed_lists_are_those_of_the_vectors_then(patch, False, delay)
+
+
+def centroids_by_hand() -> None:
+    world = make_world(60, 40, exposure=0.5, relevant=0.4, seed=3)
+    test_augmented.test_centroids_are_means_of_the_queries_of_an_item(split(world.interactions, "random"), 1.0)
+
 
 MUTANTS = [
     Mutant("the sign of logQ", algebra.corrected, "shift - log_count", "shift + log_count", (of(uniform, PARTITION),)),
@@ -213,16 +227,16 @@ MUTANTS = [
     ),
     Mutant(
         "occurrence counted once for each distinct item",
-        batch.Cache.observe,
-        "block.usage.double()",
-        "(block.usage > 0).double()",
+        batch.Cache._drawn,
+        "step.batch.sum(block.usage) if",
+        "step.batch.sum((block.usage > 0).double()) if",
         (cache_tests.test_occurrences_add_up_over_all_draws_of_all_terms,),
     ),
     Mutant(
         "occurrences of the first term only",
-        batch.Cache.observe,
-        "for bag in outcome.bags:",
-        "for bag in outcome.bags[:1]:",
+        batch.Cache._drawn,
+        "for bag in outcome.bags ",
+        "for bag in outcome.bags[:1] ",
         (cache_tests.test_occurrences_add_up_over_all_draws_of_all_terms,),
     ),
     Mutant(
@@ -235,8 +249,8 @@ MUTANTS = [
     Mutant(
         "occurrences in single precision",
         batch.Cache.observe,
-        "self.occurrences += ",
-        "self.occurrences.copy_(self.occurrences.float()); self.occurrences += 0 * ",
+        "self.occurrences.index_add_(0, ids, usage)",
+        "self.occurrences.copy_(self.occurrences.float().index_add_(0, ids, usage.float()))",
         (cache_tests.test_large_counts_still_register_small_additions,),
     ),
     Mutant(
@@ -276,23 +290,30 @@ MUTANTS = [
     Mutant(
         "resampling without log n",
         algebra.Resample.forward,
-        "log_w=counts.log()",
-        "log_w=(counts > 0).log()",
+        "log_w = (counts - 1).log1p_()",
+        "log_w = (counts > 0).log()",
         (of(algebra_tests.TestMultinomial, DISTRIBUTION), published(published_tests.test_bir, "multinomial")),
     ),
     Mutant(
         "systematic draws off by one",
         algebra.systematic_counts,
-        "torch.floor(cdf * n + u)",
-        "torch.ceil(cdf * n + u)",
+        "torch.floor(cdf * n + start)",
+        "torch.ceil(cdf * n + start)",
         (calling(algebra_tests.test_systematic_counts, 7),),
     ),
     Mutant(
         "systematic draws without a random start",
         algebra.systematic_counts,
-        "torch.floor(cdf * n + u)",
+        "torch.floor(cdf * n + start)",
         "torch.floor(cdf * n)",
         (calling(algebra_tests.test_systematic_counts, 7),),
+    ),
+    Mutant(
+        "rounded draws always rounded down",
+        algebra.rounded_counts,
+        "torch.floor(p * n + _uniform(len(p), p.shape[1], generator, batch))",
+        "torch.floor(p * n)",
+        (calling(algebra_tests.test_rounded_counts, 7),),
     ),
     Mutant(
         "the hardest are the easiest",
@@ -311,8 +332,8 @@ MUTANTS = [
     Mutant(
         "the memory keeps the first of a long batch",
         batch.Memory.observe,
-        "step.item_ids[-len(self.ids) :]",
-        "step.item_ids[: len(self.ids)]",
+        "step.batch.item_ids[-len(self.ids) :]",
+        "step.batch.item_ids[: len(self.ids)]",
         (calling(batch_tests.TestMemory().test_first_in_first_out, 7, 16),),
     ),
     Mutant(
@@ -405,8 +426,8 @@ MUTANTS = [
     Mutant(
         "the first of the hardest instead of any",
         selection.AmongHardest.choose,
-        "torch.rand(top.values.shape, generator=step.generator, device=scores.device)",
-        "top.values",
+        "step.batch.own(order)",
+        "top.values.clone()",
         (hard_tests.test_every_one_of_the_hardest_is_as_likely,),
     ),
     Mutant(
@@ -706,7 +727,7 @@ MUTANTS = [
     Mutant(
         "the positive counts inside its bucket",
         buckets._never,
-        "items.unsqueeze(1) == known.ids[members].unsqueeze(2)",
+        "items.unsqueeze(1) == step.batch.item_ids[members].unsqueeze(2)",
         "torch.zeros((*members.shape, items.shape[1]), dtype=torch.bool)",
         (of(bucket_tests.TestBuckets, EXCLUDED), calling(bucket_tests.test_it_is_the_published_loss, "positive", False)),
     ),
@@ -741,8 +762,8 @@ MUTANTS = [
     Mutant(
         "dropout drops the bias",
         towers.Retriever.dropped,
-        "q if self.item_bias is None else q[..., :-1]",
-        "q",
+        "return self._finished(towers * kept / (1 - rate))",
+        "return self._finished(towers * kept / (1 - rate)) * (uniform[..., :1] >= rate)",
         (calling(test_dropout.test_inner_products_keep_their_mean, True),),
     ),
     Mutant(
@@ -776,14 +797,14 @@ MUTANTS = [
     Mutant(
         "hard negatives from the positive's own cell",
         clusters.SameCluster.forward,
-        "width.unsqueeze(1), 0)",
-        "0 * width.unsqueeze(1), 0)",
+        "torch.where(at >= hole, width, 0)",
+        "torch.where(at >= hole, 0 * width, 0)",
         (cluster_tests.test_hard_ones_come_from_the_same_cluster_and_another_cell,),
     ),
     Mutant(
         "an item of a cluster drawn twice",
         clusters.distinct,
-        "torch.where(again, last, pick)",
+        "torch.where(again & enough, last, pick)",
         "pick",
         (cluster_tests.test_every_set_is_as_likely,),
     ),
@@ -902,8 +923,8 @@ MUTANTS = [
     Mutant(
         "a memory of where queries stand in the batch",
         batches.ClusteredBatches.observe,
-        "self.memory[step.query_ids]",
-        "self.memory[: len(step.q)]",
+        "self.memory[step.batch.query_ids]",
+        "self.memory[: len(step.batch)]",
         (clustered_tests.test_the_memory_is_what_each_query_was_in_its_last_step,),
     ),
     Mutant(
@@ -964,17 +985,52 @@ MUTANTS = [
     ),
     Mutant(
         "lists of nearest items keep known positives",
-        ance.NearestItems.refresh,
-        "corpus.items.float(), k, corpus.positives, ids)",
+        ance.NearestItems._made,
+        "corpus.items.float(), k, corpus.positives, own)",
         "corpus.items.float(), k)",
         (calling(ance_tests.test_lists_are_the_best_unknown_items, 5, 0),),
     ),
     Mutant(
         "the last ranks are dropped and not the first",
-        ance.NearestItems.refresh,
+        ance.NearestItems._made,
         "[:, self.skip :]",
         "[:, : k - self.skip]",
         (calling(ance_tests.test_lists_are_the_best_unknown_items, 3, 2),),
+    ),
+    Mutant(
+        "delayed lists hold as soon as they are made",
+        ance.NearestItems.refresh,
+        "if self.delay and int(self.due) == corpus.epoch:",
+        "if self.delay:",
+        (calling(delayed_lists, 2),),
+    ),
+    Mutant(
+        "a checkpoint without the lists that are being made",
+        ance.NearestItems.wait,
+        "self.coming.copy_(work.result())",
+        "work.result()",
+        (ance_tests.test_a_checkpoint_has_the_lists_that_are_being_made,),
+    ),
+    Mutant(
+        "a centroid is a sum",
+        augmented.Centroids.refresh,
+        "total / (number + self.shrink).clamp(min=1)",
+        "total",
+        (centroids_by_hand,),
+    ),
+    Mutant(
+        "a tree that parts at the worst place",
+        tree._best_splits,
+        "gain = (t_l**2",
+        "gain = -(t_l**2",
+        (test_tree.test_one_split_is_the_best_of_all,),
+    ),
+    Mutant(
+        "every row of a shard is its first",
+        sharded.ShardedTable.forward,
+        "flat[place] - low",
+        "(flat[place] - low) * 0",
+        (calling(test_sharded.test_a_start_and_any_ids_are_those_of_one_table, 10, 3),),
     ),
     Mutant(
         "rare items have vectors of their own",

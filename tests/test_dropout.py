@@ -30,7 +30,7 @@ def test_inner_products_keep_their_mean(bias: bool) -> None:
     """Each dimension is 0 with chance 0.3 and else divided by 0.7, so that its mean over draws stays; a bias's dimension stays 1."""
     model = Retriever(IdTower(5, 6), IdTower(7, 6), "dot", item_bias=IdTower(7, 1) if bias else None)
     q = model.encode_queries(torch.arange(5)).detach()
-    draws = torch.stack([model.dropped(q, RATE, generator(seed)) for seed in range(4000)])
+    draws = torch.stack([model.dropped(q, RATE, torch.rand(5, 6, generator=generator(seed))) for seed in range(4000)])
     assert draws.shape == (4000, *q.shape)
     if bias:
         assert bool((draws[..., -1] == 1).all())
@@ -46,7 +46,7 @@ def test_inner_products_keep_their_mean(bias: bool) -> None:
 def test_cosines_are_of_what_is_left_of_the_towers_vectors(bias: bool) -> None:
     """Under cosine a dropped vector is the tower's own with the same zeros, then brought to length 1: dropped before, not after."""
     model = Retriever(IdTower(5, 6), IdTower(7, 6), "cosine", item_bias=IdTower(7, 1) if bias else None)
-    q = model.dropped(model.encode_queries(torch.arange(5)), RATE, generator(3)).detach()
+    q = model.dropped(model.encode_queries(torch.arange(5)), RATE, torch.rand(5, 6, generator=generator(3))).detach()
     assert q.shape == (5, 6 + bias)
     if bias:
         assert bool((q[:, -1] == 1).all())

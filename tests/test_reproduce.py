@@ -231,8 +231,8 @@ def test_names_are_listed_and_a_wrong_one_is_told(capsys: pytest.CaptureFixture[
     """`sparring reproduce` prints every name with a line; a name that is near to one is answered with it."""
     assert main(["reproduce"]) == 0
     printed = capsys.readouterr().out
-    assert list(EXPERIMENTS) == re.findall(r"^((?:xir|esans)-\w+)", printed, re.MULTILINE)
-    assert len(EXPERIMENTS) == 15
+    assert list(EXPERIMENTS) == re.findall(r"^((?:xir|esans|ngame)-\w+)", printed, re.MULTILINE)
+    assert len(EXPERIMENTS) == 16
     assert main(["reproduce", "xir-tabel2", "--data", "demo", "--out", "x"]) == 2
     assert "did you mean 'xir-table2'?" in capsys.readouterr().err
     assert main(["reproduce", "xir-table2", "--out", "x"]) == 2

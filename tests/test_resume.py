@@ -43,6 +43,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "ance": {"batch_size": 10, "k": 5, "skip": 1, "every": 1, "draw": "propensity"},
     "ngame": {"batch_size": 10, "size": 4, "every": 1, "grow": "2", "classifiers": 0},
     "dexa": {"batch_size": 10, "size": 4, "every": 2, "auxiliary": 4, "private": 3, "classifiers": 0},
+    "prime": {"batch_size": 10, "size": 4, "every": 2, "classifiers": 0},
 }
 
 

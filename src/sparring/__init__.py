@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from sparring.composition import Run, Setup, Term, compose
     from sparring.contrast import describe_batch
     from sparring.data.interactions import Interactions, Split
+    from sparring.data.prepare import prepare
     from sparring.data.readers import read
     from sparring.data.splits import split
     from sparring.errors import UserError
@@ -37,6 +38,7 @@ _HOME = {
     "evaluate": "evaluation",
     "fit": "train",
     "load": "runs",
+    "prepare": "data.prepare",
     "read": "data.readers",
     "split": "data.splits",
 }
@@ -57,6 +59,7 @@ __all__ = [
     "fit",
     "load",
     "negatives",
+    "prepare",
     "read",
     "recipes",
     "split",

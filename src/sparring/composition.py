@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from sparring.augmented import Augmented, shared_vectors
+from sparring.augmented import Augmented, Centroids, shared_vectors
 from sparring.data.batches import RandomBatches
 from sparring.data.features import Features, Histories, histories
 from sparring.data.interactions import Ids, Interactions
@@ -18,6 +19,8 @@ from sparring.errors import UserError
 from sparring.losses import Fixed, Learned, Loss, sampled_softmax
 from sparring.negatives import Negatives
 from sparring.pretrained import Pooling, load_encoder, open_encoder, width
+from sparring.rowwise import RowWiseTable, fitting, id_table
+from sparring.sharded import ShardedTable
 from sparring.spectral import start_from
 from sparring.towers import FeatureTower, HistoryTower, IdTower, Retriever
 from sparring.towers_text import TextTower
@@ -29,7 +32,7 @@ class Setup:
 
     dim: int = 64
     score: Literal["cosine", "dot"] = "cosine"
-    tau: float = 0.1
+    tau: float | None = 0.1
     learn_tau: bool = False
     init: Literal["normal", "spectral"] = "normal"
     init_std: float = 0.1
@@ -45,6 +48,8 @@ class Setup:
     auxiliary: int = 0
     private: int = 0
     auxiliary_init: Literal["xavier", "zeros"] = "xavier"
+    centroids: bool = False
+    tables: Literal["auto", "replicated", "sharded"] = "auto"
     hidden: tuple[int, ...] = (32, 16)
     dropout: float = 0.0
     rows: Literal["pairs", "queries"] = "pairs"
@@ -64,6 +69,12 @@ class Setup:
     select: str = "ndcg@10"
     eval_every: int = 1
     valid_queries: int = 20_000
+    classifiers: int = 0
+    clf_lr: float = 1e-3
+    clf_batch_size: int = 2048
+    clf_warmup: int = 500
+    clf_shards: int = 1
+    fusion: bool = True
     precision: Literal["float32", "tf32", "bf16"] = "tf32"
     seed: int = 0
 
@@ -116,7 +127,14 @@ class Run:
     recipe: str = "custom"
     arguments: dict[str, Any] | None = None
     batches: RandomBatches | None = None  # who shares a batch, where not anyone with anyone
-    classifiers: Classifiers | None = None  # what is trained on top, once the towers are (stages.py)
+
+    @property
+    def classifiers(self) -> Classifiers | None:
+        """What is trained on top, once the towers are (stages.py)."""
+        setup = self.setup
+        if not setup.classifiers:
+            return None
+        return Classifiers(setup.classifiers, setup.clf_batch_size, setup.clf_lr, setup.clf_warmup, fusion=setup.fusion)
 
     def modules(self) -> nn.ModuleDict:
         """Everything with parameters or state, by name, for the optimiser and the checkpoint."""
@@ -128,15 +146,26 @@ class Run:
 
 def compose(data: Interactions, setup: Setup, *terms: Term) -> Run:
     """A run of your own: towers and temperature from the setup, the terms as given."""
+    setup = fitting(setup, data.n_queries, data.n_items)
+    if setup.tau is None:
+        setup = replace(setup, tau=tau_of(data) if setup.score == "cosine" else 1.0)
+    assert setup.tau is not None
     temperature = Learned(setup.tau) if setup.learn_tau else Fixed(setup.tau)
     past = histories(data, setup.history + 1) if setup.query_tower == "history" else None
     model = retriever(setup, Ids(data.query_ids, data.item_ids, data.query_table, data.item_table), past)
     if setup.init == "spectral":
         start_from(data.positives(), model, setup.seed)
-    if isinstance(model.item, Augmented):
-        private = shared_vectors(data.n_items, setup.auxiliary, setup.private)[1]
-        model.item.assign(torch.from_numpy(data.counts()), private, torch.Generator().manual_seed(setup.seed))
     return Run(model, terms, temperature, setup)
+
+
+def tau_of(data: Interactions) -> float:
+    """A temperature for cosines from the size and density of the data: 4.7 / x^2, x = log(n_queries n_items / (2 pairs)), in [0.05, 0.5].
+
+    Adap-tau has gap / x, where gap is how much nearer a pair is than any query and item; the gap of what did best on validation parts grew
+    as x fell, from 0.7 (Gowalla, x = 6.7) to 1.4 (the demo groceries, x = 3.3). Chen et al., Adap-tau, WWW 2023, equation 14.
+    """
+    x = math.log(max(data.n_queries * data.n_items / (2 * max(len(data), 1)), math.e))
+    return round(min(max(4.7 / x**2, 0.05), 0.5), 3)
 
 
 def retriever(setup: Setup, ids: Ids, past: Histories | None = None, saved: Path | None = None) -> Retriever:
@@ -146,25 +175,30 @@ def retriever(setup: Setup, ids: Ids, past: Histories | None = None, saved: Path
         sparse = setup.optimizer != "adam"
         n_items = len(ids.item_ids)
         written = text_towers(setup, ids, saved)
-        item: TextTower | IdTower | FeatureTower | Augmented = written["item"] if "item" in written else _item_tower(setup, ids, sparse)
+        item: TextTower | IdTower | RowWiseTable | ShardedTable | FeatureTower | Centroids | Augmented
+        item = written["item"] if "item" in written else _item_tower(setup, ids, sparse)
         query: nn.Module
         if "query" in written:
             query = written["query"]
         elif past is not None:
             query = HistoryTower(item, past, setup.history, "attention" if setup.pooling == "attention" else "mean")
         else:
-            query = IdTower(len(ids.query_ids), item.dim, setup.init_std, sparse)
+            query = id_table(setup, len(ids.query_ids), item.dim)
+        if setup.centroids:
+            item = Centroids(item)
         if setup.auxiliary:
-            item = Augmented(item, sum(shared_vectors(n_items, setup.auxiliary, setup.private)), setup.auxiliary_init, sparse)
+            shared, private = shared_vectors(n_items, setup.auxiliary, setup.private)
+            item = Augmented(item, shared + private, setup.auxiliary_init, sparse, private, setup.seed)
         bias = IdTower(n_items, 1, 0.0, sparse) if setup.item_bias else None
         return Retriever(query, item, setup.score, item_bias=bias)
 
 
-def _item_tower(setup: Setup, ids: Ids, sparse: bool) -> IdTower | FeatureTower:
+def _item_tower(setup: Setup, ids: Ids, sparse: bool) -> IdTower | RowWiseTable | ShardedTable | FeatureTower:
     n_items = len(ids.item_ids)
-    plain = IdTower(n_items, setup.dim, setup.init_std, sparse)
+    if setup.clf_shards > 1 and not setup.classifiers:  # the classifiers themselves: what trains them has none after it
+        return ShardedTable(n_items, setup.dim, setup.clf_shards, setup.init_std, sparse)
     if not setup.item_features:
-        return plain
+        return id_table(setup, n_items, setup.dim)
     if ids.item_table is None:
         raise UserError(f"item_features={','.join(setup.item_features)} needs an items table: give one with --items FILE")
     features = Features.from_table(ids.item_table, setup.item_features)

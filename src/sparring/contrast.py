@@ -9,30 +9,49 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from sparring.composition import Run
-from sparring.data.batches import RandomBatches, query_rows
+from sparring.data.batches import batches_for, query_rows
 from sparring.data.interactions import Split
-from sparring.types import Bag, Outcome, Positives, Step
+from sparring.types import ALONE, Bag, Batch, Outcome, Positives, Ranks, Step
 
 
 def contrast(
-    run: Run, query_ids: Tensor, item_ids: Tensor, generator: torch.Generator, positives: Positives | None = None
+    run: Run,
+    query_ids: Tensor,
+    item_ids: Tensor,
+    generator: torch.Generator,
+    positives: Positives | None = None,
+    ranks: Ranks = ALONE,
 ) -> tuple[Tensor, Step, Outcome]:
-    """One step's loss per query (B,), with what observers are told: encode, gather each term's bag, score it."""
+    """One step's loss per query (B,), with what observers are told: encode, gather each term's bag, score it.
+
+    The ids are those of the whole batch, the same on every rank; the losses are of this rank's rows.
+    """
     model, setup = run.model, run.setup
 
     # on a CPU bfloat16 is slower than float32
     half = torch.autocast(query_ids.device.type, torch.bfloat16, enabled=setup.precision == "bf16" and query_ids.is_cuda)
 
-    def encode(ids: Tensor) -> Tensor:  # negatives call it too, later
+    def encoded(ids: Tensor) -> Tensor:
         with half:
-            return in_chunks(setup.chunk, model.encode_items, ids).float()
+            return as_compared(in_chunks(setup.chunk, model.encode_items, ids))
 
+    def encode(ids: Tensor) -> Tensor:  # negatives call it, later
+        return ranks.gather(encoded(ranks.own(ids)), len(ids)) if ids.dim() == 1 else encoded(ids)
+
+    def encode_mixtures(ids: Tensor, weights: Tensor, layer: int) -> Tensor:
+        if ids.dim() > 2:  # each query's own
+            return model.encode_mixtures(ids, weights, layer)
+        return ranks.gather(model.encode_mixtures(ranks.own(ids), ranks.own(weights), layer), len(ids))
+
+    own_queries, own_items = ranks.own(query_ids), ranks.own(item_ids)
     with half:
-        q = in_chunks(setup.chunk, model.encode_queries, query_ids, item_ids).float()
-    v = encode(item_ids)
+        q = as_compared(in_chunks(setup.chunk, model.encode_queries, own_queries, own_items))
+    v = encoded(own_items)
     if setup.dropout and model.training:  # from the run's generator, which is in its checkpoint
-        q = model.dropped(q, setup.dropout, generator)
-    step = Step(query_ids, item_ids, q, v, run.temperature(query_ids), encode, generator, positives, model.encode_mixtures)
+        uniform = torch.rand(len(query_ids), q.shape[1] - (model.item_bias is not None), generator=generator, device=q.device)
+        q = model.dropped(q, setup.dropout, ranks.own(uniform))
+    batch = Batch(query_ids, item_ids, q, v, ranks)
+    step = Step(own_queries, own_items, q, v, run.temperature(own_queries), encode, generator, positives, encode_mixtures, batch)
     bags: list[Bag] = []
     total = torch.zeros((), device=q.device)
     for term in run.terms:
@@ -40,6 +59,11 @@ def contrast(
         total = total + term.weight * term.loss(step, bag)
         bags.append(bag)
     return total, step, Outcome(total.detach(), tuple(bags))
+
+
+def as_compared(vectors: Tensor) -> Tensor:
+    """Vectors of autocast are compared in float32; those of a float64 model stay."""
+    return vectors if vectors.dtype == torch.float64 else vectors.float()
 
 
 def in_chunks(size: int | None, encode: Callable[..., Tensor], *ids: Tensor) -> Tensor:
@@ -61,10 +85,10 @@ def in_chunks(size: int | None, encode: Callable[..., Tensor], *ids: Tensor) -> 
 def describe_batch(run: Run, split: Split) -> str:
     """What one training batch of this run contains, term by term: sources, counts, corrections, masks. It draws from its own generator."""
     setup, (queries, items) = run.setup, split.train.pairs()
-    device = next(run.model.parameters()).device
+    device = run.model.device
     generator = torch.Generator(device).manual_seed(setup.seed)
     drawn = query_rows(split.train, setup.draw) if setup.rows == "queries" else None
-    rows = next(RandomBatches(len(split.train if drawn is None else drawn), setup.batch_size, setup.seed).epoch(0))
+    rows = next(batches_for(split.train, drawn, setup.batch_size, setup.seed).epoch(0))
     if drawn is not None:
         rows = drawn.pairs(rows, torch.Generator().manual_seed(setup.seed))
     positives = split.train.positives()

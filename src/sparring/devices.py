@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import torch
 
+from sparring.dist import launched, local_rank
 from sparring.errors import UserError
 
 
 def pick_device(name: str) -> torch.device:
-    """The device of this name; "auto" is the first GPU where there is one."""
+    """The device of this name; "auto" is the first GPU where there is one. Processes that train together have a GPU each."""
+    several = launched() > 1
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        device = torch.device(name)
+        device = torch.device(f"cuda:{local_rank()}" if name == "cuda" and several else name)
     except RuntimeError:
         raise UserError(f"unknown device {name!r}: use auto, cpu or cuda") from None
     if device.type == "cuda" and not torch.cuda.is_available():

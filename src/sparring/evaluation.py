@@ -17,7 +17,8 @@ from sparring.errors import UserError
 from sparring.metrics import LIST_METRICS, METRICS, PROPENSITY_METRICS, inverse_propensities, parse
 from sparring.rank import top_k
 from sparring.tally import Pairs, Tally
-from sparring.types import Positives
+from sparring.towers import Retriever
+from sparring.types import ALONE, Positives, Ranks
 
 __all__ = ["Encoder", "Evaluation", "Pairs", "evaluate", "evaluate_lists", "top_k"]
 
@@ -76,6 +77,7 @@ def evaluate(
     counts: np.ndarray | None = None,
     progress: Callable[[int, int], None] | None = None,
     propensity: np.ndarray | None = None,
+    ranks: Ranks = ALONE,
 ) -> Evaluation:
     """Rank the whole catalogue for every query with a test item, leaving out what it has seen, and measure the lists.
 
@@ -88,7 +90,7 @@ def evaluate(
     `bins` are ten bins of items, each with about a tenth of the training interactions: how many items each has, with how many
     interactions at least and at most, how many test pairs, what it adds to precision@k (over the bins: precision@k itself), and recall@k,
     the share of its test pairs that are found. `propensity` (N,) are the inverse propensities of psp and psndcg; by default those of the
-    data, else made from counts and the number of queries in `seen`.
+    data, else made from counts and the number of queries in `seen`. Several `ranks` share the work, and each gets the whole result.
 
     Repeated test pairs count once. A test item that its query has also seen cannot be listed but still counts as relevant.
 
@@ -97,17 +99,53 @@ def evaluate(
     """
     began = time.perf_counter()
     with _inference(model):
-        vectors = model.item_vectors()
+        lists = _Lists(model, seen, ranks)
         if counts is None and seen is not None:
-            counts = np.bincount(seen.items.cpu().numpy(), minlength=len(vectors))
-        tally = _tally(test, len(vectors), k, metrics, dialect, counts, propensity, seen)
+            counts = np.bincount(seen.items.cpu().numpy(), minlength=lists.n_items)
+        tally = _tally(test, lists.n_items, k, metrics, dialect, counts, propensity, seen)
         total = len(tally.query_ids)
         for start in range(0, total, _CHUNK):
-            ids = torch.from_numpy(tally.query_ids[start : start + _CHUNK]).to(vectors.device)
-            tally.add(start, top_k(model.encode_queries(ids), vectors, max(k), seen, ids)[1].cpu().numpy())
+            tally.add(start, lists.of(torch.from_numpy(tally.query_ids[start : start + _CHUNK]), max(k)).cpu().numpy())
             if progress is not None:
                 progress(min(start + _CHUNK, total), total)
     return _evaluation(tally, began)
+
+
+class _Lists:
+    """Lists of the best items. Several ranks rank some of the queries each or, where each has some of the items, those for all queries."""
+
+    def __init__(self, model: Encoder, seen: Positives | None, ranks: Ranks):
+        self.model, self.seen, self.ranks = model, seen, ranks
+        shard = model.item_shard() if isinstance(model, Retriever) else None
+        if shard is None:
+            self.first = None
+            self.vectors = model.item_vectors(ranks=ranks) if isinstance(model, Retriever) else model.item_vectors()
+            self.n_items = len(self.vectors)
+        else:
+            self.first, self.vectors = shard
+            self.n_items = model.n_items  # type: ignore[attr-defined]
+            self.seen = None if seen is None else _between(seen, self.first, self.first + len(self.vectors))
+
+    def of(self, ids: Tensor, k: int) -> Tensor:
+        """(n, k): the lists of these queries."""
+        ids = ids.to(self.vectors.device)
+        own = self.ranks.own(ids)
+        q = self.model.encode_queries(own)
+        if self.first is None:
+            return self.ranks.gather(top_k(q, self.vectors, k, self.seen, own)[1], len(ids))
+        scores, items = top_k(self.ranks.gather(q, len(ids)), self.vectors, k, self.seen, ids)
+        items = torch.where(items >= 0, items + self.first, -1)
+        every = [self.ranks.gather(x, self.ranks.world * len(ids)).unflatten(0, (-1, len(ids))) for x in (scores, items)]
+        scores, items = (x.transpose(0, 1).flatten(1) for x in every)
+        # ranks hold items in order of their ids, so a stable sort keeps equal scores in that order
+        return items.gather(1, torch.sort(scores, dim=1, descending=True, stable=True).indices[:, :k])
+
+
+def _between(seen: Positives, low: int, high: int) -> Positives:
+    """The seen items from low to high, numbered from low."""
+    inside = (seen.items >= low) & (seen.items < high)
+    before = torch.cat([inside.new_zeros(1, dtype=torch.long), torch.cumsum(inside, 0)])
+    return Positives(before[seen.start], seen.items[inside] - low)
 
 
 def evaluate_lists(

@@ -123,14 +123,15 @@ def parse_setup(fields: Mapping[str, object]) -> Setup:
 
 def check(setup: Setup) -> None:
     """Refuse values that no training could use."""
-    for key in ("dim", "batch_size", "epochs", "lr_decay_every", "eval_every", "valid_queries", "history", "max_len"):
+    counts = ("dim", "batch_size", "epochs", "lr_decay_every", "eval_every", "valid_queries", "history", "max_len")
+    for key in (*counts, "clf_batch_size", "clf_shards"):
         if getattr(setup, key) < 1:
             raise UserError(f"{key} must be at least 1, got {getattr(setup, key)}")
-    for key in ("lr", "tau", "init_std", "lr_decay", "clip"):
+    for key in ("lr", "tau", "init_std", "lr_decay", "clip", "clf_lr"):
         value = getattr(setup, key)
         if value is not None and not 0 < value < math.inf:
             raise UserError(f"{key} must be positive and finite, got {value}")
-    for key in ("weight_decay", "warmup", "seed", "auxiliary", "private"):
+    for key in ("weight_decay", "warmup", "seed", "auxiliary", "private", "classifiers", "clf_warmup"):
         if not 0 <= getattr(setup, key) < math.inf:
             raise UserError(f"{key} must not be negative, got {getattr(setup, key)}")
     if not 0 <= setup.dropout < 1:

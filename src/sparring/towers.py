@@ -16,6 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from sparring.kernels import gather
+from sparring.types import ALONE, Ranks
+
 if TYPE_CHECKING:
     from sparring.data.features import Features, Histories
 
@@ -41,7 +44,7 @@ class IdTower(nn.Module):
         self.weight = nn.Parameter(torch.empty(n, dim).normal_(0.0, dim**-0.5 if init_std is None else init_std))
 
     def forward(self, ids: Tensor) -> Tensor:
-        return F.embedding(ids.long(), self.weight, sparse=self.sparse)
+        return F.embedding(ids.long(), self.weight, sparse=True) if self.sparse else gather(self.weight, ids.long())
 
     def extra_repr(self) -> str:
         return f"{self.n}, {self.dim}, sparse={self.sparse}"
@@ -255,22 +258,41 @@ class Retriever(nn.Module):
         vectors = self._scaled(vectors)
         return vectors if self.item_bias is None else torch.cat([vectors, torch.zeros_like(vectors[:, :1])], -1)
 
-    def dropped(self, q: Tensor, rate: float, generator: torch.Generator) -> Tensor:
+    def dropped(self, q: Tensor, rate: float, uniform: Tensor) -> Tensor:
         """Vectors of queries (..., D) with each dimension set to 0 with chance `rate`, the others divided by 1 - rate (dropout).
 
-        Under cosine their length is 1 again, as if the tower's own vectors had been dropped before. The dimension of the bias stays.
+        Those whose number in `uniform`, drawn from [0, 1), is below the rate are dropped. Under cosine their length is 1 again, as if the
+        tower's own vectors had been dropped before. The dimension of the bias stays, and has no number.
         """
         towers = q if self.item_bias is None else q[..., :-1]
-        kept = torch.rand(towers.shape, generator=generator, device=q.device) >= rate
+        kept = uniform >= rate
         return self._finished(towers * kept / (1 - rate))
 
-    def item_vectors(self, block: int = 65536) -> Tensor:
-        """Vectors of all items (N, D), without gradient, in evaluation mode, `block` at a time."""
-        return self._in_blocks(self.encode_items, torch.arange(self.n_items, device=self._device()), block)
+    def item_vectors(self, block: int = 65536, ranks: Ranks = ALONE) -> Tensor:
+        """Vectors of all items (N, D), without gradient, in evaluation mode, `block` at a time; several ranks share the work."""
+        shard = self.item_shard()
+        if shard is not None:
+            gathered: Tensor = self.item.whole(shard[1])  # type: ignore[operator]
+            return gathered
+        ids = torch.arange(self.n_items, device=self.device)
+        if ranks.world == 1 or isinstance(self.item, IdTower):  # a table is read faster than it is sent
+            return self._in_blocks(self.encode_items, ids, block)
+        return ranks.gather(self._in_blocks(self.encode_items, ranks.own(ids), block), len(ids))
+
+    @torch.no_grad()
+    def item_shard(self) -> tuple[int, Tensor] | None:
+        """The first of this rank's items and their vectors, where the table is spread over ranks (rowwise.py)."""
+        if not getattr(self.item, "spread", False):
+            return None
+        vectors = self._scaled(self.item.weight)  # type: ignore[arg-type]
+        low = int(self.item.bounds[self.item.ranks.rank])  # type: ignore[index, union-attr, arg-type]
+        if self.item_bias is not None:
+            vectors = torch.cat([vectors, self.item_bias(torch.arange(low, low + len(vectors), device=vectors.device))], -1)
+        return low, vectors
 
     def query_vectors(self, ids: Tensor, block: int = 65536) -> Tensor:
         """Vectors of these queries (n, D), without gradient, in evaluation mode, `block` at a time."""
-        return self._in_blocks(self.encode_queries, ids.to(self._device()), block)
+        return self._in_blocks(self.encode_queries, ids.to(self.device), block)
 
     def _scaled(self, vectors: Tensor) -> Tensor:
         return F.normalize(vectors, dim=-1, eps=_NORM_EPS) if self.score == "cosine" else vectors
@@ -280,7 +302,9 @@ class Retriever(nn.Module):
         vectors = self._scaled(vectors)
         return vectors if self.item_bias is None else torch.cat([vectors, torch.ones_like(vectors[..., :1])], -1)
 
-    def _device(self) -> torch.device:
+    @property
+    def device(self) -> torch.device:
+        """Where the towers lie."""
         return next(itertools.chain(self.parameters(), self.buffers())).device
 
     def _in_blocks(self, encode: Callable[[Tensor], Tensor], ids: Tensor, block: int) -> Tensor:

@@ -2,34 +2,38 @@
 
 from __future__ import annotations
 
-import dataclasses
+import copy
 import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from sparring import runs
+from sparring import checkpoint, runs
 from sparring.composition import Run
 from sparring.contrast import contrast
-from sparring.data.batches import RandomBatches, query_rows
+from sparring.data.batches import batches_for, query_rows
 from sparring.data.interactions import Split
 from sparring.devices import pick_device
+from sparring.dist import join, sum_gradients
 from sparring.errors import UserError
 from sparring.evaluation import Evaluation, evaluate
+from sparring.keeper import Keeper, State
 from sparring.metrics import PROPENSITY_METRICS
-from sparring.optim import Schedule, clip_gradients, load_state_tensors, optimizers, set_lr, state_tensors
+from sparring.optim import Schedule, clip_gradients, optimizers, set_lr
 from sparring.recorded import Recorded
-from sparring.types import Corpus, Positives
+from sparring.types import ALONE, Corpus, Positives, Ranks
 from sparring.validation import check_cutoffs, sample_queries, selected
 
 METRICS = ("recall", "ndcg", "hit", "mrr", "map", "precision", "coverage", "popularity")
 CHECKPOINT_SECONDS = 600.0  # how much work a kill inside a long epoch may cost
+ASK_STEPS = 16  # between two questions of several ranks whether it is time
 BETWEEN_SECONDS = 10.0  # and after short ones: a checkpoint can take longer than an epoch
 
 
@@ -55,22 +59,6 @@ class Progress:
     say: Callable[[str], None] = lambda line: None
 
 
-@dataclass
-class _State:
-    """Where training stands, apart from tensors: all of it is in the checkpoint."""
-
-    epoch: int = 0
-    step: int = 0  # within the epoch
-    loss_sum: float = 0.0  # over the rows of the epoch so far
-    rows: int = 0
-    best: float = -math.inf
-    best_epoch: int = -1
-    stale: int = 0  # validations since the best
-    seconds: float = 0.0
-    history: list[dict[str, Any]] = field(default_factory=list)
-    done: bool = False
-
-
 def fit(
     run: Run,
     split: Split,
@@ -82,39 +70,47 @@ def fit(
     metrics: Sequence[str] = METRICS,
     progress: Progress | None = None,
     source: Mapping[str, Any] | None = None,
+    save_seconds: float | None = None,
 ) -> Fitted:
     """Train a run on a split; keep the epoch that does best on the validation part (the last one where there is none).
 
     With `out` everything goes to that folder (see runs.py), and `resume` goes on from its last checkpoint, bitwise as if never
-    stopped on the same CPU. `source` is recorded in run.json: where the data came from.
+    stopped on the same CPU. `source` is recorded in run.json: where the data came from. Called in each of the processes that torchrun
+    started, all of them train the run as one process would, batch by batch; rank 0 writes. A checkpoint is saved once `save_seconds` have
+    passed since the last: by default 600 inside an epoch, 10 at its end.
 
         fitted = fit(recipes.xir(split.train), split, "runs/xir");  print(fitted.test)
     """
     progress = progress or Progress()
     where = pick_device(device)
+    ranks = join(where)
+    if ranks.rank:
+        progress = Progress()  # one of them tells
     folder = Path(out) if out is not None else None
     if where.type == "cuda":
         torch.set_float32_matmul_precision("highest" if run.setup.precision == "float32" else "high")
     check_cutoffs(run, split, k, metrics)
-    trainer = _Trainer(run, split, where, folder, progress)
+    trainer = _Trainer(run, split, where, folder, progress, ranks, save_seconds)
     if resume and folder is None:
         raise UserError("resume needs `out`: the folder of the run to go on with")
     if folder is not None:
         described = runs.description(run, split, source)
-        if resume and (folder / "run.json").is_file():
+        if ranks.share(resume and (folder / "run.json").is_file()):
             runs.check_same(folder, described, run.setup)
             trainer.load()
-        else:
+        elif ranks.rank == 0:
+            checkpoint.clear(folder)
             runs.write_start(folder, split.train, split.seen_for("test"), described, run.setup, run.model)
     trainer.train()
-    trainer.load_best()
+    trainer.keeper.load_best(trainer.state.best_epoch)
     test = None
     if split.test is not None:
         progress.say("ranking the whole catalogue for every test query")
         metrics = (*metrics, *(PROPENSITY_METRICS if split.test.propensity is not None else ()))
-        test = evaluate(run.model, split.test, trainer.to(split.seen_for("test")), k, metrics, counts=split.train.counts())
+        seen = trainer.to(split.seen_for("test"))
+        test = evaluate(run.model, split.test, seen, k, metrics, counts=split.train.counts(), ranks=ranks)
     fitted = Fitted(run, trainer.state.history, trainer.state.best_epoch, test, trainer.state.seconds)
-    if folder is not None:
+    if folder is not None and ranks.rank == 0:
         runs.write_end(folder, run, fitted.history, fitted.best_epoch, fitted.seconds, test)
     return fitted
 
@@ -122,11 +118,21 @@ def fit(
 class _Trainer:
     """The moving parts of one training: tensors on the device, optimisers, generator, state."""
 
-    def __init__(self, run: Run, split: Split, device: torch.device, folder: Path | None, progress: Progress):
+    def __init__(
+        self,
+        run: Run,
+        split: Split,
+        device: torch.device,
+        folder: Path | None,
+        progress: Progress,
+        ranks: Ranks = ALONE,
+        save_seconds: float | None = None,
+    ):
         self.run, self.setup, self.split, self.device, self.folder, self.progress = run, run.setup, split, device, folder, progress
-        setup = run.setup
+        self.ranks, self.save_seconds, setup = ranks, save_seconds, run.setup
         self.modules = run.modules().to(device)
         trained = nn.ModuleDict({"model": run.model, "temperature": run.temperature})
+        self.trained = list(trained.parameters())
         self.optimizers = optimizers(trained, setup.optimizer, setup.lr, setup.weight_decay)
         self.observers = [m for m in self.modules.modules() if hasattr(m, "observe")]
         self.refreshers = [m for m in self.modules.modules() if hasattr(m, "refresh")]
@@ -134,22 +140,22 @@ class _Trainer:
         self.generator = torch.Generator(device).manual_seed(setup.seed)
         train = split.train
         self.queries, self.items = (column.to(device) for column in train.pairs())
-        self.weight = None if train.weight is None else torch.from_numpy(train.weight / train.weight.mean()).to(device)
+        self.weight = None if train.weight is None else torch.from_numpy(train.weight).to(device)
+        self.mean_weight = 1.0 if train.weight is None else float(train.weight.mean())
         self.positives = self.to(train.positives()) if self.refreshers or _masks_known(self.modules) else None
         self.rows = query_rows(train, setup.draw, device) if setup.rows == "queries" else None
-        n_rows = len(train if self.rows is None else self.rows)
-        self.batches = RandomBatches(n_rows, setup.batch_size, setup.seed) if run.batches is None else run.batches
+        self.batches = batches_for(train, self.rows, setup.batch_size, setup.seed) if run.batches is None else run.batches
         total = max(setup.epochs * len(self.batches), setup.warmup + 1)
         self.schedule = Schedule(setup.schedule, setup.warmup, setup.lr_decay, setup.lr_decay_every, total)
         self.valid = None if split.valid is None else sample_queries(split.valid, setup.valid_queries, setup.seed)
         self.seen = self.to(split.seen_for("valid")) if self.valid is not None else None
-        self.best: dict[str, Tensor] | None = None
-        self.state = _State()
-        self.total = torch.zeros((), device=device, dtype=torch.float64)  # loss over the rows of the epoch so far
+        self.keeper = Keeper(run, self.modules, self.optimizers, self.generator, folder, ranks)
+        self.state = State()
+        self.total = torch.zeros((), device=device, dtype=torch.float64)  # loss over this rank's rows of the epoch so far
         self.factor: float | None = None  # on the learning rates, as set last
-        self.random: dict[str, Tensor] = {}  # states of the global generators at the checkpoint
         self.saved = time.monotonic()
-        self.step: Callable[[Tensor], None] = Recorded(self.work, self.generator) if device.type == "cuda" else self.work
+        recorded = device.type == "cuda" and ranks.world == 1
+        self.step: Callable[[Tensor], None] = Recorded(self.work, self.generator) if recorded else self.work
 
     def to(self, positives: Positives) -> Positives:
         return Positives(positives.start.to(self.device), positives.items.to(self.device))
@@ -160,26 +166,28 @@ class _Trainer:
             self.set_random()
             while not self.state.done:
                 self.validate(self.epoch())
-                if self.state.done or time.monotonic() - self.saved >= BETWEEN_SECONDS:
+                wait = BETWEEN_SECONDS if self.save_seconds is None else self.save_seconds
+                if self.state.done or self.ranks.share(time.monotonic() - self.saved >= wait):
                     self.save()
                 else:
                     self.write_metrics()
 
     def set_random(self) -> None:
         """Begin, or go on, with the random numbers that are not ours to draw: dropout inside a transformer."""
-        if not self.random:
-            torch.manual_seed(self.setup.seed)
+        random = self.keeper.random
+        if not random:
+            torch.manual_seed(self.setup.seed + self.ranks.rank)
             return
-        torch.set_rng_state(self.random["random"])
-        if "random_cuda" in self.random and self.device.type == "cuda":
-            torch.cuda.set_rng_state(self.random["random_cuda"], self.device)
+        torch.set_rng_state(random["random"])
+        if "random_cuda" in random and self.device.type == "cuda":
+            torch.cuda.set_rng_state(random["random_cuda"], self.device)
 
     def epoch(self) -> float:
         """The rest of the current epoch; its mean loss."""
         state = self.state
-        self.total.fill_(state.loss_sum)
         began = time.monotonic()
         if state.step == 0:
+            self.total.zero_()
             self.refresh()
         for rows in self.batches.epoch(state.epoch, state.step, self.device):
             self.set_rate(self.schedule.lr_at(state.epoch * len(self.batches) + state.step, state.epoch))
@@ -187,8 +195,9 @@ class _Trainer:
             state.rows += len(rows)
             state.step += 1
             self.progress.step(state.epoch, state.step, self.mean)
-            if self.folder is not None and time.monotonic() - max(began, self.saved) > CHECKPOINT_SECONDS:
-                state.loss_sum, state.seconds = self._finite(), state.seconds + time.monotonic() - began
+            if self.folder is not None and self.due(time.monotonic() - max(began, self.saved)):
+                self._finite()
+                state.seconds += time.monotonic() - began
                 began = time.monotonic()
                 self.save()
         mean = self._finite() / max(state.rows, 1)
@@ -198,21 +207,34 @@ class _Trainer:
     def work(self, rows: Tensor) -> None:
         """One step on these rows of the training data; everything stays on the device, and nothing is read back."""
         pairs = rows if self.rows is None else self.rows.pairs(rows, self.generator)
-        losses, step, outcome = contrast(self.run, self.queries[pairs].long(), self.items[pairs].long(), self.generator, self.positives)
-        (losses if self.weight is None else losses * self.weight[pairs]).mean().backward()
+        queries, items = self.queries[pairs].long(), self.items[pairs].long()
+        losses, step, outcome = contrast(self.run, queries, items, self.generator, self.positives, self.ranks)
+        weighed = losses if self.weight is None else losses * self.ranks.own(self.weight[pairs] / self.mean_weight)
+        (weighed.sum() / len(pairs)).backward()
+        sum_gradients(self.trained, self.ranks)
         if self.setup.clip is not None:
             clip_gradients(self.modules.parameters(), self.setup.clip)
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
+        for table in self.keeper.tables.values():
+            table.step(self.setup.lr * (1.0 if self.factor is None else self.factor))
         with torch.no_grad():
             for observer in self.observers:
                 observer.observe(step, outcome)  # type: ignore[operator]
         self.total += outcome.loss.sum()
 
     def mean(self) -> float:
-        """The mean loss of the epoch so far; waits for the device."""
-        return float(self.total) / max(self.state.rows, 1)
+        """The mean loss of this rank's part of the epoch so far; waits for the device."""
+        return float(self.total) * self.ranks.world / max(self.state.rows, 1)
+
+    def due(self, seconds: float) -> bool:
+        """Whether it is time to save within an epoch, as rank 0 sees it; several ranks ask it now and then only."""
+        due = seconds > (CHECKPOINT_SECONDS if self.save_seconds is None else self.save_seconds)
+        if self.ranks.world == 1:
+            return due
+        asked = torch.tensor(int(due and self.ranks.rank == 0), device=self.device)
+        return self.state.step % ASK_STEPS == 0 and bool(self.ranks.sum(asked))
 
     def set_rate(self, factor: float) -> None:
         if factor != self.factor:
@@ -221,7 +243,7 @@ class _Trainer:
 
     def _finite(self) -> float:
         """The summed loss as a number; a run that has diverged must not replace the last good checkpoint."""
-        value = float(self.total)
+        value = float(self.ranks.sum(self.total))
         if not math.isfinite(value):
             raise UserError(f"the loss is {value} in epoch {self.state.epoch + 1}: lower lr (now {self.setup.lr}) or set clip")
         return value
@@ -232,11 +254,20 @@ class _Trainer:
         if not self.refreshers or self.positives is None:
             return
         model = self.run.model
-        corpus = Corpus(self.state.epoch, model.item_vectors, model.query_vectors, self.positives, self.generator)
+        items = partial(model.item_vectors, ranks=self.ranks)
+        corpus = Corpus(self.state.epoch, items, model.query_vectors, self.positives, self.generator, self.ranks, self.copied)
         for module in self.refreshers:
             module.refresh(corpus)  # type: ignore[operator]
+            self.ranks.equalise(module.buffers())  # sums on a GPU may end in other bits on each
         if isinstance(self.step, Recorded):
             self.step.forget()  # what was rebuilt may lie elsewhere
+
+    def copied(self, device: torch.device) -> Corpus:
+        """The catalogue by a copy of the model as it is now, for work beside training."""
+        assert self.positives is not None
+        model = copy.deepcopy(self.run.model).to(device)
+        positives = Positives(self.positives.start.to(device), self.positives.items.to(device))
+        return Corpus(self.state.epoch, model.item_vectors, model.query_vectors, positives, self.generator)
 
     def validate(self, loss: float) -> None:
         """Close the epoch: measure on the validation part, keep the best model, decide whether to go on."""
@@ -246,16 +277,16 @@ class _Trainer:
         if self.valid is not None and ((state.epoch + 1) % setup.eval_every == 0 or last):
             metric, cutoff = selected(setup.select)
             names = tuple(dict.fromkeys((metric, "recall", "ndcg")))
-            result = evaluate(self.run.model, self.valid, self.seen, (cutoff,), names)
+            result = evaluate(self.run.model, self.valid, self.seen, (cutoff,), names, ranks=self.ranks)
             record |= result.metrics | {"valid_seconds": round(result.seconds, 3)}
             score = result.metrics[setup.select]
             state.stale = 0 if score > state.best else state.stale + 1
             if score > state.best:
                 state.best, state.best_epoch = score, state.epoch + 1
-                self.keep()
+                self.keeper.keep(state.best_epoch)
         elif last and self.valid is None:
             state.best_epoch = state.epoch + 1
-            self.keep()
+            self.keeper.keep(state.best_epoch)
         tau = self.run.temperature(torch.zeros(1, dtype=torch.long, device=self.device))
         record["tau"] = round(float(tau.detach().mean()), 6)
         for module in self.reporters:
@@ -264,59 +295,29 @@ class _Trainer:
         stopped = setup.patience is not None and state.stale >= setup.patience
         if stopped:
             self.progress.say(f"no better {setup.select} for {state.stale} validations: stopping at epoch {state.epoch + 1}")
-        state.epoch, state.step, state.loss_sum, state.rows, state.done = state.epoch + 1, 0, 0.0, 0, last or stopped
+        state.epoch, state.step, state.rows, state.done = state.epoch + 1, 0, 0, last or stopped
         self.progress.epoch(record)
 
-    def keep(self) -> None:
-        """Remember the model as it is now as the best so far."""
-        if self.folder is not None:
-            runs.write_tensors(self.folder / "model.safetensors", runs.tensors_of(self.run.model), {"epoch": self.state.best_epoch})
-        else:
-            self.best = {name: tensor.detach().clone() for name, tensor in runs.tensors_of(self.run.model).items()}
-
-    def load_best(self) -> None:
-        if self.folder is not None:
-            path = self.folder / "model.safetensors"
-            runs.load_tensors(self.run.model, runs.read_tensors(path)[0], path)
-        elif self.best is not None:
-            runs.load_tensors(self.run.model, self.best, Path("memory"))
-
     def save(self) -> None:
-        """The checkpoint: modules, optimisers, generator and state in one file; then the metrics as lines."""
-        if self.folder is None:
-            return
-        self.saved = time.monotonic()
-        tensors = {f"module.{name}": tensor for name, tensor in runs.tensors_of(self.modules).items()}
-        tensors |= {f"optimizer.{name}": tensor for name, tensor in state_tensors(self.optimizers).items()}
-        tensors |= {"generator": self.generator.get_state(), "random": torch.get_rng_state()}
-        if self.device.type == "cuda":
-            tensors["random_cuda"] = torch.cuda.get_rng_state(self.device)
-        runs.write_tensors(self.folder / "checkpoint.safetensors", tensors, dataclasses.asdict(self.state))
-        self.write_metrics()
+        """The checkpoint, then the metrics as lines."""
+        if self.folder is not None:
+            self.saved = time.monotonic()
+            self.keeper.save(self.state, self.total)
+            self.write_metrics()
 
     def write_metrics(self) -> None:
-        if self.folder is None:
+        if self.folder is None or self.ranks.rank:
             return
         lines = "".join(json.dumps(record) + "\n" for record in self.state.history)
         runs.write(self.folder / "metrics.jsonl", lambda file: file.write_text(lines))
 
     def load(self) -> None:
         """Go on from the last checkpoint; from the beginning where the run was stopped before its first."""
-        assert self.folder is not None
-        path = self.folder / "checkpoint.safetensors"
-        if not path.is_file():
+        state = self.keeper.load(self.total, self.progress.say)
+        if state is None:
             self.progress.say(f"{self.folder} has no checkpoint yet: starting from the beginning")
             return
-        tensors, state = runs.read_tensors(path)
-        modules = {name.removeprefix("module."): t for name, t in tensors.items() if name.startswith("module.")}
-        runs.load_tensors(self.modules, modules, path)
-        try:
-            load_state_tensors(self.optimizers, {n.removeprefix("optimizer."): t for n, t in tensors.items() if n.startswith("optimizer.")})
-            self.generator.set_state(tensors["generator"])
-            self.random = {name: tensor for name, tensor in tensors.items() if name.startswith("random")}
-            self.state = _State(**state)
-        except (ValueError, KeyError, TypeError, RuntimeError) as error:
-            raise UserError(f"{path} does not fit this run: {str(error).splitlines()[0]}") from error
+        self.state = state
         self.write_metrics()  # a kill may have come between the checkpoint and its lines
         self.progress.say(f"going on from epoch {self.state.epoch + 1}, step {self.state.step}")
 

@@ -5,10 +5,10 @@ Letters: B queries in a batch, C candidates, D dimensions, N items in the catalo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,6 +47,10 @@ class Exclude:
     def name(self) -> str:
         own = "all known positives" if self.rows is not None else "own positive" if self.code is None else "own positive and its cell"
         return own if self.also is None else f"{own}, {self.also.name}"
+
+    def keyed(self, ids: Tensor) -> bool:
+        """Whether `places` are keys: on a GPU, where each query excludes one item or class of the shared candidates."""
+        return self.rows is None and self.also is None and ids.is_cuda and ids.dim() == 1
 
     def places(self, ids: Tensor) -> Places:
         """What the kernels take: `hits`; on a GPU, where counting hits would wait for the device, keys to compare, or a (B, C) mask."""
@@ -145,6 +149,7 @@ class Candidates:
     weighting: str = "none"  # for describe(): what log_w holds
     masked: str = "nothing"  # for describe(): what was masked before and is written into log_w
     mix: Mixtures | None = None
+    seed: Tensor | None = None  # (2,) with `draws`: they are drawn inside the kernel, by this seed and the number of the first row
 
     @property
     def shared(self) -> bool:
@@ -193,7 +198,8 @@ class Bag:
             line += f"; masked: {_masked(block)}"
             if block.mix is not None:
                 line += f"; and {block.mix.count:,} mixtures of {block.mix.weights.shape[-1]:,} neighbours each"
-            lines.append(line + (f"; counted as {block.draws:,.0f} expected draws per query" if block.draws else ""))
+            kind = "expected" if block.seed is None else "rounded"
+            lines.append(line + (f"; counted as {block.draws:,.0f} {kind} draws per query" if block.draws else ""))
         corrected = "uncorrected" if self.log_w_positive is None else "corrected"
         return "\n".join([*lines, f"positive: one per query, {corrected}"])
 
@@ -204,19 +210,94 @@ def _masked(block: Candidates) -> str:
     return f"{block.exclude.name}, {len(block.exclude.hits(block.ids)[0]):,} places"
 
 
+class Ranks:
+    """The processes that train together: here one, which has everything. dist.py has those of a process group."""
+
+    rank: int = 0
+    world: int = 1
+
+    def own(self, x: Tensor) -> Tensor:
+        """The part of a tensor that every rank has whole (n, ...) that is this rank's to work on: equal parts, in order of rank."""
+        return x
+
+    def gather(self, x: Tensor, n: int) -> Tensor:
+        """The whole (n, ...) of which every rank has its part; gradients flow back to the rank that each row came from."""
+        return x
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum over all ranks, without gradient."""
+        return x
+
+    def share(self, value: Any) -> Any:
+        """What rank 0 has."""
+        return value
+
+    def equalise(self, tensors: Iterable[Tensor]) -> None:
+        """Give every rank the values of rank 0, in place."""
+
+
+ALONE = Ranks()
+
+
+class Batch:
+    """The whole batch, of which a step has the rows of one rank; in one process the step's own rows.
+
+    What all queries share is drawn and encoded for this: every rank knows the ids, vectors come with gradient from the ranks that encoded
+    them when first asked for. What each query draws for itself is drawn for all rows, and `own` takes those of this rank, so that no draw
+    depends on the number of ranks and the generators of all ranks stay in step.
+    """
+
+    def __init__(self, query_ids: Tensor, item_ids: Tensor, q: Tensor, v: Tensor, ranks: Ranks = ALONE):
+        self.query_ids, self.item_ids, self.ranks = query_ids, item_ids, ranks
+        self._q, self._v = q, v  # of this rank's rows
+
+    def __len__(self) -> int:
+        return len(self.item_ids)
+
+    @cached_property
+    def q(self) -> Tensor:
+        """(rows of all ranks, D)"""
+        with torch.enable_grad():  # whoever asks first, others may need the gradient
+            return self.gather(self._q)
+
+    @cached_property
+    def v(self) -> Tensor:
+        """(rows of all ranks, D) vectors of the positives"""
+        with torch.enable_grad():
+            return self.gather(self._v)
+
+    def own(self, x: Tensor) -> Tensor:
+        """This rank's rows of what all rows have."""
+        return self.ranks.own(x)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """The rows of all ranks, of what each has for its own."""
+        return self.ranks.gather(x, len(self))
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum over all ranks, without gradient."""
+        return self.ranks.sum(x)
+
+
 @dataclass(frozen=True)
 class Step:
-    """All that one training step knows."""
+    """All that one training step knows: of its own rows, and through `batch` of those of all ranks."""
 
     query_ids: Tensor  # (B,)
     item_ids: Tensor  # (B,) the positives
     q: Tensor  # (B, D)
     v: Tensor  # (B, D) vectors of the positives
     tau: Tensor  # () or (B,)
-    encode: Callable[[Tensor], Tensor]  # item ids of any shape -> their vectors, (..., D)
+    encode: Callable[[Tensor], Tensor]  # item ids -> their vectors (..., D); ids (C,) must be the same on all ranks, which share the work
     generator: torch.Generator
     positives: Positives | None = None  # all known positives of every query
     encode_mixtures: Callable[[Tensor, Tensor, int], Tensor] | None = None  # as Retriever.encode_mixtures
+    whole: Batch | None = None  # the batch of all ranks; None: these rows are all
+
+    @property
+    def batch(self) -> Batch:
+        """The batch of all ranks."""
+        return Batch(self.query_ids, self.item_ids, self.q, self.v) if self.whole is None else self.whole
 
     @property
     def scaled(self) -> Tensor:
@@ -237,6 +318,8 @@ class Corpus:
     encode_queries: Callable[[Tensor], Tensor]  # query ids -> (B, D)
     positives: Positives  # all known positives of every query
     generator: torch.Generator
+    ranks: Ranks = ALONE  # who may share the work
+    copied: Callable[[torch.device], Corpus] | None = None  # the same of a copy of the model on a device: it stays while training goes on
 
     @cached_property
     def items(self) -> Tensor:

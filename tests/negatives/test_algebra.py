@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparring.losses import bpr, sampled_softmax
 from sparring.negatives import Hardest, InBatch, Memory, Negatives, Popularity, Resample, Sampled, Uniform, Union
-from sparring.negatives.algebra import multinomial_counts, systematic_counts
+from sparring.negatives.algebra import multinomial_counts, rounded_counts, systematic_counts
 from sparring.testing import NegativesContract, World, dense
 from sparring.types import Bag, Step
 
@@ -48,6 +48,11 @@ class TestMultinomial(ResampleContract):
 class TestSystematic(ResampleContract):
     def make(self, world: World) -> Negatives:
         return Resample(InBatch(Popularity(world.counts)), n=self.n, draw="systematic")
+
+
+class TestRounded(ResampleContract):
+    def make(self, world: World) -> Negatives:
+        return Resample(InBatch(Popularity(world.counts)), n=self.n, draw="rounded")
 
 
 class TestExpected(ResampleContract):
@@ -251,7 +256,7 @@ def test_closed_form_gradient_is_softmax_of_twice_the_score() -> None:
     torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("draw", ["multinomial", "systematic"])
+@pytest.mark.parametrize("draw", ["multinomial", "systematic", "rounded"])
 def test_closed_form_is_the_mean_and_the_limit_of_draws(draw) -> None:
     """Summed weights of drawn bags average to the closed form's, and one bag of very many draws has its loss."""
     world = World.build()
@@ -272,6 +277,16 @@ def test_closed_form_is_the_mean_and_the_limit_of_draws(draw) -> None:
 @pytest.mark.parametrize("n", [1, 7, 64, 1024])
 def test_systematic_counts(n: int) -> None:
     """Every count is less than 1 from n p, rows sum to n, candidates without probability are never drawn, the mean is n p."""
+    counts_lie_around(n, systematic_counts)
+
+
+@pytest.mark.parametrize("n", [1, 7, 64, 1024])
+def test_rounded_counts(n: int) -> None:
+    """Every count is less than 1 from n p, candidates without probability are never drawn, the mean is n p."""
+    counts_lie_around(n, rounded_counts)
+
+
+def counts_lie_around(n: int, drawn) -> None:
     generator = torch.Generator().manual_seed(0)
     p = torch.rand(50, 33, generator=generator).double() ** 4
     p[:, ::5] = 0
@@ -280,9 +295,9 @@ def test_systematic_counts(n: int) -> None:
     p /= p.sum(1, keepdim=True)
     total = torch.zeros_like(p)
     for _ in range(300):
-        counts = systematic_counts(p, n, generator)
+        counts = drawn(p, n, generator)
         assert bool(((counts - n * p).abs() < 1).all())
-        assert bool((counts.sum(1) == n).all())
+        assert drawn is rounded_counts or bool((counts.sum(1) == n).all())
         assert bool((counts[p == 0] == 0).all())
         assert torch.equal(counts, counts.round())
         total += counts
@@ -304,7 +319,7 @@ def test_a_row_without_probability_draws_nothing(counts, dtype) -> None:
     assert float(drawn[1, 1]) == 0
 
 
-@pytest.mark.parametrize("draw", ["expected", "multinomial", "systematic"])
+@pytest.mark.parametrize("draw", ["expected", "multinomial", "systematic", "rounded"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_resampling_works_in_other_precisions(draw, dtype) -> None:
     """Vectors in float64 or bfloat16 are resampled as those in float32 are."""

@@ -243,3 +243,27 @@ def test_xir_is_two_weighted_terms() -> None:
             drawn = [float(scores[row, pool[column]]) for column in range(len(pool)) for _ in range(int(counts[row, column]))]
             want[row] += share * (-own + math.log(math.exp(own) + sum(map(math.exp, drawn))))
     torch.testing.assert_close(ours.double(), want, rtol=1e-5, atol=1e-5)
+
+
+def test_a_large_catalogue_is_drawn_from_in_blocks() -> None:
+    """With so many items that the cache keeps sums of blocks: draws follow all occurrences, the sums are those of the occurrences after
+    every step, and no step touches more than it must."""
+    n = 300_000
+    generator = torch.Generator().manual_seed(0)
+    counts = torch.ones(n)
+    counts[5] = 0  # impossible: drawn elsewhere, it must never enter
+    cache = Cache(100_000, Popularity(counts), n)
+    assert cache.block > 1
+    world, wanted = World.build(), torch.zeros(n, dtype=torch.float64)
+    for seed in range(3):
+        ids, usage = torch.randint(n, (40,), generator=generator), torch.rand(40, generator=generator).double()
+        ids[:2] = torch.tensor([5, n - 1])
+        cache.observe(world.step(4, seed), outcome((ids.tolist(), usage.tolist())))
+        wanted.index_add_(0, ids, torch.where(ids == 5, 0.0, usage))
+        torch.testing.assert_close(cache.occurrences, wanted)
+        padded = torch.cat([wanted, torch.zeros(-n % cache.block, dtype=torch.float64)])
+        torch.testing.assert_close(cache.sums, padded.view(-1, cache.block).sum(1))
+    some = wanted > 0
+    held = torch.bincount(cache.ids, minlength=n)
+    assert int(held[~some].sum()) == 0
+    assert chi_square(held[some].float(), wanted[some]) > 1e-4

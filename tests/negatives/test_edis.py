@@ -232,7 +232,7 @@ def test_without_its_mixtures_it_is_the_plain_loss() -> None:
     def silent(step: Step) -> Bag:
         simple = OtherClusters(codes, 2, 4)
         made = Interpolated(simple, offset=-math.inf)
-        made.shares = lambda emb, generator: torch.full((32, 9, 4), 0.25)  # type: ignore[method-assign]  # without draws of its own
+        made.shares = lambda *_: torch.full((32, 9, 4), 0.25)  # type: ignore[method-assign]  # without draws of its own
         return Union(made, TowardsPositive(SameCluster(codes, 3), offset=-math.inf))(step)
 
     def masked(step: Step) -> Bag:

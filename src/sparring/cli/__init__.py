@@ -8,6 +8,7 @@ import importlib
 import os
 import re
 import sys
+import time
 from collections.abc import Callable, Sequence
 
 from sparring.errors import UserError
@@ -15,10 +16,11 @@ from sparring.errors import UserError
 __all__ = ["main"]
 
 # Command -> module of this package and function in it, imported when it is called.
-_OWN = ("train", "evaluate", "compare", "diagnose", "reproduce", "cluster", "recommend", "index", "export", "demo")
-COMMANDS = {name: f"{name}:{name}" for name in _OWN} | {"recipes": "listing:recipes"}
+_OWN = ("prepare", "train", "evaluate", "compare", "diagnose", "reproduce", "cluster", "recommend", "index", "serve", "export", "demo")
+COMMANDS = {name: f"{name}:{name}" for name in (*_OWN, "bench")} | {"recipes": "listing:recipes"}
 COMMANDS |= {f"data {what}": f"listing:data_{what}" for what in ("list", "get", "show")}
 
+DISK_SECONDS = int(os.environ.get("SPARRING_DISK_SECONDS", "60"))  # that someone has to free a full disk before a restart
 # Read when torch is first imported. Threads that spin while they wait are many times slower as soon as a core is shared.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
@@ -41,6 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 141
     except Exception as error:
         line = explanation(error)
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            return _say_for_many(error, line)
         if line is None or os.environ.get("SPARRING_DEBUG", "") not in ("", "0"):
             raise
         return _say(f"error: {line}", 2)
@@ -87,9 +91,26 @@ def execute(words: list[str]) -> int:
         return 0
     if rest:
         named[args.key].unknown(rest)
+    args.words = words
     module, _, function = COMMANDS[args.key].partition(":")
     run: Callable[[argparse.Namespace], int] = getattr(importlib.import_module(f"sparring.cli.{module}"), function)
     return run(args)
+
+
+def _say_for_many(error: Exception, line: str | None) -> int:
+    """One of several processes has failed: what all of them meet is told once on each machine, and not by those that only lost another."""
+    rank, first = os.environ.get("RANK", "0"), os.environ.get("LOCAL_RANK", "0") == "0"
+    if os.environ.get("SPARRING_DEBUG", "") not in ("", "0"):
+        raise error
+    if line is None and type(error) is RuntimeError and re.search(r"[Cc]onnection (closed|reset)|gloo|NCCL|Broken pipe", str(error)):
+        return _say(f"rank {rank} lost another rank", 1) if first and rank != "0" else 1
+    if line is None:
+        raise error
+    if _disk_full(error) and os.environ.get("TORCHELASTIC_RESTART_COUNT") != os.environ.get("TORCHELASTIC_MAX_RESTARTS"):
+        _say(f"error: {line}; trying again in {DISK_SECONDS} s", 2)
+        time.sleep(DISK_SECONDS)
+        return 2
+    return _say(f"error: {line}", 2) if first or not isinstance(error, UserError) else 2
 
 
 def _say(line: str, code: int) -> int:

@@ -9,12 +9,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
+from sparring.cli.launch import add_launch
 from sparring.cli.values import constants, count, cutoffs, device, ids, names, number, setting, share, whole
 from sparring.errors import UserError
 
 SPLITS = ("auto", "file", "random", "temporal", "leave-last-out")
 DIALECTS = ("standard", "trec", "rectools", "lenskit", "xir-release", "xc")
 EXAMPLES = {
+    "prepare": "sparring prepare parts/ --split leave-last-out --out prepared",
     "train": "sparring train --data demo --recipe ssl_pop --epochs 3 --out runs/first",
     "evaluate": "sparring evaluate runs/first --k 10,20,50",
     "compare": "sparring compare --data demo --recipes uns,ssl_pop,bir --seeds 5 --setup default --out compare/first",
@@ -23,12 +25,14 @@ EXAMPLES = {
     "cluster": "sparring cluster --data demo --modality text=text:title --modality behaviour=behaviour --out clusters/demo.safetensors",
     "recommend": "sparring recommend runs/first --query 1042 -k 10",
     "index": "sparring index runs/first --recall 0.99 --memory 500MB",
+    "serve": "sparring serve runs/first --port 8000",
     "export": "sparring export runs/first --to parquet --out vectors",
     "recipes": "sparring recipes xir",
     "data list": "sparring data list",
     "data get": "sparring data get demo",
     "data show": "sparring data show demo",
     "demo": "sparring demo --out runs/demo",
+    "bench": "sparring bench --sizes 1024,2048 --out bench",
 }
 
 
@@ -81,6 +85,7 @@ def parser() -> tuple[Parser, dict[str, Parser]]:
         named[key].set_defaults(key=key)
         return named[key]
 
+    _prepare(command(commands, "prepare", "Interactions of any size into a folder that `sparring train --data FOLDER` reads from disk."))
     _train(command(commands, "train", "Train a retriever on interactions, validate it every epoch, and rank its test part."))
     _evaluate(command(commands, "evaluate", "Rank the whole catalogue for every test query of a run, and measure."))
     _compare(command(commands, "compare", "Train recipes over several seeds on the same data, and tell which differences are real."))
@@ -89,6 +94,7 @@ def parser() -> tuple[Parser, dict[str, Parser]]:
     _cluster(command(commands, "cluster", "Cluster the items by all their modalities, for negatives that know what is alike."))
     _recommend(command(commands, "recommend", "The best items of a run for some queries, or for a list of items."))
     _index(command(commands, "index", "Build the index of a run: the fastest that reaches a recall within a memory limit."))
+    _serve(command(commands, "serve", "Answer over HTTP, with a page: recommendations, similar items, changes of items while it runs."))
     _export(command(commands, "export", "A run's vectors as Parquet, its towers as ONNX, its items in Milvus or PostgreSQL."))
     listed = command(commands, "recipes", "Every recipe with its paper, its arguments and their defaults.")
     listed.add_argument("name", nargs="?", metavar="NAME", help="one recipe, with all its settings")
@@ -102,15 +108,32 @@ def parser() -> tuple[Parser, dict[str, Parser]]:
     show = command(kinds, "show", "What a file, a folder or a named set holds, as Sparring reads it.", "data show")
     show.add_argument("data", metavar="FILE", help="a Parquet or CSV file, a folder of Parquet parts, or the name of a set")
     _columns(show)
+    _bench(command(commands, "bench", "Time the loss on this machine: ours, PyTorch's own forms, and the floor; as a table and a picture."))
     demo = command(commands, "demo", "Train two recipes on real grocery purchases, compare them, and show what they recommend.")
     demo.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder for the runs (default: runs/demo)")
     demo.add_argument("--epochs", type=count, default=None, help="epochs of each recipe")
     return root, named
 
 
+def _prepare(parser: Parser) -> None:
+    parser.add_argument("data", metavar="DATA", help="a Parquet file, a folder of Parquet parts, a glob in quotes, or a CSV file")
+    _columns(parser)
+    _split(parser)
+    parser.add_argument("--seed", type=whole, default=0, metavar="N", help="seed of the split (default: 0)")
+    group = parser.add_argument_group("how it is run")
+    group.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="where it goes; it appears there as a whole at the end")
+    group.add_argument("--overwrite", action="store_true", help="replace what was prepared in FOLDER before")
+    group.add_argument(
+        "--engine", choices=("polars", "spark"), default="polars", help="spark: on a cluster, for the same files (default: polars)"
+    )
+    group.add_argument("--quiet", action="store_true", help="print nothing but the last line and errors")
+
+
 def _train(parser: Parser) -> None:
     parser.add_argument(
-        "--data", metavar="FILE_OR_NAME", help="Parquet or CSV file, folder of parts, or the name of a set; not needed with --resume"
+        "--data",
+        metavar="FILE_OR_NAME",
+        help="Parquet or CSV file, folder of parts or of prepared data, or the name of a set; not needed with --resume",
     )
     _columns(parser)
     _split(parser)
@@ -132,6 +155,7 @@ def _train(parser: Parser) -> None:
     group.add_argument("--overwrite", action="store_true", help="delete the run that is in FOLDER first")
     group.add_argument("--tensorboard", action="store_true", help="also write curves for TensorBoard into FOLDER/tensorboard")
     group.add_argument("--quiet", action="store_true", help="print nothing but the last line and errors")
+    add_launch(parser)
 
 
 def _evaluate(parser: Parser) -> None:
@@ -203,6 +227,8 @@ def _reproduce(parser: Parser) -> None:
     group.add_argument("--seeds", type=count, default=5, metavar="N", help="10, 20, ...; for XIR each is a split too (default: 5)")
     group.add_argument("--tune", type=count, default=0, metavar="N", help="esans-...: first tune with N trials on the validation part")
     group.add_argument("--epochs", type=count, metavar="N", help="the same as --set epochs=N (default: as in the paper)")
+    group.add_argument("--batch-size", type=count, metavar="N", help="the same as --set batch_size=N")
+    group.add_argument("--encoder", metavar="NAME", help="ngame-dexa: the same as --set encoder=NAME: minilm, bag, a folder, ...")
     group.add_argument(
         "--set", type=setting, action="append", default=[], dest="settings", metavar="NAME=VALUE", help="for every recipe that knows it"
     )
@@ -285,6 +311,18 @@ def _index(parser: Parser) -> None:
     parser.add_argument("--seed", type=whole, default=0, metavar="N", help="seed of the sample and of the clusters (default: 0)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--quiet", action="store_true", help="print nothing but the last line and errors")
+
+
+def _serve(parser: Parser) -> None:
+    from sparring.cli.serve import options
+
+    options(parser)
+
+
+def _bench(parser: Parser) -> None:
+    from sparring.cli.bench import options
+
+    options(parser)
 
 
 def _export(parser: Parser) -> None:

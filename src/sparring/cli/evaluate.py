@@ -83,7 +83,8 @@ def _to_rank(trained: Trained, data: Interactions, args: Namespace) -> tuple[Any
 def _other(trained: Trained, data: Interactions, where: str) -> tuple[Any, Any]:
     import numpy as np
 
-    from sparring.data.interactions import TEST, Interactions, pair_keys
+    from sparring.data.interactions import TEST, Interactions
+    from sparring.data.pairs import pair_keys
 
     rows = np.ones(len(data), dtype=bool) if data.split is None else data.split == TEST
     queries = trained.ids.query_ids.encode(data.query_ids.ids)[data.queries[rows]]

@@ -75,6 +75,22 @@ def download_bar(name: str) -> Iterator[Callable[[int, int | None], None]]:
         yield lambda done, total: bar.update(task, completed=done, total=total, visible=True)
 
 
+@contextmanager
+def token_bar() -> Iterator[None]:
+    """A bar for texts that are tokenised inside; it shows only on a terminal, and only once some are done."""
+    from rich.progress import MofNCompleteColumn, Progress
+
+    from sparring.cli.screen import console
+    from sparring.data.texts import reporting
+
+    screen = console()
+    bar = Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=screen, transient=True, disable=not screen.is_terminal)
+    with bar:
+        task = bar.add_task("reading texts", total=None, visible=False)
+        with reporting(lambda what, done, total: bar.update(task, completed=done, total=total, visible=True)):
+            yield
+
+
 def source(args: Namespace, data: Interactions, seed: int) -> dict[str, Any]:
     """What run.json must hold so that the same parts can be made again."""
     where = _place(args.data)
@@ -84,6 +100,10 @@ def source(args: Namespace, data: Interactions, seed: int) -> dict[str, Any]:
 
 def fingerprint(data: Interactions) -> str:
     """A short hash of the pairs and of what splits them: data that was changed since a run began is noticed."""
+    from sparring.data.prepared import Prepared
+
+    if isinstance(data, Prepared):
+        return data.checksum
     digest = hashlib.blake2b(f"{data.n_queries} {data.n_items}".encode(), digest_size=8)
     for column in (data.queries, data.items, data.time, data.split, *(data.hidden or ())):
         digest.update(b"" if column is None else column.data)

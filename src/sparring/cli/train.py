@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparring.cli import inputs, screen
+from sparring.cli.launch import launch
 from sparring.errors import UserError
 
 if TYPE_CHECKING:
@@ -19,10 +20,17 @@ if TYPE_CHECKING:
 
 def train(args: Namespace) -> int:
     from sparring import settings
+    from sparring.devices import pick_device
+    from sparring.dist import join, leave
 
     name = settings.find(args.recipe or "default").__name__
     folder = args.out or Path("runs") / name
-    resume = args.resume and (folder / "run.json").is_file()
+    if args.nproc is not None:
+        return _in_processes(args, name, folder)
+    if args.restarts:
+        raise UserError("--restarts needs --nproc: it starts processes again that it started")
+    ranks = join(pick_device(args.device))
+    resume = ranks.share(args.resume and (folder / "run.json").is_file())
     if resume:
         run, parts, source = _continued(args, folder)
     else:
@@ -31,14 +39,27 @@ def train(args: Namespace) -> int:
             raise UserError(f"nothing to resume in {folder}: it has no run.json; to begin, {needed}" if args.resume else needed)
         asked = _settings(args)
         settings.resolve(settings.find(name), asked, _base(args))  # wrong settings are told before a long read
-        _check_free(folder, args.overwrite, args.resume)
+        if ranks.rank == 0:
+            _check_free(folder, args.overwrite, args.resume)
         run, parts, source = _fresh(args, name, asked)
-        if args.overwrite and folder.exists():
+        if args.overwrite and folder.exists() and ranks.rank == 0:
             shutil.rmtree(folder)
     cutoffs = source["k"]
     fitted = fit_shown(
-        run, parts, folder, cutoffs, source=source, resume=resume, device=args.device, quiet=args.quiet, tensorboard=args.tensorboard
+        run,
+        parts,
+        folder,
+        cutoffs,
+        source=source,
+        resume=resume,
+        device=args.device,
+        quiet=args.quiet,
+        tensorboard=args.tensorboard,
+        save_seconds=args.save_seconds,
     )
+    leave()
+    if ranks.rank:
+        return 0
     show = screen.console()
     if fitted.test is not None and not args.quiet:
         show.print()
@@ -52,6 +73,21 @@ def train(args: Namespace) -> int:
     return 0
 
 
+def _in_processes(args: Namespace, name: str, folder: Path) -> int:
+    """Check what can be checked, then let torchrun start the processes, which go on with what there is in the folder."""
+    from sparring import settings
+
+    begun = (folder / "run.json").is_file()
+    if not (args.resume and begun):
+        if args.data is None:
+            raise UserError("--data is needed: a file, or the name of a set")
+        settings.resolve(settings.find(name), _settings(args), _base(args))
+        _check_free(folder, args.overwrite, args.resume)
+        if args.overwrite and folder.exists():
+            shutil.rmtree(folder)
+    return launch(args.words, args.nproc, args.restarts)
+
+
 def fit_shown(
     run: Run,
     parts: Split,
@@ -63,28 +99,36 @@ def fit_shown(
     device: str = "auto",
     quiet: bool = False,
     tensorboard: bool = False,
+    save_seconds: float | None = None,
 ) -> Fitted:
     """Train with the progress on the screen."""
     from sparring.contrast import describe_batch
+    from sparring.devices import pick_device
+    from sparring.dist import rank
     from sparring.stages import fit_stages
     from sparring.tensorboard import epoch_writer
 
+    if not quiet:
+        run.modules().to(pick_device(device))  # a transformer would take long to read a batch where it was built
     show = screen.console()
     named = {"train": parts.train, "valid": parts.valid, "test": parts.test}
     sizes = [f"{name} {len(part):,}" for name, part in named.items() if part is not None]
     intro = [
         f"{run.recipe}: {parts.train.n_queries:,} queries x {parts.train.n_items:,} items; {', '.join(sizes)} interactions",
         *(f"  {line}" for line in ([] if quiet else describe_batch(run, parts).splitlines())),
-    ]
-    with screen.listening(show, quiet, intro) as progress:
-        if tensorboard:
+    ]  # on every rank: vectors may lie on others
+    with screen.listening(show, quiet or rank() > 0, intro) as progress:
+        if tensorboard and rank() == 0:
             progress.epoch = screen.both(progress.epoch, epoch_writer(folder / "tensorboard"))
-        return fit_stages(run, parts, folder, resume=resume, device=device, k=k, progress=progress, source=source)
+        return fit_stages(
+            run, parts, folder, resume=resume, device=device, k=k, progress=progress, source=source, save_seconds=save_seconds
+        )
 
 
 def _fresh(args: Namespace, name: str, asked: dict[str, object]) -> tuple[Run, Split, dict[str, Any]]:
     from sparring import settings
     from sparring.data.splits import split
+    from sparring.dist import rank
 
     data = inputs.read_data(args.data, inputs.columns(args))
     args.k = inputs.cutoffs_for(args.k, data.n_items)
@@ -92,9 +136,10 @@ def _fresh(args: Namespace, name: str, asked: dict[str, object]) -> tuple[Run, S
     parts = split(data, args.split, args.valid, args.test, seed)
     if args.setup is None and not asked.keys() & {"encoder", "query_tower", "item_tower"} and _only_texts_help(parts):
         asked = {**asked, "encoder": "auto"}
-        if not args.quiet:
+        if not args.quiet and rank() == 0:
             screen.console().print("no query of the test part is trained on: its text is read (--set encoder=auto)", markup=False)
-    run = settings.build(name, parts.train, asked, _base(args))
+    with inputs.token_bar():
+        run = settings.build(name, parts.train, asked, _base(args))
     _check_select(run.setup.select, data)
     return run, parts, inputs.source(args, data, seed)
 
@@ -113,13 +158,15 @@ def _continued(args: Namespace, folder: Path) -> tuple[Run, Split, dict[str, Any
     """The run of a folder as run.json has it; what was asked for on the command line must agree."""
     from sparring import runs, settings
 
-    for option in ("overwrite", "setup"):
-        if getattr(args, option):
-            raise UserError(f"--resume and --{option} cannot go together")
+    if args.overwrite:
+        raise UserError("--resume and --overwrite cannot go together")
     meta = runs.read_meta(folder)
     if args.recipe is not None and settings.find(args.recipe).__name__ != meta["recipe"]:
         raise UserError(f"{folder} was trained with the recipe {meta['recipe']!r}, not {args.recipe!r}: --resume cannot change it")
-    setup, arguments = settings.resolve(settings.find(meta["recipe"]), _settings(args), settings.parse_setup(meta["setup"]))
+    recorded = settings.parse_setup(meta["setup"])
+    setup, arguments = settings.resolve(settings.find(meta["recipe"]), _settings(args), _base(args) or recorded)
+    if args.setup is not None and setup != recorded:
+        raise UserError(f"{folder} was trained with other settings than those of --setup {args.setup}: --resume cannot change them")
     before = {**meta["setup"], **meta["arguments"]}
     for name in _settings(args):
         now = arguments[name] if name in arguments else getattr(setup, name)
@@ -127,7 +174,8 @@ def _continued(args: Namespace, folder: Path) -> tuple[Run, Split, dict[str, Any
             raise UserError(f"{folder} was trained with {name}={before[name]}, not {now}: --resume cannot change it")
     data = inputs.read_recorded(meta, folder, args.data, inputs.columns(args))
     parts = inputs.split_as(data, meta, folder)
-    run = settings.build(meta["recipe"], parts.train, meta["arguments"], setup)
+    with inputs.token_bar():
+        run = settings.build(meta["recipe"], parts.train, meta["arguments"], setup)
     return run, parts, inputs.recorded(meta, folder)
 
 
@@ -145,6 +193,8 @@ def _settings(args: Namespace) -> dict[str, object]:
             raise UserError(f"{name} is set twice: by --{name} and by --set {name}={asked[name]}")
         if value is not None:
             asked[name] = value
+    if args.shard_tables:
+        asked["tables"] = "sharded"
     return asked
 
 

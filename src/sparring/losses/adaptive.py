@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from sparring.losses.softmax import Loss, above, log_partition, softmax_loss
-from sparring.types import Bag, Corpus, Outcome, Step
+from sparring.types import Bag, Batch, Corpus, Outcome, Step
 
 _BLOCK = 8192  # queries encoded at a time
 
@@ -83,10 +83,13 @@ class AdaTau(nn.Module):
         # as plain candidates: a draw belongs to the step's own temperature
         bag = Bag(tuple(replace(block, draws=None, usage=None) for block in outcome.bags[0].blocks), outcome.bags[0].log_w_positive)
         common = softmax_loss(replace(step, tau=torch.ones_like(self.tau_0)), bag)
-        self.loss_sum.index_add_(0, step.query_ids, common.to(self.loss_sum.dtype))
-        self.rows.index_add_(0, step.query_ids, torch.ones_like(common, dtype=self.rows.dtype))
+        batch = step.batch
+        common = batch.gather(common)
+        self.loss_sum.index_add_(0, batch.query_ids, common.to(self.loss_sum.dtype))
+        self.rows.index_add_(0, batch.query_ids, torch.ones_like(common, dtype=self.rows.dtype))
         if self.means == "running":
-            self.gap.lerp_((step.q * step.v).sum(-1).mean() - _mean_score(step.q, bag), 1 - self.momentum)
+            positive = batch.sum((step.q * step.v).sum(-1).sum()) / len(batch)
+            self.gap.lerp_((positive - _mean_score(step.q, bag, batch)).to(self.gap.dtype), 1 - self.momentum)
 
     def refresh(self, corpus: Corpus) -> None:
         self.loss.copy_(torch.where(self.rows > 0, self.loss_sum / self.rows, self.loss))
@@ -108,12 +111,13 @@ class AdaTau(nn.Module):
         """mu_+ - mu over the active queries, exactly."""
         known, pairs, everywhere = corpus.items.new_zeros(()), 0, corpus.items.new_zeros(())
         middle = corpus.items.mean(0)
-        for ids in torch.nonzero(self.active).flatten().split(_BLOCK):
-            q, exclude = corpus.encode_queries(ids).float(), corpus.positives.of(ids)
+        for ids in corpus.ranks.own(torch.nonzero(self.active).flatten()).split(_BLOCK):
+            q, exclude = corpus.encode_queries(ids).to(corpus.items.dtype), corpus.positives.of(ids)
             known += (q[exclude.rows] * corpus.items[exclude.ids]).sum()
             pairs += len(exclude.ids)
             everywhere += (q @ middle).sum()
-        return known / max(pairs, 1) - everywhere / self.active.sum()
+        count = corpus.ranks.sum(torch.tensor(pairs, device=known.device)).clamp(min=1)
+        return corpus.ranks.sum(known) / count - corpus.ranks.sum(everywhere) / self.active.sum()
 
 
 def adaptive_softmax(temperature: AdaTau) -> Loss:
@@ -157,17 +161,17 @@ def lambert_w(x: Tensor) -> Tensor:
     return w.to(x.dtype)
 
 
-def _mean_score(q: Tensor, bag: Bag) -> Tensor:
+def _mean_score(q: Tensor, bag: Bag, batch: Batch) -> Tensor:
     """The weighted mean of all scores of the batch with the bag, as if queries and candidates were independent."""
-    total, mass = q.new_zeros(()), q.new_zeros(())
+    total, mass, middle = q.new_zeros(()), q.new_zeros(()), batch.sum(q.sum(0)) / len(batch)
     for block in bag.plain().blocks:
-        weights = block.log_w.exp()
+        weights = block.log_w.exp().to(block.emb.dtype)
         if block.shared:
-            weights = (weights.mean(0) if weights.dim() == 2 else weights).expand(block.ids.shape)
-            total = total + q.mean(0) @ (weights @ block.emb)
+            weights = (batch.sum(weights.expand(len(q), -1).sum(0)) / len(batch) if weights.dim() == 2 else weights).expand(block.ids.shape)
+            total = total + middle @ (weights @ block.emb)
             mass = mass + weights.sum()
         else:
             weights = weights.expand(block.ids.shape)
-            total = total + torch.einsum("bd,bc,bcd->", q, weights, block.emb) / len(q)
-            mass = mass + weights.sum() / len(q)
+            total = total + batch.sum(torch.einsum("bd,bc,bcd->", q, weights, block.emb)) / len(batch)
+            mass = mass + batch.sum(weights.sum()) / len(batch)
     return total / mass.clamp(min=torch.finfo(mass.dtype).tiny)

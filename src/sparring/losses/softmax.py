@@ -87,4 +87,4 @@ def above(negatives: Tensor, positive: Tensor) -> Tensor:
 def _logsumexp(step: Step, block: Candidates) -> Tensor:
     places = block.exclude.places(block.ids) if block.exclude else None
     mix = Mix(block.mix.weights, block.mix.places(), block.mix.offset) if block.mix else None
-    return weighted_logsumexp(step.scaled, block.emb, block.log_w, places, block.draws, block.usage, mix)
+    return weighted_logsumexp(step.scaled, block.emb, block.log_w, places, block.draws, block.usage, mix, block.seed)

@@ -50,9 +50,12 @@ class SLatK(nn.Module):
         if corpus.epoch % self.every:
             return
         drawn = torch.randperm(len(corpus.items), generator=corpus.generator, device=corpus.items.device)[: self.n]
-        queries = torch.arange(len(self.beta), device=self.beta.device)
-        for ids in queries.split(max(1, _BLOCK // len(drawn))):
-            self.beta[ids] = _thresholds(corpus.encode_queries(ids).float(), ids, corpus.items, drawn, corpus.positives, self.k)
+        queries = corpus.ranks.own(torch.arange(len(self.beta), device=self.beta.device))
+        beta = [
+            _thresholds(corpus.encode_queries(ids).to(corpus.items.dtype), ids, corpus.items, drawn, corpus.positives, self.k)
+            for ids in queries.split(max(1, _BLOCK // len(drawn)))
+        ]
+        self.beta.copy_(corpus.ranks.gather(torch.cat(beta), len(self.beta)))
 
 
 def _thresholds(q: Tensor, ids: Tensor, items: Tensor, drawn: Tensor, positives: Positives, k: int) -> Tensor:

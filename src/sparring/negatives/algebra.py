@@ -9,12 +9,14 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from sparring.kernels import logits, reference
-from sparring.types import Bag, Candidates, Exclude, Outcome, Step
+from sparring.kernels import fuses, logits, reference
+from sparring.types import Bag, Batch, Candidates, Exclude, Outcome, Step
 
 Correction = Literal["count", "negatives", "both", "refined", "none"]
 Exclusion = Literal["positive", "known", "none"]
-Draw = Literal["expected", "multinomial", "systematic"]
+Draw = Literal["expected", "multinomial", "systematic", "rounded"]
+
+_BLOCK = 1 << 18  # counts drawn at a time on a CPU
 
 
 class Negatives(nn.Module):
@@ -160,7 +162,8 @@ class Resample(Negatives):
     candidate keeps a chance of being drawn. draw="expected" puts E n_ij = n p_ij in place of the counts, which needs no draw
     at all and removes its noise; the gradient is then softmax(2 s + log_w): the published estimator, which weighs drawn items by
     e^s once more, is in-batch softmax at half the temperature. "systematic" draws counts within 1 of n p_ij by one uniform
-    number per query. n=None draws as many as the bag holds.
+    number per query; "rounded" by one for each pair, n_ij = floor(n p_ij + u_ij), which on a GPU are made inside the kernel, so that
+    no (B, C) matrix is written: their sum is n on average. n=None draws as many as the bag holds.
 
         Resample(InBatch(Popularity(counts)), n=1024)
 
@@ -182,36 +185,62 @@ class Resample(Negatives):
         if self.draw == "expected":
             usage = torch.zeros(block.ids.shape, device=step.q.device)
             return Bag((replace(block, draws=float(n), usage=usage, source=name),))
+        if self.draw == "rounded" and fuses(step.q, block.emb, block.log_w, block.exclude is None or block.exclude.keyed(block.ids)):
+            seed = torch.randint(1 << 62, (2,), generator=step.generator, device=step.q.device)
+            seed[1] = step.batch.ranks.rank * len(step.q)
+            usage = torch.zeros(block.ids.shape, device=step.q.device)
+            return Bag((replace(block, draws=float(n), usage=usage, source=name, seed=seed),))
         with torch.no_grad():
             scores = logits(step.scaled, block.emb)
             places = block.exclude.places(block.ids) if block.exclude else None
             scores = scores + reference.drop(block.log_w, scores.shape, places)
             scores -= reference.safe_logsumexp(scores).nan_to_num(neginf=0.0).unsqueeze(-1)
-            counts = _DRAWS[self.draw](scores.exp(), n, step.generator)
+            counts = _DRAWS[self.draw](scores.exp(), n, step.generator, step.batch)
             usage = counts.sum(0) if block.shared else counts
-        drawn = replace(block, log_w=counts.log(), exclude=None, usage=usage, masked=mask_of(block))
+        log_w = (counts - 1).log1p_()  # the logarithm of 0 is slow on a CPU
+        drawn = replace(block, log_w=log_w, exclude=None, usage=usage, masked=mask_of(block))
         return Bag((replace(drawn, source=name, weighting="log drawn count"),))
 
 
-def multinomial_counts(p: Tensor, n: int, generator: torch.Generator) -> Tensor:
-    """Counts (B, C) of n independent draws from each row; a row of zeros draws nothing."""
-    some = p.sum(-1, keepdim=True) > 0
-    drawn = torch.multinomial(torch.where(some, p, torch.ones_like(p)), n, replacement=True, generator=generator)
+def multinomial_counts(p: Tensor, n: int, generator: torch.Generator, batch: Batch | None = None) -> Tensor:
+    """Counts (B, C) of n independent draws from each row; a row of zeros draws nothing. `batch`: whose rows these are."""
+    cdf = torch.cumsum(p.double(), -1)
+    some = cdf[:, -1:] > 0
+    u = _uniform(len(p), n, generator, batch) * cdf[:, -1:]
+    # as in draw_from_cdf: right=True skips what has no probability, the bound guards the rounding of u * total up to the total
+    last = torch.searchsorted(cdf, cdf[:, -1:].contiguous())
+    drawn = torch.minimum(torch.searchsorted(cdf, u, right=True), last)
     counts = torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32))  # 8 bits count to 256
     return counts.scatter_add_(1, drawn, torch.ones((), dtype=counts.dtype, device=p.device).expand(drawn.shape)) * some
 
 
-def systematic_counts(p: Tensor, n: int, generator: torch.Generator) -> Tensor:
+def systematic_counts(p: Tensor, n: int, generator: torch.Generator, batch: Batch | None = None) -> Tensor:
     """Counts (B, C) with mean n * p and less than 1 away from it: floor(n F_j + u) - floor(n F_{j-1} + u), F the row's CDF."""
-    # float64: at float32 the CDF of a few thousand candidates loses whole counts
-    cdf = torch.cumsum(p.double(), -1)
-    cdf /= cdf[:, -1:].clamp(min=1e-300)
-    u = torch.rand(len(p), 1, dtype=torch.float64, generator=generator, device=p.device)
-    edges = torch.floor(cdf * n + u)
-    return torch.diff(edges, dim=-1, prepend=torch.zeros_like(u)).to(p.dtype)
+    u = _uniform(len(p), 1, generator, batch)
+    counts = torch.empty_like(p)
+    rows = max(1, (_BLOCK if p.device.type == "cpu" else p.numel()) // p.shape[1])  # of a CPU's cache: many times as fast as all at once
+    for some, start, out in zip(p.split(rows), u.split(rows), counts.split(rows), strict=True):
+        # float64: at float32 the CDF of a few thousand candidates loses whole counts
+        cdf = torch.cumsum(some, -1, dtype=torch.float64)
+        cdf /= cdf[:, -1:].clone().clamp_(min=1e-300)
+        edges = torch.floor(cdf * n + start)
+        out[:, :1] = edges[:, :1]
+        out[:, 1:] = edges[:, 1:] - edges[:, :-1]
+    return counts
 
 
-_DRAWS = {"multinomial": multinomial_counts, "systematic": systematic_counts}
+def _uniform(rows: int, n: int, generator: torch.Generator, batch: Batch | None) -> Tensor:
+    """(rows, n) numbers from [0, 1), float64; drawn for the rows of all ranks."""
+    u = torch.rand(rows if batch is None else len(batch), n, dtype=torch.float64, generator=generator, device=generator.device)
+    return u if batch is None else batch.own(u)
+
+
+def rounded_counts(p: Tensor, n: int, generator: torch.Generator, batch: Batch | None = None) -> Tensor:
+    """Counts (B, C) with mean n * p and less than 1 away from it, each by itself: floor(n p_ij + u_ij)."""
+    return torch.floor(p * n + _uniform(len(p), p.shape[1], generator, batch)).to(p.dtype)
+
+
+_DRAWS = {"multinomial": multinomial_counts, "systematic": systematic_counts, "rounded": rounded_counts}
 
 
 def merged(bag: Bag, step: Step) -> Candidates:

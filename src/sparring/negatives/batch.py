@@ -36,7 +36,7 @@ class InBatch(Negatives):
         self.frequency, self.correction, self.exclude = frequency, correction, exclude
 
     def forward(self, step: Step) -> Bag:
-        block = Candidates(step.item_ids, step.v, zeros(step), exclusion(step, self.exclude), source="in-batch")
+        block = Candidates(step.batch.item_ids, step.batch.v, zeros(step), exclusion(step, self.exclude), source="in-batch")
         return corrected([block], step, self, "none" if self.frequency is None else self.correction)
 
     def log_count(self, ids: Tensor, step: Step) -> Tensor | None:
@@ -44,7 +44,7 @@ class InBatch(Negatives):
 
     def size(self, step: Step) -> float:
         # its own column never counts against a query, unless nothing is excluded
-        return max(len(step.item_ids) - 1, 1) if self.exclude != "none" else len(step.item_ids)
+        return max(len(step.batch) - 1, 1) if self.exclude != "none" else len(step.batch)
 
 
 class Memory(Negatives):
@@ -97,11 +97,11 @@ class Memory(Negatives):
 
     def observe(self, step: Step, outcome: Outcome) -> None:
         self.steps += 1
-        new = step.item_ids[-len(self.ids) :]
+        new = step.batch.item_ids[-len(self.ids) :]
         at = (self.cursor + torch.arange(len(new), device=new.device)) % len(self.ids)
         open_now = self.steps > self.warmup
         self.ids[at] = torch.where(open_now, new, self.ids[at])
-        self.emb[at] = torch.where(open_now, step.v[-len(new) :].detach().to(self.emb.dtype), self.emb[at])
+        self.emb[at] = torch.where(open_now, step.batch.v[-len(new) :].detach().to(self.emb.dtype), self.emb[at])
         self.cursor += open_now * len(new)
 
 
@@ -123,6 +123,7 @@ class Cache(Negatives):
 
     ids: Tensor
     occurrences: Tensor
+    sums: Tensor
 
     def __init__(
         self,
@@ -144,6 +145,10 @@ class Cache(Negatives):
         generator = torch.Generator().manual_seed(seed)
         self.register_buffer("ids", draw_from_cdf(torch.cumsum(possible.double(), 0), (size,), generator))
         self.register_buffer("occurrences", possible.double() * start)
+        # The occurrences of each block of items, so that a step costs what its batch costs: a few thousand blocks are looked into, and the
+        # sums of all are added up, so that blocks as long as the root of a few thousandths of the catalogue cost least.
+        self.block = 2 ** round(math.log2(n_items / 6000) / 2) if n_items > 1 << 18 else 1  # small ones are added up as quickly
+        self.register_buffer("sums", self._of_blocks(torch.arange(-(-n_items // self.block) if self.block > 1 else 0)).sum(1))
 
     def forward(self, step: Step) -> Bag:
         log_w = -self.frequency.log_prob(self.ids)
@@ -151,16 +156,49 @@ class Cache(Negatives):
         return Bag((Candidates(ids, step.encode(ids), log_w, exclusion(step, self.exclude), source="cache", weighting="-log q"),))
 
     def observe(self, step: Step, outcome: Outcome) -> None:
-        drawn = torch.zeros_like(self.occurrences)
-        for bag in outcome.bags:
-            for block in bag.blocks:
-                if block.usage is not None:
-                    ids, usage = block.ids.flatten(), block.usage.double().flatten()
-                    drawn.index_add_(0, ids.clamp(min=0), torch.where(ids >= 0, usage, 0.0))
+        ids, usage = self._drawn(step, outcome)
+        self.occurrences.index_add_(0, ids, usage)
+        if self.block > 1:
+            own = (ids // self.block).unique() if ids.device.type == "cpu" else ids // self.block  # counting them would wait for a device
+            self.sums[own] = self._of_blocks(own).sum(1)
+        fresh, some = self._draw(step.generator) if self.pool == "all" else self._draw_from(ids, usage, step.generator)
+        self.ids.copy_(torch.where(some, fresh, self.ids))
+
+    def _drawn(self, step: Step, outcome: Outcome) -> tuple[Tensor, Tensor]:
+        """What the queries of all ranks drew, in every block, and how often."""
+        ids, usage = [self.ids[:1]], [torch.zeros_like(self.occurrences[:1])]
+        for block in (block for bag in outcome.bags for block in bag.blocks):
+            if block.usage is not None:
+                ids.append((block.ids if block.shared else step.batch.gather(block.ids)).flatten())
+                usage.append((step.batch.sum(block.usage) if block.shared else step.batch.gather(block.usage)).flatten().double())
+        which, count = torch.cat(ids), torch.cat(usage)
         # a term may draw what the frequency calls impossible: its weight here would be infinite
-        drawn *= torch.isfinite(self.frequency.log_prob(torch.arange(len(drawn), device=drawn.device)))
-        self.occurrences += drawn
-        mass = self.occurrences if self.pool == "all" else torch.where(drawn > 0, self.occurrences, 0.0)
-        cdf = torch.cumsum(mass, 0)
-        fresh = draw_from_cdf(cdf, (len(self.ids),), step.generator)
-        self.ids.copy_(torch.where(cdf[-1] > 0, fresh, self.ids))
+        possible = (which >= 0) & torch.isfinite(self.frequency.log_prob(which.clamp(min=0)))
+        return which.clamp(min=0), torch.where(possible, count, 0.0)
+
+    def _of_blocks(self, blocks: Tensor) -> Tensor:
+        """(n, block): the occurrences of the items of these blocks."""
+        at = blocks.unsqueeze(1) * self.block + torch.arange(self.block, device=blocks.device)
+        return torch.where(at < len(self.occurrences), self.occurrences[at.clamp(max=len(self.occurrences) - 1)], 0.0)
+
+    def _draw(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Items in proportion to their occurrences: a block by its sum, then an item of it; and whether there is any."""
+        if self.block == 1:
+            cdf = torch.cumsum(self.occurrences, 0)
+            return draw_from_cdf(cdf, (len(self.ids),), generator), cdf[-1] > 0
+        cdf = torch.cumsum(self.sums, 0)
+        u = torch.rand(len(self.ids), dtype=cdf.dtype, generator=generator, device=cdf.device) * cdf[-1]
+        block = torch.minimum(torch.searchsorted(cdf, u, right=True), torch.searchsorted(cdf, cdf[-1:]))
+        inside = torch.cumsum(self._of_blocks(block), 1)
+        rest = (u - (cdf[block] - self.sums[block])).unsqueeze(1)
+        within = torch.minimum(torch.searchsorted(inside, rest, right=True), torch.searchsorted(inside, inside[:, -1:].contiguous()))
+        return (block * self.block + within.squeeze(1)).clamp(max=len(self.occurrences) - 1), cdf[-1] > 0
+
+    def _draw_from(self, ids: Tensor, usage: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """The same from the items drawn in this step alone."""
+        n = len(self.occurrences)
+        drawn = torch.sort(torch.where(usage > 0, ids, n)).values
+        first = torch.ones_like(drawn, dtype=torch.bool)
+        first[1:] = drawn[1:] != drawn[:-1]
+        cdf = torch.cumsum(torch.where(first & (drawn < n), self.occurrences[drawn.clamp(max=n - 1)], 0.0), 0)
+        return drawn[draw_from_cdf(cdf, (len(self.ids),), generator)].clamp(max=n - 1), cdf[-1] > 0

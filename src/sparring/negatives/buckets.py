@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from sparring.kernels import reference
-from sparring.negatives.algebra import Exclusion, Negatives, check_choice, exclusion
-from sparring.types import Bag, Candidates, Exclude, Step
+from sparring.negatives.algebra import Exclusion, Negatives, check_choice
+from sparring.types import Bag, Candidates, Step
 
 
 class HardestBucket(Negatives):
@@ -50,10 +50,10 @@ class HardestBucket(Negatives):
         with torch.no_grad():
             members, items = self.fill(step)
             never = _never(step, members, items, self.exclude)
-        emb = step.encode(items)
+        emb = step.encode(items.flatten()).unflatten(0, items.shape)
         with torch.no_grad():
-            scores = torch.bmm(step.scaled[members], emb.transpose(1, 2)).masked_fill_(never, -math.inf)
-            place = _best_place(reference.safe_logsumexp(scores), members, len(step.q))
+            scores = torch.bmm(step.batch.gather(step.scaled)[members], emb.transpose(1, 2)).masked_fill_(never, -math.inf)
+            place = step.batch.own(_best_place(reference.safe_logsumexp(scores), members, len(step.batch)))
             inside = place >= 0
             place = place.clamp(min=0)
             bucket = place // members.shape[1]
@@ -66,27 +66,28 @@ class HardestBucket(Negatives):
         return Bag((Candidates(ids, own, log_w, source=source, masked=masked),))
 
     def fill(self, step: Step) -> tuple[Tensor, Tensor]:
-        """The rows of the batch (buckets, queries) and the items (buckets, n) that fall into each bucket."""
-        b, dim = step.q.shape
+        """The rows of the batch (buckets, queries), of all ranks, and the items (buckets, n) that fall into each bucket."""
+        q = step.batch.q.detach()
+        b, dim = q.shape
         usual = max(round(2 * math.sqrt(b)), 1)
         shape = (self.buckets or usual, b if self.mix else dim)
-        centres = torch.randn(shape, generator=step.generator, device=step.q.device).to(step.q.dtype)
+        centres = torch.randn(shape, generator=step.generator, device=q.device).to(q.dtype)
         if self.mix:
-            centres = centres @ step.q
-        vectors = step.encode(torch.arange(self.n_items, device=step.q.device)).to(step.q.dtype)
-        members = (centres @ step.q.T).topk(min(self.queries or usual, b), 1).indices
+            centres = centres @ q
+        vectors = step.encode(torch.arange(self.n_items, device=q.device)).to(q.dtype)
+        members = (centres @ q.T).topk(min(self.queries or usual, b), 1).indices
         return members, (centres @ vectors.T).topk(min(self.n, self.n_items), 1).indices
 
 
 def _never(step: Step, members: Tensor, items: Tensor, exclude: Exclusion) -> Tensor:
     """(buckets, queries, n): which items of its bucket never count against a query."""
-    known = exclusion(step, exclude)
-    if known is None:
+    if exclude == "none":
         return torch.zeros((), dtype=torch.bool, device=items.device).expand(*members.shape, items.shape[1])
-    if known.rows is None:
-        return items.unsqueeze(1) == known.ids[members].unsqueeze(2)
-    assert step.positives is not None
-    pairs: Exclude = step.positives.of(step.query_ids[members.flatten()])
+    if exclude == "positive":
+        return items.unsqueeze(1) == step.batch.item_ids[members].unsqueeze(2)
+    if step.positives is None:
+        raise ValueError('exclude="known" needs Step.positives: all known positives of each query')
+    pairs = step.positives.of(step.batch.query_ids[members.flatten()])
     never = torch.zeros(members.numel(), items.shape[1], dtype=torch.bool, device=items.device)
     never[pairs.hits(items.repeat_interleave(members.shape[1], 0))] = True
     return never.view(*members.shape, -1)

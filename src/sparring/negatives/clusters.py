@@ -70,8 +70,8 @@ class ByCluster(Negatives):
         return Exclude(step.item_ids) if self.exclude == "positive" else Exclude(self.cell[step.item_ids], code=self.cell, also=also)
 
     def offer(self, step: Step, ids: Tensor, source: str) -> Bag:
-        """The bag of drawn ids (B, ...), -1 where there was none to draw."""
-        ids = ids.flatten() if self.shared else ids.flatten(1)
+        """The bag of ids drawn for all rows of the batch, -1 where there was none to draw."""
+        ids = ids.flatten() if self.shared else step.batch.own(ids).flatten(1)
         log_w = torch.where(ids >= 0, 0.0, -math.inf)
         return Bag((Candidates(ids, step.encode(ids.clamp(min=0)), log_w, self.excluded(step), source=source),))
 
@@ -115,7 +115,7 @@ class OtherClusters(ByCluster):
         return super().tables(codes) | {"chance": cluster_chances(codes.codewords, codes.sizes, self.gamma, self.distance)}
 
     def forward(self, step: Step) -> Bag:
-        own = self.primary(step.item_ids)
+        own = self.primary(step.batch.item_ids)
         # a race of exponential clocks: the first m_c are a draw without replacement in proportion to their rates
         clock = torch.rand(len(own), self.k_primary, generator=step.generator, device=own.device).log_().neg_()
         first = (clock / self.chance[own]).topk(self.m_c, dim=1, largest=False)
@@ -139,7 +139,7 @@ class SameCluster(ByCluster):
     Xing et al., ESANS, WWW 2025, section 3.3.3.
     """
 
-    nearest: Tensor
+    pool: Tensor
 
     def __init__(self, codes: Codes, m_h: int = 5, shared: bool = False, exclude: CellExclusion = "cell"):
         if m_h < 1:
@@ -150,24 +150,24 @@ class SameCluster(ByCluster):
         self.register(codes)
 
     def tables(self, codes: Codes) -> dict[str, Tensor]:
-        chance = cluster_chances(codes.codewords, codes.sizes, 1.0, "cosine")
-        nearest = torch.where(chance.amax(1) > 0, chance.argmax(1), -1)
-        return super().tables(codes) | {"nearest": nearest}
+        """`pool` has for each cell where its draws begin in the sorted catalogue, among how many, and the hole in them with its width."""
+        tables = super().tables(codes)
+        start, hole = tables["start"], tables["cell_start"][:-1]
+        own = torch.arange(len(hole)) // codes.k_secondary
+        begin, width = start[own], tables["cell_start"].diff()
+        left = start[own + 1] - begin - width
+        chance = cluster_chances(codes.codewords, codes.sizes, 1.0, "cosine")[own]
+        there = chance.argmax(1)
+        size = torch.where(chance.amax(1) > 0, start[there + 1] - start[there], 0)
+        own_cluster = torch.stack([begin, left, hole, width], 1)
+        next_cluster = torch.stack([start[there], size, torch.full_like(hole, len(codes)), torch.zeros_like(width)], 1)
+        return tables | {"pool": torch.where((left > 0).unsqueeze(1), own_cluster, next_cluster)}
 
     def forward(self, step: Step) -> Bag:
-        cell = self.cell[step.item_ids]
-        own = cell // self.k_secondary
-        begin, hole, width = self.start[own], self.cell_start[cell], self.cell_start[cell + 1] - self.cell_start[cell]
-        left = self.start[own + 1] - begin - width
-        other = self.nearest[own]
-        there = other.clamp(min=0)
-        size = torch.where(other >= 0, self.start[there + 1] - self.start[there], 0)
-        inside = left > 0
-        within = distinct(torch.where(inside, left, size), self.m_h, step.generator)
-        at = torch.where(inside, begin, self.start[there]).unsqueeze(1) + within
-        at = at + torch.where(inside.unsqueeze(1) & (at >= hole.unsqueeze(1)), width.unsqueeze(1), 0)
-        some = (inside | (size > 0)).unsqueeze(1)
-        ids = torch.where(some, self.order[at.clamp(max=len(self.order) - 1)], -1)
+        begin, size, hole, width = self.pool[self.cell[step.batch.item_ids]].unsqueeze(1).unbind(-1)
+        at = begin + distinct(size.squeeze(1), self.m_h, step.generator)
+        at = at + torch.where(at >= hole, width, 0)
+        ids = torch.where(size > 0, self.order[at.clamp(max=len(self.order) - 1)], -1)
         return self.offer(step, ids, self.name)
 
 
@@ -189,12 +189,15 @@ def cluster_chances(codewords: Tensor, sizes: Tensor, gamma: float, distance: Di
 def distinct(size: Tensor, m: int, generator: torch.Generator) -> Tensor:
     """(..., m) whole numbers below size (...), every set of m as likely as any other; with repetition where size < m; 0 where it is 0."""
     u = torch.rand(*size.shape, m, dtype=torch.float64, generator=generator, device=size.device)
-    enough = size >= m
-    drawn = torch.empty(u.shape, dtype=torch.long, device=size.device)
     # Floyd's algorithm: the k-th draw is below size - m + k + 1, and the last of those where it was drawn before
-    for k in range(m):
-        last = torch.where(enough, size - m + k, size - 1).clamp(min=0)
-        pick = torch.minimum((u[..., k] * (last + 1)).long(), last)
-        again = (drawn[..., :k] == pick.unsqueeze(-1)).any(-1) & enough
-        drawn[..., k] = torch.where(again, last, pick)
-    return drawn
+    size = size.unsqueeze(-1)
+    enough = size >= m
+    last = torch.where(enough, size - m + torch.arange(m, device=size.device), size - 1).clamp_(min=0)
+    pick = torch.minimum((u * (last + 1)).long(), last)
+    earlier = torch.ones(m, m, dtype=torch.bool, device=size.device).tril_(-1)
+    again = ((pick.unsqueeze(-1) == pick.unsqueeze(-2)) & earlier).any(-1)
+    # a draw also meets the last of an earlier one that was itself drawn before: chains of that are at most m - 1 long
+    met = (pick.unsqueeze(-1) == last.unsqueeze(-2)) & earlier
+    for _ in range(m - 2):
+        again = again | (met & again.unsqueeze(-2)).any(-1)
+    return torch.where(again & enough, last, pick)

@@ -41,7 +41,8 @@ class Sampled(Negatives):
         self.distribution, self.n, self.per_query, self.correction, self.exclude = distribution, n, per_query, correction, exclude
 
     def forward(self, step: Step) -> Bag:
-        ids = self.distribution.sample((len(step.q), self.n) if self.per_query else (self.n,), step.generator)
+        ids = self.distribution.sample((len(step.batch), self.n) if self.per_query else (self.n,), step.generator)
+        ids = step.batch.own(ids) if self.per_query else ids
         source = f"sampled from {self.distribution}"
         block = Candidates(ids, step.encode(ids), zeros(step), exclusion(step, self.exclude), source=source)
         return corrected([block], step, self, self.correction)
@@ -99,7 +100,8 @@ class Shown(Negatives):
     def forward(self, step: Step) -> Bag:
         begin = self.start[step.query_ids].unsqueeze(1)
         count = self.start[step.query_ids + 1].unsqueeze(1) - begin
-        u = torch.rand(len(step.q), self.n, generator=step.generator, device=step.q.device, dtype=torch.float64)
+        u = torch.rand(len(step.batch), self.n, generator=step.generator, device=step.q.device, dtype=torch.float64)
+        u = step.batch.own(u)
         within = torch.minimum((u * count).long(), (count - 1).clamp(min=0))
         at = (begin + within).clamp(max=max(len(self.items) - 1, 0))
         ids = torch.where(count > 0, self.items[at].long(), -1) if len(self.items) else torch.full(at.shape, -1, device=at.device)

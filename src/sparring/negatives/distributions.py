@@ -123,11 +123,11 @@ class Streaming(Frequency):
 
     def observe(self, step: Step, outcome: Outcome) -> None:
         self.time += 1
-        at = self.buckets(step.item_ids).flatten()
+        at = self.buckets(step.batch.item_ids).flatten()
         # items of one bucket write the same value, so duplicates in the batch do no harm
         self.gap[at] = (1 - self.alpha) * self.gap[at] + self.alpha * (self.time - self.last[at]).float()
         self.last[at] = self.time
-        self.draws.clamp_(min=len(step.item_ids))
+        self.draws.clamp_(min=len(step.batch))
 
     def extra_repr(self) -> str:
         return f"{len(self.sizes)} arrays, alpha={self.alpha:g}"

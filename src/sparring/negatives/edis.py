@@ -12,7 +12,7 @@ from torch import Tensor
 from sparring.kernels import logits, reference
 from sparring.negatives.algebra import Negatives, check_choice, mask_of
 from sparring.negatives.clusters import OtherClusters, SameCluster
-from sparring.types import Bag, Candidates, Exclude, Mixtures, Outcome, Step
+from sparring.types import Bag, Batch, Candidates, Exclude, Mixtures, Outcome, Step
 
 Normalisation = Literal["minmax_block", "minmax_set", "affine", "dirichlet"]
 Rule = Literal["adaptive", "learned"]
@@ -64,7 +64,7 @@ class Interpolated(Negatives):
         (block,) = bag.blocks
         m_o = self.source.m_o
         with torch.no_grad():
-            weights = self.shares(block.emb.detach().unflatten(-2, (-1, m_o)), step.generator)
+            weights = self.shares(block.emb.detach().unflatten(-2, (-1, m_o)), step.generator, None if block.shared else step.batch)
         own = self.source.primary(step.item_ids)
         exclude = Exclude(own) if self.source.shared and self.source.exclude != "none" else None
         groups = self.source.primary(block.ids.unflatten(-1, (-1, m_o))[..., 0])
@@ -80,16 +80,22 @@ class Interpolated(Negatives):
             made = replace(made, emb=rescaled(made.emb, length))
         return Bag((real, made), bag.log_w_positive)
 
-    def shares(self, emb: Tensor, generator: torch.Generator) -> Tensor:
-        """(..., V, M): what each of the M vectors (..., M, D) of a group contributes to its mixtures; a row sums to 1."""
+    def shares(self, emb: Tensor, generator: torch.Generator, batch: Batch | None = None) -> Tensor:
+        """(..., V, M): what each of the M vectors (..., M, D) of a group contributes to its mixtures; a row sums to 1.
+
+        With `batch` the first dimension is of its rows, and draws are made for those of all ranks.
+        """
         m = emb.shape[-2]
-        key = torch.rand(*emb.shape[:-2], m - 1, m, generator=generator, device=emb.device)  # one random order for each n
-        order = torch.argsort(key, -1)
-        rank = torch.argsort(order, -1)
-        anchor = order[..., self.sizes - 2, self.slots].unsqueeze(-1)
-        member = rank[..., self.sizes - 2, :] < self.sizes.unsqueeze(-1)
+        groups = emb.shape[:-2] if batch is None else (len(batch), *emb.shape[1:-2])
+        # one random order for each n; doubles, of which no two are equal, so that a rank is a count: cheaper than to sort a handful
+        key = torch.rand(*groups, m - 1, m, dtype=torch.float64, generator=generator, device=emb.device)
+        key = key if batch is None else batch.own(key)
+        rank = (key.unsqueeze(-1) > key.unsqueeze(-2)).sum(-1)
+        of = rank[..., self.sizes - 2, :]
+        anchor, member = of == self.slots.unsqueeze(-1), of < self.sizes.unsqueeze(-1)  # (..., V, M)
         if self.normalisation == "dirichlet":
-            d = torch.empty(member.shape, device=emb.device).exponential_(generator=generator).to(emb.dtype)
+            d = torch.empty(*groups, *member.shape[-2:], device=emb.device).exponential_(generator=generator).to(emb.dtype)
+            d = d if batch is None else batch.own(d)
         else:
             gram = emb @ emb.transpose(-1, -2)
             if self.normalisation == "affine":
@@ -103,10 +109,10 @@ class Interpolated(Negatives):
                 gram = gram.unsqueeze(-3)
                 low = gram.masked_fill(~both, math.inf).amin((-2, -1), keepdim=True)
                 high = gram.masked_fill(~both, -math.inf).amax((-2, -1), keepdim=True)
-                gram = _to_unit(gram, low, high)[..., self.sizes - 2, :, :]
-                anchor = anchor.unsqueeze(-1)
-            d = torch.take_along_dim(gram.clamp(min=1e-6) ** self.eta, anchor, -2)  # of the anchor to each of the group
-            d = d.squeeze(-2) if d.dim() > member.dim() else d
+                gram = _to_unit(gram, low, high)[..., self.sizes - 2, :, :]  # (..., V, M, M)
+            near = gram.clamp(min=1e-6) ** self.eta
+            pick = anchor.to(near.dtype)  # of the anchor to each of the group
+            d = pick @ near if near.dim() == pick.dim() else (pick.unsqueeze(-2) @ near).squeeze(-2)
         d = d * member
         return d / d.sum(-1, keepdim=True)
 
@@ -198,11 +204,12 @@ class TowardsPositive(Negatives):
     def adapt(self, step: Step, outcome: Outcome) -> None:
         """Follow how far the hard negatives of this step lie below the positives."""
         cluster = self.source.primary(step.item_ids) if self.rule == "learned" else torch.zeros_like(step.item_ids)
-        sign, sums = math.copysign(1.0, self.margin), torch.zeros(3, len(self.lam), device=self.lam.device)
+        sign, sums = math.copysign(1.0, self.margin), torch.zeros(3, len(self.lam), dtype=self.gap.dtype, device=self.lam.device)
         for block in (block for bag in outcome.bags for block in bag.blocks if block.source == self.source.name):
             counts = ~torch.isneginf(block.log_w)
             gap = torch.where(counts, step.positive_logits.unsqueeze(1) - logits(step.scaled, block.emb), 0.0)
             sums.index_add_(1, cluster, torch.stack([counts.sum(1), gap.sum(1), gap.square().sum(1)]).to(sums.dtype))
+        sums = step.batch.sum(sums)
         means = sums[1:] / sums[0].clamp(min=1)
         self.gap.copy_(torch.where(sums[0] > 0, torch.lerp(self.gap, means, 1 - self.momentum), self.gap))
         gap, square = self.gap

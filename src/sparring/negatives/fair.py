@@ -72,10 +72,10 @@ class GroupShares(Distribution):
         return self.items[self.start[z] + torch.minimum((u * size).long(), size - 1)]
 
     def observe(self, step: Step, outcome: Outcome) -> None:
-        z = self.group[step.item_ids]
+        z = self.group[step.batch.item_ids]
         self.steps += 1
         # sums and rows fade alike, so their ratio is a mean from the first step on, and stays for a group that no row of a batch is in
-        self.loss.mul_(self.decay).index_add_(0, z, outcome.loss.double())
+        self.loss.mul_(self.decay).index_add_(0, z, step.batch.gather(outcome.loss).double())
         self.rows.mul_(self.decay).index_add_(0, z, torch.ones_like(z, dtype=torch.float64))
         seen = self.rows > 0
         mean = self.loss / torch.where(seen, self.rows, 1.0)

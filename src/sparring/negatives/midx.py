@@ -76,7 +76,8 @@ class QuantizedSoftmax(Negatives):
         """(B, n) items: a cell by its mass, then an item of the cell."""
         first, second = self._word_logits(step)
         shape = len(step.q), self.n
-        u = torch.rand(2, *shape, dtype=torch.float64, generator=step.generator, device=step.q.device)
+        u = torch.rand(2, len(step.batch), self.n, dtype=torch.float64, generator=step.generator, device=step.q.device)
+        u = step.batch.own(u.transpose(0, 1)).transpose(0, 1)
         block = max(CELLS // len(self.size_of), 1)
         cells = [self._cells(first[at : at + block], second[at : at + block], u[0, at : at + block]) for at in range(0, shape[0], block)]
         cell = torch.cat(cells)

@@ -112,7 +112,8 @@ class AmongHardest(Selection):
 
     def choose(self, scores: Tensor, step: Step) -> Tensor:
         top = scores.topk(min(self.m, scores.shape[1]), dim=1)
-        order = torch.rand(top.values.shape, generator=step.generator, device=scores.device)
+        order = torch.rand(len(step.batch), top.values.shape[1], generator=step.generator, device=scores.device)
+        order = step.batch.own(order)
         order.masked_fill_(torch.isneginf(top.values), -1.0)
         return top.indices.gather(1, order.topk(min(self.k, order.shape[1]), dim=1).indices)
 

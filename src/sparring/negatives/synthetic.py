@@ -40,8 +40,9 @@ class MixPositive(Negatives):
         bag = self.source(step)
         block = merged(bag, step)
         shape = torch.Size((len(step.q), block.ids.shape[-1]))
-        drawn = (shape[0], shape[1] if self.mix == "candidate" else 1)
-        a = self.high * torch.rand(drawn, generator=step.generator, device=step.q.device).to(step.q.dtype).unsqueeze(-1)
+        drawn = (len(step.batch), shape[1] if self.mix == "candidate" else 1)
+        a = step.batch.own(torch.rand(drawn, generator=step.generator, device=step.q.device))
+        a = (self.high * a).to(step.q.dtype).unsqueeze(-1)
         emb = torch.lerp(block.emb.expand(*shape, -1), step.v.unsqueeze(1).expand(*shape, -1), a.expand(*shape, 1))
         places = block.exclude.places(block.ids) if block.exclude else None
         log_w = reference.drop(block.log_w, shape, places)  # a mixture has no id to mask it by
@@ -73,11 +74,11 @@ class BatchMix(Negatives):
         self.frequency, self.n, self.temperature = frequency, n, temperature
 
     def forward(self, step: Step) -> Bag:
-        log_q = self.frequency.log_prob(step.item_ids)
+        log_q = self.frequency.log_prob(step.batch.item_ids)
         share = torch.softmax(-log_q / self.temperature, 0).to(step.v.dtype).unsqueeze(1)
         u = torch.rand(self.n, len(log_q), generator=step.generator, device=step.q.device).to(step.v.dtype)
         u.div_(self.temperature).exp_()  # what is left of the softmax is the same for all mixtures: two products instead of a table
-        emb = (u @ (share * step.v)) / (u @ share)
+        emb = (u @ (share * step.batch.v)) / (u @ share)
         ids = torch.full((self.n,), -1, device=step.q.device)
-        block = Candidates(ids, emb, zeros(step), source=f"mixtures of {len(step.v):,} in-batch items")
-        return Bag((block,), -log_q)
+        block = Candidates(ids, emb, zeros(step), source=f"mixtures of {len(step.batch):,} in-batch items")
+        return Bag((block,), -step.batch.own(log_q))
