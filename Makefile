@@ -7,7 +7,10 @@ BIN := $(VENV)/bin
 DEMO := $(VENV)/.sparring-demo
 READY := $(VENV)/.sparring-ready
 # Engines that some tests run against for real; where one cannot be had, its tests are skipped and say so.
-ENGINES := text serve onnx milvus pgvector pgserver
+ENGINES := text serve onnx milvus pgvector pgserver spark
+# torchrec asks for the CUDA build of fbgemm, which does not load without CUDA: on CPUs it is put in without what it asks for.
+TORCHREC := torchrec==1.8.0 fbgemm-gpu-cpu==1.8.0
+TORCHREC_NEEDS := tensordict torchmetrics==1.0.3 tqdm pyre-extensions
 
 # Threads that wait for each other by sleeping: spinning, the default, is many times slower as soon as a core is shared.
 export OMP_WAIT_POLICY ?= PASSIVE
@@ -27,6 +30,7 @@ $(DEMO): pyproject.toml
 $(READY): $(DEMO)
 	$(BIN)/python -m pip install --quiet --editable ".[dev]"
 	@for engine in $(ENGINES); do $(BIN)/python -m pip install --quiet --editable ".[$$engine]" || echo "no $$engine here: its tests are skipped"; done
+	@$(BIN)/python -m pip install --quiet $(TORCHREC_NEEDS) && $(BIN)/python -m pip install --quiet --no-deps $(TORCHREC) || echo "no torchrec here: its tests are skipped"
 	@touch $@
 
 demo: $(DEMO)
