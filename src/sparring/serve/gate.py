@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import time
 import traceback
@@ -12,6 +11,7 @@ from typing import Any
 import orjson
 from pydantic import BaseModel, ValidationError
 
+from sparring.serve.deadlines import Deadlines
 from sparring.serve.limits import Limits, Refused
 from sparring.serve.logs import Log
 from sparring.serve.metrics import Metrics
@@ -55,6 +55,7 @@ class Gate:
         self.token = None if token is None else f"Bearer {token}".encode()
         self.hosts = None if hosts is None else {host.lower().encode() for host in hosts}
         self.slow_paths = frozenset(slow_paths)
+        self.deadlines = Deadlines()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -63,7 +64,7 @@ class Gate:
         began, path, told = time.perf_counter(), scope["path"], _Told(send)
         try:
             self._admit(scope, path)
-            async with asyncio.timeout(None if path in self.slow_paths else self.limits.seconds):
+            with self.deadlines.within(None if path in self.slow_paths else self.limits.seconds):
                 body = await self._body(receive)
                 question = self.questions.get(path) if scope["method"] == "POST" else None
                 answer = None if question is None else await _short(question, body)
