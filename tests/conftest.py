@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -61,3 +61,23 @@ def browse(tmp_path: Path) -> Callable[[Path], tuple[str, str]]:
         return done.stdout, "\n".join(line for line in done.stderr.splitlines() if "CONSOLE" in line)
 
     return opened
+
+
+@pytest.fixture
+def refused(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Run a command that must fail with code 2 and exactly one line on stderr that has all the given words in it."""
+    from sparring.cli import main
+
+    monkeypatch.delenv("SPARRING_DEBUG", raising=False)
+
+    def check(words: Sequence[object], *mentions: str) -> str:
+        capfd.readouterr()
+        assert main([str(word) for word in words]) == 2
+        lines = capfd.readouterr().err.splitlines()
+        assert len(lines) == 1, lines
+        assert lines[0].startswith("sparring: error: ")
+        for mention in mentions:
+            assert mention in lines[0], lines[0]
+        return lines[0]
+
+    return check

@@ -43,24 +43,6 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def refused(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    """Run a command that must fail with code 2 and exactly one line on stderr that has all the given words in it."""
-    monkeypatch.delenv("SPARRING_DEBUG", raising=False)
-
-    def check(words: list[object], *mentions: str) -> str:
-        capfd.readouterr()
-        assert main([str(word) for word in words]) == 2
-        lines = capfd.readouterr().err.splitlines()
-        assert len(lines) == 1, lines
-        assert lines[0].startswith("sparring: error: ")
-        for mention in mentions:
-            assert mention in lines[0]
-        return lines[0]
-
-    return check
-
-
 def test_training_leaves_a_complete_run_folder(world: Path) -> None:
     """A run folder holds the resolved run, a line per epoch, the model, the id maps, a curve and a card."""
     run = world / "run"

@@ -50,22 +50,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def refused(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Run a command that must fail with code 2 and one line on stderr that has all the given words in it."""
-    monkeypatch.delenv("SPARRING_DEBUG", raising=False)
-
-    def check(words: list[object], *mentions: str) -> None:
-        capfd.readouterr()
-        assert main([str(word) for word in words]) == 2
-        lines = capfd.readouterr().err.splitlines()
-        assert len(lines) == 1, lines
-        for mention in mentions:
-            assert mention in lines[0]
-
-    return check
-
-
 def measured_recall(index: Index, k: int, queries: np.ndarray = QUERIES) -> float:
     truth = np.argsort(-(queries.astype(np.float64) @ ITEMS.T.astype(np.float64)), axis=1)[:, :k]
     found = index.search(queries, k)[1]

@@ -9,7 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,23 +34,6 @@ def parts(tmp_path: Path) -> Path:
         columns = {"user_id": random.integers(0, 40, 300), "item_id": random.integers(0, 60, 300), "timestamp": random.integers(0, 99, 300)}
         pl.DataFrame(columns).write_parquet(folder / f"{k}.parquet")
     return folder
-
-
-@pytest.fixture
-def refused(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Run a command that must fail with code 2 and exactly one line on stderr that has all the given words in it."""
-    monkeypatch.delenv("SPARRING_DEBUG", raising=False)
-
-    def check(words: Sequence[object], *mentions: str) -> None:
-        capfd.readouterr()
-        assert main([str(word) for word in words]) == 2
-        lines = capfd.readouterr().err.splitlines()
-        assert len(lines) == 1, lines
-        assert lines[0].startswith("sparring: error: ")
-        for mention in mentions:
-            assert mention in lines[0], lines[0]
-
-    return check
 
 
 def left(folder: Path) -> list[str]:
