@@ -21,6 +21,7 @@ HERE = Path(__file__).resolve().parent
 YARDSTICKS = {"all.py", "release_loop.py"}  # in_batch.py runs the release loop
 ON_GPU = {  # arguments beside --device cuda
     "kernels": ["--compiled"],
+    "cross_entropy": [],
     "step": [],
     "ranking": [],
     "samplers": ["--rounds", "3"],

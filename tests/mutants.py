@@ -789,14 +789,14 @@ MUTANTS = [
     ),
     Mutant(
         "clusters drawn with replacement",
-        clusters.OtherClusters.forward,
+        clusters.OtherClusters.draw,
         "first.indices",
         "first.indices[:, :1].expand(-1, self.m_c)",
         (calling(cluster_tests.test_simple_ones_come_from_other_clusters, True),),
     ),
     Mutant(
         "hard negatives from the positive's own cell",
-        clusters.SameCluster.forward,
+        clusters.SameCluster.draw,
         "torch.where(at >= hole, width, 0)",
         "torch.where(at >= hole, 0 * width, 0)",
         (cluster_tests.test_hard_ones_come_from_the_same_cluster_and_another_cell,),
@@ -811,7 +811,7 @@ MUTANTS = [
     Mutant(
         "shared negatives of a query's own cell count",
         clusters.ByCluster.excluded,
-        "Exclude(self.cell[step.item_ids], code=self.cell, also=also)",
+        "ExcludeCells(own, code=self.cell, also=also, drawn=drawn)",
         "Exclude(step.item_ids, also=also)",
         (calling(cluster_tests.test_masks_pair_by_pair, "other", "cell"),),
     ),

@@ -101,10 +101,13 @@ def test_drawn_counts_follow_their_distribution(seed: int) -> None:
     z = (up.mean(0) - chance) / (chance * (1 - chance) / len(up)).sqrt()
     assert float(z.square().sum()) < 26.0  # chi-square of 6 degrees of freedom: 1 in 4,500
     centred = (up - chance) / (chance * (1 - chance)).sqrt()
-    pairs = (centred.T @ centred / math.sqrt(len(up)))[torch.triu_indices(6, 6, 1).unbind()]
+    above = torch.triu_indices(6, 6, 1).unbind()
+    pairs = (centred.T @ centred / math.sqrt(len(up)))[above]
     assert float(pairs.square().sum()) < 42.0  # 15 degrees: 1 in 4,500
-    lagged = (centred[1:] * centred[:-1]).sum(0) / math.sqrt(len(up))  # neighbours among the queries
-    assert float(lagged.square().sum()) < 26.0
+    lagged = centred[1:] * centred[:-1]  # neighbours among the queries
+    assert float(lagged.sum(0).square().sum() / len(up)) < 26.0
+    corners = (lagged.T @ lagged / math.sqrt(len(up)))[above]  # two queries, two candidates: their keys are those of all four pairs
+    assert float(corners.square().sum()) < 42.0
     assert torch.equal(usage.double(), counts.sum(0))  # the backward pass drew the same
 
 
@@ -118,6 +121,37 @@ def test_draws_depend_on_seed_query_and_candidate_alone() -> None:
     assert not torch.equal(whole, other)
     exact = torch.logsumexp(logits.double() + whole.log(), 1)
     assert torch.allclose(value.double(), exact, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["column", "pair"])
+@pytest.mark.parametrize("scale", [1.0, 1e-6, 3e4])
+@pytest.mark.parametrize("half", [False, True])
+def test_draws_under_weights(monkeypatch: pytest.MonkeyPatch, kind: str, scale: float, half: bool) -> None:
+    """With weights, far from 1 or 0, and vectors of any size: counts are whole numbers next to n p, value and gradients are theirs."""
+    monkeypatch.setattr(fused, "halves", lambda dtype: half)
+    g = torch.Generator().manual_seed(9)
+    logits, n = torch.randn(160, 140, generator=g), 90.0
+    w = 25 + 3 * torch.randn((140,) if kind == "column" else (160, 140), generator=g)
+    w = torch.where(torch.rand(w.shape, generator=g) < 0.2, -math.inf, w)
+    q, emb = (logits / scale).to(DEVICE).requires_grad_(), (scale * torch.eye(140, device=DEVICE)).requires_grad_()
+    usage = torch.zeros(140, device=DEVICE)
+    value = fused.weighted_logsumexp(q, emb, w.to(DEVICE), None, n, usage, torch.tensor([3, 0], device=DEVICE))
+    upstream = torch.rand(160, generator=g, dtype=torch.float64)
+    (value * upstream.to(DEVICE, value.dtype)).sum().backward()
+    assert q.grad is not None
+    assert emb.grad is not None
+    off = 2e-3 if half else 1e-5  # what 16 bits make of a share
+    share = q.grad.double().cpu() / scale / upstream.unsqueeze(1)
+    counts = share * (value.detach().double().cpu().unsqueeze(1) - logits.double()).exp()
+    assert float((counts - counts.round()).abs().max()) < off * n
+    counts = counts.round()
+    assert float((counts - n * torch.softmax((logits + w).double(), 1)).abs().max()) < 1 + off * n
+    assert float(counts[:, w.isinf()].max() if kind == "column" else counts[w.isinf()].max()) == 0
+    assert torch.equal(usage.cpu().double(), counts.sum(0))
+    exact = torch.logsumexp(logits.double() + counts.log(), 1)
+    assert torch.allclose(value.detach().double().cpu(), exact, atol=off)
+    pulled = ((logits.double() + counts.log() - exact.unsqueeze(1)).exp() * upstream.unsqueeze(1)).T @ logits.double() / scale
+    assert float((emb.grad.double().cpu() - pulled).norm() / pulled.norm()) < off
 
 
 def test_what_does_not_count_is_never_drawn() -> None:

@@ -17,8 +17,8 @@ QUICK = {"dim": 8, "epochs": 3, "batch_size": 64, "patience": None}
 NEEDS_MORE = {"shown"}  # columns or files that the small world lacks
 
 
-def history(name: str, parts: Split, recorded: bool) -> tuple[list[dict[str, float]], torch.Tensor, Recorded | None]:
-    run = build(name, parts.train, QUICK)
+def history(name: str, parts: Split, recorded: bool, **more: object) -> tuple[list[dict[str, float]], torch.Tensor, Recorded | None]:
+    run = build(name, parts.train, QUICK | more)
     trainer = training._Trainer(run, parts, torch.device("cuda"), None, training.Progress())
     step = trainer.step if isinstance(trainer.step, Recorded) else None
     if not recorded:
@@ -38,11 +38,12 @@ def test_a_recorded_training_equals_a_plain_one(name: str, parts: Split) -> None
     assert torch.nn.functional.cosine_similarity(vectors.flatten(), expected.flatten(), dim=0) > 0.99
 
 
-@pytest.mark.parametrize("name", ["default", "ssl_pop", "bir", "xir", "mns", "fairneg", "ada_tau", "slatk", "mixgcf"])
+@pytest.mark.parametrize("name", ["default", "ssl_pop", "bir", "bir drawn", "xir", "mns", "fairneg", "ada_tau", "slatk", "mixgcf"])
 def test_the_common_recipes_are_recorded(name: str) -> None:
     """None of these waits for the device inside a step. (A catalogue smaller than a batch would: PyTorch merges its sparse gradients.)"""
     world = make_world(300, 3000, exposure=0.02, seed=0)
-    step = history(name, Split(world.interactions), recorded=True)[2]
+    recipe, drawn = name.split()[0], {"draw": "rounded"} if "drawn" in name else {}
+    step = history(recipe, Split(world.interactions), recorded=True, **drawn)[2]
     assert step is not None
     assert step.why is None, step.why
 

@@ -205,7 +205,7 @@ def figure(rows: Sequence[Row]) -> Figure:
     from matplotlib.figure import Figure
 
     with_memory = any(row.mib is not None for row in rows)
-    drawn = Figure(figsize=(10 if with_memory else 5.4, 4.2), layout="constrained")
+    drawn = Figure(figsize=(11.5 if with_memory else 7.0, 4.0), layout="constrained")
     FigureCanvasAgg(drawn)
     axes = drawn.subplots(1, 2 if with_memory else 1, squeeze=False)[0]
     names = list(dict.fromkeys((row.method, row.form) for row in rows))
@@ -220,6 +220,9 @@ def figure(rows: Sequence[Row]) -> Figure:
                 at.plot(*zip(*points, strict=True), color=colours[method], linestyle=line, marker=marker, markersize=4, label=label)
     for at, label in zip(axes, ("ms, forward and backward", "MiB beyond inputs and gradients"), strict=False):
         at.set(xscale="log", yscale="log", xlabel="queries = candidates", ylabel=label)
+        sizes = sorted({row.size for row in rows})
+        at.set_xticks(sizes, [f"{size:,}" for size in sizes])
+        at.minorticks_off()
         at.grid(alpha=0.3, which="major")
-    axes[0].legend(fontsize=7, loc="upper left")
+    drawn.legend(*axes[0].get_legend_handles_labels(), fontsize=8, frameon=False, loc="outside right upper")
     return drawn

@@ -6,9 +6,11 @@ import math
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sparring.losses import sampled_softmax
 from sparring.negatives import Cache, InBatch, Negatives, Popularity, Resample, Sampled, Uniform, Union
+from sparring.negatives.distributions import Distribution
 from sparring.testing import NegativesContract, World, chi_square, dense, observe
 from sparring.types import Bag, Candidates, Outcome
 
@@ -117,6 +119,27 @@ def test_draws_of_a_query_of_its_own_count_too() -> None:
     loss = sampled_softmax(step, bag)
     cache.observe(step, Outcome(loss.detach(), (bag,)))
     torch.testing.assert_close(cache.occurrences, dense(bag, step, world.n_items).sum(0), rtol=1e-4, atol=1e-3)
+
+
+class Elsewhere(Distribution):
+    """Uniform, with a buffer that ids on another device cannot look into."""
+
+    log_p: torch.Tensor
+
+    def __init__(self, n_items: int, device: str):
+        super().__init__()
+        self.register_buffer("log_p", torch.zeros(n_items, device=device))
+
+    def log_prob(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.log_p.gather(0, ids)
+
+
+@pytest.mark.parametrize("n_items", [50, 300_000])  # in one block, and in many
+def test_a_cache_of_a_distribution_on_another_device(n_items: int) -> None:
+    """It is where its distribution is; a GPU that holds no numbers stands in for one, and tells of tensors on two devices."""
+    with FakeTensorMode():
+        cache = Cache(8, Elsewhere(n_items, "cuda"), n_items)
+    assert {buffer.device.type for buffer in cache.buffers()} == {"cuda"}
 
 
 def test_the_next_cache_follows_all_occurrences() -> None:

@@ -15,7 +15,7 @@ from sparring.clusters import Codes
 from sparring.losses import bpr, sampled_softmax
 from sparring.negatives import Hardest, InBatch, Interpolated, Negatives, OtherClusters, Resample, SameCluster, TowardsPositive, Union
 from sparring.testing import NegativesContract, World, observe, weights
-from sparring.types import Bag, Exclude, Outcome, Step
+from sparring.types import Bag, Candidates, Exclude, Outcome, Step
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -158,6 +158,16 @@ def test_shares_are_constants() -> None:
         torch.testing.assert_close(shares[:, -3:], torch.full((2, 3, 3), 1 / 3))
 
 
+def halves(block: Candidates) -> tuple[Candidates, Candidates]:
+    """The hard negatives of a block, and the mixture of each."""
+    m = block.ids.shape[1] // 2
+    assert bool((block.ids[:, m:] == -1).all())
+    real, made = (
+        replace(block, ids=block.ids[:, at], emb=block.emb[:, at], log_w=block.log_w[:, at]) for at in (slice(m), slice(m, 2 * m))
+    )
+    return real, made
+
+
 def loss_and_gradients(world: World, build, bag_of=lambda bag: bag, loss=sampled_softmax) -> list[Tensor]:  # type: ignore[no-untyped-def]
     table = world.items.clone().requires_grad_()
     step = world.step(16, 1, table=table)
@@ -188,7 +198,7 @@ def test_the_whole_bag_by_hand() -> None:
     step = world.step(16, 2)
     negatives = Union(Interpolated(OtherClusters(codes, 2, 4)), TowardsPositive(SameCluster(codes, 3), lam))
     bag = negatives(step)
-    simple, hard, _ = bag.blocks
+    simple, hard = bag.blocks
     assert simple.mix is not None
     s, cell, primary = world.logits(step), codes.cell_of.tolist(), codes.primary.tolist()
     loss, masked = sampled_softmax(step, bag).detach(), 0
@@ -203,7 +213,7 @@ def test_the_whole_bag_by_hand() -> None:
                 continue
             for share in simple.mix.weights[group].tolist():
                 total.append(sum(a * float(s[row, j]) for a, j in zip(share, members, strict=True)))
-        for j in hard.ids[row].tolist():
+        for j in hard.ids[row, :3].tolist():
             total += [float(s[row, j]), lam * total[0] + (1 - lam) * float(s[row, j])]
         want = math.log(sum(math.exp(x) for x in total)) - total[0]
         assert float(loss[row]) == pytest.approx(want, rel=1e-5)
@@ -236,7 +246,7 @@ def test_without_its_mixtures_it_is_the_plain_loss() -> None:
         return Union(made, TowardsPositive(SameCluster(codes, 3), offset=-math.inf))(step)
 
     def masked(step: Step) -> Bag:
-        first, hard, _ = silent(step).blocks
+        first, hard = silent(step).blocks
         assert first.mix is not None
         classes = torch.zeros_like(first.mix.groups)
         return Bag((replace(first, mix=replace(first.mix, offset=0.0, groups=classes, exclude=Exclude(torch.zeros(16).long()))), hard))
@@ -271,7 +281,7 @@ def test_lam(lam: float) -> None:
     """lam = 0 repeats the hard negatives, lam = 1 gives the positive's own logit, and any lam the mixture of the two logits."""
     world = World.build()
     step = world.step(16, 1)
-    hard, made = TowardsPositive(SameCluster(codes_of(), 4), lam)(step).blocks
+    hard, made = halves(*TowardsPositive(SameCluster(codes_of(), 4), lam)(step).blocks)
     s = world.logits(step)
     real, own = s.gather(1, hard.ids), s.gather(1, step.item_ids.unsqueeze(1))
     got = torch.einsum("bd,bcd->bc", step.scaled, made.emb).double()
@@ -292,7 +302,7 @@ def test_the_pull_on_the_positive(detach: bool) -> None:
     bag = TowardsPositive(SameCluster(codes_of(), 3), lam, detach_positive=detach)(step)
     (pull,) = torch.autograd.grad(sampled_softmax(step, bag).sum(), v)
     s = world.logits(step)
-    own, real = s.gather(1, step.item_ids.unsqueeze(1)), s.gather(1, bag.blocks[0].ids)
+    own, real = s.gather(1, step.item_ids.unsqueeze(1)), s.gather(1, bag.blocks[0].ids[:, :3])
     p = torch.softmax(torch.cat([own, real, lam * own + (1 - lam) * real], 1), 1)
     want = p[:, 0] - 1 + (0 if detach else lam) * p[:, 4:].sum(1)
     torch.testing.assert_close(pull.double(), want.unsqueeze(1) * step.scaled.detach().double(), rtol=1e-4, atol=1e-5)
@@ -300,12 +310,17 @@ def test_the_pull_on_the_positive(detach: bool) -> None:
 
 def test_lengths_of_made_up_vectors() -> None:
     """renorm: a mixture has the mean length of its members by their shares; without it, it is shorter."""
+
+    def parts(bag: Bag) -> tuple[Candidates, ...]:
+        blocks = bag.plain().blocks
+        return blocks if len(blocks) == 2 else halves(*blocks)
+
     world = World.build()
     step = world.step(16, 1)
     for build in (lambda r: interpolated(4, renorm=r), lambda r: TowardsPositive(SameCluster(codes_of(), 3), 0.3, renorm=r)):
-        real, made = build(True)(step).plain().blocks
+        real, made = parts(build(True)(step))
         step = world.step(16, 1)
-        shorter = build(False)(step).plain().blocks[1].emb.norm(dim=-1)
+        shorter = parts(build(False)(step))[1].emb.norm(dim=-1)
         length = real.emb.norm(dim=-1)
         if real.shared:
             (mixed,) = build(False)(world.step(16, 1)).blocks
@@ -340,7 +355,7 @@ def test_adaptive_lam_holds_the_advantage() -> None:
             negatives.observe(*outcome_with_gap(source, world.step(16, seed), torch.full((16,), gap)))
         assert float(negatives.lam) == pytest.approx(want, rel=1e-3)
         step = world.step(16, 1)
-        hard, made = negatives(step).blocks
+        hard, made = halves(*negatives(step).blocks)
         torch.testing.assert_close(made.emb, want * step.v.unsqueeze(1) + (1 - want) * hard.emb, rtol=1e-3, atol=1e-4)
 
 
@@ -368,7 +383,7 @@ def test_a_rule_for_lam_learns_from_training_steps() -> None:
     step = world.step(16, 7)
     bag = negatives(step)
     s = world.logits(step)
-    gap = (s.gather(1, step.item_ids.unsqueeze(1)) - s.gather(1, bag.blocks[1].ids)).mean()
+    gap = (s.gather(1, step.item_ids.unsqueeze(1)) - s.gather(1, bag.blocks[1].ids[:, :3])).mean()
     observe(negatives, world.step(16, 7))
     want = min(0.01 / float(gap), 0.3) if gap > 0 else 0.3
     assert float(negatives.sources[1].lam) == pytest.approx(want, rel=1e-4)  # type: ignore[union-attr, arg-type]

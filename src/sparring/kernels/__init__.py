@@ -11,10 +11,12 @@ from torch.nn import functional as F
 from sparring.kernels import chunked, mixed, reference
 from sparring.kernels.reference import Keyed, Mix, Places, logits
 
-__all__ = ["Mix", "fuses", "fuses_rows", "gather", "logits", "weighted_logsumexp"]
+__all__ = ["Mix", "fuses", "fuses_draws", "fuses_mixtures", "fuses_rows", "gather", "logits", "weighted_logsumexp"]
 
 _TRITON = find_spec("triton") is not None
 _WIDEST = 256  # dimensions that the fused kernels hold
+_MIXED = 16  # members of a group that share out their mixtures inside a kernel
+_CLUSTERS = 8192  # that one program draws from
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -36,6 +38,11 @@ def weighted_logsumexp(
             raise ValueError("expected draws and mixtures do not go together: draw from the bag's plain form")
         if plain or log_w.dim() == 2:
             return reference.weighted_logsumexp(q, emb, log_w, places, mix=mix)
+        keyed = all(which is None or isinstance(which, Keyed) for which in (places, mix.places))
+        if fuses(q, emb, log_w, keyed):
+            from sparring.kernels import mixtures
+
+            return mixtures.weighted_logsumexp(q, emb, log_w, places if isinstance(places, Keyed) else None, mix)
         return mixed.weighted_logsumexp(q, emb, log_w, places, mix)
     keys = places if isinstance(places, Keyed) else None
     if fuses(q, emb, log_w, places is None or keys is not None):
@@ -63,6 +70,16 @@ def _fuses_own(q: Tensor, emb: Tensor, log_w: Tensor, places: Places | None) -> 
     masked = places is None or isinstance(places, Tensor)
     fits = _TRITON and masked and q.is_cuda and 0 < emb.shape[2] <= _WIDEST and min(emb.shape[:2]) > 0
     return fits and not log_w.requires_grad and q.dtype in _FLOATS and emb.dtype in _FLOATS
+
+
+def fuses_mixtures(emb: Tensor, m: int) -> bool:
+    """Whether the Triton kernels make mixtures of m of these vectors (..., D): on a GPU, up to 16 of up to 256 dimensions."""
+    return _TRITON and emb.is_cuda and emb.dtype in _FLOATS and 1 <= m <= _MIXED and 0 < emb.shape[-1] <= _WIDEST
+
+
+def fuses_draws(items: Tensor, clusters: int) -> bool:
+    """Whether the Triton kernels draw by cluster for these items: on a GPU, among up to 8,192 clusters."""
+    return _TRITON and items.is_cuda and clusters <= _CLUSTERS
 
 
 def fuses_rows(table: Tensor) -> bool:

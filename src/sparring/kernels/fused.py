@@ -12,10 +12,10 @@ that the backward pass makes the same ones again.
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -60,11 +60,16 @@ class _Shape(NamedTuple):
     stages: int
 
 
+def _over(n: int, step: int) -> int:
+    """n / step, rounded up; triton.cdiv costs as much as an allocation."""
+    return -(-n // step)
+
+
 class _Plan:
     """Shapes of tiles, and into how many parts the inner loop is split so that a small problem still fills the device."""
 
     def __init__(self, d: int, half: bool, device: torch.device):
-        self.dims = max(16, triton.next_power_of_2(d))
+        self.dims = max(16, 1 << (d - 1).bit_length())
         self.on_gpu = device.type == "cuda"
         self.cores = torch.cuda.get_device_properties(device).multi_processor_count if self.on_gpu else 1
         self.half = half
@@ -77,10 +82,13 @@ class _Plan:
 
     def parts(self, outer: int, inner: int, step: int) -> tuple[int, int]:
         """Parts of the inner loop, and how long each is; `outer` programs run anyway."""
-        most = triton.cdiv(inner, 2 * step) if self.on_gpu else min(2, triton.cdiv(inner, GROUP))
+        most = _over(inner, 2 * step) if self.on_gpu else min(2, _over(inner, GROUP))
         wanted = max(1, min(2 * self.cores // max(outer, 1) if self.on_gpu else 2, most))
-        span = triton.cdiv(triton.cdiv(inner, wanted), step) * step
-        return triton.cdiv(inner, span), span
+        span = _over(_over(inner, wanted), step) * step
+        return _over(inner, span), span
+
+
+_plan = lru_cache(_Plan)  # asking a device for its cores takes time
 
 
 class _Problem:
@@ -89,18 +97,20 @@ class _Problem:
     def __init__(self, q: Tensor, emb: Tensor, log_w: Tensor, keys: Keyed | None, seed: Tensor | None):
         self.b, self.c, self.d = len(q), len(emb), q.shape[1]
         self.half = halves(q.dtype)
-        self.plan = _Plan(self.d, self.half, q.device)
+        self.plan = _plan(self.d, self.half, q.device)
         self.shift = SHIFT if self.half else 0.0
         self.precision = "ieee" if self.half or not self.plan.on_gpu else "tf32x3"
-        self.pairs, self.keyed = log_w.dim() == 2, keys is not None
+        self.pairs = log_w.dim() == 2
+        # two keys to a query (mixtures.py): the second is for the candidates from `split` on
+        self.keyed, self.split = (0, 0) if keys is None else (keys.rows.dim(), getattr(keys, "split", 0))
         self.log_w = log_w
-        groups = triton.cdiv(self.b, GROUP), triton.cdiv(self.c, GROUP)
+        groups = _over(self.b, GROUP), _over(self.c, GROUP)
         self.rows, self.columns = (n * GROUP for n in groups)
         dims = self.plan.dims
         kind = torch.float16 if self.half else torch.float32
         self.q, self.emb = q.new_empty(self.rows, dims, dtype=kind), q.new_empty(self.columns, dims, dtype=kind)
-        floats = q.new_empty(self.columns + groups[0] + groups[1], dtype=torch.float32)
-        self.w, self.q_power, self.e_power = floats.split([self.columns, *groups])
+        floats = q.new_empty(2 * self.columns + groups[0] + groups[1], dtype=torch.float32)
+        self.w, self.q_power, self.e_power = floats.split([2 * self.columns, *groups])  # log weights, and what undoes them
         keys_of = q.new_empty(2 * (self.rows + self.columns), dtype=torch.int32)  # what to compare, and what to draw from
         self.row_keys, self.column_keys = keys_of.split([2 * self.rows, 2 * self.columns])
         row, column = (q, q) if keys is None else (keys.rows.contiguous(), keys.columns.contiguous())
@@ -122,7 +132,7 @@ class _Problem:
         log_draws = math.log2(draws) if draws else 0.0
         tiles.forward[(outer, parts)](
             self.q, self.emb, self.q_power, self.e_power, self.w, self.log_w, self.row_keys, self.column_keys,
-            sums if log_z is None else log_z, *sums.unbind(), mean, self.b, self.c, self.rows, self.columns, span, log_draws,
+            sums if log_z is None else log_z, sums, mean, self.b, self.c, self.rows, self.columns, span, self.split, log_draws,
             shape.stay, shape.by, plan.dims, self.pairs, self.keyed, kind, keep, self.precision, GROUP, self.shift,
             num_warps=shape.warps, num_stages=shape.stages,
         )  # fmt: skip
@@ -133,7 +143,7 @@ class _Problem:
         out = (mean[0, : self.b] if in_place else self.w.new_empty(self.b, self.d)) if keep else None
         size = max(1, min(64, 4096 // plan.dims))
         tiles.join[(self.rows // size,)](
-            *sums.unbind(), mean, log_s, sums if log_z is None else log_z, value, sums if out is None else out, self.b, self.d, self.rows,
+            sums, mean, log_s, sums if log_z is None else log_z, value, sums if out is None else out, self.b, self.d, self.rows,
             parts, log_draws, size, plan.dims, kind, keep, self.shift, num_warps=4,
         )  # fmt: skip
         return value, log_s, log_z, out
@@ -148,16 +158,20 @@ class _Problem:
         parts, span = plan.parts(outer, self.rows, shape.by)
         scratch = self.w.new_empty(self.rows + 1)
         out = used = scratch
+        log_draws = math.log2(draws) if draws else 0.0
         if grad is not None:
             out = self.w.new_empty(parts, self.c, self.d, dtype=dtype if parts == 1 else torch.float32)
-            block = min(4096, triton.next_power_of_2(self.rows))
-            tiles.fractions[(1,)](grad, self.q_power, scratch, scratch[self.rows :], self.b, self.rows, block, GROUP, num_warps=8)
+            block = min(4096, 1 << (self.rows - 1).bit_length())
+            tiles.fractions[(1,)](
+                grad, self.q_power, log_s if log_z is None else log_z, log_s, scratch, scratch[self.rows :], self.b, self.rows, log_draws,
+                kind == DRAWN, block, GROUP, num_warps=8,
+            )  # fmt: skip
         if usage is not None:
             used = self.w.new_empty(parts, self.c)
         tiles.backward[(outer, parts)](
             self.q, self.emb, self.q_power, self.e_power, self.w, self.log_w, self.row_keys, self.column_keys,
             log_s if log_z is None else log_z, log_s, scratch, scratch[self.rows :], out, used,
-            self.b, self.c, self.d, self.rows, self.columns, span, math.log2(draws) if draws else 0.0,
+            self.b, self.c, self.d, self.rows, self.columns, span, self.split, log_draws,
             shape.stay, shape.by, plan.dims, self.pairs, self.keyed, kind, grad is not None, usage is not None, self.precision, GROUP,
             self.shift, num_warps=shape.warps, num_stages=shape.stages,
         )  # fmt: skip

@@ -4,6 +4,7 @@ Scores stand candidates first, (C, B), so that the mixtures of all groups are on
 lie side by side: one maximum, one exponential, one sum. Weights ride along as one more dimension of the vectors, so a mixture's weight is
 the mixture of its members' by the same product. The exponentials of a block, still in the processor's cache, are gathered back onto the
 real candidates at once, so that the backward pass needs (C, B) of them and never meets a mixture; beyond STORE they are computed again.
+Logits are in powers of 2: on a CPU exp2 takes a third of the time of exp.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from sparring.kernels.chunked import STORE, _spare
+from sparring.kernels.chunked import LN2, LOG2E, STORE, _spare
 from sparring.kernels.reference import ALIVE, NEVER, Keyed, Mix, Places
 
 BLOCK = {"cpu": 1 << 20, "cuda": 1 << 27}  # elements of scores worked on at a time
@@ -30,10 +31,10 @@ class _Blocks:
     """One block of groups after another: the scores of its candidates and mixtures, and what of them pulls on each candidate."""
 
     def __init__(self, q: Tensor, emb: Tensor, log_w: Tensor, places: Places | None, mix: Mix):
-        weight = log_w.clamp(min=NEVER).expand(len(emb)).unsqueeze(1).to(emb.dtype)
+        weight = log_w.clamp(min=NEVER).mul(LOG2E).expand(len(emb)).unsqueeze(1).to(emb.dtype)
         self.emb = torch.cat([emb, weight], 1)
-        self.q = torch.cat([q, torch.ones_like(q[:, :1])], 1).T
-        self.weights, self.offset = mix.weights.to(q.dtype), mix.offset
+        self.q = torch.cat([q * LOG2E, torch.ones_like(q[:, :1])], 1).T
+        self.weights, self.offset = mix.weights.to(q.dtype), mix.offset * LOG2E
         self.groups, self.made, self.size = mix.weights.shape
         self.step = max(1, min(self.groups, BLOCK.get(q.device.type, 1 << 18) // max((self.size + self.made) * len(q), 1)))
         self.starts = list(range(0, self.groups, self.step))
@@ -67,7 +68,7 @@ class _Blocks:
         self.mixed_places.fill(b, mixed)
         top = torch.maximum(real.amax(0), made.amax(0))
         top = torch.where(top > ALIVE, top, torch.zeros_like(top))
-        total = real.sub_(top).exp_().sum(0) + made.sub_(top).exp_().sum(0)
+        total = real.sub_(top).exp2_().sum(0) + made.sub_(top).exp2_().sum(0)
         grouped.baddbmm_(weights.transpose(1, 2), mixed)
         return top, total
 
@@ -115,11 +116,11 @@ class _MixedLogSumExp(torch.autograd.Function):
         _spare.give(made)
         top = torch.where(totals > 0, tops, -math.inf).amax(0)
         top = torch.where(torch.isfinite(top), top, torch.zeros_like(top))
-        scale = torch.where(totals > 0, (tops - top).exp(), torch.zeros_like(tops))
+        scale = torch.where(totals > 0, (tops - top).exp2(), torch.zeros_like(tops))
         total = (totals * scale).sum(0)
         ctx.blocks, ctx.kept = blocks, kept
         ctx.scale = scale / torch.where(total > 0, total, torch.ones_like(total))
-        return top + total.log()
+        return (top + total.log2()) * LN2
 
     @staticmethod
     @once_differentiable
@@ -135,7 +136,7 @@ class _MixedLogSumExp(torch.autograd.Function):
             else:
                 blocks.block(b, *again)
                 pull = again[0][: columns.stop - columns.start]
-            torch.mm(pull, (q * scale[b]).T, out=grad_emb[columns])
+            torch.mm(pull, (q * (scale[b] * LN2)).T, out=grad_emb[columns])
             grad_q.addcmul_(emb[columns].T @ pull, scale[b])
         for buffer in again or (ctx.kept,):
             _spare.give(buffer)

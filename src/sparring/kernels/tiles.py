@@ -31,6 +31,27 @@ def _powers(X, OUT, POWER, n, D, group, factor, BD: tl.constexpr, HALF: tl.const
 
 
 @triton.jit
+def _odd(seed, counter):  # type: ignore[no-untyped-def]
+    return tl.randint(seed, counter).to(tl.int32, bitcast=True) | 1
+
+
+@triton.jit
+def _unweighted(w):  # type: ignore[no-untyped-def]
+    """What takes the weight out of a chance. Candidates whose weights lie 2^80 apart are not drawn side by side."""
+    return tl.exp2(tl.minimum(tl.maximum(-w, -80.0), 80.0))
+
+
+@triton.jit
+def _count(chance, own, each):  # type: ignore[no-untyped-def]
+    """floor(chance + u) with u in [0, 1) from the random keys of a query and a candidate, two odd numbers.
+
+    An odd number times another, of 32 bits, is any odd number as likely as any other, whatever the first; so u is uniform, and the u of
+    any three pairs are independent. u - 1/2 is added, and 1.5 x 2^23, beyond which a float32 has no fraction, rounds the sum.
+    """
+    return (chance + (own * each).to(tl.float32) * 2.3283064365386963e-10 + 12582912.0) - 12582912.0
+
+
+@triton.jit
 def prepare(  # type: ignore[no-untyped-def]
     Q, E, LW, ROW, COL, SEED, QS, ES, QPOWER, EPOWER, W, ROWKEY, COLKEY, B, C, D, q_groups, columns,
     BD: tl.constexpr, PAIRS: tl.constexpr, KEYED: tl.constexpr, DRAWN: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr,
@@ -41,8 +62,10 @@ def prepare(  # type: ignore[no-untyped-def]
         row = _powers(Q, QS, QPOWER, B, D, pid, 1.4426950408889634, BD, HALF, GROUP)
         if KEYED:
             tl.store(ROWKEY + row, tl.load(ROW + row, mask=row < B, other=-1).to(tl.int32))
+        if KEYED == 2:
+            tl.store(ROWKEY + q_groups * GROUP + row, tl.load(ROW + B + row, mask=row < B, other=-1).to(tl.int32))
         if DRAWN:
-            tl.store(ROWKEY + q_groups * GROUP + row, tl.randint(tl.load(SEED), 2 * (row + tl.load(SEED + 1))).to(tl.int32, bitcast=True))
+            tl.store(ROWKEY + q_groups * GROUP + row, _odd(tl.load(SEED), 2 * (row + tl.load(SEED + 1))))
     else:
         col = _powers(E, ES, EPOWER, C, D, pid - q_groups, 1.0, BD, HALF, GROUP)
         inside = col < C
@@ -54,23 +77,13 @@ def prepare(  # type: ignore[no-untyped-def]
         if KEYED:
             tl.store(COLKEY + col, tl.load(COL + col, mask=inside, other=-1).to(tl.int32))
         if DRAWN:
-            tl.store(COLKEY + columns + col, tl.randint(tl.load(SEED), 2 * col.to(tl.int64) + 1).to(tl.int32, bitcast=True))
-
-
-@triton.jit
-def _uniform(own, each):  # type: ignore[no-untyped-def]
-    """A number in [0, 1) from the random keys of a query and a candidate: their sum, mixed until each bit hangs on every bit."""
-    x = (own + each).to(tl.uint32, bitcast=True)
-    x ^= x >> 16
-    x *= 0x85EBCA6B
-    x ^= x >> 13
-    x *= 0xC2B2AE35
-    return (x >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08
+            tl.store(COLKEY + columns + col, _odd(tl.load(SEED), 2 * col.to(tl.int64) + 1))
+            tl.store(W + columns + col, _unweighted(w))
 
 
 @triton.jit
 def forward(  # type: ignore[no-untyped-def]
-    QS, ES, QPOWER, EPOWER, W, LW, ROWKEY, COLKEY, LOGZ, TOP, SUM, TOP1, SUM1, MEAN, B, C, rows, columns, span, log_draws,
+    QS, ES, QPOWER, EPOWER, W, LW, ROWKEY, COLKEY, LOGZ, SUMS, MEAN, B, C, rows, columns, span, split, log_draws,
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, PAIRS: tl.constexpr, KEYED: tl.constexpr, KIND: tl.constexpr,
     KEEP: tl.constexpr, PRECISION: tl.constexpr, GROUP: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
@@ -87,7 +100,7 @@ def forward(  # type: ignore[no-untyped-def]
     top1 = tl.full([BM], -1e30, tl.float32)
     total1 = tl.zeros([BM], tl.float32)
     mean = tl.zeros([BM, BD], tl.float32)
-    if KEYED:
+    if KEYED == 1:
         own = tl.load(ROWKEY + row)
     if KIND == 2:
         own_random = tl.load(ROWKEY + rows + row)
@@ -104,6 +117,8 @@ def forward(  # type: ignore[no-untyped-def]
             t += tl.load(LW + row[:, None].to(tl.int64) * C + col[None, :], mask=inside, other=0.0) * 1.4426950408889634
         if KEYED:
             each = tl.load(COLKEY + col)
+            if KEYED == 2:  # of candidates from the split on, by the second key
+                own = tl.load(ROWKEY + tl.where(begin < split, 0, rows) + row)
             t = tl.where(own[:, None] == each[None, :], float("-inf"), t)
         if KIND == 1:
             new1 = tl.maximum(top1, tl.max(t, 1))
@@ -112,49 +127,59 @@ def forward(  # type: ignore[no-untyped-def]
             t += s
         if KIND == 2:
             each_random = tl.load(COLKEY + columns + col)
-            t = s + tl.log2(tl.floor(tl.exp2(t - log_z[:, None]) + _uniform(own_random[:, None], each_random[None, :])))
-        # the power of the group goes into the unit that the sums are kept in
-        new = tl.maximum(top, tl.max(t, 1) + power)
-        p = tl.exp2(t - (new - power - SHIFT)[:, None])
+            chance = tl.exp2(t - log_z[:, None])
+            # 2^s times the count, in units of 2^log_z: no logarithm of a count is taken
+            drawn = chance * tl.load(W + columns + col)[None, :] * _count(chance, own_random[:, None], each_random[None, :])
+            if PAIRS:
+                drawn *= _unweighted(t - s)
+            new = tl.maximum(top, tl.log2(tl.max(drawn, 1)) + power)
+            p = drawn * tl.exp2(tl.minimum(power + SHIFT - new, 126.0))[:, None]
+        else:
+            # the power of the group goes into the unit that the sums are kept in
+            new = tl.maximum(top, tl.max(t, 1) + power)
+            p = tl.exp2(t - (new - power - SHIFT)[:, None])
         fade = tl.exp2(top - new)
         total = total * fade + tl.sum(p, 1) * tl.exp2(-power)
         if KEEP:
             mean = tl.dot(p.to(e.dtype), e, mean * fade[:, None], input_precision=PRECISION)
         top = new
+    if KIND == 2:
+        top = tl.where(total > 0, top + log_z, -1e30)
     at = part * rows + row
-    tl.store(TOP + at, top)
-    tl.store(SUM + at, total)
+    parts = tl.num_programs(1)
+    tl.store(SUMS + at, top)
+    tl.store(SUMS + parts * rows + at, total)
     if KIND == 1:
-        tl.store(TOP1 + at, top1)
-        tl.store(SUM1 + at, total1)
+        tl.store(SUMS + 2 * parts * rows + at, top1)
+        tl.store(SUMS + 3 * parts * rows + at, total1)
     if KEEP:
         tl.store(MEAN + at[:, None].to(tl.int64) * BD + d[None, :], mean)
 
 
 @triton.jit
-def _log_total(TOP, SUM, row, rows, parts, shift):  # type: ignore[no-untyped-def]
-    """log2 of the sums of all parts together, -inf where they are 0."""
-    top = tl.load(TOP + row)
+def _log_total(SUMS, row, rows, parts, shift):  # type: ignore[no-untyped-def]
+    """log2 of the sums of all parts together, -inf where they are 0; the maxima of all parts come first, then the sums."""
+    top = tl.load(SUMS + row)
     for part in range(1, parts):
-        top = tl.maximum(top, tl.load(TOP + part * rows + row))
+        top = tl.maximum(top, tl.load(SUMS + part * rows + row))
     total = tl.zeros_like(top)
     for part in range(parts):
-        total += tl.load(SUM + part * rows + row) * tl.exp2(tl.load(TOP + part * rows + row) - top)
+        total += tl.load(SUMS + (parts + part) * rows + row) * tl.exp2(tl.load(SUMS + part * rows + row) - top)
     return tl.where(total > 0, top + tl.log2(tl.maximum(total, 1e-37)) - shift, float("-inf"))
 
 
 @triton.jit
 def join(  # type: ignore[no-untyped-def]
-    TOP, SUM, TOP1, SUM1, MEAN, LOGS, LOGZ, VALUE, OUT, B, D, rows, parts, log_draws,
+    SUMS, MEAN, LOGS, LOGZ, VALUE, OUT, B, D, rows, parts, log_draws,
     BM: tl.constexpr, BD: tl.constexpr, KIND: tl.constexpr, KEEP: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
     """The parts of each query put together: its value, the logarithms that the backward pass needs, and the mean candidate (B, D)."""
     row = tl.program_id(0) * BM + tl.arange(0, BM)
     inside = row < B
-    log_s = _log_total(TOP, SUM, row, rows, parts, SHIFT)
+    log_s = _log_total(SUMS, row, rows, parts, SHIFT)
     value = log_s
     if KIND == 1:
-        log_z = _log_total(TOP1, SUM1, row, rows, parts, 0)
+        log_z = _log_total(SUMS + 2 * parts * rows, row, rows, parts, 0)
         value = tl.where(log_z == float("-inf"), float("-inf"), log_s - log_z + log_draws)
         # where nothing counts, what makes every share 0
         tl.store(LOGZ + row, tl.where((log_z == float("-inf")) | (row >= B), float("inf"), log_z))
@@ -166,14 +191,18 @@ def join(  # type: ignore[no-untyped-def]
         mean = tl.zeros([BM, BD], tl.float32)
         for part in range(parts):
             at = part * rows + row
-            share = tl.exp2(tl.load(TOP + at) - log_s - SHIFT)
+            share = tl.exp2(tl.load(SUMS + at) - log_s - SHIFT)
             mean += tl.load(MEAN + at[:, None].to(tl.int64) * BD + d[None, :]) * share[:, None]
         tl.store(OUT + row[:, None].to(tl.int64) * D + d[None, :], mean, mask=inside[:, None] & (d[None, :] < D))
 
 
 @triton.jit
-def fractions(GRAD, QPOWER, OUT, LARGEST, B, rows, BLOCK: tl.constexpr, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The gradient of each query's value times the power of its group, as a fraction of the largest: one program."""
+def fractions(  # type: ignore[no-untyped-def]
+    GRAD, QPOWER, LOGZ, LOGS, OUT, LARGEST, B, rows, log_draws, DRAWN: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr
+):  # fmt: skip
+    """The gradient of each query's value times the power of its group, as a fraction of the largest: one program.
+
+    Of drawn counts also times what makes a chance without its weight, times the count, a share."""
     largest = 0.0
     for begin in range(0, rows, BLOCK):
         row = begin + tl.arange(0, BLOCK)
@@ -184,12 +213,16 @@ def fractions(GRAD, QPOWER, OUT, LARGEST, B, rows, BLOCK: tl.constexpr, GROUP: t
     for begin in range(0, rows, BLOCK):
         row = begin + tl.arange(0, BLOCK)
         g = tl.load(GRAD + row, mask=row < B, other=0.0).to(tl.float32) * tl.exp2(tl.load(QPOWER + row // GROUP, mask=row < B, other=0.0))
+        if DRAWN:
+            log_z = tl.load(LOGZ + row, mask=row < rows, other=float("inf"))
+            share = tl.exp2(log_z - log_draws - tl.load(LOGS + row, mask=row < rows, other=0.0))
+            g = tl.where(log_z == float("inf"), 0.0, g * share)
         tl.store(OUT + row, g * scale, mask=row < rows)
 
 
 @triton.jit
 def backward(  # type: ignore[no-untyped-def]
-    QS, ES, QPOWER, EPOWER, W, LW, ROWKEY, COLKEY, LOGZ, LOGS, GRAD, LARGEST, OUT, USAGE, B, C, D, rows, columns, span, log_draws,
+    QS, ES, QPOWER, EPOWER, W, LW, ROWKEY, COLKEY, LOGZ, LOGS, GRAD, LARGEST, OUT, USAGE, B, C, D, rows, columns, span, split, log_draws,
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, PAIRS: tl.constexpr, KEYED: tl.constexpr, KIND: tl.constexpr,
     PULL: tl.constexpr, COUNT: tl.constexpr, PRECISION: tl.constexpr, GROUP: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
@@ -207,6 +240,7 @@ def backward(  # type: ignore[no-untyped-def]
         each = tl.load(COLKEY + col)
     if KIND == 2:
         each_random = tl.load(COLKEY + columns + col)
+        unweighted = (tl.load(W + columns + col) * tl.exp2(SHIFT + 0.0))[:, None]
     low = part * span
     for begin in range(low, min(low + span, rows), BN):
         row = begin + tl.arange(0, BN)
@@ -219,6 +253,8 @@ def backward(  # type: ignore[no-untyped-def]
             t += tl.load(LW + row[None, :].to(tl.int64) * C + col[:, None], mask=inside, other=0.0) * 1.4426950408889634
         if KEYED:
             own = tl.load(ROWKEY + row)
+            if KEYED == 2:
+                own = tl.load(ROWKEY + tl.where(first < split, 0, rows) + row)
             t = tl.where(own[None, :] == each[:, None], float("-inf"), t)
         if KIND == 1:
             if COUNT:
@@ -227,15 +263,18 @@ def backward(  # type: ignore[no-untyped-def]
         if KIND == 2:
             own_random = tl.load(ROWKEY + rows + row)
             log_z = tl.load(LOGZ + row) - log_draws
-            n = tl.floor(tl.exp2(t - log_z[None, :]) + _uniform(own_random[None, :], each_random[:, None]))
+            chance = tl.exp2(t - log_z[None, :])
+            n = _count(chance, own_random[None, :], each_random[:, None])
             if COUNT:
                 used += tl.sum(n, 1)
         if PULL:
-            log_s = tl.load(LOGS + row) - SHIFT
             g = tl.load(GRAD + row)
             if KIND == 2:
-                p = tl.exp2(s - log_s[None, :]) * (n * g[None, :])
+                if PAIRS:
+                    n *= _unweighted(t - s)
+                p = (n * unweighted) * (chance * g[None, :])
             else:
+                log_s = tl.load(LOGS + row) - SHIFT
                 p = tl.exp2(t - log_s[None, :]) * g[None, :]
             pulled = tl.dot(p.to(q.dtype), q, pulled, input_precision=PRECISION)
     at = (part * C + col).to(tl.int64)

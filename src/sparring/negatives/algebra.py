@@ -187,7 +187,7 @@ class Resample(Negatives):
             return Bag((replace(block, draws=float(n), usage=usage, source=name),))
         if self.draw == "rounded" and fuses(step.q, block.emb, block.log_w, block.exclude is None or block.exclude.keyed(block.ids)):
             seed = torch.randint(1 << 62, (2,), generator=step.generator, device=step.q.device)
-            seed[1] = step.batch.ranks.rank * len(step.q)
+            seed[1:].fill_(step.batch.ranks.rank * len(step.q))  # seed[1] = ... would wait for the device
             usage = torch.zeros(block.ids.shape, device=step.q.device)
             return Bag((replace(block, draws=float(n), usage=usage, source=name, seed=seed),))
         with torch.no_grad():

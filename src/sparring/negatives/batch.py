@@ -6,6 +6,7 @@ import math
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from sparring.negatives.algebra import Correction, Exclusion, Negatives, check_choice, corrected, exclusion
@@ -141,14 +142,16 @@ class Cache(Negatives):
         if size < 1:
             raise ValueError(f"Cache needs size >= 1, got {size}")
         self.frequency, self.pool, self.exclude = frequency, pool, exclude
-        possible = torch.isfinite(frequency.log_prob(torch.arange(n_items)))
-        generator = torch.Generator().manual_seed(seed)
-        self.register_buffer("ids", draw_from_cdf(torch.cumsum(possible.double(), 0), (size,), generator))
+        device = next(frequency.buffers(), torch.empty(0)).device
+        possible = torch.isfinite(frequency.log_prob(torch.arange(n_items, device=device)))
+        generator = torch.Generator().manual_seed(seed)  # of a CPU: a seed gives the same cache on every device
+        self.register_buffer("ids", draw_from_cdf(torch.cumsum(possible.double().cpu(), 0), (size,), generator).to(device))
         self.register_buffer("occurrences", possible.double() * start)
         # The occurrences of each block of items, so that a step costs what its batch costs: a few thousand blocks are looked into, and the
         # sums of all are added up, so that blocks as long as the root of a few thousandths of the catalogue cost least.
         self.block = 2 ** round(math.log2(n_items / 6000) / 2) if n_items > 1 << 18 else 1  # small ones are added up as quickly
-        self.register_buffer("sums", self._of_blocks(torch.arange(-(-n_items // self.block) if self.block > 1 else 0)).sum(1))
+        blocks = torch.arange(-(-n_items // self.block) if self.block > 1 else 0, device=device)
+        self.register_buffer("sums", self._of_blocks(blocks).sum(1))
 
     def forward(self, step: Step) -> Bag:
         log_w = -self.frequency.log_prob(self.ids)
@@ -178,8 +181,10 @@ class Cache(Negatives):
 
     def _of_blocks(self, blocks: Tensor) -> Tensor:
         """(n, block): the occurrences of the items of these blocks."""
-        at = blocks.unsqueeze(1) * self.block + torch.arange(self.block, device=blocks.device)
-        return torch.where(at < len(self.occurrences), self.occurrences[at.clamp(max=len(self.occurrences) - 1)], 0.0)
+        whole, over = divmod(len(self.occurrences), self.block)
+        full, rest = self.occurrences.split([whole * self.block, over])
+        found = full.view(whole, self.block).index_select(0, blocks.clamp(max=whole - 1))
+        return torch.where((blocks == whole).unsqueeze(1), F.pad(rest, (0, self.block - over)), found) if over else found
 
     def _draw(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Items in proportion to their occurrences: a block by its sum, then an item of it; and whether there is any."""

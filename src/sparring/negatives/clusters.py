@@ -3,19 +3,42 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from sparring.clusters.codes import Codes
+from sparring.kernels import fuses_draws
 from sparring.negatives.algebra import Negatives, check_choice
 from sparring.types import Bag, Candidates, Exclude, Step
 
 Distance = Literal["cosine", "literal"]
 CellExclusion = Literal["cell", "known", "positive", "none"]
 NEAREST = 1e-3  # the least distance between two clusters, so that twins do not take all draws
+
+
+class Drawn(NamedTuple):
+    """What the rows of a batch drew, of all ranks; -1 where there was nothing to draw."""
+
+    ids: Tensor  # (B, C)
+    real: Tensor  # (B, C) to be encoded: 0 in place of -1
+    log_w: Tensor  # (B, C) 0, or -inf where nothing was drawn
+    cells: Tensor | None  # (B, C) the cell of each, where it is known already
+    cell: Tensor  # (B,) of the positive
+    primary: Tensor  # (B,) of the positive
+
+
+@dataclass(frozen=True)
+class ExcludeCells(Exclude):
+    """A cell for each query, which knows the cells of the candidates that were drawn with it."""
+
+    drawn: tuple[Tensor, Tensor] | None = None  # ids and their cells
+
+    def _keys(self, ids: Tensor) -> Tensor:
+        return self.drawn[1] if self.drawn is not None and ids is self.drawn[0] else super()._keys(ids)
 
 
 class ByCluster(Negatives):
@@ -30,6 +53,7 @@ class ByCluster(Negatives):
     order: Tensor
     start: Tensor
     cell_start: Tensor
+    name: str
 
     def __init__(self, codes: Codes, shared: bool, exclude: CellExclusion):
         super().__init__()
@@ -58,7 +82,12 @@ class ByCluster(Negatives):
         """The primary cluster of items; -1 for the id -1."""
         return torch.where(items >= 0, self.cell[items.clamp(min=0)] // self.k_secondary, -1)
 
-    def excluded(self, step: Step) -> Exclude | None:
+    def drawn(self, ids: Tensor, cell: Tensor) -> Drawn:
+        """With all that follows from the ids (B, ...) drawn for positives in these cells (B,)."""
+        ids = ids.flatten(1)
+        return Drawn(ids, ids.clamp(min=0), torch.where(ids >= 0, 0.0, -math.inf), None, cell, cell // self.k_secondary)
+
+    def excluded(self, step: Step, own: Tensor, drawn: tuple[Tensor, Tensor] | None) -> Exclude | None:
         """What never counts; a query's own draws hold neither its positive nor its cell."""
         also = None
         if self.exclude == "known":
@@ -67,13 +96,14 @@ class ByCluster(Negatives):
             also = step.positives.of(step.query_ids)
         if self.exclude == "none" or not self.shared:
             return also
-        return Exclude(step.item_ids) if self.exclude == "positive" else Exclude(self.cell[step.item_ids], code=self.cell, also=also)
+        return Exclude(step.item_ids) if self.exclude == "positive" else ExcludeCells(own, code=self.cell, also=also, drawn=drawn)
 
-    def offer(self, step: Step, ids: Tensor, source: str) -> Bag:
-        """The bag of ids drawn for all rows of the batch, -1 where there was none to draw."""
-        ids = ids.flatten() if self.shared else step.batch.own(ids).flatten(1)
-        log_w = torch.where(ids >= 0, 0.0, -math.inf)
-        return Bag((Candidates(ids, step.encode(ids.clamp(min=0)), log_w, self.excluded(step), source=source),))
+    def offer(self, step: Step, drawn: Drawn) -> Candidates:
+        """What all rows of the batch drew as one block."""
+        ids, real, log_w = (x.flatten() if self.shared else step.batch.own(x) for x in drawn[:3])
+        cells = None if drawn.cells is None or not self.shared else (ids, drawn.cells.flatten())
+        exclude = self.excluded(step, step.batch.own(drawn.cell), cells)
+        return Candidates(ids, step.encode(real), log_w, exclude, source=self.name)
 
 
 class OtherClusters(ByCluster):
@@ -109,21 +139,35 @@ class OtherClusters(ByCluster):
         super().__init__(codes, shared, exclude)
         self.m_c, self.m_o, self.gamma = m_c, m_o, gamma
         self.distance: Distance = distance
+        self.name = f"{m_o} of each of {m_c} other clusters"
         self.register(codes)
 
     def tables(self, codes: Codes) -> dict[str, Tensor]:
         return super().tables(codes) | {"chance": cluster_chances(codes.codewords, codes.sizes, self.gamma, self.distance)}
 
     def forward(self, step: Step) -> Bag:
-        own = self.primary(step.batch.item_ids)
+        return Bag((self.offer(step, self.draw(step)[0]),))
+
+    def draw(self, step: Step) -> tuple[Drawn, Tensor]:
+        """What was drawn, and from which clusters (B, m_c), -1 where there are too few."""
+        items = step.batch.item_ids
+        if fuses_draws(items, self.k_primary):
+            from sparring.kernels import cluster_draws
+
+            seed = torch.randint(1 << 62, (2,), generator=step.generator, device=items.device)
+            tables = self.cell, self.order, self.start, self.chance
+            (*found, own), clusters = cluster_draws.others(items, *tables, self.k_secondary, self.m_c, self.m_o, seed)
+            return Drawn(*found, *own), clusters
+        cell = self.cell[items]
+        own = cell // self.k_secondary
         # a race of exponential clocks: the first m_c are a draw without replacement in proportion to their rates
         clock = torch.rand(len(own), self.k_primary, generator=step.generator, device=own.device).log_().neg_()
         first = (clock / self.chance[own]).topk(self.m_c, dim=1, largest=False)
         begin = self.start[first.indices]
         within = distinct(self.start[first.indices + 1] - begin, self.m_o, step.generator)
         at = (begin.unsqueeze(-1) + within).clamp(max=len(self.order) - 1)
-        ids = torch.where(torch.isfinite(first.values).unsqueeze(-1), self.order[at], -1)
-        return self.offer(step, ids, f"{self.m_o} of each of {self.m_c} other clusters")
+        some = torch.isfinite(first.values)
+        return self.drawn(torch.where(some.unsqueeze(-1), self.order[at], -1), cell), torch.where(some, first.indices, -1)
 
 
 class SameCluster(ByCluster):
@@ -164,11 +208,21 @@ class SameCluster(ByCluster):
         return tables | {"pool": torch.where((left > 0).unsqueeze(1), own_cluster, next_cluster)}
 
     def forward(self, step: Step) -> Bag:
-        begin, size, hole, width = self.pool[self.cell[step.batch.item_ids]].unsqueeze(1).unbind(-1)
+        return Bag((self.offer(step, self.draw(step)),))
+
+    def draw(self, step: Step) -> Drawn:
+        items = step.batch.item_ids
+        if fuses_draws(items, 1):
+            from sparring.kernels import cluster_draws
+
+            seed = torch.randint(1 << 62, (1,), generator=step.generator, device=items.device)
+            *found, own = cluster_draws.same(items, self.cell, self.order, self.pool, self.k_secondary, self.m_h, seed)
+            return Drawn(*found, *own)
+        cell = self.cell[items]
+        begin, size, hole, width = self.pool[cell].unsqueeze(1).unbind(-1)
         at = begin + distinct(size.squeeze(1), self.m_h, step.generator)
         at = at + torch.where(at >= hole, width, 0)
-        ids = torch.where(size > 0, self.order[at.clamp(max=len(self.order) - 1)], -1)
-        return self.offer(step, ids, self.name)
+        return self.drawn(torch.where(size > 0, self.order[at.clamp(max=len(self.order) - 1)], -1), cell)
 
 
 def cluster_chances(codewords: Tensor, sizes: Tensor, gamma: float, distance: Distance) -> Tensor:

@@ -18,7 +18,8 @@ class Sampled(Negatives):
 
         expected count of j = n q_j
 
-    Shared negatives are encoded once and cost one row of a matrix product each; per_query=True encodes B * n of them.
+    Shared negatives are encoded once and cost one row of a matrix product each; per_query=True encodes B * n of them. Of a small catalogue
+    many of those are the same item, whose row is fetched and updated once: the cost grows until they are all different.
 
         Sampled(Uniform(n_items), 1024)
     """

@@ -9,10 +9,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from sparring.kernels import logits, reference
-from sparring.negatives.algebra import Negatives, check_choice, mask_of
+from sparring.kernels import fuses_mixtures, logits, reference
+from sparring.negatives.algebra import Negatives, check_choice
 from sparring.negatives.clusters import OtherClusters, SameCluster
-from sparring.types import Bag, Batch, Candidates, Exclude, Mixtures, Outcome, Step
+from sparring.types import Bag, Batch, Exclude, Mixtures, Outcome, Step
 
 Normalisation = Literal["minmax_block", "minmax_set", "affine", "dirichlet"]
 Rule = Literal["adaptive", "learned"]
@@ -25,10 +25,10 @@ class Interpolated(Negatives):
 
     So (m_o + 2)(m_o - 1) / 2 mixtures of each cluster. d is the inner product scaled to [0, 1]: by the least and largest of all m_o items
     ("minmax_block"), of the set ("minmax_set": then every pair repeats its anchors), as (1 + cos) / 2 ("affine": nearly all mixtures are
-    the mean), or random shares ("dirichlet", not the paper's). The shares are constants. Scores are mixed instead of vectors, which is
-    equal, unless `renorm` gives each mixture the mean length of its members or `layer` mixes what the item tower holds after that many of
-    its layers. A mixture is never harder than its hardest member. Those of a query's own primary cluster are masked. `offset` is added to
-    their logits: log(5 / 14) would let 14 of them weigh as 5.
+    the mean), or random shares ("dirichlet", not the paper's). The shares are constants. On a CPU scores are mixed instead of vectors,
+    which is equal, unless `renorm` gives each mixture the mean length of its members or `layer` mixes what the item tower holds after that
+    many of its layers. A mixture is never harder than its hardest member. Those of a query's own primary cluster are masked. `offset` is
+    added to their logits: log(5 / 14) would let 14 of them weigh as 5.
 
         Interpolated(OtherClusters(codes, m_c=2, m_o=5), eta=0.6)
 
@@ -60,17 +60,17 @@ class Interpolated(Negatives):
         self.register_buffer("slots", torch.tensor([i for n in sizes for i in range(n)]), persistent=False)
 
     def forward(self, step: Step) -> Bag:
-        bag = self.source(step)
-        (block,) = bag.blocks
+        drawn, clusters = self.source.draw(step)
+        block = self.source.offer(step, drawn)
         m_o = self.source.m_o
         with torch.no_grad():
             weights = self.shares(block.emb.detach().unflatten(-2, (-1, m_o)), step.generator, None if block.shared else step.batch)
-        own = self.source.primary(step.item_ids)
+        own = step.batch.own(drawn.primary)
         exclude = Exclude(own) if self.source.shared and self.source.exclude != "none" else None
-        groups = self.source.primary(block.ids.unflatten(-1, (-1, m_o))[..., 0])
+        groups = clusters.flatten() if block.shared else step.batch.own(clusters)
         block = replace(block, mix=Mixtures(weights, groups, exclude, self.offset))
         if self.layer is None and not self.renorm:
-            return Bag((block,), bag.log_w_positive)
+            return Bag((block,))
         real, made = block.plain()
         if self.layer is not None:
             ids = block.ids.clamp(min=0).unflatten(-1, (-1, m_o))
@@ -78,7 +78,7 @@ class Interpolated(Negatives):
         if self.renorm:
             length = (weights @ real.emb.norm(dim=-1).unflatten(-1, (-1, m_o)).unsqueeze(-1)).flatten(-3)
             made = replace(made, emb=rescaled(made.emb, length))
-        return Bag((real, made), bag.log_w_positive)
+        return Bag((real, made))
 
     def shares(self, emb: Tensor, generator: torch.Generator, batch: Batch | None = None) -> Tensor:
         """(..., V, M): what each of the M vectors (..., M, D) of a group contributes to its mixtures; a row sums to 1.
@@ -86,6 +86,12 @@ class Interpolated(Negatives):
         With `batch` the first dimension is of its rows, and draws are made for those of all ranks.
         """
         m = emb.shape[-2]
+        if fuses_mixtures(emb, m):
+            from sparring.kernels import mixtures
+
+            seed = torch.randint(1 << 62, (1,), generator=generator, device=emb.device)
+            first = 0 if batch is None else batch.ranks.rank * emb.shape[:-2].numel()
+            return mixtures.shares(emb, seed, first, self.eta, self.normalisation).to(emb.dtype)
         groups = emb.shape[:-2] if batch is None else (len(batch), *emb.shape[1:-2])
         # one random order for each n; doubles, of which no two are equal, so that a rank is a count: cheaper than to sort a handful
         key = torch.rand(*groups, m - 1, m, dtype=torch.float64, generator=generator, device=emb.device)
@@ -173,10 +179,16 @@ class TowardsPositive(Negatives):
         self.register_buffer("gap", torch.tensor([[gap], [gap**2]]).repeat(1, len(self.lam)))  # running means of the gap and its square
 
     def forward(self, step: Step) -> Bag:
-        bag = self.source(step)
-        (block,) = bag.blocks
-        lam = self.lam_of(step).view(-1, 1, 1).to(block.emb.dtype)
-        positive = (step.v.detach() if self.detach_positive else step.v).unsqueeze(1)
+        """One block: the candidates, then the mixture of each."""
+        ((block,), lam) = self.source(step).blocks, self.lam_of(step)
+        v = step.v.detach() if self.detach_positive else step.v
+        source = f"{block.source}, then each mixed with the positive"
+        if self.layer is None and not self.renorm and block.exclude is None and fuses_mixtures(block.emb, self.source.m_h):
+            from sparring.kernels import mixtures
+
+            emb, log_w, ids = mixtures.towards(block.emb, v, lam, block.log_w, block.ids, self.offset)
+            return Bag((replace(block, ids=ids, emb=emb, log_w=log_w, source=source),))
+        lam, positive = lam.view(-1, 1, 1).to(block.emb.dtype), v.unsqueeze(1)
         if self.layer is None:
             emb = torch.lerp(block.emb, positive, lam)
         else:
@@ -187,14 +199,15 @@ class TowardsPositive(Negatives):
             lengths = block.emb.norm(dim=-1), positive.norm(dim=-1)
             emb = rescaled(emb, lengths[0] + lam.squeeze(-1) * (lengths[1] - lengths[0]))
         places = block.exclude.places(block.ids) if block.exclude else None
-        log_w = reference.drop(block.log_w, block.ids.shape, places) + self.offset  # a mixture has no id to mask it by
-        ids = torch.full_like(block.ids, -1)
-        made = Candidates(ids, emb, log_w, source=f"the positive mixed into {block.source}", masked=mask_of(block))
-        return Bag((block, made), bag.log_w_positive)
+        made = reference.drop(block.log_w, block.ids.shape, places) + self.offset  # a mixture has no id to mask it by
+        ids = torch.cat([block.ids, torch.full_like(block.ids, -1)], 1)
+        return Bag((replace(block, ids=ids, emb=torch.cat([block.emb, emb], 1), log_w=torch.cat([block.log_w, made], 1), source=source),))
 
     def lam_of(self, step: Step) -> Tensor:
         """The share of the positive, (1,) or (B,)."""
-        return self.lam[self.source.primary(step.item_ids)] if self.rule == "learned" else self.lam.clone()
+        if self.rule == "learned":
+            return self.lam[self.source.primary(step.item_ids)]
+        return self.lam if self.rule is None else self.lam.clone()  # which changes before a second backward pass
 
     def observe(self, step: Step, outcome: Outcome) -> None:
         if self.rule is not None:
@@ -205,9 +218,10 @@ class TowardsPositive(Negatives):
         """Follow how far the hard negatives of this step lie below the positives."""
         cluster = self.source.primary(step.item_ids) if self.rule == "learned" else torch.zeros_like(step.item_ids)
         sign, sums = math.copysign(1.0, self.margin), torch.zeros(3, len(self.lam), dtype=self.gap.dtype, device=self.lam.device)
-        for block in (block for bag in outcome.bags for block in bag.blocks if block.source == self.source.name):
-            counts = ~torch.isneginf(block.log_w)
-            gap = torch.where(counts, step.positive_logits.unsqueeze(1) - logits(step.scaled, block.emb), 0.0)
+        real = slice(self.source.m_h)
+        for block in (block for bag in outcome.bags for block in bag.blocks if block.source.startswith(self.source.name)):
+            counts = ~torch.isneginf(block.log_w[:, real])
+            gap = torch.where(counts, step.positive_logits.unsqueeze(1) - logits(step.scaled, block.emb[:, real]), 0.0)
             sums.index_add_(1, cluster, torch.stack([counts.sum(1), gap.sum(1), gap.square().sum(1)]).to(sums.dtype))
         sums = step.batch.sum(sums)
         means = sums[1:] / sums[0].clamp(min=1)

@@ -23,8 +23,9 @@ class QuantizedSoftmax(Negatives):
 
     Two codebooks of `words` vectors each: of the two halves of the vectors ("product"), or of the vectors and of what the first book leaves
     over ("residual", closer). Items of one cell (a, b) look alike, so a draw is a cell, by score times size, then any item in it:
-    words^2 operations per query, however large the catalogue. The chances are those of the codebooks of the last refresh and exact, so the
-    correction is too, though vectors move on meanwhile. Before the first refresh all items share a cell: uniform.
+    words^2 operations per query, however large the catalogue; B * n items are encoded, as by Sampled for each query. The chances are those
+    of the codebooks of the last refresh and exact, so the correction is too, though vectors move on meanwhile. Before the first refresh all
+    items share a cell: uniform.
 
         QuantizedSoftmax(n_items, dim, n=64)
 
