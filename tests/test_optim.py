@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from sparring.optim import Schedule, clip_gradients, load_state_tensors, optimizers, set_lr, state_tensors
-from sparring.rows import RowAdagrad, RowAdam, _repeated, sum_rows
+from sparring.rows import RowAdagrad, RowAdam, _repeated, lookup, sum_rows
 from sparring.towers import IdTower, Retriever
 
 N, D = 40, 5
@@ -398,3 +398,33 @@ def test_schedules() -> None:
         Schedule("cosine", warmup=5, total=5)
     with pytest.raises(ValueError, match="'square' is not known"):
         Schedule("square")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("width", [1, 5])
+def test_lookups_of_one_table_are_put_side_by_side(width: int) -> None:
+    """Two lookups of more places than the table has numbers: the gradient has a row for each place, and adds up to the dense one."""
+    g = torch.Generator().manual_seed(2)
+    table = nn.Parameter(torch.randn(7, width, generator=g, dtype=torch.float64))
+    ids = torch.randint(7, (40, 3), generator=g), torch.randint(7, (11,), generator=g)
+    upstream = [torch.randn(*i.shape, width, generator=g, dtype=torch.float64) for i in ids]
+    for i in ids:
+        assert torch.equal(lookup(table, i), table.detach()[i])
+    sum((lookup(table, i) * u).sum() for i, u in zip(ids, upstream, strict=True)).backward()  # type: ignore[union-attr]
+    gradient = grad_of(table)
+    assert not gradient.is_coalesced()
+    places = sorted(zip(gradient._indices()[0].tolist(), gradient._values().tolist(), strict=True))
+    assert places == sorted(
+        (int(i), u.tolist())
+        for some, ups in zip(ids, upstream, strict=True)
+        for i, u in zip(some.flatten(), ups.flatten(0, -2), strict=True)
+    )
+    dense = torch.zeros(7, width, dtype=torch.float64)
+    for row, value in places:
+        dense[row] += torch.tensor(value, dtype=torch.float64)
+    torch.testing.assert_close(gradient.to_dense(), dense)
+
+
+def test_a_frozen_table_is_looked_up_without_a_gradient() -> None:
+    """What takes no gradient gets none."""
+    table = a_table().requires_grad_(False)
+    assert not lookup(table, torch.tensor([1, 2])).requires_grad

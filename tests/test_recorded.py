@@ -40,12 +40,22 @@ def test_a_recorded_training_equals_a_plain_one(name: str, parts: Split) -> None
 
 @pytest.mark.parametrize("name", ["default", "ssl_pop", "bir", "bir drawn", "xir", "mns", "fairneg", "ada_tau", "slatk", "mixgcf"])
 def test_the_common_recipes_are_recorded(name: str) -> None:
-    """None of these waits for the device inside a step. (A catalogue smaller than a batch would: PyTorch merges its sparse gradients.)"""
+    """None of these waits for the device inside a step."""
     world = make_world(300, 3000, exposure=0.02, seed=0)
     recipe, drawn = name.split()[0], {"draw": "rounded"} if "drawn" in name else {}
     step = history(recipe, Split(world.interactions), recorded=True, **drawn)[2]
     assert step is not None
     assert step.why is None, step.why
+
+
+@pytest.mark.parametrize("name", ["uns", "midx", "sce"])
+def test_an_item_bias_is_recorded_where_a_batch_looks_up_more_items_than_there_are(name: str, parts: Split) -> None:
+    """The gradient of a table of width 1 is not sorted on the way: the step is recorded, and it trains as a plain one does."""
+    ours, _, step = history(name, parts, recorded=True, item_bias=True, n=512 if name == "uns" else 16)
+    plain = history(name, parts, recorded=False, item_bias=True, n=512 if name == "uns" else 16)[0]
+    assert step is not None
+    assert step.why is None, step.why
+    assert [record["loss"] for record in ours] == pytest.approx([record["loss"] for record in plain], rel=2e-3)
 
 
 def test_work_that_waits_runs_as_it_is() -> None:

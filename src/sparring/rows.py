@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
@@ -164,6 +165,36 @@ class RowAdagrad(RowOptimizer):
         from sparring.kernels.row_updates import row_adagrad
 
         row_adagrad(table, index, values, state["sum"], _on_device(group["lr"], table), group["eps"], group["weight_decay"])
+
+
+def lookup(table: Tensor, ids: Tensor) -> Tensor:
+    """table[ids] (..., D); the backward pass adds a row for each place to the sparse gradient of the table (N, D), table.grad.
+
+    Several lookups of one table, of positives and of negatives, are put one after another and summed by the row rules. PyTorch's own sum of
+    sparse gradients sorts them once there are more places than numbers in the table, as with an item bias (N, 1), and that waits for
+    the device. torch.autograd.grad by the table finds nothing: call backward().
+
+        lookup(tower.weight, torch.tensor([3, 7]))
+    """
+    return _Lookup.apply(table, ids)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _Lookup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, table: Tensor, ids: Tensor) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.table = table
+        return F.embedding(ids, table)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:  # type: ignore[override]
+        table, (ids,) = ctx.table, ctx.saved_tensors
+        index, values = ids.reshape(1, -1), grad.reshape(-1, grad.shape[-1])
+        if table.grad is not None:
+            index, values = torch.cat([table.grad._indices(), index], 1), torch.cat([table.grad._values(), values])
+        table.grad = torch.sparse_coo_tensor(index, values, table.shape, check_invariants=False)
+        return None, None
 
 
 def sum_rows(grad: Tensor) -> tuple[Tensor, Tensor]:

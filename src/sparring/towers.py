@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sparring.kernels import gather
+from sparring.rows import lookup
 from sparring.types import ALONE, Ranks
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class IdTower(nn.Module):
         self.weight = nn.Parameter(torch.empty(n, dim).normal_(0.0, dim**-0.5 if init_std is None else init_std))
 
     def forward(self, ids: Tensor) -> Tensor:
-        return F.embedding(ids.long(), self.weight, sparse=True) if self.sparse else gather(self.weight, ids.long())
+        return lookup(self.weight, ids.long()) if self.sparse else gather(self.weight, ids.long())
 
     def extra_repr(self) -> str:
         return f"{self.n}, {self.dim}, sparse={self.sparse}"
