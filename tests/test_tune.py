@@ -72,6 +72,17 @@ def test_trials_are_counted_kept_and_continued(parts: Split, tmp_path: Path) -> 
     assert len(told) == 4
 
 
+def test_temperatures_that_are_named_are_tried_first(parts: Split, tmp_path: Path) -> None:
+    """After the recipe as it comes and the strong setting, the strong setting at each of `taus`; then the sampler goes on as without."""
+    named, plain = (
+        tune("uns", parts, 5, tmp_path / str(taus), base=QUICK, fixed=FIXED, device="cpu", taus=taus).trials for taus in ((0.2, 0.4), ())
+    )
+    strong = named[1].settings
+    assert strong["item_bias"]
+    assert [trial.settings for trial in named[2:4]] == [strong | {"tau": tau} for tau in (0.2, 0.4)]
+    assert [trial.settings for trial in (*named[:2], named[4])] == [trial.settings for trial in (*plain[:2], plain[4])]
+
+
 def test_the_score_is_the_best_validation_and_the_test_part_is_not_used(parts: Split, tmp_path: Path) -> None:
     """The first trial scores as the recipe's own training does on validation; without a test part nothing changes."""
     from sparring.settings import build

@@ -12,7 +12,7 @@ import json
 import math
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -44,7 +44,6 @@ class OneOf:
     """Values without an order that matters; of an argument declared as a Literal, all of them when left empty."""
 
     values: tuple[Any, ...] = ()
-
 
 
 def shared(setup: Setup) -> dict[str, Range | OneOf]:
@@ -140,12 +139,14 @@ def tune(
     fixed: Mapping[str, object] | None = None,
     device: str = "auto",
     seed: int = 0,
+    taus: Sequence[float] = (),
     say: Callable[[Trial], None] = lambda trial: None,
 ) -> Tuned:
     """Try `trials` settings of a recipe on the validation part and return the best; goes on where an earlier call stopped.
 
-    Each finished trial is a line of FOLDER/trials.jsonl. The sampler (TPE) starts each trial from (seed, number of the trial) and the
-    trials before it, so a study that was stopped ends exactly as one that was not. Needs the extra `tune` (Optuna).
+    The trials after the second are the second at the temperatures `taus`, then of the sampler's choice. Each finished trial is a line of
+    FOLDER/trials.jsonl. The sampler (TPE) starts each trial from (seed, number of the trial) and the trials before it, so a study that was
+    stopped ends exactly as one that was not. Needs the extra `tune` (Optuna).
 
         tune("xir", split, 20, "compare/a/tune").settings
 
@@ -164,7 +165,7 @@ def tune(
     parts = Split(split.train, split.valid, None)
     while len(done) < trials:
         number = len(done)
-        settings = _ask(optuna, done, distributions, number, seed, _begin(number, recipe, choices, parts.train, base, fixed or {}))
+        settings = _ask(optuna, done, distributions, number, seed, _begin(number, recipe, choices, parts.train, base, fixed or {}, taus))
         began = time.perf_counter()
         value, error = None, None
         try:
@@ -214,13 +215,19 @@ def _ask(optuna: Any, done: list[Trial], distributions: dict[str, Any], number: 
 
 
 def _begin(
-    number: int, recipe: str, choices: Mapping[str, Range | OneOf], train: Interactions, base: Setup | None, fixed: Mapping[str, object]
+    number: int,
+    recipe: str,
+    choices: Mapping[str, Range | OneOf],
+    train: Interactions,
+    base: Setup | None,
+    fixed: Mapping[str, object],
+    taus: Sequence[float] = (),
 ) -> dict[str, Any]:
     """What every method tries first: the recipe as it comes, then what it shares with the others at the values that `default` has.
 
     So no method is compared at a setting that is known to be poor because a handful of trials missed a good one.
     """
-    if number > 1:
+    if number > (1 + len(taus) if "tau" in choices else 1):
         return {}
     first = _defaults(recipe, choices, base, fixed)
     if number == 0:
@@ -230,6 +237,8 @@ def _begin(
     strong |= {} if _transformer(setup) else {"lr": 3e-3}
     strong |= {"tau": tau_of(train)} if setup.score == "cosine" else {}
     second = first | {name: value for name, value in strong.items() if name in choices}
+    if number > 1:
+        return second | {"tau": taus[number - 2]}
     return second if second != first else {}
 
 

@@ -187,6 +187,7 @@ def _reproduce(parser: Parser) -> None:
     _columns(parser)
     add_modalities(parser)
     parser.add_argument("--category", default="category", metavar="COLUMN", help="column of the items with categories (default: category)")
+    parser.add_argument("--codes", type=Path, metavar="FOLDER", help="clusters for several tables; what is missing is learned there")
     group = parser.add_argument_group("how it is run")
     group.add_argument("--seeds", type=count, default=5, metavar="N", help="10, 20, ...; for XIR each is a split too (default: 5)")
     group.add_argument("--tune", type=count, default=0, metavar="N", help="esans-...: first tune with N trials on the validation part")

@@ -97,4 +97,5 @@ def _catalogue(args: Namespace, name: str) -> Catalogue:
 
     own = {key.removeprefix(MSAC): value for key, value in args.settings if key.startswith(MSAC)}
     specs = parse_modalities(args.modality) or {"behaviour": "behaviour"}
-    return Catalogue(args.out / name / "codes", specs, args.text_encoder, args.cache, own, args.category)
+    folder = args.out / name / "codes" if args.codes is None else args.codes / name
+    return Catalogue(folder, specs, args.text_encoder, args.cache, own, args.category)

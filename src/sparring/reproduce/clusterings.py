@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 from sparring import runs, workers
 from sparring.compare import Failure, Listener, Tasks, perform
 from sparring.errors import UserError
+from sparring.reproduce.cells import read_json
 from sparring.reproduce.plan import Catalogue, Clustering, Given, Plan, Protocol
 
 if TYPE_CHECKING:
     from sparring.clusters import Settings
 
+NOTES = "modalities.json"  # beside the codes: where the modalities came from, and what was asked for
 LEAST = 10  # items for each primary cluster on average: twice the 5 that are drawn of one
 
 
@@ -37,12 +39,16 @@ def wanted(plan: Plan) -> list[tuple[Given, Clustering]]:
 def learn(plan: Plan, jobs: int, listener: Listener) -> list[Failure]:
     """Learn the codes that are missing; what failed.
 
-    The modalities are encoded here, once; the processes that learn find them in the cache.
+    The modalities are encoded here, once; the processes that learn find them in the cache. A folder that several tables share must hold
+    codes of what is asked for now.
     """
     every = wanted(plan)
     tasks: Tasks = {}
     for given, clustering in every:
         assert given.catalogue is not None
+        said = given.catalogue.folder / NOTES
+        if said.is_file() and read_json(said).get("asked", {}) != asked(given):
+            raise UserError(f"{said.parent} holds codes of other modalities or settings: choose another folder for --codes")
         if not clustering.path(given.catalogue).is_file():
             work = (given, clustering, plan.experiment.protocol, plan.device)
             tasks[given.name, clustering.name, "clusters"] = workers.Task(f"{given.name} clusters {clustering.name}", _learn_one, work)
@@ -51,8 +57,14 @@ def learn(plan: Plan, jobs: int, listener: Listener) -> list[Failure]:
     for given in plan.data:
         if given.catalogue is not None and any(data == given.name for data, _, _ in tasks):
             notes = _modalities(given, plan.experiment.protocol, tuple(given.catalogue.specs), plan.device).notes
-            runs.write_json(given.catalogue.folder / "modalities.json", {"notes": notes})
+            runs.write_json(given.catalogue.folder / NOTES, {"notes": notes, "asked": asked(given)})
     return perform(tasks, len(every), "clusters", jobs, listener)
+
+
+def asked(given: Given) -> dict[str, Any]:
+    """What the codes of a data set depend on, but for the interactions."""
+    assert given.catalogue is not None
+    return {"specs": dict(given.catalogue.specs), "settings": dict(given.catalogue.settings), "text_encoder": given.catalogue.text_encoder}
 
 
 def settings_of(catalogue: Catalogue, clustering: Clustering) -> Settings:
@@ -103,6 +115,8 @@ def table_rows(plan: Plan) -> list[dict[str, Any]]:
         path, table = clustering.path(given.catalogue), given.data.item_table
         if path.is_file():
             known = table is not None and given.catalogue.category in table.columns
-            found = summary(Codes.load(path), labels_of(given.data, given.catalogue.category) if known else None)
+            found = summary(
+                Codes.load(path).aligned(given.data.item_ids), labels_of(given.data, given.catalogue.category) if known else None
+            )
             rows.append({"data": given.shown, "modalities": " + ".join(clustering.modalities), **found})
     return rows

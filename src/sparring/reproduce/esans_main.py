@@ -8,7 +8,7 @@ from dataclasses import replace
 from sparring.report import Section, Sheet
 from sparring.reproduce.cells import Row
 from sparring.reproduce.clusterings import most
-from sparring.reproduce.esans_results import NOTES, PAPER, PROTOCOL, SETUP, page_of, relative_results
+from sparring.reproduce.esans_results import NOTES, PAPER, PROTOCOL, SETUP, TAUS, page_of, relative_results
 from sparring.reproduce.esans_rows import columns, gain_cells, metrics_of, printed_gain, relative_rows, said
 from sparring.reproduce.plan import Clustering, Experiment, Given, Method, Plan, Results, Unsuited
 from sparring.reproduce.published import Figure
@@ -20,7 +20,7 @@ VISUAL, TEXT = ("image", "visual", "img", "picture", "poster"), ("text", "textua
 BEHAVIOUR = ("behaviour", "behavior", "graph")
 K_P, K_S = 300, 15
 MANY = "UNS, as many logits"
-RANDOM, CATEGORY, OF_BEHAVIOUR = "ESANS, random clusters", "ESANS, category clusters", "ESANS, behaviour clusters"
+RANDOM, CATEGORY = "ESANS, random clusters", "ESANS, category clusters"
 
 
 def full(given: Given, modalities: Sequence[str] = (), k_primary: int = K_P, k_secondary: int = K_S, secondary: bool = True) -> Clustering:
@@ -71,8 +71,6 @@ def main_methods(given: Given, asked: Mapping[str, object]) -> Sequence[Method]:
     if not missing(given).get(CATEGORY):
         assert given.catalogue is not None
         found.append(Method(CATEGORY, "esans", {"codes": f"column:{given.catalogue.category}"}))
-    if not missing(given).get(OF_BEHAVIOUR):
-        found.append(esans(given, OF_BEHAVIOUR, full(given, (behaviour_of(given),))))
     return found
 
 
@@ -84,10 +82,6 @@ def missing(given: Given) -> dict[str, str]:
         why[CATEGORY] = f"no item column {column!r}"
     elif table[column].dtype.is_nested() or not 2 <= table[column].n_unique() <= len(table) / 2:
         why[CATEGORY] = f"the item column {column!r} has no classes"
-    if not behaviour_of(given):
-        why[OF_BEHAVIOUR] = "no modality is behaviour"
-    elif given.catalogue is not None and len(given.catalogue.specs) == 1:
-        why[OF_BEHAVIOUR] = "behaviour is the only modality, so this is ESANS itself"
     return why
 
 
@@ -217,12 +211,13 @@ MAIN = Experiment(
         *NOTES,
         CANDIDATES,
         f"Controls, not in the paper: {MANY} (19,466: those of ESANS with its mixtures), BMNS (mixtures without clusters), and ESANS with "
-        "random clusters (the sizes of its own, items dealt anew for each seed), with a cluster for each category, with clusters of "
-        "behaviour alone.",
+        "random clusters (the sizes of its own, items dealt anew for each seed) and with a cluster for each category; esans-ablation has "
+        "clusters of behaviour alone.",
     ),
     setup=SETUP,
     protocol=PROTOCOL,
     tuning="each",
+    taus=TAUS,
     chosen=("codes",),
     known=matching,
 )
@@ -240,6 +235,7 @@ ABLATION = Experiment(
     setup=SETUP,
     protocol=PROTOCOL,
     tuning="first",
+    taus=TAUS,
     chosen=("codes", "simple_mixtures", "hard_mixtures"),
     known=matching,
 )

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from sparring.reproduce.clusterings import most
 from sparring.reproduce.esans_main import K_P, K_S, esans, full
-from sparring.reproduce.esans_results import NOTES, PAPER, PROTOCOL, SETUP, relative_results
+from sparring.reproduce.esans_results import NOTES, PAPER, PROTOCOL, SETUP, TAUS, relative_results
 from sparring.reproduce.plan import Experiment, Given, Method, Plan, Results, Unsuited
 from sparring.reproduce.published_esans import FIGURE_4, TABLE_5, matching
 from sparring.reproduce.xir import feature_columns
@@ -91,6 +91,7 @@ LAMBDA = Experiment(
     setup=SETUP,
     protocol=PROTOCOL,
     tuning="first",
+    taus=TAUS,
     chosen=("codes", "lam"),
     known=matching,
 )
@@ -104,6 +105,7 @@ COUNTS = Experiment(
     setup=SETUP,
     protocol=PROTOCOL,
     tuning="first",
+    taus=TAUS,
     chosen=("codes", "m_c", "m_o"),
     known=matching,
 )
@@ -121,6 +123,7 @@ CODEBOOKS = Experiment(
     setup=SETUP,
     protocol=PROTOCOL,
     tuning="first",
+    taus=TAUS,
     chosen=("codes",),
     known=matching,
 )
@@ -134,6 +137,7 @@ OPEN = Experiment(
     setup=SETUP,
     protocol=PROTOCOL,
     tuning="first",
+    taus=TAUS,
     chosen=("codes", "layer", "simple_mixtures", "hard_mixtures"),
     known=matching,
 )

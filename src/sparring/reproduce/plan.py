@@ -137,7 +137,7 @@ class Experiment:
 
     `methods` raises Unsuited for data it cannot use. `chosen` are settings that the experiment varies itself. `curve` measures the test
     part during training; `after` measures a finished model, one at a time; `alone` trains one at a time, for times. `tuning` says what
-    --tune does: each method by itself, or only the first, whose settings the others take over.
+    --tune does: each method by itself, or only the first, whose settings the others take over; with `taus` among its first trials.
     """
 
     name: str
@@ -154,6 +154,7 @@ class Experiment:
     alone: bool = False
     protocol: Protocol = Protocol()
     tuning: Literal["none", "each", "first"] = "none"
+    taus: Sequence[float] = ()
     known: Callable[[tuple[int, int, int]], str] = matching  # the paper's name for data with these counts
 
 

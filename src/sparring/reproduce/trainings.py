@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -44,7 +45,7 @@ def _check_same(plan: Plan) -> None:
         "experiment": plan.experiment.name,
         "settings": plan.settings,
         "trials": plan.trials,
-        "modalities": {given.name: _asked(given) for given in plan.data if given.catalogue is not None},
+        "modalities": {given.name: clusterings.asked(given) for given in plan.data if given.catalogue is not None},
         "data": {given.name: given.source or _sizes(given) for given in plan.data},
     }
     now = json.loads(json.dumps(now, default=str))
@@ -72,12 +73,6 @@ def _check_same(plan: Plan) -> None:
     elif plan.out.is_dir() and any(plan.out.iterdir()):
         raise UserError(f"{plan.out} is not empty and holds no reproduction: choose another folder")
     runs.write_json(path, {**now, "seeds": plan.seeds})
-
-
-def _asked(given: Given) -> dict[str, Any]:
-    """What the codes of a data set depend on."""
-    assert given.catalogue is not None
-    return {"specs": dict(given.catalogue.specs), "settings": dict(given.catalogue.settings), "text_encoder": given.catalogue.text_encoder}
 
 
 def _sizes(given: Given) -> dict[str, int]:
@@ -117,7 +112,7 @@ def _tune(plan: Plan, jobs: int, listener: Listener) -> list[Failure]:
             wanted.append((given, by))
             folder = plan.tuning_folder(given, by)
             if len(read_trials(folder / "trials.jsonl")) < plan.trials:
-                work = (experiment.protocol, given, by, plan.trials, folder, experiment.setup, plan.device)
+                work = (experiment.protocol, given, by, plan.trials, folder, experiment.setup, experiment.taus, plan.device)
                 tasks[given.name, by.name, "tuning"] = workers.Task(f"{given.name} {by.name} tuning", _tune_one, work)
     failures = perform(tasks, len(wanted), "tuning", jobs, listener)
     for given, by in wanted:
@@ -130,11 +125,20 @@ def _tune(plan: Plan, jobs: int, listener: Listener) -> list[Failure]:
 
 
 def _tune_one(
-    say: workers.Say, protocol: Protocol, given: Given, method: Method, trials: int, folder: Path, setup: Setup, device: str
+    say: workers.Say,
+    protocol: Protocol,
+    given: Given,
+    method: Method,
+    trials: int,
+    folder: Path,
+    setup: Setup,
+    taus: Sequence[float],
+    device: str,
 ) -> None:
     from sparring.tune import tune
 
-    tune(method.recipe, protocol.parts(given.data, 0), trials, folder, base=setup, fixed=method.settings, device=device, say=say)
+    parts, fixed = protocol.parts(given.data, 0), method.settings
+    tune(method.recipe, parts, trials, folder, base=setup, fixed=fixed, device=device, taus=taus, say=say)
 
 
 def _tasks(plan: Plan) -> Tasks:
