@@ -113,8 +113,9 @@ def run_prepare(folder: Path, rows: int) -> None:
 def run_train(folder: Path, steps: int, dim: int) -> None:
     import torch
 
-    from sparring import build, fit, read, split, train
+    from sparring import background, build, fit, read, split, train
 
+    background.machine_bytes = lambda: 0  # no room for copies: training waits for its checkpoint, as it would with 8 GB in all
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
     watch = Watch()
     parts = split(read(folder / "prepared"))

@@ -1,41 +1,59 @@
-"""Claim: docs/scale.md predicts the bytes on the wire and the memory of a rank, for every sampler, within a tenth.
+"""Claim: docs/scale.md predicts the bytes on the wire, the memory of a rank and the time of a step, for every sampler.
 
-    python benchmarks/scale_plan.py [--ranks 2,4] [--only "default;xir"] [--plan]
+    python benchmarks/scale_plan.py [--ranks 2,4] [--only "default;xir"] [--shape 60000,32,1024,512] [--plan]
 
 Trains each recipe for a few steps on synthetic pairs in 2 and 4 processes (gloo) and prints, for each, the bytes that a step hands to a
 rank from the others: predicted, counted at the collectives, and, where a network namespace can be made (unshare), what really went over
 the loopback device with all headers. Then memory: predicted, and what the tensors of a rank take: parameters, optimiser state, buffers.
-The last column is milliseconds of a step, on whatever else the machine does. --plan prints the plan for a billion items.
+Then the time of a step, predicted from what the machine does in a second (_rates.py) and measured: CPU time of a rank, which others on
+the machine do not lengthen, and by the clock. --plan prints the plan for a billion items.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import shutil
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-N, D, B, STEPS = 60_000, 32, 1024, 4  # items (and as many queries), dimensions, batch, steps that are counted
+import _rates
+from _rates import Rates
+
+N, D, B, C = (int(number) for number in os.environ.get("SCALE_PLAN_SHAPE", "60000,32,1024,512").split(","))  # --shape
+STEPS = 4  # that are counted
 COMMON: dict[str, Any] = {"dim": D, "batch_size": B, "epochs": 1, "optimizer": "row-adagrad", "score": "cosine", "tau": 0.1}
 COMMON |= {"weight_decay": 0.0, "item_bias": False, "dropout": 0.0, "init": "normal", "patience": None, "warmup": 0, "schedule": "step"}
 
 
 @dataclass(frozen=True)
 class Wire:
-    """What a step of a recipe exchanges, in rows: the numbers of the table in docs/scale.md."""
+    """What a step of a recipe exchanges, in rows, and works through: the numbers of the table in docs/scale.md."""
 
+    n: int  # items, and as many queries
+    dim: int
+    batch: int
     vectors: float = 0  # gathered with gradient: there and back, 4 D bytes each way
     plain: float = 0  # gathered without
     items: float = 0  # rows of the item table that all ranks together look up for a gradient
     numbers: float = 0  # float32 gathered
     sums: float = 0  # float32 summed
     memory: float = 0  # bytes beside the tables
+    pairs: float = 0  # of a query and a candidate that are scored and trained, by all ranks together
+    far: float = 0  # the same where candidates are too many for a cache
+    own: float = 0  # the same where each query has candidates of its own
+    products: float = 0  # pairs that are scored and looked at, without a gradient
+    alike: float = 0  # products that every rank makes for itself
+    draws: float = 0  # random numbers, which every rank draws for the whole batch
+    looked: float = 0  # rows looked up without a gradient
     settings: dict[str, Any] | None = None
     recipe: str = ""
     spread: bool = False  # row-sharded tables
@@ -43,101 +61,148 @@ class Wire:
     def bytes(self, ranks: int) -> float:
         """Received by a rank in a step."""
         others = (ranks - 1) / ranks
-        vectors = 4 * D * others * (2 * self.vectors + self.plain) + 4 * others * (self.numbers + 2 * self.sums)
+        vectors = 4 * self.dim * others * (2 * self.vectors + self.plain) + 4 * others * (self.numbers + 2 * self.sums)
         if self.spread:  # ids there, rows back, and once more with the gradients for the update
-            return vectors + (B + self.items) / ranks * others * (12 * D + 16)
-        return vectors + (4 * D + 8) * (ranks - 1) * (B + self.items) / ranks + 16 * (ranks - 1)
+            asked = (self.batch + self.items) * (12 * self.dim + 16) + self.looked * (4 * self.dim + 8)
+            return vectors + asked / ranks * others
+        return vectors + (4 * self.dim + 8) * (ranks - 1) * (self.batch + self.items) / ranks + 16 * (ranks - 1)
+
+    def seconds(self, ranks: int, rates: Rates, launch: float) -> float:
+        """Of a step, for a rank that has a core to itself; `launch` is what its operations and collectives take with next to nothing in."""
+        shared = self.pairs * rates.pair + self.far * rates.far + self.own * rates.own + self.products * rates.product
+        alike, rows = self.alike * rates.product + self.draws * rates.draw, self.batch + self.items
+        moved = rows / ranks if self.spread else rows + rows / ranks  # a rank sums its own rows, then updates those of all
+        return launch + (shared + (rows + self.looked) * rates.look) / ranks + alike + moved * rates.update + self.bytes(ranks) * rates.byte
 
     def held(self, ranks: int) -> float:
         """Bytes of a rank: tables with their sums, and what the sampler keeps."""
-        return 2 * N * (4 * D + 4) / (ranks if self.spread else 1) + self.memory
+        return 2 * self.n * (4 * self.dim + 4) / (ranks if self.spread else 1) + self.memory
 
 
-POP = 12 * N  # log q in float32, its cumulative sum in float64
-PLANS: dict[str, Wire] = {
-    "default": Wire(vectors=512, items=B + 512, settings={"n": 512}),
-    "uns": Wire(vectors=512, items=B + 512, settings={"n": 512}),
-    "uns per query": Wire(items=B + 4 * B, settings={"n": 4, "per_query": True}, recipe="uns"),
-    "pns": Wire(vectors=512, items=B + 512, memory=POP, settings={"n": 512}),
-    "bpr": Wire(items=B + B),
-    "ssl": Wire(vectors=B, items=B),
-    "ssl_pop": Wire(vectors=B, items=B, memory=POP),
-    "g_tower": Wire(vectors=B, items=B, memory=12 * N),
-    "mns": Wire(vectors=B + 512, items=B + 512, memory=POP, settings={"n": 512}),
-    "bir": Wire(vectors=B, items=B, memory=POP),
-    "xir": Wire(vectors=B + 512, items=B + 512, sums=B + 512, memory=POP + 8 * N, settings={"cache_size": 512}),
-    "cbns": Wire(vectors=B, items=B, memory=POP + 4 * D * 2048, settings={"size": 2048}),
-    "full_softmax": Wire(vectors=N, items=B + N),
-    "dns": Wire(items=B + B, settings={"n": 8}),
-    "mixgcf": Wire(items=B + B, settings={"n": 8}),
-    "amns": Wire(vectors=B + 512, items=B + 512, memory=POP, settings={"n": 512, "k": 64}),
-    "bmns": Wire(vectors=B, items=B, memory=POP, settings={"n": 256}),
-    "fairneg": Wire(vectors=512, items=B + 512, numbers=B, memory=16 * N, settings={"n": 512}),
-    "midx": Wire(items=B + 4 * B, memory=24 * N, settings={"n": 4}),
-    "sce": Wire(vectors=64 * 16, plain=N + 2 * B, items=B + 64 * 16, settings={"n": 16}),
-    "slatk": Wire(vectors=512, items=B + 512, memory=4 * N, settings={"n": 512}),
-    "ada_tau": Wire(vectors=512, items=B + 512, numbers=B, memory=17 * N, settings={"n": 512}),
-    "esans": Wire(vectors=10 * B, items=B + 10 * B + 5 * B, memory=32 * N, settings={"codes": "random", "k_primary": 64}),
-    "default, sharded": Wire(vectors=512, items=B + 512, settings={"n": 512, "tables": "sharded"}, recipe="default", spread=True),
-    "xir, sharded": Wire(
-        vectors=B + 512,
-        items=B + 512,
-        sums=B + 512,
-        memory=POP + 8 * N,
-        settings={"cache_size": 512, "tables": "sharded"},
-        recipe="xir",
-        spread=True,
-    ),
-    "dpr": Wire(vectors=B, items=B),
-    "ance": Wire(vectors=2 * B, items=2 * B, memory=4 * 50 * N, settings={"k": 50, "start": 0}),
-    "ngame": Wire(vectors=B, plain=B, items=B, memory=4 * D * N, settings={"size": 8}),
-}
+def plans(n: int, dim: int, b: int, c: int) -> dict[str, Wire]:
+    """Every sampler, with c shared candidates."""
+    wire, buckets = partial(Wire, n, dim, b), round(2 * b**0.5)
+    popular = 12 * n  # log q in float32, its cumulative sum in float64
+    shared: dict[str, Any] = {"vectors": c, "items": b + c, "pairs": b * c, "draws": c}
+    in_batch: dict[str, Any] = {"vectors": b, "items": b, "pairs": b * b}
+    mixed: dict[str, Any] = {"vectors": b + c, "items": b + c, "pairs": b * (b + c), "draws": c}
+    both: dict[str, Any] = {**mixed, "sums": b + c, "memory": popular + 8 * n}
+    return {
+        "default": wire(**shared, settings={"n": c}),
+        "uns": wire(**shared, settings={"n": c}),
+        "uns per query": wire(items=b + 4 * b, own=4 * b, draws=4 * b, settings={"n": 4, "per_query": True}, recipe="uns"),
+        "pns": wire(**shared, memory=popular, settings={"n": c}),
+        "bpr": wire(items=b + b, own=b, draws=b),
+        "ssl": wire(**in_batch),
+        "ssl_pop": wire(**in_batch, memory=popular),
+        "g_tower": wire(**in_batch, memory=12 * n),
+        "mns": wire(**mixed, memory=popular, settings={"n": c}),
+        "bir": wire(**in_batch, memory=popular),
+        "xir": wire(**both, settings={"cache_size": c}),
+        "cbns": wire(**{**in_batch, "pairs": b * (b + 2048)}, memory=popular + 4 * dim * 2048, settings={"size": 2048}),
+        "full_softmax": wire(vectors=n, items=b + n, far=b * n),
+        "dns": wire(items=b + b, own=b, products=8 * b, looked=8 * b, draws=8 * b, settings={"n": 8}),
+        "mixgcf": wire(items=b + b, own=b, products=8 * b, looked=8 * b, draws=9 * b, settings={"n": 8}),
+        # to keep 64 takes three times what keeping 16 takes
+        "amns": wire(**{**mixed, "pairs": 0}, own=64 * b, products=3 * b * (b + c), memory=popular, settings={"n": c, "k": 64}),
+        "bmns": wire(**{**in_batch, "pairs": b * (b + 256)}, draws=256 * b, alike=256 * b, memory=popular, settings={"n": 256}),
+        "fairneg": wire(**shared, numbers=b, memory=16 * n, settings={"n": c}),
+        "midx": wire(items=b + 4 * b, own=4 * b, products=32 * 32 * b, draws=8 * b, memory=24 * n, settings={"n": 4}),
+        "sce": wire(
+            vectors=buckets * 16,
+            plain=n + 2 * b,
+            items=b + buckets * 16,
+            own=16 * b,
+            alike=buckets * (n + b + buckets * 16),
+            looked=n,
+            draws=buckets * dim,
+            settings={"n": 16},
+        ),
+        "slatk": wire(**shared, memory=4 * n, settings={"n": c}),
+        "ada_tau": wire(**shared, numbers=b, memory=17 * n, settings={"n": c}),
+        "esans": wire(
+            vectors=10 * b,
+            items=16 * b,
+            pairs=20 * b * b,
+            own=5 * b,
+            draws=80 * b,
+            memory=32 * n,
+            settings={"codes": "random", "k_primary": 64},
+        ),
+        "default, sharded": wire(**shared, settings={"n": c, "tables": "sharded"}, recipe="default", spread=True),
+        "xir, sharded": wire(**both, settings={"cache_size": c, "tables": "sharded"}, recipe="xir", spread=True),
+        "dpr": wire(**in_batch),
+        "ance": wire(vectors=2 * b, items=2 * b, pairs=2 * b * b, draws=b, memory=4 * 50 * n, settings={"k": 50, "start": 0}),
+        "ngame": wire(**in_batch, plain=b, products=b * b, memory=4 * dim * n, settings={"size": 8}),
+    }
+
+
+PLANS = plans(N, D, B, C)
 
 
 def worker(names: list[str], out: Path) -> None:
-    import numpy as np
     import torch
     import torch.distributed as dist
 
-    from sparring.data.interactions import Interactions, Split, Vocabulary
-    from sparring.dist import Group, join
-    from sparring.settings import build
-    from sparring.train import Progress, _Trainer
+    from sparring.dist import Group, join, leave
 
+    torch.set_num_threads(1)
     ranks = join(torch.device("cpu"))
     assert isinstance(ranks, Group)
-    rng = np.random.default_rng(0)
-    queries, items = np.arange(2 * N, dtype=np.int32) % N, rng.permutation(2 * N).astype(np.int32) % N
-    ids = Vocabulary(np.arange(N))
-    data = Interactions(queries, items, ids, ids)
+    rates = _rates.measure(ranks, N, D, B)
     found: dict[str, Any] = {}
     for name in names:
-        plan = PLANS[name]
-        run = build(plan.recipe or name, data, {**COMMON, **(plan.settings or {})})
-        trainer = _Trainer(run, Split(data), torch.device("cpu"), None, Progress(), ranks)
-        trainer.set_rate(1.0)
-        trainer.refresh()
-        batches = trainer.batches.epoch(0)
-        trainer.work(next(batches))  # lazy state
+        launch = _rates.quick(trained(name, ranks, 200, 8 * ranks.world)[1], time.process_time)
+        trainer, step = trained(name, ranks, N, B)
+        step()  # lazy state
         dist.barrier()
         ranks.wire, wire = {}, loopback()
         for spread in trainer.keeper.tables.values():
             spread.ranks.wire = ranks.wire
-        began = time.perf_counter()
         for _ in range(STEPS):
-            trainer.work(next(batches))
-        counted, ranks.wire = ranks.wire, None
-        seconds = (time.perf_counter() - began) / STEPS
+            step()
+        counted, ranks.wire = sum(ranks.wire.values()) / STEPS, None
         dist.barrier()
         real = (loopback() - wire) / STEPS / ranks.world
+        seconds = _rates.quick(step, time.process_time, 15)
+        dist.barrier()
+        wall = _rates.quick(step, time.perf_counter, 9)
         tensors = sum(t.nbytes for t in [*trainer.modules.parameters(), *trainer.modules.buffers()])
         tensors += sum(v.nbytes for o in trainer.optimizers for state in o.state.values() for v in state.values())
         tensors += sum(t.weight.nbytes + t.sums.nbytes for t in trainer.keeper.tables.values())
-        found[name] = {"counted": sum(counted.values()) / STEPS, "real": real, "seconds": seconds, "tensors": tensors}
-        del run, trainer, batches
+        found[name] = {"counted": counted, "real": real, "tensors": tensors}
+        found[name] |= {"seconds": seconds, "wall": wall, "launch": launch}
+        del trainer, step
     if ranks.rank == 0:
-        out.write_text(json.dumps(found))
-    dist.destroy_process_group()
+        out.write_text(json.dumps({"rates": vars(rates), "found": found}))
+    leave()
+
+
+def trained(name: str, ranks: Any, n: int, batch: int) -> tuple[Any, Callable[[], None]]:
+    """A trainer of this case on n items and as many queries, and one step of it."""
+    import numpy as np
+    import torch
+
+    from sparring.data.interactions import Interactions, Split, Vocabulary
+    from sparring.settings import build
+    from sparring.train import Progress, _Trainer
+
+    items = np.random.default_rng(0).permutation(2 * n).astype(np.int32) % n
+    data = Interactions(np.arange(2 * n, dtype=np.int32) % n, items, Vocabulary(np.arange(n)), Vocabulary(np.arange(n)))
+    plan = PLANS[name]
+    settings = {**COMMON, **(plan.settings or {}), "batch_size": batch}
+    if batch < B:
+        settings |= {key: 8 for key in ("n", "cache_size", "size", "k") if key in settings}
+    run = build(plan.recipe or name, data, settings)
+    trainer = _Trainer(run, Split(data), torch.device("cpu"), None, Progress(), ranks)
+    trainer.set_rate(1.0)
+    trainer.refresh()
+    batches = itertools.cycle([rows for rows in trainer.batches.epoch(0) if len(rows) == batch])  # the last of an epoch is shorter
+    return trainer, lambda: trainer.work(next(batches))
+
+
+def cores() -> int:
+    return len(os.sched_getaffinity(0))
 
 
 def loopback() -> float:
@@ -157,59 +222,72 @@ def measure(names: list[str], ranks: int, out: Path) -> tuple[dict[str, Any], bo
     return json.loads(out.read_text()), own
 
 
-def plan() -> None:
-    """A billion items and as many queries x 128 on 64 GPUs, B = 65,536, row-wise Adagrad, sharded tables; NVLink inside a machine of 8."""
-    items, queries, dim, batch, shared, gpus = 1e9, 1e9, 128, 65_536, 8192, 64
-    network, matrix = 50e9, 200e12  # bytes per second and rank over the network (400 Gb/s each), products in bf16 or TF32 that are reached
-    row = 4 * dim + 4
-    print(f"\n{items:.0e} items and {queries:.0e} queries x {dim}, batch {batch:,}, {shared:,} shared candidates, {gpus} GPUs")
-    print(f"  tables with their sums, per rank: {(items + queries) * row / gpus / 1e9:.1f} GB of {(items + queries) * row / 1e12:.2f} TB")
-    print(f"  per item on every rank: bias 8, popularity 12, occurrences of XIR 8 bytes: {items * 28 / 1e9:.0f} GB with all three")
-    looked = (batch + batch + shared) / gpus
-    exchange = looked * (2 * (8 + 4 * dim) + 4 * dim)
-    gathered = 2 * 4 * dim * (batch + shared)
-    print(f"  wire per step and rank: rows {exchange / 1e6:.1f} MB, vectors there and back {gathered / 1e6:.1f} MB")
-    wire = (exchange + gathered) / network
-    scores = 6 * batch / gpus * (batch + shared) * dim / matrix
-    print(f"  time per step: wire {1e3 * wire:.2f} ms, scores {1e3 * scores:.2f} ms, collectives 12 x 0.05 = 0.60 ms")
-    total = wire + scores + 6e-4
-    rate = batch / total
-    print(f"  together {1e3 * total:.1f} ms: {rate / 1e6:.0f} million pairs a second; a billion pairs in {1e9 / rate:.0f} s")
+def show_plan() -> None:
+    """A billion items and as many queries x 128 on 64 GPUs, sharded tables, row-wise Adagrad."""
+    n, dim, batch, shared, gpus = 1_000_000_000, 128, 65_536, 8192, 64
+    network, matrix, memory = 50e9, 200e12, 1.5e12  # bytes per second and GPU; products that are reached; bytes of scattered rows
+    launch = 4e-3 + 12 * 5e-5  # operations one by one, since steps of several ranks are not recorded; 12 collectives
+    score, row = 2 * dim / matrix, 4 * dim / memory
+    rates = Rates(3 * score, 3 * score, 3 * score + 3 * row, score, 1e-12, 3 * row, 4 * row, 1 / network)
+    print(f"{n:,} items and as many queries x {dim}, batch {batch:,}, {shared:,} shared candidates, {gpus} GPUs")
+    print(f"tables with their sums: {2 * n * (4 * dim + 4) / gpus / 1e9:.1f} GB per GPU of {2 * n * (4 * dim + 4) / 1e12:.2f} TB")
+    print(f"{'':17} {'kept':>9} {'wire':>9} {'wire':>9} {'device':>9} {'step':>9} {'pairs per s':>12}")
+    for name, whole in plans(n, dim, batch, shared).items():
+        if name.endswith("sharded"):
+            continue
+        plan = replace(whole, spread=True)
+        wire = plan.bytes(gpus)
+        device = plan.seconds(gpus, rates, 0.0) - wire / network
+        step = launch + device + wire / network
+        print(
+            f"{name:17} {plan.memory / 1e9:6.0f} GB {wire / 1e6:6,.0f} MB {1e3 * wire / network:6,.1f} ms {1e3 * device:6,.2f} ms "
+            f"{1e3 * step:6,.1f} ms {batch / step / 1e6:10,.1f} M"
+        )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", default="2,4")
     parser.add_argument("--only", default=";".join(PLANS), help="names with ; between them")
+    parser.add_argument("--shape", default=f"{N},{D},{B},{C}", help="items (and as many queries), dimensions, batch, shared candidates")
     parser.add_argument("--worker", type=Path)
     parser.add_argument("--plan", action="store_true")
     args = parser.parse_args()
+    if args.shape != f"{N},{D},{B},{C}":
+        return subprocess.run([sys.executable, *sys.argv], env={**os.environ, "SCALE_PLAN_SHAPE": args.shape}, check=False).returncode
     names = args.only.split(";")
     if args.worker:
         worker(names, args.worker)
         return 0
     if args.plan:
-        plan()
+        show_plan()
         return 0
     wrong = []
     for ranks in (int(text) for text in args.ranks.split(",")):
         out = Path(f"/tmp/scale_plan_{os.getpid()}.json")
-        found, own = measure(names, ranks, out)
+        measured, own = measure(names, ranks, out)
         out.unlink()
-        print(f"\n{ranks} ranks; N = {N:,} items and queries, D = {D}, B = {B:,}; kB received per rank and step; MB of tensors per rank")
+        rates, found = _rates.Rates(**measured["rates"]), measured["found"]
+        print(f"\n{ranks} ranks; N = {N:,} items and queries, D = {D}, B = {B:,}; kB received per rank and step; MB of tensors per rank;")
+        print("ms of a step: CPU of a rank, and as the clock went. Rates in ns:", end=" ")
+        print(", ".join(f"{key} {1e9 * value:,.2f}" for key, value in vars(rates).items()))
         print(f"{'':17} {'predicted':>10} {'counted':>10} {'ratio':>6} {'loopback':>10}", end="   ")
-        print(f"{'predicted':>10} {'held':>8} {'ratio':>6} {'ms':>8}")
+        print(f"{'predicted':>10} {'held':>8} {'ratio':>6}   {'launch':>7} {'predicted':>10} {'CPU':>7} {'ratio':>6} {'clock':>7}")
         for name in names:
-            wire, seen = PLANS[name].bytes(ranks), found[name]
-            memory = PLANS[name].held(ranks)
+            plan, seen = PLANS[name], found[name]
+            wire, memory, seconds = plan.bytes(ranks), plan.held(ranks), plan.seconds(ranks, rates, seen["launch"])
             ratios = seen["counted"] / wire, seen["tensors"] / memory
             real = f"{seen['real'] / 1e3:10.1f}" if own else f"{'':10}"
             print(
                 f"{name:17} {wire / 1e3:10.1f} {seen['counted'] / 1e3:10.1f} {ratios[0]:6.2f} {real}   {memory / 1e6:10.1f} "
-                f"{seen['tensors'] / 1e6:8.1f} {ratios[1]:6.2f} {1e3 * seen['seconds']:8.1f}"
+                f"{seen['tensors'] / 1e6:8.1f} {ratios[1]:6.2f}   {1e3 * seen['launch']:7.1f} {1e3 * seconds:10.1f} "
+                f"{1e3 * seen['seconds']:7.1f} {seen['seconds'] / seconds:6.2f} {1e3 * seen['wall']:7.1f}"
             )
             wrong += [f"{name} x{ranks}" for ratio in ratios if not 0.9 <= ratio <= 1.1]
-    print(f"\nwithin a tenth: {'yes' if not wrong else 'NO: ' + ', '.join(dict.fromkeys(wrong))}")
+            if ranks <= cores():
+                wrong += [f"time of {name} x{ranks}"] * (not 1 / 1.6 <= seen["seconds"] / seconds <= 1.6)
+    verdict = "yes" if not wrong else f"NO: {', '.join(dict.fromkeys(wrong))}"
+    print(f"\nbytes and memory within a tenth, time within 1.6 times where each rank has a core: {verdict}")
     return int(bool(wrong))
 
 

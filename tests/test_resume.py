@@ -409,14 +409,20 @@ def test_a_full_disk_loses_nothing(small_disk: Path, parts: Split, tmp_path: Pat
     room again the resumed run ends as an undisturbed one."""
     out = small_disk / "run"
 
+    def fill_up() -> None:
+        deadline = time.monotonic() + 60
+        while not (out / "checkpoint.safetensors").exists() and time.monotonic() < deadline:
+            time.sleep(0.005)  # the one of the first epoch may still be under way
+        fill(small_disk)
+
     def step(epoch: int, done: int, loss: torch.Tensor) -> None:
         if (epoch, done) == (1, 3) and when != "checkpoint":
-            fill(small_disk)
+            fill_up()
             training.CHECKPOINT_SECONDS = -1.0 if when == "mid epoch" else 600.0
 
     def epoch(record: dict[str, Any]) -> None:
         if record["epoch"] == 2 and when == "checkpoint":
-            fill(small_disk)
+            fill_up()
 
     with pytest.raises(UserError) as error:
         train("xir", parts, out, progress=Progress(step=step, epoch=epoch))

@@ -536,3 +536,22 @@ def test_refresh_comes_once_before_each_epoch_with_the_vectors_of_that_moment(pa
     assert negatives.calls.tolist() == [1, 1, 1]
     assert negatives.sums[0] == pytest.approx(first)
     assert len({round(float(s), 4) for s in negatives.sums}) == 3
+
+
+@pytest.mark.parametrize("optimizer", ["row-adam", "adam"])
+def test_gradients_left_over_are_not_added_to_a_step(parts: Split, monkeypatch: pytest.MonkeyPatch, optimizer: str) -> None:
+    """What a step that broke off has left as gradients does not reach the model: the losses of the next ones are as without it."""
+
+    def losses(left_over: bool) -> list[float]:
+        run = build("uns", parts.train, {"dim": 4, "n": 16, "batch_size": 32, "epochs": 2, "item_bias": True, "optimizer": optimizer})
+        tables = [run.model.query.weight, run.model.item.weight, run.model.item_bias.weight]  # type: ignore[union-attr]
+
+        def leave(epoch: int, step: int, loss: Callable[[], float]) -> None:
+            for table in tables if left_over else []:
+                rows = torch.zeros(1, 1, dtype=torch.long)
+                sparse = torch.sparse_coo_tensor(rows, torch.full((1, table.shape[1]), 1e3), table.shape, check_invariants=False)
+                table.grad = sparse if optimizer != "adam" else torch.full_like(table, 1e3)
+
+        return [record["loss"] for record in fit(run, Split(parts.train), device="cpu", progress=Progress(step=leave)).history]
+
+    assert losses(True) == losses(False)

@@ -44,6 +44,7 @@ def write(folder: Path, tensors: Mapping[str, Tensor], state: Mapping[str, Any])
         previous.unlink(missing_ok=True)
     if state["tables"]:
         _forget(folder, "checkpoint.*.tables", {_tables_of(file) for file in (path, previous) if file.is_file()})
+        _forget(folder, "best.*.tables", {best_tables(state["best_epoch"])})
 
 
 def find(folder: Path, ranks: Ranks) -> tuple[Path, str] | None:
@@ -99,11 +100,12 @@ def clear(folder: Path) -> None:
 
 
 def write_tables(folder: Path, name: str, tensors: Mapping[str, Tensor], ranks: Ranks) -> None:
-    """Write tensors, of which each rank may have its rows (`rows_of`), as a folder; every rank writes its own part."""
+    """Write tensors, of which each rank may have its rows (`rows_of`), as a folder; every rank writes its own part. May run in a thread."""
     from torch.distributed import checkpoint as dcp
 
+    group = ranks.aside if isinstance(ranks, Group) else None
     try:
-        dcp.save(dict(tensors), checkpoint_id=folder / name, no_dist=ranks.world == 1, process_group=_group(ranks))
+        dcp.save(dict(tensors), checkpoint_id=folder / name, no_dist=group is None, process_group=group)
     except (dcp.CheckpointException, OSError) as error:
         line = next((line for line in str(error).splitlines() if "Error" in line or "No space" in line), str(error).splitlines()[0])
         raise UserError(f"cannot write {folder / name}: {line.strip()}; what was saved before is untouched") from error
@@ -113,17 +115,16 @@ def read_tables(folder: Path, name: str, tensors: Mapping[str, Tensor], ranks: R
     """Fill tensors, whole or rows of this rank, from such a folder, whatever number of ranks wrote it."""
     from torch.distributed import checkpoint as dcp
 
+    group = ranks.group if isinstance(ranks, Group) else None
     try:
-        dcp.load(dict(tensors), checkpoint_id=folder / name, no_dist=ranks.world == 1, process_group=_group(ranks))
+        dcp.load(dict(tensors), checkpoint_id=folder / name, no_dist=ranks.world == 1, process_group=group)
     except (dcp.CheckpointException, OSError, RuntimeError) as error:
         raise UserError(f"{folder / name} does not fit this run: {str(error).splitlines()[-1]}") from error
 
 
-def keep_best(folder: Path, epoch: int, tensors: Mapping[str, Tensor], ranks: Ranks) -> None:
-    """Write the model of the best epoch so far, and forget the one before."""
-    write_tables(folder, f"best.{epoch}.tables", tensors, ranks)
-    if ranks.rank == 0:
-        _forget(folder, "best.*.tables", {f"best.{epoch}.tables"})
+def best_tables(epoch: int) -> str:
+    """The folder of the model of the best epoch."""
+    return f"best.{epoch}.tables"
 
 
 def rows_of(table: RowWiseTable, local: Tensor) -> Tensor:
@@ -184,7 +185,3 @@ def _blocks(table: RowWiseTable) -> Iterator[Tensor]:
             else:
                 continue
             yield block
-
-
-def _group(ranks: Ranks) -> dist.ProcessGroup | None:
-    return ranks.group if isinstance(ranks, Group) else None

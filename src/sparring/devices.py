@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sparring.dist import launched, local_rank
+from sparring.dist import launched, local_rank, local_world
 from sparring.errors import UserError
 
 
@@ -19,4 +19,8 @@ def pick_device(name: str) -> torch.device:
         raise UserError(f"unknown device {name!r}: use auto, cpu or cuda") from None
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UserError(f"device {name!r} was asked for, but PyTorch finds no GPU: use --device cpu")
+    if device.type == "cuda" and several and (processes := local_world()) > torch.cuda.device_count():
+        raise UserError(
+            f"{processes} processes need a GPU each, and this machine has {torch.cuda.device_count()}: start fewer, or --device cpu"
+        )
     return device

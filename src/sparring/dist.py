@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -33,6 +34,11 @@ def launched() -> int:
 def local_rank() -> int:
     """Which of the processes of this machine this one is."""
     return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def local_world() -> int:
+    """How many processes of the training this machine has."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def rank() -> int:
@@ -82,6 +88,12 @@ class Group(Ranks):
         self.group = group
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         self.wire: dict[str, int] | None = None
+
+    @cached_property
+    def aside(self) -> dist.ProcessGroup:
+        """A second group of these ranks, through gloo, for a thread that writes while they train. All make it at the same time."""
+        members = dist.get_process_group_ranks(self.group or dist.distributed_c10d._get_default_group())
+        return dist.new_group(members, backend="gloo", use_local_synchronization=True)
 
     def bounds(self, n: int) -> list[int]:
         """Where the parts of n rows begin, and where the last ends."""

@@ -16,6 +16,7 @@ from sparring.devices import pick_device
 from sparring.dist import Group, home, join, launched
 from sparring.errors import UserError
 from sparring.towers import IdTower
+from sparring.workers import machine_bytes
 
 _ROWS = 1 << 16  # of a table that are drawn, sent or written at a time; with any dim a multiple of 16 numbers, see `start`
 
@@ -163,7 +164,7 @@ def _room(device: torch.device) -> int:
     """Bytes of memory of a device."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return machine_bytes()
 
 
 def _sharded(n: int, dim: int, ranks: Group, device: torch.device, eps: float) -> Any:

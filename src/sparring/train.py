@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -101,7 +100,8 @@ def fit(
         elif ranks.rank == 0:
             checkpoint.clear(folder)
             runs.write_start(folder, split.train, split.seen_for("test"), described, run.setup, run.model)
-    trainer.train()
+    with trainer.keeper:
+        trainer.train()
     trainer.keeper.load_best(trainer.state.best_epoch)
     test = None
     if split.test is not None:
@@ -195,6 +195,7 @@ class _Trainer:
             state.rows += len(rows)
             state.step += 1
             self.progress.step(state.epoch, state.step, self.mean)
+            self.keeper.check()
             if self.folder is not None and self.due(time.monotonic() - max(began, self.saved)):
                 self._finite()
                 state.seconds += time.monotonic() - began
@@ -206,6 +207,8 @@ class _Trainer:
 
     def work(self, rows: Tensor) -> None:
         """One step on these rows of the training data; everything stays on the device, and nothing is read back."""
+        for optimizer in self.optimizers:  # before the step: a recording that failed leaves gradients that were never computed
+            optimizer.zero_grad(set_to_none=True)
         pairs = rows if self.rows is None else self.rows.pairs(rows, self.generator)
         queries, items = self.queries[pairs].long(), self.items[pairs].long()
         losses, step, outcome = contrast(self.run, queries, items, self.generator, self.positives, self.ranks)
@@ -216,7 +219,6 @@ class _Trainer:
             clip_gradients(self.modules.parameters(), self.setup.clip)
         for optimizer in self.optimizers:
             optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
         for table in self.keeper.tables.values():
             table.step(self.setup.lr * (1.0 if self.factor is None else self.factor))
         with torch.no_grad():
@@ -303,13 +305,11 @@ class _Trainer:
         if self.folder is not None:
             self.saved = time.monotonic()
             self.keeper.save(self.state, self.total)
-            self.write_metrics()
 
     def write_metrics(self) -> None:
-        if self.folder is None or self.ranks.rank:
-            return
-        lines = "".join(json.dumps(record) + "\n" for record in self.state.history)
-        runs.write(self.folder / "metrics.jsonl", lambda file: file.write_text(lines))
+        """The metrics as lines; while a checkpoint is written they wait for the next time."""
+        if self.folder is not None and self.ranks.rank == 0 and not self.keeper.background.busy():
+            self.keeper.write_metrics(self.state.history)
 
     def load(self) -> None:
         """Go on from the last checkpoint; from the beginning where the run was stopped before its first."""

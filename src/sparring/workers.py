@@ -118,3 +118,13 @@ def peak_bytes() -> int:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def machine_bytes() -> int:
+    """The memory of this machine, or what its container may use of it."""
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        with open("/sys/fs/cgroup/memory.max") as file:
+            return min(whole, int(file.read()))
+    except (OSError, ValueError):  # no such limit
+        return whole
