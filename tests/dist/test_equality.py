@@ -1,0 +1,81 @@
+"""Two and four ranks train what one process trains."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparring.recipes import RECIPES
+
+HERE = Path(__file__).parent
+_spec = importlib.util.spec_from_file_location("dist_cases", HERE / "cases.py")
+assert _spec is not None
+assert _spec.loader is not None
+cases = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(cases)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Four ranks, started once: two pairs share the cases between them, then all four do each together."""
+    out = tmp_path_factory.mktemp("equality")
+    common = {**os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    common["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    started = []
+    for rank in range(4):
+        with open(out / f"log{rank}", "wb") as log:
+            command = [sys.executable, str(HERE / "equality.py"), str(out)]
+            environment = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            started.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
+    try:
+        codes = [process.wait(400) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert codes == [0] * 4, "\n".join((out / f"log{rank}").read_text()[-3000:] for rank in range(4))
+    return {**json.loads((out / "2.json").read_text()), **json.loads((out / "0.json").read_text())}
+
+
+def test_every_recipe_is_compared() -> None:
+    """No recipe is left out below."""
+    assert set(RECIPES) <= {recipe for recipe, _ in cases.CASES.values()}
+
+
+@pytest.mark.parametrize("name", [f"{name} x{ranks}" for ranks in (2, 4) for name in cases.CASES])
+def test_ranks_train_what_one_process_trains(found: dict[str, Any], name: str) -> None:
+    """Over two epochs in float64: the losses, every gradient of every step, towers, optimisers, all that samplers remember, the draws
+    and the metrics are those of one process with the same batches; and all ranks end with the same bits."""
+    far = found[name]
+    assert far["moved"] > 0
+    assert far["first gradient"] < 1e-12
+    assert far["loss"] < 1e-9
+    assert far["gradients"] < 1e-6
+    assert far["state"] < 1e-6
+    assert far["metrics"] < 1e-9
+    assert far["generator"] == 0
+    assert far["ranks"] == 0
+
+
+@pytest.mark.parametrize("name", [*(f"sharded {name} x{n}" for name in ("default", "xir", "bpr") for n in (2, 4)), "passed on", "served"])
+def test_sharded_tables_train_as_whole_ones(found: dict[str, Any], name: str) -> None:
+    """Rows spread over ranks by TorchRec: the losses, vectors and metrics of one process with whole tables (float32); also where the
+    training is passed from four ranks to one and to two by its checkpoints, and where one process reads the model to serve it."""
+    pytest.importorskip("torchrec")
+    far = found[name]
+    assert far["loss"] < 1e-5
+    assert far["vectors"] < 1e-4
+    assert far["metrics"] < 1e-9

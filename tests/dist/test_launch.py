@@ -1,0 +1,201 @@
+"""Several processes from the command line: bad input, faults, and what a user sees."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import polars as pl
+import pytest
+import torch
+from torch import Tensor
+
+from sparring import checkpoint, dist, rowwise, runs
+from sparring.cli import main
+from sparring.cli.launch import without
+from sparring.data.interactions import Split
+from sparring.data.worlds import make_world
+from sparring.devices import pick_device
+from sparring.errors import UserError
+from sparring.settings import build
+from sparring.train import fit
+from sparring.types import ALONE
+
+KILLS = Path(__file__).parents[2] / "benchmarks" / "kills.py"
+
+
+@pytest.fixture
+def pairs(tmp_path: Path) -> Path:
+    data = make_world(60, 40, exposure=0.5, relevant=0.4, seed=3).interactions
+    pl.DataFrame({"user_id": data.queries, "item_id": data.items}).write_parquet(tmp_path / "pairs.parquet")
+    return tmp_path / "pairs.parquet"
+
+
+@pytest.fixture
+def refused(capfd: pytest.CaptureFixture[str]) -> Callable[..., None]:
+    def check(words: list[object], *expected: str) -> None:
+        capfd.readouterr()
+        assert main([str(word) for word in words]) == 2
+        lines = capfd.readouterr().err.splitlines()
+        assert len(lines) == 1
+        for word in expected:
+            assert word in lines[0]
+
+    return check
+
+
+def test_bad_input_is_told_before_any_process_starts(pairs: Path, tmp_path: Path, refused: Callable[..., None]) -> None:
+    """One line and code 2: no processes, an unknown recipe or setting, no data, a full folder, restarts of nothing."""
+    words = ["train", "--data", pairs, "--out", tmp_path / "run"]
+    refused([*words, "--nproc", 0], "--nproc", "0")
+    refused([*words, "--nproc", "two"], "two")
+    refused([*words, "--nproc", 2, "--recipe", "xirr"], "xirr", "xir")
+    refused([*words, "--nproc", 2, "--set", "lrr=1"], "lrr")
+    refused(["train", "--nproc", 2, "--out", tmp_path / "run"], "--data")
+    refused([*words, "--restarts", 3], "--restarts", "--nproc")
+    refused([*words, "--save-seconds", "often"], "often")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "something").write_text("")
+    refused([*words, "--nproc", 2], "not empty")
+
+
+def test_processes_do_not_start_processes(
+    pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Callable[..., None]
+) -> None:
+    """--nproc under torchrun is one line."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    refused(["train", "--data", pairs, "--out", tmp_path / "run", "--nproc", 2], "torchrun")
+
+
+def test_the_launchers_words_are_its_own() -> None:
+    """What the processes get: everything but --nproc, --restarts, --overwrite and --resume, in any spelling."""
+    words = ["train", "--nproc", "2", "--set", "n=4", "--restarts=3", "--overwrite", "--out", "x", "--resume", "--quiet"]
+    assert without(words) == ["train", "--set", "n=4", "--out", "x", "--quiet"]
+
+
+@pytest.mark.parametrize(
+    ("setting", "named"),
+    [("optimizer=row-adam", "row-adagrad"), ("weight_decay=0.1", "weight_decay"), ("clip=1", "clip"), ("dim=6", "multiple of 4")],
+)
+def test_what_sharded_tables_cannot_do_is_told(pairs: Path, tmp_path: Path, refused: Callable[..., None], setting: str, named: str) -> None:
+    """One line that names the setting and what it must be."""
+    words = ["train", "--data", pairs, "--recipe", "bpr", "--shard-tables", "--out", tmp_path / "run", "--set", setting]
+    refused(words, "tables=sharded", named)
+
+
+def test_a_process_needs_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each process of a machine gets the GPU of its number; more processes than GPUs are refused; without GPUs none has one."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert pick_device("auto") == torch.device("cuda:1")
+    assert pick_device("cpu") == torch.device("cpu")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(UserError, match="2 processes need a GPU each, and this machine has 1"):
+        pick_device("auto")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert pick_device("auto") == torch.device("cpu")
+
+
+@pytest.mark.parametrize(("device", "backend"), [("cuda:1", "cpu:gloo,cuda:nccl"), ("cpu", "gloo")])
+def test_gpus_talk_through_nccl(monkeypatch: pytest.MonkeyPatch, device: str, backend: str) -> None:
+    """The backend of the group that processes join, by their device, which is the current one from then on."""
+    chosen: list[object] = []
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(dist.dist, "init_process_group", lambda name, **_: chosen.append(name))
+    monkeypatch.setattr(dist.dist, "get_world_size", lambda *_: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    dist.join(torch.device(device))
+    assert chosen == ([torch.device(device)] if device != "cpu" else []) + [backend]
+
+
+def test_a_missing_torchrec_is_named(parts: Split, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The extra to install, in one line."""
+    monkeypatch.setattr(rowwise.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"sparring\[scale\]"):
+        build("bpr", parts.train, {"tables": "sharded"})
+
+
+def test_tables_that_do_not_fit_are_told_or_sharded(parts: Split, monkeypatch: pytest.MonkeyPatch) -> None:
+    """tables=auto: whole where they fit; else one line with how much, how much there is and what to do; sharded where ranks share."""
+    assert build("bpr", parts.train, {}).setup.tables == "auto"
+    monkeypatch.setattr(rowwise, "_room", lambda device: 1000)
+    with pytest.raises(UserError, match=r"the tables take .* start several ranks"):
+        build("bpr", parts.train, {})
+    with pytest.raises(UserError, match="row-adagrad"):
+        build("uns", parts.train, {})
+    pytest.importorskip("torchrec")
+    monkeypatch.setattr(rowwise, "launched", lambda: 2)
+    assert rowwise.fitting(build("bpr", parts.train, {"tables": "replicated"}).setup, 10**9, 10**9).tables == "replicated"
+    setup = build("bpr", parts.train, {"tables": "sharded"}).setup
+    assert rowwise.fitting(type(setup)(**{**vars(setup), "tables": "auto"}), 10**6, 10**6).tables == "sharded"
+
+
+def test_a_torn_checkpoint_costs_one_checkpoint(parts: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut in half, empty or overwritten while training runs: the one before it is taken, and it is said; with both torn it is an error."""
+    run = build("xir", parts.train, {"dim": 8, "batch_size": 61, "epochs": 3, "cache_size": 16, "patience": None})
+    linked: list[bool] = []
+    real = runs.write_tensors
+
+    def write(path: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, object] | None = None) -> None:
+        if path.name == checkpoint.NAME:
+            before = path.with_name(checkpoint.PREVIOUS)
+            linked.append(before.exists() and runs.read_tensors(before)[1]["epoch"] == len(linked))
+        real(path, tensors, meta)
+
+    monkeypatch.setattr(runs, "write_tensors", write)
+    fit(run, parts, tmp_path / "run", k=(10,), device="cpu")
+    folder, path, previous = tmp_path / "run", tmp_path / "run" / checkpoint.NAME, tmp_path / "run" / checkpoint.PREVIOUS
+    assert linked == [False, True, True]  # the one that is replaced is kept, and is whole, while the next is written
+    assert not previous.exists()  # the training is done
+    whole = path.read_bytes()
+    for torn in (whole[: len(whole) // 2], b"", b"\xff" * 100):
+        previous.write_bytes(whole)
+        path.write_bytes(torn)
+        found = checkpoint.find(folder, ALONE)
+        assert found is not None
+        assert found[0] == path
+        assert "going back" in found[1]
+        assert path.read_bytes() == whole
+        assert not previous.exists()  # nor can the torn one become it
+        assert checkpoint.find(folder, ALONE) == (path, "")
+    path.write_bytes(whole[:50])
+    previous.write_bytes(whole[:50])
+    with pytest.raises(UserError, match="corrupt"):
+        checkpoint.find(folder, ALONE)
+
+
+FAULTS = {
+    "two ranks, one of them with half a checkpoint": "--kills 2 --torn 1 --epochs 4",
+    "a machine, which comes back": "--agents 2 --nproc 1 --kills 1 --torn 0 --epochs 3",
+    "a machine, for good": "--agents 2 --nproc 1 --kills 1 --torn 0 --epochs 3 --gone",
+    "a disk that is full for a while, and a rank": "--disk --kills 1 --torn 0 --epochs 3",
+    "a rank with tables in shards": "--sharded --kills 2 --torn 1 --epochs 4",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_cost_nothing(fault: str) -> None:
+    """Killed for real, a training is started again and ends bit by bit as one that was left alone; where a machine stays away, but for
+    rounding. benchmarks/kills.py has more of it."""
+    if "--sharded" in FAULTS[fault]:
+        pytest.importorskip("torchrec")
+    if "--disk" in FAULTS[fault] and not may_mount():
+        pytest.skip("cannot mount a small file system here")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, str(KILLS), *FAULTS[fault].split()]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert ("of those of the run left alone" if "--gone" in FAULTS[fault] else "equal bit by bit") in done.stdout
+
+
+def may_mount() -> bool:
+    tool = shutil.which("unshare")
+    return os.geteuid() == 0 and tool is not None and not subprocess.run([tool, "-m", "true"], capture_output=True, check=False).returncode
