@@ -12,6 +12,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
@@ -25,7 +26,7 @@ USERS, SEEN, K, CONNECTIONS = 100_000, 20, 10, 32
 class Seen:
     """What the checking client saw."""
 
-    checked: int = 0
+    answers: list[tuple[int, dict[str, Any]]] = field(default_factory=list)  # (user, what was answered), in their order
     wrong: list[str] = field(default_factory=list)
     recall: list[float] = field(default_factory=list)
     generations: set[int] = field(default_factory=set)
@@ -105,36 +106,36 @@ def cpu_seconds(pid: int) -> float:
     return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def check(url: str, stop: threading.Event, seen: Seen, users: np.ndarray, items: np.ndarray, taken: np.ndarray) -> None:
-    """Ask for users, now and then, and hold every answer against the exact one of the run that it says it is from."""
+def listen(url: str, stop: threading.Event, seen: Seen) -> None:
+    """Ask for users, now and then, and keep the answers: they are checked when the load is over, which they would add to."""
     rng = np.random.default_rng(3)
-    first = None
     with httpx.Client(base_url=url, timeout=60) as client:
         while not stop.is_set():
             user = int(rng.integers(0, USERS))
             answer = client.post("/v1/recommend", json={"user": user, "k": K})
-            seen.checked += 1
-            if answer.status_code != 200:
+            if answer.status_code == 200:
+                seen.answers.append((user, answer.json()))
+            else:
                 seen.wrong.append(f"user {user}: {answer.status_code} {answer.text[:100]}")
-                continue
-            body = answer.json()
-            first = first or body["generation"]
-            seen.generations.add(body["generation"])
-            q = users[(user + (body["generation"] != first)) % USERS]
-            scores = items @ q
-            scores[taken[user]] = -np.inf
-            truth = set(np.argpartition(-scores, K)[:K].tolist())
-            listed = [each for each in body["results"][0]["items"] if isinstance(each["id"], int)]
-            ids = np.array([each["id"] for each in listed])
-            given = np.array([each["score"] for each in listed])
-            right = (
-                not np.isin(ids, taken[user]).any() and np.abs(scores[ids] - given).max() < 1e-4 and bool((np.diff(given) <= 1e-6).all())
-            )
-            right &= len(body["results"][0]["items"]) == K and all(each["title"] == f"{each['id']} of many" for each in listed)
-            if not right:
-                seen.wrong.append(f"user {user}, generation {body['generation']}: {body['results'][0]['items'][:3]}")
-            seen.recall.append(len(truth & set(ids.tolist())) / K)
-            time.sleep(0.5)
+            time.sleep(0.25)
+
+
+def check(seen: Seen, users: np.ndarray, items: np.ndarray, taken: np.ndarray) -> None:
+    """Hold every answer against the exact one of the run that it says it is from."""
+    for user, body in seen.answers:
+        seen.generations.add(body["generation"])
+        q = users[(user + (body["generation"] != seen.answers[0][1]["generation"])) % USERS]
+        scores = items @ q
+        scores[taken[user]] = -np.inf
+        truth = set(np.argpartition(-scores, K)[:K].tolist())
+        listed = [each for each in body["results"][0]["items"] if isinstance(each["id"], int)]
+        ids = np.array([each["id"] for each in listed])
+        given = np.array([each["score"] for each in listed])
+        right = not np.isin(ids, taken[user]).any() and np.abs(scores[ids] - given).max() < 1e-4 and bool((np.diff(given) <= 1e-6).all())
+        right &= len(body["results"][0]["items"]) == K and all(each["title"] == f"{each['id']} of many" for each in listed)
+        if not right:
+            seen.wrong.append(f"user {user}, generation {body['generation']}: {body['results'][0]['items'][:3]}")
+        seen.recall.append(len(truth & set(ids.tolist())) / K)
 
 
 def disturb(url: str, items: int, upserts: int, seconds: float, second: Path, seen: Seen) -> None:

@@ -259,3 +259,28 @@ def test_without_faiss_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> No
     Index(VECTORS, IDS).search(QUERIES, 3)
     with pytest.raises(UserError, match=r"pip install \"sparring\[serve\]\""):
         kinds.make("hnsw", VECTORS)
+
+
+@pytest.mark.parametrize("kind", ["hnsw", "ivf"])
+@pytest.mark.parametrize("sizes", [[0] * B, [0, 1, 14, 32] * 5, [15] * B])
+def test_few_queries_that_hide_a_few_items_find_what_any_search_finds(built: dict[str, Index], kind: str, sizes: list[int]) -> None:
+    """Where ids are 0..N-1 such searches go a shorter way: the same lists as by the long one, which packed lists take; before and after
+    items were removed and added. With full effort they are those of brute force."""
+    order = np.argsort(-(QUERIES @ VECTORS.T), axis=1)
+    seen = [np.concatenate([order[b, :size], [N + 7, N + 7]]) if size else order[b, :0] for b, size in enumerate(sizes)]
+    start = np.concatenate([[0], np.cumsum([len(each) for each in seen])])
+    packed = Positives(torch.from_numpy(start), torch.from_numpy(np.concatenate(seen)))
+    for effort in (Effort(2), Effort(N if kind == "hnsw" else kinds.n_cells(N))):
+        found = Index(VECTORS, np.arange(N), kind, built[kind].ann, effort)
+        items = {item: VECTORS[item].astype(np.float64) for item in range(N)}
+        for _ in range(2):
+            short, long = found.search(QUERIES, 15, exclude=seen), found.search(QUERIES, 15, exclude=packed)
+            assert (short[1] == long[1]).all()
+            assert short[0] == pytest.approx(long[0], abs=1e-5)
+            if kind == "ivf" and effort.width > 2:
+                assert short[1].tolist() == [brute(QUERIES[b], items, 15, set(seen[b].tolist())) for b in range(B)]
+            gone = np.unique(order[:, 1:4])
+            found.remove(gone)
+            found.add([N, N + 7], 3 * QUERIES[:2])
+            items = {item: vector for item, vector in items.items() if item not in gone}
+            items |= {N: 3 * QUERIES[0].astype(np.float64), N + 7: 3 * QUERIES[1].astype(np.float64)}

@@ -34,8 +34,8 @@ def pairs(exclude: Lists | None, n_queries: int) -> tuple[np.ndarray, np.ndarray
     if isinstance(exclude, Positives):
         count, ids = np.diff(exclude.start.numpy()), exclude.items.numpy().astype(np.int64)
     else:
-        lists = [np.asarray(each, dtype=np.int64).ravel() for each in exclude]
-        count, ids = np.array([len(each) for each in lists], dtype=np.int64), np.concatenate([np.empty(0, dtype=np.int64), *lists])
+        count = np.array([len(each) for each in exclude], dtype=np.int64)
+        ids = np.concatenate([np.empty(0, dtype=np.int64), *exclude], dtype=np.int64, casting="unsafe")
     if len(count) != n_queries:
         raise ValueError(f"exclude has {len(count)} lists for {n_queries} queries: give one for each")
     return np.repeat(np.arange(n_queries), count), ids

@@ -82,7 +82,7 @@ def cells(vectors: np.ndarray, seed: int) -> Any:
 def make(kind: str, vectors: np.ndarray, quantizer: Any = None, code: int = 0, seed: int = 0) -> Any:
     """A FAISS index of these vectors (N, D) float32; its ids are 0..N-1. IVF kinds take the `cells` to use.
 
-        make("ivfsq", vectors, cells(vectors, seed=0))
+    make("ivfsq", vectors, cells(vectors, seed=0))
     """
     faiss = require_faiss()
     n, dim = vectors.shape

@@ -18,13 +18,14 @@ _COLUMNS = (
     Column("queries/s", "{speed:,.0f}"),
     Column("x exact", "{times:.1f}"),
     Column("MB", "{megabytes:,.1f}"),
-    Column("", "{verdict}", text=True),
+    Column("verdict", "{verdict}", text=True),
 )
 
 
 def table(tuned: Tuned, target: float, best_only: bool = False) -> Table:
-    """All points that were measured; with `best_only`, of each kind the fastest that meets the target, else its best recall."""
-    points = _best(tuned.points, target, tuned.chosen) if best_only else tuned.points
+    """All points that were measured, by kind and effort; `best_only`: of each kind the fastest that meets the target, or its best."""
+    order = sorted(tuned.points, key=lambda point: (KINDS.index(point.kind), point.memory, point.effort.refine, point.effort.width))
+    points = _best(tuned.points, target, tuned.chosen) if best_only else order
     exact = next((point.speed for point in tuned.points if point.kind == "exact"), None)
     rows: list[dict[str, Cell]] = []
     for point in points:

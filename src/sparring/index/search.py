@@ -16,6 +16,7 @@ from sparring.index import kinds
 from sparring.index.files import Stored, read, write
 from sparring.index.filters import Hidden, Lists, found, pairs, positions
 from sparring.rank import top_k
+from sparring.types import Positives
 
 _FEW = 8  # queries: below this a product with all items costs less than the exact ranking, which works on 64 at a time
 _SMALL = 20_000  # an allow list up to this long, or a twentieth of the catalogue, is ranked exactly
@@ -57,6 +58,8 @@ class Index(Stored):
             raise ValueError("ids must ascend, each once")
         self._lock = threading.Lock()
         self._selector: tuple[np.ndarray, Any] | None = None
+        self._told: tuple[int, Any, Any] | None = None
+        self._counted = len(self.ids) > 0 and int(self.ids[0]) == 0 and int(self.ids[-1]) == len(self.ids) - 1  # a row is its id
         self._changes = _Changes(np.empty(0, np.int64), np.empty(0, np.int64), np.empty((0, self.dim), np.float32))
 
     @classmethod
@@ -120,20 +123,45 @@ class Index(Stored):
         if k < 1:
             raise UserError(f"k must be at least 1, not {k}")
         q, changes = self._checked(q), self._changes
-        rows, items = pairs(exclude, len(q))
+        best = self._simply(q, k, exclude, changes.gone) if allow is None and deny is None else None
         denied = np.empty(0, np.int64) if deny is None else np.asarray(deny, dtype=np.int64)
-        hidden = Hidden(rows, positions(self.ids, items), len(q), len(self.ids))
-        only, gone = self._scope(changes, allow, denied)
-        scores, at = self._found(q, k, hidden, only, gone)
-        labels = np.where(at >= 0, self.ids[at.clip(min=0)], -1) if len(self.ids) else at
+        if best is None:
+            rows, items = pairs(exclude, len(q))
+            hidden = Hidden(rows, positions(self.ids, items), len(q), len(self.ids))
+            scores, at = self._found(q, k, hidden, *self._scope(changes, allow, denied))
+            best = scores, np.where(at >= 0, self.ids[at.clip(min=0)], -1) if len(self.ids) else at
         if len(changes.ids):
             ids, vectors = changes.ids, changes.vectors
             if allow is not None or len(denied):
                 here = np.ones(len(ids), bool) if allow is None else np.isin(ids, np.asarray(allow, dtype=np.int64))
                 here &= ~np.isin(ids, denied)
                 ids, vectors = ids[here], vectors[here]
-            scores, labels = _joined(q, scores, labels, vectors, ids, Hidden(rows, positions(ids, items), len(q), len(ids)))
-        return scores, labels
+            best = _joined(q, *best, vectors, ids, exclude)
+        return best
+
+    def _simply(self, q: np.ndarray, k: int, exclude: Lists | None, gone: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+        """What most requests of a service ask: few queries, each hiding a few of all items. None where it is not as simple as that.
+
+        Told apart in Python: for so few, each of the dozen calls of numpy that any other search takes would cost more.
+        """
+        if self.ann is None or self.effort.refine > 1 or not self._counted or len(q) > 2 * _TOGETHER:
+            return None
+        if isinstance(exclude, Positives) or (exclude is not None and len(exclude) != len(q)):
+            return None
+        hidden = [np.asarray(each).tolist() for each in exclude or ()]
+        most = max(map(len, hidden), default=0)
+        if most > _TOGETHER or k + most > len(self.ids) or 2 * len(gone) > len(self.ids):
+            return None
+        fetch = k + _TOGETHER if most else k
+        scores, at = self.ann.search(kinds.widened(q, self.ann.d), fetch, params=self._parameters(fetch, self._all_but(gone)))
+        for row, listed in enumerate(at[:, :k].tolist()):
+            if listed[-1] >= 0 and (not most or set(listed).isdisjoint(hidden[row])):
+                continue
+            kept = [column for column, item in enumerate(at[row].tolist()) if item >= 0 and item not in hidden[row]][:k] if most else []
+            if len(kept) < k:
+                return None
+            scores[row, :k], at[row, :k] = scores[row, kept], at[row, kept]
+        return scores[:, :k], at[:, :k]
 
     def _scope(self, changes: _Changes, allow: np.ndarray | None, deny: np.ndarray) -> tuple[np.ndarray | None, np.ndarray]:
         """(the only rows that may be found, or None for all; rows that may not be)."""
@@ -173,6 +201,13 @@ class Index(Stored):
             self._selector = kept = (gone, kinds.all_but(gone, len(self.ids)))
         return kept[1]
 
+    def _parameters(self, fetch: int, selector: Any) -> Any:
+        """What FAISS is told; the last of it is kept."""
+        kept = self._told
+        if kept is None or kept[0] != fetch or kept[1] is not selector:
+            self._told = kept = (fetch, selector, kinds.parameters(self.kind, self.effort, fetch, selector))
+        return kept[2]
+
     def _found_exactly(
         self, q: np.ndarray, k: int, hidden: Hidden, only: np.ndarray | None, gone: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
@@ -187,7 +222,7 @@ class Index(Stored):
         scores, at = np.full((len(q), k), -np.inf, np.float32), np.full((len(q), k), -1, np.int64)
         for more, rows in _alike(hidden):
             fetch = min(n, int(np.ceil((k + more) * self.effort.refine)))
-            told = kinds.parameters(self.kind, self.effort, fetch, selector)
+            told = self._parameters(fetch, selector)
             score, found_at = self.ann.search(kinds.widened(q[rows], self.ann.d), fetch, params=told)
             score[found_at < 0] = -np.inf
             dropped = hidden.of(rows).mask(found_at) if more else None
@@ -224,21 +259,24 @@ class Index(Stored):
 
 
 def _joined(
-    q: np.ndarray, scores: np.ndarray, labels: np.ndarray, vectors: np.ndarray, ids: np.ndarray, hidden: Hidden
+    q: np.ndarray, scores: np.ndarray, labels: np.ndarray, vectors: np.ndarray, ids: np.ndarray, exclude: Lists | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Lists (B, k) with those of other vectors in their places. Most are not, so only what beats a list's last is sorted in."""
+    """Lists (B, k) with those of other vectors in their places. Most are not, so only what beats a list's last is looked at further."""
     k, step = scores.shape[1], max(1, _BESIDE // max(1, len(q)))
     for begin in range(0, len(ids), step):
         # by torch: numpy's own threads burn a core each while they wait for a product as small as this
         more = (torch.from_numpy(q) @ torch.from_numpy(vectors[begin : begin + step]).T).numpy()
-        here = (hidden.columns >= begin) & (hidden.columns < begin + step)
-        more[hidden.rows[here], hidden.columns[here] - begin] = -np.inf
         better = np.flatnonzero((more > scores[:, -1:]).any(0))
-        if len(better):
-            found_new = np.where(np.isneginf(more[:, better]), -1, ids[begin + better])
-            joined = np.concatenate([scores, more[:, better]], 1)
-            order = np.argsort(-joined, axis=1, kind="stable")[:, :k]
-            scores, labels = np.take_along_axis(joined, order, 1), np.take_along_axis(np.concatenate([labels, found_new], 1), order, 1)
+        if not len(better):
+            continue
+        more, new = more[:, better], ids[begin + better]
+        rows, items = pairs(exclude, len(q))
+        hidden = Hidden(rows, positions(new, items), len(q), len(new))
+        more[hidden.rows, hidden.columns] = -np.inf
+        joined = np.concatenate([scores, more], 1)
+        order = np.argsort(-joined, axis=1, kind="stable")[:, :k]
+        every = np.concatenate([labels, np.where(np.isneginf(more), -1, new)], 1)
+        scores, labels = np.take_along_axis(joined, order, 1), np.take_along_axis(every, order, 1)
     return scores, labels
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from typing import Any
 
@@ -19,6 +19,7 @@ from sparring.serve.searching import Ask, Searcher
 from sparring.serve.served import Served
 
 _NONE = np.empty(0, np.int64)
+_WAYS = ("user", "users", "history", "text", "texts")
 
 
 class Answering:
@@ -28,41 +29,63 @@ class Answering:
     def __init__(self, live: Live, searcher: Searcher, encoder: Executor, sieve: Executor) -> None:
         self.live, self.searcher, self.encoder, self.sieve = live, searcher, encoder, sieve
 
+    def plain(self, asked: Asked) -> Ask | None:
+        """The search that a question comes down to where no filter, history or text has to be worked out first; None for the others."""
+        if asked.allow is not None or asked.deny or asked.where:
+            return None
+        if isinstance(asked, Recommend):
+            return self._of_users(asked) if _given(asked) in (["user"], ["users"]) else None
+        return self._of_items(asked) if isinstance(asked, Similar) else None
+
     async def recommend(self, asked: Recommend) -> bytes:
         """The best items of users, of a history or of texts; JSON as `Answers` describes it."""
-        served = self.live.served(asked.run)
-        given = [name for name in ("user", "users", "history", "text", "texts") if getattr(asked, name) is not None]
+        given = _given(asked)
         if len(given) != 1:
             both = f", not {' and '.join(given)} at once" if given else ""
-            raise Refused(422, f"give one of user, users, history, text, texts{both}")
-        kind = given[0]
-        if kind in ("user", "users"):
-            queries: list[int | str] = [asked.user] if asked.user is not None else asked.users or []
-            users = _known(served.users.find(queries), queries, "user", served)
-            exclude = [served.seen(user) for user in users.tolist()] if asked.exclude_seen else [_NONE] * len(users)
-            return await self._search(served, asked, queries, exclude, users=users)
-        if asked.history is not None:
-            history = asked.history
-            items = served.catalogue.find(history)
-            items = items[items >= 0]
-            if not len(items):
-                raise Refused(404, f"none of the {len(history)} items of the history is known to {served.name}")
-            vector = await self._encoded(served.history_vector, items)
-            return await self._search(served, asked, [history], [items if asked.exclude_seen else _NONE], vectors=vector)
-        texts = [asked.text or ""] if asked.texts is None else asked.texts
-        if "text" not in served.answers:
-            raise Refused(422, f"the query tower of {served.name} reads no texts: ask for a user or a history")
-        vectors = await self._encoded(_text_vectors, served, texts)
-        return await self._search(served, asked, texts, [_NONE] * len(texts), vectors=vectors)
+            raise Refused(422, f"give one of {', '.join(_WAYS)}{both}")
+        if given[0] == "history":
+            ask = await self._of_history(asked, asked.history or [])
+        elif given[0] in ("text", "texts"):
+            ask = await self._of_texts(asked, [asked.text or ""] if asked.texts is None else asked.texts)
+        else:
+            ask = self._of_users(asked)
+        return await self._searched(asked, ask)
 
     async def similar(self, asked: Similar) -> bytes:
         """The items nearest to each of some items, themselves left out."""
+        return await self._searched(asked, self._of_items(asked))
+
+    def _of_users(self, asked: Recommend) -> Ask:
+        served = self.live.served(asked.run)
+        queries = [asked.user] if asked.user is not None else asked.users or []
+        users = _known(served.users.find_one, queries, "user", served)
+        exclude = [served.seen(user) for user in users] if asked.exclude_seen else [_NONE] * len(users)
+        return Ask(served, queries, users, None, asked.k, exclude, fields=_fields(served, asked))
+
+    def _of_items(self, asked: Similar) -> Ask:
         served = self.live.served(asked.run)
         if (asked.item is None) == (asked.items is None):
             raise Refused(422, "give one of item, items")
-        queries: list[int | str] = [asked.item] if asked.item is not None else asked.items or []
-        dense = _known(served.catalogue.find(queries), queries, "item", served)
-        return await self._search(served, asked, queries, list(dense[:, None]), vectors=served.item_queries(dense))
+        queries = [asked.item] if asked.item is not None else asked.items or []
+        items = np.array(_known(served.catalogue.find_one, queries, "item", served), np.int64)
+        return Ask(served, queries, None, served.item_queries(items), asked.k, list(items[:, None]), fields=_fields(served, asked))
+
+    async def _of_history(self, asked: Recommend, history: list[int | str]) -> Ask:
+        served = self.live.served(asked.run)
+        items = served.catalogue.find(history)
+        items = items[items >= 0]
+        if not len(items):
+            raise Refused(404, f"none of the {len(history)} items of the history is known to {served.name}")
+        vector = await self._encoded(served.history_vector, items)
+        exclude = [items if asked.exclude_seen else _NONE]
+        return Ask(served, [history], None, vector, asked.k, exclude, fields=_fields(served, asked))
+
+    async def _of_texts(self, asked: Recommend, texts: list[str]) -> Ask:
+        served = self.live.served(asked.run)
+        if "text" not in served.answers:
+            raise Refused(422, f"the query tower of {served.name} reads no texts: ask for a user or a history")
+        vectors = await self._encoded(_text_vectors, served, texts)
+        return Ask(served, texts, None, vectors, asked.k, [_NONE] * len(texts), fields=_fields(served, asked))
 
     async def _encoded(self, encode: Any, *given: Any) -> np.ndarray:
         try:
@@ -70,22 +93,9 @@ class Answering:
         except UserError as error:
             raise Refused(422, str(error)) from error
 
-    async def _search(
-        self,
-        served: Served,
-        asked: Asked,
-        queries: Sequence[Any],
-        exclude: Sequence[np.ndarray],
-        users: np.ndarray | None = None,
-        vectors: np.ndarray | None = None,
-    ) -> bytes:
-        fields = tuple(asked.fields or ())
-        for name in fields:
-            if name not in served.catalogue.schema:
-                raise Refused(422, f"there is no item column {name!r}: there are {', '.join(served.catalogue.schema)}")
-        ask = Ask(served, queries, users, vectors, asked.k, exclude, fields=fields)
+    async def _searched(self, asked: Asked, ask: Ask) -> bytes:
         if asked.allow is not None or asked.deny or asked.where:
-            ask.allow, ask.deny, ask.filters = await asyncio.get_running_loop().run_in_executor(self.sieve, _filters, served, asked)
+            ask.allow, ask.deny, ask.filters = await asyncio.get_running_loop().run_in_executor(self.sieve, _filters, ask.served, asked)
         return await self.searcher.search(ask)
 
 
@@ -114,11 +124,23 @@ def written(asks: Sequence[Ask], scores: np.ndarray, found: np.ndarray) -> list[
     return answers
 
 
-def _known(dense: np.ndarray, asked: Sequence[Any], what: str, served: Served) -> np.ndarray:
-    if len(dense) and int(dense.min()) < 0:
-        unknown = asked[int(np.argmin(dense))]
-        raise Refused(404, f"{what} {str(unknown)[:200]!r} is not known to {served.name}")
+def _given(asked: Recommend) -> list[str]:
+    return [name for name in _WAYS if getattr(asked, name) is not None]
+
+
+def _known(find: Callable[[int | str], int], asked: Sequence[int | str], what: str, served: Served) -> list[int]:
+    """Dense ids; one that is not known is refused."""
+    dense = [find(each) for each in asked]
+    if -1 in dense:
+        raise Refused(404, f"{what} {str(asked[dense.index(-1)])[:200]!r} is not known to {served.name}")
     return dense
+
+
+def _fields(served: Served, asked: Asked) -> tuple[str, ...]:
+    for name in asked.fields or ():
+        if name not in served.catalogue.schema:
+            raise Refused(422, f"there is no item column {name!r}: there are {', '.join(served.catalogue.schema)}")
+    return tuple(asked.fields or ())
 
 
 def _filters(served: Served, asked: Asked) -> tuple[np.ndarray | None, np.ndarray | None, Any]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import torch
 from fastapi import APIRouter, FastAPI, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
@@ -17,7 +18,7 @@ from sparring.errors import UserError
 from sparring.serve import describing
 from sparring.serve import schema as s
 from sparring.serve.answers import Answering, written
-from sparring.serve.gate import Gate, Question
+from sparring.serve.gate import FAULT, Gate, refusal
 from sparring.serve.limits import ID, Limits, Refused
 from sparring.serve.live import Live
 from sparring.serve.logs import Log
@@ -60,7 +61,8 @@ class Service:
         self.live, self.limits = live, limits
         self.log = log or Log(requests=False)
         self.searcher = Searcher(written, threads, limits.waiting)
-        self.encoder, self.sieve, self.writer = (ThreadPoolExecutor(1, name) for name in ("encode", "sieve", "write"))
+        self.encoder = ThreadPoolExecutor(1, "encode", torch.set_num_threads, (threads,))
+        self.sieve, self.writer = ThreadPoolExecutor(1, "sieve"), ThreadPoolExecutor(1, "write")
         self.loader = ThreadPoolExecutor(2, "load")
         self.answering = Answering(live, self.searcher, self.encoder, self.sieve)
         self.metrics = Metrics(live, self.searcher)
@@ -71,11 +73,7 @@ class Service:
         _errors(self.app)
         self.app.include_router(_routes(self))
         self.app.include_router(pages(live, parts))
-        questions: dict[str, Question] = {
-            "/v1/recommend": (s.Recommend, self.answering.recommend),
-            "/v1/similar": (s.Similar, self.answering.similar),
-        }
-        self.gate = Gate(self.app, questions, self.metrics, self.log, limits, token, hosts)
+        self.gate = Gate(self.app, self.metrics, self.log, limits, token, hosts)
 
     async def off_loop(self, pool: ThreadPoolExecutor, work: Callable[..., Any], *given: Any) -> Any:
         """Run what takes long in a thread, and wait for it to end even where the client has gone: what is begun is finished."""
@@ -179,8 +177,13 @@ def _routes(service: Service) -> APIRouter:
 
 def _errors(app: FastAPI) -> None:
     @app.exception_handler(Refused)
-    async def refused(request: Request, error: Refused) -> JSONResponse:
-        return JSONResponse({"detail": error.line}, error.status)
+    async def refused(request: Request, error: Refused) -> Response:
+        headers, body = refusal(error)
+        return Response(body, error.status, {name.decode(): value.decode() for name, value in headers})
+
+    @app.exception_handler(Exception)
+    async def fault(request: Request, error: Exception) -> Response:  # the gate writes it to the log
+        return await refused(request, FAULT)
 
     @app.exception_handler(UserError)
     async def user_error(request: Request, error: UserError) -> JSONResponse:

@@ -1,15 +1,14 @@
-"""What every request passes first: size, token, host and time limits, the log and the counters; and the short way for questions."""
+"""What every request passes first: size, token, host and time limits, the log and the counters."""
 
 from __future__ import annotations
 
 import hmac
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from typing import Any
 
 import orjson
-from pydantic import BaseModel, ValidationError
 
 from sparring.serve.deadlines import Deadlines
 from sparring.serve.limits import Limits, Refused
@@ -20,10 +19,11 @@ Scope = Any
 Receive = Callable[[], Awaitable[Any]]
 Send = Callable[[Any], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
-Question = tuple[type[BaseModel], Callable[[Any], Awaitable[bytes]]]
+Headers = Iterable[tuple[bytes, bytes]]
 
 OPEN = frozenset({"/", "/healthz", "/readyz"})  # without a token: state, and the page, which asks for it
 OPEN_UNDER = "/page/files/"
+FAULT = Refused(500, "the service has a fault: its log says more")
 _JSON = (b"content-type", b"application/json")
 _SNIFF = (b"x-content-type-options", b"nosniff")
 POLICY = (
@@ -34,16 +34,11 @@ _ALWAYS = [_SNIFF, (b"referrer-policy", b"no-referrer"), (b"content-security-pol
 
 
 class Gate:
-    """ASGI around the application.
-
-    A question whose body is as described (`questions`: path -> its type, and what answers it) is answered here, without the application's
-    own machinery, which costs more than the search does; whatever else comes, errors included, goes to the application.
-    """
+    """ASGI around the application."""
 
     def __init__(
         self,
         app: App,
-        questions: Mapping[str, Question],
         metrics: Metrics,
         log: Log,
         limits: Limits,
@@ -51,7 +46,7 @@ class Gate:
         hosts: Collection[str] | None = None,
         slow_paths: Collection[str] = ("/v1/reload", "/v1/items"),
     ) -> None:
-        self.app, self.questions, self.metrics, self.log, self.limits = app, questions, metrics, log, limits
+        self.app, self.metrics, self.log, self.limits = app, metrics, log, limits
         self.token = None if token is None else f"Bearer {token}".encode()
         self.hosts = None if hosts is None else {host.lower().encode() for host in hosts}
         self.slow_paths = frozenset(slow_paths)
@@ -63,36 +58,35 @@ class Gate:
             return
         began, path, told = time.perf_counter(), scope["path"], _Told(send)
         try:
-            self._admit(scope, path)
+            self.admit(scope["method"], path, scope["headers"])
             with self.deadlines.within(None if path in self.slow_paths else self.limits.seconds):
                 body = await self._body(receive)
-                question = self.questions.get(path) if scope["method"] == "POST" else None
-                answer = None if question is None else await _short(question, body)
-                if answer is not None:
-                    await send({"type": "http.response.start", "status": 200, "headers": [_JSON, (b"content-length", b"%d" % len(answer))]})
-                    await send({"type": "http.response.body", "body": answer})
-                    told.status = 200
-                else:
-                    await self.app(scope, _replay(body, receive), told)
+                await self.app(scope, _replay(body, receive), told)
         except Refused as refused:
             await _refuse(told, refused)
         except TimeoutError:
-            await _refuse(told, Refused(503, f"no answer within {self.limits.seconds:g} seconds: try again later"))
+            await _refuse(told, self.late())
         except Exception:
             self.log.say("fault", method=scope["method"], path=path, trace=traceback.format_exc())
-            await _refuse(told, Refused(500, "the service has a fault: its log says more"))
+            await _refuse(told, FAULT)
         finally:
-            status, seconds = told.status, time.perf_counter() - began
-            route = scope.get("route")
-            known = path if path in self.questions else getattr(route, "path", None) or "other"
-            self.metrics.answered(known, status, seconds)
-            if self.log.requests or status >= 500:
-                client = scope.get("client") or ("", 0)
-                self.log.say("request", method=scope["method"], path=path, status=status, ms=round(seconds * 1e3, 3), client=client[0])
+            route = getattr(scope.get("route"), "path", None) or "other"
+            client = scope.get("client") or ("", 0)
+            self.answered(scope["method"], path, route, told.status, time.perf_counter() - began, client[0])
 
-    def _admit(self, scope: Scope, path: str) -> None:
+    def answered(self, method: str, path: str, route: str, status: int, seconds: float, client: str) -> None:
+        """Count a request, and write its line."""
+        self.metrics.answered(route, status, seconds)
+        if self.log.requests or status >= 500:
+            self.log.say("request", method=method, path=path, status=status, ms=round(seconds * 1e3, 3), client=client)
+
+    def late(self) -> Refused:
+        return Refused(503, f"no answer within {self.limits.seconds:g} seconds: try again later")
+
+    def admit(self, method: str, path: str, headers: Headers) -> None:
+        """Refuse a request for what its head says."""
         length = token = host = kind = None
-        for name, value in scope["headers"]:
+        for name, value in headers:
             if name == b"content-length":
                 length = value
             elif name == b"authorization":
@@ -112,7 +106,7 @@ class Gate:
             raise Refused(401, "give the right token: Authorization: Bearer TOKEN")
         if length is not None and (not length.isdigit() or int(length) > self.limits.body):
             raise Refused(413, f"the body is larger than the {self.limits.body:,} bytes that are taken")
-        if scope["method"] in ("POST", "PUT", "DELETE", "PATCH") and kind is not None and not _is_json(kind):
+        if method in ("POST", "PUT", "DELETE", "PATCH") and kind is not None and not _is_json(kind):
             raise Refused(415, "send JSON: Content-Type: application/json")
 
     async def _body(self, receive: Receive) -> bytes:
@@ -144,16 +138,6 @@ class _Told:
         await self.send(message)
 
 
-async def _short(question: Question, body: bytes) -> bytes | None:
-    """The answer, or None where the body is not as described: the application says what is wrong with it."""
-    model, answer = question
-    try:
-        asked = model.model_validate_json(body)
-    except (ValidationError, ValueError):
-        return None
-    return await answer(asked)
-
-
 def _replay(body: bytes, receive: Receive) -> Receive:
     given = False
 
@@ -167,9 +151,8 @@ def _replay(body: bytes, receive: Receive) -> Receive:
     return again
 
 
-async def _refuse(send: _Told, refused: Refused) -> None:
-    if send.begun:  # an answer that has begun cannot be taken back
-        return
+def refusal(refused: Refused) -> tuple[list[tuple[bytes, bytes]], bytes]:
+    """(headers, body) of a refusal."""
     body = orjson.dumps({"detail": refused.line})
     headers = [_JSON, (b"content-length", b"%d" % len(body))]
     if refused.status == 401:
@@ -178,6 +161,13 @@ async def _refuse(send: _Told, refused: Refused) -> None:
         headers.append((b"connection", b"close"))
     if refused.status == 503:
         headers.append((b"retry-after", b"1"))
+    return headers, body
+
+
+async def _refuse(send: _Told, refused: Refused) -> None:
+    if send.begun:  # an answer that has begun cannot be taken back
+        return
+    headers, body = refusal(refused)
     await send({"type": "http.response.start", "status": refused.status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 

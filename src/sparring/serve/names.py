@@ -43,7 +43,9 @@ class Names:
             number = asked if isinstance(asked, int) else _integer(asked)
             if number is None or not len(self._sorted) or number > self._sorted[-1]:
                 return -1
-            at = bisect_left(self._sorted, number)
+            at = number - self._sorted[0]  # right at once where ids follow one another
+            if not 0 <= at < len(self._sorted) or self._sorted[at] != number:
+                at = bisect_left(self._sorted, number)
             return at if self._sorted[at] == number else -1
         text = str(asked)
         key = hash(text)

@@ -16,6 +16,7 @@ from sparring.serve.limits import Limits, Refused
 from sparring.serve.live import Live
 from sparring.serve.logs import Log
 from sparring.serve.pages import Parts
+from sparring.serve.quick import Connection, Shortcut
 from sparring.serve.served import signature
 
 
@@ -27,6 +28,21 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self.when_ready()
+
+
+def configured(service: Service, host: str, port: int) -> uvicorn.Config:
+    return uvicorn.Config(
+        service.gate,
+        host=host,
+        port=port,
+        http=type("Connection", (Connection,), {"shortcut": Shortcut(service)}),
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        date_header=False,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=30,
+    )
 
 
 def run(
@@ -44,18 +60,7 @@ def run(
     """Serve until SIGINT or SIGTERM; requests that have begun are answered first."""
     log = log or Log()
     service = Service(live, limits, token, hosts, log, parts, threads or len(os.sched_getaffinity(0)))
-    config = uvicorn.Config(
-        service.gate,
-        host=host,
-        port=port,
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        date_header=False,
-        timeout_keep_alive=75,
-        timeout_graceful_shutdown=30,
-        h11_max_incomplete_event_size=65_536,
-    )
+    config = configured(service, host, port)
     server = _Server(config)
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn sees to them while it runs; one that comes earlier counts too
