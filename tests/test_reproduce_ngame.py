@@ -227,9 +227,12 @@ def test_bad_input_is_told_in_one_line(tmp_path: Path, capsys: pytest.CaptureFix
     assert "\n" not in error
 
 
-def test_data_without_texts_is_not_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Pairs of ids: why is told, and the published figures are there."""
+def test_data_without_texts_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Pairs of ids: exit code 2, one line that says which data set and what to do, and no folder is begun, beside other data or alone."""
     pl.DataFrame({"user_id": range(30), "item_id": [at % 7 for at in range(30)]}).write_parquet(tmp_path / "ids.parquet")
-    assert main(words(tmp_path / "ids.parquet", tmp_path / "out")) == 0
-    assert "ids: not run: there are no texts of the queries" in capsys.readouterr().out
-    assert {row["verdict"] for row in table(tmp_path / "out")} == {ABSENT}
+    for more in ([], ["--data", str(write_xc(tmp_path / "x"))]):
+        assert main(words(tmp_path / "ids.parquet", tmp_path / "out", *more)) == 2
+        error = capsys.readouterr().err.strip()
+        assert "ids: there are no texts of the queries: give a table with a column `text` (--queries FILE)" in error
+        assert "\n" not in error
+        assert not (tmp_path / "out").exists()

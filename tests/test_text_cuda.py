@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from sparring import build, load
+from sparring import build, load, train
 from sparring.clusters.balanced import balanced_2means
 from sparring.contrast import contrast
+from sparring.recorded import Recorded
 from sparring.stages import fit_stages
 from sparring.testing.texts import text_parts, tiny_bert
 from sparring.tree import grow
@@ -78,3 +79,37 @@ def test_trees_and_clusters() -> None:
     assert torch.bincount(labels).tolist() == [8] * 128
     pure = sum(len(torch.unique(torch.arange(1024)[labels == label] // 64)) == 1 for label in range(128))
     assert pure > 64
+
+
+@pytest.mark.parametrize("recipe", ["dpr", "ngame", "dexa", "ance"])
+def test_steps_of_a_transformer_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: str) -> None:
+    """As one graph, clusters and lists made anew in between; without dropout the losses are those of steps that are not."""
+    monkeypatch.setenv("SPARRING_HOME", str(tmp_path / "home"))
+    kept: list[Recorded] = []
+
+    class Kept(Recorded):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            kept.append(self)
+
+    class Plain(Kept):
+        def __call__(self, rows: torch.Tensor) -> None:
+            self.work(rows)
+
+    parts, found = text_parts(), []
+    settings: dict[str, Any] = {
+        "encoder": encoder("bert", tmp_path),
+        "epochs": 4,
+        "batch_size": 12,
+        "warmup": 2,
+        "lr": 1e-3,
+        "classifiers": 0,
+    }
+    settings |= {} if recipe == "dpr" else {"every": 1}
+    for kind in (Kept, Plain):
+        monkeypatch.setattr(train, "Recorded", kind)
+        run = build(recipe, parts.train, settings)
+        found.append([record["loss"] for record in train.fit(run, parts, k=(5,), device="cuda").history])
+    assert kept[0].why is None
+    assert kept[0].graph is not None
+    assert found[0] == pytest.approx(found[1], rel=0.02)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparring import pretrained
 from sparring.composition import Setup, Term, compose
@@ -19,7 +20,7 @@ from sparring.optim import optimizers
 from sparring.pretrained import load_encoder, open_encoder, save_encoder, width
 from sparring.testing.texts import text_parts, tiny_bert
 from sparring.towers import Retriever
-from sparring.towers_text import BagEncoder, TextTower
+from sparring.towers_text import BagEncoder, TextTower, TransformerEncoder
 
 STRINGS = ["red shoe", "", "old old lamp", "a chair, small and cold and warm and new", "red shoe", "hat"]
 
@@ -93,6 +94,74 @@ def test_a_transformer_reads_each_text_as_if_alone(bert: Path, pooling: str, mon
     for vector, at in zip(found, [5, 3, 3, 1, 0, 2], strict=True):
         hidden = model(**tokenizer(STRINGS[at], return_tensors="pt", truncation=True, max_length=8)).last_hidden_state[0]
         torch.testing.assert_close(vector, hidden[0] if pooling == "cls" else hidden.mean(0), rtol=1e-4, atol=1e-5)
+
+
+class Waits(TorchDispatchMode):
+    """Remembers what would wait for a GPU: reading a value, or a shape that depends on one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        name = func.overloadpacket.__name__
+        masks = name.strip("_").startswith("index") and any(getattr(each, "dtype", None) == torch.bool for each in args[1] or ())
+        if masks or name in ("_local_scalar_dense", "nonzero", "_unique2", "masked_select", "repeat_interleave"):
+            self.found.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("max_len", [3, 8])
+def test_a_training_step_on_a_gpu_waits_for_nothing(bert: Path, max_len: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The vectors and gradients of groups of distinct texts, repeated, empty and cut texts too; forward and backward read no value."""
+    from sparring import towers_text
+
+    monkeypatch.setattr(towers_text, "_WASTE", 9.0)  # texts of 3 tokens in places of 8
+    encoder = load_encoder(tiny_bert(bert.parent / "undropped", dropout=0.0))
+    tower = TextTower(encoder, tokenize(STRINGS, encoder.tokenizer, 32), max_len)
+    ids, scale = torch.tensor([[5, 3, 3], [1, 0, 2]], dtype=torch.int32), torch.randn(2, 3, 16)
+    found = []
+    for at_once in (False, True):
+        monkeypatch.setattr(towers_text, "may_not_wait", lambda ids, answer=at_once: answer)
+        encoder.zero_grad()
+        with Waits() as waits:
+            vectors = tower(ids)
+            (vectors * scale).sum().backward()
+        assert bool(waits.found) is not at_once
+        found.append((vectors.detach(), {name: p.grad for name, p in encoder.named_parameters() if p.grad is not None}))
+    torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-4, atol=1e-5)
+    for name, gradient in found[0][1].items():
+        torch.testing.assert_close(found[1][1][name], gradient, rtol=1e-3, atol=1e-5, msg=name)
+
+
+def test_a_text_that_occurs_twice_has_one_vector(bert: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With dropout, and read at once: as where each text is read once."""
+    from sparring import towers_text
+
+    monkeypatch.setattr(towers_text, "may_not_wait", lambda ids: True)
+    encoder = load_encoder(bert)
+    tower = TextTower(encoder, tokenize(STRINGS, encoder.tokenizer, 8), 8)
+    first, second, other, third = tower(torch.tensor([2, 2, 3, 2]))
+    assert torch.equal(first, second)
+    assert torch.equal(first, third)
+    assert not torch.equal(first, other)
+    assert tower(torch.zeros(0, dtype=torch.long)).shape == (0, 16)
+    assert len(tower(torch.arange(7) % 6)) == 7  # more ids than texts: each is read once
+
+
+def test_mostly_padding_is_not_read_at_once(bert: Path) -> None:
+    """One length for all is the longest text's, in eights, within what the encoder reads; not where twice the tokens there are is less."""
+    encoder = load_encoder(bert)
+    assert isinstance(encoder, TransformerEncoder)
+
+    def length(words: list[int], max_len: int = 40) -> int | None:
+        return encoder.one_length(tokenize([" ".join(["red"] * n) for n in words], encoder.tokenizer, 40), max_len)
+
+    assert length([5, 7]) == 16  # and a token at either end
+    assert length([30, 36]) == 40
+    assert length([30, 36], 20) == 24
+    assert length([1, 1, 1, 30]) is None
+    assert length([]) is None
 
 
 def test_dropout_is_on_in_training_only(bert: Path) -> None:

@@ -152,3 +152,21 @@ def test_classes_of_items_and_known_positives(code: list[int], own: list[int], k
         assert set(pairs(exclude, ids.expand(len(own), -1))) == wanted
     table = Exclude(mine, code=classes).mask(ids)
     assert {(row, c) for row, c in torch.nonzero(table).tolist()} == want
+
+
+def test_known_positives_are_looked_up_as_they_are_listed() -> None:
+    """Shared candidates or each query's own, repeated and empty ones too: the mask is that of every pair (query, item); so are the hits."""
+    draw = torch.Generator().manual_seed(0)
+    table = torch.rand(30, 50, generator=draw) < 0.1
+    table[3] = False
+    start = torch.cat([torch.zeros(1, dtype=torch.long), table.sum(1).cumsum(0)])
+    positives = Positives(start, table.nonzero()[:, 1].int())
+    queries = torch.tensor([3, 7, 7, 29, 0])
+    for ids in (torch.randint(-1, 50, (80,), generator=draw), torch.randint(-1, 50, (5, 40), generator=draw)):
+        each = ids.expand(5, -1)
+        want = table[queries].gather(1, each.clamp(min=0)) & (each >= 0)
+        known = positives.of(queries)
+        assert torch.equal(known.mask(ids), want)
+        listed = torch.zeros_like(want)
+        listed[known.hits(ids)] = True
+        assert torch.equal(listed, want)

@@ -32,6 +32,7 @@ class Augmented(nn.Module):
     Dahiya et al., Deep Encoders with Auxiliary Parameters for Extreme Classification, KDD 2023.
     """
 
+    in_place = True  # what refresh makes lies where it lay: a recorded step holds
     cluster: Tensor
 
     def __init__(
@@ -97,6 +98,7 @@ class Centroids(nn.Module):
     PRIME, NAACL 2025, as it is in the code of its successor ViXML.
     """
 
+    in_place = True
     centroid: Tensor
 
     def __init__(self, tower: nn.Module, shrink: float = 1.0) -> None:

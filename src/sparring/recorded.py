@@ -74,7 +74,8 @@ class Recorded:
     def _record(self) -> bool:
         assert self.rows is not None
         graph = torch.cuda.CUDAGraph()
-        before = self.generator.clone_state()
+        shared = torch.cuda.default_generators[self.stream.device.index]  # of dropout
+        before, shared_before = self.generator.clone_state(), shared.clone_state()
         try:
             graph.register_generator_state(self.generator)
             with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
@@ -82,7 +83,8 @@ class Recorded:
         except RuntimeError as error:  # nothing has run: the step is done as it is
             self.why = str(error).strip().splitlines()[0]
             torch.cuda.synchronize()
-            self.generator.graphsafe_set_state(before)  # the one that the failed recording holds can no longer be drawn from
+            self.generator.graphsafe_set_state(before)  # those that the failed recording holds can no longer be drawn from
+            shared.graphsafe_set_state(shared_before)
             return False
         self.graph = graph
         return True

@@ -5,6 +5,7 @@ A TextTower is an encoder and the tokens of its texts. Two towers may share one 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -17,14 +18,16 @@ from sparring.data.texts import Texts, tokenize
 from sparring.data.tokenizers import Tokenizer
 from sparring.towers import IdTower
 
-_TOKENS = {"cpu": 2048, "cuda": 32_768}  # of a batch of texts that a transformer reads at once, padding included
+_TOKENS = {"cpu": 2048, "cuda": 1 << 17}  # of a batch of texts that a transformer reads at once, padding included
+_WASTE = 2.0  # tokens read per token there is, beyond which a GPU waits less for groups of like length than for padding
 
 
 class TextTower(nn.Module):
     """The vectors of n texts, by their number: an encoder and the texts' tokens.
 
-    Each distinct id is encoded once per call, however often it occurs. The tokens are no part of the state; `encode_texts` takes new
-    texts. Two towers over one encoder share its weights.
+    Each distinct id has one vector per call, however often it occurs. The tokens are no part of the state; `encode_texts` takes new
+    texts. Two towers over one encoder share its weights. Where a transformer trains on a GPU all ids are read at once, padded to one
+    length and repeated ones again, so that nothing waits for the device and a step can be recorded (recorded.py).
 
         encoder = BagEncoder(tokenizer, vectors)
         Retriever(TextTower(encoder, query_texts), TextTower(encoder, item_texts))
@@ -38,8 +41,14 @@ class TextTower(nn.Module):
         self.n, self.dim = len(texts), encoder.dim
 
     def forward(self, ids: Tensor) -> Tensor:
+        encoder = self.encoder
+        if isinstance(encoder, TransformerEncoder) and 0 < ids.numel() <= self.n and may_not_wait(ids):
+            length = encoder.one_length(self.texts, self.max_len)
+            if length is not None:
+                ordered, which = _sorted(ids)
+                return F.embedding(which, encoder.read_at(self.texts, ordered, self.max_len, length))
         distinct, which = torch.unique(ids, return_inverse=True)
-        return F.embedding(which, self.encoder(self.texts, distinct, self.max_len))
+        return F.embedding(which, encoder(self.texts, distinct, self.max_len))
 
     @torch.no_grad()
     def encode_texts(self, strings: Sequence[str]) -> Tensor:
@@ -51,6 +60,20 @@ class TextTower(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.n:,} texts of at most {self.max_len} tokens"
+
+
+def may_not_wait(ids: Tensor) -> bool:
+    """Whether these are the ids of a training step on a GPU, which is recorded where nothing in it waits for the device."""
+    return ids.is_cuda and torch.is_grad_enabled()
+
+
+def _sorted(ids: Tensor) -> tuple[Tensor, Tensor]:
+    """The ids in order (n,), and for each of `ids`, in their shape, the first place there that holds it."""
+    ordered, order = ids.flatten().sort()
+    place = torch.arange(len(ordered), device=ids.device)
+    repeated = F.pad(ordered[1:] == ordered[:-1], (1, 0))
+    first = place.masked_fill(repeated, 0).cummax(0).values
+    return ordered, torch.empty_like(place).scatter_(0, order, first).view(ids.shape)
 
 
 def text_tower(module: nn.Module) -> TextTower | None:
@@ -120,6 +143,9 @@ class TransformerEncoder(nn.Module):
             raise ValueError(f"pooling {pooling!r} is not known to text towers: use 'mean' or 'cls'")
         self.model, self.tokenizer, self.tokenizer_file = model.train(), tokenizer, tokenizer_file
         self.pooling, self.longest = pooling, longest
+        # these take a mask as attention reads it; to make it of one per token, they would ask the device whether anything is padded
+        version = getattr(sys.modules.get("transformers"), "__version__", "0")
+        self.full_mask = int(version.split(".")[0]) >= 5 and getattr(model.config, "_attn_implementation", None) == "sdpa"
         self.dim = int(model.config.hidden_size)  # type: ignore[union-attr, arg-type]
 
     def forward(self, texts: Texts, ids: Tensor, max_len: int) -> Tensor:
@@ -132,9 +158,20 @@ class TransformerEncoder(nn.Module):
         vectors = torch.cat([self._read(*texts.padded(group, max_len)) for group in groups])
         return vectors[order.argsort().to(ids.device)]
 
-    def _read(self, tokens: Tensor, mask: Tensor) -> Tensor:
+    def one_length(self, texts: Texts, max_len: int) -> int | None:
+        """The length to which all of these texts can be padded, known without looking at a batch; None where that is mostly padding."""
+        longest, mean = texts.longest_and_mean(max_len)
+        length = min(-(-max(longest, 1) // 8) * 8, self.longest)
+        return length if length <= _WASTE * mean else None
+
+    def read_at(self, texts: Texts, ids: Tensor, max_len: int, length: int) -> Tensor:
+        """Vectors (n, D) of these texts, all padded to one length and read at once: no shape depends on a value."""
+        return self._read(*texts.padded(ids, max_len, length), full_mask=self.full_mask)
+
+    def _read(self, tokens: Tensor, mask: Tensor, full_mask: bool = False) -> Tensor:
         mask[:, 0] = True  # a text without tokens would have nothing to attend to
-        hidden = self.model(input_ids=tokens, attention_mask=mask.long()).last_hidden_state
+        attends = mask[:, None, None, :].expand(-1, 1, mask.shape[1], -1) if full_mask else mask.long()
+        hidden = self.model(input_ids=tokens, attention_mask=attends).last_hidden_state
         if self.pooling == "cls":
             first: Tensor = hidden[:, 0].float()
             return first

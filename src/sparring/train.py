@@ -154,7 +154,8 @@ class _Trainer:
         self.total = torch.zeros((), device=device, dtype=torch.float64)  # loss over this rank's rows of the epoch so far
         self.factor: float | None = None  # on the learning rates, as set last
         self.saved = time.monotonic()
-        recorded = device.type == "cuda" and ranks.world == 1
+        # the gradient cache asks for the state of dropout's generator, which cannot be recorded
+        recorded = device.type == "cuda" and ranks.world == 1 and setup.chunk is None
         self.step: Callable[[Tensor], None] = Recorded(self.work, self.generator) if recorded else self.work
 
     def to(self, positives: Positives) -> Positives:
@@ -261,7 +262,7 @@ class _Trainer:
         for module in self.refreshers:
             module.refresh(corpus)  # type: ignore[operator]
             self.ranks.equalise(module.buffers())  # sums on a GPU may end in other bits on each
-        if isinstance(self.step, Recorded):
+        if isinstance(self.step, Recorded) and not all(getattr(module, "in_place", False) for module in self.refreshers):
             self.step.forget()  # what was rebuilt may lie elsewhere
 
     def copied(self, device: torch.device) -> Corpus:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 _STRIDE = 1 << 40  # row * _STRIDE + item id is unique for every pair of a batch
+_LOOKED_UP = 1 << 24  # pairs of query and candidate at most; with more, listing the known ones is cheaper than a mask
 
 
 class Keys(NamedTuple):
@@ -98,11 +99,57 @@ class Positives:
 
     def of(self, query_ids: Tensor) -> Exclude:
         """Pairs (row, item) of all known positives of these queries."""
-        begin, count = self.start[query_ids], self.start[query_ids + 1] - self.start[query_ids]
-        rows = torch.repeat_interleave(torch.arange(len(query_ids), device=count.device), count)
+        return Known(self, query_ids)
+
+    @cached_property
+    def keys(self) -> Tensor:
+        """(interactions,) query * _STRIDE + item, ascending."""
+        queries = torch.repeat_interleave(torch.arange(len(self.start) - 1, device=self.start.device), self.start.long().diff())
+        return queries * _STRIDE + self.items
+
+
+class Known(Exclude):
+    """All known positives of some queries; the pairs are listed only where someone asks for them.
+
+    On a GPU, where listing them would wait for the device, `places` looks each candidate up instead, a mask (B, C).
+    """
+
+    name = "all known positives"
+
+    def __init__(self, positives: Positives, query_ids: Tensor) -> None:
+        self.positives, self.query_ids = positives, query_ids
+
+    @cached_property
+    def _pairs(self) -> tuple[Tensor, Tensor]:
+        start, items = self.positives.start, self.positives.items
+        begin, count = start[self.query_ids], start[self.query_ids + 1] - start[self.query_ids]
+        rows = torch.repeat_interleave(torch.arange(len(self.query_ids), device=count.device), count)
         first = torch.cumsum(count, 0) - count
         within = torch.arange(len(rows), device=count.device) - first[rows]
-        return Exclude(self.items[begin[rows] + within].long(), rows)
+        return items[begin[rows] + within].long(), rows
+
+    @property
+    def ids(self) -> Tensor:  # type: ignore[override]
+        return self._pairs[0]
+
+    @property
+    def rows(self) -> Tensor:  # type: ignore[override]
+        return self._pairs[1]
+
+    def keyed(self, ids: Tensor) -> bool:
+        return False
+
+    def places(self, ids: Tensor) -> Places:
+        if not ids.is_cuda or len(self.query_ids) * ids.shape[-1] > _LOOKED_UP:
+            return self.hits(ids)
+        return self.mask(ids)
+
+    def mask(self, ids: Tensor) -> Tensor:
+        keys = self.query_ids.long().unsqueeze(1) * _STRIDE + ids
+        known = self.positives.keys
+        if not len(known):
+            return torch.zeros_like(keys, dtype=torch.bool)
+        return known[torch.searchsorted(known, keys).clamp_(max=len(known) - 1)] == keys
 
 
 @dataclass(frozen=True)

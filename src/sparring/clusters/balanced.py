@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 GAIN = 1e-4  # mean cosine to the own centre that a further step must win
 STEPS = 100  # and no more than this many: equal points could be swapped for ever by rounding
+ASK = 4  # steps on a GPU between two questions whether any cluster goes on
 POINTS = {"cpu": 1 << 12, "cuda": 1 << 21}  # held at once, so that on a CPU the steps of small clusters run in its cache
 
 
@@ -89,16 +90,45 @@ def _one_thread_each() -> Iterator[int]:
 
 def _order(x: Tensor, start: Tensor) -> Tensor:
     """(c, n): the places of points of length 1 (c, n, D), those of each cluster's first half first."""
-    c, n, d = x.shape
+    c, n = x.shape[:2]
     half = -(-n // 2)
     centres = x[torch.arange(c, device=x.device).unsqueeze(1), start]
-    found = torch.zeros(c, n, dtype=torch.bool, device=x.device)  # who is of the second half
+    found = _settled(x, centres, half) if x.is_cuda else _settled_by_moves(x, centres, half)  # who is of the second half
+    return torch.cat([(~found).nonzero()[:, 1].view(c, half), found.nonzero()[:, 1].view(c, n - half)], 1)
+
+
+def _settled(x: Tensor, centres: Tensor, half: int) -> Tensor:
+    """(c, n) bool, all points read in every step: a GPU waits longer for the number of those that change sides."""
+    whole, best = x.sum(1), x.new_full((len(x),), -math.inf)
+    for step in range(STEPS):
+        second = _upper(_products(x, centres[:, 1] - centres[:, 0]), half)
+        upper = _sums(x, second)
+        total = torch.stack([whole - upper, upper], 1)
+        length = total.norm(dim=2)
+        score = length.sum(1) / x.shape[1]
+        centres = total / length.clamp(min=1e-12).unsqueeze(2)
+        better, best = score - best >= GAIN, torch.maximum(best, score)
+        if step % ASK == ASK - 1 and not bool(better.any()):
+            break
+    return second
+
+
+def _sums(x: Tensor, some: Tensor) -> Tensor:
+    """(c, D): of each cluster's points (c, n, D), the sum of some (c, n)."""
+    if len(x) < 64:  # one product would be one row of few blocks, and would leave most of a GPU idle
+        return torch.where(some.unsqueeze(2), x, 0).sum(1)
+    return torch.bmm(some.to(x.dtype).unsqueeze(1), x).squeeze(1)
+
+
+def _settled_by_moves(x: Tensor, centres: Tensor, half: int) -> Tensor:
+    """(c, n) bool, only points that change sides read again: after the first steps they are few."""
+    c, n, d = x.shape
+    found = torch.zeros(c, n, dtype=torch.bool, device=x.device)
     second, going, best = found.clone(), torch.arange(c, device=x.device), x.new_full((c,), -math.inf)
     total = torch.stack([x.sum(1), torch.zeros_like(x[:, 0])], 1)  # of both halves
     for _ in range(STEPS):
         before, second = second, _upper(_products(x, centres[:, 1] - centres[:, 0]), half)
         found[going] = second
-        # only points that change sides are read again: after the first steps they are few
         row, at = torch.nonzero(before ^ second, as_tuple=True)
         sign = second[row, at].to(x.dtype) * 2 - 1
         begin = torch.searchsorted(row, torch.arange(len(x), device=x.device))
@@ -114,7 +144,7 @@ def _order(x: Tensor, start: Tensor) -> Tensor:
         best = score
         if int(better.sum()) < len(x) // 2:  # a copy of those that go on is cheaper than steps of those that do not
             x, centres, best, going, second, total = (part[better] for part in (x, centres, best, going, second, total))
-    return torch.cat([(~found).nonzero()[:, 1].view(c, half), found.nonzero()[:, 1].view(c, n - half)], 1)
+    return found
 
 
 def _products(x: Tensor, w: Tensor) -> Tensor:

@@ -147,6 +147,7 @@ class ClusteredBatches(RandomBatches):
     Dahiya et al., NGAME: Negative Mining-aware Mini-batching for Extreme Classification, WSDM 2023, section 3.
     """
 
+    in_place = True  # what refresh makes lies where it lay: a recorded step holds
     cluster: Tensor
     memory: Tensor
     queries: Tensor

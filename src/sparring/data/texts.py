@@ -43,6 +43,7 @@ class Texts:
     pad: int = 0
     end: int = -1  # the token that closes every text, where the tokenizer has one: a text that is cut keeps it
     _on: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
+    _lengths: dict[int, tuple[int, float]] = field(default_factory=dict, repr=False)
 
     def __len__(self) -> int:
         return len(self.start) - 1
@@ -54,16 +55,27 @@ class Texts:
         """(n,) number of tokens of each text."""
         return np.diff(self.start)
 
-    def padded(self, index: Tensor, max_len: int) -> tuple[Tensor, Tensor]:
-        """Token ids (n, longest) int64 and mask (n, longest) of the texts at index (n,), each cut after max_len tokens."""
+    def longest_and_mean(self, max_len: int) -> tuple[int, float]:
+        """Tokens of the longest text and of the mean one, when each is cut after max_len."""
+        if max_len not in self._lengths:
+            length = np.minimum(self.lengths(), max_len)
+            self._lengths[max_len] = (int(length.max()), float(length.mean())) if len(length) else (0, 0.0)
+        return self._lengths[max_len]
+
+    def padded(self, index: Tensor, max_len: int, longest: int | None = None) -> tuple[Tensor, Tensor]:
+        """Token ids (n, longest) int64 and mask (n, longest) of the texts at index (n,), each cut after max_len tokens.
+
+        Without `longest`, at least the tokens of any of them, it is found, which waits for the device.
+        """
         tokens, begin, length, cut = self._at(index, max_len)
-        longest = max(int(length.max()), 1) if len(length) else 1
+        if longest is None:
+            longest = max(int(length.max()), 1) if len(length) else 1
         place = torch.arange(longest, device=index.device)
         mask = place < length[:, None]
         at = (begin[:, None] + place).clamp_(max=max(len(tokens) - 1, 0))
         ids = tokens[at].long() if len(tokens) else torch.zeros_like(at)
         if self.end >= 0:
-            ids[cut & (length > 0), length[cut & (length > 0)] - 1] = self.end
+            ids.masked_fill_(cut[:, None] & (place == length[:, None] - 1), self.end)
         return ids.masked_fill_(~mask, self.pad), mask
 
     def flat(self, index: Tensor, max_len: int) -> tuple[Tensor, Tensor]:

@@ -37,6 +37,7 @@ class NearestItems(Negatives):
     Xiong et al., Approximate Nearest Neighbor Negative Contrastive Learning for Dense Text Retrieval, ICLR 2021.
     """
 
+    in_place = True  # what refresh makes lies where it lay: a recorded step holds
     lists: Tensor
     coming: Tensor
     due: Tensor
