@@ -198,9 +198,9 @@ MUTANTS = [
     ),
     Mutant(
         "known positives without the last of each query",
-        types.Positives.of,
-        "self.start[query_ids + 1] - self.start[query_ids]",
-        "(self.start[query_ids + 1] - self.start[query_ids] - 1).clamp(min=0)",
+        types.Known._listed,
+        "start[self.query_ids + 1] - start[self.query_ids]",
+        "(start[self.query_ids + 1] - start[self.query_ids] - 1).clamp(min=0)",
         (of(sampled_tests.TestKnownPositives, EXCLUDED), test_types.test_positives_of_queries),
     ),
     Mutant(
@@ -908,7 +908,7 @@ MUTANTS = [
     ),
     Mutant(
         "a centre that never moves",
-        balanced._order,
+        balanced._settled_by_moves,
         "centres = total / length.clamp(min=1e-12).unsqueeze(2)",
         "pass",
         (calling(balanced_tests.test_the_clusters_are_those_of_a_loop, 45, 8),),

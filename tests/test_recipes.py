@@ -107,7 +107,7 @@ SOURCES = {
     "amns": ["hardest 256 of in-batch + sampled from Uniform(40): 256 candidates for each query", "weight: none"],
     "bmns": ["0.2 x sampled_softmax", "in-batch: 64", "mixtures of 64 in-batch items: 2,048 candidates shared", "2,048 synthetic"],
     "fairneg": ["sampled from GroupShares(40 items in 10 groups), 10% by score: 2,048 candidates shared", "weight: score"],
-    "esans": ["5 of each of 2 other clusters: 640 candidates shared", "1,792 mixtures of 5", "5 of the same cluster: 5 candidates"],
+    "esans": ["5 of each of 2 other clusters: 640 candidates shared", "1,792 mixtures of 5", "then each mixed with the positive: 10"],
     "dpr": ["1 x sampled_softmax over", "in-batch: 60 candidates shared", "weight: none", "masked: all known positives"],
     "ance": ["in-batch: 60", "nearest items of each query: 60 candidates shared", "60 dropped", "masked: all known positives"],
     "ngame": ["1 x OnlineHard over", "in-batch: 60 candidates shared", "masked: all known positives"],

@@ -119,14 +119,15 @@ class Known(Exclude):
     def __init__(self, positives: Positives, query_ids: Tensor) -> None:
         self.positives, self.query_ids = positives, query_ids
 
-    @cached_property
-    def _pairs(self) -> tuple[Tensor, Tensor]:
+    def _listed(self) -> tuple[Tensor, Tensor]:
         start, items = self.positives.start, self.positives.items
         begin, count = start[self.query_ids], start[self.query_ids + 1] - start[self.query_ids]
         rows = torch.repeat_interleave(torch.arange(len(self.query_ids), device=count.device), count)
         first = torch.cumsum(count, 0) - count
         within = torch.arange(len(rows), device=count.device) - first[rows]
         return items[begin[rows] + within].long(), rows
+
+    _pairs = cached_property(_listed)
 
     @property
     def ids(self) -> Tensor:  # type: ignore[override]
