@@ -13,7 +13,6 @@ the whole training state, the metrics of every epoch and the test result must be
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import shutil
@@ -30,8 +29,8 @@ from typing import Any
 import polars as pl
 import torch
 
-from sparring import runs
 from sparring.data.worlds import make_world
+from sparring.testing.left import contents
 
 SETTINGS = ("cache_size=64", "dim=16", "batch_size=128", "patience=none", "lr=0.01", "draw=multinomial")
 
@@ -141,22 +140,6 @@ def fill_up(training: Training, disk: Path, folder: Path, say: Callable[[str], N
         time.sleep(0.1)
     (disk / "filler").unlink()
     say("and has room again")
-
-
-def contents(folder: Path) -> dict[str, Any]:
-    """All that a run leaves, without seconds."""
-
-    def timeless(record: dict[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in record.items() if "seconds" not in name}
-
-    found: dict[str, Any] = {}
-    for name in ("model", "checkpoint"):
-        tensors, state = runs.read_tensors(folder / f"{name}.safetensors")
-        found |= {f"{name}.{key}": tensor for key, tensor in tensors.items()}
-        found[name] = {**timeless(state), "history": [timeless(record) for record in state.get("history", [])]}
-    found["metrics"] = [timeless(json.loads(line)) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    found["result"] = json.loads((folder / "result.json").read_text())["test"]["metrics"]
-    return found
 
 
 def different(one: Path, other: Path) -> list[str]:

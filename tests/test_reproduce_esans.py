@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,8 @@ import safetensors.numpy
 import scipy.stats
 import torch
 
-from sparring import plots, settings, workers
+from reproducing import run_here
+from sparring import settings
 from sparring.cli import main
 from sparring.contrast import contrast
 from sparring.data.worlds import World, make_world
@@ -58,23 +59,6 @@ def words(files: Path, name: str, out: str, *more: str) -> list[str]:
     data = ["--data", str(files / "tiny.parquet"), "--items", str(files / "items.parquet"), "--cache", str(files / "cache")]
     modalities = [f"--modality={spec}" for spec in (f"image={files}/image.npy", f"text={files}/text.npy", "behaviour=behaviour:8")]
     return ["reproduce", name, *data, *modalities, *quick, "--epochs", "1", "--device", "cpu", "--out", str(files / out), *more]
-
-
-def run_here(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Trainings in this process, one after another, without the picture of each; the names of those that ran."""
-    ran: list[str] = []
-
-    def run(tasks: Sequence[workers.Task], jobs: int = 1, threads: int | None = None) -> Iterator[workers.Ended]:
-        for task in tasks:
-            ran.append(task.name)
-            try:
-                yield workers.Ended(task.name, task.work(lambda message: None, *task.arguments), None)
-            except ValueError as error:
-                yield workers.Ended(task.name, None, str(error))
-
-    monkeypatch.setattr(workers, "run", run)
-    monkeypatch.setattr(plots, "training_curve", lambda history, path, title, select: Path(path).touch())
-    return ran
 
 
 @pytest.fixture(scope="module")

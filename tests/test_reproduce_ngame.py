@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import polars as pl
 import pytest
 import scipy.sparse
 
-from sparring import plots, workers
+from reproducing import run_here
 from sparring.cli import main
 from sparring.reproduce.ngame import methods
 from sparring.reproduce.ngame_rows import ABSENT, RANDOM
@@ -39,23 +38,6 @@ def write_xc(folder: Path, seed: int = 0) -> Path:
         matrix = scipy.sparse.csr_matrix((np.ones(2 * n), (rows, np.concatenate(chosen))), shape=(n, N_LABELS))
         scipy.sparse.save_npz(folder / f"Y.{name}.npz", matrix)
     return folder
-
-
-def run_here(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Trainings in this process, one after another, without the picture of each; the names of those that ran."""
-    ran: list[str] = []
-
-    def run(tasks: Sequence[workers.Task], jobs: int = 1, threads: int | None = None) -> Iterator[workers.Ended]:
-        for task in tasks:
-            ran.append(task.name)
-            try:
-                yield workers.Ended(task.name, task.work(lambda message: None, *task.arguments), None)
-            except ValueError as error:
-                yield workers.Ended(task.name, None, str(error))
-
-    monkeypatch.setattr(workers, "run", run)
-    monkeypatch.setattr(plots, "training_curve", lambda history, path, title, select: Path(path).touch())
-    return ran
 
 
 def words(data: Path, out: Path, *more: str) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import random
 import select
@@ -27,6 +26,7 @@ from sparring import train as training
 from sparring.data.interactions import Split
 from sparring.errors import UserError
 from sparring.settings import build
+from sparring.testing.left import contents
 from sparring.train import Fitted, Progress, fit
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -55,22 +55,6 @@ def train(case: str, parts: Split, out: Path, *, resume: bool = False, progress:
     settings = {"dim": 8, "epochs": 3, "batch_size": 64, "patience": None, **SETTINGS[case], **more}
     run = build(case.split()[0], parts.train, settings)
     return fit(run, parts, out, resume=resume, k=(10,), device="cpu", progress=progress)
-
-
-def contents(folder: Path) -> dict[str, Any]:
-    """All that a run leaves, without seconds: tensors of the model and of the whole training state, metrics, test result."""
-
-    def timeless(record: dict[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in record.items() if "seconds" not in name}
-
-    found: dict[str, Any] = {}
-    for name in ("model", "checkpoint"):
-        tensors, state = runs.read_tensors(folder / f"{name}.safetensors")
-        found |= {f"{name}.{key}": tensor for key, tensor in tensors.items()}
-        found[name] = {**timeless(state), "history": [timeless(record) for record in state.get("history", [])]}
-    found["metrics"] = [timeless(json.loads(line)) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    found["result"] = json.loads((folder / "result.json").read_text())["test"]["metrics"]
-    return found
 
 
 def assert_same(one: Path, other: Path) -> None:

@@ -8,149 +8,29 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-_STRIDE = 1 << 40  # row * _STRIDE + item id is unique for every pair of a batch
-_LOOKED_UP = 1 << 24  # pairs of query and candidate at most; with more, listing the known ones is cheaper than a mask
+from sparring.exclusion import Exclude, Keys, Known, Places, Positives
 
-
-class Keys(NamedTuple):
-    """Pairs that do not count, as keys: candidate j not for query i where columns_j = rows_i."""
-
-    columns: Tensor  # (C,)
-    rows: Tensor  # (B,)
-
-    def mask(self, low: int = 0, high: int | None = None) -> Tensor:
-        """The pairs of queries low to high as a mask (rows, C)."""
-        return self.rows[low:high].unsqueeze(1) == self.columns
-
-
-Places = tuple[Tensor, Tensor] | Tensor | Keys  # pairs that do not count: (rows, columns) with rows ascending, a (B, C) mask, or keys
-
-
-@dataclass(frozen=True)
-class Exclude:
-    """Items that never count against a query: pairs (row of the batch, item id), or (row, class of items).
-
-    `rows` ascend, or are None when there is exactly one id per query (its own positive), in row order. With `code` the ids are classes and
-    every item of the class is excluded. `also` excludes more.
-    """
-
-    ids: Tensor  # (P,)
-    rows: Tensor | None = None  # (P,), or None: P = B and rows = 0..B-1
-    code: Tensor | None = None  # (N,) the class of each item; None: every item is its own
-    also: Exclude | None = None
-
-    @property
-    def name(self) -> str:
-        own = "all known positives" if self.rows is not None else "own positive" if self.code is None else "own positive and its cell"
-        return own if self.also is None else f"{own}, {self.also.name}"
-
-    def keyed(self, ids: Tensor) -> bool:
-        """Whether `places` are keys: on a GPU, where each query excludes one item or class of the shared candidates."""
-        return self.rows is None and self.also is None and ids.is_cuda and ids.dim() == 1
-
-    def places(self, ids: Tensor) -> Places:
-        """What the kernels take: `hits`; on a GPU, where counting hits would wait for the device, keys to compare, or a (B, C) mask."""
-        if self.rows is not None or self.also is not None or not ids.is_cuda:
-            return self.hits(ids)
-        return Keys(self._keys(ids), self.ids) if ids.dim() == 1 else self.mask(ids)
-
-    def mask(self, ids: Tensor) -> Tensor:
-        """(B, C) bool: the excluded places among candidate ids (C,) or (B, C), where each query excludes one item or class."""
-        return self._keys(ids) == self.ids.unsqueeze(1)
-
-    def hits(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """(rows, columns) of the excluded places among candidate ids (C,) or (B, C); O(P log C), never B x C x P."""
-        if self.also is None:
-            return self._hits(self._keys(ids))
-        row, column = (torch.cat(both) for both in zip(self._hits(self._keys(ids)), self.also.hits(ids), strict=True))
-        row, order = torch.sort(row, stable=True)
-        return row, column[order]
-
-    def _keys(self, ids: Tensor) -> Tensor:
-        return ids if self.code is None else torch.where(ids >= 0, self.code[ids.clamp(min=0)], -1)
-
-    def _hits(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        rows = torch.arange(len(self.ids), device=self.ids.device) if self.rows is None else self.rows
-        if ids.dim() == 2:  # one list per query: look each candidate up among the pairs
-            pairs = torch.sort(rows * _STRIDE + self.ids).values
-            keys = torch.arange(len(ids), device=ids.device).unsqueeze(1) * _STRIDE + ids
-            at = torch.searchsorted(pairs, keys).clamp_(max=max(len(pairs) - 1, 0))
-            row, column = torch.nonzero((pairs[at] == keys) & (ids >= 0) if len(pairs) else torch.zeros_like(keys) > 0, as_tuple=True)
-            return row, column
-        ordered, order = torch.sort(ids)
-        low = torch.searchsorted(ordered, self.ids)
-        count = torch.searchsorted(ordered, self.ids, right=True) - low
-        pair = torch.repeat_interleave(torch.arange(len(count), device=count.device), count)
-        within = torch.arange(len(pair), device=count.device) - (torch.cumsum(count, 0) - count)[pair]
-        return rows[pair], order[low[pair] + within]
-
-
-@dataclass(frozen=True)
-class Positives:
-    """All known positives of every query, as one flat array with offsets (CSR)."""
-
-    start: Tensor  # (queries + 1,)
-    items: Tensor  # (interactions,), sorted within each query
-
-    def of(self, query_ids: Tensor) -> Exclude:
-        """Pairs (row, item) of all known positives of these queries."""
-        return Known(self, query_ids)
-
-    @cached_property
-    def keys(self) -> Tensor:
-        """(interactions,) query * _STRIDE + item, ascending."""
-        queries = torch.repeat_interleave(torch.arange(len(self.start) - 1, device=self.start.device), self.start.long().diff())
-        return queries * _STRIDE + self.items
-
-
-class Known(Exclude):
-    """All known positives of some queries; the pairs are listed only where someone asks for them.
-
-    On a GPU, where listing them would wait for the device, `places` looks each candidate up instead, a mask (B, C).
-    """
-
-    name = "all known positives"
-
-    def __init__(self, positives: Positives, query_ids: Tensor) -> None:
-        self.positives, self.query_ids = positives, query_ids
-
-    def _listed(self) -> tuple[Tensor, Tensor]:
-        start, items = self.positives.start, self.positives.items
-        begin, count = start[self.query_ids], start[self.query_ids + 1] - start[self.query_ids]
-        rows = torch.repeat_interleave(torch.arange(len(self.query_ids), device=count.device), count)
-        first = torch.cumsum(count, 0) - count
-        within = torch.arange(len(rows), device=count.device) - first[rows]
-        return items[begin[rows] + within].long(), rows
-
-    _pairs = cached_property(_listed)
-
-    @property
-    def ids(self) -> Tensor:  # type: ignore[override]
-        return self._pairs[0]
-
-    @property
-    def rows(self) -> Tensor:  # type: ignore[override]
-        return self._pairs[1]
-
-    def keyed(self, ids: Tensor) -> bool:
-        return False
-
-    def places(self, ids: Tensor) -> Places:
-        if not ids.is_cuda or len(self.query_ids) * ids.shape[-1] > _LOOKED_UP:
-            return self.hits(ids)
-        return self.mask(ids)
-
-    def mask(self, ids: Tensor) -> Tensor:
-        keys = self.query_ids.long().unsqueeze(1) * _STRIDE + ids
-        known = self.positives.keys
-        if not len(known):
-            return torch.zeros_like(keys, dtype=torch.bool)
-        return known[torch.searchsorted(known, keys).clamp_(max=len(known) - 1)] == keys
+__all__ = [
+    "ALONE",
+    "Bag",
+    "Batch",
+    "Candidates",
+    "Corpus",
+    "Exclude",
+    "Keys",
+    "Known",
+    "Mixtures",
+    "Outcome",
+    "Places",
+    "Positives",
+    "Ranks",
+    "Step",
+]
 
 
 @dataclass(frozen=True)
