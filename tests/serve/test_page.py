@@ -140,7 +140,7 @@ def visit(browser: Any, served: str) -> Iterator[Open]:
     def opened(path: str = "", base: str = served, width: int = 1200, colours: str = "light") -> Any:
         contexts.append(browser.new_context(viewport={"width": width, "height": 800}, color_scheme=colours))
         page = contexts[-1].new_page()
-        page.set_default_timeout(10_000)
+        page.set_default_timeout(30_000)
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.on("console", lambda said: complaints.extend([said.text] * (said.type == "error" and "Failed to load" not in said.text)))
         page.on("request", lambda asked: None if asked.url.startswith((base, "data:")) else complaints.append(asked.url))
@@ -417,6 +417,7 @@ def test_a_server_that_refuses_or_is_gone_is_said_and_asked_again(visit: Open, t
     page = visit(f"user/{user}?where={where}")
     page.get_by_role("alert").get_by_text("there is no item column 'nope'").wait_for()
     page.get_by_role("button", name="Remove the filter nope is 1").click()
+    page.get_by_role("alert").get_by_text("there is no item column 'nope'").wait_for(state="detached")
     settled(page)
     page.context.set_offline(True)
     page.get_by_label("How many").select_option("5")
