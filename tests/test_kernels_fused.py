@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
+
+from triton.runtime.errors import OutOfResources
 
 from sparring.kernels import fused
 from sparring.types import Keys
@@ -62,6 +67,42 @@ def test_value_gradients_and_usage(shape: tuple[int, int, int], draws: float | N
             finite = torch.isfinite(exact)
             assert torch.equal(torch.isfinite(mine), finite)
             assert torch.allclose(mine[finite].double(), exact[finite], rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("refused", [1, 2, 3])
+@pytest.mark.parametrize("half", [False, True])
+def test_a_device_with_little_shared_memory_gets_smaller_tiles(monkeypatch: pytest.MonkeyPatch, refused: int, half: bool) -> None:
+    """Where the largest tiles do not fit the next ones serve, with the same value and gradients, and they are not tried again."""
+    monkeypatch.setattr(fused, "halves", lambda dtype: half)
+    monkeypatch.setattr(fused, "_plan", lru_cache(fused._Plan))
+    tried: list[int] = []
+
+    def limited(work: Callable[..., Any]) -> Callable[..., Any]:
+        def launch(problem: fused._Problem, shape: fused._Shape, *more: Any) -> Any:
+            tried.append(problem.plan.shapes.index(shape))
+            if tried[-1] < refused:
+                raise OutOfResources(2, 1, "shared memory")
+            return work(problem, shape, *more)
+
+        return launch
+
+    for name in ("_forward", "_backward"):
+        monkeypatch.setattr(fused._Problem, name, limited(getattr(fused._Problem, name)))
+    g = torch.Generator().manual_seed(0)
+    q, emb, w = (torch.randn(size, generator=g).to(DEVICE) for size in ((140, 24), (150, 24), (140, 150)))
+    upstream = torch.ones(140, device=DEVICE)
+    expected = truth(q, emb, w, 17.0, upstream)
+    for _ in range(2):
+        ours_q, ours_emb = q.clone().requires_grad_(), emb.clone().requires_grad_()
+        value = fused.weighted_logsumexp(ours_q, ours_emb, w, None, 17.0)
+        value.sum().backward()
+        for mine, exact in zip((value, ours_q.grad, ours_emb.grad), expected, strict=False):
+            assert mine is not None
+            assert float((mine.double() - exact).norm()) < (2e-3 if half else 1e-6) * float(exact.norm())
+    assert tried == [*range(refused + 1)] * 2 + [refused] * 2
+    monkeypatch.setattr(fused._Problem, "_forward", lambda *given: (_ for _ in ()).throw(OutOfResources(2, 1, "shared memory")))
+    with pytest.raises(OutOfResources):
+        fused.weighted_logsumexp(q, emb, w, None, 17.0)
 
 
 def test_usage_without_a_gradient() -> None:

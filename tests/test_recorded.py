@@ -13,7 +13,7 @@ from sparring.recorded import PLAIN_STEPS, Recorded
 from sparring.settings import build
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-QUICK = {"dim": 8, "epochs": 3, "batch_size": 64, "patience": None}
+QUICK = {"dim": 8, "epochs": 3, "batch_size": 16, "patience": None}  # a row may be a query, of which there are 60
 NEEDS_MORE = {"shown"}  # columns or files that the small world lacks
 
 

@@ -12,12 +12,14 @@ that the backward pass makes the same ones again.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Hashable
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from triton.runtime.errors import OutOfResources
 
 from sparring.kernels import tiles
 from sparring.kernels.reference import Keyed
@@ -25,6 +27,7 @@ from sparring.kernels.tiles import GROUP
 
 WIDEST = 256  # dimensions of a vector that a tile holds
 PLAIN, EXPECTED, DRAWN = 0, 1, 2
+T = TypeVar("T")
 SHIFT = 14.0  # 16-bit floats hold shares down to 2^-28 in full: 2^14 times a share is at most 2^14
 
 
@@ -74,11 +77,25 @@ class _Plan:
         self.cores = torch.cuda.get_device_properties(device).multi_processor_count if self.on_gpu else 1
         self.half = half
 
-    def shape(self) -> _Shape:
-        """As measured on an H200: larger tiles run out of registers, more stages out of programs that run side by side."""
-        if not self.half:
-            return _Shape(64, 32 if self.dims > 128 else 64, 4, 2)
-        return _Shape(64, 64 if self.dims > 128 else 128, 4, 2)
+        wide = self.dims > 128
+        by = (64 if wide else 128) if half else (32 if wide else 64)
+        # the first as measured on an H200: larger tiles run out of registers, more stages out of programs that run side by side
+        self.shapes = [_Shape(64, by, 4, 2), _Shape(64, by, 4, 1), _Shape(64, by // 2, 4, 1), _Shape(32, 16, 4, 1)]
+        self.fits: dict[Hashable, int] = {}  # the first of them that this device holds
+
+    def fitted(self, what: Hashable, work: Callable[[_Shape], T]) -> T:
+        """`work` with the largest tiles that fit into the device's shared memory: a kernel that asks for too much is not launched."""
+        first = self.fits.get(what, 0)
+        for at, shape in enumerate(self.shapes[first:], first):
+            try:
+                found = work(shape)
+            except OutOfResources:
+                if at + 1 == len(self.shapes):
+                    raise
+            else:
+                self.fits[what] = at
+                break
+        return found
 
     def parts(self, outer: int, inner: int, step: int) -> tuple[int, int]:
         """Parts of the inner loop, and how long each is; `outer` programs run anyway."""
@@ -123,8 +140,13 @@ class _Problem:
     def forward(self, kind: int, draws: float, log_z: Tensor | None, keep: bool) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """The value (B,); log2 of the sum of 2^t, and of the plain logits where counts are expected, +inf where nothing counts;
         and, to `keep`, the mean candidate (B, D)."""
+        what = ("forward", self.pairs, self.keyed, kind, keep)
+        return self.plan.fitted(what, lambda shape: self._forward(shape, kind, draws, log_z, keep))
+
+    def _forward(
+        self, shape: _Shape, kind: int, draws: float, log_z: Tensor | None, keep: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         plan = self.plan
-        shape = plan.shape()
         outer = self.rows // shape.stay
         parts, span = plan.parts(outer, self.columns, shape.by)
         sums = self.w.new_empty(4, parts, self.rows)
@@ -152,8 +174,21 @@ class _Problem:
         self, kind: int, draws: float, log_z: Tensor | None, log_s: Tensor, grad: Tensor | None, usage: Tensor | None, dtype: torch.dtype
     ) -> Tensor | None:
         """The gradient by the candidates, where `grad` is given; fills `usage`, where given."""
+        what = ("backward", self.pairs, self.keyed, kind, grad is not None, usage is not None)
+        return self.plan.fitted(what, lambda shape: self._backward(shape, kind, draws, log_z, log_s, grad, usage, dtype))
+
+    def _backward(
+        self,
+        shape: _Shape,
+        kind: int,
+        draws: float,
+        log_z: Tensor | None,
+        log_s: Tensor,
+        grad: Tensor | None,
+        usage: Tensor | None,
+        dtype: torch.dtype,
+    ) -> Tensor | None:
         plan = self.plan
-        shape = plan.shape()
         outer = self.columns // shape.stay
         parts, span = plan.parts(outer, self.rows, shape.by)
         scratch = self.w.new_empty(self.rows + 1)
