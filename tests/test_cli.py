@@ -17,7 +17,8 @@ import polars as pl
 import pytest
 
 from sparring import metrics, runs
-from sparring.cli import arguments, main
+from sparring.cli import arguments, inputs, main
+from sparring.cli.evaluate import DIALECTS
 from sparring.data import splits
 from sparring.recipes import RECIPES
 from sparring.tensorboard import epoch_writer
@@ -100,7 +101,7 @@ def test_evaluate_on_other_data_leaves_out_what_was_trained_on(world: Path, tmp_
 
 def test_evaluate_in_another_dialect(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Every dialect can be asked for, even one that does not define all metrics."""
-    for dialect in arguments.DIALECTS:
+    for dialect in DIALECTS:
         assert main(["evaluate", str(world / "run"), "--dialect", dialect, "--k", "10", "--json"]) == 0
         names = json.loads(capsys.readouterr().out)["metrics"]
         assert ("ndcg@10" if dialect == "standard" else f"ndcg_{dialect.replace('-', '_')}@10") in names
@@ -341,8 +342,8 @@ def test_help_ends_with_an_example_that_parses(capsys: pytest.CaptureFixture[str
 
 def test_choices_agree_with_the_library() -> None:
     """The command line's lists, kept apart so that --help is quick, are those of the library."""
-    assert arguments.DIALECTS == metrics.DIALECTS
-    assert arguments.SPLITS == splits.HOW
+    assert DIALECTS == metrics.DIALECTS
+    assert inputs.SPLITS == splits.HOW
 
 
 def test_as_a_program(tmp_path: Path) -> None:
@@ -367,9 +368,7 @@ def test_setup_takes_all_but_the_negatives_from_another_recipe(world: Path, tmp_
     assert own["setup"]["dim"] == other["setup"]["dim"] == 8
 
 
-def test_tensorboard_names_its_extra(
-    world: Path, tmp_path: Path, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tensorboard_names_its_extra(world: Path, tmp_path: Path, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the package, --tensorboard is refused before training, and the line says what to install."""
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     words = ["train", "--data", world / "pairs.parquet", "--epochs", 1, *QUICK, "--out", tmp_path / "run", "--tensorboard"]

@@ -20,11 +20,12 @@ import torch
 from sparring import runs
 from sparring.cli import index as index_command
 from sparring.cli import main
+from sparring.cli.values import size
 from sparring.data.splits import split
 from sparring.data.worlds import make_world
 from sparring.errors import UserError
 from sparring.export import lists
-from sparring.index import KINDS, Index, tune
+from sparring.index import KINDS, Index, tune, tuning
 from sparring.index.beside import open_index
 from sparring.settings import build
 from sparring.train import fit
@@ -37,8 +38,10 @@ QUERIES = (CENTRES[rng.integers(0, 80, 120)] + 0.6 * rng.standard_normal((120, 1
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Speeds are measured for a moment only: no test here looks at them."""
-    monkeypatch.setattr("sparring.index.tuning._LEAST", 0.005)
+    """Speeds are measured for a moment only and all count as the same: a busy machine would end a search for the best early."""
+    measure = tuning._speed
+    monkeypatch.setattr(tuning, "_LEAST", 0.005)
+    monkeypatch.setattr(tuning, "_speed", lambda *given: 0 * measure(*given) + 1000.0)
 
 
 @pytest.fixture(scope="module")
@@ -133,6 +136,23 @@ def test_index_command(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert printed["recall"] == 1.0
 
 
+def test_the_report_fits_a_phone(run: Path, tmp_path: Path) -> None:
+    """On 390 pixels the figure is whole, and nothing but the table, in its own box, is wider than the screen."""
+    chromium, play = shutil.which("chromium"), pytest.importorskip("playwright.sync_api")
+    if chromium is None:
+        pytest.skip("chromium is not installed: the page was not opened in a browser")
+    copy = Path(shutil.copytree(run, tmp_path / "run"))
+    assert main(["index", str(copy), "--kind", "exact", "--queries", "20", "--quiet"]) == 0
+    with play.sync_playwright() as playing:
+        browser = playing.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
+        page = browser.new_page(viewport={"width": 390, "height": 844})
+        page.goto((copy / "index" / "report" / "report.html").as_uri())
+        assert page.locator("figure svg").bounding_box()["width"] > 300
+        assert page.evaluate("[...document.querySelectorAll('figure svg')].every(each => each.getBoundingClientRect().right <= 390)")
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390
+        browser.close()
+
+
 def test_an_index_of_another_model_is_refused(run: Path, tmp_path: Path, refused: Callable[..., None]) -> None:
     """After the model has changed, the old index is not used."""
     copy = Path(shutil.copytree(run, tmp_path / "run"))
@@ -164,7 +184,7 @@ def test_bad_options_are_one_line(run: Path, tmp_path: Path, refused: Callable[.
 
 def test_sizes_and_kinds_of_the_command_line() -> None:
     """500MB, 2GiB, bytes; the list of kinds, kept apart so that --help is quick, is the library's."""
-    assert [index_command.size(text) for text in ("500MB", "2GiB", "1.5 kB", "77", "3 bytes")] == [500_000_000, 2**31, 1500, 77, 3]
+    assert [size(text) for text in ("500MB", "2GiB", "1.5 kB", "77", "3 bytes")] == [500_000_000, 2**31, 1500, 77, 3]
     assert ("auto", *KINDS) == index_command.KINDS
 
 

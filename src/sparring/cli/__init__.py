@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import errno
 import importlib
 import os
 import re
@@ -11,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-from sparring.errors import UserError
+from sparring.errors import UserError, disk_full
 
 __all__ = ["main"]
 
@@ -53,26 +52,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 def explanation(error: Exception) -> str | None:
     """What to tell the user about an error that is theirs or their machine's to fix; None for a fault of ours."""
     text = " ".join(str(error).split()) or type(error).__name__
-    if _disk_full(error):
+    if disk_full(error):
         saved = "" if "untouched" in text else "; what was saved before is untouched"
         return f"no space left on the disk: {text}{saved}; free some, then use --resume"
     if isinstance(error, UserError):
+        from sparring.cli.inputs import COLUMNS
+
         # the library names its own arguments; here they are options
-        return re.sub(r"\b(query|item|time|weight|rating|label|split)=(\.\.\.|\"\")", r"--\1-column \2", text)
+        return re.sub(rf"\b({'|'.join(COLUMNS)})=(\.\.\.|\"\")", r"--\1-column \2", text)
     if isinstance(error, OSError):
         return f"{error.strerror or text}{f': {error.filename}' if error.filename else ''}"
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return "out of memory: lower --set batch_size, or the number of negatives"
     return None
-
-
-def _disk_full(error: BaseException | None) -> bool:
-    while error is not None:
-        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-        if full or "No space left on device" in str(error) or "os error 28" in str(error):
-            return True
-        error = error.__cause__
-    return False
 
 
 def execute(words: list[str]) -> int:
@@ -106,7 +98,7 @@ def _say_for_many(error: Exception, line: str | None) -> int:
         return _say(f"rank {rank} lost another rank", 1) if first and rank != "0" else 1
     if line is None:
         raise error
-    if _disk_full(error) and os.environ.get("TORCHELASTIC_RESTART_COUNT") != os.environ.get("TORCHELASTIC_MAX_RESTARTS"):
+    if disk_full(error) and os.environ.get("TORCHELASTIC_RESTART_COUNT") != os.environ.get("TORCHELASTIC_MAX_RESTARTS"):
         _say(f"error: {line}; trying again in {DISK_SECONDS} s", 2)
         time.sleep(DISK_SECONDS)
         return 2

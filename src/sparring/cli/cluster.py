@@ -5,14 +5,17 @@ from __future__ import annotations
 import dataclasses
 import shlex
 import sys
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, get_type_hints
 
 from rich.progress import TimeRemainingColumn
 
 from sparring.cli import inputs, screen
+from sparring.cli.modalities import add_modalities, read_modalities
+from sparring.cli.values import count, device, setting, whole
 from sparring.errors import UserError
 
 if TYPE_CHECKING:
@@ -27,8 +30,35 @@ if TYPE_CHECKING:
 MANY = 0.3  # share of known items that would change their cell, above which something other than new items must be the cause
 
 
+def options(parser: ArgumentParser) -> None:
+    parser.add_argument("--data", metavar="FILE_OR_NAME", help="a file, a folder of parts, or the name of a set")
+    inputs.add_columns(parser)
+    inputs.add_split(parser)
+    add_modalities(parser)
+    group = parser.add_argument_group("clusters")
+    group.add_argument("--preset", choices=("robust", "literal"), help="literal: the paper's equations as they stand (default: robust)")
+    group.add_argument("--k-primary", type=count, metavar="K", help="primary clusters (default: 300)")
+    group.add_argument("--k-secondary", type=count, metavar="K", help="secondary clusters (default: 15)")
+    group.add_argument(
+        "--steps", type=whole, metavar="N", help="steps of learning (default: 1500; with --update 500, and 0 only codes new items)"
+    )
+    group.add_argument(
+        "--set", type=setting, action="append", default=[], dest="settings", metavar="NAME=VALUE", help="change another setting; repeatable"
+    )
+    group.add_argument("--update", type=Path, metavar="OLD", help="go on from these codes: clusters keep their numbers")
+    group.add_argument(
+        "--refit", action="append", default=[], metavar="NAME", help="with --update: a modality whose encoder is another now, or made anew"
+    )
+    group.add_argument("--category", metavar="COLUMN", help="column of the items with known categories, to measure purity")
+    group = parser.add_argument_group("how it is run")
+    group.add_argument("--seed", type=whole, default=0, metavar="N", help="seed of the learning and of the split (default: 0)")
+    group.add_argument("--device", type=device, default="auto", help="auto, cpu or cuda (default: auto)")
+    group.add_argument("--out", type=Path, required=True, metavar="FILE", help="for the codes: a name that ends in .safetensors")
+    group.add_argument("--report", type=Path, metavar="FOLDER", help="for the page, figures and tables (default: FILE without its ending)")
+    group.add_argument("--quiet", action="store_true", help="print nothing but the last line and errors")
+
+
 def cluster(args: Namespace) -> int:
-    from sparring.cli.modalities import read_modalities
     from sparring.clusters import MSAC, Codes, page
     from sparring.clusters.summary import labels_of, summary
     from sparring.data.splits import split

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import shlex
 import sys
-from argparse import Namespace
-from collections.abc import Iterator
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,14 +13,48 @@ from typing import TYPE_CHECKING, Any
 from rich.progress import Progress, TimeElapsedColumn
 
 from sparring.cli import inputs, screen
+from sparring.cli.values import count, device, names, setting, whole
 from sparring.errors import UserError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from sparring.compare import Data, Listener, Plan
+    from sparring.compare import Data, Failure, Listener, Plan
 
 _GENERIC = {"interactions", "data", "pairs", "ratings", "events"}  # file names that say nothing: the folder's name does
+
+
+def options(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--data",
+        action="append",
+        default=[],
+        metavar="FILE_OR_NAME",
+        help="a file, a folder of parts, the name of a set, or world:QUERIESxITEMS, whose truth is known; repeatable",
+    )
+    inputs.add_columns(parser)
+    inputs.add_split(parser)
+    parser.add_argument("--split-seed", type=whole, default=0, metavar="N", help="seed of the split, the same for every run (default: 0)")
+    group = parser.add_argument_group("what is compared")
+    group.add_argument("--recipes", type=names, required=True, metavar="NAME,NAME", help="`sparring recipes` lists them")
+    group.add_argument("--seeds", type=count, default=5, metavar="N", help="each recipe is trained with the seeds 0..N-1 (default: 5)")
+    group.add_argument("--setup", metavar="RECIPE", help="take towers, optimiser and schedule of every run from this recipe")
+    group.add_argument("--tune", type=count, default=0, metavar="N", help="first tune each recipe with N trials on validation")
+    group.add_argument("--baseline", metavar="NAME", help="what the others are compared with (default: uns, else the first)")
+    group.add_argument(
+        "--metrics", type=names, default=("recall@20", "ndcg@20"), metavar="NAME@K,NAME@K", help="(default: recall@20,ndcg@20)"
+    )
+    group.add_argument(
+        "--set", type=setting, action="append", default=[], dest="settings", metavar="NAME=VALUE", help="for every recipe that knows it"
+    )
+    group.add_argument("--epochs", type=count, metavar="N", help="the same as --set epochs=N")
+    group = parser.add_argument_group("how it is run")
+    group.add_argument("--jobs", type=count, default=1, metavar="N", help="trainings at once, with one thread each if several (default: 1)")
+    group.add_argument("--device", type=device, default="auto", help="auto, cpu or cuda (default: auto)")
+    group.add_argument(
+        "--out", type=Path, required=True, metavar="FOLDER", help="for all runs and tables; the same command again does what is missing"
+    )
+    group.add_argument("--quiet", action="store_true", help="print nothing but failures and the last line")
 
 
 def compare(args: Namespace) -> int:
@@ -40,12 +74,16 @@ def compare(args: Namespace) -> int:
             cells = table.cells()
             show.print(screen.table(cells, table.caption, left=sum(column.text for column in table.columns[:3])))
     show.print()
+    return closing(show, failures, page, plan.out)
+
+
+def closing(show: Console, failures: Sequence[Failure], page: Path, out: Path) -> int:
+    """The last lines: what failed, and where everything is; the exit code."""
     for failure in failures:
         show.print(f"failed: {failure.data} {failure.recipe} {failure.what}: {failure.error}", markup=False, soft_wrap=True)
     if failures:
         show.print(f"{len(failures)} failed; the same command tries them again", markup=False)
-    where = f"{page}: the whole report; {plan.out}: figures, and tables as .md, .csv, .tex and .json"
-    show.print(where, markup=False, soft_wrap=True)
+    show.print(f"{page}: the whole report; {out}: figures, and tables as .md, .csv, .tex and .json", markup=False, soft_wrap=True)
     return 1 if failures else 0
 
 
@@ -57,11 +95,7 @@ def _plan(args: Namespace) -> Plan:
         raise UserError("--data is needed: a file, or the name of a set; repeat it for several")
     recipes = tuple(settings.find(name).__name__ for name in args.recipes)
     baseline = settings.find(args.baseline).__name__ if args.baseline else ""
-    shared: dict[str, object] = dict(args.settings)
-    if args.epochs is not None:
-        if "epochs" in shared:
-            raise UserError(f"epochs is set twice: by --epochs and by --set epochs={shared['epochs']}")
-        shared["epochs"] = args.epochs
+    shared = inputs.settings(args, "epochs")
     if args.tune:
         shared.setdefault("select", args.metrics[-1])  # equal tuning includes what it aims at
     base = None if args.setup is None else settings.own_setup(settings.find(args.setup))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import shlex
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from sparring.cli import inputs, screen
+from sparring.cli.values import count
 from sparring.errors import UserError
 
 HOUSEHOLD = 1042
@@ -15,6 +16,11 @@ _EPOCHS = 8
 # Small enough for two minutes on a laptop. What shares a batch is popular; contrasted with that alone, a model learns to avoid the staples.
 _SHARED = "--setup default --set dim=32 --set batch_size=1024"
 _RECIPES = {"ssl": "", "default": "--set n=1024"}  # 1,024 candidates per query each: the others of its batch, or any of the catalogue
+
+
+def options(parser: ArgumentParser) -> None:
+    parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder for the runs (default: runs/demo)")
+    parser.add_argument("--epochs", type=count, default=None, help="epochs of each recipe")
 
 
 def demo(args: Namespace) -> int:

@@ -5,10 +5,30 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
 
 from sparring.cli import inputs, screen
+from sparring.cli.values import count, device, names, whole
 from sparring.errors import UserError
+
+
+def options(parser: ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, metavar="RUN", help="a folder written by `sparring train`, finished or not")
+    parser.add_argument(
+        "--samplers",
+        type=names,
+        default=("own", "uns", "ssl_pop", "mns", "bir"),
+        metavar="NAME,NAME",
+        help="own (the run's negatives) and any recipes (default: own,uns,ssl_pop,mns,bir)",
+    )
+    parser.add_argument("--queries", type=count, default=256, metavar="N", help="training pairs to measure on (default: 256)")
+    parser.add_argument("--draws", type=count, default=20, metavar="N", help="batches that each of them is put into (default: 20)")
+    parser.add_argument("--data", metavar="FILE_OR_NAME", help="where the data of the run is now, if it has moved")
+    parser.add_argument("--seed", type=whole, default=0, metavar="N", help="seed of the sample and of the draws (default: 0)")
+    parser.add_argument("--device", type=device, default="auto", help="auto, cpu or cuda (default: auto)")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="also write a page, report.html, its figures and the tables there")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
 
 
 def diagnose(args: Namespace) -> int:

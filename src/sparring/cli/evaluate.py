@@ -3,15 +3,38 @@
 from __future__ import annotations
 
 import json
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparring.cli import inputs, screen
+from sparring.cli.values import constants, cutoffs, device
 from sparring.errors import UserError
 
 if TYPE_CHECKING:
     from sparring.data.interactions import Interactions
     from sparring.runs import Trained
+
+
+DIALECTS = ("standard", "trec", "rectools", "lenskit", "xir-release", "xc")
+
+
+def options(parser: ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, metavar="RUN", help="a folder written by `sparring train`")
+    parser.add_argument(
+        "--data",
+        metavar="FILE_OR_NAME",
+        help="other interactions to rank: all their pairs that were not trained on, or their own test part (default: the run's test part)",
+    )
+    inputs.add_columns(parser)
+    parser.add_argument("--part", choices=("test", "valid"), default="test", help="the part of the run's own data to rank (default: test)")
+    parser.add_argument("-k", "--k", type=cutoffs, default=None, metavar="K,K", help="cutoffs (default: 10,20,50)")
+    parser.add_argument(
+        "--dialect", choices=DIALECTS, default="standard", help="whose definition of the metrics (default: standard, which is LightGCN's)"
+    )
+    parser.add_argument("--propensity", type=constants, metavar="A,B", help="constants of psp and psndcg (default: the data's)")
+    parser.add_argument("--device", type=device, default="auto", help="auto, cpu or cuda (default: auto)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
 def evaluate(args: Namespace) -> int:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.progress import TimeRemainingColumn
 
 from sparring.cli import screen
+from sparring.cli.values import ids
 from sparring.errors import UserError
 
 if TYPE_CHECKING:
@@ -17,6 +19,22 @@ if TYPE_CHECKING:
     from sparring.export.milvus import MilvusItems
     from sparring.export.pgvector import PostgresItems
     from sparring.runs import Trained
+
+
+def options(parser: ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, metavar="RUN", help="a folder written by `sparring train`")
+    parser.add_argument("--to", choices=("parquet", "onnx", "milvus", "pgvector"), required=True, help="files, or a database")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="parquet, onnx: where the files go (default: RUN/parquet, RUN/onnx)")
+    group = parser.add_argument_group("databases")
+    group.add_argument(
+        "--address",
+        metavar="WHERE",
+        help="milvus: a file FILE.db (Milvus Lite) or http://HOST:19530, its token in MILVUS_TOKEN; "
+        "pgvector: postgresql://USER@HOST/DATABASE, the password in PGPASSWORD",
+    )
+    group.add_argument("--table", default="items", metavar="NAME", help="collection or table; made where it is missing (default: items)")
+    group.add_argument("--delete", type=ids, metavar="ID,ID", help="delete these items from the database, and do nothing else")
+    parser.add_argument("--quiet", action="store_true", help="print nothing but the last line and errors")
 
 
 def export(args: Namespace) -> int:

@@ -3,35 +3,26 @@
 from __future__ import annotations
 
 import json
-import re
-from argparse import ArgumentTypeError, Namespace
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
 
 from sparring.cli import screen
+from sparring.cli.values import count, size, target, whole
 from sparring.errors import UserError
 
-_UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 KINDS = ("auto", "exact", "hnsw", "ivf", "ivfsq", "ivfpq")
 
 
-def size(text: str) -> int:
-    """500MB -> 500,000,000; also kB, GB, KiB, MiB, GiB, or bytes."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
-    unit = match[2].lower().removesuffix("ytes").removesuffix("yte") if match else ""
-    unit = "" if unit == "b" else unit
-    if not match or unit not in _UNITS or float(match[1]) * _UNITS[unit] < 1:
-        raise ArgumentTypeError(f"{text!r} is not a size such as 500MB or 2GiB")
-    return int(float(match[1]) * _UNITS[unit])
-
-
-def target(text: str) -> float:
-    """A recall: above 0, at most 1."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value <= 1:
-        raise ArgumentTypeError(f"{text!r} is not a recall: it must be above 0 and at most 1")
-    return value
+def options(parser: ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, metavar="RUN", help="a folder written by `sparring train`")
+    parser.add_argument("--recall", type=target, default=0.99, metavar="R", help="least share of the exact best k (default: 0.99)")
+    parser.add_argument("--memory", type=size, metavar="SIZE", help="most that searches may keep in memory, such as 500MB (default: any)")
+    parser.add_argument("--kind", choices=KINDS, default="auto", help="auto tries all that fit (default: auto)")
+    parser.add_argument("-k", "--k", type=count, default=100, metavar="K", help="length of the lists that it is tuned for (default: 100)")
+    parser.add_argument("--queries", type=count, default=1000, metavar="N", help="queries of the run to measure on (default: 1000)")
+    parser.add_argument("--seed", type=whole, default=0, metavar="N", help="seed of the sample and of the clusters (default: 0)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--quiet", action="store_true", help="print nothing but the last line and errors")
 
 
 def index(args: Namespace) -> int:
@@ -41,11 +32,12 @@ def index(args: Namespace) -> int:
     from sparring.index import page
     from sparring.index.beside import FOLDER, build_index
     from sparring.index.kinds import require_faiss
+    from sparring.index.tuning import SMALL
 
     if args.kind not in ("auto", "exact"):
         require_faiss()
     trained = runs.load(args.run)
-    if args.kind == "auto" and len(trained.ids.item_ids) > 2000:
+    if args.kind == "auto" and len(trained.ids.item_ids) > SMALL:
         require_faiss()
     if args.queries < 2 or len(trained.ids.query_ids) < 2:
         raise UserError("recall is measured on at least 2 queries, half of them held out")

@@ -1,22 +1,50 @@
-"""Where the data of a command comes from: a file or a set by name, the columns, the split; and what run.json records of them."""
+"""What a command is given: its data (a file or a set by name, the columns, the split) and what run.json records of it; its settings."""
 
 from __future__ import annotations
 
 import hashlib
 import re
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sparring.cli.values import number, share
 from sparring.errors import UserError
 
 if TYPE_CHECKING:
     from sparring.data.interactions import Interactions, Split
     from sparring.data.worlds import World
 
-COLUMNS = ("query", "item", "time", "weight", "rating", "label", "split")
+SPLITS = ("auto", "file", "random", "temporal", "leave-last-out")
+COLUMNS = {
+    "query": "who: user, customer, query",
+    "item": "what: item, product, document",
+    "time": "when, for temporal and leave-last-out splits",
+    "weight": "weight of a pair",
+    "rating": "rating, for --min-rating",
+    "label": "1 where taken, 0 where shown and not taken",
+    "split": "train, valid or test",
+}
+
+
+def add_columns(parser: ArgumentParser) -> None:
+    """The options that `columns` reads."""
+    group = parser.add_argument_group("columns (guessed from common names where not given)")
+    group.add_argument("--items", type=Path, metavar="FILE", help="table of items: an id column, title, category, any other")
+    group.add_argument("--queries", type=Path, metavar="FILE", help="table of queries")
+    for name, text in COLUMNS.items():
+        group.add_argument(f"--{name}-column", metavar="NAME", help=text)
+    group.add_argument("--min-rating", type=number, metavar="X", help="keep pairs rated at least X")
+
+
+def add_split(parser: ArgumentParser) -> None:
+    """--split, --valid and --test."""
+    group = parser.add_argument_group("split")
+    group.add_argument("--split", choices=SPLITS, default="auto", help="auto: the file's own if it has one, else random (default: auto)")
+    group.add_argument("--valid", type=share, default=0.1, metavar="SHARE", help="share of the training part for validation (default: 0.1)")
+    group.add_argument("--test", type=share, default=0.2, metavar="SHARE", help="share of the pairs for the test (default: 0.2)")
 
 
 def columns(args: Namespace) -> dict[str, Any]:
@@ -150,3 +178,15 @@ def cutoffs_for(asked: tuple[int, ...] | None, n_items: int) -> list[int]:
     if asked[-1] > n_items:
         raise UserError(f"cutoff {asked[-1]} in --k is larger than the catalogue of {n_items:,} items")
     return list(asked)
+
+
+def settings(args: Namespace, *short: str) -> dict[str, object]:
+    """What --set asks for, and options such as --epochs N that are short for it; none may come twice."""
+    asked: dict[str, object] = dict(args.settings)
+    for name in short:
+        value = getattr(args, name)
+        if value is not None and name in asked:
+            raise UserError(f"{name} is set twice: by --{name.replace('_', '-')} and by --set {name}={asked[name]}")
+        if value is not None:
+            asked[name] = value
+    return asked

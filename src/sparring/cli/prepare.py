@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 import time
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sparring.cli import inputs, screen
+from sparring.cli.values import whole
 
 if TYPE_CHECKING:
     from sparring.data.encoded import Tell
+
+
+def options(parser: ArgumentParser) -> None:
+    parser.add_argument("data", metavar="DATA", help="a Parquet file, a folder of Parquet parts, a glob in quotes, or a CSV file")
+    inputs.add_columns(parser)
+    inputs.add_split(parser)
+    parser.add_argument("--seed", type=whole, default=0, metavar="N", help="seed of the split (default: 0)")
+    group = parser.add_argument_group("how it is run")
+    group.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="where it goes; it appears there as a whole at the end")
+    group.add_argument("--overwrite", action="store_true", help="replace what was prepared in FOLDER before")
+    group.add_argument(
+        "--engine", choices=("polars", "spark"), default="polars", help="spark: on a cluster, for the same files (default: polars)"
+    )
+    group.add_argument("--quiet", action="store_true", help="print nothing but the last line and errors")
 
 
 def prepare(args: Namespace) -> int:

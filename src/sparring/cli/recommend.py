@@ -3,10 +3,25 @@
 from __future__ import annotations
 
 import json
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
 
 from sparring.cli import screen
+from sparring.cli.values import count, ids
 from sparring.errors import UserError
+
+
+def options(parser: ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, metavar="RUN", help="a folder written by `sparring train`")
+    parser.add_argument("--query", action="append", default=[], metavar="ID", help="a query (user) of the data; repeatable")
+    parser.add_argument("--history", type=ids, metavar="ID,ID", help="items instead of a query: what goes with them")
+    parser.add_argument("--text", action="append", default=[], metavar="TEXT", help="a new query by its text, for text towers; repeatable")
+    parser.add_argument("--all", action="store_true", help="every query of the run, into the file --out")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="with --all: a Parquet file, written as the lists are found")
+    parser.add_argument("--index", action="store_true", help="with --all: through the index that `sparring index` built, not exactly")
+    parser.add_argument("-k", "--k", type=count, default=None, metavar="K", help="how many items (default: 10; with --all 100)")
+    parser.add_argument("--with-seen", action="store_true", help="do not leave out what the query already has")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line instead of a table")
 
 
 def recommend(args: Namespace) -> int:

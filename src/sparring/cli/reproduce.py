@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import shlex
 import sys
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sparring.cli import inputs, screen
+from sparring.cli.modalities import add_modalities
+from sparring.cli.values import count, device, setting
 from sparring.errors import UserError
 
 MSAC = "msac."  # begins the settings of the clusters: --set msac.steps=500
@@ -17,10 +20,38 @@ if TYPE_CHECKING:
     from sparring.reproduce import Catalogue, Experiment, Given, Plan
 
 
+def options(parser: ArgumentParser) -> None:
+    parser.add_argument("name", nargs="?", metavar="NAME", help="which table or figure; without a name all are listed")
+    parser.add_argument(
+        "--data",
+        action="append",
+        default=[],
+        metavar="FILE_OR_NAME",
+        help="a file, a folder of parts, the name of a set, or world:QUERIESxITEMS; repeatable",
+    )
+    inputs.add_columns(parser)
+    add_modalities(parser)
+    parser.add_argument("--category", default="category", metavar="COLUMN", help="column of the items with categories (default: category)")
+    parser.add_argument("--codes", type=Path, metavar="FOLDER", help="clusters for several tables; what is missing is learned there")
+    group = parser.add_argument_group("how it is run")
+    group.add_argument("--seeds", type=count, default=5, metavar="N", help="10, 20, ...; for XIR each is a split too (default: 5)")
+    group.add_argument("--tune", type=count, default=0, metavar="N", help="esans-...: first tune with N trials on the validation part")
+    group.add_argument("--epochs", type=count, metavar="N", help="the same as --set epochs=N (default: as in the paper)")
+    group.add_argument("--batch-size", type=count, metavar="N", help="the same as --set batch_size=N")
+    group.add_argument("--encoder", metavar="NAME", help="ngame-dexa: the same as --set encoder=NAME: minilm, bag, a folder, ...")
+    group.add_argument(
+        "--set", type=setting, action="append", default=[], dest="settings", metavar="NAME=VALUE", help="for every recipe that knows it"
+    )
+    group.add_argument("--jobs", type=count, default=1, metavar="N", help="trainings at once, with one thread each if several (default: 1)")
+    group.add_argument("--device", type=device, default="auto", help="auto, cpu or cuda (default: auto)")
+    group.add_argument("--out", type=Path, metavar="FOLDER", help="for all runs and tables; the same command again does what is missing")
+    group.add_argument("--quiet", action="store_true", help="print nothing but failures and the last line")
+
+
 def reproduce(args: Namespace) -> int:
     if args.name is None:
         return _listing()
-    from sparring.cli.compare import listening
+    from sparring.cli.compare import closing, listening
     from sparring.reproduce import reproduce as run_all
 
     plan = _plan(args)
@@ -35,13 +66,7 @@ def reproduce(args: Namespace) -> int:
         show.print()
         for line in results.findings:
             show.print(line, markup=False, soft_wrap=True)
-    for failure in plan.failures:
-        show.print(f"failed: {failure.data} {failure.recipe} {failure.what}: {failure.error}", markup=False, soft_wrap=True)
-    if plan.failures:
-        show.print(f"{len(plan.failures)} failed; the same command tries them again", markup=False)
-    where = f"{page}: the whole report; {plan.out}: figures, and tables as .md, .csv, .tex and .json"
-    show.print(where, markup=False, soft_wrap=True)
-    return 1 if plan.failures else 0
+    return closing(show, plan.failures, page, plan.out)
 
 
 def _listing() -> int:
@@ -61,13 +86,7 @@ def _plan(args: Namespace) -> Plan:
         if not getattr(args, option):
             what = "a file, or the name of a set; repeat it for several" if option == "data" else "the folder for its runs and tables"
             raise UserError(f"--{option} is needed: {what}")
-    settings: dict[str, object] = dict(args.settings)
-    for name in ("epochs", "batch_size", "encoder"):
-        value = getattr(args, name)
-        if value is not None and name in settings:
-            raise UserError(f"{name} is set twice: by --{name.replace('_', '-')} and by --set {name}={settings[name]}")
-        if value is not None:
-            settings[name] = value
+    settings = inputs.settings(args, "epochs", "batch_size", "encoder")
     if args.tune:
         from sparring.tune import require_optuna
 

@@ -13,7 +13,6 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-
     from sparring.evaluation import Evaluation
     from sparring.train import Progress as Listener
 

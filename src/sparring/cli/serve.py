@@ -7,7 +7,7 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sparring.cli.values import count, number, whole
+from sparring.cli.values import count, number, size, whole
 from sparring.errors import UserError
 
 if TYPE_CHECKING:
@@ -20,8 +20,6 @@ _LOOPBACK = {"127.0.0.1": "127.0.0.1", "localhost": "localhost", "::1": "[::1]"}
 
 def options(parser: ArgumentParser) -> None:
     """What may be written after `sparring serve`."""
-    from sparring.cli.index import size
-
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folders written by `sparring train`; the first is the default")
     parser.add_argument(
         "--host", default="127.0.0.1", metavar="ADDRESS", help="address to listen on (default: 127.0.0.1, this machine only)"

@@ -4,18 +4,48 @@ from __future__ import annotations
 
 import json
 import shutil
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparring.cli import inputs, screen
-from sparring.cli.launch import launch
+from sparring.cli.launch import add_launch, launch
+from sparring.cli.values import count, cutoffs, device, setting, whole
 from sparring.errors import UserError
 
 if TYPE_CHECKING:
     from sparring.composition import Run, Setup
     from sparring.data.interactions import Interactions, Split
     from sparring.train import Fitted
+
+
+def options(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--data",
+        metavar="FILE_OR_NAME",
+        help="Parquet or CSV file, folder of parts or of prepared data, or the name of a set; not needed with --resume",
+    )
+    inputs.add_columns(parser)
+    inputs.add_split(parser)
+    group = parser.add_argument_group("training")
+    group.add_argument("--recipe", metavar="NAME", help="how to train (default: default); `sparring recipes` lists them")
+    group.add_argument(
+        "--set", type=setting, action="append", default=[], dest="settings", metavar="NAME=VALUE", help="change one setting; repeatable"
+    )
+    group.add_argument(
+        "--setup", metavar="RECIPE", help="take towers, optimiser and schedule from this recipe, so that only the negatives differ"
+    )
+    group.add_argument("--epochs", type=count, metavar="N", help="the same as --set epochs=N")
+    group.add_argument("--seed", type=whole, metavar="N", help="the same as --set seed=N; also seeds the split")
+    group.add_argument("--device", type=device, default="auto", help="auto, cpu or cuda (default: auto)")
+    group.add_argument("--k", type=cutoffs, default=None, metavar="K,K", help="cutoffs of the metrics (default: 10,20,50)")
+    group = parser.add_argument_group("the run folder")
+    group.add_argument("--out", type=Path, metavar="FOLDER", help="where the run goes (default: runs/RECIPE)")
+    group.add_argument("--resume", action="store_true", help="continue a run that was stopped, exactly as if it never had been")
+    group.add_argument("--overwrite", action="store_true", help="delete the run that is in FOLDER first")
+    group.add_argument("--tensorboard", action="store_true", help="also write curves for TensorBoard into FOLDER/tensorboard")
+    group.add_argument("--quiet", action="store_true", help="print nothing but the last line and errors")
+    add_launch(parser)
 
 
 def train(args: Namespace) -> int:
@@ -186,13 +216,7 @@ def _base(args: Namespace) -> Setup | None:
 
 
 def _settings(args: Namespace) -> dict[str, object]:
-    asked: dict[str, object] = dict(args.settings)
-    for name in ("epochs", "seed"):
-        value = getattr(args, name)
-        if value is not None and name in asked:
-            raise UserError(f"{name} is set twice: by --{name} and by --set {name}={asked[name]}")
-        if value is not None:
-            asked[name] = value
+    asked = inputs.settings(args, "epochs", "seed")
     if args.shard_tables:
         asked["tables"] = "sharded"
     return asked

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import re
 
+_UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+
 
 def cutoffs(text: str) -> tuple[int, ...]:
     """10,20,50 -> (10, 20, 50)."""
-    values = tuple(sorted({count(part) for part in text.split(",")}))
-    return values
+    return tuple(sorted({count(part) for part in text.split(",")}))
 
 
 def count(text: str) -> int:
@@ -74,3 +75,24 @@ def ids(text: str) -> list[str]:
     if not values:
         raise argparse.ArgumentTypeError(f"{text!r} holds no item ids: give them as ID,ID,...")
     return values
+
+
+def size(text: str) -> int:
+    """500MB -> 500,000,000; also kB, GB, KiB, MiB, GiB, or bytes."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    unit = match[2].lower().removesuffix("ytes").removesuffix("yte") if match else ""
+    unit = "" if unit == "b" else unit
+    if not match or unit not in _UNITS or float(match[1]) * _UNITS[unit] < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 500MB or 2GiB")
+    return int(float(match[1]) * _UNITS[unit])
+
+
+def target(text: str) -> float:
+    """A recall: above 0, at most 1."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a recall: it must be above 0 and at most 1")
+    return value

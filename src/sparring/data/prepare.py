@@ -7,7 +7,6 @@ of queries, and written to the columns of prepared.py. The parts are those that 
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -25,7 +24,7 @@ from sparring.data.opening import open_table
 from sparring.data.prepared import Prepared, is_prepared, read_prepared, write_description
 from sparring.data.splits import check_split
 from sparring.data.xc import is_xc
-from sparring.errors import UserError
+from sparring.errors import UserError, disk_full
 
 Engine = Literal["polars", "spark"]
 
@@ -128,15 +127,6 @@ def _beside(out: Path) -> Iterator[Path]:
         yield folder
     except BaseException as error:
         shutil.rmtree(folder, ignore_errors=True)
-        if _disk_full(error):
+        if disk_full(error):
             raise UserError(f"the disk of {folder.parent} is full: nothing was written to {out}; free some, then prepare again") from None
         raise
-
-
-def _disk_full(error: BaseException | None) -> bool:
-    while error is not None:
-        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-        if full or "No space left on device" in str(error) or "os error 28" in str(error):
-            return True
-        error = error.__cause__
-    return False

@@ -52,25 +52,19 @@ def read(
         read("ratings.csv", min_rating=4, items="movies.csv")
     """
     path = Path(path)
+    named = {"query": query, "item": item, "time": time, "weight": weight, "rating": rating, "split": split, "label": label}
     known = _layout(path)
     if known is not None:
-        roles = {"query": query, "item": item, "time": time, "weight": weight, "rating": rating, "split": split, "label": label}
-        roles |= {"min_rating": min_rating, "items": items, "queries": queries}  # type: ignore[dict-item]
-        given = next((name for name, value in roles.items() if value is not None), None)
+        others = {"min_rating": min_rating, "items": items, "queries": queries}
+        given = next((name for name, value in {**named, **others}.items() if value is not None), None)
         if given is not None:
             raise UserError(f"{given} is for tables: the files of {path} are known")
         return known(path)
     opened = open_table(path, query, item, items, queries)
     return from_frame(
         opened.frame,
-        query=query,
-        item=item,
-        time=time,
-        weight=weight,
-        rating=rating,
+        **named,
         min_rating=min_rating,
-        split=split,
-        label=label,
         items=opened.items,
         queries=opened.queries,
         catalogue=catalogue,

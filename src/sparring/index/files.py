@@ -137,8 +137,7 @@ def _named_files(folder: Path) -> set[str]:
 
 
 def _abandoned(folder: Path) -> set[str]:
-    names = {path.name for part in _PARTS for path in folder.glob(f"{part}-*") if time.time() - path.stat().st_mtime > _ABANDONED}
-    return names
+    return {path.name for part in _PARTS for path in folder.glob(f"{part}-*") if time.time() - path.stat().st_mtime > _ABANDONED}
 
 
 def _clean(folder: Path, names: set[str], kept: set[str]) -> None:

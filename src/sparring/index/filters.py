@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 
 from sparring.types import Positives
 
@@ -95,8 +96,6 @@ class Hidden:
 
     def positives(self, also: np.ndarray) -> Positives | None:
         """As the exact ranking takes them, with columns that every row hides."""
-        import torch
-
         rows, columns = self.rows, self.columns
         if len(also):
             rows = np.concatenate([rows, np.repeat(np.arange(self.n_rows), len(also))])

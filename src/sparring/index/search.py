@@ -13,6 +13,7 @@ import torch
 
 from sparring.errors import UserError
 from sparring.index import kinds
+from sparring.index.changes import Changes
 from sparring.index.files import Stored, read, write
 from sparring.index.filters import Hidden, Lists, found, pairs, positions
 from sparring.rank import top_k
@@ -21,20 +22,7 @@ from sparring.types import Positives
 _FEW = 8  # queries: below this a product with all items costs less than the exact ranking, which works on 64 at a time
 _SMALL = 20_000  # an allow list up to this long, or a twentieth of the catalogue, is ranked exactly
 _TOGETHER = 32  # hidden items up to which queries are searched together
-_BESIDE = 1 << 22  # scores of added items held at once
 _SCORED = 1 << 24  # numbers gathered at once when candidates are ranked again
-
-
-@dataclass(frozen=True)
-class _Changes:
-    """What was added and removed since the index was built; never changed in place, so that a search sees one state."""
-
-    gone: np.ndarray  # rows of the index that were removed or replaced, ascending
-    ids: np.ndarray  # added, ascending
-    vectors: np.ndarray  # theirs
-
-    def with_gone(self, rows: np.ndarray) -> np.ndarray:
-        return np.union1d(self.gone, rows) if len(rows) else self.gone
 
 
 @dataclass(eq=False)
@@ -60,7 +48,7 @@ class Index(Stored):
         self._selector: tuple[np.ndarray, Any] | None = None
         self._told: tuple[int, Any, Any] | None = None
         self._counted = len(self.ids) > 0 and int(self.ids[0]) == 0 and int(self.ids[-1]) == len(self.ids) - 1  # a row is its id
-        self._changes = _Changes(np.empty(0, np.int64), np.empty(0, np.int64), np.empty((0, self.dim), np.float32))
+        self._changes = Changes.none(self.dim)
 
     @classmethod
     def load(cls, folder: str | Path, check: bool = True) -> Index:
@@ -81,19 +69,14 @@ class Index(Stored):
         if len(ids) != len(vectors) or len(np.unique(ids)) < len(ids) or (len(ids) and ids.min() < 0):
             raise UserError(f"to add items, give distinct ids from 0 and one vector each, not {len(ids)} ids and {len(vectors)} vectors")
         with self._lock:
-            old = self._changes
-            kept = ~np.isin(old.ids, ids)
-            joined, rows = np.concatenate([old.ids[kept], ids]), np.concatenate([old.vectors[kept], vectors])
-            order = np.argsort(joined)
-            self._changes = _Changes(old.with_gone(found(self.ids, ids)), joined[order], rows[order])
+            self._changes = self._changes.with_added(ids, vectors, found(self.ids, ids))
 
     def remove(self, ids: np.ndarray) -> int:
         """Remove items from the next search on; how many of them there were. In memory only."""
         ids = np.unique(np.asarray(ids, dtype=np.int64))
         with self._lock:
-            old, before = self._changes, len(self)
-            kept = ~np.isin(old.ids, ids)
-            self._changes = _Changes(old.with_gone(found(self.ids, ids)), old.ids[kept], old.vectors[kept])
+            before = len(self)
+            self._changes = self._changes.without(ids, found(self.ids, ids))
             return before - len(self)
 
     def has(self, item: int) -> bool:
@@ -131,12 +114,7 @@ class Index(Stored):
             scores, at = self._found(q, k, hidden, *self._scope(changes, allow, denied))
             best = scores, np.where(at >= 0, self.ids[at.clip(min=0)], -1) if len(self.ids) else at
         if len(changes.ids):
-            ids, vectors = changes.ids, changes.vectors
-            if allow is not None or len(denied):
-                here = np.ones(len(ids), bool) if allow is None else np.isin(ids, np.asarray(allow, dtype=np.int64))
-                here &= ~np.isin(ids, denied)
-                ids, vectors = ids[here], vectors[here]
-            best = _joined(q, *best, vectors, ids, exclude)
+            best = changes.joined(q, *best, exclude, allow, denied)
         return best
 
     def _simply(self, q: np.ndarray, k: int, exclude: Lists | None, gone: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
@@ -163,7 +141,7 @@ class Index(Stored):
             scores[row, :k], at[row, :k] = scores[row, kept], at[row, kept]
         return scores[:, :k], at[:, :k]
 
-    def _scope(self, changes: _Changes, allow: np.ndarray | None, deny: np.ndarray) -> tuple[np.ndarray | None, np.ndarray]:
+    def _scope(self, changes: Changes, allow: np.ndarray | None, deny: np.ndarray) -> tuple[np.ndarray | None, np.ndarray]:
         """(the only rows that may be found, or None for all; rows that may not be)."""
         gone = changes.with_gone(found(self.ids, deny)) if len(deny) else changes.gone
         if allow is None and 2 * len(gone) <= len(self.ids):
@@ -256,28 +234,6 @@ class Index(Stored):
         if not np.isfinite(q).all():
             raise UserError("the vectors hold NaN or infinite values")
         return q
-
-
-def _joined(
-    q: np.ndarray, scores: np.ndarray, labels: np.ndarray, vectors: np.ndarray, ids: np.ndarray, exclude: Lists | None
-) -> tuple[np.ndarray, np.ndarray]:
-    """Lists (B, k) with those of other vectors in their places. Most are not, so only what beats a list's last is looked at further."""
-    k, step = scores.shape[1], max(1, _BESIDE // max(1, len(q)))
-    for begin in range(0, len(ids), step):
-        # by torch: numpy's own threads burn a core each while they wait for a product as small as this
-        more = (torch.from_numpy(q) @ torch.from_numpy(vectors[begin : begin + step]).T).numpy()
-        better = np.flatnonzero((more > scores[:, -1:]).any(0))
-        if not len(better):
-            continue
-        more, new = more[:, better], ids[begin + better]
-        rows, items = pairs(exclude, len(q))
-        hidden = Hidden(rows, positions(new, items), len(q), len(new))
-        more[hidden.rows, hidden.columns] = -np.inf
-        joined = np.concatenate([scores, more], 1)
-        order = np.argsort(-joined, axis=1, kind="stable")[:, :k]
-        every = np.concatenate([labels, np.where(np.isneginf(more), -1, new)], 1)
-        scores, labels = np.take_along_axis(joined, order, 1), np.take_along_axis(every, order, 1)
-    return scores, labels
 
 
 def _alike(hidden: Hidden) -> Iterator[tuple[int, np.ndarray]]:
