@@ -20,14 +20,18 @@ TONES = {WITHIN: "good", OUTSIDE: "bad", UNPUBLISHED: "plain", CHART: "plain"}
 NOT_GIVEN = "the data was not given"
 Row = dict[str, Cell]
 
+
+def named(*fields: str) -> tuple[Column, ...]:
+    """Columns of words, each headed by the name of its field."""
+    return tuple(Column(name, f"{{{name}}}", text=True) for name in fields)
+
+
 MAIN = (
-    Column("data", "{data}", text=True),
-    Column("metric", "{metric}", text=True),
-    Column("method", "{method}", text=True),
+    *named("data", "metric", "method"),
     Column("ours", "{mean:.4f}[[ ± {std:.5f}]]"),
     Column("published", "{published:.4f}[[ ± {published_std:.5f}]]"),
     Column("difference", "{difference:+.1%}"),
-    Column("verdict", "{verdict}", text=True),
+    *named("verdict"),
     Column("standard metric", "{standard:.4f}[[ ± {standard_std:.5f}]]"),
     Column("seeds", "{seeds}"),
 )
@@ -46,11 +50,25 @@ def beside(values: Sequence[float], published: Figure | None, why: str = "no run
     if not len(values):
         return row | {"verdict": f"not run: {why}"}
     mean = float(np.mean(values))
-    row |= {"mean": mean, "std": float(np.std(values, ddof=1)) if len(values) > 1 else None}
+    row |= {"mean": mean, "std": deviation(values)}
     if published is None:
         return row | {"verdict": otherwise}
     difference = mean / published.value - 1
     return row | {"difference": difference, "verdict": WITHIN if abs(difference) <= NEAR + 1e-9 else OUTSIDE}
+
+
+def mean_cells(name: str, values: Sequence[float]) -> Row:
+    """The fields NAME and NAME_std of a row: mean and deviation (n - 1), None where there are too few values."""
+    return {name: float(np.mean(values)) if len(values) else None, f"{name}_std": deviation(values)}
+
+
+def deviation(values: Sequence[float]) -> float | None:
+    return float(np.std(values, ddof=1)) if len(values) > 1 else None
+
+
+def field(metric: str) -> str:
+    """The field of a metric in a row: p_at_1 for P@1."""
+    return metric.lower().replace("@", "_at_")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -77,9 +95,7 @@ def quality_rows(plan: Plan, metrics: Sequence[str], published: Cells) -> list[R
     rows: list[Row] = []
     for given in plan.data:
         found = {method.name: test_metrics(plan, given, method) for method in plan.methods[given.name]}
-        for metric in metrics:
-            if int(metric.split("@")[1]) not in given.cutoffs():
-                continue
+        for metric in plan.measured(given, metrics):
             for method in plan.methods[given.name]:
                 rows.append(quality_row(plan, given, method, metric, found[method.name], published))
     return rows
@@ -92,8 +108,7 @@ def quality_row(plan: Plan, given: Given, method: Method, metric: str, found: Se
         published.get((given.known_as, metric, method.name)),
         "" if found else plan.error(given, method),
     )
-    standard = beside([each[our_key(metric, release=False)] for each in found], None)
-    return row | {"standard": standard["mean"], "standard_std": standard["std"]}
+    return row | mean_cells("standard", [each[our_key(metric, release=False)] for each in found])
 
 
 def absent_rows(plan: Plan, metrics: Sequence[str], published: Cells) -> list[Row]:
@@ -101,8 +116,7 @@ def absent_rows(plan: Plan, metrics: Sequence[str], published: Cells) -> list[Ro
     reasons = {given.known_as: plan.unsuited()[given.name] for given in plan.data if given.name in plan.unsuited()}
     run = {given.known_as for given in plan.data} - set(reasons)
     return [
-        {"data": data, "metric": metric, "method": method, **beside([], figure, reasons.get(data, NOT_GIVEN))}
-        | {"standard": None, "standard_std": None}
+        {"data": data, "metric": metric, "method": method, **beside([], figure, reasons.get(data, NOT_GIVEN))} | mean_cells("standard", [])
         for (data, metric, method), figure in sorted(published.items(), key=lambda cell: _place(cell[0], published, metrics))
         if data not in run and metric in metrics
     ]
@@ -121,28 +135,22 @@ def _place(key: tuple[str, str, str], published: Cells, metrics: Sequence[str]) 
 
 def cutoffs_table(plan: Plan) -> Table:
     """One row per data set and method: every metric at every cutoff, by the release's formula and by the standard one."""
-    ks = sorted({k for given in plan.data for k in given.cutoffs()})
+    ks = sorted({k for given in plan.data for k in plan.cutoffs(given)})
     names = [f"{label}@{k}" for label in METRICS for k in ks]
     rows: list[Row] = []
     for given, method in _each(plan):
         found = test_metrics(plan, given, method)
         row: Row = {"data": given.shown, "method": method.name, "seeds": len(found)}
         for key in names:
-            values = beside([each[key] for each in found if key in each], None)
-            row |= {_field(key): values["mean"], f"{_field(key)}_std": values["std"]}
+            row |= mean_cells(field(key), [each[key] for each in found if key in each])
         rows.append(row)
-    columns = [Column(_titled(key), f"{{{_field(key)}:.4f}}[[ ± {{{_field(key)}_std:.4f}}]]") for key in names]
-    head = (Column("data", "{data}", text=True), Column("method", "{method}", text=True))
-    return Table((*head, *columns), rows, "Every cutoff, by the formula of the XIR release and by the standard one")
+    columns = [Column(_titled(key), f"{{{field(key)}:.4f}}[[ ± {{{field(key)}_std:.4f}}]]") for key in names]
+    return Table((*named("data", "method"), *columns), rows, "Every cutoff, by the formula of the XIR release and by the standard one")
 
 
 def _titled(key: str) -> str:
     """NDCG@10 as the release has it, standard ndcg@10 as everyone else."""
     return f"{key.split('_')[0].upper()}@{key.split('@')[1]}" if "_" in key else f"standard {key}"
-
-
-def _field(key: str) -> str:
-    return key.replace("@", "_at_")
 
 
 def _each(plan: Plan) -> Iterator[tuple[Given, Method]]:

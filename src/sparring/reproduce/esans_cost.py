@@ -10,10 +10,10 @@ from sparring.composition import Setup
 from sparring.recipes import RECIPES
 from sparring.report import Figures, Section, Sheet
 from sparring.reproduce import drawing
-from sparring.reproduce.cells import TONES, Row, agreement, beside
+from sparring.reproduce.cells import TONES, Row, agreement, beside, named
+from sparring.reproduce.esans_rows import REFERENCE
 from sparring.reproduce.plan import Experiment, Given, Method, Plan, Results
 from sparring.reproduce.published import Figure, esans_ratios
-from sparring.reproduce.xir import caption
 from sparring.tables import Column, Table
 
 N = 5120  # shared by the batch: 10 for each of 512 positives
@@ -29,7 +29,6 @@ METHODS: dict[str, tuple[str, dict[str, object]]] = {
 }
 SETUP = Setup(dim=64, score="cosine", tau=0.05, batch_size=512, epochs=4, optimizer="row-adam", lr=2e-4, patience=None)
 METRIC = "training time / UNS"
-REFERENCE = "the reference"
 
 
 def methods(given: Given, asked: Mapping[str, object]) -> Sequence[Method]:
@@ -48,10 +47,10 @@ def results(plan: Plan) -> Results:
         if any(row["mean"] is not None for row in some):
             words = f"{given.shown}: time of an epoch as a ratio to that of UNS (bars), and the ratio published for #A2 (diamonds)."
             drawn = [figures.save(drawing.ours_and_theirs(some, ".2f"), plan.out / "figures", f"{given.name}-cost", words)]
-        sections.append(Section(given.shown, (Sheet(Table(_columns()[1:], some), "", TONES), Figures(drawn))))
+        sections.append(Section(given.shown, (Sheet(Table(COLUMNS[1:], some), "", TONES), Figures(drawn))))
     asked = ", ".join(f"{name}={value}" for name, value in plan.settings.items())
     said = [*agreement(rows), *([f"With {asked}."] if asked else [])]
-    return Results(Table(_columns(), rows, caption(plan)), said, sections)
+    return Results(Table(COLUMNS, rows, plan.caption), said, sections)
 
 
 def _epoch_seconds(plan: Plan, given: Given, method: Method) -> dict[int, float]:
@@ -74,17 +73,15 @@ def _row(plan: Plan, given: Given, name: str, found: Mapping[str, Mapping[int, f
     return row | {"epoch_seconds": beside(list(own.values()), None)["mean"]}
 
 
-def _columns() -> tuple[Column, ...]:
-    return (
-        Column("data", "{data}", text=True),
-        Column("method", "{method}", text=True),
-        Column("time / UNS", "{mean:.2f}[[ ± {std:.2f}]]"),
-        Column("published, on #A2", "{published:.2f}"),
-        Column("difference", "{difference:+.1%}"),
-        Column("verdict", "{verdict}", text=True),
-        Column("seconds per epoch", "{epoch_seconds:.2f}"),
-        Column("seeds", "{seeds}"),
-    )
+COLUMNS = (
+    *named("data", "method"),
+    Column("time / UNS", "{mean:.2f}[[ ± {std:.2f}]]"),
+    Column("published, on #A2", "{published:.2f}"),
+    Column("difference", "{difference:+.1%}"),
+    *named("verdict"),
+    Column("seconds per epoch", "{epoch_seconds:.2f}"),
+    Column("seeds", "{seeds}"),
+)
 
 
 COST = Experiment(

@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from sparring.report import Section, Sheet
-from sparring.reproduce.cells import Row
+from sparring.reproduce.cells import Row, named
 from sparring.reproduce.clusterings import most
-from sparring.reproduce.esans_results import NOTES, PAPER, PROTOCOL, SETUP, TAUS, page_of, relative_results
-from sparring.reproduce.esans_rows import columns, gain_cells, metrics_of, printed_gain, relative_rows, said
-from sparring.reproduce.plan import Clustering, Experiment, Given, Method, Plan, Results, Unsuited
+from sparring.reproduce.esans_results import NOTES, PAPER, SETUP, experiment, page_of, relative_results
+from sparring.reproduce.esans_rows import columns, gain_cells, printed_gain, relative_rows, said
+from sparring.reproduce.plan import Clustering, Given, Method, Plan, Results, Unsuited
 from sparring.reproduce.published import Figure
-from sparring.reproduce.published_esans import FIVE_RUNS, RUNS, TABLE_2, TABLE_4, matching
+from sparring.reproduce.published_esans import FIVE_RUNS, METRICS, RUNS, TABLE_2, TABLE_4
 from sparring.stats import Summary, equal_variance_t
 from sparring.tables import Column, Table
 
@@ -90,7 +90,7 @@ def main_results(plan: Plan) -> Results:
     rows: list[Row] = []
     found = []
     for given in plan.data:
-        for metric in metrics_of(plan, given) if plan.methods[given.name] else []:
+        for metric in plan.measured(given, METRICS) if plan.methods[given.name] else []:
             some = relative_rows(plan, given, metric, TABLE_2, absent=missing(given))
             means = {str(row["method"]): row["mean"] for row in some}
             for row in some:
@@ -130,10 +130,13 @@ def five_runs() -> Table:
         if name != "ESANS":
             row |= {"gain": ours.value / figure.value - 1, "p": _printed_p(ours, figure), "p_by_n": _printed_p(ours, figure, by_n=True)}
         rows.append(row)
-    names = (Column(name, f"{{{name}}}", text=True) for name in ("data", "metric", "method"))
     printed = (Column("published", "{mean:.4f} ± {std:.4f}"), Column("ESANS over it", "{gain:+.1%}"))
     tests = (Column("p, deviations by n - 1", "{p:.2g}"), Column("p, deviations by n", "{p_by_n:.2g}"))
-    return Table((*names, *printed, *tests), rows, "Five runs as the authors' notes print them; equal-variance t-tests of what is printed")
+    return Table(
+        (*named("data", "metric", "method"), *printed, *tests),
+        rows,
+        "Five runs as the authors' notes print them; equal-variance t-tests of what is printed",
+    )
 
 
 def _printed_p(a: Figure, b: Figure, by_n: bool = False) -> float:
@@ -201,7 +204,7 @@ CANDIDATES = (
     "and PNS. Debiased MNS has the batch besides; BMNS has the batch, and 5,120 mixtures of it; MixGCF mixes the 10 hardest; FairNeg's "
     "groups are ten classes of popularity. ESANS has 5 hard negatives for each query besides, and its mixtures."
 )
-MAIN = Experiment(
+MAIN = experiment(
     "esans-main",
     "UNS, PNS, debiased MNS, MixGCF, FairNeg, Ada-tau, ESANS, and controls",
     f"{PAPER}, table 2",
@@ -214,14 +217,10 @@ MAIN = Experiment(
         "random clusters (the sizes of its own, items dealt anew for each seed) and with a cluster for each category; esans-ablation has "
         "clusters of behaviour alone.",
     ),
-    setup=SETUP,
-    protocol=PROTOCOL,
     tuning="each",
-    taus=TAUS,
     chosen=("codes",),
-    known=matching,
 )
-ABLATION = Experiment(
+ABLATION = experiment(
     "esans-ablation",
     "ESANS without each of its parts, and without each modality",
     f"{PAPER}, table 4",
@@ -232,10 +231,5 @@ ABLATION = Experiment(
         "Without MSAC: the clusters' items are dealt anew, so that what is drawn is random and only the mixtures are left. Without "
         "multimodal aligning: clusters of behaviour alone. Without the secondary codebook: no hard negatives, one cell a cluster.",
     ),
-    setup=SETUP,
-    protocol=PROTOCOL,
-    tuning="first",
-    taus=TAUS,
     chosen=("codes", "simple_mixtures", "hard_mixtures"),
-    known=matching,
 )

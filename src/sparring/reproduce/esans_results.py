@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from sparring import figures, settings
 from sparring.comparison_page import in_words
 from sparring.composition import Setup
+from sparring.errors import UserError
 from sparring.report import Figures, Points, Section, Sheet
 from sparring.reproduce import clusterings, drawing
-from sparring.reproduce.cells import Row, read_json
-from sparring.reproduce.esans_rows import TONES, columns, metrics_of, relative_rows, said
-from sparring.reproduce.plan import Given, Plan, Protocol, Results
+from sparring.reproduce.cells import Row, named, read_json
+from sparring.reproduce.esans_rows import TONES, columns, relative_rows, said
+from sparring.reproduce.plan import Experiment, Plan, Protocol, Results
 from sparring.reproduce.published import Cells
+from sparring.reproduce.published_esans import METRICS, matching
 from sparring.tables import Column, Table
 
 PAPER = "ESANS (Xing et al., WWW 2025)"
@@ -20,6 +23,7 @@ PAPER = "ESANS (Xing et al., WWW 2025)"
 SETUP = Setup(dim=64, score="cosine", tau=0.05, batch_size=512, epochs=50, optimizer="row-adam", lr=2e-4, patience=5, select="recall@50")
 TAUS = (0.25, 0.4, 0.15)  # tried in tuning: each method has a temperature of its own, and the paper's 0.05 is low for most data
 PROTOCOL = Protocol("auto", valid=1 / 9, test=0.1, one_split=True, metrics=("recall", "ndcg"), cutoffs=(20, 50, 200))
+experiment = partial(Experiment, setup=SETUP, protocol=PROTOCOL, tuning="first", taus=TAUS, known=matching)
 NOTES = (
     "The sets of the paper are private or their split is not stated, so absolute figures cannot be met: each figure is relative to the "
     "reference of its table, ours on the data given, theirs from the printed figures, as the mean over its sets with least and most.",
@@ -73,7 +77,7 @@ def relative_results(
     rows: list[Row] = []
     for given in plan.data:
         if plan.methods[given.name]:
-            for metric in metrics_of(plan, given):
+            for metric in plan.measured(given, METRICS):
                 rows += relative_rows(plan, given, metric, printed, (names or {}).get(given.name), (absent or {}).get(given.name))
     return page_of(plan, rows, columns(_first(plan), where), said(rows, _first(plan)), printed)
 
@@ -102,23 +106,22 @@ def page_of(plan: Plan, rows: list[Row], shown: tuple[Column, ...], found: Seque
     if printed:
         others["published"] = _published(printed)
         sections.append(Section("Published, on the paper's own sets", (Sheet(others["published"]),)))
-    caption = f"{plan.experiment.line}: {plan.experiment.source}"
-    return Results(Table(shown, rows, caption), [*found, *setting_said(plan)], sections, others)
+    return Results(Table(shown, rows, plan.caption), [*found, *setting_said(plan)], sections, others)
 
 
 def _published(printed: Cells) -> Table:
     rows: list[Row] = [
         {"data": data, "metric": metric, "method": name, "value": figure.value} for (data, metric, name), figure in printed.items()
     ]
-    names = (Column(name, f"{{{name}}}", text=True) for name in ("data", "metric", "method"))
-    return Table((*names, Column("published", "{value:.4f}")), rows, "As printed; none of these sets was run here")
+    return Table(
+        (*named("data", "metric", "method"), Column("published", "{value:.4f}")), rows, "As printed; none of these sets was run here"
+    )
 
 
 def _clusters(plan: Plan) -> Table:
     rows = clusterings.table_rows(plan)
     columns = (
-        Column("data", "{data}", text=True),
-        Column("modalities", "{modalities}", text=True),
+        *named("data", "modalities"),
         Column("K_p", "{k_primary}"),
         Column("K_s", "{k_secondary}"),
         Column("used", "{used}"),
@@ -142,28 +145,20 @@ def _notes(plan: Plan) -> list[str]:
 
 
 def _tuned(plan: Plan) -> Table:
-    from sparring.errors import UserError
     from sparring.tune import best, read_trials
 
     rows: list[Row] = []
-    for given, name in _tuned_methods(plan):
-        method = next(each for each in plan.methods[given.name] if each.name == name)
-        trials = read_trials(plan.tuning_folder(given, method) / "trials.jsonl")[: plan.trials]
-        row: Row = {"data": given.shown, "method": name, "trials": len(trials), "settings": "", "value": None}
-        try:
-            found = best(name, trials)
-            row |= {"settings": in_words(found.settings), "value": found.value, "failed": found.failed}
-        except UserError:  # told as a failure
-            row |= {"failed": len(trials)}
-        rows.append(row)
-    names = (Column(name, f"{{{name}}}", text=True) for name in ("data", "method", "settings"))
+    for given in plan.data:
+        for method in plan.tuned_methods(given):
+            trials = read_trials(plan.tuning_folder(given, method) / "trials.jsonl")[: plan.trials]
+            row: Row = {"data": given.shown, "method": method.name, "trials": len(trials), "settings": "", "value": None}
+            try:
+                found = best(method.name, trials)
+                row |= {"settings": in_words(found.settings), "value": found.value, "failed": found.failed}
+            except UserError:  # told as a failure
+                row |= {"failed": len(trials)}
+            rows.append(row)
     figures_of = (Column("validation", "{value:.4f}"), Column("trials", "{trials}"), Column("failed", "{failed}"))
-    return Table((*names, *figures_of), rows, f"The best of {plan.trials} trials each, on the validation part")
-
-
-def _tuned_methods(plan: Plan) -> list[tuple[Given, str]]:
-    return [
-        (given, name)
-        for given in plan.data
-        for name in dict.fromkeys(plan.tuned_by(given, method).name for method in plan.methods[given.name])
-    ]
+    return Table(
+        (*named("data", "method", "settings"), *figures_of), rows, f"The best of {plan.trials} trials each, on the validation part"
+    )

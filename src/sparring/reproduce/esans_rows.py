@@ -8,10 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from sparring.data.interactions import read_table
-from sparring.reproduce.cells import Row, read_json
+from sparring.reproduce.cells import Row, named, read_json
 from sparring.reproduce.plan import Given, Method, Plan
 from sparring.reproduce.published import Cells
-from sparring.reproduce.published_esans import METRICS
 from sparring.results import LEVEL, Finished, values
 from sparring.stats import Summary, equal_variance_t, holm, seeds_and_queries, summary
 from sparring.tables import Column
@@ -91,13 +90,18 @@ def relative_rows(
         rows.append({"data": given.shown, "metric": metric, "method": method.name, **row, **gain_cells("published", gain)})
     for name, why in (absent or {}).items():
         gain = printed_gain(printed, metric, (printed_name or {}).get(name, name), known_by[first], given.known_as)
-        row = {"data": given.shown, "metric": metric, "method": name, "seeds": 0, **dict.fromkeys(FIELDS), "verdict": f"not run: {why}"}
-        rows.append({**row, **gain_cells("published", gain)})
+        row = against({}, {}, False, why)
+        rows.append({"data": given.shown, "metric": metric, "method": name, **row, **gain_cells("published", gain)})
+    correct(rows)
+    return rows
+
+
+def correct(rows: Sequence[Row]) -> None:
+    """Holm's correction of all tests among these rows, and the verdicts that rest on it."""
     tested = [row for row in rows if row["p"] is not None]
     for row, adjusted in zip(tested, holm([float(row["p"] or 0) for row in tested]), strict=True):
         row["p_holm"] = adjusted
         row["verdict"] = SAME if adjusted >= LEVEL else BETTER if float(row["over"] or 0) > 0 else WORSE
-    return rows
 
 
 def against(own: Seeds, base: Seeds, is_base: bool, why: str) -> Row:
@@ -126,17 +130,10 @@ def _summary(seeds: Seeds) -> Summary:
     return summary([float(value.mean()) for value in seeds.values()])
 
 
-def metrics_of(plan: Plan, given: Given) -> list[str]:
-    """The paper's metrics whose cutoffs the catalogue has items for."""
-    return [metric for metric in METRICS if int(metric.split("@")[1]) in plan.experiment.protocol.within(given.data)]
-
-
 def columns(first: str, where: str) -> tuple[Column, ...]:
     """How people see the rows of a table whose reference is `first`, printed for the sets `where`."""
     return (
-        Column("data", "{data}", text=True),
-        Column("metric", "{metric}", text=True),
-        Column("method", "{method}", text=True),
+        *named("data", "metric", "method"),
         Column("ours", "{mean:.4f}[[ ± {std:.4f}]]"),
         Column(f"to {first}", "{over:+.1%}[[ [{over_low:+.1%}, {over_high:+.1%}]]]"),
         gain_column(f"published, on {where}", "published"),
@@ -148,7 +145,7 @@ TESTS = (
     Column("p", "{p:.2g}"),
     Column("p (Holm)", "{p_holm:.2g}"),
     Column("p (equal-variance t)", "{p_equal_variance:.2g}"),
-    Column("verdict", "{verdict}", text=True),
+    *named("verdict"),
     Column("seeds", "{seeds}"),
 )
 

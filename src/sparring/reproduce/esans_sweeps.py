@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 
 from sparring.reproduce.clusterings import most
 from sparring.reproduce.esans_main import K_P, K_S, esans, full
-from sparring.reproduce.esans_results import NOTES, PAPER, PROTOCOL, SETUP, TAUS, relative_results
-from sparring.reproduce.plan import Experiment, Given, Method, Plan, Results, Unsuited
-from sparring.reproduce.published_esans import FIGURE_4, TABLE_5, matching
+from sparring.reproduce.esans_results import NOTES, PAPER, experiment, relative_results
+from sparring.reproduce.plan import Given, Method, Plan, Results, Unsuited
+from sparring.reproduce.published_esans import FIGURE_4, TABLE_5
 from sparring.reproduce.xir import feature_columns
 
 LAMS = (0.1, 0.5, 0.3, -0.1, -0.3)  # the paper's default first
@@ -76,7 +76,7 @@ def open_results(plan: Plan) -> Results:
     return relative_results(plan, {}, "no set")
 
 
-LAMBDA = Experiment(
+LAMBDA = experiment(
     "esans-lambda",
     "Effect of lambda, set by hand or by two rules of ours",
     f"{PAPER}, figure 4",
@@ -88,28 +88,18 @@ LAMBDA = Experiment(
         "Adaptive and learned lambda are ours: both hold the advantage of a mixture over the negative that it was made of at log 2, for "
         "all items alike or for each cluster (docs/methods.md).",
     ),
-    setup=SETUP,
-    protocol=PROTOCOL,
-    tuning="first",
-    taus=TAUS,
     chosen=("codes", "lam"),
-    known=matching,
 )
-COUNTS = Experiment(
+COUNTS = experiment(
     "esans-negatives",
     "Numbers of clusters and of items that negatives are drawn of",
     f"{PAPER}, table 5",
     negatives_methods,
     negatives_results,
     (*NOTES, "Rows differ in how many real candidates they have: m_c x m_o for each positive."),
-    setup=SETUP,
-    protocol=PROTOCOL,
-    tuning="first",
-    taus=TAUS,
     chosen=("codes", "m_c", "m_o"),
-    known=matching,
 )
-CODEBOOKS = Experiment(
+CODEBOOKS = experiment(
     "esans-codebooks",
     "Sizes of the primary and the secondary codebook",
     f"{PAPER}, figure 4",
@@ -120,24 +110,14 @@ CODEBOOKS = Experiment(
         CHART,
         f"Defaults are K_p = {K_P} and K_s = {K_S}. A primary cluster has at least ten items on average, so small catalogues allow fewer.",
     ),
-    setup=SETUP,
-    protocol=PROTOCOL,
-    tuning="first",
-    taus=TAUS,
     chosen=("codes",),
-    known=matching,
 )
-OPEN = Experiment(
+OPEN = experiment(
     "esans-open",
     "Where mixtures are made in an item tower with layers",
     f"a question that {PAPER} leaves open",
     open_methods,
     open_results,
     (*NOTES[1:], "Nothing of this is published. The item tower joins columns of the items to the item's own vector before two layers."),
-    setup=SETUP,
-    protocol=PROTOCOL,
-    tuning="first",
-    taus=TAUS,
     chosen=("codes", "layer", "simple_mixtures", "hard_mixtures"),
-    known=matching,
 )

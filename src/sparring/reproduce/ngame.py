@@ -19,13 +19,13 @@ from sparring.reproduce.ngame_rows import (
     BIN_COLUMNS,
     CLAIM_COLUMNS,
     PRINTED_COLUMNS,
+    QUALITY_COLUMNS,
     RANDOM,
     SHOWN,
     absent_rows,
     bin_rows,
     claim_rows,
     drawn_rows,
-    quality_columns,
     quality_rows,
     said,
 )
@@ -74,7 +74,7 @@ def results(plan: Plan) -> Results:
         if not plan.methods[given.name]:
             continue
         some = quality_rows(plan, given), claim_rows(plan, given), bin_rows(plan, given)
-        tables = (Table(quality_columns()[1:], some[0]), Table(CLAIM_COLUMNS[1:], some[1]), Table(BIN_COLUMNS[1:], some[2]))
+        tables = (Table(QUALITY_COLUMNS[1:], some[0]), Table(CLAIM_COLUMNS[1:], some[1]), Table(BIN_COLUMNS[1:], some[2]))
         names = ("", "Claims", "Rare and frequent labels")
         sheets = [Sheet(table, name, TONES) for table, name in zip(tables, names, strict=True)]
         sections.append(Section(given.shown, (*sheets, Figures(_figures(plan, given, some[0])))))
@@ -88,7 +88,7 @@ def results(plan: Plan) -> Results:
         "published": Table(PRINTED_COLUMNS, absent, "As printed, in percent, on sets that were not given"),
     }
     found = [*said(quality, claims), *_setting(plan)]
-    return Results(Table(quality_columns(), [*quality, *absent], caption), found, sections, others)
+    return Results(Table(QUALITY_COLUMNS, [*quality, *absent], caption), found, sections, others)
 
 
 def _figures(plan: Plan, given: Given, rows: Sequence[Row]) -> list[figures.Drawn]:

@@ -40,7 +40,7 @@ def _bm25(plan: Plan, given: Given, method: Method, parts: Split) -> Evaluation:
     from sparring.data.texts import text_of
 
     assert parts.test is not None
-    k, seen, counts = plan.experiment.protocol.within(given.data), parts.seen_for("test"), parts.train.counts()
+    k, seen, counts = plan.cutoffs(given), parts.seen_for("test"), parts.train.counts()
     ids = np.unique(parts.test.queries)
     lists, _ = bm25(text_of(given.data, "item"), text_of(given.data, "query")[ids], max(k), seen, ids)
     weights = parts.test.propensity
@@ -54,7 +54,7 @@ def _untrained(plan: Plan, given: Given, method: Method, parts: Split) -> Evalua
     assert parts.test is not None
     device = pick_device(plan.device)
     model = settings.build(method.recipe, parts.train, method.settings, plan.experiment.setup).model.to(device)
-    seen, k = parts.seen_for("test"), plan.experiment.protocol.within(given.data)
+    seen, k = parts.seen_for("test"), plan.cutoffs(given)
     with torch.no_grad():
         seen = Positives(seen.start.to(device), seen.items.to(device))
         return evaluate(model, parts.test, seen, k, plan.experiment.protocol.metrics, counts=parts.train.counts())

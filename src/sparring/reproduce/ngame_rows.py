@@ -10,13 +10,12 @@ from typing import Any
 import numpy as np
 
 from sparring.data.interactions import read_table
-from sparring.reproduce.cells import Row, read_json
-from sparring.reproduce.esans_rows import BETTER, SAME, WORSE, Seeds, against, gain_cells, printed_gain
+from sparring.reproduce.cells import Row, field, mean_cells, named, read_json
+from sparring.reproduce.esans_rows import Seeds, against, correct, gain_cells, gain_column, printed_gain
 from sparring.reproduce.ngame_references import references
 from sparring.reproduce.plan import Given, Method, Plan
 from sparring.reproduce.published_ngame import DEXA_GAIN, METRICS, OVERHEAD, PRINTED
-from sparring.results import LEVEL, Finished, values
-from sparring.stats import holm
+from sparring.results import Finished, values
 from sparring.tables import Column
 
 RANDOM = "random in-batch"
@@ -28,19 +27,10 @@ MINED = ("cluster_seconds", "list_seconds")  # in the records of the epochs
 CLAIMS = (("NGAME", RANDOM), ("ANCE", RANDOM), ("DEXA", "NGAME"))
 
 
-def field(metric: str) -> str:
-    return metric.lower().replace("@", "_at_")
-
-
 def our_key(metric: str) -> str:
     """Our name of a metric as the papers print it: nDCG@5 is ndcg_xc@5."""
     name, _, k = metric.partition("@")
     return f"{KEYS[name]}@{k}"
-
-
-def shown_metrics(plan: Plan, given: Given) -> list[str]:
-    """The metrics whose cutoffs the catalogue has items for."""
-    return [metric for metric in SHOWN if int(metric.split("@")[1]) in plan.experiment.protocol.within(given.data)]
 
 
 def evaluations(folder: Path) -> dict[str, dict[str, Any]]:
@@ -96,8 +86,7 @@ def _means(found: Sequence[Mapping[str, Any]]) -> Row:
     row: Row = {}
     for metric in SHOWN:
         each = [100 * run["metrics"][our_key(metric)] for run in found if our_key(metric) in run.get("metrics", {})]
-        row[field(metric)] = float(np.mean(each)) if each else None
-        row[f"{field(metric)}_std"] = float(np.std(each, ddof=1)) if len(each) > 1 else None
+        row |= mean_cells(field(metric), each)
     return row
 
 
@@ -133,14 +122,6 @@ def drawn_rows(rows: Sequence[Row]) -> list[Row]:
     ]
 
 
-def correct(rows: Sequence[Row]) -> None:
-    """Holm's correction of all tests among these rows, and the verdicts that rest on it."""
-    some = [row for row in rows if row.get("p") is not None]
-    for row, adjusted in zip(some, holm([float(row["p"] or 0) for row in some]), strict=True):
-        row["p_holm"] = adjusted
-        row["verdict"] = SAME if adjusted >= LEVEL else BETTER if float(row["over"] or 0) > 0 else WORSE
-
-
 def absent_rows(plan: Plan) -> list[Row]:
     """What is printed of data that was not given: theirs alone."""
     given = {each.name for each in plan.data if plan.methods[each.name]}
@@ -159,7 +140,7 @@ def claim_rows(plan: Plan, given: Given) -> list[Row]:
     rows: list[Row] = []
     methods = {method.name: method for method in plan.methods[given.name]}
     for ranking in rankings(plan, given):
-        for metric in shown_metrics(plan, given):
+        for metric in plan.measured(given, SHOWN):
             for better, base in CLAIMS:
                 own, theirs = (by_seed(plan, given, methods[name], ranking, metric) for name in (better, base))
                 row = against(own, theirs, False, "" if own else plan.error(given, methods[better]))
@@ -172,8 +153,8 @@ def claim_rows(plan: Plan, given: Given) -> list[Row]:
 
 def bin_rows(plan: Plan, given: Given) -> list[Row]:
     """How many test pairs of frequent and of rare labels are found: ten bins of labels by training texts, the most frequent first."""
-    k = max(plan.experiment.protocol.within(given.data))
-    small = max(cut for cut in plan.experiment.protocol.within(given.data) if cut <= 5)
+    k = max(plan.cutoffs(given))
+    small = max(cut for cut in plan.cutoffs(given) if cut <= 5)
     rows: list[Row] = []
     for ranking in rankings(plan, given):
         for method in plan.methods[given.name]:
@@ -186,45 +167,35 @@ def bin_rows(plan: Plan, given: Given) -> list[Row]:
     return rows
 
 
-def quality_columns() -> tuple[Column, ...]:
-    """How people see quality_rows, in percent; deviations of the other metrics are in the fields."""
-    return (
-        Column("data", "{data}", text=True),
-        Column("ranking", "{ranking}", text=True),
-        Column("method", "{method}", text=True),
-        Column("P@1", "{p_at_1:.2f}[[ ± {p_at_1_std:.2f}]]"),
-        *(Column(metric, f"{{{field(metric)}:.2f}}") for metric in SHOWN[1:]),
-        Column("P@1 to random", "{over:+.1%}[[ [{over_low:+.1%}, {over_high:+.1%}]]]"),
-        Column("p (Holm)", "{p_holm:.2g}"),
-        Column("verdict", "{verdict}", text=True),
-        Column("time", "{time:.2f}"),
-        Column("mining", "{mining:.1%}"),
-        Column("published P@1", "{published_p_at_1:.2f}"),
-        Column("seeds", "{seeds}"),
-    )
-
-
+# In percent; deviations of the other metrics are in the fields.
+QUALITY_COLUMNS = (
+    *named("data", "ranking", "method"),
+    Column("P@1", "{p_at_1:.2f}[[ ± {p_at_1_std:.2f}]]"),
+    *(Column(metric, f"{{{field(metric)}:.2f}}") for metric in SHOWN[1:]),
+    Column("P@1 to random", "{over:+.1%}[[ [{over_low:+.1%}, {over_high:+.1%}]]]"),
+    Column("p (Holm)", "{p_holm:.2g}"),
+    *named("verdict"),
+    Column("time", "{time:.2f}"),
+    Column("mining", "{mining:.1%}"),
+    Column("published P@1", "{published_p_at_1:.2f}"),
+    Column("seeds", "{seeds}"),
+)
 PRINTED_COLUMNS = (
-    *(Column(name, f"{{{name}}}", text=True) for name in ("data", "ranking", "method")),
+    *named("data", "ranking", "method"),
     *(Column(metric, f"{{published_{field(metric)}:.2f}}") for metric in METRICS),
     Column("ours", "{verdict}", text=True),
 )
 CLAIM_COLUMNS = (
-    Column("data", "{data}", text=True),
-    Column("ranking", "{ranking}", text=True),
-    Column("metric", "{metric}", text=True),
-    Column("claim", "{claim}", text=True),
+    *named("data", "ranking", "metric", "claim"),
     Column("ours", "{over:+.1%}[[ [{over_low:+.1%}, {over_high:+.1%}]]]"),
-    Column("published", "{published:+.1%}[[ ({published_low:+.1%} to {published_high:+.1%})]]"),
+    gain_column("published", "published"),
     Column("p", "{p:.2g}"),
     Column("p (Holm)", "{p_holm:.2g}"),
-    Column("verdict", "{verdict}", text=True),
+    *named("verdict"),
     Column("seeds", "{seeds}"),
 )
 BIN_COLUMNS = (
-    Column("data", "{data}", text=True),
-    Column("ranking", "{ranking}", text=True),
-    Column("method", "{method}", text=True),
+    *named("data", "ranking", "method"),
     Column("training texts of a label", "{least:.0f} to {most:.0f}"),
     Column("labels", "{items:.0f}"),
     Column("test pairs", "{pairs:.0f}"),

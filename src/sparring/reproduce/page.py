@@ -8,7 +8,7 @@ from typing import Any
 from sparring import runs
 from sparring.comparison_page import command_lines, distinct, in_words
 from sparring.report import Code, Facts, Page, Points, Section, Sheet
-from sparring.reproduce.cells import read_json
+from sparring.reproduce.cells import named, read_json
 from sparring.reproduce.plan import Plan, Results
 from sparring.tables import Cell, Column, Table
 
@@ -89,8 +89,7 @@ def _made(plan: Plan, metas: dict[tuple[str, str, int], dict[str, Any]]) -> Sect
     parts.append(Facts(facts))
     rows = _methods(metas)
     if rows:
-        names = (Column(name, f"{{{name}}}", text=True) for name in ("data", "method", "recipe"))
-        columns = (*names, Column("seconds of training", "{seconds:.0f}"), Column("settings", "{settings}", text=True))
+        columns = (*named("data", "method", "recipe"), Column("seconds of training", "{seconds:.0f}"), *named("settings"))
         parts.append(Sheet(Table(columns, rows, "as resolved; the mean time of one training"), "Settings"))
     return Section("How it was made", parts)
 

@@ -103,9 +103,6 @@ class Given:
     def shown(self) -> str:
         return self.known_as or self.name
 
-    def cutoffs(self) -> list[int]:
-        return [k for k in CUTOFFS if k <= self.data.n_items] or [self.data.n_items]
-
 
 @dataclass(frozen=True)
 class Method:
@@ -214,6 +211,10 @@ class Plan:
         """The method whose trials decide the settings of this one."""
         return method if self.experiment.tuning == "each" else self.methods[given.name][0]
 
+    def tuned_methods(self, given: Given) -> list[Method]:
+        """The methods of a data set that have trials of their own."""
+        return list({by.name: by for by in (self.tuned_by(given, method) for method in self.methods[given.name])}.values())
+
     def tuned(self, given: Given, method: Method) -> dict[str, Any]:
         """What tuning found best for a method, but for what the experiment sets itself; nothing where there was none."""
         from sparring.tune import best, read_trials
@@ -226,6 +227,17 @@ class Plan:
 
     def tuning_folder(self, given: Given, method: Method) -> Path:
         return self.out / given.name / method.folder / "tune"
+
+    @property
+    def caption(self) -> str:
+        return f"{self.experiment.line}: {self.experiment.source}"
+
+    def cutoffs(self, given: Given) -> list[int]:
+        return self.experiment.protocol.within(given.data)
+
+    def measured(self, given: Given, metrics: Sequence[str]) -> list[str]:
+        """Those metrics of a paper, such as Recall@50, whose cutoffs the catalogue has items for."""
+        return [metric for metric in metrics if int(metric.split("@")[1]) in self.cutoffs(given)]
 
     def error(self, given: Given, method: Method) -> str:
         """Why a method has no finished run."""

@@ -107,8 +107,7 @@ def _tune(plan: Plan, jobs: int, listener: Listener) -> list[Failure]:
         return []
     experiment, tasks, wanted = plan.experiment, {}, []
     for given in plan.data:
-        for method in dict.fromkeys(plan.tuned_by(given, method).name for method in plan.methods[given.name]):
-            by = next(each for each in plan.methods[given.name] if each.name == method)
+        for by in plan.tuned_methods(given):
             wanted.append((given, by))
             folder = plan.tuning_folder(given, by)
             if len(read_trials(folder / "trials.jsonl")) < plan.trials:

@@ -9,7 +9,7 @@ import polars as pl
 from sparring import figures
 from sparring.report import Figures, Section, Sheet
 from sparring.reproduce import drawing
-from sparring.reproduce.cells import MAIN, NOT_GIVEN, TONES, Row, absent_rows, agreement, beside, cutoffs_table, quality_rows
+from sparring.reproduce.cells import MAIN, NOT_GIVEN, TONES, Row, absent_rows, agreement, beside, cutoffs_table, named, quality_rows
 from sparring.reproduce.plan import Experiment, Given, Method, Plan, Results, Unsuited
 from sparring.reproduce.published import XIR_ALPHA, XIR_DATA, XIR_LAM, XIR_TABLE_2, XIR_TABLE_4, XIR_WEIGHT_DECAY, Cells, Figure
 from sparring.tables import Cell, Column, Table
@@ -94,12 +94,8 @@ def quality_results(plan: Plan, metrics: Sequence[str], published: Cells) -> Res
         sections.append(Section("Every cutoff", (Sheet(more),)))
     if absent:
         sections.append(Section("Published, not run here", (Sheet(Table(PUBLISHED, absent)),)))
-    table = Table(MAIN, [*rows, *absent], caption(plan))
+    table = Table(MAIN, [*rows, *absent], plan.caption)
     return Results(table, [*agreement(rows), *settings_said(plan)], sections, {"cutoffs": more})
-
-
-def caption(plan: Plan) -> str:
-    return f"{plan.experiment.line}: {plan.experiment.source}"
 
 
 def table_1_methods(given: Given, asked: Mapping[str, object]) -> Sequence[Method]:
@@ -117,15 +113,14 @@ def table_1(plan: Plan) -> Results:
         if name not in {given.known_as for given in plan.data}:
             rows += _statistics(name, None, name)
     columns = (
-        Column("data", "{data}", text=True),
+        *named("data"),
         Column("quantity", "{metric}", text=True),
         Column("ours", "{ours}"),
         Column("published", "{theirs}"),
         Column("difference", "{difference:+.1%}"),
-        Column("verdict", "{verdict}", text=True),
-        Column("note", "{note}", text=True),
+        *named("verdict", "note"),
     )
-    table = Table(columns, rows, caption(plan))
+    table = Table(columns, rows, plan.caption)
     findings = agreement(rows) + [f"{row['data']}: {row['note']}." for row in rows if row["note"]]
     return Results(table, findings, [Section("Data", (Sheet(table, "", TONES),))])
 

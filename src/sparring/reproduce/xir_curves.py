@@ -14,16 +14,15 @@ from sparring.data.interactions import Split
 from sparring.negatives import Cache
 from sparring.report import Figures, Section, Sheet
 from sparring.reproduce import drawing
-from sparring.reproduce.cells import CHART, TONES, UNPUBLISHED, Row, absent_charts, agreement, beside, our_key, read_json
+from sparring.reproduce.cells import CHART, TONES, UNPUBLISHED, Row, absent_charts, agreement, beside, named, our_key, read_json
 from sparring.reproduce.plan import Experiment, Given, Method, Plan, Results
 from sparring.reproduce.published import XIR_TABLE_2
-from sparring.reproduce.xir import CLOSED, NOTES, PAPER, caption, in_batch, settings_said
+from sparring.reproduce.xir import CLOSED, NOTES, PAPER, in_batch, settings_said
 from sparring.tables import Column, Table
 
 BINS = 50  # of items by popularity
 FIFTHS = ("most popular fifth", "second", "third", "fourth", "least popular fifth")
 GROUPS = len(FIFTHS)
-ABSENT = (Column("data", "{data}", text=True), Column("verdict", "{verdict}", text=True))
 
 
 def curve_methods(given: Given, asked: Mapping[str, object]) -> Sequence[Method]:
@@ -57,34 +56,34 @@ def curve_results(plan: Plan) -> Results:
             made = figures.curves(histories, key, [method.name for method in methods], "", f"test {metric}")
             words = f"{given.shown}: test {metric} by epoch, by the release's formula, the mean over seeds with one deviation."
             drawn = [figures.save(made, plan.out / "figures", f"{given.name}-curve", words)]
-        sections.append(Section(given.shown, (Sheet(Table(_ends()[1:], some), "The last epoch", TONES), Figures(drawn))))
+        sections.append(Section(given.shown, (Sheet(Table(ENDS[1:], some), "The last epoch", TONES), Figures(drawn))))
     absent = absent_charts(plan)
     if absent:
-        sections.append(Section("Published as a chart, not run here", (Sheet(Table(ABSENT, absent)),)))
-    table = Table(_ends(), [*ends, *absent], caption(plan))
+        sections.append(Section("Published as a chart, not run here", (Sheet(Table(named("data", "verdict"), absent)),)))
+    table = Table(ENDS, [*ends, *absent], plan.caption)
     every = Table(
-        (*_names(), Column("epoch", "{epoch}"), Column("ours", "{mean:.4f}[[ ± {std:.5f}]]"), Column("seeds", "{seeds}")),
+        (
+            *named("data", "metric", "method"),
+            Column("epoch", "{epoch}"),
+            Column("ours", "{mean:.4f}[[ ± {std:.5f}]]"),
+            Column("seeds", "{seeds}"),
+        ),
         points,
         "Test NDCG by epoch, by the release's formula",
     )
     return Results(table, [*agreement(ends), *settings_said(plan)], sections, {"curve": every})
 
 
-def _names() -> tuple[Column, ...]:
-    return (Column("data", "{data}", text=True), Column("metric", "{metric}", text=True), Column("method", "{method}", text=True))
-
-
-def _ends() -> tuple[Column, ...]:
-    return (
-        *_names(),
-        Column("epoch", "{epoch}"),
-        Column("ours", "{mean:.4f}[[ ± {std:.5f}]]"),
-        Column("published (table 2)", "{published:.4f}[[ ± {published_std:.5f}]]"),
-        Column("difference", "{difference:+.1%}"),
-        Column("verdict", "{verdict}", text=True),
-        Column("90 % of it by epoch", "{near}"),
-        Column("seeds", "{seeds}"),
-    )
+ENDS = (
+    *named("data", "metric", "method"),
+    Column("epoch", "{epoch}"),
+    Column("ours", "{mean:.4f}[[ ± {std:.5f}]]"),
+    Column("published (table 2)", "{published:.4f}[[ ± {published_std:.5f}]]"),
+    Column("difference", "{difference:+.1%}"),
+    *named("verdict"),
+    Column("90 % of it by epoch", "{near}"),
+    Column("seeds", "{seeds}"),
+)
 
 
 def _curve(histories: Sequence[Sequence[Mapping[str, Any]]], key: str) -> dict[int, list[float]]:
@@ -142,11 +141,11 @@ def cache_results(plan: Plan) -> Results:
                 f"{given.shown}: the most popular fifth of the items has {some[0]['interactions']:.0%} of the interactions and "
                 f"{some[0]['mean']:.0%} of the occurrences; the last cache holds {kept:,.0f} distinct items."
             )
-        sections.append(Section(given.shown, (Sheet(Table(_fifths()[1:], some), "", TONES), Figures(drawn))))
+        sections.append(Section(given.shown, (Sheet(Table(SHARES[1:], some), "", TONES), Figures(drawn))))
     absent = [row for row in absent_charts(plan) if row["data"] == "Gowalla"]
     if absent:
-        sections.append(Section("Published as a chart, not run here", (Sheet(Table(ABSENT, absent)),)))
-    return Results(Table(_fifths(), [*rows, *absent], caption(plan)), [*said, *settings_said(plan)], sections)
+        sections.append(Section("Published as a chart, not run here", (Sheet(Table(named("data", "verdict"), absent)),)))
+    return Results(Table(SHARES, [*rows, *absent], plan.caption), [*said, *settings_said(plan)], sections)
 
 
 def _fifth_row(plan: Plan, given: Given, method: Method, found: Sequence[Mapping[str, Any]], at: int) -> Row:
@@ -157,16 +156,15 @@ def _fifth_row(plan: Plan, given: Given, method: Method, found: Sequence[Mapping
     return row | {"interactions": taken, "ratio": float(row["mean"]) / float(taken) if row["mean"] is not None and taken else None}
 
 
-def _fifths() -> tuple[Column, ...]:
-    return (
-        Column("data", "{data}", text=True),
-        Column("items", "{method}", text=True),
-        Column("share of occurrences", "{mean:.2%}[[ ± {std:.2%}]]"),
-        Column("share of interactions", "{interactions:.2%}"),
-        Column("ratio", "{ratio:.2f}"),
-        Column("verdict", "{verdict}", text=True),
-        Column("seeds", "{seeds}"),
-    )
+SHARES = (
+    *named("data"),
+    Column("items", "{method}", text=True),
+    Column("share of occurrences", "{mean:.2%}[[ ± {std:.2%}]]"),
+    Column("share of interactions", "{interactions:.2%}"),
+    Column("ratio", "{ratio:.2f}"),
+    *named("verdict"),
+    Column("seeds", "{seeds}"),
+)
 
 
 FIGURE_1 = Experiment(

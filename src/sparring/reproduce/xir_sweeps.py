@@ -16,10 +16,10 @@ from sparring.data.batches import RandomBatches
 from sparring.data.interactions import Split
 from sparring.report import Figures, Section, Sheet
 from sparring.reproduce import drawing
-from sparring.reproduce.cells import CHART, TONES, UNPUBLISHED, Row, absent_charts, beside, our_key, read_json
+from sparring.reproduce.cells import CHART, TONES, UNPUBLISHED, Row, absent_charts, beside, mean_cells, named, our_key, read_json
 from sparring.reproduce.plan import Experiment, Given, Method, Plan, Results
 from sparring.reproduce.published import XIR_TABLE_2
-from sparring.reproduce.xir import CLOSED, NOTES, PAPER, caption, in_batch, settings_said
+from sparring.reproduce.xir import CLOSED, NOTES, PAPER, in_batch, settings_said
 from sparring.tables import Cell, Column, Table
 
 CACHES = (0.5, 1.0, 2.0, 4.0)  # times the batch
@@ -106,28 +106,23 @@ def sweep_rows(plan: Plan, baseline: str = "") -> list[Row]:
     """One row per data set, metric and method: its value and, where there is a baseline, its relative improvement over it."""
     rows: list[Row] = []
     for given in plan.data:
-        for metric in CHARTED:
-            if int(metric.split("@")[1]) not in given.cutoffs():
-                continue
+        for metric in plan.measured(given, CHARTED):
             found = {method.name: _by_seed(plan, given, method, metric) for method in plan.methods[given.name]}
             for method in plan.methods[given.name]:
                 row: Row = {"data": given.shown, "metric": metric, "method": method.name}
                 row |= beside(list(found[method.name].values()), None, plan.error(given, method), CHART if given.known_as else UNPUBLISHED)
                 if baseline:
-                    over = beside(_relative(found[method.name], found[baseline]) if method.name != baseline else [], None)
-                    row |= {"over": over["mean"], "over_std": over["std"]}
+                    row |= mean_cells("over", _relative(found[method.name], found[baseline]) if method.name != baseline else [])
                 rows.append(row)
     return rows
 
 
 def columns(*more: Column) -> tuple[Column, ...]:
     return (
-        Column("data", "{data}", text=True),
-        Column("metric", "{metric}", text=True),
-        Column("method", "{method}", text=True),
+        *named("data", "metric", "method"),
         Column("ours", "{mean:.4f}[[ ± {std:.5f}]]"),
         *more,
-        Column("verdict", "{verdict}", text=True),
+        *named("verdict"),
         Column("seeds", "{seeds}"),
     )
 
@@ -144,9 +139,8 @@ def _page(plan: Plan, rows: list[Row], shown: tuple[Column, ...], found: Sequenc
         sections.append(Section(given.shown, (sheet, Figures(drawn.get(given.name, ())))))
     absent = absent_charts(plan)
     if absent:
-        names = (Column("data", "{data}", text=True), Column("verdict", "{verdict}", text=True))
-        sections.append(Section("Published as a chart, not run here", (Sheet(Table(names, absent)),)))
-    return Results(Table(shown, [*rows, *absent], caption(plan)), [*found, *settings_said(plan)], sections)
+        sections.append(Section("Published as a chart, not run here", (Sheet(Table(named("data", "verdict"), absent)),)))
+    return Results(Table(shown, [*rows, *absent], plan.caption), [*found, *settings_said(plan)], sections)
 
 
 def _points(rows: Sequence[Mapping[str, Cell]], plan: Plan, given: Given, places: Mapping[str, float], baseline: str) -> dict[str, Any]:
@@ -212,8 +206,7 @@ def drawn_results(plan: Plan) -> Results:
         for row in rows:
             if row["data"] == given.shown:
                 ms = beside(list(times[str(row["method"])].values()), None)
-                ratio = beside([1 + value for value in ratios[str(row["method"])]], None)
-                row |= {"gradient_ms": ms["mean"], "gradient_ratio": ratio["mean"], "gradient_ratio_std": ratio["std"]}
+                row |= {"gradient_ms": ms["mean"], **mean_cells("gradient_ratio", [1 + value for value in ratios[str(row["method"])]])}
         x = "|R_u| / batch size"
         quality = _points(rows, plan, given, places, "SSL-Pop")
         speed = {"gradient": {place: [1 + value for value in ratios[name]] for name, place in places.items() if ratios[name]}}
