@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
+    from sparring import Run
     from sparring.data.interactions import Interactions
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -142,6 +144,32 @@ class Tables:
 
     def item_vectors(self) -> Tensor:
         return self.items
+
+
+def stepping(run: Run, generator: torch.Generator) -> Callable[[Tensor], None]:
+    """A training step of a run on pairs (B, 2), queries and items: encode, choose, loss, backward, update, observe; recorded on a GPU."""
+    import torch
+
+    from sparring.contrast import contrast
+    from sparring.optim import optimizers
+    from sparring.recorded import Recorded
+
+    setup, observers = run.setup, [module for module in run.modules().modules() if hasattr(module, "observe")]
+    trained = torch.nn.ModuleDict({"model": run.model, "temperature": run.temperature})
+    rules = optimizers(trained, setup.optimizer, setup.lr, setup.weight_decay)
+
+    def work(pairs: Tensor) -> None:
+        for rule in rules:
+            rule.zero_grad(set_to_none=True)
+        losses, step, outcome = contrast(run, *pairs.T.contiguous(), generator)
+        losses.mean().backward()
+        for rule in rules:
+            rule.step()
+        with torch.no_grad():
+            for observer in observers:
+                observer.observe(step, outcome)  # type: ignore[operator]
+
+    return Recorded(work, generator) if generator.device.type == "cuda" else work
 
 
 def quality(

@@ -21,10 +21,9 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from _shared import table
+from _shared import stepping, table
 from sparring import Run, Setup, Term
 from sparring.clusters.codes import Codes
-from sparring.contrast import contrast
 from sparring.losses import bpr, sampled_softmax
 from sparring.negatives import (
     AllItems,
@@ -51,7 +50,6 @@ from sparring.negatives import (
     Uniform,
     Union,
 )
-from sparring.optim import optimizers
 from sparring.recorded import Recorded
 from sparring.temperature import Fixed
 from sparring.towers import IdTower, Retriever
@@ -121,25 +119,12 @@ class Timed:
         setup = Setup(dim=DIM, batch_size=world.batch, lr=1e-3)
         terms = tuple(Term(1.0, negatives, bpr if isinstance(negatives, NearestTo) else sampled_softmax) for negatives in build(world))
         self.run = Run(Retriever(IdTower(QUERIES, DIM), item, "cosine"), terms, Fixed(0.1), setup)
-        modules = self.run.modules().to(device)
-        self.optimizers = optimizers(self.run.model, "row-adam", 1e-3)
-        self.observers = [module for module in modules.modules() if hasattr(module, "observe")]
-        self.generator = torch.Generator(device).manual_seed(0)
+        self.run.modules().to(device)
         self.device = device
-        self.step: Callable[[Tensor], None] = Recorded(self.work, self.generator) if device.type == "cuda" else self.work
-
-    def work(self, pairs: Tensor) -> None:
-        losses, step, outcome = contrast(self.run, pairs[0], pairs[1], self.generator)
-        losses.mean().backward()
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        with torch.no_grad():
-            for observer in self.observers:
-                observer.observe(step, outcome)  # type: ignore[operator]
+        self.step = stepping(self.run, torch.Generator(device).manual_seed(0))
 
     def seconds(self, batches: Tensor) -> float:
-        """Seconds a step over batches (steps, 2, B); of a CPU those that it worked, since others may share it."""
+        """Seconds a step over batches (steps, B, 2); of a CPU those that it worked, since others may share it."""
         on_gpu = self.device.type == "cuda"
         clock = time.perf_counter if on_gpu else time.process_time
         if on_gpu:
@@ -159,7 +144,7 @@ def measured(name: str, worlds: list[World], rounds: int, steps: int) -> list[fl
         timed.append(Timed(SAMPLERS[name][0], world))
         g = torch.Generator().manual_seed(0)
         items = (torch.rand((steps, world.batch), generator=g, dtype=torch.float64) ** 5 * world.n).long()  # the first ones most often
-        drawn.append(torch.stack([torch.randint(QUERIES, (steps, world.batch), generator=g), items], 1).to(world.items.device))
+        drawn.append(torch.stack([torch.randint(QUERIES, (steps, world.batch), generator=g), items], 2).to(world.items.device))
     spent: list[list[float]] = [[] for _ in worlds]
     for turn in range(rounds + 1):
         for each, batches, times in zip(timed, drawn, spent, strict=True):

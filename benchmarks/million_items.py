@@ -18,15 +18,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from _shared import stepping
 from sparring.composition import Run, Setup, Term
-from sparring.contrast import contrast
 from sparring.losses import Fixed, softmax_loss
 from sparring.negatives import Cache, InBatch, Popularity, Resample, Sampled, Uniform
 from sparring.negatives.distributions import draw_from_cdf
-from sparring.optim import optimizers
-from sparring.recorded import Recorded
 from sparring.towers import IdTower, Retriever
 
 DIM, BATCH, DRAWN = 64, 4096, 2048
@@ -65,25 +63,10 @@ def built(recipe: str, items: int, queries: int, device: torch.device, rule: str
         cache = Cache(DRAWN, popularity, items)
         terms = Term(0.5, Resample(InBatch(popularity), 1024)), Term(0.5, Resample(cache, 1024))
     run = Run(model, terms, Fixed(0.1 if recipe == "default" else 1.0), setup)
-    modules = run.modules().to(device)
+    run.modules().to(device)
     popularity.to(device)
-    rules = optimizers(nn.ModuleDict({"model": model}), setup.optimizer, setup.lr)
-    observers = [module for module in modules.modules() if hasattr(module, "observe")]
-    generator = torch.Generator(device).manual_seed(0)
-
-    def work(pairs: Tensor) -> None:
-        losses, step, outcome = contrast(run, *pairs.T.contiguous(), generator)
-        losses.mean().backward()
-        for optimizer in rules:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        with torch.no_grad():
-            for observer in observers:
-                observer.observe(step, outcome)  # type: ignore[operator]
-
     own = torch.Generator(device).manual_seed(1)  # of the pairs: a recorded step has the other to itself
-    recorded = Recorded(work, generator) if device.type == "cuda" else work
-    return Training(run, recorded, own, popularity.cdf, queries, device)
+    return Training(run, stepping(run, torch.Generator(device).manual_seed(0)), own, popularity.cdf, queries, device)
 
 
 def timed(training: Training, steps: int) -> float:

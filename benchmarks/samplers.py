@@ -3,8 +3,8 @@
 A step is all of it: encode, choose, loss, backward, row-sparse Adam, observe. Rounds alternate over all methods and the median of the
 per-round ratios counts; CPU seconds on one thread, wall seconds on more or on a GPU, where steps are recorded as in training. "scored" is
 how many candidates each query is scored against. A yardstick that scores more than the batch holds is filled up with uniform negatives. A
-sampler that draws for each query scores far fewer than the batch holds: the claim holds it against in-batch all the same, "of its kind"
-against plain draws.
+sampler that draws for each query scores far fewer than the batch holds: the claim holds it against in-batch all the same. "of its kind"
+holds it against plain draws that encode as many items: what its choice adds.
 
     python benchmarks/samplers.py                       # CPU, one thread
     python benchmarks/samplers.py --device cuda         # one GPU
@@ -19,14 +19,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
-from _shared import cpu_seconds, gowalla_xir, interactions, table
+from _shared import cpu_seconds, gowalla_xir, interactions, stepping, table
 from sparring import Run, Setup, Term, compose, recipes
-from sparring.contrast import contrast
 from sparring.data.interactions import Interactions
 from sparring.negatives import InBatch, Sampled, Uniform, Union
-from sparring.optim import optimizers
 from sparring.recorded import Recorded
 from sparring.types import Corpus
 
@@ -66,17 +63,22 @@ def recipe(name: str, **arguments: object) -> Build:
 def methods(b: int) -> list[Method]:
     """The methods and their yardsticks for batches of b queries."""
     own = "encodes and updates items for each query instead of one pool for all, as uniform draws per query do"
-    ranks = "topk of 64 costs more on a CPU than scoring the pool; the hardest alone does not"
+    fresh = "encodes and updates a pool of items that the batch does not hold, as uniform draws do"
+    ranks = f"{fresh}; topk costs more on a CPU than scoring them"
+    pool = "uniform, shared pool"
     mixes = "draws n x B random numbers and mixes with them, forward and backward, before the mixtures are scored"
     return [
         Method("in-batch", f"{b:,}", in_batch, ""),
         Method("in-batch and uniform", f"{2 * b:,}", filled_up, ""),
+        Method(pool, f"{b:,}", recipe("uns", n=b), ""),
         Method("uniform per query", "32", per_query(32), ""),
         Method("uniform per query, 64", "64", per_query(64), ""),
-        Method("dns, shared pool, one of the 64 hardest", f"{b:,}", recipe("dns", n=b, m=b // 32, per_query=False), "in-batch", ranks),
-        Method("dns, shared pool, the hardest", f"{b:,}", recipe("dns", n=b, per_query=False), "in-batch"),
-        Method("ahns, shared pool", f"{b:,}", recipe("ahns", n=b, per_query=False), "in-batch"),
-        Method("mixgcf, shared pool", f"{b:,}", recipe("mixgcf", n=b, per_query=False), "in-batch"),
+        Method(
+            "dns, shared pool, one of the 64 hardest", f"{b:,}", recipe("dns", n=b, m=b // 32, per_query=False), "in-batch", ranks, pool
+        ),
+        Method("dns, shared pool, the hardest", f"{b:,}", recipe("dns", n=b, per_query=False), "in-batch", fresh, pool),
+        Method("ahns, shared pool", f"{b:,}", recipe("ahns", n=b, per_query=False), "in-batch", fresh, pool),
+        Method("mixgcf, shared pool", f"{b:,}", recipe("mixgcf", n=b, per_query=False), "in-batch", fresh, pool),
         Method(
             "amns, 256 hardest",
             f"{2 * b:,}",
@@ -85,17 +87,11 @@ def methods(b: int) -> list[Method]:
             "scores the pool a second time to rank it; on a CPU topk alone costs more than the loss",
         ),
         Method("bmns", f"{2 * b:,}", recipe("bmns", n=b), "in-batch and uniform", mixes),
-        Method(
-            "fairneg, shares only",
-            f"{b:,}",
-            recipe("fairneg", n=b, importance=0.0),
-            "in-batch",
-            "encodes and updates n items that the batch does not hold",
-        ),
-        Method("fairneg", f"{b:,}", recipe("fairneg", n=b), "in-batch", "scores the pool once more for the weights, beside encoding it"),
-        Method("dns", "32", recipe("dns"), "in-batch", "", "uniform per query"),
-        Method("ahns", "32", recipe("ahns"), "in-batch", "", "uniform per query"),
-        Method("mixgcf", "32", recipe("mixgcf"), "in-batch", "", "uniform per query"),
+        Method("fairneg, shares only", f"{b:,}", recipe("fairneg", n=b, importance=0.0), "in-batch", fresh, pool),
+        Method("fairneg", f"{b:,}", recipe("fairneg", n=b), "in-batch", f"{fresh}, and scores it once more for the weights", pool),
+        Method("dns", "32", recipe("dns"), "in-batch", own, "uniform per query"),
+        Method("ahns", "32", recipe("ahns"), "in-batch", own, "uniform per query"),
+        Method("mixgcf", "32", recipe("mixgcf"), "in-batch", own, "uniform per query"),
         Method("mixgcf, a share per candidate", "32", recipe("mixgcf", mix="candidate"), "in-batch", own, "uniform per query"),
         Method("midx", "64", recipe("midx"), "in-batch", own, "uniform per query, 64"),
         Method("sce", "256", recipe("sce", n=256), "in-batch", "projects all items on buckets and hands each query one of its own"),
@@ -109,13 +105,10 @@ class Timed:
         self.method, self.device = method, device
         self.run = method.build(data, setup)
         self.modules = self.run.modules().to(device)
-        trained = nn.ModuleDict({"model": self.run.model, "temperature": self.run.temperature})
-        self.optimizers = optimizers(trained, setup.optimizer, setup.lr, setup.weight_decay)
-        self.observers = [module for module in self.modules.modules() if hasattr(module, "observe")]
         self.refreshers = [module for module in self.modules.modules() if hasattr(module, "refresh")]
         self.generator = torch.Generator(device).manual_seed(0)
         self.corpus_positives = data.positives()
-        self.step: Callable[[torch.Tensor], None] = Recorded(self.work, self.generator) if device.type == "cuda" else self.work
+        self.step = stepping(self.run, self.generator)
 
     def refresh(self) -> float:
         """Seconds of a rebuild before an epoch; 0 where there is none."""
@@ -133,22 +126,11 @@ class Timed:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
-    def work(self, pairs: torch.Tensor) -> None:
-        """One step on pairs (2, B)."""
-        losses, step, outcome = contrast(self.run, pairs[0], pairs[1], self.generator)
-        losses.mean().backward()
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        with torch.no_grad():
-            for observer in self.observers:
-                observer.observe(step, outcome)  # type: ignore[operator]
-
     def steps(self, queries: torch.Tensor, items: torch.Tensor, clock: Callable[[], float]) -> float:
         """Seconds per step over batches (steps, B)."""
         self.wait()
         began = clock()
-        for pairs in torch.stack([queries, items], 1):
+        for pairs in torch.stack([queries, items], 2):
             self.step(pairs)
         self.wait()
         return (clock() - began) / len(queries)
