@@ -21,6 +21,9 @@ from sparring.kernels import fuses_rows
 
 _BLOCK = 1 << 16  # elements of a table that are updated together on a CPU: with their moments they stay in the L2 cache
 
+if not torch.sparse.check_sparse_tensor_invariants.is_enabled():
+    torch.sparse.check_sparse_tensor_invariants.disable()  # as it is; left unsaid, some versions warn at the first sparse gradient
+
 
 class RowOptimizer(Optimizer, ABC):
     """What the row rules share: finding the rows of each gradient, and walking over them in blocks."""
