@@ -42,7 +42,7 @@ lint: $(READY)
 
 # One thread for each of the JOBS processes: more would only compete for the same cores.
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
 
 bench: $(READY)
 	$(BIN)/python -m pip install --quiet --editable ".[bench]"

@@ -21,6 +21,7 @@ assert _spec is not None
 assert _spec.loader is not None
 cases = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(cases)
+pytestmark = pytest.mark.xdist_group("equality")  # one process of the tests runs them all: what they ask for is computed once
 
 
 def free_port() -> int:
