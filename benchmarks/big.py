@@ -136,7 +136,7 @@ def run_train(folder: Path, steps: int, dim: int) -> None:
             raise _Enough
 
     with contextlib.suppress(_Enough):
-        fit(run, parts, folder / "run", device="cpu", progress=train.Progress(step=step))
+        fit(run, parts, folder / "run", overwrite=True, device="cpu", progress=train.Progress(step=step))
     verdict = "within" if max(watch.own, _status("VmHWM")) < LIMIT else "ABOVE"
     print(f"training: {watch} (GB): {verdict} the {LIMIT:g} GB allowed")
 

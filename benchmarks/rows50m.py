@@ -93,7 +93,7 @@ def work(path: Path, out: Path, steps: int, dim: int) -> None:
             raise _Enough
 
     try:
-        fit(run, parts, out, device="cpu", progress=train.Progress(step=step))
+        fit(run, parts, out, overwrite=True, device="cpu", progress=train.Progress(step=step))
     except _Enough:
         rate = (steps - 1) * run.setup.batch_size / (time.perf_counter() - first[0])
         size = (out / "checkpoint.safetensors").stat().st_size / 1e9

@@ -107,6 +107,19 @@ def test_evaluate_in_another_dialect(world: Path, capsys: pytest.CaptureFixture[
         assert ("ndcg@10" if dialect == "standard" else f"ndcg_{dialect.replace('-', '_')}@10") in names
 
 
+def test_data_show_tells_what_was_taken_for_what(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Columns by their roles, and ratings that nothing asked for; with a threshold they have a role too."""
+    words = ["data", "show", str(world / "pairs.parquet")]
+    assert main(words) == 0
+    shown = capsys.readouterr().out
+    assert "columns: user_id is the query, item_id is the item, timestamp is the time\n" in shown
+    assert "ratings (rating) are ignored" in shown
+    assert main([*words, "--min-rating", "2", "--time-column", ""]) == 0
+    shown = capsys.readouterr().out
+    assert "columns: user_id is the query, item_id is the item, rating is the rating\n" in shown
+    assert "ignored" not in shown
+
+
 def test_recommend_leaves_out_seen_items_and_names_titles(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Recommendations are new to the query unless asked otherwise, ranked by score, with titles; several queries at once work."""
     seen = runs.load(world / "run").seen
@@ -173,6 +186,9 @@ def test_resume_continues_and_refuses_changes(world: Path, tmp_path: Path, refus
     refused(["train", "--resume", "--out", stopped, "--set", "lr=0.5"], "lr", "0.5")
     refused(["train", "--resume", "--out", stopped, "--recipe", "xir"], "'xir'", "'default'")
     refused(["train", "--resume", "--out", stopped, "--data", world / "items.parquet"], "items.parquet")
+    fewer = tmp_path / "fewer.parquet"
+    pl.read_parquet(world / "pairs.parquet").head(200).write_parquet(fewer)
+    refused(["train", "--resume", "--out", stopped, "--data", fewer], f"{fewer} is not what {stopped}", str(world / "pairs.parquet"))
     assert main(["train", "--resume", "--out", str(stopped), "--quiet", "--device", "cpu"]) == 0
     assert (stopped / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
     results = [json.loads((folder / "result.json").read_text())["test"]["metrics"] for folder in (whole, stopped)]
@@ -290,7 +306,7 @@ def test_bad_runs_are_refused(world: Path, tmp_path: Path, refused: Callable[...
     refused(["recommend", world / "run", "--query", "1003", "-k", "1000"], "1000", str(ITEMS))
     refused(["recommend", world / "run", "--query", "stranger"], "'stranger'")
     refused(["recommend", world / "run"], "--query")
-    refused(["recommend", world / "run", "--history", "i1"], "history")
+    refused(["recommend", world / "run", "--history", "stranger"], "'stranger'")
     copy = tmp_path / "copy"
     subprocess.run(["cp", "-r", str(world / "run"), str(copy)], check=True)
     for file in ("model.safetensors", "checkpoint.safetensors"):

@@ -164,7 +164,8 @@ def test_bad_input_is_one_line(done: tuple[Path, list[str]], tmp_path: Path, cap
     refused(with_("--test", "0"), "test part")
     refused(lambda words: [*words, "--set", "lamm=0.5"], "'lamm'")
     refused(lambda words: [*words, "--set", "seed=5"], "--seeds")
-    refused(lambda words: [*words, "--set", "lr=0.5"], "other settings")
+    refused(lambda words: [*words, "--set", "lr=0.5"], "begun without lr=0.5")
+    refused(lambda words: [*words, "--epochs", "7"], "begun with epochs=", "not 7")
     refused(lambda words: [*words, "--split-seed", "9"], "another tiny")
     assert not list(tmp_path.glob("fresh/*/*"))
     (tmp_path / "full").mkdir()
@@ -190,7 +191,7 @@ def test_an_interrupted_comparison_goes_on(parts: Split, small_world: World, tmp
     row = results.negatives(whole).rows[0]
     assert 0 < float(row["false_negatives"] or 0) < 1
     check(dataclasses.replace(whole, seeds=9, recipes=("uns", "pns", "bir")))  # a comparison may grow
-    with pytest.raises(UserError, match="other trials"):
+    with pytest.raises(UserError, match="trials=0, not 3"):
         check(dataclasses.replace(whole, trials=3))
     with pytest.raises(UserError, match=r"recall@30 was not measured"):
         results.quality(dataclasses.replace(whole, metrics=("recall@30",)))

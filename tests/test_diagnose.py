@@ -22,6 +22,7 @@ from sparring.data.worlds import World, make_world
 from sparring.diagnose import Diagnosis, Drawn, Gradient, compared, diagnose, exact
 from sparring.errors import UserError
 from sparring.negatives import AllItems, Hardest, InBatch, Negatives, Popularity, Resample, Sampled, Uniform
+from sparring.recipes import RECIPES
 from sparring.settings import build
 from sparring.types import Bag, Candidates, Step
 
@@ -329,6 +330,25 @@ def test_the_recommendation_follows_its_rules() -> None:
     assert chosen(made("own", 0.8, noise=3), made("a", 0.9, noise=2)) == "a"
 
 
+def test_advice_names_a_setting_only_where_it_can_be_set(parts: Split) -> None:
+    """exclude=known masks known positives in recipes that have it; the others are told apart, with recipes that do."""
+    able, unable = [], []
+    for name in RECIPES:
+        try:
+            build(name, parts.train, {"exclude": "known"})
+            able.append(name)
+        except UserError as error:
+            (unable if "unknown setting" in str(error) else able).append(name)
+    assert "default" in able
+    assert "ssl_pop" in unable
+    found = [replace(made(name, unmasked=0.2), recipe=name) for name in RECIPES]
+    found.append(replace(made("own", unmasked=0.2), recipe="custom"))
+    said = {line.sampler: line.text for line in advice.advise(found) if line.kind == "warning"}
+    assert set(said) == {", ".join(able), ", ".join([*unable, "own"])}
+    assert "(exclude=known masks them)" in said[", ".join(able)]
+    assert f"exclude=known of {', '.join(able)} does" in said[", ".join([*unable, "own"])]
+
+
 def test_warnings_name_who_breaks_which_rule() -> None:
     """Each threshold warns about those beyond it and nobody else; without any, there is no warning."""
 
@@ -339,7 +359,7 @@ def test_warnings_name_who_breaks_which_rule() -> None:
     bad = [{"across": 0.89}, {"ess": 4.9}, {"unmasked": 0.011}, {"popularity": 0.1}, {"popularity": 0.9}, {"false_negatives": 0.06}]
     for fault in [*bad, {"hardness": (0.0,) * 9 + (1.0,)}]:
         assert warned(made("own"), made("a", **fault)) == ["a"], fault  # type: ignore[arg-type]
-    assert warned(made("own", unmasked=0.2), made("a", unmasked=0.1)) == ["own, a"]
+    assert warned(made("own", popularity=0.1), made("a", popularity=0.15)) == ["own, a"]
     assert warned(made("a", ess=5.1, unmasked=0.009, popularity=0.3, false_negatives=0.04)) == []
 
 

@@ -172,9 +172,11 @@ def test_bad_options_are_one_line(run: Path, tmp_path: Path, refused: Callable[.
     refused(["index", tmp_path / "none"], "no such run folder")
     refused(["index", run, "--memory", "1kB"], "fits within")
     refused(["recommend", run, "--all"], "--out")
-    refused(["recommend", run, "--query", "3", "--out", tmp_path / "a"], "--all")
+    refused(["recommend", run, "--query", "3", "--out", tmp_path / "a.csv"], "--all")
     refused(["recommend", run, "--all", "--query", "3"], "--all")
-    refused(["recommend", run, "--all", "--k", "9999", "--out", tmp_path / "a"], "9999", "2,500")
+    refused(["recommend", run, "--all", "--k", "9999", "--out", tmp_path / "a.csv"], "9999", "2,500")
+    for name in ("a", "a.json", "a.csv.gz"):  # told before the run is even looked for
+        refused(["recommend", tmp_path / "none", "--all", "--out", tmp_path / name], name, ".parquet or .csv")
     refused(["recommend", run, "--all", "--out", tmp_path], "is a folder")
     refused(["recommend", run, "--all", "--out", "/dev/null/x.parquet"], "/dev/null/x.parquet")
     monkeypatch.setitem(sys.modules, "faiss", None)
@@ -201,6 +203,17 @@ def test_all_lists_are_those_of_single_queries(run: Path, tmp_path: Path, monkey
         assert table[column].to_list() == expected[column].to_list()
     assert table["score"].to_numpy() == pytest.approx(expected["score"].to_numpy(), abs=1e-6)
     assert [path.name for path in tmp_path.iterdir()] == ["all.parquet"]
+
+
+def test_lists_as_csv_are_those_as_parquet(run: Path, tmp_path: Path) -> None:
+    """The ending of the name says which is written, and both hold the same rows."""
+    for name in ("a.parquet", "a.csv", "b.CSV"):
+        assert main(["recommend", str(run), "--all", "--k", "5", "--out", str(tmp_path / name)]) == 0
+    table = pl.read_parquet(tmp_path / "a.parquet")
+    assert (tmp_path / "a.csv").read_text() == (tmp_path / "b.CSV").read_text()
+    written = pl.read_csv(tmp_path / "a.csv", schema_overrides=table.schema)
+    assert written.drop("score").equals(table.drop("score"))
+    assert written["score"].to_numpy() == pytest.approx(table["score"].to_numpy(), abs=1e-6)
 
 
 def test_lists_end_where_unseen_items_do(run: Path, tmp_path: Path) -> None:

@@ -107,7 +107,7 @@ def test_a_saved_run_recommends_by_it(parts: Split, tmp_path: Path) -> None:
     """Written, loaded and asked: the scores are those of the trained tables and biases, also with features and histories."""
     for more in ({}, {"item_features": "category", "init": "normal"}, {"query_tower": "history"}, {"init": "spectral"}):
         run = build("uns", parts.train, {**SMALL, "optimizer": "row-adagrad", "lr": 0.3, **more})
-        fit(run, parts, tmp_path / "run", k=(10,), device="cpu")
+        fit(run, parts, tmp_path / "run", overwrite=True, k=(10,), device="cpu")
         trained = runs.load(tmp_path / "run")
         query = parts.train.query_ids.decode(np.array([4]))[0]
         best = trained.recommend([query], k=3, with_seen=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
+import tomllib
+import unittest
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -45,14 +47,45 @@ def test_own_sampler_keeps_the_contract(names: dict[str, Any]) -> None:
     proof = names["TestStratified"]()
     tests: list[Callable[[], None]] = [getattr(proof, name) for name in dir(NegativesContract) if name.startswith("test_")]
     assert len(tests) > 5
+    skipped = set()
     for test in tests:
-        test()
+        try:
+            test()
+        except unittest.SkipTest:
+            skipped.add(test.__name__)
+    assert skipped == {"test_log_count_is_the_formula", "test_gradient_bias_falls"}  # what nobody stated
 
 
 def test_commands_parse() -> None:
     """Every sparring command of the README is one that the command line accepts."""
     commands = re.findall(r"^sparring .*$", README, re.MULTILINE)
     assert len(commands) >= 5
+    for command in commands:
+        _, rest = arguments.parser()[0].parse_known_args(shlex.split(command, comments=True)[1:])
+        assert not rest
+
+
+def test_one_way_to_install() -> None:
+    """Extras are named alike everywhere, all of them exist, and the README lists each that a user may want."""
+    root = Path(__file__).parents[1]
+    extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"].keys()
+    for path in (root / "README.md", *root.glob("docs/*.md"), *root.glob("src/**/*.py")):
+        for line in path.read_text().splitlines():
+            for said in re.findall(r"pip install [^\s]*sparring.*", line):
+                name = re.match(r'pip install "sparring\[([\w{}-]+)\]"', said)
+                assert name, f"{path}: {said}"
+                assert name[1] in {*extras, "NAME", "{extra}"}, f"{path}: {said}"
+    listed = re.search(r"^Extras.*$", README, re.MULTILINE)
+    assert listed
+    assert set(re.findall(r"`([\w-]+)`", listed[0])) == set(extras) - {"demo", "dev", "bench", "pgserver"}
+
+
+@pytest.mark.parametrize("page", ["modalities.md", "serving.md"])
+def test_commands_of_pages_parse(page: str) -> None:
+    """Commands that go on where others ended are written as the command line takes them."""
+    text = (Path(__file__).parents[1] / "docs" / page).read_text()
+    commands = re.findall(r"^sparring .*$", text, re.MULTILINE)
+    assert len(commands) >= 3
     for command in commands:
         _, rest = arguments.parser()[0].parse_known_args(shlex.split(command, comments=True)[1:])
         assert not rest

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparring.composition import Run, Setup, compose
+from sparring.composition import Run, Setup, Term, compose
 from sparring.contrast import contrast, describe_batch
 from sparring.data.interactions import Interactions, Split
 from sparring.errors import UserError
@@ -442,4 +442,4 @@ def test_features_need_a_table(parts: Split) -> None:
     """item_features without an items table names the option that gives one."""
     bare = Interactions(parts.train.queries, parts.train.items, parts.train.query_ids, parts.train.item_ids)
     with pytest.raises(UserError, match="--items"):
-        compose(bare, Setup(item_features=("category",)))
+        compose(bare, Setup(item_features=("category",)), Term(1.0, InBatch()))

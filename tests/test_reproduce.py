@@ -215,7 +215,7 @@ def test_the_same_call_again_runs_only_what_is_missing(done: Path, here: None, c
     assert results(folders[1]) == expected
     assert [(folder / "checkpoint.safetensors").stat().st_mtime_ns for folder in folders] == before
     for more, said in (
-        (["--set", "lr=0.1"], "other settings"),
+        (["--set", "lr=0.1"], "begun without lr=0.1"),
         (["--set", "seed=3"], "seed cannot be set"),
         (["--set", "lamb=1"], "'lam'"),
     ):

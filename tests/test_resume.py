@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import random
 import select
@@ -23,8 +24,11 @@ import torch
 
 from sparring import plots, runs
 from sparring import train as training
+from sparring.composition import Setup, Term, compose
 from sparring.data.interactions import Split
 from sparring.errors import UserError
+from sparring.losses import bpr, hinge
+from sparring.negatives import InBatch, Sampled, Uniform
 from sparring.settings import build
 from sparring.testing.left import contents
 from sparring.train import Fitted, Progress, fit
@@ -51,10 +55,12 @@ class Killed(BaseException):
     """Stands for a kill: nothing may catch it."""
 
 
-def train(case: str, parts: Split, out: Path, *, resume: bool = False, progress: Progress | None = None, **more: Any) -> Fitted:
+def train(
+    case: str, parts: Split, out: Path, *, resume: bool = False, overwrite: bool = False, progress: Progress | None = None, **more: Any
+) -> Fitted:
     settings = {"dim": 8, "epochs": 3, "batch_size": 64, "patience": None, **SETTINGS[case], **more}
     run = build(case.split()[0], parts.train, settings)
-    return fit(run, parts, out, resume=resume, k=(10,), device="cpu", progress=progress)
+    return fit(run, parts, out, resume=resume, overwrite=overwrite, k=(10,), device="cpu", progress=progress)
 
 
 def assert_same(one: Path, other: Path) -> None:
@@ -255,7 +261,7 @@ def test_a_new_run_never_goes_on_from_an_old_ones_checkpoint(parts: Split, tmp_p
     train("xir", parts, tmp_path / "whole", seed=5)
     train("xir", parts, tmp_path / "run", seed=4)
     with pytest.raises(Killed):
-        train("xir", parts, tmp_path / "run", seed=5, progress=killing({2}, random.Random(1)))
+        train("xir", parts, tmp_path / "run", seed=5, overwrite=True, progress=killing({2}, random.Random(1)))
     with pytest.raises(UserError, match=r"model\.safetensors is missing"):
         runs.load(tmp_path / "run")
     train("xir", parts, tmp_path / "run", seed=5, resume=True)
@@ -292,6 +298,58 @@ def test_resume_cannot_change_a_run(parts: Split, tmp_path: Path, case: str, cha
     train("xir", parts, tmp_path / "run", epochs=1)
     with pytest.raises(UserError, match=words):
         train(case, parts, tmp_path / "run", resume=True, **{"epochs": 1, **changes})
+
+
+def stopped(parts: Split, out: Path, *terms: Term) -> None:
+    """A run of one's own that is stopped in its second epoch."""
+
+    def step(epoch: int, done: int, loss: Callable[[], float]) -> None:
+        if epoch == 1:
+            raise Killed
+
+    with pytest.raises(Killed):
+        fit(compose(parts.train, OWN, *terms), parts, out, k=(10,), device="cpu", progress=Progress(step=step))
+
+
+OWN = Setup(dim=8, epochs=3, batch_size=64)
+CHANGED: dict[str, tuple[Callable[[], Term], list[str]]] = {
+    "another sampler": (lambda: Term(1.0, InBatch()), ["term 1", "n=8", "InBatch"]),
+    "another n": (lambda: Term(1.0, Sampled(Uniform(40), 9)), ["n=8", "n=9"]),
+    "another weight": (lambda: Term(0.5, Sampled(Uniform(40), 8)), ["term 1=1 x", "not 0.5 x"]),
+    "another loss": (lambda: Term(1.0, Sampled(Uniform(40), 8), bpr), ["sampled_softmax", "bpr"]),
+}
+
+
+@pytest.mark.parametrize("case", CHANGED)
+def test_resume_cannot_change_the_terms(parts: Split, tmp_path: Path, case: str) -> None:
+    """A run of one's own goes on with the terms that it began with, or not at all: half of each would be neither."""
+    term, mentions = CHANGED[case]
+    stopped(parts, tmp_path / "run", Term(1.0, Sampled(Uniform(40), 8)))
+    before = (tmp_path / "run" / "checkpoint.safetensors").read_bytes()
+    with pytest.raises(UserError) as error:
+        fit(compose(parts.train, OWN, term()), parts, tmp_path / "run", resume=True, k=(10,), device="cpu")
+    for mention in [*mentions, "resume cannot change it"]:
+        assert mention in str(error.value)
+    assert (tmp_path / "run" / "checkpoint.safetensors").read_bytes() == before
+    more = compose(parts.train, OWN, Term(1.0, Sampled(Uniform(40), 8)), Term(1.0, InBatch()))
+    with pytest.raises(UserError, match="without term 2=1 x sampled_softmax over InBatch"):
+        fit(more, parts, tmp_path / "run", resume=True, k=(10,), device="cpu")
+
+
+def test_a_run_of_ones_own_resumes(parts: Split, tmp_path: Path) -> None:
+    """The same terms made again go on, also in a folder of before the terms were recorded."""
+    whole = fit(compose(parts.train, OWN, Term(1.0, InBatch(), hinge(0.4))), parts, k=(10,), device="cpu")
+    for name in ("now", "then"):
+        stopped(parts, tmp_path / name, Term(1.0, InBatch(), hinge(0.4)))
+        path = tmp_path / name / "run.json"
+        meta = json.loads(path.read_text())
+        assert meta["method"]["term 1"].startswith("1 x hinge(margin=0.4) over InBatch(")
+        if name == "then":
+            del meta["method"]
+            path.write_text(json.dumps(meta))
+        again = compose(parts.train, OWN, Term(1.0, InBatch(), hinge(0.4)))
+        found = fit(again, parts, tmp_path / name, resume=True, k=(10,), device="cpu")
+        assert [record["loss"] for record in found.history] == [record["loss"] for record in whole.history]
 
 
 def test_resume_cannot_change_the_data(parts: Split, tmp_path: Path) -> None:

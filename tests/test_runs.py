@@ -163,12 +163,6 @@ def test_a_new_query_is_served_by_its_items(named_parts: Split, tmp_path: Path) 
         trained.recommend_history([999_999], k=3)
 
 
-def test_an_id_tower_cannot_serve_histories(folder: Path) -> None:
-    """The error says which setting would have made it possible."""
-    with pytest.raises(UserError, match="query_tower=history"):
-        load(folder).recommend_history([1000], k=3)
-
-
 def test_features_are_read_back(named_parts: Split, tmp_path: Path) -> None:
     """A tower with features gives, after loading, bitwise the vectors that it had when it was chosen."""
     run = build("default", named_parts.train, {**QUICK, "item_features": "category", "hidden": "8,5"})

@@ -89,7 +89,7 @@ def table(random: np.random.Generator, s: int, q: int, seed_std: float, query_st
 
 def test_two_way_is_the_analysis_of_variance() -> None:
     """Standard error and degrees of freedom from mean squares computed by loops."""
-    d = table(np.random.default_rng(4), 4, 7, 0.3, 0.8)
+    d = table(np.random.default_rng(4), 4, 7, 0.3, 2.0)
     s, q, mean = 4, 7, float(np.mean(d))
     rows, columns = [float(np.mean(d[i])) for i in range(s)], [float(np.mean(d[:, j])) for j in range(q)]
     ms_seed = q * sum((r - mean) ** 2 for r in rows) / (s - 1)
@@ -99,6 +99,7 @@ def test_two_way_is_the_analysis_of_variance() -> None:
     assert ms_query > ms_rest
     total = ms_seed + ms_query - ms_rest
     df = total**2 / (ms_seed**2 / 3 + ms_query**2 / 6 + ms_rest**2 / 18)
+    assert df > 3
     found = two_way(d)
     assert found.error == pytest.approx(math.sqrt(total / 28))
     assert found.df == pytest.approx(df)
@@ -109,6 +110,25 @@ def test_two_way_without_query_effects_is_the_test_over_seeds() -> None:
     """Where queries differ less than noise would make them, only seeds count."""
     d = np.random.default_rng(5).normal(size=(5, 1)) + np.tile([1.0, -1.0], (5, 20)) * np.array([[1], [-1], [1], [-1], [0]])
     assert two_way(d).p == pytest.approx(scipy.stats.ttest_1samp(d.mean(1), 0).pvalue)
+
+
+def test_degrees_of_freedom_never_fall_below_those_of_the_poorest_part() -> None:
+    """Two seeds of about one mean, queries that differ hardly more than noise: Satterthwaite gives df < 0.1, and df is S - 1."""
+    noise = np.linspace(-1, 1, 60)
+    d = 0.05 + np.stack([1.005 * noise[::-1] + noise + 0.01, 1.005 * noise[::-1] - noise - 0.01])
+    ms_seed = 60 * float(((d.mean(1) - d.mean()) ** 2).sum())
+    ms_query = 2 * float(((d.mean(0) - d.mean()) ** 2).sum()) / 59
+    ms_rest = float(((d - d.mean(1, keepdims=True) - d.mean(0) + d.mean()) ** 2).sum()) / 59
+    total = ms_seed + ms_query - ms_rest
+    assert ms_query > ms_rest
+    assert total**2 / (ms_seed**2 + ms_query**2 / 59 + ms_rest**2 / 59) < 0.1
+    found, error = two_way(d), math.sqrt(total / 120)
+    assert found.df == 1
+    assert found.p == pytest.approx(2 * scipy.stats.t.sf(d.mean() / error, 1))
+    assert seeds_and_queries(d).high == pytest.approx(d.mean() + scipy.stats.t.ppf(0.975, 1) * error)
+    # of fewer queries than seeds, the queries are the poorest part
+    few = np.random.default_rng(0).normal(0, 1, (9, 3)) + np.array([[-5.0, 0.0, 5.0]])
+    assert two_way(few).df == pytest.approx(2, rel=0.01)
 
 
 @pytest.mark.parametrize(("seed_std", "query_std"), [(0.0, 0.0), (0.2, 0.0), (0.3, 1.0), (0.0, 1.0)])

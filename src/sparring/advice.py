@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from sparring.diagnose import BINS, Diagnosis
+from sparring.errors import UserError
+from sparring.recipes import RECIPES
+from sparring.settings import find, own_arguments
 from sparring.tables import Cell, Column, Table
 
 NOISE = 1.0  # above it, the noise of one draw is longer than the gradient that it hides
@@ -84,10 +87,7 @@ def warnings(found: Sequence[Diagnosis]) -> list[tuple[str, dict[str, str]]]:
             {each.sampler: f"{each.gradient.across:.2f}" for each in found if each.gradient.across < ACROSS},
         ),
         (f"the gradient rests on fewer than {ESS:.0%} of the candidates", {k: f"{v:.1%}" for k, v in few.items() if v < ESS}),
-        (
-            f"known positives of the query are more than {HITS:.0%} of what counts as negative (exclude=known masks them)",
-            {each.sampler: f"{each.drawn.unmasked:.1%}" for each in found if each.drawn.unmasked > HITS},
-        ),
+        *_known_positives(found),
         ("the negatives are mostly rare items (popularity; 0.5 is usual)", {k: f"{v:.2f}" for k, v in popularity.items() if v < low}),
         ("the negatives are mostly popular items (popularity; 0.5 is usual)", {k: f"{v:.2f}" for k, v in popularity.items() if v > high}),
         (f"more than {FALSE:.0%} of what counts as negative the query would like", {k: f"{v:.1%}" for k, v in false.items() if v > FALSE}),
@@ -97,6 +97,25 @@ def warnings(found: Sequence[Diagnosis]) -> list[tuple[str, dict[str, str]]]:
         ),
     ]
     return [(text, shown) for text, shown in rules if shown]
+
+
+def _known_positives(found: Sequence[Diagnosis]) -> list[tuple[str, dict[str, str]]]:
+    """Two rules, since only some recipes have a setting that masks them."""
+    what = f"known positives of the query are more than {HITS:.0%} of what counts as negative"
+    able = ", ".join(name for name in RECIPES if _can_mask(name))
+    others = f"no setting of these masks them: exclude=known of {able} does, and in Python that of InBatch, Sampled and others"
+    shown: list[dict[str, str]] = [{}, {}]
+    for each in found:
+        if each.drawn.unmasked > HITS:
+            shown[_can_mask(each.recipe)][each.sampler] = f"{each.drawn.unmasked:.1%}"
+    return [(f"{what} (exclude=known masks them)", shown[True]), (f"{what} ({others})", shown[False])]
+
+
+def _can_mask(recipe: str) -> bool:
+    try:
+        return "exclude" in own_arguments(find(recipe))
+    except UserError:  # composed in Python: there is no recipe of that name
+        return False
 
 
 def row(each: Diagnosis) -> dict[str, Cell]:

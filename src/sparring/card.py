@@ -15,10 +15,11 @@ def model_card(meta: Mapping[str, Any], result: Mapping[str, Any], history: Sequ
     setup, data, source = meta["setup"], meta.get("data", {}), meta.get("source", {})
     parts = ", ".join(f"{data[name]:,} {name}" for name in ("train", "valid", "test") if name in data)
     origin = Path(source["data"]).name if source.get("data") else "not recorded"
+    own = ", model=YOUR_RETRIEVER" if meta.get("towers") and meta["recipe"] == "custom" else ""
     lines = [
-        f"# A retriever trained with `{meta['recipe']}`",
+        f"# A retriever trained with `{meta['recipe'].rpartition(':')[2]}`",
         "",
-        f"{setup['query_tower']} query tower, {'features and id' if setup['item_features'] else 'id'} item tower, "
+        f"{_tower(meta, 'query')} query tower, {_tower(meta, 'item')} item tower, "
         f"{setup['dim']} dimensions, {setup['score']} score. Trained with Sparring {meta.get('versions', {}).get('sparring', '')}.",
         "",
         "## Data",
@@ -45,7 +46,7 @@ def model_card(meta: Mapping[str, Any], result: Mapping[str, Any], history: Sequ
         "```python",
         "import sparring",
         "",
-        'sparring.load("THIS_FOLDER").recommend([QUERY_ID], k=10)',
+        f'sparring.load("THIS_FOLDER"{own}).recommend([QUERY_ID], k=10)',
         "```",
         "",
         "## Limits",
@@ -55,6 +56,16 @@ def model_card(meta: Mapping[str, Any], result: Mapping[str, Any], history: Sequ
         " the rows by popularity show how far.",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _tower(meta: Mapping[str, Any], side: str) -> str:
+    """What a tower is, in a word or two."""
+    if side in meta.get("towers", {}):
+        return f"`{meta['towers'][side].rpartition(':')[2]}`"
+    setup = meta["setup"]
+    if side == "item":
+        return "features and id" if setup["item_features"] else str(setup.get("item_tower", "id"))
+    return str(setup["query_tower"])
 
 
 def _test(test: Mapping[str, Any] | None) -> list[str]:

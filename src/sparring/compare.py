@@ -25,6 +25,7 @@ from sparring.composition import Setup
 from sparring.data.interactions import Split
 from sparring.data.worlds import World
 from sparring.errors import UserError
+from sparring.recipes.finding import source_digest
 
 if TYPE_CHECKING:
     import torch
@@ -47,19 +48,38 @@ class Data:
 class Plan:
     """What is compared. `base` gives every recipe the same towers and optimiser; `shared` are settings of all recipes that know them.
 
-    Plan(Path("compare/a"), (Data("demo", parts),), ("uns", "ssl_pop", "bir"), seeds=5)
+    A recipe is named as in settings.find, or is a function of your own; `recipes` becomes their short names, for tables and folders, and
+    `places` tells where each is found again by the processes that train.
+
+        Plan(Path("compare/a"), (Data("demo", parts),), ("uns", "ssl_pop", my_recipe), seeds=5)
     """
 
     out: Path
     data: tuple[Data, ...]
-    recipes: tuple[str, ...]
+    recipes: tuple[Any, ...]  # names or functions, once made: short names
     seeds: int = 5
-    baseline: str = ""  # uns where it is compared, else the first recipe
+    baseline: Any = ""  # uns where it is compared, else the first recipe
     metrics: tuple[str, ...] = ("recall@20", "ndcg@20")
     base: Setup | None = None
     shared: dict[str, object] = field(default_factory=dict)
     trials: int = 0
     device: str = "auto"
+    places: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        places: dict[str, str] = {}
+        for recipe in self.recipes:
+            place = self.places[recipe] if recipe in self.places else settings.lasting(recipe)
+            name = settings.short(place)
+            if name in places:
+                twice = f"recipe {name!r} is named twice" if places[name] == place else f"{places[name]} and {place} have the same name"
+                raise UserError(f"{twice}: rename one, or leave it out")
+            places[name] = place
+        baseline = self.baseline
+        if baseline and baseline not in places:
+            baseline = settings.short(settings.named(baseline))
+        for name, value in {"recipes": tuple(places), "places": places, "baseline": baseline}.items():
+            object.__setattr__(self, name, value)
 
     @property
     def against(self) -> str:
@@ -73,7 +93,7 @@ class Plan:
 
     def settings_of(self, recipe: str) -> dict[str, object]:
         """Those of the shared settings that this recipe knows."""
-        return settings.known(settings.find(recipe), self.shared)
+        return settings.known(settings.find(self.places[recipe]), self.shared)
 
 
 @dataclass(frozen=True)
@@ -98,12 +118,10 @@ class Listener:
 def check(plan: Plan) -> None:
     """Refuse, before anything is trained, what could not be compared."""
     for recipe in plan.recipes:
-        if plan.recipes.count(recipe) > 1:
-            raise UserError(f"recipe {recipe!r} is named twice")
-        settings.resolve(settings.find(recipe), plan.settings_of(recipe), plan.base)
+        settings.resolve(settings.find(plan.places[recipe]), plan.settings_of(recipe), plan.base)
     if plan.against not in plan.recipes:
         raise UserError(f"the baseline {plan.against!r} is not among the recipes {', '.join(plan.recipes)}: add it, or choose one of them")
-    own = {name for recipe in plan.recipes for name in settings.own_arguments(settings.find(recipe))}
+    own = {name for recipe in plan.recipes for name in settings.own_arguments(settings.find(plan.places[recipe]))}
     known = [*own, *get_type_hints(Setup)]
     for name in plan.shared:
         if name == "seed":
@@ -148,6 +166,7 @@ def _check_same(plan: Plan) -> None:
         "data": {data.name: data.source or _sizes(data.split) for data in plan.data},
     }
     now = json.loads(json.dumps(now, default=str))
+    places = {name: [place, source_digest(place)] for name, place in plan.places.items() if name != place}  # of recipes that are not ours
     path = plan.out / "comparison.json"
     if plan.out.exists() and not plan.out.is_dir():
         raise UserError(f"{plan.out} is a file: choose another folder for the comparison")
@@ -159,14 +178,25 @@ def _check_same(plan: Plan) -> None:
             raise UserError(f"{path} is corrupt: {str(error).splitlines()[0]}") from error
         for name in ("setup", "settings", "trials"):
             if before.get(name) != now[name]:
-                raise UserError(f"{plan.out} was begun with other {name}: choose another folder, or ask for the same as then")
+                what = runs.difference(name, before.get(name), now[name])
+                raise UserError(f"{plan.out} was begun {what}: choose another folder, or ask for the same as then")
         for name, source in now["data"].items():
             if old_data.get(name, source) != source:
                 raise UserError(f"{plan.out} was begun with another {name}, or another split of it: choose another folder")
+        for name, (place, digest) in before.get("places", {}).items():
+            now_place, now_digest = places.get(name, (place, digest))
+            if now_place != place:
+                what = f"was begun with {place} as {name!r}, not {now_place}"
+                raise UserError(f"{plan.out} {what}: choose another folder, or rename one")
+            if now_digest != digest:
+                what = f"{place.rpartition(':')[0]} has changed since {name!r} was first trained in {plan.out}"
+                raise UserError(f"{what}: choose another folder, or delete this one")
         now["data"] = {**old_data, **now["data"]}
+        places = {**before.get("places", {}), **places}
     elif plan.out.is_dir() and any(plan.out.iterdir()):
         raise UserError(f"{plan.out} is not empty and holds no comparison: choose another folder")
-    runs.write_json(path, {**now, "recipes": plan.recipes, "seeds": plan.seeds, "baseline": plan.against, "metrics": plan.metrics})
+    asked = {"recipes": plan.recipes, "places": places, "seeds": plan.seeds, "baseline": plan.against, "metrics": plan.metrics}
+    runs.write_json(path, {**now, **asked})
 
 
 def _sizes(split: Split) -> dict[str, int]:
@@ -221,7 +251,7 @@ def _tunings(plan: Plan) -> Tasks:
         for recipe in plan.recipes:
             folder = plan.tuning(data.name, recipe)
             if len(read_trials(folder / "trials.jsonl")) < plan.trials:
-                work = (data.split, recipe, plan.trials, folder, plan.base, plan.settings_of(recipe), plan.device)
+                work = (data.split, plan.places[recipe], plan.trials, folder, plan.base, plan.settings_of(recipe), plan.device)
                 tasks[data.name, recipe, "tuning"] = workers.Task(f"{data.name} {recipe} tuning", _tune_one, work)
     return tasks
 
@@ -238,7 +268,7 @@ def _trainings(plan: Plan, untuned: set[tuple[str, str]]) -> Tasks:
                     continue
                 asked = {**plan.settings_of(recipe), **tuned_settings(plan, data.name, recipe), "seed": seed}
                 names = tuple(dict.fromkeys([*SINGLE, *(metric.split("@")[0] for metric in plan.metrics)]))
-                work = (folder, data, recipe, asked, plan.base, k, names, plan.device)
+                work = (folder, data, plan.places[recipe], asked, plan.base, k, names, plan.device)
                 tasks[data.name, recipe, f"seed {seed}"] = workers.Task(f"{data.name} {recipe} seed {seed}", _train_one, work)
     return tasks
 

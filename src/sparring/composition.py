@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,72 +18,13 @@ from sparring.data.texts import Texts, text_of, tokenized
 from sparring.errors import UserError
 from sparring.losses import Fixed, Learned, Loss, sampled_softmax
 from sparring.negatives import Negatives
-from sparring.pretrained import Pooling, load_encoder, open_encoder, width
+from sparring.pretrained import Pooling, load_encoder, open_encoder
 from sparring.rowwise import RowWiseTable, fitting, id_table
+from sparring.setup import Setup, check
 from sparring.sharded import ShardedTable
 from sparring.spectral import start_from
 from sparring.towers import FeatureTower, HistoryTower, IdTower, Retriever
 from sparring.towers_text import TextTower
-
-
-@dataclass(frozen=True)
-class Setup:
-    """Model and training settings that every recipe shares."""
-
-    dim: int = 64
-    score: Literal["cosine", "dot"] = "cosine"
-    tau: float | None = 0.1
-    learn_tau: bool = False
-    init: Literal["normal", "spectral"] = "normal"
-    init_std: float = 0.1
-    query_tower: Literal["id", "history", "text"] = "id"
-    item_tower: Literal["id", "text"] = "id"
-    history: int = 50
-    pooling: Literal["mean", "attention", "cls"] = "mean"
-    encoder: str | None = None
-    share_encoder: bool = True
-    max_len: int = 32
-    item_features: tuple[str, ...] = ()
-    item_bias: bool = False
-    auxiliary: int = 0
-    private: int = 0
-    auxiliary_init: Literal["xavier", "zeros"] = "xavier"
-    centroids: bool = False
-    tables: Literal["auto", "replicated", "sharded"] = "auto"
-    hidden: tuple[int, ...] = (32, 16)
-    dropout: float = 0.0
-    rows: Literal["pairs", "queries"] = "pairs"
-    draw: Literal["uniform", "propensity"] = "uniform"
-    batch_size: int = 2048
-    chunk: int | None = None
-    epochs: int = 100
-    optimizer: Literal["row-adam", "row-adagrad", "adam"] = "row-adam"
-    lr: float = 0.005
-    weight_decay: float = 0.0
-    schedule: Literal["step", "cosine", "linear"] = "step"
-    lr_decay: float = 1.0
-    lr_decay_every: int = 5
-    warmup: int = 0
-    clip: float | None = None
-    patience: int | None = 5
-    select: str = "ndcg@10"
-    eval_every: int = 1
-    valid_queries: int = 20_000
-    classifiers: int = 0
-    clf_lr: float = 1e-3
-    clf_batch_size: int = 2048
-    clf_warmup: int = 500
-    clf_shards: int = 1
-    fusion: bool = True
-    precision: Literal["float32", "tf32", "bf16"] = "tf32"
-    seed: int = 0
-
-    @property
-    def width(self) -> int:
-        """Dimensions of the vectors that are compared: those of the item tower, and one for a bias."""
-        if self.item_tower == "text" and self.encoder is not None:
-            return width(self.encoder, self.dim) + self.item_bias
-        return (self.hidden[-1] if self.item_features else self.dim) + self.item_bias
 
 
 @dataclass(frozen=True)
@@ -93,6 +34,14 @@ class Term:
     weight: float
     negatives: Negatives
     loss: Loss = sampled_softmax
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.weight, float | int):
+            raise UserError(f"a Term is Term(weight, negatives, loss): its weight must be a number, got {_name(self.weight)}")
+        if not isinstance(self.negatives, Negatives):
+            raise UserError(f"a Term is Term(weight, negatives, loss): its negatives must be Negatives, got {_name(self.negatives)}")
+        if not callable(self.loss):
+            raise UserError(f"a Term is Term(weight, negatives, loss): its loss must be a function, got {_name(self.loss)}")
 
 
 @dataclass(frozen=True)
@@ -146,6 +95,12 @@ class Run:
 
 def compose(data: Interactions, setup: Setup, *terms: Term) -> Run:
     """A run of your own: towers and temperature from the setup, the terms as given."""
+    if not isinstance(data, Interactions):
+        raise UserError(f"compose needs the training part, Interactions such as split.train, got {_name(data)}")
+    if not isinstance(setup, Setup):
+        raise UserError(f"compose needs a Setup, got {_name(setup)}")
+    check(setup)
+    check_terms(terms, data.n_items)
     setup = fitting(setup, data.n_queries, data.n_items)
     if setup.tau is None:
         setup = replace(setup, tau=tau_of(data) if setup.score == "cosine" else 1.0)
@@ -156,6 +111,24 @@ def compose(data: Interactions, setup: Setup, *terms: Term) -> Run:
     if setup.init == "spectral":
         start_from(data.positives(), model, setup.seed)
     return Run(model, terms, temperature, setup)
+
+
+def check_terms(terms: tuple[Term, ...], n_items: int) -> None:
+    """Refuse what could not be trained: no terms, other things than terms, negatives from a larger catalogue than there is."""
+    if not terms:
+        raise UserError("a run needs at least one Term: compose(data, setup, Term(1.0, negatives))")
+    for term in terms:
+        if not isinstance(term, Term):
+            raise UserError(f"compose needs Terms after the setup, got {_name(term)}: write Term(1.0, negatives)")
+        for module in term.negatives.modules():
+            size = getattr(module, "n_items", None)
+            if isinstance(size, int) and size > n_items:
+                raise UserError(f"{_name(module)} is over {size:,} items, but the catalogue has {n_items:,}")
+
+
+def _name(value: object) -> str:
+    """What something is, for an error: its type, or the value itself where that is short."""
+    return repr(value) if isinstance(value, str | int | float | type(None)) else type(value).__name__
 
 
 def tau_of(data: Interactions) -> float:

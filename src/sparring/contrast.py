@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from sparring.composition import Run
+from sparring.composition import Run, Term
 from sparring.data.batches import batches_for, query_rows
 from sparring.data.interactions import Split
+from sparring.errors import UserError
 from sparring.types import ALONE, Bag, Batch, Outcome, Positives, Ranks, Step
 
 
@@ -56,9 +57,26 @@ def contrast(
     total = torch.zeros((), device=q.device)
     for term in run.terms:
         bag = term.negatives(step)
-        total = total + term.weight * term.loss(step, bag)
+        _check_bag(term, bag)
+        losses = term.loss(step, bag)
+        _check_losses(term, losses, q.shape[:1])
+        total = total + term.weight * losses
         bags.append(bag)
     return total, step, Outcome(total.detach(), tuple(bags))
+
+
+def _check_bag(term: Term, bag: object) -> None:
+    """Refuse what a sampler of one's own gave, by its type; here and below nothing waits for the device."""
+    if not isinstance(bag, Bag):
+        raise UserError(f"{type(term.negatives).__name__}.forward gave a {type(bag).__name__}; it must give a Bag: Bag((candidates,))")
+
+
+def _check_losses(term: Term, losses: object, rows: torch.Size) -> None:
+    """The same of a loss, by its shape: a mean over the queries would train too, as something else."""
+    if not isinstance(losses, Tensor) or losses.shape != rows:
+        name = getattr(term.loss, "__name__", type(term.loss).__name__)
+        found = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else f"a {type(losses).__name__}"
+        raise UserError(f"the loss {name} gave {found}; it must give one value per query, shape {tuple(rows)}")
 
 
 def as_compared(vectors: Tensor) -> Tensor:

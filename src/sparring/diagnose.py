@@ -16,6 +16,7 @@ from sparring.data.worlds import World
 from sparring.draws import profile
 from sparring.errors import UserError
 from sparring.kernels.reference import logits
+from sparring.towers import evaluating
 from sparring.types import Candidates, Outcome, Positives, Step
 
 BINS = 10
@@ -76,6 +77,7 @@ class Diagnosis:
     gradient: Gradient
     drawn: Drawn
     profile: dict[str, float]
+    recipe: str = "custom"
 
 
 def diagnose(
@@ -93,6 +95,11 @@ def diagnose(
         raise UserError(f"draws is {draws}: a variance needs at least 2")
     if queries < 1:
         raise UserError(f"queries is {queries}: sample at least 1 training pair")
+    with evaluating(run.modules()):  # a run that has just been trained would still drop some of its dimensions
+        return _measured(name, run, split, queries, draws, seed, world)
+
+
+def _measured(name: str, run: Run, split: Split, queries: int, draws: int, seed: int, world: World | None) -> Diagnosis:
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randperm(len(split.train), generator=generator)[:queries]
     target, edges = exact(run, split, rows)
@@ -110,7 +117,7 @@ def diagnose(
         with torch.no_grad():
             counts.add(run, step, outcome, places.to(device))
     positive = run.model.item_vectors()[pairs[1][rows.to(device)]].double()
-    return Diagnosis(name, compared(found, target, positive), counts.result(), profile(run, split))
+    return Diagnosis(name, compared(found, target, positive), counts.result(), profile(run, split), run.recipe)
 
 
 @torch.no_grad()

@@ -19,6 +19,7 @@ from sparring.diagnose import BINS, Diagnosis
 from sparring.figures import BASE, COLOURS, INK, Drawn, blank, style, tidy
 from sparring.metrics import STRATA, popularity_strata
 from sparring.report import Code, Facts, Figures, Page, Points, Section, Sheet, Text
+from sparring.settings import short
 from sparring.tables import Cell
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def write(
     ]
     lead = f"{len(found)} samplers against the full softmax, on {sample.queries:,} training pairs in {sample.draws:,} batches each."
     path = out / "report.html"
-    Page(f"Negatives of {meta['recipe']} on {where}", lead, sections).write(path)
+    Page(f"Negatives of {short(meta['recipe'])} on {where}", lead, sections).write(path)
     return path
 
 
@@ -104,7 +105,7 @@ def _made(split: Split, meta: Mapping[str, Any], sample: Sample, hardware: str, 
     before = {name: value for name, value in meta.get("versions", {}).items() if facts.get(name) != value}
     facts |= {"trained with": in_words(before)} if before else {}
     parts: list[Code | Facts] = [Code(command_lines(command))] if command else []
-    parts += [Facts(facts), Code(in_words({**meta.get("arguments", {}), **meta["setup"]}), f"Settings of the run, {meta['recipe']}")]
+    parts += [Facts(facts), Code(in_words({**meta.get("arguments", {}), **meta["setup"]}), f"Settings of the run, {short(meta['recipe'])}")]
     if meta.get("batch"):
         parts.append(Code("\n".join(meta["batch"]), "What a query of a batch is contrasted with in the run"))
     return Section("How it was made", parts)

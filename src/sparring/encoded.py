@@ -1,4 +1,4 @@
-"""Vectors of all items of a run, kept beside it where a text encoder made them: the second time they are read, not computed."""
+"""Vectors of the items of a run: all of them, kept beside it where a text encoder made them; and what stands for several at once."""
 
 from __future__ import annotations
 
@@ -45,6 +45,25 @@ def item_vectors(model: Retriever, folder: Path) -> Tensor:
         with suppress(OSError):
             beside.unlink(missing_ok=True)
     return vectors
+
+
+def mean_item(model: Retriever, vectors: np.ndarray) -> np.ndarray:
+    """(D,): the mean of vectors (n, D) of items, at their usual length: 1 under cosine, else the mean of theirs. So is a bias the mean."""
+    mean = vectors.mean(0)
+    width = model.dim - (model.item_bias is not None)
+    own, length = mean[:width], float(np.linalg.norm(mean[:width]))
+    wanted = 1.0 if model.score == "cosine" else float(np.linalg.norm(vectors[:, :width], axis=1).mean())
+    if length > 1e-12:
+        own = own * (wanted / length)
+    return np.concatenate([own, mean[width:]]).astype(np.float32)
+
+
+def mean_query(model: Retriever, vectors: np.ndarray) -> np.ndarray:
+    """(1, D): `mean_item` as a query, for a history that no tower reads; how popular items are counts in full."""
+    query = mean_item(model, vectors)[None]
+    if model.item_bias is not None:
+        query[:, -1] = 1.0
+    return query
 
 
 def _key(folder: Path) -> str:

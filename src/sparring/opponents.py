@@ -19,6 +19,8 @@ from sparring.data.interactions import Split
 from sparring.diagnose import positives_on
 from sparring.errors import UserError
 from sparring.negatives import Negatives
+from sparring.rebuilt import recipe_of
+from sparring.recipes.finding import Recipe
 from sparring.types import Corpus, Outcome, Step
 
 WARM_STEPS = 50  # after which a cache or a memory holds what it would in training, and a streaming estimate knows the usual items
@@ -31,8 +33,11 @@ def own(folder: Path, split: Split, device: torch.device | str = "cpu") -> Run:
     """
     meta = runs.read_meta(folder)
     setup = settings.parse_setup(meta["setup"])
+    if meta["recipe"] == "custom":
+        how = "diagnose it there (docs/diagnose.md), or train it by a recipe of your own (docs/extending.md)"
+        raise UserError(f"{folder} was composed in Python, and no recipe can be found that makes its negatives: {how}")
     # whatever the towers start from is overwritten, so they need no costly start
-    run = settings.build(meta["recipe"], split.train, meta["arguments"], replace(setup, init="normal"))
+    run = settings.build(recipe_of(folder, meta), split.train, meta["arguments"], replace(setup, init="normal"))
     run = replace(run, setup=setup)
     model, checkpoint = folder / "model.safetensors", folder / "checkpoint.safetensors"
     if not model.is_file() and not checkpoint.is_file():
@@ -48,8 +53,8 @@ def own(folder: Path, split: Split, device: torch.device | str = "cpu") -> Run:
     return run
 
 
-def opponent(name: str, run: Run, split: Split, steps: int = WARM_STEPS) -> Run:
-    """The negatives and the loss of a recipe on the towers, temperature and batch size of a run.
+def opponent(name: str | Recipe, run: Run, split: Split, steps: int = WARM_STEPS) -> Run:
+    """The negatives and the loss of a recipe, by name or itself, on the towers, temperature and batch size of a run.
 
     Where the recipe has a number n of shared candidates it is set so that both offer equally many, at most four batches full; where that
     cannot be, because a batch alone holds as many, to the batch size. Candidates drawn for each query keep the recipe's own number.
@@ -70,7 +75,7 @@ def opponent(name: str, run: Run, split: Split, steps: int = WARM_STEPS) -> Run:
     return found
 
 
-def _on(run: Run, name: str, split: Split, given: dict[str, Any]) -> Run:
+def _on(run: Run, name: str | Recipe, split: Split, given: dict[str, Any]) -> Run:
     made = settings.build(name, split.train, given, replace(run.setup, init="normal"))
     made = replace(made, model=run.model, temperature=run.temperature, setup=run.setup)
     made.modules().to(next(run.model.parameters()).device).eval()

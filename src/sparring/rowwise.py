@@ -24,7 +24,7 @@ _ROWS = 1 << 16  # of a table that are drawn, sent or written at a time; with an
 def require_torchrec() -> None:
     """Say in one line what is missing."""
     if importlib.util.find_spec("torchrec") is None or importlib.util.find_spec("fbgemm_gpu") is None:
-        raise UserError("tables=sharded needs TorchRec: pip install 'sparring[scale]', or on CPUs as docs/scale.md says")
+        raise UserError('tables=sharded needs TorchRec: pip install "sparring[scale]", or on CPUs as docs/scale.md says')
 
 
 class RowWiseTable(nn.Module):

@@ -12,7 +12,7 @@
     curve.png, README.md   the training curve and a short model card
 
 Every file is written beside its target and renamed, so a kill or a full disk leaves the last good one. Tensors are safetensors:
-nothing executable is ever loaded.
+nothing executable is ever loaded from the folder. Towers of your own are built by the recipe that run.json names (rebuilt.py).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import dataclasses
 import json
 import os
 import platform
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,13 +38,15 @@ from sparring.composition import Run, Setup, encoder_folder, retriever
 from sparring.contrast import describe_batch
 from sparring.data.features import Histories
 from sparring.data.interactions import Ids, Interactions, Split, Vocabulary, write_table
-from sparring.encoded import item_vectors
+from sparring.described import method
+from sparring.encoded import item_vectors, mean_query
 from sparring.errors import UserError
 from sparring.evaluation import Evaluation, top_k
 from sparring.metrics import LIST_METRICS
 from sparring.pretrained import save_encoder
-from sparring.settings import parse_setup
-from sparring.towers import Retriever
+from sparring.rebuilt import own_model, own_towers
+from sparring.settings import parse_setup, short
+from sparring.towers import HistoryTower, Retriever
 from sparring.towers_text import text_tower
 from sparring.types import Positives
 
@@ -128,33 +131,47 @@ class Trained:
     seen: Positives
     meta: dict[str, Any]
 
-    def recommend(self, queries: Sequence[object], k: int = 10, with_seen: bool = False) -> pl.DataFrame:
+    def recommend(self, queries: Sequence[object] | str | int, k: int = 10, with_seen: bool = False) -> pl.DataFrame:
         """The k best items of each query (original ids): query, rank, item, title where known, score; seen items left out."""
-        dense = self.ids.query_ids.encode(list(queries))
-        for query, at in zip(queries, dense, strict=True):
-            if at < 0:
-                raise UserError(f"query {query!r} is not in the training data of {self.folder}; use --history for new ones")
+        asked = _listed(queries)
+        dense = self.ids.query_ids.encode(asked)
+        if (dense < 0).any():
+            stranger = asked[int(np.argmax(dense < 0))]
+            raise UserError(f"query {stranger!r} is not in the training data of {self.folder}; a new one is known by its history of items")
         at = torch.from_numpy(dense)
         scores, items = self._best(self.model.query_vectors(at), k, None if with_seen else self.seen, at)
-        return self._named(np.asarray(queries), scores, items)
+        return self._named(np.asarray(asked), scores, items)
 
-    def recommend_history(self, items: Sequence[object], k: int = 10) -> pl.DataFrame:
-        """The k best items for a new query known only by its items, oldest first; needs a history tower."""
-        dense = self.ids.item_ids.encode(list(items))
+    def recommend_history(self, items: Sequence[object] | str | int, k: int = 10, with_seen: bool = False) -> pl.DataFrame:
+        """The k best items for a new query known only by its items, oldest first; a warning names those that the run does not know.
+
+        Through the query tower where it reads histories, else by the mean of the items' vectors (see `reads_histories`).
+        """
+        asked = _listed(items)
+        dense = self.ids.item_ids.encode(asked)
+        unknown = [repr(asked[at]) for at in np.flatnonzero(dense < 0)[:5]] + (["..."] if (dense < 0).sum() > 5 else [])
         known = torch.from_numpy(dense[dense >= 0])
         if not len(known):
-            raise UserError(f"none of the items {', '.join(map(str, items))} is in the training data of {self.folder}")
-        try:
-            with torch.no_grad():
+            raise UserError(f"no item of the history ({', '.join(unknown)}) is in the training data of {self.folder}")
+        if unknown:
+            warnings.warn(f"left out of the history, since {self.folder} does not know them: {', '.join(unknown)}", stacklevel=2)
+        with torch.no_grad():
+            if self.reads_histories:
                 vector = self.model.encode_histories(known.unsqueeze(0))
-        except ValueError as error:
-            raise UserError(f"{error} (--set query_tower=history)") from error
+            else:
+                vector = torch.from_numpy(mean_query(self.model, self.item_vectors()[known].float().numpy()))
         seen = Positives(torch.tensor([0, len(known.unique())]), known.unique().int())
-        scores, best = self._best(vector, k, seen, torch.zeros(1, dtype=torch.long))
+        scores, best = self._best(vector, k, None if with_seen else seen, torch.zeros(1, dtype=torch.long))
         return self._named(np.asarray(["history"]), scores, best)
+
+    @property
+    def reads_histories(self) -> bool:
+        """Whether a history goes through the query tower; if not, the mean of its items' vectors stands for it."""
+        return isinstance(self.model.query, HistoryTower)
 
     def recommend_text(self, texts: Sequence[str], k: int = 10) -> pl.DataFrame:
         """The k best items for new queries known only by their texts; needs a query tower that reads text."""
+        texts = [texts] if isinstance(texts, str) else texts
         scores, best = self._best(self.encode_texts(texts, "query"), k, None, torch.arange(len(texts)))
         return self._named(np.asarray(texts), scores, best)
 
@@ -167,7 +184,7 @@ class Trained:
         try:
             return self.model.encode_texts(texts, side)
         except ValueError as error:
-            raise UserError(f"{error} (--set encoder=bag)") from error
+            raise UserError(f"{error} (encoder=bag)") from error
 
     def _best(self, q: Tensor, k: int, seen: Positives | None, at: Tensor) -> tuple[Tensor, Tensor]:
         if not 1 <= k <= self.model.n_items:
@@ -183,8 +200,13 @@ class Trained:
         return table.with_columns(pl.Series("score", scores.numpy()[row, rank]))
 
 
+def _listed(ids: Sequence[object] | str | int) -> list[object]:
+    """Ids as a list; one by itself is a list of one."""
+    return [ids] if isinstance(ids, (str, int, np.integer)) else list(ids)
+
+
 def load(folder: str | Path, model: Retriever | None = None) -> Trained:
-    """Read a finished run. Towers that no Setup describes (your own modules) are given as `model`, built as for training.
+    """Read a finished run. Towers of your own are built by the run's recipe, or where it had none are given as `model`, as for training.
 
         load("runs/xir").recommend([1042], k=10)
     """
@@ -194,6 +216,11 @@ def load(folder: str | Path, model: Retriever | None = None) -> Trained:
     meta = read_meta(folder)
     ids = Ids.load(folder)
     tensors, _ = read_tensors(folder / "model.safetensors")
+    taken, _ = read_tensors(folder / "seen.safetensors")
+    seen = Positives(taken["start"], taken["items"])
+    given = model is not None
+    if model is None and meta.get("towers"):
+        model = own_model(folder, meta, ids, seen)
     if model is None:
         setup: Setup = parse_setup(meta["setup"])
         past = None
@@ -202,9 +229,13 @@ def load(folder: str | Path, model: Retriever | None = None) -> Trained:
                 raise UserError(f"{folder / 'model.safetensors'} does not fit this run: it has no histories for the history tower")
             past = Histories(tensors["query.start"], tensors["query.items"])
         model = retriever(setup, ids, past, folder)
-    load_tensors(model, tensors, folder / "model.safetensors")
-    seen, _ = read_tensors(folder / "seen.safetensors")
-    return Trained(folder, model.eval(), ids, Positives(seen["start"], seen["items"]), meta)
+    try:
+        load_tensors(model, tensors, folder / "model.safetensors")
+    except UserError as error:
+        if given or meta["recipe"] != "custom":
+            raise
+        raise UserError(f"{error}; a model that is not as its Setup says is given as sparring.load(folder, model=...)") from error
+    return Trained(folder, model.eval(), ids, seen, meta)
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
@@ -223,14 +254,21 @@ def check_same(folder: Path, meta: Mapping[str, Any], setup: Setup) -> None:
     """Refuse to go on with a run under other settings than it was begun with."""
     before = read_meta(folder)
     now = json.loads(json.dumps({**meta, "setup": dataclasses.asdict(setup)}, default=str))
-    for part in ("recipe", "arguments", "setup", "data"):
+    for part in ("recipe", "arguments", "setup", "method", "data"):
         old, new = before.get(part), now[part]
-        if old == new:
+        if old == new or (part == "method" and old is None):  # folders of before it was recorded
             continue
-        if isinstance(old, dict) and isinstance(new, dict):
-            part = next(name for name in {**old, **new} if old.get(name) != new.get(name))
-            old, new = old.get(part), new.get(part)
-        raise UserError(f"{folder} was begun with {part}={old}, not {new}: resume cannot change it")
+        raise UserError(f"{folder} was begun {difference(part, old, new)}: resume cannot change it")
+
+
+def difference(part: str, old: object, new: object) -> str:
+    """What differs between two settings, or the first of several in a dict, in words that go on from "was begun"."""
+    if not (isinstance(old, dict) and isinstance(new, dict)):
+        return f"with other {part}" if isinstance(old, dict) or isinstance(new, dict) else f"with {part}={old}, not {new}"
+    name = next(name for name in {**old, **new} if name not in old or name not in new or old[name] != new[name])
+    if name not in old:
+        return f"without {name}={new[name]}"
+    return f"with {name}={old[name]}" + (f", not {new[name]}" if name in new else ", which is missing now")
 
 
 def write_start(
@@ -269,6 +307,8 @@ def description(run: Run, split: Split, source: Mapping[str, Any] | None) -> dic
     return {
         "recipe": run.recipe,
         "arguments": run.arguments or {},
+        "method": method(run),
+        **({"towers": towers} if (towers := own_towers(run.model)) else {}),
         "source": dict(source or {}),
         "data": {
             "queries": split.train.n_queries,
@@ -298,7 +338,7 @@ def write_end(
         write_table(_single_queries(folder, test), folder / "per_query.parquet")  # before the result: who sees that one finds this
     _write_encoders(folder, run.model, run.setup, weights=True)
     write_json(folder / "result.json", result)
-    write(folder / "curve.png", lambda file: training_curve(history, file, run.recipe, run.setup.select))
+    write(folder / "curve.png", lambda file: training_curve(history, file, short(run.recipe), run.setup.select))
     write(folder / "README.md", lambda file: file.write_text(model_card(meta, result, history)))
 
 

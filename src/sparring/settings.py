@@ -3,63 +3,54 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import inspect
-import math
-import types
-import typing
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from collections.abc import Callable, Mapping
+from typing import Any, get_type_hints
 
-from sparring.composition import Run, Setup
+import torch
+
+from sparring.composition import Run
 from sparring.data.interactions import Interactions
 from sparring.errors import UserError
-from sparring.recipes import RECIPES
+from sparring.recipes.finding import Recipe, find, lasting, named, nearest, short
 from sparring.recipes.text import default_encoder, text_setup
+from sparring.setup import Setup, check, parse, type_name
 
+__all__ = ["build", "check", "find", "known", "lasting", "named", "nearest", "own_arguments", "own_setup", "parse", "parse_setup"]
+__all__ += ["resolve", "short", "type_name"]
 _JSON = (str, int, float, bool, tuple, list, dict, type(None))  # what a run folder can hold; anything else is written as its name
 
 
-def build(name: str, data: Interactions, settings: Mapping[str, object] | None = None, base: Setup | None = None) -> Run:
-    """The run of a recipe with settings by name: its own arguments or fields of its Setup, as values or as strings.
+def build(name: str | Recipe, data: Interactions, settings: Mapping[str, object] | None = None, base: Setup | None = None) -> Run:
+    """The run of a recipe (by name, see `find`, or itself) with settings by name: its own arguments or fields of its Setup.
 
-    `base` replaces the recipe's own Setup before the settings apply. The run remembers its recipe and resolved arguments.
+    Settings are values or strings. `base` replaces the recipe's own Setup before they apply. The run remembers its recipe and resolved
+    arguments. Whatever a recipe of yours initialises, it does from the Setup's seed.
 
-        build("xir", train, {"lam": 0.2, "lr": "0.01"})
+        build("xir", train, {"lam": 0.2, "lr": "0.01"});  build("mine.py:loss_tilted", train)
     """
     recipe = find(name)
     setup, arguments = resolve(recipe, settings or {}, base)
     try:
-        run = recipe(data, setup, **arguments)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(setup.seed)
+            run: object = recipe(data, setup, **arguments)
     except UserError:
         raise
     except ValueError as error:
         raise UserError(str(error)) from error
+    if not isinstance(run, Run):
+        gave = f"the recipe {named(name)} gave a {type(run).__name__}, not a Run"
+        raise UserError(f"{gave}: end it with return compose(data, setup, Term(...))")
     defaults = {key: default for key, (_, default) in own_arguments(recipe).items()}
-    named = {key: value if isinstance(value, _JSON) else repr(value) for key, value in {**defaults, **arguments}.items()}
-    return dataclasses.replace(run, recipe=recipe.__name__, arguments=named)
-
-
-def find(name: str) -> Callable[..., Run]:
-    """The recipe of this name; hyphens may stand for underscores."""
-    recipe = RECIPES.get(name.replace("-", "_"))
-    if recipe is None:
-        raise UserError(f"unknown recipe {name!r}{nearest(name, RECIPES)}; `sparring recipes` lists them")
-    return recipe
-
-
-def nearest(name: str, choices: Iterable[str]) -> str:
-    """A suggestion to append to an error, or nothing."""
-    close = difflib.get_close_matches(name.replace("-", "_"), list(choices), n=1, cutoff=0.4)
-    return f": did you mean {close[0]!r}?" if close else ""
+    values = {key: value if isinstance(value, _JSON) else repr(value) for key, value in {**defaults, **arguments}.items()}
+    return dataclasses.replace(run, recipe=named(name), arguments=values)
 
 
 def own_arguments(recipe: Callable[..., Run]) -> dict[str, tuple[Any, Any]]:
-    """The recipe's own keyword arguments: name -> (type, default)."""
+    """The recipe's own arguments, those after the setup: name -> (type, default)."""
     hints = get_type_hints(recipe)
-    parameters = inspect.signature(recipe).parameters.values()
-    return {p.name: (hints[p.name], p.default) for p in parameters if p.kind is p.KEYWORD_ONLY}
+    return {p.name: (hints[p.name], p.default) for p in list(inspect.signature(recipe).parameters.values())[2:]}
 
 
 def known(recipe: Callable[..., Run], shared: Mapping[str, object]) -> dict[str, object]:
@@ -88,7 +79,7 @@ def resolve(recipe: Callable[..., Run], settings: Mapping[str, object], base: Se
         elif key in shared:
             setup = dataclasses.replace(setup, **{key: parse(key, value, shared[key])})
         else:
-            raise UserError(f"unknown setting {key!r}{nearest(key, [*own, *shared])}; `sparring recipes {recipe.__name__}` lists them")
+            raise UserError(f"unknown setting {key!r}{nearest(key, [*own, *shared])}; `sparring recipes {named(recipe)}` lists them")
     check(setup)
     return setup, arguments
 
@@ -119,85 +110,3 @@ def parse_setup(fields: Mapping[str, object]) -> Setup:
         if key not in kinds:
             raise UserError(f"unknown setting {key!r} in the saved run{nearest(key, kinds)}")
     return Setup(**{key: parse(key, value, kinds[key]) for key, value in fields.items()})
-
-
-def check(setup: Setup) -> None:
-    """Refuse values that no training could use."""
-    counts = ("dim", "batch_size", "epochs", "lr_decay_every", "eval_every", "valid_queries", "history", "max_len")
-    for key in (*counts, "clf_batch_size", "clf_shards"):
-        if getattr(setup, key) < 1:
-            raise UserError(f"{key} must be at least 1, got {getattr(setup, key)}")
-    for key in ("lr", "tau", "init_std", "lr_decay", "clip", "clf_lr"):
-        value = getattr(setup, key)
-        if value is not None and not 0 < value < math.inf:
-            raise UserError(f"{key} must be positive and finite, got {value}")
-    for key in ("weight_decay", "warmup", "seed", "auxiliary", "private", "classifiers", "clf_warmup"):
-        if not 0 <= getattr(setup, key) < math.inf:
-            raise UserError(f"{key} must not be negative, got {getattr(setup, key)}")
-    if not 0 <= setup.dropout < 1:
-        raise UserError(f"dropout must lie in [0, 1), got {setup.dropout}")
-    if setup.patience is not None and setup.patience < 1:
-        raise UserError(f"patience must be at least 1 validation, got {setup.patience}; none never stops early")
-    if setup.chunk is not None and setup.chunk < 1:
-        raise UserError(f"chunk must be at least 1 id encoded at a time, got {setup.chunk}; none encodes a batch at once")
-    text = "text" in (setup.query_tower, setup.item_tower)
-    if text and setup.encoder is None:
-        raise UserError("a text tower needs an encoder: set encoder to bag, wordllama, minilm, a folder, or a name on the Hugging Face hub")
-    if (setup.pooling == "cls" and not text) or (setup.pooling == "attention" and setup.query_tower != "history"):
-        raise UserError(f"pooling={setup.pooling} is not for these towers: cls is for text towers, attention for query_tower=history")
-    if setup.draw != "uniform" and setup.rows == "pairs":
-        raise UserError(f"draw={setup.draw} chooses among a query's positives: set rows=queries")
-    if setup.item_tower == "text" and setup.item_features:
-        raise UserError("item_tower=text takes no item_features: leave one of them out")
-    if not setup.hidden or min(setup.hidden) < 1:
-        raise UserError(f"hidden must name at least one layer, each of at least 1 unit, got {setup.hidden}")
-
-
-def parse(name: str, value: object, kind: Any) -> Any:
-    """A value as the declared type; a string is read as the command line gives it."""
-    try:
-        return _parse(value, kind)
-    except (TypeError, ValueError):
-        raise UserError(f"{name} must be {type_name(kind)}, got {value!r}") from None
-
-
-def _parse(value: object, kind: Any) -> Any:
-    if get_origin(kind) is Literal:
-        if value in get_args(kind):
-            return value
-        raise ValueError
-    if get_origin(kind) in (typing.Union, types.UnionType):
-        if value is None or (isinstance(value, str) and value.lower() == "none"):
-            return None
-        for part in get_args(kind):
-            with suppress(TypeError, ValueError):
-                return _parse(value, part)
-        raise ValueError
-    if get_origin(kind) is tuple:
-        parts = [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else list(value)  # type: ignore[call-overload]
-        return tuple(_parse(part, get_args(kind)[0]) for part in parts)
-    if kind is bool:
-        words = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
-        return words[value.lower()] if isinstance(value, str) and value.lower() in words else _exactly(value, bool)
-    if kind is int:
-        return int(value) if isinstance(value, str) else _exactly(value, int)
-    if kind is float:
-        return float(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else _exactly(value, float)
-    return _exactly(value, kind)
-
-
-def _exactly(value: object, kind: type) -> object:
-    if type(value) is not kind:
-        raise TypeError
-    return value
-
-
-def type_name(kind: Any) -> str:
-    """A type in words a user knows."""
-    if get_origin(kind) is Literal:
-        return "one of " + ", ".join(map(str, get_args(kind)))
-    if get_origin(kind) in (typing.Union, types.UnionType):
-        return " or ".join("none" if part is type(None) else type_name(part) for part in get_args(kind))
-    if get_origin(kind) is tuple:
-        return f"a comma-separated list of {type_name(get_args(kind)[0])}"
-    return {int: "a whole number", float: "a number", bool: "true or false", str: "text"}.get(kind, getattr(kind, "__name__", str(kind)))

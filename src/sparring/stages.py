@@ -44,6 +44,7 @@ def fit_stages(
     out: str | Path | None = None,
     *,
     resume: bool = False,
+    overwrite: bool = False,
     device: str = "auto",
     k: Sequence[int] = (10, 20, 50),
     metrics: Sequence[str] = METRICS,
@@ -63,7 +64,7 @@ def fit_stages(
     folder = Path(out) if out is not None else None
     asked: dict[str, Any] = {"resume": resume, "device": device, "k": k, "metrics": metrics, "progress": progress}
     asked |= {"source": source, "save_seconds": save_seconds}
-    fitted = fit(run, split, folder, **asked)
+    fitted = fit(run, split, folder, overwrite=overwrite, **asked)
     if wanted is None:
         return fitted
     progress.say(f"classifiers: one vector for each of {split.train.n_items:,} items over frozen query vectors")

@@ -15,12 +15,15 @@ def epoch_writer(folder: Path) -> Callable[[Mapping[str, Any]], None]:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise UserError('TensorBoard is not installed: pip install "sparring[tensorboard]"') from error
-    writer = SummaryWriter(str(folder))  # type: ignore[no-untyped-call]
+    writer: Any = None
 
     def write(record: Mapping[str, Any]) -> None:
+        nonlocal writer
+        if writer is None:  # it makes the folder, which a training that begins must find empty
+            writer = SummaryWriter(str(folder))  # type: ignore[no-untyped-call]
         for name, value in record.items():
             if name != "epoch":
-                writer.add_scalar(name.replace("@", "_at_"), value, record["epoch"])  # type: ignore[no-untyped-call]
-        writer.flush()  # type: ignore[no-untyped-call]
+                writer.add_scalar(name.replace("@", "_at_"), value, record["epoch"])
+        writer.flush()
 
     return write

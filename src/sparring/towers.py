@@ -252,7 +252,7 @@ class Retriever(nn.Module):
         encode: Callable[[Sequence[str]], Tensor] | None = getattr(tower, "encode_texts", None)
         if encode is None:
             raise ValueError(f"the {side} tower {type(tower).__name__} cannot encode a text: train with a TextTower")
-        with _evaluating(self):
+        with evaluating(self):
             vectors = encode(strings)
         if side == "query":
             return self._finished(vectors)
@@ -309,13 +309,13 @@ class Retriever(nn.Module):
         return next(itertools.chain(self.parameters(), self.buffers())).device
 
     def _in_blocks(self, encode: Callable[[Tensor], Tensor], ids: Tensor, block: int) -> Tensor:
-        with _evaluating(self), torch.no_grad():
+        with evaluating(self), torch.no_grad():
             parts = [encode(part) for part in ids.split(block)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 @contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
+def evaluating(module: nn.Module) -> Iterator[None]:
     """Evaluation mode for the time of the block; each submodule gets its own mode back."""
     training = [part for part in module.modules() if part.training]
     module.eval()
@@ -329,5 +329,5 @@ def _evaluating(module: nn.Module) -> Iterator[None]:
 def _width(tower: nn.Module) -> int:
     """How many dimensions a tower gives, by asking it for id 0."""
     where = next(itertools.chain(tower.parameters(), tower.buffers()), torch.empty(0)).device
-    with _evaluating(tower), torch.no_grad():
+    with evaluating(tower), torch.no_grad():
         return int(tower(torch.zeros(1, dtype=torch.long, device=where)).shape[-1])

@@ -6,6 +6,7 @@ import copy
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,11 +25,12 @@ from sparring.dist import join, sum_gradients
 from sparring.errors import UserError
 from sparring.evaluation import Evaluation, evaluate
 from sparring.keeper import Keeper, State
+from sparring.lock import claimed, delete_run
 from sparring.metrics import PROPENSITY_METRICS
 from sparring.optim import Schedule, clip_gradients, optimizers, set_lr
 from sparring.recorded import Recorded
 from sparring.types import ALONE, Corpus, Positives, Ranks
-from sparring.validation import check_cutoffs, sample_queries, selected
+from sparring.validation import check_cutoffs, check_given, sample_queries, selected
 
 METRICS = ("recall", "ndcg", "hit", "mrr", "map", "precision", "coverage", "popularity")
 CHECKPOINT_SECONDS = 600.0  # how much work a kill inside a long epoch may cost
@@ -64,6 +66,7 @@ def fit(
     out: str | Path | None = None,
     *,
     resume: bool = False,
+    overwrite: bool = False,
     device: str = "auto",
     k: Sequence[int] = (10, 20, 50),
     metrics: Sequence[str] = METRICS,
@@ -73,13 +76,16 @@ def fit(
 ) -> Fitted:
     """Train a run on a split; keep the epoch that does best on the validation part (the last one where there is none).
 
-    With `out` everything goes to that folder (see runs.py), and `resume` goes on from its last checkpoint, bitwise as if never
-    stopped on the same CPU. `source` is recorded in run.json: where the data came from. Called in each of the processes that torchrun
-    started, all of them train the run as one process would, batch by batch; rank 0 writes. A checkpoint is saved once `save_seconds` have
-    passed since the last: by default 600 inside an epoch, 10 at its end.
+    With `out` everything goes to that folder (see runs.py), which must be empty or new: `resume` goes on from its last checkpoint, bitwise
+    as if never stopped on the same CPU, and `overwrite` deletes the run that is there. `source` is recorded in run.json: where the data
+    came from. Called in each of the processes that torchrun started, all of them train the run as one process would, batch by batch;
+    rank 0 writes. A checkpoint is saved once `save_seconds` have passed since the last: by default 600 inside an epoch, 10 at its end.
 
         fitted = fit(recipes.xir(split.train), split, "runs/xir");  print(fitted.test)
     """
+    check_given(run, split)
+    if (resume or overwrite) and out is None:
+        raise UserError(f"{'resume' if resume else 'overwrite'} needs `out`: the folder of the run")
     progress = progress or Progress()
     where = pick_device(device)
     ranks = join(where)
@@ -89,30 +95,31 @@ def fit(
     if where.type == "cuda":
         torch.set_float32_matmul_precision("highest" if run.setup.precision == "float32" else "high")
     check_cutoffs(run, split, k, metrics)
-    trainer = _Trainer(run, split, where, folder, progress, ranks, save_seconds)
-    if resume and folder is None:
-        raise UserError("resume needs `out`: the folder of the run to go on with")
-    if folder is not None:
-        described = runs.description(run, split, source)
-        if ranks.share(resume and (folder / "run.json").is_file()):
-            runs.check_same(folder, described, run.setup)
-            trainer.load()
-        elif ranks.rank == 0:
-            checkpoint.clear(folder)
-            runs.write_start(folder, split.train, split.seen_for("test"), described, run.setup, run.model)
-    with trainer.keeper:
-        trainer.train()
-    trainer.keeper.load_best(trainer.state.best_epoch)
-    test = None
-    if split.test is not None:
-        progress.say("ranking the whole catalogue for every test query")
-        metrics = (*metrics, *(PROPENSITY_METRICS if split.test.propensity is not None else ()))
-        seen = trainer.to(split.seen_for("test"))
-        test = evaluate(run.model, split.test, seen, k, metrics, counts=split.train.counts(), ranks=ranks)
-    fitted = Fitted(run, trainer.state.history, trainer.state.best_epoch, test, trainer.state.seconds)
-    if folder is not None and ranks.rank == 0:
-        runs.write_end(folder, run, fitted.history, fitted.best_epoch, fitted.seconds, test)
-    return fitted
+    with nullcontext() if folder is None else claimed(folder, resume, overwrite, ranks):
+        trainer = _Trainer(run, split, where, folder, progress, ranks, save_seconds)
+        if folder is not None:
+            described = runs.description(run, split, source)
+            if ranks.share(resume and (folder / "run.json").is_file()):
+                runs.check_same(folder, described, run.setup)
+                trainer.load()
+            elif ranks.rank == 0:
+                if overwrite:
+                    delete_run(folder)
+                checkpoint.clear(folder)
+                runs.write_start(folder, split.train, split.seen_for("test"), described, run.setup, run.model)
+        with trainer.keeper:
+            trainer.train()
+        trainer.keeper.load_best(trainer.state.best_epoch)
+        test = None
+        if split.test is not None:
+            progress.say("ranking the whole catalogue for every test query")
+            metrics = (*metrics, *(PROPENSITY_METRICS if split.test.propensity is not None else ()))
+            seen = trainer.to(split.seen_for("test"))
+            test = evaluate(run.model, split.test, seen, k, metrics, counts=split.train.counts(), ranks=ranks)
+        fitted = Fitted(run, trainer.state.history, trainer.state.best_epoch, test, trainer.state.seconds)
+        if folder is not None and ranks.rank == 0:
+            runs.write_end(folder, run, fitted.history, fitted.best_epoch, fitted.seconds, test)
+        return fitted
 
 
 class _Trainer:

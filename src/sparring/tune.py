@@ -13,16 +13,18 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_type_hints
 
 from sparring import runs
 from sparring.composition import Setup, tau_of
 from sparring.data.interactions import Interactions, Split
 from sparring.errors import UserError
 from sparring.pretrained import is_bag
-from sparring.settings import build, find, own_arguments, resolve
+from sparring.recipes import RECIPES
+from sparring.recipes.finding import Recipe
+from sparring.settings import build, find, named, own_arguments, parse, resolve
 from sparring.train import fit
 
 RANDOM = 6  # trials before the sampler starts to learn from those before
@@ -114,23 +116,48 @@ class Tuned:
         return sum(trial.error is not None for trial in self.trials)
 
 
-def space(recipe: str, fixed: Mapping[str, object] | None = None, base: Setup | None = None) -> dict[str, Range | OneOf]:
+def space(recipe: str | Recipe, fixed: Mapping[str, object] | None = None, base: Setup | None = None) -> dict[str, Range | OneOf]:
     """What is tuned of a recipe, by name of the setting, with these towers and optimiser; `fixed` settings are not.
 
-    space("xir")  # lr, tau, weight_decay, lam
+    An argument of a recipe of your own is tuned where its type says over what: `alpha: Annotated[float, Range(0.0, 1.0)] = 0.5`.
+
+        space("xir")  # lr, tau, weight_decay, item_bias, lam
     """
-    found = shared(resolve(find(recipe), fixed or {}, base)[0])
-    for name, (kind, _) in own_arguments(find(recipe)).items():
-        entry = OWN.get(f"{find(recipe).__name__}.{name}", OWN.get(name))
-        if isinstance(entry, OneOf) and not entry.values:
-            entry = OneOf(get_args(kind))
-        if entry is not None and (isinstance(entry, Range) or entry.values):
-            found[name] = entry
+    found = shared(resolve(find(recipe), fixed or {}, base)[0]) | _own_space(find(recipe))
     return {name: entry for name, entry in found.items() if name not in (fixed or {})}
 
 
+def untuned(recipe: str | Recipe, fixed: Mapping[str, object] | None = None) -> list[str]:
+    """The recipe's own arguments that stay as they come while the rest is tuned."""
+    tuned = {*_own_space(find(recipe)), *(fixed or {})}
+    return [name for name in own_arguments(find(recipe)) if name not in tuned]
+
+
+def _own_space(recipe: Recipe) -> dict[str, Range | OneOf]:
+    """By what the type of each argument says; of our own recipes by the table above."""
+    found: dict[str, Range | OneOf] = {}
+    hints, name_of = get_type_hints(recipe, include_extras=True), recipe.__name__
+    ours = RECIPES.get(name_of) is recipe
+    for name, (kind, _) in own_arguments(recipe).items():
+        said = getattr(hints[name], "__metadata__", ())
+        entry = next((each for each in said if isinstance(each, Range | OneOf)), None)
+        if entry is None and ours:
+            entry = OWN.get(f"{name_of}.{name}", OWN.get(name))
+        if isinstance(entry, OneOf):
+            entry = entry if entry.values else OneOf(get_args(kind))
+            for value in entry.values:
+                parse(f"{name}, tuned,", value, kind)
+        if isinstance(entry, Range):
+            entry = replace(entry, whole=entry.whole or kind is int)
+            if not entry.low < entry.high or (entry.log and entry.low <= 0):
+                raise UserError(f"{name} of {name_of} cannot be tuned over {entry}: low must be below high, and above 0 where log is set")
+        if entry is not None and (isinstance(entry, Range) or entry.values):
+            found[name] = entry
+    return found
+
+
 def tune(
-    recipe: str,
+    recipe: str | Recipe,
     split: Split,
     trials: int,
     folder: str | Path,
@@ -178,7 +205,7 @@ def tune(
         lines = "".join(json.dumps(asdict(trial)) + "\n" for trial in done)
         runs.write(path, lambda file, lines=lines: file.write_text(lines))  # type: ignore[misc]
         say(done[-1])
-    return best(recipe, done[:trials])
+    return best(named(recipe), done[:trials])
 
 
 def best(recipe: str, trials: list[Trial]) -> Tuned:
@@ -216,7 +243,7 @@ def _ask(optuna: Any, done: list[Trial], distributions: dict[str, Any], number: 
 
 def _begin(
     number: int,
-    recipe: str,
+    recipe: str | Recipe,
     choices: Mapping[str, Range | OneOf],
     train: Interactions,
     base: Setup | None,
@@ -242,7 +269,9 @@ def _begin(
     return second if second != first else {}
 
 
-def _defaults(recipe: str, choices: Mapping[str, Range | OneOf], base: Setup | None, fixed: Mapping[str, object]) -> dict[str, Any]:
+def _defaults(
+    recipe: str | Recipe, choices: Mapping[str, Range | OneOf], base: Setup | None, fixed: Mapping[str, object]
+) -> dict[str, Any]:
     """The recipe as it comes, moved into the space where it lies outside; what it leaves open is left to the sampler."""
     found = find(recipe)
     values = asdict(resolve(found, fixed, base)[0]) | {name: default for name, (_, default) in own_arguments(found).items()}
@@ -270,7 +299,7 @@ def require_optuna() -> Any:
     try:
         import optuna
     except ImportError:
-        raise UserError("tuning needs Optuna: pip install 'sparring[tune]'") from None
+        raise UserError('tuning needs Optuna: pip install "sparring[tune]"') from None
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
     return optuna

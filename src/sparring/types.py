@@ -79,6 +79,16 @@ class Candidates:
     mix: Mixtures | None = None
     seed: Tensor | None = None  # (2,) with `draws`: they are drawn inside the kernel, by this seed and the number of the first row
 
+    def __post_init__(self) -> None:
+        for name, value in (("ids", self.ids), ("emb", self.emb), ("log_w", self.log_w)):
+            if not isinstance(value, Tensor):
+                raise ValueError(f"Candidates.{name} must be a tensor, got {type(value).__name__}")
+        ids, emb, log_w = self.ids.shape, self.emb.shape, self.log_w.shape
+        if len(ids) not in (1, 2) or emb[:-1] != ids:
+            raise ValueError(f"Candidates need ids (C,) and emb (C, D), or (B, C) and (B, C, D); got {tuple(ids)} and {tuple(emb)}")
+        if len(log_w) > 2 or (log_w and log_w[-1] not in (1, ids[-1])):
+            raise ValueError(f"Candidates.log_w must fit (B, C) with C = {ids[-1]}, got shape {tuple(log_w)}")
+
     @property
     def shared(self) -> bool:
         return self.ids.dim() == 1
@@ -107,6 +117,11 @@ class Bag:
 
     blocks: tuple[Candidates, ...]
     log_w_positive: Tensor | None = None  # (B,); None = 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.blocks, tuple) or not all(isinstance(block, Candidates) for block in self.blocks):
+            found = [type(block).__name__ for block in self.blocks] if isinstance(self.blocks, tuple) else type(self.blocks).__name__
+            raise ValueError(f"Bag.blocks must be a tuple of Candidates, as in Bag((candidates,)); got {found}")
 
     def plain(self) -> Bag:
         """The same bag with mixtures as vectors: for whoever looks at single candidates."""

@@ -12,6 +12,15 @@ from sparring.errors import UserError
 from sparring.metrics import parse
 
 
+def check_given(run: object, split: object) -> None:
+    """Tell what was given in place of a run and its parts."""
+    if not isinstance(run, Run):
+        raise UserError(f"fit trains a Run, from compose(...) or a recipe; got {type(run).__name__}")
+    if not isinstance(split, Split):
+        hint = ": sparring.split(data) makes the parts, or Split(data) trains on all of it" if isinstance(split, Interactions) else ""
+        raise UserError(f"fit needs a Split, got {type(split).__name__}{hint}")
+
+
 def check_cutoffs(run: Run, split: Split, k: Sequence[int], metrics: Sequence[str]) -> None:
     """Tell before training what the ranking after it could not do."""
     n_items = split.train.n_items

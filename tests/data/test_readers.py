@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gzip
 import warnings
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sparring.data import Interactions, describe, from_frame, read, show, split
+from sparring.data.readers import roles
 from sparring.errors import UserError
 
 quick = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -55,6 +56,39 @@ def test_parquet_csv_tsv_and_gzip_read_alike(tmp_path: Path) -> None:
         assert data.queries.dtype == data.items.dtype == np.int32
         assert data.item_ids.kind == "int"
         assert data.notes == ()
+
+
+@pytest.mark.parametrize("kind", ["polars", "lazy", "arrow", "pandas"])
+def test_tables_in_memory_read_like_files(tmp_path: Path, kind: str) -> None:
+    """A frame of polars or pandas, or an Arrow table, gives what the file would: pairs, tables, texts of its own, notes."""
+    if kind in ("arrow", "pandas"):
+        pytest.importorskip("pyarrow")
+
+    def table(frame: pl.DataFrame) -> Any:
+        if kind == "pandas":
+            pandas = pytest.importorskip("pandas")
+            return pandas.DataFrame(frame.to_dict(as_series=False), index=range(100, 100 + len(frame)))
+        return frame.to_arrow() if kind == "arrow" else frame.lazy() if kind == "lazy" else frame
+
+    assert content(read(table(SMALL))) == WANT
+    rich = SMALL.with_columns(stars=pl.Series([5, 1, 4, 3]), title=pl.Series(["x", "y", "y", "z"]))
+    rich.write_parquet(tmp_path / "a.parquet")
+    for more in ({}, {"min_rating": 3}):
+        ours, wanted = read(table(rich), **more), read(tmp_path / "a.parquet", **more)
+        assert content(ours) == content(wanted)
+        assert ours.notes == wanted.notes
+        assert ours.item_table is not None
+        assert ours.item_table.equals(wanted.item_table)
+    names = table(pl.DataFrame({"item_id": [9, 5, 7], "title": ["nine", "five", "seven"]}))
+    titles = read(table(SMALL), items=names).titles()
+    assert titles is not None
+    assert titles.tolist() == ["five", "seven", "nine"]
+
+
+def test_what_is_no_table_is_one_line() -> None:
+    """The kind of thing that was given, or the columns that it has, and what may be given."""
+    for wrong, words in ((5, "int"), (pl.DataFrame({"x": [1]}), "the table has the columns x"), (object(), "object")):
+        assert words in refusal(wrong)  # type: ignore[arg-type]
 
 
 def test_a_folder_of_parts_equals_one_file(tmp_path: Path) -> None:
@@ -341,6 +375,44 @@ def test_bad_input_is_one_line_that_names_it(tmp_path: Path) -> None:
         assert "\n" not in str(caught.value)
 
 
+ACCENTS = "user,item,title\n" + "".join(f"u{u},{name}{i},x\n" for name in ("caf\u00e9", "caf\u00e8") for u in range(4) for i in range(5))
+
+
+@pytest.mark.parametrize("kind", ["csv", "gz", "inter", "lists"])
+def test_ids_that_are_not_utf8_are_refused(tmp_path: Path, kind: str) -> None:
+    """Ids that differ in such bytes only would become one: the file, the line, the column and what to do. The same as UTF-8 is read."""
+    pairs = [line.split(",")[:2] for line in ACCENTS.splitlines()[1:]]
+    text, name, column = {
+        "csv": (ACCENTS, "a.csv", "item"),
+        "gz": (ACCENTS, "a.csv.gz", "item"),
+        "inter": ("user_id:token\titem_id:token\n" + "".join(f"{u}\t{i}\n" for u, i in pairs), "a.inter", "item_id"),
+        "lists": ("u0 a b\n" + "".join(f"{u} {i}\n" for u, i in pairs), "train.txt", "item_id"),
+    }[kind]
+    for encoding in ("latin1", "utf8"):
+        folder = tmp_path / encoding
+        folder.mkdir()
+        content = text.encode(encoding)
+        (folder / name).write_bytes(gzip.compress(content) if kind == "gz" else content)
+        where = folder if kind == "lists" else folder / name
+        if encoding == "utf8":
+            assert read(where).n_items == (12 if kind == "lists" else 10)
+        else:
+            said = refusal(where)
+            for mention in (f"{folder / name} line 2 ", repr(column), "UTF-8", "iconv"):
+                assert mention in said
+
+
+def test_what_else_is_not_utf8(tmp_path: Path) -> None:
+    """An items table with such ids is refused; texts with such bytes are read, and it is said; U+FFFD of the file itself is a letter."""
+    (tmp_path / "a.csv").write_text(ACCENTS.replace(",title", ",kind"))
+    (tmp_path / "items.csv").write_bytes("item,name\ncaf\u00e90,x\ncaf\u00e80,y\n".encode("latin1"))
+    assert f"{tmp_path / 'items.csv'} line 2 " in refusal(tmp_path / "a.csv", items=tmp_path / "items.csv")
+    (tmp_path / "titles.csv").write_bytes("user,item,title\n1,1,caf\u00e9\n2,2,tea\n".encode("latin1"))
+    assert any("'title'" in note and "not UTF-8" in note for note in read(tmp_path / "titles.csv").notes)
+    (tmp_path / "own.csv").write_text(ACCENTS.replace("\u00e9", "\ufffd"))
+    assert read(tmp_path / "own.csv").n_items == 10
+
+
 def test_a_damaged_gzip_is_one_line(tmp_path: Path) -> None:
     """Text that calls itself gzip is refused by name."""
     (tmp_path / "a.csv.gz").write_text("user,item\n1,2\n")
@@ -371,6 +443,33 @@ def test_show_tells_what_a_file_holds(tmp_path: Path) -> None:
     frame = pl.DataFrame({"user": [1, 1, 2], "item": [1, 2, 3], "label": [1, 0, 1], "split": [0, 0, 2]})
     assert "shown and not clicked: 1" in (said := describe(from_frame(frame)))
     assert "train 1, valid 0, test 1" in said
+
+
+def test_show_tells_which_column_is_what(tmp_path: Path) -> None:
+    """Roles that were guessed or named; and ratings, where nothing asks for them."""
+    rows = {"customer": ["a", "b", "a"], "sku": [1, 2, 3], "day": [1, 2, 3], "ts": [4, 5, 6], "stars": [1, 5, 4]}
+    path = tmp_path / "a.parquet"
+    pl.DataFrame(rows).write_parquet(path)
+    plain = roles(path, {})
+    assert plain[0] == "columns: customer is the query, sku is the item, ts is the time"
+    assert "stars" in plain[1]
+    assert "min_rating" in plain[1]
+    assert all(line in show(path) for line in plain)
+    assert roles(path, {"time": "day", "min_rating": 4}) == [
+        "columns: customer is the query, sku is the item, day is the time, stars is the rating"
+    ]
+    assert roles(path, {"rating": ""}) == plain[:1]
+
+
+@pytest.mark.parametrize("unit", [1, 10**3, 10**6, 10**9])
+def test_times_are_shown_as_dates(unit: int) -> None:
+    """Numbers that are of our days in some unit since 1970 are dates, others stay numbers."""
+    first, last = (int(datetime(year, 3, 5, 6, 7, tzinfo=UTC).timestamp()) * unit for year in (1999, 2024))
+    frame = pl.DataFrame({"user": ["a", "b", "c"], "item": [1, 2, 3], "ts": [last, first, first + 1]})
+    assert "time: 1999-03-05 06:07 to 2024-03-05 06:07" in describe(from_frame(frame))
+    for low, high in ((0, last), (17, 20240131), (first // 10**3, last)):
+        mixed = frame.with_columns(ts=pl.Series([low, high, high]))
+        assert f"time: {low} to {high}\n" in describe(from_frame(mixed)) + "\n"
 
 
 @pytest.mark.parametrize(

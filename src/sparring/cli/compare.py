@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shlex
 import sys
 from argparse import ArgumentParser, Namespace
@@ -36,7 +37,8 @@ def options(parser: ArgumentParser) -> None:
     inputs.add_split(parser)
     parser.add_argument("--split-seed", type=whole, default=0, metavar="N", help="seed of the split, the same for every run (default: 0)")
     group = parser.add_argument_group("what is compared")
-    group.add_argument("--recipes", type=names, required=True, metavar="NAME,NAME", help="`sparring recipes` lists them")
+    listed = "`sparring recipes` lists them; or FILE.py:FUNCTION"
+    group.add_argument("--recipes", type=names, required=True, metavar="NAME,NAME", help=listed)
     group.add_argument("--seeds", type=count, default=5, metavar="N", help="each recipe is trained with the seeds 0..N-1 (default: 5)")
     group.add_argument("--setup", metavar="RECIPE", help="take towers, optimiser and schedule of every run from this recipe")
     group.add_argument("--tune", type=count, default=0, metavar="N", help="first tune each recipe with N trials on validation")
@@ -63,6 +65,9 @@ def compare(args: Namespace) -> int:
 
     plan = _plan(args)
     show = screen.console()
+    if plan.trials and not args.quiet:
+        for line in _left_alone(plan):
+            show.print(line, markup=False, soft_wrap=True)
     with listening(show, args.quiet) as listener:
         failures = run_all(plan, args.jobs, listener)
     command = shlex.join(["sparring", *sys.argv[1:]]) if sys.argv[1:2] == ["compare"] else ""
@@ -75,6 +80,15 @@ def compare(args: Namespace) -> int:
             show.print(screen.table(cells, table.caption, left=sum(column.text for column in table.columns[:3])))
     show.print()
     return closing(show, failures, page, plan.out)
+
+
+def _left_alone(plan: Plan) -> list[str]:
+    """Which arguments of its own each recipe keeps as they come, while the rest is tuned."""
+    from sparring.tune import untuned
+
+    kept = {name: untuned(place, plan.settings_of(name)) for name, place in plan.places.items()}
+    words = "; ".join(f"{name}: {', '.join(each)}" for name, each in kept.items() if each)
+    return [f"not tuned, kept as they come: {words}"] if words else []
 
 
 def closing(show: Console, failures: Sequence[Failure], page: Path, out: Path) -> int:
@@ -93,8 +107,7 @@ def _plan(args: Namespace) -> Plan:
 
     if not args.data:
         raise UserError("--data is needed: a file, or the name of a set; repeat it for several")
-    recipes = tuple(settings.find(name).__name__ for name in args.recipes)
-    baseline = settings.find(args.baseline).__name__ if args.baseline else ""
+    recipes, baseline = args.recipes, args.baseline or ""
     shared = inputs.settings(args, "epochs")
     if args.tune:
         shared.setdefault("select", args.metrics[-1])  # equal tuning includes what it aims at
@@ -105,10 +118,10 @@ def _plan(args: Namespace) -> Plan:
 
         require_optuna()
     plan = Plan(args.out, (), recipes, args.seeds, baseline, args.metrics, base, shared, args.tune, args.device)
-    for recipe in recipes:
-        settings.resolve(settings.find(recipe), plan.settings_of(recipe), base)
+    for recipe, place in plan.places.items():
+        settings.resolve(settings.find(place), plan.settings_of(recipe), base)
     data = tuple(_data(args, where, name) for where, name in zip(args.data, short_names(args.data), strict=True))
-    return Plan(args.out, data, recipes, args.seeds, baseline, args.metrics, base, shared, args.tune, args.device)
+    return dataclasses.replace(plan, data=data)
 
 
 def _data(args: Namespace, where: str, name: str) -> Data:

@@ -7,10 +7,16 @@ import shlex
 import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from sparring.cli import inputs, screen
 from sparring.cli.values import count, device, names, whole
 from sparring.errors import UserError
+
+if TYPE_CHECKING:
+    from sparring.data.interactions import Split
 
 
 def options(parser: ArgumentParser) -> None:
@@ -20,7 +26,7 @@ def options(parser: ArgumentParser) -> None:
         type=names,
         default=("own", "uns", "ssl_pop", "mns", "bir"),
         metavar="NAME,NAME",
-        help="own (the run's negatives) and any recipes (default: own,uns,ssl_pop,mns,bir)",
+        help="own (the run's negatives) and any recipes, also FILE.py:FUNCTION (default: own,uns,ssl_pop,mns,bir)",
     )
     parser.add_argument("--queries", type=count, default=256, metavar="N", help="training pairs to measure on (default: 256)")
     parser.add_argument("--draws", type=count, default=20, metavar="N", help="batches that each of them is put into (default: 20)")
@@ -31,13 +37,38 @@ def options(parser: ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
 
 
+def _parts(args: Namespace, meta: dict[str, Any]) -> tuple[Split, str]:
+    """The run's data as its training had it; where that is not recorded, the pairs of --data that it was trained on, and so said."""
+    from sparring.data.interactions import Ids, Split
+    from sparring.data.pairs import pair_keys
+    from sparring.rebuilt import remembered
+    from sparring.runs import read_tensors
+    from sparring.types import Positives
+
+    if args.data is None or (meta.get("source") or {}).get("data"):
+        source = inputs.recorded(meta, args.run)
+        data = inputs.read_recorded(meta, args.run, args.data, source["columns"])
+        return inputs.split_as(data, meta, args.run, args.data), ""
+    given, ids = inputs.read_data(args.data, {}), Ids.load(args.run)
+    tensors, _ = read_tensors(args.run / "seen.safetensors")
+    pairs = remembered(ids, Positives(tensors["start"], tensors["items"]))
+    queries = ids.query_ids.encode(given.query_ids.ids)[given.queries]
+    items = ids.item_ids.encode(given.item_ids.ids)[given.items]
+    known = (queries >= 0) & (items >= 0)
+    theirs = pair_keys(queries[known], items[known], pairs.n_items)
+    train = pairs.subset(np.flatnonzero(np.isin(pair_keys(pairs.queries, pairs.items, pairs.n_items), theirs)))
+    if not len(train):
+        raise UserError(f"{args.data} holds no pair that {args.run} was trained on: give the data of its training")
+    return Split(train, None, None), f"measured on the {len(train):,} pairs of {args.data} that {args.run} was trained or validated on"
+
+
 def diagnose(args: Namespace) -> int:
     from sparring import advice, diagnosis_page, opponents, runs, settings
     from sparring.compare import hardware
     from sparring.devices import pick_device
     from sparring.diagnose import diagnose as measure
 
-    samplers = tuple(dict.fromkeys(name if name == "own" else settings.find(name).__name__ for name in args.samplers))
+    samplers = tuple(dict.fromkeys(name if name == "own" else settings.named(name) for name in args.samplers))
     if args.draws < 2:
         raise UserError(f"--draws {args.draws} is too few: a variance needs at least 2")
     if args.out is not None and args.out.exists() and not args.out.is_dir():
@@ -46,17 +77,17 @@ def diagnose(args: Namespace) -> int:
     if not args.run.is_dir():
         raise UserError(f"no such run folder: {args.run}")
     meta = runs.read_meta(args.run)
-    source = inputs.recorded(meta, args.run)
-    data = inputs.read_recorded(meta, args.run, args.data, source["columns"])
-    parts = inputs.split_as(data, meta, args.run)
-    world = inputs.world(args.data or source["data"])
-    own = opponents.own(args.run, parts, device)
     show = screen.console()
+    parts, note = _parts(args, meta)
+    world = inputs.world(args.data or meta["source"]["data"])
+    own = opponents.own(args.run, parts, device)
+    if note and not args.json:
+        show.print(note, markup=False, soft_wrap=True)
     found = []
     for name in samplers:
-        with show.status(f"measuring {name}"):
+        with show.status(f"measuring {settings.short(name)}"):
             run = own if name == "own" else opponents.opponent(name, own, parts)
-            found.append(measure(name, run, parts, queries=args.queries, draws=args.draws, seed=args.seed, world=world))
+            found.append(measure(settings.short(name), run, parts, queries=args.queries, draws=args.draws, seed=args.seed, world=world))
     tables = advice.tables(found)
     lines = advice.advise(found)
     sample = diagnosis_page.Sample(min(args.queries, len(parts.train)), args.draws, args.seed)

@@ -161,12 +161,14 @@ def _place(where: str) -> str:
     return str(Path(where).resolve()) if Path(where).exists() else where
 
 
-def split_as(data: Interactions, meta: Mapping[str, Any], folder: Path) -> Split:
-    """The parts of a run's data, made as its training made them."""
+def split_as(data: Interactions, meta: Mapping[str, Any], folder: Path, given: str | None = None) -> Split:
+    """The parts of a run's data, made as its training made them; `given` is where the data was read from, if not where it was then."""
     from sparring.data.splits import split
 
     found = recorded(meta, folder)
     if fingerprint(data) != found["fingerprint"]:
+        if given is not None and _place(given) != found["data"]:
+            raise UserError(f"{given} is not what {folder} was trained on, which was {found['data']}: its interactions are others")
         raise UserError(f"{found['data']} is not what {folder} was trained on: its interactions have changed since")
     return split(data, **found["split"])
 

@@ -6,19 +6,22 @@ import dataclasses
 import inspect
 import json
 from argparse import Namespace
+from pathlib import Path
 from typing import Any, get_type_hints
 
 from rich.text import Text
 
 from sparring.cli import inputs, screen
+from sparring.errors import UserError
 
 
 def recipes(args: Namespace) -> int:
     from sparring import settings
     from sparring.composition import Setup
     from sparring.recipes import RECIPES
+    from sparring.recipes.finding import offered, origin
 
-    names = list(RECIPES) if args.name is None else [settings.find(args.name).__name__]
+    names = [*RECIPES] if args.name is None else [settings.named(args.name)]
     if args.json:
         print(json.dumps({name: recipe_facts(name) for name in names}, indent=2))
         return 0
@@ -27,16 +30,28 @@ def recipes(args: Namespace) -> int:
         _one_recipe(names[0])
         return 0
     for name in names:
-        facts = recipe_facts(name)
-        arguments = "  ".join(f"{key}={value['default']}" for key, value in facts["arguments"].items())
         show.print(Text(name, style="bold"), soft_wrap=True)
-        for line in (facts["summary"], facts["paper"], arguments):
-            if line:
-                show.print(f"    {line}", markup=False, soft_wrap=True)
+        for line in _told(name):
+            show.print(f"    {line}", markup=False, soft_wrap=True)
+    for name, entry in offered().items():
+        show.print(Text(name, style="bold"), soft_wrap=True)
+        for line in (*_told(name), f"from {origin(entry)}"):
+            show.print(f"    {line}", markup=False, soft_wrap=True)
     fields = ", ".join(field.name for field in dataclasses.fields(Setup))
     show.print(f"\nEvery recipe also takes: {fields}.", markup=False)
     show.print("`sparring recipes NAME` shows types and defaults; change one with `sparring train --set name=value`.", markup=False)
+    show.print("A recipe of your own is named FILE.py:FUNCTION or MODULE:FUNCTION; see docs/extending.md.", markup=False)
     return 0
+
+
+def _told(name: str) -> list[str]:
+    """What a recipe of an installed package is, or why it cannot be used."""
+    try:
+        facts = recipe_facts(name)
+    except UserError as error:
+        return [str(error)]
+    arguments = "  ".join(f"{key}={value['default']}" for key, value in facts["arguments"].items())
+    return [line for line in (facts["summary"], facts["paper"], arguments) if line]
 
 
 def recipe_facts(name: str) -> dict[str, Any]:
@@ -45,12 +60,12 @@ def recipe_facts(name: str) -> dict[str, Any]:
     from sparring.composition import Setup
 
     recipe = settings.find(name)
-    lines = (inspect.getdoc(recipe) or "").splitlines()
+    lines = (inspect.getdoc(recipe) or "no docstring").splitlines()
     shared, setup = get_type_hints(Setup), settings.own_setup(recipe)
     return {
         "summary": lines[0],
         "notes": [line for line in lines[1:-1] if line],
-        "paper": lines[-1],
+        "paper": lines[-1] if len(lines) > 1 else "",
         "arguments": {key: _kind(kind, default) for key, (kind, default) in settings.own_arguments(recipe).items()},
         "setup": {field.name: _kind(shared[field.name], getattr(setup, field.name)) for field in dataclasses.fields(Setup)},
     }
@@ -69,9 +84,12 @@ def _kind(kind: Any, default: object) -> dict[str, str]:
 
 
 def _one_recipe(name: str) -> None:
+    from sparring.recipes.finding import offered, origin
+
     show = screen.console()
     facts = recipe_facts(name)
-    for line in (f"{name}: {facts['summary']}", *facts["notes"], facts["paper"]):
+    come = [f"from {origin(offered()[name])}"] if name in offered() else []
+    for line in (f"{name}: {facts['summary']}", *facts["notes"], *([facts["paper"]] if facts["paper"] else []), *come):
         show.print(line, markup=False, soft_wrap=True)
     for title, key in (("its own arguments", "arguments"), ("settings of every recipe, with this one's defaults", "setup")):
         if facts[key]:
@@ -101,8 +119,10 @@ def data_get(args: Namespace) -> int:
 
 
 def data_show(args: Namespace) -> int:
-    from sparring.data.readers import describe
+    from sparring.data.readers import describe, roles
 
-    data = inputs.read_data(args.data, inputs.columns(args))
-    screen.console().print(describe(data), markup=False, soft_wrap=True)
+    given = inputs.columns(args)
+    data = inputs.read_data(args.data, given)
+    told = roles(Path(args.data), given) if Path(args.data).exists() else []
+    screen.console().print(*told, describe(data), sep="\n", markup=False, soft_wrap=True)
     return 0

@@ -1,4 +1,4 @@
-"""sparring recommend --all: the best items of every query of a run as one Parquet file."""
+"""sparring recommend --all: the best items of every query of a run as one Parquet or CSV file."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from sparring.errors import UserError
 
 def recommend_all(args: Namespace) -> int:
     from sparring import runs
-    from sparring.export.lists import write_lists
+    from sparring.export.lists import check_file, write_lists
     from sparring.index.beside import open_index
 
     if not args.all:
         raise UserError(f"--{'out' if args.out else 'index'} goes with --all: the lists of every query")
     if args.out is None:
-        raise UserError("--all needs --out FILE: a Parquet file for the lists")
+        raise UserError("--all needs --out FILE: a .parquet or .csv file for the lists")
+    check_file(args.out)
     trained = runs.load(args.run)
     index = open_index(args.run) if args.index else None
     show = screen.console()

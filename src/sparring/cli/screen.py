@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,6 +24,11 @@ def console() -> Console:
     """Where everything but errors goes. In a pipe, wide enough that no title is cut."""
     screen = Console(highlight=False)
     return screen if screen.is_terminal else Console(highlight=False, width=max(screen.width, 160))
+
+
+def tell(line: str) -> None:
+    """A note or a warning: on stderr, so that what is printed stays what was asked for."""
+    print(f"sparring: {line}", file=sys.stderr)
 
 
 def table(rows: Sequence[Sequence[object]], title: str | None = None, left: int = 1) -> Table:

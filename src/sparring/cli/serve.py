@@ -47,7 +47,7 @@ def serve(args: Namespace) -> int:
         import prometheus_client  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:
-        raise UserError(f"`sparring serve` needs {error.name}: install the extra, pip install 'sparring[serve]'") from error
+        raise UserError(f'`sparring serve` needs {error.name}: pip install "sparring[serve]"') from error
     from sparring.serve.limits import Limits
     from sparring.serve.live import Live
     from sparring.serve.logs import Log

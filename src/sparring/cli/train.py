@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +27,8 @@ def options(parser: ArgumentParser) -> None:
     inputs.add_columns(parser)
     inputs.add_split(parser)
     group = parser.add_argument_group("training")
-    group.add_argument("--recipe", metavar="NAME", help="how to train (default: default); `sparring recipes` lists them")
+    listed = "how to train (default: default); `sparring recipes` lists them; or FILE.py:FUNCTION"
+    group.add_argument("--recipe", metavar="NAME", help=listed)
     group.add_argument(
         "--set", type=setting, action="append", default=[], dest="settings", metavar="NAME=VALUE", help="change one setting; repeatable"
     )
@@ -41,7 +41,8 @@ def options(parser: ArgumentParser) -> None:
     group.add_argument("--k", type=cutoffs, default=None, metavar="K,K", help="cutoffs of the metrics (default: 10,20,50)")
     group = parser.add_argument_group("the run folder")
     group.add_argument("--out", type=Path, metavar="FOLDER", help="where the run goes (default: runs/RECIPE)")
-    group.add_argument("--resume", action="store_true", help="continue a run that was stopped, exactly as if it never had been")
+    same = "go on with a stopped run, exactly as if it had not been; no setting can change, epochs neither"
+    group.add_argument("--resume", action="store_true", help=same)
     group.add_argument("--overwrite", action="store_true", help="delete the run that is in FOLDER first")
     group.add_argument("--tensorboard", action="store_true", help="also write curves for TensorBoard into FOLDER/tensorboard")
     group.add_argument("--quiet", action="store_true", help="print nothing but the last line and errors")
@@ -53,8 +54,8 @@ def train(args: Namespace) -> int:
     from sparring.devices import pick_device
     from sparring.dist import join, leave
 
-    name = settings.find(args.recipe or "default").__name__
-    folder = args.out or Path("runs") / name
+    name = settings.named(args.recipe or "default")
+    folder = args.out or Path("runs") / settings.short(name)
     if args.nproc is not None:
         return _in_processes(args, name, folder)
     if args.restarts:
@@ -72,8 +73,6 @@ def train(args: Namespace) -> int:
         if ranks.rank == 0:
             _check_free(folder, args.overwrite, args.resume)
         run, parts, source = _fresh(args, name, asked)
-        if args.overwrite and folder.exists() and ranks.rank == 0:
-            shutil.rmtree(folder)
     cutoffs = source["k"]
     fitted = fit_shown(
         run,
@@ -81,7 +80,8 @@ def train(args: Namespace) -> int:
         folder,
         cutoffs,
         source=source,
-        resume=resume,
+        resume=args.resume,
+        overwrite=args.overwrite,
         device=args.device,
         quiet=args.quiet,
         tensorboard=args.tensorboard,
@@ -106,6 +106,8 @@ def train(args: Namespace) -> int:
 def _in_processes(args: Namespace, name: str, folder: Path) -> int:
     """Check what can be checked, then let torchrun start the processes, which go on with what there is in the folder."""
     from sparring import settings
+    from sparring.lock import claimed, delete_run
+    from sparring.types import ALONE
 
     begun = (folder / "run.json").is_file()
     if not (args.resume and begun):
@@ -113,8 +115,9 @@ def _in_processes(args: Namespace, name: str, folder: Path) -> int:
             raise UserError("--data is needed: a file, or the name of a set")
         settings.resolve(settings.find(name), _settings(args), _base(args))
         _check_free(folder, args.overwrite, args.resume)
-        if args.overwrite and folder.exists():
-            shutil.rmtree(folder)
+        if args.overwrite:  # the processes are told to go on with what there is
+            with claimed(folder, False, True, ALONE):
+                delete_run(folder)
     return launch(args.words, args.nproc, args.restarts)
 
 
@@ -126,6 +129,7 @@ def fit_shown(
     *,
     source: dict[str, Any],
     resume: bool = False,
+    overwrite: bool = False,
     device: str = "auto",
     quiet: bool = False,
     tensorboard: bool = False,
@@ -135,6 +139,7 @@ def fit_shown(
     from sparring.contrast import describe_batch
     from sparring.devices import pick_device
     from sparring.dist import rank
+    from sparring.settings import short
     from sparring.stages import fit_stages
     from sparring.tensorboard import epoch_writer
 
@@ -144,15 +149,14 @@ def fit_shown(
     named = {"train": parts.train, "valid": parts.valid, "test": parts.test}
     sizes = [f"{name} {len(part):,}" for name, part in named.items() if part is not None]
     intro = [
-        f"{run.recipe}: {parts.train.n_queries:,} queries x {parts.train.n_items:,} items; {', '.join(sizes)} interactions",
+        f"{short(run.recipe)}: {parts.train.n_queries:,} queries x {parts.train.n_items:,} items; {', '.join(sizes)} interactions",
         *(f"  {line}" for line in ([] if quiet else describe_batch(run, parts).splitlines())),
     ]  # on every rank: vectors may lie on others
     with screen.listening(show, quiet or rank() > 0, intro) as progress:
         if tensorboard and rank() == 0:
             progress.epoch = screen.both(progress.epoch, epoch_writer(folder / "tensorboard"))
-        return fit_stages(
-            run, parts, folder, resume=resume, device=device, k=k, progress=progress, source=source, save_seconds=save_seconds
-        )
+        asked: dict[str, Any] = {"resume": resume, "overwrite": overwrite, "device": device, "save_seconds": save_seconds}
+        return fit_stages(run, parts, folder, k=k, progress=progress, source=source, **asked)
 
 
 def _fresh(args: Namespace, name: str, asked: dict[str, object]) -> tuple[Run, Split, dict[str, Any]]:
@@ -187,14 +191,16 @@ def _only_texts_help(parts: Split) -> bool:
 def _continued(args: Namespace, folder: Path) -> tuple[Run, Split, dict[str, Any]]:
     """The run of a folder as run.json has it; what was asked for on the command line must agree."""
     from sparring import runs, settings
+    from sparring.rebuilt import recipe_of
 
     if args.overwrite:
         raise UserError("--resume and --overwrite cannot go together")
     meta = runs.read_meta(folder)
-    if args.recipe is not None and settings.find(args.recipe).__name__ != meta["recipe"]:
+    if args.recipe is not None and settings.named(args.recipe) != meta["recipe"]:
         raise UserError(f"{folder} was trained with the recipe {meta['recipe']!r}, not {args.recipe!r}: --resume cannot change it")
     recorded = settings.parse_setup(meta["setup"])
-    setup, arguments = settings.resolve(settings.find(meta["recipe"]), _settings(args), _base(args) or recorded)
+    recipe = recipe_of(folder, meta)
+    setup, arguments = settings.resolve(settings.find(recipe), _settings(args), _base(args) or recorded)
     if args.setup is not None and setup != recorded:
         raise UserError(f"{folder} was trained with other settings than those of --setup {args.setup}: --resume cannot change them")
     before = {**meta["setup"], **meta["arguments"]}
@@ -203,9 +209,9 @@ def _continued(args: Namespace, folder: Path) -> tuple[Run, Split, dict[str, Any
         if json.dumps(now) != json.dumps(before[name]):
             raise UserError(f"{folder} was trained with {name}={before[name]}, not {now}: --resume cannot change it")
     data = inputs.read_recorded(meta, folder, args.data, inputs.columns(args))
-    parts = inputs.split_as(data, meta, folder)
+    parts = inputs.split_as(data, meta, folder, args.data)
     with inputs.token_bar():
-        run = settings.build(meta["recipe"], parts.train, meta["arguments"], setup)
+        run = settings.build(recipe, parts.train, meta["arguments"], setup)
     return run, parts, inputs.recorded(meta, folder)
 
 
@@ -223,8 +229,12 @@ def _settings(args: Namespace) -> dict[str, object]:
 
 
 def _check_free(folder: Path, overwrite: bool, resume: bool) -> None:
+    from sparring import lock
+
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--out {folder} is a file, not a folder")
+    if (folder / lock.NAME).exists():
+        lock.release(folder, lock.hold(folder))  # or it says who writes there
     if resume or not folder.exists() or not any(folder.iterdir()):
         return
     if not overwrite:

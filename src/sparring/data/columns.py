@@ -82,6 +82,12 @@ def find_columns(columns: Sequence[str], named: Mapping[str, str | None], source
     return found
 
 
+def unused_ratings(columns: Sequence[str], named: str | None) -> list[str]:
+    """The columns of ratings that a reading without a threshold leaves alone."""
+    guessed = [column for column in columns if _plain(column) in _NAMES["rating"][0].split()]
+    return guessed if named is None else [named] if named else []
+
+
 def text_columns(role: str, columns: Sequence[str]) -> list[str]:
     """The columns of interactions that hold a text of the query or item."""
     return [column for column in columns if _plain(column) in _TEXTS[role].split()]

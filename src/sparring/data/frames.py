@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 import numpy as np
 import polars as pl
@@ -15,8 +16,29 @@ import polars as pl
 from sparring.data.cleaning import SHORT, clean
 from sparring.data.columns import find_column, find_columns, with_title
 from sparring.data.interactions import Interactions, Vocabulary, first_line
+from sparring.data.lines import check_utf8
 from sparring.data.pairs import taken_and_shown
 from sparring.errors import UserError
+
+
+class Arrow(Protocol):
+    """A table that gives its columns as Arrow does: of polars, pandas, PyArrow, DuckDB."""
+
+    def __arrow_c_stream__(self, requested_schema: object | None = None) -> object: ...
+
+
+Table = pl.DataFrame | pl.LazyFrame | Arrow
+
+
+def as_frame(table: Table) -> pl.LazyFrame:
+    """A table in memory as polars reads it; the index of a pandas table is left out."""
+    if isinstance(table, (pl.DataFrame, pl.LazyFrame)):
+        return table.lazy()
+    try:
+        return pl.DataFrame(table).lazy()
+    except (ImportError, TypeError, ValueError, OSError, pl.exceptions.PolarsError) as error:  # such as: pandas without pyarrow
+        what = f"cannot read the {type(table).__name__} as a table: {first_line(error)}"
+        raise UserError(f"{what}; give a path, or a table of polars, pandas or Arrow") from error
 
 
 def from_frame(
@@ -100,6 +122,8 @@ def _encode(
 
 def vocabulary_of(known: pl.Series, column: str, text: bool, extra: pl.Series | None, source: str) -> Vocabulary:
     """The vocabulary of the distinct values of an id column, and of `extra` ids, which must be of the same kind."""
+    if text:
+        check_utf8(known, column, source)
     if text and bool(known.str.contains(r"^(0|-?[1-9][0-9]{0,17})$").all()):
         known = known.cast(pl.Int64)
     vocabulary = Vocabulary(known)
@@ -159,6 +183,10 @@ def align(table: pl.DataFrame, role: str, name: str, ids: Vocabulary, source: st
     rows[known] = first
     if len(known) < len(ids):
         notes.append(f"{len(ids) - len(known):,} of {len(ids):,} {'items' if role == 'item' else 'queries'} are not in the {role} table")
+    for column in (column for column in table.get_columns() if column.dtype == pl.String and column.name != key):
+        lossy = int(column.str.contains("\ufffd", literal=True).sum())
+        if lossy:
+            notes.append(f"{column.name!r} of the {role} table has \ufffd where bytes were not UTF-8, in {lossy:,} rows")
     at = pl.Series(rows).replace(-1, None)
     aligned = table.drop(key).select(pl.all().gather(at)) if table.width > 1 else pl.DataFrame({key: ids.ids})
     return with_title(aligned)

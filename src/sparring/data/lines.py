@@ -49,6 +49,29 @@ def read_lines(file: Path) -> tuple[pl.Series, str | None]:
     return lines, note
 
 
+def check_utf8(ids: pl.Series, column: str, source: str) -> None:
+    """Refuse ids in which bytes that are no UTF-8 became U+FFFD: ids that differ only there would be one and the same.
+
+    `source` is the file or folder that they came from. A file that is UTF-8 and holds U+FFFD itself is taken as it is.
+    """
+    wrong = ids.filter(ids.str.contains("\ufffd", literal=True))
+    if not len(wrong):
+        return
+    path = Path(source)
+    files = sorted(path.glob("*")) if path.is_dir() else [path]
+    for file in (file for file in files if file.is_file() and not file.name.endswith((".parquet", ".pq"))):
+        line = _first_invalid(file)
+        if line is not None:
+            why = f"ids in column {column!r} could not be told apart (such as {wrong.min()!r})"
+            raise UserError(f"{file} line {line:,} is not UTF-8, so that {why}: convert the file, as iconv -f LATIN1 -t UTF-8 does")
+
+
+def _first_invalid(file: Path) -> int | None:
+    """The first line, from 1, that is not UTF-8; None where all are."""
+    with gzip.open(file, "rb") if file.name.endswith(".gz") else open(file, "rb") as stream:
+        return next((number for number, line in enumerate(stream, 1) if not _valid(line)), None)
+
+
 def _decoded(block: bytes, before: int, wrong: list[int]) -> pl.Series:
     try:
         text = block.decode()

@@ -12,6 +12,7 @@ import polars as pl
 
 from sparring.data.columns import find_column, text_columns
 from sparring.data.frames import reading
+from sparring.data.lines import check_utf8
 from sparring.errors import UserError
 
 _PARQUET = (".parquet", ".pq")
@@ -31,21 +32,22 @@ class Opened:
 
 
 def open_table(
-    path: Path,
+    source: Path | pl.LazyFrame,
     query: str | None = None,
     item: str | None = None,
     items: str | os.PathLike[str] | pl.DataFrame | None = None,
     queries: str | os.PathLike[str] | pl.DataFrame | None = None,
     inner: bool = True,
 ) -> Opened:
-    """The rows of a file or folder, unread, and the tables of items and queries: given, beside the rows or, with `inner`, in them."""
-    with reading(str(path)):
-        opened = open_rows(path)
+    """The rows of a file, folder or frame, unread; and the tables of items and queries: given, beside them or, with `inner`, in them."""
+    name = str(source) if isinstance(source, Path) else "the table"
+    with reading(name):
+        opened = open_rows(source) if isinstance(source, Path) else Opened(source, text=False)
         tables: dict[str, pl.DataFrame | None] = {}
         for role, named, given, beside in (("item", item, items, opened.items), ("query", query, queries, opened.queries)):
             tables[role] = _table(given, role, named) if given is not None else beside
             if inner and tables[role] is None:
-                tables[role] = _inner_table(opened.frame, role, named, str(path))
+                tables[role] = _inner_table(opened.frame, role, named, name)
     return replace(opened, items=tables["item"], queries=tables["query"])
 
 
@@ -181,7 +183,9 @@ def _table(table: str | os.PathLike[str] | pl.DataFrame, role: str, key: str | N
         names = pl.scan_csv(path, separator=separator, infer_schema=False).collect_schema().names()
         name = key if key in names else find_column(role, names, None, str(path), required=True)
         kinds = {str(name): pl.String}
-        return pl.read_csv(path, separator=separator, schema_overrides=kinds, infer_schema_length=None, encoding="utf8-lossy")
+        rows = pl.read_csv(path, separator=separator, schema_overrides=kinds, infer_schema_length=None, encoding="utf8-lossy")
+        check_utf8(rows[str(name)], str(name), str(path))
+        return rows
 
 
 def _atomic(path: Path) -> pl.LazyFrame:

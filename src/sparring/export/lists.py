@@ -1,4 +1,4 @@
-"""The best items of every query of a run as one Parquet file, written while they are found."""
+"""The best items of every query of a run as one Parquet or CSV file, written while they are found."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ def write_lists(
     """Write query, rank, item, score of the k best items of every query, best first; the number of rows.
 
     Exact, or through an index. Blocks of queries are ranked and written in turn, so memory does not grow with the number of queries. The
-    file appears under its name when it is whole; a stop before leaves what was there. `progress(done, total)` counts queries.
+    file appears under its name when it is whole; a stop before leaves what was there. CSV where the name ends in .csv, Parquet where it
+    ends in .parquet. `progress(done, total)` counts queries.
 
         write_lists(load("runs/first"), Path("lists.parquet"), k=100)
     """
     n_queries, n_items = len(trained.ids.query_ids), len(trained.ids.item_ids)
     if not 1 <= k <= n_items:
         raise UserError(f"k is {k}; it must be between 1 and the {n_items:,} items of the catalogue")
-    if path.is_dir():
-        raise UserError(f"{path} is a folder: give the name of a file, such as {path / 'lists.parquet'}")
+    check_file(path)
     block = max(64, min(_BLOCK, (1 << 19) // k))
     queries, items = trained.ids.query_ids.ids, trained.ids.item_ids.ids
     vectors = trained.item_vectors() if index is None else None
@@ -75,17 +75,30 @@ def write_lists(
             yield found
 
     schema = {"query": queries.dtype, "rank": pl.Int32, "item": items.dtype, "score": pl.Float32}
-    runs.write(path, lambda file: _stream(tables, schema, file, block * k))
+    csv = path.suffix.lower() == ".csv"
+    runs.write(path, lambda file: _stream(tables, schema, file, csv, block * k))
     return rows
 
 
-def _stream(tables: Callable[[], Iterator[pl.DataFrame]], schema: Mapping[str, object], path: Path, group: int) -> None:
-    """Parquet from tables as they come; no more than a few are in memory."""
+def check_file(path: Path) -> None:
+    """Refuse a name that no lists can be written under."""
+    if path.is_dir():
+        raise UserError(f"{path} is a folder: give the name of a file, such as {path / 'lists.parquet'}")
+    if path.suffix.lower() not in (".parquet", ".csv"):
+        raise UserError(f"{path} does not say what to write: end its name in .parquet or .csv")
+
+
+def _stream(tables: Callable[[], Iterator[pl.DataFrame]], schema: Mapping[str, object], path: Path, csv: bool, group: int) -> None:
+    """One file from tables as they come; no more than a few are in memory."""
 
     def source(columns: object, predicate: object, n_rows: object, size: object) -> Iterator[pl.DataFrame]:
         return tables()
 
-    register_io_source(source, schema=schema).sink_parquet(path, row_group_size=group, compression="zstd", compression_level=1)  # type: ignore[arg-type]
+    lazy = register_io_source(source, schema=schema)  # type: ignore[arg-type]
+    if csv:
+        lazy.sink_csv(path)
+    else:
+        lazy.sink_parquet(path, row_group_size=group, compression="zstd", compression_level=1)
 
 
 def _rows(seen: Positives, at: torch.Tensor) -> Positives:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sparring.errors import UserError
 from sparring.negatives.algebra import Correction, Exclusion, Negatives, check_choice, corrected, exclusion
 from sparring.negatives.distributions import Distribution, Frequency, draw_from_cdf
 from sparring.types import Bag, Candidates, Outcome, Step
@@ -52,9 +53,10 @@ class Memory(Negatives):
     """The last `size` positives of past steps, with the vectors they had then and no gradient (CBNS).
 
     A first-in first-out ring; slots not filled yet count nothing. `warmup` steps pass before it starts to fill, because vectors change
-    quickly at first. Unlike Cache the vectors are kept, so nothing is encoded again, but they grow stale.
+    quickly at first. Unlike Cache the vectors are kept, so nothing is encoded again, but they grow stale. `dim` is what is compared:
+    `Setup.width`, which counts an item bias and hidden layers.
 
-        Union(InBatch(pop), Memory(2432, dim, pop))
+        Union(InBatch(pop), Memory(2432, setup.width, pop))
 
     Wang et al., Cross-Batch Negative Sampling, SIGIR 2021.
     """
@@ -85,6 +87,9 @@ class Memory(Negatives):
         self.register_buffer("steps", torch.zeros((), dtype=torch.long))
 
     def forward(self, step: Step) -> Bag:
+        if step.q.shape[-1] != self.emb.shape[1]:
+            widths = f"holds vectors of {self.emb.shape[1]} dimensions, the model compares {step.q.shape[-1]}"
+            raise UserError(f"Memory {widths}: make it with setup.width, which counts an item bias and hidden layers")
         empty = torch.where(self.ids < 0, -math.inf, 0.0)
         # a copy: the ring is written before the backward pass of a loss that the caller may still hold
         block = Candidates(self.ids.clone(), self.emb.clone(), empty, exclusion(step, self.exclude), source="memory")

@@ -64,7 +64,7 @@ class Popularity(Distribution):
         if not bool((counts >= 0).all()) or float(counts.sum()) <= 0:
             raise ValueError("Popularity needs counts that are not negative and not all zero")
         mass = torch.where(counts > 0, counts**alpha, 0.0)
-        self.alpha = alpha
+        self.alpha, self.n_items = alpha, len(counts)
         self.register_buffer("log_p", (mass / mass.sum()).log().float(), persistent=False)
         self.register_buffer("cdf", torch.cumsum(mass, 0) / mass.sum(), persistent=False)
 
@@ -75,7 +75,7 @@ class Popularity(Distribution):
         return draw_from_cdf(self.cdf, shape, generator)
 
     def extra_repr(self) -> str:
-        return f"{len(self.log_p)} items, alpha={self.alpha:g}"
+        return f"{self.n_items} items, alpha={self.alpha:g}"
 
 
 class Streaming(Frequency):

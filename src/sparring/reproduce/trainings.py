@@ -61,7 +61,8 @@ def _check_same(plan: Plan) -> None:
         if before.get("experiment") != now["experiment"]:
             raise UserError(f"{plan.out} holds {before.get('experiment')}: choose another folder for {now['experiment']}")
         if before.get("settings") != now["settings"]:
-            raise UserError(f"{plan.out} was begun with other settings: choose another folder, or ask for the same as then")
+            what = runs.difference("settings", before.get("settings"), now["settings"])
+            raise UserError(f"{plan.out} was begun {what}: choose another folder, or ask for the same as then")
         trials = before.get("trials", 0)
         if trials != now["trials"]:
             raise UserError(f"{plan.out} was begun with {trials} trials of tuning, not {now['trials']}: choose another folder")

@@ -12,6 +12,7 @@ from sparring.serve import schema as s
 from sparring.serve.limits import Limits, Refused
 from sparring.serve.live import Live
 from sparring.serve.served import Served
+from sparring.settings import short
 
 
 def info(live: Live, limits: Limits) -> s.Info:
@@ -34,7 +35,7 @@ def about(served: Served) -> s.RunInfo:
     return s.RunInfo(
         name=served.name,
         folder=str(served.folder),
-        recipe=str(served.trained.meta.get("recipe", "")),
+        recipe=short(str(served.trained.meta.get("recipe", ""))),
         items=len(served.index),
         queries=len(served.users),
         dim=served.index.dim,

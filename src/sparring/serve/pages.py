@@ -31,6 +31,7 @@ from sparring.serve.finding import Finder, Kind, finder, label
 from sparring.serve.limits import ID, Refused
 from sparring.serve.live import Live
 from sparring.serve.served import Served
+from sparring.settings import short
 
 Parts = Callable[[Trained], Split]
 
@@ -225,7 +226,7 @@ def _training(served: Served) -> dict[str, Any]:
     result = (_lines(served.folder / "result.json", whole=True) or [{}])[0]
     about = {
         "name": served.name,
-        "recipe": meta["recipe"],
+        "recipe": short(meta["recipe"]),
         "arguments": meta.get("arguments", {}),
         "data": {"name": Path(str(meta.get("source", {}).get("data", "its own data"))).name, **meta.get("data", {})},
         "setup": {key: setup.get(key) for key in ("dim", "score", "tau", "batch_size", "optimizer", "lr", "seed")},

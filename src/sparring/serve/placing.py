@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sparring.data.features import Features
+from sparring.encoded import mean_item
 from sparring.runs import Trained
 from sparring.serve.store import Change
 from sparring.towers import FeatureTower
@@ -60,13 +61,7 @@ class Placing:
 
     def from_like(self, vectors: np.ndarray) -> np.ndarray:
         """The mean of vectors (n, D), scaled as items are."""
-        mean = vectors.mean(0)
-        width = self.dim - self.biased
-        own, length = mean[:width], float(np.linalg.norm(mean[:width]))
-        wanted = 1.0 if self.cosine else float(np.linalg.norm(vectors[:, :width], axis=1).mean())
-        if length > 1e-12:
-            own = own * (wanted / length)
-        return np.concatenate([own, mean[width:]]).astype(np.float32)
+        return mean_item(self.trained.model, vectors)
 
     def from_columns(self, row: Mapping[str, Any]) -> np.ndarray | None:
         if self._columns is None:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from sparring import runs
+from sparring.encoded import mean_query
 from sparring.errors import UserError
 from sparring.index import Index, files
 from sparring.index.beside import FOLDER, open_index
@@ -52,7 +53,7 @@ class Served:
         self.seen_items = self.trained.seen.items.numpy()
         query = self.trained.model.query
         self.user_table = query.weight.detach().numpy() if isinstance(query, IdTower) else None
-        self.by_history = isinstance(self.trained.model.query, HistoryTower)
+        self.by_history = self.trained.reads_histories
 
     @property
     def answers(self) -> list[str]:
@@ -86,16 +87,13 @@ class Served:
         if self.by_history and len(own):
             with torch.no_grad():
                 return self.trained.model.encode_histories(torch.from_numpy(own).unsqueeze(0)).float().numpy()
-        mean = self.placing.from_like(self.vectors(dense))[None]
-        return self._as_query(mean, bias=1.0)
+        return mean_query(self.trained.model, self.vectors(dense))
 
     def item_queries(self, dense: np.ndarray) -> np.ndarray:
         """Items as queries for items like them; how popular those are does not count."""
-        return self._as_query(self.vectors(dense), bias=0.0)
-
-    def _as_query(self, vectors: np.ndarray, bias: float) -> np.ndarray:
+        vectors = self.vectors(dense)
         if self.placing.biased:
-            vectors[:, -1] = bias
+            vectors[:, -1] = 0.0
         return vectors
 
     def vectors(self, dense: np.ndarray) -> np.ndarray:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 import math
+import unittest
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from sparring.losses import sampled_softmax
-from sparring.negatives.algebra import Negatives
+from sparring.negatives.algebra import Negatives, Union
+from sparring.negatives.batch import InBatch
+from sparring.negatives.distributions import Popularity
 from sparring.testing.reading import chi_square, dense, observe, plain_loss, weights
 from sparring.testing.world import World, excluded
 from sparring.types import Bag, Step
@@ -24,7 +27,8 @@ class NegativesContract:
 
     `make` builds the sampler for a world (it also gives `counts`, `popularity`, `dim`, `shown`). What else you state is held against it:
     `expected`, the formula of how often each item is offered; `resized`, the same sampler with n candidates; `masks`, what it excludes.
-    Where the sampler defines log_count, its draws must agree with it and its weights must give the full partition function.
+    Where the sampler defines log_count, its draws must agree with it and its weights must give the full partition function. A test that
+    has nothing to hold against the sampler, for want of log_count or of what you could state, is skipped and says so.
     All seeds are fixed and all bounds are 4 standard errors or p > 1e-4, so a pass is repeatable.
     """
 
@@ -34,6 +38,7 @@ class NegativesContract:
     between: int = 0  # steps observed between two trials, so that a sampler with memory is measured on fresh draws
     masks: Literal["positive", "known", "none"] = "positive"
     partition: bool = True  # False for a correction that does not estimate the partition function
+    normalised: bool = True  # False for a frequency that is estimated, whose parts need not add up to 1
     selects: bool = False  # True where masking one item lets another in (draws, top k)
 
     def make(self, world: World) -> Negatives:
@@ -129,7 +134,7 @@ class NegativesContract:
             if count is None:
                 log_count = negatives.log_count(torch.arange(world.n_items), step)
                 if log_count is None:
-                    return
+                    raise unittest.SkipTest("neither log_count nor expected: how often items are offered was not tested")
                 count = log_count.exp()
             count = count.detach().double() if count.dim() == 1 else count[0].detach().double()
             wanted += torch.where(excluded(world, step, self.masks)[0], 0.0, count)
@@ -142,15 +147,55 @@ class NegativesContract:
         world = World.build()
         negatives, step = self.warmed(world), world.step(self.batch, 1)
         expected, log_count = self.expected(world, step), negatives.log_count(torch.arange(world.n_items), step)
-        if expected is not None and log_count is not None:
-            torch.testing.assert_close(log_count.double().exp(), expected.double(), rtol=1e-5, atol=1e-9)
+        if expected is None or log_count is None:
+            missing = "expected" if expected is None else "log_count"
+            raise unittest.SkipTest(f"no {missing}: log_count was not held against a formula of the test's own")
+        torch.testing.assert_close(log_count.double().exp(), expected.double(), rtol=1e-5, atol=1e-9)
+
+    def test_size_is_the_sum_of_counts(self) -> None:
+        """size(step) is how many candidates a query is offered in all: the sum of exp(log_count) over the catalogue."""
+        world = World.build()
+        negatives, step = self.warmed(world), world.step(self.batch, 1)
+        log_count = negatives.log_count(torch.arange(world.n_items), step)
+        if log_count is None:
+            raise unittest.SkipTest("no log_count: size was not tested")
+        if not self.normalised:
+            raise unittest.SkipTest("normalised = False: that the counts add up to size was not tested")
+        try:
+            size = torch.as_tensor(negatives.size(step), dtype=torch.float64)
+        except TypeError as error:
+            raise AssertionError(f"{error}: Union and corrections divide by it") from error
+        total = log_count.double().exp().sum(-1)
+        torch.testing.assert_close(size.expand_as(total), total, rtol=1e-4, atol=1e-6)
+
+    def test_combines_with_in_batch(self) -> None:
+        """In a Union with InBatch both are offered; where counts are known, each candidate weighs 1 / (its count in both together)."""
+        world = World.build()
+        step, again = world.step(self.batch, 1), world.step(self.batch, 1)
+        negatives = self.warmed(world)
+        alone = negatives(again)
+        bag = Union(InBatch(Popularity(world.counts)), negatives)(step)
+        assert len(bag.blocks) == 1 + len(alone.blocks)
+        assert torch.equal(bag.blocks[0].ids, step.item_ids)
+        assert all(torch.equal(a.ids, b.ids) for a, b in zip(bag.blocks[1:], alone.blocks, strict=True))
+        log_count = negatives.log_count(torch.arange(world.n_items), step)
+        if log_count is not None:
+            rows = torch.arange(self.batch).unsqueeze(1)
+            both = (self.batch - 1) * world.popularity + log_count.double().exp().expand(self.batch, -1)
+            for block in bag.blocks:
+                ids, log_w = block.ids.expand(self.batch, -1), block.log_w.double().expand(self.batch, block.ids.shape[-1])
+                real = (ids >= 0) & ~torch.isneginf(log_w)
+                torch.testing.assert_close(log_w[real], -both[rows, ids.clamp(min=0)].log()[real], rtol=1e-4, atol=1e-5)
+        _assert_finite(world.step(self.batch, 1), Union(InBatch(Popularity(world.counts)), negatives))
 
     def test_partition_function(self) -> None:
         """The mean over many bags of sum_j w_j e^s_j is the sum over the catalogue, within 4 standard errors."""
         world = World.build()
         negatives = self.warmed(world)
-        if not self.partition or negatives.log_count(torch.arange(1), world.step(self.batch, 0)) is None:
-            return
+        if not self.partition:
+            raise unittest.SkipTest("partition = False: that the weights give the full partition function was not tested")
+        if negatives.log_count(torch.arange(1), world.step(self.batch, 0)) is None:
+            raise unittest.SkipTest("no log_count: that the weights give the full partition function was not tested")
         errors = []
         for trial in range(self.trials):
             _between(negatives, world, self.batch, self.between, trial)
@@ -170,7 +215,7 @@ class NegativesContract:
         world = World.build()
         few, many = self.resized(world, 4), self.resized(world, 64)
         if few is None or many is None:
-            return
+            raise unittest.SkipTest("no resized: that the gradient's bias falls with the number of candidates was not tested")
         small, noise = self._gradient_bias(world, few)
         large, _ = self._gradient_bias(world, many)
         assert abs(small) > 4 * noise

@@ -1,0 +1,192 @@
+"""Which recipe a name means: one of ours, one that an installed package offers, or a function in a file or module of your own."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Iterable
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from types import ModuleType
+from typing import TypeVar, get_type_hints
+
+from sparring.composition import Run, Setup
+from sparring.errors import UserError
+from sparring.recipes import RECIPES
+
+Recipe = Callable[..., Run]
+T = TypeVar("T")
+
+
+def find(recipe: str | Recipe) -> Recipe:
+    """The recipe of this name; a function that is one stands for itself.
+
+    A name is one of RECIPES (hyphens may stand for underscores), that of an entry point `sparring.recipes` of an installed package,
+    `path/to/file.py:function` or `module:function`.
+
+        find("xir"), find("mine.py:loss_tilted")
+    """
+    if not isinstance(recipe, str):
+        return _checked(recipe, getattr(recipe, "__name__", repr(recipe)))
+    ours = RECIPES.get(recipe.replace("-", "_"))
+    if ours is not None:
+        return ours
+    if ":" in recipe:
+        return _checked(_imported(recipe), recipe)
+    packages = offered()
+    if recipe in packages:
+        return _checked(_attempt(packages[recipe].load, f"the recipe {recipe!r} of {origin(packages[recipe])}"), recipe)
+    if recipe.endswith(".py"):
+        raise UserError(f"{recipe!r} names no function: write {recipe}:FUNCTION")
+    raise UserError(f"unknown recipe {recipe!r}{nearest(recipe, [*RECIPES, *packages])}; `sparring recipes` lists them")
+
+
+def named(recipe: str | Recipe) -> str:
+    """The name under which a recipe is found again from anywhere: a file by its full path. It is what run.json holds.
+
+    A function that cannot be found again, because it was defined in a notebook or inside another function, has a name all the same.
+    """
+    if not isinstance(recipe, str):
+        module = sys.modules.get(recipe.__module__)
+        if RECIPES.get(recipe.__name__) is recipe:
+            return recipe.__name__
+        return f"{_place(recipe.__module__, getattr(module, '__file__', None))}:{recipe.__qualname__}"
+    find(recipe)
+    module_name, colon, function = recipe.rpartition(":")
+    if not colon:
+        return recipe.replace("-", "_") if recipe.replace("-", "_") in RECIPES else recipe
+    return f"{_place(module_name, _file(module_name))}:{function}"
+
+
+def lasting(recipe: str | Recipe) -> str:
+    """The same, refusing a function that no other process could import."""
+    name = named(recipe)
+    if not isinstance(recipe, str):
+        module = sys.modules.get(recipe.__module__)
+        known = RECIPES.get(name) is recipe or getattr(module, recipe.__name__, None) is recipe
+        if name.startswith("__main__:") or not known:
+            why = "defined in a notebook or inside another function"
+            raise UserError(f"{recipe.__name__} is {why}: put it at the top level of a file, so that each training's process can import it")
+    return name
+
+
+def source_digest(name: str) -> str | None:
+    """A short hash of the file that a recipe of one's own is in, so that a change is noticed; None of ours."""
+    module, colon, _ = name.rpartition(":")
+    file = _file(module) if colon else None
+    return None if file is None or not Path(file).is_file() else hashlib.blake2b(Path(file).read_bytes(), digest_size=8).hexdigest()
+
+
+def short(name: str) -> str:
+    """A recipe's name for tables, folders and titles: the function's; with its file's where the function's is that of another recipe."""
+    module, colon, function = name.rpartition(":")
+    if not colon:
+        return name
+    return f"{Path(module).stem}.{function}" if function in RECIPES else function
+
+
+def offered() -> dict[str, EntryPoint]:
+    """The recipes of installed packages, by name."""
+    return {entry.name: entry for entry in entry_points(group="sparring.recipes")}
+
+
+def origin(entry: EntryPoint) -> str:
+    """Where a recipe of an installed package comes from, in words."""
+    return f"{entry.value} of the package {entry.dist.name} {entry.dist.version}" if entry.dist else entry.value
+
+
+def nearest(name: str, choices: Iterable[str]) -> str:
+    """A suggestion to append to an error, or nothing."""
+    close = difflib.get_close_matches(name.replace("-", "_"), list(choices), n=1, cutoff=0.4)
+    return f": did you mean {close[0]!r}?" if close else ""
+
+
+def _file(module: str) -> str | None:
+    """The file that a module's name stands for: a path, a module that can be imported, or one beside where we are."""
+    if module.endswith(".py"):
+        return str(Path(module).resolve())
+    try:
+        spec = importlib.util.find_spec(module)
+    except (ModuleNotFoundError, ValueError):  # a package that is not there; __main__ in a notebook
+        return None
+    except Exception as error:  # finding a module imports the packages that it is in
+        raise UserError(f"cannot import {module}: {type(error).__name__}: {error}") from error
+    beside = Path(*module.split(".")).with_suffix(".py")
+    return spec.origin if spec is not None else str(beside.resolve()) if "." not in module and beside.is_file() else None
+
+
+def _place(module: str, file: str | None) -> str:
+    """A module by its name where it is part of a package or installed, else by its file, which is found from anywhere."""
+    if file is None or not file.endswith(".py") or {"site-packages", "dist-packages"} & set(Path(file).parts):
+        return module
+    packaged = "." in module and not module.endswith(".py") and (Path(file).parent / "__init__.py").is_file()
+    return module if packaged else str(Path(file).resolve())
+
+
+def _imported(name: str) -> Recipe:
+    module_name, _, function = name.rpartition(":")
+    file, place = _file(module_name), _place(module_name, _file(module_name))
+    if module_name == "__main__":
+        raise UserError(f"{name!r} was defined in a notebook or a session that is over: put it into a file, and name it FILE.py:{function}")
+    if module_name.endswith(".py") and not Path(module_name).is_file():
+        raise UserError(f"no such file: {module_name} (of the recipe {name!r})")
+    if file is None:
+        raise UserError(f"no module called {module_name!r} (of the recipe {name!r}): write FILE.py:{function}, or install it")
+    module = _attempt(lambda: _from_file(Path(place)) if place.endswith(".py") else importlib.import_module(module_name), module_name, file)
+    found = getattr(module, function, None)
+    if found is None:
+        theirs = [key for key, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == module.__name__]
+        raise UserError(f"there is no function {function!r} in {module_name}{nearest(function, theirs)}")
+    return found  # type: ignore[no-any-return]
+
+
+def _from_file(path: Path) -> ModuleType:
+    """A module from its file, once, under the file's path: a name that no other module has. What lies beside it can be imported."""
+    if str(path) in sys.modules:
+        return sys.modules[str(path)]
+    spec = importlib.util.spec_from_file_location(str(path), path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    sys.modules[str(path)] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[str(path)]
+        raise
+    return module
+
+
+def _attempt(load: Callable[[], T], what: str, file: str = "") -> T:
+    try:
+        return load()
+    except (Exception, SystemExit) as error:
+        last = traceback.format_exception_only(error)[-1].strip() if not isinstance(error, SyntaxError) else f"SyntaxError: {error}"
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+        at = f", line {frames[-1].lineno}" if frames else ""
+        raise UserError(f"cannot import {what}{at}: {last}") from error
+
+
+def _checked(recipe: Recipe, name: str) -> Recipe:
+    """A recipe takes the training data, a Setup and arguments that can be written as text; anything else is told in one line."""
+    if not callable(recipe) or inspect.isclass(recipe) or not hasattr(recipe, "__name__"):
+        raise UserError(f"{name} is a {type(recipe).__name__}, not a recipe: that is a function (data, setup=Setup(...), *, ...) -> Run")
+    parameters = list(inspect.signature(recipe).parameters.values())
+    setup = next((p for p in parameters[1:2] if p.name == "setup" and isinstance(p.default, Setup)), None)
+    if setup is None:
+        raise UserError(f"the recipe {name} must begin with (data, setup=Setup(...)): a second argument setup whose default is a Setup")
+    try:
+        hints = get_type_hints(recipe)
+    except Exception as error:
+        raise UserError(f"the types of the recipe {name} cannot be read: {type(error).__name__}: {error}") from error
+    for p in parameters[2:]:
+        if p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) or p.default is p.empty or p.name not in hints:
+            raise UserError(f"the argument {p.name!r} of the recipe {name} needs a type and a default, such as `{p.name}: int = 256`")
+    return recipe
