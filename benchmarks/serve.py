@@ -34,10 +34,11 @@ from index import world
 from sparring import runs
 from sparring.composition import Setup
 from sparring.data.interactions import Interactions, Vocabulary
+from sparring.disk import tensors_of, write_tensors
 from sparring.index import Index, files
 from sparring.index.beside import FOLDER, build_index, open_index
 from sparring.index.kinds import parameters, require_faiss, widened
-from sparring.runs import tensors_of, write_start, write_tensors
+from sparring.runs import write_start
 from sparring.towers import IdTower, Retriever
 from sparring.types import Positives
 

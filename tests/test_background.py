@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from sparring import background, plots, runs
+from sparring import background, disk, plots
 from sparring import train as training
 from sparring.background import Background, Copies
 from sparring.data.interactions import Split
@@ -51,7 +51,7 @@ def train(case: str, parts: Split, out: Path, resume: bool = False, step: Callab
 
 def same(one: Path, other: Path) -> bool:
     """Whether the models and all state of two runs are equal bit by bit."""
-    pairs = [[runs.read_tensors(folder / f"{name}.safetensors")[0] for folder in (one, other)] for name in ("model", "checkpoint")]
+    pairs = [[disk.read_tensors(folder / f"{name}.safetensors")[0] for folder in (one, other)] for name in ("model", "checkpoint")]
     return all(a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a) for a, b in pairs)
 
 
@@ -87,7 +87,7 @@ def test_a_checkpoint_is_what_training_was_when_it_was_taken(
         pytest.importorskip("torchrec")
     monkeypatch.setattr(training, "CHECKPOINT_SECONDS", 600.0)
     train(case, parts, tmp_path / "whole")
-    real, stops = runs.write_tensors, [2, 5, 3, 4]
+    real, stops = disk.write_tensors, [2, 5, 3, 4]
 
     def slow(*arguments: Any) -> None:
         time.sleep(0.03)
@@ -99,7 +99,7 @@ def test_a_checkpoint_is_what_training_was_when_it_was_taken(
             stops.pop(0)
             raise Killed
 
-    monkeypatch.setattr(runs, "write_tensors", slow)
+    monkeypatch.setattr(disk, "write_tensors", slow)
     resume = False
     while stops:
         with pytest.raises(Killed):
@@ -146,7 +146,7 @@ def test_an_error_beside_training_is_told_soon(parts: Split, tmp_path: Path, mon
         train("xir", parts, tmp_path / "run", step=step)
     assert len(str(error.value).splitlines()) == 1
     assert len(after) <= 2
-    assert runs.read_tensors(tmp_path / "run" / "checkpoint.safetensors")[1]["step"] <= 3
+    assert disk.read_tensors(tmp_path / "run" / "checkpoint.safetensors")[1]["step"] <= 3
 
 
 def test_one_at_a_time_and_errors_once() -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import polars as pl
 import pytest
 
-from sparring import metrics, runs
+from sparring import disk, metrics, runs
 from sparring.cli import arguments, inputs, main
 from sparring.cli.evaluate import DIALECTS
 from sparring.data import splits
@@ -227,7 +227,7 @@ def test_full_disk_is_one_line_and_keeps_the_last_checkpoint(world: Path, tmp_pa
     with pytest.MonkeyPatch.context() as patch:
         fail_from(patch, "checkpoint.safetensors", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(out)), after=1)
         refused(words, "no space left", "--resume", str(out))
-    _, state = runs.read_tensors(out / "checkpoint.safetensors")
+    _, state = disk.read_tensors(out / "checkpoint.safetensors")
     assert state["epoch"] == 1
     assert not list(out.glob("*.tmp"))
     assert main(["train", "--resume", "--out", str(out), "--quiet"]) == 0

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import sparring
-from sparring import runs, settings
+from sparring import disk, settings
 from sparring import train as training
 from sparring.cli import arguments, main
 from sparring.data.worlds import make_world
@@ -106,7 +106,7 @@ def test_resume_is_as_if_never_stopped(trained: Path, place: Path, tmp_path: Pat
     assert not (out / "result.json").exists()
     monkeypatch.chdir(tmp_path)
     assert main(["train", "--resume", "--quiet", "--device", "cpu", "--out", "run"]) == 0
-    one, other = (runs.read_tensors(folder / "model.safetensors")[0] for folder in (trained, out))
+    one, other = (disk.read_tensors(folder / "model.safetensors")[0] for folder in (trained, out))
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 

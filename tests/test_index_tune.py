@@ -17,7 +17,7 @@ import polars as pl
 import pytest
 import torch
 
-from sparring import runs
+from sparring import disk, runs
 from sparring.cli import index as index_command
 from sparring.cli import main
 from sparring.cli.values import size
@@ -158,8 +158,8 @@ def test_an_index_of_another_model_is_refused(run: Path, tmp_path: Path, refused
     copy = Path(shutil.copytree(run, tmp_path / "run"))
     refused(["recommend", copy, "--all", "--index", "--out", tmp_path / "a.parquet"], "no index", "sparring index")
     assert main(["index", str(copy), "--kind", "exact", "--quiet"]) == 0
-    tensors, meta = runs.read_tensors(copy / "model.safetensors")
-    runs.write_tensors(copy / "model.safetensors", {name: tensor * 2 for name, tensor in tensors.items()}, meta)
+    tensors, meta = disk.read_tensors(copy / "model.safetensors")
+    disk.write_tensors(copy / "model.safetensors", {name: tensor * 2 for name, tensor in tensors.items()}, meta)
     refused(["recommend", copy, "--all", "--index", "--out", tmp_path / "a.parquet"], "another model", "sparring index")
     assert not (tmp_path / "a.parquet").exists()
 

@@ -22,7 +22,7 @@ import polars as pl
 import pytest
 import torch
 
-from sparring import plots, runs
+from sparring import disk, plots, runs
 from sparring import train as training
 from sparring.composition import Setup, Term, compose
 from sparring.data.interactions import Split
@@ -399,10 +399,10 @@ def test_a_checkpoint_of_something_else_is_named(finished: Path, parts: Split, t
     """A readable file that lacks, or has too much of, what this run needs: one line with the path and the first difference."""
     folder = Path(shutil.copytree(finished, tmp_path / "run"))
     path = folder / "checkpoint.safetensors"
-    tensors, state = runs.read_tensors(path)
+    tensors, state = disk.read_tensors(path)
 
     def refused(words: str, tensors: dict[str, torch.Tensor], state: dict[str, Any]) -> None:
-        runs.write_tensors(path, tensors, state)
+        disk.write_tensors(path, tensors, state)
         with pytest.raises(UserError, match=words) as error:
             train("xir", parts, folder, resume=True, epochs=1)
         assert str(path) in str(error.value)
@@ -419,7 +419,7 @@ def test_a_checkpoint_of_something_else_is_named(finished: Path, parts: Split, t
 
 
 def _restored(path: Path, tensors: dict[str, torch.Tensor], state: dict[str, Any]) -> Path:
-    runs.write_tensors(path, tensors, state)
+    disk.write_tensors(path, tensors, state)
     return path.parent
 
 
@@ -472,7 +472,7 @@ def test_a_full_disk_loses_nothing(small_disk: Path, parts: Split, tmp_path: Pat
     assert "No space left on device" in str(error.value)
     assert len(str(error.value).splitlines()) == 1
     assert not list(out.glob("*.tmp"))
-    assert runs.read_tensors(out / "checkpoint.safetensors")[1]["epoch"] == 1
+    assert disk.read_tensors(out / "checkpoint.safetensors")[1]["epoch"] == 1
     (small_disk / "filler").unlink()
     training.CHECKPOINT_SECONDS = 600.0
     train("xir", parts, out, resume=True)

@@ -15,11 +15,12 @@ import polars as pl
 import pytest
 import torch
 
-from sparring import runs
+from sparring import disk, runs
 from sparring.composition import Setup
 from sparring.data.interactions import Interactions, Split, Vocabulary
+from sparring.disk import write, write_tensors
 from sparring.errors import UserError
-from sparring.runs import Trained, load, write, write_tensors
+from sparring.runs import Trained, load
 from sparring.settings import build
 from sparring.train import fit
 
@@ -198,7 +199,7 @@ def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
     thread.start()
     try:
         for _ in range(300):
-            tensors, meta = runs.read_tensors(path)
+            tensors, meta = disk.read_tensors(path)
             reads += 1
             if not bool((tensors["x"] == meta["version"]).all()):
                 wrong.append(meta["version"])
@@ -207,7 +208,7 @@ def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
         thread.join()
     assert reads == 300
     assert not wrong
-    assert runs.read_tensors(path)[1]["version"] > 1
+    assert disk.read_tensors(path)[1]["version"] > 1
 
 
 @pytest.mark.parametrize("when", ["writing", "renaming"])
@@ -295,10 +296,10 @@ def test_no_such_folder(tmp_path: Path) -> None:
 def test_shared_tensors_are_written_once(named_parts: Split) -> None:
     """The history tower reads the item tower's own table: it is in the file once, and loading fills both."""
     run = build("default", named_parts.train, {**QUICK, "query_tower": "history"})
-    found = runs.tensors_of(run.model)
+    found = disk.tensors_of(run.model)
     assert sum(tensor.shape == (40, 8) for tensor in found.values()) == 1
     other = build("default", named_parts.train, {**QUICK, "query_tower": "history", "seed": 9})
-    runs.load_tensors(other.model, found, Path("memory"))
+    disk.load_tensors(other.model, found, Path("memory"))
     assert torch.equal(other.model.item_vectors(), run.model.item_vectors())
     assert torch.equal(other.model.query_vectors(torch.arange(5)), run.model.query_vectors(torch.arange(5)))
 

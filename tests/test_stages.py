@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from sparring import plots, runs
+from sparring import disk, plots
 from sparring import train as training
 from sparring.data.interactions import Split
 from sparring.evaluation import evaluate, top_k
@@ -50,7 +50,7 @@ def figures(folder: Path) -> dict[str, Any]:
     result = json.loads((folder / "result.json").read_text())
     found: dict[str, Any] = {name: test["metrics"] for name, test in result["stages"].items()}
     for name in ("model", "classifiers/model", "fusion", "checkpoint", "classifiers/checkpoint"):
-        found |= {f"{name}.{key}": value for key, value in runs.read_tensors(folder / f"{name}.safetensors")[0].items()}
+        found |= {f"{name}.{key}": value for key, value in disk.read_tensors(folder / f"{name}.safetensors")[0].items()}
     return found
 
 

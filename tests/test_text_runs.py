@@ -16,7 +16,7 @@ import polars as pl
 import pytest
 import torch
 
-from sparring import opponents, plots, runs
+from sparring import disk, opponents, plots, runs
 from sparring import train as training
 from sparring.cli import main
 from sparring.data.interactions import Split
@@ -228,7 +228,7 @@ def test_resumed_is_never_stopped(parts: Split, bert: Path, tmp_path: Path, enco
     go(tmp_path / "parts", stops, True)
     assert torch.equal(torch.get_rng_state(), before)
     for name in ("model", "checkpoint"):
-        whole, again = (runs.read_tensors(tmp_path / folder / f"{name}.safetensors")[0] for folder in ("whole", "parts"))
+        whole, again = (disk.read_tensors(tmp_path / folder / f"{name}.safetensors")[0] for folder in ("whole", "parts"))
         assert whole.keys() == again.keys()
         assert all(torch.equal(whole[key], again[key]) for key in whole)
 

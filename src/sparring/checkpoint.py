@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sparring import runs
+from sparring import disk
 from sparring.dist import Group
 from sparring.errors import UserError
 from sparring.rowwise import RowWiseTable
@@ -39,7 +39,7 @@ def write(folder: Path, tensors: Mapping[str, Tensor], state: Mapping[str, Any])
             beside.unlink(missing_ok=True)
             os.link(path, beside)
             os.replace(beside, previous)
-    runs.write_tensors(path, tensors, state)
+    disk.write_tensors(path, tensors, state)
     if state["done"]:
         previous.unlink(missing_ok=True)
     if state["tables"]:
@@ -77,14 +77,14 @@ def _find(folder: Path) -> tuple[Path, str] | None:
 
 
 def _check_whole(path: Path) -> None:
-    tables = runs.map_tensors(path)[1].get("tables")
+    tables = disk.map_tensors(path)[1].get("tables")
     if tables and not (path.parent / tables / ".metadata").is_file():
         raise UserError(f"{path.parent / tables} is corrupt: it has no .metadata; train again, or restore it from a copy")
 
 
 def _tables_of(path: Path) -> str:
     with suppress(UserError):
-        return str(runs.map_tensors(path)[1].get("tables"))
+        return str(disk.map_tensors(path)[1].get("tables"))
     return ""
 
 
@@ -165,7 +165,7 @@ def write_model(path: Path, tensors: Mapping[str, Tensor], tables: Mapping[str, 
                 for block in _blocks(table):
                     out.write(block.cpu().numpy().tobytes())
 
-    runs.write(path, write_to)
+    disk.write(path, write_to)
 
 
 def _blocks(table: RowWiseTable) -> Iterator[Tensor]:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
-from sparring import runs, settings, workers
+from sparring import disk, runs, settings, workers
 from sparring.composition import Setup
 from sparring.data.interactions import Split
 from sparring.data.worlds import World
@@ -196,7 +196,7 @@ def _check_same(plan: Plan) -> None:
     elif plan.out.is_dir() and any(plan.out.iterdir()):
         raise UserError(f"{plan.out} is not empty and holds no comparison: choose another folder")
     asked = {"recipes": plan.recipes, "places": places, "seeds": plan.seeds, "baseline": plan.against, "metrics": plan.metrics}
-    runs.write_json(path, {**now, **asked})
+    disk.write_json(path, {**now, **asked})
 
 
 def _sizes(split: Split) -> dict[str, int]:
@@ -334,4 +334,4 @@ def _train_one(
         "device": hardware(where),
         "negatives": profile(fitted.run, data.split, world=data.world),
     }
-    runs.write_json(folder / "measured.json", measured)
+    disk.write_json(folder / "measured.json", measured)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sparring import runs
+from sparring import disk
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -58,8 +58,8 @@ def save(figure: Figure, folder: Path, name: str, caption: str) -> Drawn:
     out = io.StringIO()
     with style():
         figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
-        runs.write(folder / f"{name}.svg", lambda path: path.write_text(out.getvalue(), encoding="utf-8"))
-        runs.write(folder / f"{name}.png", lambda path: figure.savefig(path, format="png", dpi=150, metadata={"Software": None}))
+        disk.write(folder / f"{name}.svg", lambda path: path.write_text(out.getvalue(), encoding="utf-8"))
+        disk.write(folder / f"{name}.png", lambda path: figure.savefig(path, format="png", dpi=150, metadata={"Software": None}))
     return Drawn(name, caption, inline(out.getvalue(), name))
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from sparring import checkpoint, runs
+from sparring import checkpoint, disk
 from sparring.background import Background, Copies, Place, place
 from sparring.composition import Run
 from sparring.dist import Group, local_world
@@ -106,11 +106,11 @@ class Keeper:
         if self.sharded:
             checkpoint.read_tables(self.folder, checkpoint.best_tables(epoch), self._spread(self._model()), self.ranks)
             tables = {f"{name}.weight": table for name, table in self.tables.items()}
-            checkpoint.write_model(path, runs.tensors_of(self.model), tables, {"epoch": epoch}, self.ranks)
+            checkpoint.write_model(path, disk.tensors_of(self.model), tables, {"epoch": epoch}, self.ranks)
             return
         if self.ranks.rank == 0:
-            runs.load_tensors(self.model, runs.map_tensors(path)[0], path)
-        self.ranks.equalise(runs.tensors_of(self.model).values())
+            disk.load_tensors(self.model, disk.map_tensors(path)[0], path)
+        self.ranks.equalise(disk.tensors_of(self.model).values())
 
     def save(self, state: State, total: Tensor) -> None:
         """The checkpoint: modules, optimisers, generators and state in one file, sharded tables in a folder that it names.
@@ -158,7 +158,7 @@ class Keeper:
         """One line for each epoch."""
         assert self.folder is not None
         lines = "".join(json.dumps(record) + "\n" for record in history)
-        runs.write(self.folder / "metrics.jsonl", lambda file: file.write_text(lines))
+        disk.write(self.folder / "metrics.jsonl", lambda file: file.write_text(lines))
 
     def _write_best(self) -> None:
         if self.kept is None:
@@ -168,11 +168,11 @@ class Keeper:
         if self.sharded:
             checkpoint.write_tables(self.folder, checkpoint.best_tables(epoch), tensors, self.ranks)
         else:
-            runs.write_tensors(self.folder / "model.safetensors", tensors, {"epoch": epoch})
+            disk.write_tensors(self.folder / "model.safetensors", tensors, {"epoch": epoch})
 
     def _place(self) -> Place:
         """Where there is room for copies of the model and of all state."""
-        tensors = [*self._model().values(), *runs.tensors_of(self.modules).values(), *state_tensors(self.optimizers).values()]
+        tensors = [*self._model().values(), *disk.tensors_of(self.modules).values(), *state_tensors(self.optimizers).values()]
         needed = sum(tensor.nbytes for tensor in tensors) + sum(t.weight.nbytes + t.sums.nbytes for t in self.tables.values())
         return place(tensors[0].device, needed, local_world() if self.sharded else 1)
 
@@ -185,11 +185,11 @@ class Keeper:
         path, warning = found
         if warning:
             say(warning)
-        tensors, fields = runs.map_tensors(path)
+        tensors, fields = disk.map_tensors(path)
         modules = {name.removeprefix("module."): t for name, t in tensors.items() if name.startswith("module.")}
         saved = {name.removeprefix("optimizer."): t for name, t in tensors.items() if name.startswith("optimizer.")}
         own = {f"model.{name}.weight": module.weight for name, module in self.whole.items()}
-        runs.load_tensors(self.modules, modules | own, path)
+        disk.load_tensors(self.modules, modules | own, path)
         try:
             load_state_tensors(self._plain_optimizers(), saved)
             self.generator.set_state(tensors["generator"])
@@ -208,7 +208,7 @@ class Keeper:
     def _model(self) -> dict[str, Tensor]:
         """The tensors of the model; of sharded tables the rows that lie here."""
         rows = {f"{name}.weight": table.weight for name, table in self.tables.items()}
-        return {name: tensor.detach() for name, tensor in runs.tensors_of(self.model).items()} | rows
+        return {name: tensor.detach() for name, tensor in disk.tensors_of(self.model).items()} | rows
 
     def _sums(self) -> dict[str, Tensor]:
         """What row-wise Adagrad keeps of sharded tables; in one process RowAdagrad does."""
@@ -227,7 +227,7 @@ class Keeper:
 
     def _state_of_modules(self) -> dict[str, Tensor]:
         tables = {f"model.{name}.weight" for name in self.whole}
-        return {name: tensor for name, tensor in runs.tensors_of(self.modules).items() if name not in tables}
+        return {name: tensor for name, tensor in disk.tensors_of(self.modules).items() if name not in tables}
 
     def _plain_optimizers(self) -> list[Optimizer]:
         return [o for o in self.optimizers if not (self.sharded and isinstance(o, RowAdagrad))]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sparring import runs, settings
+from sparring import disk, runs, settings
 from sparring.composition import Run
 from sparring.contrast import contrast
 from sparring.data.batches import RandomBatches
@@ -43,11 +43,11 @@ def own(folder: Path, split: Split, device: torch.device | str = "cpu") -> Run:
     if not model.is_file() and not checkpoint.is_file():
         raise UserError(f"{folder} has neither a model nor a checkpoint yet: train it for at least one epoch")
     if checkpoint.is_file():
-        tensors, _ = runs.read_tensors(checkpoint)
+        tensors, _ = disk.read_tensors(checkpoint)
         modules = {name.removeprefix("module."): tensor for name, tensor in tensors.items() if name.startswith("module.")}
-        runs.load_tensors(run.modules(), modules, checkpoint)
+        disk.load_tensors(run.modules(), modules, checkpoint)
     if model.is_file():
-        runs.load_tensors(run.model, runs.read_tensors(model)[0], model)
+        disk.load_tensors(run.model, disk.read_tensors(model)[0], model)
     run.modules().to(device).eval()
     warm(run, split, 0 if checkpoint.is_file() else WARM_STEPS)
     return run

@@ -18,7 +18,7 @@ from html import escape
 from importlib.resources import files
 from pathlib import Path
 
-from sparring import runs
+from sparring import disk
 from sparring.figures import Drawn
 from sparring.tables import Cell, Column, Table, shown
 
@@ -173,7 +173,7 @@ class Page:
 
     def write(self, path: Path) -> None:
         """Write the page; a reader sees the old file or the new one, never half."""
-        runs.write(path, lambda file: file.write_text(self.html(), encoding="utf-8"))
+        disk.write(path, lambda file: file.write_text(self.html(), encoding="utf-8"))
 
 
 def sort_value(column: Column, row: Mapping[str, Cell]) -> float | None:

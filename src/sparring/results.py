@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from sparring import runs
+from sparring import disk
 from sparring.compare import Failure, Plan, finished
 from sparring.data.interactions import read_table
 from sparring.errors import UserError
@@ -136,7 +136,7 @@ def write(plan: Plan, failures: Sequence[Failure], command: str = "") -> tuple[T
         parts.append("Failed:\n\n" + "\n".join(f"- {bad.data} {bad.recipe} {bad.what}: {bad.error}" for bad in failures))
     if command:
         parts.append(f"Made by\n\n    {command}")
-    runs.write(plan.out / "README.md", lambda file: file.write_text("\n\n".join(parts) + "\n", encoding="utf-8"))
+    disk.write(plan.out / "README.md", lambda file: file.write_text("\n\n".join(parts) + "\n", encoding="utf-8"))
     return tuple(made.values())
 
 

@@ -19,21 +19,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import platform
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import polars as pl
-import safetensors
-import safetensors.torch
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from sparring import disk
 from sparring.composition import Run, Setup, encoder_folder, retriever
 from sparring.contrast import describe_batch
 from sparring.data.features import Histories
@@ -49,76 +47,6 @@ from sparring.settings import parse_setup, short
 from sparring.towers import HistoryTower, Retriever
 from sparring.towers_text import text_tower
 from sparring.types import Positives
-
-
-def write(path: Path, write_to: Callable[[Path], object]) -> None:
-    """Write a file beside its target, flush it to disk, then rename: a reader sees the old file or the new one, never half."""
-    beside = path.with_name(path.name + ".tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_to(beside)
-        with open(beside, "rb+") as file:
-            os.fsync(file.fileno())
-        os.replace(beside, path)
-    except (OSError, safetensors.SafetensorError) as error:
-        beside.unlink(missing_ok=True)
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).splitlines()[0]
-        raise UserError(f"cannot write {path}: {reason}; what was saved before is untouched") from error
-
-
-def write_json(path: Path, value: object) -> None:
-    write(path, lambda file: file.write_text(json.dumps(value, indent=2, default=str) + "\n"))
-
-
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, object] | None = None) -> None:
-    """Tensors and a JSON value in one file, so that they can never disagree."""
-    plain = {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
-    write(path, lambda file: safetensors.torch.save_file(plain, file, {"state": json.dumps(meta or {})}))
-
-
-def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors and the JSON value written with them. The file is opened once, so that both are of one version even while it is replaced."""
-    if not path.is_file():
-        raise UserError(f"{path} is missing: {path.parent} is not a finished run (or not a run folder)")
-    try:
-        content = path.read_bytes()
-        tensors = safetensors.torch.load(content)
-        header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-        return tensors, json.loads(header.get("__metadata__", {}).get("state", "{}"))
-    except (safetensors.SafetensorError, OSError, ValueError) as error:
-        raise UserError(f"{path} is corrupt: {str(error).splitlines()[0]}; train again, or restore it from a copy") from error
-
-
-def map_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The same without reading the file: its pages come as tensors are used, for whoever copies them at once."""
-    if not path.is_file():
-        raise UserError(f"{path} is missing: {path.parent} is not a finished run (or not a run folder)")
-    try:
-        with safetensors.safe_open(path, "pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            return tensors, json.loads((file.metadata() or {}).get("state", "{}"))
-    except (safetensors.SafetensorError, OSError, ValueError) as error:
-        raise UserError(f"{path} is corrupt: {str(error).splitlines()[0]}; train again, or restore it from a copy") from error
-
-
-def tensors_of(module: nn.Module) -> dict[str, Tensor]:
-    """The state of a module under flat names, each shared tensor once."""
-    found: dict[int, str] = {}
-    state = module.state_dict(keep_vars=True)
-    return {name: tensor for name, tensor in state.items() if found.setdefault(id(tensor), name) == name}
-
-
-def load_tensors(module: nn.Module, tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Copy tensors into a module in place; any difference in names or shapes is an error that names the file."""
-    own = tensors_of(module)
-    for name in sorted(own.keys() ^ tensors.keys()):
-        raise UserError(f"{path} does not fit this run: tensor {name!r} is {'missing' if name in own else 'not expected'}")
-    with torch.no_grad():
-        for name, tensor in own.items():
-            if tensor.shape != tensors[name].shape:
-                shapes = f"{tuple(tensors[name].shape)} in the file, {tuple(tensor.shape)} in the run"
-                raise UserError(f"{path} does not fit this run: {name!r} is {shapes}")
-            tensor.copy_(tensors[name])
 
 
 @dataclass(frozen=True)
@@ -215,8 +143,8 @@ def load(folder: str | Path, model: Retriever | None = None) -> Trained:
         raise UserError(f"no such run folder: {folder}")
     meta = read_meta(folder)
     ids = Ids.load(folder)
-    tensors, _ = read_tensors(folder / "model.safetensors")
-    taken, _ = read_tensors(folder / "seen.safetensors")
+    tensors, _ = disk.read_tensors(folder / "model.safetensors")
+    taken, _ = disk.read_tensors(folder / "seen.safetensors")
     seen = Positives(taken["start"], taken["items"])
     given = model is not None
     if model is None and meta.get("towers"):
@@ -230,7 +158,7 @@ def load(folder: str | Path, model: Retriever | None = None) -> Trained:
             past = Histories(tensors["query.start"], tensors["query.items"])
         model = retriever(setup, ids, past, folder)
     try:
-        load_tensors(model, tensors, folder / "model.safetensors")
+        disk.load_tensors(model, tensors, folder / "model.safetensors")
     except UserError as error:
         if given or meta["recipe"] != "custom":
             raise
@@ -284,8 +212,8 @@ def write_start(
     data.save_ids(folder)
     if model is not None:
         _write_encoders(folder, model, setup, weights=False)
-    write_tensors(folder / "seen.safetensors", {"start": seen.start, "items": seen.items})
-    write_json(folder / "run.json", {**meta, "setup": dataclasses.asdict(setup)})
+    disk.write_tensors(folder / "seen.safetensors", {"start": seen.start, "items": seen.items})
+    disk.write_json(folder / "run.json", {**meta, "setup": dataclasses.asdict(setup)})
 
 
 def _write_encoders(folder: Path, model: Retriever, setup: Setup, weights: bool) -> None:
@@ -337,9 +265,9 @@ def write_end(
         result |= {"test": test.to_dict()}
         write_table(_single_queries(folder, test), folder / "per_query.parquet")  # before the result: who sees that one finds this
     _write_encoders(folder, run.model, run.setup, weights=True)
-    write_json(folder / "result.json", result)
-    write(folder / "curve.png", lambda file: training_curve(history, file, short(run.recipe), run.setup.select))
-    write(folder / "README.md", lambda file: file.write_text(model_card(meta, result, history)))
+    disk.write_json(folder / "result.json", result)
+    disk.write(folder / "curve.png", lambda file: training_curve(history, file, short(run.recipe), run.setup.select))
+    disk.write(folder / "README.md", lambda file: file.write_text(model_card(meta, result, history)))
 
 
 def _single_queries(folder: Path, test: Evaluation) -> pl.DataFrame:

@@ -21,7 +21,7 @@ import numpy as np
 import polars as pl
 import torch
 
-from sparring import runs
+from sparring import disk, runs
 from sparring.composition import Classifiers, Run, Setup, Term
 from sparring.data.batches import ClusteredBatches
 from sparring.data.interactions import Split, write_table
@@ -82,7 +82,7 @@ def fit_stages(
         if "fusion" in rows:
             write_table(_single_queries(rows["fusion"], split), folder / "fusion_per_query.parquet")
         path = folder / "result.json"
-        runs.write_json(path, json.loads(path.read_text()) | {"stages": {name: test.to_dict() for name, test in rows.items()}})
+        disk.write_json(path, json.loads(path.read_text()) | {"stages": {name: test.to_dict() for name, test in rows.items()}})
     return dataclasses.replace(fitted, stages=rows)
 
 
@@ -146,7 +146,7 @@ def _fuse(run: Run, second: Run, wanted: Classifiers, split: Split, device: torc
     fused.learn(held, seen, run.setup.seed)
     if folder is not None and rank() == 0:
         learnt = dict(fused.named_buffers(recurse=False))
-        runs.write_tensors(folder / "fusion.safetensors", learnt, {"beta": wanted.beta, "shortlist": wanted.shortlist})
+        disk.write_tensors(folder / "fusion.safetensors", learnt, {"beta": wanted.beta, "shortlist": wanted.shortlist})
     return fused
 
 
@@ -175,7 +175,7 @@ def load_fused(folder: str | Path) -> Fused:
     load_fused("runs/ngame").lists(query_ids, 10, load("runs/ngame").seen)
     """
     folder = Path(folder)
-    tensors, settings = runs.read_tensors(folder / "fusion.safetensors")
+    tensors, settings = disk.read_tensors(folder / "fusion.safetensors")
     knn, clf = runs.load(folder).model, runs.load(folder / "classifiers").model
     fused = Fused(knn, clf, tensors["propensity"].numpy(), settings["beta"], settings["shortlist"])
     for name, own in fused.named_buffers(recurse=False):

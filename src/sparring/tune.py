@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from sparring import runs
+from sparring import disk
 from sparring.composition import Setup, tau_of
 from sparring.data.interactions import Interactions, Split
 from sparring.errors import UserError
@@ -203,7 +203,7 @@ def tune(
             error = (str(failure).strip().splitlines() or [type(failure).__name__])[0]
         done.append(Trial(number, settings, value, round(time.perf_counter() - began, 3), error))
         lines = "".join(json.dumps(asdict(trial)) + "\n" for trial in done)
-        runs.write(path, lambda file, lines=lines: file.write_text(lines))  # type: ignore[misc]
+        disk.write(path, lambda file, lines=lines: file.write_text(lines))  # type: ignore[misc]
         say(done[-1])
     return best(named(recipe), done[:trials])
 

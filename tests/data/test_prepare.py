@@ -243,7 +243,7 @@ def test_resumed_within_an_epoch_of_blocks(tmp_path: Path, monkeypatch: pytest.M
 
 
 def _tensors(folder: Path) -> dict[str, torch.Tensor]:
-    from sparring.runs import read_tensors
+    from sparring.disk import read_tensors
 
     return read_tensors(folder / "model.safetensors")[0]
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from sparring import checkpoint, runs
+from sparring import checkpoint, disk
 from sparring.composition import Run
 from sparring.data.interactions import Split
 from sparring.dist import Group
@@ -84,7 +84,7 @@ def compared(parts: Split, out: Path, pair: Group, four: Group) -> dict[str, Any
         best = results(trainer, parts)
         dist.barrier(pair.group)
         run = made("xir", parts, ALONE, "sharded")  # as whoever serves it reads it
-        runs.load_tensors(run.model, runs.read_tensors(folder / "model.safetensors")[0], folder / "model.safetensors")
+        disk.load_tensors(run.model, disk.read_tensors(folder / "model.safetensors")[0], folder / "model.safetensors")
         served = evaluate(run.model, parts.test, parts.seen_for("test"), (10,), ("recall", "ndcg", "coverage"))  # type: ignore[arg-type]
         found["served"] = far(best, best | {"metrics": served.metrics, "vectors": run.model.item_vectors()})
     dist.barrier()

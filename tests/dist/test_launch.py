@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparring import checkpoint, dist, rowwise, runs
+from sparring import checkpoint, disk, dist, rowwise
 from sparring.cli import main
 from sparring.cli.launch import without
 from sparring.data.interactions import Split
@@ -141,15 +141,15 @@ def test_a_torn_checkpoint_costs_one_checkpoint(parts: Split, tmp_path: Path, mo
     """Cut in half, empty or overwritten while training runs: the one before it is taken, and it is said; with both torn it is an error."""
     run = build("xir", parts.train, {"dim": 8, "batch_size": 61, "epochs": 3, "cache_size": 16, "patience": None})
     linked: list[bool] = []
-    real = runs.write_tensors
+    real = disk.write_tensors
 
     def write(path: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, object] | None = None) -> None:
         if path.name == checkpoint.NAME:
             before = path.with_name(checkpoint.PREVIOUS)
-            linked.append(before.exists() and runs.read_tensors(before)[1]["epoch"] == len(linked))
+            linked.append(before.exists() and disk.read_tensors(before)[1]["epoch"] == len(linked))
         real(path, tensors, meta)
 
-    monkeypatch.setattr(runs, "write_tensors", write)
+    monkeypatch.setattr(disk, "write_tensors", write)
     fit(run, parts, tmp_path / "run", k=(10,), device="cpu")
     folder, path, previous = tmp_path / "run", tmp_path / "run" / checkpoint.NAME, tmp_path / "run" / checkpoint.PREVIOUS
     assert linked == [False, True, True]  # the one that is replaced is kept, and is whole, while the next is written

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparring import encoded, runs
+from sparring import disk, encoded, runs
 from sparring.data.interactions import Vocabulary
 from sparring.errors import UserError
 from sparring.serve.names import Names
@@ -111,10 +111,10 @@ def test_item_vectors_of_a_transformer_are_computed_once(
     monkeypatch.undo()
     monkeypatch.setattr(Retriever, "item_vectors", lambda self, *given: (calls.append(1), compute(self, *given))[1])
     model = runs.load(tmp_path / "run")
-    tensors, _ = runs.read_tensors(tmp_path / "run" / "model.safetensors")
+    tensors, _ = disk.read_tensors(tmp_path / "run" / "model.safetensors")
     key = next(name for name, tensor in tensors.items() if tensor.is_floating_point())
     tensors[key] = tensors[key] + 0.5
-    runs.write_tensors(tmp_path / "run" / "model.safetensors", tensors)
+    disk.write_tensors(tmp_path / "run" / "model.safetensors", tensors)
     runs.load(tmp_path / "run").item_vectors()
     assert len(calls) == 4
     assert model is not None

@@ -41,8 +41,8 @@ def _parts(args: Namespace, meta: dict[str, Any]) -> tuple[Split, str]:
     """The run's data as its training had it; where that is not recorded, the pairs of --data that it was trained on, and so said."""
     from sparring.data.interactions import Ids, Split
     from sparring.data.pairs import pair_keys
+    from sparring.disk import read_tensors
     from sparring.rebuilt import remembered
-    from sparring.runs import read_tensors
     from sparring.types import Positives
 
     if args.data is None or (meta.get("source") or {}).get("data"):

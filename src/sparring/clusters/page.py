@@ -11,7 +11,7 @@ import numpy as np
 import polars as pl
 import torch
 
-from sparring import figures, runs
+from sparring import disk, figures
 from sparring.clusters.codes import Codes
 from sparring.clusters.msac import MSAC, Drift
 from sparring.clusters.stream import Modalities
@@ -50,7 +50,7 @@ def write(
     sizes = sizes_table(codes, labels, titles)
     sizes.write(folder, "sizes")
     drifted = {} if drift is None else {**dataclasses.asdict(drift), **(moved or {})}
-    runs.write_json(folder / "summary.json", {**facts, "learned": msac.learned, "drift": drifted or None, "history": msac.history})
+    disk.write_json(folder / "summary.json", {**facts, "learned": msac.learned, "drift": drifted or None, "history": msac.history})
     pictures, curves = _draw(folder / "figures", msac, codes, modalities, labels)
     sections = [Section("In short", (Points(findings(facts, msac, drift, moved)), Figures(pictures), Text(PICTURE)))]
     sections.append(Section("Learning and sizes", (Figures(curves),)))

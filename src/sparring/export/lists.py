@@ -10,7 +10,7 @@ import polars as pl
 import torch
 from polars.io.plugins import register_io_source
 
-from sparring import runs
+from sparring import disk
 from sparring.errors import UserError
 from sparring.index.search import Index
 from sparring.rank import top_k
@@ -76,7 +76,7 @@ def write_lists(
 
     schema = {"query": queries.dtype, "rank": pl.Int32, "item": items.dtype, "score": pl.Float32}
     csv = path.suffix.lower() == ".csv"
-    runs.write(path, lambda file: _stream(tables, schema, file, csv, block * k))
+    disk.write(path, lambda file: _stream(tables, schema, file, csv, block * k))
     return rows
 
 

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sparring import runs
+from sparring import disk
 from sparring.errors import UserError
 from sparring.export.graph import Graph, require_onnx
 from sparring.runs import Trained
@@ -55,7 +55,7 @@ def write_onnx(trained: Trained, folder: Path) -> tuple[list[Path], list[str]]:
             cannot.append(f"the {side} tower cannot be written as ONNX: its {size / 1e9:.1f} GB are more than a file can hold")
             continue
         paths.append(folder / f"{side}.onnx")
-        runs.write(paths[-1], partial(_write, _graph(model, side), trained, side))
+        disk.write(paths[-1], partial(_write, _graph(model, side), trained, side))
     if not paths:
         raise UserError(f"{trained.folder}: {'; '.join(cannot)}")
     for name, vocabulary in (("query", trained.ids.query_ids), ("item", trained.ids.item_ids)):

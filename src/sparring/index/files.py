@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from sparring import runs
+from sparring import disk
 from sparring.errors import UserError
 from sparring.index.kinds import KINDS, Effort, require_faiss
 
@@ -55,14 +55,14 @@ def write(index: Stored, folder: Path) -> None:
     token = secrets.token_hex(4)
     paths = {"vectors": folder / f"vectors-{token}.npy", "ids": folder / f"ids-{token}.npy"}
     before = _named_files(folder)
-    runs.write(paths["vectors"], lambda path: _save(path, index.vectors))
-    runs.write(paths["ids"], lambda path: _save(path, index.ids))
+    disk.write(paths["vectors"], lambda path: _save(path, index.vectors))
+    disk.write(paths["ids"], lambda path: _save(path, index.ids))
     if index.ann is not None:
         paths["ann"] = folder / f"ann-{token}.faiss"
-        runs.write(paths["ann"], lambda path: require_faiss().write_index(index.ann, str(path)))
+        disk.write(paths["ann"], lambda path: require_faiss().write_index(index.ann, str(path)))
     files = {part: {"name": path.name, "bytes": path.stat().st_size, "sha256": sha256(path)} for part, path in paths.items()}
     about = {"format": 1, "kind": index.kind, "effort": asdict(index.effort), "items": len(index.ids), "dim": index.dim}
-    runs.write_json(folder / META, {**about, **index.meta, "files": files})
+    disk.write_json(folder / META, {**about, **index.meta, "files": files})
     _clean(folder, before | _abandoned(folder), {path.name for path in paths.values()})
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
-from sparring import runs, workers
+from sparring import disk, workers
 from sparring.compare import Failure, Listener, Tasks, perform
 from sparring.errors import UserError
 from sparring.reproduce.cells import read_json
@@ -57,7 +57,7 @@ def learn(plan: Plan, jobs: int, listener: Listener) -> list[Failure]:
     for given in plan.data:
         if given.catalogue is not None and any(data == given.name for data, _, _ in tasks):
             notes = _modalities(given, plan.experiment.protocol, tuple(given.catalogue.specs), plan.device).notes
-            runs.write_json(given.catalogue.folder / NOTES, {"notes": notes, "asked": asked(given)})
+            disk.write_json(given.catalogue.folder / NOTES, {"notes": notes, "asked": asked(given)})
     return perform(tasks, len(every), "clusters", jobs, listener)
 
 

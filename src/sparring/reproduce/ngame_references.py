@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sparring import runs, settings
+from sparring import disk, settings
 from sparring.data.interactions import Split
 from sparring.devices import pick_device
 from sparring.errors import UserError
@@ -31,7 +31,7 @@ def references(plan: Plan, given: Given, method: Method) -> dict[str, dict[str, 
             found[name] = kept[name] if name in kept else measure(plan, given, method, parts).to_dict()
         except UserError as error:
             found[name] = {"error": str(error)}
-    runs.write_json(path, {name: each for name, each in found.items() if "error" not in each})
+    disk.write_json(path, {name: each for name, each in found.items() if "error" not in each})
     return found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from sparring import runs
+from sparring import disk, runs
 from sparring.comparison_page import command_lines, distinct, in_words
 from sparring.report import Code, Facts, Page, Points, Section, Sheet
 from sparring.reproduce.cells import named, read_json
@@ -44,7 +44,7 @@ def _readme(plan: Plan, results: Results) -> None:
     if plan.command:
         parts.append(f"Made by\n\n    {plan.command}")
     text = "\n\n".join(part for part in parts if part) + "\n"
-    runs.write(plan.out / "README.md", lambda file: file.write_text(text, encoding="utf-8"))
+    disk.write(plan.out / "README.md", lambda file: file.write_text(text, encoding="utf-8"))
 
 
 def _list(each: Any) -> str:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from sparring import runs, settings, workers
+from sparring import disk, runs, settings, workers
 from sparring.compare import Failure, Listener, Tasks, finished, hardware, perform
 from sparring.composition import Run, Setup
 from sparring.data.interactions import Split
@@ -73,7 +73,7 @@ def _check_same(plan: Plan) -> None:
             now[part] = {**older, **now[part]}
     elif plan.out.is_dir() and any(plan.out.iterdir()):
         raise UserError(f"{plan.out} is not empty and holds no reproduction: choose another folder")
-    runs.write_json(path, {**now, "seeds": plan.seeds})
+    disk.write_json(path, {**now, "seeds": plan.seeds})
 
 
 def _sizes(given: Given) -> dict[str, int]:
@@ -200,7 +200,7 @@ def _train_one(
     progress = Progress(epoch=epoch)
     fit_stages(run, parts, folder, resume=True, device=device, k=k, metrics=protocol.metrics, progress=progress, source=source)
     measured = {"device": hardware(where)}
-    runs.write_json(folder / "measured.json", measured | (measure(run, parts, device) if measure else {}))
+    disk.write_json(folder / "measured.json", measured | (measure(run, parts, device) if measure else {}))
 
 
 def _measure_one(
@@ -209,8 +209,8 @@ def _measure_one(
     parts = protocol.parts(given.data, seed)
     run = settings.build(method.recipe, parts.train, {**method.settings, "seed": seed}, setup)
     path = folder / "model.safetensors"
-    runs.load_tensors(run.model, runs.read_tensors(path)[0], path)
-    runs.write_json(folder / "after.json", after(run, parts, device))
+    disk.load_tensors(run.model, disk.read_tensors(path)[0], path)
+    disk.write_json(folder / "after.json", after(run, parts, device))
 
 
 def _test_metrics(run: Run, parts: Split) -> dict[str, float]:

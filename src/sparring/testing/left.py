@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from sparring import runs
+from sparring import disk
 
 
 def contents(folder: Path) -> dict[str, Any]:
@@ -17,7 +17,7 @@ def contents(folder: Path) -> dict[str, Any]:
 
     found: dict[str, Any] = {}
     for name in ("model", "checkpoint"):
-        tensors, state = runs.read_tensors(folder / f"{name}.safetensors")
+        tensors, state = disk.read_tensors(folder / f"{name}.safetensors")
         found |= {f"{name}.{key}": tensor for key, tensor in tensors.items()}
         found[name] = {**timeless(state), "history": [timeless(record) for record in state.get("history", [])]}
     found["metrics"] = [timeless(json.loads(line)) for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -14,7 +14,8 @@ import torch
 
 from sparring.composition import Setup
 from sparring.data.interactions import Interactions, Vocabulary
-from sparring.runs import tensors_of, write_start, write_tensors
+from sparring.disk import tensors_of, write_tensors
+from sparring.runs import write_start
 from sparring.towers import IdTower, Retriever
 from sparring.types import Positives
 
