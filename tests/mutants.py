@@ -24,6 +24,7 @@ import negatives.test_ance as ance_tests
 import negatives.test_batch as batch_tests
 import negatives.test_buckets as bucket_tests
 import negatives.test_cache as cache_tests
+import negatives.test_cluster_counts as count_tests
 import negatives.test_clusters as cluster_tests
 import negatives.test_corrections as correction_tests
 import negatives.test_distributions as distribution_tests
@@ -46,7 +47,7 @@ import test_sharded
 import test_temperature
 import test_tree
 import test_types
-from sparring import augmented, contrast, losses, sharded, towers, tree, types
+from sparring import augmented, contrast, losses, retriever, sharded, tree, types
 from sparring.clusters import balanced
 from sparring.data import batches
 from sparring.data.splits import split
@@ -54,7 +55,21 @@ from sparring.data.worlds import make_world
 from sparring.kernels import chunked, reference
 from sparring.kernels import mixed as mixed_kernel
 from sparring.losses import mined
-from sparring.negatives import algebra, ance, batch, buckets, clusters, corpus, distributions, edis, fair, midx, selection, synthetic
+from sparring.negatives import (
+    algebra,
+    ance,
+    batch,
+    buckets,
+    clusters,
+    corpus,
+    distributions,
+    edis,
+    fair,
+    inclusion,
+    midx,
+    selection,
+    synthetic,
+)
 from sparring.testing import World
 
 
@@ -754,21 +769,21 @@ MUTANTS = [
     ),
     Mutant(
         "dropout without its scale",
-        towers.Retriever.dropped,
+        retriever.Retriever.dropped,
         " / (1 - rate)",
         "",
         (calling(test_dropout.test_inner_products_keep_their_mean, False),),
     ),
     Mutant(
         "dropout drops the bias",
-        towers.Retriever.dropped,
+        retriever.Retriever.dropped,
         "return self._finished(towers * kept / (1 - rate))",
         "return self._finished(towers * kept / (1 - rate)) * (uniform[..., :1] >= rate)",
         (calling(test_dropout.test_inner_products_keep_their_mean, True),),
     ),
     Mutant(
         "a bias that is counted twice",
-        towers.Retriever._finished,
+        retriever.Retriever._finished,
         "torch.ones_like(vectors[..., :1])",
         "torch.full_like(vectors[..., :1], 2.0)",
         (calling(test_dropout.test_inner_products_keep_their_mean, True),),
@@ -803,7 +818,7 @@ MUTANTS = [
     ),
     Mutant(
         "an item of a cluster drawn twice",
-        clusters.distinct,
+        inclusion.distinct,
         "torch.where(again & enough, last, pick)",
         "pick",
         (cluster_tests.test_every_set_is_as_likely,),
@@ -814,6 +829,55 @@ MUTANTS = [
         "ExcludeCells(own, code=self.cell, also=also, drawn=drawn)",
         "Exclude(step.item_ids, also=also)",
         (calling(cluster_tests.test_masks_pair_by_pair, "other", "cell"),),
+    ),
+    Mutant(
+        "a second draw that may repeat the first",
+        inclusion.inclusion,
+        "odds.sum(1, keepdim=True) - odds",
+        "odds.sum(1, keepdim=True)",
+        (calling(count_tests.test_inclusion_is_the_sum_over_orders, 2),),
+    ),
+    Mutant(
+        "a race that counts one too many",
+        inclusion._raced,
+        "b.cumsum(0).flip(0)",
+        "b.sum(0)",
+        (calling(count_tests.test_inclusion_is_the_sum_over_orders, 3),),
+    ),
+    Mutant(
+        "expected counts of one row for the whole batch",
+        clusters.ByCluster.log_counts,
+        " + math.log(len(drawn.ids))",
+        "",
+        (calling(count_tests.test_shared_simple_ones_stand_for_what_is_not_masked, "cluster"),),
+    ),
+    Mutant(
+        "expected counts of clusters for those of their items",
+        clusters.OtherClusters.tables,
+        " / codes.sizes.clamp(min=1)",
+        "",
+        (calling(count_tests.test_shared_simple_ones_stand_for_what_is_not_masked, "cell"),),
+    ),
+    Mutant(
+        "positives of all clusters alike",
+        clusters.OtherClusters.tables,
+        "(share @ count)",
+        "count.mean(0)",
+        (calling(count_tests.test_expected_counts_by_hand, 2),),
+    ),
+    Mutant(
+        "hard negatives that stand for their own number",
+        clusters.SameCluster.tables,
+        "math.log(self.m_h) - left.float().log()",
+        "0 * left.float()",
+        (calling(count_tests.test_all_items_but_the_cell, 2, True),),
+    ),
+    Mutant(
+        "the rest of the positive's cluster counted twice",
+        clusters.ByCluster.excluded,
+        'self.exclude == "cluster"',
+        "False",
+        (calling(count_tests.test_all_items_but_the_cell, 2, True),),
     ),
     Mutant(
         "only the first of two masks",

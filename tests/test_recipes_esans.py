@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,9 +25,7 @@ from sparring.negatives import Interpolated, OtherClusters, SameCluster, Towards
 from sparring.recipes.esans import clusters, esans, set_codes
 from sparring.settings import build
 from sparring.train import Progress, fit
-
-sys.path.insert(0, str(Path(__file__).parent))
-
+from sparring.tune import space
 from test_recipes import TINY, B, Hand
 
 SMALL = {**TINY, "k_primary": 4, "k_secondary": 3}
@@ -111,6 +108,23 @@ def test_settings_of_the_paper(parts: Split) -> None:
     other, mixed, hard = found[OtherClusters], found[Interpolated], found[TowardsPositive]
     assert (other.m_c, other.m_o, mixed.eta, float(hard.lam)) == (2, 5, 0.6, pytest.approx(0.1))  # type: ignore[arg-type]
     assert (other.distance, other.exclude, mixed.normalisation) == ("cosine", "cell", "minmax_block")
+
+
+def test_the_correction_reaches_every_part(parts: Split) -> None:
+    """Off as in the paper; on, simple and hard ones have it, and shared ones leave the positive's cluster to the hard; never tuned."""
+    plain = parts_of(build("esans", parts.train, SMALL))
+    assert (plain[OtherClusters].correction, plain[SameCluster].correction) == ("none", "none")
+    found = parts_of(build("esans", parts.train, {**SMALL, "correction": "counts"}))
+    assert (found[OtherClusters].correction, found[SameCluster].correction) == ("counts", "counts")
+    assert (found[OtherClusters].exclude, found[SameCluster].exclude) == ("cluster", "cell")
+    want = torch.from_numpy(parts.train.counts()).float() / len(parts.train)
+    torch.testing.assert_close(found[OtherClusters].popularity, want)  # type: ignore[arg-type]
+    alone = parts_of(build("esans", parts.train, {**SMALL, "correction": "counts", "m_h": 0}))
+    assert alone[OtherClusters].exclude == "cell"
+    assert "correction" not in space("esans")
+    run = build("esans", parts.train, {"epochs": 3, "batch_size": 64, "dim": 8, "lr": 0.05, "correction": "counts"})
+    history = fit(run, parts, k=(10,), device="cpu").history
+    assert history[-1]["loss"] < history[0]["loss"]
 
 
 def test_presets_and_parts(parts: Split) -> None:

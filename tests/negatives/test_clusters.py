@@ -15,7 +15,7 @@ from sparring.clusters import Codes
 from sparring.losses import sampled_softmax
 from sparring.negatives import InBatch, Interpolated, Negatives, OtherClusters, SameCluster, TowardsPositive, Union
 from sparring.negatives.algebra import merged
-from sparring.negatives.clusters import distinct
+from sparring.negatives.inclusion import distinct
 from sparring.testing import NegativesContract, World, chi_square, weights
 from sparring.types import Step
 

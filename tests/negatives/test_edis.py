@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
+from test_clusters import codes_of
 from torch import Tensor
 
 from sparring.clusters import Codes
@@ -16,10 +15,6 @@ from sparring.losses import bpr, sampled_softmax
 from sparring.negatives import Hardest, InBatch, Interpolated, Negatives, OtherClusters, Resample, SameCluster, TowardsPositive, Union
 from sparring.testing import NegativesContract, World, observe, weights
 from sparring.types import Bag, Candidates, Exclude, Outcome, Step
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from test_clusters import codes_of
 
 NORMALISATIONS = ["minmax_block", "minmax_set", "affine", "dirichlet"]
 

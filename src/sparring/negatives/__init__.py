@@ -4,7 +4,7 @@ from sparring.negatives.algebra import Correction, Draw, Exclusion, Negatives, R
 from sparring.negatives.ance import BatchPositives, NearestItems
 from sparring.negatives.batch import Cache, InBatch, Memory
 from sparring.negatives.buckets import HardestBucket
-from sparring.negatives.clusters import CellExclusion, Distance, OtherClusters, SameCluster
+from sparring.negatives.clusters import CellExclusion, CountCorrection, Distance, OtherClusters, SameCluster
 from sparring.negatives.corpus import AllItems, Sampled, Shown
 from sparring.negatives.distributions import Distribution, Frequency, Popularity, Streaming, Uniform
 from sparring.negatives.edis import Interpolated, Normalisation, Rule, TowardsPositive
@@ -20,6 +20,7 @@ __all__ = [
     "BatchPositives",
     "Cache",
     "CellExclusion",
+    "CountCorrection",
     "Correction",
     "Distance",
     "Distribution",

@@ -13,10 +13,12 @@ from torch import Tensor
 from sparring.clusters.codes import Codes
 from sparring.kernels import fuses_draws
 from sparring.negatives.algebra import Negatives, check_choice
+from sparring.negatives.inclusion import distinct, inclusion
 from sparring.types import Bag, Candidates, Exclude, Step
 
 Distance = Literal["cosine", "literal"]
-CellExclusion = Literal["cell", "known", "positive", "none"]
+CellExclusion = Literal["cell", "cluster", "known", "positive", "none"]
+CountCorrection = Literal["none", "counts"]
 NEAREST = 1e-3  # the least distance between two clusters, so that twins do not take all draws
 
 
@@ -33,9 +35,14 @@ class Drawn(NamedTuple):
 
 @dataclass(frozen=True)
 class ExcludeCells(Exclude):
-    """A cell for each query, which knows the cells of the candidates that were drawn with it."""
+    """A cell or cluster for each query, which knows those of the candidates that were drawn with it."""
 
-    drawn: tuple[Tensor, Tensor] | None = None  # ids and their cells
+    drawn: tuple[Tensor, Tensor] | None = None  # ids and their cells or clusters
+    what: str = "cell"
+
+    @property
+    def name(self) -> str:
+        return super().name.replace("cell", self.what)
 
     def _keys(self, ids: Tensor) -> Tensor:
         return self.drawn[1] if self.drawn is not None and ids is self.drawn[0] else super()._keys(ids)
@@ -45,21 +52,34 @@ class ByCluster(Negatives):
     """What both samplers share: the codes as buffers, the masks, and items drawn from one stretch of the sorted catalogue.
 
     An item of the positive's own cell (same primary and same secondary cluster) is taken for a false negative. By construction no query
-    draws one for itself; where candidates are shared, the draws of other queries are masked. Everything has a fixed shape and nothing waits
-    for the device, unless exclude="known".
+    draws one for itself; where candidates are shared, the draws of other queries are masked; exclude="cluster" masks all of its primary
+    cluster. Everything has a fixed shape and nothing waits for the device, unless exclude="known".
+
+    correction="counts" weighs each candidate by 1 / E[how often its item is among the candidates], so that the sum over them has the
+    expectation of the sum over the items they stand for; shared draws need the training pairs of each item (counts) for it.
     """
 
     cell: Tensor
+    cluster: Tensor
+    popularity: Tensor
+    often: Tensor
     order: Tensor
     start: Tensor
     cell_start: Tensor
     name: str
 
-    def __init__(self, codes: Codes, shared: bool, exclude: CellExclusion):
+    def __init__(self, codes: Codes, shared: bool, exclude: CellExclusion, correction: CountCorrection, counts: Tensor | None):
         super().__init__()
         check_choice("exclude", exclude, CellExclusion)
+        check_choice("correction", correction, CountCorrection)
         self.shared, self.exclude = shared, exclude
+        self.correction: CountCorrection = correction
         self.k_primary, self.k_secondary = codes.k_primary, codes.k_secondary
+        if correction == "counts" and shared:
+            if counts is None or counts.shape != (len(codes),):
+                found = None if counts is None else tuple(counts.shape)
+                raise ValueError(f'correction="counts" of shared draws needs the training pairs of each of {len(codes)} items; got {found}')
+            self.register_buffer("popularity", (counts.double() / counts.sum().clamp(min=1)).float())
 
     def register(self, codes: Codes) -> None:
         for name, tensor in self.tables(codes).items():
@@ -67,7 +87,8 @@ class ByCluster(Negatives):
 
     def tables(self, codes: Codes) -> dict[str, Tensor]:
         """The buffers that follow from the codes."""
-        return {"cell": codes.cell_of, "order": codes.order, "start": codes.start, "cell_start": codes.cell_start}
+        found = {"cell": codes.cell_of, "order": codes.order, "start": codes.start, "cell_start": codes.cell_start}
+        return found | ({"cluster": codes.primary.long()} if self.exclude == "cluster" else {})
 
     @torch.no_grad()
     def set_codes(self, codes: Codes) -> None:
@@ -96,14 +117,23 @@ class ByCluster(Negatives):
             also = step.positives.of(step.query_ids)
         if self.exclude == "none" or not self.shared:
             return also
+        if self.exclude == "cluster":
+            if drawn is not None:
+                drawn = drawn[0], torch.where(drawn[1] >= 0, drawn[1] // self.k_secondary, -1)
+            return ExcludeCells(own // self.k_secondary, code=self.cluster, drawn=drawn, what="cluster")
         return Exclude(step.item_ids) if self.exclude == "positive" else ExcludeCells(own, code=self.cell, also=also, drawn=drawn)
 
     def offer(self, step: Step, drawn: Drawn) -> Candidates:
         """What all rows of the batch drew as one block."""
-        ids, real, log_w = (x.flatten() if self.shared else step.batch.own(x) for x in drawn[:3])
+        log_w = drawn.log_w if self.correction == "none" else drawn.log_w - self.log_counts(drawn)
+        ids, real, log_w = (x.flatten() if self.shared else step.batch.own(x) for x in (drawn.ids, drawn.real, log_w))
         cells = None if drawn.cells is None or not self.shared else (ids, drawn.cells.flatten())
         exclude = self.excluded(step, step.batch.own(drawn.cell), cells)
         return Candidates(ids, step.encode(real), log_w, exclude, source=self.name)
+
+    def log_counts(self, drawn: Drawn) -> Tensor:
+        """(B, C) or (B, 1): log E[how often the item is among the candidates] of what was drawn."""
+        return self.often[drawn.real] + math.log(len(drawn.ids))  # shared: a count for one row is a table over items
 
 
 class OtherClusters(ByCluster):
@@ -114,7 +144,11 @@ class OtherClusters(ByCluster):
     Clusters are drawn without replacement, items in a cluster too where it has m_o; an empty cluster is never drawn. gamma = 0 draws
     clusters alike. distance="literal" is equation 9 to the letter, d = the inner product of codewords scaled to [0, 1], which prefers
     clusters far away. The B m_c m_o items serve all queries (shared), those of a query's own cell masked, or only the query they were
-    drawn for. Uncorrected: the paper weighs all alike. Where too few clusters hold items the rest counts nothing.
+    drawn for. Where too few clusters hold items the rest counts nothing. The paper weighs all alike; correction="counts" is ours:
+
+        E[count of j] = B sum_c p(c) P(cluster of j among the m_c | c) m_o / |cluster of j|,   p(c) = share of training pairs in cluster c
+
+    where they are shared, and what the positive's own c says where they are not.
 
         OtherClusters(codes, m_c=2, m_o=5)
 
@@ -132,18 +166,33 @@ class OtherClusters(ByCluster):
         distance: Distance = "cosine",
         shared: bool = True,
         exclude: CellExclusion = "cell",
+        correction: CountCorrection = "none",
+        counts: Tensor | None = None,
     ):
         check_choice("distance", distance, Distance)
         if not 1 <= m_c < codes.k_primary or m_o < 1 or not gamma >= 0:
             raise ValueError(f"OtherClusters needs 1 <= m_c < {codes.k_primary} clusters, m_o >= 1, gamma >= 0; got {m_c}, {m_o}, {gamma}")
-        super().__init__(codes, shared, exclude)
+        super().__init__(codes, shared, exclude, correction, counts)
         self.m_c, self.m_o, self.gamma = m_c, m_o, gamma
         self.distance: Distance = distance
         self.name = f"{m_o} of each of {m_c} other clusters"
         self.register(codes)
 
     def tables(self, codes: Codes) -> dict[str, Tensor]:
-        return super().tables(codes) | {"chance": cluster_chances(codes.codewords, codes.sizes, self.gamma, self.distance)}
+        tables = super().tables(codes) | {"chance": cluster_chances(codes.codewords, codes.sizes, self.gamma, self.distance)}
+        if self.correction == "none":
+            return tables
+        count = inclusion(tables["chance"], self.m_c) * self.m_o / codes.sizes.clamp(min=1)  # (K, K): of an item of k, by a positive in c
+        if self.shared:
+            primary = codes.primary.long()
+            share = torch.zeros(self.k_primary, dtype=torch.float64).index_add_(0, primary, self.popularity.cpu().double())
+            count = (share @ count)[primary]
+        return tables | {"often": torch.where(count > 0, count, 1.0).log().float()}
+
+    def log_counts(self, drawn: Drawn) -> Tensor:
+        if self.shared:
+            return super().log_counts(drawn)
+        return self.often[drawn.primary.unsqueeze(1), self.cell[drawn.real] // self.k_secondary]
 
     def forward(self, step: Step) -> Bag:
         return Bag((self.offer(step, self.draw(step)[0]),))
@@ -176,7 +225,9 @@ class SameCluster(ByCluster):
         r uniform in [0, |cluster| - |cell|),   item = r-th of the cluster with the cell cut out
 
     No draw is ever rejected; without replacement where that many are left. Where the cell is all there is of the cluster, the items come
-    from the nearest other primary cluster. Per query; shared=True offers every query the draws of all, its own cell masked.
+    from the nearest other primary cluster. Per query; shared=True offers every query the draws of all, its own cell masked. With
+    correction="counts" (ours) those of a query stand for the rest of its cluster, (|cluster| - |cell|) / m_h each, and for nothing where
+    there is no rest; shared ones for all items that the positives of a batch could draw.
 
         SameCluster(codes, m_h=5)
 
@@ -185,10 +236,18 @@ class SameCluster(ByCluster):
 
     pool: Tensor
 
-    def __init__(self, codes: Codes, m_h: int = 5, shared: bool = False, exclude: CellExclusion = "cell"):
+    def __init__(
+        self,
+        codes: Codes,
+        m_h: int = 5,
+        shared: bool = False,
+        exclude: CellExclusion = "cell",
+        correction: CountCorrection = "none",
+        counts: Tensor | None = None,
+    ):
         if m_h < 1:
             raise ValueError(f"SameCluster needs m_h >= 1, got {m_h}")
-        super().__init__(codes, shared, exclude)
+        super().__init__(codes, shared, exclude, correction, counts)
         self.m_h = m_h
         self.name = f"{m_h} of the same cluster"
         self.register(codes)
@@ -205,7 +264,21 @@ class SameCluster(ByCluster):
         size = torch.where(chance.amax(1) > 0, start[there + 1] - start[there], 0)
         own_cluster = torch.stack([begin, left, hole, width], 1)
         next_cluster = torch.stack([start[there], size, torch.full_like(hole, len(codes)), torch.zeros_like(width)], 1)
-        return tables | {"pool": torch.where((left > 0).unsqueeze(1), own_cluster, next_cluster)}
+        tables |= {"pool": torch.where((left > 0).unsqueeze(1), own_cluster, next_cluster)}
+        if self.correction == "none":
+            return tables
+        if not self.shared:
+            return tables | {"often": math.log(self.m_h) - left.float().log()}
+        cell = tables["cell"]
+        share = torch.zeros(len(hole), dtype=torch.float64).index_add_(0, cell, self.popularity.cpu().double())
+        each = self.m_h * share / tables["pool"][:, 1].clamp(min=1)  # of an item of its pool, by positives of the cell
+        inside = torch.where(left > 0, each, 0.0)
+        by_cluster = torch.zeros(self.k_primary, dtype=torch.float64).index_add_(0, torch.where(left > 0, own, there), each)
+        count = (by_cluster[own] - inside)[cell]
+        return tables | {"often": torch.where(count > 0, count, 1.0).log().float()}
+
+    def log_counts(self, drawn: Drawn) -> Tensor:
+        return super().log_counts(drawn) if self.shared else self.often[drawn.cell].unsqueeze(1)
 
     def forward(self, step: Step) -> Bag:
         return Bag((self.offer(step, self.draw(step)),))
@@ -238,20 +311,3 @@ def cluster_chances(codewords: Tensor, sizes: Tensor, gamma: float, distance: Di
         d = torch.where(reach > 0, (inner - low) / reach, 1.0)
     rate = torch.where(possible, d.clamp(NEAREST, 1) ** -gamma, 0.0)
     return (rate / rate.sum(1, keepdim=True).clamp(min=1e-300)).float()
-
-
-def distinct(size: Tensor, m: int, generator: torch.Generator) -> Tensor:
-    """(..., m) whole numbers below size (...), every set of m as likely as any other; with repetition where size < m; 0 where it is 0."""
-    u = torch.rand(*size.shape, m, dtype=torch.float64, generator=generator, device=size.device)
-    # Floyd's algorithm: the k-th draw is below size - m + k + 1, and the last of those where it was drawn before
-    size = size.unsqueeze(-1)
-    enough = size >= m
-    last = torch.where(enough, size - m + torch.arange(m, device=size.device), size - 1).clamp_(min=0)
-    pick = torch.minimum((u * (last + 1)).long(), last)
-    earlier = torch.ones(m, m, dtype=torch.bool, device=size.device).tril_(-1)
-    again = ((pick.unsqueeze(-1) == pick.unsqueeze(-2)) & earlier).any(-1)
-    # a draw also meets the last of an earlier one that was itself drawn before: chains of that are at most m - 1 long
-    met = (pick.unsqueeze(-1) == last.unsqueeze(-2)) & earlier
-    for _ in range(m - 2):
-        again = again | (met & again.unsqueeze(-2)).any(-1)
-    return torch.where(again & enough, last, pick)

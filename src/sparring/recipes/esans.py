@@ -14,6 +14,7 @@ from sparring.data.interactions import Interactions
 from sparring.errors import UserError
 from sparring.negatives import (
     CellExclusion,
+    CountCorrection,
     Distance,
     Interpolated,
     Negatives,
@@ -51,6 +52,7 @@ def esans(
     simple_mixtures: bool = True,
     hard_mixtures: bool = True,
     shared: bool = True,
+    correction: CountCorrection = "none",
     renorm: bool = False,
     detach_positive: bool = False,
     offset: float = 0.0,
@@ -64,6 +66,7 @@ def esans(
     random, shuffled:FILE (the sizes of the file, items dealt anew) and column:NAME (a cluster for each value, cells at random). m_h=0
     leaves out the hard ones, simple_mixtures and hard_mixtures the made-up ones. preset=literal reads equations 9 and 11 to the letter (far
     clusters first, shares by (1 + cos) / 2) and masks the positive alone; ours masks its cell. distance, normalisation, exclude override.
+    correction=counts (not the paper's) weighs every draw by 1 / its expected count: real negatives then stand for all items but the cell.
     Xing et al., ESANS: Effective and Semantic-Aware Negative Sampling for Large-Scale Retrieval Systems, WWW 2025.
     """
     ours = preset == "ours"
@@ -71,14 +74,17 @@ def esans(
     near: Distance = distance or ("cosine" if ours else "literal")
     found = clusters(data, codes, k_primary, k_secondary, m_o, setup.seed)
     negatives: list[Negatives] = []
-    others = OtherClusters(found, min(m_c, found.k_primary - 1), m_o, gamma, near, shared, masks)
+    # corrected hard negatives stand for the rest of the positive's cluster, so that the shared ones must not
+    apart: CellExclusion = "cluster" if correction == "counts" and masks == "cell" and m_h > 0 else masks
+    pairs = torch.from_numpy(data.counts())
+    others = OtherClusters(found, min(m_c, found.k_primary - 1), m_o, gamma, near, shared, apart, correction, pairs)
     if simple_mixtures and m_o > 1:
         scale: Normalisation = normalisation or ("minmax_block" if ours else "affine")
         negatives.append(Interpolated(others, eta, scale, renorm, offset, layer))
     else:
         negatives.append(others)
     if m_h > 0:
-        same = SameCluster(found, m_h, exclude=masks)
+        same = SameCluster(found, m_h, exclude=masks, correction=correction)
         negatives.append(TowardsPositive(same, lam, detach_positive, renorm, offset, layer) if hard_mixtures else same)
     return compose(data, setup, Term(1.0, negatives[0] if len(negatives) == 1 else Union(*negatives)))
 
