@@ -11,7 +11,8 @@ import torch
 from sparring.dist import Group
 from sparring.kernels import weighted_logsumexp
 from sparring.optim import optimizers
-from sparring.towers import IdTower, Retriever
+from sparring.retriever import Retriever
+from sparring.towers import IdTower
 from sparring.types import Exclude
 
 REPEATS = 25

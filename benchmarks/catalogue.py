@@ -51,8 +51,9 @@ from sparring.negatives import (
     Union,
 )
 from sparring.recorded import Recorded
+from sparring.retriever import Retriever
 from sparring.temperature import Fixed
-from sparring.towers import IdTower, Retriever
+from sparring.towers import IdTower
 
 FLAT, QUERIES, DIM = 1.3, 10_000, 16
 Build = Callable[["World"], tuple[Negatives, ...]]

@@ -26,8 +26,9 @@ from sparring.export.lists import write_lists
 from sparring.index import Index, Tuned, files, tune
 from sparring.index.kinds import parameters, require_faiss, widened
 from sparring.rank import top_k
+from sparring.retriever import Retriever
 from sparring.runs import Trained
-from sparring.towers import IdTower, Retriever
+from sparring.towers import IdTower
 from sparring.types import Positives
 
 K, BATCH = 100, 64

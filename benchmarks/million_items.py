@@ -25,7 +25,8 @@ from sparring.composition import Run, Setup, Term
 from sparring.losses import Fixed, softmax_loss
 from sparring.negatives import Cache, InBatch, Popularity, Resample, Sampled, Uniform
 from sparring.negatives.distributions import draw_from_cdf
-from sparring.towers import IdTower, Retriever
+from sparring.retriever import Retriever
+from sparring.towers import IdTower
 
 DIM, BATCH, DRAWN = 64, 4096, 2048
 

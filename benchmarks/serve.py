@@ -38,8 +38,9 @@ from sparring.disk import tensors_of, write_tensors
 from sparring.index import Index, files
 from sparring.index.beside import FOLDER, build_index, open_index
 from sparring.index.kinds import parameters, require_faiss, widened
+from sparring.retriever import Retriever
 from sparring.runs import write_start
-from sparring.towers import IdTower, Retriever
+from sparring.towers import IdTower
 from sparring.types import Positives
 
 

@@ -19,9 +19,6 @@ from sparring.cli import main
 from sparring.data.interactions import Split
 from sparring.diagnose import Diagnosis, Drawn, Gradient
 from sparring.diagnosis_page import Sample
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from test_report import LOADS, NASTY, Seen
 
 FIGURES = {"gradient", "sample-size", "popularity", "hardness"}

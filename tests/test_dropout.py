@@ -14,8 +14,9 @@ from sparring import train as training
 from sparring.contrast import contrast
 from sparring.data.interactions import Split
 from sparring.errors import UserError
+from sparring.retriever import Retriever
 from sparring.settings import build
-from sparring.towers import IdTower, Retriever
+from sparring.towers import IdTower
 from sparring.train import Progress, fit
 
 RATE = 0.3

@@ -14,8 +14,9 @@ from sparring.contrast import contrast
 from sparring.data.interactions import Split
 from sparring.diagnose import diagnose, exact
 from sparring.evaluation import evaluate
+from sparring.retriever import Retriever
 from sparring.settings import build
-from sparring.towers import HistoryTower, Retriever
+from sparring.towers import HistoryTower
 from sparring.train import fit
 
 SMALL = {"dim": 6, "batch_size": 32, "epochs": 2, "item_bias": True, "init_std": 0.7}

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from sparring.optim import Schedule, clip_gradients, load_state_tensors, optimizers, set_lr, state_tensors
+from sparring.retriever import Retriever
 from sparring.rows import RowAdagrad, RowAdam, _repeated, lookup, sum_rows
-from sparring.towers import IdTower, Retriever
+from sparring.towers import IdTower
 
 N, D = 40, 5
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -18,9 +15,6 @@ from sparring.recipes.hard import column_classes, popularity_classes
 from sparring.settings import build
 from sparring.train import fit
 from sparring.types import Corpus
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from test_recipes import INF, TINY, B, Hand, check, observe
 
 SEED = 5  # of the generator that Hand draws from

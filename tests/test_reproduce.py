@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,8 @@ import polars as pl
 import pytest
 import safetensors.numpy
 
-from sparring import plots, runs, workers
+from reproducing import run_here
+from sparring import runs
 from sparring.cli import main
 from sparring.data.interactions import Interactions
 from sparring.data.worlds import World, make_world
@@ -34,17 +35,7 @@ def world() -> World:
 
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trainings in this process, one after another, without the picture of each: quick."""
-
-    def run(tasks: Sequence[workers.Task], jobs: int = 1, threads: int | None = None) -> Iterator[workers.Ended]:
-        for task in tasks:
-            try:
-                yield workers.Ended(task.name, task.work(lambda message: None, *task.arguments), None)
-            except ValueError as error:
-                yield workers.Ended(task.name, None, str(error))
-
-    monkeypatch.setattr(workers, "run", run)
-    monkeypatch.setattr(plots, "training_curve", lambda history, path, title, select: Path(path).touch())
+    run_here(monkeypatch)
 
 
 def small(name: str, out: Path, data: Interactions, known_as: str = "", **settings: object) -> Plan:

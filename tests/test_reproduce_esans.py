@@ -146,7 +146,7 @@ def two_way_p(d: np.ndarray) -> float:
     extra = max(ms_cols - ms_rest, 0.0)
     total = ms_rows + extra
     spread = ms_rows**2 / (s - 1) + (ms_cols**2 / (q - 1) + ms_rest**2 / ((s - 1) * (q - 1)) if extra else 0.0)
-    both = 2 * scipy.stats.t.sf(abs(mean) / math.sqrt(total / (s * q)), total**2 / spread)
+    both = 2 * scipy.stats.t.sf(abs(mean) / math.sqrt(total / (s * q)), max(total**2 / spread, min(s, q) - 1))
     return max(both, scipy.stats.ttest_1samp(rows, 0).pvalue)
 
 

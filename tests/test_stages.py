@@ -17,11 +17,12 @@ from sparring import train as training
 from sparring.data.interactions import Split
 from sparring.evaluation import evaluate, top_k
 from sparring.fusion import DEPTH, Fused
+from sparring.retriever import Retriever
 from sparring.runs import load
 from sparring.settings import build
 from sparring.stages import classifier_run, fit_stages, load_fused
 from sparring.testing.texts import text_parts, tiny_bert
-from sparring.towers import IdTower, Retriever
+from sparring.towers import IdTower
 from sparring.train import Fitted, Progress, fit
 
 SETTINGS: dict[str, Any] = {"dim": 8, "epochs": 3, "batch_size": 16, "warmup": 2, "lr": 0.05, "eval_every": 1, "seed": 5}

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from sparring.data.features import Features, Histories
-from sparring.towers import FeatureTower, HistoryTower, IdTower, Retriever
+from sparring.retriever import Retriever
+from sparring.towers import FeatureTower, HistoryTower, IdTower
 
 HISTORY = [[4, 1, 1, 7], [], [2], [0, 3, 5, 6, 8, 9, 2], [2, 2]]  # oldest first
 

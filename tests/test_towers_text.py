@@ -18,8 +18,8 @@ from sparring.errors import UserError
 from sparring.negatives import InBatch, Sampled, Uniform, Union
 from sparring.optim import optimizers
 from sparring.pretrained import load_encoder, open_encoder, save_encoder, width
+from sparring.retriever import Retriever
 from sparring.testing.texts import text_parts, tiny_bert
-from sparring.towers import Retriever
 from sparring.towers_text import BagEncoder, TextTower, TransformerEncoder
 
 STRINGS = ["red shoe", "", "old old lamp", "a chair, small and cold and warm and new", "red shoe", "hat"]
@@ -279,7 +279,7 @@ def test_what_cannot_be_read_is_named(bert: Path, tmp_path: Path) -> None:
         TextTower(encoder, tokenize(STRINGS, encoder.tokenizer, 8), 41)
     with pytest.raises(UserError, match=r"no text encoder.*config\.json"):
         load_encoder(tmp_path)
-    with pytest.raises(UserError, match="query_tower=text needs an encoder"):
+    with pytest.raises(UserError, match="a text tower needs an encoder"):
         compose(text_parts().train, Setup(query_tower="text"), Term(1.0, InBatch()))
 
 

@@ -19,11 +19,12 @@ from sparring.errors import UserError
 from sparring.losses import Fixed, Learned, Loss, sampled_softmax
 from sparring.negatives import Negatives
 from sparring.pretrained import Pooling, load_encoder, open_encoder
+from sparring.retriever import Retriever
 from sparring.rowwise import RowWiseTable, fitting, id_table
 from sparring.setup import Setup, check
 from sparring.sharded import ShardedTable
 from sparring.spectral import start_from
-from sparring.towers import FeatureTower, HistoryTower, IdTower, Retriever
+from sparring.towers import FeatureTower, HistoryTower, IdTower
 from sparring.towers_text import TextTower
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparring.towers import Retriever
+from sparring.retriever import Retriever
 from sparring.towers_text import text_tower
 
 _FOLDER = "vectors"

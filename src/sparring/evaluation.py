@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from sparring.errors import UserError
 from sparring.metrics import LIST_METRICS, METRICS, PROPENSITY_METRICS, inverse_propensities, parse
 from sparring.rank import top_k
+from sparring.retriever import Retriever
 from sparring.tally import Pairs, Tally
-from sparring.towers import Retriever
 from sparring.types import ALONE, Positives, Ranks
 
 __all__ = ["Encoder", "Evaluation", "Pairs", "evaluate", "evaluate_lists", "top_k"]

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from sparring.data.interactions import Interactions
 from sparring.rank import top_k
-from sparring.towers import Retriever
+from sparring.retriever import Retriever
 from sparring.tree import grow
 from sparring.types import Positives
 

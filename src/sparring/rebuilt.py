@@ -11,7 +11,7 @@ import numpy as np
 from sparring import settings
 from sparring.data.interactions import Ids, Interactions
 from sparring.errors import UserError
-from sparring.towers import Retriever
+from sparring.retriever import Retriever
 from sparring.types import Positives
 
 

@@ -43,8 +43,9 @@ from sparring.evaluation import Evaluation, top_k
 from sparring.metrics import LIST_METRICS
 from sparring.pretrained import save_encoder
 from sparring.rebuilt import own_model, own_towers
+from sparring.retriever import Retriever
 from sparring.settings import parse_setup, short
-from sparring.towers import HistoryTower, Retriever
+from sparring.towers import HistoryTower
 from sparring.towers_text import text_tower
 from sparring.types import Positives
 

@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sparring.errors import UserError
-from sparring.towers import IdTower, Retriever
+from sparring.retriever import Retriever
+from sparring.towers import IdTower
 from sparring.types import Positives
 
 

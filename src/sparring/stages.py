@@ -32,8 +32,9 @@ from sparring.fusion import Fused
 from sparring.losses import Fixed, HardPairs
 from sparring.metrics import LIST_METRICS, PROPENSITY_METRICS, inverse_propensities
 from sparring.negatives import BatchPositives
+from sparring.retriever import Retriever
 from sparring.sharded import ShardedTable
-from sparring.towers import IdTower, Retriever
+from sparring.towers import IdTower
 from sparring.train import METRICS, Fitted, Progress, fit
 from sparring.types import Positives
 

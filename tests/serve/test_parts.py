@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from sparring import disk, encoded, runs
 from sparring.data.interactions import Vocabulary
 from sparring.errors import UserError
+from sparring.retriever import Retriever
 from sparring.serve.names import Names
 from sparring.serve.store import Change, Store
 from sparring.settings import build
 from sparring.testing.texts import text_parts, tiny_bert
-from sparring.towers import Retriever
 from sparring.train import fit
 
 

@@ -23,8 +23,9 @@ from torch import Tensor, nn
 from sparring import disk
 from sparring.errors import UserError
 from sparring.export.graph import Graph, require_onnx
+from sparring.retriever import Retriever
 from sparring.runs import Trained
-from sparring.towers import FeatureTower, HistoryTower, IdTower, Retriever
+from sparring.towers import FeatureTower, HistoryTower, IdTower
 
 _NORM_EPS = 1e-6  # as the Retriever has it
 _LIMIT = 2_000_000_000  # bytes: an ONNX file can hold no more

@@ -15,8 +15,9 @@ import torch
 from sparring.composition import Setup
 from sparring.data.interactions import Interactions, Vocabulary
 from sparring.disk import tensors_of, write_tensors
+from sparring.retriever import Retriever
 from sparring.runs import write_start
-from sparring.towers import IdTower, Retriever
+from sparring.towers import IdTower
 from sparring.types import Positives
 
 USERS, ITEMS, DIM, SEEN = 40, 60, 8, 5
