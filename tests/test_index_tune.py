@@ -73,6 +73,14 @@ def test_each_kind_is_tuned_to_the_recall_asked_for(kind: str) -> None:
     assert min(point.recall for point in tuned.points) < 0.95 or tuned.chosen.effort.width <= 10
 
 
+def test_a_kind_that_was_asked_for_may_be_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exact search, however much faster, is no choice then: the index is still tuned until the recall is met."""
+    pytest.importorskip("faiss")
+    monkeypatch.setattr(tuning, "_speed", lambda index, *more: 1e9 if index.kind == "exact" else 1.0)
+    assert tune(ITEMS, QUERIES, k=10, recall=0.95, kind="ivf").chosen.recall >= 0.95
+    assert tune(ITEMS, QUERIES, k=10, recall=0.95).index.kind == "exact"
+
+
 def test_recall_of_a_point_is_that_of_brute_force() -> None:
     """The recall printed for a way to search is the one that is counted by hand on the same queries."""
     pytest.importorskip("faiss")

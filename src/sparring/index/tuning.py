@@ -86,7 +86,7 @@ def tune(
     points = [own] if fits and kind in ("auto", "exact") else []
     indexes, left_out = {"exact": exact}, list[str]()
     say(f"exact: {own.speed:,.0f} queries/s, {own.memory / 1e6:,.1f} MB")
-    quantizer = None
+    quantizer, slowest = None, own.speed if points else 0.0  # where exact search is a choice, one that is far slower is none
     for name, code in _wanted(kind, n, dim, memory, left_out):
         began = time.perf_counter()
         if name.startswith("ivf") and quantizer is None:
@@ -95,7 +95,7 @@ def tune(
         seconds = time.perf_counter() - began
         size = estimated_bytes(name, n, dim, code)
         indexes[name] = Index(exact.vectors, exact.ids, name, ann)
-        measured = list(_sweep(indexes[name], queries[:half], truth[:half], k, recall, size, own.speed if fits else 0.0))
+        measured = list(_sweep(indexes[name], queries[:half], truth[:half], k, recall, size, slowest))
         points += measured
         best = max(measured, key=lambda point: (point.recall >= recall, point.speed if point.recall >= recall else point.recall))
         say(f"{name}: built in {seconds:.1f} s, {size / 1e6:,.1f} MB, recall {best.recall:.4f} at {best.speed:,.0f} queries/s")
