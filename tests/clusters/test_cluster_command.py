@@ -107,8 +107,8 @@ def test_a_modality_made_anew_needs_a_refit(first: Path, capsys: pytest.CaptureF
     words = [*words, "--update", str(first / "codes.safetensors"), "--steps", "0", "--device", "cpu"]
     found = []
     for extra in ([], ["--refit", "words"]):
-        assert main([*words, *extra, "--out", str(first / "turned.safetensors")]) == 0
-        found.append(json.loads((first / "turned" / "summary.json").read_text())["drift"])
+        assert main([*words, *extra, "--out", str(first / "again.safetensors")]) == 0
+        found.append(json.loads((first / "again" / "summary.json").read_text())["drift"])
         assert ("--refit NAME" in capsys.readouterr().out) == (not extra)
     assert found[0]["changed_cell"] > 0.3 > 0.15 > found[1]["changed_cell"]
     assert found[1]["changed_primary"] < 0.05
@@ -136,6 +136,15 @@ def test_mistakes_are_one_line(first: Path, words: list[str], line: str, capfd: 
     told = capfd.readouterr().err.splitlines()
     assert len(told) == 1
     assert line in told[0]
+
+
+def test_the_report_never_goes_among_other_files(first: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Codes named like a folder of data: one line that names the folder, and nothing is written into it."""
+    before = sorted((first / "monday").iterdir())
+    words = ["cluster", "--data", str(first / "monday" / "pairs.parquet"), "--modality", f"look={first / 'monday' / 'look.npy'}"]
+    assert main([*words, "--out", str(first / "monday.safetensors"), "--device", "cpu"]) == 2
+    assert f"{first / 'monday'}, the folder for the report, holds other files" in capfd.readouterr().err
+    assert sorted((first / "monday").iterdir()) == before
 
 
 def test_purity_is_a_count() -> None:

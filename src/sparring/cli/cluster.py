@@ -130,6 +130,8 @@ def _check(args: Namespace) -> None:
     folder = args.report or args.out.with_suffix("")
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder}, the folder for the report, is a file: choose another with --report")
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / "report.html").is_file():
+        raise UserError(f"{folder}, the folder for the report, holds other files: choose another with --report")
     if args.update is None:
         if args.refit:
             raise UserError("--refit is for --update: without it all modalities are learned anyway")
