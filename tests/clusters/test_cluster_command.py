@@ -83,11 +83,11 @@ def test_the_next_day_keeps_codes_and_numbers(first: Path, capsys: pytest.Captur
     """--update --steps 0 codes new items and leaves old codes; with steps it learns on, and clusters keep their numbers."""
     before = Codes.load(first / "codes.safetensors")
     words = [*day(first / "tuesday", 190, 1), "--device", "cpu", "--update", str(first / "codes.safetensors")]
-    assert main([*words, "--steps", "0", "--out", str(first / "tuesday.safetensors")]) == 0
+    assert main([*words, "--steps", "0", "--out", str(first / "next.safetensors")]) == 0
     said = capsys.readouterr().out
     assert "40 of 190 items are new." in said
     assert "After the update 0.0% of the known items are in another cluster" in said
-    kept = Codes.load(first / "tuesday.safetensors")
+    kept = Codes.load(first / "next.safetensors")
     assert torch.equal(kept.cell_of[:150], before.cell_of)
     kind = [np.bincount([i % 6 for i in range(150) if int(before.primary[i]) == p]).argmax() for p in range(6)]
     assert np.mean([kind[int(kept.primary[i])] == i % 6 for i in range(150, 190)]) > 0.9
