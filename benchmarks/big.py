@@ -113,7 +113,7 @@ def run_prepare(folder: Path, rows: int) -> None:
 def run_train(folder: Path, steps: int, dim: int) -> None:
     import torch
 
-    from sparring import background, build, fit, read, split, train
+    from sparring import background, build, fit, read, split, trainer
 
     background.machine_bytes = lambda: 0  # no room for copies: training waits for its checkpoint, as it would with 8 GB in all
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
@@ -129,14 +129,14 @@ def run_train(folder: Path, steps: int, dim: int) -> None:
             watch.tell("began: run folder written, first step done")
         if done == steps:
             watch.tell(f"{steps - 1} steps of {size:,}", (steps - 1) * size)
-            train.CHECKPOINT_SECONDS = -1.0  # as if ten minutes had gone by: a checkpoint after this step
+            trainer.CHECKPOINT_SECONDS = -1.0  # as if ten minutes had gone by: a checkpoint after this step
         if done > steps:
             saved = (folder / "run" / "checkpoint.safetensors").stat().st_size / 1e9
             watch.tell(f"a checkpoint of {saved:.2f} GB")
             raise _Enough
 
     with contextlib.suppress(_Enough):
-        fit(run, parts, folder / "run", overwrite=True, device="cpu", progress=train.Progress(step=step))
+        fit(run, parts, folder / "run", overwrite=True, device="cpu", progress=trainer.Progress(step=step))
     verdict = "within" if max(watch.own, _status("VmHWM")) < LIMIT else "ABOVE"
     print(f"training: {watch} (GB): {verdict} the {LIMIT:g} GB allowed")
 

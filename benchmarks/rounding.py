@@ -19,7 +19,7 @@ from sparring.data.worlds import make_world
 from sparring.dist import Group
 from sparring.evaluation import evaluate
 from sparring.settings import build
-from sparring.train import Progress, _Trainer
+from sparring.trainer import Progress, Trainer
 from sparring.types import ALONE, Ranks
 
 COMMON: dict[str, Any] = {"dim": 16, "batch_size": 128, "epochs": 6, "patience": None, "seed": 5, "lr": 0.01}
@@ -48,7 +48,7 @@ def main() -> None:
             with torch.no_grad():
                 for weight in run.model.parameters():
                     weight *= 1 + torch.finfo(kind).eps * (torch.rand(weight.shape, generator=draw, dtype=kind) - 0.5)
-        trainer = _Trainer(run, parts, torch.device("cpu"), None, Progress(), ranks)
+        trainer = Trainer(run, parts, torch.device("cpu"), None, Progress(), ranks)
         while not trainer.state.done:
             trainer.validate(trainer.epoch())
         result = evaluate(run.model, parts.test, parts.seen_for("test"), (10, 50), ("recall", "ndcg"), ranks=ranks)  # type: ignore[arg-type]

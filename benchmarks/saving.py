@@ -25,7 +25,7 @@ from sparring.data.interactions import Interactions, Split, Vocabulary
 from sparring.devices import pick_device
 from sparring.dist import join, leave
 from sparring.settings import build
-from sparring.train import Progress, _Trainer
+from sparring.trainer import Progress, Trainer
 
 
 def main() -> int:
@@ -44,7 +44,7 @@ def main() -> int:
     data = Interactions(*(rng.integers(0, half, 4_000_000).astype(np.int32) for _ in range(2)), ids, ids)
     settings = {"dim": args.dim, "n": 2048, "batch_size": 2048, "optimizer": "row-adagrad", "weight_decay": 0.0, "item_bias": False}
     settings |= {"init": "normal", "dropout": 0.0, "tables": args.tables, "epochs": 1}
-    trainer = _Trainer(build("default", data, settings), Split(data), device, folder, Progress(), ranks)
+    trainer = Trainer(build("default", data, settings), Split(data), device, folder, Progress(), ranks)
     trainer.set_rate(1.0)
     batches = trainer.batches.epoch(0, 0, device)
 

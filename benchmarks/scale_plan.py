@@ -185,7 +185,7 @@ def trained(name: str, ranks: Any, n: int, batch: int) -> tuple[Any, Callable[[]
 
     from sparring.data.interactions import Interactions, Split, Vocabulary
     from sparring.settings import build
-    from sparring.train import Progress, _Trainer
+    from sparring.trainer import Progress, Trainer
 
     items = np.random.default_rng(0).permutation(2 * n).astype(np.int32) % n
     data = Interactions(np.arange(2 * n, dtype=np.int32) % n, items, Vocabulary(np.arange(n)), Vocabulary(np.arange(n)))
@@ -194,7 +194,7 @@ def trained(name: str, ranks: Any, n: int, batch: int) -> tuple[Any, Callable[[]
     if batch < B:
         settings |= {key: 8 for key in ("n", "cache_size", "size", "k") if key in settings}
     run = build(plan.recipe or name, data, settings)
-    trainer = _Trainer(run, Split(data), torch.device("cpu"), None, Progress(), ranks)
+    trainer = Trainer(run, Split(data), torch.device("cpu"), None, Progress(), ranks)
     trainer.set_rate(1.0)
     trainer.refresh()
     batches = itertools.cycle([rows for rows in trainer.batches.epoch(0) if len(rows) == batch])  # the last of an epoch is shorter

@@ -19,7 +19,7 @@ import torch
 from _shared import gowalla_xir, interactions, table
 from sparring import Split, build
 from sparring.recorded import Recorded
-from sparring.train import Progress, _Trainer
+from sparring.trainer import Progress, Trainer
 
 CLAIMS = {"ssl_pop": 0.30, "bir": 0.35, "xir": 0.6}
 EPOCHS = 5
@@ -38,7 +38,7 @@ def main() -> None:
     for name in given.recipes.split(","):
         run = build(name, split.train, {"epochs": EPOCHS, "patience": None})
         torch.set_float32_matmul_precision("highest" if run.setup.precision == "float32" else "high")
-        trainer = _Trainer(run, split, torch.device("cuda"), None, Progress())
+        trainer = Trainer(run, split, torch.device("cuda"), None, Progress())
         times = []
         for _ in range(EPOCHS):
             torch.cuda.synchronize()

@@ -14,7 +14,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is first imported
 
-from sparring import train
+from sparring import trainer
 from sparring.data.interactions import Split
 from sparring.data.splits import split
 from sparring.data.worlds import World, make_world
@@ -23,7 +23,7 @@ from sparring.data.worlds import World, make_world
 @pytest.fixture(autouse=True)
 def _save_after_every_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trainings here take less time than is otherwise left between two checkpoints."""
-    monkeypatch.setattr(train, "BETWEEN_SECONDS", 0.0)
+    monkeypatch.setattr(trainer, "BETWEEN_SECONDS", 0.0)
 
 
 @pytest.fixture(scope="session")

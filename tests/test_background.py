@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from sparring import background, disk, plots
-from sparring import train as training
+from sparring import trainer as training
 from sparring.background import Background, Copies
 from sparring.data.interactions import Split
 from sparring.errors import UserError

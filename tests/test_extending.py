@@ -20,7 +20,7 @@ import torch
 
 import sparring
 from sparring import disk, settings
-from sparring import train as training
+from sparring import trainer as training
 from sparring.cli import arguments, main
 from sparring.data.worlds import make_world
 from sparring.testing import NegativesContract
@@ -93,7 +93,7 @@ def test_train_records_where_the_recipe_is(trained: Path, place: Path) -> None:
 
 def test_resume_is_as_if_never_stopped(trained: Path, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Interrupted after its first epoch and resumed from another folder, by its folder alone, the run ends with the same bits."""
-    save, out = training._Trainer.save, tmp_path / "run"
+    save, out = training.Trainer.save, tmp_path / "run"
 
     def once(self: Any) -> None:
         save(self)
@@ -101,7 +101,7 @@ def test_resume_is_as_if_never_stopped(trained: Path, place: Path, tmp_path: Pat
 
     words = ["train", "--data", str(place / "interactions.parquet"), "--recipe", f"{place}/mine.py:loss_tilted", "--epochs", "3", "--quiet"]
     with monkeypatch.context() as patch:
-        patch.setattr(training._Trainer, "save", once)
+        patch.setattr(training.Trainer, "save", once)
         assert main([*words, *QUICK, "--set", "alpha=0.7", "--out", str(out)]) == 130
     assert not (out / "result.json").exists()
     monkeypatch.chdir(tmp_path)

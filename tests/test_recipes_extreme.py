@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from sparring import train as training
+from sparring import trainer as training
 from sparring.composition import Run
 from sparring.contrast import contrast
 from sparring.data.batches import ClusteredBatches, query_rows

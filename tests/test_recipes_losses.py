@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparring import train as training
+from sparring import trainer as training
 from sparring.composition import Run
 from sparring.contrast import contrast
 from sparring.data.interactions import Interactions, Split

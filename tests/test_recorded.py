@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sparring import train as training
+from sparring import trainer as training
 from sparring.data.interactions import Split
 from sparring.data.worlds import make_world
 from sparring.recipes import RECIPES
@@ -19,7 +19,7 @@ NEEDS_MORE = {"shown"}  # columns or files that the small world lacks
 
 def history(name: str, parts: Split, recorded: bool, **more: object) -> tuple[list[dict[str, float]], torch.Tensor, Recorded | None]:
     run = build(name, parts.train, QUICK | more)
-    trainer = training._Trainer(run, parts, torch.device("cuda"), None, training.Progress())
+    trainer = training.Trainer(run, parts, torch.device("cuda"), None, training.Progress())
     step = trainer.step if isinstance(trainer.step, Recorded) else None
     if not recorded:
         trainer.step = trainer.work

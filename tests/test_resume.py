@@ -23,7 +23,7 @@ import pytest
 import torch
 
 from sparring import disk, plots, runs
-from sparring import train as training
+from sparring import trainer as training
 from sparring.composition import Setup, Term, compose
 from sparring.data.interactions import Split
 from sparring.errors import UserError
@@ -149,10 +149,10 @@ import os, sys, time
 import matplotlib.figure
 import torch
 import sparring.cli.train
-from sparring import train
+from sparring import trainer
 from sparring.cli import main
 torch.optim.SGD([torch.zeros(1, requires_grad=True)]).step()  # has imports of its own
-train.CHECKPOINT_SECONDS, train.BETWEEN_SECONDS = 0.03, 0.0
+trainer.CHECKPOINT_SECONDS, trainer.BETWEEN_SECONDS = 0.03, 0.0
 flush = os.fsync
 os.fsync = lambda file: (time.sleep(0.01), flush(file))  # a slow disk, so that a kill often falls into saving
 for out in sys.stdin:  # a process for each line: the imports, most of a short run's time, are done once

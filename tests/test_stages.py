@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from sparring import disk, plots
-from sparring import train as training
+from sparring import trainer as training
 from sparring.data.interactions import Split
 from sparring.evaluation import evaluate, top_k
 from sparring.fusion import DEPTH, Fused

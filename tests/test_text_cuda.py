@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from sparring import build, load, train
+from sparring import build, load, train, trainer
 from sparring.clusters.balanced import balanced_2means
 from sparring.contrast import contrast
 from sparring.recorded import Recorded
@@ -107,7 +107,7 @@ def test_steps_of_a_transformer_are_recorded(tmp_path: Path, monkeypatch: pytest
     }
     settings |= {} if recipe == "dpr" else {"every": 1}
     for kind in (Kept, Plain):
-        monkeypatch.setattr(train, "Recorded", kind)
+        monkeypatch.setattr(trainer, "Recorded", kind)
         run = build(recipe, parts.train, settings)
         found.append([record["loss"] for record in train.fit(run, parts, k=(5,), device="cuda").history])
     assert kept[0].why is None

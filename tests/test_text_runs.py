@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from sparring import disk, opponents, plots, runs
-from sparring import train as training
+from sparring import trainer as training
 from sparring.cli import main
 from sparring.data.interactions import Split
 from sparring.diagnose import diagnose

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sparring import train as training
+from sparring import trainer as training
 from sparring.composition import Run, Setup, Term, compose
 from sparring.data.interactions import Interactions, Split, Vocabulary
 from sparring.data.splits import split

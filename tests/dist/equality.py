@@ -19,14 +19,14 @@ sys.path.insert(0, str(Path(__file__).parent))
 import sharded
 from cases import CASES, SMALL
 
-from sparring import train
+from sparring import trainer as training
 from sparring.data.interactions import Split
 from sparring.dist import Group
 from sparring.evaluation import evaluate
 from sparring.optim import state_tensors
 from sparring.settings import build
 from sparring.testing.texts import text_parts
-from sparring.train import Progress, _Trainer
+from sparring.trainer import Progress, Trainer
 from sparring.types import ALONE, Ranks
 
 
@@ -37,22 +37,22 @@ def trained(name: str, parts: Split, ranks: Ranks) -> dict[str, Any]:
     run = dataclasses.replace(run, setup=dataclasses.replace(run.setup, classifiers=0))
     run.modules().double()
     gradients: list[Tensor] = []
-    real = train.sum_gradients
+    real = training.sum_gradients
 
     def recording(parameters: list[torch.nn.Parameter], over: Ranks) -> None:
         real(parameters, over)
         some = [p.grad.detach() for p in parameters if p.grad is not None]
         gradients.append(torch.cat([(g.to_dense() if g.is_sparse else g).flatten() for g in some]))
 
-    train.sum_gradients = recording
-    trainer = _Trainer(run, parts, torch.device("cpu"), None, Progress(), ranks)
+    training.sum_gradients = recording
+    trainer = Trainer(run, parts, torch.device("cpu"), None, Progress(), ranks)
     means = []
     try:
         while not trainer.state.done:
             means.append(trainer.epoch())
             trainer.validate(means[-1])
     finally:
-        train.sum_gradients = real
+        training.sum_gradients = real
     state = {n: t.detach() for n, t in run.modules().state_dict().items() if t.is_floating_point() or t.dtype == torch.long}
     state |= {f"optimizer.{n}": t for n, t in state_tensors(trainer.optimizers).items()}
     assert parts.test is not None

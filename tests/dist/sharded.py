@@ -17,7 +17,7 @@ from sparring.data.interactions import Split
 from sparring.dist import Group
 from sparring.evaluation import evaluate
 from sparring.settings import build
-from sparring.train import Progress, _Trainer
+from sparring.trainer import Progress, Trainer
 from sparring.types import ALONE, Ranks
 
 SETTINGS: dict[str, Any] = {"dim": 8, "batch_size": 61, "epochs": 4, "lr": 0.05, "optimizer": "row-adagrad", "weight_decay": 0.0}
@@ -40,10 +40,10 @@ def made(name: str, parts: Split, ranks: Ranks, tables: str) -> Run:
         rowwise.join = real
 
 
-def train(name: str, parts: Split, ranks: Ranks, tables: str, folder: Path | None, until: int = 9) -> _Trainer:
+def train(name: str, parts: Split, ranks: Ranks, tables: str, folder: Path | None, until: int = 9) -> Trainer:
     """Train, from the folder's checkpoint on, and stop after the epoch `until`."""
     run = made(name, parts, ranks, tables)
-    trainer = _Trainer(run, parts, torch.device("cpu"), folder, Progress(), ranks, 0.0)
+    trainer = Trainer(run, parts, torch.device("cpu"), folder, Progress(), ranks, 0.0)
     if folder is not None and ranks.share((folder / checkpoint.NAME).is_file()):
         trainer.load()
     with trainer.keeper:
@@ -53,7 +53,7 @@ def train(name: str, parts: Split, ranks: Ranks, tables: str, folder: Path | Non
     return trainer
 
 
-def results(trainer: _Trainer, parts: Split) -> dict[str, Any]:
+def results(trainer: Trainer, parts: Split) -> dict[str, Any]:
     assert parts.test is not None
     model = trainer.run.model
     measured = evaluate(model, parts.test, parts.seen_for("test"), (10,), ("recall", "ndcg", "coverage"), ranks=trainer.ranks)
