@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sparring import results, runs, workers
 from sparring.cli import main
-from sparring.compare import Data, Listener, Plan, check, compare
+from sparring.compare import Data, Plan, check, compare
 from sparring.composition import Setup, Term, compose
 from sparring.data.interactions import Interactions, Split
 from sparring.data.worlds import World
@@ -26,6 +26,7 @@ from sparring.metrics import popularity_percentile, popularity_strata
 from sparring.negatives import Negatives
 from sparring.settings import build
 from sparring.types import Bag, Candidates, Step
+from sparring.workers import Listener
 
 SEEDS = 3
 WORDS = [

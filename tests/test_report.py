@@ -19,12 +19,13 @@ import pytest
 
 from sparring import comparison_page, figures, results
 from sparring.cli import main
-from sparring.compare import Data, Failure, Plan, compare
+from sparring.compare import Data, Plan, compare
 from sparring.composition import Setup
 from sparring.data.interactions import Split
 from sparring.data.worlds import World
 from sparring.report import Code, Facts, Figures, Page, Points, Section, Sheet, Text
 from sparring.tables import Column, Table
+from sparring.workers import Failure
 
 NASTY = '</script><b onload="x">&$x$'
 NAME = "<b>&$x$"  # of a data set, whose folder has it too

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
@@ -24,14 +23,15 @@ from sparring import disk, runs, settings, workers
 from sparring.composition import Setup
 from sparring.data.interactions import Split
 from sparring.data.worlds import World
+from sparring.devices import hardware
 from sparring.errors import UserError
 from sparring.recipes.finding import source_digest
+from sparring.workers import Failure, Listener, Tasks, perform
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 SINGLE = ("recall", "ndcg", "hit", "mrr", "map", "precision", "coverage", "popularity")  # measured of every run
-Tasks = dict[tuple[str, str, str], workers.Task]  # by data, recipe, and "seed 3" or "tuning"
 
 
 @dataclass(frozen=True)
@@ -94,25 +94,6 @@ class Plan:
     def settings_of(self, recipe: str) -> dict[str, object]:
         """Those of the shared settings that this recipe knows."""
         return settings.known(settings.find(self.places[recipe]), self.shared)
-
-
-@dataclass(frozen=True)
-class Failure:
-    """A training or tuning that did not end well."""
-
-    data: str
-    recipe: str
-    what: str  # "seed 3" or "tuning"
-    error: str
-
-
-@dataclass
-class Listener:
-    """Called as a comparison goes on; every method does nothing unless replaced."""
-
-    begin: Callable[[str, int, int], None] = lambda phase, done, total: None
-    said: Callable[[str, Any], None] = lambda task, message: None
-    ended: Callable[[str, str | None], None] = lambda task, error: None
 
 
 def check(plan: Plan) -> None:
@@ -228,21 +209,6 @@ def compare(plan: Plan, jobs: int = 1, listener: Listener | None = None) -> list
     return failures + perform(_trainings(plan, untuned), total, "training", jobs, listener)
 
 
-def perform(tasks: Tasks, total: int, phase: str, jobs: int, listener: Listener) -> list[Failure]:
-    """Run tasks in processes of their own, tell the listener, and give back what failed; `total` counts those done before too."""
-    failures: list[Failure] = []
-    where = {task.name: key for key, task in tasks.items()}
-    listener.begin(phase, total - len(tasks), total)
-    for event in workers.run(list(tasks.values()), jobs, 1 if jobs > 1 else None):
-        if isinstance(event, workers.Said):
-            listener.said(event.name, event.message)
-            continue
-        if event.error is not None:
-            failures.append(Failure(*where[event.name], event.error))
-        listener.ended(event.name, event.error)
-    return failures
-
-
 def _tunings(plan: Plan) -> Tasks:
     from sparring.tune import read_trials
 
@@ -275,15 +241,6 @@ def _trainings(plan: Plan, untuned: set[tuple[str, str]]) -> Tasks:
 
 def finished(folder: Path) -> bool:
     return (folder / "result.json").is_file() and (folder / "measured.json").is_file()
-
-
-def hardware(device: torch.device) -> str:
-    """What a training ran on, in words."""
-    import torch
-
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{os.cpu_count()} CPU cores, {torch.get_num_threads()} threads"
 
 
 def tuned_settings(plan: Plan, data: str, recipe: str) -> dict[str, Any]:

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from sparring import figures, results, runs
-from sparring.compare import Data, Failure, Plan, finished
+from sparring.compare import Data, Plan, finished
 from sparring.errors import UserError
 from sparring.figures import Drawn
 from sparring.report import Code, Facts, Figures, Page, Points, Section, Sheet, Text
 from sparring.tables import Cell, Column, Table
+from sparring.workers import Failure
 
 TONES = {"better": "good", "worse": "bad", "baseline": "plain"}
 Rows = list[Mapping[str, Cell]]

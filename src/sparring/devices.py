@@ -1,6 +1,8 @@
-"""Where to compute: a device by its name."""
+"""Where to compute: a device by its name, and what it is in words."""
 
 from __future__ import annotations
+
+import os
 
 import torch
 
@@ -24,3 +26,10 @@ def pick_device(name: str) -> torch.device:
             f"{processes} processes need a GPU each, and this machine has {torch.cuda.device_count()}: start fewer, or --device cpu"
         )
     return device
+
+
+def hardware(device: torch.device) -> str:
+    """What a training ran on, in words."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{os.cpu_count()} CPU cores, {torch.get_num_threads()} threads"

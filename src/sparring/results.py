@@ -13,13 +13,14 @@ import numpy as np
 import polars as pl
 
 from sparring import disk
-from sparring.compare import Failure, Plan, finished
+from sparring.compare import Plan, finished
 from sparring.data.interactions import read_table
 from sparring.errors import UserError
 from sparring.metrics import parse
 from sparring.stats import difference, holm, summary
 from sparring.tables import Cell, Column, Table
 from sparring.tune import Tuned, best, read_trials
+from sparring.workers import Failure
 
 LEVEL = 0.05  # of the verdict, after Holm's correction
 Row = dict[str, Cell]

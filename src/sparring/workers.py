@@ -25,6 +25,9 @@ class Task:
     arguments: tuple[Any, ...]
 
 
+Tasks = dict[tuple[str, str, str], Task]  # by data, recipe, and "seed 3" or "tuning"
+
+
 @dataclass(frozen=True)
 class Said:
     """A message of a running task."""
@@ -40,6 +43,25 @@ class Ended:
     name: str
     value: Any
     error: str | None
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A training or tuning that did not end well."""
+
+    data: str
+    recipe: str
+    what: str  # "seed 3" or "tuning"
+    error: str
+
+
+@dataclass
+class Listener:
+    """Called as tasks go on; every method does nothing unless replaced."""
+
+    begin: Callable[[str, int, int], None] = lambda phase, done, total: None
+    said: Callable[[str, Any], None] = lambda task, message: None
+    ended: Callable[[str, str | None], None] = lambda task, error: None
 
 
 def run(tasks: Sequence[Task], jobs: int = 1, threads: int | None = None) -> Iterator[Said | Ended]:
@@ -128,3 +150,18 @@ def machine_bytes() -> int:
             return min(whole, int(file.read()))
     except (OSError, ValueError):  # no such limit
         return whole
+
+
+def perform(tasks: Tasks, total: int, phase: str, jobs: int, listener: Listener) -> list[Failure]:
+    """Run tasks in processes of their own, tell the listener, and give back what failed; `total` counts those done before too."""
+    failures: list[Failure] = []
+    where = {task.name: key for key, task in tasks.items()}
+    listener.begin(phase, total - len(tasks), total)
+    for event in run(list(tasks.values()), jobs, 1 if jobs > 1 else None):
+        if isinstance(event, Said):
+            listener.said(event.name, event.message)
+            continue
+        if event.error is not None:
+            failures.append(Failure(*where[event.name], event.error))
+        listener.ended(event.name, event.error)
+    return failures

@@ -35,8 +35,7 @@ def options(parser: ArgumentParser) -> None:
 def bench(args: Namespace) -> int:
     from sparring import bench as measuring
     from sparring import figures
-    from sparring.compare import hardware
-    from sparring.devices import pick_device
+    from sparring.devices import hardware, pick_device
 
     where = pick_device(args.device)
     precision: measuring.Precision = args.precision or ("tf32" if where.type == "cuda" else "float32")

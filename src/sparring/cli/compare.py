@@ -20,20 +20,14 @@ from sparring.errors import UserError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from sparring.compare import Data, Failure, Listener, Plan
+    from sparring.compare import Data, Plan
+    from sparring.workers import Failure, Listener
 
 _GENERIC = {"interactions", "data", "pairs", "ratings", "events"}  # file names that say nothing: the folder's name does
 
 
 def options(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "--data",
-        action="append",
-        default=[],
-        metavar="FILE_OR_NAME",
-        help="a file, a folder of parts, the name of a set, or world:QUERIESxITEMS, whose truth is known; repeatable",
-    )
-    inputs.add_columns(parser)
+    inputs.add_several(parser)
     inputs.add_split(parser)
     parser.add_argument("--split-seed", type=whole, default=0, metavar="N", help="seed of the split, the same for every run (default: 0)")
     group = parser.add_argument_group("what is compared")
@@ -151,7 +145,7 @@ def short_names(places: list[str]) -> list[str]:
 @contextmanager
 def listening(show: Console, quiet: bool) -> Iterator[Listener]:
     """A bar over all trainings on a terminal, and a line for each that ends, anywhere; nothing where quiet."""
-    from sparring.compare import Listener
+    from sparring.workers import Listener
 
     if quiet:
         yield Listener()
@@ -167,7 +161,7 @@ class _Lines:
         self.last: dict[str, Any] = {}  # what each running task said last
 
     def listener(self) -> Listener:
-        from sparring.compare import Listener
+        from sparring.workers import Listener
 
         return Listener(begin=self.begin, said=self.said, ended=self.ended)
 

@@ -64,8 +64,7 @@ def _parts(args: Namespace, meta: dict[str, Any]) -> tuple[Split, str]:
 
 def diagnose(args: Namespace) -> int:
     from sparring import advice, diagnosis_page, opponents, runs, settings
-    from sparring.compare import hardware
-    from sparring.devices import pick_device
+    from sparring.devices import hardware, pick_device
     from sparring.diagnose import diagnose as measure
 
     samplers = tuple(dict.fromkeys(name if name == "own" else settings.named(name) for name in args.samplers))

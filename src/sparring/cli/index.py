@@ -27,8 +27,7 @@ def options(parser: ArgumentParser) -> None:
 
 def index(args: Namespace) -> int:
     from sparring import runs
-    from sparring.compare import hardware
-    from sparring.devices import pick_device
+    from sparring.devices import hardware, pick_device
     from sparring.index import page
     from sparring.index.beside import FOLDER, build_index
     from sparring.index.kinds import require_faiss

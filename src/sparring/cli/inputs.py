@@ -29,6 +29,13 @@ COLUMNS = {
 }
 
 
+def add_several(parser: ArgumentParser) -> None:
+    """--data, as often as there are data sets, with the options of their columns."""
+    known = "a file, a folder of parts, the name of a set, or world:QUERIESxITEMS, whose truth is known; repeatable"
+    parser.add_argument("--data", action="append", default=[], metavar="FILE_OR_NAME", help=known)
+    add_columns(parser)
+
+
 def add_columns(parser: ArgumentParser) -> None:
     """The options that `columns` reads."""
     group = parser.add_argument_group("columns (guessed from common names where not given)")

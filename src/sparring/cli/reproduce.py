@@ -22,14 +22,7 @@ if TYPE_CHECKING:
 
 def options(parser: ArgumentParser) -> None:
     parser.add_argument("name", nargs="?", metavar="NAME", help="which table or figure; without a name all are listed")
-    parser.add_argument(
-        "--data",
-        action="append",
-        default=[],
-        metavar="FILE_OR_NAME",
-        help="a file, a folder of parts, the name of a set, or world:QUERIESxITEMS; repeatable",
-    )
-    inputs.add_columns(parser)
+    inputs.add_several(parser)
     add_modalities(parser)
     parser.add_argument("--category", default="category", metavar="COLUMN", help="column of the items with categories (default: category)")
     parser.add_argument("--codes", type=Path, metavar="FOLDER", help="clusters for several tables; what is missing is learned there")

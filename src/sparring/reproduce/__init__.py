@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sparring.compare import Listener
 from sparring.errors import UserError
 from sparring.reproduce import page
 from sparring.reproduce.esans_cost import COST
@@ -17,6 +16,7 @@ from sparring.reproduce.xir import TABLE_1, TABLE_2, TABLE_4
 from sparring.reproduce.xir_curves import FIGURE_1, FIGURE_2
 from sparring.reproduce.xir_sweeps import FIGURE_3, TABLE_5, TABLE_6
 from sparring.settings import nearest
+from sparring.workers import Listener
 
 __all__ = ["EXPERIMENTS", "Catalogue", "Experiment", "Given", "Method", "Plan", "Results", "Unsuited", "find", "reproduce", "seeds"]
 

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from sparring import disk, workers
-from sparring.compare import Failure, Listener, Tasks, perform
 from sparring.errors import UserError
 from sparring.reproduce.cells import read_json
 from sparring.reproduce.plan import Catalogue, Clustering, Given, Plan, Protocol
+from sparring.workers import Failure, Listener, Tasks, perform
 
 if TYPE_CHECKING:
     from sparring.clusters import Settings

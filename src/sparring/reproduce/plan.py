@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sparring import settings
-from sparring.compare import Failure, finished
+from sparring.compare import finished
 from sparring.composition import Run, Setup
 from sparring.data.interactions import Interactions, Split
 from sparring.data.splits import split
@@ -31,6 +31,7 @@ from sparring.recipes import PAPER
 from sparring.report import Section
 from sparring.reproduce.published import matching
 from sparring.tables import Table
+from sparring.workers import Failure
 
 METRICS = ("ndcg_xir_release", "recall_xir_release", "ndcg", "recall")
 CUTOFFS = (10, 20, 50)

@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from sparring import disk, runs, settings, workers
-from sparring.compare import Failure, Listener, Tasks, finished, hardware, perform
+from sparring.compare import finished
 from sparring.composition import Run, Setup
 from sparring.data.interactions import Split
+from sparring.devices import hardware
 from sparring.errors import UserError
 from sparring.reproduce import clusterings
 from sparring.reproduce.plan import CUTOFFS, METRICS, Given, Measure, Method, Plan, Protocol
+from sparring.workers import Failure, Listener, Tasks, perform
 
 
 def check(plan: Plan) -> None:
