@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import html
 import re
 import sys
@@ -112,6 +113,16 @@ def test_bars_have_the_height_of_the_shares(parts: Split) -> None:
         before += int(parts.train.counts()[j])
     assert diagnosis_page.catalogue(parts)["head"] == pytest.approx(head / parts.train.n_items)
     assert np.sum([diagnosis_page.catalogue(parts)[name] for name in ("head", "mid", "tail")]) == pytest.approx(1)  # type: ignore[arg-type]
+
+
+def test_a_scale_of_less_than_a_decade_has_plain_numbers() -> None:
+    """The sample sizes of samplers alike: labels are numbers, and there are some."""
+    one = diagnosis("own")
+    alike = [dataclasses.replace(one, drawn=dataclasses.replace(one.drawn, ess=ess, candidates=256.0)) for ess in (40.0, 60.0)]
+    figure = diagnosis_page.sizes(alike)
+    figure.canvas.draw()
+    shown = [label.get_text() for label in figure.axes[0].get_xticklabels(which="both") if label.get_text()]
+    assert {float(text.replace(",", "")) for text in shown} >= {50.0, 100.0, 200.0}
 
 
 def test_any_names_and_any_figures_make_a_page(parts: Split, tmp_path: Path) -> None:

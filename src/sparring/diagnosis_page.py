@@ -16,7 +16,7 @@ from sparring.advice import Advice
 from sparring.comparison_page import command_lines, in_words
 from sparring.data.interactions import Split
 from sparring.diagnose import BINS, Diagnosis
-from sparring.figures import BASE, COLOURS, INK, Drawn, blank, style, tidy
+from sparring.figures import BASE, COLOURS, INK, Drawn, blank, by_decades, style, tidy
 from sparring.metrics import STRATA, popularity_strata
 from sparring.report import Code, Facts, Figures, Page, Points, Section, Sheet, Text
 from sparring.settings import short
@@ -177,7 +177,7 @@ def sizes(found: Sequence[Diagnosis]) -> Figure:
             words = f"{each.drawn.ess:,.1f} of {each.drawn.candidates:,.0f}"
             axes.annotate(words, (many, at), xytext=(8, 0), textcoords="offset points", va="center", fontsize=9)
         axes.set_xscale("log")
-        axes.xaxis.set_major_formatter(lambda value, _: f"{value:,g}")
+        by_decades(axes.xaxis)
         low, high = axes.get_xlim()
         axes.set_xlim(low, high * (high / low) ** 0.35)  # room for the words
         _samplers(axes, found)

@@ -21,6 +21,7 @@ from sparring import disk
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
     from sparring.tables import Cell
@@ -241,6 +242,12 @@ def tidy(axes: Axes, grid: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     if grid != "none":
         axes.grid(axis=grid, color="#808080", alpha=0.25, linewidth=0.8)  # type: ignore[arg-type]
+
+
+def by_decades(axis: Axis) -> None:
+    """Numbers at 1, 2 and 5 times the powers of ten of a logarithmic axis, so that a short one has some too."""
+    for put in (axis.set_major_formatter, axis.set_minor_formatter):
+        put(lambda value, _: (f"{value:,.0f}" if value >= 1 else f"{value:g}") if f"{value:e}"[0] in "125" else "")
 
 
 def _number(value: Cell) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from sparring import figures
-from sparring.figures import COLOURS, INK, MARKERS, Drawn, blank, legend, style, tidy
+from sparring.figures import COLOURS, INK, MARKERS, Drawn, blank, by_decades, legend, style, tidy
 from sparring.index.kinds import KINDS
 from sparring.index.tuning import Point, Tuned
 from sparring.report import Facts, Figures, Page, Points, Section, Sheet
@@ -50,7 +50,6 @@ def _best(points: tuple[Point, ...], target: float, chosen: Point) -> list[Point
 
 def draw(tuned: Tuned, target: float, folder: Path, k: int) -> Drawn:
     """Recall against queries per second, one line per kind, the chosen point ringed."""
-    from matplotlib.ticker import FuncFormatter
 
     figure = blank(3.8)
     with style():
@@ -68,8 +67,7 @@ def draw(tuned: Tuned, target: float, folder: Path, k: int) -> Drawn:
         ring.set(linestyle="none", clip_on=False, zorder=5)
         axes.axvline(target, color=INK, linestyle=":", linewidth=1)
         axes.set_yscale("log")
-        for locate in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
-            locate(FuncFormatter(lambda value, _: f"{value:,.0f}" if f"{value:e}"[0] in "125" else ""))
+        by_decades(axes.yaxis)
         axes.set_xlim(max(min(point.recall for point in tuned.points) - 0.01, 1 - 20 * (1 - min(target, 0.995))), 1.003)
         axes.set(xlabel=f"recall@{k} of the exact answer", ylabel="queries per second")
         tidy(axes, "both")
