@@ -39,6 +39,7 @@ def write(folder: Path, tensors: Mapping[str, Tensor], state: Mapping[str, Any])
             beside.unlink(missing_ok=True)
             os.link(path, beside)
             os.replace(beside, previous)
+            beside.unlink(missing_ok=True)  # two links of one file are not renamed: so after a kill between here and the next line
     disk.write_tensors(path, tensors, state)
     if state["done"]:
         previous.unlink(missing_ok=True)
@@ -66,7 +67,8 @@ def _find(folder: Path) -> tuple[Path, str] | None:
     if not path.is_file():
         return (previous, "") if previous.is_file() else None
     try:
-        _check_whole(path)
+        if _check_whole(path).get("done"):
+            previous.unlink(missing_ok=True)  # a kill came before it was
     except UserError as error:
         if not previous.is_file():
             raise
@@ -76,10 +78,13 @@ def _find(folder: Path) -> tuple[Path, str] | None:
     return path, ""
 
 
-def _check_whole(path: Path) -> None:
-    tables = disk.map_tensors(path)[1].get("tables")
+def _check_whole(path: Path) -> dict[str, Any]:
+    """The state in a checkpoint, or an error that names what is torn."""
+    state = disk.map_tensors(path)[1]
+    tables = state.get("tables")
     if tables and not (path.parent / tables / ".metadata").is_file():
         raise UserError(f"{path.parent / tables} is corrupt: it has no .metadata; train again, or restore it from a copy")
+    return state
 
 
 def _tables_of(path: Path) -> str:
