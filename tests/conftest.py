@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 
@@ -18,6 +19,10 @@ from sparring import trainer
 from sparring.data.interactions import Split
 from sparring.data.splits import split
 from sparring.data.worlds import World, make_world
+
+# The same examples every time, however slow the machine: a change fails by its own fault. Others: `pytest --hypothesis-profile default`.
+hypothesis.settings.register_profile("sparring", derandomize=True, deadline=None)
+hypothesis.settings.load_profile("sparring")
 
 
 @pytest.fixture(autouse=True)

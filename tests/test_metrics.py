@@ -115,7 +115,7 @@ def test_unknown_metrics_are_refused(name: str, dialect: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=30))
 def test_popularity_percentile_is_centred_on_consumption(counts: list[int]) -> None:
     """The percentile equals its definition, and its mean over the interactions themselves is 1/2."""
@@ -130,7 +130,7 @@ def test_popularity_percentile_is_centred_on_consumption(counts: list[int]) -> N
     assert sum(c * p for c, p in zip(counts, got, strict=True)) / total == pytest.approx(0.5, abs=1e-12)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=30))
 def test_strata_follow_their_definition(counts: list[int]) -> None:
     """Walking down the items by count, the stratum changes where one and two thirds of the interactions are used up."""

@@ -19,7 +19,7 @@ def pairs(exclude: Exclude, ids: Tensor) -> list[tuple[int, int]]:
     return list(zip(rows.tolist(), columns.tolist(), strict=True))
 
 
-@settings(max_examples=150, deadline=None, derandomize=True, database=None)
+@settings(max_examples=150)
 @given(st.lists(ITEM, min_size=1, max_size=6), st.lists(st.integers(-1, 6), max_size=8))
 def test_own_positive_among_shared_candidates(own: list[int], candidates: list[int]) -> None:
     """Every place that holds the row's own positive, duplicates included, each once and in row order; empty places never."""
@@ -29,7 +29,7 @@ def test_own_positive_among_shared_candidates(own: list[int], candidates: list[i
     assert [row for row, _ in got] == sorted(row for row, _ in got)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True, database=None)
+@settings(max_examples=150)
 @given(st.lists(st.tuples(ITEM, st.lists(st.integers(-1, 6), min_size=3, max_size=3)), min_size=1, max_size=6))
 def test_own_positive_among_a_querys_own_candidates(rows: list[tuple[int, list[int]]]) -> None:
     """The same where each query has a list of its own."""
@@ -40,7 +40,7 @@ def test_own_positive_among_a_querys_own_candidates(rows: list[tuple[int, list[i
     assert [row for row, _ in got] == sorted(row for row, _ in got)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True, database=None)
+@settings(max_examples=150)
 @given(st.lists(st.sets(ITEM), min_size=1, max_size=5), st.lists(st.integers(-1, 6), max_size=8))
 def test_known_positives_among_shared_candidates(known: list[set[int]], candidates: list[int]) -> None:
     """Any number of excluded items per row, none included."""
@@ -53,7 +53,7 @@ def test_known_positives_among_shared_candidates(known: list[set[int]], candidat
     assert [row for row, _ in got] == sorted(row for row, _ in got)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True, database=None)
+@settings(max_examples=150)
 @given(st.lists(st.tuples(st.sets(ITEM), st.lists(st.integers(-1, 6), min_size=4, max_size=4)), min_size=1, max_size=5))
 def test_known_positives_among_a_querys_own_candidates(rows: list[tuple[set[int], list[int]]]) -> None:
     """Any number of excluded items per row, each query with a list of its own."""
@@ -64,7 +64,7 @@ def test_known_positives_among_a_querys_own_candidates(rows: list[tuple[set[int]
     assert sorted(pairs(exclude, torch.tensor([mine for _, mine in rows]))) == want
 
 
-@settings(max_examples=150, deadline=None, derandomize=True, database=None)
+@settings(max_examples=150)
 @given(st.lists(st.sets(st.integers(0, 20), max_size=5), min_size=1, max_size=8), st.data())
 def test_positives_of_queries(lists: list[set[int]], data: st.DataObject) -> None:
     """The known positives of any queries in any order, repeated or with none, with the row that they belong to."""
@@ -128,7 +128,7 @@ def test_a_union_describes_each_source() -> None:
     assert "uncorrected" in positive
 
 
-@settings(max_examples=150, deadline=None, derandomize=True, database=None)
+@settings(max_examples=150)
 @given(
     st.lists(st.integers(0, 2), min_size=7, max_size=7),
     st.lists(ITEM, min_size=1, max_size=5),

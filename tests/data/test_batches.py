@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from sparring.data import RandomBatches
 from sparring.errors import UserError
 
-quick = settings(max_examples=50, deadline=None)
+quick = settings(max_examples=50)
 
 
 @quick

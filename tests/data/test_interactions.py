@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from sparring.data import Ids, Interactions, Split, Vocabulary, from_frame
 from sparring.errors import UserError
 
-quick = settings(max_examples=60, deadline=None)
+quick = settings(max_examples=60)
 integers = st.lists(st.one_of(st.none(), st.integers(-(2**63), 2**63 - 1)), min_size=1, max_size=40)
 texts = st.lists(st.one_of(st.none(), st.text(max_size=6)), min_size=1, max_size=40)
 pairs = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 8)), min_size=1, max_size=80)

@@ -20,7 +20,7 @@ from sparring.data import Interactions, describe, from_frame, read, show, split
 from sparring.data.readers import roles
 from sparring.errors import UserError
 
-quick = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+quick = settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 USERS, ITEMS, TIMES = ["b", "a", "b", "c"], [7, 5, 5, 9], [40, 10, 30, 20]
 WANT = {("a", 5): 10, ("b", 5): 30, ("b", 7): 40, ("c", 9): 20}

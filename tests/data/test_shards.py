@@ -19,7 +19,7 @@ from sparring.data.prepared import Column
 from sparring.errors import UserError
 from sparring.types import Positives
 
-quick = settings(max_examples=60, deadline=None)
+quick = settings(max_examples=60)
 FAR = 2_500_000_000  # a row number that int32 cannot hold
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from sparring.data import Interactions, Split, from_frame, split
 from sparring.errors import UserError
 
-quick = settings(max_examples=50, deadline=None)
+quick = settings(max_examples=50)
 row = st.tuples(st.integers(0, 5), st.integers(0, 12), st.integers(0, 30))
 rows = st.lists(row, min_size=4, max_size=60, unique_by=lambda r: r[:2]).filter(
     lambda found: len({r[0] for r in found}) > 1 and len({r[1] for r in found}) > 1
