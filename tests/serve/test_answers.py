@@ -87,14 +87,17 @@ def test_requests_at_the_same_time_each_get_their_own_answer(truth: MadeRun, cli
 
 
 def test_a_history_is_the_mean_of_its_items_where_no_tower_reads_histories(truth: MadeRun, client: TestClient) -> None:
-    """The mean vector, at the mean length; items of the history are left out, unknown ones ignored."""
+    """The mean vector, at the mean length; items of the history are left out, unknown ones ignored and named."""
     rows = [4, 11, 30]
     history = [truth.item_ids[row] for row in rows]
     mean = truth.items[rows].mean(0)
     q = mean / np.linalg.norm(mean) * np.linalg.norm(truth.items[rows], axis=1).mean()
-    same(listed(client.post("/v1/recommend", json={"history": [*history, "unknown"], "k": 5})), truth.best(q, 5, set(rows)))
-    same(listed(client.post("/v1/recommend", json={"history": history, "k": 5, "exclude_seen": False})), truth.best(q, 5))
-    assert client.post("/v1/recommend", json={"history": ["unknown"]}).status_code == 404
+    partly = client.post("/v1/recommend", json={"history": ["no such", *history, 7], "k": 5})
+    same(listed(partly), truth.best(q, 5, set(rows)))
+    assert partly.json()["results"][0]["unknown"] == ["no such", 7]
+    known = client.post("/v1/recommend", json={"history": history, "k": 5, "exclude_seen": False})
+    same(listed(known), truth.best(q, 5))
+    assert set(known.json()["results"][0]) == {"query", "items"}
 
 
 def test_similar_items_leave_the_item_itself_out(tmp_path: Path, serving: Callable[..., TestClient]) -> None:
@@ -165,6 +168,7 @@ BAD: list[tuple[str, dict[str, Any], int, str]] = [
     ("/v1/recommend", {"users": ["user-01", "nobody"]}, 404, "'nobody'"),
     ("/v1/recommend", {}, 422, "give one of"),
     ("/v1/recommend", {"user": "user-01", "history": [1000]}, 422, "user and history"),
+    ("/v1/recommend", {"history": ["unknown", 7]}, 404, "none of the 2 items of the history is known to first"),
     ("/v1/recommend", {"user": "user-01", "k": 0}, 422, "k:"),
     ("/v1/recommend", {"user": "user-01", "k": 10**9}, 422, "k:"),
     ("/v1/recommend", {"user": "user-01", "k": "10"}, 422, "k:"),

@@ -230,3 +230,10 @@ def test_a_history_tower_reads_the_history(parts: Split, serving: Callable[..., 
     by_history = client.post("/v1/recommend", json={"history": history, "k": 5, "exclude_seen": False}).json()["results"][0]["items"]
     assert [item["id"] for item in by_user] == [item["id"] for item in by_history]
     assert client.get("/v1/info").json()["run"]["history_by"] == "tower"
+    assert client.put("/v1/items", json={"items": [{"id": "new", "like": history[:1]}]}).status_code == 200
+    longer = client.post("/v1/recommend", json={"history": [*history, "new", "no such"], "k": 5, "exclude_seen": False})
+    assert longer.json()["results"][0]["unknown"] == ["new", "no such"]
+    assert longer.json()["results"][0]["items"] == by_history
+    by_mean = client.post("/v1/recommend", json={"history": ["new"], "k": 5}).json()["results"][0]
+    assert set(by_mean) == {"query", "items"}
+    assert "new" not in [item["id"] for item in by_mean["items"]]

@@ -73,12 +73,13 @@ class Answering:
     async def _of_history(self, asked: Recommend, history: list[int | str]) -> Ask:
         served = self.live.served(asked.run)
         items = served.catalogue.find(history)
-        items = items[items >= 0]
-        if not len(items):
+        read = served.readable(items)
+        if not read.any():
             raise Refused(404, f"none of the {len(history)} items of the history is known to {served.name}")
-        vector = await self._encoded(served.history_vector, items)
-        exclude = [items if asked.exclude_seen else _NONE]
-        return Ask(served, [history], None, vector, asked.k, exclude, fields=_fields(served, asked))
+        vector = await self._encoded(served.history_vector, items[read])
+        exclude = [items[items >= 0] if asked.exclude_seen else _NONE]
+        unknown = [history[at] for at in np.flatnonzero(~read).tolist()]
+        return Ask(served, [history], None, vector, asked.k, exclude, fields=_fields(served, asked), unknown=unknown)
 
     async def _of_texts(self, asked: Recommend, texts: list[str]) -> Ask:
         served = self.live.served(asked.run)
@@ -120,6 +121,8 @@ def written(asks: Sequence[Ask], scores: np.ndarray, found: np.ndarray) -> list[
         for each in ask.queries:
             results.append({"query": each, "items": rows[at : ends[query]]})
             query, at = query + 1, ends[query]
+        if ask.unknown:
+            results[0]["unknown"] = ask.unknown
         answers.append(orjson.dumps({"results": results, "run": served.name, "generation": served.generation}, default=str))
     return answers
 

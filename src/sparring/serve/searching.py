@@ -36,6 +36,7 @@ class Ask:
     deny: np.ndarray | None = None
     filters: Any = None  # equal where allow and deny are equal; None where there are none
     fields: tuple[str, ...] = ()
+    unknown: Sequence[int | str] = ()  # of a history, left out of it
     tell: Tell | None = None  # called on the event loop with the answer
     loop: asyncio.AbstractEventLoop | None = None
     given_up: bool = False  # nobody waits for it any more

@@ -81,12 +81,17 @@ class Served:
             vectors /= np.maximum(np.sqrt(np.einsum("nd,nd->n", vectors, vectors)), 1e-6)[:, None]
         return np.concatenate([vectors, np.ones_like(vectors[:, :1])], 1) if self.placing.biased else vectors
 
+    def readable(self, dense: np.ndarray) -> np.ndarray:
+        """Which items of a history count for its vector, (n,) bool: the known ones; for a query tower that reads them, those it learned."""
+        known = dense >= 0
+        own = known & (dense < self.trained.model.n_items)
+        return own if self.by_history and own.any() else known
+
     def history_vector(self, dense: np.ndarray) -> np.ndarray:
-        """(1, D): through the query tower, where it reads histories and knows the items, else the mean of their vectors."""
-        own = dense[dense < self.trained.model.n_items]
-        if self.by_history and len(own):
+        """(1, D) of readable items: through the query tower, where it reads histories and knows them, else the mean of their vectors."""
+        if self.by_history and int(dense.max()) < self.trained.model.n_items:
             with torch.no_grad():
-                return self.trained.model.encode_histories(torch.from_numpy(own).unsqueeze(0)).float().numpy()
+                return self.trained.model.encode_histories(torch.from_numpy(dense).unsqueeze(0)).float().numpy()
         return mean_query(self.trained.model, self.vectors(dense))
 
     def item_queries(self, dense: np.ndarray) -> np.ndarray:
