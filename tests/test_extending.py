@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -91,23 +92,51 @@ def test_train_records_where_the_recipe_is(trained: Path, place: Path) -> None:
     assert all("hardest" in json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines())
 
 
-def test_resume_is_as_if_never_stopped(trained: Path, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Interrupted after its first epoch and resumed from another folder, by its folder alone, the run ends with the same bits."""
-    save, out = training.Trainer.save, tmp_path / "run"
+def stopped(place: Path, file: Path, out: Path) -> None:
+    """Train the file's recipe, interrupted after its first epoch."""
+    save = training.Trainer.save
 
     def once(self: Any) -> None:
         save(self)
         raise KeyboardInterrupt
 
-    words = ["train", "--data", str(place / "interactions.parquet"), "--recipe", f"{place}/mine.py:loss_tilted", "--epochs", "3", "--quiet"]
-    with monkeypatch.context() as patch:
+    words = ["train", "--data", str(place / "interactions.parquet"), "--recipe", f"{file}:loss_tilted", "--epochs", "3", "--quiet"]
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(training.Trainer, "save", once)
         assert main([*words, *QUICK, "--set", "alpha=0.7", "--out", str(out)]) == 130
     assert not (out / "result.json").exists()
+
+
+def test_resume_is_as_if_never_stopped(
+    trained: Path, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Interrupted after its first epoch and resumed from another folder, by its folder alone, the run ends with the same bits."""
+    out = tmp_path / "run"
+    stopped(place, place / "mine.py", out)
+    capsys.readouterr()
     monkeypatch.chdir(tmp_path)
     assert main(["train", "--resume", "--quiet", "--device", "cpu", "--out", "run"]) == 0
+    assert capsys.readouterr().err == ""
     one, other = (disk.read_tensors(folder / "model.safetensors")[0] for folder in (trained, out))
     assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_resume_warns_of_a_changed_file(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], recorded: bool) -> None:
+    """One line names the file, and the run goes on; a folder of before its hash was recorded goes on without."""
+    file, out = tmp_path / "mine.py", tmp_path / "run"
+    file.write_text(FILE)
+    stopped(place, file, out)
+    meta = json.loads((out / "run.json").read_text())
+    assert meta["recipe_digest"] == hashlib.blake2b(file.read_bytes(), digest_size=8).hexdigest()
+    if not recorded:
+        del meta["recipe_digest"]
+        (out / "run.json").write_text(json.dumps(meta))
+    file.write_text(f"{FILE}\n# changed\n")
+    capsys.readouterr()
+    assert main(["train", "--resume", "--quiet", "--device", "cpu", "--out", str(out)]) == 0
+    line = f"sparring: warning: {file.resolve()} has changed since this run was begun: what is left of it is trained as the file is now\n"
+    assert capsys.readouterr().err == (line if recorded else "")
 
 
 def test_evaluate_recommend_and_diagnose(trained: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ from sparring.errors import UserError
 from sparring.negatives import Sampled, Uniform
 from sparring.recipes import xir
 from sparring.settings import build, find, lasting, named, own_arguments, short
-from sparring.tune import OneOf, Range, space, untuned
+from sparring.space import OneOf, Range, space, untuned
 
 GOOD = '''
 from sparring import Setup, Term, compose
@@ -92,6 +93,7 @@ BAD = {
     "unknown_type": ("from sparring import Setup\ndef f(data, setup=Setup(), *, n: 'Nothing' = 3): ...", "NameError"),
     "a_class": ("class f: ...", "not a recipe"),
     "a_number": ("f = 3", "not a recipe"),
+    "built_in": ("f = max", "cannot be read: ValueError"),
     "other_name": ("def ff(): ...", "did you mean 'ff'?"),
     "fails": ("import math\nmath.nothing", "line 2"),
     "syntax": ("def f(:", "SyntaxError"),
@@ -172,21 +174,38 @@ def test_a_function_of_a_notebook_has_a_name_but_cannot_be_compared(parts: Split
 
 
 def test_packages_offer_recipes(folder: Path, parts: Split, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the entry point group sparring.recipes: listed with where they come from, a broken one with why; found by their names."""
+    """By the entry point group sparring.recipes: listed with where they come from, broken ones warned of; found by their names."""
     from sparring.cli import main
+    from sparring.recipes import RECIPES
 
     info = folder / "paper-1.2.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: paper\nVersion: 1.2\n")
-    (info / "entry_points.txt").write_text("[sparring.recipes]\noffered = mine_found:mine\nbroken = nowhere_found:f\n")
+    entries = ("offered = mine_found:mine", "broken = nowhere_found:f", "long = mine_long:f", "xir = mine_found:mine")
+    (info / "entry_points.txt").write_text("\n".join(["[sparring.recipes]", *entries]))
+    (folder / "mine_long.py").write_text("raise ValueError('two\\nlines')\n")
     monkeypatch.syspath_prepend(folder)
     assert named("offered") == "offered"
     assert build("offered", parts.train).recipe == "offered"
     assert main(["recipes"]) == 0
-    shown = capsys.readouterr().out
-    assert "Mine.\n    n=8\n    from mine_found:mine of the package paper 1.2" in shown
-    assert "cannot import the recipe 'broken' of nowhere_found:f of the package paper 1.2: ModuleNotFoundError" in shown
+    shown, told = capsys.readouterr()
+    assert shown.count("Mine.\n    n=8\n    from mine_found:mine of the package paper 1.2") == shown.count("paper 1.2") == 1
+    why = "sparring: warning: cannot import the recipe 'broken' of nowhere_found:f of the package paper 1.2: ModuleNotFoundError: "
+    assert told.splitlines()[0].startswith(why)
+    assert told.splitlines()[1].endswith("'long' of mine_long:f of the package paper 1.2: ValueError: two lines")
+    assert told.count("\n") == 2
+    assert main(["recipes", "--json"]) == 0
+    shown, told_again = capsys.readouterr()
+    listed = json.loads(shown)
+    assert told_again == told
+    assert [*listed] == [*RECIPES, "offered"]
+    assert (listed["xir"]["source"], listed["offered"]["source"]) == ("sparring", "mine_found:mine of the package paper 1.2")
+    assert (listed["offered"]["summary"], listed["offered"]["arguments"]["n"]["default"]) == ("Mine.", "8")
     assert main(["recipes", "offered"]) == 0
+    assert "from mine_found:mine of the package paper 1.2" in capsys.readouterr().out
+    assert main(["recipes", "mine_found.py:mine", "--json"]) == 0
+    ((name, facts),) = json.loads(capsys.readouterr().out).items()
+    assert name == f"{facts['source']}:mine" == f"{folder.resolve()}/mine_found.py:mine"
     with pytest.raises(UserError, match="did you mean 'offered'"):
         find("offerred")
 

@@ -24,8 +24,8 @@ from sparring.errors import UserError
 from sparring.negatives import Interpolated, OtherClusters, SameCluster, TowardsPositive
 from sparring.recipes.esans import clusters, esans, set_codes
 from sparring.settings import build
+from sparring.space import space
 from sparring.train import Progress, fit
-from sparring.tune import space
 from test_recipes import TINY, B, Hand
 
 SMALL = {**TINY, "k_primary": 4, "k_secondary": 3}

@@ -184,8 +184,6 @@ def text_towers(setup: Setup, ids: Ids, saved: Path | None = None) -> dict[str, 
     sides = [side for side, kind in (("query", setup.query_tower), ("item", setup.item_tower)) if kind == "text"]
     if not sides:
         return {}
-    if setup.encoder is None:
-        raise UserError(f"{sides[0]}_tower=text needs an encoder: set encoder to bag, minilm, a folder or a name on the Hugging Face hub")
     sparse = setup.optimizer != "adam"
     pooling: Pooling = "cls" if setup.pooling == "cls" else "mean"
     towers: dict[str, TextTower] = {}
@@ -195,6 +193,7 @@ def text_towers(setup: Setup, ids: Ids, saved: Path | None = None) -> dict[str, 
         elif saved is not None:
             encoder = load_encoder(saved / encoder_folder(setup, side), pooling, sparse, weights=False)
         else:
+            assert setup.encoder is not None  # else `check` has refused it
             encoder = open_encoder(setup.encoder, setup.dim, pooling, sparse, setup.init_std)
         if saved is not None:
             texts = Texts.load(saved / f"{side}_texts")

@@ -37,12 +37,14 @@ from sparring.contrast import describe_batch
 from sparring.data.features import Histories
 from sparring.data.interactions import Ids, Interactions, Split, Vocabulary, write_table
 from sparring.described import method
+from sparring.dist import rank
 from sparring.encoded import item_vectors, mean_query
 from sparring.errors import UserError
 from sparring.evaluation import Evaluation, top_k
 from sparring.metrics import LIST_METRICS
 from sparring.pretrained import save_encoder
 from sparring.rebuilt import own_model, own_towers
+from sparring.recipes.finding import source_digest
 from sparring.retriever import Retriever
 from sparring.settings import parse_setup, short
 from sparring.towers import HistoryTower
@@ -180,7 +182,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
 
 
 def check_same(folder: Path, meta: Mapping[str, Any], setup: Setup) -> None:
-    """Refuse to go on with a run under other settings than it was begun with."""
+    """Refuse to go on with a run under other settings than it was begun with; warn where the file of its recipe is another."""
     before = read_meta(folder)
     now = json.loads(json.dumps({**meta, "setup": dataclasses.asdict(setup)}, default=str))
     for part in ("recipe", "arguments", "setup", "method", "data"):
@@ -188,6 +190,10 @@ def check_same(folder: Path, meta: Mapping[str, Any], setup: Setup) -> None:
         if old == new or (part == "method" and old is None):  # folders of before it was recorded
             continue
         raise UserError(f"{folder} was begun {difference(part, old, new)}: resume cannot change it")
+    digest = now.get("recipe_digest")
+    if rank() == 0 and before.get("recipe_digest", digest) != digest:
+        file = now["recipe"].rpartition(":")[0]
+        warnings.warn(f"{file} has changed since this run was begun: what is left of it is trained as the file is now", stacklevel=1)
 
 
 def difference(part: str, old: object, new: object) -> str:
@@ -236,6 +242,7 @@ def description(run: Run, split: Split, source: Mapping[str, Any] | None) -> dic
     return {
         "recipe": run.recipe,
         "arguments": run.arguments or {},
+        **({"recipe_digest": digest} if (digest := source_digest(run.recipe)) else {}),
         "method": method(run),
         **({"towers": towers} if (towers := own_towers(run.model)) else {}),
         "source": dict(source or {}),

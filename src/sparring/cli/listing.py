@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import json
 from argparse import Namespace
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -18,24 +19,19 @@ from sparring.errors import UserError
 def recipes(args: Namespace) -> int:
     from sparring import settings
     from sparring.composition import Setup
-    from sparring.recipes import RECIPES
-    from sparring.recipes.finding import offered, origin
 
-    names = [*RECIPES] if args.name is None else [settings.named(args.name)]
+    found = _usable() if args.name is None else ((name, recipe_facts(name)) for name in [settings.named(args.name)])
     if args.json:
-        print(json.dumps({name: recipe_facts(name) for name in names}, indent=2))
+        print(json.dumps(dict(found), indent=2))
         return 0
     show = screen.console()
     if args.name is not None:
-        _one_recipe(names[0])
+        _one_recipe(*next(found))
         return 0
-    for name in names:
+    for name, facts in found:
         show.print(Text(name, style="bold"), soft_wrap=True)
-        for line in _told(name):
-            show.print(f"    {line}", markup=False, soft_wrap=True)
-    for name, entry in offered().items():
-        show.print(Text(name, style="bold"), soft_wrap=True)
-        for line in (*_told(name), f"from {origin(entry)}"):
+        arguments = "  ".join(f"{key}={value['default']}" for key, value in facts["arguments"].items())
+        for line in filter(None, (facts["summary"], facts["paper"], arguments, _come(facts))):
             show.print(f"    {line}", markup=False, soft_wrap=True)
     fields = ", ".join(field.name for field in dataclasses.fields(Setup))
     show.print(f"\nEvery recipe also takes: {fields}.", markup=False)
@@ -44,20 +40,25 @@ def recipes(args: Namespace) -> int:
     return 0
 
 
-def _told(name: str) -> list[str]:
-    """What a recipe of an installed package is, or why it cannot be used."""
-    try:
-        facts = recipe_facts(name)
-    except UserError as error:
-        return [str(error)]
-    arguments = "  ".join(f"{key}={value['default']}" for key, value in facts["arguments"].items())
-    return [line for line in (facts["summary"], facts["paper"], arguments) if line]
+def _usable() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Our recipes and those of installed packages, by name; a warning says why one of theirs cannot be used."""
+    from sparring.recipes import RECIPES
+    from sparring.recipes.finding import offered
+
+    for name in (*RECIPES, *offered()):
+        try:
+            facts = recipe_facts(name)
+        except UserError as error:
+            screen.tell(f"warning: {' '.join(str(error).split())}")
+        else:
+            yield name, facts
 
 
 def recipe_facts(name: str) -> dict[str, Any]:
-    """What a recipe is, its paper, its own arguments and the settings it shares, with types and defaults."""
+    """What a recipe is, its paper, where it comes from, its own arguments and the settings it shares, with types and defaults."""
     from sparring import settings
     from sparring.composition import Setup
+    from sparring.recipes.finding import source
 
     recipe = settings.find(name)
     lines = (inspect.getdoc(recipe) or "no docstring").splitlines()
@@ -66,6 +67,7 @@ def recipe_facts(name: str) -> dict[str, Any]:
         "summary": lines[0],
         "notes": [line for line in lines[1:-1] if line],
         "paper": lines[-1] if len(lines) > 1 else "",
+        "source": source(name),
         "arguments": {key: _kind(kind, default) for key, (kind, default) in settings.own_arguments(recipe).items()},
         "setup": {field.name: _kind(shared[field.name], getattr(setup, field.name)) for field in dataclasses.fields(Setup)},
     }
@@ -83,13 +85,13 @@ def _kind(kind: Any, default: object) -> dict[str, str]:
     return {"type": type_name(kind), "default": written}
 
 
-def _one_recipe(name: str) -> None:
-    from sparring.recipes.finding import offered, origin
+def _come(facts: dict[str, Any]) -> str:
+    return "" if facts["source"] == "sparring" else f"from {facts['source']}"
 
+
+def _one_recipe(name: str, facts: dict[str, Any]) -> None:
     show = screen.console()
-    facts = recipe_facts(name)
-    come = [f"from {origin(offered()[name])}"] if name in offered() else []
-    for line in (f"{name}: {facts['summary']}", *facts["notes"], *([facts["paper"]] if facts["paper"] else []), *come):
+    for line in filter(None, (f"{name}: {facts['summary']}", *facts["notes"], facts["paper"], _come(facts))):
         show.print(line, markup=False, soft_wrap=True)
     for title, key in (("its own arguments", "arguments"), ("settings of every recipe, with this one's defaults", "setup")):
         if facts[key]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
@@ -66,11 +65,8 @@ def recommend(args: Namespace) -> int:
 
 
 def _by_history(trained: Trained, args: Namespace) -> pl.DataFrame:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", UserWarning)
+    with screen.telling():
         best = trained.recommend_history(_items(trained, args.history), args.k, args.with_seen)
-    for each in caught:
-        screen.tell(f"warning: {each.message}")
     if not trained.reads_histories:
         screen.tell("note: the query tower of this run reads no histories: the mean of the items' vectors stands for this one")
     return best

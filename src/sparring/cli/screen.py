@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,14 @@ def console() -> Console:
 def tell(line: str) -> None:
     """A note or a warning: on stderr, so that what is printed stays what was asked for."""
     print(f"sparring: {line}", file=sys.stderr)
+
+
+@contextmanager
+def telling() -> Iterator[None]:
+    """What the library warns of meanwhile is told, each in one line."""
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_, **__: tell(f"warning: {' '.join(str(message).split())}")
+        yield
 
 
 def table(rows: Sequence[Sequence[object]], title: str | None = None, left: int = 1) -> Table:

@@ -152,7 +152,7 @@ def fit_shown(
         f"{short(run.recipe)}: {parts.train.n_queries:,} queries x {parts.train.n_items:,} items; {', '.join(sizes)} interactions",
         *(f"  {line}" for line in ([] if quiet else describe_batch(run, parts).splitlines())),
     ]  # on every rank: vectors may lie on others
-    with screen.listening(show, quiet or rank() > 0, intro) as progress:
+    with screen.telling(), screen.listening(show, quiet or rank() > 0, intro) as progress:
         if tensorboard and rank() == 0:
             progress.epoch = screen.both(progress.epoch, epoch_writer(folder / "tensorboard"))
         asked: dict[str, Any] = {"resume": resume, "overwrite": overwrite, "device": device, "save_seconds": save_seconds}

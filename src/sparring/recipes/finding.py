@@ -40,7 +40,7 @@ def find(recipe: str | Recipe) -> Recipe:
         return _checked(_imported(recipe), recipe)
     packages = offered()
     if recipe in packages:
-        return _checked(_attempt(packages[recipe].load, f"the recipe {recipe!r} of {origin(packages[recipe])}"), recipe)
+        return _checked(_attempt(packages[recipe].load, f"the recipe {recipe!r} of {source(recipe)}"), recipe)
     if recipe.endswith(".py"):
         raise UserError(f"{recipe!r} names no function: write {recipe}:FUNCTION")
     raise UserError(f"unknown recipe {recipe!r}{nearest(recipe, [*RECIPES, *packages])}; `sparring recipes` lists them")
@@ -91,12 +91,18 @@ def short(name: str) -> str:
 
 
 def offered() -> dict[str, EntryPoint]:
-    """The recipes of installed packages, by name."""
-    return {entry.name: entry for entry in entry_points(group="sparring.recipes")}
+    """The recipes of installed packages, by name; a name of ours stays ours."""
+    return {entry.name: entry for entry in entry_points(group="sparring.recipes") if entry.name.replace("-", "_") not in RECIPES}
 
 
-def origin(entry: EntryPoint) -> str:
-    """Where a recipe of an installed package comes from, in words."""
+def source(name: str) -> str:
+    """Where the recipe of this name comes from, in words: us, an installed package, or a file or module."""
+    module, colon, _ = name.rpartition(":")
+    if colon:
+        return module
+    entry = offered().get(name)
+    if entry is None:
+        return "sparring"
     return f"{entry.value} of the package {entry.dist.name} {entry.dist.version}" if entry.dist else entry.value
 
 
@@ -178,14 +184,13 @@ def _checked(recipe: Recipe, name: str) -> Recipe:
     """A recipe takes the training data, a Setup and arguments that can be written as text; anything else is told in one line."""
     if not callable(recipe) or inspect.isclass(recipe) or not hasattr(recipe, "__name__"):
         raise UserError(f"{name} is a {type(recipe).__name__}, not a recipe: that is a function (data, setup=Setup(...), *, ...) -> Run")
-    parameters = list(inspect.signature(recipe).parameters.values())
+    try:
+        parameters, hints = list(inspect.signature(recipe).parameters.values()), get_type_hints(recipe)
+    except Exception as error:
+        raise UserError(f"the types of the recipe {name} cannot be read: {type(error).__name__}: {error}") from error
     setup = next((p for p in parameters[1:2] if p.name == "setup" and isinstance(p.default, Setup)), None)
     if setup is None:
         raise UserError(f"the recipe {name} must begin with (data, setup=Setup(...)): a second argument setup whose default is a Setup")
-    try:
-        hints = get_type_hints(recipe)
-    except Exception as error:
-        raise UserError(f"the types of the recipe {name} cannot be read: {type(error).__name__}: {error}") from error
     for p in parameters[2:]:
         if p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) or p.default is p.empty or p.name not in hints:
             raise UserError(f"the argument {p.name!r} of the recipe {name} needs a type and a default, such as `{p.name}: int = 256`")
