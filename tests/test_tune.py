@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any, get_args
@@ -16,7 +17,8 @@ from sparring.data.interactions import Split
 from sparring.errors import UserError
 from sparring.recipes import RECIPES
 from sparring.settings import find, own_arguments, own_setup
-from sparring.tune import OneOf, Range, Trial, best, read_trials, space, tune
+from sparring.space import OWN, OneOf, Range, begin, defaults, space
+from sparring.tune import Trial, best, read_trials, tune
 
 pytest.importorskip("optuna")
 QUICK = Setup(dim=4, epochs=2, batch_size=128)
@@ -29,7 +31,8 @@ def test_the_space_is_common_plus_the_recipes_own() -> None:
     assert set(space("uns")) == {"lr", "tau", "weight_decay", "item_bias"}
     assert set(space("pns", {"tau": 0.1})) == {"lr", "weight_decay", "item_bias", "alpha"}
     for name in RECIPES:
-        assert {"lr", "tau", "weight_decay"} <= set(space(name))
+        assert {"lr", "weight_decay"} <= set(space(name))
+        assert ("tau" in space(name)) == (name not in ("ada_tau", "ccl"))
         assert not {"n", "size", "cache_size"} & set(space(name))
 
 
@@ -50,7 +53,7 @@ def test_every_space_fits_its_recipe(name: str) -> None:
 
 def test_every_entry_of_the_table_is_used() -> None:
     """The table of own arguments names nothing that no recipe has."""
-    for name in tuning.OWN:
+    for name in OWN:
         recipe, _, argument = name.rpartition(".")
         assert any(argument in own_arguments(found) for key, found in RECIPES.items() if recipe in ("", key)), name
 
@@ -72,15 +75,41 @@ def test_trials_are_counted_kept_and_continued(parts: Split, tmp_path: Path) -> 
     assert len(told) == 4
 
 
-def test_temperatures_that_are_named_are_tried_first(parts: Split, tmp_path: Path) -> None:
-    """After the recipe as it comes and the strong setting, the strong setting at each of `taus`; then the sampler goes on as without."""
+def test_every_method_tries_other_temperatures(parts: Split, tmp_path: Path) -> None:
+    """After the recipe as it comes and the strong setting, that at each of `taus`, or at half and twice its own; then the sampler."""
     named, plain = (
         tune("uns", parts, 5, tmp_path / str(taus), base=QUICK, fixed=FIXED, device="cpu", taus=taus).trials for taus in ((0.2, 0.4), ())
     )
     strong = named[1].settings
     assert strong["item_bias"]
     assert [trial.settings for trial in named[2:4]] == [strong | {"tau": tau} for tau in (0.2, 0.4)]
-    assert [trial.settings for trial in (*named[:2], named[4])] == [trial.settings for trial in (*plain[:2], plain[4])]
+    x = math.log(60 * 40 / (2 * len(parts.train)))
+    usual = min(max(4.7 / max(x, 1.0) ** 2, 0.05), 0.5)
+    assert strong["tau"] == pytest.approx(usual, abs=5e-4)
+    assert [trial.settings["tau"] for trial in plain[2:4]] == pytest.approx([usual / 2, 2 * usual], abs=5e-4)
+    assert all(trial.settings | {"tau": 0} == strong | {"tau": 0} for trial in plain[2:4])
+    assert plain[4].settings not in [trial.settings for trial in plain[:4]]
+
+
+def test_no_setting_is_tried_twice(parts: Split) -> None:
+    """A recipe that comes with the strong setting has other temperatures a trial earlier; what it leaves open is filled."""
+    choices = space("default")
+    tries = [begin(number, "default", choices, parts.train, None, {}) for number in range(5)]
+    assert tries[0]["tau"] == begin(1, "uns", space("uns"), parts.train, None, {})["tau"]
+    filled = [each for each in tries if each]
+    assert len({json.dumps(each, sort_keys=True) for each in filled}) == len(filled)
+    assert tries[4] == {}
+
+
+def test_temperatures_of_another_unit_are_among_the_first(parts: Split) -> None:
+    """BIR at twice tau is as sharp as SSL-Pop at tau, PSL at half of it: every method tries all three, with all else alike."""
+    taus = {
+        recipe: [begin(number, recipe, space(recipe, base=QUICK), parts.train, QUICK, {})["tau"] for number in (1, 2, 3)]
+        for recipe in ("ssl_pop", "bir", "xir", "psl")
+    }
+    usual, half, double = taus["ssl_pop"]
+    assert (half, double) == (usual / 2, usual * 2)
+    assert all(each == [usual, half, double] for each in taus.values())
 
 
 def test_the_score_is_the_best_validation_and_the_test_part_is_not_used(parts: Split, tmp_path: Path) -> None:
@@ -141,7 +170,7 @@ def test_refusals(parts: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_literal_arguments_take_their_declared_values(monkeypatch: pytest.MonkeyPatch) -> None:
     """An entry without values stands for all values of the argument's Literal type."""
-    monkeypatch.setitem(tuning.OWN, "form", OneOf())
+    monkeypatch.setitem(OWN, "form", OneOf())
     assert space("ssl_pop")["form"] == OneOf(("paper", "release"))
 
 
@@ -150,4 +179,4 @@ def test_rates_of_text_towers(encoder: str, lr: float) -> None:
     """A transformer is tried at rates from 1e-5 to 1e-3, a bag at those of a table; the first trial has what suits the encoder."""
     found = space("dpr", {"encoder": encoder})
     assert found["lr"] == (Range(1e-5, 1e-3, log=True) if encoder == "minilm" else space("dpr")["lr"])
-    assert tuning._defaults("dpr", found, None, {"encoder": encoder})["lr"] == lr
+    assert defaults("dpr", found, None, {"encoder": encoder})["lr"] == lr

@@ -78,7 +78,7 @@ def compare(args: Namespace) -> int:
 
 def _left_alone(plan: Plan) -> list[str]:
     """Which arguments of its own each recipe keeps as they come, while the rest is tuned."""
-    from sparring.tune import untuned
+    from sparring.space import untuned
 
     kept = {name: untuned(place, plan.settings_of(name)) for name, place in plan.places.items()}
     words = "; ".join(f"{name}: {', '.join(each)}" for name, each in kept.items() if each)

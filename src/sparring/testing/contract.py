@@ -199,16 +199,18 @@ class NegativesContract:
         errors = []
         for trial in range(self.trials):
             _between(negatives, world, self.batch, self.between, trial)
-            step = world.step(self.batch, trial)
-            mass = world.logits(step).exp()
-            log_count = negatives.log_count(torch.arange(world.n_items), step)
-            assert log_count is not None
-            possible = ~excluded(world, step, self.masks) & torch.isfinite(log_count)
-            full = torch.where(possible, mass, 0.0).sum(1)
-            estimate = (dense(negatives(step), step, world.n_items) * mass).sum(1)
+            full, estimate = self._partition(world, negatives, world.step(self.batch, trial))
             errors.append((estimate / full - 1).mean())
         error = torch.stack(errors)
         assert abs(error.mean()) <= 4 * error.std() / math.sqrt(len(error)) + 1e-6, f"off by {error.mean():.4f} of the full sum"
+
+    def _partition(self, world: World, negatives: Negatives, step: Step) -> tuple[Tensor, Tensor]:
+        """(B,) each: the sum of e^s over all that the sampler could offer, and its estimate from one bag."""
+        mass = world.logits(step).exp()
+        log_count = negatives.log_count(torch.arange(world.n_items), step)
+        assert log_count is not None
+        possible = ~excluded(world, step, self.masks) & torch.isfinite(log_count)
+        return torch.where(possible, mass, 0.0).sum(1), (dense(negatives(step), step, world.n_items) * mass).sum(1)
 
     def test_gradient_bias_falls(self) -> None:
         """The gradient on the positive is biased for few candidates, and at most half as much for 16 times as many."""
@@ -225,13 +227,8 @@ class NegativesContract:
         biases = []
         for trial in range(self.trials):
             step = world.step(self.batch, trial)
-            mass = world.logits(step).exp()
-            positive = mass.gather(1, step.item_ids.unsqueeze(1)).squeeze(1)
-            log_count = negatives.log_count(torch.arange(world.n_items), step)
-            assert log_count is not None
-            possible = ~excluded(world, step, self.masks) & torch.isfinite(log_count)
-            full = torch.where(possible, mass, 0.0).sum(1)
-            estimate = (dense(negatives(step), step, world.n_items) * mass).sum(1)
+            positive = world.logits(step).exp().gather(1, step.item_ids.unsqueeze(1)).squeeze(1)
+            full, estimate = self._partition(world, negatives, step)
             biases.append((positive / (positive + estimate) - positive / (positive + full)).mean())
         bias = torch.stack(biases)
         return float(bias.mean()), float(bias.std()) / math.sqrt(len(bias))
