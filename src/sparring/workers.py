@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -68,7 +69,8 @@ def run(tasks: Sequence[Task], jobs: int = 1, threads: int | None = None) -> Ite
     """Run every task, at most `jobs` at once, and tell what they say and how they end, as it happens.
 
     A task starts from a server that has only imported libraries, so it starts in a moment and holds no memory of an earlier one and no
-    half-used thread pool. `threads` is what each may use of the CPU. Leaving the iteration early (Ctrl-C) ends what still runs.
+    half-used thread pool. `threads` is what each may use of the CPU. Leaving the iteration early (Ctrl-C) ends what still runs, and so does
+    a caller that is killed.
 
         for event in run([Task("a", train_one, (1,)), Task("b", train_one, (2,))], jobs=2): ...
     """
@@ -108,6 +110,7 @@ def run(tasks: Sequence[Task], jobs: int = 1, threads: int | None = None) -> Ite
 def _begin(pipe: Connection, threads: int | None, task: Task) -> None:
     import torch
 
+    threading.Thread(target=_end_with_caller, daemon=True).start()
     if threads is not None:
         torch.set_num_threads(threads)
     try:
@@ -122,6 +125,13 @@ def _begin(pipe: Connection, threads: int | None, task: Task) -> None:
             traceback.print_exc()
         text = (str(error).strip().splitlines() or [type(error).__name__])[0]
         pipe.send(Ended(task.name, None, text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"))
+
+
+def _end_with_caller() -> None:
+    caller = multiprocessing.parent_process()
+    assert caller is not None
+    caller.join()
+    os._exit(1)
 
 
 def resident_bytes() -> int:
