@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from sparring import Run
     from sparring.data.interactions import Interactions
+    from sparring.types import Positives
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = Path(os.environ.get("SPARRING_DATA", ROOT.parent / "shared" / "data"))
@@ -146,7 +147,7 @@ class Tables:
         return self.items
 
 
-def stepping(run: Run, generator: torch.Generator) -> Callable[[Tensor], None]:
+def stepping(run: Run, generator: torch.Generator, positives: Positives | None = None) -> Callable[[Tensor], None]:
     """A training step of a run on pairs (B, 2), queries and items: encode, choose, loss, backward, update, observe; recorded on a GPU."""
     import torch
 
@@ -161,7 +162,7 @@ def stepping(run: Run, generator: torch.Generator) -> Callable[[Tensor], None]:
     def work(pairs: Tensor) -> None:
         for rule in rules:
             rule.zero_grad(set_to_none=True)
-        losses, step, outcome = contrast(run, *pairs.T.contiguous(), generator)
+        losses, step, outcome = contrast(run, *pairs.T.contiguous(), generator, positives)
         losses.mean().backward()
         for rule in rules:
             rule.step()

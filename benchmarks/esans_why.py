@@ -2,8 +2,9 @@
 
 First items by their number of training pairs, one ranking for all queries: what every method must be better than. Then uniform negatives
 and ESANS, as the paper has it, with each draw weighed by one over its expected count (`correction=counts`, ours), and both without the
-simple mixtures, everything else alike. For each the temperature with the best validation recall@50 of the first seed is taken to all
-seeds; the test part is ranked once for each seed.
+simple mixtures, everything else alike; with all masked that a query is known to have; and three baselines of the paper. For each the
+temperature with the best validation recall@50 of the first seed is taken to all seeds (Ada-tau has its own); the test part is ranked once
+for each seed.
 
     python benchmarks/esans_why.py --codes codes.safetensors [--data FOLDER] [--epochs 12] [--seeds 3] [--out why.jsonl]
 
@@ -36,6 +37,10 @@ METHODS: dict[str, tuple[str, dict[str, object]]] = {
     "ESANS, without simple mixtures": ("esans", PLAIN),
     "ESANS, corrected": ("esans", CORRECTED),
     "ESANS, corrected, without simple mixtures": ("esans", CORRECTED | PLAIN),
+    "ESANS, known positives masked": ("esans", {"exclude": "known"}),
+    "MixGCF": ("mixgcf", {"n": 64, "per_query": True}),
+    "FairNeg": ("fairneg", {"n": 5120}),
+    "Ada-tau": ("ada_tau", {"n": 5120, "per_query": False}),
 }
 SETUP = Setup(
     dim=64, score="cosine", item_bias=True, batch_size=512, optimizer="row-adam", lr=0.02, schedule="linear", weight_decay=0.0,

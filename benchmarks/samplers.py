@@ -25,7 +25,7 @@ from sparring import Run, Setup, Term, compose, recipes
 from sparring.data.interactions import Interactions
 from sparring.negatives import InBatch, Sampled, Uniform, Union
 from sparring.recorded import Recorded
-from sparring.types import Corpus
+from sparring.types import Corpus, Positives
 
 CLAIM = 1.3
 Build = Callable[[Interactions, Setup], Run]
@@ -107,8 +107,9 @@ class Timed:
         self.modules = self.run.modules().to(device)
         self.refreshers = [module for module in self.modules.modules() if hasattr(module, "refresh")]
         self.generator = torch.Generator(device).manual_seed(0)
-        self.corpus_positives = data.positives()
-        self.step = stepping(self.run, self.generator)
+        known = data.positives()
+        self.positives = Positives(known.start.to(device), known.items.to(device))
+        self.step = stepping(self.run, self.generator, self.positives)
 
     def refresh(self) -> float:
         """Seconds of a rebuild before an epoch; 0 where there is none."""
@@ -116,7 +117,7 @@ class Timed:
         with torch.no_grad():
             model = self.run.model
             for module in self.refreshers:
-                module.refresh(Corpus(0, model.item_vectors(), model.encode_queries, self.corpus_positives, self.generator))  # type: ignore[operator]
+                module.refresh(Corpus(0, model.item_vectors(), model.encode_queries, self.positives, self.generator))  # type: ignore[operator]
         if isinstance(self.step, Recorded):
             self.step.forget()
         self.wait()

@@ -99,7 +99,7 @@ def plans(n: int, dim: int, b: int, c: int) -> dict[str, Wire]:
         "mns": wire(**mixed, memory=popular, settings={"n": c}),
         "bir": wire(**in_batch, memory=popular),
         "xir": wire(**both, settings={"cache_size": c}),
-        "cbns": wire(**{**in_batch, "pairs": b * (b + 2048)}, memory=popular + 4 * dim * 2048, settings={"size": 2048}),
+        "cbns": wire(**{**in_batch, "pairs": b * (b + 2048)}, memory=popular + 4 * dim * 2048, settings={"size": 2048, "opens": 0}),
         "full_softmax": wire(vectors=n, items=b + n, far=b * n),
         "dns": wire(items=b + b, own=b, products=8 * b, looked=8 * b, draws=8 * b, settings={"n": 8}),
         "mixgcf": wire(items=b + b, own=b, products=8 * b, looked=8 * b, draws=9 * b, settings={"n": 8}),

@@ -43,11 +43,13 @@ import test_kernels_mixed
 import test_losses
 import test_losses_mined
 import test_losses_newer
+import test_recipes_extreme
+import test_settings
 import test_sharded
 import test_temperature
 import test_tree
 import test_types
-from sparring import augmented, contrast, losses, retriever, sharded, tree, types
+from sparring import augmented, contrast, losses, retriever, settings, sharded, tree, types
 from sparring.clusters import balanced
 from sparring.data import batches
 from sparring.data.splits import split
@@ -70,6 +72,7 @@ from sparring.negatives import (
     selection,
     synthetic,
 )
+from sparring.recipes import in_batch as in_batch_recipes
 from sparring.testing import World
 
 
@@ -126,6 +129,17 @@ def published(test: Callable[..., None], *arguments: Any) -> Callable[[], None]:
     return calling(test, World.build(n_items=20), *arguments)
 
 
+def on_parts(test: Callable[..., None], *arguments: Any) -> Callable[[], None]:
+    """A test that takes the parts of a small world last."""
+
+    def run() -> None:
+        world = make_world(60, 40, exposure=0.5, relevant=0.4, seed=3)
+        test(*arguments, split(world.interactions, "random", valid=0.1, test=0.2, seed=1))
+
+    run.__name__ = f"{test.__name__}{arguments}"
+    return run
+
+
 def cached(tower: str, source: str) -> Callable[[], None]:
     """The gradient cache against the direct gradient on a small world."""
 
@@ -142,6 +156,7 @@ PLAIN_TAU = test_losses.torch.tensor(0.5)
 PARTITION, EXCLUDED, DISTRIBUTION = "test_partition_function", "test_excluded_items_weigh_nothing", "test_distribution"
 GRADIENT, DESCRIBES = "test_loss_and_gradient", "test_bag_describes_itself"
 uniform, in_batch, mixed = sampled_tests.TestUniform, batch_tests.TestInBatch, batch_tests.TestMixed
+
 
 def delayed_lists(delay: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -210,6 +225,34 @@ MUTANTS = [
         "torch.searchsorted(ordered, self.ids, right=True) - low",
         "(torch.searchsorted(ordered, self.ids, right=True) - low).clamp(max=1)",
         (test_types.test_own_positive_among_shared_candidates, of(in_batch, GRADIENT)),
+    ),
+    Mutant(
+        "an empty place is looked up as item 0",
+        types.Known.mask,
+        "torch.where(ids < 0, last, ids.clamp(max=last))",
+        "ids.clamp(min=0, max=last)",
+        (calling(test_types.test_known_positives_are_looked_up_as_they_are_listed, 1 << 26),),
+    ),
+    Mutant(
+        "known items are told from the candidates by the wrong bits",
+        types.Known.hits,
+        "among[own & last]",
+        "among[(own >> 1) & last]",
+        (calling(test_types.test_known_positives_are_looked_up_as_they_are_listed, 0),),
+    ),
+    Mutant(
+        "a query offers each of its positives once an epoch",
+        in_batch_recipes.offered,
+        "share / total[data.queries]",
+        "share",
+        (on_parts(test_recipes_extreme.test_every_correction_is_by_what_batches_offer, "ssl_pop", "uniform"),),
+    ),
+    Mutant(
+        "a base setup takes from a recipe what makes it",
+        settings._kept,
+        "dataclasses.replace(base, **made)",
+        "base",
+        (on_parts(test_settings.test_a_base_setup_leaves_a_recipe_what_makes_it),),
     ),
     Mutant(
         "known positives without the last of each query",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,12 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from sparring import opponents
 from sparring.composition import Run, Setup, Term, compose
 from sparring.contrast import contrast, describe_batch
 from sparring.data.interactions import Interactions, Split
 from sparring.errors import UserError
 from sparring.negatives import Cache, InBatch, Memory, Resample, Streaming, Union
 from sparring.recipes import PAPER, RECIPES
+from sparring.runs import load
 from sparring.settings import build
 from sparring.train import Fitted, fit
 from sparring.types import Outcome, Step
@@ -49,6 +53,14 @@ class Hand:
         """(B, C): 0 where a candidate is not the query's positive, -inf where it is."""
         same = ids.expand(B, -1) == self.items.unsqueeze(1)
         return torch.zeros(same.shape, dtype=torch.float64).masked_fill(same, -INF)
+
+    def unknown(self, ids: Tensor) -> Tensor:
+        """(B, C): 0 where a candidate is no training positive of the query, -inf where it is."""
+        pairs = set(zip(self.data.queries.tolist(), self.data.items.tolist(), strict=True))
+        rows = zip(self.queries.tolist(), ids.expand(B, -1).tolist(), strict=True)
+        known = torch.tensor([[(query, item) in pairs for item in row] for query, row in rows])
+        assert int(known.sum()) > int(torch.isinf(self.other(ids)).sum())  # or masking one and masking all could not be told apart
+        return torch.zeros(known.shape, dtype=torch.float64).masked_fill(known, -INF)
 
     def logits(self, ids: Tensor) -> Tensor:
         return self.s.gather(1, ids.expand(B, -1))
@@ -84,7 +96,7 @@ SOURCES = {
     "quick": ["in-batch: 64 candidates shared", "weight: -log expected count", "positive: one per query, uncorrected"],
     "uns": ["sampled from Uniform(40): 1,024 candidates shared"],
     "pns": ["sampled from Popularity(40 items, alpha=1): 1,024 candidates shared"],
-    "bpr": ["sampled from Uniform(40): 1 candidates for each query", "1 x bpr over"],
+    "bpr": ["sampled from Uniform(40): 1 candidates for each query", "1 x bpr over", "masked: all known"],
     "ssl": ["in-batch: 64 candidates shared", "weight: none", "masked: own positive"],
     "ssl_pop": ["in-batch: 64", "weight: -log q", "positive: one per query, corrected"],
     "g_tower": ["in-batch: 64", "weight: -log q", "positive: one per query, corrected"],
@@ -97,13 +109,13 @@ SOURCES = {
     "shown": ["in-batch: 64", "shown and not taken: 4 candidates for each query"],
     "sl": ["1 x softmax_loss over", "sampled from Uniform(40): 800 candidates shared", "weight: none", "masked: own positive"],
     "bsl": ["1 x bsl over", "sampled from Uniform(40): 800 candidates shared", "weight: none"],
-    "psl": ["1 x psl over", "sampled from Uniform(40): 1,000 candidates shared", "weight: none"],
-    "slatk": ["1 x SLatK over", "sampled from Uniform(40): 1,000 candidates shared", "weight: none"],
+    "psl": ["1 x psl over", "sampled from Uniform(40): 1,000 candidates shared", "weight: none", "masked: all known"],
+    "slatk": ["1 x SLatK over", "sampled from Uniform(40): 1,000 candidates shared", "weight: none", "masked: all known"],
     "ccl": ["1 x ccl over", "sampled from Uniform(40): 1,000 candidates shared", "weight: none"],
     "ada_tau": ["1 x adaptive_softmax over", "sampled from Uniform(40): 1,024 candidates shared", "weight: none"],
-    "dns": ["1 x bpr over", "hardest 1 of sampled from Uniform(40): 1 candidates for each query", "masked: own positive"],
-    "ahns": ["1 x bpr over", "nearest to the target, 1 of sampled from Uniform(40): 1 candidates for each query"],
-    "mixgcf": ["positive mixed into hardest 1 of sampled from Uniform(40)", "64 synthetic or empty", "masked: own positive"],
+    "dns": ["1 x bpr over", "hardest 1 of sampled from Uniform(40): 1 candidates for each query", "masked: all known"],
+    "ahns": ["1 x bpr over", "nearest to the target, 1 of sampled from Uniform(40): 1 candidates for each query", "masked: all known"],
+    "mixgcf": ["positive mixed into hardest 1 of sampled from Uniform(40)", "64 synthetic or empty", "masked: all known"],
     "amns": ["hardest 256 of in-batch + sampled from Uniform(40): 256 candidates for each query", "weight: none"],
     "bmns": ["0.2 x sampled_softmax", "in-batch: 64", "mixtures of 64 in-batch items: 2,048 candidates shared", "2,048 synthetic"],
     "fairneg": ["sampled from GroupShares(40 items in 10 groups), 10% by score: 2,048 candidates shared", "weight: score"],
@@ -205,13 +217,12 @@ def test_uns_and_pns(parts: Split, name: str, per_query: bool) -> None:
 
 
 def test_bpr(parts: Split) -> None:
-    """Mean over n uniform negatives of log(1 + e^(s_j - s_+)), drawn for each query; a drawn positive is left out of the mean."""
+    """Mean over n uniform negatives of log(1 + e^(s_j - s_+)), drawn for each query; what is known of it is left out."""
     hand = Hand(parts.train, build("bpr", parts.train, {**TINY, "n": 30}))
     losses, _, outcome = hand.contrast()
     ids = outcome.bags[0].blocks[0].ids
     assert ids.shape == (B, 30)
-    counts = (ids != hand.items.unsqueeze(1)).double()
-    assert counts.sum() < counts.numel()
+    counts = hand.unknown(ids).exp()
     pairs = torch.log1p((hand.logits(ids) - hand.positive.unsqueeze(1)).exp())
     check(losses, (counts * pairs).sum(1) / counts.sum(1))
 
@@ -351,8 +362,8 @@ def test_xir_without_and_with_only_the_cache(parts: Split) -> None:
 
 
 def test_cbns(parts: Split) -> None:
-    """Equation 9: positive and negatives minus log p, negatives the batch and the vectors of past batches once the warm-up is over."""
-    run = build("cbns", parts.train, {**TINY, "size": 40, "warmup": 1, "init_std": 0.7})
+    """Equation 9: positive and negatives minus log p, negatives the batch and the vectors of past batches once it has opened."""
+    run = build("cbns", parts.train, {**TINY, "size": 40, "opens": 1, "init_std": 0.7})
     log_p = None
     past: list[Tensor] = []
     for batch in range(4):
@@ -367,6 +378,34 @@ def test_cbns(parts: Split) -> None:
         if batch >= 1:
             past.append(hand.items)
     assert len(torch.cat(past)) > 40  # the ring has turned
+
+
+def test_the_memory_of_cbns_opens_in_a_short_training(parts: Split) -> None:
+    """As it comes, three epochs leave the memory holding items of past batches, and another model than in-batch softmax by popularity."""
+    settings = {"epochs": 3, "batch_size": 64, "dim": 8, "size": 100}
+    run = build("cbns", parts.train, settings)
+    fit(run, parts, k=(10,), device="cpu")
+    (memory,) = (module for module in run.modules().modules() if isinstance(module, Memory))
+    assert bool((memory.ids >= 0).all())
+    without = build("cbns", parts.train, {**settings, "opens": 10**6})
+    fit(without, parts, k=(10,), device="cpu")
+    assert not torch.equal(run.model.item.weight, without.model.item.weight)  # type: ignore[union-attr]
+
+
+def test_a_folder_with_arguments_of_older_names_still_answers(parts: Split, tmp_path: Path) -> None:
+    """A run folder whose run.json has CBNS's `warmup` of before gives the same recommendations, and diagnosis finds its negatives."""
+    fit(build("cbns", parts.train, {"epochs": 1, "batch_size": 64, "dim": 8, "size": 100}), parts, tmp_path / "run", k=(10,), device="cpu")
+    ids = parts.train.query_ids.decode(np.arange(5)).tolist()
+    before = load(tmp_path / "run").recommend(ids, 5)
+    file = tmp_path / "run" / "run.json"
+    meta = json.loads(file.read_text())
+    del meta["arguments"]["opens"]
+    meta["arguments"]["warmup"] = 40_000
+    file.write_text(json.dumps(meta))
+    assert load(tmp_path / "run").recommend(ids, 5).equals(before)
+    again = opponents.own(tmp_path / "run", parts)
+    assert again.setup.warmup == 0
+    assert any(isinstance(module, Memory) for module in again.modules().modules())
 
 
 def test_full_softmax(parts: Split) -> None:
@@ -407,7 +446,11 @@ def test_recipes_are_wired_from_the_parts_that_their_papers_name(parts: Split) -
 
     assert (parts_of("xir", Cache).pool, parts_of("xir", Cache, form="release").pool) == ("all", "drawn")
     assert parts_of("xir", InBatch, form="release").exclude == "none"
-    assert parts_of("cbns", Memory).warmup == 40_000
+    steps = -(-len(parts.train) // B)
+    assert parts_of("cbns", Memory).warmup == 100 * steps // 10
+    assert parts_of("cbns", Memory, epochs=10**6).warmup == 40_000
+    assert parts_of("cbns", Memory, epochs=50, rows="queries").warmup == 50 * -(-len(set(parts.train.queries.tolist())) // B) // 10
+    assert parts_of("cbns", Memory, opens=7).warmup == 7
     assert parts_of("cbns", Memory, item_features="category", hidden="5,3").emb.shape == (2432, 3)
     assert parts_of("g_tower", Streaming).alpha == 0.01
     assert parts_of("mns", Union).correction == "negatives"

@@ -101,9 +101,10 @@ def test_the_loss_by_hand(parts: Split) -> None:
 
 
 def test_settings_of_the_paper(parts: Split) -> None:
-    """B = 512, d = 64, tau 0.05, lr 2e-4; m_c = 2, m_o = 5, eta 0.6, lam 0.1."""
+    """B = 512, d = 64, tau 0.05, lr 2e-4 (ours: a start small enough for it); m_c = 2, m_o = 5, eta 0.6, lam 0.1."""
     run = build("esans", parts.train, {})
     assert (run.setup.batch_size, run.setup.dim, run.setup.tau, run.setup.lr) == (512, 64, 0.05, 2e-4)
+    assert run.setup.init_std == 0.01
     found = parts_of(run)
     other, mixed, hard = found[OtherClusters], found[Interpolated], found[TowardsPositive]
     assert (other.m_c, other.m_o, mixed.eta, float(hard.lam)) == (2, 5, 0.6, pytest.approx(0.1))  # type: ignore[arg-type]
@@ -265,3 +266,31 @@ def test_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
         words += ["--set", "dim=8", "--set", "batch_size=64", "--epochs", "1", "--out", str(tmp_path / f"run{count}")]
         assert main(words) == status
     assert "have no code" in "".join(capsys.readouterr())
+
+
+def test_what_a_preset_masks(parts: Split) -> None:
+    """Of real items literal masks the positive and ours its cell; the mixtures of the positive's primary cluster never count in either, and
+    exclude=known masks every known positive besides."""
+    counts = {}
+    for name, settings in (("literal", {"preset": "literal"}), ("ours", {}), ("known", {"exclude": "known"})):
+        run = build("esans", parts.train, {**SMALL, **settings, "codes": "random", "k_primary": 4, "k_secondary": 3, "m_h": 0, "m_o": 3})
+        codes = parts_of(run)[OtherClusters]
+        primary, cell = codes.primary(torch.arange(parts.train.n_items)), codes.cell
+        queries, items = (column[:40].long() for column in parts.train.pairs())
+        _, _, outcome = contrast(run, queries, items, torch.Generator().manual_seed(1), parts.train.positives())
+        (block,) = outcome.bags[0].blocks
+        assert block.mix is not None
+        real = torch.zeros(40, len(block.ids), dtype=torch.bool)
+        real[block.exclude.hits(block.ids)] = True  # type: ignore[union-attr]
+        own = block.ids == items.unsqueeze(1)
+        known = torch.zeros(parts.train.n_queries, parts.train.n_items, dtype=torch.bool)
+        known[parts.train.queries.tolist(), parts.train.items.tolist()] = True
+        near = cell[block.ids] == cell[items].unsqueeze(1)
+        want = {"literal": own, "ours": near, "known": near | known[queries][:, block.ids]}[name]
+        assert torch.equal(real, want)
+        made = torch.zeros(40, len(block.mix.groups), dtype=torch.bool)
+        made[block.mix.places()] = True  # type: ignore[index]
+        assert torch.equal(made, primary[items].unsqueeze(1) == block.mix.groups)
+        assert bool(made.any())
+        counts[name] = int(real.sum())
+    assert 0 < counts["literal"] < counts["ours"] < counts["known"]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from sparring import trainer as training
-from sparring.composition import Run
+from sparring.composition import Run, Setup
 from sparring.contrast import contrast
 from sparring.data.batches import ClusteredBatches, query_rows
 from sparring.data.interactions import Split
@@ -20,10 +20,11 @@ from sparring.data.worlds import make_world
 from sparring.errors import UserError
 from sparring.evaluation import evaluate
 from sparring.losses import OnlineHard
-from sparring.negatives import InBatch, NearestItems, Union
+from sparring.negatives import InBatch, NearestItems, OtherClusters, Popularity, Union
 from sparring.negatives import ance as ance_module
 from sparring.recipes import RECIPES
-from sparring.recipes.extreme import LABELS, ngame, offered
+from sparring.recipes.extreme import LABELS, ngame
+from sparring.recipes.in_batch import offered
 from sparring.recipes.variant import variant
 from sparring.settings import build, own_arguments, own_setup, parse_setup, resolve
 from sparring.train import Progress, fit
@@ -193,6 +194,31 @@ def test_the_correction_is_by_how_often_rows_offer_an_item(parts: Split, draw: A
         found += torch.bincount(torch.from_numpy(parts.train.items)[pairs].long(), minlength=parts.train.n_items)
     assert float(expected.sum()) == pytest.approx(len(rows))
     assert bool(((found / epochs - expected).abs() <= 5 * (expected / epochs).sqrt() + 1e-9).all())
+
+
+BY_POPULARITY = {"dpr": {"corrected": True}, "esans": {"correction": "counts", "m_o": 2}, "amns": {"correction": "count"}}
+BY_POPULARITY |= {name: {} for name in ("quick", "ssl_pop", "mns", "debiased_mns", "bir", "xir", "cbns", "shown", "bmns")}
+
+
+@pytest.mark.parametrize("draw", ["uniform", "propensity"])
+@pytest.mark.parametrize("name", BY_POPULARITY)
+def test_every_correction_is_by_what_batches_offer(name: str, draw: str, parts: Split) -> None:
+    """With rows=queries the frequency that a recipe divides by is how often its batches hold each item, counted over many epochs of rows
+    within 5 standard errors; the counts of the pairs are another one."""
+    run = build(name, parts.train, BY_POPULARITY[name], setup=Setup(rows="queries", draw=draw, dim=4))
+    rows = query_rows(parts.train, draw)
+    generator, held, epochs = torch.Generator().manual_seed(2), torch.zeros(parts.train.n_items).double(), 3000
+    every = torch.arange(len(rows)).repeat(epochs)
+    held.index_add_(0, parts.train.pairs()[1][rows.pairs(every, generator)].long(), torch.ones(len(every)).double())
+    share, error = held / len(every), (held.clamp(min=1) / len(every) ** 2).sqrt()
+    pairs = torch.from_numpy(parts.train.counts()).double() / len(parts.train)
+    assert float(((pairs - share).abs() / error).max()) > 15
+    modules = list(run.modules().modules())
+    used = [module.log_p.exp() for module in modules if isinstance(module, Popularity)]
+    used += [module.popularity for module in modules if isinstance(module, OtherClusters)]
+    assert used
+    for one in used:
+        assert float(((one.double() - share).abs() / error).max()) < 5
 
 
 def test_the_corrected_softmax_subtracts_it(parts: Split) -> None:

@@ -13,10 +13,11 @@ from sparring.errors import UserError
 from sparring.negatives import Sampled, Tilted
 from sparring.recipes.hard import column_classes, popularity_classes
 from sparring.settings import build
-from sparring.train import fit
+from sparring.train import Progress, fit
 from sparring.types import Corpus
 from test_recipes import INF, TINY, B, Hand, check, observe
 
+KNOWN = ("dns", "ahns", "mixgcf", "fairneg")  # whose authors draw again what the query is known to have
 SEED = 5  # of the generator that Hand draws from
 
 
@@ -38,15 +39,15 @@ def test_it_learns(name: str, parts: Split) -> None:
     assert found.history[-1]["loss"] < found.history[0]["loss"]
     assert found.test is not None
     assert 0 < found.test.metrics["recall@10"] <= 1
-    assert "masked: own positive" in describe_batch(run, parts)
+    assert f"masked: {'all known positives' if name in KNOWN else 'own positive'}" in describe_batch(run, parts)
 
 
 @pytest.mark.parametrize("per_query", [True, False])
 def test_dns(parts: Split, per_query: bool) -> None:
-    """log(1 + e^(s_j - s_+)) for the highest s_j of n uniform draws that are not the positive."""
+    """log(1 + e^(s_j - s_+)) for the highest s_j of n uniform draws that are not known of the query."""
     hand = Hand(parts.train, build("dns", parts.train, {**TINY, "n": 20, "per_query": per_query}))
     ids, _ = drawn(hand, 20, per_query)
-    hardest = (hand.logits(ids) + hand.other(ids)).amax(1)
+    hardest = (hand.logits(ids) + hand.unknown(ids)).amax(1)
     check(hand.contrast(SEED)[0], softplus(hardest - hand.positive))
 
 
@@ -54,7 +55,7 @@ def test_dns_m_n(parts: Split) -> None:
     """m = 5, k = 2: two different ones of the five hardest, their mean loss; over many generators all five are chosen."""
     hand = Hand(parts.train, build("dns", parts.train, {**TINY, "n": 20, "m": 5, "k": 2}))
     ids, _ = drawn(hand, 20)
-    best = (hand.logits(ids) + hand.other(ids)).topk(5, 1).values
+    best = (hand.logits(ids) + hand.unknown(ids)).topk(5, 1).values
     each = [softplus(best[:, rank] - hand.positive) for rank in range(5)]
     pairs = torch.stack([(each[a] + each[b]) / 2 for a in range(5) for b in range(a)], 1)
     distance = (hand.contrast(SEED)[0].detach().double().unsqueeze(1) - pairs).abs()
@@ -66,10 +67,10 @@ def test_ahns(parts: Split) -> None:
     """The draw with the least |s_j - beta / (s_+ + alpha)|, hardest where s_+ <= -alpha, then the pairwise loss; one row at a time."""
     hand = Hand(parts.train, build("ahns", parts.train, {**TINY, "n": 20, "alpha": 0.8, "beta": 0.3}))
     ids, _ = drawn(hand, 20)
-    want = []
+    counts, want = hand.unknown(ids), []
     for row in range(B):
         own = float(hand.positive[row])
-        scores = [float(hand.s[row, j]) for j in ids[row].tolist() if j != int(hand.items[row])]
+        scores = [float(hand.s[row, j]) for j in ids[row][torch.isfinite(counts[row])].tolist()]
         target = 0.3 / (own + 0.8) if own > -0.8 else INF
         want.append(softplus((max(scores) if target == INF else min(scores, key=lambda s: abs(s - target))) - own))
     check(hand.contrast(SEED)[0], torch.stack(want))
@@ -82,7 +83,7 @@ def test_mixgcf(parts: Split, mix: str, k: int) -> None:
     hand = Hand(parts.train, build("mixgcf", parts.train, {**TINY, "n": 20, "mix": mix, "k": k}))
     ids, twin = drawn(hand, 20)
     a = torch.rand(B, 20 if mix == "candidate" else 1, generator=twin).double()
-    mixed = a * hand.positive.unsqueeze(1) + (1 - a) * hand.logits(ids) + hand.other(ids)
+    mixed = a * hand.positive.unsqueeze(1) + (1 - a) * hand.logits(ids) + hand.unknown(ids)
     best = mixed.topk(k, 1).values
     check(hand.contrast(SEED)[0], softplus(torch.logsumexp(best - hand.positive.unsqueeze(1), 1)))
 
@@ -124,15 +125,30 @@ def test_fairneg(parts: Split) -> None:
         hand = Hand(parts.train, run, batch)
         losses, step, outcome = hand.contrast(SEED)
         ids = outcome.bags[0].blocks[0].ids
-        s = hand.logits(ids) * 0.3 + hand.other(ids)
+        s = hand.logits(ids) * 0.3 + hand.unknown(ids)
         counted = torch.isfinite(s).sum(1, keepdim=True)
         w = 0.6 + 0.4 * counted * torch.softmax(s / 0.5, 1)
-        check(losses, hand.softmax_loss(hand.logits(ids) + w.log() + hand.other(ids)))
+        check(losses, hand.softmax_loss(hand.logits(ids) + w.log() + hand.unknown(ids)))
         assert torch.equal(shares, first)
         observe(run, step, outcome)
     assert not torch.equal(shares, first)
     assert parts.train.item_table is not None
     assert len(shares) == parts.train.item_table["category"].n_unique()
+
+
+def test_the_shares_of_fairneg_move_once_an_epoch(parts: Split) -> None:
+    """As it comes, the last step of each epoch moves the shares, and no other does."""
+    run = build("fairneg", parts.train, {"epochs": 3, "batch_size": 64, "dim": 8, "lr": 0.05})
+    shares, moved = run.terms[0].negatives.source.distribution.shares, []  # type: ignore[union-attr]
+    before = shares.clone()
+
+    def watch(epoch: int, step: int, loss: object) -> None:
+        if not torch.equal(shares, before):
+            moved.append((epoch, step))
+            before.copy_(shares)
+
+    fit(run, parts, k=(10,), device="cpu", progress=Progress(step=watch))
+    assert moved == [(epoch, -(-len(parts.train) // 64)) for epoch in range(3)]
 
 
 def test_groups(parts: Split) -> None:

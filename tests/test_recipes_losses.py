@@ -21,6 +21,7 @@ from sparring.train import Progress, fit
 
 B, N_DRAWN = 24, 30
 TINY = {"dim": 6, "init_std": 0.7, "batch_size": B, "n": N_DRAWN}
+KNOWN = {"bpr": "known", "psl": "known", "slatk": "known", "sl": "positive", "bsl": "positive", "ccl": "positive"}
 LOSSES = ["ada_tau", "bsl", "ccl", "psl", "sl", "slatk"]
 
 
@@ -36,7 +37,20 @@ def one_step(data: Interactions, run: Run) -> tuple[Tensor, Tensor, Tensor, Tens
     cosine = (users / users.norm(dim=1, keepdim=True))[queries] @ (vectors / vectors.norm(dim=1, keepdim=True)).T
     counts = ids != items.unsqueeze(1)
     assert 0 < int(counts.sum()) < counts.numel()
+    if run.terms[0].negatives.exclude == "known":
+        known = torch.zeros(data.n_queries, data.n_items, dtype=torch.bool)
+        known[data.queries.tolist(), data.items.tolist()] = True
+        known = known[queries].gather(1, ids)
+        assert int(known.sum()) > int((~counts).sum())
+        counts = ~known
     return losses.detach().double(), cosine[torch.arange(B), items], cosine.gather(1, ids), counts, queries
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_what_is_never_a_negative(name: str, parts: Split) -> None:
+    """Unless told otherwise: all that is known of a query where the authors draw so, else its positive."""
+    assert build(name, parts.train).terms[0].negatives.exclude == KNOWN[name]
+    assert build(name, parts.train, {"exclude": "none"}).terms[0].negatives.exclude == "none"
 
 
 def log_sum(terms: Tensor, counts: Tensor) -> Tensor:
@@ -69,9 +83,11 @@ def test_psl(parts: Split) -> None:
         check(found, log_sum(sigma((others - own.unsqueeze(1)) / 2) ** 20, counts))
 
 
-def test_ccl(parts: Split) -> None:
+@pytest.mark.parametrize("exclude", ["positive", "known"])
+def test_ccl(parts: Split, exclude: str) -> None:
     """(1 - f_+) + w mean_j max(0, f_j - m)."""
-    found, own, others, counts, _ = one_step(parts.train, build("ccl", parts.train, {**TINY, "margin": 0.2, "weight": 7.0}))
+    settings = {**TINY, "margin": 0.2, "weight": 7.0, "exclude": exclude}
+    found, own, others, counts, _ = one_step(parts.train, build("ccl", parts.train, settings))
     check(found, 1 - own + 7 * ((others - 0.2).clamp(min=0) * counts).sum(1) / counts.sum(1))
 
 
@@ -118,6 +134,25 @@ def test_what_they_keep_moves_as_they_train(parts: Split) -> None:
         order = temperature.loss[seen].argsort()
         assert bool((temperature.tau[seen][order].diff() >= -1e-7).all())
         assert float(temperature.tau.max()) > float(temperature.tau.min())
+
+
+def test_ada_tau_leaves_the_given_gap_in_a_short_training(parts: Split) -> None:
+    """As it comes, equation 14 acts after a quarter of the epochs; an epoch's recorded tau is the mean over all queries of that epoch."""
+    run = build("ada_tau", parts.train, {"epochs": 6, "batch_size": 64, "dim": 8, "lr": 0.05})
+    temperature, gaps, taus = run.temperature, [], []
+    assert isinstance(temperature, AdaTau)
+
+    def note(record: dict[str, object]) -> None:
+        gaps.append(float(temperature.gap))
+        taus.append((record["tau"], sum(temperature.tau.tolist()) / parts.train.n_queries, float(temperature.tau[0])))
+
+    fit(run, parts, k=(10,), device="cpu", progress=Progress(epoch=note))
+    assert [gap == pytest.approx(0.7) for gap in gaps] == [True, True, False, False, False, False]
+    for recorded, mean, first in taus[1:]:
+        assert recorded == pytest.approx(mean, abs=2e-6)
+        assert abs(first - mean) > 1e-5  # the first query's own would be another
+    long = {epochs: build("ada_tau", parts.train, {"epochs": epochs}).temperature.settle for epochs in (1, 4, 20, 400, 1000)}
+    assert long == {1: 1, 4: 1, 20: 5, 400: 100, 1000: 100}
 
 
 class Stop(Exception):

@@ -26,6 +26,7 @@ from sparring.reproduce.esans_main import candidates, five_runs
 from sparring.reproduce.esans_rows import printed_gain, relative_rows
 from sparring.reproduce.published import Figure
 from sparring.reproduce.published_esans import ESANS_DATA, FIGURE_4, FIVE_RUNS, TABLE_2, TABLE_4, TABLE_5
+from sparring.space import space
 from sparring.stats import equal_variance_t, summary
 
 THREE = {"image": "image.npy", "text": "text.npy", "behaviour": "behaviour"}
@@ -192,11 +193,13 @@ def test_rows_are_what_the_folders_say(tmp_path: Path, world: World) -> None:
 
 
 def test_methods_have_equal_candidates_and_the_control_as_many_logits(world: World, tmp_path: Path) -> None:
-    """5,120 shared real candidates for a batch of 512; the logits of ESANS are those that its bags really hold."""
+    """5,120 shared real candidates for a batch of 512, 64 of each query's own for MixGCF; the logits of ESANS are those of its bags."""
     one = given(world, tmp_path)
     methods = {method.name: method for method in find("esans-main").methods(one, {})}
-    named = ("UNS", "PNS", "debiased MNS", "MixGCF", "FairNeg", "Ada-tau", "BMNS")
+    named = ("UNS", "PNS", "debiased MNS", "FairNeg", "Ada-tau", "BMNS")
     assert {methods[name].settings["n"] for name in named} == {5120}
+    assert methods["MixGCF"].settings == {"n": 64, "per_query": True, "exclude": "known"}  # and so k is tuned
+    assert "k" in space("mixgcf", methods["MixGCF"].settings)
     assert methods["UNS, as many logits"].settings["n"] == candidates({})[1] == 19_466
     assert find("esans-main").methods(one, {"batch_size": "16"})[1].settings["n"] == 160
     run = settings.build("esans", world.interactions, {"batch_size": 16, "dim": 4, "codes": "random", "k_primary": 6})
@@ -313,7 +316,7 @@ def test_what_tuning_found_is_what_is_trained(done: Path) -> None:
         assert len(trials) == 2
         best = max(trials, key=lambda trial: (trial["value"], -trial["number"]))
         meta = json.loads((done / "tiny" / method / "20" / "run.json").read_text())
-        assert {"tau", "weight_decay"} <= best["settings"].keys()
+        assert {"weight_decay"} | ({"tau"} if method != "ada-tau" else set()) <= best["settings"].keys()  # Ada-tau has its own
         assert "lr" not in best["settings"]
         for name, value in best["settings"].items():
             assert {**meta["arguments"], **meta["setup"]}[name] == value

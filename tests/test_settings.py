@@ -7,6 +7,7 @@ import json
 from typing import Any, Literal
 
 import pytest
+import torch
 
 from sparring.composition import Setup
 from sparring.data.interactions import Split
@@ -186,6 +187,36 @@ def test_a_base_setup_is_changed_by_settings_and_replaces_the_recipes_own(parts:
     assert build("xir", parts.train, {"lr": 0.1}).setup == dataclasses.replace(own_setup(xir), lr=0.1)
 
 
+def test_a_base_setup_leaves_a_recipe_what_makes_it(parts: Split) -> None:
+    """On the towers and the optimiser of `default`, DEXA still adds vectors of clusters to NGAME's items and PRIME draws by propensity;
+    rows of labels stay queries, and classifiers follow. What a method does not say is the base's, and a setting still changes all."""
+    base = own_setup(RECIPES["default"])
+    runs = {name: build(name, parts.train, {}, base) for name in ("ngame", "dexa", "prime", "dpr", "ance", "dexml", "ssl_pop")}
+    own = {name: own_setup(RECIPES[name]) for name in runs}
+    for name, run in runs.items():
+        same = dataclasses.asdict(run.setup)
+        kept = {key: same.pop(key) for key in ("rows", "draw", "auxiliary", "private", "centroids", "classifiers")}
+        assert kept == {key: getattr(own[name], key) for key in kept}
+        others = dataclasses.asdict(dataclasses.replace(base, tau=run.setup.tau))
+        assert same == {key: others[key] for key in same}
+    assert {run.setup.rows for name, run in runs.items() if name != "ssl_pop"} == {"queries"}
+    assert runs["ssl_pop"].setup.rows == "pairs"
+    tables = {name: sum(part.numel() for part in run.model.item.parameters()) for name, run in runs.items()}
+    assert tables["dexa"] > tables["ngame"]
+    items = torch.arange(parts.train.n_items)
+    vectors = {name: runs[name].model.encode_items(items) for name in ("ngame", "dexa")}
+    assert not torch.equal(vectors["ngame"], vectors["dexa"])
+    assert build("dexa", parts.train, {"auxiliary": 0, "rows": "pairs"}, base).setup.auxiliary == 0
+    labels = own_setup(RECIPES["dpr"])
+    assert build("ssl_pop", parts.train, {}, labels).setup.rows == "queries"
+
+
+def test_a_whole_setup_is_taken_as_it_is(parts: Split) -> None:
+    """What a run folder holds comes back, even where the recipe's own Setup says otherwise."""
+    saved = build("dexa", parts.train, {"auxiliary": 0, "private": 0, "rows": "pairs", "classifiers": 0}).setup
+    assert build("dexa", parts.train, {}, setup=saved).setup == saved
+
+
 @pytest.mark.parametrize("name", sorted(RECIPES))
 def test_a_run_survives_json(name: str, parts: Split) -> None:
     """Setup and arguments, written as JSON and read back, build the same run again: nothing of a run folder is lost."""
@@ -193,7 +224,7 @@ def test_a_run_survives_json(name: str, parts: Split) -> None:
     run = build(name, parts.train, {"dim": 4, "hidden": "6,3", "patience": "none", **features})
     setup, arguments = json.loads(json.dumps([dataclasses.asdict(run.setup), run.arguments]))
     assert parse_setup(setup) == run.setup
-    again = build(name, parts.train, arguments, parse_setup(setup))
+    again = build(name, parts.train, arguments, setup=parse_setup(setup))
     assert again.setup == run.setup
     assert again.arguments == run.arguments
 
@@ -213,3 +244,11 @@ def test_every_recipe_declares_types_and_defaults() -> None:
             assert parse(name, default, kind) == default
             written = ",".join(map(str, default)) if isinstance(default, tuple) else str(default)
             assert resolve(recipe, {name: written})[1] == {name: default}
+
+
+def test_no_argument_of_a_recipe_hides_a_setting_of_all() -> None:
+    """`--set NAME=VALUE` means the same for every recipe of a comparison, but for the names listed here."""
+    allowed = {("bir", "draw"), ("xir", "draw")}  # how the batch is drawn again; Setup.draw is for rows=queries, where it has other values
+    fields = {field.name for field in dataclasses.fields(Setup)}
+    hidden = {(name, argument) for name, recipe in RECIPES.items() for argument in own_arguments(recipe) if argument in fields}
+    assert hidden == allowed

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from sparring import exclusion
 from sparring.negatives import InBatch, Popularity, Sampled, Uniform, Union
 from sparring.testing import World
 from sparring.types import Bag, Candidates, Exclude, Positives, Step
@@ -154,19 +156,29 @@ def test_classes_of_items_and_known_positives(code: list[int], own: list[int], k
     assert {(row, c) for row, c in torch.nonzero(table).tolist()} == want
 
 
-def test_known_positives_are_looked_up_as_they_are_listed() -> None:
-    """Shared candidates or each query's own, repeated and empty ones too: the mask is that of every pair (query, item); so are the hits."""
+@pytest.mark.parametrize("written_out", [1 << 26, 0])
+def test_known_positives_are_looked_up_as_they_are_listed(written_out: int) -> None:
+    """Shared candidates or each query's own, repeated, empty and never known ones too: mask, hits and places are those of every pair
+    (query, item), whether a table of all pairs is written out or not."""
     draw = torch.Generator().manual_seed(0)
-    table = torch.rand(30, 50, generator=draw) < 0.1
-    table[3] = False
+    table = torch.rand(30, 5000, generator=draw) < 0.1
+    table[:, 0], table[:, 4000:], table[3] = True, False, False
     start = torch.cat([torch.zeros(1, dtype=torch.long), table.sum(1).cumsum(0)])
     positives = Positives(start, table.nonzero()[:, 1].int())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exclusion, "_WRITTEN_OUT", written_out)
+        assert (positives.table is None) == (written_out == 0)
     queries = torch.tensor([3, 7, 7, 29, 0])
-    for ids in (torch.randint(-1, 50, (80,), generator=draw), torch.randint(-1, 50, (5, 40), generator=draw)):
+    for ids in (torch.randint(-1, 5000, (80,), generator=draw), torch.randint(-1, 5000, (5, 40), generator=draw)):
+        ids.view(-1)[::7] = -1
         each = ids.expand(5, -1)
         want = table[queries].gather(1, each.clamp(min=0)) & (each >= 0)
+        assert bool(want.any())
         known = positives.of(queries)
         assert torch.equal(known.mask(ids), want)
-        listed = torch.zeros_like(want)
-        listed[known.hits(ids)] = True
-        assert torch.equal(listed, want)
+        for places in (known.hits(ids), known.places(ids)):
+            listed = torch.zeros_like(want)
+            listed[places] = True
+            assert torch.equal(listed, want)
+        rows = known.hits(ids)[0]
+        assert torch.equal(rows, rows.sort().values)

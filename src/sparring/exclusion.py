@@ -14,6 +14,7 @@ from torch import Tensor
 
 _STRIDE = 1 << 40  # row * _STRIDE + item id is unique for every pair of a batch
 _LOOKED_UP = 1 << 24  # pairs of query and candidate at most; with more, listing the known ones is cheaper than a mask
+_WRITTEN_OUT = 1 << 26  # pairs of any query and item at most that are written out as a table of bytes
 
 
 class Keys(NamedTuple):
@@ -106,11 +107,22 @@ class Positives:
         queries = torch.repeat_interleave(torch.arange(len(self.start) - 1, device=self.start.device), self.start.long().diff())
         return queries * _STRIDE + self.items
 
+    @cached_property
+    def table(self) -> Tensor | None:
+        """(queries, largest item + 2) bool, what is known, the last column of no item; None where it would be large, and on a GPU."""
+        queries = len(self.start) - 1
+        if self.items.is_cuda or not len(self.items) or queries * (width := int(self.items.max()) + 2) > _WRITTEN_OUT:
+            return None
+        table = torch.zeros(queries, width, dtype=torch.bool)
+        table[torch.repeat_interleave(torch.arange(queries), self.start.long().diff()), self.items.long()] = True
+        return table
+
 
 class Known(Exclude):
     """All known positives of some queries; the pairs are listed only where someone asks for them.
 
-    On a GPU, where listing them would wait for the device, `places` looks each candidate up instead, a mask (B, C).
+    A query's own candidates are looked up among all known pairs, a mask (B, C). So are shared ones on a GPU, where listing the known pairs
+    would wait for the device, and on a CPU where the data is small enough for a table of all pairs; else listing is many times cheaper.
     """
 
     name = "all known positives"
@@ -122,9 +134,8 @@ class Known(Exclude):
         start, items = self.positives.start, self.positives.items
         begin, count = start[self.query_ids], start[self.query_ids + 1] - start[self.query_ids]
         rows = torch.repeat_interleave(torch.arange(len(self.query_ids), device=count.device), count)
-        first = torch.cumsum(count, 0) - count
-        within = torch.arange(len(rows), device=count.device) - first[rows]
-        return items[begin[rows] + within].long(), rows
+        ahead = begin - (torch.cumsum(count, 0) - count)  # of a query's first pair in this list, its place in the list of all
+        return items[torch.arange(len(rows), device=count.device) + ahead[rows]].long(), rows
 
     _pairs = cached_property(_listed)
 
@@ -140,11 +151,28 @@ class Known(Exclude):
         return False
 
     def places(self, ids: Tensor) -> Places:
-        if not ids.is_cuda or len(self.query_ids) * ids.shape[-1] > _LOOKED_UP:
-            return self.hits(ids)
-        return self.mask(ids)
+        few = len(self.query_ids) * len(ids) <= _LOOKED_UP if ids.is_cuda else self.positives.table is not None
+        return self.mask(ids) if few or ids.dim() == 2 else self.hits(ids)
+
+    def hits(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        if ids.dim() == 2 or self.positives.table is not None:
+            row, column = torch.nonzero(self.mask(ids), as_tuple=True)
+            return row, column
+        own, rows = self._pairs
+        last = (1 << (16 * len(ids)).bit_length()) - 1  # most known items differ from all candidates in these bits of their ids
+        among = torch.zeros(last + 1, dtype=torch.bool, device=ids.device)
+        among[ids & last] = True
+        near = torch.nonzero(among[own & last]).squeeze(1)
+        return Exclude(own[near], rows[near]).hits(ids)
 
     def mask(self, ids: Tensor) -> Tensor:
+        table = self.positives.table
+        if table is not None:
+            last = table.shape[1] - 1
+            at = torch.where(ids < 0, last, ids.clamp(max=last))
+            if at.dim() == 1:
+                return table.index_select(0, self.query_ids).index_select(1, at)
+            return table.flatten()[self.query_ids.unsqueeze(1) * (last + 1) + at]
         keys = self.query_ids.long().unsqueeze(1) * _STRIDE + ids
         known = self.positives.keys
         if not len(known):

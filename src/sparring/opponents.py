@@ -37,7 +37,7 @@ def own(folder: Path, split: Split, device: torch.device | str = "cpu") -> Run:
         how = "diagnose it there (docs/diagnose.md), or train it by a recipe of your own (docs/extending.md)"
         raise UserError(f"{folder} was composed in Python, and no recipe can be found that makes its negatives: {how}")
     # whatever the towers start from is overwritten, so they need no costly start
-    run = settings.build(recipe_of(folder, meta), split.train, meta["arguments"], replace(setup, init="normal"))
+    run = settings.build(recipe_of(folder, meta), split.train, meta["arguments"], setup=replace(setup, init="normal"))
     run = replace(run, setup=setup)
     model, checkpoint = folder / "model.safetensors", folder / "checkpoint.safetensors"
     if not model.is_file() and not checkpoint.is_file():
@@ -61,7 +61,7 @@ def opponent(name: str | Recipe, run: Run, split: Split, steps: int = WARM_STEPS
     """
     recipe = settings.find(name)
     arguments = settings.own_arguments(recipe)
-    given: dict[str, Any] = {"warmup": 0} if "warmup" in arguments else {}
+    given: dict[str, Any] = {"opens": 0} if "opens" in arguments else {}
     found = _on(run, name, split, given)
     default = arguments.get("n", (int, None))[1]
     offered, shared = offers(found, split)
@@ -76,7 +76,7 @@ def opponent(name: str | Recipe, run: Run, split: Split, steps: int = WARM_STEPS
 
 
 def _on(run: Run, name: str | Recipe, split: Split, given: dict[str, Any]) -> Run:
-    made = settings.build(name, split.train, given, replace(run.setup, init="normal"))
+    made = settings.build(name, split.train, given, setup=replace(run.setup, init="normal"))
     made = replace(made, model=run.model, temperature=run.temperature, setup=run.setup)
     made.modules().to(next(run.model.parameters()).device).eval()
     return made

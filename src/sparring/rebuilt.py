@@ -29,7 +29,7 @@ def own_model(folder: Path, meta: Mapping[str, Any], ids: Ids, seen: Positives) 
         how = "sparring.load(folder, model=...) takes them; a recipe of your own (docs/extending.md) would be found without"
         raise UserError(f"{folder} has towers of its own ({names}) and no recipe that builds them: {how}")
     setup = settings.parse_setup(meta["setup"])
-    return settings.build(recipe_of(folder, meta), remembered(ids, seen), meta.get("arguments", {}), setup).model
+    return settings.build(recipe_of(folder, meta), remembered(ids, seen), meta.get("arguments", {}), setup=setup).model
 
 
 def recipe_of(folder: Path, meta: Mapping[str, Any]) -> str:

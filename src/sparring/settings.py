@@ -19,22 +19,33 @@ from sparring.setup import Setup, check, parse, type_name
 __all__ = ["build", "check", "find", "known", "lasting", "named", "nearest", "own_arguments", "own_setup", "parse", "parse_setup"]
 __all__ += ["resolve", "short", "type_name"]
 _JSON = (str, int, float, bool, tuple, list, dict, type(None))  # what a run folder can hold; anything else is written as its name
+# Fields of a Setup that are part of a method, where its own Setup has other values than most: what a training row is (DPR, ANCE, DEXML,
+# NGAME), what stands beside the item tower (DEXA, PRIME), what is trained after it (NGAME).
+METHOD = ("rows", "draw", "auxiliary", "private", "auxiliary_init", "centroids", "classifiers")
 
 
-def build(name: str | Recipe, data: Interactions, settings: Mapping[str, object] | None = None, base: Setup | None = None) -> Run:
+def build(
+    name: str | Recipe,
+    data: Interactions,
+    settings: Mapping[str, object] | None = None,
+    base: Setup | None = None,
+    *,
+    setup: Setup | None = None,
+) -> Run:
     """The run of a recipe (by name, see `find`, or itself) with settings by name: its own arguments or fields of its Setup.
 
-    Settings are values or strings. `base` replaces the recipe's own Setup before they apply. The run remembers its recipe and resolved
-    arguments. Whatever a recipe of yours initialises, it does from the Setup's seed.
+    Settings are values or strings. `base` replaces the recipe's own Setup before they apply, all but what makes the method (METHOD);
+    `setup` replaces all of it, as a run folder has it. The run remembers its recipe and resolved arguments. Whatever a recipe of yours
+    initialises, it does from the Setup's seed.
 
         build("xir", train, {"lam": 0.2, "lr": "0.01"});  build("mine.py:loss_tilted", train)
     """
     recipe = find(name)
-    setup, arguments = resolve(recipe, settings or {}, base)
+    chosen, arguments = resolve(recipe, settings or {}, base, setup)
     try:
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(setup.seed)
-            run: object = recipe(data, setup, **arguments)
+            torch.manual_seed(chosen.seed)
+            run: object = recipe(data, chosen, **arguments)
     except UserError:
         raise
     except ValueError as error:
@@ -66,13 +77,15 @@ def own_setup(recipe: Callable[..., Run]) -> Setup:
     return default
 
 
-def resolve(recipe: Callable[..., Run], settings: Mapping[str, object], base: Setup | None = None) -> tuple[Setup, dict[str, Any]]:
-    """Split settings into the Setup and the recipe's own arguments, every value of the declared type."""
+def resolve(
+    recipe: Callable[..., Run], settings: Mapping[str, object], base: Setup | None = None, setup: Setup | None = None
+) -> tuple[Setup, dict[str, Any]]:
+    """Split settings into the Setup and the recipe's own arguments, every value of the declared type; `base` and `setup` as in `build`."""
     own = own_arguments(recipe)
     shared = get_type_hints(Setup)
     if settings.get("encoder") == "auto":
         settings = {**settings, "encoder": default_encoder()}
-    setup, arguments = _start(recipe, settings, base), {}
+    setup, arguments = _start(recipe, settings, _kept(recipe, base) if setup is None else setup), {}
     for key, value in settings.items():
         if key in own:
             arguments[key] = parse(key, value, own[key][0])
@@ -82,6 +95,13 @@ def resolve(recipe: Callable[..., Run], settings: Mapping[str, object], base: Se
             raise UserError(f"unknown setting {key!r}{nearest(key, [*own, *shared])}; `sparring recipes {named(recipe)}` lists them")
     check(setup)
     return setup, arguments
+
+
+def _kept(recipe: Callable[..., Run], base: Setup | None) -> Setup | None:
+    """The base with what the recipe's own Setup says of METHOD."""
+    own, usual = own_setup(recipe), Setup()
+    made = {name: getattr(own, name) for name in METHOD if getattr(own, name) != getattr(usual, name)}
+    return None if base is None else dataclasses.replace(base, **made)
 
 
 def _start(recipe: Callable[..., Run], settings: Mapping[str, object], base: Setup | None) -> Setup:

@@ -163,7 +163,8 @@ class Resample(Negatives):
     at all and removes its noise; the gradient is then softmax(2 s + log_w): the published estimator, which weighs drawn items by
     e^s once more, is in-batch softmax at half the temperature. "systematic" draws counts within 1 of n p_ij by one uniform
     number per query; "rounded" by one for each pair, n_ij = floor(n p_ij + u_ij), which on a GPU are made inside the kernel, so that
-    no (B, C) matrix is written: their sum is n on average. n=None draws as many as the bag holds.
+    no (B, C) matrix is written: their sum is n on average. n=None draws as many as the bag holds. Drawn items are no longer weighed by the
+    source's correction, so the positive is not either, as published.
 
         Resample(InBatch(Popularity(counts)), n=1024)
 

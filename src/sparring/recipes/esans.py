@@ -27,11 +27,13 @@ from sparring.negatives import (
 )
 from sparring.negatives.clusters import ByCluster
 from sparring.recipes.hard import column_classes
+from sparring.recipes.in_batch import offered
 from sparring.spectral import spectral
 
 Preset = Literal["ours", "literal"]
 
-ESANS = Setup(dim=64, tau=0.05, batch_size=512, lr=2e-4)  # Xing et al. 2025, table 6 and appendix C; cosine is our reading of tau 0.05
+# Xing et al. 2025, table 6 and appendix C. Ours: cosines, as we read tau 0.05, and a small start, from which this rate turns vectors.
+ESANS = Setup(dim=64, tau=0.05, init_std=0.01, batch_size=512, lr=2e-4)
 
 
 def esans(
@@ -65,7 +67,8 @@ def esans(
     codes: a file of `sparring cluster`; behaviour: k_primary x k_secondary clusters of co-interaction vectors, made here; and the controls
     random, shuffled:FILE (the sizes of the file, items dealt anew) and column:NAME (a cluster for each value, cells at random). m_h=0
     leaves out the hard ones, simple_mixtures and hard_mixtures the made-up ones. preset=literal reads equations 9 and 11 to the letter (far
-    clusters first, shares by (1 + cos) / 2) and masks the positive alone; ours masks its cell. distance, normalisation, exclude override.
+    clusters first, shares by (1 + cos) / 2) and masks of real items the positive alone; ours masks its cell. Both mask the mixtures of the
+    positive's primary cluster, neither the query's other known positives: exclude=known does. distance, normalisation, exclude override.
     correction=counts (not the paper's) weighs every draw by 1 / its expected count: real negatives then stand for all items but the cell.
     Xing et al., ESANS: Effective and Semantic-Aware Negative Sampling for Large-Scale Retrieval Systems, WWW 2025.
     """
@@ -76,8 +79,8 @@ def esans(
     negatives: list[Negatives] = []
     # corrected hard negatives stand for the rest of the positive's cluster, so that the shared ones must not
     apart: CellExclusion = "cluster" if correction == "counts" and masks == "cell" and m_h > 0 else masks
-    pairs = torch.from_numpy(data.counts())
-    others = OtherClusters(found, min(m_c, found.k_primary - 1), m_o, gamma, near, shared, apart, correction, pairs)
+    rows = offered(data, setup)
+    others = OtherClusters(found, min(m_c, found.k_primary - 1), m_o, gamma, near, shared, apart, correction, rows)
     if simple_mixtures and m_o > 1:
         scale: Normalisation = normalisation or ("minmax_block" if ours else "affine")
         negatives.append(Interpolated(others, eta, scale, renorm, offset, layer))

@@ -10,17 +10,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from sparring.augmented import Centroids
 from sparring.composition import Run, Setup, Term, compose
 from sparring.data.batches import ClusteredBatches
 from sparring.data.interactions import Interactions
 from sparring.losses import Loss, OnlineHard, Reduction, sampled_softmax
-from sparring.metrics import inverse_propensities
-from sparring.negatives import AllItems, InBatch, NearestItems, Popularity, Union
+from sparring.negatives import AllItems, InBatch, NearestItems, Union
+from sparring.recipes.in_batch import popularity
 from sparring.recipes.variant import variant
 
 LABELS = Setup(
@@ -38,9 +36,7 @@ SOFTMAX = replace(LABELS, tau=0.05)
 NGAME = replace(LABELS, classifiers=100)
 
 
-def dpr(
-    data: Interactions, setup: Setup = SOFTMAX, *, loss: Literal["softmax", "hinge"] = "softmax", corrected: bool = False
-) -> Run:
+def dpr(data: Interactions, setup: Setup = SOFTMAX, *, loss: Literal["softmax", "hinge"] = "softmax", corrected: bool = False) -> Run:
     """Softmax against the positives of the other queries in random batches (DPR, random in-batch).
 
     loss=hinge is NGAME's, at tau=0.1: the same training with other batches. corrected=true subtracts from each item's logit the log of how
@@ -49,7 +45,7 @@ def dpr(
     """
     if corrected and loss == "hinge":
         raise ValueError("corrected=true weighs the candidates of a softmax: it needs loss=softmax")
-    frequency = Popularity(offered(data, setup)) if corrected else None
+    frequency = popularity(data, setup) if corrected else None
     return compose(data, setup, Term(1.0, InBatch(frequency, exclude="known"), _loss(loss)))
 
 
@@ -153,18 +149,6 @@ def dexml(data: Interactions, setup: Setup = SOFTMAX) -> Run:
     Gupta et al., Dual-Encoders for Extreme Multi-Label Classification, ICLR 2024.
     """
     return compose(data, setup, Term(1.0, AllItems(data.n_items, exclude="known")))
-
-
-def offered(data: Interactions, setup: Setup) -> Tensor:
-    """(N,) how often each item is the positive of a row in one epoch, on average: a query with n positives offers each 1 / n times."""
-    if setup.rows == "pairs":
-        return torch.from_numpy(data.counts())
-    weight = np.ones(data.n_items)
-    if setup.draw == "propensity":
-        weight = inverse_propensities(data.counts(), len(np.unique(data.queries)))
-    share = weight[data.items]
-    total = np.bincount(data.queries, weights=share, minlength=data.n_queries)
-    return torch.from_numpy(np.bincount(data.items, weights=share / total[data.queries], minlength=data.n_items))
 
 
 def _loss(name: Literal["softmax", "hinge"]) -> Loss:

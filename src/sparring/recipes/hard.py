@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sparring.composition import Run, Setup, Term, compose
+from sparring.data.batches import epoch_steps
 from sparring.data.interactions import Interactions
 from sparring.errors import UserError
 from sparring.losses import bpr
@@ -33,7 +34,8 @@ from sparring.negatives.midx import Codebook
 from sparring.negatives.synthetic import Mix
 from sparring.recipes.in_batch import PAPER, popularity
 
-PAIRWISE = Setup(score="dot", tau=1.0, lr=0.001, weight_decay=1e-4)  # what DNS, MixGCF and AHNS share: d = 64, B = 2048, Adam at 0.001
+# What DNS(M, N), MixGCF and AHNS share: d = 64, B = 2048, Adam at 0.001 from Xavier's start, about 0.01 for some ten thousand rows.
+PAIRWISE = Setup(score="dot", tau=1.0, init_std=0.01, lr=0.001, weight_decay=1e-4)
 
 
 def dns(
@@ -44,7 +46,7 @@ def dns(
     m: int = 1,
     k: int = 1,
     per_query: bool = True,
-    exclude: Exclusion = "positive",
+    exclude: Exclusion = "known",
 ) -> Run:
     """Pairwise loss against k of the m hardest of n uniform draws (DNS; with m > 1 DNS(M, N)).
 
@@ -65,7 +67,7 @@ def ahns(
     beta: float = 0.1,
     p: float = -2.0,
     per_query: bool = True,
-    exclude: Exclusion = "positive",
+    exclude: Exclusion = "known",
 ) -> Run:
     """Pairwise loss against the draw whose score is nearest to beta (s_+ + alpha)^(p + 1) (AHNS).
 
@@ -82,7 +84,7 @@ def mixgcf(
     k: int = 1,
     mix: Mix = "query",
     per_query: bool = True,
-    exclude: Exclusion = "positive",
+    exclude: Exclusion = "known",
 ) -> Run:
     """Softmax against the k hardest of n draws, each mixed with the positive (MixGCF, two-tower form).
 
@@ -108,7 +110,7 @@ def amns(
     Our common settings: the paper's are for sequence models.
     Prakash et al., Evaluating Performance and Bias of Negative Sampling in Large-Scale Sequential Recommendation Models, arXiv 2410.17276.
     """
-    batch, drawn = InBatch(popularity(data), correction, exclude), Sampled(Uniform(data.n_items), n, False, correction, exclude)
+    batch, drawn = InBatch(popularity(data, setup), correction, exclude), Sampled(Uniform(data.n_items), n, False, correction, exclude)
     return compose(data, setup, Term(1.0, Hardest(Union(batch, drawn, correction=correction), k)))
 
 
@@ -128,7 +130,7 @@ def bmns(
     """
     if not 0 <= share <= 1:
         raise ValueError(f"share is the weight of the in-batch term, between 0 and 1; got {share}")
-    pop = popularity(data)
+    pop = popularity(data, setup)
     return compose(data, setup, Term(share, InBatch(pop, correction)), Term(1 - share, BatchMix(pop, n, temperature)))
 
 
@@ -144,19 +146,21 @@ def fairneg(
     lr_shares: float = 0.2,
     momentum: float = 0.9,
     decay: float = 0.99,
-    every: int = 1000,
+    every: int | None = None,
     floor: float = 0.1,
     correction: Correction = "none",
-    exclude: Exclusion = "positive",
+    exclude: Exclusion = "known",
 ) -> Run:
     """Negatives by groups of items whose shares fall where the group is served badly, tilted by score (FairNeg).
 
-    Groups are the values of an item column, or without one `groups` classes of popularity with as many items each. Scalable form with a
-    softmax loss and our common settings: the paper scores every pair in every epoch.
+    Groups are the values of an item column, or without one `groups` classes of popularity with as many items each. Shares move every
+    `every` steps, as in the authors' code once an epoch unless given. Scalable form with a softmax loss and our common settings: the paper
+    scores every pair in every epoch.
     Chen et al., Fairly Adaptive Negative Sampling for Recommendations, WWW 2023.
     """
     of_items = popularity_classes(data, groups) if column is None else column_classes(data, column)
-    shares = GroupShares(of_items, lr_shares, momentum, decay, every, floor)
+    steps = epoch_steps(data, setup.rows, setup.batch_size) if every is None else every
+    shares = GroupShares(of_items, lr_shares, momentum, decay, steps, floor)
     pool = Sampled(shares, n, correction=correction, exclude=exclude)
     return compose(data, setup, Term(1.0, Tilted(pool, importance, temperature)))
 

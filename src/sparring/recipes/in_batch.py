@@ -5,12 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from sparring.composition import Run, Setup, Term, compose
+from sparring.data.batches import epoch_steps
 from sparring.data.interactions import Interactions
 from sparring.losses import bpr as bpr_loss
 from sparring.losses import softmax_loss
+from sparring.metrics import inverse_propensities
 from sparring.negatives import (
     AllItems,
     Cache,
@@ -69,7 +73,7 @@ def quick(
 
     Start: Halko et al., Finding Structure with Randomness, SIAM Review 2011; negatives as in ssl_pop, corrected by expected counts.
     """
-    return compose(data, setup, Term(1.0, InBatch(popularity(data))))
+    return compose(data, setup, Term(1.0, InBatch(popularity(data, setup))))
 
 
 def uns(data: Interactions, setup: Setup = Setup(), *, n: int = 1024, per_query: bool = False, correction: Correction = "count") -> Run:
@@ -93,17 +97,21 @@ def pns(
 
     Mikolov et al., Distributed Representations of Words and Phrases, NIPS 2013 (alpha = 0.75).
     """
-    return compose(data, setup, Term(1.0, Sampled(popularity(data, alpha), n, per_query, correction)))
+    return compose(data, setup, Term(1.0, Sampled(popularity(data, alpha=alpha), n, per_query, correction)))
 
 
 def bpr(
-    data: Interactions, setup: Setup = Setup(score="dot", tau=1.0, optimizer="row-adagrad", lr=0.05, batch_size=4096), *, n: int = 1
+    data: Interactions,
+    setup: Setup = Setup(score="dot", tau=1.0, optimizer="row-adagrad", lr=0.05, batch_size=4096),
+    *,
+    n: int = 1,
+    exclude: Exclusion = "known",
 ) -> Run:
     """Pairwise logistic loss against uniform negatives drawn for each query (BPR-MF).
 
     Rendle et al., BPR: Bayesian Personalized Ranking from Implicit Feedback, UAI 2009.
     """
-    negatives = Sampled(Uniform(data.n_items), n, per_query=True, correction="none")
+    negatives = Sampled(Uniform(data.n_items), n, True, "none", exclude)
     return compose(data, setup, Term(1.0, negatives, bpr_loss))
 
 
@@ -120,7 +128,7 @@ def ssl_pop(data: Interactions, setup: Setup = PAPER, *, form: Form = "paper", c
 
     Yi et al., Sampling-Bias-Corrected Neural Modeling, RecSys 2019, equation 3.
     """
-    return compose(data, setup, Term(1.0, InBatch(popularity(data), correction, masking(form))))
+    return compose(data, setup, Term(1.0, InBatch(popularity(data, setup), correction, masking(form))))
 
 
 def g_tower(
@@ -148,7 +156,7 @@ def mns(data: Interactions, setup: Setup = PAPER, *, n: int = 2048, form: Form =
     form="paper" leaves the positive uncorrected (equation 5); "release" corrects it by popularity alone, as the XIR code does.
     Yang et al., Mixed Negative Sampling for Learning Two-tower Neural Networks, WWW 2020 companion.
     """
-    pop, exclude = popularity(data), masking(form)
+    pop, exclude = popularity(data, setup), masking(form)
     sources = InBatch(pop, exclude=exclude), Sampled(Uniform(data.n_items), n, exclude=exclude)
     if form == "paper":
         return compose(data, setup, Term(1.0, Union(*sources, correction="negatives")))
@@ -161,7 +169,7 @@ def debiased_mns(data: Interactions, setup: Setup = PAPER, *, n: int = 2048, cor
     Xing et al., ESANS, WWW 2025 (baseline: Yang et al. 2020 with the correction of Yi et al. 2019).
     """
     return compose(
-        data, setup, Term(1.0, Union(InBatch(popularity(data)), Sampled(Uniform(data.n_items), n), correction=correction))
+        data, setup, Term(1.0, Union(InBatch(popularity(data, setup)), Sampled(Uniform(data.n_items), n), correction=correction))
     )
 
 
@@ -170,7 +178,7 @@ def bir(data: Interactions, setup: Setup = PAPER, *, n: int | None = None, draw:
 
     Chen et al., Cache-Augmented Inbatch Importance Resampling, NeurIPS 2022, section 3.1.
     """
-    batch = InBatch(popularity(data), exclude=masking(form))
+    batch = InBatch(popularity(data, setup), exclude=masking(form))
     return compose(data, setup, Term(1.0, Resample(batch, n, draw)))
 
 
@@ -191,7 +199,7 @@ def xir(
     """
     if not 0 <= lam <= 1:
         raise ValueError(f"lam is the weight of the cache term, between 0 and 1; got {lam}")
-    pop, exclude, n = popularity(data), masking(form), max(cache_size // 2, 1) if n is None else n
+    pop, exclude, n = popularity(data, setup), masking(form), max(cache_size // 2, 1) if n is None else n
     pool: Literal["all", "drawn"] = "all" if form == "paper" else "drawn"
     cache = Cache(cache_size, pop, data.n_items, pool, start=0.0 if form == "paper" else 1.0, exclude=exclude, seed=setup.seed)
     batch = Resample(InBatch(pop, exclude=exclude), n, draw)
@@ -203,15 +211,18 @@ def cbns(
     setup: Setup = replace(PAPER, dim=64, batch_size=128, init_std=0.1, weight_decay=1e-6, lr_decay=1.0, patience=20),
     *,
     size: int = 2432,
-    warmup: int = 40_000,
+    opens: int | None = None,
     correction: Correction = "both",
 ) -> Run:
-    """In-batch negatives plus a memory of the vectors of past batches (CBNS); `warmup` steps before the memory fills.
+    """In-batch negatives plus a memory of the vectors of past batches (CBNS), which takes none in the first `opens` steps.
 
+    Unless given, these are the paper's 40,000 or a tenth of all steps, whichever is less: in a short training the memory would never open.
     Wang et al., Cross-Batch Negative Sampling for Training Two-Tower Recommenders, SIGIR 2021, equation 9.
     """
-    pop = popularity(data)
-    return compose(data, setup, Term(1.0, Union(InBatch(pop), Memory(size, setup.width, pop, warmup), correction=correction)))
+    pop = popularity(data, setup)
+    if opens is None:
+        opens = min(40_000, setup.epochs * epoch_steps(data, setup.rows, setup.batch_size) // 10)
+    return compose(data, setup, Term(1.0, Union(InBatch(pop), Memory(size, setup.width, pop, opens), correction=correction)))
 
 
 def full_softmax(data: Interactions, setup: Setup = PAPER) -> Run:
@@ -230,11 +241,24 @@ def shown(data: Interactions, setup: Setup = Setup(), *, n: int = 4, correction:
     lists = data.shown_lists()
     if lists is None:
         raise ValueError("the recipe `shown` needs shown-and-not-taken rows: name their column with --label-column (1 taken, 0 shown)")
-    return compose(data, setup, Term(1.0, Union(InBatch(popularity(data), correction), Shown(lists, n))))
+    return compose(data, setup, Term(1.0, Union(InBatch(popularity(data, setup), correction), Shown(lists, n))))
 
 
-def popularity(data: Interactions, alpha: float = 1.0) -> Popularity:
-    return Popularity(torch.from_numpy(data.counts()), alpha)
+def popularity(data: Interactions, setup: Setup | None = None, alpha: float = 1.0) -> Popularity:
+    """How often a batch of this setup holds each item, to the power alpha; without a setup a batch of pairs."""
+    return Popularity(torch.from_numpy(data.counts()) if setup is None else offered(data, setup), alpha)
+
+
+def offered(data: Interactions, setup: Setup) -> Tensor:
+    """(N,) how often each item is the positive of a row in one epoch, on average; a row that is a query offers each of its n 1/n times."""
+    if setup.rows == "pairs":
+        return torch.from_numpy(data.counts())
+    weight = np.ones(data.n_items)
+    if setup.draw == "propensity":
+        weight = inverse_propensities(data.counts(), len(np.unique(data.queries)))
+    share = weight[data.items]
+    total = np.bincount(data.queries, weights=share, minlength=data.n_queries)
+    return torch.from_numpy(np.bincount(data.items, weights=share / total[data.queries], minlength=data.n_items))
 
 
 def masking(form: Form) -> Exclusion:

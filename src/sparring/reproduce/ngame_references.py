@@ -53,7 +53,7 @@ def _bm25(plan: Plan, given: Given, method: Method, parts: Split) -> Evaluation:
 def _untrained(plan: Plan, given: Given, method: Method, parts: Split) -> Evaluation:
     assert parts.test is not None
     device = pick_device(plan.device)
-    model = settings.build(method.recipe, parts.train, method.settings, plan.experiment.setup).model.to(device)
+    model = settings.build(method.recipe, parts.train, method.settings, setup=plan.experiment.setup).model.to(device)
     seen, k = parts.seen_for("test"), plan.cutoffs(given)
     with torch.no_grad():
         seen = Positives(seen.start.to(device), seen.items.to(device))

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from sparring import disk, runs, settings, workers
+from sparring import disk, run_folder, settings, workers
 from sparring.compare import finished
 from sparring.composition import Run, Setup
 from sparring.data.interactions import Split
@@ -63,7 +63,7 @@ def _check_same(plan: Plan) -> None:
         if before.get("experiment") != now["experiment"]:
             raise UserError(f"{plan.out} holds {before.get('experiment')}: choose another folder for {now['experiment']}")
         if before.get("settings") != now["settings"]:
-            what = runs.difference("settings", before.get("settings"), now["settings"])
+            what = run_folder.difference("settings", before.get("settings"), now["settings"])
             raise UserError(f"{plan.out} was begun {what}: choose another folder, or ask for the same as then")
         trials = before.get("trials", 0)
         if trials != now["trials"]:
@@ -188,7 +188,7 @@ def _train_one(
     from sparring.train import Progress
 
     parts = protocol.parts(given.data, seed)
-    run = settings.build(method.recipe, parts.train, {**method.settings, "seed": seed}, setup)
+    run = settings.build(method.recipe, parts.train, {**method.settings, "seed": seed}, setup=setup)
     where = pick_device(device)
 
     def epoch(record: dict[str, Any]) -> None:
@@ -209,7 +209,7 @@ def _measure_one(
     say: workers.Say, folder: Path, given: Given, method: Method, seed: int, setup: Setup, protocol: Protocol, after: Measure, device: str
 ) -> None:
     parts = protocol.parts(given.data, seed)
-    run = settings.build(method.recipe, parts.train, {**method.settings, "seed": seed}, setup)
+    run = settings.build(method.recipe, parts.train, {**method.settings, "seed": seed}, setup=setup)
     path = folder / "model.safetensors"
     disk.load_tensors(run.model, disk.read_tensors(path)[0], path)
     disk.write_json(folder / "after.json", after(run, parts, device))
