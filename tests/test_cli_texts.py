@@ -159,4 +159,8 @@ def test_odd_texts_are_trained_on(
     capsys.readouterr()
     assert main(["data", "show", str(folder)]) == 0
     assert "replaced invalid UTF-8 in 2 lines of trn_X.txt, first in line 3" in capsys.readouterr().out
-    assert main(["recommend", str(tmp_path / "run"), "--text", "\U0001f600", "--text", "", "--text", "x" * 100_000, "-k", "2"]) == 0
+    assert main(["recommend", str(tmp_path / "run"), "--text", "\U0001f600", "--text", "x" * 100_000, "-k", "2"]) == 0
+    for blank in ("", " "):
+        capsys.readouterr()
+        assert main(["recommend", str(tmp_path / "run"), "--text", blank, "-k", "2"]) == 2
+        assert f"the text {blank!r} is empty to the query tower" in capsys.readouterr().err

@@ -20,7 +20,7 @@ from sparring.fusion import DEPTH, Fused
 from sparring.retriever import Retriever
 from sparring.runs import load
 from sparring.settings import build
-from sparring.stages import classifier_run, fit_stages, load_fused
+from sparring.stages import classifier_run, fit_stages
 from sparring.testing.texts import text_parts, tiny_bert
 from sparring.towers import IdTower
 from sparring.train import Fitted, Progress, fit
@@ -128,7 +128,9 @@ def test_each_row_is_the_ranking_that_it_names(parts: Split, whole: dict[str, Pa
     assert parts.test is not None
     seen = parts.seen_for("test")
     everyone = torch.arange(parts.train.n_queries)
-    both = load_fused(whole["dexa"]).lists(everyone, 10, seen)
+    fused = load(whole["dexa"]).fused
+    assert fused is not None
+    both = fused.lists(everyone, 10, seen)
     for name, folder in (("knn", whole["dexa"]), ("clf", whole["dexa"] / "classifiers"), ("fusion", None)):
         if folder is None:
             scores = torch.zeros(len(everyone), parts.train.n_items)
@@ -204,7 +206,9 @@ def test_text_towers_go_through_all_stages(tmp_path: Path, monkeypatch: pytest.M
         assert torch.equal(value, second[key]) if isinstance(value, torch.Tensor) else value == second[key], key
     everyone = torch.arange(texts.train.n_queries)
     torch.testing.assert_close(load(tmp_path / "run").model.item_vectors(), run.model.item_vectors())
-    assert load_fused(tmp_path / "run").lists(everyone, 5, None).shape == (len(everyone), 5)
+    fused = load(tmp_path / "run").fused
+    assert fused is not None
+    assert fused.lists(everyone, 5, None).shape == (len(everyone), 5)
 
 
 @pytest.fixture(scope="module")

@@ -51,7 +51,8 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("encoder", ["bag", "bert"])
 def test_recipes_train_text_towers(parts: Split, bert: Path, recipe: str, encoder: str) -> None:
     """Unchanged, whatever they remember or draw: the loss falls and the whole catalogue is ranked."""
-    own = {"cbns": {"warmup": 2, "size": 64}, "midx": {"words": 4, "n": 8}, "xir": {"cache_size": 32}, "default": {"n": 16}}
+    own: dict[str, dict[str, int]] = {"ada_tau": {"settle": 9}, "default": {"n": 16}}
+    own |= {"cbns": {"opens": 2, "size": 64}, "midx": {"words": 4, "n": 8}, "xir": {"cache_size": 32}}
     settings = {**QUICK, "epochs": 3, **own.get(recipe, {})}
     settings |= {"encoder": str(bert), "lr": 0.003} if encoder == "bert" else {"lr": 0.05}
     fitted = fit(build(recipe, parts.train, settings), parts, k=(10,), device="cpu")
@@ -118,6 +119,8 @@ def test_the_command_line_reads_texts_where_nothing_else_helps(parts: Split, tmp
         ({"encoder": None, "query_tower": "id", "item_tower": "id", "pooling": "cls"}, "pooling=cls"),
         ({"item_features": "category"}, "item_features"),
         ({"max_len": 0}, "max_len"),
+        ({"encoder": None, "item_text": "title"}, "item_text names what a text tower reads, and item_tower is id"),
+        ({"item_text": "titel"}, "no column of text called 'titel'; its columns of text are title, category, text"),
         ({"encoder": "no/such/encoder"}, "no/such/encoder"),
     ],
 )
@@ -126,6 +129,23 @@ def test_settings_that_contradict_each_other_are_refused(parts: Split, changes: 
     with pytest.raises(UserError, match=words) as error:
         build("ssl", parts.train, {**QUICK, **changes})
     assert len(str(error.value).splitlines()) == 1
+
+
+def test_what_a_text_run_is_asked_wrongly(parts: Split, tmp_path: Path) -> None:
+    """A stranger by id, a side that there is not, a text that says nothing: one line each that helps; the card tells of new texts."""
+    fit(build("ssl", parts.train, QUICK), parts, tmp_path / "run", k=(10,), device="cpu")
+    run = runs.load(tmp_path / "run")
+    with pytest.raises(UserError, match=r"query 999999 is not in .*; a new one is known by its text \(recommend_text, --text\)"):
+        run.recommend([999999])
+    with pytest.raises(UserError, match='side is \'doc\'; it must be "query" or "item"'):
+        run.encode_texts(["x"], "doc")  # type: ignore[arg-type]
+    for blank in ("", " \n", None):
+        with pytest.raises(UserError, match="is empty to the query tower"):
+            run.recommend_text(["red shoe", blank])  # type: ignore[list-item]
+    with pytest.raises(UserError, match="text 1 is 7, not a text"):
+        run.encode_texts(["a", 7], "query")  # type: ignore[list-item]
+    assert run.encode_texts([""], "item").shape == (1, 8)
+    assert "new queries by their texts: `recommend_text`" in (tmp_path / "run" / "README.md").read_text()
 
 
 def test_texts_on_one_side(parts: Split) -> None:

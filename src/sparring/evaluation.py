@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -30,6 +30,15 @@ class Encoder(Protocol):
 
     def encode_queries(self, ids: Tensor, /) -> Tensor: ...
     def item_vectors(self) -> Tensor: ...
+
+
+@runtime_checkable
+class Lister(Protocol):
+    """What makes lists in a way of its own (fusion.py), and can be evaluated as well."""
+
+    @property
+    def n_items(self) -> int: ...
+    def lists(self, ids: Tensor, k: int, seen: Positives | None) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -68,7 +77,7 @@ class Evaluation:
 
 
 def evaluate(
-    model: Encoder,
+    model: Encoder | Lister,
     test: Pairs,
     seen: Positives | None,
     k: Sequence[int] = (10, 20, 50),
@@ -99,7 +108,7 @@ def evaluate(
     """
     began = time.perf_counter()
     with _inference(model):
-        lists = _Lists(model, seen, ranks)
+        lists = _Made(model, seen, test, max(k)) if isinstance(model, Lister) else _Lists(model, seen, ranks)
         if counts is None and seen is not None:
             counts = np.bincount(seen.items.cpu().numpy(), minlength=lists.n_items)
         tally = _tally(test, lists.n_items, k, metrics, dialect, counts, propensity, seen)
@@ -139,6 +148,19 @@ class _Lists:
         scores, items = (x.transpose(0, 1).flatten(1) for x in every)
         # ranks hold items in order of their ids, so a stable sort keeps equal scores in that order
         return items.gather(1, torch.sort(scores, dim=1, descending=True, stable=True).indices[:, :k])
+
+
+class _Made:
+    """The same of lists that are all made at once."""
+
+    def __init__(self, model: Lister, seen: Positives | None, test: Pairs, k: int):
+        self.n_items = model.n_items
+        self.ids = torch.from_numpy(np.unique(test.queries))
+        device = next(model.parameters()).device if isinstance(model, nn.Module) else None
+        self.lists = model.lists(self.ids.long().to(device), min(k, self.n_items), seen).cpu()
+
+    def of(self, ids: Tensor, k: int) -> Tensor:
+        return self.lists[torch.searchsorted(self.ids, ids.to(self.ids.dtype))]
 
 
 def _between(seen: Positives, low: int, high: int) -> Positives:
@@ -224,7 +246,7 @@ def _propensity(given: np.ndarray | None, test: Pairs, n_items: int, counts: np.
 
 
 @contextmanager
-def _inference(model: Encoder) -> Iterator[None]:
+def _inference(model: Encoder | Lister) -> Iterator[None]:
     """No gradients, no dropout; every part of the model is left in the mode in which it was found."""
     modes = [(m, m.training) for m in model.modules()] if isinstance(model, nn.Module) else []
     try:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+from sparring import disk
 from sparring.data.interactions import Interactions
+from sparring.errors import UserError
+from sparring.offers import Ranking
 from sparring.rank import top_k
 from sparring.retriever import Retriever
 from sparring.tree import grow
 from sparring.types import Positives
 
+FILE = "fusion.safetensors"  # in a run folder
 DEPTH = 7  # of the tree
 ROWS = 75_000  # queries that it learns from
 _BLOCK = 512  # queries whose lists are scored at once
@@ -48,25 +55,32 @@ class Fused(nn.Module):
         self.register_buffer("above", torch.arange(nodes))
         self.register_buffer("chance", torch.zeros(nodes))
 
+    @property
+    def n_items(self) -> int:
+        return self.knn.n_items
+
     @torch.no_grad()
     def lists(self, ids: Tensor, k: int, seen: Positives | None) -> Tensor:
-        """(B, k): the best items of these queries, -1 where there are no more."""
-        vectors = self.knn.item_vectors(), self.clf.item_vectors()
-        parts = [self._ranked(some, k, seen, *vectors) for some in ids.split(_BLOCK)]
+        """(B, k): the best items of these queries of the training data, -1 where there are no more."""
+        knn, clf = self.knn.item_vectors(), self.clf.item_vectors()
+        parts = []
+        for some in ids.split(_BLOCK):
+            listed = top_k(self.clf.query_vectors(some), clf, max(k, self.shortlist), seen, some)
+            parts.append(self.ordered(*listed, self.knn.query_vectors(some), knn)[1][:, :k])
         return torch.cat(parts)
 
-    def _ranked(self, ids: Tensor, k: int, seen: Positives | None, knn: Tensor, clf: Tensor) -> Tensor:
-        items, features = self._features(ids, seen, knn, clf, max(k, self.shortlist))
-        score = features[..., 0] + self.beta * (features[..., 1] + self.probability(features))
-        score = score.masked_fill(items < 0, -torch.inf)
-        return items.gather(1, torch.sort(score, dim=1, descending=True, stable=True).indices)[:, :k]
+    def ordered(self, scores: Tensor, items: Tensor, q: Tensor, knn: Tensor) -> tuple[Tensor, Tensor]:
+        """Fused scores and ids (B, n) of the items that the classifiers listed, the best first."""
+        features = self._features(scores, items, q, knn)
+        fused = features[..., 0] + self.beta * (features[..., 1] + self.probability(features))
+        fused, order = torch.sort(fused.masked_fill(items < 0, -torch.inf), dim=1, descending=True, stable=True)
+        return fused, items.gather(1, order)
 
-    def _features(self, ids: Tensor, seen: Positives | None, knn: Tensor, clf: Tensor, n: int) -> tuple[Tensor, Tensor]:
-        """The n best items by classifier (B, n), and of each (B, n, 3): classifier score, retriever score, inverse propensity."""
-        scores, items = top_k(self.clf.query_vectors(ids), clf, n, seen, ids)
+    def _features(self, scores: Tensor, items: Tensor, q: Tensor, knn: Tensor) -> Tensor:
+        """Of each listed item (B, n, 3): classifier score, retriever score, inverse propensity."""
         at = items.clamp(min=0)
-        near = torch.bmm(knn[at], self.knn.query_vectors(ids).unsqueeze(2)).squeeze(2)
-        return items, torch.stack([scores.nan_to_num(neginf=0.0), near, self.propensity[at]], 2)
+        near = torch.bmm(knn[at], q.unsqueeze(2)).squeeze(2)
+        return torch.stack([scores.nan_to_num(neginf=0.0), near, self.propensity[at]], 2)
 
     def probability(self, features: Tensor) -> Tensor:
         """(...): what the tree says of features (..., 3)."""
@@ -85,10 +99,11 @@ class Fused(nn.Module):
             queries = np.sort(np.random.default_rng(seed).choice(queries, ROWS, replace=False))
         right = held.positives()
         right = Positives(right.start.to(device), right.items.to(device))
-        vectors = self.knn.item_vectors(), self.clf.item_vectors()
+        knn, clf = self.knn.item_vectors(), self.clf.item_vectors()
         rows, targets = [], []
         for ids in torch.from_numpy(queries).long().to(device).split(_BLOCK):
-            items, features = self._features(ids, seen, *vectors, self.shortlist)
+            scores, items = top_k(self.clf.query_vectors(ids), clf, self.shortlist, seen, ids)
+            features = self._features(scores, items, self.knn.query_vectors(ids), knn)
             target = torch.zeros(items.shape, dtype=torch.bool, device=device)
             target[right.of(ids).hits(items)] = True
             rows.append(features[items >= 0])
@@ -96,3 +111,39 @@ class Fused(nn.Module):
         tree = grow(torch.cat(rows), torch.cat(targets), DEPTH)
         for name in ("feature", "threshold", "below", "above", "chance"):
             getattr(self, name).copy_(getattr(tree, name))
+
+    def save(self, folder: Path) -> None:
+        """Write what was learnt; the two models are kept as those of runs are."""
+        learnt = dict(self.named_buffers(recurse=False))
+        disk.write_tensors(folder / FILE, learnt, {"beta": self.beta, "shortlist": self.shortlist})
+
+    @classmethod
+    def load(cls, folder: Path, knn: Retriever, clf: Retriever) -> Fused:
+        """What `save` wrote, over the models that it was learnt for."""
+        tensors, settings = disk.read_tensors(folder / FILE)
+        fused = cls(knn, clf, tensors["propensity"].numpy(), settings["beta"], settings["shortlist"])
+        for name, own in fused.named_buffers(recurse=False):
+            if name not in tensors or tensors[name].shape != own.shape:
+                raise UserError(f"{folder / FILE} does not fit this run: tensor {name!r} is missing or of another shape")
+            own.copy_(tensors[name])
+        return fused
+
+
+class FusedRanking:
+    """Items to choose from, as `Ranking` has them, for any query that the retriever gives a vector: a new text as well.
+
+    `knn` (N, D) are the retriever's item vectors; items that were never trained are left out.
+    """
+
+    def __init__(self, fused: Fused, knn: Tensor, untrained: Tensor) -> None:
+        self.fused, self.knn, self.listing = fused, knn, Ranking(fused.clf.item_vectors(), untrained)
+
+    @torch.no_grad()
+    def best(self, q: Tensor, k: int, taken: Positives | None = None) -> tuple[Tensor, Tensor]:
+        """Fused scores and ids (B, k) of the best items, id -1 where none is left; `taken` has row i for query i."""
+        q = q.float()
+        unit = F.normalize(q, dim=-1)  # as the classifiers see queries
+        scores, items = self.listing.best(unit, max(k, self.fused.shortlist), taken)
+        blocks = zip(scores.split(_BLOCK), items.split(_BLOCK), q.split(_BLOCK), strict=True)
+        parts = [self.fused.ordered(*block, self.knn) for block in blocks]
+        return torch.cat([part[0][:, :k] for part in parts]), torch.cat([part[1][:, :k] for part in parts])

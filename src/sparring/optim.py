@@ -139,6 +139,15 @@ class Schedule:
         return warm
 
 
+def fitting_warmup(warmup: int, total: int) -> int:
+    """The warm-up that a training of `total` steps has: as asked for, or a tenth of a training that it would take more than half of.
+
+    >>> fitting_warmup(100, 1000), fitting_warmup(100, 40)
+    (100, 4)
+    """
+    return warmup if 2 * warmup <= total else total // 10
+
+
 def state_tensors(optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
     """All that the optimisers remember, as tensors under flat names: `0.rate.0` (group), `0.state.3.mean` (parameter)."""
     tensors: dict[str, Tensor] = {}

@@ -5,6 +5,8 @@
     M4  the classifiers: `fit` again, in the folder `classifiers` inside it; a run like any other, and to be loaded like one
     fusion.safetensors: what `Fused` learnt from held-out queries; fusion_per_query.parquet: its metrics of every test query
 
+`load` of the run's folder then recommends by both (`ranking`), for new texts too, and its model card has the figures of both.
+
 Each stage resumes from its own checkpoint, and a stage that is done is not trained again.
 """
 
@@ -12,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,13 @@ import polars as pl
 import torch
 
 from sparring import disk, runs
+from sparring.card import model_card
 from sparring.composition import Classifiers, Run, Setup, Term
 from sparring.data.batches import ClusteredBatches
 from sparring.data.interactions import Split, write_table
 from sparring.devices import pick_device
 from sparring.dist import rank
-from sparring.evaluation import Evaluation, evaluate_lists
+from sparring.evaluation import Evaluation, evaluate
 from sparring.fusion import Fused
 from sparring.losses import Fixed, HardPairs
 from sparring.metrics import LIST_METRICS, PROPENSITY_METRICS, inverse_propensities
@@ -52,20 +54,23 @@ def fit_stages(
     progress: Progress | None = None,
     source: Mapping[str, Any] | None = None,
     save_seconds: float | None = None,
+    warm: str | Path | None = None,
 ) -> Fitted:
-    """Train a run and all stages that it asks for; without any this is `fit`.
+    """Train a run and all stages that it asks for; users call it `sparring.fit`. Without stages it is `fit` of train.py.
 
-    `stages` of the result has the test metrics of each ranking: knn (towers), clf (classifiers), fusion. They are in result.json too. With
-    `resume` the stage that was stopped goes on, and the result is that of a run never stopped.
+    With `out` everything goes to that folder (see runs.py), which must be empty or new: `resume` goes on in the stage that was stopped, to
+    the result of a run never stopped, and `overwrite` deletes the run that is there. `source` is recorded in run.json. `warm` is an
+    earlier run whose vectors the towers begin with. `stages` of the
+    result has the test metrics of each ranking: knn (towers), clf (classifiers), fusion. They are in result.json too.
 
-        fitted = fit_stages(recipes.ngame(split.train), split, "runs/ngame");   fitted.stages["fusion"].metrics["precision@1"]
+        fitted = sparring.fit(recipes.ngame(split.train), split, "runs/ngame");   fitted.stages["fusion"].metrics["precision@1"]
     """
     progress = progress or Progress()
-    wanted = run.classifiers
     folder = Path(out) if out is not None else None
     asked: dict[str, Any] = {"resume": resume, "device": device, "k": k, "metrics": metrics, "progress": progress}
     asked |= {"source": source, "save_seconds": save_seconds}
-    fitted = fit(run, split, folder, overwrite=overwrite, **asked)
+    fitted = fit(run, split, folder, overwrite=overwrite, warm=warm, **asked)
+    wanted = run.classifiers
     if wanted is None:
         return fitted
     progress.say(f"classifiers: one vector for each of {split.train.n_items:,} items over frozen query vectors")
@@ -83,7 +88,9 @@ def fit_stages(
         if "fusion" in rows:
             write_table(_single_queries(rows["fusion"], split), folder / "fusion_per_query.parquet")
         path = folder / "result.json"
-        disk.write_json(path, json.loads(path.read_text()) | {"stages": {name: test.to_dict() for name, test in rows.items()}})
+        result = json.loads(path.read_text()) | {"stages": {name: test.to_dict() for name, test in rows.items()}}
+        disk.write_json(path, result)
+        disk.write(folder / "README.md", lambda file: file.write_text(model_card(runs.read_meta(folder), result, fitted.history)))
     return dataclasses.replace(fitted, stages=rows)
 
 
@@ -92,7 +99,6 @@ def classifier_run(run: Run, split: Split) -> Run:
     wanted, setup, train, model = run.classifiers, run.setup, split.train, run.model
     assert wanted is not None
     rows = torch.unique(train.pairs()[0])
-    steps = wanted.epochs * math.ceil(len(rows) / wanted.batch_size)
     queries, items = model.query_vectors(torch.arange(train.n_queries)).float(), model.item_vectors().float()
     own = Setup(
         dim=model.dim,
@@ -101,7 +107,7 @@ def classifier_run(run: Run, split: Split) -> Run:
         batch_size=wanted.batch_size,
         epochs=wanted.epochs,
         lr=wanted.lr,
-        warmup=min(wanted.warmup, steps // 10),  # small data has fewer steps than the warm-up of a large one
+        warmup=wanted.warmup,
         schedule="linear",
         dropout=wanted.dropout,
         patience=None,
@@ -146,42 +152,21 @@ def _fuse(run: Run, second: Run, wanted: Classifiers, split: Split, device: torc
     held, seen = (train, None) if split.valid is None else (split.valid, _on(split.seen_for("valid"), device))
     fused.learn(held, seen, run.setup.seed)
     if folder is not None and rank() == 0:
-        learnt = dict(fused.named_buffers(recurse=False))
-        disk.write_tensors(folder / "fusion.safetensors", learnt, {"beta": wanted.beta, "shortlist": wanted.shortlist})
+        fused.save(folder)
     return fused
 
 
 def _measure(fused: Fused, split: Split, k: Sequence[int], metrics: Sequence[str]) -> Evaluation:
     assert split.test is not None
-    device, counts, seen = fused.propensity.device, split.train.counts(), split.seen_for("test")
-    ids = torch.from_numpy(np.unique(split.test.queries)).long().to(device)
-    lists = fused.lists(ids, max(k), _on(seen, device)).cpu().numpy()
-    weights = split.test.propensity
-    if weights is not None:
-        metrics = (*metrics, *PROPENSITY_METRICS)
-    else:  # as `evaluate` has them
-        weights = inverse_propensities(counts, int((seen.start.diff() > 0).sum()))
-    return evaluate_lists(lists, split.test, split.train.n_items, k, metrics, counts=counts, propensity=weights)
+    seen = _on(split.seen_for("test"), fused.propensity.device)
+    metrics = (*metrics, *(PROPENSITY_METRICS if split.test.propensity is not None else ()))
+    return evaluate(fused, split.test, seen, k, metrics, counts=split.train.counts())
 
 
 def _single_queries(test: Evaluation, split: Split) -> pl.DataFrame:
     """The values of each test query, as per_query.parquet has those of the towers."""
     ranked = {key: each.astype(np.float32) for key, each in test.per_query.items() if key.split("@")[0] not in LIST_METRICS}
     return pl.DataFrame({"query": split.train.query_ids.decode(test.query_ids), **ranked})
-
-
-def load_fused(folder: str | Path) -> Fused:
-    """The fused ranking of a finished run in stages.
-
-    load_fused("runs/ngame").lists(query_ids, 10, load("runs/ngame").seen)
-    """
-    folder = Path(folder)
-    tensors, settings = disk.read_tensors(folder / "fusion.safetensors")
-    knn, clf = runs.load(folder).model, runs.load(folder / "classifiers").model
-    fused = Fused(knn, clf, tensors["propensity"].numpy(), settings["beta"], settings["shortlist"])
-    for name, own in fused.named_buffers(recurse=False):
-        own.copy_(tensors[name])
-    return fused
 
 
 def _on(positives: Positives, device: torch.device) -> Positives:

@@ -62,8 +62,9 @@ def test_only_a_test_part_and_unknown_ids(folder: Path) -> None:
     data = read(folder)
     assert data.split is None
     assert pairs_of(data) == [("q0", "d1"), ("q1", "d2")]
-    assert data.notes[:2] == (
+    assert data.notes[:3] == (
         "dropped 1 judgements of the unknown item 'gone' and the like",
+        "left out 3 queries without a relevant document",
         "qrels has no train.tsv: the pairs have no parts of their own",
     )
 
@@ -71,8 +72,9 @@ def test_only_a_test_part_and_unknown_ids(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
+        ("qrels/train.tsv", "query-id\tcorpus-id\tscore\nq0\td1\t1\t1\t1\n", "train.tsv line 2 is"),
+        ("corpus.jsonl", '{"_id": "d1", "text": "a"}\n{"_id": "d1", "text": "b"}\n', "'d1' more than once, with different texts"),
         ("corpus.jsonl", '{"_id": "d1", "text": "a"}\nnot json\n', "corpus.jsonl line 2 is not a JSON object"),
-        ("corpus.jsonl", '{"_id": "d1"}\n{"_id": "d1"}\n', "'d1' more than once"),
         ("queries.jsonl", '{"text": "a"}\n', "line 1 has no '_id'"),
         ("qrels/train.tsv", "query-id\tcorpus-id\tscore\nq0\td1\tyes\n", "train.tsv line 2 is"),
         ("qrels/train.tsv", "query-id\tcorpus-id\tscore\nq0\n", "expected a query, a document and a score"),
@@ -85,6 +87,32 @@ def test_bad_lines_are_named(folder: Path, name: str, content: str, words: str) 
         read(folder)
 
 
+def test_ids_may_hold_spaces(folder: Path) -> None:
+    """Where tabs separate, spaces are part of an id; TREC's form with tabs is read too."""
+    (folder / "corpus.jsonl").write_text('{"_id": "doc 1", "text": "a"}\n{"_id": "doc  two", "text": "b"}\n')
+    (folder / "qrels" / "train.tsv").write_text("query-id\tcorpus-id\tscore\nq0\tdoc 1\t1\nq1\tdoc  two\t1\n")
+    (folder / "qrels" / "dev.tsv").write_text("q2\t0\tdoc 1\t1\n")
+    (folder / "qrels" / "test.tsv").write_text("q3\tdoc 1\t 1\n")
+    parts = split(read(folder))
+    assert pairs_of(parts.train) == [("q0", "doc 1"), ("q1", "doc  two")]
+    assert pairs_of(parts.valid) == [("q2", "doc 1")]
+    assert pairs_of(parts.test) == [("q3", "doc 1")]
+
+
+def test_what_is_left_out_is_said(folder: Path) -> None:
+    """Grades, queries that nothing is relevant to, documents without a text, lines that are there twice: counted in the notes."""
+    more = [{"_id": "d4", "title": " ", "text": ""}, CORPUS[0]]
+    (folder / "corpus.jsonl").write_text("".join(json.dumps(each) + "\n" for each in [*CORPUS, *more]))
+    data = read(folder)
+    assert data.n_items == 4
+    assert data.notes[:4] == (
+        "dropped 1 lines of corpus.jsonl that are there already",
+        "1 judgements have grades other than 1 (up to 2): all count as 1",
+        "left out 1 queries without a relevant document",
+        "1 documents have no text: a text tower gives all of them one and the same vector",
+    )
+
+
 def test_texts_in_the_interactions_make_tables(tmp_path: Path) -> None:
     """A table of (query, product, title) rows is enough: the titles become the items' texts, the queries are their own."""
     rows = pl.DataFrame({"query": ["red shoes", "hat", "hat"], "product_id": [7, 8, 7], "product_title": ["Shoe", "Hat", "Shoe"]})
@@ -92,7 +120,7 @@ def test_texts_in_the_interactions_make_tables(tmp_path: Path) -> None:
     rows.write_parquet(tmp_path / "pairs.parquet")
     for name in ("pairs.csv", "pairs.parquet"):
         data = read(tmp_path / name)
-        assert text_of(data, "item", "product_title").to_list() == ["Shoe", "Hat"]
+        assert text_of(data, "item", ("product_title",)).to_list() == ["Shoe", "Hat"]
         assert text_of(data, "item").to_list() == ["Shoe", "Hat"]
         assert text_of(data, "query").to_list() == ["hat", "red shoes"]
 

@@ -175,6 +175,17 @@ def test_not_enough_disk(parts: Path, tmp_path: Path, refused: Callable[..., Non
     assert main(["prepare", str(parts), "--out", str(tmp_path / "out"), "--quiet"]) == 0
 
 
+def test_a_write_that_polars_cannot_do(parts: Path, tmp_path: Path, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the buckets cannot be written, that is what is told: the input is not blamed."""
+
+    def too_large(*_: Any, **__: Any) -> None:
+        raise pl.exceptions.ComputeError("underlying IO error: File too large (os error 27)")
+
+    monkeypatch.setattr(pl.LazyFrame, "sink_parquet", too_large)
+    refused(["prepare", parts, "--out", tmp_path / "out"], f"cannot write into {tmp_path}", "File too large")
+    assert left(tmp_path) == []
+
+
 def test_killed_and_run_again(parts: Path, tmp_path: Path) -> None:
     """A kill at any moment leaves no folder that could be taken for prepared data; the same command then gives the undisturbed files."""
     words = ["-m", "sparring", "prepare", str(parts), "--out", str(tmp_path / "out"), "--quiet"]

@@ -265,6 +265,30 @@ def test_item_tables_line_up_with_dense_ids(tmp_path: Path) -> None:
     assert people.query_table["age"].to_list() == [1, None, 3]
 
 
+def test_an_item_table_with_an_id_twice(tmp_path: Path) -> None:
+    """The first row of each id counts, and a note says that there were more."""
+    pl.DataFrame({"user_id": [1, 2, 1], "item_id": [5, 6, 7]}).write_parquet(tmp_path / "pairs.parquet")
+    table = pl.DataFrame({"item_id": [5, 6, 5, 5, 7, 9, 9], "title": ["five", "six", "again", "and again", "seven", "nine", "unknown"]})
+    table.write_parquet(tmp_path / "items.parquet")
+    data = read(tmp_path / "pairs.parquet", items=tmp_path / "items.parquet")
+    assert data.item_table is not None
+    assert data.item_table["title"].to_list() == ["five", "six", "seven"]
+    assert data.notes == ("2 rows of the item table have an id that an earlier row has: the first of each counts",)
+
+
+def test_dates_that_are_not_read_name_those_that_are(tmp_path: Path) -> None:
+    """The error names forms that are read."""
+    (tmp_path / "bad.csv").write_text("user_id,item_id,time\n1,5,02/23/2022\n2,6,02/23/2022\n")
+    with pytest.raises(UserError, match="'02/23/2022', neither a number nor a date") as told:
+        read(tmp_path / "bad.csv")
+    for written in ("2022-02-23", "2022-02-23 14:05:00", "23.02.2022"):
+        assert written in str(told.value)
+        pl.DataFrame({"user_id": [1, 2], "item_id": [5, 6], "time": [written] * 2}).write_csv(tmp_path / "good.csv")
+        time = read(tmp_path / "good.csv").time
+        assert time is not None
+        assert str(np.datetime64(int(time[0]), "us"))[:10] == "2022-02-23"
+
+
 def test_a_folder_with_its_tables(tmp_path: Path) -> None:
     """interactions.parquet brings items.* and users.* of the same folder."""
     SMALL.write_parquet(tmp_path / "interactions.parquet")

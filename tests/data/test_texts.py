@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from sparring.data import from_frame
-from sparring.data.texts import Texts, reporting, text_of, tokenize, tokenized
+from sparring.data.texts import Texts, find_texts, reporting, text_of, tokenize, tokenized
 from sparring.data.tokenizers import FastTokenizer, WordTokenizer, find_tokenizer
 from sparring.errors import UserError
 
@@ -168,17 +168,54 @@ def test_unknown_tokenizers_and_texts_are_named(tmp_path: Path) -> None:
 
 
 def test_text_of_finds_the_texts() -> None:
-    """A column `text` first, then titles, then ids that are texts; a named column must be there."""
+    """A title, a body, or both in one text, each thing said once; ids that are texts; a named column must be there."""
     pairs = pl.DataFrame({"query": ["red shoes", "hat"], "item_id": [1, 2]})
     items = pl.DataFrame({"item_id": [2, 1], "title": ["B", None], "price": [1.0, 2.0]})
     data = from_frame(pairs, items=items)
     assert text_of(data, "item").to_list() == ["", "B"]
     assert text_of(data, "query").to_list() == ["hat", "red shoes"]
-    assert text_of(from_frame(pairs, items=items.with_columns(text=pl.Series(["x", "y"]))), "item").to_list() == ["y", "x"]
+    assert text_of(from_frame(pairs, items=items.with_columns(text=pl.Series(["x", "y"]))), "item").to_list() == ["y", "B x"]
+    assert text_of(from_frame(pairs, items=items.with_columns(text=pl.Series(["B x", "y"]))), "item").to_list() == ["y", "B x"]
+    assert text_of(from_frame(pairs, items=items.with_columns(text=pl.Series(["B", "y"]))), "item").to_list() == ["y", "B"]
     with pytest.raises(UserError, match="no column of text called 'price'; its columns of text are title"):
-        text_of(data, "item", "price")
-    with pytest.raises(UserError, match="no texts of the items"):
+        text_of(data, "item", ("price",))
+    with pytest.raises(UserError, match=r"no texts of the items: give a table with a column `text` \(--items FILE\), or"):
         text_of(from_frame(pairs), "item")
+
+
+@pytest.mark.parametrize(
+    ("columns", "found"),
+    [
+        (["item_text"], ("item_text",)),
+        (["title", "body"], ("title", "body")),
+        (["price_class", "Product Description", "name"], ("name", "Product Description")),
+        (["document_text", "text"], ("text",)),
+        (["passage"], ("passage",)),
+        (["question"], ("question",)),
+    ],
+)
+def test_columns_of_text_are_known_by_their_names(columns: list[str], found: tuple[str, ...]) -> None:
+    """However they are written, and each is read; those that say nothing of what an item is are not."""
+    pairs = pl.DataFrame({"query_id": ["q1", "q2"], "item_id": ["i1", "i2"]})
+    items = pl.DataFrame({"item_id": ["i1", "i2"], **{name: [f"{name} 1", f"{name} 2"] for name in columns}})
+    data = from_frame(pairs, items=items)
+    assert text_of(data, "item", found).to_list() == [" ".join(f"{name} {at}" for name in found) for at in (1, 2)]
+    assert text_of(data, "item").to_list() == text_of(data, "item", found).to_list()
+
+
+def test_ids_are_never_read_as_texts_in_silence() -> None:
+    """Ids without spaces are no texts, nor are any where there are columns of text; the error names those; `id` asks for the ids."""
+    pairs = pl.DataFrame({"query_id": ["q1", "q2"], "item_id": ["red shoes", "a hat"]})
+    items = pl.DataFrame({"item_id": ["a hat", "red shoes"], "shop": ["x", "y"], "blurb": ["B", "C"]})
+    data = from_frame(pairs, items=items)
+    with pytest.raises(UserError, match=r"text of the items: its columns of text are shop, blurb: .* --set item_text=COLUMN,COLUMN"):
+        text_of(data, "item")
+    with pytest.raises(UserError, match=r"no texts of the queries: give a table with a column `text` \(--queries FILE\), or"):
+        text_of(data, "query")
+    assert text_of(data, "item", ("shop", "blurb")).to_list() == ["x B", "y C"]
+    assert text_of(data, "query", ("id",)).to_list() == ["q1", "q2"]
+    assert find_texts(from_frame(pairs), "item") == ("id",)
+    assert text_of(from_frame(pairs), "item").to_list() == ["a hat", "red shoes"]
 
 
 def test_tokenising_tells_whoever_listens_around_it(tmp_path: Path) -> None:

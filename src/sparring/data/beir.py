@@ -23,9 +23,10 @@ def is_beir(folder: Path) -> bool:
 def read_beir(folder: str | Path) -> Interactions:
     """The data set of a folder: queries and documents with their texts, and the pairs judged relevant (a score above 0).
 
-    `corpus.jsonl` has `_id`, `text` and perhaps `title` (a document's text is both), `queries.jsonl` has `_id` and `text`, and
-    `qrels/train.tsv`, `dev.tsv` and `test.tsv` have a header, then query, document and score. The parts are the files' own where
-    there is a train.tsv; else the pairs have none. All documents can be recommended; queries without a relevant one are left out.
+    `corpus.jsonl` has `_id`, `text` and perhaps `title` (text towers read both), `queries.jsonl` has `_id` and `text`, and
+    `qrels/train.tsv`, `dev.tsv` and `test.tsv` have a header, then query, document and score, tabs between them; without tabs, spaces.
+    The parts are the files' own where there is a train.tsv; else the pairs have none. All documents can be recommended; queries without a
+    relevant one are left out, grades above 0 all count as 1, and a line that is there twice is read once. Notes say how many of each.
 
         data = read_beir("scifact")
     """
@@ -46,6 +47,7 @@ def read_beir(folder: str | Path) -> Interactions:
     right = judged.filter(pl.col("score") > 0)
     if right.is_empty():
         raise UserError(f"{folder} has no query with a relevant document: no score in qrels is above 0")
+    notes += _left_out(corpus, queries, right)
     if "train" not in files:
         notes.append("qrels has no train.tsv: the pairs have no parts of their own")
         right = right.drop("split")
@@ -62,19 +64,42 @@ def _texts(folder: Path, name: str, notes: list[str]) -> pl.DataFrame:
     assert file is not None
     table, note = read_json_lines(file, {"_id": pl.String, "title": pl.String, "text": pl.String}, "_id")
     notes += [note] if note else []
+    table, before = table.unique(maintain_order=True), len(table)
+    if len(table) < before:
+        notes.append(f"dropped {before - len(table):,} lines of {file.name} that are there already")
     if table["_id"].n_unique() < len(table):
         twice = table["_id"].filter(table["_id"].is_duplicated())[0]
-        raise UserError(f"{file} has the _id {twice!r} more than once")
-    both = [pl.col(column).str.strip_chars().replace("", None) for column in ("title", "text")]
-    table = table.with_columns(pl.concat_str(both, separator=" ", ignore_nulls=True).alias("text"))
+        raise UserError(f"{file} has the _id {twice!r} more than once, with different texts")
+    table = table.with_columns(pl.col("title", "text").str.strip_chars().replace("", None))
     return table if table["title"].null_count() < len(table) else table.drop("title")
 
 
+def _left_out(corpus: pl.DataFrame, queries: pl.DataFrame, right: pl.DataFrame) -> list[str]:
+    """What is not as the files have it: grades, queries that nothing is relevant to, documents that say nothing."""
+    notes = []
+    graded = right["score"].filter(right["score"] != 1).to_numpy()
+    if len(graded):
+        notes.append(f"{len(graded):,} judgements have grades other than 1 (up to {graded.max():g}): all count as 1")
+    idle = len(queries) - right["query"].n_unique()
+    if idle:
+        notes.append(f"left out {idle:,} queries without a relevant document")
+    texts = [name for name in ("title", "text") if name in corpus.columns]
+    empty = corpus.select(pl.all_horizontal(pl.col(texts).is_null()).sum()).item()
+    if empty:
+        notes.append(f"{empty:,} documents have no text: a text tower gives all of them one and the same vector")
+    return notes
+
+
 def _judgements(file: Path) -> pl.DataFrame:
-    """Columns query, item, score of a qrels file; also of one in TREC's form, with a 0 in the second column, and without a header."""
+    """Columns query, item, score of a qrels file; also of one in TREC's form, with a 0 in the second column, and without a header.
+
+    Where a line has tabs they separate, so that an id may hold spaces.
+    """
     lines, _ = read_lines(file)
-    parts = lines.str.strip_chars().str.extract_groups(r"^(\S+)\s+(?:0\s+)?(\S+)\s+(\S+)$").struct.unnest()
-    table = parts.rename(dict(zip(parts.columns, ("query", "item", "score"), strict=True)))
+    names = ("query", "item", "score")
+    forms = {True: r"^([^\t]+)\t(?:0\t)?([^\t]+)\t\s*(\S+)$", False: r"^(\S+)\s+(?:0\s+)?(\S+)\s+(\S+)$"}
+    split = {tabs: lines.str.strip_chars().str.extract_groups(form).struct.rename_fields(names) for tabs, form in forms.items()}
+    table = split[False].zip_with(~lines.str.contains("\t", literal=True), split[True]).struct.unnest()
     table = table.with_columns(pl.col("score").cast(pl.Float64, strict=False))
     wrong = (table["score"].is_null() & (lines.str.strip_chars() != "")).arg_true()
     wrong = wrong.filter(wrong > 0)  # the first line is a header

@@ -99,7 +99,8 @@ def _typed_time(lazy: pl.LazyFrame, column: str, source: str) -> pl.LazyFrame:
     if min(failures):
         best = readings[int(np.argmin(failures))]
         value = lazy.filter(time.is_not_null() & best.is_null()).select("t").head(1).collect().item()
-        raise UserError(f"the time column {column!r} of {source} holds {value!r}, neither a number nor a date")
+        known = "write dates as 2022-02-23, 2022-02-23 14:05:00 or 23.02.2022"
+        raise UserError(f"the time column {column!r} of {source} holds {value!r}, neither a number nor a date that is read: {known}")
     return lazy.with_columns(readings[failures.index(0)])
 
 

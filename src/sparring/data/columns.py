@@ -32,9 +32,16 @@ _NAMES: dict[str, tuple[str, ...]] = {
 }
 # Columns of interactions that repeat the text of their query or item on every row.
 _TEXTS = {
-    "query": "querytext querytitle",
-    "item": "itemtext itemtitle itemname producttitle productname producttext movietitle booktitle doctext labeltext title text",
+    "query": "querytext querytitle question questiontext",
+    "item": "itemtext itemtitle itemname producttitle productname producttext movietitle booktitle doctitle doctext documenttitle "
+    "documenttext passage passagetext labeltext labeltitle title text body content abstract description productdescription",
 }
+# Columns of a table of queries or items that say what it is, best first: a text is the first of the titles and the first of the bodies.
+_HEADS = "title {0}title producttitle movietitle booktitle doctitle documenttitle labeltitle headline name {0}name productname labelname"
+_BODIES = (
+    "text {0}text producttext doctext documenttext passagetext questiontext labeltext body content contents passage document abstract "
+    "description {0}description productdescription summary question query sentence utterance"
+)
 _TITLES = "title itemtitle producttitle movietitle booktitle name itemname productname description productdescription text"
 
 
@@ -91,6 +98,13 @@ def unused_ratings(columns: Sequence[str], named: str | None) -> list[str]:
 def text_columns(role: str, columns: Sequence[str]) -> list[str]:
     """The columns of interactions that hold a text of the query or item."""
     return [column for column in columns if _plain(column) in _TEXTS[role].split()]
+
+
+def texts_of_table(role: str, columns: Sequence[str]) -> tuple[str, ...]:
+    """The columns of a table of queries or items that make its text: a title, a body, or both; empty where no name is known."""
+    plain = {_plain(column): column for column in reversed(columns)}
+    tiers = ([plain[name] for name in tier.format(role).split() if name in plain] for tier in (_HEADS, _BODIES))
+    return tuple(tier[0] for tier in tiers if tier)
 
 
 def with_title(table: pl.DataFrame) -> pl.DataFrame:

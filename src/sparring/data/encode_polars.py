@@ -12,13 +12,13 @@ from sparring.data.cleaning import SHORT, clean
 from sparring.data.encoded import Encoded, Raw, Tell, numbered
 from sparring.data.frames import reading
 from sparring.data.interactions import first_line
-from sparring.errors import UserError
+from sparring.errors import UserError, not_written
 
 
 def encode(raw: Raw, folder: Path, tell: Tell, check_space: Callable[[int], None]) -> Encoded:
     """The rows of `raw` in buckets under `folder`. The rows are scanned a few times, and only the ids are ever held in memory."""
     found = raw.found()
-    with _named(raw):
+    with _named(raw, folder):
         tell("counting rows", 0, None)
         lazy = raw.frame.select(pl.col(column).alias(SHORT[role]) for role, column in found.items())
         lazy, notes = clean(lazy, found, raw.min_rating, raw.source, guessed_time=raw.named.get("time") is None)
@@ -41,14 +41,16 @@ def encode(raw: Raw, folder: Path, tell: Tell, check_space: Callable[[int], None
 
 
 @contextmanager
-def _named(raw: Raw) -> Iterator[None]:
-    """Where a scan of many parts fails, find the part that cannot be read: polars does not say which one it was."""
+def _named(raw: Raw, folder: Path) -> Iterator[None]:
+    """Where a scan of many parts fails, find the part that cannot be read: polars does not say which one it was, nor that it wrote."""
     try:
         with reading(raw.source):
             yield
     except UserError as error:
         if not isinstance(error.__cause__, (pl.exceptions.PolarsError, OSError)):
             raise
+        if not_written(error.__cause__):
+            raise UserError(f"cannot write into {folder.parent.parent}: {first_line(error.__cause__)}") from error.__cause__
         line = broken_part(raw)
         if line is None:
             raise

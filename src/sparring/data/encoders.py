@@ -7,7 +7,9 @@ import json
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from difflib import get_close_matches
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import numpy as np
@@ -127,6 +129,8 @@ def text_folder(where: str) -> Path:
     if Path(where).is_dir():
         return Path(where)
     package, name = _SHORT_NAMES.get(where, (None, where))
+    if where.startswith((".", "/", "~")) or where.count("/") > 1:
+        raise UserError(f"there is no folder {where!r}: a text encoder is bag, wordllama, minilm, a folder, or OWNER/NAME on the hub")
     found = importlib.util.find_spec(package) if package else None
     if found is not None and found.submodule_search_locations:
         return Path(found.submodule_search_locations[0]) / "model"
@@ -136,8 +140,10 @@ def text_folder(where: str) -> Path:
         return Path(hub.snapshot_download(name, allow_patterns=files, ignore_patterns=["onnx/*", "openvino/*"]))
     except Exception as error:  # the hub's errors have no common base, and each of them means the same here
         install = f", or: pip install {package.replace('_', '-')}" if package else ""
-        reason = first_line(error)[:80]
-        raise UserError(f"cannot get the text encoder {where!r} ({reason}); give a folder that holds it{install}") from error
+        known = [] if package else get_close_matches(where, ("bag", "wordllama", "minilm", "auto"), 1)
+        meant = f"; did you mean {known[0]}?" if known else ""
+        reason = shorten(first_line(error), 80, placeholder=" ...")
+        raise UserError(f"cannot get the text encoder {where!r} ({reason}); give a folder that holds it{install}{meant}") from error
 
 
 def _settings(file: Path) -> dict[str, Any]:

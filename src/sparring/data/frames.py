@@ -181,6 +181,9 @@ def align(table: pl.DataFrame, role: str, name: str, ids: Vocabulary, source: st
         raise UserError(f"no id of the {role} table's column {key!r} (such as {example}) occurs in {source}")
     rows = np.full(len(ids), -1, dtype=np.int64)
     rows[known] = first
+    again = int((dense >= 0).sum()) - len(known)
+    if again:
+        notes.append(f"{again:,} rows of the {role} table have an id that an earlier row has: the first of each counts")
     if len(known) < len(ids):
         notes.append(f"{len(ids) - len(known):,} of {len(ids):,} {'items' if role == 'item' else 'queries'} are not in the {role} table")
     for column in (column for column in table.get_columns() if column.dtype == pl.String and column.name != key):

@@ -19,7 +19,7 @@ from sparring.data.interactions import Interactions
 from sparring.data.opening import open_rows, open_table
 from sparring.data.pairs import occurrences
 from sparring.data.prepared import is_prepared, read_prepared
-from sparring.data.texts import text_of
+from sparring.data.texts import ROLES, find_texts, has_texts, text_of
 from sparring.data.xc import is_xc, read_xc
 from sparring.errors import UserError
 
@@ -130,8 +130,10 @@ def describe(data: Interactions) -> str:
     for name, table in (("items", data.item_table), ("queries", data.query_table)):
         if table is not None:
             lines.append(f"{name} table: " + ", ".join(table.columns))
-    if len(data) and all(table is not None and "text" in table.columns for table in (data.query_table, data.item_table)):
+    if len(data) and has_texts(data, "query") and has_texts(data, "item"):
         texts = (text_of(data, "query")[int(data.queries[0])], text_of(data, "item")[int(data.items[0])])
+        read = (" and ".join(find_texts(data, role)) for role in ROLES)
+        lines.append("read as texts, with an encoder: {} of the queries, {} of the items".format(*read))
         lines.append("for example: " + " -> ".join(repr(text[:100]) for text in texts))
     return "\n".join([*lines, *data.notes])
 

@@ -9,12 +9,14 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import polars as pl
 import torch
 from torch import Tensor
 
+from sparring.data.columns import texts_of_table
 from sparring.data.download import cache_folder
 from sparring.data.encodings import Progress, hash_of, load_array, save_array
 from sparring.data.interactions import Ids, Interactions
@@ -23,7 +25,10 @@ from sparring.errors import UserError
 
 _BATCH = 16384  # texts tokenised between two reports of progress
 _told: ContextVar[Progress | None] = ContextVar("whom tokenising tells of its progress", default=None)
-_COLUMNS = ("text", "title", "name", "query", "description", "content")  # in which a table may hold its texts, best first
+IDS = "id"  # stands for the ids themselves among columns of text
+
+Role = Literal["query", "item"]
+ROLES: tuple[Role, Role] = ("query", "item")
 
 
 @dataclass(frozen=True, eq=False)
@@ -193,20 +198,81 @@ def as_series(strings: Sequence[str] | pl.Series) -> pl.Series:
         return pl.Series("text", [text and text.encode("utf-8", "replace").decode() for text in strings], dtype=pl.String).fill_null("")
 
 
-def text_of(data: Interactions | Ids, role: str, column: str | None = None) -> pl.Series:
-    """The text of every query or item (`role` is "query" or "item"), in dense order, "" where there is none.
+def text_of(data: Interactions | Ids, role: Role, columns: Sequence[str] = ()) -> pl.Series:
+    """The text of every query or item, in dense order, "" where there is none: the columns named, else those that `find_texts` finds.
 
-    It is the column named, else `text`, else another that is likely to be one, such as `title`; else the ids, where they are texts.
+    What several columns say is joined by spaces; what two of them say alike is said once.
+
+        text_of(data, "item", ("title", "body"))
     """
     table, ids = (data.query_table, data.query_ids) if role == "query" else (data.item_table, data.item_ids)
-    names = [] if table is None else [name for name, kind in table.schema.items() if kind == pl.String]
-    if column is not None and column not in names:
-        known = f"; its columns of text are {', '.join(names)}" if names else "; it has no columns of text"
-        raise UserError(f"the {role} table has no column of text called {column!r}{known}")
-    chosen = column or next((name for name in _COLUMNS if name in names), None)
-    if chosen is not None and table is not None:
-        return table[chosen].fill_null("").alias("text")
-    if ids.kind == "text":
-        return ids.ids.alias("text")
+    columns = tuple(columns) or find_texts(data, role)
+    names = _strings(table)
+    if columns == (IDS,) and IDS not in names:
+        return ids.ids.cast(pl.String).alias("text")
+    wrong = next((name for name in columns if name not in names), None)
+    if wrong is not None or table is None:
+        raise UserError(f"the {role} table has no column of text called {wrong!r}; {_there_are(role, names)}")
+    return _joined(table, columns)
+
+
+def find_texts(data: Interactions | Ids, role: Role) -> tuple[str, ...]:
+    """The columns that the text of a query or item is read from: a title, a body (`text`, `description`, ...), or both, as in BEIR.
+
+    ("id",) where there are no columns of text and the ids are texts themselves, which at least a tenth of them show by a space. Else an
+    error names the columns that there are.
+    """
+    table, ids = (data.query_table, data.query_ids) if role == "query" else (data.item_table, data.item_ids)
+    names = _strings(table)
+    found = texts_of_table(role, names)
+    if len(found) > 1 and table is not None:
+        head, body = (pl.col(name).fill_null("").str.strip_chars() for name in found)
+        inside = (body == head) | body.str.starts_with(pl.concat_str(head, pl.lit(" "))) | (head == "")
+        if table.select(inside.all()).item():  # every text begins with its title
+            return found[1:]
+    if found:
+        return found
+    if ids.kind == "text" and not set(names) - {IDS} and _look_like_texts(ids.ids):
+        return (IDS,)
     where = "queries" if role == "query" else "items"
-    raise UserError(f"there are no texts of the {where}: give a table with a column `text` (--{where} FILE)")
+    first = f"cannot tell which column is the text of the {where}" if names else f"there are no texts of the {where}"
+    raise UserError(f"{first}: {_there_are(role, names)}")
+
+
+def has_texts(data: Interactions | Ids, role: Role) -> bool:
+    """Whether a column of the table of queries or items is a text by its name."""
+    return bool(texts_of_table(role, _strings(data.query_table if role == "query" else data.item_table)))
+
+
+def joined_text(parts: Sequence[str | None]) -> str:
+    """What the columns of one query or item make, as `text_of` joins them.
+
+    >>> joined_text(["Shoes", None, "red and blue"]), joined_text(["Hat", "Hat"])
+    ('Shoes red and blue', 'Hat')
+    """
+    return " ".join(dict.fromkeys(part.strip() for part in parts if part and part.strip()))
+
+
+def _joined(table: pl.DataFrame, columns: Sequence[str]) -> pl.Series:
+    if len(columns) == 1:
+        return table[columns[0]].cast(pl.String).fill_null("").alias("text")
+    parts = pl.concat_list(pl.col(name).cast(pl.String).str.strip_chars() for name in columns)
+    said = parts.list.eval(pl.element().filter(pl.element().is_not_null() & (pl.element() != ""))).list.unique(maintain_order=True)
+    return table.select(said.list.join(" ").alias("text"))["text"]
+
+
+def _strings(table: pl.DataFrame | None) -> list[str]:
+    return [] if table is None else [name for name, kind in table.schema.items() if kind == pl.String]
+
+
+def _look_like_texts(ids: pl.Series) -> bool:
+    spaced = ids.str.strip_chars().str.contains(r"\s")
+    return int(spaced.sum()) >= 0.1 * len(ids)
+
+
+def _there_are(role: Role, names: Sequence[str]) -> str:
+    """What the user can do about texts that were not found."""
+    if names:
+        return f"its columns of text are {', '.join(names)}: name one or more with --set {role}_text=COLUMN,COLUMN"
+    file = "--queries FILE" if role == "query" else "--items FILE"
+    return f"give a table with a column `text` ({file}), or --set {role}_text=id to read the ids themselves"
