@@ -39,7 +39,7 @@ from sparring.index import Index, files
 from sparring.index.beside import FOLDER, build_index, open_index
 from sparring.index.kinds import parameters, require_faiss, widened
 from sparring.retriever import Retriever
-from sparring.runs import write_start
+from sparring.run_folder import write_start
 from sparring.towers import IdTower
 from sparring.types import Positives
 

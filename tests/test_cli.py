@@ -166,13 +166,20 @@ def test_recipes_lists_every_recipe_with_its_arguments(capsys: pytest.CaptureFix
     assert all(word in shown for word in ("cache_size", "2048", "weight_decay", "row-adagrad"))
 
 
-def test_data_commands(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`data list` names sets with their terms, `data show` tells sizes."""
+def test_data_commands(world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`data list` names sets with their terms, `data show` tells sizes, and of a table of items its columns and first rows."""
     assert main(["data", "list"]) == 0
     assert "gowalla" in capsys.readouterr().out
     pairs = len(pl.read_parquet(world / "pairs.parquet"))
     assert main(["data", "show", str(world / "pairs.parquet")]) == 0
     assert f"{QUERIES} queries x {ITEMS} items, {pairs:,} interactions" in capsys.readouterr().out
+    pl.DataFrame({"item_id": [5, 6], "stock_code": ["a", "b"], "title": ["five", "six"]}).write_parquet(tmp_path / "items.parquet")
+    assert main(["data", "show", str(tmp_path / "items.parquet")]) == 0
+    shown = capsys.readouterr()
+    assert "item_id (Int64), stock_code (String), title (String)" in shown.out
+    assert "six" in shown.out
+    assert len(shown.err.splitlines()) == 1
+    assert "does not read as interactions" in shown.err
 
 
 def test_resume_continues_and_refuses_changes(world: Path, tmp_path: Path, refused: Callable[..., str]) -> None:
@@ -211,13 +218,12 @@ def fail_from(patch: pytest.MonkeyPatch, name: str, error: BaseException, after:
 
 
 def test_ctrl_c_says_how_to_go_on(world: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """An interrupted training exits with 130 and names --resume."""
-    with pytest.MonkeyPatch.context() as patch:
-        fail_from(patch, "checkpoint.safetensors", KeyboardInterrupt(), after=1)
-        assert main(["train", "--data", str(world / "pairs.parquet"), "--out", str(tmp_path / "run"), "--quiet", *QUICK]) == 130
-    lines = capfd.readouterr().err.splitlines()
-    assert len(lines) == 1
-    assert "--resume" in lines[0]
+    """An interrupted training exits with 130 and says what --resume would do: go on, or begin again where nothing was saved."""
+    for after, said in ((1, "goes on from the last checkpoint"), (0, "begins again: no checkpoint was saved yet")):
+        with pytest.MonkeyPatch.context() as patch:
+            fail_from(patch, "checkpoint.safetensors", KeyboardInterrupt(), after=after)
+            assert main(["train", "--data", str(world / "pairs.parquet"), "--out", str(tmp_path / str(after)), "--quiet", *QUICK]) == 130
+        assert capfd.readouterr().err == f"sparring: interrupted: the same command with --resume {said}\n"
 
 
 def test_full_disk_is_one_line_and_keeps_the_last_checkpoint(world: Path, tmp_path: Path, refused: Callable[..., str]) -> None:

@@ -98,7 +98,7 @@ def test_ranking_and_diagnosis_know_it(parts: Split) -> None:
 @pytest.mark.parametrize("recipe", ["default", "cbns", "midx", "sce", "mixgcf", "bmns", "xir", "slatk"])
 def test_recipes_train_it(parts: Split, recipe: str) -> None:
     """Every kind of negatives, those that keep vectors too, trains with a bias and moves it."""
-    run = build(recipe, parts.train, {**SMALL, **({"warmup": 0} if recipe == "cbns" else {})})
+    run = build(recipe, parts.train, {**SMALL, **({"opens": 0} if recipe == "cbns" else {})})
     fit(run, parts, k=(10,), device="cpu")
     assert run.model.item_bias is not None
     assert bool((run.model.item_bias.weight != 0).any())  # type: ignore[union-attr,operator]

@@ -78,6 +78,23 @@ def test_a_run_is_not_replaced_unasked(run: Run, parts: Split, tmp_path: Path) -
     assert (other / "chapter1").read_text() == "precious"
 
 
+def test_what_a_service_keeps_outlives_its_run(run: Run, parts: Split, tmp_path: Path) -> None:
+    """Overwriting deletes the run and its index, and says so; the folder `serve` stays, also where training stopped before run.json."""
+    out, said = tmp_path / "run", list[str]()
+    fit(run, parts, out, k=(10,), device="cpu")
+    for name in ("serve", "index"):
+        (out / name).mkdir()
+        (out / name / "items.sqlite").write_text(name)
+    fit(run, parts, out, k=(10,), device="cpu", overwrite=True, progress=Progress(say=said.append))
+    assert (out / "serve" / "items.sqlite").read_text() == "serve"
+    assert not (out / "index").exists()
+    assert f"deleted the run that was in {out} and its index; what a service keeps in {out / 'serve'} stays" in said
+    lock.delete_run(out)
+    assert [path.name for path in out.iterdir()] == ["serve"]
+    fit(run, parts, out, k=(10,), device="cpu")
+    assert (out / "serve" / "items.sqlite").read_text() == "serve"
+
+
 def test_a_run_that_cannot_be_trained_replaces_none(parts: Split, tmp_path: Path) -> None:
     """What is wrong with a run is told before the one in the folder is deleted."""
     out = tmp_path / "run"

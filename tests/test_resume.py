@@ -37,7 +37,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "xir": {"draw": "multinomial", "cache_size": 64},
     "xir release": {"form": "release", "cache_size": 64},
     "g_tower": {"alpha": 0.2},
-    "cbns": {"warmup": 3, "size": 100},
+    "cbns": {"opens": 3, "size": 100},
     "default": {"n": 16, "learn_tau": True, "clip": 1.0, "warmup": 5},
     "default history": {"n": 16, "query_tower": "history", "item_features": "category", "hidden": "8,8"},
     "shown": {"n": 2, "lr_decay": 0.5, "lr_decay_every": 1},
@@ -341,7 +341,7 @@ def test_resume_cannot_change_the_terms(parts: Split, tmp_path: Path, case: str)
 
 
 def test_a_run_of_ones_own_resumes(parts: Split, tmp_path: Path) -> None:
-    """The same terms made again go on, also in a folder of before the terms were recorded."""
+    """The same terms made again go on, also in a folder of before the terms, or a field of the Setup, were recorded."""
     whole = fit(compose(parts.train, OWN, Term(1.0, InBatch(), hinge(0.4))), parts, k=(10,), device="cpu")
     for name in ("now", "then"):
         stopped(parts, tmp_path / name, Term(1.0, InBatch(), hinge(0.4)))
@@ -349,7 +349,7 @@ def test_a_run_of_ones_own_resumes(parts: Split, tmp_path: Path) -> None:
         meta = json.loads(path.read_text())
         assert meta["method"]["term 1"].startswith("1 x hinge(margin=0.4) over InBatch(")
         if name == "then":
-            del meta["method"]
+            del meta["method"], meta["setup"]["item_text"]
             path.write_text(json.dumps(meta))
         again = compose(parts.train, OWN, Term(1.0, InBatch(), hinge(0.4)))
         found = fit(again, parts, tmp_path / name, resume=True, k=(10,), device="cpu")

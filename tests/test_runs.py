@@ -1,4 +1,4 @@
-"""The run folder: files are whole or absent, what was written is read back, and recommendations are the ranking that was measured."""
+"""The run folder: files are whole or absent, what was written is read back, and lists are the ranking of the model."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ import polars as pl
 import pytest
 import torch
 
-from sparring import disk, runs
+from sparring import disk, run_folder
 from sparring.composition import Setup
 from sparring.data.interactions import Interactions, Split, Vocabulary
+from sparring.data.worlds import World
 from sparring.disk import write, write_tensors
 from sparring.errors import UserError
 from sparring.runs import Trained, load
@@ -82,9 +83,9 @@ def test_a_run_folder_holds_all_that_is_promised(folder: Path) -> None:
     assert json.loads((folder / "result.json").read_text())["best_epoch"] == best
 
 
-def test_recommend_is_the_ranking_that_was_measured(folder: Path, named_parts: Split) -> None:
-    """Recommendations of every query, in original ids, are the brute-force order with train and valid items left out; so recall@10
-    counted over them equals the recall@10 of the run's own evaluation."""
+def test_lists_leave_out_more_than_what_was_measured(folder: Path, named_parts: Split) -> None:
+    """Recommendations of every query, in original ids, are the brute-force order without what the data knows it to have, the test part
+    too; the run's own recall@10 is that of the order with only train and valid items left out."""
     trained = load(folder)
     assert named_parts.test is not None
     assert named_parts.valid is not None
@@ -94,24 +95,25 @@ def test_recommend_is_the_ranking_that_was_measured(folder: Path, named_parts: S
     for query in queries.tolist():
         seen = set(named_parts.train.items[named_parts.train.queries == query].tolist())
         seen |= set(named_parts.valid.items[named_parts.valid.queries == query].tolist())
-        expected = brute_ranking(trained, query, seen)[:10]
+        relevant = set(named_parts.test.items[named_parts.test.queries == query].tolist())
+        expected = brute_ranking(trained, query, seen | relevant)[:10]
         rows = table.filter(pl.col("query") == f"user-{query:03}")
         assert rows["item"].to_list() == [1000 + 7 * item for item in expected]
         assert rows["rank"].to_list() == list(range(1, 11))
         assert rows["score"].to_list() == sorted(rows["score"].to_list(), reverse=True)
-        relevant = set(named_parts.test.items[named_parts.test.queries == query].tolist())
-        recalls.append(len(relevant & set(expected)) / len(relevant))
+        recalls.append(len(relevant & set(brute_ranking(trained, query, seen)[:10])) / len(relevant))
     measured = json.loads((folder / "result.json").read_text())["test"]["metrics"]["recall@10"]
     assert np.mean(recalls) == pytest.approx(measured, abs=1e-12)
 
 
-def test_recommend_with_seen_items_ranks_the_whole_catalogue(folder: Path, named_parts: Split) -> None:
+def test_recommend_with_seen_items_ranks_the_whole_catalogue(folder: Path, named_parts: Split, small_world: World) -> None:
     """with_seen: every item is listed once, in brute-force order; without it a full list simply ends where unseen items do."""
     trained = load(folder)
     n = named_parts.train.n_items
     whole = trained.recommend(["user-004"], k=n, with_seen=True)
     assert whole["item"].to_list() == [1000 + 7 * item for item in brute_ranking(trained, 4, set())]
-    seen = trained.seen.items[trained.seen.start[4] : trained.seen.start[5]]
+    data = small_world.interactions
+    seen = data.items[data.queries == 4]
     unseen = trained.recommend(["user-004"], k=n)
     assert len(unseen) == n - len(seen)
     assert not set(unseen["item"].to_list()) & {1000 + 7 * int(item) for item in seen}
@@ -285,6 +287,41 @@ def test_a_model_of_other_towers_is_refused(copy: Path) -> None:
             load(copy)
 
 
+def test_an_interrupt_leaves_nothing_half_written(tmp_path: Path) -> None:
+    """Ctrl-C while a file is written goes on as it came, and its half is gone, though the same Ctrl-C comes twice (polars, then Python)."""
+    (tmp_path / "lists.parquet").write_text("old")
+
+    def interrupted(file: Path) -> None:
+        file.write_text("half")
+        raise KeyboardInterrupt
+
+    real, calls = Path.unlink, list[Path]()
+
+    def twice(path: Path, missing_ok: bool = False) -> None:
+        calls.append(path)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        real(path, missing_ok)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "unlink", twice)
+        with pytest.raises(KeyboardInterrupt):
+            write(tmp_path / "lists.parquet", interrupted)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"lists.parquet": "old"}
+
+
+def test_a_full_disk_that_polars_meets_is_one_line(tmp_path: Path) -> None:
+    """What polars says of it becomes our one line, and nothing is left beside the file."""
+
+    def full(file: Path) -> None:
+        file.write_text("half")
+        raise pl.exceptions.ComputeError("parquet: File too large (os error 27)\nin a second line")
+
+    with pytest.raises(UserError, match=r"^cannot write .*lists.parquet: parquet: File too large \(os error 27\); what was saved"):
+        write(tmp_path / "lists.parquet", full)
+    assert not list(tmp_path.iterdir())
+
+
 def test_no_such_folder(tmp_path: Path) -> None:
     """A path that is no folder, or no run folder."""
     with pytest.raises(UserError, match="no such run folder"):
@@ -308,5 +345,5 @@ def test_a_file_where_the_folder_should_be(named_parts: Split, tmp_path: Path) -
     """Training into a path that is a file is refused before it starts."""
     (tmp_path / "file").write_text("precious")
     with pytest.raises(UserError, match="is a file"):
-        runs.write_start(tmp_path / "file", named_parts.train, named_parts.seen_for("test"), {"recipe": "x"}, Setup())
+        run_folder.write_start(tmp_path / "file", named_parts.train, named_parts.seen_for("test"), {"recipe": "x"}, Setup())
     assert (tmp_path / "file").read_text() == "precious"

@@ -280,6 +280,25 @@ def test_a_learned_temperature_moves_and_stays_within_bounds(checkerboard: Split
     assert {record["tau"] for record in fit(fixed, checkerboard, k=(1,), device="cpu").history} == {0.5}
 
 
+@pytest.mark.parametrize(("warmup", "taken"), [(1000, 1), (6, 6), (7, 1), (0, 0)])
+def test_a_warmup_that_does_not_fit_is_shortened_and_said(parts: Split, monkeypatch: pytest.MonkeyPatch, warmup: int, taken: int) -> None:
+    """More than half of all steps becomes a tenth of them, so that the learning rate is reached; what fits is as asked for, unsaid."""
+    made: list[torch.optim.Optimizer] = []
+    rates: list[float] = []
+    said: list[str] = []
+    real = training.optimizers
+    monkeypatch.setattr(training, "optimizers", lambda *args: made.extend(real(*args)) or made)
+    settings = {**QUICK, "epochs": 6, "batch_size": -(-len(parts.train) // 2), "schedule": "linear", "warmup": warmup}
+    run = build("ssl", parts.train, settings)
+    progress = Progress(step=lambda epoch, step, loss: rates.append(made[0].param_groups[0]["lr"] / run.setup.lr), say=said.append)
+    fit(run, Split(parts.train), device="cpu", progress=progress)
+    expected = [min(1.0, (t + 1) / max(taken, 1)) * min(1.0, (12 - t) / (12 - taken)) for t in range(12)]
+    assert rates == pytest.approx(expected, rel=1e-12)
+    assert [line for line in said if "warmup" in line] == (
+        [f"warmup={warmup} is more than half of a training of 12 steps: {taken} of them warm up"] if warmup > 6 else []
+    )
+
+
 def test_learning_rate_follows_decay_and_warmup(parts: Split, monkeypatch: pytest.MonkeyPatch) -> None:
     """At step t of epoch e the rate is lr * lr_decay^(e // lr_decay_every) * min(1, (t + 1) / warmup), t counted over all epochs."""
     made: list[torch.optim.Optimizer] = []
@@ -342,7 +361,7 @@ def test_a_feature_tower_trains_and_serves(checkerboard: Split, tmp_path: Path) 
     assert found.test.metrics["recall@1"] > 0.9
     trained = load(tmp_path / "run")
     assert torch.equal(trained.model.item_vectors(), run.model.item_vectors())
-    assert trained.recommend([0], k=1)["title"][0].startswith("even")
+    assert trained.recommend([0], k=1, with_seen=True)["title"][0].startswith("even")
 
 
 def test_shown_and_not_taken_items_score_lower() -> None:
@@ -396,7 +415,7 @@ def test_two_identical_runs_are_bitwise_identical(parts: Split, name: str, optim
     if name in ("xir", "bir"):
         settings["draw"] = "multinomial"
     if name == "cbns":
-        settings |= {"warmup": 2, "size": 100}
+        settings |= {"opens": 2, "size": 100}
     found: list[tuple[dict[str, Tensor], list[dict[str, Any]]]] = []
     for seed in (7, 7, 8):
         torch.manual_seed(len(found))

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from sparring.evaluation import Evaluation, evaluate
     from sparring.runs import Trained, load
     from sparring.settings import build
-    from sparring.train import Fitted, fit
+    from sparring.stages import fit_stages as fit
+    from sparring.train import Fitted
 
 __version__ = "0.1.0"
 
@@ -36,7 +37,7 @@ _HOME = {
     "compose": "composition",
     "describe_batch": "contrast",
     "evaluate": "evaluation",
-    "fit": "train",
+    "fit": "stages",
     "load": "runs",
     "prepare": "data.prepare",
     "read": "data.readers",
@@ -71,7 +72,7 @@ def __getattr__(name: str) -> object:
         return import_module(f"sparring.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'sparring' has no attribute {name!r}")
-    found = getattr(import_module(f"sparring.{_HOME[name]}"), name)
+    found = getattr(import_module(f"sparring.{_HOME[name]}"), "fit_stages" if name == "fit" else name)
     globals()[name] = found
     return found
 

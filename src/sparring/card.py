@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from sparring.offers import untrained_line
+
 
 def model_card(meta: Mapping[str, Any], result: Mapping[str, Any], history: Sequence[Mapping[str, Any]]) -> str:
     """Markdown from run.json, result.json and metrics.jsonl; every figure in it is in those files.
@@ -24,7 +26,8 @@ def model_card(meta: Mapping[str, Any], result: Mapping[str, Any], history: Sequ
         "",
         "## Data",
         f"{data.get('queries', 0):,} queries x {data.get('items', 0):,} items; interactions: {parts}. Source: {origin}"
-        + (f", split {_split(source['split'])}." if source.get("split") else "."),
+        + (f", split {_split(source['split'])}." if source.get("split") else ".")
+        + (f" {line}." if (line := untrained_line(meta.get("untrained", {}))) else ""),
         "",
         "## Training",
         f"Epoch {result['best_epoch']} of {result['epochs']} was kept, by {setup['select']} on the validation part."
@@ -40,7 +43,7 @@ def model_card(meta: Mapping[str, Any], result: Mapping[str, Any], history: Sequ
         "Settings: " + ", ".join(f"{name}={_text(value)}" for name, value in {**meta.get("arguments", {}), **setup}.items()) + ".",
         "",
         "## Test",
-        *_test(result.get("test")),
+        *_tests(result),
         "",
         "## Use",
         "```python",
@@ -51,11 +54,17 @@ def model_card(meta: Mapping[str, Any], result: Mapping[str, Any], history: Sequ
         "",
         "## Limits",
         "It knows the queries and items of its training data"
-        + (" (new queries by their items: `recommend_history`)." if setup["query_tower"] == "history" else " only.")
+        + _NEW.get(setup["query_tower"], " only.")
         + " The metrics count what people took from what they happened to see, so they favour popular items;"
         " the rows by popularity show how far.",
     ]
     return "\n".join(lines) + "\n"
+
+
+_NEW = {  # how a query tower knows queries that were not there
+    "history": " (new queries by their items: `recommend_history`).",
+    "text": ", and new queries by their texts: `recommend_text`.",
+}
 
 
 def _tower(meta: Mapping[str, Any], side: str) -> str:
@@ -66,6 +75,18 @@ def _tower(meta: Mapping[str, Any], side: str) -> str:
     if side == "item":
         return "features and id" if setup["item_features"] else str(setup.get("item_tower", "id"))
     return str(setup["query_tower"])
+
+
+def _tests(result: Mapping[str, Any]) -> list[str]:
+    """The test of the ranking that is recommended by; where that is of towers and classifiers fused, of the towers alone too."""
+    fused, towers = result.get("stages", {}).get("fusion"), result.get("test")
+    if not fused or not towers:
+        return _test(towers)
+    cutoffs = sorted({int(name.split("@")[1]) for name in towers["metrics"]})
+    k = cutoffs[len(cutoffs) // 2]
+    figures = ", ".join(f"{name}@{k} {_figure(towers['metrics'].get(f'{name}@{k}'))}" for name in ("recall", "ndcg", "precision"))
+    also = 'An index, the service and exports rank by the towers alone, as `recommend` does with `ranking="encoder"`'
+    return ["Ranked by towers and classifiers fused.", "", *_test(fused), "", f"{also}: {figures}."]
 
 
 def _test(test: Mapping[str, Any] | None) -> list[str]:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
-from sparring import disk, runs, settings, workers
+from sparring import disk, run_folder, settings, workers
 from sparring.composition import Setup
 from sparring.data.interactions import Split
 from sparring.data.worlds import World
@@ -159,7 +159,7 @@ def _check_same(plan: Plan) -> None:
             raise UserError(f"{path} is corrupt: {str(error).splitlines()[0]}") from error
         for name in ("setup", "settings", "trials"):
             if before.get(name) != now[name]:
-                what = runs.difference(name, before.get(name), now[name])
+                what = run_folder.difference(name, before.get(name), now[name])
                 raise UserError(f"{plan.out} was begun {what}: choose another folder, or ask for the same as then")
         for name, source in now["data"].items():
             if old_data.get(name, source) != source:

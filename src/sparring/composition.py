@@ -14,7 +14,7 @@ from sparring.augmented import Augmented, Centroids, shared_vectors
 from sparring.data.batches import RandomBatches
 from sparring.data.features import Features, Histories, histories
 from sparring.data.interactions import Ids, Interactions
-from sparring.data.texts import Texts, text_of, tokenized
+from sparring.data.texts import Role, Texts, find_texts, text_of, tokenized
 from sparring.errors import UserError
 from sparring.losses import Fixed, Learned, Loss, sampled_softmax
 from sparring.negatives import Negatives
@@ -103,6 +103,11 @@ def compose(data: Interactions, setup: Setup, *terms: Term) -> Run:
     check(setup)
     check_terms(terms, data.n_items)
     setup = fitting(setup, data.n_queries, data.n_items)
+    sides = text_sides(setup)
+    if "query" in sides:
+        setup = replace(setup, query_text=setup.query_text or find_texts(data, "query"))
+    if "item" in sides:
+        setup = replace(setup, item_text=setup.item_text or find_texts(data, "item"))
     if setup.tau is None:
         setup = replace(setup, tau=tau_of(data) if setup.score == "cosine" else 1.0)
     assert setup.tau is not None
@@ -179,9 +184,15 @@ def _item_tower(setup: Setup, ids: Ids, sparse: bool) -> IdTower | RowWiseTable 
     return FeatureTower(n_items, setup.dim, features, setup.hidden, init_std=setup.init_std, sparse=sparse)
 
 
+def text_sides(setup: Setup) -> list[Role]:
+    """Which towers of a setup read texts: `query`, `item`, both or none."""
+    towers: dict[Role, str] = {"query": setup.query_tower, "item": setup.item_tower}
+    return [side for side, kind in towers.items() if kind == "text"]
+
+
 def text_towers(setup: Setup, ids: Ids, saved: Path | None = None) -> dict[str, TextTower]:
-    """The text towers that a setup asks for, by side: `query`, `item`, both or none."""
-    sides = [side for side, kind in (("query", setup.query_tower), ("item", setup.item_tower)) if kind == "text"]
+    """The text towers that a setup asks for, by side."""
+    sides = text_sides(setup)
     if not sides:
         return {}
     sparse = setup.optimizer != "adam"
@@ -198,7 +209,7 @@ def text_towers(setup: Setup, ids: Ids, saved: Path | None = None) -> dict[str, 
         if saved is not None:
             texts = Texts.load(saved / f"{side}_texts")
         else:
-            texts = tokenized(text_of(ids, side), encoder.tokenizer, setup.max_len)
+            texts = tokenized(text_of(ids, side, getattr(setup, f"{side}_text")), encoder.tokenizer, setup.max_len)
         towers[side] = TextTower(encoder, texts, setup.max_len)
     return towers
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import polars as pl
 import safetensors
 import safetensors.torch
 import torch
@@ -28,8 +29,15 @@ def write(path: Path, write_to: Callable[[Path], object]) -> None:
         with open(beside, "rb+") as file:
             os.fsync(file.fileno())
         os.replace(beside, path)
-    except (OSError, safetensors.SafetensorError) as error:
-        beside.unlink(missing_ok=True)
+    except BaseException as error:  # an interrupt too leaves nothing half-written
+        try:
+            beside.unlink(missing_ok=True)
+        except KeyboardInterrupt:  # polars has raised it, and now Python does for the same Ctrl-C
+            beside.unlink(missing_ok=True)
+        except OSError:  # of the folder: it is told below
+            pass
+        if not isinstance(error, (OSError, safetensors.SafetensorError, pl.exceptions.PolarsError)):
+            raise
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).splitlines()[0]
         raise UserError(f"cannot write {path}: {reason}; what was saved before is untouched") from error
 

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import errno
+import re
 
 
 class UserError(ValueError):
     """Bad input: one line that names the bad value and says what to do. The command line prints it and exits with code 2."""
+
+
+def not_written(error: BaseException) -> bool:
+    """Whether an error that polars met with files is one of writing: a full disk, a quota, a limit on sizes, a disk that is read-only."""
+    found = re.search(r"os error (\d+)", str(error))
+    number = error.errno if isinstance(error, OSError) else int(found[1]) if found else None
+    return number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
 
 def disk_full(error: BaseException | None) -> bool:

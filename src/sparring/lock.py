@@ -14,6 +14,7 @@ from sparring.errors import UserError
 from sparring.types import Ranks
 
 NAME = ".lock"
+SERVICE = "serve"  # what a service keeps in a run folder: changes that it has acknowledged, which are not the run's to delete
 
 
 @contextmanager
@@ -62,6 +63,15 @@ def hold(folder: Path) -> IO[str]:
     return file
 
 
+def is_held(folder: Path) -> bool:
+    """Whether a training writes into a folder now."""
+    try:
+        with open(folder / NAME) as file:
+            return not _lock(file)
+    except OSError:
+        return False
+
+
 def release(folder: Path, file: IO[str]) -> None:
     """Undo `hold`."""
     with suppress(OSError):
@@ -86,7 +96,7 @@ def check_free(folder: Path, resume: bool, overwrite: bool) -> None:
     """Refuse a folder that holds anything, unless a run in it is to go on or is to be deleted."""
     if resume and overwrite:
         raise UserError("resume and overwrite cannot go together")
-    if resume or all(path.name == NAME for path in folder.iterdir()):
+    if resume or is_free(folder):
         return
     if not overwrite:
         raise UserError(f"{folder} is not empty: choose another folder, or use resume=True to go on or overwrite=True to start again")
@@ -94,12 +104,25 @@ def check_free(folder: Path, resume: bool, overwrite: bool) -> None:
         raise UserError(f"{folder} is not a run folder (no run.json): overwrite will not delete it")
 
 
-def delete_run(folder: Path) -> None:
-    """Delete all that a run folder holds; nothing of a folder that is none. Stopped halfway, what is left is still the old run's."""
+def is_free(folder: Path) -> bool:
+    """Whether a folder holds nothing of a run; what a service keeps there may stay beside a new one."""
+    return all(path.name in (NAME, SERVICE) for path in folder.iterdir())
+
+
+def delete_run(folder: Path) -> str | None:
+    """Delete all that a run folder holds, its index too, but for what a service keeps there; nothing of a folder that is none.
+
+    Stopped halfway, what is left is still the old run's. What was done, in words.
+    """
     if not (folder / "run.json").is_file():
-        return
+        return None
+    also = " and its index" if (folder / "index").is_dir() else ""
+    kept = f"; what a service keeps in {folder / SERVICE} stays" if (folder / SERVICE).is_dir() else ""
     for path in sorted(folder.iterdir(), key=lambda path: path.name == "run.json"):
+        if path.name == SERVICE:
+            continue
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         elif path.name != NAME:
             path.unlink()
+    return f"deleted the run that was in {folder}{also}{kept}"

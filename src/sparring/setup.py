@@ -28,6 +28,8 @@ class Setup:
     history: int = 50
     pooling: Literal["mean", "attention", "cls"] = "mean"
     encoder: str | None = None
+    query_text: tuple[str, ...] = ()
+    item_text: tuple[str, ...] = ()
     share_encoder: bool = True
     max_len: int = 32
     item_features: tuple[str, ...] = ()
@@ -101,6 +103,9 @@ def check(setup: Setup) -> None:
     text = "text" in (setup.query_tower, setup.item_tower)
     if text and setup.encoder is None:
         raise UserError("a text tower needs an encoder: set encoder to bag, wordllama, minilm, a folder, or a name on the Hugging Face hub")
+    for side, tower in (("query", setup.query_tower), ("item", setup.item_tower)):
+        if getattr(setup, f"{side}_text") and tower != "text":
+            raise UserError(f"{side}_text names what a text tower reads, and {side}_tower is {tower}: set an encoder, or leave it out")
     if (setup.pooling == "cls" and not text) or (setup.pooling == "attention" and setup.query_tower != "history"):
         raise UserError(f"pooling={setup.pooling} is not for these towers: cls is for text towers, attention for query_tower=history")
     if setup.draw != "uniform" and setup.rows == "pairs":

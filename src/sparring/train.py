@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from sparring import checkpoint, runs
+from sparring import checkpoint, run_folder, runs
 from sparring.composition import Run
 from sparring.data.interactions import Split
 from sparring.devices import pick_device
@@ -21,6 +21,7 @@ from sparring.lock import claimed, delete_run
 from sparring.metrics import PROPENSITY_METRICS
 from sparring.trainer import Progress, Trainer
 from sparring.validation import check_cutoffs, check_given
+from sparring.warm import warm_start
 
 METRICS = ("recall", "ndcg", "hit", "mrr", "map", "precision", "coverage", "popularity")
 
@@ -50,13 +51,17 @@ def fit(
     progress: Progress | None = None,
     source: Mapping[str, Any] | None = None,
     save_seconds: float | None = None,
+    warm: str | Path | None = None,
 ) -> Fitted:
-    """Train a run on a split; keep the epoch that does best on the validation part (the last one where there is none).
+    """Train the towers of a run on a split; keep the epoch that does best on the validation part (the last one where there is none).
+
+    What a run asks for on top, classifiers and their fusion, stages.py trains, which is what `sparring.fit` calls.
 
     With `out` everything goes to that folder (see runs.py), which must be empty or new: `resume` goes on from its last checkpoint, bitwise
-    as if never stopped on the same CPU, and `overwrite` deletes the run that is there. `source` is recorded in run.json: where the data
-    came from. Called in each of the processes that torchrun started, all of them train the run as one process would, batch by batch;
-    rank 0 writes. A checkpoint is saved once `save_seconds` have passed since the last: by default 600 inside an epoch, 10 at its end.
+    as if never stopped on the same CPU, and `overwrite` deletes the run that is there, with its index. `source` is recorded in run.json:
+    where the data came from. `warm` is an earlier run whose vectors this one begins with (warm.py). Called in each of the processes that
+    torchrun started, all of them train the run as one process would, batch by batch; rank 0 writes. A checkpoint is saved once
+    `save_seconds` have passed since the last: by default 600 inside an epoch, 10 at its end.
 
         fitted = fit(recipes.xir(split.train), split, "runs/xir");  print(fitted.test)
     """
@@ -72,18 +77,25 @@ def fit(
     if where.type == "cuda":
         torch.set_float32_matmul_precision("highest" if run.setup.precision == "float32" else "high")
     check_cutoffs(run, split, k, metrics)
+    saved = resume and folder is not None and any(folder.glob("checkpoint*.safetensors"))  # then the vectors come from there
+    began = None if warm is None or saved else warm_start(run.model, split, warm)
     with nullcontext() if folder is None else claimed(folder, resume, overwrite, ranks):
         trainer = Trainer(run, split, where, folder, progress, ranks, save_seconds)
         if folder is not None:
-            described = runs.description(run, split, source)
+            described = run_folder.description(run, split, source) | ({} if began is None else {"warm": began.described()})
             if ranks.share(resume and (folder / "run.json").is_file()):
-                runs.check_same(folder, described, run.setup)
+                run_folder.check_same(folder, described, run.setup)
+                if not saved and runs.read_meta(folder).get("warm") != described.get("warm"):
+                    raise UserError(f"{folder} was begun from another run's vectors than warm={warm}: resume cannot change that")
                 trainer.load()
             elif ranks.rank == 0:
-                if overwrite:
-                    delete_run(folder)
+                if overwrite and (line := delete_run(folder)) is not None:
+                    progress.say(line)
                 checkpoint.clear(folder)
-                runs.write_start(folder, split.train, split.seen_for("test"), described, run.setup, run.model)
+                given = None if began is None else {"queries": began.queries, "items": began.items}
+                run_folder.write_start(folder, split.train, split.seen_for("test"), described, run.setup, run.model, split.test, given)
+        if began is not None:
+            progress.say(str(began))
         with trainer.keeper:
             trainer.train()
         trainer.keeper.load_best(trainer.state.best_epoch)
@@ -95,5 +107,5 @@ def fit(
             test = evaluate(run.model, split.test, seen, k, metrics, counts=split.train.counts(), ranks=ranks)
         fitted = Fitted(run, trainer.state.history, trainer.state.best_epoch, test, trainer.state.seconds)
         if folder is not None and ranks.rank == 0:
-            runs.write_end(folder, run, fitted.history, fitted.best_epoch, fitted.seconds, test)
+            run_folder.write_end(folder, run, fitted.history, fitted.best_epoch, fitted.seconds, test)
         return fitted

@@ -22,7 +22,7 @@ from sparring.dist import sum_gradients
 from sparring.errors import UserError
 from sparring.evaluation import evaluate
 from sparring.keeper import Keeper, State
-from sparring.optim import Schedule, clip_gradients, optimizers, set_lr
+from sparring.optim import Schedule, clip_gradients, fitting_warmup, optimizers, set_lr
 from sparring.recorded import Recorded
 from sparring.types import ALONE, Corpus, Positives, Ranks
 from sparring.validation import sample_queries, selected
@@ -72,8 +72,8 @@ class Trainer:
         self.positives = self.to(train.positives()) if self.refreshers or _masks_known(self.modules) else None
         self.rows = query_rows(train, setup.draw, device) if setup.rows == "queries" else None
         self.batches = batches_for(train, self.rows, setup.batch_size, setup.seed) if run.batches is None else run.batches
-        total = max(setup.epochs * len(self.batches), setup.warmup + 1)
-        self.schedule = Schedule(setup.schedule, setup.warmup, setup.lr_decay, setup.lr_decay_every, total)
+        total = setup.epochs * len(self.batches)
+        self.schedule = Schedule(setup.schedule, fitting_warmup(setup.warmup, total), setup.lr_decay, setup.lr_decay_every, total)
         self.valid = None if split.valid is None else sample_queries(split.valid, setup.valid_queries, setup.seed)
         self.seen = self.to(split.seen_for("valid")) if self.valid is not None else None
         self.keeper = Keeper(run, self.modules, self.optimizers, self.generator, folder, ranks)
@@ -90,6 +90,9 @@ class Trainer:
 
     def train(self) -> None:
         self.progress.start(self.setup.epochs, len(self.batches))
+        if self.schedule.warmup < self.setup.warmup:
+            steps = f"{self.schedule.total:,} steps: {self.schedule.warmup} of them warm up"
+            self.progress.say(f"warmup={self.setup.warmup} is more than half of a training of {steps}")
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
             self.set_random()
             while not self.state.done:
@@ -217,8 +220,7 @@ class Trainer:
         elif last and self.valid is None:
             state.best_epoch = state.epoch + 1
             self.keeper.keep(state.best_epoch)
-        tau = self.run.temperature(torch.zeros(1, dtype=torch.long, device=self.device))
-        record["tau"] = round(float(tau.detach().mean()), 6)
+        record["tau"] = round(self.tau(), 6)
         for module in self.reporters:
             record |= module.report()  # type: ignore[operator]
         state.history.append(record)
@@ -227,6 +229,14 @@ class Trainer:
             self.progress.say(f"no better {setup.select} for {state.stale} validations: stopping at epoch {state.epoch + 1}")
         state.epoch, state.step, state.rows, state.done = state.epoch + 1, 0, 0, last or stopped
         self.progress.epoch(record)
+
+    @torch.no_grad()
+    def tau(self) -> float:
+        """The temperature; where each query has its own, their mean over all queries."""
+        tau: Tensor = self.run.temperature(torch.zeros(1, dtype=torch.long, device=self.device))
+        if tau.dim():
+            tau = self.run.temperature(torch.arange(self.split.train.n_queries, device=self.device))
+        return float(tau.mean())
 
     def save(self) -> None:
         """The checkpoint, then the metrics as lines."""

@@ -19,6 +19,9 @@ def check_given(run: object, split: object) -> None:
     if not isinstance(split, Split):
         hint = ": sparring.split(data) makes the parts, or Split(data) trains on all of it" if isinstance(split, Interactions) else ""
         raise UserError(f"fit needs a Split, got {type(split).__name__}{hint}")
+    weight = split.train.weight
+    if weight is not None and len(weight) and not weight.any():
+        raise UserError('the weights of the training pairs are all 0: nothing to learn; name another column, or weight="" for none')
 
 
 def check_cutoffs(run: Run, split: Split, k: Sequence[int], metrics: Sequence[str]) -> None:

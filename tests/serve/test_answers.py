@@ -165,7 +165,7 @@ def test_allow_deny_and_conditions_hold_together(truth: MadeRun, client: TestCli
 
 BAD: list[tuple[str, dict[str, Any], int, str]] = [
     ("/v1/recommend", {"user": "nobody"}, 404, "'nobody'"),
-    ("/v1/recommend", {"users": ["user-01", "nobody"]}, 404, "'nobody'"),
+    ("/v1/recommend", {"users": ["nobody", "no one"]}, 404, "'nobody'"),
     ("/v1/recommend", {}, 422, "give one of"),
     ("/v1/recommend", {"user": "user-01", "history": [1000]}, 422, "user and history"),
     ("/v1/recommend", {"history": ["unknown", 7]}, 404, "none of the 2 items of the history is known to first"),
@@ -249,3 +249,18 @@ def test_users_and_items_are_described(truth: MadeRun, client: TestClient) -> No
     assert client.get("/v1/item", params={"id": str(truth.item_ids[3])}).json() == item
     for path in ("/v1/users/nobody", "/v1/items/nothing", "/v1/item?id=no/thing", "/v1/items/1000?run=other"):
         assert client.get(path).status_code == 404, path
+
+
+@pytest.mark.parametrize(("path", "one", "several"), [("/v1/recommend", "user", "users"), ("/v1/similar", "item", "items")])
+def test_one_unknown_query_does_not_refuse_the_others(truth: MadeRun, client: TestClient, path: str, one: str, several: str) -> None:
+    """In a batch it has a result of its own, without items and named as unknown; the others are answered as if asked alone, in order."""
+    known = ["user-01", "user-05"] if one == "user" else truth.item_ids[1:3]
+    answer = client.post(path, json={several: ["nobody", known[0], "no one", known[1], "nobody"], "k": 3})
+    assert answer.status_code == 200, answer.text
+    alone = [client.post(path, json={one: each, "k": 3}).json()["results"][0] for each in known]
+    assert all(len(each["items"]) == 3 for each in alone)
+    blank = [{"query": each, "items": [], "unknown": [each]} for each in ("nobody", "no one")]
+    results = answer.json()["results"]
+    for item in (item for each in (*alone, *results) for item in each["items"]):
+        item["score"] = round(item["score"], 3)  # of a batch they may differ in the last digit
+    assert results == [blank[0], alone[0], blank[1], alone[1], blank[0]]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import polars as pl
 import pytest
 from fastapi.testclient import TestClient
 
@@ -179,7 +180,8 @@ def text_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Split]:
 
 
 def test_texts_are_queries_and_new_items(text_run: tuple[Path, Split], serving: Callable[..., TestClient], tmp_path: Path) -> None:
-    """A text asked for gets what the model ranks; a new item of a known item's text stands beside it with its score."""
+    """A text asked for gets what the model ranks; a new item of a known item's title and text stands beside it with its score, of its text
+    alone elsewhere; a text that says nothing is refused."""
     folder, parts = text_run
     client = serving(folder, store=tmp_path / "items.sqlite")
     trained = client.service.live.served().trained  # type: ignore[attr-defined]
@@ -189,10 +191,15 @@ def test_texts_are_queries_and_new_items(text_run: tuple[Path, Split], serving: 
     found = client.post("/v1/recommend", json={"text": words, "k": 5}).json()["results"][0]["items"]
     np.testing.assert_allclose([item["score"] for item in found], scores.sort(descending=True).values[:5].numpy(), rtol=1e-4, atol=1e-5)
     twin = parts.train.item_ids.decode([3]).tolist()[0]
-    put(client, {"id": "twin", "text": words})
+    put(client, {"id": "twin", "title": str(parts.train.item_table["title"][3]), "text": words}, {"id": "bare", "text": words})
     again = client.post("/v1/recommend", json={"texts": [words, "other"], "k": 100}).json()["results"]
     by_id = {item["id"]: item["score"] for item in again[0]["items"]}
     assert by_id["twin"] == pytest.approx(by_id[twin], abs=1e-5)
+    assert by_id["bare"] == pytest.approx(1.0, abs=1e-5)
+    assert by_id["twin"] < 0.999
+    for blank in ({"text": ""}, {"texts": [words, "   "]}):
+        refused = client.post("/v1/recommend", json=blank)
+        assert (refused.status_code, "is empty to the query tower" in refused.text) == (422, True)
     assert [each["query"] for each in again] == [words, "other"]
 
 
@@ -237,3 +244,36 @@ def test_a_history_tower_reads_the_history(parts: Split, serving: Callable[..., 
     by_mean = client.post("/v1/recommend", json={"history": ["new"], "k": 5}).json()["results"][0]
     assert set(by_mean) == {"query", "items"}
     assert "new" not in [item["id"] for item in by_mean["items"]]
+
+
+def test_no_item_is_like_itself(truth: MadeRun, client: TestClient) -> None:
+    """It would have no place in the next run; refused, though it has one now."""
+    put(client, {"id": 900, "like": [truth.item_ids[0]]})
+    for like in ([900], [truth.item_ids[1], "900"]):
+        answer = client.put("/v1/items", json={"items": [{"id": 900, "like": like}]})
+        assert (answer.status_code, answer.json()["detail"]) == (422, "item 900 cannot be like itself")
+
+
+def test_an_item_may_be_like_one_that_was_changed_since(truth: MadeRun, serving: Callable[..., TestClient]) -> None:
+    """Changes are kept in the order of the last of each: what an item is like may come after it, and is placed all the same."""
+    client = serving(truth.folder)
+    put(client, {"id": 1, "like": [truth.item_ids[5]]})
+    put(client, {"id": 2, "like": [1]})
+    put(client, {"id": 1, "title": "later"})
+    client.stop()  # type: ignore[attr-defined]
+    again = serving(truth.folder)
+    assert again.get("/v1/info").json()["run"]["waiting"] == 0
+    assert {1, 2} <= set(ids(again, {"item": truth.item_ids[5], "k": 60}))
+
+
+def test_single_precision_is_shown_as_it_was_written(tmp_path: Path, serving: Callable[..., TestClient]) -> None:
+    """A price of 5.95 in a float32 column is 5.95 in lists and of one item; a filter finds it by that."""
+    truth = make_run(tmp_path / "run")
+    assert truth.table is not None
+    table = truth.table.with_columns(price=pl.Series([5.95] * len(truth.table), dtype=pl.Float32))
+    table.write_parquet(truth.folder / "item_table.parquet")
+    client, where = serving(truth.folder), [{"column": "price", "op": "=", "value": 5.95}]
+    put(client, {"id": truth.item_ids[0], "title": "changed"}, {"id": "new", "price": 5.95, "like": [truth.item_ids[1]]})
+    found = client.post("/v1/recommend", json={"user": "user-01", "k": 61, "exclude_seen": False, "fields": ["price"], "where": where})
+    assert [item["price"] for item in found.json()["results"][0]["items"]] == [5.95] * 61
+    assert [client.get(f"/v1/items/{item}").json()["columns"]["price"] for item in (*truth.item_ids[:2], "new")] == [5.95] * 3

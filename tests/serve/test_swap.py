@@ -14,10 +14,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
+import torch
 from fastapi.testclient import TestClient
 
 from sparring.index import Index, files
 from sparring.index.beside import FOLDER
+from sparring.lock import delete_run, hold, release
 from sparring.runs import load
 from sparring.serve.live import Live
 from sparring.serve.running import _watch
@@ -54,6 +57,29 @@ def test_a_newer_run_answers_after_the_reload(tmp_path: Path, serving: Callable[
     assert best(client) == expected(new)
     assert client.post("/v1/reload", json={}).json()["generation"] == 3
     assert best(client) == expected(newest)
+
+
+def test_changes_fit_a_run_of_another_shape(tmp_path: Path, serving: Callable[..., TestClient]) -> None:
+    """The folder is written again with other dimensions and another kind of column: what was put `like` others gets a new place, what was
+    put by a vector waits, values that the column cannot hold are left out, and the log says who waits."""
+    old = make_run(tmp_path / "run", 1)
+    client = serving(old.folder)
+    items = [{"id": 1, "like": [old.item_ids[3]], "year": 1999, "category": "tea"}, {"id": 2, "vector": [1.0] * DIM}]
+    assert client.put("/v1/items", json={"items": items}).status_code == 200
+    client.stop()  # type: ignore[attr-defined]
+    assert delete_run(old.folder) is not None
+    new = make_run(tmp_path / "run", 2, dim=DIM + 3)
+    assert new.table is not None
+    new.table.with_columns(category=np.arange(len(new.table))).write_parquet(new.folder / "item_table.parquet")
+    said: list[tuple[str, dict[str, object]]] = []
+    live = Live([new.folder], Store(new.folder / "serve" / "items.sqlite"), say=lambda event, **facts: said.append((event, facts)))
+    served = live.served()
+    at = served.catalogue.find([1])
+    np.testing.assert_allclose(served.vectors(at)[0], new.items[3], rtol=1e-5)
+    assert (served.catalogue.values(at, "year"), served.catalogue.values(at, "category")) == ([1999], [None])
+    assert served.waiting == {"2": 2}
+    assert [(event, facts["items"], facts["first"]) for event, facts in said] == [("items wait", 1, 2)]
+    live.close()
 
 
 def test_no_request_is_dropped_or_mixed_during_swaps(tmp_path: Path, serving: Callable[..., TestClient]) -> None:
@@ -136,9 +162,6 @@ def test_a_broken_run_is_refused_and_the_last_good_one_answers(tmp_path: Path, s
 
 def test_a_diverged_model_is_refused(tmp_path: Path, serving: Callable[..., TestClient]) -> None:
     """NaN in the vectors is found before anything is swapped."""
-    import safetensors.torch
-    import torch
-
     good, bad = make_run(tmp_path / "good", 1), make_run(tmp_path / "bad", 2)
     tensors = safetensors.torch.load_file(bad.folder / "model.safetensors")
     tensors["item.weight"] = torch.full_like(tensors["item.weight"], float("nan"))
@@ -237,6 +260,12 @@ def test_a_run_that_changes_on_disk_is_swapped_in(tmp_path: Path) -> None:
         assert live.served().generation == 2
         make_run(truth.folder, 3)
         wait(lambda: live.served().generation == 3)
+        held = hold(truth.folder)  # as a training does, which writes the best epoch so far
+        make_run(truth.folder, 4)
+        time.sleep(0.4)
+        assert live.served().generation == 3
+        release(truth.folder, held)
+        wait(lambda: live.served().generation == 4)
     finally:
         stop.set()
         watch.join()
@@ -261,3 +290,52 @@ def test_the_run_of_before_leaves_the_memory(tmp_path: Path, serving: Callable[.
     client.post("/v1/reload", json={"run": str(new.folder)})
     gc.collect()
     assert kept() is None
+
+
+def test_serving_leaves_out_the_test_part_and_what_was_never_trained(tmp_path: Path, serving: Callable[..., TestClient]) -> None:
+    """As a run folder names them: the lists of a user, with an index and without, hold neither, and the run says how many."""
+    truth = make_run(tmp_path / "run", 4)
+    taken, blank = [int(row) for row in range(60) if row not in truth.seen[2].tolist()][:5], [40, 41]
+    tensors = safetensors.torch.load_file(truth.folder / "seen.safetensors")
+    start = torch.zeros(len(truth.users) + 1, dtype=torch.long)
+    start[3:] = len(taken)  # of user 2
+    tensors |= {"test_start": start, "test_items": torch.tensor(taken, dtype=torch.int32)}
+    tensors |= {"untrained_items": torch.tensor(blank, dtype=torch.int32)}
+    safetensors.torch.save_file(tensors, truth.folder / "seen.safetensors")
+    for with_index in (False, True):
+        if with_index:
+            index_of(truth)
+        client = serving(truth.folder)
+        without = [*truth.seen[2].tolist(), *taken, *blank]
+        assert best(client, k=60) == [item for item, _ in truth.best(truth.users[2], 60, without)]
+        assert sorted(best(client, k=60, exclude_seen=False)) == sorted(set(truth.item_ids) - {truth.item_ids[row] for row in blank})
+        assert "2 items have no training pair" in client.get("/v1/info").json()["run"]["notes"][0]
+        assert len(client.get("/v1/users/user-02").json()["history"]) == len(truth.seen[2]) + len(taken)
+        answer = client.post("/v1/recommend", json={"history": [truth.item_ids[3], truth.item_ids[40]], "k": 3}).json()["results"][0]
+        assert answer["unknown"] == [truth.item_ids[40]]
+        assert client.post("/v1/similar", json={"item": truth.item_ids[40]}).status_code == 404
+        new = {"id": "new", "like": [truth.item_ids[41]]}  # a place that is none
+        assert client.put("/v1/items", json={"items": [new]}).status_code == 422
+        client.stop()  # type: ignore[attr-defined]
+
+
+def test_an_item_that_was_never_trained_can_be_put(tmp_path: Path, serving: Callable[..., TestClient]) -> None:
+    """Columns alone leave it unlisted; like others it is listed, and so it is in the next run that has not trained it either."""
+    old, new = make_run(tmp_path / "old", 4), make_run(tmp_path / "new", 5)
+    for truth in (old, new):
+        tensors = safetensors.torch.load_file(truth.folder / "seen.safetensors")
+        tensors["untrained_items"] = torch.tensor([40], dtype=torch.int32)
+        safetensors.torch.save_file(tensors, truth.folder / "seen.safetensors")
+    client, item = serving(old.folder), old.item_ids[40]
+    assert client.put("/v1/items", json={"items": [{"id": item, "price": 3.0}]}).status_code == 200
+    assert item not in best(client, k=60, exclude_seen=False)
+    assert client.get(f"/v1/items/{item}").json()["placed"] is False
+    assert client.put("/v1/items", json={"items": [{"id": item, "like": [old.item_ids[7]]}]}).status_code == 200
+    assert item in best(client, k=60, exclude_seen=False)
+    assert client.post("/v1/reload", json={"run": str(new.folder)}).status_code == 200
+    found = client.post("/v1/recommend", json={"user": "user-02", "k": 60}).json()["results"][0]["items"]
+    scores = {each["id"]: each["score"] for each in found}
+    assert scores[item] == pytest.approx(float(new.users[2] @ new.items[7]), rel=1e-4)
+    assert client.request("DELETE", "/v1/items", json={"ids": [item]}).status_code == 200
+    assert client.put("/v1/items", json={"items": [{"id": item, "price": 4.0}]}).status_code == 200
+    assert item not in best(client, k=60, exclude_seen=False)

@@ -32,11 +32,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         return execute(words)
-    except KeyboardInterrupt:
-        hints = {"train": ": the same command with --resume goes on from the last checkpoint", "compare": ": the same command goes on"}
-        hints["reproduce"] = hints["compare"]
-        hint = hints.get(words[0], "") if words else ""
-        return _say(f"interrupted{hint}", 130)
+    except KeyboardInterrupt as stop:
+        hint = "the same command goes on" if words and words[0] in ("compare", "reproduce") else str(stop)  # train says what it has saved
+        return _say(f"interrupted{f': {hint}' if hint else ''}", 130)
     except BrokenPipeError:  # `sparring recipes | head`: the reader has gone, and so must the flush at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141

@@ -59,9 +59,8 @@ def compare(args: Namespace) -> int:
 
     plan = _plan(args)
     show = screen.console()
-    if plan.trials and not args.quiet:
-        for line in _left_alone(plan):
-            show.print(line, markup=False, soft_wrap=True)
+    for line in () if args.quiet else _notes(plan):
+        show.print(line, markup=False, soft_wrap=True)
     with listening(show, args.quiet) as listener:
         failures = run_all(plan, args.jobs, listener)
     command = shlex.join(["sparring", *sys.argv[1:]]) if sys.argv[1:2] == ["compare"] else ""
@@ -76,13 +75,21 @@ def compare(args: Namespace) -> int:
     return closing(show, failures, page, plan.out)
 
 
-def _left_alone(plan: Plan) -> list[str]:
-    """Which arguments of its own each recipe keeps as they come, while the rest is tuned."""
+def _notes(plan: Plan) -> list[str]:
+    """What is not as the recipes come: texts that are read, classifiers that are left out, arguments that are not tuned."""
+    from sparring import settings
     from sparring.space import untuned
 
-    kept = {name: untuned(place, plan.settings_of(name)) for name, place in plan.places.items()}
-    words = "; ".join(f"{name}: {', '.join(each)}" for name, each in kept.items() if each)
-    return [f"not tuned, kept as they come: {words}"] if words else []
+    lines = [inputs.TEXTS_READ] if plan.shared.get("encoder") == "auto" else []
+    setups = {name: settings.resolve(settings.find(place), plan.settings_of(name), plan.base)[0] for name, place in plan.places.items()}
+    staged = [name for name, setup in setups.items() if setup.classifiers]
+    if staged:
+        lines.append(f"compared by their towers alone, without classifiers and fusion: {', '.join(staged)}")
+    if plan.trials:
+        kept = {name: untuned(place, plan.settings_of(name)) for name, place in plan.places.items()}
+        words = "; ".join(f"{name}: {', '.join(each)}" for name, each in kept.items() if each)
+        lines += [f"not tuned, kept as they come: {words}"] if words else []
+    return lines
 
 
 def closing(show: Console, failures: Sequence[Failure], page: Path, out: Path) -> int:
@@ -115,7 +122,9 @@ def _plan(args: Namespace) -> Plan:
     for recipe, place in plan.places.items():
         settings.resolve(settings.find(place), plan.settings_of(recipe), base)
     data = tuple(_data(args, where, name) for where, name in zip(args.data, short_names(args.data), strict=True))
-    return dataclasses.replace(plan, data=data)
+    if base is None and inputs.only_texts_help(shared, *(each.split for each in data)):
+        shared = {**shared, "encoder": "auto"}
+    return dataclasses.replace(plan, data=data, shared=shared)
 
 
 def _data(args: Namespace, where: str, name: str) -> Data:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparring.cli import inputs, screen
+from sparring.cli.recommend import add_ranking
 from sparring.cli.values import constants, cutoffs, device
 from sparring.errors import UserError
 
@@ -33,6 +34,7 @@ def options(parser: ArgumentParser) -> None:
         "--dialect", choices=DIALECTS, default="standard", help="whose definition of the metrics (default: standard, which is LightGCN's)"
     )
     parser.add_argument("--propensity", type=constants, metavar="A,B", help="constants of psp and psndcg (default: the data's)")
+    add_ranking(parser)
     parser.add_argument("--device", type=device, default="auto", help="auto, cpu or cuda (default: auto)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
@@ -47,7 +49,7 @@ def evaluate(args: Namespace) -> int:
     trained = runs.load(args.run)
     cutoffs = inputs.cutoffs_for(args.k, len(trained.ids.item_ids))
     data = inputs.read_recorded(trained.meta, args.run, args.data, inputs.columns(args))
-    test, seen, counts, note = _to_rank(trained, data, args)
+    test, seen, counts, note, blank = _to_rank(trained, data, args)
     propensity = _propensity(data, args.propensity)
     names = []
     for name in METRICS + (PROPENSITY_METRICS if propensity is not None else ()) + LIST_METRICS:
@@ -57,17 +59,26 @@ def evaluate(args: Namespace) -> int:
             continue
     from sparring.evaluation import evaluate as measure
 
-    model = trained.model.to(device)
     masked = Positives(seen.start.to(device), seen.items.to(device))
-    result = measure(model, test, masked, cutoffs, names, args.dialect, counts, propensity=propensity)
+    how, found = trained.how(args.ranking), {}
+    for name, model in (("encoder", trained.model), ("fused", trained.fused)):
+        if name in ("encoder", how) and model is not None:
+            found[name] = measure(model.to(device), test, masked, cutoffs, names, args.dialect, counts, propensity=propensity)
+    result = found[how]
     if args.json:
-        print(json.dumps({"run": str(args.run), "ranked": note, "dialect": args.dialect, **result.to_dict()}))
+        said = {"run": str(args.run), "ranked": note, "ranking": how, "dialect": args.dialect, "untrained": blank, **result.to_dict()}
+        print(json.dumps(said | ({"encoder": found["encoder"].to_dict()} if how == "fused" else {})))
         return 0
     show = screen.console()
-    show.print(f"{args.run} on {note}: {len(result.query_ids):,} queries ranked in {result.seconds:.1f} s", markup=False, soft_wrap=True)
+    fused = " by towers and classifiers fused" if how == "fused" else ""
+    line = f"{args.run} on {note}{fused}: {len(result.query_ids):,} queries ranked in {result.seconds:.1f} s"
+    show.print(line + (f"; {blank:,} of them have no training pair" if blank else ""), markup=False, soft_wrap=True)
     for table in screen.evaluation_tables(result):
         show.print()
         show.print(table)
+    if how == "fused":
+        show.print()
+        show.print(screen.stages_table(found))
     return 0
 
 
@@ -85,22 +96,25 @@ def _propensity(data: Interactions, constants: tuple[float, float] | None) -> An
     return inverse_propensities(counts, len(np.unique(data.queries[rows])), *constants)
 
 
-def _to_rank(trained: Trained, data: Interactions, args: Namespace) -> tuple[Any, Any, Any, str]:
-    """What is ranked (pairs), what is masked, training counts where known, and all that in words.
+def _to_rank(trained: Trained, data: Interactions, args: Namespace) -> tuple[Any, Any, Any, str, int | None]:
+    """What is ranked (pairs), what is masked, training counts where known, all that in words; and how many queries have no training pair.
 
     The run's own data: the part that its training held out. Other data: its test part where it has one, else every pair that was not
     trained on, in the ids of the run.
     """
+    import numpy as np
+
     found = trained.meta.get("source") or {}
     if found and inputs.fingerprint(data) == found["fingerprint"] and data.item_ids.ids.equals(trained.ids.item_ids.ids):
         parts = inputs.split_as(data, trained.meta, args.run)
         part = parts.test if args.part == "test" else parts.valid
         if part is None:
             raise UserError(f"the data of {args.run} has no {args.part} part: the split left none")
-        return part, parts.seen_for(args.part), parts.train.counts(), f"its own {args.part} part"
+        blank = len(np.setdiff1d(part.queries, parts.train.queries))
+        return part, parts.seen_for(args.part), parts.train.counts(), f"its own {args.part} part", blank
     if args.part == "valid":
         raise UserError(f"--part valid is for the run's own data, and {args.data} is not what {args.run} was trained on")
-    return (*_other(trained, data, args.data), None, f"the pairs of {args.data} that it was not trained on")
+    return (*_other(trained, data, args.data), None, f"the pairs of {args.data} that it was not trained on", None)
 
 
 def _other(trained: Trained, data: Interactions, where: str) -> tuple[Any, Any]:

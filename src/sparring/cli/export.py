@@ -49,6 +49,7 @@ def export(args: Namespace) -> int:
         what = "FILE.db or http://HOST:19530" if args.to == "milvus" else "postgresql://USER@HOST/DATABASE"
         raise UserError(f"--to {args.to} needs --address {what}")
     trained = runs.load(args.run)
+    screen.tell_of_towers(trained)
     return _files(args, trained) if files else _database(args, trained)
 
 

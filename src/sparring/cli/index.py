@@ -36,6 +36,7 @@ def index(args: Namespace) -> int:
     if args.kind not in ("auto", "exact"):
         require_faiss()
     trained = runs.load(args.run)
+    screen.tell_of_towers(trained)
     if args.kind == "auto" and len(trained.ids.item_ids) > SMALL:
         require_faiss()
     if args.queries < 2 or len(trained.ids.query_ids) < 2:

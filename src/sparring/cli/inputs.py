@@ -189,6 +189,25 @@ def cutoffs_for(asked: tuple[int, ...] | None, n_items: int) -> list[int]:
     return list(asked)
 
 
+TEXTS_READ = "no query of the test part is trained on: its text is read (--set encoder=auto)"
+
+
+def only_texts_help(asked: Mapping[str, object], *data: Split) -> bool:
+    """Whether nothing is said of towers, and in all data both sides have texts and no test query is trained on: ids say nothing of it."""
+    import numpy as np
+
+    from sparring.data.texts import has_texts
+
+    if asked.keys() & {"encoder", "query_tower", "item_tower"}:
+        return False
+    for parts in data:
+        if parts.test is None or not (has_texts(parts.train, "query") and has_texts(parts.train, "item")):
+            return False
+        if np.isin(parts.test.queries, parts.train.queries).any():
+            return False
+    return True
+
+
 def settings(args: Namespace, *short: str) -> dict[str, object]:
     """What --set asks for, and options such as --epochs N that are short for it; none may come twice."""
     asked: dict[str, object] = dict(args.settings)

@@ -121,10 +121,19 @@ def data_get(args: Namespace) -> int:
 
 
 def data_show(args: Namespace) -> int:
-    from sparring.data.readers import describe, roles
+    from sparring.cli import explanation
+    from sparring.data.readers import describe, roles, show
 
     given = inputs.columns(args)
-    data = inputs.read_data(args.data, given)
+    try:
+        data = inputs.read_data(args.data, given)
+    except UserError as error:
+        if given or not Path(args.data).is_file():
+            raise
+        columns = show(args.data).rpartition("\n")[0]  # or it cannot be read at all; the last line says that it holds no interactions
+        screen.console().print(columns, markup=False, soft_wrap=True)
+        screen.tell(f"note: this does not read as interactions, though --items or --queries may take it: {explanation(error)}")
+        return 0
     told = roles(Path(args.data), given) if Path(args.data).exists() else []
     screen.console().print(*told, describe(data), sep="\n", markup=False, soft_wrap=True)
     return 0

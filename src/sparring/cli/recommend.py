@@ -33,27 +33,34 @@ def options(parser: ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, metavar="FILE", help="with --all: a .parquet or .csv file, written as the lists are found")
     parser.add_argument("--index", action="store_true", help="with --all: through the index that `sparring index` built, not exactly")
     parser.add_argument("-k", "--k", type=count, default=None, metavar="K", help="how many items (default: 10; with --all 100)")
-    parser.add_argument("--with-seen", action="store_true", help="do not leave out what the query already has")
+    add_ranking(parser)
+    parser.add_argument("--with-seen", action="store_true", help="do not leave out what the data knows the query to have")
     parser.add_argument("--json", action="store_true", help="print one JSON object per line instead of a table")
+
+
+def add_ranking(parser: ArgumentParser) -> None:
+    listed = "fused: by towers and classifiers together; encoder: by the towers alone (default: fused where the run has classifiers)"
+    parser.add_argument("--ranking", choices=("fused", "encoder"), default=None, help=listed)
 
 
 def recommend(args: Namespace) -> int:
     from sparring import runs
+    from sparring.cli.lists import recommend_all, tell_left_out
 
     if sum(map(bool, (args.query, args.history, args.text, args.all))) != 1:
         raise UserError("give one of --query ID (repeatable), --history ID,ID,..., --text TEXT (repeatable) or --all")
     if args.all or args.out or args.index:
-        from sparring.cli.lists import recommend_all
-
         return recommend_all(args)
     args.k = args.k or 10
     trained = runs.load(args.run)
     if args.text:
-        best = trained.recommend_text(args.text, args.k)
+        best = trained.recommend_text(args.text, args.k, args.ranking)
     elif args.history:
         best = _by_history(trained, args)
     else:
-        best = trained.recommend(args.query, args.k, args.with_seen)
+        with screen.telling():
+            best = trained.recommend(args.query, args.k, args.with_seen, args.ranking)
+    tell_left_out(trained)
     if args.json:
         print("\n".join(json.dumps(row, ensure_ascii=False) for row in best.iter_rows(named=True)))
         return 0
@@ -66,7 +73,7 @@ def recommend(args: Namespace) -> int:
 
 def _by_history(trained: Trained, args: Namespace) -> pl.DataFrame:
     with screen.telling():
-        best = trained.recommend_history(_items(trained, args.history), args.k, args.with_seen)
+        best = trained.recommend_history(_items(trained, args.history), args.k, args.with_seen, args.ranking)
     if not trained.reads_histories:
         screen.tell("note: the query tower of this run reads no histories: the mean of the items' vectors stands for this one")
     return best

@@ -16,6 +16,7 @@ from rich.text import Text
 
 if TYPE_CHECKING:
     from sparring.evaluation import Evaluation
+    from sparring.runs import Trained
     from sparring.train import Progress as Listener
 
 _REDRAW = 0.2  # seconds: reading a loss waits for a GPU, so it is read this often at most
@@ -30,6 +31,12 @@ def console() -> Console:
 def tell(line: str) -> None:
     """A note or a warning: on stderr, so that what is printed stays what was asked for."""
     print(f"sparring: {line}", file=sys.stderr)
+
+
+def tell_of_towers(trained: Trained) -> None:
+    """A note where a run ranks by its classifiers too, and what was asked for cannot."""
+    if trained.how() == "fused":
+        tell("note: this is of the towers alone: the classifiers of this run are left out, which `recommend` and `evaluate` use")
 
 
 @contextmanager
@@ -73,11 +80,13 @@ def evaluation_tables(result: Evaluation) -> list[Table]:
 
 
 def stages_table(stages: Mapping[str, Evaluation]) -> Table:
-    """The rankings of a training in stages, one row each, at every cutoff."""
+    """The rankings of a training in stages, one row each, at every cutoff, by the names that --ranking has."""
+    shown = {"knn": "encoder", "clf": "classifiers", "fusion": "fused"}
     first = next(iter(stages.values())).metrics
-    names = [name for name in first if name.split("@")[0] in ("precision", "ndcg", "psp", "recall")]
+    names = [name for name in first if name.split("@")[0].split("_")[0] in ("precision", "ndcg", "psp", "recall")]  # of any dialect
     names.sort(key=lambda name: int(name.split("@")[1]))
-    return table([["ranking", *names], *([stage, *(_figure(test.metrics.get(name)) for name in names)] for stage, test in stages.items())])
+    rows = [[shown.get(stage, stage), *(_figure(test.metrics.get(name)) for name in names)] for stage, test in stages.items()]
+    return table([["ranking", *names], *rows])
 
 
 def _figure(value: float | None) -> str:

@@ -48,6 +48,7 @@ def serve(args: Namespace) -> int:
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise UserError(f'`sparring serve` needs {error.name}: pip install "sparring[serve]"') from error
+    from sparring.fusion import FILE
     from sparring.serve.limits import Limits
     from sparring.serve.live import Live
     from sparring.serve.logs import Log
@@ -69,6 +70,9 @@ def serve(args: Namespace) -> int:
         log.say("open to the network", host=args.host, advice=f"set {TOKEN} or --token-file")
     store = Store(args.store or args.runs[0] / "serve" / "items.sqlite")
     live = Live(args.runs, store, args.root, log.say, args.as_given)
+    for folder in args.runs:
+        if (folder / FILE).is_file():
+            log.say("towers alone", run=str(folder), left_out="its classifiers, which `sparring recommend` and `evaluate` use")
     limits = Limits(body=args.max_body, seconds=args.timeout)
     run(live, args.host, args.port, limits, token, list(_LOOPBACK.values()) if own else None, log, args.watch, _parts, args.threads)
     return 0

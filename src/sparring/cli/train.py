@@ -15,6 +15,7 @@ from sparring.errors import UserError
 if TYPE_CHECKING:
     from sparring.composition import Run, Setup
     from sparring.data.interactions import Interactions, Split
+    from sparring.evaluation import Evaluation
     from sparring.train import Fitted
 
 
@@ -35,6 +36,8 @@ def options(parser: ArgumentParser) -> None:
     group.add_argument(
         "--setup", metavar="RECIPE", help="take towers, optimiser and schedule from this recipe, so that only the negatives differ"
     )
+    begin = "begin with the vectors of this run, for all queries and items that it knows"
+    group.add_argument("--warm", type=Path, metavar="RUN", help=begin)
     group.add_argument("--epochs", type=count, metavar="N", help="the same as --set epochs=N")
     group.add_argument("--seed", type=whole, metavar="N", help="the same as --set seed=N; also seeds the split")
     group.add_argument("--device", type=device, default="auto", help="auto, cpu or cuda (default: auto)")
@@ -43,7 +46,8 @@ def options(parser: ArgumentParser) -> None:
     group.add_argument("--out", type=Path, metavar="FOLDER", help="where the run goes (default: runs/RECIPE)")
     same = "go on with a stopped run, exactly as if it had not been; no setting can change, epochs neither"
     group.add_argument("--resume", action="store_true", help=same)
-    group.add_argument("--overwrite", action="store_true", help="delete the run that is in FOLDER first")
+    deleted = "first delete the run that is in FOLDER and its index; changes that a service keeps in FOLDER/serve stay"
+    group.add_argument("--overwrite", action="store_true", help=deleted)
     group.add_argument("--tensorboard", action="store_true", help="also write curves for TensorBoard into FOLDER/tensorboard")
     group.add_argument("--quiet", action="store_true", help="print nothing but the last line and errors")
     add_launch(parser)
@@ -53,6 +57,7 @@ def train(args: Namespace) -> int:
     from sparring import settings
     from sparring.devices import pick_device
     from sparring.dist import join, leave
+    from sparring.runs import read_meta
 
     name = settings.named(args.recipe or "default")
     folder = args.out or Path("runs") / settings.short(name)
@@ -70,6 +75,8 @@ def train(args: Namespace) -> int:
             raise UserError(f"nothing to resume in {folder}: it has no run.json; to begin, {needed}" if args.resume else needed)
         asked = _settings(args)
         settings.resolve(settings.find(name), asked, _base(args))  # wrong settings are told before a long read
+        if args.warm is not None:
+            read_meta(args.warm)
         if ranks.rank == 0:
             _check_free(folder, args.overwrite, args.resume)
         run, parts, source = _fresh(args, name, asked)
@@ -86,6 +93,7 @@ def train(args: Namespace) -> int:
         quiet=args.quiet,
         tensorboard=args.tensorboard,
         save_seconds=args.save_seconds,
+        warm=_warm(args, folder) if resume else args.warm,
     )
     leave()
     if ranks.rank:
@@ -93,7 +101,7 @@ def train(args: Namespace) -> int:
     show = screen.console()
     if fitted.test is not None and not args.quiet:
         show.print()
-        for table in screen.evaluation_tables(fitted.test):
+        for table in screen.evaluation_tables(fitted.stages.get("fusion", fitted.test)):
             show.print(table)
             show.print()
     if fitted.stages and not args.quiet:
@@ -115,9 +123,13 @@ def _in_processes(args: Namespace, name: str, folder: Path) -> int:
             raise UserError("--data is needed: a file, or the name of a set")
         settings.resolve(settings.find(name), _settings(args), _base(args))
         _check_free(folder, args.overwrite, args.resume)
+        if args.overwrite and args.warm is not None and args.warm.resolve() == folder.resolve():
+            raise UserError(f"--warm {args.warm} would be deleted before the processes read it: choose another folder with --out")
         if args.overwrite:  # the processes are told to go on with what there is
             with claimed(folder, False, True, ALONE):
-                delete_run(folder)
+                line = delete_run(folder)
+            if line is not None and not args.quiet:
+                screen.console().print(line, markup=False, soft_wrap=True)
     return launch(args.words, args.nproc, args.restarts)
 
 
@@ -134,11 +146,14 @@ def fit_shown(
     quiet: bool = False,
     tensorboard: bool = False,
     save_seconds: float | None = None,
+    warm: Path | None = None,
 ) -> Fitted:
     """Train with the progress on the screen."""
+    from sparring.composition import text_sides
     from sparring.contrast import describe_batch
     from sparring.devices import pick_device
     from sparring.dist import rank
+    from sparring.offers import untrained, untrained_line
     from sparring.settings import short
     from sparring.stages import fit_stages
     from sparring.tensorboard import epoch_writer
@@ -148,15 +163,23 @@ def fit_shown(
     show = screen.console()
     named = {"train": parts.train, "valid": parts.valid, "test": parts.test}
     sizes = [f"{name} {len(part):,}" for name, part in named.items() if part is not None]
+    blank = untrained_line(untrained(parts))
     intro = [
         f"{short(run.recipe)}: {parts.train.n_queries:,} queries x {parts.train.n_items:,} items; {', '.join(sizes)} interactions",
+        *(f"  {line}" for line in (*parts.train.notes, *([] if blank is None else [blank]))),
+        *(f"  {side} texts: {' and '.join(getattr(run.setup, f'{side}_text'))}" for side in text_sides(run.setup)),
         *(f"  {line}" for line in ([] if quiet else describe_batch(run, parts).splitlines())),
     ]  # on every rank: vectors may lie on others
     with screen.telling(), screen.listening(show, quiet or rank() > 0, intro) as progress:
         if tensorboard and rank() == 0:
             progress.epoch = screen.both(progress.epoch, epoch_writer(folder / "tensorboard"))
-        asked: dict[str, Any] = {"resume": resume, "overwrite": overwrite, "device": device, "save_seconds": save_seconds}
-        return fit_stages(run, parts, folder, k=k, progress=progress, source=source, **asked)
+        asked: dict[str, Any] = {"resume": resume, "overwrite": overwrite, "device": device, "save_seconds": save_seconds, "warm": warm}
+        try:
+            return fit_stages(run, parts, folder, k=k, progress=progress, source=source, **asked)
+        except KeyboardInterrupt:
+            saved = any(folder.rglob("checkpoint*.safetensors"))
+            what = "goes on from the last checkpoint" if saved else "begins again: no checkpoint was saved yet"
+            raise KeyboardInterrupt(f"the same command with --resume {what}") from None
 
 
 def _fresh(args: Namespace, name: str, asked: dict[str, object]) -> tuple[Run, Split, dict[str, Any]]:
@@ -168,24 +191,17 @@ def _fresh(args: Namespace, name: str, asked: dict[str, object]) -> tuple[Run, S
     args.k = inputs.cutoffs_for(args.k, data.n_items)
     seed = args.seed or 0
     parts = split(data, args.split, args.valid, args.test, seed)
-    if args.setup is None and not asked.keys() & {"encoder", "query_tower", "item_tower"} and _only_texts_help(parts):
+    if parts.test is None and args.test and data.split is None and rank() == 0:
+        held = "a column `split` (train, valid, test) holds out whole queries"
+        screen.tell(f"note: there is no test part, since no query has enough items to hold one out: {held}")
+    if args.setup is None and inputs.only_texts_help(asked, parts):
         asked = {**asked, "encoder": "auto"}
         if not args.quiet and rank() == 0:
-            screen.console().print("no query of the test part is trained on: its text is read (--set encoder=auto)", markup=False)
+            screen.console().print(inputs.TEXTS_READ, markup=False)
     with inputs.token_bar():
         run = settings.build(name, parts.train, asked, _base(args))
     _check_select(run.setup.select, data)
     return run, parts, inputs.source(args, data, seed)
-
-
-def _only_texts_help(parts: Split) -> bool:
-    """Whether both sides have texts and no test query is among those trained on, so that ids say nothing of it."""
-    import numpy as np
-
-    tables = (parts.train.query_table, parts.train.item_table)
-    if parts.test is None or not all(table is not None and "text" in table.columns for table in tables):
-        return False
-    return not np.isin(parts.test.queries, parts.train.queries).any()
 
 
 def _continued(args: Namespace, folder: Path) -> tuple[Run, Split, dict[str, Any]]:
@@ -200,7 +216,8 @@ def _continued(args: Namespace, folder: Path) -> tuple[Run, Split, dict[str, Any
         raise UserError(f"{folder} was trained with the recipe {meta['recipe']!r}, not {args.recipe!r}: --resume cannot change it")
     recorded = settings.parse_setup(meta["setup"])
     recipe = recipe_of(folder, meta)
-    setup, arguments = settings.resolve(settings.find(recipe), _settings(args), _base(args) or recorded)
+    base = _base(args)
+    setup, arguments = settings.resolve(settings.find(recipe), _settings(args), base, recorded if base is None else None)
     if args.setup is not None and setup != recorded:
         raise UserError(f"{folder} was trained with other settings than those of --setup {args.setup}: --resume cannot change them")
     before = {**meta["setup"], **meta["arguments"]}
@@ -211,8 +228,18 @@ def _continued(args: Namespace, folder: Path) -> tuple[Run, Split, dict[str, Any
     data = inputs.read_recorded(meta, folder, args.data, inputs.columns(args))
     parts = inputs.split_as(data, meta, folder, args.data)
     with inputs.token_bar():
-        run = settings.build(recipe, parts.train, meta["arguments"], setup)
+        run = settings.build(recipe, parts.train, meta["arguments"], setup=setup)
     return run, parts, inputs.recorded(meta, folder)
+
+
+def _warm(args: Namespace, folder: Path) -> Path | None:
+    """The run that a stopped one began with."""
+    from sparring import runs
+
+    before = runs.read_meta(folder).get("warm", {}).get("run")
+    if args.warm is not None and str(args.warm.resolve()) != before:
+        raise UserError(f"{folder} was begun {f'with --warm {before}' if before else 'without --warm'}: --resume cannot change it")
+    return None if before is None else Path(before)
 
 
 def _base(args: Namespace) -> Setup | None:
@@ -235,7 +262,7 @@ def _check_free(folder: Path, overwrite: bool, resume: bool) -> None:
         raise UserError(f"--out {folder} is a file, not a folder")
     if (folder / lock.NAME).exists():
         lock.release(folder, lock.hold(folder))  # or it says who writes there
-    if resume or not folder.exists() or not any(folder.iterdir()):
+    if resume or not folder.exists() or lock.is_free(folder):
         return
     if not overwrite:
         raise UserError(f"--out {folder} is not empty: choose another folder, or use --resume to go on or --overwrite to start again")
@@ -251,9 +278,15 @@ def _check_select(select: str, data: Interactions) -> None:
 
 def _closing(fitted: Fitted, folder: Path) -> str:
     line = f"{folder}: best epoch {fitted.best_epoch} of {len(fitted.history)}, {fitted.seconds:.1f} s"
-    if fitted.test is not None:
-        k = sorted({int(name.split("@")[1]) for name in fitted.test.metrics})
-        k_middle = k[len(k) // 2]
-        figures = [f"{name}@{k_middle} {fitted.test.metrics[f'{name}@{k_middle}']:.4f}" for name in ("recall", "ndcg")]
-        line += f"; test {', '.join(figures)}"
-    return line
+    if fitted.test is None:
+        return line
+    fused = fitted.stages.get("fusion")
+    if fused is None:
+        return f"{line}; test {_figures(fitted.test)}"
+    return f"{line}; test, fused: {_figures(fused)}; towers alone: {_figures(fitted.test)}"
+
+
+def _figures(test: Evaluation) -> str:
+    cutoffs = sorted({int(name.split("@")[1]) for name in test.metrics})
+    k = cutoffs[len(cutoffs) // 2]
+    return ", ".join(f"{name}@{k} {test.metrics[f'{name}@{k}']:.4f}" for name in ("recall", "ndcg"))

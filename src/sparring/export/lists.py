@@ -13,9 +13,7 @@ from polars.io.plugins import register_io_source
 from sparring import disk
 from sparring.errors import UserError
 from sparring.index.search import Index
-from sparring.rank import top_k
-from sparring.runs import Trained
-from sparring.types import Positives
+from sparring.runs import How, Trained
 
 _BLOCK = 4096  # queries ranked at once; each block is a row group
 
@@ -27,12 +25,13 @@ def write_lists(
     with_seen: bool = False,
     index: Index | None = None,
     progress: Callable[[int, int], None] | None = None,
+    how: How | None = None,
 ) -> int:
     """Write query, rank, item, score of the k best items of every query, best first; the number of rows.
 
-    Exact, or through an index. Blocks of queries are ranked and written in turn, so memory does not grow with the number of queries. The
-    file appears under its name when it is whole; a stop before leaves what was there. CSV where the name ends in .csv, Parquet where it
-    ends in .parquet. `progress(done, total)` counts queries.
+    Exact, or through an index, which has the towers alone; `how` is the ranking of `Trained.recommend`. Blocks of queries are ranked and
+    written in turn, so memory does not grow with the number of queries. The file appears under its name when it is whole; a stop before
+    leaves what was there. CSV where the name ends in .csv, Parquet where it ends in .parquet. `progress(done, total)` counts queries.
 
         write_lists(load("runs/first"), Path("lists.parquet"), k=100)
     """
@@ -42,17 +41,17 @@ def write_lists(
     check_file(path)
     block = max(64, min(_BLOCK, (1 << 19) // k))
     queries, items = trained.ids.query_ids.ids, trained.ids.item_ids.ids
-    vectors = trained.item_vectors() if index is None else None
-    seen = None if with_seen else trained.seen
+    ranking = trained.ranking(how) if index is None else None
+    untrained = trained.offers.items.numpy() if len(trained.offers.items) else None
     rows = 0
 
     def ranked(at: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-        q = trained.model.query_vectors(at)
-        if vectors is not None:
-            scores, best = top_k(q, vectors, k, seen, at)
+        q, taken = trained.model.query_vectors(at), None if with_seen else trained.offers.taken(at)
+        if ranking is not None:
+            scores, best = ranking.best(q, k, taken)
             return scores.cpu().numpy(), best.cpu().numpy()
         assert index is not None
-        return index.search(q.float().cpu().numpy(), k, None if seen is None else _rows(seen, at))
+        return index.search(q.float().cpu().numpy(), k, taken, deny=untrained)
 
     def tables() -> Iterator[pl.DataFrame]:
         nonlocal rows
@@ -91,18 +90,20 @@ def check_file(path: Path) -> None:
 def _stream(tables: Callable[[], Iterator[pl.DataFrame]], schema: Mapping[str, object], path: Path, csv: bool, group: int) -> None:
     """One file from tables as they come; no more than a few are in memory."""
 
+    failed: list[Exception] = []
+
     def source(columns: object, predicate: object, n_rows: object, size: object) -> Iterator[pl.DataFrame]:
-        return tables()
+        try:
+            yield from tables()
+        except Exception as error:  # polars would make it one of its own
+            failed.append(error)
+            raise
 
     lazy = register_io_source(source, schema=schema)  # type: ignore[arg-type]
-    if csv:
-        lazy.sink_csv(path)
-    else:
-        lazy.sink_parquet(path, row_group_size=group, compression="zstd", compression_level=1)
-
-
-def _rows(seen: Positives, at: torch.Tensor) -> Positives:
-    """What a run of consecutive queries has seen, row i for the i-th of them."""
-    begin, end = int(at[0]), int(at[-1]) + 1
-    start = seen.start[begin : end + 1]
-    return Positives(start - start[0], seen.items[int(start[0]) : int(start[-1])])
+    try:
+        if csv:
+            lazy.sink_csv(path)
+        else:
+            lazy.sink_parquet(path, row_group_size=group, compression="zstd", compression_level=1)
+    except Exception as error:
+        raise failed[0] if failed else error from None

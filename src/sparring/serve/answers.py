@@ -58,17 +58,19 @@ class Answering:
     def _of_users(self, asked: Recommend) -> Ask:
         served = self.live.served(asked.run)
         queries = [asked.user] if asked.user is not None else asked.users or []
-        users = _known(served.users.find_one, queries, "user", served)
+        users, missing = _known(served.users.find_one, queries, "user", served)
         exclude = [served.seen(user) for user in users] if asked.exclude_seen else [_NONE] * len(users)
-        return Ask(served, queries, users, None, asked.k, exclude, fields=_fields(served, asked))
+        return Ask(served, queries, users, None, asked.k, exclude, fields=_fields(served, asked), missing=missing)
 
     def _of_items(self, asked: Similar) -> Ask:
         served = self.live.served(asked.run)
         if (asked.item is None) == (asked.items is None):
             raise Refused(422, "give one of item, items")
         queries = [asked.item] if asked.item is not None else asked.items or []
-        items = np.array(_known(served.catalogue.find_one, queries, "item", served), np.int64)
-        return Ask(served, queries, None, served.item_queries(items), asked.k, list(items[:, None]), fields=_fields(served, asked))
+        found, missing = _known(served.catalogue.find_one, queries, "item", served)
+        items = np.array(found, np.int64)
+        vectors, fields = served.item_queries(items), _fields(served, asked)
+        return Ask(served, queries, None, vectors, asked.k, list(items[:, None]), fields=fields, missing=missing)
 
     async def _of_history(self, asked: Recommend, history: list[int | str]) -> Ask:
         served = self.live.served(asked.run)
@@ -117,8 +119,11 @@ def written(asks: Sequence[Ask], scores: np.ndarray, found: np.ndarray) -> list[
     ends = inside.sum(1).cumsum().tolist()
     answers, query, at = [], 0, 0
     for ask in asks:
-        results = []
+        results: list[dict[str, Any]] = []
         for each in ask.queries:
+            if ask.missing and each in ask.missing:
+                results.append({"query": each, "items": [], "unknown": [each]})
+                continue
             results.append({"query": each, "items": rows[at : ends[query]]})
             query, at = query + 1, ends[query]
         if ask.unknown:
@@ -131,12 +136,17 @@ def _given(asked: Recommend) -> list[str]:
     return [name for name in _WAYS if getattr(asked, name) is not None]
 
 
-def _known(find: Callable[[int | str], int], asked: Sequence[int | str], what: str, served: Served) -> list[int]:
-    """Dense ids; one that is not known is refused."""
+def _known(
+    find: Callable[[int | str], int], asked: Sequence[int | str], what: str, served: Served
+) -> tuple[list[int], frozenset[int | str]]:
+    """(dense ids, those that are not known); refused where none is known."""
     dense = [find(each) for each in asked]
-    if -1 in dense:
-        raise Refused(404, f"{what} {str(asked[dense.index(-1)])[:200]!r} is not known to {served.name}")
-    return dense
+    if -1 not in dense:
+        return dense, frozenset()
+    found = [each for each in dense if each >= 0]
+    if not found:
+        raise Refused(404, f"{what} {str(asked[0])[:200]!r} is not known to {served.name}")
+    return found, frozenset(each for each, at in zip(asked, dense, strict=True) if at < 0)
 
 
 def _fields(served: Served, asked: Asked) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Literal
 
 import numpy as np
@@ -74,7 +75,7 @@ class Catalogue:
         if column == "title" and self.titles is not None and n:
             values: list[Any] = self.titles[own].tolist()
         elif self.table is not None and column in self.table.columns and n:
-            values = self.table[column].gather(pl.Series(own)).to_list()
+            values = _plainly(self.table[column].gather(pl.Series(own))).to_list()
         else:
             values = [None] * len(dense)
         if self.changed:
@@ -90,7 +91,7 @@ class Catalogue:
         if row is not None:
             return row
         if self.table is not None and dense < len(self.base):
-            return {**self.table.row(dense, named=True)}
+            return {name: _plainly(self.table[name].slice(dense, 1))[0] for name in self.table.columns}
         return {}
 
     def check(self, columns: Mapping[str, Any]) -> None:
@@ -116,7 +117,11 @@ class Catalogue:
             dense = len(self)
             self._names.append(item)
             self._added[str(item)] = dense
-        typed = {name: _typed(name, value, self.schema[name]) for name, value in columns.items() if name in self.schema}
+        typed = {}
+        for name, value in columns.items():
+            with suppress(pl.exceptions.PolarsError, OverflowError, TypeError, ValueError):  # put under another run, whose column differs
+                if name in self.schema:
+                    typed[name] = _typed(name, value, self.schema[name])
         if typed or dense >= len(self.base):
             self.changed[dense] = {**self.row(dense), **typed}
             self._version += 1
@@ -165,6 +170,11 @@ def _remember(kept: dict[Conditions, Any], key: Conditions, value: Any) -> None:
     kept[key] = value
 
 
+def _plainly(column: pl.Series) -> pl.Series:
+    """A column to be shown: single precision as it is written, 5.95 rather than 5.949999809265137."""
+    return column.cast(pl.String).cast(pl.Float64) if column.dtype == pl.Float32 else column
+
+
 def _kind(dtype: Any) -> Kind:
     if isinstance(dtype, (pl.List, pl.Array, pl.Struct)):
         return "list"
@@ -180,4 +190,4 @@ def _typed(name: str, value: Any, dtype: Any) -> Any:
     if value is None or dtype == pl.String:
         return value
     series = pl.Series(name, [value])
-    return (series.str.strptime(dtype) if dtype.is_temporal() and isinstance(value, str) else series.cast(dtype))[0]
+    return _plainly(series.str.strptime(dtype) if dtype.is_temporal() and isinstance(value, str) else series.cast(dtype))[0]

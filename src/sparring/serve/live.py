@@ -139,6 +139,9 @@ class Live:
             self._generation += 1
             new.generation = self._generation
             self._runs[new.name] = new
+        if new.waiting:
+            why = "this run knows neither them nor what they are like, and a vector of another model means nothing in it"
+            self.say("items wait", run=new.name, items=len(new.waiting), first=next(iter(new.waiting.values())), why=why)
 
     def _remember(self, new: Served) -> None:
         given = self._given[new.name].resolve()
@@ -184,6 +187,8 @@ class Live:
                 raise Refused(
                     422, f"the item tower of {default.name} reads no texts: give item {change.id!r} a vector or items that it is like"
                 )
+        if change.like is not None and str(change.id) in map(str, change.like):
+            raise Refused(422, f"item {change.id!r} cannot be like itself")
         for other in change.like or ():
             if default.catalogue.find_one(other) < 0 and str(other) not in before:
                 raise Refused(422, f"item {change.id!r} cannot be like {other!r}: there is no such item")

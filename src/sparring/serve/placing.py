@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sparring.data.features import Features
+from sparring.data.texts import joined_text
 from sparring.encoded import mean_item
 from sparring.runs import Trained
 from sparring.serve.store import Change
@@ -23,7 +24,7 @@ class Placing:
     """What a new item may be placed by in the space of one run.
 
     - vector: as given, where it was given for this very model;
-    - text: through the item tower, where that reads texts;
+    - text: through the item tower, where that reads texts, after the columns that the run read before it (such as a title);
     - like: the mean of the items that it is like, of their usual length where lengths are free;
     - features: through the item tower, where that reads columns; for the id, which no new item has, the mean of all ids.
 
@@ -38,6 +39,7 @@ class Placing:
         self.ways = ["vector", "like"]
         if isinstance(item, TextTower):
             self.ways.append("text")
+        self._before: list[str] = list(trained.meta["setup"].get("item_text") or ())[:-1]
         self._columns: _Columns | None = None
         if isinstance(item, FeatureTower) and trained.ids.item_table is not None:
             names = trained.meta["setup"].get("item_features") or ()
@@ -54,10 +56,11 @@ class Placing:
             return None
         return change.vector
 
-    def from_text(self, text: str) -> np.ndarray | None:
+    def from_text(self, text: str, columns: Mapping[str, Any]) -> np.ndarray | None:
         if "text" not in self.ways:
             return None
-        return self.trained.encode_texts([text], "item")[0].float().numpy()
+        whole = joined_text([_text(columns.get(name)) for name in self._before] + [text])
+        return self.trained.encode_texts([whole], "item")[0].float().numpy()
 
     def from_like(self, vectors: np.ndarray) -> np.ndarray:
         """The mean of vectors (n, D), scaled as items are."""

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import uvicorn
 
 from sparring.errors import UserError
+from sparring.lock import is_held
 from sparring.serve.app import Service
 from sparring.serve.limits import Limits, Refused
 from sparring.serve.live import Live
@@ -95,12 +96,12 @@ def _say_notes(live: Live, log: Log) -> None:
 
 
 def _watch(live: Live, seconds: float, stop: threading.Event) -> None:
-    """Reload runs whose files have changed; one that is refused is not tried again until it changes again."""
+    """Reload runs whose files have changed, once no training writes there; one that is refused waits until it changes again."""
     refused: dict[str, object] = {}
     while not stop.wait(seconds):
         for name, folder, loaded in [(served.name, served.folder, served.sign) for served in live.runs]:
             sign = signature(folder)
-            if sign == loaded or refused.get(name) == sign:
+            if sign == loaded or refused.get(name) == sign or is_held(folder):  # the best epoch so far is no finished run
                 continue
             if stop.wait(min(seconds, 1.0)) or signature(folder) != sign:  # still being written
                 continue

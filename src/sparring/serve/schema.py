@@ -70,7 +70,7 @@ class Listed(BaseModel):
 class Answer(BaseModel):
     query: Any = Field(description="the user, text or item asked for, or the history")
     items: list[Listed]
-    unknown: list[int | str] = Field([], description="ids of the history that were left out of it, since the run does not know them")
+    unknown: list[int | str] = Field([], description="ids that the run does not know: of a history, left out of it, or the query itself")
 
 
 class Answers(BaseModel):

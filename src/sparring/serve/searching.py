@@ -37,6 +37,7 @@ class Ask:
     filters: Any = None  # equal where allow and deny are equal; None where there are none
     fields: tuple[str, ...] = ()
     unknown: Sequence[int | str] = ()  # of a history, left out of it
+    missing: frozenset[int | str] = frozenset()  # queries that are not known: all but `queries` is of the others
     tell: Tell | None = None  # called on the event loop with the answer
     loop: asyncio.AbstractEventLoop | None = None
     given_up: bool = False  # nobody waits for it any more
@@ -46,7 +47,7 @@ class Ask:
         return id(self.served), self.k, self.fields, self.filters
 
     def __len__(self) -> int:
-        return len(self.queries)
+        return len(self.exclude)
 
 
 Write = Callable[

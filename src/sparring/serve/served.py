@@ -49,8 +49,10 @@ class Served:
     loaded: float = field(default_factory=time.time)
 
     def __post_init__(self) -> None:
-        self.seen_start = self.trained.seen.start.numpy()
-        self.seen_items = self.trained.seen.items.numpy()
+        seen, test = self.trained.offers.seen, self.trained.offers.test
+        self.seen_start, self.seen_items = seen.start.numpy(), seen.items.numpy()
+        self.held = None if test is None else (test.start.numpy(), test.items.numpy())
+        self.untrained = frozenset(self.trained.offers.items.tolist())  # listed only where they were given another vector
         query = self.trained.model.query
         self.user_table = query.weight.detach().numpy() if isinstance(query, IdTower) else None
         self.by_history = self.trained.reads_histories
@@ -62,8 +64,13 @@ class Served:
         return ["user", "history", *text, "similar"]
 
     def seen(self, user: int) -> np.ndarray:
-        """What a user has taken, dense item ids."""
-        return self.seen_items[self.seen_start[user] : self.seen_start[user + 1]]
+        """What the data of the run knows a user to have taken, its test part too; dense item ids."""
+        seen = self.seen_items[self.seen_start[user] : self.seen_start[user + 1]]
+        if self.held is None:
+            return seen
+        start, items = self.held
+        held = items[start[user] : start[user + 1]]
+        return np.union1d(seen, held) if len(held) else seen
 
     def history(self, user: int) -> tuple[np.ndarray, bool]:
         """(a user's items, whether they are in time order, oldest first): histories of the tower, or what the user has seen."""
@@ -82,9 +89,13 @@ class Served:
         return np.concatenate([vectors, np.ones_like(vectors[:, :1])], 1) if self.placing.biased else vectors
 
     def readable(self, dense: np.ndarray) -> np.ndarray:
-        """Which items of a history count for its vector, (n,) bool: the known ones; for a query tower that reads them, those it learned."""
+        """Which items of a history count for its vector, (n,) bool: those that have one; for a tower that reads them, those it learned."""
         known = dense >= 0
         own = known & (dense < self.trained.model.n_items)
+        if self.untrained:
+            blank = np.isin(dense, self.trained.offers.items.numpy())
+            known &= ~blank | np.fromiter(map(self.listed, dense.tolist()), bool, len(dense))
+            own &= ~blank
         return own if self.by_history and own.any() else known
 
     def history_vector(self, dense: np.ndarray) -> np.ndarray:
@@ -122,12 +133,13 @@ class Served:
 
         An item that this run was trained on has the run's vector, unless it was placed anew under this very model.
         """
-        own = 0 <= self.catalogue.find_one(change.id) < self.trained.model.n_items
-        if own and change.model != self.placing.model:
+        dense = self.catalogue.find_one(change.id)
+        own = 0 <= dense < self.trained.model.n_items
+        if own and change.model != self.placing.model and dense not in self.untrained:
             return None
         vector = self.placing.given(change)
         if vector is None and change.text is not None:
-            vector = self.placing.from_text(change.text)
+            vector = self.placing.from_text(change.text, change.columns)
         if vector is None and change.like:
             vector = self._from_like(change.like)
         if vector is None and not own:
@@ -143,8 +155,9 @@ class Served:
 
     def _from_like(self, like: Sequence[int | str]) -> np.ndarray | None:
         dense = self.catalogue.find(like)
-        own = dense[(dense >= 0) & (dense < len(self.index.ids))]  # of the run, even where they are deleted since
-        added = dense[dense >= len(self.index.ids)]
+        blank = np.fromiter((at in self.untrained for at in dense.tolist()), bool, len(dense))
+        own = dense[(dense >= 0) & (dense < len(self.index.ids)) & ~blank]  # of the run, even where they are deleted since
+        added = dense[(dense >= len(self.index.ids)) | blank]
         found = [np.asarray(self.index.vectors[own])] if len(own) else []
         found += [self.index.vectors_of(np.array([at])) for at in added.tolist() if self.index.has(at)]
         return self.placing.from_like(np.concatenate(found)) if found else None
@@ -153,6 +166,7 @@ class Served:
         """Take over changes that are in the store; an item that this run cannot place waits for one that can."""
         removed: set[int] = set()
         placed: dict[int, np.ndarray] = {}
+        changes, later = list(changes), list[Change]()
         for change in changes:
             self.waiting.pop(str(change.id), None)
             if change.deleted:
@@ -166,11 +180,12 @@ class Served:
                 vector = self.place(change)
             except Refused:
                 self.waiting[str(change.id)] = change.id
+                later += [change] if change.like else []
                 continue
             dense = self.catalogue.put(change.id, change.columns)
             removed.discard(dense)
             if vector is None:
-                if dense not in self.moved:  # its columns alone have changed
+                if dense not in self.moved or dense in self.untrained:  # its columns alone have changed
                     continue
                 vector = np.asarray(self.index.vectors[dense])
             placed[dense] = vector
@@ -182,6 +197,8 @@ class Served:
         if placed:
             self.index.add(np.fromiter(placed, np.int64, len(placed)), np.stack(list(placed.values())))
         self.sequence = sequence
+        if 0 < len(later) < len(changes):  # what they are like may have come after them
+            self.apply(later, sequence)
 
 
 def signature(folder: Path) -> tuple[Any, ...]:
@@ -217,6 +234,10 @@ def load_served(folder: Path, name: str) -> Served:
         name, folder, trained, index, Catalogue(trained.ids), Names(trained.ids.query_ids), Placing(trained, model), sign, notes=notes
     )
     _check(served)
+    untrained = trained.offers.items.numpy()
+    if len(untrained):
+        index.remove(untrained)
+        notes.append(f"{len(untrained):,} items have no training pair: they are not recommended unless put with a vector or like others")
     return served
 
 

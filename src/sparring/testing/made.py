@@ -16,7 +16,7 @@ from sparring.composition import Setup
 from sparring.data.interactions import Interactions, Vocabulary
 from sparring.disk import tensors_of, write_tensors
 from sparring.retriever import Retriever
-from sparring.runs import write_start
+from sparring.run_folder import write_start
 from sparring.towers import IdTower
 from sparring.types import Positives
 
