@@ -15,7 +15,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is first imported
 
-from sparring import trainer
+from sparring import plots, trainer
 from sparring.data.interactions import Split
 from sparring.data.splits import split
 from sparring.data.worlds import World, make_world
@@ -29,6 +29,13 @@ hypothesis.settings.load_profile("sparring")
 def _save_after_every_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trainings here take less time than is otherwise left between two checkpoints."""
     monkeypatch.setattr(trainer, "BETWEEN_SECONDS", 0.0)
+
+
+@pytest.fixture
+def quick_texts(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Curves take more time than small trainings; tokens go to a cache of the tests' own."""
+    monkeypatch.setattr(plots, "training_curve", lambda history, path, *_: Path(path).write_bytes(b"no curve"))
+    monkeypatch.setenv("SPARRING_HOME", str(tmp_path_factory.getbasetemp() / "home"))
 
 
 @pytest.fixture(scope="session")

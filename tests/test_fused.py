@@ -11,19 +11,13 @@ import pytest
 import torch
 
 import sparring
-from sparring import plots
 from sparring.cli import main
 from sparring.data.interactions import Split
 from sparring.errors import UserError
 from sparring.testing.texts import text_parts
 
 SETTINGS = {"encoder": "bag", "dim": 8, "epochs": 2, "batch_size": 16, "classifiers": 4, "clf_batch_size": 16, "clf_lr": 0.05, "size": 4}
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    monkeypatch.setattr(plots, "training_curve", lambda history, path, *_: Path(path).write_bytes(b"no curve"))
-    monkeypatch.setenv("SPARRING_HOME", str(tmp_path_factory.getbasetemp() / "home"))
+pytestmark = pytest.mark.usefixtures("quick_texts")
 
 
 @pytest.fixture(scope="module")

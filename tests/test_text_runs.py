@@ -16,7 +16,7 @@ import polars as pl
 import pytest
 import torch
 
-from sparring import disk, opponents, plots, runs
+from sparring import disk, opponents, runs
 from sparring import trainer as training
 from sparring.cli import main
 from sparring.data.interactions import Split
@@ -27,13 +27,7 @@ from sparring.testing.texts import text_parts, tiny_bert
 from sparring.train import Progress, fit
 
 QUICK: dict[str, Any] = {"encoder": "bag", "dim": 8, "epochs": 2, "batch_size": 64, "warmup": 2}
-
-
-@pytest.fixture(autouse=True)
-def _no_curves(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Curves take more time than these trainings; tokens go to a cache of this test's own."""
-    monkeypatch.setattr(plots, "training_curve", lambda history, path, *_: Path(path).write_bytes(b"no curve"))
-    monkeypatch.setenv("SPARRING_HOME", str(tmp_path_factory.getbasetemp() / "home"))
+pytestmark = pytest.mark.usefixtures("quick_texts")
 
 
 @pytest.fixture(scope="module")

@@ -124,7 +124,7 @@ def test_histories_start_warm(today: Split, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"dim": 8, "item_bias": True}, r"has 7 dimensions .*, the run to be trained 9 dimensions"),
+        ({"dim": 8, "item_bias": True}, r"has 6 dimensions .*, the run to be trained 8 dimensions"),
         ({"dim": 6}, "with an item bias, the run to be trained"),
         ({"dim": 6, "item_bias": True, "query_tower": "history"}, "the query tower of .* is IdTower"),
     ],

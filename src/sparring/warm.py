@@ -77,7 +77,7 @@ def _check(old: Retriever, new: Retriever, folder: Path) -> None:
             raise UserError(f"the {side} tower {type(tower).__name__} cannot start warm, only tables of ids can{hint}")
         if not same:
             raise UserError(f"the {side} tower of {folder} is {type(before).__name__}, not as the one to be trained: no start from it")
-    kinds = [(model.dim, model.score, model.item_bias is not None) for model in (old, new)]
+    kinds = [(int(model.item.dim), model.score, model.item_bias is not None) for model in (old, new)]  # type: ignore[arg-type]
     if kinds[0] != kinds[1]:
         said = [f"{dim} dimensions and {score} scores{', with an item bias' if bias else ''}" for dim, score, bias in kinds]
         raise UserError(f"{folder} has {said[0]}, the run to be trained {said[1]}: it cannot start from it")
