@@ -65,16 +65,18 @@ def plain(p: Problem, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tenso
 
 def ours(p: Problem, kernel: str, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     q, emb = p.q.to(dtype, copy=True).requires_grad_(), p.emb.to(dtype, copy=True).requires_grad_()
-    usage = torch.zeros(len(emb), dtype=dtype) if p.draws is not None else None
-    value = KERNELS[kernel].weighted_logsumexp(q, emb, p.log_w.to(dtype), p.places, p.draws, usage)
+    draw_counts = torch.zeros(len(emb), dtype=dtype) if p.draws is not None else None
+    value = KERNELS[kernel].weighted_logsumexp(q, emb, p.log_w.to(dtype), p.places, p.draws, draw_counts)
     some = torch.isfinite(value)
     grad_q, grad_emb = torch.autograd.grad((torch.where(some, value, 0.0) * p.upstream.to(dtype)).sum(), [q, emb])
-    return value.detach(), grad_q, grad_emb, torch.zeros(len(emb)) if usage is None else usage
+    return value.detach(), grad_q, grad_emb, torch.zeros(len(emb)) if draw_counts is None else draw_counts
 
 
 def within_budget(p: Problem, kernel: str) -> None:
     truth, torch32, got = plain(p, torch.float64), plain(p, torch.float32), ours(p, kernel)
-    for name, exact, single, mine in zip(("value", "grad q", "grad emb", "usage"), truth, torch32, got, strict=True):
+    for name, exact, single, mine in zip(
+        ("value", "grad q", "grad emb", "draw_counts"), truth, torch32, got, strict=True
+    ):
         finite = torch.isfinite(exact)
         assert torch.equal(torch.isfinite(mine), finite), name
         if not bool(finite.any()):
@@ -178,12 +180,12 @@ def test_rows_with_nothing_left(kernel: str) -> None:
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_no_draws_leave_usage_alone(kernel: str) -> None:
-    """`usage` belongs to expected draws: where the counts were drawn before, the kernel must not erase them."""
+def test_no_draws_leave_the_counts_alone(kernel: str) -> None:
+    """`draw_counts` belongs to expected draws: where the counts were drawn before, the kernel must not erase them."""
     p = problem((8, 5, 4), "column", "none")
-    usage = torch.arange(5.0)
-    KERNELS[kernel].weighted_logsumexp(p.q, p.emb, p.log_w, None, None, usage)
-    assert usage.tolist() == [0, 1, 2, 3, 4]
+    draw_counts = torch.arange(5.0)
+    KERNELS[kernel].weighted_logsumexp(p.q, p.emb, p.log_w, None, None, draw_counts)
+    assert draw_counts.tolist() == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

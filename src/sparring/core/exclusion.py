@@ -5,6 +5,7 @@ Letters as in types.py.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -100,12 +101,23 @@ class Exclude:
         return rows[pair], order[low[pair] + within]
 
 
-@dataclass(frozen=True)
 class Positives:
-    """All known positives of every query, as one flat array with offsets (CSR)."""
+    """All known positives of every query, as one flat array with offsets (CSR).
 
-    start: Tensor  # (queries + 1,)
-    items: Tensor  # (interactions,), sorted within each query
+    `start` (queries + 1,) holds the offsets, `items` (interactions,) the item ids, sorted within each query.
+    """
+
+    def __init__(self, start: Tensor, items: Tensor) -> None:
+        self.start, self.items = start, items
+
+    @staticmethod
+    def lazy(make: Callable[[], Positives]) -> Positives:
+        """Positives that `make` builds when they are first read."""
+        return _LazyPositives(make)
+
+    def to(self, device: torch.device) -> Positives:
+        """The same positives on a device."""
+        return self if self.items.device == device else Positives(self.start.to(device), self.items.to(device))
 
     def of(self, query_ids: Tensor) -> Exclude:
         """Pairs (row, item) of all known positives of these queries."""
@@ -128,6 +140,18 @@ class Positives:
         table = torch.zeros(queries, width, dtype=torch.bool)
         table[torch.repeat_interleave(torch.arange(queries), self.start.long().diff()), self.items.long()] = True
         return table
+
+
+class _LazyPositives(Positives):
+    def __init__(self, make: Callable[[], Positives]) -> None:
+        self._make = make
+
+    def __getattr__(self, name: str) -> Tensor:  # Python calls it for an attribute that is not set
+        if name not in ("start", "items"):
+            raise AttributeError(name)
+        built = self._make()
+        self.start, self.items = built.start, built.items
+        return self.start if name == "start" else self.items
 
 
 class Known(Exclude):

@@ -26,7 +26,7 @@ def weighted_logsumexp(
     log_w: Tensor,
     places: Places | None = None,
     draws: float | None = None,
-    usage: Tensor | None = None,
+    draw_counts: Tensor | None = None,
     mix: Mix | None = None,
     seed: Tensor | None = None,
 ) -> Tensor:
@@ -48,15 +48,17 @@ def weighted_logsumexp(
     if fuses(q, emb, log_w, places is None or keys is not None):
         from sparring.kernels import fused
 
-        return fused.weighted_logsumexp(q, emb, log_w, keys, draws, usage, seed)
+        return fused.weighted_logsumexp(q, emb, log_w, keys, draws, draw_counts, seed)
     if emb.dim() == 3 and _fuses_own(q, emb, log_w, places):
         from sparring.kernels import per_query
 
-        return per_query.weighted_logsumexp(q, emb, log_w, places if isinstance(places, Tensor) else None, draws, usage)
+        return per_query.weighted_logsumexp(
+            q, emb, log_w, places if isinstance(places, Tensor) else None, draws, draw_counts
+        )
     if seed is not None:
         raise ValueError("draws by a seed need the fused kernel: draw='systematic' or 'multinomial' runs anywhere")
     kernel = reference.weighted_logsumexp if plain else chunked.weighted_logsumexp
-    return kernel(q, emb, log_w, places, draws, usage)
+    return kernel(q, emb, log_w, places, draws, draw_counts)
 
 
 def fuses(q: Tensor, emb: Tensor, log_w: Tensor, keyed: bool) -> bool:

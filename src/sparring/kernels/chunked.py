@@ -30,10 +30,10 @@ def weighted_logsumexp(
     log_w: Tensor,
     places: Places | None = None,
     draws: float | None = None,
-    usage: Tensor | None = None,
+    draw_counts: Tensor | None = None,
 ) -> Tensor:
     """As in reference.py, for emb (C, D) shared by all queries and a log_w that needs no gradient (per candidate if `draws`)."""
-    return _WeightedLogSumExp.apply(q, emb, log_w, places, draws, usage)  # type: ignore[no-untyped-call, no-any-return]
+    return _WeightedLogSumExp.apply(q, emb, log_w, places, draws, draw_counts)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _Spare:
@@ -127,13 +127,13 @@ class _WeightedLogSumExp(torch.autograd.Function):
         log_w: Tensor,
         places: Places | None,
         draws: float | None,
-        usage: Tensor | None,
+        draw_counts: Tensor | None,
     ) -> Tensor:
         blocks = _Blocks(q, emb, log_w, places, draws)
         n, c = len(q), len(emb)
         kept = _spare.take(q, n, c) if n * c <= STORE and any(ctx.needs_input_grad[:2]) else None
         total, result = q.new_empty(n), q.new_empty(n)
-        counted = q.new_zeros(c) if usage is not None and draws is not None else None
+        counted = q.new_zeros(c) if draw_counts is not None and draws is not None else None
         for b, low in enumerate(blocks.starts):
             high = min(low + blocks.rows, n)
             scores, top = blocks.block(b, None if kept is None else kept[low:high])
@@ -151,8 +151,8 @@ class _WeightedLogSumExp(torch.autograd.Function):
                 part_total = part.square_() @ scale
                 result[low:high] = (top + (part_total * share).log2()) * LN2
             total[low:high] = part_total
-        if usage is not None and counted is not None and blocks.column_scale is not None:
-            usage.copy_(counted * blocks.column_scale)
+        if draw_counts is not None and counted is not None and blocks.column_scale is not None:
+            draw_counts.copy_(counted * blocks.column_scale)
         ctx.blocks, ctx.kept, ctx.total = blocks, kept, total
         ctx.save_for_backward(q, emb)
         return result

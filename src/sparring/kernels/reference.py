@@ -72,13 +72,13 @@ def weighted_logsumexp(
     log_w: Tensor,
     places: Places | None = None,
     draws: float | None = None,
-    usage: Tensor | None = None,
+    draw_counts: Tensor | None = None,
     mix: Mix | None = None,
 ) -> Tensor:
     """log sum_j exp(q_i . e_j + log_w_ij) for every query i, shape (B,).
 
     `places` drops pairs. With `draws` = n the weights are replaced by the constants n * softmax_j(q_i . e_j + log_w_ij), the
-    expected counts of n draws, and `usage` (C,), where given, receives their sum over the queries. No gradient flows
+    expected counts of n draws, and `draw_counts` (C,), where given, receives their sum over the queries. No gradient flows
     through those counts, so the gradient is softmax(2 s + log_w). With `mix` the sum runs over mixtures of the candidates too;
     the two do not go together.
     """
@@ -88,8 +88,8 @@ def weighted_logsumexp(
         with torch.no_grad():
             corrected = scores + weights
             weights = corrected - safe_logsumexp(corrected).nan_to_num(neginf=0.0).unsqueeze(-1) + math.log(draws)
-            if usage is not None:
-                usage.copy_(weights.exp() if usage.dim() == 2 else weights.exp().sum(0))
+            if draw_counts is not None:
+                draw_counts.copy_(weights.exp() if draw_counts.dim() == 2 else weights.exp().sum(0))
     if mix is None:
         return safe_logsumexp(scores + weights)
     return safe_logsumexp(torch.cat([scores + weights, mixed_logits(scores, log_w, mix)], -1))

@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from sparring.core.devices import pick_device
 from sparring.core.errors import UserError
 from sparring.core.memory import machine_bytes
+from sparring.core.part import Part
 from sparring.core.ranks import Group, home, join, launched
 from sparring.models.towers import IdTower
 
@@ -31,7 +32,7 @@ def require_torchrec() -> None:
         )
 
 
-class RowWiseTable(nn.Module):
+class RowWiseTable(Part):
     """One free vector per id, as IdTower has it, its rows spread over the ranks; trained by RowAdagrad's rule (row-wise Adagrad).
 
         rank r holds the rows from r ceil(n / ranks) on, and of each the sum of mean squared gradients: n dim / ranks + n / ranks numbers
@@ -44,7 +45,7 @@ class RowWiseTable(nn.Module):
     """
 
     where: Tensor
-    spread = True  # each rank has some of the rows
+    spread = True
 
     def __init__(
         self, n: int, dim: int, init_std: float, ranks: Group, device: torch.device, eps: float = 1e-8

@@ -9,7 +9,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from sparring.core.types import Bag, Batch, Candidates, Exclude, Outcome, Step
+from sparring.core.part import Part
+from sparring.core.types import Bag, Batch, Candidates, Exclude, Provenance, Step
 from sparring.kernels import fuses, logits, reference
 
 Correction = Literal["count", "negatives", "both", "refined", "none"]
@@ -19,7 +20,7 @@ Draw = Literal["expected", "multinomial", "systematic", "rounded"]
 _BLOCK = 1 << 18  # counts drawn at a time on a CPU
 
 
-class Negatives(nn.Module):
+class Negatives(Part):
     """Who a query is contrasted with, and with what weight.
 
     `forward(step)` gives the bag and never changes state. Where it is known, `log_count(ids, step)` is the log of how often each id is
@@ -40,9 +41,6 @@ class Negatives(nn.Module):
     def size(self, step: Step) -> float | Tensor:
         raise TypeError(f"{type(self).__name__} defines log_count, so it must define size(step)")
 
-    def observe(self, step: Step, outcome: Outcome) -> None:
-        return None
-
 
 def exclusion(step: Step, what: Exclusion) -> Exclude | None:
     """The pairs that never count: the query's own positive, all its known positives, or nothing."""
@@ -50,9 +48,7 @@ def exclusion(step: Step, what: Exclusion) -> Exclude | None:
         return None
     if what == "positive":
         return Exclude(step.item_ids)
-    if step.positives is None:
-        raise ValueError('exclude="known" needs Step.positives: all known positives of each query')
-    return step.positives.of(step.query_ids)
+    return step.known()
 
 
 def check_choice(name: str, value: str, choices: object) -> None:
@@ -87,7 +83,8 @@ def corrected(blocks: list[Candidates], step: Step, source: Negatives, correctio
     for block in blocks:
         log_w = shift - log_count(block.ids)
         log_w = torch.where(torch.isneginf(block.log_w), block.log_w, log_w)
-        weighed.append(replace(block, log_w=log_w, weighting=names[correction]))
+        words = replace(block.provenance, weighting=names[correction])
+        weighed.append(replace(block, log_w=log_w, provenance=words))
     positive = None
     if correction in ("both", "refined"):
         own_count = log_count(step.item_ids.unsqueeze(1)).squeeze(1)  # a column: a source may answer for each query
@@ -184,27 +181,26 @@ class Resample(Negatives):
         bag = self.source(step)
         block = merged(bag, step)
         n = self.n or block.ids.shape[-1]
-        name = f"{n:,} of {block.source} by {self.draw} draws"
+        source = f"{n:,} of {block.provenance.source} by {self.draw} draws"
+        closed = replace(block, draws=float(n), provenance=block.derived(source))
         if self.draw == "expected":
-            usage = torch.zeros(block.ids.shape, device=step.q.device)
-            return Bag((replace(block, draws=float(n), usage=usage, source=name),))
+            return Bag((closed,))
         if self.draw == "rounded" and fuses(
             step.q, block.emb, block.log_w, block.exclude is None or block.exclude.keyed(block.ids)
         ):
             seed = torch.randint(1 << 62, (2,), generator=step.generator, device=step.q.device)
             seed[1:].fill_(step.batch.ranks.rank * len(step.q))  # seed[1] = ... would wait for the device
-            usage = torch.zeros(block.ids.shape, device=step.q.device)
-            return Bag((replace(block, draws=float(n), usage=usage, source=name, seed=seed),))
+            return Bag((replace(closed, seed=seed),))
         with torch.no_grad():
             scores = logits(step.scaled, block.emb)
             places = block.exclude.places(block.ids) if block.exclude else None
             scores = scores + reference.drop(block.log_w, scores.shape, places)
             scores -= reference.safe_logsumexp(scores).nan_to_num(neginf=0.0).unsqueeze(-1)
             counts = _DRAWS[self.draw](scores.exp(), n, step.generator, step.batch)
-            usage = counts.sum(0) if block.shared else counts
+            drawn = counts.sum(0) if block.shared else counts
         log_w = (counts - 1).log1p_()  # the logarithm of 0 is slow on a CPU
-        drawn = replace(block, log_w=log_w, exclude=None, usage=usage, masked=mask_of(block))
-        return Bag((replace(drawn, source=name, weighting="log drawn count"),))
+        words = Provenance(source, "log drawn count", block.masked)
+        return Bag((replace(block, log_w=log_w, exclude=None, drawn=drawn, provenance=words),))
 
 
 def multinomial_counts(p: Tensor, n: int, generator: torch.Generator, batch: Batch | None = None) -> Tensor:
@@ -275,26 +271,20 @@ def merged(bag: Bag, step: Step) -> Candidates:
         weights = [
             reference.drop(w, torch.Size((b, c)), places) for w, c, places in zip(weights, rows, dropped, strict=True)
         ]
-        exclude, masked = None, " + ".join(mask_of(block) for block in bag.blocks)
+        exclude, masked = None, " + ".join(block.masked for block in bag.blocks)
     if not all(w.dim() == 1 for w in weights):
         weights = [w.expand(b, c) for w, c in zip(weights, rows, strict=True)]
     ids = [block.ids if shared else block.ids.expand(b, -1) for block in bag.blocks]
     emb = [block.emb if shared else block.emb.expand(b, -1, -1) for block in bag.blocks]
-    source = " + ".join(block.source for block in bag.blocks)
-    weighting = " + ".join(dict.fromkeys(block.weighting for block in bag.blocks))
+    words = [block.provenance for block in bag.blocks]
+    source, weighting = " + ".join(word.source for word in words), " + ".join(dict.fromkeys(w.weighting for w in words))
     return Candidates(
         torch.cat(ids, -1),
         torch.cat(emb, -2),
         torch.cat(weights, -1),
         exclude,
-        source=source,
-        weighting=weighting,
-        masked=masked,
+        provenance=Provenance(source, weighting, masked),
     )
-
-
-def mask_of(block: Candidates) -> str:
-    return block.masked if block.exclude is None else block.exclude.name
 
 
 def _kind(exclude: Exclude | None) -> str:

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from sparring.core.types import Bag, Candidates, Step
+from sparring.core.types import Bag, Candidates, Provenance, Step
 from sparring.kernels import reference
 from sparring.negatives.base import Exclusion, Negatives, check_choice
 
@@ -74,7 +74,7 @@ class HardestBucket(Negatives):
         own = emb.index_select(0, bucket)
         source = f"the hardest of {len(items):,} buckets of {members.shape[1]:,} queries"
         masked = {"none": "nothing", "positive": "own positive", "known": "all known positives"}[self.exclude]
-        return Bag((Candidates(ids, own, log_w, source=source, masked=masked),))
+        return Bag((Candidates(ids, own, log_w, provenance=Provenance(source, masked=masked)),))
 
     def fill(self, step: Step) -> tuple[Tensor, Tensor]:
         """The rows of the batch (buckets, queries), of all ranks, and the items (buckets, n) that fall into each bucket."""
@@ -96,9 +96,7 @@ def _never(step: Step, members: Tensor, items: Tensor, exclude: Exclusion) -> Te
         return torch.zeros((), dtype=torch.bool, device=items.device).expand(*members.shape, items.shape[1])
     if exclude == "positive":
         return items.unsqueeze(1) == step.batch.item_ids[members].unsqueeze(2)
-    if step.positives is None:
-        raise ValueError('exclude="known" needs Step.positives: all known positives of each query')
-    pairs = step.positives.of(step.batch.query_ids[members.flatten()])
+    pairs = step.known(step.batch.query_ids[members.flatten()])
     never = torch.zeros(members.numel(), items.shape[1], dtype=torch.bool, device=items.device)
     never[pairs.hits(items.repeat_interleave(members.shape[1], 0))] = True
     return never.view(*members.shape, -1)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparring.core.types import Bag, Candidates, Exclude, Step
+from sparring.core.types import Bag, Candidates, Exclude, Provenance, Step
 from sparring.kernels import fuses_draws
 from sparring.models.clusters.codes import Codes
 from sparring.negatives.base import Negatives, check_choice
@@ -119,9 +119,7 @@ class ByCluster(Negatives):
         """What never counts; a query's own draws hold neither its positive nor its cell."""
         also = None
         if self.exclude == "known":
-            if step.positives is None:
-                raise ValueError('exclude="known" needs Step.positives: all known positives of each query')
-            also = step.positives.of(step.query_ids)
+            also = step.known()
         if self.exclude == "none" or not self.shared:
             return also
         if self.exclude == "cluster":
@@ -140,7 +138,7 @@ class ByCluster(Negatives):
         ids, real, log_w = (x.flatten() if self.shared else step.batch.own(x) for x in (drawn.ids, drawn.real, log_w))
         cells = None if drawn.cells is None or not self.shared else (ids, drawn.cells.flatten())
         exclude = self.excluded(step, step.batch.own(drawn.cell), cells)
-        return Candidates(ids, step.encode(real), log_w, exclude, source=self.name)
+        return Candidates(ids, step.encode(real), log_w, exclude, provenance=Provenance(self.name, sampler=self))
 
     def log_counts(self, drawn: Drawn) -> Tensor:
         """(B, C) or (B, 1): log E[how often the item is among the candidates] of what was drawn."""

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sparring.core.errors import UserError
-from sparring.core.types import Bag, Candidates, Outcome, Step
+from sparring.core.partition import drawn_blocks
+from sparring.core.types import Bag, Candidates, Outcome, Provenance, Step
 from sparring.negatives.base import Correction, Exclusion, Negatives, check_choice, corrected, exclusion
 from sparring.negatives.distributions import Distribution, Frequency, draw_from_cdf
 
@@ -41,7 +42,11 @@ class InBatch(Negatives):
 
     def forward(self, step: Step) -> Bag:
         block = Candidates(
-            step.batch.item_ids, step.batch.v, zeros(step), exclusion(step, self.exclude), source="in-batch"
+            step.batch.item_ids,
+            step.batch.v,
+            zeros(step),
+            exclusion(step, self.exclude),
+            provenance=Provenance("in-batch"),
         )
         return corrected([block], step, self, "none" if self.frequency is None else self.correction)
 
@@ -96,7 +101,9 @@ class Memory(Negatives):
             raise UserError(f"Memory {widths}: make it with setup.width, which counts an item bias and hidden layers")
         empty = torch.where(self.ids < 0, -math.inf, 0.0)
         # a copy: the ring is written before the backward pass of a loss that the caller may still hold
-        block = Candidates(self.ids.clone(), self.emb.clone(), empty, exclusion(step, self.exclude), source="memory")
+        block = Candidates(
+            self.ids.clone(), self.emb.clone(), empty, exclusion(step, self.exclude), provenance=Provenance("memory")
+        )
         return corrected([block], step, self, self.correction)
 
     def log_count(self, ids: Tensor, step: Step) -> Tensor | None:
@@ -172,32 +179,34 @@ class Cache(Negatives):
         return Bag(
             (
                 Candidates(
-                    ids, step.encode(ids), log_w, exclusion(step, self.exclude), source="cache", weighting="-log q"
+                    ids,
+                    step.encode(ids),
+                    log_w,
+                    exclusion(step, self.exclude),
+                    provenance=Provenance("cache", "-log q"),
                 ),
             )
         )
 
     def observe(self, step: Step, outcome: Outcome) -> None:
-        ids, usage = self._drawn(step, outcome)
-        self.occurrences.index_add_(0, ids, usage)
+        ids, count = self._drawn(step, outcome)
+        self.occurrences.index_add_(0, ids, count)
         if self.block > 1:
             own = (
                 (ids // self.block).unique() if ids.device.type == "cpu" else ids // self.block
             )  # counting them would wait for a device
             self.sums[own] = self._of_blocks(own).sum(1)
-        fresh, some = self._draw(step.generator) if self.pool == "all" else self._draw_from(ids, usage, step.generator)
+        fresh, some = self._draw(step.generator) if self.pool == "all" else self._draw_from(ids, count, step.generator)
         self.ids.copy_(torch.where(some, fresh, self.ids))
 
     def _drawn(self, step: Step, outcome: Outcome) -> tuple[Tensor, Tensor]:
         """What the queries of all ranks drew, in every block, and how often."""
-        ids, usage = [self.ids[:1]], [torch.zeros_like(self.occurrences[:1])]
-        for block in (block for bag in outcome.bags for block in bag.blocks):
-            if block.usage is not None:
+        ids, counts = [self.ids[:1]], [torch.zeros_like(self.occurrences[:1])]
+        for block, drawn in drawn_blocks(step, outcome):
+            if drawn is not None:
                 ids.append((block.ids if block.shared else step.batch.gather(block.ids)).flatten())
-                usage.append(
-                    (step.batch.sum(block.usage) if block.shared else step.batch.gather(block.usage)).flatten().double()
-                )
-        which, count = torch.cat(ids), torch.cat(usage)
+                counts.append((step.batch.sum(drawn) if block.shared else step.batch.gather(drawn)).flatten().double())
+        which, count = torch.cat(ids), torch.cat(counts)
         # a term may draw what the frequency calls impossible: its weight here would be infinite
         possible = (which >= 0) & torch.isfinite(self.frequency.log_prob(which.clamp(min=0)))
         return which.clamp(min=0), torch.where(possible, count, 0.0)
@@ -226,10 +235,10 @@ class Cache(Negatives):
         )
         return (block * self.block + within.squeeze(1)).clamp(max=len(self.occurrences) - 1), cdf[-1] > 0
 
-    def _draw_from(self, ids: Tensor, usage: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    def _draw_from(self, ids: Tensor, count: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """The same from the items drawn in this step alone."""
         n = len(self.occurrences)
-        drawn = torch.sort(torch.where(usage > 0, ids, n)).values
+        drawn = torch.sort(torch.where(count > 0, ids, n)).values
         first = torch.ones_like(drawn, dtype=torch.bool)
         first[1:] = drawn[1:] != drawn[:-1]
         cdf = torch.cumsum(torch.where(first & (drawn < n), self.occurrences[drawn.clamp(max=n - 1)], 0.0), 0)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sparring.core.topk import top_k
-from sparring.core.types import Bag, Candidates, Corpus, Step
+from sparring.core.types import Bag, Candidates, Corpus, Provenance, Step
 from sparring.negatives.base import Exclusion, Negatives, check_choice, exclusion
 from sparring.negatives.in_batch import zeros
 
@@ -87,7 +87,13 @@ class NearestItems(Negatives):
         ids = step.batch.own(ids) if self.per_query else ids.flatten()
         log_w = torch.where(ids >= 0, 0.0, -math.inf)
         emb = step.encode(ids.clamp(min=0))
-        return Bag((Candidates(ids, emb, log_w, exclusion(step, self.exclude), source="nearest items of each query"),))
+        return Bag(
+            (
+                Candidates(
+                    ids, emb, log_w, exclusion(step, self.exclude), provenance=Provenance("nearest items of each query")
+                ),
+            )
+        )
 
     def refresh(self, corpus: Corpus) -> None:
         """New lists from the vectors as they are now, or from those of `delay` epochs ago, where it is time."""
@@ -185,14 +191,16 @@ class BatchPositives(Negatives):
         self.exclude = exclude
 
     def forward(self, step: Step) -> Bag:
-        if step.positives is None:
-            raise ValueError("BatchPositives needs Step.positives: all known positives of each query")
-        known = step.positives.of(step.batch.query_ids).ids
+        known = step.known(step.batch.query_ids).ids
         ids = torch.unique(torch.cat([known, step.batch.item_ids]))
         return Bag(
             (
                 Candidates(
-                    ids, step.encode(ids), zeros(step), exclusion(step, self.exclude), source="positives of the batch"
+                    ids,
+                    step.encode(ids),
+                    zeros(step),
+                    exclusion(step, self.exclude),
+                    provenance=Provenance("positives of the batch"),
                 ),
             )
         )

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from sparring.core.types import Bag, Candidates, Corpus, Step
+from sparring.core.types import Bag, Candidates, Corpus, Provenance, Step
 from sparring.negatives.base import Correction, Exclusion, Negatives, check_choice, corrected, exclusion
 from sparring.negatives.in_batch import zeros
 
@@ -70,7 +70,9 @@ class QuantizedSoftmax(Negatives):
         with torch.no_grad():
             ids = self.sample(step)
         source = f"drawn from a softmax over {self.book.shape[1]} x {self.book.shape[1]} cells"
-        block = Candidates(ids, step.encode(ids), zeros(step), exclusion(step, self.exclude), source=source)
+        block = Candidates(
+            ids, step.encode(ids), zeros(step), exclusion(step, self.exclude), provenance=Provenance(source)
+        )
         return corrected([block], step, self, self.correction)
 
     def sample(self, step: Step) -> Tensor:

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from sparring.core.types import Bag, Candidates, Positives, Step
+from sparring.core.types import Bag, Candidates, Positives, Provenance, Step
 from sparring.negatives.base import Correction, Exclusion, Negatives, check_choice, corrected, exclusion
 from sparring.negatives.distributions import Distribution
 from sparring.negatives.in_batch import zeros
@@ -51,7 +51,9 @@ class Sampled(Negatives):
         ids = self.distribution.sample((len(step.batch), self.n) if self.per_query else (self.n,), step.generator)
         ids = step.batch.own(ids) if self.per_query else ids
         source = f"sampled from {self.distribution}"
-        block = Candidates(ids, step.encode(ids), zeros(step), exclusion(step, self.exclude), source=source)
+        block = Candidates(
+            ids, step.encode(ids), zeros(step), exclusion(step, self.exclude), provenance=Provenance(source)
+        )
         return corrected([block], step, self, self.correction)
 
     def log_count(self, ids: Tensor, step: Step) -> Tensor | None:
@@ -74,7 +76,17 @@ class AllItems(Negatives):
 
     def forward(self, step: Step) -> Bag:
         ids = torch.arange(self.n_items, device=step.q.device)
-        return Bag((Candidates(ids, step.encode(ids), zeros(step), exclusion(step, self.exclude), source="all items"),))
+        return Bag(
+            (
+                Candidates(
+                    ids,
+                    step.encode(ids),
+                    zeros(step),
+                    exclusion(step, self.exclude),
+                    provenance=Provenance("all items"),
+                ),
+            )
+        )
 
     def log_count(self, ids: Tensor, step: Step) -> Tensor | None:
         return torch.zeros(ids.shape, device=ids.device)
@@ -118,4 +130,6 @@ class Shown(Negatives):
         )
         log_w = torch.where(ids >= 0, 0.0, -math.inf)
         emb = step.encode(ids.clamp(min=0))
-        return Bag((Candidates(ids, emb, log_w, exclusion(step, self.exclude), source="shown and not taken"),))
+        return Bag(
+            (Candidates(ids, emb, log_w, exclusion(step, self.exclude), provenance=Provenance("shown and not taken")),)
+        )

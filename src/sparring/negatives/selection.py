@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparring.core.types import Bag, Candidates, Keys, Step
 from sparring.kernels import logits
-from sparring.negatives.base import Negatives, mask_of, merged
+from sparring.negatives.base import Negatives, merged
 
 
 class Selection(Negatives):
@@ -43,8 +43,8 @@ class Selection(Negatives):
             chosen = self.choose(scores, step)
             weights = block.log_w.expand(scores.shape).gather(1, chosen)
             weights = weights.masked_fill(torch.isneginf(scores.gather(1, chosen)), -math.inf)
-        name = f"{self.name} {chosen.shape[1]:,} of {block.source}"
-        kept = replace(block, exclude=None, usage=None, source=name, masked=mask_of(block))
+        words = block.derived(f"{self.name} {chosen.shape[1]:,} of {block.provenance.source}")
+        kept = replace(block, exclude=None, drawn=None, provenance=words)
         if block.shared and chosen.numel() > self.gathered:
             emb = step.encode(block.ids) if self.source.encodes else block.emb
             kept = replace(kept, emb=emb, log_w=scores.fill_(-math.inf).to(weights.dtype).scatter_(1, chosen, weights))

@@ -259,12 +259,11 @@ def _measure_one(
 
 
 def _test_metrics(run: Run, parts: Split) -> dict[str, float]:
-    from sparring.core.types import Positives
     from sparring.evaluation.ranking import evaluate
 
     assert parts.test is not None
     device = next(run.model.parameters()).device
     seen = parts.seen_for("test")
     k = min(CUTOFFS[0], parts.train.n_items)
-    found = evaluate(run.model, parts.test, Positives(seen.start.to(device), seen.items.to(device)), (k,), METRICS)
+    found = evaluate(run.model, parts.test, seen.to(device), (k,), METRICS)
     return {f"test_{name}": value for name, value in found.metrics.items()}
