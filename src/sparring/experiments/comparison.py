@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 
 from sparring.core import files, memory, workers
 from sparring.core.devices import hardware
-from sparring.core.errors import UserError
+from sparring.core.errors import UserError, did_you_mean, first_line
 from sparring.core.workers import Failure, Listener, Tasks, perform
 from sparring.data.interactions import Split
 from sparring.data.synthetic import World
@@ -116,7 +116,7 @@ def check(plan: Plan) -> None:
         if name == "seed":
             raise UserError("seed cannot be set: a comparison runs every recipe with the seeds 0, 1, ... (--seeds N)")
         if name not in known:
-            raise UserError(f"no compared recipe knows the setting {name!r}{settings.nearest(name, known)}")
+            raise UserError(f"no compared recipe knows the setting {name!r}{did_you_mean(name, known)}")
     cutoffs(plan.metrics)
     for data in plan.data:
         if data.split.test is None:
@@ -172,7 +172,7 @@ def _check_same(plan: Plan) -> None:
             before = json.loads(path.read_text())
             old_data = before["data"]
         except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{path} is corrupt: {str(error).splitlines()[0]}") from error
+            raise UserError(f"{path} is corrupt: {first_line(error)}") from error
         for name in ("setup", "settings", "trials"):
             if before.get(name) != now[name]:
                 what = run_folder.difference(name, before.get(name), now[name])

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sparring.core.types import Bag, Candidates, Corpus, Provenance, Step
+from sparring.models.clusters.kmeans import lloyd, nearest
 from sparring.negatives.base import Correction, Exclusion, Negatives, check_choice, corrected, exclusion
 from sparring.negatives.in_batch import zeros
 
@@ -129,7 +130,7 @@ class QuantizedSoftmax(Negatives):
         for which in (0, 1):
             if which == 1 and self.codebook == "residual":
                 parts[1] -= self.book[0][self.code[0]]
-            self.book[which] = k_means(parts[which], words, corpus.generator)
+            self.book[which] = _centres(parts[which], words, corpus.generator)
             self.code[which] = nearest(parts[which], self.book[which])
         cell = self.code[0] * words + self.code[1]
         self.items.copy_(torch.argsort(cell, stable=True))
@@ -138,22 +139,8 @@ class QuantizedSoftmax(Negatives):
         self.start.copy_(torch.cumsum(self.size_of, 0) - self.size_of)
 
 
-def k_means(points: Tensor, k: int, generator: torch.Generator, steps: int = 10, sample: int = 256) -> Tensor:
-    """(k, D) centres by Lloyd's steps from k of the points, on at most `sample` points per centre; one that loses all points stays."""
-    order = torch.randperm(len(points), generator=generator, device=points.device)[: k * sample]
+def _centres(points: Tensor, k: int, generator: torch.Generator) -> Tensor:
+    """(k, D) centres by Lloyd's steps from k random points, on at most 256 points per centre; k may exceed their number."""
+    order = torch.randperm(len(points), generator=generator, device=points.device)[: k * 256]
     points = points[order]
-    centres = points[torch.arange(k, device=points.device) % len(points)].clone()
-    for _ in range(steps):
-        own = nearest(points, centres)
-        total = torch.zeros_like(centres).index_add_(0, own, points)
-        count = torch.zeros(k, dtype=points.dtype, device=points.device).index_add_(
-            0, own, torch.ones_like(points[:, 0])
-        )
-        centres = torch.where(count.unsqueeze(1) > 0, total / count.clamp(min=1).unsqueeze(1), centres)
-    return centres
-
-
-def nearest(points: Tensor, centres: Tensor, block: int = 1 << 16) -> Tensor:
-    """(N,) the centre nearest to each point; of equals the first."""
-    half = centres.square().sum(1) / 2
-    return torch.cat([(half - part @ centres.T).argmin(1) for part in points.split(block)])
+    return lloyd(points, points[torch.arange(k, device=points.device) % len(points)], steps=10)

@@ -9,9 +9,9 @@ from typing import Any, get_type_hints
 
 import torch
 
-from sparring.core.errors import UserError
+from sparring.core.errors import UserError, did_you_mean
 from sparring.data.interactions import Interactions
-from sparring.recipes.finding import Recipe, find, lasting, named, nearest, short
+from sparring.recipes.finding import Recipe, find, lasting, named, short
 from sparring.recipes.run import Run
 from sparring.recipes.setup import Setup, check, parse, type_name
 from sparring.recipes.text import default_encoder, text_setup
@@ -23,7 +23,6 @@ __all__ = [
     "known",
     "lasting",
     "named",
-    "nearest",
     "own_arguments",
     "own_setup",
     "parse",
@@ -116,7 +115,7 @@ def resolve(
             setup = dataclasses.replace(setup, **{key: parse(key, value, shared[key])})
         else:
             raise UserError(
-                f"unknown setting {key!r}{nearest(key, [*own, *shared])}; `sparring recipes {named(recipe)}` lists them"
+                f"unknown setting {key!r}{did_you_mean(key, [*own, *shared])}; `sparring recipes {named(recipe)}` lists them"
             )
     check(setup)
     return setup, arguments
@@ -153,5 +152,5 @@ def parse_setup(fields: Mapping[str, object]) -> Setup:
     kinds = get_type_hints(Setup)
     for key in fields:
         if key not in kinds:
-            raise UserError(f"unknown setting {key!r} in the saved run{nearest(key, kinds)}")
+            raise UserError(f"unknown setting {key!r} in the saved run{did_you_mean(key, kinds)}")
     return Setup(**{key: parse(key, value, kinds[key]) for key, value in fields.items()})

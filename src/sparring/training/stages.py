@@ -24,8 +24,9 @@ import torch
 
 from sparring.core import files
 from sparring.core.devices import pick_device
+from sparring.core.files import write_table
 from sparring.core.ranks import rank
-from sparring.data.interactions import Split, write_table
+from sparring.data.interactions import Split
 from sparring.data.propensity import inverse_propensities
 from sparring.evaluation.metrics import LIST_METRICS, PROPENSITY_METRICS
 from sparring.evaluation.ranking import Evaluation, evaluate

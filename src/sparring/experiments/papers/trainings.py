@@ -10,7 +10,7 @@ from typing import Any, get_type_hints
 
 from sparring.core import files, workers
 from sparring.core.devices import hardware
-from sparring.core.errors import UserError
+from sparring.core.errors import UserError, did_you_mean, first_line
 from sparring.core.workers import Failure, Listener, Tasks, perform
 from sparring.data.interactions import Split
 from sparring.experiments.comparison import finished
@@ -36,7 +36,7 @@ def check(plan: Plan) -> None:
             raise UserError(f"{name} cannot be set: {plan.experiment.name} sets it itself")
         if name not in known and methods:
             raise UserError(
-                f"no method of {plan.experiment.name} knows the setting {name!r}{settings.nearest(name, known)}"
+                f"no method of {plan.experiment.name} knows the setting {name!r}{did_you_mean(name, known)}"
             )
     for method in methods:
         settings.resolve(settings.find(method.recipe), method.settings, plan.experiment.setup)
@@ -65,7 +65,7 @@ def _check_same(plan: Plan) -> None:
             before = json.loads(path.read_text())
             old = before["data"]
         except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{path} is corrupt: {str(error).splitlines()[0]}") from error
+            raise UserError(f"{path} is corrupt: {first_line(error)}") from error
         if before.get("experiment") != now["experiment"]:
             raise UserError(
                 f"{plan.out} holds {before.get('experiment')}: choose another folder for {now['experiment']}"
