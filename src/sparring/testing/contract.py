@@ -66,19 +66,30 @@ class NegativesContract:
         return negatives
 
     def test_bag_is_well_formed(self) -> None:
-        """Ids are (C,) or (B, C) and exist, vectors match them, weights broadcast and are never nan or +inf."""
+        """Ids are (C,) or (B, C) and exist, vectors match them, weights broadcast and are never nan or +inf.
+
+        Ids (B, C) differ between queries: one draw for all is a block (C,). Where the sampler says that it encodes its candidates, their
+        vectors are those of this step, with gradient.
+        """
         world = World.build()
-        step = world.step(self.batch, 1)
-        for block in self.warmed(world)(step).blocks:
+        negatives = self.warmed(world)
+        table = (world.items if not negatives.encodes else world.items + 1).clone().requires_grad_()
+        bag = negatives(world.step(self.batch, 1, table=table))
+        for block in bag.blocks:
             shape = (self.batch, block.ids.shape[-1])
             assert block.ids.shape in (shape, shape[1:])
+            assert block.ids.dim() == 1 or len(block.ids.sort(1).values.unique(dim=0)) > 1, "all queries have the same candidates"
             assert block.emb.shape == (*block.ids.shape, world.dim)
             assert torch.broadcast_to(block.log_w, shape).shape == shape
             assert int(block.ids.min()) >= -1
             assert int(block.ids.max()) < world.n_items
             assert bool((block.log_w < math.inf).all())
             real = block.ids >= 0
-            assert torch.equal(block.emb[real], world.items[block.ids[real]])
+            assert torch.equal(block.emb[real], table[block.ids[real]])
+            assert block.emb.requires_grad or not negatives.encodes, "no gradient reaches the candidates"
+        if bag.log_w_positive is not None:
+            assert bag.log_w_positive.shape == (self.batch,)
+            assert bool(torch.isfinite(bag.log_w_positive).all())
 
     def test_same_generator_same_bag(self) -> None:
         """Two forwards from the same generator state give the same bag, bit by bit."""
@@ -87,13 +98,12 @@ class NegativesContract:
         _assert_same(negatives(world.step(self.batch, 1)), negatives(world.step(self.batch, 1)))
 
     def test_forward_leaves_state_alone(self) -> None:
-        """Neither the bag nor its loss changes a single bit of the state."""
+        """Neither the bag nor its loss changes a buffer or a plain attribute."""
         world = World.build()
         negatives = self.warmed(world)
-        before = {name: value.clone() for name, value in negatives.named_buffers()}
-        step = world.step(self.batch, 1)
+        before, step = _state(negatives), world.step(self.batch, 1)
         sampled_softmax(step, negatives(step)).sum().backward()
-        for name, value in negatives.named_buffers():
+        for name, value in _state(negatives).items():
             assert torch.equal(value, before[name]), f"forward changed {name}"
 
     def test_state_round_trip(self) -> None:
@@ -127,6 +137,7 @@ class NegativesContract:
         observed, wanted, trial = torch.zeros(world.n_items).double(), torch.zeros(world.n_items).double(), 0
         while wanted.sum() < self.draws:
             trial += 1
+            assert trial <= 100 or wanted.sum() > 0, "nothing is expected to be offered in 100 steps"
             _between(negatives, world, self.batch, self.between, trial)
             # one positive for the first row throughout: what it excludes is then the same in every trial
             step = world.step(self.batch, trial, first=3)
@@ -284,6 +295,15 @@ class NegativesContract:
             assert ("for each query" in line) == (block.ids.dim() == 2)
             assert ("masked: nothing" in line) == (self.masks == "none"), line
         assert ("uncorrected" in lines[-1]) == (bag.log_w_positive is None)
+
+
+def _state(negatives: Negatives) -> dict[str, Tensor]:
+    """Copies of all buffers and of all attributes that are numbers."""
+    state = {name: value.clone() for name, value in negatives.named_buffers()}
+    for path, module in negatives.named_modules():
+        numbers = ((name, value) for name, value in vars(module).items() if isinstance(value, int | float))
+        state |= {f"{path}.{name}": torch.tensor(value) for name, value in numbers}
+    return state
 
 
 def _assert_same(first: Bag, second: Bag) -> None:
