@@ -34,7 +34,9 @@ class Problem:
     upstream: Tensor
 
 
-def problem(shape: tuple[int, int, int], weight: str, drop: str, draws: float | None = None, scale: float = 1.0, seed: int = 0) -> Problem:
+def problem(
+    shape: tuple[int, int, int], weight: str, drop: str, draws: float | None = None, scale: float = 1.0, seed: int = 0
+) -> Problem:
     b, c, d = shape
     g = torch.Generator().manual_seed(seed)
     q, emb = scale * torch.randn(b, d, generator=g), torch.randn(c, d, generator=g)
@@ -85,7 +87,10 @@ def within_budget(p: Problem, kernel: Kernel) -> None:
         if not bool(finite.any()):
             continue
         size = float(exact[finite].abs().max().clamp(min=1e-30))
-        error, budget = float((mine - exact)[finite].abs().max()) / size, float((single - exact)[finite].abs().max()) / size
+        error, budget = (
+            float((mine - exact)[finite].abs().max()) / size,
+            float((single - exact)[finite].abs().max()) / size,
+        )
         assert error <= budget + TOLERANCE, f"{name}: {error:.2e} of the largest entry, PyTorch float32 {budget:.2e}"
 
 
@@ -216,11 +221,19 @@ def test_own_candidates_of_each_query() -> None:
     """Candidates (B, C, D), few and many, against a loop over queries."""
     g = torch.Generator().manual_seed(0)
     for c in (3, 8, 9, 40):
-        q, emb, log_w = torch.randn(7, 5, generator=g), torch.randn(7, c, 5, generator=g), torch.randn(7, c, generator=g)
+        q, emb, log_w = (
+            torch.randn(7, 5, generator=g),
+            torch.randn(7, c, 5, generator=g),
+            torch.randn(7, c, generator=g),
+        )
         places = (torch.tensor([0, 0, 6]), torch.tensor([0, 2, 1]))
         got = kernels.weighted_logsumexp(q, emb, log_w, places)
         for row in range(7):
-            terms = [float(emb[row, j] @ q[row] + log_w[row, j]) for j in range(c) if (row, j) not in {(0, 0), (0, 2), (6, 1)}]
+            terms = [
+                float(emb[row, j] @ q[row] + log_w[row, j])
+                for j in range(c)
+                if (row, j) not in {(0, 0), (0, 2), (6, 1)}
+            ]
             assert float(got[row]) == pytest.approx(math.log(sum(map(math.exp, terms))), abs=1e-5)
 
 
@@ -256,7 +269,9 @@ def check_weighted_logsumexp(kernel: Kernel) -> None:
 def of_logits(logsumexp: Callable[[Tensor], Tensor]) -> Kernel:
     """A kernel that has its own log-sum-exp over weighted logits (B, C) and leaves expected draws to the reference."""
 
-    def kernel(q: Tensor, emb: Tensor, log_w: Tensor, places: Places | None, draws: float | None, usage: Tensor | None) -> Tensor:
+    def kernel(
+        q: Tensor, emb: Tensor, log_w: Tensor, places: Places | None, draws: float | None, usage: Tensor | None
+    ) -> Tensor:
         if draws is not None:
             return reference.weighted_logsumexp(q, emb, log_w, places, draws, usage)
         scores = q @ emb.T
@@ -271,7 +286,9 @@ def maximum_of_the_last_chunk(x: Tensor) -> Tensor:
     return sum(totals).log() + tops[-1].squeeze(1)  # type: ignore[union-attr]
 
 
-def counts_with_gradient(q: Tensor, emb: Tensor, log_w: Tensor, places: Places, draws: float | None, *rest: Tensor) -> Tensor:
+def counts_with_gradient(
+    q: Tensor, emb: Tensor, log_w: Tensor, places: Places, draws: float | None, *rest: Tensor
+) -> Tensor:
     if draws is None:
         return reference.weighted_logsumexp(q, emb, log_w, places)
     scores = q @ emb.T
@@ -281,7 +298,9 @@ def counts_with_gradient(q: Tensor, emb: Tensor, log_w: Tensor, places: Places, 
     return reference.safe_logsumexp(scores + counts)
 
 
-def counts_not_squared(q: Tensor, emb: Tensor, log_w: Tensor, places: Places, draws: float | None, usage: Tensor) -> Tensor:
+def counts_not_squared(
+    q: Tensor, emb: Tensor, log_w: Tensor, places: Places, draws: float | None, usage: Tensor
+) -> Tensor:
     reference.weighted_logsumexp(q, emb, log_w, places, draws, usage)
     return reference.weighted_logsumexp(q, emb, log_w, places)
 
@@ -292,7 +311,9 @@ WRONG: dict[str, Kernel] = {
     "subtracts no maximum": of_logits(lambda x: x.exp().sum(1).log()),
     "takes the mean": of_logits(lambda x: reference.safe_logsumexp(x) - math.log(x.shape[1])),
     "has a nan gradient where nothing is left": of_logits(lambda x: torch.logsumexp(x, 1)),
-    "has twice the gradient": of_logits(lambda x: 2 * reference.safe_logsumexp(x) - reference.safe_logsumexp(x).detach()),
+    "has twice the gradient": of_logits(
+        lambda x: 2 * reference.safe_logsumexp(x) - reference.safe_logsumexp(x).detach()
+    ),
     "forgets the weights": lambda q, emb, log_w, *rest: reference.weighted_logsumexp(q, emb, 0 * log_w, *rest),
     "forgets the mask": lambda q, emb, log_w, places, *rest: reference.weighted_logsumexp(q, emb, log_w, None, *rest),
     "forgets the usage": lambda *rest: reference.weighted_logsumexp(*rest[:-1]),

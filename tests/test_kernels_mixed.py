@@ -30,7 +30,9 @@ class Problem:
     upstream: Tensor
 
 
-def problem(shape: tuple[int, ...], weight: str = "column", drop: float = 0.3, offset: float = 0.0, scale: float = 1.0) -> Problem:
+def problem(
+    shape: tuple[int, ...], weight: str = "column", drop: float = 0.3, offset: float = 0.0, scale: float = 1.0
+) -> Problem:
     b, g, m, v, d = shape
     random = torch.Generator().manual_seed(0)
     q, emb = scale * torch.randn(b, d, generator=random), torch.randn(g * m, d, generator=random)
@@ -38,10 +40,15 @@ def problem(shape: tuple[int, ...], weight: str = "column", drop: float = 0.3, o
     log_w = torch.randn(size, generator=random)
     if weight == "column":
         log_w[::7] = -math.inf
-    share = torch.rand(g, v, m, generator=random) * (torch.rand(g, v, m, generator=random) < 0.7) + torch.eye(m)[torch.arange(v) % m]
+    share = (
+        torch.rand(g, v, m, generator=random) * (torch.rand(g, v, m, generator=random) < 0.7)
+        + torch.eye(m)[torch.arange(v) % m]
+    )
     places = torch.rand(b, g * m, generator=random) < drop if drop else None
     mix_places = torch.rand(b, g, generator=random) < drop if drop else None
-    return Problem(q, emb, log_w, places, mix_places, share / share.sum(-1, keepdim=True), offset, torch.randn(b, generator=random))
+    return Problem(
+        q, emb, log_w, places, mix_places, share / share.sum(-1, keepdim=True), offset, torch.randn(b, generator=random)
+    )
 
 
 def truth(p: Problem, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -82,7 +89,11 @@ def ours(p: Problem, kernel, form: str) -> tuple[Tensor, Tensor, Tensor]:  # typ
 
 def within_budget(p: Problem, kernel, form: str) -> None:  # type: ignore[no-untyped-def]
     for name, exact, single, mine in zip(
-        ("value", "grad q", "grad emb"), truth(p, torch.float64), truth(p, torch.float32), ours(p, kernel, form), strict=True
+        ("value", "grad q", "grad emb"),
+        truth(p, torch.float64),
+        truth(p, torch.float32),
+        ours(p, kernel, form),
+        strict=True,
     ):
         finite = torch.isfinite(exact)
         assert torch.equal(torch.isfinite(mine), finite), name
@@ -170,9 +181,13 @@ def of_mixtures(mixtures: Callable[..., Tensor]) -> Callable[..., Tensor]:
 RIGHT = of_mixtures(lambda q, emb, log_w, mix: reference.mixed_logits(q @ emb.T, log_w, mix))
 WRONG = {
     "no gradient": of_mixtures(lambda q, emb, log_w, mix: reference.mixed_logits(q @ emb.T.detach(), log_w, mix)),
-    "no mask": of_mixtures(lambda q, emb, log_w, mix: reference.mixed_logits(q @ emb.T, log_w, mix._replace(places=None))),
+    "no mask": of_mixtures(
+        lambda q, emb, log_w, mix: reference.mixed_logits(q @ emb.T, log_w, mix._replace(places=None))
+    ),
     "no weights": of_mixtures(lambda q, emb, log_w, mix: reference.mixed_logits(q @ emb.T, torch.zeros(()), mix)),
-    "no offset": of_mixtures(lambda q, emb, log_w, mix: reference.mixed_logits(q @ emb.T, log_w, mix._replace(offset=0.0))),
+    "no offset": of_mixtures(
+        lambda q, emb, log_w, mix: reference.mixed_logits(q @ emb.T, log_w, mix._replace(offset=0.0))
+    ),
 }
 
 

@@ -21,8 +21,13 @@ from sparring.types import Bag, Candidates, Exclude, Step
 def case(tau: Tensor) -> tuple[Step, Bag]:
     """Two blocks, one shared and one per query, with weights, a mask, and a weight of the positive."""
     g = torch.Generator().manual_seed(0)
-    q, v = torch.randn(5, 3, generator=g, dtype=torch.float64).requires_grad_(), torch.randn(5, 3, generator=g, dtype=torch.float64)
-    step = Step(torch.arange(5), torch.tensor([1, 2, 3, 1, 5]), q, v.requires_grad_(), tau.double(), lambda ids: v[ids], g)
+    q, v = (
+        torch.randn(5, 3, generator=g, dtype=torch.float64).requires_grad_(),
+        torch.randn(5, 3, generator=g, dtype=torch.float64),
+    )
+    step = Step(
+        torch.arange(5), torch.tensor([1, 2, 3, 1, 5]), q, v.requires_grad_(), tau.double(), lambda ids: v[ids], g
+    )
     shared = Candidates(
         torch.tensor([1, 2, 2, 9]),
         torch.randn(4, 3, generator=g, dtype=torch.float64),
@@ -30,7 +35,9 @@ def case(tau: Tensor) -> tuple[Step, Bag]:
         Exclude(step.item_ids),
     )
     own = Candidates(
-        torch.arange(10).view(5, 2), torch.randn(5, 2, 3, generator=g, dtype=torch.float64), torch.randn(5, 2, generator=g).double()
+        torch.arange(10).view(5, 2),
+        torch.randn(5, 2, 3, generator=g, dtype=torch.float64),
+        torch.randn(5, 2, generator=g).double(),
     )
     own.log_w[0, 1] = -math.inf
     return step, Bag((shared, own), torch.randn(5, generator=g).double())
@@ -54,10 +61,14 @@ def check(loss: Loss, formula: Callable[[Tensor, float, list[tuple[Tensor, float
     step, bag = case(tau)
     assert bag.log_w_positive is not None
     logits = [step.q[row] @ step.v[row] / step.tau.expand(5)[row] for row in range(5)]
-    want = torch.stack([formula(logits[row], float(bag.log_w_positive[row]), terms(step, bag, row)) for row in range(5)])
+    want = torch.stack(
+        [formula(logits[row], float(bag.log_w_positive[row]), terms(step, bag, row)) for row in range(5)]
+    )
     got = loss(step, bag)
     torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
-    for mine, theirs in zip(*(torch.autograd.grad(value.sum(), [step.q, step.v]) for value in (got, want)), strict=True):
+    for mine, theirs in zip(
+        *(torch.autograd.grad(value.sum(), [step.q, step.v]) for value in (got, want)), strict=True
+    ):
         torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
 
 
@@ -103,7 +114,7 @@ PENALTIES: list[tuple[Loss, Callable[[Tensor], Tensor]]] = [
 
 @pytest.mark.parametrize(("loss", "penalty"), PENALTIES)
 def test_pairwise(loss: Loss, penalty: Callable[[Tensor], Tensor]) -> None:
-    """The mean of penalty(s_j - s+) over all candidates that count, weighted by w_j; the positive's weight plays no part."""
+    """The mean of penalty(s_j - s+) over the candidates, weighted by w_j; the positive's weight plays no part."""
     check(loss, mean_of(penalty), torch.tensor(0.5))
 
 
@@ -127,15 +138,21 @@ WRONG_SOFTMAX: dict[str, Loss] = {
     "positive missing from the denominator": softmax_loss,
     "positive counted twice": lambda step, bag: sampled_softmax(step, bag) + math.log(2),
     "positive's weight forgotten": lambda step, bag: sampled_softmax(step, replace(bag, log_w_positive=None)),
-    "half the gradient of the positive": lambda step, bag: sampled_softmax(replace(step, v=(step.v + step.v.detach()) / 2), bag),
+    "half the gradient of the positive": lambda step, bag: sampled_softmax(
+        replace(step, v=(step.v + step.v.detach()) / 2), bag
+    ),
     "positive alone divided by the temperature": lambda step, bag: F.softplus(
         partition(replace(step, tau=torch.ones(())), bag) - step.positive_logits - bag.log_w_positive
     ),
     "temperature of another query": lambda step, bag: sampled_softmax(replace(step, tau=step.tau.roll(1)), bag),
-    "mean instead of sum": lambda step, bag: F.softplus(partition(step, bag) - math.log(6) - step.positive_logits - bag.log_w_positive),
+    "mean instead of sum": lambda step, bag: F.softplus(
+        partition(step, bag) - math.log(6) - step.positive_logits - bag.log_w_positive
+    ),
     "first block only": lambda step, bag: sampled_softmax(step, replace(bag, blocks=bag.blocks[:1])),
     "mask forgotten": of_bag(sampled_softmax, lambda block: {"exclude": None}),
-    "weights forgotten": of_bag(sampled_softmax, lambda block: {"log_w": torch.where(block.log_w > -math.inf, 0.0, block.log_w)}),
+    "weights forgotten": of_bag(
+        sampled_softmax, lambda block: {"log_w": torch.where(block.log_w > -math.inf, 0.0, block.log_w)}
+    ),
     "wrong sign": lambda step, bag: -sampled_softmax(step, bag),
 }
 
@@ -182,7 +199,9 @@ def test_blocks_share_one_partition_function() -> None:
     world = World.build()
     step = world.step(8, 1)
     (whole,) = Sampled(Popularity(world.counts), 30)(step).blocks
-    halves = tuple(Candidates(whole.ids[at], whole.emb[at], whole.log_w[at], whole.exclude) for at in (slice(0, 11), slice(11, 30)))
+    halves = tuple(
+        Candidates(whole.ids[at], whole.emb[at], whole.log_w[at], whole.exclude) for at in (slice(0, 11), slice(11, 30))
+    )
     torch.testing.assert_close(sampled_softmax(step, Bag((whole,))), sampled_softmax(step, Bag(halves)))
     torch.testing.assert_close(bpr(step, Bag((whole,))), bpr(step, Bag(halves)))
 
@@ -203,7 +222,15 @@ def test_shown_items_join_the_batch() -> None:
 def test_a_small_loss_keeps_its_digits() -> None:
     """A positive far above its negatives has a loss of e^-17, not the rounding of two large numbers."""
     one = torch.ones(1, 1)
-    step = Step(torch.zeros(1).long(), torch.zeros(1).long(), one, 57 * one, torch.tensor(1.0), lambda ids: one, torch.Generator())
+    step = Step(
+        torch.zeros(1).long(),
+        torch.zeros(1).long(),
+        one,
+        57 * one,
+        torch.tensor(1.0),
+        lambda ids: one,
+        torch.Generator(),
+    )
     loss = sampled_softmax(step, Bag((Candidates(torch.tensor([1]), 40 * one, torch.zeros(())),)))
     assert float(loss) == pytest.approx(math.exp(-17), rel=1e-3)
 
@@ -216,7 +243,9 @@ def test_the_mean_loss_falls_when_the_positive_rises() -> None:
         bag = Sampled(Uniform(world.n_items), 20)(step)
         before = loss(step, bag)
         (gradient,) = torch.autograd.grad(before.sum(), step.q)
-        moved = Step(step.query_ids, step.item_ids, step.q - 0.05 * gradient, step.v, step.tau, step.encode, step.generator)
+        moved = Step(
+            step.query_ids, step.item_ids, step.q - 0.05 * gradient, step.v, step.tau, step.encode, step.generator
+        )
         assert bool((loss(moved, bag) <= before).all())
 
 

@@ -33,8 +33,14 @@ def case(tau: Tensor, positive: bool = True) -> tuple[Step, Bag]:
     q, v = unit(B, 3, generator=g).requires_grad_(), unit(B, 3, generator=g).requires_grad_()
     step = Step(torch.tensor([3, 0, 2, 3, 1]), torch.tensor([1, 2, 3, 1, 5]), q, v, tau.double(), lambda ids: v[ids], g)
     weights = torch.randn(4, generator=g).double()
-    shared = Candidates(torch.tensor([1, 2, 2, 9]), unit(4, 3, generator=g).requires_grad_(), weights, Exclude(step.item_ids))
-    own = Candidates(torch.arange(10).view(B, 2), unit(B, 2, 3, generator=g).requires_grad_(), torch.randn(B, 2, generator=g).double())
+    shared = Candidates(
+        torch.tensor([1, 2, 2, 9]), unit(4, 3, generator=g).requires_grad_(), weights, Exclude(step.item_ids)
+    )
+    own = Candidates(
+        torch.arange(10).view(B, 2),
+        unit(B, 2, 3, generator=g).requires_grad_(),
+        torch.randn(B, 2, generator=g).double(),
+    )
     own.log_w[0, 1] = -math.inf
     return step, Bag((shared, own), torch.randn(B, generator=g).double() if positive else None)
 
@@ -53,16 +59,21 @@ def pairs(step: Step, bag: Bag, row: int) -> Pairs:
 
 
 def check(step: Step, bag: Bag, got: Tensor, formula: Formula) -> None:
-    """Value and every gradient equal those of formula(row, score and log weight of the positive, tau, pairs), to 1e-10."""
+    """Value and gradients equal those of formula(row, score and log weight of the positive, tau, pairs), to 1e-10."""
     log_w = [0.0] * B if bag.log_w_positive is None else bag.log_w_positive.tolist()
     want = torch.stack(
-        [formula(row, step.q[row] @ step.v[row], log_w[row], float(step.tau.expand(B)[row]), pairs(step, bag, row)) for row in range(B)]
+        [
+            formula(row, step.q[row] @ step.v[row], log_w[row], float(step.tau.expand(B)[row]), pairs(step, bag, row))
+            for row in range(B)
+        ]
     )
     torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
     leaves = [step.q, step.v, *(block.emb for block in bag.blocks)]
     # each query's loss counts differently, so that no two errors cancel
     scale = torch.linspace(0.5, 2.0, B, dtype=torch.float64)
-    for mine, theirs in zip(*(torch.autograd.grad((scale * loss).sum(), leaves, allow_unused=True) for loss in (got, want)), strict=True):
+    for mine, theirs in zip(
+        *(torch.autograd.grad((scale * loss).sum(), leaves, allow_unused=True) for loss in (got, want)), strict=True
+    ):
         torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
 
 
@@ -128,7 +139,7 @@ FORMULAS: dict[str, tuple[Loss, Formula]] = {
 @pytest.mark.parametrize("positive", [True, False])
 @pytest.mark.parametrize("name", FORMULAS)
 def test_loss_is_its_formula(name: str, tau: Tensor, positive: bool) -> None:
-    """Each loss and its gradients are those of the formula in its docstring, with and without a weight of the positive."""
+    """Each loss and its gradients are those of its formula, with and without a weight of the positive."""
     step, bag = case(tau, positive)
     loss, formula = FORMULAS[name]
     check(step, bag, loss(step, bag), formula)
@@ -174,14 +185,28 @@ def test_psl_of_a_learned_temperature_and_learned_weights(tau: Tensor, surrogate
 def test_psl_is_finite_in_single_precision(surrogate: str, tau: float) -> None:
     """At the smallest temperatures, and where sigma is 0 (the opposite of the positive) or would be less (dot scores), all is finite."""
     q = torch.tensor([[1.0, 0.0], [0.0, 1.0]], requires_grad=True)
-    step = Step(torch.arange(2), torch.arange(2), q, q.detach().clone(), torch.tensor(tau), lambda ids: q[ids], torch.Generator())
-    bag = Bag((Candidates(torch.tensor([5, 6, 7]), torch.tensor([[-1.0, 0.0], [0.6, 0.8], [-4.0, -4.0]]), torch.zeros(())),))
+    step = Step(
+        torch.arange(2),
+        torch.arange(2),
+        q,
+        q.detach().clone(),
+        torch.tensor(tau),
+        lambda ids: q[ids],
+        torch.Generator(),
+    )
+    bag = Bag(
+        (Candidates(torch.tensor([5, 6, 7]), torch.tensor([[-1.0, 0.0], [0.6, 0.8], [-4.0, -4.0]]), torch.zeros(())),)
+    )
     loss = psl(surrogate)(step, bag)  # type: ignore[arg-type]
     (gradient,) = torch.autograd.grad(loss.sum(), q)
     assert bool(torch.isfinite(loss).all())
     assert bool(torch.isfinite(gradient).all())
-    want = [math.log(float(SIGMA[surrogate](torch.tensor(d / 2, dtype=torch.float64)))) / tau for d in (0.6 - 1, 0.8 - 1)]
-    torch.testing.assert_close(loss.detach(), torch.tensor(want), rtol=1e-3, atol=1e-3)  # the nearer candidate is all that counts
+    want = [
+        math.log(float(SIGMA[surrogate](torch.tensor(d / 2, dtype=torch.float64)))) / tau for d in (0.6 - 1, 0.8 - 1)
+    ]
+    torch.testing.assert_close(
+        loss.detach(), torch.tensor(want), rtol=1e-3, atol=1e-3
+    )  # the nearer candidate is all that counts
 
 
 @pytest.mark.parametrize("tau", TAUS)
@@ -239,7 +264,11 @@ def test_thresholds_take_all_positives_and_the_drawn_items() -> None:
     # whichever items were drawn: some set of five explains all thresholds (query 0 has no positives, so its own is among them)
     at = [min(range(14), key=lambda j, u=u: abs(scores[u][j] - float(loss.beta[u]))) for u in range(17)]  # type: ignore[misc]
     assert all(abs(scores[u][j] - float(loss.beta[u])) < 1e-6 for u, j in enumerate(at))
-    fits = [drawn for drawn in map(set, itertools.combinations(range(14), n)) if at[0] in drawn and close(expected(drawn), loss.beta)]
+    fits = [
+        drawn
+        for drawn in map(set, itertools.combinations(range(14), n))
+        if at[0] in drawn and close(expected(drawn), loss.beta)
+    ]
     assert fits
 
 
@@ -308,7 +337,9 @@ def test_blocks_share_one_sum(which: int) -> None:
     step = world.step(8, 1)
     loss = [*every_loss(1 + int(step.query_ids.max())), ccl(0.1, 2.0)][which]
     (whole,) = Sampled(Uniform(world.n_items), 30)(step).blocks
-    halves = tuple(Candidates(whole.ids[at], whole.emb[at], whole.log_w[at], whole.exclude) for at in (slice(0, 11), slice(11, 30)))
+    halves = tuple(
+        Candidates(whole.ids[at], whole.emb[at], whole.log_w[at], whole.exclude) for at in (slice(0, 11), slice(11, 30))
+    )
     torch.testing.assert_close(loss(step, Bag((whole,))), loss(step, Bag(halves)))
 
 

@@ -93,7 +93,9 @@ class TestResamplePerQuery(ResampleContract):
         ids = Popularity(world.counts).sample(tuple(ids.shape), twin)
         mass = (world.logits(step) - world.popularity.log()).exp().gather(1, ids)
         mass[ids == step.item_ids.unsqueeze(1)] = 0
-        return torch.zeros(len(ids), world.n_items, dtype=torch.float64).scatter_add_(1, ids, self.n * mass / mass.sum(1, keepdim=True))
+        return torch.zeros(len(ids), world.n_items, dtype=torch.float64).scatter_add_(
+            1, ids, self.n * mass / mass.sum(1, keepdim=True)
+        )
 
 
 class TestResamplePerQuerySystematic(TestResamplePerQuery):
@@ -121,7 +123,9 @@ class TestResampleUnion(ResampleContract):
         count = (len(step.q) - 1) * world.popularity + self.extra / world.n_items
         mass = (world.logits(step).exp() / count)[:, ids]
         mass[ids == step.item_ids.unsqueeze(1)] = 0
-        return torch.zeros(len(mass), world.n_items, dtype=torch.float64).index_add_(1, ids, self.n * mass / mass.sum(1, keepdim=True))
+        return torch.zeros(len(mass), world.n_items, dtype=torch.float64).index_add_(
+            1, ids, self.n * mass / mass.sum(1, keepdim=True)
+        )
 
 
 class TestResampleUnionExpected(TestResampleUnion):
@@ -264,7 +268,10 @@ def test_closed_form_is_the_mean_and_the_limit_of_draws(draw) -> None:
     step = world.step(16, 1)
     want = dense(expected(step), step, world.n_items)
     drawn = torch.stack(
-        [dense(Resample(InBatch(Popularity(world.counts)), n=32, draw=draw)(step), step, world.n_items) for _ in range(400)]
+        [
+            dense(Resample(InBatch(Popularity(world.counts)), n=32, draw=draw)(step), step, world.n_items)
+            for _ in range(400)
+        ]
     )
     noise = drawn.std(0) / math.sqrt(len(drawn))
     assert bool(((drawn.mean(0) - want).abs() <= 4 * noise + 4 / len(drawn)).all())  # rare events are not normal
@@ -319,7 +326,7 @@ def counts_lie_around(n: int, drawn, sums: bool = True) -> None:
     ids=["always rounded down", "impossible drawn", "no random start", "off by one", "not within 1"],
 )
 def test_wrong_counts_are_rejected(wrong) -> None:
-    """The check rejects counts of the wrong mean, counts of candidates without probability and counts that vary too much."""
+    """The check rejects a wrong mean, draws of candidates without probability, and counts too far from n p."""
     with pytest.raises(AssertionError):
         counts_lie_around(7, wrong, sums=False)
 

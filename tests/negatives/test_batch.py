@@ -236,7 +236,9 @@ class TestCbns(NegativesContract):
             others = [item for item in line + step.item_ids.tolist() if item != own]
             terms = torch.stack([scores[row, item] - log_q[item] for item in [own, *others]])
             want.append(torch.logsumexp(terms, 0) - terms[0])
-        torch.testing.assert_close(sampled_softmax(step, negatives(step)).double(), torch.stack(want), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            sampled_softmax(step, negatives(step)).double(), torch.stack(want), rtol=1e-5, atol=1e-5
+        )
 
 
 class TestMixed(NegativesContract):
@@ -255,7 +257,9 @@ class TestMixedKnown(NegativesContract):
     batch, masks, draws = 64, "known", 20_000
 
     def make(self, world: World) -> Negatives:
-        return Union(InBatch(Popularity(world.counts), exclude="known"), Sampled(Uniform(world.n_items), 192, exclude="known"))
+        return Union(
+            InBatch(Popularity(world.counts), exclude="known"), Sampled(Uniform(world.n_items), 192, exclude="known")
+        )
 
 
 class TestMixedPerQuery(NegativesContract):

@@ -113,7 +113,7 @@ def check_streaming(kind: type[Streaming], sizes: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("sizes", [(40,), (7,), (7, 11, 13)])
 def test_streaming_against_a_plain_loop(sizes: tuple[int, ...]) -> None:
-    """The estimate is that of algorithms 2 and 3, collisions and duplicates in a batch included, divided by the batch size."""
+    """The estimate is that of algorithms 2 and 3, with collisions and duplicates, divided by the batch size."""
     check_streaming(Streaming, sizes)
 
 
