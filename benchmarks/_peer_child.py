@@ -1,8 +1,8 @@
-"""Trains one model of another library in that library's own interpreter; peers.py starts it.
+"""Train one model of another library in that library's own interpreter; started by peers.py.
 
     python _peer_child.py implicit-als PAIRS.npz OUT_FOLDER
 
-writes OUT_FOLDER/curve.json: for each point, the CPU seconds of training so far and the file of the two tables at that point.
+Writes OUT_FOLDER/curve.json: for each point, the CPU seconds of training so far and the file of the two tables.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from _shared import Clock
 
 
 class Curve:
-    """Tables and what they have cost so far; saving them is not counted."""
+    """Tables and the CPU seconds spent on them so far; saving is not counted."""
 
     def __init__(self, folder: Path, pairs_per_point: int) -> None:
         self.folder, self.pairs = folder, pairs_per_point
@@ -37,14 +37,18 @@ class Curve:
         self.points.append({"cpu": cpu, "wall": wall, "tables": path.name})
 
     def write(self, version: str) -> None:
-        (self.folder / "curve.json").write_text(json.dumps({"version": version, "pairs_per_point": self.pairs, "points": self.points}))
+        (self.folder / "curve.json").write_text(
+            json.dumps({"version": version, "pairs_per_point": self.pairs, "points": self.points})
+        )
 
 
 def implicit_als(pairs: dict[str, np.ndarray], folder: Path) -> None:
     import implicit
     from implicit.cpu.als import AlternatingLeastSquares
 
-    model = AlternatingLeastSquares(factors=64, alpha=40.0, regularization=10.0, iterations=15, num_threads=1, random_state=1)
+    model = AlternatingLeastSquares(
+        factors=64, alpha=40.0, regularization=10.0, iterations=15, num_threads=1, random_state=1
+    )
     matrix = _matrix(pairs)
     curve = Curve(folder, len(pairs["users"]))
     model.fit(matrix, show_progress=False, callback=lambda *_: curve.add(model.user_factors, model.item_factors))
@@ -66,7 +70,7 @@ def implicit_bpr(pairs: dict[str, np.ndarray], folder: Path, epochs: int = 20) -
 
 
 def recbole_bpr(pairs: dict[str, np.ndarray], folder: Path) -> None:
-    # numpy 2 lost these names, which RecBole 1.2.1 and the ray release it pins still use
+    # removed in numpy 2; RecBole 1.2.1 and the ray release it pins still use them
     for name, kind in {"bool8": np.bool_, "float_": np.float64, "complex_": np.complex128, "unicode_": np.str_}.items():
         if not hasattr(np, name):
             setattr(np, name, kind)
@@ -85,7 +89,14 @@ def recbole_bpr(pairs: dict[str, np.ndarray], folder: Path) -> None:
             ("test", pairs["test_users"], pairs["test_items"]),
         ]:
             head = "user_id:token\titem_id:token"
-            np.savetxt(Path(data) / "pairs" / f"pairs.{part}.inter", np.stack([users, items], 1), "%d", "\t", header=head, comments="")
+            np.savetxt(
+                Path(data) / "pairs" / f"pairs.{part}.inter",
+                np.stack([users, items], 1),
+                "%d",
+                "\t",
+                header=head,
+                comments="",
+            )
         settings = {
             "data_path": data,
             "benchmark_filename": ["train", "valid", "test"],

@@ -1,4 +1,4 @@
-"""What the benchmark scripts share: data, a CPU clock, one evaluator for every library, one way to print a table."""
+"""Shared by the benchmarks: data, a CPU clock, one evaluator for every library, one table printer."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from sparring import Run
+    from sparring.core.types import Positives
     from sparring.data.interactions import Interactions
-    from sparring.types import Positives
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = Path(os.environ.get("SPARRING_DATA", ROOT.parent / "shared" / "data"))
@@ -28,7 +28,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
 
 @dataclass(frozen=True)
 class Pairs:
-    """Training pairs and held-out pairs, ids 0..n-1; `source` says where they come from."""
+    """Training and held-out pairs, ids 0..n-1; `source` names their origin."""
 
     users: np.ndarray
     items: np.ndarray
@@ -51,19 +51,29 @@ class Pairs:
         return np.concatenate([[0], np.cumsum(np.bincount(users, minlength=self.n_users))]), items[order]
 
 
-def zipf(n_users: int = 29_858, n_items: int = 40_988, n_pairs: int = 1_027_464, test: float = 0.2, seed: int = 10) -> Pairs:
-    """Pairs of the shape of Gowalla with Zipf popularity and no other structure: for speed only, quality means nothing on it."""
+def zipf(
+    n_users: int = 29_858, n_items: int = 40_988, n_pairs: int = 1_027_464, test: float = 0.2, seed: int = 10
+) -> Pairs:
+    """Pairs of Gowalla's shape with Zipf popularity and no other structure: for speed only, not for quality."""
     rng = np.random.default_rng(seed)
     weight = 1.0 / np.arange(1, n_items + 1) ** 0.8
     items = np.concatenate([np.arange(n_items), rng.choice(n_items, n_pairs - n_items, p=weight / weight.sum())])
     users = rng.integers(0, n_users, n_pairs)
     held = np.zeros(n_pairs, bool)
     held[n_items:] = rng.random(n_pairs - n_items) < test  # the first n_items rows give every item a training pair
-    return Pairs(users[~held], items[~held], users[held], items[held], n_users, n_items, "synthetic Zipf pairs (real data absent)")
+    return Pairs(
+        users[~held],
+        items[~held],
+        users[held],
+        items[held],
+        n_users,
+        n_items,
+        "synthetic Zipf pairs (real data absent)",
+    )
 
 
 def gowalla_xir(seed: int = 10) -> Pairs:
-    """The matrix of the XIR paper, split 80/20 per user with `random.sample` as its release does."""
+    """The matrix of the XIR paper, split 80/20 per user with `random.sample`, as in its release."""
     path = DATA / "gowalla_xir" / "interactions.parquet"
     if not path.exists():
         print(f"no {path}: synthetic Zipf pairs of the same shape instead")
@@ -79,7 +89,9 @@ def gowalla_xir(seed: int = 10) -> Pairs:
     train = np.zeros(len(users), bool)
     train[np.concatenate([first + rows for first, rows in zip(np.cumsum(counts) - counts, kept, strict=True)])] = True
     n_users, n_items = int(users.max()) + 1, int(items.max()) + 1
-    return Pairs(users[train], items[train], users[~train], items[~train], n_users, n_items, f"gowalla_xir, 80/20, seed {seed}")
+    return Pairs(
+        users[train], items[train], users[~train], items[~train], n_users, n_items, f"gowalla_xir, 80/20, seed {seed}"
+    )
 
 
 def gowalla_lightgcn() -> Pairs:
@@ -98,7 +110,7 @@ def gowalla_lightgcn() -> Pairs:
 
 
 def interactions(data: Pairs, test: bool = False) -> Interactions:
-    """The training (or held-out) pairs as our own type."""
+    """The training (or held-out) pairs as Interactions."""
     from sparring.data.interactions import Interactions, Vocabulary
 
     users, items = (data.test_users, data.test_items) if test else (data.users, data.items)
@@ -112,7 +124,7 @@ def _dense(ids: np.ndarray) -> np.ndarray:
 
 
 class Clock:
-    """CPU seconds (user + system, all threads) and wall seconds since it was made, less what was left out."""
+    """CPU seconds (user + system, all threads) and wall seconds since creation, without excluded work."""
 
     def __init__(self) -> None:
         self._cpu, self._wall = cpu_seconds(), time.perf_counter()
@@ -135,7 +147,7 @@ def cpu_seconds() -> float:
 
 @dataclass(frozen=True)
 class Tables:
-    """Two tables of vectors, from any library, in the form that `sparring.evaluate` ranks."""
+    """Two tables of vectors, from any library, as a model that `sparring.evaluate` ranks."""
 
     users: Tensor
     items: Tensor
@@ -148,12 +160,12 @@ class Tables:
 
 
 def stepping(run: Run, generator: torch.Generator, positives: Positives | None = None) -> Callable[[Tensor], None]:
-    """A training step of a run on pairs (B, 2), queries and items: encode, choose, loss, backward, update, observe; recorded on a GPU."""
+    """A complete training step of a run on pairs (B, 2) of queries and items; recorded on a GPU."""
     import torch
 
-    from sparring.contrast import contrast
-    from sparring.optim import optimizers
-    from sparring.recorded import Recorded
+    from sparring.training.cuda_graph import Recorded
+    from sparring.training.optimizers import optimizers
+    from sparring.training.step import contrast
 
     setup, observers = run.setup, [module for module in run.modules().modules() if hasattr(module, "observe")]
     trained = torch.nn.ModuleDict({"model": run.model, "temperature": run.temperature})
@@ -176,14 +188,16 @@ def stepping(run: Run, generator: torch.Generator, positives: Positives | None =
 def quality(
     users: np.ndarray | Tensor, items: np.ndarray | Tensor, data: Pairs, k: Sequence[int] = (20,), sample: int = 0
 ) -> dict[str, float]:
-    """recall@k and ndcg@k as LightGCN defines them, over all items less the training ones, for all users or a fixed sample."""
+    """recall@k and ndcg@k by LightGCN's definition, training items masked, for all users or a fixed sample."""
     import torch
 
-    from sparring.evaluation import evaluate
+    from sparring.evaluation.ranking import evaluate
 
     held = interactions(data, test=True)
     if sample:
-        held = held.subset(np.isin(held.queries, np.random.default_rng(0).choice(np.unique(held.queries), sample, replace=False)))
+        held = held.subset(
+            np.isin(held.queries, np.random.default_rng(0).choice(np.unique(held.queries), sample, replace=False))
+        )
     tables = Tables(torch.as_tensor(users), torch.as_tensor(items))
     return evaluate(tables, held, interactions(data).positives(), k, ("recall", "ndcg")).metrics
 

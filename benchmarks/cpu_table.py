@@ -1,10 +1,11 @@
-"""Interactions per second on a CPU by size of the batch and of the vectors: SSL-Pop, BIR in closed form, XIR, and the default recipe.
+"""Interactions per second on a CPU by batch size and dimension: SSL-Pop, BIR in closed form, XIR and `default`.
 
     python benchmarks/cpu_table.py                                        # one thread, CPU seconds
     python benchmarks/cpu_table.py --threads 2 --batches 512,2048,8192 --dims 32,64,128
 
-Whole steps through `sparring.fit` on the training pairs of Gowalla: encode, negatives, loss, backward, row-sparse Adam, observers. Beside
-it the share of a step that its weighted log-sum-exp takes, and that as a multiple of its three matrix products.
+Complete steps through `sparring.fit` on the training pairs of Gowalla: encode, negatives, loss, backward, row-sparse
+Adam, observers. Beside them the share of a step spent in its weighted log-sum-exp, and that as a multiple of its
+three matrix products.
 """
 
 from __future__ import annotations
@@ -16,14 +17,15 @@ import numpy as np
 import torch
 
 from _shared import Clock, Pairs, cpu_seconds, gowalla_xir, interactions, table
-from sparring import Split, bench, fit, recipes
-from sparring.train import Progress
+from sparring import Split, fit, recipes
+from sparring.experiments import bench
+from sparring.training.fitting import Progress
 
 RECIPES = ("ssl_pop", "bir", "xir", "default")
 
 
 def per_second(name: str, data: Pairs, batch: int, dim: int, steps: int, threads: int, warm_up: int = 2) -> float:
-    """Pairs per second of `steps` steps, after a few that are not counted: CPU seconds on one thread, else wall seconds."""
+    """Pairs per second of `steps` steps after a warm-up: CPU seconds on one thread, else wall seconds."""
     everything = interactions(data)
     rows = np.random.default_rng(0).permutation(len(data))[: (warm_up + steps) * batch]
     setup = replace(recipes.PAPER, dim=dim, batch_size=batch, epochs=1, optimizer="row-adam", lr=0.005)
@@ -52,17 +54,27 @@ def main() -> None:
     for batch in (int(word) for word in given.batches.split(",")):
         for dim in (int(word) for word in given.dims.split(",")):
             found = [per_second(name, data, batch, dim, given.steps, given.threads) for name in RECIPES]
-            rows.append([f"{batch:,}", str(dim), *(f"{pairs:,.0f}" for pairs in found), *kernel(batch, dim, found[0], given.threads)])
+            rows.append(
+                [
+                    f"{batch:,}",
+                    str(dim),
+                    *(f"{pairs:,.0f}" for pairs in found),
+                    *kernel(batch, dim, found[0], given.threads),
+                ]
+            )
     clock = "CPU" if given.threads == 1 else "wall"
     print(f"interactions per {clock} second on {data.source}, row-sparse Adam, {given.threads} thread(s)\n")
     print(table(["B", "d", *RECIPES, "its log-sum-exp, of a step of ssl_pop", "of three products"], rows))
 
 
 def kernel(batch: int, dim: int, pairs_per_second: float, threads: int) -> tuple[str, str]:
-    """The share of a step that the weighted log-sum-exp takes, and its multiple of three matrix products."""
+    """The share of a step spent in the weighted log-sum-exp, and its multiple of three matrix products."""
     q, emb, log_w, ids = bench.problem(batch, dim, torch.float32, torch.device("cpu"))
     took = []
-    for form in (lambda: bench.run(bench.ours(False), q, emb, log_w, ids, 1), lambda: bench.products(q.detach(), emb.detach())):
+    for form in (
+        lambda: bench.run(bench.ours(False), q, emb, log_w, ids, 1),
+        lambda: bench.products(q.detach(), emb.detach()),
+    ):
         form()
         times = []
         for _ in range(5):

@@ -1,9 +1,10 @@
-"""What a training step of ESANS costs beside debiased MNS with as many real candidates, as a ratio in one run.
+"""Cost of a training step of ESANS beside debiased MNS with as many real candidates, as a ratio in one run.
 
-ESANS encodes for each positive m_c * m_o items of other clusters and m_h of its own, and contrasts every query with the former, with
-their mixtures, and with its own hard ones. Debiased MNS draws as many items, and contrasts every query with all of them and with the
-batch. Both are timed through `sparring.fit` with the same towers and optimiser; rounds alternate, and the median of the ratios counts.
-The claim is at most 1.2; the paper's own training times give 1.04.
+For each positive ESANS encodes m_c * m_o items of other clusters and m_h of its own, and contrasts every query with
+the former, with their mixtures, and with its own hard negatives. Debiased MNS draws as many items and contrasts every
+query with all of them and with the batch. Both are timed through `sparring.fit` with the same towers and optimiser;
+rounds alternate, and the median of the ratios counts. The claim is at most 1.2; the paper's own training times give
+1.04.
 
     python benchmarks/esans_step.py                     # one thread, CPU seconds
     python benchmarks/esans_step.py --device cuda       # wall seconds
@@ -21,9 +22,9 @@ import torch
 
 from _shared import Pairs, cpu_seconds, gowalla_xir, interactions, table
 from sparring import Split, fit
-from sparring.clusters import Codes
-from sparring.settings import build
-from sparring.train import Progress
+from sparring.models.clusters import Codes
+from sparring.recipes.settings import build
+from sparring.training.fitting import Progress
 
 B, M_C, M_O, M_H = 512, 2, 5, 5
 REAL = B * (M_C * M_O + M_H)
@@ -39,11 +40,21 @@ COMPARED: list[tuple[str, str, dict[str, Any]]] = [
 ]
 
 
-def seconds(name: str, arguments: dict[str, Any], data: Pairs, codes: Codes, steps: int, device: str, warm_up: int = 8) -> float:
-    """Seconds of one step: of the CPU, or of the clock on a GPU."""
+def seconds(
+    name: str, arguments: dict[str, Any], data: Pairs, codes: Codes, steps: int, device: str, warm_up: int = 8
+) -> float:
+    """Seconds of one step: CPU time, or wall time on a GPU."""
     everything = interactions(data)
     rows = np.random.default_rng(0).permutation(len(data))[: (warm_up + steps) * B]
-    settings = {"dim": 64, "score": "cosine", "tau": 0.05, "batch_size": B, "lr": 2e-4, "optimizer": "row-adam", "epochs": 1}
+    settings = {
+        "dim": 64,
+        "score": "cosine",
+        "tau": 0.05,
+        "batch_size": B,
+        "lr": 2e-4,
+        "optimizer": "row-adam",
+        "epochs": 1,
+    }
     settings |= {"init_std": 0.1, "weight_decay": 0.0}
     run = build(name, everything, settings | arguments | ({"codes": codes} if name == "esans" else {}))
     clock = cpu_seconds if device == "cpu" else time.perf_counter
@@ -71,8 +82,13 @@ def main() -> None:
     data = gowalla_xir()
     codes = Codes.random(data.n_items, 300, 15)
     unit = "CPU" if given.device == "cpu" else "wall"
-    print(f"steps on {data.source}: B = {B}, d = 64, m_c = {M_C}, m_o = {M_O}, m_h = {M_H}; {given.device}, {unit} milliseconds")
-    rounds = [[seconds(n, a, data, codes, given.steps, given.device) for _, n, a in COMPARED] for _ in range(given.rounds)]
+    print(
+        f"steps on {data.source}: B = {B}, d = 64, m_c = {M_C}, m_o = {M_O}, m_h = {M_H}; "
+        f"{given.device}, {unit} milliseconds"
+    )
+    rounds = [
+        [seconds(n, a, data, codes, given.steps, given.device) for _, n, a in COMPARED] for _ in range(given.rounds)
+    ]
     rows = []
     for at, (label, _, _) in enumerate(COMPARED):
         ratios = sorted(costs[at] / costs[0] for costs in rounds)

@@ -1,10 +1,11 @@
-"""CPU seconds, wall time and memory of one full-ranking evaluation of Gowalla: 29,858 queries x 40,981 items, d = 64, top 20, seen masked.
+"""CPU seconds, wall time and memory of a full-ranking evaluation: 29,858 x 40,981, d = 64, top 20, seen masked.
 
     python benchmarks/evaluation.py --threads 1
 
-Ours beside plain PyTorch (matrix product, mask, topk in blocks of 64 queries) with the same metrics, each in a process of its own, in turn,
-round by round; medians. The floor is the arithmetic of the matrix product alone at the best rate that any shape reaches here. Vectors are
-random: the cost does not depend on them. Memory is the growth of the process above data and vectors.
+Ours beside plain PyTorch (matrix product, mask, topk in blocks of 64 queries) with the same metrics, each in a
+separate process, in turn, round by round; medians. The floor is the arithmetic of the matrix product alone at the
+best rate of any shape on this machine. Vectors are random: the cost does not depend on them. Memory is the growth of
+the process above data and vectors.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ import numpy as np
 import torch
 
 from _shared import Clock, Pairs, gowalla_lightgcn, table
-from sparring.evaluation import evaluate
-from sparring.metrics import LIST_METRICS, METRICS
-from sparring.types import Positives
+from sparring.core.types import Positives
+from sparring.evaluation.metrics import LIST_METRICS, METRICS
+from sparring.evaluation.ranking import evaluate
 
 K = 20
 NAMES = {
@@ -55,21 +56,30 @@ def main() -> None:
         if abs(best["ours"][key] - best["plain"][key]) > 1e-6:
             raise SystemExit(f"{key} differs: ours {best['ours'][key]}, plain {best['plain'][key]}")
     source = gowalla_lightgcn().source
-    print(f"{source}, d = {args.dim}, top {K}, {args.threads} thread(s), median of {args.rounds} rounds; load {os.getloadavg()[0]:.1f}\n")
+    print(
+        f"{source}, d = {args.dim}, top {K}, {args.threads} thread(s), median of {args.rounds} "
+        f"rounds; load {os.getloadavg()[0]:.1f}\n"
+    )
     rows = []
     for name, label in NAMES.items():
         m = best[name]
         ratio = f"{best['plain']['cpu'] / m['cpu']:.2f}"
-        rows.append((label, f"{m['cpu']:.2f}", f"{m['wall']:.2f}", ratio, f"{m['memory']:.0f}" if name != "floor" else ""))
+        rows.append(
+            (label, f"{m['cpu']:.2f}", f"{m['wall']:.2f}", ratio, f"{m['memory']:.0f}" if name != "floor" else "")
+        )
     print(table(("evaluation", "CPU s", "wall s", "plain / this, CPU", "memory, MB"), rows))
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps({"source": source, "threads": args.threads, "dim": args.dim, "rounds": rounds}, indent=1))
+        args.out.write_text(
+            json.dumps({"source": source, "threads": args.threads, "dim": args.dim, "rounds": rounds}, indent=1)
+        )
 
 
 def in_own_process(name: str, args: argparse.Namespace) -> dict[str, float]:
     command = [sys.executable, __file__, "--only", name, "--threads", str(args.threads), "--dim", str(args.dim)]
-    done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": str(args.threads)}, stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run(
+        command, env=os.environ | {"OMP_NUM_THREADS": str(args.threads)}, stdout=subprocess.PIPE, text=True, check=True
+    )
     result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return result
 
@@ -78,7 +88,9 @@ def measure(name: str, threads: int, dim: int) -> dict[str, float]:
     torch.set_num_threads(threads)
     data = gowalla_lightgcn()
     generator = torch.Generator().manual_seed(1)
-    model = Vectors(torch.randn(data.n_users, dim, generator=generator), torch.randn(data.n_items, dim, generator=generator))
+    model = Vectors(
+        torch.randn(data.n_users, dim, generator=generator), torch.randn(data.n_items, dim, generator=generator)
+    )
     seen = Positives(*(torch.from_numpy(a) for a in data.csr()))
     if name == "floor":
         return floor(model)
@@ -88,7 +100,9 @@ def measure(name: str, threads: int, dim: int) -> dict[str, float]:
         value = plain(model, data, seen)
     else:
         metrics = ("recall", "ndcg") if name == "ours" else METRICS + LIST_METRICS
-        found = evaluate(model, test, seen, (K,), metrics, counts=data.item_counts() if name == "ours-all" else None).metrics
+        found = evaluate(
+            model, test, seen, (K,), metrics, counts=data.item_counts() if name == "ours-all" else None
+        ).metrics
         value = {"recall": found[f"recall@{K}"], "ndcg": found[f"ndcg@{K}"]}
     cpu, wall = clock.read()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
@@ -112,12 +126,12 @@ class Tests:
 
 
 def plain(model: Vectors, data: Pairs, seen: Positives) -> dict[str, float]:
-    """What a careful user writes: the block's product, seen items set to -inf, topk, hits by lookup."""
+    """A careful user's version: the block's product, seen items set to -inf, topk, hits by lookup."""
     held = np.unique(data.test_users * data.n_items + data.test_items)
     users, n_held = np.unique(held // data.n_items, return_counts=True)
     gain = 1 / np.log2(np.arange(2, K + 2))
     lists = torch.empty(len(users), K, dtype=torch.int64)
-    buffer = torch.empty(64, data.n_items)  # reused: fresh blocks cost page faults and leave the heap in pieces
+    buffer = torch.empty(64, data.n_items)  # reused: fresh blocks cost page faults and fragment the heap
     for first in range(0, len(users), 64):
         rows = torch.from_numpy(users[first : first + 64])
         scores = torch.mm(model.q[rows], model.items.T, out=buffer[: len(rows)])
@@ -131,19 +145,24 @@ def plain(model: Vectors, data: Pairs, seen: Positives) -> dict[str, float]:
 
 
 def floor(model: Vectors) -> dict[str, float]:
-    """Seconds of the products of all queries with all items at the rate of the fastest shape, results thrown away."""
+    """Seconds of the products of all queries with all items at the rate of the fastest shape."""
     times = []
     for width in (32, 64, 128, 256):
         out = torch.empty(len(model.items), width)
         repeats = 2048 // width
-        for first in range(2):  # the first time warms up
+        for first in range(2):  # the first call warms up
             clock = Clock()
             for i in range(repeats):
                 torch.mm(model.items, model.q[i * width : (i + 1) * width].T, out=out)
             if first:
                 times.append([seconds / (repeats * width) * len(model.q) for seconds in clock.read()])
     cpu, wall = min(times)
-    return {"cpu": cpu, "wall": wall, "memory": 0.0, "gflops_per_cpu_s": 2e-9 * model.items.numel() * len(model.q) / cpu}
+    return {
+        "cpu": cpu,
+        "wall": wall,
+        "memory": 0.0,
+        "gflops_per_cpu_s": 2e-9 * model.items.numel() * len(model.q) / cpu,
+    }
 
 
 def resident_mb() -> float:

@@ -1,19 +1,19 @@
-"""Ours beside `implicit` (BPR, ALS) and RecBole (BPR): pairs per CPU second, and quality against CPU seconds of training.
+"""Ours beside `implicit` (BPR, ALS) and RecBole (BPR): pairs per CPU second, and quality against CPU seconds.
 
-Everything has 64 dimensions and one thread; CPU seconds are user + system of training alone. Quality is recall@20 and ndcg@20 by one
-evaluator (`sparring.evaluate`). A library that is absent is left out with a message. Each runs in its own process, and may live in an
-interpreter of its own:
+Everything has 64 dimensions and one thread; CPU seconds are user + system of training alone. Quality is recall@20 and
+ndcg@20 by one evaluator (`sparring.evaluate`). A missing library is skipped with a message. Each runs in its own
+process, and may have its own interpreter:
 
     python -m venv peer && peer/bin/pip install implicit
     python benchmarks/peers.py --implicit-python peer/bin/python --recbole-python other/bin/python
 
-(or set IMPLICIT_PYTHON and RECBOLE_PYTHON, which benchmarks/all.py hands on). ALS has alpha 40, regularization 10 and its defaults
-otherwise. The learning rate, temperature and batch size of our curves were chosen on a tenth of the training pairs, held out, and the
-spectral start was checked there; that start and inner products were first tried with test users in view. The points of a curve are
-measured on a sample of users, the same for all.
+(or set IMPLICIT_PYTHON and RECBOLE_PYTHON, which benchmarks/all.py passes on). ALS has alpha 40, regularization 10
+and its defaults otherwise. The learning rate, temperature and batch size of our curves were chosen on a held-out
+tenth of the training pairs, and the spectral start was checked there; that start and inner products were first tried
+with test users in view. The points of a curve are measured on a sample of users, the same for all.
 
-RecBole 1.2.1 installs beside numpy 2 with `pip install torch recbole "setuptools<81"`; the names that numpy 2 lost are put back by
-_peer_child.py.
+RecBole 1.2.1 installs beside numpy 2 with `pip install torch recbole "setuptools<81"`; _peer_child.py restores the
+names that numpy 2 removed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ import torch
 from _shared import RESULTS, Clock, Pairs, gowalla_lightgcn, interactions, quality, table
 from sparring import Run, Setup, Split, Term, build, compose, fit, recipes
 from sparring.negatives import InBatch
-from sparring.train import Progress
+from sparring.training.fitting import Progress
 
 HERE = Path(__file__).resolve().parent
 MODULE = {"implicit-als": "implicit", "implicit-bpr": "implicit", "recbole-bpr": "recbole"}
@@ -44,7 +44,7 @@ ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_
 
 @dataclass(frozen=True)
 class Point:
-    """Tables after so many CPU seconds and training pairs, and what they are worth."""
+    """Tables after a number of CPU seconds and training pairs, with their metrics."""
 
     cpu: float
     pairs: int
@@ -57,17 +57,30 @@ class Enough(Exception):
 
 def peer(what: str, python: str, data: Pairs, sample: int) -> list[Point]:
     """Train another library's model in its own interpreter; [] with a message where it is absent."""
-    known = subprocess.run([python, "-c", f"import importlib.util as u, sys; sys.exit(u.find_spec('{MODULE[what]}') is None)"], check=False)
+    known = subprocess.run(
+        [python, "-c", f"import importlib.util as u, sys; sys.exit(u.find_spec('{MODULE[what]}') is None)"], check=False
+    )
     if known.returncode:
-        print(f"{what}: left out, {python} has no module {MODULE[what]} (pip install {MODULE[what]}, or --{MODULE[what]}-python PATH)")
+        print(
+            f"{what}: skipped, {python} has no module {MODULE[what]} (pip install {MODULE[what]}, or "
+            f"--{MODULE[what]}-python PATH)"
+        )
         return []
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "pairs.npz"
-        np.savez(source, **{name: getattr(data, name) for name in ("users", "items", "test_users", "test_items", "n_users", "n_items")})
+        np.savez(
+            source,
+            **{
+                name: getattr(data, name)
+                for name in ("users", "items", "test_users", "test_items", "n_users", "n_items")
+            },
+        )
         command = [python, str(HERE / "_peer_child.py"), what, str(source), folder]
-        ran = subprocess.run(command, env=os.environ | ONE_THREAD, cwd=folder, capture_output=True, text=True, check=False)
+        ran = subprocess.run(
+            command, env=os.environ | ONE_THREAD, cwd=folder, capture_output=True, text=True, check=False
+        )
         if ran.returncode:
-            print(f"{what}: left out, it failed: {(ran.stderr.strip().splitlines() or ['no message'])[-1]}")
+            print(f"{what}: skipped, it failed: {(ran.stderr.strip().splitlines() or ['no message'])[-1]}")
             return []
         curve = json.loads((Path(folder) / "curve.json").read_text())
         points = []
@@ -79,7 +92,7 @@ def peer(what: str, python: str, data: Pairs, sample: int) -> list[Point]:
 
 
 def ours(make: Callable[[], Run], data: Pairs, at: Sequence[float], sample: int) -> list[Point]:
-    """The curve of one of our runs through `fit`: tables after each of these CPU seconds, `make` (initialisation) included."""
+    """The curve of one of our runs through `fit`: tables after each of these CPU seconds, `make` included."""
     clock, points, pairs = Clock(), list[Point](), 0
     run = make()
 
@@ -102,7 +115,7 @@ def ours(make: Callable[[], Run], data: Pairs, at: Sequence[float], sample: int)
 
 
 def warm_up(data: Pairs) -> None:
-    """One short run, so that no curve pays for what PyTorch imports when the first optimiser is made."""
+    """One short run, so that no curve pays for PyTorch's imports at the first optimiser."""
     train = interactions(data)
     few = Split(train.subset(np.arange(1000)))
     fit(compose(train, Setup(epochs=1, optimizer="row-adagrad"), Term(1.0, InBatch())), few, device="cpu")
@@ -133,15 +146,29 @@ def quick(data: Pairs, init: str, lr: float = 0.05) -> Callable[[], Run]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     here = sys.executable
-    parser.add_argument("--implicit-python", default=os.environ.get("IMPLICIT_PYTHON", here), help="an interpreter that has implicit")
-    parser.add_argument("--recbole-python", default=os.environ.get("RECBOLE_PYTHON", here), help="an interpreter that has RecBole")
-    parser.add_argument("--threads", type=int, default=1, help="ignored: always one, CPU seconds of several threads do not compare")
+    parser.add_argument(
+        "--implicit-python", default=os.environ.get("IMPLICIT_PYTHON", here), help="an interpreter that has implicit"
+    )
+    parser.add_argument(
+        "--recbole-python", default=os.environ.get("RECBOLE_PYTHON", here), help="an interpreter that has RecBole"
+    )
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=1,
+        help="ignored: always one, since CPU seconds of several threads do not compare",
+    )
     parser.add_argument("--sample", type=int, default=6000, help="users in the points of a curve; 0 = all")
-    parser.add_argument("--seconds", default="0.5,1,1.5,2,3,4,5,6,8,10", help="CPU seconds at which our curves are measured")
+    parser.add_argument(
+        "--seconds", default="0.5,1,1.5,2,3,4,5,6,8,10", help="CPU seconds at which our curves are measured"
+    )
     given = parser.parse_args()
     torch.set_num_threads(1)
     data = gowalla_lightgcn()
-    print(f"{data.source}: {data.n_users:,} users, {data.n_items:,} items, {len(data):,} training pairs; 64 dimensions, one thread\n")
+    print(
+        f"{data.source}: {data.n_users:,} users, {data.n_items:,} items, {len(data):,} training "
+        "pairs; 64 dimensions, one thread\n"
+    )
 
     warm_up(data)
     mine = bpr(data)
@@ -173,7 +200,11 @@ def main() -> None:
     }
     for name, points in curves.items():
         if points:
-            print(f"{name}\n" + table(["CPU s", "epochs", "recall@20", "ndcg@20"], [_line(p, data) for p in points]) + "\n")
+            print(
+                f"{name}\n"
+                + table(["CPU s", "epochs", "recall@20", "ndcg@20"], [_line(p, data) for p in points])
+                + "\n"
+            )
     compare(curves)
     RESULTS.mkdir(exist_ok=True)
     stored = {name: [{"cpu": p.cpu, "pairs": p.pairs, **p.worth} for p in points] for name, points in curves.items()}

@@ -1,10 +1,11 @@
-"""Claim: a step of Gowalla takes at most 0.30 ms for SSL-Pop, 0.35 for BIR in closed form, 0.6 for XIR, on one GPU, all of it counted.
+"""Claim: on one GPU a step of Gowalla takes at most 0.30 ms for SSL-Pop, 0.35 for BIR in closed form and 0.6 for XIR.
 
     python benchmarks/step.py --device cuda [--recipes ssl_pop,bir,xir,default] [--kernels]
 
-Each recipe as it is, B = 2,048: whole epochs through the training loop (batches, encoders, negatives, loss, backward, optimiser, observers,
-loss sums), recorded as a CUDA graph; the median epoch after the first. "launches" and "busy" are the kernels of one step and the time they
-take on the device, by torch.profiler; --kernels lists them.
+Each recipe with its defaults, B = 2,048: complete epochs through the training loop (batches, encoders, negatives,
+loss, backward, optimiser, observers, loss sums), recorded as a CUDA graph; the median epoch after the first.
+"launches" and "busy" are the kernels of one step and their time on the device, by torch.profiler; --kernels lists
+them.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ import torch
 
 from _shared import gowalla_xir, interactions, table
 from sparring import Split, build
-from sparring.recorded import Recorded
-from sparring.trainer import Progress, Trainer
+from sparring.training.cuda_graph import Recorded
+from sparring.training.loop import Progress, Trainer
 
 CLAIMS = {"ssl_pop": 0.30, "bir": 0.35, "xir": 0.6}
 EPOCHS = 5
@@ -29,10 +30,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--recipes", default="ssl_pop,bir,xir,default")
-    parser.add_argument("--kernels", action="store_true", help="list the kernels of a step by the time they take")
+    parser.add_argument("--kernels", action="store_true", help="list the kernels of a step by time")
     given = parser.parse_args()
     if given.device != "cuda" or not torch.cuda.is_available():
-        sys.exit("skipped: these figures are of one GPU; benchmarks/in_batch.py has those of a CPU")
+        sys.exit("skipped: this benchmark needs a GPU; for a CPU see benchmarks/in_batch.py")
     pairs = gowalla_xir()
     split, rows, listed = Split(interactions(pairs)), [], []
     for name in given.recipes.split(","):
@@ -46,7 +47,12 @@ def main() -> None:
             trainer.epoch()
             torch.cuda.synchronize()
             times.append((time.perf_counter() - began) / len(trainer.batches) * 1e3)
-            trainer.state.epoch, trainer.state.step, trainer.state.loss_sum, trainer.state.rows = trainer.state.epoch + 1, 0, 0.0, 0
+            trainer.state.epoch, trainer.state.step, trainer.state.loss_sum, trainer.state.rows = (
+                trainer.state.epoch + 1,
+                0,
+                0.0,
+                0,
+            )
         step = trainer.step
         assert isinstance(step, Recorded)
         took, found = statistics.median(times[1:]), launches(step)
@@ -74,7 +80,11 @@ def launches(step: Recorded, n: int = 20) -> list[tuple[float, float, str]]:
         for _ in range(n):
             step.graph.replay()
         torch.cuda.synchronize()
-    kernels = [(each.device_time_total / n, each.count / n, each.key) for each in profiled.key_averages() if each.device_time_total > 0]
+    kernels = [
+        (each.device_time_total / n, each.count / n, each.key)
+        for each in profiled.key_averages()
+        if each.device_time_total > 0
+    ]
     return sorted(kernels, reverse=True)
 
 

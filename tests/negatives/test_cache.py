@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from sparring.core.types import Bag, Candidates, Outcome, Step
 from sparring.losses import sampled_softmax
 from sparring.negatives import Cache, InBatch, Negatives, Popularity, Resample, Sampled, Uniform, Union
 from sparring.negatives.distributions import Distribution
 from sparring.testing import NegativesContract, World, chi_square, dense, observe
-from sparring.types import Bag, Candidates, Outcome, Step
 
 
 class TestCache(NegativesContract):

@@ -20,9 +20,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from sparring.core.types import Bag, Candidates, Exclude, Outcome, Step
 from sparring.negatives import Hardest, InBatch, Memory, Negatives, Popularity, Resample, Sampled, Shown, Uniform, Union
 from sparring.testing import NegativesContract, World, dense
-from sparring.types import Bag, Candidates, Exclude, Outcome, Step
 
 Fields = dict[str, Any]  # of Candidates
 SOURCE = Path(__file__).parents[2] / "src"

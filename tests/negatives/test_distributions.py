@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from sparring.core.types import Outcome, Step
 from sparring.negatives import Distribution, Popularity, Streaming, Uniform
 from sparring.negatives.distributions import draw_from_cdf
 from sparring.testing import World, chi_square
-from sparring.types import Outcome, Step
 
 NOTHING = Outcome(torch.zeros(1), ())
 

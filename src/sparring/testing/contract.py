@@ -10,13 +10,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from sparring.core.types import Bag, Step
 from sparring.losses import sampled_softmax
-from sparring.negatives.algebra import Negatives, Union
-from sparring.negatives.batch import InBatch
+from sparring.negatives.base import Negatives, Union
 from sparring.negatives.distributions import Popularity
+from sparring.negatives.in_batch import InBatch
 from sparring.testing.reading import chi_square, dense, observe, plain_loss, weights
 from sparring.testing.world import World, excluded
-from sparring.types import Bag, Step
 
 
 class NegativesContract:
