@@ -13,8 +13,9 @@ if TYPE_CHECKING:
     from sparring.data.reading import read
     from sparring.data.splits import split
     from sparring.evaluation.ranking import Evaluation, evaluate
-    from sparring.recipes.run import Run, Setup, Term, compose
+    from sparring.recipes.run import Run, Term, compose
     from sparring.recipes.settings import build
+    from sparring.recipes.setup import Setup
     from sparring.training.fitting import Fitted
     from sparring.training.stages import fit_stages as fit
     from sparring.training.step import describe_batch
@@ -28,7 +29,7 @@ _HOME = {
     "Fitted": "training.fitting",
     "Interactions": "data.interactions",
     "Run": "recipes.run",
-    "Setup": "recipes.run",
+    "Setup": "recipes.setup",
     "Split": "data.interactions",
     "Term": "recipes.run",
     "Trained": "training.trained",
