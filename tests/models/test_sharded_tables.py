@@ -79,7 +79,7 @@ def test_classifiers_in_shards(parts: Split, tmp_path: Path) -> None:
         "epochs": 2,
         "batch_size": 16,
         "warmup": 2,
-        "classifiers": 3,
+        "clf_epochs": 3,
         "clf_batch_size": 16,
         "clf_lr": 0.05,
         "size": 4,

@@ -31,7 +31,7 @@ def is_bag(name: str) -> bool:
     return name in BAGS or (Path(name).is_dir() and _config(Path(name)).get("model_type") == _BAG)
 
 
-def width(name: str, dim: int) -> int:
+def encoder_width(name: str, dim: int) -> int:
     """Dimensions that the encoder of this name gives; a new bag has as many as asked for."""
     if name in BAGS:
         return dim

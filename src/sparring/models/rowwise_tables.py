@@ -5,18 +5,14 @@ from __future__ import annotations
 import importlib.util
 import os
 import warnings
-from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from sparring.core.devices import pick_device
 from sparring.core.errors import UserError
-from sparring.core.memory import machine_bytes
-from sparring.core.ranks import Group, home, join, launched
-from sparring.models.towers import IdTower
+from sparring.core.ranks import Group
 
 _ROWS = (
     1 << 16
@@ -123,70 +119,6 @@ class RowWiseTable(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.n}, {self.dim}, over {self.ranks.world} ranks"
-
-
-def fitting(setup: Any, n_queries: int, n_items: int) -> Any:
-    """The setup with tables=auto decided: sharded where the tables and what their rule keeps are more than a device has, and ranks share.
-
-    A row takes 4 dim bytes, three times that and a number under row-adam, a number more under row-adagrad, four times that under adam.
-    """
-    if setup.tables == "sharded":
-        _check(setup)
-    if setup.tables != "auto" or "text" in (setup.query_tower, setup.item_tower):
-        return setup
-    per_row = {"row-adam": 12 * setup.dim + 4, "row-adagrad": 4 * setup.dim + 4, "adam": 16 * setup.dim}[
-        setup.optimizer
-    ]
-    needed, room = per_row * (n_items + (n_queries if setup.query_tower == "id" else 0)), _room(pick_device("auto"))
-    if needed <= room:
-        return setup
-    sharded = replace(setup, tables="sharded")
-    try:
-        _check(sharded)
-        if launched() == 1:
-            raise UserError("start several ranks: torchrun, or --nproc")
-    except UserError as error:
-        raise UserError(
-            f"the tables take {needed / 1e9:,.0f} GB and this device has {room / 1e9:,.0f}; {error}"
-        ) from error
-    return sharded
-
-
-def id_table(setup: Any, n: int, dim: int) -> IdTower | RowWiseTable:
-    """A table of ids as the setup asks for it: whole in every process, or its rows spread over the ranks."""
-    if setup.tables == "sharded":
-        ranks = join(pick_device("auto"))
-        if isinstance(ranks, Group):
-            return RowWiseTable(n, dim, setup.init_std, ranks, home())
-    return IdTower(n, dim, setup.init_std, setup.optimizer != "adam")
-
-
-def _check(setup: Any) -> None:
-    """Say in one line what a sharded table cannot do."""
-    wanted: dict[str, Any] = {"optimizer": "row-adagrad", "query_tower": "id", "item_tower": "id", "init": "normal"}
-    wanted |= {
-        "weight_decay": 0.0,
-        "clip": None,
-        "chunk": None,
-        "item_features": (),
-        "auxiliary": 0,
-        "centroids": False,
-        "classifiers": 0,
-    }
-    for name, value in wanted.items():
-        if getattr(setup, name) != value:
-            why = ": its table has row-wise Adagrad only" if name == "optimizer" else ""
-            raise UserError(f"tables=sharded needs {name}={value}, not {getattr(setup, name)}{why}")
-    if setup.dim % 4:
-        raise UserError(f"tables=sharded needs a dim that is a multiple of 4, not {setup.dim}")
-    require_torchrec()
-
-
-def _room(device: torch.device) -> int:
-    """Bytes of memory of a device."""
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    return machine_bytes()
 
 
 def _sharded(n: int, dim: int, ranks: Group, device: torch.device, eps: float) -> Any:
