@@ -23,13 +23,14 @@ POINTS = {
 def balanced_2means(x: Tensor, n_clusters: int, generator: torch.Generator) -> Tensor:
     """(N,) int64: the cluster of each point (N, D), of 2^ceil(log2 n_clusters) clusters whose sizes differ by at most 1.
 
-    All clusters are halved until there are enough. To halve one: take two of its points as centres c_1, c_2; then, as long as the mean
-    cosine to the own centre grows by at least 1e-4, order the points by x . c_2 - x . c_1, give the first ceil(n / 2) to the first half and
-    the others to the second, and let the centres be the directions of the halves' means. A cluster of one point stays as it is.
+    All clusters are halved until there are enough. To halve one: take two of its points as centres c_1, c_2; then, as
+    long as the mean cosine to the own centre grows by at least 1e-4, order the points by x . c_2 - x . c_1, give the
+    first ceil(n / 2) to the first half and the others to the second, and let the centres be the directions of the
+    halves' means. A cluster of one point stays as it is.
 
-    Points count by their direction alone; of equals the one that comes first goes first. All clusters of a level are halved together, on
-    a CPU in as many threads as PyTorch has. The result depends on the points and the generator, on nothing else; memory beside the
-    points is at most one copy of them.
+    Points count by their direction alone; of equals the one that comes first goes first. All clusters of a level are
+    halved together, on a CPU in as many threads as PyTorch has. The result depends on the points and the generator, on
+    nothing else; memory beside the points is at most one copy of them.
 
         balanced_2means(vectors, len(vectors) // 8, torch.Generator().manual_seed(0))
 

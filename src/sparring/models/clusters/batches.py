@@ -20,12 +20,13 @@ class ClusteredBatches(RandomBatches):
 
         order of an epoch = a random permutation of the clusters, each with its rows together, cut into slices
 
-    Clusters are halves of halves (balanced_2means) of the vectors that the queries had when they were last in a step: these are kept as
-    training goes on, so that no query is ever encoded for this. Before the epoch `start`, counted from 0, every row is a cluster of its
-    own, which is RandomBatches to the bit. Then clusters of about `size` rows (the nearest power of two of clusters) are made anew
-    every `every` epochs, and twice as large from each epoch in `grow` on. They hold from the epoch in which they are made. With `vectors`
-    (n_queries, dim) clusters are of those, and nothing is kept. A cluster at the edge of a slice may be cut. Each epoch's record has
-    `cluster_seconds`, a part of its seconds.
+    Clusters are halves of halves (balanced_2means) of the vectors that the queries had when they were last in a step:
+    these are kept as training goes on, so that no query is ever encoded for this. Before the epoch `start`, counted
+    from 0, every row is a cluster of its own, which is RandomBatches to the bit. Then clusters of about `size` rows
+    (the nearest power of two of clusters) are made anew every `every` epochs, and twice as large from each epoch in
+    `grow` on. They hold from the epoch in which they are made. With `vectors` (n_queries, dim) clusters are of those,
+    and nothing is kept. A cluster at the edge of a slice may be cut. Each epoch's record has `cluster_seconds`, a part
+    of its seconds.
 
         ClusteredBatches(query_of_row, n_queries, dim=256, batch_size=1024, size=8, start=1, every=5, grow=(25, 50))
 

@@ -19,9 +19,10 @@ from sparring.data.interactions import Vocabulary
 class Codes:
     """A primary cluster and, in it, a secondary cluster of every item; the items of each, sorted (the codes of ESANS, from MSAC).
 
-    Items of one primary cluster are alike, those of one cell (primary, secondary) so much alike that they are poor negatives for each
-    other. `order` lists the items by (primary, secondary, item): those of cluster p are order[start[p] : start[p + 1]], those of the cell
-    (p, s) are order[cell_start[c] : cell_start[c + 1]] with c = p * k_secondary + s. A cluster or cell may be empty.
+    Items of one primary cluster are alike, those of one cell (primary, secondary) so much alike that they are poor
+    negatives for each other. `order` lists the items by (primary, secondary, item): those of cluster p are
+    order[start[p] : start[p + 1]], those of the cell (p, s) are order[cell_start[c] : cell_start[c + 1]] with c = p *
+    k_secondary + s. A cluster or cell may be empty.
 
         codes = Codes.load("codes.safetensors").aligned(data.item_ids);  codes.items(7);  codes.cell_of[item]
 

@@ -43,7 +43,8 @@ def plus_plus(points: Tensor, k: int, generator: torch.Generator) -> Tensor:
         cdf = far.double().cumsum(0)
         row = torch.searchsorted(cdf, draws[at] * cdf[-1], right=True).clamp(max=len(points) - 1)
         chosen[at] = points[row]
-        # rounding leaves a point at a small distance from itself, which would be drawn again where all others are as near
+        # rounding leaves a point at a small distance from itself, which would be drawn again where all others are as
+        # near
         distance = (square - 2 * (points @ chosen[at]) + square[row]).clamp(min=0)
         distance = torch.where(distance > 1e-6 * (square + square[row]), distance, 0)
         far = distance if at == 0 else torch.minimum(far, distance)

@@ -85,8 +85,8 @@ def scale_inputs(model: Quantizer, stream: Stream, which: Sequence[int] | None =
 def refit(model: Quantizer, stream: Stream, which: int, primary: Tensor, secondary: Tensor) -> None:
     """Project one modality anew, by least squares, to where it was by the codes of known items (at least 0).
 
-    Codes say where each modality was, to within the size of a cell: z_p + z_s. To this is added how far the item's other modalities are, in
-    the mean, from where the codes say that they are.
+    Codes say where each modality was, to within the size of a cell: z_p + z_s. To this is added how far the item's
+    other modalities are, in the mean, from where the codes say that they are.
     """
     device, widths = model.alive.device, tuple(model.widths.values())
     if model.settings.normalize:
@@ -226,8 +226,8 @@ def split_largest(
 ) -> Tensor:
     """Move each small codeword into the then largest cluster, and cut that in two by 2-means; the codewords that moved.
 
-    Cut in two, and not put upon one of its items: in many dimensions an item is nearer to the cluster's centre than to any other item, so
-    a codeword on an item would win that item alone.
+    Cut in two, and not put upon one of its items: in many dimensions an item is nearer to the cluster's centre than to
+    any other item, so a codeword on an item would win that item alone.
     """
     generator = torch.Generator().manual_seed(seed)
     size = sizes.double().cpu()
@@ -274,7 +274,8 @@ def _halves(points: Tensor, generator: torch.Generator) -> Tensor | None:
 def settle(model: Quantizer, stream: Stream, progress: Progress = nothing) -> Found:
     """The codes of all items; with revival, no primary cluster that holds any has less than min_size.
 
-    Codewords with fewer are moved into the largest clusters; those that still have fewer after some rounds take no items any more.
+    Codewords with fewer are moved into the largest clusters; those that still have fewer after some rounds take no
+    items any more.
     """
     least, k = model.settings.min_size, len(model.primary)
     if not model.settings.revive_every:

@@ -24,9 +24,10 @@ from sparring.models.clusters.stream import Modalities, Stream
 class Drift:
     """How well codebooks still fit a catalogue.
 
-    `error` is the mean squared distance from a primary vector to its codeword; `outside` the share of items that lie farther from theirs
-    than 95 % of the items did when the codebooks were learned (0.05 where nothing has changed); `changed` the share of known items that
-    would have another primary cluster, or another cell, if they were assigned today.
+    `error` is the mean squared distance from a primary vector to its codeword; `outside` the share of items that lie
+    farther from theirs than 95 % of the items did when the codebooks were learned (0.05 where nothing has changed);
+    `changed` the share of known items that would have another primary cluster, or another cell, if they were assigned
+    today.
     """
 
     items: int
@@ -43,14 +44,16 @@ class Drift:
 class MSAC:
     """Clusters of items from all their modalities at once: projections that align them, a primary and a secondary codebook (MSAC of ESANS).
 
-    `fit` learns (see Quantizer for the equations): some steps of alignment alone, both codebooks by k-means, then all jointly; codewords
-    that lose their items are moved, and a last pass assigns all items. With the ROBUST settings every primary cluster that holds items
-    holds at least `min_size`, and all do unless the items have too few distinct vectors; LITERAL promises nothing. Items are read
-    in blocks: memory does not grow with the catalogue, but for some 20 bytes an item.
+    `fit` learns (see Quantizer for the equations): some steps of alignment alone, both codebooks by k-means, then all
+    jointly; codewords that lose their items are moved, and a last pass assigns all items. With the ROBUST settings
+    every primary cluster that holds items holds at least `min_size`, and all do unless the items have too few distinct
+    vectors; LITERAL promises nothing. Items are read in blocks: memory does not grow with the catalogue, but for some
+    20 bytes an item.
 
-    The clusters follow a catalogue: `assign` codes new items at once, `drift` tells how well the codebooks still fit, `update` goes on
-    learning from the present state. A codeword keeps its number, so a cluster remains the same cluster. Vectors of another encoder, or of a
-    factorisation made anew, mean nothing to projections that were learned before: `refit` takes such a modality over.
+    The clusters follow a catalogue: `assign` codes new items at once, `drift` tells how well the codebooks still fit,
+    `update` goes on learning from the present state. A codeword keeps its number, so a cluster remains the same
+    cluster. Vectors of another encoder, or of a factorisation made anew, mean nothing to projections that were learned
+    before: `refit` takes such a modality over.
 
         msac = MSAC(modalities.widths, replace(ROBUST, k_primary=100));  codes = msac.fit(modalities, data.item_ids)
         msac.save("codes.safetensors", codes);  MSAC.load("codes.safetensors").assign(tomorrow, ids, known=codes)
@@ -138,8 +141,8 @@ class MSAC:
     def refit(self, name: str, modalities: Modalities, known: Codes, ids: Vocabulary | None = None) -> None:
         """Take over a modality whose vectors come from another encoder, or from a factorisation made anew.
 
-        Its projection is fitted by least squares so that known items come to lie where their codes and their other modalities say that they
-        were. Everything else stays as it is; `update` may follow.
+        Its projection is fitted by least squares so that known items come to lie where their codes and their other
+        modalities say that they were. Everything else stays as it is; `update` may follow.
         """
         self._check_learned()
         self._check_codes(known)

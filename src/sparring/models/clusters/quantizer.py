@@ -94,8 +94,9 @@ class Quantizer(nn.Module):
         R_s = [M_x - z_p^C_p for each x];   C_s = argmin_k |R_s - z_s^k|
         loss = align * sum over pairs (x, y) of -log softmax_j(cos(M_x^i, M_y^j) / tau)_i + |R_p - z_p^C_p|^2 + |R_s - z_s^C_s|^2
 
-    R_p is the mean over the modalities that an item has; the residual of one that it lacks is zero, and the item takes no part in that
-    one's alignment. One modality alone is not aligned. No gradient is stopped: projections follow codewords and the other way round.
+    R_p is the mean over the modalities that an item has; the residual of one that it lacks is zero, and the item takes
+    no part in that one's alignment. One modality alone is not aligned. No gradient is stopped: projections follow
+    codewords and the other way round.
 
     Xing et al., ESANS, WWW 2025, equations 3 to 8.
     """

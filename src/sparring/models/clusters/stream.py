@@ -52,9 +52,9 @@ class Batch:
 class Stream:
     """The items of some modalities as batches on a device.
 
-    Training batches come from blocks of rows in random order; as many as fit into `held` bytes are read, mixed and cut into batches of
-    nearly equal size. Every item comes once per epoch, in an order that depends on (seed, epoch) and `held` only. A catalogue that fits
-    as a whole is read once.
+    Training batches come from blocks of rows in random order; as many as fit into `held` bytes are read, mixed and cut
+    into batches of nearly equal size. Every item comes once per epoch, in an order that depends on (seed, epoch) and
+    `held` only. A catalogue that fits as a whole is read once.
 
         for batch in islice(Stream(modalities, seed=0).batches(512), 1000): ...
     """
