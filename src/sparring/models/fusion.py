@@ -1,4 +1,4 @@
-"""Rank fusion (NGAME): classifiers list items, and a small decision tree weighs their scores against the retriever's."""
+"""Rank fusion (NGAME): classifiers list items, and a small decision tree weighs both models' scores."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ BLOCK = 512  # queries ranked at once
 class Fused(nn.Module):
     """A retriever and classifiers over the same query vectors, ranked together.
 
-        score = clf + beta (knn + P(relevant | clf, knn, inverse propensity)),   for the `shortlist` best items by clf
+        score = clf + beta (knn + P(relevant | clf, knn, inverse propensity))   for the `shortlist` best by clf
 
     clf and knn are cosines. P is given by a decision tree of depth 7, fitted to the lists of held-out queries
     (`learn`); before that it is 0.
 
-        fused = Fused(model, classifiers, propensity);   fused.learn(split.valid, seen);   fused.lists(query_ids, 10, seen)
+        fused = Fused(model, classifiers, propensity);   fused.learn(split.valid, seen)
+        fused.lists(query_ids, 10, seen)
 
     Dahiya et al., NGAME: Negative Mining-aware Mini-batching for Extreme Classification, WSDM 2023; features and depth
     of its release.

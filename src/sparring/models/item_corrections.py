@@ -1,4 +1,4 @@
-"""Corrections of item vectors: a free vector shared by a cluster of items (DEXA), the mean of an item's queries (PRIME)."""
+"""Corrections of item vectors: a vector shared by a cluster of items (DEXA), the mean of an item's queries (PRIME)."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Augmented(nn.Module):
             self.assign(counts, self.private, torch.Generator().manual_seed(self.seed))
 
     def assign(self, counts: Tensor, private: int, generator: torch.Generator) -> None:
-        """Own vectors for the `private` most frequent items; the others share one per cluster of the tower's vectors."""
+        """Own vectors for the `private` most frequent items; the others share one per cluster."""
         vectors = self.auxiliary.n
         order = torch.sort(counts, descending=True, stable=True).indices
         private = min(private, vectors - (vectors < self.n))

@@ -64,10 +64,10 @@ class Retriever(nn.Module):
         return vectors if self.item_bias is None else torch.cat([vectors, self.item_bias(ids).to(vectors.dtype)], -1)
 
     def encode_mixtures(self, ids: Tensor, weights: Tensor, layer: int) -> Tensor:
-        """Vectors (..., V, D) of items (..., M) mixed by weights (..., V, M) after `layer` layers of the item tower."""
+        """Vectors (..., V, D) of items (..., M) mixed by weights (..., V, M) after `layer` layers."""
         if not isinstance(self.item, FeatureTower):
             raise ValueError(
-                f"layer={layer} needs an item tower with hidden layers, not {type(self.item).__name__}: set item_features"
+                f"layer={layer} needs hidden layers in the item tower, not {type(self.item).__name__}: set item_features"
             )
         vectors = self._scaled(self.item.mixtures(ids, weights, layer))
         if self.item_bias is None:
@@ -105,7 +105,7 @@ class Retriever(nn.Module):
         return self._finished(vectors * (uniform >= rate) / (1 - rate))
 
     def item_vectors(self, block: int = 65536, ranks: Ranks = ALONE) -> Tensor:
-        """Vectors of all items (N, D), without gradient, in evaluation mode, `block` at a time; ranks share the work."""
+        """Vectors of all items (N, D), without gradient, in evaluation mode, by blocks; ranks share the work."""
         shard = self.item_shard()
         if shard is not None:
             gathered: Tensor = self.item.whole(shard[1])  # type: ignore[operator]
@@ -117,7 +117,7 @@ class Retriever(nn.Module):
 
     @torch.no_grad()
     def item_shard(self) -> tuple[int, Tensor] | None:
-        """This rank's first item and the vectors of its items, if the table is sharded over ranks (rowwise_tables.py)."""
+        """This rank's first item and the vectors of its items, if the table is sharded (rowwise_tables.py)."""
         if not getattr(self.item, "spread", False):
             return None
         vectors = self._scaled(self.item.weight)  # type: ignore[arg-type]

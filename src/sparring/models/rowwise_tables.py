@@ -1,4 +1,4 @@
-"""Tables sharded by row over the ranks: TorchRec's row-wise sharding with fused row-wise Adagrad (the extra `scale`)."""
+"""Tables sharded by row over the ranks: TorchRec's row-wise sharding with fused Adagrad (the extra `scale`)."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def spectral(
 ) -> tuple[Tensor, Tensor]:
     """Tables (n_queries, dim) and (n_items, dim) whose inner products approximate the interactions.
 
-        A = Dq^-1/2 R Di^-1/2 ~ U S V',   query = U S^1/2,   item = Di^1/4 V S^1/2,   each scaled to a mean row length of 1
+        A = Dq^-1/2 R Di^-1/2 ~ U S V',   query = U S^1/2,   item = Di^1/4 V S^1/2,   mean row length scaled to 1
 
     R holds a one per known pair (CSR: start, items), Dq and Di its row and column sums. Di^1/4 gives popular items
     longer vectors, as inner products need. Two rounds are deliberate: more converge to directions that serve a few

@@ -64,7 +64,7 @@ class TextTower(nn.Module):
 
 
 def must_not_sync(ids: Tensor) -> bool:
-    """Whether ids belong to a training step on a GPU, which CUDA graphs capture if nothing in it waits for the device."""
+    """Whether ids belong to a training step on a GPU, which a CUDA graph captures if it never waits."""
     return ids.is_cuda and torch.is_grad_enabled()
 
 

@@ -102,7 +102,7 @@ class FeatureTower(nn.Module):
         return joined.unflatten(0, ids.shape) if ids.dim() else joined.squeeze(0)
 
     def mixtures(self, ids: Tensor, weights: Tensor, layer: int) -> Tensor:
-        """(..., V, D): items (..., M) mixed by weights (..., V, M) after `layer` layers, then passed through the rest."""
+        """(..., V, D): items (..., M) mixed by weights (..., V, M) after `layer` layers, then sent through the rest."""
         starts = [index for index, part in enumerate(self.layers) if isinstance(part, nn.Linear)]
         if not 0 <= layer < len(starts):
             raise ValueError(f"layer={layer} is not inside the item tower: choose 0 to {len(starts) - 1}")

@@ -12,7 +12,7 @@ _APART = 1e-7  # closer values are not split
 
 @dataclass(frozen=True)
 class Tree:
-    """Nodes as arrays of one length: x goes below if x[feature] <= threshold, otherwise above; a leaf leads to itself."""
+    """Nodes as arrays: x goes below if x[feature] <= threshold, otherwise above; a leaf leads to itself."""
 
     feature: Tensor  # long
     threshold: Tensor  # float64
