@@ -66,7 +66,9 @@ def test_unreadable_json(tmp_path: Path, content: str | None) -> None:
     assert len(str(error.value).splitlines()) == 1
 
 
-@pytest.mark.parametrize("read", [files.read_tensors, files.map_tensors, lambda path: files.read_section(path, "codes")])
+@pytest.mark.parametrize(
+    "read", [files.read_tensors, files.map_tensors, lambda path: files.read_section(path, "codes")]
+)
 def test_unreadable_tensors(tmp_path: Path, read) -> None:  # type: ignore[no-untyped-def]
     """A safetensors file that is missing or torn is an error that names it."""
     path = tmp_path / "a.safetensors"

@@ -16,7 +16,8 @@ from typing import TypeVar, get_type_hints
 
 from sparring.core.errors import UserError, did_you_mean
 from sparring.recipes import RECIPES
-from sparring.recipes.run import Run, Setup
+from sparring.recipes.run import Run
+from sparring.recipes.setup import Setup
 
 Recipe = Callable[..., Run]
 T = TypeVar("T")
