@@ -15,8 +15,7 @@ pytest.importorskip("triton")
 
 from triton.runtime.errors import OutOfResources
 
-from sparring.core.types import Keys
-from sparring.kernels import fused
+from sparring.kernels import ExcludedKeys, fused
 
 # the interpreter's log2(0), and inf - inf in the branch of a `where` that is not taken
 pytestmark = [
@@ -59,7 +58,7 @@ def test_value_gradients_and_draw_counts(
     )
     log_w = torch.where(torch.rand(log_w.shape, generator=g) < 0.2, -math.inf, log_w)
     keys = (
-        Keys(torch.randint(5, (c,), generator=g).to(DEVICE), torch.randint(5, (b,), generator=g).to(DEVICE))
+        ExcludedKeys(torch.randint(5, (c,), generator=g).to(DEVICE), torch.randint(5, (b,), generator=g).to(DEVICE))
         if keyed
         else None
     )
@@ -133,7 +132,7 @@ def test_draw_counts_without_a_gradient() -> None:
 
 
 def drawn_counts(
-    logits: Tensor, n: float, seed: int, first: int = 0, keys: Keys | None = None
+    logits: Tensor, n: float, seed: int, first: int = 0, keys: ExcludedKeys | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Counts (B, C) that the forward pass drew, their value and their draw_counts: with unit vectors as candidates the gradient by the query is
     the share of each, and share x sum / e^s is the count."""
@@ -227,7 +226,7 @@ def test_draws_under_weights(monkeypatch: pytest.MonkeyPatch, kind: str, scale: 
 def test_what_does_not_count_is_never_drawn() -> None:
     """A pair left out by key has no count, the others share the draws."""
     logits = torch.zeros(60, 4)
-    keys = Keys(torch.arange(4, device=DEVICE), (torch.arange(60) % 4).to(DEVICE))
+    keys = ExcludedKeys(torch.arange(4, device=DEVICE), (torch.arange(60) % 4).to(DEVICE))
     counts, _, _ = drawn_counts(logits, 9.0, 1, keys=keys)
     for i in range(60):
         assert counts[i, i % 4] == 0

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sparring import kernels
 from sparring.kernels import chunked, reference
-from sparring.kernels.reference import Places
+from sparring.kernels.reference import ExcludedPairs
 
 Kernel = Callable[..., Tensor]
 KERNELS: dict[str, Kernel] = {
@@ -272,7 +272,12 @@ def of_logits(logsumexp: Callable[[Tensor], Tensor]) -> Kernel:
     """A kernel that has its own log-sum-exp over weighted logits (B, C) and leaves expected draws to the reference."""
 
     def kernel(
-        q: Tensor, emb: Tensor, log_w: Tensor, places: Places | None, draws: float | None, draw_counts: Tensor | None
+        q: Tensor,
+        emb: Tensor,
+        log_w: Tensor,
+        places: ExcludedPairs | None,
+        draws: float | None,
+        draw_counts: Tensor | None,
     ) -> Tensor:
         if draws is not None:
             return reference.weighted_logsumexp(q, emb, log_w, places, draws, draw_counts)
@@ -289,7 +294,7 @@ def maximum_of_the_last_chunk(x: Tensor) -> Tensor:
 
 
 def counts_with_gradient(
-    q: Tensor, emb: Tensor, log_w: Tensor, places: Places, draws: float | None, *rest: Tensor
+    q: Tensor, emb: Tensor, log_w: Tensor, places: ExcludedPairs, draws: float | None, *rest: Tensor
 ) -> Tensor:
     if draws is None:
         return reference.weighted_logsumexp(q, emb, log_w, places)
@@ -301,7 +306,7 @@ def counts_with_gradient(
 
 
 def counts_not_squared(
-    q: Tensor, emb: Tensor, log_w: Tensor, places: Places, draws: float | None, draw_counts: Tensor
+    q: Tensor, emb: Tensor, log_w: Tensor, places: ExcludedPairs, draws: float | None, draw_counts: Tensor
 ) -> Tensor:
     reference.weighted_logsumexp(q, emb, log_w, places, draws, draw_counts)
     return reference.weighted_logsumexp(q, emb, log_w, places)

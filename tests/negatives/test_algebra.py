@@ -11,7 +11,7 @@ from torch import Tensor
 from sparring.core.types import Bag, Step
 from sparring.losses import bpr, sampled_softmax
 from sparring.negatives import Hardest, InBatch, Memory, Negatives, Popularity, Resample, Sampled, Uniform, Union
-from sparring.negatives.base import multinomial_counts, rounded_counts, systematic_counts
+from sparring.negatives.algebra import multinomial_counts, rounded_counts, systematic_counts
 from sparring.testing import NegativesContract, World, dense
 
 

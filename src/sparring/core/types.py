@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from sparring.core.exclusion import Exclude, Keys, Known, Places, Positives
+from sparring.core.exclusion import Exclude, Positives
+from sparring.kernels import ExcludedPairs
 
 __all__ = [
     "ALONE",
@@ -24,12 +25,9 @@ __all__ = [
     "Corpus",
     "DrawCounts",
     "Exclude",
-    "Keys",
-    "Known",
     "LossOutput",
     "Mixtures",
     "Outcome",
-    "Places",
     "Positives",
     "Provenance",
     "Ranks",
@@ -52,7 +50,7 @@ class Mixtures:
     exclude: Exclude | None = None  # the class whose mixtures never count against a query, one for each
     offset: float = 0.0
 
-    def places(self) -> Places | None:
+    def places(self) -> ExcludedPairs | None:
         """(row, group) pairs that do not count, as the kernels take them."""
         return self.exclude.places(self.groups) if self.exclude else None
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from sparring.kernels.reference import Keyed, Places
+from sparring.kernels.reference import ExcludedKeys, ExcludedPairs
 
 STORE = 1 << 26  # elements of (B, C) kept for the backward pass: 256 MiB in float32
 LOG2E = math.log2(math.e)
@@ -28,7 +28,7 @@ def weighted_logsumexp(
     q: Tensor,
     emb: Tensor,
     log_w: Tensor,
-    places: Places | None = None,
+    places: ExcludedPairs | None = None,
     draws: float | None = None,
     draw_counts: Tensor | None = None,
 ) -> Tensor:
@@ -68,7 +68,7 @@ class _Blocks:
     exponentials[i, j] = exp(s_ij (+ log_w_ij)) / 2^top_i, squared when the weights are expected counts of draws.
     """
 
-    def __init__(self, q: Tensor, emb: Tensor, log_w: Tensor, places: Places | None, draws: float | None):
+    def __init__(self, q: Tensor, emb: Tensor, log_w: Tensor, places: ExcludedPairs | None, draws: float | None):
         self.q, self.log_w, self.places, self.draws = q * LOG2E, log_w * LOG2E, places, draws
         self.columns = emb.T
         n, c = len(q), len(emb)
@@ -83,7 +83,7 @@ class _Blocks:
             dead = torch.isneginf(flat)
             self.dead = dead if q.device.type != "cpu" or bool(dead.any()) else None
         self.bounds = None
-        if places is not None and not isinstance(places, Tensor | Keyed):
+        if places is not None and not isinstance(places, Tensor | ExcludedKeys):
             edges = torch.tensor([*self.starts, n], device=q.device)
             self.bounds = (
                 torch.searchsorted(places[0].contiguous(), edges).tolist()
@@ -101,7 +101,7 @@ class _Blocks:
             scores += self.log_w[low:high] if self.log_w.dim() == 2 and len(self.log_w) > 1 else self.log_w
         elif self.dead is not None:
             scores.masked_fill_(self.dead, -math.inf)
-        if isinstance(self.places, Keyed):
+        if isinstance(self.places, ExcludedKeys):
             scores.masked_fill_(self.places.mask(low, high), -math.inf)
         elif isinstance(self.places, Tensor):
             scores.masked_fill_(self.places[low:high], -math.inf)
@@ -125,7 +125,7 @@ class _WeightedLogSumExp(torch.autograd.Function):
         q: Tensor,
         emb: Tensor,
         log_w: Tensor,
-        places: Places | None,
+        places: ExcludedPairs | None,
         draws: float | None,
         draw_counts: Tensor | None,
     ) -> Tensor:

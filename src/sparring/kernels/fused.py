@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from triton.runtime.errors import OutOfResources
 
 from sparring.kernels import tiles
-from sparring.kernels.reference import Keyed
+from sparring.kernels.reference import ExcludedKeys
 from sparring.kernels.tiles import GROUP
 
 WIDEST = 256  # dimensions of a vector that a tile holds
@@ -35,7 +35,7 @@ def weighted_logsumexp(
     q: Tensor,
     emb: Tensor,
     log_w: Tensor,
-    keys: Keyed | None = None,
+    keys: ExcludedKeys | None = None,
     draws: float | None = None,
     draw_counts: Tensor | None = None,
     seed: Tensor | None = None,
@@ -111,7 +111,7 @@ _plan = lru_cache(_Plan)  # asking a device for its cores takes time
 class _Problem:
     """The tensors that every kernel reads, in the form that `tiles.prepare` makes."""
 
-    def __init__(self, q: Tensor, emb: Tensor, log_w: Tensor, keys: Keyed | None, seed: Tensor | None):
+    def __init__(self, q: Tensor, emb: Tensor, log_w: Tensor, keys: ExcludedKeys | None, seed: Tensor | None):
         self.b, self.c, self.d = len(q), len(emb), q.shape[1]
         self.half = halves(q.dtype)
         self.plan = _plan(self.d, self.half, q.device)
@@ -239,7 +239,7 @@ class _Fused(torch.autograd.Function):
         q: Tensor,
         emb: Tensor,
         log_w: Tensor,
-        keys: Keyed | None,
+        keys: ExcludedKeys | None,
         draws: float | None,
         draw_counts: Tensor | None,
         seed: Tensor | None,

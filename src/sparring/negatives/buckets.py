@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sparring.core.types import Bag, Candidates, Provenance, Step
 from sparring.kernels import reference
-from sparring.negatives.base import Exclusion, Negatives, check_choice
+from sparring.negatives.base import ExcludeKind, Negatives, check_choice
 
 
 class HardestBucket(Negatives):
@@ -38,10 +38,10 @@ class HardestBucket(Negatives):
         buckets: int | None = None,
         queries: int | None = None,
         mix: bool = False,
-        exclude: Exclusion = "positive",
+        exclude: ExcludeKind = "positive",
     ):
         super().__init__()
-        check_choice("exclude", exclude, Exclusion)
+        check_choice("exclude", exclude, ExcludeKind)
         if min(n_items, n, 1 if buckets is None else buckets, 1 if queries is None else queries) < 1:
             raise ValueError(
                 f"HardestBucket needs n_items, n, buckets and queries >= 1, got {n_items}, {n}, {buckets} and {queries}"
@@ -90,7 +90,7 @@ class HardestBucket(Negatives):
         return members, (centres @ vectors.T).topk(min(self.n, self.n_items), 1).indices
 
 
-def _never(step: Step, members: Tensor, items: Tensor, exclude: Exclusion) -> Tensor:
+def _never(step: Step, members: Tensor, items: Tensor, exclude: ExcludeKind) -> Tensor:
     """(buckets, queries, n): which items of its bucket never count against a query."""
     if exclude == "none":
         return torch.zeros((), dtype=torch.bool, device=items.device).expand(*members.shape, items.shape[1])

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from sparring.core.types import Bag, Outcome, Provenance, Step
-from sparring.negatives.base import Negatives, merged
+from sparring.negatives.algebra import merged
+from sparring.negatives.base import Negatives
 from sparring.negatives.distributions import Distribution, draw_from_cdf
 from sparring.negatives.selection import masked_logits
 

@@ -15,7 +15,7 @@ from sparring.negatives.base import Negatives, check_choice
 from sparring.negatives.clusters import OtherClusters, SameCluster
 
 Normalisation = Literal["minmax_block", "minmax_set", "affine", "dirichlet"]
-Rule = Literal["adaptive", "learned"]
+LamRule = Literal["adaptive", "learned"]
 
 
 class Interpolated(Negatives):
@@ -158,7 +158,7 @@ class TowardsPositive(Negatives):
     def __init__(
         self,
         source: SameCluster,
-        lam: float | Rule = 0.1,
+        lam: float | LamRule = 0.1,
         detach_positive: bool = False,
         renorm: bool = False,
         offset: float = 0.0,
@@ -169,7 +169,7 @@ class TowardsPositive(Negatives):
     ):
         super().__init__()
         if isinstance(lam, str):
-            check_choice("lam", lam, Rule)
+            check_choice("lam", lam, LamRule)
         elif not -1 <= lam <= 1:
             raise ValueError(f"lam must lie between -1 and 1, or be adaptive or learned; got {lam}")
         if source.shared:

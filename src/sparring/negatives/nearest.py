@@ -14,8 +14,7 @@ from torch import Tensor
 
 from sparring.core.topk import top_k
 from sparring.core.types import Bag, Candidates, Corpus, Provenance, Step
-from sparring.negatives.base import Exclusion, Negatives, check_choice, exclusion
-from sparring.negatives.in_batch import zeros
+from sparring.negatives.base import ExcludeKind, Negatives, check_choice, exclude_for
 
 _BLOCK = 8192  # queries encoded and ranked at a time
 
@@ -51,11 +50,11 @@ class NearestItems(Negatives):
         every: int = 5,
         start: int = 0,
         per_query: bool = False,
-        exclude: Exclusion = "known",
+        exclude: ExcludeKind = "known",
         delay: int = 0,
     ):
         super().__init__()
-        check_choice("exclude", exclude, Exclusion)
+        check_choice("exclude", exclude, ExcludeKind)
         if min(n_queries, n, k, every) < 1 or min(skip, start) < 0:
             raise ValueError(
                 f"NearestItems needs n, k, every >= 1 and skip, start >= 0, got n={n}, k={k}, every={every}, skip={skip}, start={start}"
@@ -90,7 +89,11 @@ class NearestItems(Negatives):
         return Bag(
             (
                 Candidates(
-                    ids, emb, log_w, exclusion(step, self.exclude), provenance=Provenance("nearest items of each query")
+                    ids,
+                    emb,
+                    log_w,
+                    exclude_for(step, self.exclude),
+                    provenance=Provenance("nearest items of each query"),
                 ),
             )
         )
@@ -171,36 +174,3 @@ def spare_device(device: torch.device) -> torch.device | None:
         return device if (os.cpu_count() or 1) > 1 else None
     others = [torch.device("cuda", at) for at in range(torch.cuda.device_count()) if at != (device.index or 0)]
     return others[0] if device.type == "cuda" and others else None
-
-
-class BatchPositives(Negatives):
-    """Every item that is positive for some query of the batch, once, whether drawn for it or not.
-
-    A query's own known positives never count against it. Unlike InBatch, which has one positive of each query, duplicates and all.
-
-        BatchPositives()
-
-    Dahiya et al., NGAME: Negative Mining-aware Mini-batching for Extreme Classification, WSDM 2023, module 4.
-    """
-
-    encodes = True
-
-    def __init__(self, exclude: Exclusion = "known"):
-        super().__init__()
-        check_choice("exclude", exclude, Exclusion)
-        self.exclude = exclude
-
-    def forward(self, step: Step) -> Bag:
-        known = step.known(step.batch.query_ids).ids
-        ids = torch.unique(torch.cat([known, step.batch.item_ids]))
-        return Bag(
-            (
-                Candidates(
-                    ids,
-                    step.encode(ids),
-                    zeros(step),
-                    exclusion(step, self.exclude),
-                    provenance=Provenance("positives of the batch"),
-                ),
-            )
-        )

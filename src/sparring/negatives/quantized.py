@@ -10,8 +10,7 @@ from torch import Tensor
 
 from sparring.core.types import Bag, Candidates, Corpus, Provenance, Step
 from sparring.models.clusters.kmeans import lloyd, nearest
-from sparring.negatives.base import Correction, Exclusion, Negatives, check_choice, corrected, exclusion
-from sparring.negatives.in_batch import zeros
+from sparring.negatives.base import Correction, ExcludeKind, Negatives, check_choice, corrected, exclude_for, zeros
 
 Codebook = Literal["product", "residual"]
 CELLS = 1 << 23  # cells of all queries that are held at once
@@ -48,13 +47,13 @@ class QuantizedSoftmax(Negatives):
         words: int = 32,
         codebook: Codebook = "residual",
         correction: Correction = "count",
-        exclude: Exclusion = "positive",
+        exclude: ExcludeKind = "positive",
         every: int = 1,
     ):
         super().__init__()
         check_choice("codebook", codebook, Codebook)
         check_choice("correction", correction, Correction)
-        check_choice("exclude", exclude, Exclusion)
+        check_choice("exclude", exclude, ExcludeKind)
         if min(n, words, every, n_items, dim) < 1:
             raise ValueError(
                 f"QuantizedSoftmax needs n, words, every, n_items and dim >= 1, got {n}, {words}, {every}, {n_items} and {dim}"
@@ -72,7 +71,7 @@ class QuantizedSoftmax(Negatives):
             ids = self.sample(step)
         source = f"drawn from a softmax over {self.book.shape[1]} x {self.book.shape[1]} cells"
         block = Candidates(
-            ids, step.encode(ids), zeros(step), exclusion(step, self.exclude), provenance=Provenance(source)
+            ids, step.encode(ids), zeros(step), exclude_for(step, self.exclude), provenance=Provenance(source)
         )
         return corrected([block], step, self, self.correction)
 

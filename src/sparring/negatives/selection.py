@@ -8,9 +8,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from sparring.core.types import Bag, Candidates, Keys, Step
-from sparring.kernels import logits
-from sparring.negatives.base import Negatives, merged
+from sparring.core.types import Bag, Candidates, Step
+from sparring.kernels import ExcludedKeys, logits
+from sparring.negatives.algebra import merged
+from sparring.negatives.base import Negatives
 
 
 class Selection(Negatives):
@@ -72,8 +73,8 @@ def masked_logits(q: Tensor, block: Candidates) -> Tensor:
     scores = logits(q, block.emb)
     scores.masked_fill_(torch.isneginf(block.log_w), -math.inf)
     places = block.exclude.places(block.ids) if block.exclude else None
-    if isinstance(places, Tensor | Keys):
-        scores.masked_fill_(places.mask() if isinstance(places, Keys) else places, -math.inf)
+    if isinstance(places, Tensor | ExcludedKeys):
+        scores.masked_fill_(places.mask() if isinstance(places, ExcludedKeys) else places, -math.inf)
     elif places is not None:
         scores.index_put_(places, torch.tensor(-math.inf, dtype=scores.dtype, device=scores.device))
     return scores

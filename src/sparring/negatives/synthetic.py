@@ -8,11 +8,11 @@ import torch
 
 from sparring.core.types import Bag, Candidates, Provenance, Step
 from sparring.kernels import reference
-from sparring.negatives.base import Negatives, check_choice, merged
+from sparring.negatives.algebra import merged
+from sparring.negatives.base import Negatives, check_choice, zeros
 from sparring.negatives.distributions import Frequency
-from sparring.negatives.in_batch import zeros
 
-Mix = Literal["query", "candidate"]
+MixPer = Literal["query", "candidate"]
 
 
 class MixPositive(Negatives):
@@ -29,9 +29,9 @@ class MixPositive(Negatives):
     Huang et al., MixGCF: An Improved Training Method for Graph Neural Network-based Recommender Systems, KDD 2021.
     """
 
-    def __init__(self, source: Negatives, mix: Mix = "query", high: float = 1.0):
+    def __init__(self, source: Negatives, mix: MixPer = "query", high: float = 1.0):
         super().__init__()
-        check_choice("mix", mix, Mix)
+        check_choice("mix", mix, MixPer)
         if not 0 <= high <= 1:
             raise ValueError(f"MixPositive needs 0 <= high <= 1, got {high}")
         self.source, self.mix, self.high = source, mix, high
