@@ -70,7 +70,7 @@ def softmax_loss(step: Step, bag: Bag, log_z: Tensor) -> Tensor:
 def bsl(exponent: float = 1.0, form: BSLForm = "corrected") -> Loss:
     """The softmax loss with separate temperatures for positives and negatives (BSL, bilateral softmax loss).
 
-        corrected   loss_i = -q_i . v_i / tau_1 + (tau_2 / tau_1) L_i,   tau_2 = the step's tau, tau_2 / tau_1 = exponent
+        corrected   loss_i = -q_i . v_i / tau_1 + (tau_2 / tau_1) L_i,   tau_2 = step.tau,  tau_2 / tau_1 = exponent
         release     loss_i = -q_i . v_i / tau + exponent L_i
         L_i = log sum_j exp(q_i . e_j / tau_i + log_w_ij)
 
