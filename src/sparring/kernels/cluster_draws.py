@@ -124,7 +124,7 @@ def others(
 def same(
     items: Tensor, cell: Tensor, order: Tensor, pool: Tensor, k_secondary: int, m: int, seed: Tensor
 ) -> DrawTensors:
-    """m items for positives (B,), from the range of the sorted catalogue in `pool` of the positive's cell; seed (1,)."""
+    """m items for positives (B,), from the range of the sorted catalogue in `pool` of its cell; seed (1,)."""
     room = _room(items, m)
     if len(items):
         _same[(len(items),)](

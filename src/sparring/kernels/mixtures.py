@@ -215,15 +215,12 @@ def weighted_logsumexp(q: Tensor, emb: Tensor, log_w: Tensor, keys: ExcludedKeys
     classes = mix.places
     assert classes is None or isinstance(classes, ExcludedKeys)
     columns = (None if keys is None else keys.columns), (None if classes is None else classes.columns)
-    (
-        vectors,
-        weights,
-    )
     joined = _Join.apply(emb, log_w, mix.weights, *columns, mix.offset)  # type: ignore[no-untyped-call]
+    vectors, weights, keyed = joined
     both: ExcludedKeys | None = None
     if keys is not None or classes is not None:
         rows = [of.rows for of in (keys or classes, classes or keys) if of is not None]
-        both = ExcludedKeys(joined, torch.stack(rows), len(weights) - mix.weights.shape[0] * mix.weights.shape[1])
+        both = ExcludedKeys(keyed, torch.stack(rows), len(weights) - mix.weights.shape[0] * mix.weights.shape[1])
     return fused.weighted_logsumexp(q, vectors, weights, both)
 
 
