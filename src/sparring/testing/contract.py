@@ -12,7 +12,8 @@ from torch import Tensor
 
 from sparring.core.types import Bag, Step
 from sparring.losses import sampled_softmax
-from sparring.negatives.base import Negatives, Union
+from sparring.negatives.algebra import Union
+from sparring.negatives.base import Negatives
 from sparring.negatives.distributions import Popularity
 from sparring.negatives.in_batch import InBatch
 from sparring.testing.reading import chi_square, dense, observe, plain_loss, weights
