@@ -29,6 +29,7 @@ from sparring.core.errors import UserError
 from sparring.data.interactions import Split
 from sparring.recipes.run import Run
 from sparring.recipes.settings import short
+from sparring.recipes.setup import flat
 from sparring.serving.http.conditions import check_column
 from sparring.serving.http.runs import RunRegistry
 from sparring.serving.http.schema import MAX_ID, RequestError
@@ -274,7 +275,7 @@ def _values(served: ServedRun, column: str) -> list[dict[str, Any]]:
 
 def _training(served: ServedRun) -> dict[str, Any]:
     """The training of a run, read from its folder; missing or unfinished files leave their part empty."""
-    meta, setup = served.trained.meta, served.trained.meta.get("setup", {})
+    meta, setup = served.trained.meta, flat(served.trained.meta.get("setup", {}))
     result = next(iter(_objects(_text(served.folder / "result.json"))), {})
     about = {
         "name": served.name,

@@ -37,10 +37,10 @@ class ItemPlacer:
         self.ways = ["vector", "like"]
         if isinstance(item, TextTower):
             self.ways.append("text")
-        self._text_columns: list[str] = list(trained.meta["setup"].get("item_text") or ())[:-1]
+        self._text_columns: list[str] = list(trained.meta["setup"]["text"]["item_text"] or ())[:-1]
         self._features: _FeatureEncoder | None = None
         if isinstance(item, FeatureTower) and trained.ids.item_table is not None:
-            names = trained.meta["setup"].get("item_features") or ()
+            names = trained.meta["setup"]["model"]["item_features"] or ()
             self._features = _FeatureEncoder(item, trained.ids.item_table, tuple(names))
             self.ways.append("features")
 
