@@ -37,14 +37,18 @@ class Curve:
         self.points.append({"cpu": cpu, "wall": wall, "tables": path.name})
 
     def write(self, version: str) -> None:
-        (self.folder / "curve.json").write_text(json.dumps({"version": version, "pairs_per_point": self.pairs, "points": self.points}))
+        (self.folder / "curve.json").write_text(
+            json.dumps({"version": version, "pairs_per_point": self.pairs, "points": self.points})
+        )
 
 
 def implicit_als(pairs: dict[str, np.ndarray], folder: Path) -> None:
     import implicit
     from implicit.cpu.als import AlternatingLeastSquares
 
-    model = AlternatingLeastSquares(factors=64, alpha=40.0, regularization=10.0, iterations=15, num_threads=1, random_state=1)
+    model = AlternatingLeastSquares(
+        factors=64, alpha=40.0, regularization=10.0, iterations=15, num_threads=1, random_state=1
+    )
     matrix = _matrix(pairs)
     curve = Curve(folder, len(pairs["users"]))
     model.fit(matrix, show_progress=False, callback=lambda *_: curve.add(model.user_factors, model.item_factors))
@@ -85,7 +89,14 @@ def recbole_bpr(pairs: dict[str, np.ndarray], folder: Path) -> None:
             ("test", pairs["test_users"], pairs["test_items"]),
         ]:
             head = "user_id:token\titem_id:token"
-            np.savetxt(Path(data) / "pairs" / f"pairs.{part}.inter", np.stack([users, items], 1), "%d", "\t", header=head, comments="")
+            np.savetxt(
+                Path(data) / "pairs" / f"pairs.{part}.inter",
+                np.stack([users, items], 1),
+                "%d",
+                "\t",
+                header=head,
+                comments="",
+            )
         settings = {
             "data_path": data,
             "benchmark_filename": ["train", "valid", "test"],

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import torch
 
-from sparring.dist import Group
+from sparring.core.ranks import Group
+from sparring.core.types import Exclude
 from sparring.kernels import weighted_logsumexp
-from sparring.optim import optimizers
-from sparring.retriever import Retriever
-from sparring.towers import IdTower
-from sparring.types import Exclude
+from sparring.models.retriever import Retriever
+from sparring.models.towers import IdTower
+from sparring.training.optimizers import optimizers
 
 REPEATS = 25
 

@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import numpy as np
 
-from sparring.index.beside import FOLDER
+from sparring.serving.index.run_index import FOLDER
 
 USERS, SEEN, K, CONNECTIONS = 100_000, 20, 10, 32
 
@@ -131,8 +131,14 @@ def check(seen: Seen, users: np.ndarray, items: np.ndarray, taken: np.ndarray) -
         listed = [each for each in body["results"][0]["items"] if isinstance(each["id"], int)]
         ids = np.array([each["id"] for each in listed])
         given = np.array([each["score"] for each in listed])
-        right = not np.isin(ids, taken[user]).any() and np.abs(scores[ids] - given).max() < 1e-4 and bool((np.diff(given) <= 1e-6).all())
-        right &= len(body["results"][0]["items"]) == K and all(each["title"] == f"{each['id']} of many" for each in listed)
+        right = (
+            not np.isin(ids, taken[user]).any()
+            and np.abs(scores[ids] - given).max() < 1e-4
+            and bool((np.diff(given) <= 1e-6).all())
+        )
+        right &= len(body["results"][0]["items"]) == K and all(
+            each["title"] == f"{each['id']} of many" for each in listed
+        )
         if not right:
             seen.wrong.append(f"user {user}, generation {body['generation']}: {body['results'][0]['items'][:3]}")
         seen.recall.append(len(truth & set(ids.tolist())) / K)
@@ -145,7 +151,9 @@ def disturb(url: str, items: int, upserts: int, seconds: float, second: Path, se
     with httpx.Client(base_url=url, timeout=120) as client:
         for number in range(upserts):
             like = int(rng.integers(0, items))
-            put = client.put("/v1/items", json={"items": [{"id": f"new-{number}", "title": f"new {number}", "like": [like]}]})
+            put = client.put(
+                "/v1/items", json={"items": [{"id": f"new-{number}", "title": f"new {number}", "like": [like]}]}
+            )
             if put.status_code != 200:
                 seen.wrong.append(f"upsert {number}: {put.status_code} {put.text[:100]}")
                 continue

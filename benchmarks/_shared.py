@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from sparring import Run
+    from sparring.core.types import Positives
     from sparring.data.interactions import Interactions
-    from sparring.types import Positives
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = Path(os.environ.get("SPARRING_DATA", ROOT.parent / "shared" / "data"))
@@ -51,7 +51,9 @@ class Pairs:
         return np.concatenate([[0], np.cumsum(np.bincount(users, minlength=self.n_users))]), items[order]
 
 
-def zipf(n_users: int = 29_858, n_items: int = 40_988, n_pairs: int = 1_027_464, test: float = 0.2, seed: int = 10) -> Pairs:
+def zipf(
+    n_users: int = 29_858, n_items: int = 40_988, n_pairs: int = 1_027_464, test: float = 0.2, seed: int = 10
+) -> Pairs:
     """Pairs of the shape of Gowalla with Zipf popularity and no other structure: for speed only, quality means nothing on it."""
     rng = np.random.default_rng(seed)
     weight = 1.0 / np.arange(1, n_items + 1) ** 0.8
@@ -59,7 +61,15 @@ def zipf(n_users: int = 29_858, n_items: int = 40_988, n_pairs: int = 1_027_464,
     users = rng.integers(0, n_users, n_pairs)
     held = np.zeros(n_pairs, bool)
     held[n_items:] = rng.random(n_pairs - n_items) < test  # the first n_items rows give every item a training pair
-    return Pairs(users[~held], items[~held], users[held], items[held], n_users, n_items, "synthetic Zipf pairs (real data absent)")
+    return Pairs(
+        users[~held],
+        items[~held],
+        users[held],
+        items[held],
+        n_users,
+        n_items,
+        "synthetic Zipf pairs (real data absent)",
+    )
 
 
 def gowalla_xir(seed: int = 10) -> Pairs:
@@ -79,7 +89,9 @@ def gowalla_xir(seed: int = 10) -> Pairs:
     train = np.zeros(len(users), bool)
     train[np.concatenate([first + rows for first, rows in zip(np.cumsum(counts) - counts, kept, strict=True)])] = True
     n_users, n_items = int(users.max()) + 1, int(items.max()) + 1
-    return Pairs(users[train], items[train], users[~train], items[~train], n_users, n_items, f"gowalla_xir, 80/20, seed {seed}")
+    return Pairs(
+        users[train], items[train], users[~train], items[~train], n_users, n_items, f"gowalla_xir, 80/20, seed {seed}"
+    )
 
 
 def gowalla_lightgcn() -> Pairs:
@@ -151,9 +163,9 @@ def stepping(run: Run, generator: torch.Generator, positives: Positives | None =
     """A training step of a run on pairs (B, 2), queries and items: encode, choose, loss, backward, update, observe; recorded on a GPU."""
     import torch
 
-    from sparring.contrast import contrast
-    from sparring.optim import optimizers
-    from sparring.recorded import Recorded
+    from sparring.training.cuda_graph import Recorded
+    from sparring.training.optimizers import optimizers
+    from sparring.training.step import contrast
 
     setup, observers = run.setup, [module for module in run.modules().modules() if hasattr(module, "observe")]
     trained = torch.nn.ModuleDict({"model": run.model, "temperature": run.temperature})
@@ -179,11 +191,13 @@ def quality(
     """recall@k and ndcg@k as LightGCN defines them, over all items less the training ones, for all users or a fixed sample."""
     import torch
 
-    from sparring.evaluation import evaluate
+    from sparring.evaluation.ranking import evaluate
 
     held = interactions(data, test=True)
     if sample:
-        held = held.subset(np.isin(held.queries, np.random.default_rng(0).choice(np.unique(held.queries), sample, replace=False)))
+        held = held.subset(
+            np.isin(held.queries, np.random.default_rng(0).choice(np.unique(held.queries), sample, replace=False))
+        )
     tables = Tables(torch.as_tensor(users), torch.as_tensor(items))
     return evaluate(tables, held, interactions(data).positives(), k, ("recall", "ndcg")).metrics
 

@@ -33,8 +33,14 @@ ON_GPU = {  # arguments beside --device cuda
 def commands(device: str, threads: int, chosen: list[str]) -> list[list[str]]:
     """Scripts with their arguments."""
     if device == "cuda":
-        return [[f"{name}.py", "--device", "cuda", *more] for name, more in ON_GPU.items() if not chosen or name in chosen]
-    found = [script for script in sorted(HERE.glob("[a-z]*.py")) if script.name not in YARDSTICKS and '"--threads"' in script.read_text()]
+        return [
+            [f"{name}.py", "--device", "cuda", *more] for name, more in ON_GPU.items() if not chosen or name in chosen
+        ]
+    found = [
+        script
+        for script in sorted(HERE.glob("[a-z]*.py"))
+        if script.name not in YARDSTICKS and '"--threads"' in script.read_text()
+    ]
     return [[script.name, "--threads", str(threads)] for script in found if not chosen or script.stem in chosen]
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparring.clusters.balanced import GAIN, balanced_2means
+from sparring.models.clusters.balanced import GAIN, balanced_2means
 
 
 def main() -> None:
@@ -55,8 +55,12 @@ def main() -> None:
     unit = torch.nn.functional.normalize(x, dim=1).numpy()
     print(f"{args.points:,} x {args.dim} into {args.clusters:,} clusters, {args.threads} thread(s)")
     for name, wall, cpu in found:
-        print(f"  {name:28} {wall:7.2f} s {cpu:7.2f} CPU s   mean cosine to the own centre {closeness(unit, labels[name]):.4f}")
-    print(f"  the loop takes {found[1][2] / found[0][2]:.1f} times as long; at most 5 CPU s: {'yes' if found[0][2] <= 5 else 'NO'}")
+        print(
+            f"  {name:28} {wall:7.2f} s {cpu:7.2f} CPU s   mean cosine to the own centre {closeness(unit, labels[name]):.4f}"
+        )
+    print(
+        f"  the loop takes {found[1][2] / found[0][2]:.1f} times as long; at most 5 CPU s: {'yes' if found[0][2] <= 5 else 'NO'}"
+    )
     try:
         from sklearn.cluster import BisectingKMeans
     except ImportError:
@@ -65,9 +69,13 @@ def main() -> None:
     x, clusters = points(100_000, 384), 4096
     cpus = [
         timed(lambda: balanced_2means(x, clusters, torch.Generator().manual_seed(0)))[1],
-        timed(lambda: BisectingKMeans(clusters, random_state=0, bisecting_strategy="largest_cluster").fit(x.numpy()))[1],
+        timed(lambda: BisectingKMeans(clusters, random_state=0, bisecting_strategy="largest_cluster").fit(x.numpy()))[
+            1
+        ],
     ]
-    print(f"\n100,000 x 384 into {clusters} clusters: balanced_2means {cpus[0]:.1f} CPU s, BisectingKMeans {cpus[1]:.1f}")
+    print(
+        f"\n100,000 x 384 into {clusters} clusters: balanced_2means {cpus[0]:.1f} CPU s, BisectingKMeans {cpus[1]:.1f}"
+    )
     print(f"  at least 3 times as fast ({cpus[1] / cpus[0]:.1f} times): {'yes' if cpus[1] > 3 * cpus[0] else 'NO'}")
 
 

@@ -23,7 +23,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is imported: threads that spin are slow where cores are shared
+os.environ.setdefault(
+    "OMP_WAIT_POLICY", "PASSIVE"
+)  # read when torch is imported: threads that spin are slow where cores are shared
 LIMIT = 8.0  # GB
 PART = 10_000_000  # rows of a Parquet part
 
@@ -75,7 +77,9 @@ def make(folder: Path, rows: int, items: int, queries: int) -> None:
         # the inverse of the continuous law: quick, where drawing from ten million probabilities is not
         u = random.random(n)
         rank = (items * u * u * u * u * u).astype(np.int64)
-        every = np.arange(items)[first * items // rows : (first + n) * items // rows]  # each item at least once over all parts
+        every = np.arange(items)[
+            first * items // rows : (first + n) * items // rows
+        ]  # each item at least once over all parts
         rank[: len(every)] = every
         columns = {
             "user_id": random.integers(0, queries, n) * 1_000_003 + 17,
@@ -93,7 +97,7 @@ def run_make(folder: Path, rows: int, items: int, queries: int) -> None:
 
 
 def run_prepare(folder: Path, rows: int) -> None:
-    from sparring.data.prepare import prepare
+    from sparring.data.prepared.preparation import prepare
 
     watch, whole, stage = Watch(), Watch(), ""
 
@@ -113,9 +117,12 @@ def run_prepare(folder: Path, rows: int) -> None:
 def run_train(folder: Path, steps: int, dim: int) -> None:
     import torch
 
-    from sparring import background, build, fit, read, split, trainer
+    from sparring import build, fit, read, split
+    from sparring.training import checkpoint_writer, loop
 
-    background.machine_bytes = lambda: 0  # no room for copies: training waits for its checkpoint, as it would with 8 GB in all
+    checkpoint_writer.machine_bytes = lambda: (
+        0
+    )  # no room for copies: training waits for its checkpoint, as it would with 8 GB in all
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
     watch = Watch()
     parts = split(read(folder / "prepared"))
@@ -129,21 +136,23 @@ def run_train(folder: Path, steps: int, dim: int) -> None:
             watch.tell("began: run folder written, first step done")
         if done == steps:
             watch.tell(f"{steps - 1} steps of {size:,}", (steps - 1) * size)
-            trainer.CHECKPOINT_SECONDS = -1.0  # as if ten minutes had gone by: a checkpoint after this step
+            loop.CHECKPOINT_SECONDS = -1.0  # as if ten minutes had gone by: a checkpoint after this step
         if done > steps:
             saved = (folder / "run" / "checkpoint.safetensors").stat().st_size / 1e9
             watch.tell(f"a checkpoint of {saved:.2f} GB")
             raise _Enough
 
     with contextlib.suppress(_Enough):
-        fit(run, parts, folder / "run", overwrite=True, device="cpu", progress=trainer.Progress(step=step))
+        fit(run, parts, folder / "run", overwrite=True, device="cpu", progress=loop.Progress(step=step))
     verdict = "within" if max(watch.own, _status("VmHWM")) < LIMIT else "ABOVE"
     print(f"training: {watch} (GB): {verdict} the {LIMIT:g} GB allowed")
 
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--folder", type=Path, required=True, help="to work in; must not exist, and is deleted at the end")
+    options.add_argument(
+        "--folder", type=Path, required=True, help="to work in; must not exist, and is deleted at the end"
+    )
     options.add_argument("--rows", type=int, default=200_000_000)
     options.add_argument("--items", type=int, default=10_000_000)
     options.add_argument("--queries", type=int, default=4_000_000)

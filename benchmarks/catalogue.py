@@ -23,8 +23,11 @@ from torch import Tensor, nn
 
 from _shared import stepping, table
 from sparring import Run, Setup, Term
-from sparring.clusters.codes import Codes
 from sparring.losses import bpr, sampled_softmax
+from sparring.losses.temperature import Fixed
+from sparring.models.clusters.codes import Codes
+from sparring.models.retriever import Retriever
+from sparring.models.towers import IdTower
 from sparring.negatives import (
     AllItems,
     BatchMix,
@@ -50,10 +53,7 @@ from sparring.negatives import (
     Uniform,
     Union,
 )
-from sparring.recorded import Recorded
-from sparring.retriever import Retriever
-from sparring.temperature import Fixed
-from sparring.towers import IdTower
+from sparring.training.cuda_graph import Recorded
 
 FLAT, QUERIES, DIM = 1.3, 10_000, 16
 Build = Callable[["World"], tuple[Negatives, ...]]
@@ -118,7 +118,10 @@ class Timed:
         item, device = IdTower(1, DIM), world.items.device
         item.n, item.weight = world.n, world.items
         setup = Setup(dim=DIM, batch_size=world.batch, lr=1e-3)
-        terms = tuple(Term(1.0, negatives, bpr if isinstance(negatives, NearestTo) else sampled_softmax) for negatives in build(world))
+        terms = tuple(
+            Term(1.0, negatives, bpr if isinstance(negatives, NearestTo) else sampled_softmax)
+            for negatives in build(world)
+        )
         self.run = Run(Retriever(IdTower(QUERIES, DIM), item, "cosine"), terms, Fixed(0.1), setup)
         self.run.modules().to(device)
         self.device = device
@@ -144,8 +147,12 @@ def measured(name: str, worlds: list[World], rounds: int, steps: int) -> list[fl
     for world in worlds:
         timed.append(Timed(SAMPLERS[name][0], world))
         g = torch.Generator().manual_seed(0)
-        items = (torch.rand((steps, world.batch), generator=g, dtype=torch.float64) ** 5 * world.n).long()  # the first ones most often
-        drawn.append(torch.stack([torch.randint(QUERIES, (steps, world.batch), generator=g), items], 2).to(world.items.device))
+        items = (
+            torch.rand((steps, world.batch), generator=g, dtype=torch.float64) ** 5 * world.n
+        ).long()  # the first ones most often
+        drawn.append(
+            torch.stack([torch.randint(QUERIES, (steps, world.batch), generator=g), items], 2).to(world.items.device)
+        )
     spent: list[list[float]] = [[] for _ in worlds]
     for turn in range(rounds + 1):
         for each, batches, times in zip(timed, drawn, spent, strict=True):
@@ -161,7 +168,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--sizes", default="", help="powers of 10, separated by commas; 4,5,6 on a CPU and 4,5,6,7 on a GPU unless given")
+    parser.add_argument(
+        "--sizes",
+        default="",
+        help="powers of 10, separated by commas; 4,5,6 on a CPU and 4,5,6,7 on a GPU unless given",
+    )
     parser.add_argument("--batch", type=int, default=0, help="512 on a CPU, 2048 on a GPU unless given")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", default="")
@@ -171,7 +182,10 @@ def main() -> None:
     on_gpu = device.type == "cuda"
     powers = [int(power) for power in (given.sizes or ("4,5,6,7" if on_gpu else "4,5,6")).split(",")]
     batch, steps = given.batch or (2048 if on_gpu else 512), 40 if on_gpu else 4
-    worlds = {power: World(10**power, batch, nn.Parameter(torch.empty(10**power, DIM, device=device).normal_(0, 0.25))) for power in powers}
+    worlds = {
+        power: World(10**power, batch, nn.Parameter(torch.empty(10**power, DIM, device=device).normal_(0, 0.25)))
+        for power in powers
+    }
     rows, failed = [], []
     for name, (_, why) in SAMPLERS.items():
         if given.only and name not in given.only.split(","):

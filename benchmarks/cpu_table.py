@@ -16,8 +16,9 @@ import numpy as np
 import torch
 
 from _shared import Clock, Pairs, cpu_seconds, gowalla_xir, interactions, table
-from sparring import Split, bench, fit, recipes
-from sparring.train import Progress
+from sparring import Split, fit, recipes
+from sparring.experiments import bench
+from sparring.training.fitting import Progress
 
 RECIPES = ("ssl_pop", "bir", "xir", "default")
 
@@ -52,7 +53,14 @@ def main() -> None:
     for batch in (int(word) for word in given.batches.split(",")):
         for dim in (int(word) for word in given.dims.split(",")):
             found = [per_second(name, data, batch, dim, given.steps, given.threads) for name in RECIPES]
-            rows.append([f"{batch:,}", str(dim), *(f"{pairs:,.0f}" for pairs in found), *kernel(batch, dim, found[0], given.threads)])
+            rows.append(
+                [
+                    f"{batch:,}",
+                    str(dim),
+                    *(f"{pairs:,.0f}" for pairs in found),
+                    *kernel(batch, dim, found[0], given.threads),
+                ]
+            )
     clock = "CPU" if given.threads == 1 else "wall"
     print(f"interactions per {clock} second on {data.source}, row-sparse Adam, {given.threads} thread(s)\n")
     print(table(["B", "d", *RECIPES, "its log-sum-exp, of a step of ssl_pop", "of three products"], rows))
@@ -62,7 +70,10 @@ def kernel(batch: int, dim: int, pairs_per_second: float, threads: int) -> tuple
     """The share of a step that the weighted log-sum-exp takes, and its multiple of three matrix products."""
     q, emb, log_w, ids = bench.problem(batch, dim, torch.float32, torch.device("cpu"))
     took = []
-    for form in (lambda: bench.run(bench.ours(False), q, emb, log_w, ids, 1), lambda: bench.products(q.detach(), emb.detach())):
+    for form in (
+        lambda: bench.run(bench.ours(False), q, emb, log_w, ids, 1),
+        lambda: bench.products(q.detach(), emb.detach()),
+    ):
         form()
         times = []
         for _ in range(5):

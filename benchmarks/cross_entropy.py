@@ -19,14 +19,19 @@ import torch
 from torch import Tensor
 
 from _shared import table
-from sparring import bench, kernels
+from sparring import kernels
+from sparring.experiments import bench
 
-Form = Callable[[Tensor, Tensor, Tensor], Tensor]  # queries, candidates, the number of each query's own -> the mean loss
+Form = Callable[
+    [Tensor, Tensor, Tensor], Tensor
+]  # queries, candidates, the number of each query's own -> the mean loss
 OURS, CUT, EXACT, LIGER, WIDE = "ours", "Cut Cross-Entropy", "Cut Cross-Entropy, exact", "Liger", "Liger, larger parts"
 
 
 def ours(q: Tensor, emb: Tensor, own: Tensor) -> Tensor:
-    return (kernels.weighted_logsumexp(q, emb, q.new_zeros((), dtype=torch.float32)) - (q.float() * emb.float()).sum(1)).mean()
+    return (
+        kernels.weighted_logsumexp(q, emb, q.new_zeros((), dtype=torch.float32)) - (q.float() * emb.float()).sum(1)
+    ).mean()
 
 
 def forms() -> Iterator[tuple[str, Form]]:
@@ -59,7 +64,9 @@ def truth(q: Tensor, emb: Tensor) -> tuple[Tensor, Tensor]:
     return grad_q, grad_emb
 
 
-def measured(size: int, dim: int, rounds: int, device: torch.device, check: bool) -> dict[str, tuple[float, float | None, str]]:
+def measured(
+    size: int, dim: int, rounds: int, device: torch.device, check: bool
+) -> dict[str, tuple[float, float | None, str]]:
     """Milliseconds, MiB beyond inputs and gradients, and errors of each form."""
     q, emb, _, _ = bench.problem(size, dim, torch.bfloat16, device)
     own, found, exact = torch.arange(size, device=device), {}, truth(q, emb) if check else None
@@ -72,12 +79,22 @@ def measured(size: int, dim: int, rounds: int, device: torch.device, check: bool
         try:
             ms, mib = bench.timed(work, device, rounds)
         except Exception as error:  # of another's library: it is told, and the rest goes on
-            print(f"{name} at {size:,} did not run: {type(error).__name__}: {str(error).strip().splitlines()[-1][:200]}", flush=True)
+            print(
+                f"{name} at {size:,} did not run: {type(error).__name__}: {str(error).strip().splitlines()[-1][:200]}",
+                flush=True,
+            )
             continue
         assert q.grad is not None
         assert emb.grad is not None
-        errors = [f"{float((x.grad.double() - right).norm() / right.norm()):.1e}" for x, right in zip((q, emb), exact or (), strict=False)]
-        found[name] = ms, None if mib is None else max(0.0, mib - 2 * (q.numel() + emb.numel()) / 2**20), ", ".join(errors)
+        errors = [
+            f"{float((x.grad.double() - right).norm() / right.norm()):.1e}"
+            for x, right in zip((q, emb), exact or (), strict=False)
+        ]
+        found[name] = (
+            ms,
+            None if mib is None else max(0.0, mib - 2 * (q.numel() + emb.numel()) / 2**20),
+            ", ".join(errors),
+        )
         q.grad = emb.grad = None
     return found
 
@@ -100,7 +117,9 @@ def main() -> None:
             for name, (ms, mib, errors) in found.items()
         ]
     print(f"\nsoftmax cross-entropy, forward and backward, B = C, d = {given.dim}, bf16\n")
-    print(table(["B = C", "form", "ms", "times ours", "MiB beyond inputs and gradients", "errors of the gradients"], rows))
+    print(
+        table(["B = C", "form", "ms", "times ours", "MiB beyond inputs and gradients", "errors of the gradients"], rows)
+    )
     for name, (ms, _, _) in found.items():
         if name != OURS:
             ratio = ms / found[OURS][0]

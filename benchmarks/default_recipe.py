@@ -28,7 +28,9 @@ def main() -> None:
     run = sp.build("default", split.train, {"epochs": arguments.epochs})
     began = time.perf_counter()
     fitted = sp.fit(run, split, device=arguments.device, k=(10, 20, 50), metrics=("recall", "ndcg"))
-    print(f"default, {arguments.epochs} epochs in {fitted.seconds:.0f} s of training, {time.perf_counter() - began:.0f} s in all")
+    print(
+        f"default, {arguments.epochs} epochs in {fitted.seconds:.0f} s of training, {time.perf_counter() - began:.0f} s in all"
+    )
     print(fitted.test)
 
 

@@ -18,15 +18,15 @@ import torch
 from torch import Tensor
 
 from _shared import table
-from sparring.clusters import Codes
-from sparring.clusters.model import ROBUST
-from sparring.clusters.msac import MSAC
-from sparring.data.modalities import Modalities
-from sparring.data.worlds import World, make_world
+from sparring.core.types import Step
+from sparring.data.modalities.modalities import Modalities
+from sparring.data.synthetic import World, make_world
+from sparring.models.clusters import Codes
+from sparring.models.clusters.msac import MSAC
+from sparring.models.clusters.quantizer import ROBUST
+from sparring.models.spectral import spectral
 from sparring.negatives import Negatives, OtherClusters, SameCluster, Sampled, Uniform
 from sparring.recipes.esans import behaviour_codes
-from sparring.spectral import spectral
-from sparring.types import Step
 
 
 def cells(codes: Codes, secondary: Tensor) -> Codes:
@@ -79,13 +79,17 @@ def main() -> None:
     torch.set_num_threads(given.threads)
     found: dict[str, list[tuple[float, float, float]]] = {}
     for seed in range(given.seeds):
-        world = make_world(given.queries, given.items, categories=20, dim=16, exposure=0.05, relevant=0.05, sharpness=12, seed=seed)
+        world = make_world(
+            given.queries, given.items, categories=20, dim=16, exposure=0.05, relevant=0.05, sharpness=12, seed=seed
+        )
         data = world.interactions
         positives = data.positives()
         behaviour = spectral(positives.start, positives.items, data.n_items, 32, seed=seed)[1]
         views = {"text": world.text_vectors, "image": world.image_vectors, "behaviour": behaviour.float()}
         modalities = Modalities.from_arrays({name: view.numpy() for name, view in views.items()})
-        settings = replace(ROBUST, k_primary=given.k[0], k_secondary=given.k[1], dim=32, steps=600, warmup=200, seed=seed)
+        settings = replace(
+            ROBUST, k_primary=given.k[0], k_secondary=given.k[1], dim=32, steps=600, warmup=200, seed=seed
+        )
         codes = MSAC(modalities.widths, settings).fit(modalities, data.item_ids)
         own = behaviour_codes(data, given.k[0], given.k[1], seed)
         shuffled = codes.shuffled(seed)
@@ -103,12 +107,17 @@ def main() -> None:
     shape = f"{given.queries:,} queries, {given.items:,} items in 20 categories, {given.k[0]} x {given.k[1]} codewords"
     print(f"{shape}, mean of {given.seeds} worlds")
     means = {name: np.mean(rows, 0) for name, rows in found.items()}
-    rows = [[name, f"{m[0]:.2%} +- {np.std(found[name], 0)[0]:.2%}", f"{m[1]:.3f}", f"{m[2]:.3f}"] for name, m in means.items()]
+    rows = [
+        [name, f"{m[0]:.2%} +- {np.std(found[name], 0)[0]:.2%}", f"{m[1]:.3f}", f"{m[2]:.3f}"]
+        for name, m in means.items()
+    ]
     print(table(["negatives", "false negatives", "mean chance to be liked", "mean cosine to the positive"], rows))
     with_it, without = means["hard, ESANS"][0], means["hard, no secondary codebook"][0]
     control = means["hard, cells dealt at random"][0]
     verdict = "yes" if with_it < without and with_it < control else "NO"
-    print(f"the secondary codebook leaves {with_it / without:.2f} of the false ones, cells at random {control / without:.2f}: {verdict}")
+    print(
+        f"the secondary codebook leaves {with_it / without:.2f} of the false ones, cells at random {control / without:.2f}: {verdict}"
+    )
 
 
 if __name__ == "__main__":

@@ -21,9 +21,9 @@ import torch
 
 from _shared import Pairs, cpu_seconds, gowalla_xir, interactions, table
 from sparring import Split, fit
-from sparring.clusters import Codes
-from sparring.settings import build
-from sparring.train import Progress
+from sparring.models.clusters import Codes
+from sparring.recipes.settings import build
+from sparring.training.fitting import Progress
 
 B, M_C, M_O, M_H = 512, 2, 5, 5
 REAL = B * (M_C * M_O + M_H)
@@ -39,11 +39,21 @@ COMPARED: list[tuple[str, str, dict[str, Any]]] = [
 ]
 
 
-def seconds(name: str, arguments: dict[str, Any], data: Pairs, codes: Codes, steps: int, device: str, warm_up: int = 8) -> float:
+def seconds(
+    name: str, arguments: dict[str, Any], data: Pairs, codes: Codes, steps: int, device: str, warm_up: int = 8
+) -> float:
     """Seconds of one step: of the CPU, or of the clock on a GPU."""
     everything = interactions(data)
     rows = np.random.default_rng(0).permutation(len(data))[: (warm_up + steps) * B]
-    settings = {"dim": 64, "score": "cosine", "tau": 0.05, "batch_size": B, "lr": 2e-4, "optimizer": "row-adam", "epochs": 1}
+    settings = {
+        "dim": 64,
+        "score": "cosine",
+        "tau": 0.05,
+        "batch_size": B,
+        "lr": 2e-4,
+        "optimizer": "row-adam",
+        "epochs": 1,
+    }
     settings |= {"init_std": 0.1, "weight_decay": 0.0}
     run = build(name, everything, settings | arguments | ({"codes": codes} if name == "esans" else {}))
     clock = cpu_seconds if device == "cpu" else time.perf_counter
@@ -71,8 +81,12 @@ def main() -> None:
     data = gowalla_xir()
     codes = Codes.random(data.n_items, 300, 15)
     unit = "CPU" if given.device == "cpu" else "wall"
-    print(f"steps on {data.source}: B = {B}, d = 64, m_c = {M_C}, m_o = {M_O}, m_h = {M_H}; {given.device}, {unit} milliseconds")
-    rounds = [[seconds(n, a, data, codes, given.steps, given.device) for _, n, a in COMPARED] for _ in range(given.rounds)]
+    print(
+        f"steps on {data.source}: B = {B}, d = 64, m_c = {M_C}, m_o = {M_O}, m_h = {M_H}; {given.device}, {unit} milliseconds"
+    )
+    rounds = [
+        [seconds(n, a, data, codes, given.steps, given.device) for _, n, a in COMPARED] for _ in range(given.rounds)
+    ]
     rows = []
     for at, (label, _, _) in enumerate(COMPARED):
         ratios = sorted(costs[at] / costs[0] for costs in rounds)

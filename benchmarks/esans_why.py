@@ -25,7 +25,7 @@ import torch
 
 import sparring as sp
 from _shared import DATA, Tables, table
-from sparring.composition import Setup
+from sparring.recipes.run import Setup
 
 POPULAR = "popularity"
 UNIFORM: dict[str, object] = {"n": 5120, "per_query": False, "correction": "none"}
@@ -57,24 +57,47 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--taus", type=float, nargs="+", default=[0.25, 0.4])
-    parser.add_argument("--methods", nargs="+", default=[POPULAR, *METHODS], choices=[POPULAR, *METHODS], metavar="NAME")
+    parser.add_argument(
+        "--methods", nargs="+", default=[POPULAR, *METHODS], choices=[POPULAR, *METHODS], metavar="NAME"
+    )
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--out", type=Path, help="a line of JSON for each training; what is there already is not trained again")
+    parser.add_argument(
+        "--out", type=Path, help="a line of JSON for each training; what is there already is not trained again"
+    )
     asked = parser.parse_args()
     if not (asked.data / "interactions.parquet").exists():
         sys.exit(f"skipped: {asked.data}/interactions.parquet is absent; give another folder with --data")
     parts = sp.split(sp.read(asked.data / "interactions.parquet"), "auto", valid=1 / 9, test=0.1, seed=0)
     lines = asked.out.read_text().splitlines() if asked.out and asked.out.exists() else []
-    found: dict[Key, dict[str, float]] = {(one["method"], one["tau"], one["seed"]): one for one in map(json.loads, lines)}
+    found: dict[Key, dict[str, float]] = {
+        (one["method"], one["tau"], one["seed"]): one for one in map(json.loads, lines)
+    }
 
     def trained(method: str, tau: float, seed: int) -> dict[str, float]:
         if (method, tau, seed) not in found:
             recipe, own = METHODS[method]
-            settings = own | ({"codes": asked.codes} if recipe == "esans" else {}) | {"tau": tau, "seed": seed, "epochs": asked.epochs}
-            fitted = sp.fit(sp.build(recipe, parts.train, settings, SETUP), parts, device=asked.device, k=CUTOFFS, metrics=("recall",))
+            settings = (
+                own
+                | ({"codes": asked.codes} if recipe == "esans" else {})
+                | {"tau": tau, "seed": seed, "epochs": asked.epochs}
+            )
+            fitted = sp.fit(
+                sp.build(recipe, parts.train, settings, SETUP),
+                parts,
+                device=asked.device,
+                k=CUTOFFS,
+                metrics=("recall",),
+            )
             assert fitted.test is not None
             valid = max(record["recall@50"] for record in fitted.history if "recall@50" in record)
-            one = {"method": method, "tau": tau, "seed": seed, "valid": valid, **fitted.test.metrics, "seconds": fitted.seconds}
+            one = {
+                "method": method,
+                "tau": tau,
+                "seed": seed,
+                "valid": valid,
+                **fitted.test.metrics,
+                "seconds": fitted.seconds,
+            }
             print(json.dumps(one), flush=True)
             if asked.out:
                 with asked.out.open("a") as file:
@@ -91,9 +114,15 @@ def main() -> None:
         rows.append([POPULAR, "", *(f"{metrics[f'recall@{k}']:.4f}" for k in CUTOFFS)])
     for method in (method for method in asked.methods if method != POPULAR):
         best = max(asked.taus, key=lambda tau: trained(method, tau, seeds[0])["valid"])
-        every = {name: np.array([trained(method, best, seed)[name] for seed in seeds]) for name in (f"recall@{k}" for k in CUTOFFS)}
+        every = {
+            name: np.array([trained(method, best, seed)[name] for seed in seeds])
+            for name in (f"recall@{k}" for k in CUTOFFS)
+        }
         base = base or {name: values.mean() for name, values in every.items()}
-        cells = [f"{x.mean():.4f} ± {x.std(ddof=min(1, len(x) - 1)):.4f} ({x.mean() / base[name] - 1:+.1%})" for name, x in every.items()]
+        cells = [
+            f"{x.mean():.4f} ± {x.std(ddof=min(1, len(x) - 1)):.4f} ({x.mean() / base[name] - 1:+.1%})"
+            for name, x in every.items()
+        ]
         rows.append([method, f"{best:g}", *cells])
     print(table(["", "tau", *(f"recall@{k}" for k in CUTOFFS)], rows))
 

@@ -22,9 +22,9 @@ import numpy as np
 import torch
 
 from _shared import Clock, Pairs, gowalla_lightgcn, table
-from sparring.evaluation import evaluate
-from sparring.metrics import LIST_METRICS, METRICS
-from sparring.types import Positives
+from sparring.core.types import Positives
+from sparring.evaluation.metrics import LIST_METRICS, METRICS
+from sparring.evaluation.ranking import evaluate
 
 K = 20
 NAMES = {
@@ -55,21 +55,29 @@ def main() -> None:
         if abs(best["ours"][key] - best["plain"][key]) > 1e-6:
             raise SystemExit(f"{key} differs: ours {best['ours'][key]}, plain {best['plain'][key]}")
     source = gowalla_lightgcn().source
-    print(f"{source}, d = {args.dim}, top {K}, {args.threads} thread(s), median of {args.rounds} rounds; load {os.getloadavg()[0]:.1f}\n")
+    print(
+        f"{source}, d = {args.dim}, top {K}, {args.threads} thread(s), median of {args.rounds} rounds; load {os.getloadavg()[0]:.1f}\n"
+    )
     rows = []
     for name, label in NAMES.items():
         m = best[name]
         ratio = f"{best['plain']['cpu'] / m['cpu']:.2f}"
-        rows.append((label, f"{m['cpu']:.2f}", f"{m['wall']:.2f}", ratio, f"{m['memory']:.0f}" if name != "floor" else ""))
+        rows.append(
+            (label, f"{m['cpu']:.2f}", f"{m['wall']:.2f}", ratio, f"{m['memory']:.0f}" if name != "floor" else "")
+        )
     print(table(("evaluation", "CPU s", "wall s", "plain / this, CPU", "memory, MB"), rows))
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps({"source": source, "threads": args.threads, "dim": args.dim, "rounds": rounds}, indent=1))
+        args.out.write_text(
+            json.dumps({"source": source, "threads": args.threads, "dim": args.dim, "rounds": rounds}, indent=1)
+        )
 
 
 def in_own_process(name: str, args: argparse.Namespace) -> dict[str, float]:
     command = [sys.executable, __file__, "--only", name, "--threads", str(args.threads), "--dim", str(args.dim)]
-    done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": str(args.threads)}, stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run(
+        command, env=os.environ | {"OMP_NUM_THREADS": str(args.threads)}, stdout=subprocess.PIPE, text=True, check=True
+    )
     result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return result
 
@@ -78,7 +86,9 @@ def measure(name: str, threads: int, dim: int) -> dict[str, float]:
     torch.set_num_threads(threads)
     data = gowalla_lightgcn()
     generator = torch.Generator().manual_seed(1)
-    model = Vectors(torch.randn(data.n_users, dim, generator=generator), torch.randn(data.n_items, dim, generator=generator))
+    model = Vectors(
+        torch.randn(data.n_users, dim, generator=generator), torch.randn(data.n_items, dim, generator=generator)
+    )
     seen = Positives(*(torch.from_numpy(a) for a in data.csr()))
     if name == "floor":
         return floor(model)
@@ -88,7 +98,9 @@ def measure(name: str, threads: int, dim: int) -> dict[str, float]:
         value = plain(model, data, seen)
     else:
         metrics = ("recall", "ndcg") if name == "ours" else METRICS + LIST_METRICS
-        found = evaluate(model, test, seen, (K,), metrics, counts=data.item_counts() if name == "ours-all" else None).metrics
+        found = evaluate(
+            model, test, seen, (K,), metrics, counts=data.item_counts() if name == "ours-all" else None
+        ).metrics
         value = {"recall": found[f"recall@{K}"], "ndcg": found[f"ndcg@{K}"]}
     cpu, wall = clock.read()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
@@ -143,7 +155,12 @@ def floor(model: Vectors) -> dict[str, float]:
             if first:
                 times.append([seconds / (repeats * width) * len(model.q) for seconds in clock.read()])
     cpu, wall = min(times)
-    return {"cpu": cpu, "wall": wall, "memory": 0.0, "gflops_per_cpu_s": 2e-9 * model.items.numel() * len(model.q) / cpu}
+    return {
+        "cpu": cpu,
+        "wall": wall,
+        "memory": 0.0,
+        "gflops_per_cpu_s": 2e-9 * model.items.numel() * len(model.q) / cpu,
+    }
 
 
 def resident_mb() -> float:

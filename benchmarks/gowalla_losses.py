@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import sparring as sp
-from sparring import workers
+from sparring.core import workers
 from sparring.data.interactions import Split
 
 COMMON: dict[str, object] = {
@@ -79,7 +79,14 @@ METHODS = {
         {"n": 2048, "form": "release", "tau": 0.1, "dropout": 0.1},
         {"exponent": (1.1, 1.22), "item_bias": BIAS},
     ),
-    "sl@20": Method("slatk", "gowalla_xir", (0.2121, 0.1709), (0.210, 0.168), {"n": 2048, "tau": 0.1, "tau_w": 1.0}, {"item_bias": BIAS}),
+    "sl@20": Method(
+        "slatk",
+        "gowalla_xir",
+        (0.2121, 0.1709),
+        (0.210, 0.168),
+        {"n": 2048, "tau": 0.1, "tau_w": 1.0},
+        {"item_bias": BIAS},
+    ),
 }
 
 
@@ -101,7 +108,9 @@ def parts(folder: Path, valid: float) -> Split:
 def train(say: workers.Say, folder: Path, recipe: str, settings: dict[str, Any], final: bool, device: str) -> Outcome:
     split = parts(folder, 0.0 if final else 0.1)
     run = sp.build(recipe, split.train, settings)
-    fitted = sp.fit(run, split if final else Split(split.train, split.valid), device=device, k=(20,), metrics=("recall", "ndcg"))
+    fitted = sp.fit(
+        run, split if final else Split(split.train, split.valid), device=device, k=(20,), metrics=("recall", "ndcg")
+    )
     scores = {record["epoch"]: record["ndcg@20"] for record in fitted.history if "ndcg@20" in record}
     best = max(scores, key=lambda epoch: scores[epoch]) if scores else int(settings["epochs"])
     return Outcome(settings, scores.get(best), best, None if fitted.test is None else fitted.test.metrics)
@@ -120,7 +129,9 @@ def outcomes(tasks: list[workers.Task], jobs: int) -> dict[str, Outcome]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, default=Path(__file__).parents[2] / "shared/data", help="folder of the data sets")
+    parser.add_argument(
+        "--data", type=Path, default=Path(__file__).parents[2] / "shared/data", help="folder of the data sets"
+    )
     parser.add_argument("--methods", default=",".join(METHODS))
     parser.add_argument("--epochs", type=int, help="instead of 60, for a quick look")
     parser.add_argument("--jobs", type=int, default=1)
@@ -130,12 +141,16 @@ def main() -> None:
     chosen = {name: METHODS[name] for name in given.methods.split(",")}
     for name in {method.data for method in chosen.values()}:
         if not (given.data / name / "interactions.parquet").is_file():
-            sys.exit(f"skipped: {given.data / name}/interactions.parquet is absent; give the folder of the data sets with --data")
+            sys.exit(
+                f"skipped: {given.data / name}/interactions.parquet is absent; give the folder of the data sets with --data"
+            )
     shorter = {} if given.epochs is None else {"epochs": given.epochs, "eval_every": 1}
 
     def task(name: str, label: str, settings: dict[str, Any], final: bool) -> workers.Task:
         method = chosen[name]
-        return workers.Task(label, train, (given.data / method.data, method.recipe, {**settings, **shorter}, final, given.device))
+        return workers.Task(
+            label, train, (given.data / method.data, method.recipe, {**settings, **shorter}, final, given.device)
+        )
 
     tasks, owners = [], {}
     for name, method in chosen.items():
@@ -148,8 +163,13 @@ def main() -> None:
     for label, outcome in tried.items():
         if owners[label] not in best or (outcome.score or 0) > (best[owners[label]].score or 0):
             best[owners[label]] = outcome
-    finals = outcomes([task(name, name, {**best[name].settings, "epochs": best[name].epoch}, final=True) for name in chosen], given.jobs)
-    print(f"\n{'method':10}{'data':18}{'recall@20':>10}{'ndcg@20':>9}{'published':>18}{'at least':>16}  chosen on validation")
+    finals = outcomes(
+        [task(name, name, {**best[name].settings, "epochs": best[name].epoch}, final=True) for name in chosen],
+        given.jobs,
+    )
+    print(
+        f"\n{'method':10}{'data':18}{'recall@20':>10}{'ndcg@20':>9}{'published':>18}{'at least':>16}  chosen on validation"
+    )
     for name, method in chosen.items():
         test = finals[name].test
         assert test is not None
@@ -160,7 +180,10 @@ def main() -> None:
         bar = f"{method.bar[0]:.3f} / {method.bar[1]:.3f}"
         print(f"{name:10}{method.data:18}{ours[0]:10.4f}{ours[1]:9.4f}{beside:>18}{bar:>16}: {held}; {chose}")
     if given.out is not None:
-        record = {"tried": {label: asdict(each) for label, each in tried.items()}, "final": {n: asdict(o) for n, o in finals.items()}}
+        record = {
+            "tried": {label: asdict(each) for label, each in tried.items()},
+            "final": {n: asdict(o) for n, o in finals.items()},
+        }
         given.out.write_text(json.dumps(record, indent=2) + "\n")
 
 

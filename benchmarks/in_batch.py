@@ -21,7 +21,7 @@ import torch
 import release_loop
 from _shared import Clock, Pairs, gowalla_xir, interactions, table
 from sparring import Split, fit, recipes
-from sparring.train import Progress
+from sparring.training.fitting import Progress
 
 # our recipe, its own arguments, the method of the release loop, and the ratio we claim at least
 COMPARED = [
@@ -71,18 +71,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=40, help="steps of ours in a round; the release loop takes a quarter")
+    parser.add_argument(
+        "--steps", type=int, default=40, help="steps of ours in a round; the release loop takes a quarter"
+    )
     parser.add_argument("--recipes", default="ssl,ssl_pop,bir,xir", help="or: all")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     data = gowalla_xir()
     clock = "CPU" if given.threads == 1 else "wall"
-    print(f"in-batch recipes on {data.source}: B = 2048, d = 32, dense Adam, {given.threads} thread(s), {clock} seconds")
+    print(
+        f"in-batch recipes on {data.source}: B = 2048, d = 32, dense Adam, {given.threads} thread(s), {clock} seconds"
+    )
     rows = []
     for name, arguments, method, claim in COMPARED:
         if given.recipes != "all" and name not in given.recipes.split(","):
             continue
-        pairs = [(release(method, data, max(given.steps // 4, 2)), ours(name, arguments, data, given.steps)) for _ in range(given.rounds)]
+        pairs = [
+            (release(method, data, max(given.steps // 4, 2)), ours(name, arguments, data, given.steps))
+            for _ in range(given.rounds)
+        ]
         theirs, mine = ([getattr(cost, clock.lower()) for cost in side] for side in zip(*pairs, strict=True))
         ratios = sorted(a / b for a, b in zip(theirs, mine, strict=True))
         rows.append(
@@ -94,7 +101,12 @@ def main() -> None:
                 f"at least {claim:g}: {'yes' if statistics.median(ratios) >= claim else 'NO'}" if claim else "",
             ]
         )
-    print(table(["recipe", f"release loop, pairs per {clock} s", f"ours, pairs per {clock} s", "ratio (range)", "claim"], rows))
+    print(
+        table(
+            ["recipe", f"release loop, pairs per {clock} s", f"ours, pairs per {clock} s", "ratio (range)", "claim"],
+            rows,
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -21,15 +21,15 @@ import numpy as np
 import torch
 
 from _shared import Clock, table, zipf
+from sparring.core.topk import top_k
+from sparring.core.types import Positives
 from sparring.data.interactions import Ids, Vocabulary
-from sparring.export.lists import write_lists
-from sparring.index import Index, Tuned, files, tune
-from sparring.index.kinds import parameters, require_faiss, widened
-from sparring.rank import top_k
-from sparring.retriever import Retriever
-from sparring.runs import Trained
-from sparring.towers import IdTower
-from sparring.types import Positives
+from sparring.models.retriever import Retriever
+from sparring.models.towers import IdTower
+from sparring.serving.export.lists import write_lists
+from sparring.serving.index import Index, Tuned, files, tune
+from sparring.serving.index.faiss_backends import parameters, require_faiss, widened
+from sparring.training.trained import Trained
 
 K, BATCH = 100, 64
 
@@ -68,11 +68,15 @@ def lists(args: argparse.Namespace) -> None:
             taken["write_lists"].append(clock.read())
         size = path.stat().st_size / 1e6
     medians = {name: [statistics.median(column) for column in zip(*each, strict=True)] for name, each in taken.items()}
-    print(f"{pairs.n_users:,} x {pairs.n_items:,} x {args.dim}, top {K}, {args.threads} threads, load {os.getloadavg()[0]:.1f}; ", end="")
+    print(
+        f"{pairs.n_users:,} x {pairs.n_items:,} x {args.dim}, top {K}, {args.threads} threads, load {os.getloadavg()[0]:.1f}; ",
+        end="",
+    )
     print(f"{rows:,} rows, {size:.0f} MB\n")
     bound = medians["top_k alone"][0]
     shown = [
-        (name, f"{cpu:.2f}", f"{wall:.2f}", f"{pairs.n_users / wall:,.0f}", f"{bound / cpu:.2f}") for name, (cpu, wall) in medians.items()
+        (name, f"{cpu:.2f}", f"{wall:.2f}", f"{pairs.n_users / wall:,.0f}", f"{bound / cpu:.2f}")
+        for name, (cpu, wall) in medians.items()
     ]
     print(table(("lists of every query", "CPU s", "wall s", "queries/s", "top_k / this, CPU"), shown))
 
@@ -91,14 +95,19 @@ def search(args: argparse.Namespace) -> None:
         began = time.perf_counter()
         index = Index.load(folder)
         seconds = time.perf_counter() - began
-        print(f"\n{tuned.chosen.kind}, {tuned.chosen.setting}: held-out recall {tuned.recall:.4f}, loaded in {seconds:.2f} s\n")
+        print(
+            f"\n{tuned.chosen.kind}, {tuned.chosen.setting}: held-out recall {tuned.recall:.4f}, loaded in {seconds:.2f} s\n"
+        )
         beside(index, tuned, queries, args.rounds)
 
 
 def beside(index: Index, tuned: Tuned, queries: np.ndarray, rounds: int) -> None:
     seen = [np.random.default_rng(b).choice(len(index.ids), 40, replace=False) for b in range(BATCH)]
     batches = [queries[b : b + BATCH] for b in range(0, len(queries) - BATCH + 1, BATCH)]
-    ways = {"ours": lambda q: index.search(q, K), "ours, 40 seen items left out": lambda q: index.search(q, K, exclude=seen)}
+    ways = {
+        "ours": lambda q: index.search(q, K),
+        "ours, 40 seen items left out": lambda q: index.search(q, K, exclude=seen),
+    }
     if index.ann is not None:
         told = parameters(index.kind, index.effort, K)
         ways = {"bare FAISS": lambda q: index.ann.search(widened(q, index.ann.d), K, params=told), **ways}
@@ -111,7 +120,12 @@ def beside(index: Index, tuned: Tuned, queries: np.ndarray, rounds: int) -> None
             speed[name].append(len(batches) * BATCH / (time.perf_counter() - began))
     best = {name: statistics.median(each) for name, each in speed.items()}
     first = next(iter(best.values()))
-    print(table(("search", "queries/s", "share"), [(name, f"{each:,.0f}", f"{each / first:.2f}") for name, each in best.items()]))
+    print(
+        table(
+            ("search", "queries/s", "share"),
+            [(name, f"{each:,.0f}", f"{each / first:.2f}") for name, each in best.items()],
+        )
+    )
 
 
 def world(n: int, dim: int) -> tuple[np.ndarray, np.ndarray]:
@@ -119,7 +133,9 @@ def world(n: int, dim: int) -> tuple[np.ndarray, np.ndarray]:
     centres = rng.standard_normal((n // 100, dim)).astype(np.float32)
 
     def around(count: int) -> np.ndarray:
-        made = centres[rng.integers(0, len(centres), count)] + 0.5 * rng.standard_normal((count, dim)).astype(np.float32)
+        made = centres[rng.integers(0, len(centres), count)] + 0.5 * rng.standard_normal((count, dim)).astype(
+            np.float32
+        )
         return np.asarray(made / np.linalg.norm(made, axis=1, keepdims=True))
 
     return around(n), around(1000)

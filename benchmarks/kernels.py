@@ -21,8 +21,10 @@ import torch
 from torch import Tensor
 
 from _shared import table
-from sparring import bench, figures, kernels
-from sparring.types import Exclude
+from sparring import kernels
+from sparring.core.types import Exclude
+from sparring.experiments import bench
+from sparring.experiments.report import figures
 
 MOST = {bench.PLAIN: 2.0, bench.EXPECTED: 2.2, bench.DRAWN: 3.0}  # times the three products, at the largest size
 MOST_MIB, MILLION = 256, 1 << 20
@@ -46,7 +48,9 @@ def truth(q: Tensor, emb: Tensor, log_w: Tensor, ids: Tensor) -> tuple[Tensor, T
 def errors(precision: bench.Precision, dim: int, size: int = 8192) -> list[list[str]]:
     """Largest error of a value, and relative errors of both gradients, ours and PyTorch's."""
     torch.set_float32_matmul_precision("highest" if precision == "float32" else "high")
-    q, emb, log_w, ids = bench.problem(size, dim, torch.bfloat16 if precision == "bf16" else torch.float32, torch.device("cuda"))
+    q, emb, log_w, ids = bench.problem(
+        size, dim, torch.bfloat16 if precision == "bf16" else torch.float32, torch.device("cuda")
+    )
     exact = truth(q, emb, log_w, ids)
     found = []
     for name, form in (("ours", bench.ours(False)), ("eager", bench.eager)):
@@ -56,7 +60,10 @@ def errors(precision: bench.Precision, dim: int, size: int = 8192) -> list[list[
         assert q.grad is not None
         assert emb.grad is not None
         worst = float((value.detach().double() - exact[0]).abs().max())
-        relative = [float((mine.double() - right).norm() / right.norm()) for mine, right in ((q.grad, exact[1]), (emb.grad, exact[2]))]
+        relative = [
+            float((mine.double() - right).norm() / right.norm())
+            for mine, right in ((q.grad, exact[1]), (emb.grad, exact[2]))
+        ]
         found.append([precision, name, f"{worst:.1e}", *(f"{error:.1e}" for error in relative)])
     return found
 
@@ -85,7 +92,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="a folder for kernels.json and a picture of each precision")
     given = parser.parse_args()
     if given.device != "cuda" or not torch.cuda.is_available():
-        sys.exit("skipped: these figures are of one GPU; `sparring bench --device cpu` and benchmarks/in_batch.py have those of a CPU")
+        sys.exit(
+            "skipped: these figures are of one GPU; `sparring bench --device cpu` and benchmarks/in_batch.py have those of a CPU"
+        )
     sizes, record = [int(size) for size in given.sizes.split(",")], {}
     for precision in given.precision.split(","):
         compiled = given.compiled and precision == "tf32"
@@ -97,21 +106,31 @@ def main() -> None:
         for row in ours:
             assert row.ratio is not None
             assert row.mib is not None
-            print(f"{row.method}: at most {MOST[row.method]:g} times three products: {'yes' if row.ratio <= MOST[row.method] else 'NO'}")
+            print(
+                f"{row.method}: at most {MOST[row.method]:g} times three products: {'yes' if row.ratio <= MOST[row.method] else 'NO'}"
+            )
             print(f"{row.method}: below {MOST_MIB} MiB: {'yes' if row.mib < MOST_MIB else 'NO'}")
-        peers = [row.ms for row in rows if row.size == max(sizes) and row.form == "torch.compile" and row.ms is not None]
+        peers = [
+            row.ms for row in rows if row.size == max(sizes) and row.form == "torch.compile" and row.ms is not None
+        ]
         if peers and ours[0].ms is not None:
             ratio = min(peers) / ours[0].ms
-            print(f"torch.compile takes {ratio:.1f} times as long, at least {BEST_PEER:g}: {'yes' if ratio >= BEST_PEER else 'NO'}")
+            print(
+                f"torch.compile takes {ratio:.1f} times as long, at least {BEST_PEER:g}: {'yes' if ratio >= BEST_PEER else 'NO'}"
+            )
         if given.out is not None:
             given.out.mkdir(parents=True, exist_ok=True)
-            figures.save(bench.figure(rows), given.out, f"kernels-{precision}", "time and memory against the size of the batch")
+            figures.save(
+                bench.figure(rows), given.out, f"kernels-{precision}", "time and memory against the size of the batch"
+            )
     print("\nerrors against float64, B = C = 8,192\n")
     found = [line for precision in ("tf32", "bf16", "float32") for line in errors(precision, given.dim)]
     print(table(["precision", "form", "largest error of a value", "error of grad q", "error of grad e"], found))
     seconds, gib = million()
     record["million"] = {"seconds": seconds, "GiB": gib}
-    print(f"\n{MILLION:,} queries against {MILLION:,} candidates, d = 64, tf32: {seconds:.2f} s, {gib:.2f} GiB beyond inputs and gradients")
+    print(
+        f"\n{MILLION:,} queries against {MILLION:,} candidates, d = 64, tf32: {seconds:.2f} s, {gib:.2f} GiB beyond inputs and gradients"
+    )
     print(f"a million against a million in less than 2 GiB: {'yes' if gib < 2 else 'NO'}")
     if given.out is not None:
         (given.out / "kernels.json").write_text(json.dumps(record, indent=2) + "\n")

@@ -29,8 +29,10 @@ from typing import Any
 import polars as pl
 import torch
 
-from sparring.data.worlds import make_world
-from sparring.testing.left import contents
+from sparring.data.synthetic import make_world
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from support.run_files import contents
 
 SETTINGS = ("cache_size=64", "dim=16", "batch_size=128", "patience=none", "lr=0.01", "draw=multinomial")
 
@@ -39,16 +41,37 @@ class Training:
     """Launchers of one training, and the ranks that they started."""
 
     def __init__(self, words: list[str], nproc: int, agents: int, restarts: int, log: Path, least: int):
-        self.words, self.nproc, self.agents, self.restarts, self.log, self.least = words, nproc, agents, restarts, log, least
+        self.words, self.nproc, self.agents, self.restarts, self.log, self.least = (
+            words,
+            nproc,
+            agents,
+            restarts,
+            log,
+            least,
+        )
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = int(probe.getsockname()[1])
         self.launchers = [self.start(at) for at in range(agents)]
 
     def start(self, at: int) -> subprocess.Popen[bytes]:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "SPARRING_DISK_SECONDS": "3", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "SPARRING_DISK_SECONDS": "3",
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        }
         if self.agents == 1:
-            command = [sys.executable, "-m", "sparring", *self.words, "--nproc", str(self.nproc), "--restarts", str(self.restarts)]
+            command = [
+                sys.executable,
+                "-m",
+                "sparring",
+                *self.words,
+                "--nproc",
+                str(self.nproc),
+                "--restarts",
+                str(self.restarts),
+            ]
         else:
             command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={self.least}:{self.agents}"]
             command += [f"--nproc-per-node={self.nproc}", f"--max-restarts={self.restarts}", "--rdzv-backend=c10d"]
@@ -57,7 +80,9 @@ class Training:
             command += [f"--rdzv-conf=is_host={int(at == 0)},keep_alive_interval=1,last_call_timeout=5"]
             command += ["-m", "sparring", *self.words, "--resume"]
         with open(self.log, "ab") as file:
-            return subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+            return subprocess.Popen(
+                command, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            )
 
     def ranks(self, at: int) -> list[int]:
         """Process ids of the ranks of a launcher."""
@@ -101,7 +126,9 @@ def _command(pid: int) -> bytes:
         return b""
 
 
-def disturb(training: Training, folder: Path, kills: int, torn: int, draw: random.Random, say: Callable[[str], None]) -> int:
+def disturb(
+    training: Training, folder: Path, kills: int, torn: int, draw: random.Random, say: Callable[[str], None]
+) -> int:
     """Kill until there have been enough, then let it end; how many kills there were."""
     checkpoint, done, before = folder / "checkpoint.safetensors", 0, 0.0
     cut = set(draw.sample(range(1, kills), min(torn, kills - 1)))
@@ -164,7 +191,11 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--disk", action="store_true")
     parser.add_argument("--sharded", action="store_true")
-    parser.add_argument("--gone", action="store_true", help="with --agents 2: the machine does not come back, and the other goes on alone")
+    parser.add_argument(
+        "--gone",
+        action="store_true",
+        help="with --agents 2: the machine does not come back, and the other goes on alone",
+    )
     args = parser.parse_args()
     began = time.monotonic()
 
@@ -174,9 +205,23 @@ def main() -> int:
     work = Path(tempfile.mkdtemp(prefix="sparring-kills-"))
     data = make_world(300, 150, exposure=0.5, relevant=0.3, seed=3).interactions
     pl.DataFrame({"user_id": data.queries, "item_id": data.items}).write_parquet(work / "pairs.parquet")
-    words = ["train", "--data", str(work / "pairs.parquet"), "--recipe", "xir", "--device", "cpu", "--save-seconds", "0.3"]
+    words = [
+        "train",
+        "--data",
+        str(work / "pairs.parquet"),
+        "--recipe",
+        "xir",
+        "--device",
+        "cpu",
+        "--save-seconds",
+        "0.3",
+    ]
     rule = ("optimizer=row-adagrad", "weight_decay=0", "tables=sharded") if args.sharded else ("optimizer=row-adam",)
-    words += [word for setting in (*SETTINGS, *rule) for word in ("--set", setting)] + ["--epochs", str(args.epochs), "--out"]
+    words += [word for setting in (*SETTINGS, *rule) for word in ("--set", setting)] + [
+        "--epochs",
+        str(args.epochs),
+        "--out",
+    ]
     disk = work / "disk"
     disk.mkdir()
     started: list[Training] = []
@@ -204,12 +249,18 @@ def main() -> int:
         if args.gone:  # other ranks add up in another order
             first, second = (contents(folder)["result"] for folder in (work / "whole", disk / "killed"))
             far = max(abs(value - second[key]) for key, value in first.items())
-            say(f"with fewer ranks than it began with, the test metrics are within {far:.2g} of those of the run left alone")
+            say(
+                f"with fewer ranks than it began with, the test metrics are within {far:.2g} of those of the run left alone"
+            )
             return int(far > 0.01)
         wrong = different(work / "whole", disk / "killed")
         text = training.log.read_text()
         say(f"went back to the checkpoint before a torn one {text.count('going back to the checkpoint before')} times")
-        say(f"not equal: {', '.join(wrong)}" if wrong else f"after {kills} kills every tensor, metric and result is equal bit by bit")
+        say(
+            f"not equal: {', '.join(wrong)}"
+            if wrong
+            else f"after {kills} kills every tensor, metric and result is equal bit by bit"
+        )
         return int(bool(wrong) or kills < args.kills)
     finally:
         for training in started:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from _shared import table
 from sparring.data.batches import BlockBatches, RandomBatches
-from sparring.data.prepared import Column
+from sparring.data.prepared.format import Column
 
 GOAL = 5e6  # rows per second of a core
 
@@ -78,10 +78,14 @@ def main() -> None:
         floor = rate(itertools.islice(copied(*mapped, asked.batch), steps))
         blocks = BlockBatches(asked.rows, asked.batch)
         found = {"files, blocks shuffled (BlockBatches)": rate(itertools.islice(taken(blocks.epoch(0), *files), steps))}
-        found["files, the same after a resume"] = rate(itertools.islice(taken(blocks.epoch(1, len(blocks) // 3), *files), steps))
+        found["files, the same after a resume"] = rate(
+            itertools.islice(taken(blocks.epoch(1, len(blocks) // 3), *files), steps)
+        )
         kept = min(asked.rows, 50_000_000)  # a full shuffle costs its whole permutation, so all of it is counted
         memory = [torch.from_numpy(np.array(column[:kept])) for column in mapped]
-        found[f"memory, fully shuffled (RandomBatches), {kept:,} rows"] = rate(taken(RandomBatches(kept, asked.batch).epoch(0), *memory))
+        found[f"memory, fully shuffled (RandomBatches), {kept:,} rows"] = rate(
+            taken(RandomBatches(kept, asked.batch).epoch(0), *memory)
+        )
         found["files, in order: the floor"] = floor
     for label, (cpu, wall, rows) in found.items():
         lines.append([label, f"{rows:,}", f"{cpu / 1e6:.1f}", f"{wall / 1e6:.1f}", f"{floor[0] / cpu:.1f}"])

@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 
 from _shared import stepping
-from sparring.composition import Run, Setup, Term
 from sparring.losses import Fixed, softmax_loss
+from sparring.models.retriever import Retriever
+from sparring.models.towers import IdTower
 from sparring.negatives import Cache, InBatch, Popularity, Resample, Sampled, Uniform
 from sparring.negatives.distributions import draw_from_cdf
-from sparring.retriever import Retriever
-from sparring.towers import IdTower
+from sparring.recipes.run import Run, Setup, Term
 
 DIM, BATCH, DRAWN = 64, 4096, 2048
 
@@ -92,7 +92,9 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()
     device = torch.device(args.device)
-    sizes = list(zip(*([int(float(text)) for text in part.split(",")] for part in (args.items, args.queries)), strict=True))
+    sizes = list(
+        zip(*([int(float(text)) for text in part.split(",")] for part in (args.items, args.queries)), strict=True)
+    )
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     print(f"{name}; {DIM} dimensions, batch {BATCH:,}, {DRAWN:,} drawn, {args.optimizer}")
     slow = []
@@ -108,15 +110,22 @@ def main() -> int:
                 training.take()
             why = getattr(training.step, "why", None)
             peak = torch.cuda.max_memory_allocated(device) - before if device.type == "cuda" else 0
-            print(f"{recipe}: {items:,} items, {queries:,} queries: built in {time.perf_counter() - began:.0f} s", flush=True)
-            print(f"  recorded: {'no: ' + why if why else device.type == 'cuda'}; memory {peak / 1e9:.1f} GB", flush=True)
+            print(
+                f"{recipe}: {items:,} items, {queries:,} queries: built in {time.perf_counter() - began:.0f} s",
+                flush=True,
+            )
+            print(
+                f"  recorded: {'no: ' + why if why else device.type == 'cuda'}; memory {peak / 1e9:.1f} GB", flush=True
+            )
             trainings.append(training)
             memory.append(peak)
         rounds = [[timed(training, args.steps) for training in trainings] for _ in range(args.rounds)]
         large, small = (statistics.median(times) for times in zip(*rounds, strict=True))
         ratio = large / small
         verdict = "yes" if ratio <= 1.3 else "NO"
-        print(f"{recipe}: {1e3 * large:.3f} ms a step against {1e3 * small:.3f}: {ratio:.2f} times; at most 1.3: {verdict}")
+        print(
+            f"{recipe}: {1e3 * large:.3f} ms a step against {1e3 * small:.3f}: {ratio:.2f} times; at most 1.3: {verdict}"
+        )
         slow += [recipe] if ratio > 1.3 else []
         del trainings, training
     return int(bool(slow))

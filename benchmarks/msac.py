@@ -29,9 +29,9 @@ import numpy as np
 import torch
 
 from _shared import Clock, table
-from sparring.clusters import MSAC, ROBUST, Settings
-from sparring.clusters.training import PER_WORD
-from sparring.data.modalities import Modalities
+from sparring.data.modalities.modalities import Modalities
+from sparring.models.clusters import MSAC, ROBUST, Settings
+from sparring.models.clusters.learning import PER_WORD
 
 NAMES = ("image", "text", "behaviour")
 GROUPS, LATENT, BLOCK = 1000, 32, 10_000
@@ -45,7 +45,9 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--warmup", type=int, default=ROBUST.warmup)
     parser.add_argument("--steps", type=int, default=ROBUST.steps)
-    parser.add_argument("--folder", type=Path, help="where the files are made, and deleted again (default: the system's)")
+    parser.add_argument(
+        "--folder", type=Path, help="where the files are made, and deleted again (default: the system's)"
+    )
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)  # the measured process
     args = parser.parse_args()
     if args.work:
@@ -113,11 +115,23 @@ def measure(args: argparse.Namespace) -> dict[str, float]:
     group = np.load(args.work / "group.npy")
     counts = np.zeros((codes.k_primary, GROUPS))
     np.add.at(counts, (codes.primary.numpy(), group), 1)
-    whole = {"opened": opened, "read": read, "cpu": cpu, "wall": wall, "peak": peak, "resident": resident, "before": before}
+    whole = {
+        "opened": opened,
+        "read": read,
+        "cpu": cpu,
+        "wall": wall,
+        "peak": peak,
+        "resident": resident,
+        "before": before,
+    }
     whole |= stages.close()
     if args.device != "cpu":
         whole["device_peak"] = torch.cuda.max_memory_allocated() / 2**20
-    whole |= {"used": float((codes.sizes > 0).sum()), "least": float(codes.sizes.min()), "most": float(codes.sizes.max())}
+    whole |= {
+        "used": float((codes.sizes > 0).sum()),
+        "least": float(codes.sizes.min()),
+        "most": float(codes.sizes.max()),
+    }
     # of a cluster's items, how many share a group: with fewer clusters than groups, groups must be whole rather than clusters pure
     whole["whole"] = float(counts.max(0).sum() / len(group))
     return {**whole, **floor(settings, args)}
@@ -146,10 +160,17 @@ def floor(settings: Settings, args: argparse.Namespace) -> dict[str, float]:
     """Wall seconds of the arithmetic at the rate of one large product, and of what part it is."""
     s, b, d, n = len(NAMES), settings.batch_size, settings.dim, args.items
     forward = 2 * args.width * d * s  # an item's projections; as much again for the gradient of their weights
-    pairs = 2 * b * d * (s * (s - 1) // 2) * 3  # an item's part in the products of pairs, with the gradients of both sides
+    pairs = (
+        2 * b * d * (s * (s - 1) // 2) * 3
+    )  # an item's part in the products of pairs, with the gradients of both sides
     books = 2 * d * settings.k_primary + 2 * s * d * settings.k_secondary
     start = 20 * settings.k_primary * PER_WORD * 2 * d * settings.k_primary  # Lloyd's steps
-    flops = b * (settings.warmup + settings.steps) * (2 * forward + pairs) + b * settings.steps * books + n * (forward + books) + start
+    flops = (
+        b * (settings.warmup + settings.steps) * (2 * forward + pairs)
+        + b * settings.steps * books
+        + n * (forward + books)
+        + start
+    )
     a, c = (torch.randn(2048, 2048, device=args.device) for _ in range(2))
     best = float("inf")
     for _ in range(8):
@@ -174,7 +195,8 @@ def show(args: argparse.Namespace, m: dict[str, float]) -> None:
     size = 4 * args.items * args.width * len(NAMES)
     steps = f"{args.warmup} + {args.steps} steps of {ROBUST.batch_size}, d = {ROBUST.dim}, {ROBUST.k_primary} x {ROBUST.k_secondary}"
     print(
-        f"{args.items:,} items x {len(NAMES)} x {args.width} ({size / 2**20:,.0f} MB), {steps}; {args.device}, {args.cores} cores, ", end=""
+        f"{args.items:,} items x {len(NAMES)} x {args.width} ({size / 2**20:,.0f} MB), {steps}; {args.device}, {args.cores} cores, ",
+        end="",
     )
     print(f"load {os.getloadavg()[0]:.1f}\n")
     rows = [("files made, before", f"{m['made']:.1f}")]
@@ -189,11 +211,16 @@ def show(args: argparse.Namespace, m: dict[str, float]) -> None:
     print(f"with mapped pages of the files {m['resident']:,.0f} MB; the files have {size / 2**20:,.0f} MB")
     if "device_peak" in m:
         print(f"peak memory on the device {m['device_peak']:,.0f} MB")
-    print(f"codewords used {m['used']:.0f} of {ROBUST.k_primary}, clusters of {m['least']:,.0f} to {m['most']:,.0f} items; ", end="")
+    print(
+        f"codewords used {m['used']:.0f} of {ROBUST.k_primary}, clusters of {m['least']:,.0f} to {m['most']:,.0f} items; ",
+        end="",
+    )
     print(f"{m['whole']:.1%} of the items lie in the cluster that holds most of their group")
     if args.items >= 1_000_000:
         most = max(m["peak"], m.get("device_peak", 0.0))
-        print(f"it streams, so that memory stays below a quarter of the files: {'yes' if most < 0.25 * size / 2**20 else 'NO'}")
+        print(
+            f"it streams, so that memory stays below a quarter of the files: {'yes' if most < 0.25 * size / 2**20 else 'NO'}"
+        )
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import time
 
 import numpy as np
 
-from sparring.stats import paired_t, seeds_and_queries, sign_flip
+from sparring.evaluation.statistics import paired_t, seeds_and_queries, sign_flip
 
 TESTS = {
     "seeds and queries (headline)": lambda d: seeds_and_queries(d).p,
@@ -49,26 +49,38 @@ def main() -> None:
         d = values[: given.seeds] - values[given.seeds :]
         p.append([test(d) for test in TESTS.values()])
     rates = (np.array(p) < 0.05).mean(0)
-    print(f"{given.comparisons} comparisons of {given.recipe} with itself, {given.seeds} seeds each, {given.metric}, 200 x 100 worlds")
+    print(
+        f"{given.comparisons} comparisons of {given.recipe} with itself, {given.seeds} seeds each, {given.metric}, 200 x 100 worlds"
+    )
     print(f"\n| test over | p < 0.05 | 95 % interval |\n| {'-' * 38} | {'-' * 8} | {'-' * 14} |")
     for name, rate in zip(TESTS, rates, strict=True):
         low, high = wilson(rate, given.comparisons)
         print(f"| {name:38} | {rate:8.1%} | {low:5.1%} - {high:5.1%} |")
     print(f"\n{2 * given.seeds * given.comparisons:,} trainings in {time.perf_counter() - began:.0f} s")
-    print(f"the headline test is right in size, 5 +- 2 % ({rates[0]:.1%}): {'yes' if 0.03 <= rates[0] <= 0.07 else 'NO'}")
+    print(
+        f"the headline test is right in size, 5 +- 2 % ({rates[0]:.1%}): {'yes' if 0.03 <= rates[0] <= 0.07 else 'NO'}"
+    )
 
 
 def trained(number: int, seeds: int, recipe: str, metric: str, epochs: int) -> np.ndarray:
     """(seeds, queries) values of freshly trained models in the world of this number."""
     from sparring.data.splits import split
-    from sparring.data.worlds import make_world
-    from sparring.settings import build, find, own_arguments
-    from sparring.train import fit
+    from sparring.data.synthetic import make_world
+    from sparring.recipes.settings import build, find, own_arguments
+    from sparring.training.fitting import fit
 
     world = make_world(200, 100, exposure=0.3, relevant=0.3, seed=number)
     parts = split(world.interactions, "random", valid=0, test=0.2, seed=number)
     name, k = metric.split("@")
-    shared = {"dim": 8, "epochs": epochs, "batch_size": 256, "lr": 0.05, "optimizer": "adam", "score": "cosine", "tau": 0.1}
+    shared = {
+        "dim": 8,
+        "epochs": epochs,
+        "batch_size": 256,
+        "lr": 0.05,
+        "optimizer": "adam",
+        "score": "cosine",
+        "tau": 0.1,
+    }
     shared |= {"weight_decay": 0.0, "patience": None, **({"n": 64} if "n" in own_arguments(find(recipe)) else {})}
     rows = []
     for seed in range(seeds):

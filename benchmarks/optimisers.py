@@ -15,7 +15,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from sparring.rows import RowAdagrad, RowAdam, sum_rows
+from sparring.core.sparse_rows import sum_rows
+from sparring.training.row_optimizers import RowAdagrad, RowAdam
 
 
 def main() -> None:
@@ -25,7 +26,12 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4096)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--ids", choices=("uniform", "zipf"), default="uniform", help="uniform has the most distinct rows: the worst case")
+    parser.add_argument(
+        "--ids",
+        choices=("uniform", "zipf"),
+        default="uniform",
+        help="uniform has the most distinct rows: the worst case",
+    )
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     g = torch.Generator().manual_seed(0)

@@ -35,7 +35,7 @@ import torch
 from _shared import RESULTS, Clock, Pairs, gowalla_lightgcn, interactions, quality, table
 from sparring import Run, Setup, Split, Term, build, compose, fit, recipes
 from sparring.negatives import InBatch
-from sparring.train import Progress
+from sparring.training.fitting import Progress
 
 HERE = Path(__file__).resolve().parent
 MODULE = {"implicit-als": "implicit", "implicit-bpr": "implicit", "recbole-bpr": "recbole"}
@@ -57,15 +57,27 @@ class Enough(Exception):
 
 def peer(what: str, python: str, data: Pairs, sample: int) -> list[Point]:
     """Train another library's model in its own interpreter; [] with a message where it is absent."""
-    known = subprocess.run([python, "-c", f"import importlib.util as u, sys; sys.exit(u.find_spec('{MODULE[what]}') is None)"], check=False)
+    known = subprocess.run(
+        [python, "-c", f"import importlib.util as u, sys; sys.exit(u.find_spec('{MODULE[what]}') is None)"], check=False
+    )
     if known.returncode:
-        print(f"{what}: left out, {python} has no module {MODULE[what]} (pip install {MODULE[what]}, or --{MODULE[what]}-python PATH)")
+        print(
+            f"{what}: left out, {python} has no module {MODULE[what]} (pip install {MODULE[what]}, or --{MODULE[what]}-python PATH)"
+        )
         return []
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "pairs.npz"
-        np.savez(source, **{name: getattr(data, name) for name in ("users", "items", "test_users", "test_items", "n_users", "n_items")})
+        np.savez(
+            source,
+            **{
+                name: getattr(data, name)
+                for name in ("users", "items", "test_users", "test_items", "n_users", "n_items")
+            },
+        )
         command = [python, str(HERE / "_peer_child.py"), what, str(source), folder]
-        ran = subprocess.run(command, env=os.environ | ONE_THREAD, cwd=folder, capture_output=True, text=True, check=False)
+        ran = subprocess.run(
+            command, env=os.environ | ONE_THREAD, cwd=folder, capture_output=True, text=True, check=False
+        )
         if ran.returncode:
             print(f"{what}: left out, it failed: {(ran.stderr.strip().splitlines() or ['no message'])[-1]}")
             return []
@@ -133,15 +145,25 @@ def quick(data: Pairs, init: str, lr: float = 0.05) -> Callable[[], Run]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     here = sys.executable
-    parser.add_argument("--implicit-python", default=os.environ.get("IMPLICIT_PYTHON", here), help="an interpreter that has implicit")
-    parser.add_argument("--recbole-python", default=os.environ.get("RECBOLE_PYTHON", here), help="an interpreter that has RecBole")
-    parser.add_argument("--threads", type=int, default=1, help="ignored: always one, CPU seconds of several threads do not compare")
+    parser.add_argument(
+        "--implicit-python", default=os.environ.get("IMPLICIT_PYTHON", here), help="an interpreter that has implicit"
+    )
+    parser.add_argument(
+        "--recbole-python", default=os.environ.get("RECBOLE_PYTHON", here), help="an interpreter that has RecBole"
+    )
+    parser.add_argument(
+        "--threads", type=int, default=1, help="ignored: always one, CPU seconds of several threads do not compare"
+    )
     parser.add_argument("--sample", type=int, default=6000, help="users in the points of a curve; 0 = all")
-    parser.add_argument("--seconds", default="0.5,1,1.5,2,3,4,5,6,8,10", help="CPU seconds at which our curves are measured")
+    parser.add_argument(
+        "--seconds", default="0.5,1,1.5,2,3,4,5,6,8,10", help="CPU seconds at which our curves are measured"
+    )
     given = parser.parse_args()
     torch.set_num_threads(1)
     data = gowalla_lightgcn()
-    print(f"{data.source}: {data.n_users:,} users, {data.n_items:,} items, {len(data):,} training pairs; 64 dimensions, one thread\n")
+    print(
+        f"{data.source}: {data.n_users:,} users, {data.n_items:,} items, {len(data):,} training pairs; 64 dimensions, one thread\n"
+    )
 
     warm_up(data)
     mine = bpr(data)
@@ -173,7 +195,11 @@ def main() -> None:
     }
     for name, points in curves.items():
         if points:
-            print(f"{name}\n" + table(["CPU s", "epochs", "recall@20", "ndcg@20"], [_line(p, data) for p in points]) + "\n")
+            print(
+                f"{name}\n"
+                + table(["CPU s", "epochs", "recall@20", "ndcg@20"], [_line(p, data) for p in points])
+                + "\n"
+            )
     compare(curves)
     RESULTS.mkdir(exist_ok=True)
     stored = {name: [{"cpu": p.cpu, "pairs": p.pairs, **p.worth} for p in points] for name, points in curves.items()}

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from _shared import table
-from sparring.rank import top_k
-from sparring.types import Positives
+from sparring.core.topk import top_k
+from sparring.core.types import Positives
 
 SHAPES = [(29_858, 40_981, 64), (8192, 1_000_000, 128)]  # queries, items, dimensions
 K, SEEN = 50, 30
@@ -93,7 +93,10 @@ def main() -> None:
             same = f"{float((lists == found['blocks'][0]).float().mean()):.6f}" if "product" not in name else ""
             rows.append([f"{b:,} x {n:,}, d = {d}", name, f"{ms:.1f}", f"{mib:,.0f}", same])
         ratio = found["plain"][1] / found["fused"][1]
-        print(f"{b:,} x {n:,}: plain takes {ratio:.1f} times as long as fused, at least 1: {'yes' if ratio >= 1 else 'NO'}", flush=True)
+        print(
+            f"{b:,} x {n:,}: plain takes {ratio:.1f} times as long as fused, at least 1: {'yes' if ratio >= 1 else 'NO'}",
+            flush=True,
+        )
     print(f"\ntop {K}, {SEEN} seen items a query, {torch.cuda.get_device_name()}\n")
     print(table(["queries x items", "way", "ms", "MiB", "items listed as by blocks"], rows))
 

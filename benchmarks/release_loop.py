@@ -110,7 +110,9 @@ class _Loss:
             return self._softmax(positive - constant, torch.gather(scores, 1, kept) - log_q)
         return self._xir(query, scores, positive, items, log_pop, table)
 
-    def _xir(self, query: Tensor, scores: Tensor, positive: Tensor, items: Tensor, log_pop: Tensor, table: nn.Embedding) -> Tensor:
+    def _xir(
+        self, query: Tensor, scores: Tensor, positive: Tensor, items: Tensor, log_pop: Tensor, table: nn.Embedding
+    ) -> Tensor:
         half = self.size // 2
         cached = query @ table(self.cache).T
         log_cached = torch.log(self.pop[self.cache])
@@ -183,7 +185,9 @@ def main() -> None:
     parser.add_argument("--methods", default=",".join(METHODS))
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--quality", action="store_true", help="also rank all items for all users and print recall and ndcg")
+    parser.add_argument(
+        "--quality", action="store_true", help="also rank all items for all users and print recall and ndcg"
+    )
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     data = gowalla_xir()
@@ -196,7 +200,12 @@ def main() -> None:
             found = quality(ran.users, ran.items, data, k=(10, 20))
             row += [f"{found[name]:.4f}" for name in QUALITY]
         rows.append(row)
-    print(table(["method", "CPU s per step", "wall s per step", "pairs per CPU s", *(QUALITY if given.quality else ())], rows))
+    print(
+        table(
+            ["method", "CPU s per step", "wall s per step", "pairs per CPU s", *(QUALITY if given.quality else ())],
+            rows,
+        )
+    )
 
 
 if __name__ == "__main__":

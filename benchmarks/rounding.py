@@ -14,13 +14,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from sparring.core.ranks import Group
+from sparring.core.types import ALONE, Ranks
 from sparring.data.splits import split
-from sparring.data.worlds import make_world
-from sparring.dist import Group
-from sparring.evaluation import evaluate
-from sparring.settings import build
-from sparring.trainer import Progress, Trainer
-from sparring.types import ALONE, Ranks
+from sparring.data.synthetic import make_world
+from sparring.evaluation.ranking import evaluate
+from sparring.recipes.settings import build
+from sparring.training.loop import Progress, Trainer
 
 COMMON: dict[str, Any] = {"dim": 16, "batch_size": 128, "epochs": 6, "patience": None, "seed": 5, "lr": 0.01}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -35,10 +35,14 @@ def main() -> None:
     dist.init_process_group("gloo")
     four, rank = Group(), dist.get_rank()
     two = Group(dist.new_group([0, 1]))
-    parts = split(make_world(300, 150, exposure=0.5, relevant=0.3, seed=3).interactions, "random", valid=0.1, test=0.2, seed=1)
+    parts = split(
+        make_world(300, 150, exposure=0.5, relevant=0.3, seed=3).interactions, "random", valid=0.1, test=0.2, seed=1
+    )
     assert parts.test is not None
 
-    def trained(name: str, kind: torch.dtype, ranks: Ranks, bits: bool = False) -> tuple[torch.Tensor, torch.Tensor, dict[str, float]]:
+    def trained(
+        name: str, kind: torch.dtype, ranks: Ranks, bits: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, float]]:
         recipe, settings = CASES[name]
         run = build(recipe, parts.train, {**COMMON, **settings})
         if kind == torch.float64:
@@ -53,7 +57,11 @@ def main() -> None:
             trainer.validate(trainer.epoch())
         result = evaluate(run.model, parts.test, parts.seen_for("test"), (10, 50), ("recall", "ndcg"), ranks=ranks)  # type: ignore[arg-type]
         weights = torch.cat([weight.detach().flatten().double() for weight in run.model.parameters()])
-        return torch.tensor([record["loss"] for record in trainer.state.history], dtype=torch.float64), weights, result.metrics
+        return (
+            torch.tensor([record["loss"] for record in trainer.state.history], dtype=torch.float64),
+            weights,
+            result.metrics,
+        )
 
     if rank == 0:
         print(f"{'':42} {'first loss':>11} {'last loss':>10} {'weights':>9} {'metrics':>9}")

@@ -61,7 +61,8 @@ def work(path: Path, out: Path, steps: int, dim: int) -> None:
     import numpy as np
     import torch
 
-    from sparring import build, evaluate, fit, read, split, trainer
+    from sparring import build, evaluate, fit, read, split
+    from sparring.training import loop
 
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     began = time.perf_counter()
@@ -86,14 +87,14 @@ def work(path: Path, out: Path, steps: int, dim: int) -> None:
             tell("begin: id maps and seen items written, first step done")
             first.append(time.perf_counter())
         if done == steps // 2:
-            trainer.CHECKPOINT_SECONDS = 0.0  # as if ten minutes had gone by: a checkpoint after this step
+            loop.CHECKPOINT_SECONDS = 0.0  # as if ten minutes had gone by: a checkpoint after this step
         elif done == steps // 2 + 1:
-            trainer.CHECKPOINT_SECONDS = 600.0
+            loop.CHECKPOINT_SECONDS = 600.0
         if done >= steps:
             raise _Enough
 
     try:
-        fit(run, parts, out, overwrite=True, device="cpu", progress=trainer.Progress(step=step))
+        fit(run, parts, out, overwrite=True, device="cpu", progress=loop.Progress(step=step))
     except _Enough:
         rate = (steps - 1) * run.setup.batch_size / (time.perf_counter() - first[0])
         size = (out / "checkpoint.safetensors").stat().st_size / 1e9
@@ -129,7 +130,10 @@ def main() -> None:
             subprocess.run([*words, "--child", child], check=True)
             if child == "make":
                 size = (Path(folder) / "interactions.parquet").stat().st_size / 1e6
-                print(f"made {asked.rows:,} rows, {size:,.0f} MB of Parquet, in {time.perf_counter() - began:.1f} s", flush=True)
+                print(
+                    f"made {asked.rows:,} rows, {size:,.0f} MB of Parquet, in {time.perf_counter() - began:.1f} s",
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":

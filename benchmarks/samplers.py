@@ -22,10 +22,10 @@ import torch
 
 from _shared import cpu_seconds, gowalla_xir, interactions, stepping, table
 from sparring import Run, Setup, Term, compose, recipes
+from sparring.core.types import Corpus, Positives
 from sparring.data.interactions import Interactions
 from sparring.negatives import InBatch, Sampled, Uniform, Union
-from sparring.recorded import Recorded
-from sparring.types import Corpus, Positives
+from sparring.training.cuda_graph import Recorded
 
 CLAIM = 1.3
 Build = Callable[[Interactions, Setup], Run]
@@ -74,7 +74,12 @@ def methods(b: int) -> list[Method]:
         Method("uniform per query", "32", per_query(32), ""),
         Method("uniform per query, 64", "64", per_query(64), ""),
         Method(
-            "dns, shared pool, one of the 64 hardest", f"{b:,}", recipe("dns", n=b, m=b // 32, per_query=False), "in-batch", ranks, pool
+            "dns, shared pool, one of the 64 hardest",
+            f"{b:,}",
+            recipe("dns", n=b, m=b // 32, per_query=False),
+            "in-batch",
+            ranks,
+            pool,
         ),
         Method("dns, shared pool, the hardest", f"{b:,}", recipe("dns", n=b, per_query=False), "in-batch", fresh, pool),
         Method("ahns, shared pool", f"{b:,}", recipe("ahns", n=b, per_query=False), "in-batch", fresh, pool),
@@ -88,13 +93,33 @@ def methods(b: int) -> list[Method]:
         ),
         Method("bmns", f"{2 * b:,}", recipe("bmns", n=b), "in-batch and uniform", mixes),
         Method("fairneg, shares only", f"{b:,}", recipe("fairneg", n=b, importance=0.0), "in-batch", fresh, pool),
-        Method("fairneg", f"{b:,}", recipe("fairneg", n=b), "in-batch", f"{fresh}, and scores it once more for the weights", pool),
+        Method(
+            "fairneg",
+            f"{b:,}",
+            recipe("fairneg", n=b),
+            "in-batch",
+            f"{fresh}, and scores it once more for the weights",
+            pool,
+        ),
         Method("dns", "32", recipe("dns"), "in-batch", own, "uniform per query"),
         Method("ahns", "32", recipe("ahns"), "in-batch", own, "uniform per query"),
         Method("mixgcf", "32", recipe("mixgcf"), "in-batch", own, "uniform per query"),
-        Method("mixgcf, a share per candidate", "32", recipe("mixgcf", mix="candidate"), "in-batch", own, "uniform per query"),
+        Method(
+            "mixgcf, a share per candidate",
+            "32",
+            recipe("mixgcf", mix="candidate"),
+            "in-batch",
+            own,
+            "uniform per query",
+        ),
         Method("midx", "64", recipe("midx"), "in-batch", own, "uniform per query, 64"),
-        Method("sce", "256", recipe("sce", n=256), "in-batch", "projects all items on buckets and hands each query one of its own"),
+        Method(
+            "sce",
+            "256",
+            recipe("sce", n=256),
+            "in-batch",
+            "projects all items on buckets and hands each query one of its own",
+        ),
     ]
 
 
@@ -142,7 +167,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=0, help="of a method in a round; 3 on a CPU, 50 on a GPU unless given")
+    parser.add_argument(
+        "--steps", type=int, default=0, help="of a method in a round; 3 on a CPU, 50 on a GPU unless given"
+    )
     parser.add_argument("--batch", type=int, default=2048)
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
@@ -168,9 +195,15 @@ def main() -> None:
     rows = []
     for each in timed:
         method, mine = each.method, spent[each.method.name]
-        ratio = statistics.median(a / b for a, b in zip(mine, spent[method.yardstick], strict=True)) if method.yardstick else None
+        ratio = (
+            statistics.median(a / b for a, b in zip(mine, spent[method.yardstick], strict=True))
+            if method.yardstick
+            else None
+        )
         held = f"{ratio:.2f} x {method.yardstick}" if ratio is not None else ""
-        kind = statistics.median(a / b for a, b in zip(mine, spent[method.alike], strict=True)) if method.alike else None
+        kind = (
+            statistics.median(a / b for a, b in zip(mine, spent[method.alike], strict=True)) if method.alike else None
+        )
         same = f"{kind:.2f} x {method.alike}" if kind is not None else ""
         claim = "" if ratio is None else f"at most {CLAIM}: {'yes' if ratio <= CLAIM else 'NO'}"
         rows.append([method.name, method.scored, f"{1000 * statistics.median(mine):.1f}", same, held, claim])
@@ -179,7 +212,9 @@ def main() -> None:
         if each.method.why:
             print(f"{each.method.name}: {each.method.why}")
         if rebuild[each.method.name]:
-            print(f"{each.method.name}: {rebuild[each.method.name]:.2f} s of wall time before an epoch for new codebooks")
+            print(
+                f"{each.method.name}: {rebuild[each.method.name]:.2f} s of wall time before an epoch for new codebooks"
+            )
 
 
 if __name__ == "__main__":

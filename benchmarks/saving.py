@@ -21,11 +21,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from sparring.core.devices import pick_device
+from sparring.core.ranks import join, leave
 from sparring.data.interactions import Interactions, Split, Vocabulary
-from sparring.devices import pick_device
-from sparring.dist import join, leave
-from sparring.settings import build
-from sparring.trainer import Progress, Trainer
+from sparring.recipes.settings import build
+from sparring.training.loop import Progress, Trainer
 
 
 def main() -> int:
@@ -42,7 +42,14 @@ def main() -> int:
     rng, half = np.random.default_rng(0), args.rows // 2
     ids = Vocabulary(np.arange(half))
     data = Interactions(*(rng.integers(0, half, 4_000_000).astype(np.int32) for _ in range(2)), ids, ids)
-    settings = {"dim": args.dim, "n": 2048, "batch_size": 2048, "optimizer": "row-adagrad", "weight_decay": 0.0, "item_bias": False}
+    settings = {
+        "dim": args.dim,
+        "n": 2048,
+        "batch_size": 2048,
+        "optimizer": "row-adagrad",
+        "weight_decay": 0.0,
+        "item_bias": False,
+    }
     settings |= {"init": "normal", "dropout": 0.0, "tables": args.tables, "epochs": 1}
     trainer = Trainer(build("default", data, settings), Split(data), device, folder, Progress(), ranks)
     trainer.set_rate(1.0)

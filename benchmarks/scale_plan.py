@@ -30,8 +30,23 @@ from _rates import Rates
 
 N, D, B, C = (int(number) for number in os.environ.get("SCALE_PLAN_SHAPE", "60000,32,1024,512").split(","))  # --shape
 STEPS = 4  # that are counted
-COMMON: dict[str, Any] = {"dim": D, "batch_size": B, "epochs": 1, "optimizer": "row-adagrad", "score": "cosine", "tau": 0.1}
-COMMON |= {"weight_decay": 0.0, "item_bias": False, "dropout": 0.0, "init": "normal", "patience": None, "warmup": 0, "schedule": "step"}
+COMMON: dict[str, Any] = {
+    "dim": D,
+    "batch_size": B,
+    "epochs": 1,
+    "optimizer": "row-adagrad",
+    "score": "cosine",
+    "tau": 0.1,
+}
+COMMON |= {
+    "weight_decay": 0.0,
+    "item_bias": False,
+    "dropout": 0.0,
+    "init": "normal",
+    "patience": None,
+    "warmup": 0,
+    "schedule": "step",
+}
 
 
 @dataclass(frozen=True)
@@ -71,8 +86,16 @@ class Wire:
         """Of a step, for a rank that has a core to itself; `launch` is what its operations and collectives take with next to nothing in."""
         shared = self.pairs * rates.pair + self.far * rates.far + self.own * rates.own + self.products * rates.product
         alike, rows = self.alike * rates.product + self.draws * rates.draw, self.batch + self.items
-        moved = rows / ranks if self.spread else rows + rows / ranks  # a rank sums its own rows, then updates those of all
-        return launch + (shared + (rows + self.looked) * rates.look) / ranks + alike + moved * rates.update + self.bytes(ranks) * rates.byte
+        moved = (
+            rows / ranks if self.spread else rows + rows / ranks
+        )  # a rank sums its own rows, then updates those of all
+        return (
+            launch
+            + (shared + (rows + self.looked) * rates.look) / ranks
+            + alike
+            + moved * rates.update
+            + self.bytes(ranks) * rates.byte
+        )
 
     def held(self, ranks: int) -> float:
         """Bytes of a rank: tables with their sums, and what the sampler keeps."""
@@ -90,7 +113,9 @@ def plans(n: int, dim: int, b: int, c: int) -> dict[str, Wire]:
     return {
         "default": wire(**shared, settings={"n": c}),
         "uns": wire(**shared, settings={"n": c}),
-        "uns per query": wire(items=b + 4 * b, own=4 * b, draws=4 * b, settings={"n": 4, "per_query": True}, recipe="uns"),
+        "uns per query": wire(
+            items=b + 4 * b, own=4 * b, draws=4 * b, settings={"n": 4, "per_query": True}, recipe="uns"
+        ),
         "pns": wire(**shared, memory=popular, settings={"n": c}),
         "bpr": wire(items=b + b, own=b, draws=b),
         "ssl": wire(**in_batch),
@@ -99,13 +124,21 @@ def plans(n: int, dim: int, b: int, c: int) -> dict[str, Wire]:
         "mns": wire(**mixed, memory=popular, settings={"n": c}),
         "bir": wire(**in_batch, memory=popular),
         "xir": wire(**both, settings={"cache_size": c}),
-        "cbns": wire(**{**in_batch, "pairs": b * (b + 2048)}, memory=popular + 4 * dim * 2048, settings={"size": 2048, "opens": 0}),
+        "cbns": wire(
+            **{**in_batch, "pairs": b * (b + 2048)},
+            memory=popular + 4 * dim * 2048,
+            settings={"size": 2048, "opens": 0},
+        ),
         "full_softmax": wire(vectors=n, items=b + n, far=b * n),
         "dns": wire(items=b + b, own=b, products=8 * b, looked=8 * b, draws=8 * b, settings={"n": 8}),
         "mixgcf": wire(items=b + b, own=b, products=8 * b, looked=8 * b, draws=9 * b, settings={"n": 8}),
         # to keep 64 takes three times what keeping 16 takes
-        "amns": wire(**{**mixed, "pairs": 0}, own=64 * b, products=3 * b * (b + c), memory=popular, settings={"n": c, "k": 64}),
-        "bmns": wire(**{**in_batch, "pairs": b * (b + 256)}, draws=256 * b, alike=256 * b, memory=popular, settings={"n": 256}),
+        "amns": wire(
+            **{**mixed, "pairs": 0}, own=64 * b, products=3 * b * (b + c), memory=popular, settings={"n": c, "k": 64}
+        ),
+        "bmns": wire(
+            **{**in_batch, "pairs": b * (b + 256)}, draws=256 * b, alike=256 * b, memory=popular, settings={"n": 256}
+        ),
         "fairneg": wire(**shared, numbers=b, memory=16 * n, settings={"n": c}),
         "midx": wire(items=b + 4 * b, own=4 * b, products=32 * 32 * b, draws=8 * b, memory=24 * n, settings={"n": 4}),
         "sce": wire(
@@ -132,7 +165,9 @@ def plans(n: int, dim: int, b: int, c: int) -> dict[str, Wire]:
         "default, sharded": wire(**shared, settings={"n": c, "tables": "sharded"}, recipe="default", spread=True),
         "xir, sharded": wire(**both, settings={"cache_size": c, "tables": "sharded"}, recipe="xir", spread=True),
         "dpr": wire(**in_batch),
-        "ance": wire(vectors=2 * b, items=2 * b, pairs=2 * b * b, draws=b, memory=4 * 50 * n, settings={"k": 50, "start": 0}),
+        "ance": wire(
+            vectors=2 * b, items=2 * b, pairs=2 * b * b, draws=b, memory=4 * 50 * n, settings={"k": 50, "start": 0}
+        ),
         "ngame": wire(**in_batch, plain=b, products=b * b, memory=4 * dim * n, settings={"size": 8}),
     }
 
@@ -144,7 +179,7 @@ def worker(names: list[str], out: Path) -> None:
     import torch
     import torch.distributed as dist
 
-    from sparring.dist import Group, join, leave
+    from sparring.core.ranks import Group, join, leave
 
     torch.set_num_threads(1)
     ranks = join(torch.device("cpu"))
@@ -184,8 +219,8 @@ def trained(name: str, ranks: Any, n: int, batch: int) -> tuple[Any, Callable[[]
     import torch
 
     from sparring.data.interactions import Interactions, Split, Vocabulary
-    from sparring.settings import build
-    from sparring.trainer import Progress, Trainer
+    from sparring.recipes.settings import build
+    from sparring.training.loop import Progress, Trainer
 
     items = np.random.default_rng(0).permutation(2 * n).astype(np.int32) % n
     data = Interactions(np.arange(2 * n, dtype=np.int32) % n, items, Vocabulary(np.arange(n)), Vocabulary(np.arange(n)))
@@ -197,7 +232,9 @@ def trained(name: str, ranks: Any, n: int, batch: int) -> tuple[Any, Callable[[]
     trainer = Trainer(run, Split(data), torch.device("cpu"), None, Progress(), ranks)
     trainer.set_rate(1.0)
     trainer.refresh()
-    batches = itertools.cycle([rows for rows in trainer.batches.epoch(0) if len(rows) == batch])  # the last of an epoch is shorter
+    batches = itertools.cycle(
+        [rows for rows in trainer.batches.epoch(0) if len(rows) == batch]
+    )  # the last of an epoch is shorter
     return trainer, lambda: trainer.work(next(batches))
 
 
@@ -212,7 +249,16 @@ def loopback() -> float:
 
 
 def measure(names: list[str], ranks: int, out: Path) -> tuple[dict[str, Any], bool]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", __file__, "--worker", str(out)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={ranks}",
+        __file__,
+        "--worker",
+        str(out),
+    ]
     command += ["--only", ";".join(names)]
     tool = shutil.which("unshare")
     own = tool is not None and subprocess.run([tool, "-n", "true"], capture_output=True, check=False).returncode == 0
@@ -225,12 +271,18 @@ def measure(names: list[str], ranks: int, out: Path) -> tuple[dict[str, Any], bo
 def show_plan() -> None:
     """A billion items and as many queries x 128 on 64 GPUs, sharded tables, row-wise Adagrad."""
     n, dim, batch, shared, gpus = 1_000_000_000, 128, 65_536, 8192, 64
-    network, matrix, memory = 50e9, 200e12, 1.5e12  # bytes per second and GPU; products that are reached; bytes of scattered rows
+    network, matrix, memory = (
+        50e9,
+        200e12,
+        1.5e12,
+    )  # bytes per second and GPU; products that are reached; bytes of scattered rows
     launch = 4e-3 + 12 * 5e-5  # operations one by one, since steps of several ranks are not recorded; 12 collectives
     score, row = 2 * dim / matrix, 4 * dim / memory
     rates = Rates(3 * score, 3 * score, 3 * score + 3 * row, score, 1e-12, 3 * row, 4 * row, 1 / network)
     print(f"{n:,} items and as many queries x {dim}, batch {batch:,}, {shared:,} shared candidates, {gpus} GPUs")
-    print(f"tables with their sums: {2 * n * (4 * dim + 4) / gpus / 1e9:.1f} GB per GPU of {2 * n * (4 * dim + 4) / 1e12:.2f} TB")
+    print(
+        f"tables with their sums: {2 * n * (4 * dim + 4) / gpus / 1e9:.1f} GB per GPU of {2 * n * (4 * dim + 4) / 1e12:.2f} TB"
+    )
     print(f"{'':17} {'kept':>9} {'wire':>9} {'wire':>9} {'device':>9} {'step':>9} {'pairs per s':>12}")
     for name, whole in plans(n, dim, batch, shared).items():
         if name.endswith("sharded"):
@@ -249,12 +301,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", default="2,4")
     parser.add_argument("--only", default=";".join(PLANS), help="names with ; between them")
-    parser.add_argument("--shape", default=f"{N},{D},{B},{C}", help="items (and as many queries), dimensions, batch, shared candidates")
+    parser.add_argument(
+        "--shape", default=f"{N},{D},{B},{C}", help="items (and as many queries), dimensions, batch, shared candidates"
+    )
     parser.add_argument("--worker", type=Path)
     parser.add_argument("--plan", action="store_true")
     args = parser.parse_args()
     if args.shape != f"{N},{D},{B},{C}":
-        return subprocess.run([sys.executable, *sys.argv], env={**os.environ, "SCALE_PLAN_SHAPE": args.shape}, check=False).returncode
+        return subprocess.run(
+            [sys.executable, *sys.argv], env={**os.environ, "SCALE_PLAN_SHAPE": args.shape}, check=False
+        ).returncode
     names = args.only.split(";")
     if args.worker:
         worker(names, args.worker)
@@ -268,11 +324,15 @@ def main() -> int:
         measured, own = measure(names, ranks, out)
         out.unlink()
         rates, found = _rates.Rates(**measured["rates"]), measured["found"]
-        print(f"\n{ranks} ranks; N = {N:,} items and queries, D = {D}, B = {B:,}; kB received per rank and step; MB of tensors per rank;")
+        print(
+            f"\n{ranks} ranks; N = {N:,} items and queries, D = {D}, B = {B:,}; kB received per rank and step; MB of tensors per rank;"
+        )
         print("ms of a step: CPU of a rank, and as the clock went. Rates in ns:", end=" ")
         print(", ".join(f"{key} {1e9 * value:,.2f}" for key, value in vars(rates).items()))
         print(f"{'':17} {'predicted':>10} {'counted':>10} {'ratio':>6} {'loopback':>10}", end="   ")
-        print(f"{'predicted':>10} {'held':>8} {'ratio':>6}   {'launch':>7} {'predicted':>10} {'CPU':>7} {'ratio':>6} {'clock':>7}")
+        print(
+            f"{'predicted':>10} {'held':>8} {'ratio':>6}   {'launch':>7} {'predicted':>10} {'CPU':>7} {'ratio':>6} {'clock':>7}"
+        )
         for name in names:
             plan, seen = PLANS[name], found[name]
             wire, memory, seconds = plan.bytes(ranks), plan.held(ranks), plan.seconds(ranks, rates, seen["launch"])

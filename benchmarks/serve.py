@@ -31,22 +31,24 @@ import torch
 from _serve_load import CONNECTIONS, SEEN, USERS, K, Seen, check, cpu_seconds, disturb, drive, listen, resident, start
 from _shared import table
 from index import world
-from sparring import runs
-from sparring.composition import Setup
+from sparring.core.files import tensors_of, write_tensors
+from sparring.core.types import Positives
 from sparring.data.interactions import Interactions, Vocabulary
-from sparring.disk import tensors_of, write_tensors
-from sparring.index import Index, files
-from sparring.index.beside import FOLDER, build_index, open_index
-from sparring.index.kinds import parameters, require_faiss, widened
-from sparring.retriever import Retriever
-from sparring.run_folder import write_start
-from sparring.towers import IdTower
-from sparring.types import Positives
+from sparring.models.retriever import Retriever
+from sparring.models.towers import IdTower
+from sparring.recipes.run import Setup
+from sparring.serving.index import Index, files
+from sparring.serving.index.faiss_backends import parameters, require_faiss, widened
+from sparring.serving.index.run_index import FOLDER, build_index, open_index
+from sparring.training import trained as runs
+from sparring.training.folder import write_start
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cache", type=Path, required=True, help="folder for the runs and their index; used again the next time")
+    parser.add_argument(
+        "--cache", type=Path, required=True, help="folder for the runs and their index; used again the next time"
+    )
     parser.add_argument("--items", type=int, default=1_000_000)
     parser.add_argument("--dim", type=int, default=64)
     parser.add_argument("--seconds", type=int, default=60)
@@ -72,14 +74,18 @@ def prepared(args: argparse.Namespace) -> tuple[Path, Path]:
         shutil.rmtree(args.cache, ignore_errors=True)
         items, centres = world(args.items, args.dim)
         rng = np.random.default_rng(1)
-        near = items[rng.integers(0, args.items, USERS)] + 0.1 * rng.standard_normal((USERS, args.dim)).astype(np.float32)
+        near = items[rng.integers(0, args.items, USERS)] + 0.1 * rng.standard_normal((USERS, args.dim)).astype(
+            np.float32
+        )
         users = (near / np.linalg.norm(near, axis=1, keepdims=True)).astype(np.float32)
         users[: len(centres)] = centres
         write_run(first, users, items)
         write_run(second, np.roll(users, -1, axis=0), items)
         began = time.perf_counter()
         tuned = build_index(runs.load(first), k=K, recall=args.recall, kind=args.kind, say=print)
-        print(f"index built and tuned in {time.perf_counter() - began:.0f} s: {tuned.chosen.kind}, recall@{K} {tuned.recall:.4f}\n")
+        print(
+            f"index built and tuned in {time.perf_counter() - began:.0f} s: {tuned.chosen.kind}, recall@{K} {tuned.recall:.4f}\n"
+        )
         other = {"model": files.sha256(second / "model.safetensors")}
         files.write(replace(tuned.index, meta=tuned.index.meta | other), second / FOLDER)
     for name in ("first/serve", "broken"):
@@ -96,9 +102,14 @@ def write_run(folder: Path, users: np.ndarray, items: np.ndarray) -> None:
     import polars as pl
 
     titles = pl.DataFrame(
-        {"title": pl.Series(np.arange(len(items))).cast(pl.String) + " of many", "price": rng.random(len(items)).round(4)}
+        {
+            "title": pl.Series(np.arange(len(items))).cast(pl.String) + " of many",
+            "price": rng.random(len(items)).round(4),
+        }
     )
-    data = Interactions(queries, seen.ravel(), Vocabulary(np.arange(len(users))), Vocabulary(np.arange(len(items))), item_table=titles)
+    data = Interactions(
+        queries, seen.ravel(), Vocabulary(np.arange(len(users))), Vocabulary(np.arange(len(items))), item_table=titles
+    )
     model = Retriever(IdTower(len(users), items.shape[1]), IdTower(*items.shape), setup.score)
     with torch.no_grad():
         model.query.weight.copy_(torch.from_numpy(users))
@@ -190,9 +201,13 @@ def report(
     shares = {name: rate / ((before[name][0] + after[name][0]) / 2) for name in before}
     print("\nservice / bare loop: " + ", ".join(f"{share:.2f} of {name}" for name, share in shares.items()), end="; ")
     print(f"at least half: {' and '.join(name for name, share in shares.items() if share >= 0.5) or 'NO'}", end="")
-    print(f" (per CPU second, swap and upserts included: {count / spent / max(cpu for _, cpu in [*before.values(), *after.values()]):.2f})")
+    print(
+        f" (per CPU second, swap and upserts included: {count / spent / max(cpu for _, cpu in [*before.values(), *after.values()]):.2f})"
+    )
     errors = int(loaded["failed"]) + (loaded["socket"] != "0") + len(seen.wrong)
-    print(f"{count:,} requests; refused {loaded['failed']}, socket errors {loaded['socket']}; no error: {'yes' if not errors else 'NO'}")
+    print(
+        f"{count:,} requests; refused {loaded['failed']}, socket errors {loaded['socket']}; no error: {'yes' if not errors else 'NO'}"
+    )
     checked = f"{len(seen.answers)} answers checked, recall@{K} {np.mean(seen.recall):.4f}, generations {sorted(seen.generations)}"
     print(f"{checked}; wrong: {len(seen.wrong)}")
     for line in seen.wrong[:10]:

@@ -18,8 +18,8 @@ import torch
 
 from _shared import gowalla_xir, interactions, table
 from sparring import Split, build
-from sparring.recorded import Recorded
-from sparring.trainer import Progress, Trainer
+from sparring.training.cuda_graph import Recorded
+from sparring.training.loop import Progress, Trainer
 
 CLAIMS = {"ssl_pop": 0.30, "bir": 0.35, "xir": 0.6}
 EPOCHS = 5
@@ -46,7 +46,12 @@ def main() -> None:
             trainer.epoch()
             torch.cuda.synchronize()
             times.append((time.perf_counter() - began) / len(trainer.batches) * 1e3)
-            trainer.state.epoch, trainer.state.step, trainer.state.loss_sum, trainer.state.rows = trainer.state.epoch + 1, 0, 0.0, 0
+            trainer.state.epoch, trainer.state.step, trainer.state.loss_sum, trainer.state.rows = (
+                trainer.state.epoch + 1,
+                0,
+                0.0,
+                0,
+            )
         step = trainer.step
         assert isinstance(step, Recorded)
         took, found = statistics.median(times[1:]), launches(step)
@@ -74,7 +79,11 @@ def launches(step: Recorded, n: int = 20) -> list[tuple[float, float, str]]:
         for _ in range(n):
             step.graph.replay()
         torch.cuda.synchronize()
-    kernels = [(each.device_time_total / n, each.count / n, each.key) for each in profiled.key_averages() if each.device_time_total > 0]
+    kernels = [
+        (each.device_time_total / n, each.count / n, each.key)
+        for each in profiled.key_averages()
+        if each.device_time_total > 0
+    ]
     return sorted(kernels, reverse=True)
 
 

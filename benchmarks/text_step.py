@@ -18,11 +18,11 @@ import numpy as np
 import torch
 
 from sparring.data.interactions import Interactions, Split
-from sparring.data.readers import read
+from sparring.data.reading import read
 from sparring.data.splits import split
-from sparring.settings import build
-from sparring.towers_text import text_tower
-from sparring.train import Progress, fit
+from sparring.models.text import text_tower
+from sparring.recipes.settings import build
+from sparring.training.fitting import Progress, fit
 
 WARM = 4  # steps before the clock starts
 
@@ -67,7 +67,10 @@ def steps(train: Interactions, args: argparse.Namespace, shared: dict[str, objec
     for chunk in args.chunks.split(","):
         run = build("dpr", some, {**shared, "epochs": 1, "loss": "hinge", "chunk": chunk})
         towers = [text_tower(side) for side in (run.model.query, run.model.item)]
-        tokens = sum(float(np.minimum(t.texts.lengths(), t.max_len).mean()) for t in towers if t is not None) * args.batch_size
+        tokens = (
+            sum(float(np.minimum(t.texts.lengths(), t.max_len).mean()) for t in towers if t is not None)
+            * args.batch_size
+        )
         clock = Clock(-(-len(queries) // args.batch_size))
         if cuda:
             torch.cuda.empty_cache()
@@ -75,7 +78,9 @@ def steps(train: Interactions, args: argparse.Namespace, shared: dict[str, objec
         fit(run, Split(some), device=args.device, progress=Progress(step=clock))
         each = (clock.at[1] - clock.at[0]) / (clock.last - WARM)
         peak = f", at most {torch.cuda.max_memory_allocated() / 2**30:.2f} GB" if cuda else ""
-        print(f"  chunk {chunk:>5}: {1000 * each:8.1f} ms a step, about {tokens / each:12,.0f} tokens/s{peak}", flush=True)
+        print(
+            f"  chunk {chunk:>5}: {1000 * each:8.1f} ms a step, about {tokens / each:12,.0f} tokens/s{peak}", flush=True
+        )
 
 
 def epochs(train: Interactions, args: argparse.Namespace, shared: dict[str, object]) -> None:
@@ -85,21 +90,28 @@ def epochs(train: Interactions, args: argparse.Namespace, shared: dict[str, obje
         "NGAME": ("ngame", {**mined, "size": 8, "grow": ""}),
         "ANCE": ("ance", {**mined, "loss": "hinge"}),
     }
-    print(f"{args.epochs} epochs, refreshed every {args.every} from the second on, {len(np.unique(train.queries)):,} texts an epoch")
+    print(
+        f"{args.epochs} epochs, refreshed every {args.every} from the second on, {len(np.unique(train.queries)):,} texts an epoch"
+    )
     few = train.subset(np.isin(train.queries, np.unique(train.queries)[: 2 * args.batch_size]))
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in methods}
     for recipe, own in methods.values():
         fit(build(recipe, few, {**shared, **own, "epochs": 2}), Split(few), device=args.device)
     for _ in range(args.rounds):
         for name, (recipe, own) in methods.items():
-            history = fit(build(recipe, train, {**shared, **own, "epochs": args.epochs}), Split(train), device=args.device).history
+            history = fit(
+                build(recipe, train, {**shared, **own, "epochs": args.epochs}), Split(train), device=args.device
+            ).history
             mining = sum(record.get(key, 0.0) for record in history for key in ("cluster_seconds", "list_seconds"))
             found[name].append((history[-1]["seconds"], mining))
             print(f"  {name:15} {found[name][-1][0]:7.2f} s, of these mining {mining:6.3f}", flush=True)
     base = min(found["random batches"])[0]
     for name, each in found.items():
         seconds, mining = min(each)
-        print(f"  {name:15} {seconds / base:6.3f} of random batches; mining {mining / (seconds - mining):6.1%} of the rest", flush=True)
+        print(
+            f"  {name:15} {seconds / base:6.3f} of random batches; mining {mining / (seconds - mining):6.1%} of the rest",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -25,13 +25,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from _shared import DATA
-from sparring.bm25 import bm25
+from sparring.core.types import Positives
 from sparring.data import Interactions, split
-from sparring.data.texts import Texts, text_of, tokenize
-from sparring.data.tokenizers import FastTokenizer, package_folder
-from sparring.data.xc import read_xc
-from sparring.evaluation import Evaluation, evaluate, evaluate_lists
-from sparring.types import Positives
+from sparring.data.formats.xc import read_xc
+from sparring.data.texts.texts import Texts, text_of, tokenize
+from sparring.data.texts.tokenizers import FastTokenizer, package_folder
+from sparring.evaluation.bm25 import bm25
+from sparring.evaluation.ranking import Evaluation, evaluate, evaluate_lists
 
 POINTS = 4000
 K = (1, 5, 100)
@@ -69,7 +69,11 @@ class WordLlama:
         assert folder is not None, "pip install wordllama"
         tokenizer = FastTokenizer(folder / "tokenizers" / "l2_supercat_tokenizer_config.json", special)
         self.table = next(iter(load_file(str(folder / "weights" / "l2_supercat_256.safetensors")).values())).float()
-        self.items, self.queries, self.ids = tokenize(items, tokenizer, 512), tokenize(queries, tokenizer, 512), torch.from_numpy(ids)
+        self.items, self.queries, self.ids = (
+            tokenize(items, tokenizer, 512),
+            tokenize(queries, tokenizer, 512),
+            torch.from_numpy(ids),
+        )
 
     def encode(self, texts: Texts, index: Tensor) -> Tensor:
         tokens, offsets = texts.flat(index, 512)
@@ -103,7 +107,11 @@ def show(name: str, method: str, found: Evaluation, seconds: float) -> None:
     theirs = PUBLISHED.get((name, method))
     if theirs is not None:
         same = all(abs(a - b) <= TOLERANCE for a, b in zip(ours, theirs, strict=True))
-        print(f"{'  theirs':<24}" + "".join(f"{value:9.2f}" for value in theirs) + f"    the same: {'yes' if same else 'NO'}")
+        print(
+            f"{'  theirs':<24}"
+            + "".join(f"{value:9.2f}" for value in theirs)
+            + f"    the same: {'yes' if same else 'NO'}"
+        )
 
 
 def measure(name: str, data: Interactions) -> None:
@@ -120,7 +128,12 @@ def measure(name: str, data: Interactions) -> None:
         show(name, method, evaluate(model, test, masked, K, METRICS, counts=counts), time.perf_counter() - began)
 
     def listed(method: str, began: float, lists: np.ndarray) -> None:
-        show(name, method, evaluate_lists(lists, test, data.n_items, K, METRICS, counts=counts), time.perf_counter() - began)
+        show(
+            name,
+            method,
+            evaluate_lists(lists, test, data.n_items, K, METRICS, counts=counts),
+            time.perf_counter() - began,
+        )
 
     if (name, "popularity, no filter") in PUBLISHED:
         timed("popularity, no filter", Popular(counts), None)

@@ -53,7 +53,9 @@ def main() -> None:
         sys.exit(f"skipped: {arguments.data}/interactions.parquet is absent; give the XIR paper's Gowalla with --data")
     split = sp.split(sp.read(arguments.data / "interactions.parquet"), "random", valid=0.0, test=0.2, seed=10)
     rows: list[dict[str, Any]] = []
-    print(f"{'method':14}{'ndcg@10':>9}{'independent':>13}{'difference':>12}{'recall@10':>11}{'ndcg_xir@10':>13}{'s/epoch':>9}")
+    print(
+        f"{'method':14}{'ndcg@10':>9}{'independent':>13}{'difference':>12}{'recall@10':>11}{'ndcg_xir@10':>13}{'s/epoch':>9}"
+    )
     for method in arguments.methods.split(","):
         recipe, settings = METHODS[method]
         run = sp.build(recipe, split.train, {"lr": 0.01, "epochs": arguments.epochs, "seed": 10, **settings})

@@ -15,10 +15,10 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is first imported
 
-from sparring import plots, trainer
 from sparring.data.interactions import Split
 from sparring.data.splits import split
-from sparring.data.worlds import World, make_world
+from sparring.data.synthetic import World, make_world
+from sparring.training import curve, loop
 
 # The same examples every time, however slow the machine: a change fails by its own fault. Others: `pytest --hypothesis-profile default`.
 hypothesis.settings.register_profile("sparring", derandomize=True, deadline=None)
@@ -28,13 +28,13 @@ hypothesis.settings.load_profile("sparring")
 @pytest.fixture(autouse=True)
 def _save_after_every_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trainings here take less time than is otherwise left between two checkpoints."""
-    monkeypatch.setattr(trainer, "BETWEEN_SECONDS", 0.0)
+    monkeypatch.setattr(loop, "BETWEEN_SECONDS", 0.0)
 
 
 @pytest.fixture
 def quick_texts(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Curves take more time than small trainings; tokens go to a cache of the tests' own."""
-    monkeypatch.setattr(plots, "training_curve", lambda history, path, *_: Path(path).write_bytes(b"no curve"))
+    monkeypatch.setattr(curve, "training_curve", lambda history, path, *_: Path(path).write_bytes(b"no curve"))
     monkeypatch.setenv("SPARRING_HOME", str(tmp_path_factory.getbasetemp() / "home"))
 
 
@@ -65,8 +65,20 @@ def browse(tmp_path: Path) -> Callable[[Path], tuple[str, str]]:
     browser = shutil.which("chromium")
     if browser is None:
         pytest.skip("chromium is not installed: the page was not opened in a browser")
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
-    flags += ["--disable-sync", "--no-first-run", f"--user-data-dir={tmp_path / 'profile'}", "--enable-logging=stderr", "--dump-dom"]
+    flags = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-background-networking",
+        "--disable-component-update",
+    ]
+    flags += [
+        "--disable-sync",
+        "--no-first-run",
+        f"--user-data-dir={tmp_path / 'profile'}",
+        "--enable-logging=stderr",
+        "--dump-dom",
+    ]
 
     def opened(page: Path) -> tuple[str, str]:
         done = subprocess.run([browser, *flags, page.as_uri()], capture_output=True, text=True, timeout=120, check=True)

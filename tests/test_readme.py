@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from sparring.cli import arguments
-from sparring.data import sources
+from sparring.data import public_sets
 from sparring.data.interactions import Interactions, Vocabulary
-from sparring.data.worlds import make_world
+from sparring.data.synthetic import make_world
 from sparring.testing import NegativesContract
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
@@ -29,7 +29,7 @@ def names(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     world: Interactions = replace(data, query_ids=Vocabulary(list(range(1000, 1060))))
     namespace: dict[str, Any] = {"__name__": "readme"}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sources, "load", lambda name, progress=None: world)
+        patch.setattr(public_sets, "load", lambda name, progress=None: world)
         patch.chdir(tmp_path_factory.mktemp("readme"))
         for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL):
             exec(compile(block, "README.md", "exec"), namespace)
@@ -45,7 +45,9 @@ def test_python_blocks_run(names: dict[str, Any]) -> None:
 def test_own_sampler_keeps_the_contract(names: dict[str, Any]) -> None:
     """The sampler of the README passes every test that its two-line contract inherits."""
     proof = names["TestStratified"]()
-    tests: list[Callable[[], None]] = [getattr(proof, name) for name in dir(NegativesContract) if name.startswith("test_")]
+    tests: list[Callable[[], None]] = [
+        getattr(proof, name) for name in dir(NegativesContract) if name.startswith("test_")
+    ]
     assert len(tests) > 5
     skipped = set()
     for test in tests:

@@ -7,40 +7,40 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from sparring import negatives, recipes
-    from sparring.composition import Run, Setup, Term, compose
-    from sparring.contrast import describe_batch
+    from sparring.core.errors import UserError
     from sparring.data.interactions import Interactions, Split
-    from sparring.data.prepare import prepare
-    from sparring.data.readers import read
+    from sparring.data.prepared.preparation import prepare
+    from sparring.data.reading import read
     from sparring.data.splits import split
-    from sparring.errors import UserError
-    from sparring.evaluation import Evaluation, evaluate
-    from sparring.runs import Trained, load
-    from sparring.settings import build
-    from sparring.stages import fit_stages as fit
-    from sparring.train import Fitted
+    from sparring.evaluation.ranking import Evaluation, evaluate
+    from sparring.recipes.run import Run, Setup, Term, compose
+    from sparring.recipes.settings import build
+    from sparring.training.fitting import Fitted
+    from sparring.training.stages import fit_stages as fit
+    from sparring.training.step import describe_batch
+    from sparring.training.trained import Trained, load
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # Imported when first used: torch takes seconds to load, and `sparring --help` needs none of it.
 _HOME = {
-    "Evaluation": "evaluation",
-    "Fitted": "train",
+    "Evaluation": "evaluation.ranking",
+    "Fitted": "training.fitting",
     "Interactions": "data.interactions",
-    "Run": "composition",
-    "Setup": "composition",
+    "Run": "recipes.run",
+    "Setup": "recipes.run",
     "Split": "data.interactions",
-    "Term": "composition",
-    "Trained": "runs",
-    "UserError": "errors",
-    "build": "settings",
-    "compose": "composition",
-    "describe_batch": "contrast",
-    "evaluate": "evaluation",
-    "fit": "stages",
-    "load": "runs",
-    "prepare": "data.prepare",
-    "read": "data.readers",
+    "Term": "recipes.run",
+    "Trained": "training.trained",
+    "UserError": "core.errors",
+    "build": "recipes.settings",
+    "compose": "recipes.run",
+    "describe_batch": "training.step",
+    "evaluate": "evaluation.ranking",
+    "fit": "training.stages",
+    "load": "training.trained",
+    "prepare": "data.prepared.preparation",
+    "read": "data.reading",
     "split": "data.splits",
 }
 __all__ = [

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sparring.core.errors import UserError
 from sparring.data import RandomBatches
-from sparring.errors import UserError
 
 quick = settings(max_examples=50)
 
@@ -37,7 +37,11 @@ def test_resuming_gives_the_tail(n: int, size: int, epoch: int, data: st.DataObj
 
 def test_seeds_and_epochs_give_different_orders() -> None:
     """(seed, epoch) pairs, also with swapped or shifted values, all have orders of their own."""
-    orders = {tuple(torch.cat(list(RandomBatches(50, 50, seed).epoch(epoch))).tolist()) for seed in range(12) for epoch in range(12)}
+    orders = {
+        tuple(torch.cat(list(RandomBatches(50, 50, seed).epoch(epoch))).tolist())
+        for seed in range(12)
+        for epoch in range(12)
+    }
     assert len(orders) == 144
 
 

@@ -10,16 +10,17 @@ import numpy as np
 import polars as pl
 import pytest
 
-from sparring.composition import Setup
-from sparring.data import behaviour
-from sparring.data.behaviour import cached_cooccurrence, cooccurrence, run_vectors
-from sparring.data.frames import from_frame
+from sparring.core.errors import UserError
 from sparring.data.interactions import Interactions, Split
+from sparring.data.modalities import behaviour
+from sparring.data.modalities.behaviour import cached_cooccurrence, cooccurrence
 from sparring.data.splits import split
-from sparring.data.worlds import World
-from sparring.errors import UserError
+from sparring.data.synthetic import World
+from sparring.data.table import from_frame
 from sparring.recipes import RECIPES
-from sparring.train import fit
+from sparring.recipes.run import Setup
+from sparring.training.fitting import fit
+from sparring.training.trained import run_vectors
 
 
 def ppmi_by_loop(data: Interactions) -> np.ndarray:
@@ -36,7 +37,11 @@ def ppmi_by_loop(data: Interactions) -> np.ndarray:
     single = together.sum(1)
     made = np.zeros_like(together)
     for i, j in np.argwhere(together > 0):
-        value = math.log(together[i, j]) + math.log((single**0.75).sum()) - 0.875 * (math.log(single[i]) + math.log(single[j]))
+        value = (
+            math.log(together[i, j])
+            + math.log((single**0.75).sum())
+            - 0.875 * (math.log(single[i]) + math.log(single[j]))
+        )
         made[i, j] = max(0.0, value)
     return made
 
@@ -89,7 +94,9 @@ def test_items_taken_together_are_near_and_lonely_ones_missing() -> None:
 
 def test_of_a_long_history_the_latest_count() -> None:
     """With `longest` 2, a query that took a, b, c, d in this order pairs c with d only; without times it still gives two items."""
-    rows = [(u, item, t) for u in range(5) for t, item in enumerate([3, 1, 0, 2])] + [(u, u % 4 + 4, 0) for u in range(5, 9)]
+    rows = [(u, item, t) for u in range(5) for t, item in enumerate([3, 1, 0, 2])] + [
+        (u, u % 4 + 4, 0) for u in range(5, 9)
+    ]
     timed = from_frame(pl.DataFrame(rows, schema=["user", "item", "time"], orient="row"))
     vectors = cooccurrence(timed, dim=2, longest=2)
     assert np.flatnonzero(np.abs(vectors).sum(1)).tolist() == [0, 2]
@@ -115,7 +122,9 @@ def test_it_is_computed_once_per_content(parts: Split, tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 3
 
 
-def test_vectors_of_a_run_are_found_by_id_and_never_tell_the_test(small_world: World, parts: Split, tmp_path: Path) -> None:
+def test_vectors_of_a_run_are_found_by_id_and_never_tell_the_test(
+    small_world: World, parts: Split, tmp_path: Path
+) -> None:
     """A run's item vectors are matched by original id; a run trained under another split is refused because it saw tested pairs."""
     run = RECIPES["ssl"](parts.train, Setup(dim=4, epochs=1, batch_size=64))
     fitted = fit(run, parts, tmp_path / "run", k=(5, 10))

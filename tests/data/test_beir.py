@@ -8,9 +8,9 @@ from pathlib import Path
 import polars as pl
 import pytest
 
+from sparring.core.errors import UserError
 from sparring.data import Interactions, read, split
-from sparring.data.texts import text_of
-from sparring.errors import UserError
+from sparring.data.texts.texts import text_of
 
 CORPUS = [
     {"_id": "d1", "title": "Shoes", "text": "red and blue"},
@@ -18,7 +18,11 @@ CORPUS = [
     {"_id": "d3", "title": "", "text": "\U0001f600"},
 ]
 QUERIES = [{"_id": f"q{i}", "text": f"question {i}", "metadata": {}} for i in range(5)]
-QRELS = {"train": "q0\td1\t1\nq0\td2\t2\nq1\td2\t1\nq1\td1\t0\n", "dev": "q2\td1\t1\n", "test": "q3\td1\t1\nq3\td3\t1\n"}
+QRELS = {
+    "train": "q0\td1\t1\nq0\td2\t2\nq1\td2\t1\nq1\td1\t0\n",
+    "dev": "q2\td1\t1\n",
+    "test": "q3\td1\t1\nq3\td3\t1\n",
+}
 
 
 @pytest.fixture
@@ -33,7 +37,9 @@ def folder(tmp_path: Path) -> Path:
 
 def pairs_of(part: Interactions | None) -> list[tuple[str, str]]:
     assert part is not None
-    return list(zip(part.query_ids.decode(part.queries).tolist(), part.item_ids.decode(part.items).tolist(), strict=True))
+    return list(
+        zip(part.query_ids.decode(part.queries).tolist(), part.item_ids.decode(part.items).tolist(), strict=True)
+    )
 
 
 def test_a_folder_with_all_parts(folder: Path) -> None:
@@ -73,7 +79,11 @@ def test_only_a_test_part_and_unknown_ids(folder: Path) -> None:
     ("name", "content", "words"),
     [
         ("qrels/train.tsv", "query-id\tcorpus-id\tscore\nq0\td1\t1\t1\t1\n", "train.tsv line 2 is"),
-        ("corpus.jsonl", '{"_id": "d1", "text": "a"}\n{"_id": "d1", "text": "b"}\n', "'d1' more than once, with different texts"),
+        (
+            "corpus.jsonl",
+            '{"_id": "d1", "text": "a"}\n{"_id": "d1", "text": "b"}\n',
+            "'d1' more than once, with different texts",
+        ),
         ("corpus.jsonl", '{"_id": "d1", "text": "a"}\nnot json\n', "corpus.jsonl line 2 is not a JSON object"),
         ("queries.jsonl", '{"text": "a"}\n', "line 1 has no '_id'"),
         ("qrels/train.tsv", "query-id\tcorpus-id\tscore\nq0\td1\tyes\n", "train.tsv line 2 is"),
@@ -115,7 +125,9 @@ def test_what_is_left_out_is_said(folder: Path) -> None:
 
 def test_texts_in_the_interactions_make_tables(tmp_path: Path) -> None:
     """A table of (query, product, title) rows is enough: the titles become the items' texts, the queries are their own."""
-    rows = pl.DataFrame({"query": ["red shoes", "hat", "hat"], "product_id": [7, 8, 7], "product_title": ["Shoe", "Hat", "Shoe"]})
+    rows = pl.DataFrame(
+        {"query": ["red shoes", "hat", "hat"], "product_id": [7, 8, 7], "product_title": ["Shoe", "Hat", "Shoe"]}
+    )
     rows.write_csv(tmp_path / "pairs.csv")
     rows.write_parquet(tmp_path / "pairs.parquet")
     for name in ("pairs.csv", "pairs.parquet"):

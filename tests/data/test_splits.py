@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sparring.core.errors import UserError
 from sparring.data import Interactions, Split, from_frame, split
-from sparring.errors import UserError
 
 quick = settings(max_examples=50)
 row = st.tuples(st.integers(0, 5), st.integers(0, 12), st.integers(0, 30))
@@ -29,7 +29,9 @@ def made(found: list[tuple[int, int, int]]) -> Interactions:
 def pairs_of(part: Interactions | None) -> list[tuple[int, int]]:
     if part is None:
         return []
-    return list(zip(part.query_ids.decode(part.queries).tolist(), part.item_ids.decode(part.items).tolist(), strict=True))
+    return list(
+        zip(part.query_ids.decode(part.queries).tolist(), part.item_ids.decode(part.items).tolist(), strict=True)
+    )
 
 
 def parts_of(parts: Split) -> list[list[tuple[int, int]]]:
@@ -51,7 +53,9 @@ def test_every_row_is_in_exactly_one_part(found: list, how: str, valid: float, t
 
 @quick
 @given(rows, shares, shares, st.integers(0, 5))
-def test_random_takes_exactly_the_rounded_share_of_each_query(found: list, valid: float, test: float, seed: int) -> None:
+def test_random_takes_exactly_the_rounded_share_of_each_query(
+    found: list, valid: float, test: float, seed: int
+) -> None:
     """Of a query's n rows round((1 - test) n) are not test; of those, round(valid n_train) validate, but never all."""
     train, val, tested = parts_of(split(made(found), "random", valid, test, seed))
     total = Counter(q for q, _, _ in found)
@@ -98,7 +102,10 @@ def test_seeds_differ_and_every_item_gets_its_turn() -> None:
 def test_temporal_cuts_time_once() -> None:
     """All training times precede all validation times, which precede all test times, with the asked shares."""
     random = np.random.default_rng(0)
-    found = [(int(q), n, int(t)) for n, (q, t) in enumerate(zip(random.integers(0, 5, 100), random.permutation(100), strict=True))]
+    found = [
+        (int(q), n, int(t))
+        for n, (q, t) in enumerate(zip(random.integers(0, 5, 100), random.permutation(100), strict=True))
+    ]
     parts = split(made(found), "temporal", valid=0.25, test=0.2)
     assert parts.valid is not None
     assert parts.test is not None
@@ -117,7 +124,9 @@ def test_leave_last_out_holds_out_the_last_two() -> None:
 
 def test_file_split_is_kept_and_auto_prefers_it() -> None:
     """The file's parts are used as they are; without a valid part one is drawn from train; valid=0 gives none."""
-    frame = pl.DataFrame({"user": [1] * 10 + [2] * 10, "item": list(range(10)) * 2, "split": (["train"] * 8 + ["test"] * 2) * 2})
+    frame = pl.DataFrame(
+        {"user": [1] * 10 + [2] * 10, "item": list(range(10)) * 2, "split": (["train"] * 8 + ["test"] * 2) * 2}
+    )
     want = sorted((u, i) for u in (1, 2) for i in (8, 9))
     for how in ("auto", "file"):
         parts = split(from_frame(frame), how, valid=0.25)
@@ -132,7 +141,12 @@ def test_file_split_is_kept_and_auto_prefers_it() -> None:
 def test_shown_pairs_of_the_future_do_not_train() -> None:
     """Shown pairs go to the training part, save those after the cut or in another part of the file."""
     frame = pl.DataFrame(
-        {"user": [1, 1, 1, 1, 2, 2, 2, 2], "item": range(8), "time": [1, 2, 3, 9, 4, 5, 6, 8], "label": [1, 1, 1, 0, 1, 0, 1, 1]}
+        {
+            "user": [1, 1, 1, 1, 2, 2, 2, 2],
+            "item": range(8),
+            "time": [1, 2, 3, 9, 4, 5, 6, 8],
+            "label": [1, 1, 1, 0, 1, 0, 1, 1],
+        }
     )
     data = from_frame(frame)
     parts = split(data, "temporal", valid=0, test=0.34)

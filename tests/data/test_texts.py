@@ -14,13 +14,23 @@ import pytest
 import torch
 from torch import nn
 
+from sparring.core.errors import UserError
 from sparring.data import from_frame
-from sparring.data.texts import Texts, find_texts, reporting, text_of, tokenize, tokenized
-from sparring.data.tokenizers import FastTokenizer, WordTokenizer, find_tokenizer
-from sparring.errors import UserError
+from sparring.data.texts.texts import Texts, find_texts, reporting, text_of, tokenize, tokenized
+from sparring.data.texts.tokenizers import FastTokenizer, WordTokenizer, find_tokenizer
 
 SRC = Path(__file__).resolve().parents[2] / "src"
-ODD = ["", "red shoes", "\x00\x01\x0b\u2028 \U0001f600", "x" * 100_000, "word " * 20_000, "日本語 text", "a b c d e f g h", "   ", "\ufffd"]
+ODD = [
+    "",
+    "red shoes",
+    "\x00\x01\x0b\u2028 \U0001f600",
+    "x" * 100_000,
+    "word " * 20_000,
+    "日本語 text",
+    "a b c d e f g h",
+    "   ",
+    "\ufffd",
+]
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "red", "shoes", "a", "b", "c", "d", "e", "f", "g", "h"]
 
 
@@ -28,9 +38,13 @@ WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "red", "shoes", "a", "b", "c", "d",
 def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a tokenizer of a few words that opens with [CLS] and closes with [SEP], and that pads and cuts by default."""
     tokenizers = pytest.importorskip("tokenizers")
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    made = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="[UNK]")
+    )
     made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    made.post_processor = tokenizers.processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)])
+    made.post_processor = tokenizers.processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
     made.enable_padding(length=16, pad_id=0)
     made.enable_truncation(16)
     folder = tmp_path_factory.mktemp("bert")
@@ -123,7 +137,11 @@ def test_hashed_words_are_the_same_in_every_process() -> None:
     code = "from sparring.data.texts import tokenize; print(tokenize(['Red shoes, 2024', 'straße'], 'words', 8).tokens.tolist())"
     found = {
         subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONPATH": str(SRC), "PYTHONHASHSEED": seed}
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={"PYTHONPATH": str(SRC), "PYTHONHASHSEED": seed},
         ).stdout
         for seed in ("1", "2")
     }
@@ -133,7 +151,9 @@ def test_hashed_words_are_the_same_in_every_process() -> None:
 def test_hashed_words_are_words_and_numbers() -> None:
     """Case, width and punctuation do not matter; Chinese characters and emoji are words of their own; ids lie in 1..size - 1."""
     maker = WordTokenizer(size=100)
-    tokens, length = maker.encode(pl.Series(["Red-shoes!", "\uff32\uff25\uff24 shoes", "日本 \U0001f600", "don't 3.5"]), 16)
+    tokens, length = maker.encode(
+        pl.Series(["Red-shoes!", "\uff32\uff25\uff24 shoes", "日本 \U0001f600", "don't 3.5"]), 16
+    )
     assert length.tolist() == [2, 2, 3, 4]
     assert tokens[:2].tolist() == tokens[2:4].tolist()
     assert 1 <= tokens.min() <= tokens.max() < 100
@@ -156,7 +176,11 @@ def test_installed_packages_by_name(name: str, first: list[int]) -> None:
 def test_unknown_tokenizers_and_texts_are_named(tmp_path: Path) -> None:
     """A name, folder or file that is no tokenizer, and a text that is none, are errors of one line."""
     (tmp_path / "bad.json").write_text(json.dumps({"a": 1}))
-    wrong = (("no-such-thing", "pip install no-such-thing"), (tmp_path, "no tokenizer.json"), (tmp_path / "bad.json", "no tokenizer"))
+    wrong = (
+        ("no-such-thing", "pip install no-such-thing"),
+        (tmp_path, "no tokenizer.json"),
+        (tmp_path / "bad.json", "no tokenizer"),
+    )
     for where, words in wrong:
         with pytest.raises(UserError, match=words):
             find_tokenizer(where)
@@ -174,12 +198,23 @@ def test_text_of_finds_the_texts() -> None:
     data = from_frame(pairs, items=items)
     assert text_of(data, "item").to_list() == ["", "B"]
     assert text_of(data, "query").to_list() == ["hat", "red shoes"]
-    assert text_of(from_frame(pairs, items=items.with_columns(text=pl.Series(["x", "y"]))), "item").to_list() == ["y", "B x"]
-    assert text_of(from_frame(pairs, items=items.with_columns(text=pl.Series(["B x", "y"]))), "item").to_list() == ["y", "B x"]
-    assert text_of(from_frame(pairs, items=items.with_columns(text=pl.Series(["B", "y"]))), "item").to_list() == ["y", "B"]
+    assert text_of(from_frame(pairs, items=items.with_columns(text=pl.Series(["x", "y"]))), "item").to_list() == [
+        "y",
+        "B x",
+    ]
+    assert text_of(from_frame(pairs, items=items.with_columns(text=pl.Series(["B x", "y"]))), "item").to_list() == [
+        "y",
+        "B x",
+    ]
+    assert text_of(from_frame(pairs, items=items.with_columns(text=pl.Series(["B", "y"]))), "item").to_list() == [
+        "y",
+        "B",
+    ]
     with pytest.raises(UserError, match="no column of text called 'price'; its columns of text are title"):
         text_of(data, "item", ("price",))
-    with pytest.raises(UserError, match=r"no texts of the items: give a table with a column `text` \(--items FILE\), or"):
+    with pytest.raises(
+        UserError, match=r"no texts of the items: give a table with a column `text` \(--items FILE\), or"
+    ):
         text_of(from_frame(pairs), "item")
 
 
@@ -208,9 +243,13 @@ def test_ids_are_never_read_as_texts_in_silence() -> None:
     pairs = pl.DataFrame({"query_id": ["q1", "q2"], "item_id": ["red shoes", "a hat"]})
     items = pl.DataFrame({"item_id": ["a hat", "red shoes"], "shop": ["x", "y"], "blurb": ["B", "C"]})
     data = from_frame(pairs, items=items)
-    with pytest.raises(UserError, match=r"text of the items: its columns of text are shop, blurb: .* --set item_text=COLUMN,COLUMN"):
+    with pytest.raises(
+        UserError, match=r"text of the items: its columns of text are shop, blurb: .* --set item_text=COLUMN,COLUMN"
+    ):
         text_of(data, "item")
-    with pytest.raises(UserError, match=r"no texts of the queries: give a table with a column `text` \(--queries FILE\), or"):
+    with pytest.raises(
+        UserError, match=r"no texts of the queries: give a table with a column `text` \(--queries FILE\), or"
+    ):
         text_of(data, "query")
     assert text_of(data, "item", ("shop", "blurb")).to_list() == ["x B", "y C"]
     assert text_of(data, "query", ("id",)).to_list() == ["q1", "q2"]

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from sparring.data.worlds import make_world
-from sparring.errors import UserError
+from sparring.core.errors import UserError
+from sparring.data.synthetic import make_world
 
 
 def test_relevance_is_the_formula() -> None:
@@ -19,8 +19,13 @@ def test_relevance_is_the_formula() -> None:
     assert got.shape == (2, 11)
     for row, query in enumerate((4, 0)):
         for item in range(11):
-            cosine = sum(a * b for a, b in zip(world.query_vectors[query].tolist(), world.item_vectors[item].tolist(), strict=True))
-            assert got[row, item].item() == pytest.approx(1 / (1 + math.exp(world.shift - world.sharpness * cosine)), abs=1e-12)
+            cosine = sum(
+                a * b
+                for a, b in zip(world.query_vectors[query].tolist(), world.item_vectors[item].tolist(), strict=True)
+            )
+            assert got[row, item].item() == pytest.approx(
+                1 / (1 + math.exp(world.shift - world.sharpness * cosine)), abs=1e-12
+            )
     assert torch.allclose(world.item_vectors.norm(dim=1), torch.ones(11, dtype=torch.float64))
 
 
@@ -75,7 +80,9 @@ def test_everyone_has_an_interaction_and_the_seed_decides() -> None:
         data = make_world(queries=30, items=50, seed=seed).interactions
         assert set(data.queries.tolist()) == set(range(30))
         assert set(data.items.tolist()) == set(range(50))
-        assert list(zip(data.queries, data.items, strict=True)) == sorted(set(zip(data.queries.tolist(), data.items.tolist(), strict=True)))
+        assert list(zip(data.queries, data.items, strict=True)) == sorted(
+            set(zip(data.queries.tolist(), data.items.tolist(), strict=True))
+        )
     one, same, other = (make_world(seed=seed) for seed in (5, 5, 6))
     assert one.interactions.items.tolist() == same.interactions.items.tolist() != other.interactions.items.tolist()
     assert torch.equal(one.text_vectors, same.text_vectors)

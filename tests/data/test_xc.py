@@ -10,11 +10,12 @@ import numpy as np
 import polars as pl
 import pytest
 
+from sparring.core.errors import UserError
 from sparring.data import read, show, split
-from sparring.data.lines import read_lines, read_pairs
-from sparring.data.texts import text_of, tokenize
-from sparring.data.xc import propensity_constants, read_labels, read_xc
-from sparring.errors import UserError
+from sparring.data.formats.lines import read_lines, read_pairs
+from sparring.data.formats.xc import read_labels, read_xc
+from sparring.data.propensity import propensity_constants
+from sparring.data.texts.texts import text_of, tokenize
 
 POINTS = ["red shoes", "", "a \U0001f600 hat\x0b\x1c\u2028 still one line", "x" * 100_000]
 TESTS = ["blue hat", "green"]
@@ -152,7 +153,7 @@ def test_lines_do_not_depend_on_chunks(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "a.txt").write_bytes("é\n\nüü\n\U0001f600\n".encode() + b"\xff\nlast")
     expected = ["é", "", "üü", "\U0001f600", "\ufffd", "last"]
     for size in (1, 2, 3, 7, 100):
-        monkeypatch.setattr("sparring.data.lines._CHUNK", size)
+        monkeypatch.setattr("sparring.data.formats.lines._CHUNK", size)
         found, note = read_lines(tmp_path / "a.txt")
         assert found.to_list() == expected
         assert note == "replaced invalid UTF-8 in 1 lines of a.txt, first in line 5"
@@ -199,7 +200,12 @@ def test_bad_sparse_texts_are_named_with_their_line(tmp_path: Path, content: byt
 
 
 @pytest.mark.parametrize(
-    ("line", "words"), [('{"title": ', "line 3 is not a JSON object"), ('{"uid": "u"}', "line 3 has no 'title'"), ("[1]", "line 3 is not")]
+    ("line", "words"),
+    [
+        ('{"title": ', "line 3 is not a JSON object"),
+        ('{"uid": "u"}', "line 3 has no 'title'"),
+        ("[1]", "line 3 is not"),
+    ],
 )
 def test_bad_json_is_named_with_its_line(tmp_path: Path, line: str, words: str) -> None:
     """A line that is no object, or lacks the title, is refused by its number, counting blank lines."""
@@ -230,7 +236,9 @@ def test_pairs_with_any_spaces(tmp_path: Path) -> None:
     assert read_pairs(tmp_path / "pairs.txt", 5, 5).tolist() == [[1, 2], [3, 4], [0, 0]]
 
 
-@pytest.mark.parametrize(("name", "sizes"), [("OEWN-Hyper3", (68_548, 17_137, 20_560)), ("OEWN-Related", (84_994, 8_371, 106_242))])
+@pytest.mark.parametrize(
+    ("name", "sizes"), [("OEWN-Hyper3", (68_548, 17_137, 20_560)), ("OEWN-Related", (84_994, 8_371, 106_242))]
+)
 def test_real_sets(real_data: Path, name: str, sizes: tuple[int, int, int]) -> None:
     """The real sets have their known sizes, a text for every point and label, and no hidden pair that is true."""
     folder = real_data / "xc" / "oewn" / name

@@ -19,15 +19,15 @@ sys.path.insert(0, str(Path(__file__).parent))
 import sharded
 from cases import CASES, SMALL
 
-from sparring import trainer as training
+from sparring.training import loop as training
 from sparring.data.interactions import Split
-from sparring.dist import Group
-from sparring.evaluation import evaluate
-from sparring.optim import state_tensors
-from sparring.settings import build
-from sparring.testing.texts import text_parts
-from sparring.trainer import Progress, Trainer
-from sparring.types import ALONE, Ranks
+from sparring.core.ranks import Group
+from sparring.evaluation.ranking import evaluate
+from sparring.training.optimizers import state_tensors
+from sparring.recipes.settings import build
+from support.texts import text_parts
+from sparring.training.loop import Progress, Trainer
+from sparring.core.types import ALONE, Ranks
 
 
 def trained(name: str, parts: Split, ranks: Ranks) -> dict[str, Any]:
@@ -130,7 +130,7 @@ def main(out: Path, only: list[str]) -> None:
 
 def world() -> Split:
     from sparring.data.splits import split
-    from sparring.data.worlds import make_world
+    from sparring.data.synthetic import make_world
 
     return split(make_world(60, 40, exposure=0.5, relevant=0.4, seed=3).interactions, "random", valid=0.1, test=0.2, seed=1)
 

@@ -11,14 +11,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from sparring import checkpoint, disk
-from sparring.composition import Run
+from sparring.training import checkpoint
+from sparring.core import files
+from sparring.recipes.run import Run
 from sparring.data.interactions import Split
-from sparring.dist import Group
-from sparring.evaluation import evaluate
-from sparring.settings import build
-from sparring.trainer import Progress, Trainer
-from sparring.types import ALONE, Ranks
+from sparring.core.ranks import Group
+from sparring.evaluation.ranking import evaluate
+from sparring.recipes.settings import build
+from sparring.training.loop import Progress, Trainer
+from sparring.core.types import ALONE, Ranks
 
 SETTINGS: dict[str, Any] = {"dim": 8, "batch_size": 61, "epochs": 4, "lr": 0.05, "optimizer": "row-adagrad", "weight_decay": 0.0}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -30,14 +31,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def made(name: str, parts: Split, ranks: Ranks, tables: str) -> Run:
     """The run with its tables spread over these ranks."""
-    from sparring import rowwise
+    from sparring.models import rowwise_tables
 
-    real, rowwise.join = rowwise.join, lambda device: ranks
+    real, rowwise_tables.join = rowwise_tables.join, lambda device: ranks
     try:
         recipe, settings = CASES[name]
         return build(recipe, parts.train, {**SETTINGS, **settings, "tables": tables})
     finally:
-        rowwise.join = real
+        rowwise_tables.join = real
 
 
 def train(name: str, parts: Split, ranks: Ranks, tables: str, folder: Path | None, until: int = 9) -> Trainer:
@@ -84,7 +85,7 @@ def compared(parts: Split, out: Path, pair: Group, four: Group) -> dict[str, Any
         best = results(trainer, parts)
         dist.barrier(pair.group)
         run = made("xir", parts, ALONE, "sharded")  # as whoever serves it reads it
-        disk.load_tensors(run.model, disk.read_tensors(folder / "model.safetensors")[0], folder / "model.safetensors")
+        files.load_tensors(run.model, files.read_tensors(folder / "model.safetensors")[0], folder / "model.safetensors")
         served = evaluate(run.model, parts.test, parts.seen_for("test"), (10,), ("recall", "ndcg", "coverage"))  # type: ignore[arg-type]
         found["served"] = far(best, best | {"metrics": served.metrics, "vectors": run.model.item_vectors()})
     dist.barrier()

@@ -14,16 +14,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparring import checkpoint, disk, dist, rowwise
+from sparring.training import checkpoint
+from sparring.core import files, ranks
+from sparring.models import rowwise_tables
 from sparring.cli import main
 from sparring.cli.launch import without
 from sparring.data.interactions import Split
-from sparring.data.worlds import make_world
-from sparring.devices import pick_device
-from sparring.errors import UserError
-from sparring.settings import build
-from sparring.train import fit
-from sparring.types import ALONE
+from sparring.data.synthetic import make_world
+from sparring.core.devices import pick_device
+from sparring.core.errors import UserError
+from sparring.recipes.settings import build
+from sparring.training.fitting import fit
+from sparring.core.types import ALONE
 
 KILLS = Path(__file__).parents[2] / "benchmarks" / "kills.py"
 
@@ -108,16 +110,16 @@ def test_gpus_talk_through_nccl(monkeypatch: pytest.MonkeyPatch, device: str, ba
     """The backend of the group that processes join, by their device, which is the current one from then on."""
     chosen: list[object] = []
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(dist.dist, "init_process_group", lambda name, **_: chosen.append(name))
-    monkeypatch.setattr(dist.dist, "get_world_size", lambda *_: 1)
+    monkeypatch.setattr(ranks.dist, "init_process_group", lambda name, **_: chosen.append(name))
+    monkeypatch.setattr(ranks.dist, "get_world_size", lambda *_: 1)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    dist.join(torch.device(device))
+    ranks.join(torch.device(device))
     assert chosen == ([torch.device(device)] if device != "cpu" else []) + [backend]
 
 
 def test_a_missing_torchrec_is_named(parts: Split, monkeypatch: pytest.MonkeyPatch) -> None:
     """The extra to install, in one line."""
-    monkeypatch.setattr(rowwise.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(rowwise_tables.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"sparring\[scale\]"):
         build("bpr", parts.train, {"tables": "sharded"})
 
@@ -125,31 +127,31 @@ def test_a_missing_torchrec_is_named(parts: Split, monkeypatch: pytest.MonkeyPat
 def test_tables_that_do_not_fit_are_told_or_sharded(parts: Split, monkeypatch: pytest.MonkeyPatch) -> None:
     """tables=auto: whole where they fit; else one line with how much, how much there is and what to do; sharded where ranks share."""
     assert build("bpr", parts.train, {}).setup.tables == "auto"
-    monkeypatch.setattr(rowwise, "_room", lambda device: 1000)
+    monkeypatch.setattr(rowwise_tables, "_room", lambda device: 1000)
     with pytest.raises(UserError, match=r"the tables take .* start several ranks"):
         build("bpr", parts.train, {})
     with pytest.raises(UserError, match="row-adagrad"):
         build("uns", parts.train, {})
     pytest.importorskip("torchrec")
-    monkeypatch.setattr(rowwise, "launched", lambda: 2)
-    assert rowwise.fitting(build("bpr", parts.train, {"tables": "replicated"}).setup, 10**9, 10**9).tables == "replicated"
+    monkeypatch.setattr(rowwise_tables, "launched", lambda: 2)
+    assert rowwise_tables.fitting(build("bpr", parts.train, {"tables": "replicated"}).setup, 10**9, 10**9).tables == "replicated"
     setup = build("bpr", parts.train, {"tables": "sharded"}).setup
-    assert rowwise.fitting(type(setup)(**{**vars(setup), "tables": "auto"}), 10**6, 10**6).tables == "sharded"
+    assert rowwise_tables.fitting(type(setup)(**{**vars(setup), "tables": "auto"}), 10**6, 10**6).tables == "sharded"
 
 
 def test_a_torn_checkpoint_costs_one_checkpoint(parts: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut in half, empty or overwritten while training runs: the one before it is taken, and it is said; with both torn it is an error."""
     run = build("xir", parts.train, {"dim": 8, "batch_size": 61, "epochs": 3, "cache_size": 16, "patience": None})
     linked: list[bool] = []
-    real = disk.write_tensors
+    real = files.write_tensors
 
     def write(path: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, object] | None = None) -> None:
         if path.name == checkpoint.NAME:
             before = path.with_name(checkpoint.PREVIOUS)
-            linked.append(before.exists() and disk.read_tensors(before)[1]["epoch"] == len(linked))
+            linked.append(before.exists() and files.read_tensors(before)[1]["epoch"] == len(linked))
         real(path, tensors, meta)
 
-    monkeypatch.setattr(disk, "write_tensors", write)
+    monkeypatch.setattr(files, "write_tensors", write)
     fit(run, parts, tmp_path / "run", k=(10,), device="cpu")
     folder, path, previous = tmp_path / "run", tmp_path / "run" / checkpoint.NAME, tmp_path / "run" / checkpoint.PREVIOUS
     assert linked == [False, True, True]  # the one that is replaced is kept, and is whole, while the next is written

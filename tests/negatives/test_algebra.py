@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from sparring.core.types import Bag, Step
 from sparring.losses import bpr, sampled_softmax
 from sparring.negatives import Hardest, InBatch, Memory, Negatives, Popularity, Resample, Sampled, Uniform, Union
-from sparring.negatives.algebra import multinomial_counts, rounded_counts, systematic_counts
+from sparring.negatives.base import multinomial_counts, rounded_counts, systematic_counts
 from sparring.testing import NegativesContract, World, dense
-from sparring.types import Bag, Step
 
 
 def softmax_of_batch(world: World, step: Step) -> Tensor:
@@ -93,7 +93,9 @@ class TestResamplePerQuery(ResampleContract):
         ids = Popularity(world.counts).sample(tuple(ids.shape), twin)
         mass = (world.logits(step) - world.popularity.log()).exp().gather(1, ids)
         mass[ids == step.item_ids.unsqueeze(1)] = 0
-        return torch.zeros(len(ids), world.n_items, dtype=torch.float64).scatter_add_(1, ids, self.n * mass / mass.sum(1, keepdim=True))
+        return torch.zeros(len(ids), world.n_items, dtype=torch.float64).scatter_add_(
+            1, ids, self.n * mass / mass.sum(1, keepdim=True)
+        )
 
 
 class TestResamplePerQuerySystematic(TestResamplePerQuery):
@@ -121,7 +123,9 @@ class TestResampleUnion(ResampleContract):
         count = (len(step.q) - 1) * world.popularity + self.extra / world.n_items
         mass = (world.logits(step).exp() / count)[:, ids]
         mass[ids == step.item_ids.unsqueeze(1)] = 0
-        return torch.zeros(len(mass), world.n_items, dtype=torch.float64).index_add_(1, ids, self.n * mass / mass.sum(1, keepdim=True))
+        return torch.zeros(len(mass), world.n_items, dtype=torch.float64).index_add_(
+            1, ids, self.n * mass / mass.sum(1, keepdim=True)
+        )
 
 
 class TestResampleUnionExpected(TestResampleUnion):
@@ -264,7 +268,10 @@ def test_closed_form_is_the_mean_and_the_limit_of_draws(draw) -> None:
     step = world.step(16, 1)
     want = dense(expected(step), step, world.n_items)
     drawn = torch.stack(
-        [dense(Resample(InBatch(Popularity(world.counts)), n=32, draw=draw)(step), step, world.n_items) for _ in range(400)]
+        [
+            dense(Resample(InBatch(Popularity(world.counts)), n=32, draw=draw)(step), step, world.n_items)
+            for _ in range(400)
+        ]
     )
     noise = drawn.std(0) / math.sqrt(len(drawn))
     assert bool(((drawn.mean(0) - want).abs() <= 4 * noise + 4 / len(drawn)).all())  # rare events are not normal

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
+from sparring.core.types import Step
 from sparring.losses import sampled_softmax
 from sparring.negatives import HardestBucket, InBatch, Negatives, Union
 from sparring.testing import NegativesContract, World
-from sparring.types import Step
 
 BUCKETS, QUERIES, N = 5, 6, 7
 

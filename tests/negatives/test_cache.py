@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from sparring.core.types import Bag, Candidates, Outcome
 from sparring.losses import sampled_softmax
 from sparring.negatives import Cache, InBatch, Negatives, Popularity, Resample, Sampled, Uniform, Union
 from sparring.negatives.distributions import Distribution
 from sparring.testing import NegativesContract, World, chi_square, dense, observe
-from sparring.types import Bag, Candidates, Outcome
 
 
 class TestCache(NegativesContract):
@@ -77,7 +77,8 @@ class TestResampledCacheMultinomial(TestResampledCache):
 def outcome(*drawn: tuple[list[int], list[float]]) -> Outcome:
     """What came of a step whose terms drew these items so many times."""
     bags = tuple(
-        Bag((Candidates(torch.tensor(ids), torch.zeros(len(ids), 4), torch.zeros(()), usage=torch.tensor(usage)),)) for ids, usage in drawn
+        Bag((Candidates(torch.tensor(ids), torch.zeros(len(ids), 4), torch.zeros(()), usage=torch.tensor(usage)),))
+        for ids, usage in drawn
     )
     return Outcome(torch.zeros(1), bags)
 
@@ -263,7 +264,9 @@ def test_xir_is_two_weighted_terms() -> None:
         assert bool((counts.sum(1) == 12).all())
         for row in range(8):
             own = float(scores[row, step.item_ids[row]])
-            drawn = [float(scores[row, pool[column]]) for column in range(len(pool)) for _ in range(int(counts[row, column]))]
+            drawn = [
+                float(scores[row, pool[column]]) for column in range(len(pool)) for _ in range(int(counts[row, column]))
+            ]
             want[row] += share * (-own + math.log(math.exp(own) + sum(map(math.exp, drawn))))
     torch.testing.assert_close(ours.double(), want, rtol=1e-5, atol=1e-5)
 

@@ -7,15 +7,15 @@ import math
 
 import pytest
 import torch
-from test_clusters import Asking, chances, codes_of, hard_items
 from torch import Tensor
 
-from sparring.clusters import Codes
+from negatives.test_clusters import Asking, chances, codes_of, hard_items
+from sparring.core.types import Step
 from sparring.losses import sampled_softmax
+from sparring.models.clusters import Codes
 from sparring.negatives import Interpolated, Negatives, OtherClusters, SameCluster, TowardsPositive, Union
 from sparring.negatives.inclusion import inclusion
 from sparring.testing import NegativesContract, World, weights
-from sparring.types import Step
 
 COUNTS = torch.tensor([9, 1, 4, 2, 7, 1, 3, 5, 2, 6, 1, 8, 2, 4, 3, 1, 5, 2, 6, 1, 3, 2, 7, 4])
 
@@ -62,7 +62,10 @@ def test_inclusion_of_many_is_that_of_the_race(m: int) -> None:
 def test_expected_counts_by_hand(m_c: int) -> None:
     """The expected count of an item, one positive at a time: its share of the pairs, the chance of the cluster, m_o of its items."""
     codes = codes_of()
-    chance, primary = by_orders(torch.tensor(chances(codes, 1.5, "cosine"), dtype=torch.float64), m_c), codes.primary.tolist()
+    chance, primary = (
+        by_orders(torch.tensor(chances(codes, 1.5, "cosine"), dtype=torch.float64), m_c),
+        codes.primary.tolist(),
+    )
     want = torch.zeros(24, dtype=torch.float64)
     for j, i in itertools.product(range(24), range(24)):
         want[j] += float(COUNTS[i] / COUNTS.sum() * chance[primary[i], primary[j]]) * 3 / primary.count(primary[j])
@@ -75,7 +78,15 @@ def drawn_step(world: World, rows: int, seed: int) -> Step:
     generator = torch.Generator().manual_seed(seed)
     items = torch.multinomial(COUNTS.double(), rows, replacement=True, generator=generator)
     q = world.queries[:1].expand(rows, -1)
-    return Step(torch.zeros_like(items), items, q, world.items[items], torch.tensor(world.tau), lambda at: world.items[at], generator)
+    return Step(
+        torch.zeros_like(items),
+        items,
+        q,
+        world.items[items],
+        torch.tensor(world.tau),
+        lambda at: world.items[at],
+        generator,
+    )
 
 
 def estimates(world: World, negatives: Negatives, rows: int, steps: int) -> Tensor:
@@ -84,7 +95,9 @@ def estimates(world: World, negatives: Negatives, rows: int, steps: int) -> Tens
     total, times = torch.zeros(24, dtype=torch.float64), torch.zeros(24)
     for seed in range(steps):
         step = drawn_step(world, rows, seed)
-        each = torch.stack([(weights(block, step) * mass[block.ids.clamp(min=0)]).sum(1) for block in negatives(step).blocks]).sum(0)
+        each = torch.stack(
+            [(weights(block, step) * mass[block.ids.clamp(min=0)]).sum(1) for block in negatives(step).blocks]
+        ).sum(0)
         total.index_add_(0, step.item_ids, each)
         times.index_add_(0, step.item_ids, torch.ones(rows))
     return total / times
@@ -109,7 +122,9 @@ def test_all_items_but_the_cell(m_c: int, shared: bool) -> None:
     world, codes = World.build(), codes_of()
     apart = "cluster" if shared else "cell"
     simple = OtherClusters(codes, m_c, 3, 0.5, shared=shared, exclude=apart, correction="counts", counts=COUNTS)  # type: ignore[arg-type]
-    found = estimates(world, Union(simple, SameCluster(codes, 4, correction="counts")), *((256, 100) if shared else (4096, 300)))
+    found = estimates(
+        world, Union(simple, SameCluster(codes, 4, correction="counts")), *((256, 100) if shared else (4096, 300))
+    )
     torch.testing.assert_close(found, exact(world, outside(codes, "cell")), rtol=0.03, atol=0)
 
 
@@ -119,7 +134,9 @@ def test_shared_simple_ones_stand_for_what_is_not_masked(what: str) -> None:
     world, codes = World.build(), codes_of()
     exclude = "none" if what == "all" else what
     simple = OtherClusters(codes, 2, 2, exclude=exclude, correction="counts", counts=COUNTS)  # type: ignore[arg-type]
-    torch.testing.assert_close(estimates(world, simple, 256, 100), exact(world, outside(codes, what)), rtol=0.03, atol=0)
+    torch.testing.assert_close(
+        estimates(world, simple, 256, 100), exact(world, outside(codes, what)), rtol=0.03, atol=0
+    )
     assert (f"own positive and its {what}" in simple(world.step(16, 1)).describe()) == (what != "all")
 
 
@@ -138,9 +155,14 @@ def test_uncorrected_draws_are_no_such_estimate() -> None:
     codes = codes_of()
     rate = OtherClusters(codes, 2, 3, correction="counts", counts=COUNTS).often
     assert float(rate.max() - rate.min()) > math.log(2)
-    plain, weighed = (OtherClusters(codes, 2, 3, correction=how, counts=COUNTS)(World.build().step(16, 1)) for how in ("none", "counts"))  # type: ignore[arg-type]
+    plain, weighed = (
+        OtherClusters(codes, 2, 3, correction=how, counts=COUNTS)(World.build().step(16, 1))
+        for how in ("none", "counts")
+    )  # type: ignore[arg-type]
     assert torch.equal(plain.blocks[0].ids, weighed.blocks[0].ids)
-    torch.testing.assert_close(plain.blocks[0].log_w - weighed.blocks[0].log_w, rate[plain.blocks[0].ids] + math.log(16))
+    torch.testing.assert_close(
+        plain.blocks[0].log_w - weighed.blocks[0].log_w, rate[plain.blocks[0].ids] + math.log(16)
+    )
 
 
 def test_a_mixture_weighs_what_its_members_weigh() -> None:

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sparring.clusters import Codes
+from sparring.core.types import Step
 from sparring.losses import sampled_softmax
+from sparring.models.clusters import Codes
 from sparring.negatives import InBatch, Interpolated, Negatives, OtherClusters, SameCluster, TowardsPositive, Union
-from sparring.negatives.algebra import merged
+from sparring.negatives.base import merged
 from sparring.negatives.inclusion import distinct
 from sparring.testing import NegativesContract, World, chi_square, weights
-from sparring.types import Step
 
 # cluster 3 is empty, cluster 2 is one cell, 5 has two items
 PRIMARY = [0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 2, 2, 2, 4, 4, 4, 4, 4, 4, 5, 5]
@@ -52,7 +52,9 @@ def alike(world: World, rows: int, positive: int) -> Step:
     """Many rows with one positive, so that one forward is many trials."""
     ids = torch.full((rows,), positive)
     generator = torch.Generator().manual_seed(1)
-    return Step(ids, ids, world.queries[ids], world.items[ids], torch.tensor(world.tau), lambda at: world.items[at], generator)
+    return Step(
+        ids, ids, world.queries[ids], world.items[ids], torch.tensor(world.tau), lambda at: world.items[at], generator
+    )
 
 
 class TestOtherClusters(NegativesContract):
@@ -73,7 +75,9 @@ class TestOtherClusters(NegativesContract):
             row = p[primary[item]]
             for j, k in enumerate(primary):
                 if row[k]:  # drawn first, or after another
-                    count[:, j] += (row[k] + sum(row[a] * row[k] / (1 - row[a]) for a in range(6) if a != k)) / primary.count(k)
+                    count[:, j] += (
+                        row[k] + sum(row[a] * row[k] / (1 - row[a]) for a in range(6) if a != k)
+                    ) / primary.count(k)
         for row, item in enumerate(step.item_ids.tolist()):
             for j in range(world.n_items):
                 if cell[j] == cell[item]:
@@ -209,7 +213,11 @@ def test_masks_pair_by_pair(kind: str, exclude) -> None:
     seen = set()
     for seed in range(5):
         step = world.step(16, seed)
-        make = OtherClusters(codes, 2, 3, exclude=exclude) if kind == "other" else SameCluster(codes, 3, shared=True, exclude=exclude)
+        make = (
+            OtherClusters(codes, 2, 3, exclude=exclude)
+            if kind == "other"
+            else SameCluster(codes, 3, shared=True, exclude=exclude)
+        )
         (block,) = make(step).blocks
         got = weights(block, step)
         assert step.positives is not None
@@ -252,7 +260,9 @@ def test_every_set_is_as_likely() -> None:
         assert chi_square(counts, torch.ones(len(sets))) > 1e-4
     few = distinct(torch.tensor([2, 1, 0]).expand(20_000, 3), 4, generator)
     assert bool((few[:, 1:] == 0).all())
-    assert chi_square(torch.bincount((few[:, 0] * torch.tensor([1, 2, 4, 8])).sum(1), minlength=16), torch.ones(16)) > 1e-4
+    assert (
+        chi_square(torch.bincount((few[:, 0] * torch.tensor([1, 2, 4, 8])).sum(1), minlength=16), torch.ones(16)) > 1e-4
+    )
 
 
 def test_codes_can_be_replaced_while_training() -> None:
@@ -281,7 +291,15 @@ class Asking(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         name = func.overloadpacket.__name__
-        if name in {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "repeat_interleave", "bincount", "equal"}:
+        if name in {
+            "_local_scalar_dense",
+            "nonzero",
+            "masked_select",
+            "_unique2",
+            "repeat_interleave",
+            "bincount",
+            "equal",
+        }:
             self.found.append(name)
         return func(*args, **(kwargs or {}))
 
@@ -293,7 +311,10 @@ def test_nothing_waits_for_the_device() -> None:
         OtherClusters(codes, 2, 3),
         SameCluster(codes, 3),
         Union(Interpolated(OtherClusters(codes, 2, 3)), TowardsPositive(SameCluster(codes, 3), "adaptive")),
-        Union(Interpolated(OtherClusters(codes, 2, 3), normalisation="minmax_set", renorm=True), SameCluster(codes, 3, shared=True)),
+        Union(
+            Interpolated(OtherClusters(codes, 2, 3), normalisation="minmax_set", renorm=True),
+            SameCluster(codes, 3, shared=True),
+        ),
     ):
         step = world.step(16, 1)
         with Asking() as asking:

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from sparring.core.types import Step
 from sparring.losses import sampled_softmax
 from sparring.negatives import InBatch, Popularity, Sampled
 from sparring.testing import World
-from sparring.types import Step
 
 N, DRAWS, TRIALS = 2000, 256, 1500
 POPULAR, TAIL = 4, 1500  # ranks 5 and 1,501
@@ -25,7 +25,15 @@ def zipf_step(positive: int) -> tuple[Step, Tensor]:
     v = scores[positive].expand(TRIALS, 1).clone().requires_grad_()
     ids = torch.full((TRIALS,), positive)
     generator = torch.Generator().manual_seed(1)
-    return Step(torch.zeros_like(ids), ids, torch.ones(TRIALS, 1), v, torch.ones(()), lambda ids: scores[ids].unsqueeze(-1), generator), v
+    return Step(
+        torch.zeros_like(ids),
+        ids,
+        torch.ones(TRIALS, 1),
+        v,
+        torch.ones(()),
+        lambda ids: scores[ids].unsqueeze(-1),
+        generator,
+    ), v
 
 
 def positive_gradient(correction: str, positive: int, counts: Tensor | None = None) -> tuple[float, float]:
@@ -89,7 +97,9 @@ def test_refined_is_the_published_form() -> None:
     tau = torch.tensor(world.tau, dtype=torch.float64)
     step = Step(base.query_ids, item_ids, q, table[item_ids], tau, lambda ids: table[ids], base.generator)
     ours = torch.autograd.grad(
-        sampled_softmax(step, InBatch(Popularity(world.counts), correction="refined")(step)).sum(), [q, table], retain_graph=True
+        sampled_softmax(step, InBatch(Popularity(world.counts), correction="refined")(step)).sum(),
+        [q, table],
+        retain_graph=True,
     )
     scores, p = q @ table.T / tau, world.popularity
     published = torch.zeros((), dtype=torch.float64)

@@ -7,10 +7,10 @@ import math
 import pytest
 import torch
 
+from sparring.core.types import Outcome, Step
 from sparring.negatives import Popularity, Streaming, Uniform
 from sparring.negatives.distributions import draw_from_cdf
 from sparring.testing import World, chi_square
-from sparring.types import Outcome, Step
 
 NOTHING = Outcome(torch.zeros(1), ())
 

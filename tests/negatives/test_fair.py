@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from sparring.core.types import Bag, Outcome, Step
 from sparring.negatives import GroupShares, InBatch, Negatives, Popularity, Sampled, Tilted, Uniform
 from sparring.negatives.fair import to_simplex
 from sparring.testing import NegativesContract, World, chi_square, dense
-from sparring.types import Bag, Outcome, Step
 
 GROUPS = torch.tensor([7, 7, 2, 9, 2, 2, 9, 7])  # any numbers: 2, 7 and 9 are the groups
 
@@ -38,7 +38,9 @@ class TestGroupShares(NegativesContract):
         shares = self.warmed(world).distribution.shares.tolist()  # type: ignore[union-attr]
         groups = groups_of(world).tolist()
         names = sorted(set(groups))
-        assert max(abs(share - groups.count(name) / len(groups)) for share, name in zip(shares, names, strict=True)) > 0.01
+        assert (
+            max(abs(share - groups.count(name) / len(groups)) for share, name in zip(shares, names, strict=True)) > 0.01
+        )
         return torch.tensor([500 * shares[names.index(z)] / groups.count(z) for z in groups], dtype=torch.float64)
 
     def resized(self, world: World, n: int) -> Negatives:
@@ -99,7 +101,12 @@ def plain_shares(
             continue
         mean = {}
         for z in names:
-            rows = [(decay ** (t - 1 - i), loss) for i in range(t) for item, loss in zip(*steps[i], strict=True) if groups[item] == z]
+            rows = [
+                (decay ** (t - 1 - i), loss)
+                for i in range(t)
+                for item, loss in zip(*steps[i], strict=True)
+                if groups[item] == z
+            ]
             if rows:
                 mean[z] = sum(w * loss for w, loss in rows) / sum(w for w, _ in rows)
         middle = sum(mean.values()) / len(mean)
@@ -165,7 +172,9 @@ class TestTilted(NegativesContract):
         """The weights of all rows are those of the formula."""
         world = World.build()
         step = world.step(16, 1)
-        torch.testing.assert_close(dense(self.make(world)(step), step, world.n_items), self.expected(world, step), rtol=1e-5, atol=1e-8)
+        torch.testing.assert_close(
+            dense(self.make(world)(step), step, world.n_items), self.expected(world, step), rtol=1e-5, atol=1e-8
+        )
 
 
 class TestTiltedShares(NegativesContract):

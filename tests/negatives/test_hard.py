@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from sparring.core.types import Bag, Candidates, Exclude, Step
 from sparring.losses import bpr, sampled_softmax
 from sparring.negatives import AmongHardest, Hardest, InBatch, NearestTo, Negatives, Popularity, Sampled, Uniform, Union
 from sparring.testing import NegativesContract, World, chi_square, dense, weights
-from sparring.types import Bag, Candidates, Exclude, Step
 
 
 def ranked(world: World, step: Step, row: int, ids: list[int]) -> list[int]:
@@ -26,7 +26,9 @@ def alike(world: World, rows: int, positive: int = 3) -> Step:
     q = world.queries[5].expand(rows, -1)
     ids = torch.full((rows,), positive)
     generator = torch.Generator().manual_seed(1)
-    return Step(torch.full((rows,), 5), ids, q, world.items[ids], torch.tensor(world.tau), lambda at: world.items[at], generator)
+    return Step(
+        torch.full((rows,), 5), ids, q, world.items[ids], torch.tensor(world.tau), lambda at: world.items[at], generator
+    )
 
 
 class TestAmongHardest(NegativesContract):
@@ -126,7 +128,9 @@ def test_among_as_many_as_are_kept_is_hardest() -> None:
     """m = k keeps the same candidates as Hardest."""
     world = World.build()
     pool = InBatch(Popularity(world.counts))
-    ours, theirs = (kind(world.step(16, 1)).blocks[0].ids.sort(1).values for kind in (AmongHardest(pool, 4, 4), Hardest(pool, 4)))
+    ours, theirs = (
+        kind(world.step(16, 1)).blocks[0].ids.sort(1).values for kind in (AmongHardest(pool, 4, 4), Hardest(pool, 4))
+    )
     assert torch.equal(ours, theirs)
 
 
@@ -182,7 +186,9 @@ class TestNearestToUnion(NegativesContract):
     selects = True
 
     def make(self, world: World) -> Negatives:
-        return NearestTo(Union(InBatch(Popularity(world.counts)), Sampled(Uniform(world.n_items), 10, exclude="known")), 3)
+        return NearestTo(
+            Union(InBatch(Popularity(world.counts)), Sampled(Uniform(world.n_items), 10, exclude="known")), 3
+        )
 
 
 def test_a_better_positive_gets_an_easier_negative() -> None:
@@ -222,7 +228,9 @@ def test_only_what_is_kept_is_encoded_for_the_gradient(per_query: bool, gathered
     bag = negatives(step)
     shared = not per_query and gathered == 0
     assert encoded == [(12 if not per_query else 16 * 12, False), (12 if shared else 16, True)]
-    kept = [int(block.ids.expand(16, -1)[row][weights(block, step)[row] > 0]) for block in bag.blocks for row in range(16)]
+    kept = [
+        int(block.ids.expand(16, -1)[row][weights(block, step)[row] > 0]) for block in bag.blocks for row in range(16)
+    ]
     loss = torch.nn.functional.softplus(((table[kept] - table[step.item_ids]) * step.q).sum(1) / world.tau)
     ours, theirs = (torch.autograd.grad(value.sum(), [step.q, table]) for value in (bpr(step, bag), loss))
     for got, want in zip(ours, theirs, strict=True):

@@ -8,10 +8,21 @@ import pytest
 import torch
 from torch import Tensor
 
+from sparring.core.types import Step
 from sparring.losses import sampled_softmax
-from sparring.negatives import AllItems, Cache, InBatch, Negatives, Popularity, Resample, Sampled, Streaming, Uniform, Union
+from sparring.negatives import (
+    AllItems,
+    Cache,
+    InBatch,
+    Negatives,
+    Popularity,
+    Resample,
+    Sampled,
+    Streaming,
+    Uniform,
+    Union,
+)
 from sparring.testing import World, observe
-from sparring.types import Step
 
 B = 12
 
@@ -26,7 +37,9 @@ def trial(world: World) -> tuple[Step, Tensor]:
     return world.step(B, 5, table=table), table
 
 
-def release(step: Step, table: Tensor, tau: float, positive: Tensor | None, negatives: Callable[[Tensor], Tensor]) -> Tensor:
+def release(
+    step: Step, table: Tensor, tau: float, positive: Tensor | None, negatives: Callable[[Tensor], Tensor]
+) -> Tensor:
     """-t + log(e^t + sum_k e^..): the explicit positive first, then whatever columns the release appends."""
     s = step.q.double() @ table.double().T / tau
     own = s.gather(1, step.item_ids.unsqueeze(1))
@@ -48,7 +61,11 @@ def check(world: World, negatives: Negatives, published: Callable[[Step, Tensor]
 
 def test_ssl(world: World) -> None:
     """SSL, release: -s_rr + log(e^s_rr + sum over all B columns of e^s_rj), the positive in twice."""
-    check(world, InBatch(exclude="none"), lambda step, table: release(step, table, world.tau, None, lambda s: s[:, step.item_ids]))
+    check(
+        world,
+        InBatch(exclude="none"),
+        lambda step, table: release(step, table, world.tau, None, lambda s: s[:, step.item_ids]),
+    )
 
 
 def test_ssl_pop(world: World) -> None:
@@ -57,7 +74,9 @@ def test_ssl_pop(world: World) -> None:
     check(
         world,
         InBatch(Popularity(world.counts), correction="both", exclude="none"),
-        lambda step, table: release(step, table, world.tau, log_p[step.item_ids], lambda s: (s - log_p)[:, step.item_ids]),
+        lambda step, table: release(
+            step, table, world.tau, log_p[step.item_ids], lambda s: (s - log_p)[:, step.item_ids]
+        ),
     )
 
 
@@ -76,14 +95,23 @@ def test_g_tower(world: World) -> None:
     ids = torch.arange(world.n_items) + 1
     log_p = -torch.stack([gap[h][ids % size] for h, size in enumerate(sizes)]).amax(0).double().log()
     check(
-        world, negatives, lambda step, table: release(step, table, world.tau, log_p[step.item_ids], lambda s: (s - log_p)[:, step.item_ids])
+        world,
+        negatives,
+        lambda step, table: release(
+            step, table, world.tau, log_p[step.item_ids], lambda s: (s - log_p)[:, step.item_ids]
+        ),
     )
 
 
 def test_mns_release(world: World) -> None:
     """MNS, release: B batch columns and B' uniform ones, corrected by log(rho p + (1 - rho) / N), the positive by log p alone."""
     extra, pop = B, Popularity(world.counts)
-    negatives = Union(InBatch(pop, exclude="none"), Sampled(Uniform(world.n_items), extra, exclude="none"), correction="both", positive=pop)
+    negatives = Union(
+        InBatch(pop, exclude="none"),
+        Sampled(Uniform(world.n_items), extra, exclude="none"),
+        correction="both",
+        positive=pop,
+    )
 
     def published(step: Step, table: Tensor) -> Tensor:
         drawn = torch.randint(world.n_items, (extra,), generator=torch.Generator().manual_seed(2 * 5))
@@ -122,7 +150,11 @@ def test_bir(world: World, draw) -> None:
     """BIR, release: -s_rr + log(e^s_rr + sum over the drawn multiset of e^s_rk), no correction left, no gradient through the draw."""
     negatives = Resample(InBatch(Popularity(world.counts), exclude="none"), draw=draw)
     columns = drawn_columns(negatives(world.step(B, 5)).blocks[0].log_w, B)
-    check(world, negatives, lambda step, table: release(step, table, world.tau, None, lambda s: s.gather(1, step.item_ids[columns])))
+    check(
+        world,
+        negatives,
+        lambda step, table: release(step, table, world.tau, None, lambda s: s.gather(1, step.item_ids[columns])),
+    )
 
 
 def test_bir_draws_like_the_release(world: World) -> None:
@@ -155,7 +187,10 @@ def test_xir(world: World, draw) -> None:
     lam, n, log_p = 0.2, 9, world.popularity.log()
     pop = Popularity(world.counts)
     cache = Cache(16, pop, world.n_items, exclude="none")
-    terms = ((lam, Resample(cache, n, draw), cache.ids.clone()), (1 - lam, Resample(InBatch(pop, exclude="none"), n, draw), None))
+    terms = (
+        (lam, Resample(cache, n, draw), cache.ids.clone()),
+        (1 - lam, Resample(InBatch(pop, exclude="none"), n, draw), None),
+    )
     step, table = trial(world)
     ours, theirs = torch.zeros(B), torch.zeros(B, dtype=torch.float64)
     for share, negatives, pool in terms:

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from sparring.core.types import Bag, Positives, Step
 from sparring.losses import sampled_softmax
 from sparring.negatives import AllItems, Negatives, Popularity, Sampled, Shown, Uniform
 from sparring.testing import NegativesContract, World
-from sparring.types import Bag, Positives, Step
 
 
 class TestUniform(NegativesContract):

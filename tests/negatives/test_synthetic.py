@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from sparring.core.types import Step
 from sparring.losses import sampled_softmax
 from sparring.negatives import BatchMix, Hardest, InBatch, MixPositive, Negatives, Popularity, Sampled, Uniform
 from sparring.testing import NegativesContract, World, chi_square, weights
-from sparring.types import Step
 
 
 class MixContract(NegativesContract):
@@ -109,7 +109,9 @@ def test_one_share_per_query_cannot_change_the_choice() -> None:
     ):
         table = world.items.clone().requires_grad_()
         step = world.step(16, 1, table=table)
-        loss = sampled_softmax(step, build(Sampled(Uniform(world.n_items), 12, per_query=True, correction="none"))(step))
+        loss = sampled_softmax(
+            step, build(Sampled(Uniform(world.n_items), 12, per_query=True, correction="none"))(step)
+        )
         found.append((loss.detach(), *torch.autograd.grad(loss.sum(), [step.q, table])))
     for ours, theirs in zip(found[0], found[1], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
@@ -120,14 +122,18 @@ def test_the_hardest_mixture_by_hand() -> None:
     """MixGCF, one pair at a time: argmax_m a_m s_+ + (1 - a_m) s_m over the draws that are not the positive, then log(1 + e^(s' - s_+))."""
     world = World.build()
     step = world.step(16, 1)
-    loss = sampled_softmax(step, Hardest(MixPositive(Sampled(Uniform(world.n_items), 9, True, "none"), "candidate"), 1)(step)).detach()
+    loss = sampled_softmax(
+        step, Hardest(MixPositive(Sampled(Uniform(world.n_items), 9, True, "none"), "candidate"), 1)(step)
+    ).detach()
     twin = torch.Generator().manual_seed(2 * 1)
     drawn = torch.randint(world.n_items, (16, 9), generator=twin)
     a = torch.rand(16, 9, generator=twin).double()
     s = world.logits(step)
     for row, own in enumerate(step.item_ids.tolist()):
         mixed = [
-            float(a[row, m] * s[row, own] + (1 - a[row, m]) * s[row, item]) for m, item in enumerate(drawn[row].tolist()) if item != own
+            float(a[row, m] * s[row, own] + (1 - a[row, m]) * s[row, item])
+            for m, item in enumerate(drawn[row].tolist())
+            if item != own
         ]
         assert float(loss[row]) == pytest.approx(math.log1p(math.exp(max(mixed) - float(s[row, own]))), rel=1e-4)
 

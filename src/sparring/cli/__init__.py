@@ -10,16 +10,31 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-from sparring.errors import UserError, disk_full
+from sparring.core.errors import UserError, disk_full
 
 __all__ = ["main"]
 
 # Command -> module of this package and function in it, imported when it is called.
-_OWN = ("prepare", "train", "evaluate", "compare", "diagnose", "reproduce", "cluster", "recommend", "index", "serve", "export", "demo")
+_OWN = (
+    "prepare",
+    "train",
+    "evaluate",
+    "compare",
+    "diagnose",
+    "reproduce",
+    "cluster",
+    "recommend",
+    "index",
+    "serve",
+    "export",
+    "demo",
+)
 COMMANDS = {name: f"{name}:{name}" for name in (*_OWN, "bench")} | {"recipes": "listing:recipes"}
 COMMANDS |= {f"data {what}": f"listing:data_{what}" for what in ("list", "get", "show")}
 
-DISK_SECONDS = int(os.environ.get("SPARRING_DISK_SECONDS", "60"))  # that someone has to free a full disk before a restart
+DISK_SECONDS = int(
+    os.environ.get("SPARRING_DISK_SECONDS", "60")
+)  # that someone has to free a full disk before a restart
 # Read when torch is first imported. Threads that spin while they wait are many times slower as soon as a core is shared.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
@@ -33,7 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return execute(words)
     except KeyboardInterrupt as stop:
-        hint = "the same command goes on" if words and words[0] in ("compare", "reproduce") else str(stop)  # train says what it has saved
+        hint = (
+            "the same command goes on" if words and words[0] in ("compare", "reproduce") else str(stop)
+        )  # train says what it has saved
         return _say(f"interrupted{f': {hint}' if hint else ''}", 130)
     except BrokenPipeError:  # `sparring recipes | head`: the reader has gone, and so must the flush at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -92,7 +109,11 @@ def _say_for_many(error: Exception, line: str | None) -> int:
     rank, first = os.environ.get("RANK", "0"), os.environ.get("LOCAL_RANK", "0") == "0"
     if os.environ.get("SPARRING_DEBUG", "") not in ("", "0"):
         raise error
-    if line is None and type(error) is RuntimeError and re.search(r"[Cc]onnection (closed|reset)|gloo|NCCL|Broken pipe", str(error)):
+    if (
+        line is None
+        and type(error) is RuntimeError
+        and re.search(r"[Cc]onnection (closed|reset)|gloo|NCCL|Broken pipe", str(error))
+    ):
         return _say(f"rank {rank} lost another rank", 1) if first and rank != "0" else 1
     if line is None:
         raise error

@@ -56,33 +56,70 @@ def parser() -> tuple[Parser, dict[str, Parser]]:
 
     def command(name: str, text: str, group: Any = commands) -> Parser:
         key = name if group is commands else f"data {name}"
-        named[key] = group.add_parser(name, help=text[0].lower() + text[1:].rstrip("."), description=text, example=EXAMPLES.get(key))
+        named[key] = group.add_parser(
+            name, help=text[0].lower() + text[1:].rstrip("."), description=text, example=EXAMPLES.get(key)
+        )
         named[key].set_defaults(key=key)
         return named[key]
 
-    prepare.options(command("prepare", "Interactions of any size into a folder that `sparring train --data FOLDER` reads from disk."))
-    train.options(command("train", "Train a retriever on interactions, validate it every epoch, and rank its test part."))
+    prepare.options(
+        command(
+            "prepare", "Interactions of any size into a folder that `sparring train --data FOLDER` reads from disk."
+        )
+    )
+    train.options(
+        command("train", "Train a retriever on interactions, validate it every epoch, and rank its test part.")
+    )
     evaluate.options(command("evaluate", "Rank the whole catalogue for every test query of a run, and measure."))
-    compare.options(command("compare", "Train recipes over several seeds on the same data, and tell which differences are real."))
-    reproduce.options(command("reproduce", "A table or figure of a paper, trained on your data and shown beside the published figures."))
-    diagnose.options(command("diagnose", "Measure how well a run's negatives, and others, stand for the full softmax; and advise."))
-    cluster.options(command("cluster", "Cluster the items by all their modalities, for negatives that know what is alike."))
+    compare.options(
+        command("compare", "Train recipes over several seeds on the same data, and tell which differences are real.")
+    )
+    reproduce.options(
+        command(
+            "reproduce", "A table or figure of a paper, trained on your data and shown beside the published figures."
+        )
+    )
+    diagnose.options(
+        command("diagnose", "Measure how well a run's negatives, and others, stand for the full softmax; and advise.")
+    )
+    cluster.options(
+        command("cluster", "Cluster the items by all their modalities, for negatives that know what is alike.")
+    )
     recommend.options(command("recommend", "The best items of a run for some queries, or for a list of items."))
-    index.options(command("index", "Build the index of a run: the fastest that reaches a recall within a memory limit."))
-    serve.options(command("serve", "Answer over HTTP, with a page: recommendations, similar items, changes of items while it runs."))
-    export.options(command("export", "A run's vectors as Parquet, its towers as ONNX, its items in Milvus or PostgreSQL."))
+    index.options(
+        command("index", "Build the index of a run: the fastest that reaches a recall within a memory limit.")
+    )
+    serve.options(
+        command(
+            "serve", "Answer over HTTP, with a page: recommendations, similar items, changes of items while it runs."
+        )
+    )
+    export.options(
+        command("export", "A run's vectors as Parquet, its towers as ONNX, its items in Milvus or PostgreSQL.")
+    )
     listed = command("recipes", "Every recipe with its paper, its arguments and their defaults.")
     listed.add_argument("name", nargs="?", metavar="NAME", help="one recipe, with all its settings")
     listed.add_argument("--json", action="store_true", help="print JSON instead of text")
     data = command("data", "Public data sets by name, and what a file holds.")
-    named["data"].epilog = "examples:\n" + "\n".join(f"  {EXAMPLES[key]}" for key in ("data list", "data get", "data show"))
+    named["data"].epilog = "examples:\n" + "\n".join(
+        f"  {EXAMPLES[key]}" for key in ("data list", "data get", "data show")
+    )
     kinds = data.add_subparsers(dest="kind", metavar="list|get|show", parser_class=Parser, required=True)
     command("list", "Data sets that have a name.", kinds)
     get = command("get", "Fetch a data set by name and check it.", kinds)
     get.add_argument("name", metavar="NAME", help="a name that `sparring data list` prints")
     show = command("show", "What a file, a folder or a named set holds, as Sparring reads it.", kinds)
-    show.add_argument("data", metavar="FILE", help="a Parquet or CSV file, a folder of Parquet parts, or the name of a set")
+    show.add_argument(
+        "data", metavar="FILE", help="a Parquet or CSV file, a folder of Parquet parts, or the name of a set"
+    )
     inputs.add_columns(show)
-    bench.options(command("bench", "Time the loss on this machine: ours, PyTorch's own forms, and the floor; as a table and a picture."))
-    demo.options(command("demo", "Train two recipes on real grocery purchases, compare them, and show what they recommend."))
+    bench.options(
+        command(
+            "bench",
+            "Time the loss on this machine: ours, PyTorch's own forms, and the floor; as a table and a picture.",
+        )
+    )
+    demo.options(
+        command("demo", "Train two recipes on real grocery purchases, compare them, and show what they recommend.")
+    )
     return root, named

@@ -16,16 +16,16 @@ from rich.progress import TimeRemainingColumn
 from sparring.cli import inputs, screen
 from sparring.cli.modalities import add_modalities, read_modalities
 from sparring.cli.values import count, device, setting, whole
-from sparring.errors import UserError
+from sparring.core.errors import UserError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from sparring.clusters import MSAC, Codes, Drift, Settings
-    from sparring.clusters.stream import Modalities
-    from sparring.clusters.training import Progress
     from sparring.data.interactions import Vocabulary
-    from sparring.tables import Cell
+    from sparring.experiments.report.tables import Cell
+    from sparring.models.clusters import MSAC, Codes, Drift, Settings
+    from sparring.models.clusters.learning import Progress
+    from sparring.models.clusters.stream import Modalities
 
 MANY = 0.3  # share of known items that would change their cell, above which something other than new items must be the cause
 
@@ -36,33 +36,60 @@ def options(parser: ArgumentParser) -> None:
     inputs.add_split(parser)
     add_modalities(parser)
     group = parser.add_argument_group("clusters")
-    group.add_argument("--preset", choices=("robust", "literal"), help="literal: the paper's equations as they stand (default: robust)")
+    group.add_argument(
+        "--preset", choices=("robust", "literal"), help="literal: the paper's equations as they stand (default: robust)"
+    )
     group.add_argument("--k-primary", type=count, metavar="K", help="primary clusters (default: 300)")
     group.add_argument("--k-secondary", type=count, metavar="K", help="secondary clusters (default: 15)")
     group.add_argument(
-        "--steps", type=whole, metavar="N", help="steps of learning (default: 1500; with --update 500, and 0 only codes new items)"
+        "--steps",
+        type=whole,
+        metavar="N",
+        help="steps of learning (default: 1500; with --update 500, and 0 only codes new items)",
     )
     group.add_argument(
-        "--set", type=setting, action="append", default=[], dest="settings", metavar="NAME=VALUE", help="change another setting; repeatable"
+        "--set",
+        type=setting,
+        action="append",
+        default=[],
+        dest="settings",
+        metavar="NAME=VALUE",
+        help="change another setting; repeatable",
     )
     group.add_argument("--update", type=Path, metavar="OLD", help="go on from these codes: clusters keep their numbers")
     group.add_argument(
-        "--refit", action="append", default=[], metavar="NAME", help="with --update: a modality whose encoder is another now, or made anew"
+        "--refit",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="with --update: a modality whose encoder is another now, or made anew",
     )
-    group.add_argument("--category", metavar="COLUMN", help="column of the items with known categories, to measure purity")
+    group.add_argument(
+        "--category", metavar="COLUMN", help="column of the items with known categories, to measure purity"
+    )
     group = parser.add_argument_group("how it is run")
-    group.add_argument("--seed", type=whole, default=0, metavar="N", help="seed of the learning and of the split (default: 0)")
+    group.add_argument(
+        "--seed", type=whole, default=0, metavar="N", help="seed of the learning and of the split (default: 0)"
+    )
     group.add_argument("--device", type=device, default="auto", help="auto, cpu or cuda (default: auto)")
-    group.add_argument("--out", type=Path, required=True, metavar="FILE", help="for the codes: a name that ends in .safetensors")
-    group.add_argument("--report", type=Path, metavar="FOLDER", help="for the page, figures and tables (default: FILE without its ending)")
+    group.add_argument(
+        "--out", type=Path, required=True, metavar="FILE", help="for the codes: a name that ends in .safetensors"
+    )
+    group.add_argument(
+        "--report",
+        type=Path,
+        metavar="FOLDER",
+        help="for the page, figures and tables (default: FILE without its ending)",
+    )
     group.add_argument("--quiet", action="store_true", help="print nothing but the last line and errors")
 
 
 def cluster(args: Namespace) -> int:
-    from sparring.clusters import MSAC, Codes, page
-    from sparring.clusters.summary import labels_of, summary
+    from sparring.core.devices import pick_device
     from sparring.data.splits import split
-    from sparring.devices import pick_device
+    from sparring.experiments.report import clusters
+    from sparring.experiments.report.cluster_tables import labels_of, summary
+    from sparring.models.clusters import MSAC, Codes
 
     device = pick_device(args.device)
     _check(args)
@@ -87,18 +114,22 @@ def cluster(args: Namespace) -> int:
     titles = table["title"] if table is not None and "title" in table.columns else None
     command = shlex.join(["sparring", *sys.argv[1:]]) if sys.argv[1:2] == ["cluster"] else ""
     folder = args.report or args.out.with_suffix("")
-    where = page.write(folder, msac, codes, modalities, labels, titles, drift, moved, command)
+    where = clusters.write(folder, msac, codes, modalities, labels, titles, drift, moved, command)
     if not args.quiet:
-        for line in page.findings(summary(codes, labels), msac, drift, moved):
+        for line in clusters.findings(summary(codes, labels), msac, drift, moved):
             show.print(line, markup=False, soft_wrap=True)
         if drift is not None and (drift.changed_cell or 0) > MANY:
             hint = "if a modality was made anew since then, such as behaviour, give --refit NAME"
             show.print(f"That many would not change by themselves: {hint}.", markup=False, soft_wrap=True)
-    show.print(f"{args.out}: the codes; {where}: the whole report; {folder}: figures and tables", markup=False, soft_wrap=True)
+    show.print(
+        f"{args.out}: the codes; {where}: the whole report; {folder}: figures and tables", markup=False, soft_wrap=True
+    )
     return 0
 
 
-def _updated(args: Namespace, msac: MSAC, known: Codes, modalities: Modalities, ids: Vocabulary, tell: Progress) -> tuple[Codes, Drift]:
+def _updated(
+    args: Namespace, msac: MSAC, known: Codes, modalities: Modalities, ids: Vocabulary, tell: Progress
+) -> tuple[Codes, Drift]:
     """Take over modalities made anew, measure, learn on, code; without steps known items keep their codes."""
     for name in args.refit:
         msac.refit(name, modalities, known, ids)
@@ -136,15 +167,19 @@ def _check(args: Namespace) -> None:
         if args.refit:
             raise UserError("--refit is for --update: without it all modalities are learned anyway")
         return
-    given = [f"--{name.replace('_', '-')}" for name in ("preset", "k_primary", "k_secondary") if getattr(args, name) is not None]
+    given = [
+        f"--{name.replace('_', '-')}"
+        for name in ("preset", "k_primary", "k_secondary")
+        if getattr(args, name) is not None
+    ]
     for option in [*given, *(["--set"] if args.settings else [])]:
         raise UserError(f"{option} cannot go with --update, which keeps the settings of {args.update}")
 
 
 def _settings(args: Namespace) -> Settings:
     """The settings of a preset with what was asked for."""
-    from sparring.clusters import PRESETS, Settings
-    from sparring.settings import nearest, parse
+    from sparring.models.clusters import PRESETS, Settings
+    from sparring.recipes.settings import nearest, parse
 
     asked: dict[str, object] = dict(args.settings)
     for name in ("k_primary", "k_secondary", "steps", "seed"):
@@ -155,7 +190,9 @@ def _settings(args: Namespace) -> Settings:
     for name in asked:
         if name not in kinds:
             raise UserError(f"unknown setting {name!r}{nearest(name, kinds)}")
-    return dataclasses.replace(PRESETS[args.preset or "robust"], **{name: parse(name, value, kinds[name]) for name, value in asked.items()})
+    return dataclasses.replace(
+        PRESETS[args.preset or "robust"], **{name: parse(name, value, kinds[name]) for name, value in asked.items()}
+    )
 
 
 @contextmanager

@@ -15,13 +15,13 @@ from rich.progress import Progress, TimeElapsedColumn
 
 from sparring.cli import inputs, screen
 from sparring.cli.values import count, device, names, setting, whole
-from sparring.errors import UserError
+from sparring.core.errors import UserError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from sparring.compare import Data, Plan
-    from sparring.workers import Failure, Listener
+    from sparring.core.workers import Failure, Listener
+    from sparring.experiments.comparison import Data, Plan
 
 _GENERIC = {"interactions", "data", "pairs", "ratings", "events"}  # file names that say nothing: the folder's name does
 
@@ -29,33 +29,68 @@ _GENERIC = {"interactions", "data", "pairs", "ratings", "events"}  # file names 
 def options(parser: ArgumentParser) -> None:
     inputs.add_several(parser)
     inputs.add_split(parser)
-    parser.add_argument("--split-seed", type=whole, default=0, metavar="N", help="seed of the split, the same for every run (default: 0)")
+    parser.add_argument(
+        "--split-seed",
+        type=whole,
+        default=0,
+        metavar="N",
+        help="seed of the split, the same for every run (default: 0)",
+    )
     group = parser.add_argument_group("what is compared")
     listed = "`sparring recipes` lists them; or FILE.py:FUNCTION"
     group.add_argument("--recipes", type=names, required=True, metavar="NAME,NAME", help=listed)
-    group.add_argument("--seeds", type=count, default=5, metavar="N", help="each recipe is trained with the seeds 0..N-1 (default: 5)")
-    group.add_argument("--setup", metavar="RECIPE", help="take towers, optimiser and schedule of every run from this recipe")
-    group.add_argument("--tune", type=count, default=0, metavar="N", help="first tune each recipe with N trials on validation")
-    group.add_argument("--baseline", metavar="NAME", help="what the others are compared with (default: uns, else the first)")
     group.add_argument(
-        "--metrics", type=names, default=("recall@20", "ndcg@20"), metavar="NAME@K,NAME@K", help="(default: recall@20,ndcg@20)"
+        "--seeds", type=count, default=5, metavar="N", help="each recipe is trained with the seeds 0..N-1 (default: 5)"
     )
     group.add_argument(
-        "--set", type=setting, action="append", default=[], dest="settings", metavar="NAME=VALUE", help="for every recipe that knows it"
+        "--setup", metavar="RECIPE", help="take towers, optimiser and schedule of every run from this recipe"
+    )
+    group.add_argument(
+        "--tune", type=count, default=0, metavar="N", help="first tune each recipe with N trials on validation"
+    )
+    group.add_argument(
+        "--baseline", metavar="NAME", help="what the others are compared with (default: uns, else the first)"
+    )
+    group.add_argument(
+        "--metrics",
+        type=names,
+        default=("recall@20", "ndcg@20"),
+        metavar="NAME@K,NAME@K",
+        help="(default: recall@20,ndcg@20)",
+    )
+    group.add_argument(
+        "--set",
+        type=setting,
+        action="append",
+        default=[],
+        dest="settings",
+        metavar="NAME=VALUE",
+        help="for every recipe that knows it",
     )
     group.add_argument("--epochs", type=count, metavar="N", help="the same as --set epochs=N")
     group = parser.add_argument_group("how it is run")
-    group.add_argument("--jobs", type=count, default=1, metavar="N", help="trainings at once, with one thread each if several (default: 1)")
+    group.add_argument(
+        "--jobs",
+        type=count,
+        default=1,
+        metavar="N",
+        help="trainings at once, with one thread each if several (default: 1)",
+    )
     group.add_argument("--device", type=device, default="auto", help="auto, cpu or cuda (default: auto)")
     group.add_argument(
-        "--out", type=Path, required=True, metavar="FOLDER", help="for all runs and tables; the same command again does what is missing"
+        "--out",
+        type=Path,
+        required=True,
+        metavar="FOLDER",
+        help="for all runs and tables; the same command again does what is missing",
     )
     group.add_argument("--quiet", action="store_true", help="print nothing but failures and the last line")
 
 
 def compare(args: Namespace) -> int:
-    from sparring import comparison_page, results
-    from sparring.compare import compare as run_all
+    from sparring.experiments import comparison_tables
+    from sparring.experiments.comparison import compare as run_all
+    from sparring.experiments.report import comparison
 
     plan = _plan(args)
     show = screen.console()
@@ -64,8 +99,8 @@ def compare(args: Namespace) -> int:
     with listening(show, args.quiet) as listener:
         failures = run_all(plan, args.jobs, listener)
     command = shlex.join(["sparring", *sys.argv[1:]]) if sys.argv[1:2] == ["compare"] else ""
-    tables = results.write(plan, failures, command)
-    page = comparison_page.write(plan, tables, failures, command)
+    tables = comparison_tables.write(plan, failures, command)
+    page = comparison.write(plan, tables, failures, command)
     for table in tables:
         if table.rows and not args.quiet:
             show.print()
@@ -77,11 +112,14 @@ def compare(args: Namespace) -> int:
 
 def _notes(plan: Plan) -> list[str]:
     """What is not as the recipes come: texts that are read, classifiers that are left out, arguments that are not tuned."""
-    from sparring import settings
-    from sparring.space import untuned
+    from sparring.experiments.search_space import untuned
+    from sparring.recipes import settings
 
     lines = [inputs.TEXTS_READ] if plan.shared.get("encoder") == "auto" else []
-    setups = {name: settings.resolve(settings.find(place), plan.settings_of(name), plan.base)[0] for name, place in plan.places.items()}
+    setups = {
+        name: settings.resolve(settings.find(place), plan.settings_of(name), plan.base)[0]
+        for name, place in plan.places.items()
+    }
     staged = [name for name, setup in setups.items() if setup.classifiers]
     if staged:
         lines.append(f"compared by their towers alone, without classifiers and fusion: {', '.join(staged)}")
@@ -95,16 +133,22 @@ def _notes(plan: Plan) -> list[str]:
 def closing(show: Console, failures: Sequence[Failure], page: Path, out: Path) -> int:
     """The last lines: what failed, and where everything is; the exit code."""
     for failure in failures:
-        show.print(f"failed: {failure.data} {failure.recipe} {failure.what}: {failure.error}", markup=False, soft_wrap=True)
+        show.print(
+            f"failed: {failure.data} {failure.recipe} {failure.what}: {failure.error}", markup=False, soft_wrap=True
+        )
     if failures:
         show.print(f"{len(failures)} failed; the same command tries them again", markup=False)
-    show.print(f"{page}: the whole report; {out}: figures, and tables as .md, .csv, .tex and .json", markup=False, soft_wrap=True)
+    show.print(
+        f"{page}: the whole report; {out}: figures, and tables as .md, .csv, .tex and .json",
+        markup=False,
+        soft_wrap=True,
+    )
     return 1 if failures else 0
 
 
 def _plan(args: Namespace) -> Plan:
-    from sparring import settings
-    from sparring.compare import Plan, cutoffs
+    from sparring.experiments.comparison import Plan, cutoffs
+    from sparring.recipes import settings
 
     if not args.data:
         raise UserError("--data is needed: a file, or the name of a set; repeat it for several")
@@ -115,7 +159,7 @@ def _plan(args: Namespace) -> Plan:
     base = None if args.setup is None else settings.own_setup(settings.find(args.setup))
     cutoffs(args.metrics)  # wrong metrics are told before a long read
     if args.tune:
-        from sparring.tune import require_optuna
+        from sparring.experiments.tuning import require_optuna
 
         require_optuna()
     plan = Plan(args.out, (), recipes, args.seeds, baseline, args.metrics, base, shared, args.tune, args.device)
@@ -128,13 +172,15 @@ def _plan(args: Namespace) -> Plan:
 
 
 def _data(args: Namespace, where: str, name: str) -> Data:
-    from sparring.compare import Data
     from sparring.data.splits import split
+    from sparring.experiments.comparison import Data
 
     world = inputs.world(where)
     data = world.interactions if world is not None else inputs.read_data(where, inputs.columns(args))
     parts = split(data, args.split, args.valid, args.test, args.split_seed)
-    kept = Namespace(**{**vars(args), "data": where, "k": [k for k in (10, 20, 50) if k <= data.n_items] or [data.n_items]})
+    kept = Namespace(
+        **{**vars(args), "data": where, "k": [k for k in (10, 20, 50) if k <= data.n_items] or [data.n_items]}
+    )
     return Data(name, parts, inputs.source(kept, data, args.split_seed), world)
 
 
@@ -154,7 +200,7 @@ def short_names(places: list[str]) -> list[str]:
 @contextmanager
 def listening(show: Console, quiet: bool) -> Iterator[Listener]:
     """A bar over all trainings on a terminal, and a line for each that ends, anywhere; nothing where quiet."""
-    from sparring.workers import Listener
+    from sparring.core.workers import Listener
 
     if quiet:
         yield Listener()
@@ -170,7 +216,7 @@ class _Lines:
         self.last: dict[str, Any] = {}  # what each running task said last
 
     def listener(self) -> Listener:
-        from sparring.workers import Listener
+        from sparring.core.workers import Listener
 
         return Listener(begin=self.begin, said=self.said, ended=self.ended)
 
@@ -185,7 +231,9 @@ class _Lines:
     def ended(self, name: str, error: str | None) -> None:
         message = self.last.pop(name, None)
         self.bar.update(self.task, advance=1)
-        self.say(f"{name}: failed: {error}" if error is not None else f"{name}: {'' if message is None else _now(message)}")
+        self.say(
+            f"{name}: failed: {error}" if error is not None else f"{name}: {'' if message is None else _now(message)}"
+        )
 
     def say(self, line: str) -> None:
         self.bar.console.print(line, markup=False, soft_wrap=True)
@@ -193,7 +241,7 @@ class _Lines:
 
 def _now(message: Any) -> str:
     """An epoch's record or a trial in a few words."""
-    from sparring.tune import Trial
+    from sparring.experiments.tuning import Trial
 
     if isinstance(message, Trial):
         outcome = f"failed: {message.error}" if message.value is None else f"{message.value:.4f}"

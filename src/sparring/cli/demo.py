@@ -9,13 +9,16 @@ from pathlib import Path
 
 from sparring.cli import inputs, screen
 from sparring.cli.values import count
-from sparring.errors import UserError
+from sparring.core.errors import UserError
 
 HOUSEHOLD = 1042
 _EPOCHS = 8
 # Small enough for two minutes on a laptop. What shares a batch is popular; contrasted with that alone, a model learns to avoid the staples.
 _SHARED = "--setup default --set dim=32 --set batch_size=1024"
-_RECIPES = {"ssl": "", "default": "--set n=1024"}  # 1,024 candidates per query each: the others of its batch, or any of the catalogue
+_RECIPES = {
+    "ssl": "",
+    "default": "--set n=1024",
+}  # 1,024 candidates per query each: the others of its batch, or any of the catalogue
 
 
 def options(parser: ArgumentParser) -> None:
@@ -28,17 +31,24 @@ def demo(args: Namespace) -> int:
     out, epochs = args.out, args.epochs
     names = list(_RECIPES)
     show = screen.console()
-    show.print("Real grocery purchases of about 2,450 households. Two recipes, alike but for who each household is contrasted with.\n")
+    show.print(
+        "Real grocery purchases of about 2,450 households. Two recipes, alike but for who each household is contrasted with.\n"
+    )
     _command("data show demo")
     for name, own in _RECIPES.items():
         folder = shlex.quote(str(out / name))
-        _command(f"train --data demo --recipe {name} {own} {_SHARED} --epochs {epochs or _EPOCHS} --out {folder} --overwrite")
+        _command(
+            f"train --data demo --recipe {name} {own} {_SHARED} --epochs {epochs or _EPOCHS} --out {folder} --overwrite"
+        )
     _compare(out, names)
     best = max(names, key=lambda name: _test(out / name)["metrics"]["ndcg@20"])
     _command(f"evaluate {shlex.quote(str(out / best))} --k 5,10,100")
     _command(f"recommend {shlex.quote(str(out / best))} --query {HOUSEHOLD} -k 10")
     _beside(out / best)
-    show.print(f"\nEach run's folder holds its settings, metrics, curve and model card: see {out / best / 'README.md'}", markup=False)
+    show.print(
+        f"\nEach run's folder holds its settings, metrics, curve and model card: see {out / best / 'README.md'}",
+        markup=False,
+    )
     return 0
 
 
@@ -72,8 +82,8 @@ def _popular(folder: Path) -> dict[str, float]:
     import torch
 
     from sparring.data.splits import split
-    from sparring.evaluation import evaluate
-    from sparring.runs import read_meta
+    from sparring.evaluation.ranking import evaluate
+    from sparring.training.trained import read_meta
 
     meta = read_meta(folder)
     parts = split(inputs.read_recorded(meta, folder, None, {}), **meta["source"]["split"])
@@ -92,7 +102,7 @@ def _popular(folder: Path) -> dict[str, float]:
 
 def _beside(folder: Path) -> None:
     """What the household bought, what was held out, and which recommendations are among the latter."""
-    from sparring import runs
+    from sparring.training import trained as runs
 
     trained = runs.load(folder)
     data = inputs.read_recorded(trained.meta, folder, None, {})
@@ -108,5 +118,7 @@ def _beside(folder: Path) -> None:
     rows: list[list[object]] = [["bought in training (its least common)", "recommended", "held out and bought?"]]
     rows += [[titles[b], titles[r], "yes" if int(r) in held else ""] for b, r in zip(bought, best, strict=False)]
     show = screen.console()
-    show.print(f"\nHousehold {HOUSEHOLD} bought {len(bought):,} products in the training part; {len(held):,} more were held out:\n")
+    show.print(
+        f"\nHousehold {HOUSEHOLD} bought {len(bought):,} products in the training part; {len(held):,} more were held out:\n"
+    )
     show.print(screen.table(rows, left=3))

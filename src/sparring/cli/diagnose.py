@@ -13,7 +13,7 @@ import numpy as np
 
 from sparring.cli import inputs, screen
 from sparring.cli.values import count, device, names, whole
-from sparring.errors import UserError
+from sparring.core.errors import UserError
 
 if TYPE_CHECKING:
     from sparring.data.interactions import Split
@@ -28,22 +28,30 @@ def options(parser: ArgumentParser) -> None:
         metavar="NAME,NAME",
         help="own (the run's negatives) and any recipes, also FILE.py:FUNCTION (default: own,uns,ssl_pop,mns,bir)",
     )
-    parser.add_argument("--queries", type=count, default=256, metavar="N", help="training pairs to measure on (default: 256)")
-    parser.add_argument("--draws", type=count, default=20, metavar="N", help="batches that each of them is put into (default: 20)")
+    parser.add_argument(
+        "--queries", type=count, default=256, metavar="N", help="training pairs to measure on (default: 256)"
+    )
+    parser.add_argument(
+        "--draws", type=count, default=20, metavar="N", help="batches that each of them is put into (default: 20)"
+    )
     parser.add_argument("--data", metavar="FILE_OR_NAME", help="where the data of the run is now, if it has moved")
-    parser.add_argument("--seed", type=whole, default=0, metavar="N", help="seed of the sample and of the draws (default: 0)")
+    parser.add_argument(
+        "--seed", type=whole, default=0, metavar="N", help="seed of the sample and of the draws (default: 0)"
+    )
     parser.add_argument("--device", type=device, default="auto", help="auto, cpu or cuda (default: auto)")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="also write a page, report.html, its figures and the tables there")
+    parser.add_argument(
+        "--out", type=Path, metavar="FOLDER", help="also write a page, report.html, its figures and the tables there"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
 
 
 def _parts(args: Namespace, meta: dict[str, Any]) -> tuple[Split, str]:
     """The run's data as its training had it; where that is not recorded, the pairs of --data that it was trained on, and so said."""
+    from sparring.core.files import read_tensors
+    from sparring.core.types import Positives
     from sparring.data.interactions import Ids, Split
     from sparring.data.pairs import pair_keys
-    from sparring.disk import read_tensors
-    from sparring.rebuilt import remembered
-    from sparring.types import Positives
+    from sparring.training.custom_towers import remembered
 
     if args.data is None or (meta.get("source") or {}).get("data"):
         source = inputs.recorded(meta, args.run)
@@ -59,13 +67,19 @@ def _parts(args: Namespace, meta: dict[str, Any]) -> tuple[Split, str]:
     train = pairs.subset(np.flatnonzero(np.isin(pair_keys(pairs.queries, pairs.items, pairs.n_items), theirs)))
     if not len(train):
         raise UserError(f"{args.data} holds no pair that {args.run} was trained on: give the data of its training")
-    return Split(train, None, None), f"measured on the {len(train):,} pairs of {args.data} that {args.run} was trained or validated on"
+    return Split(
+        train, None, None
+    ), f"measured on the {len(train):,} pairs of {args.data} that {args.run} was trained or validated on"
 
 
 def diagnose(args: Namespace) -> int:
-    from sparring import advice, diagnosis_page, opponents, runs, settings
-    from sparring.devices import hardware, pick_device
-    from sparring.diagnose import diagnose as measure
+    from sparring.core.devices import hardware, pick_device
+    from sparring.experiments.diagnose import advice
+    from sparring.experiments.diagnose import samplers as opponents
+    from sparring.experiments.diagnose.measures import diagnose as measure
+    from sparring.experiments.report import diagnosis
+    from sparring.recipes import settings
+    from sparring.training import trained
 
     samplers = tuple(dict.fromkeys(name if name == "own" else settings.named(name) for name in args.samplers))
     if args.draws < 2:
@@ -75,7 +89,7 @@ def diagnose(args: Namespace) -> int:
     device = pick_device(args.device)
     if not args.run.is_dir():
         raise UserError(f"no such run folder: {args.run}")
-    meta = runs.read_meta(args.run)
+    meta = trained.read_meta(args.run)
     show = screen.console()
     parts, note = _parts(args, meta)
     world = inputs.world(args.data or meta["source"]["data"])
@@ -86,18 +100,32 @@ def diagnose(args: Namespace) -> int:
     for name in samplers:
         with show.status(f"measuring {settings.short(name)}"):
             run = own if name == "own" else opponents.opponent(name, own, parts)
-            found.append(measure(settings.short(name), run, parts, queries=args.queries, draws=args.draws, seed=args.seed, world=world))
+            found.append(
+                measure(
+                    settings.short(name),
+                    run,
+                    parts,
+                    queries=args.queries,
+                    draws=args.draws,
+                    seed=args.seed,
+                    world=world,
+                )
+            )
     tables = advice.tables(found)
     lines = advice.advise(found)
-    sample = diagnosis_page.Sample(min(args.queries, len(parts.train)), args.draws, args.seed)
+    sample = diagnosis.Sample(min(args.queries, len(parts.train)), args.draws, args.seed)
     if args.out is not None:
         for name, table in {**tables, "advice": advice.as_table(lines)}.items():
             table.write(args.out, name)
         command = shlex.join(["sparring", *sys.argv[1:]]) if sys.argv[1:2] == ["diagnose"] else ""
-        page = diagnosis_page.write(args.out, found, lines, parts, meta, sample, hardware(device), command)
+        page = diagnosis.write(args.out, found, lines, parts, meta, sample, hardware(device), command)
     if args.json:
         rows = [advice.row(each) for each in found]
-        print(json.dumps({"run": str(args.run), **vars(sample), "samplers": rows, "advice": [vars(line) for line in lines]}))
+        print(
+            json.dumps(
+                {"run": str(args.run), **vars(sample), "samplers": rows, "advice": [vars(line) for line in lines]}
+            )
+        )
         return 0
     for table in tables.values():
         show.print(screen.table(table.cells(), table.caption))

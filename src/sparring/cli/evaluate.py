@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 from sparring.cli import inputs, screen
 from sparring.cli.recommend import add_ranking
 from sparring.cli.values import constants, cutoffs, device
-from sparring.errors import UserError
+from sparring.core.errors import UserError
 
 if TYPE_CHECKING:
     from sparring.data.interactions import Interactions
-    from sparring.runs import Trained
+    from sparring.training.trained import Trained
 
 
 DIALECTS = ("standard", "trec", "rectools", "lenskit", "xir-release", "xc")
@@ -28,22 +28,32 @@ def options(parser: ArgumentParser) -> None:
         help="other interactions to rank: all their pairs that were not trained on, or their own test part (default: the run's test part)",
     )
     inputs.add_columns(parser)
-    parser.add_argument("--part", choices=("test", "valid"), default="test", help="the part of the run's own data to rank (default: test)")
+    parser.add_argument(
+        "--part",
+        choices=("test", "valid"),
+        default="test",
+        help="the part of the run's own data to rank (default: test)",
+    )
     parser.add_argument("-k", "--k", type=cutoffs, default=None, metavar="K,K", help="cutoffs (default: 10,20,50)")
     parser.add_argument(
-        "--dialect", choices=DIALECTS, default="standard", help="whose definition of the metrics (default: standard, which is LightGCN's)"
+        "--dialect",
+        choices=DIALECTS,
+        default="standard",
+        help="whose definition of the metrics (default: standard, which is LightGCN's)",
     )
-    parser.add_argument("--propensity", type=constants, metavar="A,B", help="constants of psp and psndcg (default: the data's)")
+    parser.add_argument(
+        "--propensity", type=constants, metavar="A,B", help="constants of psp and psndcg (default: the data's)"
+    )
     add_ranking(parser)
     parser.add_argument("--device", type=device, default="auto", help="auto, cpu or cuda (default: auto)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
 def evaluate(args: Namespace) -> int:
-    from sparring import runs
-    from sparring.devices import pick_device
-    from sparring.metrics import LIST_METRICS, METRICS, PROPENSITY_METRICS, parse
-    from sparring.types import Positives
+    from sparring.core.devices import pick_device
+    from sparring.core.types import Positives
+    from sparring.evaluation.metrics import LIST_METRICS, METRICS, PROPENSITY_METRICS, parse
+    from sparring.training import trained as runs
 
     device = pick_device(args.device)
     trained = runs.load(args.run)
@@ -57,16 +67,25 @@ def evaluate(args: Namespace) -> int:
             names.append(parse(name, args.dialect).name)
         except UserError:  # a dialect that does not have this metric
             continue
-    from sparring.evaluation import evaluate as measure
+    from sparring.evaluation.ranking import evaluate as measure
 
     masked = Positives(seen.start.to(device), seen.items.to(device))
     how, found = trained.how(args.ranking), {}
     for name, model in (("encoder", trained.model), ("fused", trained.fused)):
         if name in ("encoder", how) and model is not None:
-            found[name] = measure(model.to(device), test, masked, cutoffs, names, args.dialect, counts, propensity=propensity)
+            found[name] = measure(
+                model.to(device), test, masked, cutoffs, names, args.dialect, counts, propensity=propensity
+            )
     result = found[how]
     if args.json:
-        said = {"run": str(args.run), "ranked": note, "ranking": how, "dialect": args.dialect, "untrained": blank, **result.to_dict()}
+        said = {
+            "run": str(args.run),
+            "ranked": note,
+            "ranking": how,
+            "dialect": args.dialect,
+            "untrained": blank,
+            **result.to_dict(),
+        }
         print(json.dumps(said | ({"encoder": found["encoder"].to_dict()} if how == "fused" else {})))
         return 0
     show = screen.console()
@@ -87,7 +106,7 @@ def _propensity(data: Interactions, constants: tuple[float, float] | None) -> An
     import numpy as np
 
     from sparring.data.interactions import TEST
-    from sparring.metrics import inverse_propensities
+    from sparring.data.propensity import inverse_propensities
 
     if constants is None:
         return data.propensity
@@ -105,7 +124,11 @@ def _to_rank(trained: Trained, data: Interactions, args: Namespace) -> tuple[Any
     import numpy as np
 
     found = trained.meta.get("source") or {}
-    if found and inputs.fingerprint(data) == found["fingerprint"] and data.item_ids.ids.equals(trained.ids.item_ids.ids):
+    if (
+        found
+        and inputs.fingerprint(data) == found["fingerprint"]
+        and data.item_ids.ids.equals(trained.ids.item_ids.ids)
+    ):
         parts = inputs.split_as(data, trained.meta, args.run)
         part = parts.test if args.part == "test" else parts.valid
         if part is None:
@@ -113,7 +136,9 @@ def _to_rank(trained: Trained, data: Interactions, args: Namespace) -> tuple[Any
         blank = len(np.setdiff1d(part.queries, parts.train.queries))
         return part, parts.seen_for(args.part), parts.train.counts(), f"its own {args.part} part", blank
     if args.part == "valid":
-        raise UserError(f"--part valid is for the run's own data, and {args.data} is not what {args.run} was trained on")
+        raise UserError(
+            f"--part valid is for the run's own data, and {args.data} is not what {args.run} was trained on"
+        )
     return (*_other(trained, data, args.data), None, f"the pairs of {args.data} that it was not trained on", None)
 
 
@@ -132,6 +157,10 @@ def _other(trained: Trained, data: Interactions, where: str) -> tuple[Any, Any]:
     known = (queries >= 0) & (items >= 0)
     new = known & ~np.isin(pair_keys(queries, items, n_items), pair_keys(owner, trained.seen.items.numpy(), n_items))
     if not new.any():
-        raise UserError(f"{where} has no new pair of a query and an item that {trained.folder} knows: there is nothing to rank")
-    pairs = Interactions(queries[new].astype(np.int32), items[new].astype(np.int32), trained.ids.query_ids, trained.ids.item_ids)
+        raise UserError(
+            f"{where} has no new pair of a query and an item that {trained.folder} knows: there is nothing to rank"
+        )
+    pairs = Interactions(
+        queries[new].astype(np.int32), items[new].astype(np.int32), trained.ids.query_ids, trained.ids.item_ids
+    )
     return pairs, trained.seen

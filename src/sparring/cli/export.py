@@ -11,20 +11,24 @@ from rich.progress import TimeRemainingColumn
 
 from sparring.cli import screen
 from sparring.cli.values import ids
-from sparring.errors import UserError
+from sparring.core.errors import UserError
 
 if TYPE_CHECKING:
     import polars as pl
 
-    from sparring.export.milvus import MilvusItems
-    from sparring.export.pgvector import PostgresItems
-    from sparring.runs import Trained
+    from sparring.serving.export.milvus import MilvusItems
+    from sparring.serving.export.pgvector import PostgresItems
+    from sparring.training.trained import Trained
 
 
 def options(parser: ArgumentParser) -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help="a folder written by `sparring train`")
-    parser.add_argument("--to", choices=("parquet", "onnx", "milvus", "pgvector"), required=True, help="files, or a database")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="parquet, onnx: where the files go (default: RUN/parquet, RUN/onnx)")
+    parser.add_argument(
+        "--to", choices=("parquet", "onnx", "milvus", "pgvector"), required=True, help="files, or a database"
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="FOLDER", help="parquet, onnx: where the files go (default: RUN/parquet, RUN/onnx)"
+    )
     group = parser.add_argument_group("databases")
     group.add_argument(
         "--address",
@@ -32,17 +36,26 @@ def options(parser: ArgumentParser) -> None:
         help="milvus: a file FILE.db (Milvus Lite) or http://HOST:19530, its token in MILVUS_TOKEN; "
         "pgvector: postgresql://USER@HOST/DATABASE, the password in PGPASSWORD",
     )
-    group.add_argument("--table", default="items", metavar="NAME", help="collection or table; made where it is missing (default: items)")
-    group.add_argument("--delete", type=ids, metavar="ID,ID", help="delete these items from the database, and do nothing else")
+    group.add_argument(
+        "--table",
+        default="items",
+        metavar="NAME",
+        help="collection or table; made where it is missing (default: items)",
+    )
+    group.add_argument(
+        "--delete", type=ids, metavar="ID,ID", help="delete these items from the database, and do nothing else"
+    )
     parser.add_argument("--quiet", action="store_true", help="print nothing but the last line and errors")
 
 
 def export(args: Namespace) -> int:
-    from sparring import runs
+    from sparring.training import trained as runs
 
     files = args.to in ("parquet", "onnx")
     if files and (args.address or args.delete):
-        raise UserError(f"--{'address' if args.address else 'delete'} is for milvus and pgvector; --to {args.to} takes --out FOLDER")
+        raise UserError(
+            f"--{'address' if args.address else 'delete'} is for milvus and pgvector; --to {args.to} takes --out FOLDER"
+        )
     if not files and args.out:
         raise UserError(f"--out is for parquet and onnx; --to {args.to} takes --address")
     if not files and not args.address:
@@ -54,8 +67,8 @@ def export(args: Namespace) -> int:
 
 
 def _files(args: Namespace, trained: Trained) -> int:
-    from sparring.export.onnx import write_onnx
-    from sparring.export.vectors import write_vectors
+    from sparring.serving.export.onnx import write_onnx
+    from sparring.serving.export.vectors import write_vectors
 
     folder = args.out or args.run / args.to
     show = screen.console()
@@ -68,8 +81,8 @@ def _files(args: Namespace, trained: Trained) -> int:
 
 
 def _database(args: Namespace, trained: Trained) -> int:
-    from sparring.export.pgvector import PostgresItems
-    from sparring.export.vectors import send, store_ids
+    from sparring.serving.export.pgvector import PostgresItems
+    from sparring.serving.export.vectors import send, store_ids
 
     own = store_ids(trained)
     store = _store(args, trained, own)
@@ -78,7 +91,9 @@ def _database(args: Namespace, trained: Trained) -> int:
     try:
         if args.delete:
             asked = _ids_like(args.delete, own)
-            show.print(f"{where}: {store.delete(asked):,} of {len(asked):,} items deleted", markup=False, soft_wrap=True)
+            show.print(
+                f"{where}: {store.delete(asked):,} of {len(asked):,} items deleted", markup=False, soft_wrap=True
+            )
             return 0
         with screen.bar_of(show, "items", TimeRemainingColumn()) as bar:
             task = bar.add_task("sending", total=len(own), note="", visible=not args.quiet)
@@ -86,7 +101,11 @@ def _database(args: Namespace, trained: Trained) -> int:
         if isinstance(store, PostgresItems):
             with show.status("building the index"):
                 store.build_index()
-        show.print(f"{where}: {sent:,} items put in, {deleted:,} that the run does not have deleted", markup=False, soft_wrap=True)
+        show.print(
+            f"{where}: {sent:,} items put in, {deleted:,} that the run does not have deleted",
+            markup=False,
+            soft_wrap=True,
+        )
     finally:
         store.close()
     return 0
@@ -95,8 +114,8 @@ def _database(args: Namespace, trained: Trained) -> int:
 def _store(args: Namespace, trained: Trained, own: pl.Series) -> MilvusItems | PostgresItems:
     import polars as pl
 
-    from sparring.export.milvus import MilvusItems
-    from sparring.export.pgvector import PostgresItems
+    from sparring.serving.export.milvus import MilvusItems
+    from sparring.serving.export.pgvector import PostgresItems
 
     text, dim = own.dtype == pl.String, trained.model.dim
     if args.to == "milvus":

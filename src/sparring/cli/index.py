@@ -8,30 +8,48 @@ from pathlib import Path
 
 from sparring.cli import screen
 from sparring.cli.values import count, size, target, whole
-from sparring.errors import UserError
+from sparring.core.errors import UserError
 
 KINDS = ("auto", "exact", "hnsw", "ivf", "ivfsq", "ivfpq")
 
 
 def options(parser: ArgumentParser) -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help="a folder written by `sparring train`")
-    parser.add_argument("--recall", type=target, default=0.99, metavar="R", help="least share of the exact best k (default: 0.99)")
-    parser.add_argument("--memory", type=size, metavar="SIZE", help="most that searches may keep in memory, such as 500MB (default: any)")
+    parser.add_argument(
+        "--recall", type=target, default=0.99, metavar="R", help="least share of the exact best k (default: 0.99)"
+    )
+    parser.add_argument(
+        "--memory",
+        type=size,
+        metavar="SIZE",
+        help="most that searches may keep in memory, such as 500MB (default: any)",
+    )
     parser.add_argument("--kind", choices=KINDS, default="auto", help="auto tries all that fit (default: auto)")
-    parser.add_argument("-k", "--k", type=count, default=100, metavar="K", help="length of the lists that it is tuned for (default: 100)")
-    parser.add_argument("--queries", type=count, default=1000, metavar="N", help="queries of the run to measure on (default: 1000)")
-    parser.add_argument("--seed", type=whole, default=0, metavar="N", help="seed of the sample and of the clusters (default: 0)")
+    parser.add_argument(
+        "-k",
+        "--k",
+        type=count,
+        default=100,
+        metavar="K",
+        help="length of the lists that it is tuned for (default: 100)",
+    )
+    parser.add_argument(
+        "--queries", type=count, default=1000, metavar="N", help="queries of the run to measure on (default: 1000)"
+    )
+    parser.add_argument(
+        "--seed", type=whole, default=0, metavar="N", help="seed of the sample and of the clusters (default: 0)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--quiet", action="store_true", help="print nothing but the last line and errors")
 
 
 def index(args: Namespace) -> int:
-    from sparring import runs
-    from sparring.devices import hardware, pick_device
-    from sparring.index import page
-    from sparring.index.beside import FOLDER, build_index
-    from sparring.index.kinds import require_faiss
-    from sparring.index.tuning import SMALL
+    from sparring.core.devices import hardware, pick_device
+    from sparring.serving.index import report
+    from sparring.serving.index.faiss_backends import require_faiss
+    from sparring.serving.index.run_index import FOLDER, build_index
+    from sparring.serving.index.tuning import SMALL
+    from sparring.training import trained as runs
 
     if args.kind not in ("auto", "exact"):
         require_faiss()
@@ -50,21 +68,25 @@ def index(args: Namespace) -> int:
 
     tuned = build_index(trained, args.k, args.recall, args.memory, args.kind, args.queries, args.seed, say)
     k = min(args.k, len(trained.ids.item_ids))
-    facts = {"run": str(args.run), "items": f"{len(tuned.index.ids):,} x {tuned.index.dim}", "hardware": hardware(pick_device("cpu"))}
+    facts = {
+        "run": str(args.run),
+        "items": f"{len(tuned.index.ids):,} x {tuned.index.dim}",
+        "hardware": hardware(pick_device("cpu")),
+    }
     folder = args.run / FOLDER
-    path = page.write(tuned, args.recall, args.memory, k, folder / "report", facts)
+    path = report.write(tuned, args.recall, args.memory, k, folder / "report", facts)
     chosen = {"kind": tuned.chosen.kind, "width": tuned.chosen.effort.width, "refine": tuned.chosen.effort.refine}
     if args.json:
-        rows = page.table(tuned, args.recall).rows
+        rows = report.table(tuned, args.recall).rows
         print(json.dumps({"run": str(args.run), "chosen": chosen, "recall": tuned.recall, "k": k, "points": rows}))
         return 0
     if not args.quiet:
-        best = page.table(tuned, args.recall, best_only=True)
+        best = report.table(tuned, args.recall, best_only=True)
         show.print()
         show.print(screen.table(best.cells(), left=2))
         for line in tuned.left_out:
             show.print(f"not tried: {line}", markup=False, soft_wrap=True)
         show.print()
-    closing = f"{folder}: {page.describe(tuned.chosen)}, recall@{k} {tuned.recall:.4f} on held-out queries; {path}"
+    closing = f"{folder}: {report.describe(tuned.chosen)}, recall@{k} {tuned.recall:.4f} on held-out queries; {path}"
     show.print(closing, markup=False, soft_wrap=True)
     return 0

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparring.cli.values import number, share
-from sparring.errors import UserError
+from sparring.core.errors import UserError
 
 if TYPE_CHECKING:
     from sparring.data.interactions import Interactions, Split
-    from sparring.data.worlds import World
+    from sparring.data.synthetic import World
 
 SPLITS = ("auto", "file", "random", "temporal", "leave-last-out")
 COLUMNS = {
@@ -39,7 +39,9 @@ def add_several(parser: ArgumentParser) -> None:
 def add_columns(parser: ArgumentParser) -> None:
     """The options that `columns` reads."""
     group = parser.add_argument_group("columns (guessed from common names where not given)")
-    group.add_argument("--items", type=Path, metavar="FILE", help="table of items: an id column, title, category, any other")
+    group.add_argument(
+        "--items", type=Path, metavar="FILE", help="table of items: an id column, title, category, any other"
+    )
     group.add_argument("--queries", type=Path, metavar="FILE", help="table of queries")
     for name, text in COLUMNS.items():
         group.add_argument(f"--{name}-column", metavar="NAME", help=text)
@@ -49,9 +51,22 @@ def add_columns(parser: ArgumentParser) -> None:
 def add_split(parser: ArgumentParser) -> None:
     """--split, --valid and --test."""
     group = parser.add_argument_group("split")
-    group.add_argument("--split", choices=SPLITS, default="auto", help="auto: the file's own if it has one, else random (default: auto)")
-    group.add_argument("--valid", type=share, default=0.1, metavar="SHARE", help="share of the training part for validation (default: 0.1)")
-    group.add_argument("--test", type=share, default=0.2, metavar="SHARE", help="share of the pairs for the test (default: 0.2)")
+    group.add_argument(
+        "--split",
+        choices=SPLITS,
+        default="auto",
+        help="auto: the file's own if it has one, else random (default: auto)",
+    )
+    group.add_argument(
+        "--valid",
+        type=share,
+        default=0.1,
+        metavar="SHARE",
+        help="share of the training part for validation (default: 0.1)",
+    )
+    group.add_argument(
+        "--test", type=share, default=0.2, metavar="SHARE", help="share of the pairs for the test (default: 0.2)"
+    )
 
 
 def columns(args: Namespace) -> dict[str, Any]:
@@ -66,7 +81,7 @@ def columns(args: Namespace) -> dict[str, Any]:
 
 def read_data(where: str, given: Mapping[str, Any]) -> Interactions:
     """Interactions of a file or folder, or of a set by name where there is no such file."""
-    from sparring.data.readers import read
+    from sparring.data.reading import read
 
     if Path(where).exists():
         return read(where, **given)
@@ -75,25 +90,27 @@ def read_data(where: str, given: Mapping[str, Any]) -> Interactions:
         return made.interactions
     if Path(where).suffix or "/" in where:
         raise UserError(f"no such file or folder: {where}")
-    from sparring.data import sources
+    from sparring.data import public_sets
 
-    name = sources.find(where).name
+    name = public_sets.find(where).name
     if given:
         option = f"--{min(given).replace('_', '-')}" + ("-column" if min(given) in COLUMNS else "")
         raise UserError(f"{option} is for files: the columns of the data set {name!r} are known")
     with download_bar(name) as progress:
-        return sources.load(name, progress)
+        return public_sets.load(name, progress)
 
 
 def world(where: str) -> World | None:
     """The made-up world, with its truth, that world:QUERIESxITEMS or world:QUERIESxITEMS:SEED names; None for any other name."""
     if not where.startswith("world:") or Path(where).exists():
         return None
-    from sparring.data.worlds import make_world
+    from sparring.data.synthetic import make_world
 
     found = re.fullmatch(r"world:(\d+)x(\d+)(?::(\d+))?", where)
     if found is None:
-        raise UserError(f"{where!r} is not a world: write world:QUERIESxITEMS, such as world:2000x1000, or world:2000x1000:SEED")
+        raise UserError(
+            f"{where!r} is not a world: write world:QUERIESxITEMS, such as world:2000x1000, or world:2000x1000:SEED"
+        )
     return make_world(int(found[1]), int(found[2]), seed=int(found[3] or 0))
 
 
@@ -105,7 +122,13 @@ def download_bar(name: str) -> Iterator[Callable[[int, int | None], None]]:
     from sparring.cli.screen import console
 
     screen = console()
-    with Progress(*Progress.get_default_columns(), DownloadColumn(), console=screen, transient=True, disable=not screen.is_terminal) as bar:
+    with Progress(
+        *Progress.get_default_columns(),
+        DownloadColumn(),
+        console=screen,
+        transient=True,
+        disable=not screen.is_terminal,
+    ) as bar:
         task = bar.add_task(name, total=None, visible=False)
         yield lambda done, total: bar.update(task, completed=done, total=total, visible=True)
 
@@ -116,10 +139,16 @@ def token_bar() -> Iterator[None]:
     from rich.progress import MofNCompleteColumn, Progress
 
     from sparring.cli.screen import console
-    from sparring.data.texts import reporting
+    from sparring.data.texts.texts import reporting
 
     screen = console()
-    bar = Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=screen, transient=True, disable=not screen.is_terminal)
+    bar = Progress(
+        *Progress.get_default_columns(),
+        MofNCompleteColumn(),
+        console=screen,
+        transient=True,
+        disable=not screen.is_terminal,
+    )
     with bar:
         task = bar.add_task("reading texts", total=None, visible=False)
         with reporting(lambda what, done, total: bar.update(task, completed=done, total=total, visible=True)):
@@ -135,7 +164,7 @@ def source(args: Namespace, data: Interactions, seed: int) -> dict[str, Any]:
 
 def fingerprint(data: Interactions) -> str:
     """A short hash of the pairs and of what splits them: data that was changed since a run began is noticed."""
-    from sparring.data.prepared import Prepared
+    from sparring.data.prepared.format import Prepared
 
     if isinstance(data, Prepared):
         return data.checksum
@@ -175,7 +204,9 @@ def split_as(data: Interactions, meta: Mapping[str, Any], folder: Path, given: s
     found = recorded(meta, folder)
     if fingerprint(data) != found["fingerprint"]:
         if given is not None and _place(given) != found["data"]:
-            raise UserError(f"{given} is not what {folder} was trained on, which was {found['data']}: its interactions are others")
+            raise UserError(
+                f"{given} is not what {folder} was trained on, which was {found['data']}: its interactions are others"
+            )
         raise UserError(f"{found['data']} is not what {folder} was trained on: its interactions have changed since")
     return split(data, **found["split"])
 
@@ -196,7 +227,7 @@ def only_texts_help(asked: Mapping[str, object], *data: Split) -> bool:
     """Whether nothing is said of towers, and in all data both sides have texts and no test query is trained on: ids say nothing of it."""
     import numpy as np
 
-    from sparring.data.texts import has_texts
+    from sparring.data.texts.texts import has_texts
 
     if asked.keys() & {"encoder", "query_tower", "item_tower"}:
         return False

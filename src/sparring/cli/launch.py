@@ -7,19 +7,42 @@ import os
 from argparse import ArgumentParser
 
 from sparring.cli.values import count, number, whole
-from sparring.errors import UserError
+from sparring.core.errors import UserError
 
-OWN = {"--nproc": 1, "--restarts": 1, "--overwrite": 0, "--resume": 0}  # options that the processes do not get, and their values
+OWN = {
+    "--nproc": 1,
+    "--restarts": 1,
+    "--overwrite": 0,
+    "--resume": 0,
+}  # options that the processes do not get, and their values
 SHUTDOWN_SECONDS = 5  # that processes have to end once another has failed
 
 
 def add_launch(parser: ArgumentParser) -> None:
     group = parser.add_argument_group("several processes (or start each machine's with torchrun: see docs/scale.md)")
-    group.add_argument("--nproc", type=count, metavar="N", help="train in N processes on this machine, with a GPU each where there are any")
-    group.add_argument("--shard-tables", action="store_true", help="the same as --set tables=sharded: each process holds some of the rows")
-    group.add_argument("--save-seconds", type=number, metavar="S", help="save a checkpoint this often (default: 600, after an epoch 10)")
     group.add_argument(
-        "--restarts", type=whole, default=0, metavar="N", help="with --nproc: when one dies, all go on from the last checkpoint, N times"
+        "--nproc",
+        type=count,
+        metavar="N",
+        help="train in N processes on this machine, with a GPU each where there are any",
+    )
+    group.add_argument(
+        "--shard-tables",
+        action="store_true",
+        help="the same as --set tables=sharded: each process holds some of the rows",
+    )
+    group.add_argument(
+        "--save-seconds",
+        type=number,
+        metavar="S",
+        help="save a checkpoint this often (default: 600, after an epoch 10)",
+    )
+    group.add_argument(
+        "--restarts",
+        type=whole,
+        default=0,
+        metavar="N",
+        help="with --nproc: when one dies, all go on from the last checkpoint, N times",
     )
 
 
@@ -34,12 +57,16 @@ def launch(words: list[str], nproc: int, restarts: int) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     if launched():
-        raise UserError("--nproc starts processes itself: leave it out under torchrun, or use torchrun --nproc-per-node")
+        raise UserError(
+            "--nproc starts processes itself: leave it out under torchrun, or use torchrun --nproc-per-node"
+        )
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_SECONDS))
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # each restart meets in a place of its own
     if os.environ.get("SPARRING_DEBUG", "") in ("", "0"):
-        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the process that failed has said why
+        logging.getLogger("torch.distributed.elastic").setLevel(
+            logging.CRITICAL
+        )  # the process that failed has said why
     options = ["--standalone", f"--nproc-per-node={nproc}", f"--max-restarts={restarts}", "--monitor-interval=0.2"]
     try:
         run.main([*options, "-m", "sparring", *without(words), "--resume"])

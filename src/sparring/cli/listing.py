@@ -13,12 +13,12 @@ from typing import Any, get_type_hints
 from rich.text import Text
 
 from sparring.cli import inputs, screen
-from sparring.errors import UserError
+from sparring.core.errors import UserError
 
 
 def recipes(args: Namespace) -> int:
-    from sparring import settings
-    from sparring.composition import Setup
+    from sparring.recipes import settings
+    from sparring.recipes.run import Setup
 
     found = _usable() if args.name is None else ((name, recipe_facts(name)) for name in [settings.named(args.name)])
     if args.json:
@@ -35,8 +35,13 @@ def recipes(args: Namespace) -> int:
             show.print(f"    {line}", markup=False, soft_wrap=True)
     fields = ", ".join(field.name for field in dataclasses.fields(Setup))
     show.print(f"\nEvery recipe also takes: {fields}.", markup=False)
-    show.print("`sparring recipes NAME` shows types and defaults; change one with `sparring train --set name=value`.", markup=False)
-    show.print("A recipe of your own is named FILE.py:FUNCTION or MODULE:FUNCTION; see docs/extending.md.", markup=False)
+    show.print(
+        "`sparring recipes NAME` shows types and defaults; change one with `sparring train --set name=value`.",
+        markup=False,
+    )
+    show.print(
+        "A recipe of your own is named FILE.py:FUNCTION or MODULE:FUNCTION; see docs/extending.md.", markup=False
+    )
     return 0
 
 
@@ -56,9 +61,9 @@ def _usable() -> Iterator[tuple[str, dict[str, Any]]]:
 
 def recipe_facts(name: str) -> dict[str, Any]:
     """What a recipe is, its paper, where it comes from, its own arguments and the settings it shares, with types and defaults."""
-    from sparring import settings
-    from sparring.composition import Setup
+    from sparring.recipes import settings
     from sparring.recipes.finding import source
+    from sparring.recipes.run import Setup
 
     recipe = settings.find(name)
     lines = (inspect.getdoc(recipe) or "no docstring").splitlines()
@@ -69,12 +74,14 @@ def recipe_facts(name: str) -> dict[str, Any]:
         "paper": lines[-1] if len(lines) > 1 else "",
         "source": source(name),
         "arguments": {key: _kind(kind, default) for key, (kind, default) in settings.own_arguments(recipe).items()},
-        "setup": {field.name: _kind(shared[field.name], getattr(setup, field.name)) for field in dataclasses.fields(Setup)},
+        "setup": {
+            field.name: _kind(shared[field.name], getattr(setup, field.name)) for field in dataclasses.fields(Setup)
+        },
     }
 
 
 def _kind(kind: Any, default: object) -> dict[str, str]:
-    from sparring.settings import type_name
+    from sparring.recipes.settings import type_name
 
     if isinstance(default, tuple):
         written = ",".join(map(str, default)) or "empty"
@@ -93,7 +100,10 @@ def _one_recipe(name: str, facts: dict[str, Any]) -> None:
     show = screen.console()
     for line in filter(None, (f"{name}: {facts['summary']}", *facts["notes"], facts["paper"], _come(facts))):
         show.print(line, markup=False, soft_wrap=True)
-    for title, key in (("its own arguments", "arguments"), ("settings of every recipe, with this one's defaults", "setup")):
+    for title, key in (
+        ("its own arguments", "arguments"),
+        ("settings of every recipe, with this one's defaults", "setup"),
+    ):
         if facts[key]:
             rows = [[setting, kind["default"], kind["type"]] for setting, kind in facts[key].items()]
             show.print()
@@ -101,7 +111,7 @@ def _one_recipe(name: str, facts: dict[str, Any]) -> None:
 
 
 def data_list(args: Namespace) -> int:
-    from sparring.data.sources import SOURCES
+    from sparring.data.public_sets import SOURCES
 
     rows = [[source.name, source.what, source.size, source.terms] for source in SOURCES.values()]
     screen.console().print(screen.table([["name", "what", "queries x items, interactions", "terms"], *rows], left=4))
@@ -109,20 +119,22 @@ def data_list(args: Namespace) -> int:
 
 
 def data_get(args: Namespace) -> int:
-    from sparring.data import sources
+    from sparring.data import public_sets
 
-    source = sources.find(args.name)
+    source = public_sets.find(args.name)
     show = screen.console()
-    show.print(f"{source.name}: {source.what}; {source.home}", f"terms: {source.terms}", sep="\n", markup=False, soft_wrap=True)
+    show.print(
+        f"{source.name}: {source.what}; {source.home}", f"terms: {source.terms}", sep="\n", markup=False, soft_wrap=True
+    )
     with inputs.download_bar(source.name) as progress:
-        folder = sources.get(source.name, progress)
+        folder = public_sets.get(source.name, progress)
     show.print(f"in {folder}", markup=False, soft_wrap=True)
     return 0
 
 
 def data_show(args: Namespace) -> int:
     from sparring.cli import explanation
-    from sparring.data.readers import describe, roles, show
+    from sparring.data.reading import describe, roles, show
 
     given = inputs.columns(args)
     try:
@@ -130,9 +142,13 @@ def data_show(args: Namespace) -> int:
     except UserError as error:
         if given or not Path(args.data).is_file():
             raise
-        columns = show(args.data).rpartition("\n")[0]  # or it cannot be read at all; the last line says that it holds no interactions
+        columns = show(args.data).rpartition("\n")[
+            0
+        ]  # or it cannot be read at all; the last line says that it holds no interactions
         screen.console().print(columns, markup=False, soft_wrap=True)
-        screen.tell(f"note: this does not read as interactions, though --items or --queries may take it: {explanation(error)}")
+        screen.tell(
+            f"note: this does not read as interactions, though --items or --queries may take it: {explanation(error)}"
+        )
         return 0
     told = roles(Path(args.data), given) if Path(args.data).exists() else []
     screen.console().print(*told, describe(data), sep="\n", markup=False, soft_wrap=True)

@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING
 from rich.progress import TimeRemainingColumn
 
 from sparring.cli import screen
-from sparring.errors import UserError
+from sparring.core.errors import UserError
 
 if TYPE_CHECKING:
-    from sparring.runs import Trained
+    from sparring.training.trained import Trained
 
 
 _TOLD = 10.0  # seconds between two lines where there is no terminal for a bar
 
 
 def recommend_all(args: Namespace) -> int:
-    from sparring import runs
-    from sparring.export.lists import check_file, write_lists
-    from sparring.index.beside import open_index
+    from sparring.serving.export.lists import check_file, write_lists
+    from sparring.serving.index.run_index import open_index
+    from sparring.training import trained as runs
 
     if not args.all:
         raise UserError(f"--{'out' if args.out else 'index'} goes with --all: the lists of every query")
@@ -54,7 +54,9 @@ def recommend_all(args: Namespace) -> int:
     seconds = time.perf_counter() - began
     tell_left_out(trained)
     if len(trained.offers.queries):
-        screen.tell(f"note: {len(trained.offers.queries):,} queries have no training pair: their lists say nothing of them")
+        screen.tell(
+            f"note: {len(trained.offers.queries):,} queries have no training pair: their lists say nothing of them"
+        )
     if args.json:
         print(json.dumps({"file": str(args.out), "queries": n, "rows": rows, "seconds": round(seconds, 3)}))
         return 0

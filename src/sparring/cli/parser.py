@@ -8,13 +8,20 @@ import re
 from collections.abc import Iterable
 from typing import NoReturn
 
-from sparring.errors import UserError
+from sparring.core.errors import UserError
 
 
 class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are one line with the nearest valid name, and whose help ends with an example."""
 
-    def __init__(self, *, prog: str | None = None, description: str | None = None, example: str | None = None, add_help: bool = True):
+    def __init__(
+        self,
+        *,
+        prog: str | None = None,
+        description: str | None = None,
+        example: str | None = None,
+        add_help: bool = True,
+    ):
         super().__init__(
             prog=prog,
             description=description,

@@ -13,30 +13,49 @@ from sparring.cli import inputs, screen
 from sparring.cli.values import whole
 
 if TYPE_CHECKING:
-    from sparring.data.encoded import Tell
+    from sparring.data.prepared.encoding import Tell
 
 
 def options(parser: ArgumentParser) -> None:
-    parser.add_argument("data", metavar="DATA", help="a Parquet file, a folder of Parquet parts, a glob in quotes, or a CSV file")
+    parser.add_argument(
+        "data", metavar="DATA", help="a Parquet file, a folder of Parquet parts, a glob in quotes, or a CSV file"
+    )
     inputs.add_columns(parser)
     inputs.add_split(parser)
     parser.add_argument("--seed", type=whole, default=0, metavar="N", help="seed of the split (default: 0)")
     group = parser.add_argument_group("how it is run")
-    group.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="where it goes; it appears there as a whole at the end")
+    group.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        metavar="FOLDER",
+        help="where it goes; it appears there as a whole at the end",
+    )
     group.add_argument("--overwrite", action="store_true", help="replace what was prepared in FOLDER before")
     group.add_argument(
-        "--engine", choices=("polars", "spark"), default="polars", help="spark: on a cluster, for the same files (default: polars)"
+        "--engine",
+        choices=("polars", "spark"),
+        default="polars",
+        help="spark: on a cluster, for the same files (default: polars)",
     )
     group.add_argument("--quiet", action="store_true", help="print nothing but the last line and errors")
 
 
 def prepare(args: Namespace) -> int:
-    from sparring.data.prepare import prepare as make
+    from sparring.data.prepared.preparation import prepare as make
 
     began = time.perf_counter()
     how = {"how": args.split, "valid": args.valid, "test": args.test, "seed": args.seed}
     with _bar(args.quiet) as tell:
-        data = make(args.data, args.out, **inputs.columns(args), **how, engine=args.engine, overwrite=args.overwrite, progress=tell)
+        data = make(
+            args.data,
+            args.out,
+            **inputs.columns(args),
+            **how,
+            engine=args.engine,
+            overwrite=args.overwrite,
+            progress=tell,
+        )
     assert data.parts is not None
     show = screen.console()
     if not args.quiet:

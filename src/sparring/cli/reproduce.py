@@ -12,32 +12,64 @@ from typing import TYPE_CHECKING
 from sparring.cli import inputs, screen
 from sparring.cli.modalities import add_modalities
 from sparring.cli.values import count, device, setting
-from sparring.errors import UserError
+from sparring.core.errors import UserError
 
 MSAC = "msac."  # begins the settings of the clusters: --set msac.steps=500
 
 if TYPE_CHECKING:
-    from sparring.reproduce import Catalogue, Experiment, Given, Plan
+    from sparring.experiments.papers import Catalogue, Experiment, Given, Plan
 
 
 def options(parser: ArgumentParser) -> None:
     parser.add_argument("name", nargs="?", metavar="NAME", help="which table or figure; without a name all are listed")
     inputs.add_several(parser)
     add_modalities(parser)
-    parser.add_argument("--category", default="category", metavar="COLUMN", help="column of the items with categories (default: category)")
-    parser.add_argument("--codes", type=Path, metavar="FOLDER", help="clusters for several tables; what is missing is learned there")
-    group = parser.add_argument_group("how it is run")
-    group.add_argument("--seeds", type=count, default=5, metavar="N", help="10, 20, ...; for XIR each is a split too (default: 5)")
-    group.add_argument("--tune", type=count, default=0, metavar="N", help="esans-...: first tune with N trials on the validation part")
-    group.add_argument("--epochs", type=count, metavar="N", help="the same as --set epochs=N (default: as in the paper)")
-    group.add_argument("--batch-size", type=count, metavar="N", help="the same as --set batch_size=N")
-    group.add_argument("--encoder", metavar="NAME", help="ngame-dexa: the same as --set encoder=NAME: minilm, bag, a folder, ...")
-    group.add_argument(
-        "--set", type=setting, action="append", default=[], dest="settings", metavar="NAME=VALUE", help="for every recipe that knows it"
+    parser.add_argument(
+        "--category",
+        default="category",
+        metavar="COLUMN",
+        help="column of the items with categories (default: category)",
     )
-    group.add_argument("--jobs", type=count, default=1, metavar="N", help="trainings at once, with one thread each if several (default: 1)")
+    parser.add_argument(
+        "--codes", type=Path, metavar="FOLDER", help="clusters for several tables; what is missing is learned there"
+    )
+    group = parser.add_argument_group("how it is run")
+    group.add_argument(
+        "--seeds", type=count, default=5, metavar="N", help="10, 20, ...; for XIR each is a split too (default: 5)"
+    )
+    group.add_argument(
+        "--tune", type=count, default=0, metavar="N", help="esans-...: first tune with N trials on the validation part"
+    )
+    group.add_argument(
+        "--epochs", type=count, metavar="N", help="the same as --set epochs=N (default: as in the paper)"
+    )
+    group.add_argument("--batch-size", type=count, metavar="N", help="the same as --set batch_size=N")
+    group.add_argument(
+        "--encoder", metavar="NAME", help="ngame-dexa: the same as --set encoder=NAME: minilm, bag, a folder, ..."
+    )
+    group.add_argument(
+        "--set",
+        type=setting,
+        action="append",
+        default=[],
+        dest="settings",
+        metavar="NAME=VALUE",
+        help="for every recipe that knows it",
+    )
+    group.add_argument(
+        "--jobs",
+        type=count,
+        default=1,
+        metavar="N",
+        help="trainings at once, with one thread each if several (default: 1)",
+    )
     group.add_argument("--device", type=device, default="auto", help="auto, cpu or cuda (default: auto)")
-    group.add_argument("--out", type=Path, metavar="FOLDER", help="for all runs and tables; the same command again does what is missing")
+    group.add_argument(
+        "--out",
+        type=Path,
+        metavar="FOLDER",
+        help="for all runs and tables; the same command again does what is missing",
+    )
     group.add_argument("--quiet", action="store_true", help="print nothing but failures and the last line")
 
 
@@ -45,7 +77,7 @@ def reproduce(args: Namespace) -> int:
     if args.name is None:
         return _listing()
     from sparring.cli.compare import closing, listening
-    from sparring.reproduce import reproduce as run_all
+    from sparring.experiments.papers import reproduce as run_all
 
     plan = _plan(args)
     show = screen.console()
@@ -63,7 +95,7 @@ def reproduce(args: Namespace) -> int:
 
 
 def _listing() -> int:
-    from sparring.reproduce import EXPERIMENTS
+    from sparring.experiments.papers import EXPERIMENTS
 
     rows = [["name", "what", "from"], *([each.name, each.line, each.source] for each in EXPERIMENTS.values())]
     screen.console().print(screen.table(rows, left=3))
@@ -72,26 +104,32 @@ def _listing() -> int:
 
 def _plan(args: Namespace) -> Plan:
     from sparring.cli.compare import short_names
-    from sparring.reproduce import Plan, find, seeds
+    from sparring.experiments.papers import Plan, find, seeds
 
     experiment = find(args.name)
     for option in ("data", "out"):
         if not getattr(args, option):
-            what = "a file, or the name of a set; repeat it for several" if option == "data" else "the folder for its runs and tables"
+            what = (
+                "a file, or the name of a set; repeat it for several"
+                if option == "data"
+                else "the folder for its runs and tables"
+            )
             raise UserError(f"--{option} is needed: {what}")
     settings = inputs.settings(args, "epochs", "batch_size", "encoder")
     if args.tune:
-        from sparring.tune import require_optuna
+        from sparring.experiments.tuning import require_optuna
 
         require_optuna()
-    data = tuple(_given(args, where, name, experiment) for where, name in zip(args.data, short_names(args.data), strict=True))
+    data = tuple(
+        _given(args, where, name, experiment) for where, name in zip(args.data, short_names(args.data), strict=True)
+    )
     settings = {name: value for name, value in settings.items() if not name.startswith(MSAC)}
     command = shlex.join(["sparring", *sys.argv[1:]]) if sys.argv[1:2] == ["reproduce"] else ""
     return Plan(experiment, args.out, data, seeds(args.seeds), settings, args.device, command, trials=args.tune)
 
 
 def _given(args: Namespace, where: str, name: str, experiment: Experiment) -> Given:
-    from sparring.reproduce import Given
+    from sparring.experiments.papers import Given
 
     data = inputs.read_data(where, inputs.columns(args))
     if data.weight is not None:
@@ -104,8 +142,8 @@ def _given(args: Namespace, where: str, name: str, experiment: Experiment) -> Gi
 
 def _catalogue(args: Namespace, name: str) -> Catalogue:
     """The modalities that were asked for; behaviour alone where none was."""
-    from sparring.data.modality_sources import parse_modalities
-    from sparring.reproduce import Catalogue
+    from sparring.data.modalities.sources import parse_modalities
+    from sparring.experiments.papers import Catalogue
 
     own = {key.removeprefix(MSAC): value for key, value in args.settings if key.startswith(MSAC)}
     specs = parse_modalities(args.modality) or {"behaviour": "behaviour"}

@@ -15,9 +15,9 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from sparring.evaluation import Evaluation
-    from sparring.runs import Trained
-    from sparring.train import Progress as Listener
+    from sparring.evaluation.ranking import Evaluation
+    from sparring.training.fitting import Progress as Listener
+    from sparring.training.trained import Trained
 
 _REDRAW = 0.2  # seconds: reading a loss waits for a GPU, so it is read this often at most
 
@@ -36,7 +36,9 @@ def tell(line: str) -> None:
 def tell_of_towers(trained: Trained) -> None:
     """A note where a run ranks by its classifiers too, and what was asked for cannot."""
     if trained.how() == "fused":
-        tell("note: this is of the towers alone: the classifiers of this run are left out, which `recommend` and `evaluate` use")
+        tell(
+            "note: this is of the towers alone: the classifiers of this run are left out, which `recommend` and `evaluate` use"
+        )
 
 
 @contextmanager
@@ -51,7 +53,12 @@ def table(rows: Sequence[Sequence[object]], title: str | None = None, left: int 
     """A table whose first row is the header; the first `left` columns are text, the others figures."""
     made = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold", title_style="")
     for i, name in enumerate(rows[0]):
-        made.add_column(str(name), justify="left" if i < left else "right", overflow="fold" if i < left else "ellipsis", no_wrap=i >= left)
+        made.add_column(
+            str(name),
+            justify="left" if i < left else "right",
+            overflow="fold" if i < left else "ellipsis",
+            no_wrap=i >= left,
+        )
     for row in rows[1:]:
         made.add_row(*(Text(str(cell)) for cell in row))  # Text: a title such as "[sic]" is not markup
     return made
@@ -69,12 +76,17 @@ def evaluation_tables(result: Evaluation) -> list[Table]:
         ranked = [f"{label}@{k}" for label in labels if label.startswith(("recall", "ndcg"))]
         columns = ["items", "queries", *ranked, f"share@{k}", f"coverage@{k}"]
         columns = [name for name in columns if any(name in values for values in result.strata.values())]
-        body = [[stratum, *(_figure(values.get(name)) for name in columns)] for stratum, values in result.strata.items()]
+        body = [
+            [stratum, *(_figure(values.get(name)) for name in columns)] for stratum, values in result.strata.items()
+        ]
         tables.append(table([["items that are", *columns], *body]))
     if result.bins and any(label.startswith("psp") for label in labels):
         columns = ["least", "most", "items", "pairs", f"precision@{k}", f"recall@{k}"]
         titles = ["trained at least", "at most", "items", "test pairs", f"adds to precision@{k}", f"recall@{k}"]
-        body = [[f"{row[name]:,.0f}" if i < 4 else f"{row[name]:.4f}" for i, name in enumerate(columns)] for row in result.bins]
+        body = [
+            [f"{row[name]:,.0f}" if i < 4 else f"{row[name]:.4f}" for i, name in enumerate(columns)]
+            for row in result.bins
+        ]
         tables.append(table([titles, *body], left=0))
     return tables
 
@@ -83,9 +95,14 @@ def stages_table(stages: Mapping[str, Evaluation]) -> Table:
     """The rankings of a training in stages, one row each, at every cutoff, by the names that --ranking has."""
     shown = {"knn": "encoder", "clf": "classifiers", "fusion": "fused"}
     first = next(iter(stages.values())).metrics
-    names = [name for name in first if name.split("@")[0].split("_")[0] in ("precision", "ndcg", "psp", "recall")]  # of any dialect
+    names = [
+        name for name in first if name.split("@")[0].split("_")[0] in ("precision", "ndcg", "psp", "recall")
+    ]  # of any dialect
     names.sort(key=lambda name: int(name.split("@")[1]))
-    rows = [[shown.get(stage, stage), *(_figure(test.metrics.get(name)) for name in names)] for stage, test in stages.items()]
+    rows = [
+        [shown.get(stage, stage), *(_figure(test.metrics.get(name)) for name in names)]
+        for stage, test in stages.items()
+    ]
     return table([["ranking", *names], *rows])
 
 
@@ -106,7 +123,7 @@ def epoch_line(record: Mapping[str, Any]) -> str:
 @contextmanager
 def listening(screen: Console, quiet: bool, intro: Sequence[str] = ()) -> Iterator[Listener]:
     """A listener for `fit` that draws a bar on a terminal and prints a line per epoch anywhere; nothing where quiet."""
-    from sparring.train import Progress as Listener
+    from sparring.training.fitting import Progress as Listener
 
     if quiet:
         yield Listener()
@@ -122,7 +139,9 @@ def bar_of(screen: Console, unit: str, clock: ProgressColumn) -> Progress:
     return Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal)
 
 
-def both(first: Callable[[dict[str, Any]], None], second: Callable[[dict[str, Any]], None]) -> Callable[[dict[str, Any]], None]:
+def both(
+    first: Callable[[dict[str, Any]], None], second: Callable[[dict[str, Any]], None]
+) -> Callable[[dict[str, Any]], None]:
     """A listener that tells two."""
 
     def listener(record: dict[str, Any]) -> None:
@@ -139,7 +158,7 @@ class _Lines:
         self.task = bar.add_task("training", total=None, note="", visible=False)
 
     def listener(self) -> Listener:
-        from sparring.train import Progress as Listener
+        from sparring.training.fitting import Progress as Listener
 
         return Listener(start=self.start, step=self.step, epoch=self.epoch, say=self.say)
 
@@ -155,7 +174,9 @@ class _Lines:
             return
         self.drawn = now
         name = f"epoch {epoch + 1} of at most {self.epochs}"
-        self.bar.update(self.task, description=name, total=self.steps, completed=step, note=f"loss {loss():.4f}", visible=True)
+        self.bar.update(
+            self.task, description=name, total=self.steps, completed=step, note=f"loss {loss():.4f}", visible=True
+        )
 
     def epoch(self, record: dict[str, Any]) -> None:
         self.bar.reset(self.task, visible=False)

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sparring.cli.values import count, number, size, whole
-from sparring.errors import UserError
+from sparring.core.errors import UserError
 
 if TYPE_CHECKING:
     from sparring.data.interactions import Split
-    from sparring.runs import Trained
+    from sparring.training.trained import Trained
 
 TOKEN = "SPARRING_TOKEN"  # environment variable; a token on the command line could be read by every user of the machine
 _LOOPBACK = {"127.0.0.1": "127.0.0.1", "localhost": "localhost", "::1": "[::1]"}
@@ -20,23 +20,52 @@ _LOOPBACK = {"127.0.0.1": "127.0.0.1", "localhost": "localhost", "::1": "[::1]"}
 
 def options(parser: ArgumentParser) -> None:
     """What may be written after `sparring serve`."""
-    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folders written by `sparring train`; the first is the default")
     parser.add_argument(
-        "--host", default="127.0.0.1", metavar="ADDRESS", help="address to listen on (default: 127.0.0.1, this machine only)"
+        "runs",
+        type=Path,
+        nargs="+",
+        metavar="RUN",
+        help="folders written by `sparring train`; the first is the default",
     )
-    parser.add_argument("--port", type=whole, default=8000, metavar="N", help="port, 0 for any free one (default: 8000)")
-    parser.add_argument("--token-file", type=Path, metavar="FILE", help=f"file with the token that requests must give; or set {TOKEN}")
-    parser.add_argument("--store", type=Path, metavar="FILE", help="where changes of items are kept (default: RUN/serve/items.sqlite)")
     parser.add_argument(
-        "--root", type=Path, action="append", default=[], metavar="FOLDER", help="where runs may be reloaded from (default: beside RUN)"
+        "--host",
+        default="127.0.0.1",
+        metavar="ADDRESS",
+        help="address to listen on (default: 127.0.0.1, this machine only)",
     )
-    parser.add_argument("--as-given", action="store_true", help="serve RUN even where a reload had put another in its place")
     parser.add_argument(
-        "--watch", type=number, metavar="SECONDS", help="look so often whether a run or its index was written anew, and swap"
+        "--port", type=whole, default=8000, metavar="N", help="port, 0 for any free one (default: 8000)"
+    )
+    parser.add_argument(
+        "--token-file", type=Path, metavar="FILE", help=f"file with the token that requests must give; or set {TOKEN}"
+    )
+    parser.add_argument(
+        "--store", type=Path, metavar="FILE", help="where changes of items are kept (default: RUN/serve/items.sqlite)"
+    )
+    parser.add_argument(
+        "--root",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FOLDER",
+        help="where runs may be reloaded from (default: beside RUN)",
+    )
+    parser.add_argument(
+        "--as-given", action="store_true", help="serve RUN even where a reload had put another in its place"
+    )
+    parser.add_argument(
+        "--watch",
+        type=number,
+        metavar="SECONDS",
+        help="look so often whether a run or its index was written anew, and swap",
     )
     parser.add_argument("--threads", type=count, metavar="N", help="threads that search (default: one per core)")
-    parser.add_argument("--timeout", type=number, default=10.0, metavar="SECONDS", help="longest time for an answer (default: 10)")
-    parser.add_argument("--max-body", type=size, default=8 * 2**20, metavar="SIZE", help="largest request (default: 8MiB)")
+    parser.add_argument(
+        "--timeout", type=number, default=10.0, metavar="SECONDS", help="longest time for an answer (default: 10)"
+    )
+    parser.add_argument(
+        "--max-body", type=size, default=8 * 2**20, metavar="SIZE", help="largest request (default: 8MiB)"
+    )
     parser.add_argument("--quiet", action="store_true", help="no line in the log for requests that went well")
 
 
@@ -48,12 +77,12 @@ def serve(args: Namespace) -> int:
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise UserError(f'`sparring serve` needs {error.name}: pip install "sparring[serve]"') from error
-    from sparring.fusion import FILE
-    from sparring.serve.limits import Limits
-    from sparring.serve.live import Live
-    from sparring.serve.logs import Log
-    from sparring.serve.running import run
-    from sparring.serve.store import Store
+    from sparring.models.fusion import FILE
+    from sparring.serving.http.access_log import Log
+    from sparring.serving.http.limits import Limits
+    from sparring.serving.http.runs import Live
+    from sparring.serving.http.server import run
+    from sparring.serving.http.store import Store
 
     if not 0 <= args.port < 65536:
         raise UserError(f"--port {args.port} is not a port: give one from 0 to 65535")
@@ -72,9 +101,24 @@ def serve(args: Namespace) -> int:
     live = Live(args.runs, store, args.root, log.say, args.as_given)
     for folder in args.runs:
         if (folder / FILE).is_file():
-            log.say("towers alone", run=str(folder), left_out="its classifiers, which `sparring recommend` and `evaluate` use")
+            log.say(
+                "towers alone",
+                run=str(folder),
+                left_out="its classifiers, which `sparring recommend` and `evaluate` use",
+            )
     limits = Limits(body=args.max_body, seconds=args.timeout)
-    run(live, args.host, args.port, limits, token, list(_LOOPBACK.values()) if own else None, log, args.watch, _parts, args.threads)
+    run(
+        live,
+        args.host,
+        args.port,
+        limits,
+        token,
+        list(_LOOPBACK.values()) if own else None,
+        log,
+        args.watch,
+        _parts,
+        args.threads,
+    )
     return 0
 
 

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 from sparring.cli import inputs, screen
 from sparring.cli.launch import add_launch, launch
 from sparring.cli.values import count, cutoffs, device, setting, whole
-from sparring.errors import UserError
+from sparring.core.errors import UserError
 
 if TYPE_CHECKING:
-    from sparring.composition import Run, Setup
     from sparring.data.interactions import Interactions, Split
-    from sparring.evaluation import Evaluation
-    from sparring.train import Fitted
+    from sparring.evaluation.ranking import Evaluation
+    from sparring.recipes.run import Run, Setup
+    from sparring.training.fitting import Fitted
 
 
 def options(parser: ArgumentParser) -> None:
@@ -31,33 +31,45 @@ def options(parser: ArgumentParser) -> None:
     listed = "how to train (default: default); `sparring recipes` lists them; or FILE.py:FUNCTION"
     group.add_argument("--recipe", metavar="NAME", help=listed)
     group.add_argument(
-        "--set", type=setting, action="append", default=[], dest="settings", metavar="NAME=VALUE", help="change one setting; repeatable"
+        "--set",
+        type=setting,
+        action="append",
+        default=[],
+        dest="settings",
+        metavar="NAME=VALUE",
+        help="change one setting; repeatable",
     )
     group.add_argument(
-        "--setup", metavar="RECIPE", help="take towers, optimiser and schedule from this recipe, so that only the negatives differ"
+        "--setup",
+        metavar="RECIPE",
+        help="take towers, optimiser and schedule from this recipe, so that only the negatives differ",
     )
     begin = "begin with the vectors of this run, for all queries and items that it knows"
     group.add_argument("--warm", type=Path, metavar="RUN", help=begin)
     group.add_argument("--epochs", type=count, metavar="N", help="the same as --set epochs=N")
     group.add_argument("--seed", type=whole, metavar="N", help="the same as --set seed=N; also seeds the split")
     group.add_argument("--device", type=device, default="auto", help="auto, cpu or cuda (default: auto)")
-    group.add_argument("--k", type=cutoffs, default=None, metavar="K,K", help="cutoffs of the metrics (default: 10,20,50)")
+    group.add_argument(
+        "--k", type=cutoffs, default=None, metavar="K,K", help="cutoffs of the metrics (default: 10,20,50)"
+    )
     group = parser.add_argument_group("the run folder")
     group.add_argument("--out", type=Path, metavar="FOLDER", help="where the run goes (default: runs/RECIPE)")
     same = "go on with a stopped run, exactly as if it had not been; no setting can change, epochs neither"
     group.add_argument("--resume", action="store_true", help=same)
     deleted = "first delete the run that is in FOLDER and its index; changes that a service keeps in FOLDER/serve stay"
     group.add_argument("--overwrite", action="store_true", help=deleted)
-    group.add_argument("--tensorboard", action="store_true", help="also write curves for TensorBoard into FOLDER/tensorboard")
+    group.add_argument(
+        "--tensorboard", action="store_true", help="also write curves for TensorBoard into FOLDER/tensorboard"
+    )
     group.add_argument("--quiet", action="store_true", help="print nothing but the last line and errors")
     add_launch(parser)
 
 
 def train(args: Namespace) -> int:
-    from sparring import settings
-    from sparring.devices import pick_device
-    from sparring.dist import join, leave
-    from sparring.runs import read_meta
+    from sparring.core.devices import pick_device
+    from sparring.core.ranks import join, leave
+    from sparring.recipes import settings
+    from sparring.training.trained import read_meta
 
     name = settings.named(args.recipe or "default")
     folder = args.out or Path("runs") / settings.short(name)
@@ -72,7 +84,9 @@ def train(args: Namespace) -> int:
     else:
         if args.data is None:
             needed = "--data is needed: a file, or the name of a set"
-            raise UserError(f"nothing to resume in {folder}: it has no run.json; to begin, {needed}" if args.resume else needed)
+            raise UserError(
+                f"nothing to resume in {folder}: it has no run.json; to begin, {needed}" if args.resume else needed
+            )
         asked = _settings(args)
         settings.resolve(settings.find(name), asked, _base(args))  # wrong settings are told before a long read
         if args.warm is not None:
@@ -113,9 +127,9 @@ def train(args: Namespace) -> int:
 
 def _in_processes(args: Namespace, name: str, folder: Path) -> int:
     """Check what can be checked, then let torchrun start the processes, which go on with what there is in the folder."""
-    from sparring import settings
-    from sparring.lock import claimed, delete_run
-    from sparring.types import ALONE
+    from sparring.core.types import ALONE
+    from sparring.recipes import settings
+    from sparring.training.lock import claimed, delete_run
 
     begun = (folder / "run.json").is_file()
     if not (args.resume and begun):
@@ -124,7 +138,9 @@ def _in_processes(args: Namespace, name: str, folder: Path) -> int:
         settings.resolve(settings.find(name), _settings(args), _base(args))
         _check_free(folder, args.overwrite, args.resume)
         if args.overwrite and args.warm is not None and args.warm.resolve() == folder.resolve():
-            raise UserError(f"--warm {args.warm} would be deleted before the processes read it: choose another folder with --out")
+            raise UserError(
+                f"--warm {args.warm} would be deleted before the processes read it: choose another folder with --out"
+            )
         if args.overwrite:  # the processes are told to go on with what there is
             with claimed(folder, False, True, ALONE):
                 line = delete_run(folder)
@@ -149,14 +165,14 @@ def fit_shown(
     warm: Path | None = None,
 ) -> Fitted:
     """Train with the progress on the screen."""
-    from sparring.composition import text_sides
-    from sparring.contrast import describe_batch
-    from sparring.devices import pick_device
-    from sparring.dist import rank
-    from sparring.offers import untrained, untrained_line
-    from sparring.settings import short
-    from sparring.stages import fit_stages
-    from sparring.tensorboard import epoch_writer
+    from sparring.core.devices import pick_device
+    from sparring.core.ranks import rank
+    from sparring.recipes.run import text_sides
+    from sparring.recipes.settings import short
+    from sparring.training.eligibility import untrained, untrained_line
+    from sparring.training.stages import fit_stages
+    from sparring.training.step import describe_batch
+    from sparring.training.tensorboard import epoch_writer
 
     if not quiet:
         run.modules().to(pick_device(device))  # a transformer would take long to read a batch where it was built
@@ -173,7 +189,13 @@ def fit_shown(
     with screen.telling(), screen.listening(show, quiet or rank() > 0, intro) as progress:
         if tensorboard and rank() == 0:
             progress.epoch = screen.both(progress.epoch, epoch_writer(folder / "tensorboard"))
-        asked: dict[str, Any] = {"resume": resume, "overwrite": overwrite, "device": device, "save_seconds": save_seconds, "warm": warm}
+        asked: dict[str, Any] = {
+            "resume": resume,
+            "overwrite": overwrite,
+            "device": device,
+            "save_seconds": save_seconds,
+            "warm": warm,
+        }
         try:
             return fit_stages(run, parts, folder, k=k, progress=progress, source=source, **asked)
         except KeyboardInterrupt:
@@ -183,9 +205,9 @@ def fit_shown(
 
 
 def _fresh(args: Namespace, name: str, asked: dict[str, object]) -> tuple[Run, Split, dict[str, Any]]:
-    from sparring import settings
+    from sparring.core.ranks import rank
     from sparring.data.splits import split
-    from sparring.dist import rank
+    from sparring.recipes import settings
 
     data = inputs.read_data(args.data, inputs.columns(args))
     args.k = inputs.cutoffs_for(args.k, data.n_items)
@@ -206,20 +228,27 @@ def _fresh(args: Namespace, name: str, asked: dict[str, object]) -> tuple[Run, S
 
 def _continued(args: Namespace, folder: Path) -> tuple[Run, Split, dict[str, Any]]:
     """The run of a folder as run.json has it; what was asked for on the command line must agree."""
-    from sparring import runs, settings
-    from sparring.rebuilt import recipe_of
+    from sparring.recipes import settings
+    from sparring.training import trained
+    from sparring.training.custom_towers import recipe_of
 
     if args.overwrite:
         raise UserError("--resume and --overwrite cannot go together")
-    meta = runs.read_meta(folder)
+    meta = trained.read_meta(folder)
     if args.recipe is not None and settings.named(args.recipe) != meta["recipe"]:
-        raise UserError(f"{folder} was trained with the recipe {meta['recipe']!r}, not {args.recipe!r}: --resume cannot change it")
+        raise UserError(
+            f"{folder} was trained with the recipe {meta['recipe']!r}, not {args.recipe!r}: --resume cannot change it"
+        )
     recorded = settings.parse_setup(meta["setup"])
     recipe = recipe_of(folder, meta)
     base = _base(args)
-    setup, arguments = settings.resolve(settings.find(recipe), _settings(args), base, recorded if base is None else None)
+    setup, arguments = settings.resolve(
+        settings.find(recipe), _settings(args), base, recorded if base is None else None
+    )
     if args.setup is not None and setup != recorded:
-        raise UserError(f"{folder} was trained with other settings than those of --setup {args.setup}: --resume cannot change them")
+        raise UserError(
+            f"{folder} was trained with other settings than those of --setup {args.setup}: --resume cannot change them"
+        )
     before = {**meta["setup"], **meta["arguments"]}
     for name in _settings(args):
         now = arguments[name] if name in arguments else getattr(setup, name)
@@ -234,16 +263,18 @@ def _continued(args: Namespace, folder: Path) -> tuple[Run, Split, dict[str, Any
 
 def _warm(args: Namespace, folder: Path) -> Path | None:
     """The run that a stopped one began with."""
-    from sparring import runs
+    from sparring.training import trained
 
-    before = runs.read_meta(folder).get("warm", {}).get("run")
+    before = trained.read_meta(folder).get("warm", {}).get("run")
     if args.warm is not None and str(args.warm.resolve()) != before:
-        raise UserError(f"{folder} was begun {f'with --warm {before}' if before else 'without --warm'}: --resume cannot change it")
+        raise UserError(
+            f"{folder} was begun {f'with --warm {before}' if before else 'without --warm'}: --resume cannot change it"
+        )
     return None if before is None else Path(before)
 
 
 def _base(args: Namespace) -> Setup | None:
-    from sparring import settings
+    from sparring.recipes import settings
 
     return None if args.setup is None else settings.own_setup(settings.find(args.setup))
 
@@ -256,7 +287,7 @@ def _settings(args: Namespace) -> dict[str, object]:
 
 
 def _check_free(folder: Path, overwrite: bool, resume: bool) -> None:
-    from sparring import lock
+    from sparring.training import lock
 
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--out {folder} is a file, not a folder")
@@ -265,7 +296,9 @@ def _check_free(folder: Path, overwrite: bool, resume: bool) -> None:
     if resume or not folder.exists() or lock.is_free(folder):
         return
     if not overwrite:
-        raise UserError(f"--out {folder} is not empty: choose another folder, or use --resume to go on or --overwrite to start again")
+        raise UserError(
+            f"--out {folder} is not empty: choose another folder, or use --resume to go on or --overwrite to start again"
+        )
     if not (folder / "run.json").is_file():
         raise UserError(f"--out {folder} is not a run folder (no run.json): --overwrite will not delete it")
 
@@ -273,7 +306,9 @@ def _check_free(folder: Path, overwrite: bool, resume: bool) -> None:
 def _check_select(select: str, data: Interactions) -> None:
     cutoff = select.partition("@")[2]
     if cutoff.isdigit() and int(cutoff) > data.n_items:
-        raise UserError(f"the cutoff of select={select} is larger than the catalogue of {data.n_items:,} items: --set select=ndcg@K")
+        raise UserError(
+            f"the cutoff of select={select} is larger than the catalogue of {data.n_items:,} items: --set select=ndcg@K"
+        )
 
 
 def _closing(fitted: Fitted, folder: Path) -> str:

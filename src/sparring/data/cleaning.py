@@ -7,9 +7,21 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 import polars as pl
 
-from sparring.errors import UserError
+from sparring.core.errors import UserError
 
-PARTS = {"train": 0, "training": 0, "0": 0, "valid": 1, "val": 1, "validation": 1, "dev": 1, "1": 1, "test": 2, "testing": 2, "2": 2}
+PARTS = {
+    "train": 0,
+    "training": 0,
+    "0": 0,
+    "valid": 1,
+    "val": 1,
+    "validation": 1,
+    "dev": 1,
+    "1": 1,
+    "test": 2,
+    "testing": 2,
+    "2": 2,
+}
 CLICKS = {"1": 1, "true": 1, "0": 0, "false": 0}
 SHORT = {"query": "q", "item": "i", "time": "t", "weight": "w", "rating": "r", "split": "s", "label": "l"}
 
@@ -21,7 +33,9 @@ def clean(
     schema = lazy.collect_schema()
     for name in ("q", "i"):
         if schema[name].is_nested():
-            raise UserError(f"column {found['query' if name == 'q' else 'item']!r} of {source} holds {schema[name]}, not ids")
+            raise UserError(
+                f"column {found['query' if name == 'q' else 'item']!r} of {source} holds {schema[name]}, not ids"
+            )
     lazy = lazy.with_columns(pl.col(name).fill_nan(None) for name in ("q", "i") if schema[name].is_float())
     if "time" in found:
         lazy = _typed_time(lazy, found["time"], source)
@@ -42,9 +56,13 @@ def clean(
         (~no_id & low).sum().alias("below"),
         (keep & no_time).sum().alias("untimed"),
         keep.sum().alias("left"),
-        (keep & pl.col("w").is_null()).sum().alias("unweighted") if "weight" in found else pl.lit(0).alias("unweighted"),
+        (keep & pl.col("w").is_null()).sum().alias("unweighted")
+        if "weight" in found
+        else pl.lit(0).alias("unweighted"),
     )
-    notes, timed = tell_dropped(counts.collect(engine="streaming").row(0, named=True), found, min_rating, source, guessed_time)
+    notes, timed = tell_dropped(
+        counts.collect(engine="streaming").row(0, named=True), found, min_rating, source, guessed_time
+    )
     if timed:
         lazy = lazy.filter(keep & ~no_time)
     else:
@@ -59,7 +77,9 @@ def tell_dropped(
     if not counts["rows"]:
         raise UserError(f"{source} is empty: it has no rows")
     if counts["without_id"] == counts["rows"]:
-        raise UserError(f"all {counts['rows']:,} rows of {source} have a null in {found['query']!r} or {found['item']!r}")
+        raise UserError(
+            f"all {counts['rows']:,} rows of {source} have a null in {found['query']!r} or {found['item']!r}"
+        )
     if not counts["left"]:
         raise UserError(f"no row of {source} has a {found['rating']!r} of at least {min_rating}")
     notes, timed = [], "time" in found
@@ -100,7 +120,9 @@ def _typed_time(lazy: pl.LazyFrame, column: str, source: str) -> pl.LazyFrame:
         best = readings[int(np.argmin(failures))]
         value = lazy.filter(time.is_not_null() & best.is_null()).select("t").head(1).collect().item()
         known = "write dates as 2022-02-23, 2022-02-23 14:05:00 or 23.02.2022"
-        raise UserError(f"the time column {column!r} of {source} holds {value!r}, neither a number nor a date that is read: {known}")
+        raise UserError(
+            f"the time column {column!r} of {source} holds {value!r}, neither a number nor a date that is read: {known}"
+        )
     return lazy.with_columns(readings[failures.index(0)])
 
 
@@ -116,7 +138,9 @@ def _typed_number(lazy: pl.LazyFrame, name: str, column: str, source: str) -> pl
         wrong = lazy.filter((number < 0) | number.is_infinite()).select(number).head(1)
         value = wrong.collect(engine="streaming")
         if len(value):
-            raise UserError(f"the weight column {column!r} of {source} holds {value.item():g}; weights must be finite and not negative")
+            raise UserError(
+                f"the weight column {column!r} of {source} holds {value.item():g}; weights must be finite and not negative"
+            )
     return lazy.with_columns(number)
 
 
@@ -133,6 +157,10 @@ def check_codes(values: Iterable[str | None], role: str, column: str, codes: Map
     """Every distinct value of a column of parts or labels must be one of the words that say so."""
     unknown = sorted((value for value in values if value not in codes), key=lambda value: (value is not None, value))
     if unknown:
-        shown = ", ".join("null" if value is None else repr(value) for value in unknown[:3]) + (", ..." if len(unknown) > 3 else "")
+        shown = ", ".join("null" if value is None else repr(value) for value in unknown[:3]) + (
+            ", ..." if len(unknown) > 3 else ""
+        )
         expected = "train, valid, test or 0, 1, 2" if role == "split" else "1 (clicked) and 0 (shown, not clicked)"
-        raise UserError(f'the {role} column {column!r} of {source} holds {shown}; expected {expected}, or pass {role}="" to leave it out')
+        raise UserError(
+            f'the {role} column {column!r} of {source} holds {shown}; expected {expected}, or pass {role}="" to leave it out'
+        )

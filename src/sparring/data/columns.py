@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import polars as pl
 
-from sparring.errors import UserError
+from sparring.core.errors import UserError
 
 # For each role, tiers of names in lower case without punctuation: an earlier tier beats a later one; two in one tier are ambiguous.
 _NAMES: dict[str, tuple[str, ...]] = {
@@ -42,14 +42,18 @@ _BODIES = (
     "text {0}text producttext doctext documenttext passagetext questiontext labeltext body content contents passage document abstract "
     "description {0}description productdescription summary question query sentence utterance"
 )
-_TITLES = "title itemtitle producttitle movietitle booktitle name itemname productname description productdescription text"
+_TITLES = (
+    "title itemtitle producttitle movietitle booktitle name itemname productname description productdescription text"
+)
 
 
 def _plain(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
-def find_column(role: str, columns: Sequence[str], named: str | None, source: str, required: bool = False) -> str | None:
+def find_column(
+    role: str, columns: Sequence[str], named: str | None, source: str, required: bool = False
+) -> str | None:
     """The column that plays a role: the one named, none for the empty name, else the best guess."""
     listed = f"{source} has the columns {', '.join(columns)}"
     if named == "" and not required:
@@ -63,7 +67,9 @@ def find_column(role: str, columns: Sequence[str], named: str | None, source: st
         found = [column for column in columns if _plain(column) in names]
         if len(found) > 1:
             off = "" if required else f', or {role}="" for none'
-            raise UserError(f"{' and '.join(map(repr, found))} could each be the {role}; name it with {role}=...{off}: {listed}")
+            raise UserError(
+                f"{' and '.join(map(repr, found))} could each be the {role}; name it with {role}=...{off}: {listed}"
+            )
         if found:
             return found[0]
     if required:

@@ -14,7 +14,7 @@ from contextlib import suppress
 from http.client import HTTPException
 from pathlib import Path
 
-from sparring.errors import UserError
+from sparring.core.errors import UserError
 
 Progress = Callable[[int, int | None], None]  # bytes so far, bytes in all where the server says
 
@@ -26,7 +26,9 @@ def cache_folder() -> Path:
     return Path(os.environ.get("SPARRING_HOME") or Path.home() / ".cache" / "sparring")
 
 
-def fetch(url: str, target: Path, md5: str | None = None, progress: Progress | None = None, timeout: float = 30) -> Path:
+def fetch(
+    url: str, target: Path, md5: str | None = None, progress: Progress | None = None, timeout: float = 30
+) -> Path:
     """Download a URL to a file, unless it is there already; its sha256 is written beside it.
 
     The file appears only when complete and, where an md5 is known, only when it matches.
@@ -50,11 +52,17 @@ def fetch(url: str, target: Path, md5: str | None = None, progress: Progress | N
         if total is not None and done != total:
             raise UserError(f"{url} broke off after {done:,} of {total:,} bytes; try again")
         if md5 is not None and wanted.hexdigest() != md5:
-            raise UserError(f"{url} has the md5 {wanted.hexdigest()}, expected {md5}: the file is damaged or was replaced; try again")
+            raise UserError(
+                f"{url} has the md5 {wanted.hexdigest()}, expected {md5}: the file is damaged or was replaced; try again"
+            )
         target.with_name(target.name + ".sha256").write_text(f"{sha256.hexdigest()}  {target.name}\n")
         os.replace(partial, target)
     except (urllib.error.URLError, HTTPException, OSError) as error:
-        reason = f"HTTP {error.code}" if isinstance(error, urllib.error.HTTPError) else getattr(error, "reason", None) or error
+        reason = (
+            f"HTTP {error.code}"
+            if isinstance(error, urllib.error.HTTPError)
+            else getattr(error, "reason", None) or error
+        )
         raise UserError(f"cannot download {url}: {reason}; check the network, or put the file at {target}") from error
     finally:
         with suppress(OSError):

@@ -12,7 +12,7 @@ import polars as pl
 import torch
 from torch import Tensor
 
-from sparring.errors import UserError
+from sparring.core.errors import UserError
 
 if TYPE_CHECKING:
     from sparring.data.interactions import Interactions
@@ -38,7 +38,9 @@ class Features:
         return len(self.categorical)
 
     @classmethod
-    def from_table(cls, table: pl.DataFrame, columns: Sequence[str] | Mapping[str, Kind], min_count: int = 1) -> Features:
+    def from_table(
+        cls, table: pl.DataFrame, columns: Sequence[str] | Mapping[str, Kind], min_count: int = 1
+    ) -> Features:
         """Features from columns of a table.
 
         By type: text, booleans and whole numbers are categorical (coded from 1 by falling frequency, values seen fewer than min_count
@@ -75,7 +77,9 @@ class Features:
         """Dense vectors (n, Fd) of any number type, or the path of a `.npy` file that holds them; taken as they are, in float32."""
         raw = array if isinstance(array, np.ndarray) else _load(Path(array))
         if raw.ndim != 2 or raw.dtype.kind not in "fiub":
-            raise UserError(f"{name} must be a table of numbers with one row per id, not {raw.dtype} of shape {raw.shape}")
+            raise UserError(
+                f"{name} must be a table of numbers with one row per id, not {raw.dtype} of shape {raw.shape}"
+            )
         dense = np.array(raw, dtype=np.float32)
         if not np.isfinite(dense).all():
             row = int(np.flatnonzero(~np.isfinite(dense).all(1))[0])
@@ -146,7 +150,9 @@ def _kind(column: pl.Series) -> Kind:
         return "categorical"
     if dtype.is_numeric() or dtype.is_temporal():
         return "numeric"
-    raise UserError(f"column {column.name!r} of type {dtype} is no feature: give text, numbers, dates or lists of numbers")
+    raise UserError(
+        f"column {column.name!r} of type {dtype} is no feature: give text, numbers, dates or lists of numbers"
+    )
 
 
 def _codes(column: pl.Series, min_count: int) -> np.ndarray:
@@ -184,7 +190,9 @@ def _vectors(column: pl.Series) -> np.ndarray:
     lists = column.arr.to_list() if isinstance(dtype, pl.Array) else column
     widths = lists.list.len().drop_nulls().unique()
     if len(widths) != 1:
-        raise UserError(f"column {column.name!r} holds lists of {len(widths)} different lengths: give vectors of one length")
+        raise UserError(
+            f"column {column.name!r} holds lists of {len(widths)} different lengths: give vectors of one length"
+        )
     present = lists.is_not_null().to_numpy()
     flat = lists.drop_nulls().list.explode().cast(pl.Float32).fill_null(0.0).to_numpy()
     vectors = np.zeros((len(column), int(widths[0])), np.float32)

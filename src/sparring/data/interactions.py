@@ -14,9 +14,9 @@ import polars as pl
 import torch
 from torch import Tensor
 
+from sparring.core.errors import UserError, first_line
+from sparring.core.types import Positives
 from sparring.data.pairs import csr, occurrences
-from sparring.errors import UserError
-from sparring.types import Positives
 
 TRAIN, VALID, TEST = 0, 1, 2  # codes of the split column
 
@@ -76,7 +76,9 @@ class Vocabulary:
     def load(cls, path: str | os.PathLike[str]) -> Vocabulary:
         table = read_table(path)
         if table.columns != ["id"]:
-            raise UserError(f"{path} is not a saved vocabulary: its columns are {', '.join(table.columns)}; expected id")
+            raise UserError(
+                f"{path} is not a saved vocabulary: its columns are {', '.join(table.columns)}; expected id"
+            )
         return cls(table["id"])
 
 
@@ -122,7 +124,9 @@ class Interactions:
     shown_split: np.ndarray | None = None  # of the shown pairs, like split
     item_table: pl.DataFrame | None = None  # row i describes dense item i
     query_table: pl.DataFrame | None = None
-    hidden: tuple[np.ndarray, np.ndarray] | None = None  # (queries, items) that may never be recommended, int32: neither right nor wrong
+    hidden: tuple[np.ndarray, np.ndarray] | None = (
+        None  # (queries, items) that may never be recommended, int32: neither right nor wrong
+    )
     empty: int = 0  # test queries without any item, which some metrics count as 0
     propensity: np.ndarray | None = None  # (N,) inverse propensities, where the data has a convention for them
     notes: tuple[str, ...] = ()  # what the reader dropped or merged
@@ -132,7 +136,10 @@ class Interactions:
             column = getattr(self, name)
             if column is not None and len(column) != len(self.queries):
                 raise UserError(f"{name} has {len(column):,} rows, queries has {len(self.queries):,}")
-        for table, n, name in ((self.item_table, self.n_items, "item_table"), (self.query_table, self.n_queries, "query_table")):
+        for table, n, name in (
+            (self.item_table, self.n_items, "item_table"),
+            (self.query_table, self.n_queries, "query_table"),
+        ):
             if table is not None and len(table) != n:
                 raise UserError(f"{name} has {len(table):,} rows for {n:,} dense ids")
 
@@ -192,7 +199,7 @@ class Interactions:
 class Ids:
     """The id maps and tables of a run folder: all that is needed to name queries and items without the interactions.
 
-        data.save_ids("runs/a");  ids = Ids.load("runs/a");  ids.item_ids.decode([3, 1]);  ids.item_table
+    data.save_ids("runs/a");  ids = Ids.load("runs/a");  ids.item_ids.decode([3, 1]);  ids.item_table
     """
 
     query_ids: Vocabulary
@@ -213,7 +220,10 @@ class Ids:
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> Ids:
         folder = Path(folder)
-        tables = [read_table(path) if (path := folder / f"{name}.parquet").exists() else None for name in ("query_table", "item_table")]
+        tables = [
+            read_table(path) if (path := folder / f"{name}.parquet").exists() else None
+            for name in ("query_table", "item_table")
+        ]
         return cls(Vocabulary.load(folder / "query_ids.parquet"), Vocabulary.load(folder / "item_ids.parquet"), *tables)
 
 
@@ -268,8 +278,3 @@ def read_table(path: str | os.PathLike[str]) -> pl.DataFrame:
         return pl.read_parquet(Path(path))
     except (OSError, pl.exceptions.PolarsError) as error:
         raise UserError(f"{path} is not a readable Parquet file: {first_line(error)}") from error
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's message: errors for users are one line."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

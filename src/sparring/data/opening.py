@@ -10,10 +10,10 @@ from pathlib import Path
 
 import polars as pl
 
+from sparring.core.errors import UserError
 from sparring.data.columns import find_column, text_columns
-from sparring.data.frames import reading
-from sparring.data.lines import check_utf8
-from sparring.errors import UserError
+from sparring.data.formats.lines import check_utf8
+from sparring.data.table import reading
 
 _PARQUET = (".parquet", ".pq")
 _TEXT = (".csv", ".tsv", ".txt", ".csv.gz", ".tsv.gz", ".txt.gz")
@@ -44,7 +44,10 @@ def open_table(
     with reading(name):
         opened = open_rows(source) if isinstance(source, Path) else Opened(source, text=False)
         tables: dict[str, pl.DataFrame | None] = {}
-        for role, named, given, beside in (("item", item, items, opened.items), ("query", query, queries, opened.queries)):
+        for role, named, given, beside in (
+            ("item", item, items, opened.items),
+            ("query", query, queries, opened.queries),
+        ):
             tables[role] = _table(given, role, named) if given is not None else beside
             if inner and tables[role] is None:
                 tables[role] = _inner_table(opened.frame, role, named, name)
@@ -57,7 +60,12 @@ def _inner_table(frame: pl.LazyFrame, role: str, named: str | None, source: str)
     if not texts:
         return None
     # The smallest text, where an id has several: not by order, since the rows are read in any.
-    return frame.filter(pl.col(key).is_not_null()).group_by(key).agg(pl.col(name).min() for name in texts).collect(engine="streaming")
+    return (
+        frame.filter(pl.col(key).is_not_null())
+        .group_by(key)
+        .agg(pl.col(name).min() for name in texts)
+        .collect(engine="streaming")
+    )
 
 
 def inner_texts(frame: pl.LazyFrame, role: str, named: str | None, source: str) -> tuple[str, list[str]]:
@@ -108,7 +116,9 @@ def _open_folder(folder: Path) -> Opened:
     if "train" in parts:
         return _recbole(folder, parts, parts["train"].name[: -len(".train.inter")])
     if len(atomic) > 1:
-        raise UserError(f"{folder} holds several .inter files ({', '.join(file.name for file in atomic)}); name one of them")
+        raise UserError(
+            f"{folder} holds several .inter files ({', '.join(file.name for file in atomic)}); name one of them"
+        )
     if atomic:
         return _recbole(folder, {None: atomic[0]}, atomic[0].name[: -len(".inter")])
     main = _beside(folder, "interactions")
@@ -116,9 +126,13 @@ def _open_folder(folder: Path) -> Opened:
         opened = open_rows(main)
         tables = [_table(file, role) if (file := _first(folder, names)) else None for role, names in _TABLES.items()]
         return replace(opened, items=tables[0], queries=tables[1])
-    files = sorted(file for kind in _PARQUET for file in folder.rglob(f"*{kind}") if not file.name.startswith((".", "_")))
+    files = sorted(
+        file for kind in _PARQUET for file in folder.rglob(f"*{kind}") if not file.name.startswith((".", "_"))
+    )
     if not files:
-        raise UserError(f"{folder} holds nothing to read; expected Parquet parts, interactions.parquet, train.txt or an .inter file")
+        raise UserError(
+            f"{folder} holds nothing to read; expected Parquet parts, interactions.parquet, train.txt or an .inter file"
+        )
     return _open_parts(files)
 
 
@@ -128,16 +142,22 @@ def _open_parts(files: list[Path]) -> Opened:
         with reading(str(file)):
             missing = set(scans[0].collect_schema().names()) - set(scan.collect_schema().names())
         if missing:
-            raise UserError(f"{file} lacks the column {min(missing)!r} that {files[0]} has; all parts must have the same columns")
+            raise UserError(
+                f"{file} lacks the column {min(missing)!r} that {files[0]} has; all parts must have the same columns"
+            )
     columns = scans[0].collect_schema().names()
-    return Opened(pl.concat([scan.select(columns) for scan in scans], how="vertical_relaxed"), text=False, files=tuple(files))
+    return Opened(
+        pl.concat([scan.select(columns) for scan in scans], how="vertical_relaxed"), text=False, files=tuple(files)
+    )
 
 
 _TABLES = {"item": ("items",), "query": ("queries", "users")}
 
 
 def _beside(folder: Path, stem: str) -> Path | None:
-    return next((folder / f"{stem}{kind}" for kind in (*_PARQUET, *_TEXT) if (folder / f"{stem}{kind}").is_file()), None)
+    return next(
+        (folder / f"{stem}{kind}" for kind in (*_PARQUET, *_TEXT) if (folder / f"{stem}{kind}").is_file()), None
+    )
 
 
 def _first(folder: Path, stems: tuple[str, ...]) -> Path | None:
@@ -147,7 +167,11 @@ def _first(folder: Path, stems: tuple[str, ...]) -> Path | None:
 def _separator(path: Path) -> str:
     """The separator of a text table, from its first line."""
     try:
-        with gzip.open(path, "rt", errors="replace") if path.name.endswith(".gz") else open(path, errors="replace") as file:
+        with (
+            gzip.open(path, "rt", errors="replace")
+            if path.name.endswith(".gz")
+            else open(path, errors="replace") as file
+        ):
             line = file.readline()
     except (OSError, EOFError) as error:
         raise UserError(f"cannot read {path}: {error}") from error
@@ -163,7 +187,13 @@ def _scan_text(path: Path) -> pl.LazyFrame:
 def _scan_lines(path: Path) -> pl.LazyFrame:
     """Whole lines in a column `line`: the separator is a character that no text file has."""
     return pl.scan_csv(
-        path, has_header=False, separator="\x01", quote_char=None, infer_schema=False, encoding="utf8-lossy", new_columns=["line"]
+        path,
+        has_header=False,
+        separator="\x01",
+        quote_char=None,
+        infer_schema=False,
+        encoding="utf8-lossy",
+        new_columns=["line"],
     )
 
 
@@ -183,7 +213,9 @@ def _table(table: str | os.PathLike[str] | pl.DataFrame, role: str, key: str | N
         names = pl.scan_csv(path, separator=separator, infer_schema=False).collect_schema().names()
         name = key if key in names else find_column(role, names, None, str(path), required=True)
         kinds = {str(name): pl.String}
-        rows = pl.read_csv(path, separator=separator, schema_overrides=kinds, infer_schema_length=None, encoding="utf8-lossy")
+        rows = pl.read_csv(
+            path, separator=separator, schema_overrides=kinds, infer_schema_length=None, encoding="utf8-lossy"
+        )
         check_utf8(rows[str(name)], str(name), str(path))
         return rows
 
@@ -194,9 +226,15 @@ def _atomic(path: Path) -> pl.LazyFrame:
     headers = [(header, *header.partition(":")[::2]) for header in scan.collect_schema().names()]
     wrong = [header for header, _, kind in headers if kind not in ("token", "token_seq", "float", "float_seq")]
     if wrong:
-        raise UserError(f"{path} has the header {wrong[0]!r}; RecBole's are NAME:token, NAME:token_seq, NAME:float or NAME:float_seq")
-    floats = {"float"} if path.suffix != ".inter" else set()  # numbers of interactions are parsed later, with errors that name them
-    return scan.select(pl.col(header).cast(pl.Float64 if kind in floats else pl.String).alias(name) for header, name, kind in headers)
+        raise UserError(
+            f"{path} has the header {wrong[0]!r}; RecBole's are NAME:token, NAME:token_seq, NAME:float or NAME:float_seq"
+        )
+    floats = (
+        {"float"} if path.suffix != ".inter" else set()
+    )  # numbers of interactions are parsed later, with errors that name them
+    return scan.select(
+        pl.col(header).cast(pl.Float64 if kind in floats else pl.String).alias(name) for header, name, kind in headers
+    )
 
 
 def _recbole(folder: Path, parts: dict[str | None, Path], stem: str) -> Opened:

@@ -8,7 +8,7 @@ import numpy as np
 import polars as pl
 import torch
 
-from sparring.types import Positives
+from sparring.core.types import Positives
 
 CHUNK = 1 << 24  # rows looked at at once: a copy of a whole column may not fit into memory
 
@@ -107,7 +107,9 @@ def merge_pairs(columns: dict[str, np.ndarray], n_items: int) -> dict[str, np.nd
 _REDUCE = {"t": np.maximum.reduceat, "w": np.add.reduceat, "s": np.minimum.reduceat}
 
 
-def taken_and_shown(columns: dict[str, np.ndarray], n_items: int) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray] | None]:
+def taken_and_shown(
+    columns: dict[str, np.ndarray], n_items: int
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray] | None]:
     """Pairs that were taken (all, without a label `l`) and pairs only ever shown, each once; None where nothing was shown."""
     clicked = columns.pop("l", None)
     if clicked is None or clicked.all():

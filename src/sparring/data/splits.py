@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from sparring.core.errors import UserError
 from sparring.data.interactions import TEST, TRAIN, VALID, Interactions, Split
 from sparring.data.pairs import CHUNK, chunks, is_canonical, pair_keys
-from sparring.data.prepared import Prepared
-from sparring.errors import UserError
+from sparring.data.prepared.format import Prepared
 
 HOW = ("auto", "file", "random", "temporal", "leave-last-out")
 
@@ -48,7 +48,9 @@ def check_split(how: str, valid: float, test: float, timed: bool, parted: bool) 
         if not 0 <= share < 1:
             raise UserError(f"{name} is {share}; a share must be at least 0 and below 1")
     if how in ("temporal", "leave-last-out") and not timed:
-        raise UserError(f"the split {how!r} needs a time column, and the data has none; name it with time=..., or split at random")
+        raise UserError(
+            f"the split {how!r} needs a time column, and the data has none; name it with time=..., or split at random"
+        )
     if how == "file" and not parted:
         raise UserError("the data has no split column; name it with split=..., or choose another split")
 
@@ -56,7 +58,9 @@ def check_split(how: str, valid: float, test: float, timed: bool, parted: bool) 
 def check_parts(how: str, sizes: Sequence[int], valid: float, test: float) -> None:
     """A split must leave something to train on; one that holds out each query's last, something held out."""
     if how == "leave-last-out" and not any(sizes[1:]):
-        raise UserError("no query has 3 interactions or more, so leave-last-out has nothing to hold out; split another way")
+        raise UserError(
+            "no query has 3 interactions or more, so leave-last-out has nothing to hold out; split another way"
+        )
     if not sizes[TRAIN]:
         raise UserError(f"the split {how!r} with valid={valid}, test={test} leaves no row to train on")
 
@@ -83,7 +87,9 @@ class Rows:
         return cls(data.queries, data.items, data.n_queries, data.n_items, *columns)
 
 
-Rule = Callable[[Rows], tuple[np.ndarray, np.ndarray | None]]  # -> part of each row, which shown pairs train (None: all)
+Rule = Callable[
+    [Rows], tuple[np.ndarray, np.ndarray | None]
+]  # -> part of each row, which shown pairs train (None: all)
 
 
 def rule(data: Interactions, how: str, valid: float, test: float, seed: int) -> Rule:
@@ -173,7 +179,9 @@ def _held(count: np.ndarray, share: float) -> np.ndarray:
 def _shuffled(rows: Rows, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     """Each row's place 0..n-1 in a random order of its query's rows, and n."""
     queries, items = rows.queries, rows.items
-    by_pair = None if is_canonical(queries, items) else np.argsort(pair_keys(queries, items, rows.n_items), kind="stable")
+    by_pair = (
+        None if is_canonical(queries, items) else np.argsort(pair_keys(queries, items, rows.n_items), kind="stable")
+    )
     # 32 random bits below the query: one sort orders rows by query and, within it, at random; ties fall to the row's rank.
     key = (queries if by_pair is None else queries[by_pair]).astype(np.int64) << 32
     key |= random.integers(0, 2**32, len(key), dtype=np.uint32)
@@ -200,7 +208,9 @@ def _temporal(time: np.ndarray, valid: float, test: float) -> Rule:
             continue
         last = kth_smallest(time, max(keep - 1, 0))
         if not latest > last:
-            raise UserError(f"no row is later than the cut for {name}={share}: too many rows share the time {last}; split another way")
+            raise UserError(
+                f"no row is later than the cut for {name}={share}: too many rows share the time {last}; split another way"
+            )
         cuts.append((code, last))
         n, latest = sum(int((time[rows] <= last).sum()) for rows in chunks(len(time))), last
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sparring.kernels import chunked, mixed, reference
+from sparring.kernels import chunked, mixtures_chunked, reference
 from sparring.kernels.reference import Keyed, Mix, Places, logits
 
 __all__ = ["Mix", "fuses", "fuses_draws", "fuses_mixtures", "fuses_rows", "gather", "logits", "weighted_logsumexp"]
@@ -43,16 +43,16 @@ def weighted_logsumexp(
             from sparring.kernels import mixtures
 
             return mixtures.weighted_logsumexp(q, emb, log_w, places if isinstance(places, Keyed) else None, mix)
-        return mixed.weighted_logsumexp(q, emb, log_w, places, mix)
+        return mixtures_chunked.weighted_logsumexp(q, emb, log_w, places, mix)
     keys = places if isinstance(places, Keyed) else None
     if fuses(q, emb, log_w, places is None or keys is not None):
         from sparring.kernels import fused
 
         return fused.weighted_logsumexp(q, emb, log_w, keys, draws, usage, seed)
     if emb.dim() == 3 and _fuses_own(q, emb, log_w, places):
-        from sparring.kernels import own
+        from sparring.kernels import per_query
 
-        return own.weighted_logsumexp(q, emb, log_w, places if isinstance(places, Tensor) else None, draws, usage)
+        return per_query.weighted_logsumexp(q, emb, log_w, places if isinstance(places, Tensor) else None, draws, usage)
     if seed is not None:
         raise ValueError("draws by a seed need the fused kernel: draw='systematic' or 'multinomial' runs anywhere")
     kernel = reference.weighted_logsumexp if plain else chunked.weighted_logsumexp
@@ -61,7 +61,9 @@ def weighted_logsumexp(
 
 def fuses(q: Tensor, emb: Tensor, log_w: Tensor, keyed: bool) -> bool:
     """Whether the Triton kernel serves this: a GPU, shared candidates of up to 256 dimensions, constant weights, pairs left out by key."""
-    fits = _TRITON and keyed and q.is_cuda and emb.dim() == 2 and 0 < emb.shape[1] <= _WIDEST and min(len(q), len(emb)) > 0
+    fits = (
+        _TRITON and keyed and q.is_cuda and emb.dim() == 2 and 0 < emb.shape[1] <= _WIDEST and min(len(q), len(emb)) > 0
+    )
     return fits and not log_w.requires_grad and q.dtype == emb.dtype and q.dtype in _FLOATS
 
 

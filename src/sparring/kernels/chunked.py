@@ -44,7 +44,9 @@ class _Spare:
         self.most = most
 
     def take(self, like: Tensor, rows: int, columns: int) -> Tensor:
-        fit = [b for b in self.buffers if b.dtype == like.dtype and b.device == like.device and b.numel() >= rows * columns]
+        fit = [
+            b for b in self.buffers if b.dtype == like.dtype and b.device == like.device and b.numel() >= rows * columns
+        ]
         if not fit:
             return like.new_empty(rows * columns).view(rows, columns)
         smallest = min(fit, key=torch.numel)
@@ -83,12 +85,18 @@ class _Blocks:
         self.bounds = None
         if places is not None and not isinstance(places, Tensor | Keyed):
             edges = torch.tensor([*self.starts, n], device=q.device)
-            self.bounds = torch.searchsorted(places[0].contiguous(), edges).tolist() if len(self.starts) > 1 else [0, len(places[0])]
+            self.bounds = (
+                torch.searchsorted(places[0].contiguous(), edges).tolist()
+                if len(self.starts) > 1
+                else [0, len(places[0])]
+            )
 
     def block(self, b: int, out: Tensor | None) -> tuple[Tensor, Tensor]:
         """Logits of block b in powers of 2, weighted and masked, minus their row maximum: (rows, C) and the maximum (rows,)."""
         low, high = self.starts[b], min(self.starts[b] + self.rows, len(self.q))
-        scores = torch.mm(self.q[low:high], self.columns, out=out) if out is not None else self.q[low:high] @ self.columns
+        scores = (
+            torch.mm(self.q[low:high], self.columns, out=out) if out is not None else self.q[low:high] @ self.columns
+        )
         if self.column_scale is None:
             scores += self.log_w[low:high] if self.log_w.dim() == 2 and len(self.log_w) > 1 else self.log_w
         elif self.dead is not None:
@@ -113,7 +121,13 @@ def _normal_squares(part: Tensor) -> Tensor:
 class _WeightedLogSumExp(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, emb: Tensor, log_w: Tensor, places: Places | None, draws: float | None, usage: Tensor | None
+        ctx: Any,
+        q: Tensor,
+        emb: Tensor,
+        log_w: Tensor,
+        places: Places | None,
+        draws: float | None,
+        usage: Tensor | None,
     ) -> Tensor:
         blocks = _Blocks(q, emb, log_w, places, draws)
         n, c = len(q), len(emb)
@@ -151,7 +165,10 @@ class _WeightedLogSumExp(torch.autograd.Function):
         scale = torch.where(total > 0, grad / total, torch.zeros_like(total)).unsqueeze(1)
         scaled_q = q * scale
         scaled_emb = emb if blocks.column_scale is None else emb * blocks.column_scale.unsqueeze(1)
-        grad_q, columns = torch.empty_like(q), q.new_zeros(q.shape[1], len(emb))  # (D, C): the product runs faster this way round
+        grad_q, columns = (
+            torch.empty_like(q),
+            q.new_zeros(q.shape[1], len(emb)),
+        )  # (D, C): the product runs faster this way round
         for b, low in enumerate(blocks.starts):
             high = min(low + blocks.rows, len(q))
             if ctx.kept is not None:

@@ -85,11 +85,25 @@ Drawn = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 def _room(items: Tensor, c: int) -> Drawn:
     b = len(items)
     ids, real, cells = torch.empty(3, b, c, dtype=torch.int64, device=items.device)
-    return ids, real, torch.empty(b, c, device=items.device), cells, torch.empty(2, b, dtype=torch.int64, device=items.device)
+    return (
+        ids,
+        real,
+        torch.empty(b, c, device=items.device),
+        cells,
+        torch.empty(2, b, dtype=torch.int64, device=items.device),
+    )
 
 
 def others(
-    items: Tensor, cell: Tensor, order: Tensor, start: Tensor, chance: Tensor, k_secondary: int, m_c: int, m_o: int, seed: Tensor
+    items: Tensor,
+    cell: Tensor,
+    order: Tensor,
+    start: Tensor,
+    chance: Tensor,
+    k_secondary: int,
+    m_c: int,
+    m_o: int,
+    seed: Tensor,
 ) -> tuple[Drawn, Tensor]:
     """m_o items of each of m_c clusters for positives (B,), and the clusters (B, m_c); these by the row of `chance` of the positive's own.
 
@@ -110,6 +124,16 @@ def same(items: Tensor, cell: Tensor, order: Tensor, pool: Tensor, k_secondary: 
     room = _room(items, m)
     if len(items):
         _same[(len(items),)](
-            items.contiguous(), cell, order, pool, seed, *room, len(items), k_secondary, m, triton.next_power_of_2(m), num_warps=1
+            items.contiguous(),
+            cell,
+            order,
+            pool,
+            seed,
+            *room,
+            len(items),
+            k_secondary,
+            m,
+            triton.next_power_of_2(m),
+            num_warps=1,
         )
     return room

@@ -127,8 +127,12 @@ class _Problem:
         kind = torch.float16 if self.half else torch.float32
         self.q, self.emb = q.new_empty(self.rows, dims, dtype=kind), q.new_empty(self.columns, dims, dtype=kind)
         floats = q.new_empty(2 * self.columns + groups[0] + groups[1], dtype=torch.float32)
-        self.w, self.q_power, self.e_power = floats.split([2 * self.columns, *groups])  # log weights, and what undoes them
-        keys_of = q.new_empty(2 * (self.rows + self.columns), dtype=torch.int32)  # what to compare, and what to draw from
+        self.w, self.q_power, self.e_power = floats.split(
+            [2 * self.columns, *groups]
+        )  # log weights, and what undoes them
+        keys_of = q.new_empty(
+            2 * (self.rows + self.columns), dtype=torch.int32
+        )  # what to compare, and what to draw from
         self.row_keys, self.column_keys = keys_of.split([2 * self.rows, 2 * self.columns])
         row, column = (q, q) if keys is None else (keys.rows.contiguous(), keys.columns.contiguous())
         tiles.prepare[(sum(groups),)](
@@ -137,7 +141,9 @@ class _Problem:
             dims, self.pairs, self.keyed, seed is not None, self.half, GROUP, num_warps=8,
         )  # fmt: skip
 
-    def forward(self, kind: int, draws: float, log_z: Tensor | None, keep: bool) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    def forward(
+        self, kind: int, draws: float, log_z: Tensor | None, keep: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """The value (B,); log2 of the sum of 2^t, and of the plain logits where counts are expected, +inf where nothing counts;
         and, to `keep`, the mean candidate (B, D)."""
         what = ("forward", self.pairs, self.keyed, kind, keep)
@@ -171,11 +177,20 @@ class _Problem:
         return value, log_s, log_z, out
 
     def backward(
-        self, kind: int, draws: float, log_z: Tensor | None, log_s: Tensor, grad: Tensor | None, usage: Tensor | None, dtype: torch.dtype
+        self,
+        kind: int,
+        draws: float,
+        log_z: Tensor | None,
+        log_s: Tensor,
+        grad: Tensor | None,
+        usage: Tensor | None,
+        dtype: torch.dtype,
     ) -> Tensor | None:
         """The gradient by the candidates, where `grad` is given; fills `usage`, where given."""
         what = ("backward", self.pairs, self.keyed, kind, grad is not None, usage is not None)
-        return self.plan.fitted(what, lambda shape: self._backward(shape, kind, draws, log_z, log_s, grad, usage, dtype))
+        return self.plan.fitted(
+            what, lambda shape: self._backward(shape, kind, draws, log_z, log_s, grad, usage, dtype)
+        )
 
     def _backward(
         self,
@@ -220,7 +235,14 @@ class _Problem:
 class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, emb: Tensor, log_w: Tensor, keys: Keyed | None, draws: float | None, usage: Tensor | None, seed: Tensor | None
+        ctx: Any,
+        q: Tensor,
+        emb: Tensor,
+        log_w: Tensor,
+        keys: Keyed | None,
+        draws: float | None,
+        usage: Tensor | None,
+        seed: Tensor | None,
     ) -> Tensor:
         pairs = log_w.dim() == 2 and len(log_w) > 1
         log_w = (log_w.expand(len(q), len(emb)) if pairs else log_w.reshape(-1).expand(len(emb))).contiguous()
@@ -234,7 +256,15 @@ class _Fused(torch.autograd.Function):
         wanted = usage if kind != PLAIN else None
         if wanted is not None and not keep:
             problem.backward(kind, draws or 0.0, log_z, log_s, None, wanted, emb.dtype)
-        ctx.problem, ctx.kind, ctx.draws, ctx.log_z, ctx.log_s, ctx.mean, ctx.usage = problem, kind, draws, log_z, log_s, mean, wanted
+        ctx.problem, ctx.kind, ctx.draws, ctx.log_z, ctx.log_s, ctx.mean, ctx.usage = (
+            problem,
+            kind,
+            draws,
+            log_z,
+            log_s,
+            mean,
+            wanted,
+        )
         ctx.dtypes = q.dtype, emb.dtype
         return value
 
@@ -242,5 +272,7 @@ class _Fused(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         grad_q = (ctx.mean * grad.unsqueeze(1)).to(ctx.dtypes[0])
-        grad_emb = ctx.problem.backward(ctx.kind, ctx.draws or 0.0, ctx.log_z, ctx.log_s, grad.contiguous(), ctx.usage, ctx.dtypes[1])
+        grad_emb = ctx.problem.backward(
+            ctx.kind, ctx.draws or 0.0, ctx.log_z, ctx.log_s, grad.contiguous(), ctx.usage, ctx.dtypes[1]
+        )
         return grad_q, grad_emb, None, None, None, None, None

@@ -48,7 +48,9 @@ def _shares(  # type: ignore[no-untyped-def]
     seed = tl.load(SEED)
     counter = ((first + g) * NP + n[:, None] - 2) * MP + i[None, :]  # of (size, member)
     key = tl.randint(seed, counter * (MP + 1) + MP)
-    ahead = (key[:, None, :] < key[:, :, None]) | ((key[:, None, :] == key[:, :, None]) & (i[None, None, :] < i[None, :, None]))
+    ahead = (key[:, None, :] < key[:, :, None]) | (
+        (key[:, None, :] == key[:, :, None]) & (i[None, None, :] < i[None, :, None])
+    )
     rank = tl.sum((ahead & there[None, None, :]).to(tl.int32), 2)
     member = (rank < n[:, None]) & there[None, :]  # (sizes, members)
     if KIND == 3:
@@ -100,7 +102,9 @@ def shares(emb: Tensor, seed: Tensor, first: int, eta: float, kind: str) -> Tens
     dims = max(1, min(triton.next_power_of_2(d), 4096 // members**2))
     if groups:
         sizes = triton.next_power_of_2(m - 1)
-        _shares[(groups,)](emb, seed, out, first, m, d, v, eta, sizes, members, dims, KINDS[kind], num_warps=1 if m <= 8 else 4)
+        _shares[(groups,)](
+            emb, seed, out, first, m, d, v, eta, sizes, members, dims, KINDS[kind], num_warps=1 if m <= 8 else 4
+        )
     return out
 
 
@@ -169,12 +173,22 @@ def _join_backward(  # type: ignore[no-untyped-def]
 class _Join(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, emb: Tensor, log_w: Tensor, weights: Tensor, keys: Tensor | None, classes: Tensor | None, offset: float
+        ctx: Any,
+        emb: Tensor,
+        log_w: Tensor,
+        weights: Tensor,
+        keys: Tensor | None,
+        classes: Tensor | None,
+        offset: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         (groups, v, m), d = weights.shape, emb.shape[1]
         split = triton.cdiv(len(emb), GROUP) * GROUP
         c = split + groups * v
-        emb, log_w, weights = emb.contiguous(), log_w.float().expand(len(emb)).contiguous(), weights.float().contiguous()
+        emb, log_w, weights = (
+            emb.contiguous(),
+            log_w.float().expand(len(emb)).contiguous(),
+            weights.float().contiguous(),
+        )
         out, out_w = emb.new_empty(c, d), emb.new_empty(c, dtype=torch.float32)
         out_keys = torch.empty(c, dtype=torch.int32, device=emb.device)
         members, dims = triton.next_power_of_2(m), triton.next_power_of_2(d)
@@ -196,7 +210,9 @@ class _Join(torch.autograd.Function):
         (groups, v, m), d = weights.shape, grad.shape[1]
         out = torch.empty(groups * m, d, dtype=ctx.like, device=grad.device)
         members, dims = triton.next_power_of_2(m), triton.next_power_of_2(d)
-        _join_backward[(groups,)](grad.contiguous(), weights, out, ctx.split, m, d, v, members, dims, num_warps=_warps(members * dims))
+        _join_backward[(groups,)](
+            grad.contiguous(), weights, out, ctx.split, m, d, v, members, dims, num_warps=_warps(members * dims)
+        )
         return out, None, None, None, None, None
 
 
@@ -232,7 +248,9 @@ def _towards(  # type: ignore[no-untyped-def]
     lam = tl.load(LAM + row * of_row)
     to = 2 * row * m + i
     tl.store(OUT + to[:, None] * D + d[None, :], e.to(OUT.dtype.element_ty), mask=inside)
-    tl.store(OUT + (to + m)[:, None] * D + d[None, :], (e + lam * (v[None, :] - e)).to(OUT.dtype.element_ty), mask=inside)
+    tl.store(
+        OUT + (to + m)[:, None] * D + d[None, :], (e + lam * (v[None, :] - e)).to(OUT.dtype.element_ty), mask=inside
+    )
     w = tl.load(LW + row * m + i, mask=i < m, other=0.0)
     tl.store(OUT_LW + to, w, mask=i < m)
     tl.store(OUT_LW + to + m, w + offset, mask=i < m)
@@ -252,13 +270,17 @@ def _towards_backward(  # type: ignore[no-untyped-def]
     real = tl.load(GRAD + at, mask=inside, other=0.0).to(tl.float32)
     made = tl.load(GRAD + at + m * D, mask=inside, other=0.0).to(tl.float32)
     lam = tl.load(LAM + row * of_row)
-    tl.store(OUT + (row * m + i)[:, None] * D + d[None, :], (real + (1 - lam) * made).to(OUT.dtype.element_ty), mask=inside)
+    tl.store(
+        OUT + (row * m + i)[:, None] * D + d[None, :], (real + (1 - lam) * made).to(OUT.dtype.element_ty), mask=inside
+    )
     tl.store(OUT_V + row * D + d, (lam * tl.sum(made, 0)).to(OUT_V.dtype.element_ty), mask=d < D)
 
 
 class _Towards(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, emb: Tensor, v: Tensor, lam: Tensor, log_w: Tensor, ids: Tensor, offset: float) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        ctx: Any, emb: Tensor, v: Tensor, lam: Tensor, log_w: Tensor, ids: Tensor, offset: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
         b, m, d = emb.shape
         emb, v, lam = emb.contiguous(), v.contiguous(), lam.float().contiguous()
         out, out_w = emb.new_empty(b, 2 * m, d), torch.empty(b, 2 * m, device=emb.device)
@@ -285,12 +307,22 @@ class _Towards(torch.autograd.Function):
         of_v = torch.empty(b, d, dtype=ctx.dtypes[1], device=grad.device)
         if b:
             _towards_backward[(b,)](
-                grad.contiguous(), lam, of_emb, of_v, twice // 2, d, ctx.of_row, *ctx.tile, num_warps=_warps(math.prod(ctx.tile))
+                grad.contiguous(),
+                lam,
+                of_emb,
+                of_v,
+                twice // 2,
+                d,
+                ctx.of_row,
+                *ctx.tile,
+                num_warps=_warps(math.prod(ctx.tile)),
             )
         return of_emb, of_v, None, None, None, None
 
 
-def towards(emb: Tensor, v: Tensor, lam: Tensor, log_w: Tensor, ids: Tensor, offset: float) -> tuple[Tensor, Tensor, Tensor]:
+def towards(
+    emb: Tensor, v: Tensor, lam: Tensor, log_w: Tensor, ids: Tensor, offset: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """(B, 2 M, D), (B, 2 M), (B, 2 M): each query's candidates (B, M, D) and then lam v + (1 - lam) e of each; weights and ids of both.
 
     lam () or (B,); a mixture weighs what its candidate weighs, times e^offset, and has the id -1.

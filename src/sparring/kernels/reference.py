@@ -23,7 +23,9 @@ class Keyed(Protocol):
     def mask(self, low: int = 0, high: int | None = None) -> Tensor: ...  # of queries low to high, (rows, C)
 
 
-Places = tuple[Tensor, Tensor] | Tensor | Keyed  # pairs that do not count: (rows, columns) with rows ascending, a (B, C) mask, or keys
+Places = (
+    tuple[Tensor, Tensor] | Tensor | Keyed
+)  # pairs that do not count: (rows, columns) with rows ascending, a (B, C) mask, or keys
 
 
 class Mix(NamedTuple):

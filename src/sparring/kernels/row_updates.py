@@ -97,7 +97,9 @@ def _adam(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _adagrad(ROW, ORDER, VALUES, TABLE, SUM, LR, n, D, eps, decay, BD: tl.constexpr, SOME: tl.constexpr, SORTED: tl.constexpr):  # type: ignore[no-untyped-def]
+def _adagrad(  # type: ignore[no-untyped-def]
+    ROW, ORDER, VALUES, TABLE, SUM, LR, n, D, eps, decay, BD: tl.constexpr, SOME: tl.constexpr, SORTED: tl.constexpr
+):
     p = tl.program_id(0)
     row = tl.load(ROW + p)
     d = tl.arange(0, BD)
@@ -156,7 +158,9 @@ def row_adam(
     )  # fmt: skip
 
 
-def row_adagrad(table: Tensor, index: Tensor, values: Tensor, total: Tensor, lr: Tensor, eps: float, weight_decay: float) -> None:
+def row_adagrad(
+    table: Tensor, index: Tensor, values: Tensor, total: Tensor, lr: Tensor, eps: float, weight_decay: float
+) -> None:
     """RowAdagrad (rows.py) on the rows `index` (n,) with gradients `values` (n, D), in place; lr () on the device."""
     rows, order, by_row = _places(index)
     n, d = values.shape

@@ -129,7 +129,9 @@ def forward(  # type: ignore[no-untyped-def]
             each_random = tl.load(COLKEY + columns + col)
             chance = tl.exp2(t - log_z[:, None])
             # 2^s times the count, in units of 2^log_z: no logarithm of a count is taken
-            drawn = chance * tl.load(W + columns + col)[None, :] * _count(chance, own_random[:, None], each_random[None, :])
+            drawn = (
+                chance * tl.load(W + columns + col)[None, :] * _count(chance, own_random[:, None], each_random[None, :])
+            )
             if PAIRS:
                 drawn *= _unweighted(t - s)
             new = tl.maximum(top, tl.log2(tl.max(drawn, 1)) + power)
@@ -206,13 +208,17 @@ def fractions(  # type: ignore[no-untyped-def]
     largest = 0.0
     for begin in range(0, rows, BLOCK):
         row = begin + tl.arange(0, BLOCK)
-        g = tl.load(GRAD + row, mask=row < B, other=0.0).to(tl.float32) * tl.exp2(tl.load(QPOWER + row // GROUP, mask=row < B, other=0.0))
+        g = tl.load(GRAD + row, mask=row < B, other=0.0).to(tl.float32) * tl.exp2(
+            tl.load(QPOWER + row // GROUP, mask=row < B, other=0.0)
+        )
         largest = tl.maximum(largest, tl.max(tl.abs(g), 0))
     tl.store(LARGEST, largest)
     scale = 1.0 / tl.where(largest > 0, largest, 1.0)
     for begin in range(0, rows, BLOCK):
         row = begin + tl.arange(0, BLOCK)
-        g = tl.load(GRAD + row, mask=row < B, other=0.0).to(tl.float32) * tl.exp2(tl.load(QPOWER + row // GROUP, mask=row < B, other=0.0))
+        g = tl.load(GRAD + row, mask=row < B, other=0.0).to(tl.float32) * tl.exp2(
+            tl.load(QPOWER + row // GROUP, mask=row < B, other=0.0)
+        )
         if DRAWN:
             log_z = tl.load(LOGZ + row, mask=row < rows, other=float("inf"))
             share = tl.exp2(log_z - log_draws - tl.load(LOGS + row, mask=row < rows, other=0.0))
@@ -280,6 +286,10 @@ def backward(  # type: ignore[no-untyped-def]
     at = (part * C + col).to(tl.int64)
     if PULL:
         pulled *= tl.load(LARGEST) * 0.6931471805599453 * tl.exp2(0.0 - SHIFT)
-        tl.store(OUT + at[:, None] * D + d[None, :], pulled.to(OUT.dtype.element_ty), mask=(col[:, None] < C) & (d[None, :] < D))
+        tl.store(
+            OUT + at[:, None] * D + d[None, :],
+            pulled.to(OUT.dtype.element_ty),
+            mask=(col[:, None] < C) & (d[None, :] < D),
+        )
     if COUNT:
         tl.store(USAGE + at, used, mask=col < C)

@@ -4,8 +4,8 @@ from sparring.losses.adaptive import AdaTau, adaptive_softmax
 from sparring.losses.mined import HardPairs, OnlineHard, Reduction
 from sparring.losses.pairwise import Surrogate, bpr, ccl, hinge, psl
 from sparring.losses.softmax import BSLForm, Loss, bsl, sampled_softmax, softmax_loss
+from sparring.losses.temperature import Fixed, Learned
 from sparring.losses.topk import SLatK
-from sparring.temperature import Fixed, Learned
 
 __all__ = [
     "AdaTau",

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from sparring.core.types import Bag, Batch, Corpus, Outcome, Step
 from sparring.losses.softmax import Loss, above, log_partition, softmax_loss
-from sparring.types import Bag, Batch, Corpus, Outcome, Step
 
 _BLOCK = 8192  # queries encoded at a time
 
@@ -64,8 +64,17 @@ class AdaTau(nn.Module):
         active = active if bool(active.any()) else counts > 0
         ratio = float(active.sum()) * n_items / (2 * max(float(counts[active].sum()), 1.0))
         if ratio <= 1:
-            raise ValueError("Ada-tau is for sparse data: here more than half of all pairs of a query and an item are positive")
-        self.beta, self.quantile, self.settle, self.means, self.momentum, self.low = beta, quantile, settle, means, momentum, low
+            raise ValueError(
+                "Ada-tau is for sparse data: here more than half of all pairs of a query and an item are positive"
+            )
+        self.beta, self.quantile, self.settle, self.means, self.momentum, self.low = (
+            beta,
+            quantile,
+            settle,
+            means,
+            momentum,
+            low,
+        )
         self.log_ratio = math.log(ratio)
         n = len(counts)
         self.register_buffer("active", active, persistent=False)
@@ -81,7 +90,10 @@ class AdaTau(nn.Module):
 
     def observe(self, step: Step, outcome: Outcome) -> None:
         # as plain candidates: a draw belongs to the step's own temperature
-        bag = Bag(tuple(replace(block, draws=None, usage=None) for block in outcome.bags[0].blocks), outcome.bags[0].log_w_positive)
+        bag = Bag(
+            tuple(replace(block, draws=None, usage=None) for block in outcome.bags[0].blocks),
+            outcome.bags[0].log_w_positive,
+        )
         common = softmax_loss(replace(step, tau=torch.ones_like(self.tau_0)), bag)
         batch = step.batch
         common = batch.gather(common)
@@ -157,7 +169,9 @@ def lambert_w(x: Tensor) -> Tensor:
         error = w * e - wide
         slope = e * (w + 1)
         update = error / (slope - (w + 2) * error / (2 * w + 2))
-        w = torch.where(p > 1e-5, w - update, w)  # nearer to the branch point the series is exact and the slope vanishes
+        w = torch.where(
+            p > 1e-5, w - update, w
+        )  # nearer to the branch point the series is exact and the slope vanishes
     return w.to(x.dtype)
 
 
@@ -167,7 +181,9 @@ def _mean_score(q: Tensor, bag: Bag, batch: Batch) -> Tensor:
     for block in bag.plain().blocks:
         weights = block.log_w.exp().to(block.emb.dtype)
         if block.shared:
-            weights = (batch.sum(weights.expand(len(q), -1).sum(0)) / len(batch) if weights.dim() == 2 else weights).expand(block.ids.shape)
+            weights = (
+                batch.sum(weights.expand(len(q), -1).sum(0)) / len(batch) if weights.dim() == 2 else weights
+            ).expand(block.ids.shape)
             total = total + middle @ (weights @ block.emb)
             mass = mass + weights.sum()
         else:

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sparring.core.types import Bag, Outcome, Step
 from sparring.kernels import logits
 from sparring.losses.pairwise import weighed
-from sparring.types import Bag, Outcome, Step
 
 Reduction = Literal["mean", "sum"]
 
@@ -112,12 +112,16 @@ class HardPairs(nn.Module):
     def __init__(self, positives: int = 3, negatives: int = 5, margin: float = 0.2):
         super().__init__()
         if positives < 1 or negatives < 1 or not margin > 0:
-            raise ValueError(f"HardPairs needs positives, negatives >= 1 and margin > 0, got {positives}, {negatives}, {margin}")
+            raise ValueError(
+                f"HardPairs needs positives, negatives >= 1 and margin > 0, got {positives}, {negatives}, {margin}"
+            )
         self.positives, self.negatives, self.margin = positives, negatives, margin
 
     def forward(self, step: Step, bag: Bag) -> Tensor:
         if step.positives is None or len(bag.blocks) != 1 or not bag.blocks[0].shared:
-            raise ValueError("HardPairs needs the known positives and one block of candidates that all queries share: use BatchPositives")
+            raise ValueError(
+                "HardPairs needs the known positives and one block of candidates that all queries share: use BatchPositives"
+            )
         block = bag.blocks[0]
         scores = logits(step.q, block.emb)
         known = torch.zeros_like(scores, dtype=torch.bool)

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from sparring.core.types import Bag, Step
 from sparring.kernels import logits, reference
 from sparring.losses.softmax import Loss, above
-from sparring.types import Bag, Step
 
 Surrogate = Literal["tanh", "atan", "relu"]
 
@@ -92,7 +92,9 @@ class _LogSumSigma(torch.autograd.Function):
     """log sum_j w_ij sigma(s_ij - s_i+)^sharpness_i, (B,); its gradient is taken in the forward pass, so that one (B, C) matrix is kept."""
 
     @staticmethod
-    def forward(ctx: Any, scores: Tensor, positive: Tensor, sharpness: Tensor, log_w: Tensor, surrogate: Surrogate) -> Tensor:
+    def forward(
+        ctx: Any, scores: Tensor, positive: Tensor, sharpness: Tensor, log_w: Tensor, surrogate: Surrogate
+    ) -> Tensor:
         log_sigma, slope = _log_sigma(surrogate, scores - positive)
         powers = torch.addcmul(log_w, log_sigma, sharpness)
         top = powers.amax(-1, keepdim=True)

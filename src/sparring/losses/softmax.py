@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sparring.core.types import Bag, Candidates, Step
 from sparring.kernels import Mix, reference, weighted_logsumexp
-from sparring.types import Bag, Candidates, Step
 
 Loss = Callable[[Step, Bag], Tensor]
 BSLForm = Literal["corrected", "release"]

@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor, nn
 
+from sparring.core.types import Bag, Corpus, Positives, Step
 from sparring.losses.softmax import softmax_loss
-from sparring.types import Bag, Corpus, Positives, Step
 
 _BLOCK = 1 << 22  # scores worked on at a time
 
@@ -32,7 +32,15 @@ class SLatK(nn.Module):
 
     beta: Tensor
 
-    def __init__(self, n_queries: int, k: int = 20, n: int = 1000, every: int = 5, tau_w: float = 1.0, constant_weight: bool = False):
+    def __init__(
+        self,
+        n_queries: int,
+        k: int = 20,
+        n: int = 1000,
+        every: int = 5,
+        tau_w: float = 1.0,
+        constant_weight: bool = False,
+    ):
         super().__init__()
         if not 1 <= k <= n:
             raise ValueError(f"SL@K needs 1 <= k <= n items to find the k-th largest of, got k={k}, n={n}")
@@ -52,7 +60,9 @@ class SLatK(nn.Module):
         drawn = torch.randperm(len(corpus.items), generator=corpus.generator, device=corpus.items.device)[: self.n]
         queries = corpus.ranks.own(torch.arange(len(self.beta), device=self.beta.device))
         beta = [
-            _thresholds(corpus.encode_queries(ids).to(corpus.items.dtype), ids, corpus.items, drawn, corpus.positives, self.k)
+            _thresholds(
+                corpus.encode_queries(ids).to(corpus.items.dtype), ids, corpus.items, drawn, corpus.positives, self.k
+            )
             for ids in queries.split(max(1, _BLOCK // len(drawn)))
         ]
         self.beta.copy_(corpus.ranks.gather(torch.cat(beta), len(self.beta)))

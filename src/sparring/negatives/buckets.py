@@ -7,9 +7,9 @@ import math
 import torch
 from torch import Tensor
 
+from sparring.core.types import Bag, Candidates, Step
 from sparring.kernels import reference
-from sparring.negatives.algebra import Exclusion, Negatives, check_choice
-from sparring.types import Bag, Candidates, Step
+from sparring.negatives.base import Exclusion, Negatives, check_choice
 
 
 class HardestBucket(Negatives):
@@ -43,8 +43,17 @@ class HardestBucket(Negatives):
         super().__init__()
         check_choice("exclude", exclude, Exclusion)
         if min(n_items, n, 1 if buckets is None else buckets, 1 if queries is None else queries) < 1:
-            raise ValueError(f"HardestBucket needs n_items, n, buckets and queries >= 1, got {n_items}, {n}, {buckets} and {queries}")
-        self.n_items, self.n, self.buckets, self.queries, self.mix, self.exclude = n_items, n, buckets, queries, mix, exclude
+            raise ValueError(
+                f"HardestBucket needs n_items, n, buckets and queries >= 1, got {n_items}, {n}, {buckets} and {queries}"
+            )
+        self.n_items, self.n, self.buckets, self.queries, self.mix, self.exclude = (
+            n_items,
+            n,
+            buckets,
+            queries,
+            mix,
+            exclude,
+        )
 
     def forward(self, step: Step) -> Bag:
         with torch.no_grad():
@@ -52,7 +61,9 @@ class HardestBucket(Negatives):
             never = _never(step, members, items, self.exclude)
         emb = step.encode(items.flatten()).unflatten(0, items.shape)
         with torch.no_grad():
-            scores = torch.bmm(step.batch.gather(step.scaled)[members], emb.transpose(1, 2)).masked_fill_(never, -math.inf)
+            scores = torch.bmm(step.batch.gather(step.scaled)[members], emb.transpose(1, 2)).masked_fill_(
+                never, -math.inf
+            )
             place = step.batch.own(_best_place(reference.safe_logsumexp(scores), members, len(step.batch)))
             inside = place >= 0
             place = place.clamp(min=0)
@@ -95,7 +106,9 @@ def _never(step: Step, members: Tensor, items: Tensor, exclude: Exclusion) -> Te
 
 def _best_place(sums: Tensor, members: Tensor, b: int) -> Tensor:
     """(B,) where among all places (buckets, queries) each row of the batch has its largest sum; -1 where it has none, or only -inf."""
-    table = torch.full((b, len(members)), -math.inf, dtype=sums.dtype, device=sums.device).scatter_(0, members.T, sums.T)
+    table = torch.full((b, len(members)), -math.inf, dtype=sums.dtype, device=sums.device).scatter_(
+        0, members.T, sums.T
+    )
     places = torch.arange(members.numel(), device=sums.device).view_as(members)
     at = torch.zeros((b, len(members)), dtype=torch.long, device=sums.device).scatter_(0, members.T, places.T)
     best = table.max(1)

@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparring.clusters.codes import Codes
+from sparring.core.types import Bag, Candidates, Exclude, Step
 from sparring.kernels import fuses_draws
-from sparring.negatives.algebra import Negatives, check_choice
+from sparring.models.clusters.codes import Codes
+from sparring.negatives.base import Negatives, check_choice
 from sparring.negatives.inclusion import distinct, inclusion
-from sparring.types import Bag, Candidates, Exclude, Step
 
 Distance = Literal["cosine", "literal"]
 CellExclusion = Literal["cell", "cluster", "known", "positive", "none"]
@@ -68,7 +68,9 @@ class ByCluster(Negatives):
     cell_start: Tensor
     name: str
 
-    def __init__(self, codes: Codes, shared: bool, exclude: CellExclusion, correction: CountCorrection, counts: Tensor | None):
+    def __init__(
+        self, codes: Codes, shared: bool, exclude: CellExclusion, correction: CountCorrection, counts: Tensor | None
+    ):
         super().__init__()
         check_choice("exclude", exclude, CellExclusion)
         check_choice("correction", correction, CountCorrection)
@@ -78,7 +80,9 @@ class ByCluster(Negatives):
         if correction == "counts" and shared:
             if counts is None or counts.shape != (len(codes),):
                 found = None if counts is None else tuple(counts.shape)
-                raise ValueError(f'correction="counts" of shared draws needs the training pairs of each of {len(codes)} items; got {found}')
+                raise ValueError(
+                    f'correction="counts" of shared draws needs the training pairs of each of {len(codes)} items; got {found}'
+                )
             self.register_buffer("popularity", (counts.double() / counts.sum().clamp(min=1)).float())
 
     def register(self, codes: Codes) -> None:
@@ -93,7 +97,10 @@ class ByCluster(Negatives):
     @torch.no_grad()
     def set_codes(self, codes: Codes) -> None:
         """Go on with other codes of the same items, in place: clusters may follow the catalogue while training runs."""
-        found, own = (len(codes), codes.k_primary, codes.k_secondary), (len(self.cell), self.k_primary, self.k_secondary)
+        found, own = (
+            (len(codes), codes.k_primary, codes.k_secondary),
+            (len(self.cell), self.k_primary, self.k_secondary),
+        )
         if found != own:
             raise ValueError(f"codes of (items, primary, secondary) {own} cannot become {found}: begin a new run")
         for name, tensor in self.tables(codes).items():
@@ -121,7 +128,11 @@ class ByCluster(Negatives):
             if drawn is not None:
                 drawn = drawn[0], torch.where(drawn[1] >= 0, drawn[1] // self.k_secondary, -1)
             return ExcludeCells(own // self.k_secondary, code=self.cluster, drawn=drawn, what="cluster")
-        return Exclude(step.item_ids) if self.exclude == "positive" else ExcludeCells(own, code=self.cell, also=also, drawn=drawn)
+        return (
+            Exclude(step.item_ids)
+            if self.exclude == "positive"
+            else ExcludeCells(own, code=self.cell, also=also, drawn=drawn)
+        )
 
     def offer(self, step: Step, drawn: Drawn) -> Candidates:
         """What all rows of the batch drew as one block."""
@@ -171,7 +182,9 @@ class OtherClusters(ByCluster):
     ):
         check_choice("distance", distance, Distance)
         if not 1 <= m_c < codes.k_primary or m_o < 1 or not gamma >= 0:
-            raise ValueError(f"OtherClusters needs 1 <= m_c < {codes.k_primary} clusters, m_o >= 1, gamma >= 0; got {m_c}, {m_o}, {gamma}")
+            raise ValueError(
+                f"OtherClusters needs 1 <= m_c < {codes.k_primary} clusters, m_o >= 1, gamma >= 0; got {m_c}, {m_o}, {gamma}"
+            )
         super().__init__(codes, shared, exclude, correction, counts)
         self.m_c, self.m_o, self.gamma = m_c, m_o, gamma
         self.distance: Distance = distance
@@ -179,13 +192,19 @@ class OtherClusters(ByCluster):
         self.register(codes)
 
     def tables(self, codes: Codes) -> dict[str, Tensor]:
-        tables = super().tables(codes) | {"chance": cluster_chances(codes.codewords, codes.sizes, self.gamma, self.distance)}
+        tables = super().tables(codes) | {
+            "chance": cluster_chances(codes.codewords, codes.sizes, self.gamma, self.distance)
+        }
         if self.correction == "none":
             return tables
-        count = inclusion(tables["chance"], self.m_c) * self.m_o / codes.sizes.clamp(min=1)  # (K, K): of an item of k, by a positive in c
+        count = (
+            inclusion(tables["chance"], self.m_c) * self.m_o / codes.sizes.clamp(min=1)
+        )  # (K, K): of an item of k, by a positive in c
         if self.shared:
             primary = codes.primary.long()
-            share = torch.zeros(self.k_primary, dtype=torch.float64).index_add_(0, primary, self.popularity.cpu().double())
+            share = torch.zeros(self.k_primary, dtype=torch.float64).index_add_(
+                0, primary, self.popularity.cpu().double()
+            )
             count = (share @ count)[primary]
         return tables | {"often": torch.where(count > 0, count, 1.0).log().float()}
 
@@ -216,7 +235,9 @@ class OtherClusters(ByCluster):
         within = distinct(self.start[first.indices + 1] - begin, self.m_o, step.generator)
         at = (begin.unsqueeze(-1) + within).clamp(max=len(self.order) - 1)
         some = torch.isfinite(first.values)
-        return self.drawn(torch.where(some.unsqueeze(-1), self.order[at], -1), cell), torch.where(some, first.indices, -1)
+        return self.drawn(torch.where(some.unsqueeze(-1), self.order[at], -1), cell), torch.where(
+            some, first.indices, -1
+        )
 
 
 class SameCluster(ByCluster):
@@ -273,7 +294,9 @@ class SameCluster(ByCluster):
         share = torch.zeros(len(hole), dtype=torch.float64).index_add_(0, cell, self.popularity.cpu().double())
         each = self.m_h * share / tables["pool"][:, 1].clamp(min=1)  # of an item of its pool, by positives of the cell
         inside = torch.where(left > 0, each, 0.0)
-        by_cluster = torch.zeros(self.k_primary, dtype=torch.float64).index_add_(0, torch.where(left > 0, own, there), each)
+        by_cluster = torch.zeros(self.k_primary, dtype=torch.float64).index_add_(
+            0, torch.where(left > 0, own, there), each
+        )
         count = (by_cluster[own] - inside)[cell]
         return tables | {"often": torch.where(count > 0, count, 1.0).log().float()}
 

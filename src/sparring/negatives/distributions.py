@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from sparring.types import Outcome, Step
+from sparring.core.types import Outcome, Step
 
 
 class Frequency(nn.Module):

@@ -8,10 +8,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from sparring.negatives.algebra import Negatives, mask_of, merged
+from sparring.core.types import Bag, Outcome, Step
+from sparring.negatives.base import Negatives, mask_of, merged
 from sparring.negatives.distributions import Distribution, draw_from_cdf
 from sparring.negatives.selection import masked_logits
-from sparring.types import Bag, Outcome, Step
 
 
 class GroupShares(Distribution):
@@ -39,11 +39,21 @@ class GroupShares(Distribution):
     rows: Tensor
     steps: Tensor
 
-    def __init__(self, groups: Tensor, lr: float = 0.2, momentum: float = 0.9, decay: float = 0.99, every: int = 1000, floor: float = 0.1):
+    def __init__(
+        self,
+        groups: Tensor,
+        lr: float = 0.2,
+        momentum: float = 0.9,
+        decay: float = 0.99,
+        every: int = 1000,
+        floor: float = 0.1,
+    ):
         super().__init__()
         groups = torch.as_tensor(groups)
         if groups.dim() != 1 or len(groups) < 1 or groups.is_floating_point():
-            raise ValueError(f"GroupShares needs one whole number per item, got {groups.dtype} of shape {tuple(groups.shape)}")
+            raise ValueError(
+                f"GroupShares needs one whole number per item, got {groups.dtype} of shape {tuple(groups.shape)}"
+            )
         if not lr >= 0 or not 0 <= momentum < 1 or not 0 <= decay < 1 or every < 1 or not 0 <= floor <= 1:
             raise ValueError(
                 "GroupShares needs lr >= 0, momentum and decay in [0, 1), every >= 1 and floor in [0, 1]; "
@@ -83,7 +93,9 @@ class GroupShares(Distribution):
         drift = self.momentum * self.drift + (1 - self.momentum) * gradient
         now = self.steps % self.every == 0  # a tensor: asking it would wait for the device
         self.drift.copy_(torch.where(now, drift, self.drift))
-        self.shares.copy_(torch.where(now, to_simplex(self.shares - self.lr * drift, self.floor / len(drift)), self.shares))
+        self.shares.copy_(
+            torch.where(now, to_simplex(self.shares - self.lr * drift, self.floor / len(drift)), self.shares)
+        )
 
     def extra_repr(self) -> str:
         return f"{len(self.group)} items in {len(self.size)} groups"
@@ -131,5 +143,6 @@ class Tilted(Negatives):
         name = f"{block.source}, {self.share:.0%} by score"
         weighting = "score" if block.weighting == "none" else f"{block.weighting} + score"
         return Bag(
-            (replace(block, log_w=log_w, exclude=None, source=name, weighting=weighting, masked=mask_of(block)),), bag.log_w_positive
+            (replace(block, log_w=log_w, exclude=None, source=name, weighting=weighting, masked=mask_of(block)),),
+            bag.log_w_positive,
         )

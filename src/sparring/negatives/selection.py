@@ -8,9 +8,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from sparring.core.types import Bag, Candidates, Keys, Step
 from sparring.kernels import logits
-from sparring.negatives.algebra import Negatives, mask_of, merged
-from sparring.types import Bag, Candidates, Keys, Step
+from sparring.negatives.base import Negatives, mask_of, merged
 
 
 class Selection(Negatives):
@@ -50,7 +50,12 @@ class Selection(Negatives):
             kept = replace(kept, emb=emb, log_w=scores.fill_(-math.inf).to(weights.dtype).scatter_(1, chosen, weights))
         else:
             ids = block.ids.expand(scores.shape).gather(1, chosen)
-            kept = replace(kept, ids=ids, emb=step.encode(ids) if self.source.encodes else _columns(block.emb, chosen), log_w=weights)
+            kept = replace(
+                kept,
+                ids=ids,
+                emb=step.encode(ids) if self.source.encodes else _columns(block.emb, chosen),
+                log_w=weights,
+            )
         return Bag((kept,), bag.log_w_positive)
 
 

@@ -6,11 +6,11 @@ from typing import Literal
 
 import torch
 
+from sparring.core.types import Bag, Candidates, Step
 from sparring.kernels import reference
-from sparring.negatives.algebra import Negatives, check_choice, mask_of, merged
-from sparring.negatives.batch import zeros
+from sparring.negatives.base import Negatives, check_choice, mask_of, merged
 from sparring.negatives.distributions import Frequency
-from sparring.types import Bag, Candidates, Step
+from sparring.negatives.in_batch import zeros
 
 Mix = Literal["query", "candidate"]
 
@@ -48,7 +48,10 @@ class MixPositive(Negatives):
         log_w = reference.drop(block.log_w, shape, places)  # a mixture has no id to mask it by
         ids = torch.full(shape, -1, device=block.ids.device)
         name = f"positive mixed into {block.source}"
-        return Bag((Candidates(ids, emb, log_w, source=name, weighting=block.weighting, masked=mask_of(block)),), bag.log_w_positive)
+        return Bag(
+            (Candidates(ids, emb, log_w, source=name, weighting=block.weighting, masked=mask_of(block)),),
+            bag.log_w_positive,
+        )
 
 
 class BatchMix(Negatives):
@@ -77,7 +80,9 @@ class BatchMix(Negatives):
         log_q = self.frequency.log_prob(step.batch.item_ids)
         share = torch.softmax(-log_q / self.temperature, 0).to(step.v.dtype).unsqueeze(1)
         u = torch.rand(self.n, len(log_q), generator=step.generator, device=step.q.device).to(step.v.dtype)
-        u.div_(self.temperature).exp_()  # what is left of the softmax is the same for all mixtures: two products instead of a table
+        u.div_(
+            self.temperature
+        ).exp_()  # what is left of the softmax is the same for all mixtures: two products instead of a table
         emb = (u @ (share * step.batch.v)) / (u @ share)
         ids = torch.full((self.n,), -1, device=step.q.device)
         block = Candidates(ids, emb, zeros(step), source=f"mixtures of {len(step.batch):,} in-batch items")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from sparring.composition import Run
 from sparring.recipes.esans import esans
 from sparring.recipes.extreme import ance, dexa, dexml, dpr, ngame, prime
 from sparring.recipes.hard import ahns, amns, bmns, dns, fairneg, midx, mixgcf, sce
@@ -33,12 +32,29 @@ from sparring.recipes.in_batch import (
     xir,
 )
 from sparring.recipes.losses import ada_tau, bsl, ccl, psl, sl, slatk
+from sparring.recipes.run import Run
 
 __all__ = ["PAPER", "RECIPES", "Form", "popularity"]
 
 RECIPES: dict[str, Callable[..., Run]] = {
     recipe.__name__: recipe
-    for recipe in (default, quick, uns, pns, bpr, ssl, ssl_pop, g_tower, mns, debiased_mns, bir, xir, cbns, full_softmax, shown)
+    for recipe in (
+        default,
+        quick,
+        uns,
+        pns,
+        bpr,
+        ssl,
+        ssl_pop,
+        g_tower,
+        mns,
+        debiased_mns,
+        bir,
+        xir,
+        cbns,
+        full_softmax,
+        shown,
+    )
 }
 RECIPES |= {recipe.__name__: recipe for recipe in (dns, ahns, mixgcf, amns, bmns, fairneg, midx, sce)}
 RECIPES |= {recipe.__name__: recipe for recipe in (sl, bsl, psl, slatk, ccl, ada_tau)}

@@ -7,11 +7,11 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
-from sparring.clusters.codes import Codes
-from sparring.clusters.kmeans import k_means, nearest
-from sparring.composition import Run, Setup, Term, compose
+from sparring.core.errors import UserError
 from sparring.data.interactions import Interactions
-from sparring.errors import UserError
+from sparring.models.clusters.codes import Codes
+from sparring.models.clusters.kmeans import k_means, nearest
+from sparring.models.spectral import spectral
 from sparring.negatives import (
     CellExclusion,
     CountCorrection,
@@ -28,7 +28,7 @@ from sparring.negatives import (
 from sparring.negatives.clusters import ByCluster
 from sparring.recipes.hard import column_classes
 from sparring.recipes.in_batch import offered
-from sparring.spectral import spectral
+from sparring.recipes.run import Run, Setup, Term, compose
 
 Preset = Literal["ours", "literal"]
 
@@ -102,11 +102,15 @@ def set_codes(run: Run, codes: Codes) -> None:
             module.set_codes(codes)
 
 
-def clusters(data: Interactions, codes: str | Codes, k_primary: int = 300, k_secondary: int = 15, m_o: int = 5, seed: int = 0) -> Codes:
+def clusters(
+    data: Interactions, codes: str | Codes, k_primary: int = 300, k_secondary: int = 15, m_o: int = 5, seed: int = 0
+) -> Codes:
     """The codes that a word or a file names, for the items of this data; k_primary falls to what leaves 2 m_o items to a cluster."""
     n = data.n_items
     if k_primary < 2 or k_secondary < 1 or m_o < 1:
-        raise UserError(f"clusters need k_primary >= 2, k_secondary >= 1 and m_o >= 1; got {k_primary}, {k_secondary}, {m_o}")
+        raise UserError(
+            f"clusters need k_primary >= 2, k_secondary >= 1 and m_o >= 1; got {k_primary}, {k_secondary}, {m_o}"
+        )
     k_primary, k_secondary = max(2, min(k_primary, n // (2 * m_o))), min(k_secondary, n)
     if isinstance(codes, Codes):
         found = codes
@@ -130,7 +134,9 @@ def clusters(data: Interactions, codes: str | Codes, k_primary: int = 300, k_sec
 def behaviour_codes(data: Interactions, k_primary: int, k_secondary: int, seed: int = 0, dim: int = 64) -> Codes:
     """Codes from the interactions alone: spectral item vectors of length 1, k-means, and k-means of what it leaves over."""
     positives = data.positives()
-    dim = max(1, min(dim, data.n_items // 4, data.n_queries // 4))  # beyond that the directions of a small matrix are noise
+    dim = max(
+        1, min(dim, data.n_items // 4, data.n_queries // 4)
+    )  # beyond that the directions of a small matrix are noise
     vectors = F.normalize(spectral(positives.start, positives.items, data.n_items, dim, seed=seed)[1], dim=1)
     generator = torch.Generator().manual_seed(seed)
     centres = k_means(vectors, k_primary, generator)

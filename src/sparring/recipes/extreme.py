@@ -12,13 +12,13 @@ from typing import Literal
 
 import torch
 
-from sparring.augmented import Centroids
-from sparring.composition import Run, Setup, Term, compose
-from sparring.data.batches import ClusteredBatches
 from sparring.data.interactions import Interactions
 from sparring.losses import Loss, OnlineHard, Reduction, sampled_softmax
+from sparring.models.clusters.batches import ClusteredBatches
+from sparring.models.item_corrections import Centroids
 from sparring.negatives import AllItems, InBatch, NearestItems, Union
 from sparring.recipes.in_batch import popularity
+from sparring.recipes.run import Run, Setup, Term, compose
 from sparring.recipes.variant import variant
 
 LABELS = Setup(
@@ -36,7 +36,13 @@ SOFTMAX = replace(LABELS, tau=0.05)
 NGAME = replace(LABELS, classifiers=100)
 
 
-def dpr(data: Interactions, setup: Setup = SOFTMAX, *, loss: Literal["softmax", "hinge"] = "softmax", corrected: bool = False) -> Run:
+def dpr(
+    data: Interactions,
+    setup: Setup = SOFTMAX,
+    *,
+    loss: Literal["softmax", "hinge"] = "softmax",
+    corrected: bool = False,
+) -> Run:
     """Softmax against the positives of the other queries in random batches (DPR, random in-batch).
 
     loss=hinge is NGAME's, at tau=0.1: the same training with other batches. corrected=true subtracts from each item's logit the log of how
@@ -137,7 +143,12 @@ prime = variant(
     Positives are drawn by inverse propensity. Of the authors' label tower the shallow transformer is missing: the vectors are summed.
     PRIME, NAACL 2025, as it is in the code of its successor ViXML.
     """,
-    {"setup": replace(NGAME, auxiliary=2, centroids=True, draw="propensity"), "size": 16, "dynamic": True, "both_ways": True},
+    {
+        "setup": replace(NGAME, auxiliary=2, centroids=True, draw="propensity"),
+        "size": 16,
+        "dynamic": True,
+        "both_ways": True,
+    },
 )
 
 

@@ -15,9 +15,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import TypeVar, get_type_hints
 
-from sparring.composition import Run, Setup
-from sparring.errors import UserError
+from sparring.core.errors import UserError
 from sparring.recipes import RECIPES
+from sparring.recipes.run import Run, Setup
 
 Recipe = Callable[..., Run]
 T = TypeVar("T")
@@ -71,7 +71,9 @@ def lasting(recipe: str | Recipe) -> str:
         known = RECIPES.get(name) is recipe or getattr(module, recipe.__name__, None) is recipe
         if name.startswith("__main__:") or not known:
             why = "defined in a notebook or inside another function"
-            raise UserError(f"{recipe.__name__} is {why}: put it at the top level of a file, so that each training's process can import it")
+            raise UserError(
+                f"{recipe.__name__} is {why}: put it at the top level of a file, so that each training's process can import it"
+            )
     return name
 
 
@@ -79,7 +81,11 @@ def source_digest(name: str) -> str | None:
     """A short hash of the file that a recipe of one's own is in, so that a change is noticed; None of ours."""
     module, colon, _ = name.rpartition(":")
     file = _file(module) if colon else None
-    return None if file is None or not Path(file).is_file() else hashlib.blake2b(Path(file).read_bytes(), digest_size=8).hexdigest()
+    return (
+        None
+        if file is None or not Path(file).is_file()
+        else hashlib.blake2b(Path(file).read_bytes(), digest_size=8).hexdigest()
+    )
 
 
 def short(name: str) -> str:
@@ -92,7 +98,11 @@ def short(name: str) -> str:
 
 def offered() -> dict[str, EntryPoint]:
     """The recipes of installed packages, by name; a name of ours stays ours."""
-    return {entry.name: entry for entry in entry_points(group="sparring.recipes") if entry.name.replace("-", "_") not in RECIPES}
+    return {
+        entry.name: entry
+        for entry in entry_points(group="sparring.recipes")
+        if entry.name.replace("-", "_") not in RECIPES
+    }
 
 
 def source(name: str) -> str:
@@ -123,7 +133,9 @@ def _file(module: str) -> str | None:
     except Exception as error:  # finding a module imports the packages that it is in
         raise UserError(f"cannot import {module}: {type(error).__name__}: {error}") from error
     beside = Path(*module.split(".")).with_suffix(".py")
-    return spec.origin if spec is not None else str(beside.resolve()) if "." not in module and beside.is_file() else None
+    return (
+        spec.origin if spec is not None else str(beside.resolve()) if "." not in module and beside.is_file() else None
+    )
 
 
 def _place(module: str, file: str | None) -> str:
@@ -138,15 +150,27 @@ def _imported(name: str) -> Recipe:
     module_name, _, function = name.rpartition(":")
     file, place = _file(module_name), _place(module_name, _file(module_name))
     if module_name == "__main__":
-        raise UserError(f"{name!r} was defined in a notebook or a session that is over: put it into a file, and name it FILE.py:{function}")
+        raise UserError(
+            f"{name!r} was defined in a notebook or a session that is over: put it into a file, and name it FILE.py:{function}"
+        )
     if module_name.endswith(".py") and not Path(module_name).is_file():
         raise UserError(f"no such file: {module_name} (of the recipe {name!r})")
     if file is None:
-        raise UserError(f"no module called {module_name!r} (of the recipe {name!r}): write FILE.py:{function}, or install it")
-    module = _attempt(lambda: _from_file(Path(place)) if place.endswith(".py") else importlib.import_module(module_name), module_name, file)
+        raise UserError(
+            f"no module called {module_name!r} (of the recipe {name!r}): write FILE.py:{function}, or install it"
+        )
+    module = _attempt(
+        lambda: _from_file(Path(place)) if place.endswith(".py") else importlib.import_module(module_name),
+        module_name,
+        file,
+    )
     found = getattr(module, function, None)
     if found is None:
-        theirs = [key for key, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == module.__name__]
+        theirs = [
+            key
+            for key, value in vars(module).items()
+            if inspect.isfunction(value) and value.__module__ == module.__name__
+        ]
         raise UserError(f"there is no function {function!r} in {module_name}{nearest(function, theirs)}")
     return found  # type: ignore[no-any-return]
 
@@ -174,7 +198,11 @@ def _attempt(load: Callable[[], T], what: str, file: str = "") -> T:
     try:
         return load()
     except (Exception, SystemExit) as error:
-        last = traceback.format_exception_only(error)[-1].strip() if not isinstance(error, SyntaxError) else f"SyntaxError: {error}"
+        last = (
+            traceback.format_exception_only(error)[-1].strip()
+            if not isinstance(error, SyntaxError)
+            else f"SyntaxError: {error}"
+        )
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
         at = f", line {frames[-1].lineno}" if frames else ""
         raise UserError(f"cannot import {what}{at}: {last}") from error
@@ -183,15 +211,21 @@ def _attempt(load: Callable[[], T], what: str, file: str = "") -> T:
 def _checked(recipe: Recipe, name: str) -> Recipe:
     """A recipe takes the training data, a Setup and arguments that can be written as text; anything else is told in one line."""
     if not callable(recipe) or inspect.isclass(recipe) or not hasattr(recipe, "__name__"):
-        raise UserError(f"{name} is a {type(recipe).__name__}, not a recipe: that is a function (data, setup=Setup(...), *, ...) -> Run")
+        raise UserError(
+            f"{name} is a {type(recipe).__name__}, not a recipe: that is a function (data, setup=Setup(...), *, ...) -> Run"
+        )
     try:
         parameters, hints = list(inspect.signature(recipe).parameters.values()), get_type_hints(recipe)
     except Exception as error:
         raise UserError(f"the types of the recipe {name} cannot be read: {type(error).__name__}: {error}") from error
     setup = next((p for p in parameters[1:2] if p.name == "setup" and isinstance(p.default, Setup)), None)
     if setup is None:
-        raise UserError(f"the recipe {name} must begin with (data, setup=Setup(...)): a second argument setup whose default is a Setup")
+        raise UserError(
+            f"the recipe {name} must begin with (data, setup=Setup(...)): a second argument setup whose default is a Setup"
+        )
     for p in parameters[2:]:
         if p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) or p.default is p.empty or p.name not in hints:
-            raise UserError(f"the argument {p.name!r} of the recipe {name} needs a type and a default, such as `{p.name}: int = 256`")
+            raise UserError(
+                f"the argument {p.name!r} of the recipe {name} needs a type and a default, such as `{p.name}: int = 256`"
+            )
     return recipe

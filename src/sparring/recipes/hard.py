@@ -8,10 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparring.composition import Run, Setup, Term, compose
+from sparring.core.errors import UserError
 from sparring.data.batches import epoch_steps
 from sparring.data.interactions import Interactions
-from sparring.errors import UserError
 from sparring.losses import bpr
 from sparring.negatives import (
     AmongHardest,
@@ -30,9 +29,10 @@ from sparring.negatives import (
     Uniform,
     Union,
 )
-from sparring.negatives.midx import Codebook
+from sparring.negatives.quantized import Codebook
 from sparring.negatives.synthetic import Mix
 from sparring.recipes.in_batch import PAPER, popularity
+from sparring.recipes.run import Run, Setup, Term, compose
 
 # What DNS(M, N), MixGCF and AHNS share: d = 64, B = 2048, Adam at 0.001 from Xavier's start, about 0.01 for some ten thousand rows.
 PAIRWISE = Setup(score="dot", tau=1.0, init_std=0.01, lr=0.001, weight_decay=1e-4)
@@ -110,7 +110,10 @@ def amns(
     Our common settings: the paper's are for sequence models.
     Prakash et al., Evaluating Performance and Bias of Negative Sampling in Large-Scale Sequential Recommendation Models, arXiv 2410.17276.
     """
-    batch, drawn = InBatch(popularity(data, setup), correction, exclude), Sampled(Uniform(data.n_items), n, False, correction, exclude)
+    batch, drawn = (
+        InBatch(popularity(data, setup), correction, exclude),
+        Sampled(Uniform(data.n_items), n, False, correction, exclude),
+    )
     return compose(data, setup, Term(1.0, Hardest(Union(batch, drawn, correction=correction), k)))
 
 
@@ -215,7 +218,11 @@ def popularity_classes(data: Interactions, groups: int) -> Tensor:
 def column_classes(data: Interactions, column: str) -> Tensor:
     """(N,) the class of each item by the value of a column of the items table; a missing value is a class of its own."""
     if data.item_table is None or column not in data.item_table.columns:
-        known = "no items table was given" if data.item_table is None else f"the items table has {', '.join(data.item_table.columns)}"
+        known = (
+            "no items table was given"
+            if data.item_table is None
+            else f"the items table has {', '.join(data.item_table.columns)}"
+        )
         raise UserError(f"column={column} names no column of the items: {known}")
     values = data.item_table[column]
     if values.dtype.is_nested():

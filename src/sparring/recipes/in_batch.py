@@ -9,12 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparring.composition import Run, Setup, Term, compose
 from sparring.data.batches import epoch_steps
 from sparring.data.interactions import Interactions
+from sparring.data.propensity import inverse_propensities
 from sparring.losses import bpr as bpr_loss
 from sparring.losses import softmax_loss
-from sparring.metrics import inverse_propensities
 from sparring.negatives import (
     AllItems,
     Cache,
@@ -31,6 +30,7 @@ from sparring.negatives import (
     Uniform,
     Union,
 )
+from sparring.recipes.run import Run, Setup, Term, compose
 
 Form = Literal["paper", "release"]
 
@@ -62,12 +62,16 @@ def default(data: Interactions, setup: Setup = DEFAULT, *, n: int = 2048, exclud
 
     SL (Wu et al., TOIS 2024) with the first temperature of Adap-tau (Chen et al., WWW 2023).
     """
-    return compose(data, setup, Term(1.0, Sampled(Uniform(data.n_items), n, exclude=exclude, correction="none"), softmax_loss))
+    return compose(
+        data, setup, Term(1.0, Sampled(Uniform(data.n_items), n, exclude=exclude, correction="none"), softmax_loss)
+    )
 
 
 def quick(
     data: Interactions,
-    setup: Setup = Setup(score="dot", tau=0.5, init="spectral", batch_size=512, epochs=20, optimizer="row-adagrad", lr=0.05),
+    setup: Setup = Setup(
+        score="dot", tau=0.5, init="spectral", batch_size=512, epochs=20, optimizer="row-adagrad", lr=0.05
+    ),
 ) -> Run:
     """The furthest in a few seconds of a CPU: a spectral start, then corrected in-batch negatives in small batches.
 
@@ -76,7 +80,14 @@ def quick(
     return compose(data, setup, Term(1.0, InBatch(popularity(data, setup))))
 
 
-def uns(data: Interactions, setup: Setup = Setup(), *, n: int = 1024, per_query: bool = False, correction: Correction = "count") -> Run:
+def uns(
+    data: Interactions,
+    setup: Setup = Setup(),
+    *,
+    n: int = 1024,
+    per_query: bool = False,
+    correction: Correction = "count",
+) -> Run:
     """Uniform negatives from the whole catalogue, shared by the batch or drawn for each query (UNS).
 
     Jean et al., On Using Very Large Target Vocabulary, ACL 2015 (sampled softmax).
@@ -169,11 +180,15 @@ def debiased_mns(data: Interactions, setup: Setup = PAPER, *, n: int = 2048, cor
     Xing et al., ESANS, WWW 2025 (baseline: Yang et al. 2020 with the correction of Yi et al. 2019).
     """
     return compose(
-        data, setup, Term(1.0, Union(InBatch(popularity(data, setup)), Sampled(Uniform(data.n_items), n), correction=correction))
+        data,
+        setup,
+        Term(1.0, Union(InBatch(popularity(data, setup)), Sampled(Uniform(data.n_items), n), correction=correction)),
     )
 
 
-def bir(data: Interactions, setup: Setup = PAPER, *, n: int | None = None, draw: Draw = "expected", form: Form = "paper") -> Run:
+def bir(
+    data: Interactions, setup: Setup = PAPER, *, n: int | None = None, draw: Draw = "expected", form: Form = "paper"
+) -> Run:
     """In-batch negatives drawn again for each query by its own corrected scores (BIR); draw="expected" is the closed form.
 
     Chen et al., Cache-Augmented Inbatch Importance Resampling, NeurIPS 2022, section 3.1.
@@ -201,7 +216,9 @@ def xir(
         raise ValueError(f"lam is the weight of the cache term, between 0 and 1; got {lam}")
     pop, exclude, n = popularity(data, setup), masking(form), max(cache_size // 2, 1) if n is None else n
     pool: Literal["all", "drawn"] = "all" if form == "paper" else "drawn"
-    cache = Cache(cache_size, pop, data.n_items, pool, start=0.0 if form == "paper" else 1.0, exclude=exclude, seed=setup.seed)
+    cache = Cache(
+        cache_size, pop, data.n_items, pool, start=0.0 if form == "paper" else 1.0, exclude=exclude, seed=setup.seed
+    )
     batch = Resample(InBatch(pop, exclude=exclude), n, draw)
     return compose(data, setup, Term(1 - lam, batch), Term(lam, Resample(cache, n, draw)))
 
@@ -222,7 +239,9 @@ def cbns(
     pop = popularity(data, setup)
     if opens is None:
         opens = min(40_000, setup.epochs * epoch_steps(data, setup.rows, setup.batch_size) // 10)
-    return compose(data, setup, Term(1.0, Union(InBatch(pop), Memory(size, setup.width, pop, opens), correction=correction)))
+    return compose(
+        data, setup, Term(1.0, Union(InBatch(pop), Memory(size, setup.width, pop, opens), correction=correction))
+    )
 
 
 def full_softmax(data: Interactions, setup: Setup = PAPER) -> Run:
@@ -240,7 +259,9 @@ def shown(data: Interactions, setup: Setup = Setup(), *, n: int = 4, correction:
     """
     lists = data.shown_lists()
     if lists is None:
-        raise ValueError("the recipe `shown` needs shown-and-not-taken rows: name their column with --label-column (1 taken, 0 shown)")
+        raise ValueError(
+            "the recipe `shown` needs shown-and-not-taken rows: name their column with --label-column (1 taken, 0 shown)"
+        )
     return compose(data, setup, Term(1.0, Union(InBatch(popularity(data, setup), correction), Shown(lists, n))))
 
 

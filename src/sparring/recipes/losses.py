@@ -12,22 +12,39 @@ from typing import Literal
 
 import torch
 
-from sparring.composition import Run, Setup, Term, compose
 from sparring.data.interactions import Interactions
 from sparring.losses import AdaTau, BSLForm, Loss, SLatK, Surrogate, adaptive_softmax, softmax_loss
 from sparring.losses import bsl as bsl_loss
 from sparring.losses import ccl as ccl_loss
 from sparring.losses import psl as psl_loss
 from sparring.negatives import Exclusion, Sampled, Uniform
+from sparring.recipes.run import Run, Setup, Term, compose
 
 # The authors' scripts for Gowalla: Adam at 1e-4 from the small tables of Xavier's start. Cosines forget the length of a vector, so a small
 # start makes every step turn it further; at init_std 0.1 this rate would take ten times as long.
-AUTHORS = Setup(dim=64, tau=0.08, init_std=0.01, batch_size=1024, epochs=400, optimizer="adam", lr=1e-4, patience=50, select="recall@20")
+AUTHORS = Setup(
+    dim=64,
+    tau=0.08,
+    init_std=0.01,
+    batch_size=1024,
+    epochs=400,
+    optimizer="adam",
+    lr=1e-4,
+    patience=50,
+    select="recall@20",
+)
 # Dimensions, batch and negatives of PSL and SL@K, whose authors tune rate and temperature for each data set: those are ours.
 BENCHMARK = replace(AUTHORS, tau=0.1, epochs=200, lr=5e-4, patience=20, select="ndcg@20")
 
 
-def sl(data: Interactions, setup: Setup = AUTHORS, *, n: int = 800, per_query: bool = False, exclude: Exclusion = "positive") -> Run:
+def sl(
+    data: Interactions,
+    setup: Setup = AUTHORS,
+    *,
+    n: int = 800,
+    per_query: bool = False,
+    exclude: Exclusion = "positive",
+) -> Run:
     """Softmax loss on cosine scores, negatives alone under the logarithm (SL, SSM).
 
     Wu et al., On the Effectiveness of Sampled Softmax Loss for Item Recommendation, TOIS 2024.

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import torch
 
-from sparring.composition import Setup
-from sparring.pretrained import is_bag
+from sparring.models.encoders import is_bag
+from sparring.recipes.run import Setup
 
 BAG = Setup(
     dim=256,

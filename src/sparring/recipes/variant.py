@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec
 
-from sparring.composition import Run
+from sparring.recipes.run import Run
 
 P = ParamSpec("P")
 

@@ -10,13 +10,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from sparring.core.types import Bag, Step
 from sparring.losses import sampled_softmax
-from sparring.negatives.algebra import Negatives, Union
-from sparring.negatives.batch import InBatch
+from sparring.negatives.base import Negatives, Union
 from sparring.negatives.distributions import Popularity
+from sparring.negatives.in_batch import InBatch
 from sparring.testing.reading import chi_square, dense, observe, plain_loss, weights
 from sparring.testing.world import World, excluded
-from sparring.types import Bag, Step
 
 
 class NegativesContract:
@@ -55,7 +55,10 @@ class NegativesContract:
     def offered(self, bag: Bag, step: Step, n_items: int) -> Tensor:
         """(N,) how often each item was offered to the first query; override where a weight is itself a count of draws."""
         return sum(
-            (torch.bincount(block.ids.expand(len(step.q), -1)[0][weights(block, step)[0] > 0], minlength=n_items) for block in bag.blocks),
+            (
+                torch.bincount(block.ids.expand(len(step.q), -1)[0][weights(block, step)[0] > 0], minlength=n_items)
+                for block in bag.blocks
+            ),
             start=torch.zeros(n_items),
         )
 
@@ -134,13 +137,17 @@ class NegativesContract:
             if count is None:
                 log_count = negatives.log_count(torch.arange(world.n_items), step)
                 if log_count is None:
-                    raise unittest.SkipTest("neither log_count nor expected: how often items are offered was not tested")
+                    raise unittest.SkipTest(
+                        "neither log_count nor expected: how often items are offered was not tested"
+                    )
                 count = log_count.exp()
             count = count.detach().double() if count.dim() == 1 else count[0].detach().double()
             wanted += torch.where(excluded(world, step, self.masks)[0], 0.0, count)
             observed += self.offered(negatives(step), step, world.n_items)
         assert chi_square(observed, wanted) > 1e-4
-        assert abs(observed.sum() - wanted.sum()) <= 4 * wanted.sum().sqrt(), f"offered {observed.sum()}, expected {wanted.sum()}"
+        assert abs(observed.sum() - wanted.sum()) <= 4 * wanted.sum().sqrt(), (
+            f"offered {observed.sum()}, expected {wanted.sum()}"
+        )
 
     def test_log_count_is_the_formula(self) -> None:
         """log_count is the log of the expected count that the test states."""
@@ -183,7 +190,10 @@ class NegativesContract:
             rows = torch.arange(self.batch).unsqueeze(1)
             both = (self.batch - 1) * world.popularity + log_count.double().exp().expand(self.batch, -1)
             for block in bag.blocks:
-                ids, log_w = block.ids.expand(self.batch, -1), block.log_w.double().expand(self.batch, block.ids.shape[-1])
+                ids, log_w = (
+                    block.ids.expand(self.batch, -1),
+                    block.log_w.double().expand(self.batch, block.ids.shape[-1]),
+                )
                 real = (ids >= 0) & ~torch.isneginf(log_w)
                 torch.testing.assert_close(log_w[real], -both[rows, ids.clamp(min=0)].log()[real], rtol=1e-4, atol=1e-5)
         _assert_finite(world.step(self.batch, 1), Union(InBatch(Popularity(world.counts)), negatives))
@@ -193,7 +203,9 @@ class NegativesContract:
         world = World.build()
         negatives = self.warmed(world)
         if not self.partition:
-            raise unittest.SkipTest("partition = False: that the weights give the full partition function was not tested")
+            raise unittest.SkipTest(
+                "partition = False: that the weights give the full partition function was not tested"
+            )
         if negatives.log_count(torch.arange(1), world.step(self.batch, 0)) is None:
             raise unittest.SkipTest("no log_count: that the weights give the full partition function was not tested")
         errors = []
@@ -202,7 +214,9 @@ class NegativesContract:
             full, estimate = self._partition(world, negatives, world.step(self.batch, trial))
             errors.append((estimate / full - 1).mean())
         error = torch.stack(errors)
-        assert abs(error.mean()) <= 4 * error.std() / math.sqrt(len(error)) + 1e-6, f"off by {error.mean():.4f} of the full sum"
+        assert abs(error.mean()) <= 4 * error.std() / math.sqrt(len(error)) + 1e-6, (
+            f"off by {error.mean():.4f} of the full sum"
+        )
 
     def _partition(self, world: World, negatives: Negatives, step: Step) -> tuple[Tensor, Tensor]:
         """(B,) each: the sum of e^s over all that the sampler could offer, and its estimate from one bag."""
@@ -217,7 +231,9 @@ class NegativesContract:
         world = World.build()
         few, many = self.resized(world, 4), self.resized(world, 64)
         if few is None or many is None:
-            raise unittest.SkipTest("no resized: that the gradient's bias falls with the number of candidates was not tested")
+            raise unittest.SkipTest(
+                "no resized: that the gradient's bias falls with the number of candidates was not tested"
+            )
         small, noise = self._gradient_bias(world, few)
         large, _ = self._gradient_bias(world, many)
         assert abs(small) > 4 * noise
@@ -245,15 +261,21 @@ class NegativesContract:
         for seed in range(10):
             step = world.step(self.batch, seed)
             never = excluded(world, step, self.masks)
-            with_mask, without = (dense(source(world.step(self.batch, seed)), step, world.n_items) for source in (negatives, twin))
+            with_mask, without = (
+                dense(source(world.step(self.batch, seed)), step, world.n_items) for source in (negatives, twin)
+            )
             assert bool((with_mask[never] == 0).all())
             touched |= bool((without[never] > 0).any())
             if not self.selects:
                 # whether its own column counts may change how often a batch offers an item: compare weight times expected count
                 counts = [source.log_count(torch.arange(world.n_items), step) for source in (negatives, twin)]
-                change = 1.0 if counts[0] is None or counts[1] is None else (counts[0].double() - counts[1].double()).exp()
+                change = (
+                    1.0 if counts[0] is None or counts[1] is None else (counts[0].double() - counts[1].double()).exp()
+                )
                 kept = torch.where(never | (without == 0), math.nan, with_mask / without * change)
-                torch.testing.assert_close(kept, kept.nanmean(1, keepdim=True).expand_as(kept) + 0 * kept, equal_nan=True)
+                torch.testing.assert_close(
+                    kept, kept.nanmean(1, keepdim=True).expand_as(kept) + 0 * kept, equal_nan=True
+                )
                 assert torch.equal((with_mask > 0), (without > 0) & ~never)
         assert touched or not masking or self.masks == "none", "no candidate was ever excluded: the test saw nothing"
 

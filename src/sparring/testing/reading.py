@@ -7,9 +7,9 @@ import math
 import torch
 from torch import Tensor
 
+from sparring.core.types import Bag, Candidates, Exclude, Outcome, Step
 from sparring.losses import sampled_softmax
-from sparring.negatives.algebra import Negatives
-from sparring.types import Bag, Candidates, Exclude, Outcome, Step
+from sparring.negatives.base import Negatives
 
 
 def weights(block: Candidates, step: Step) -> Tensor:
@@ -41,7 +41,9 @@ def _mixed(block: Candidates, step: Step) -> Tensor:
     assert block.mix is not None
     n, (v, m) = len(step.q), block.mix.weights.shape[-2:]
     share = block.mix.weights.double().expand(n, -1, v, m)
-    vectors = torch.einsum("bgvm,bgmd->bgvd", share, block.emb.double().expand(n, *block.emb.shape[-2:]).unflatten(1, (-1, m)))
+    vectors = torch.einsum(
+        "bgvm,bgmd->bgvd", share, block.emb.double().expand(n, *block.emb.shape[-2:]).unflatten(1, (-1, m))
+    )
     log_w = block.log_w.double().expand(n, block.ids.shape[-1]).unflatten(1, (-1, 1, m))
     terms = (torch.where(share > 0, share * log_w, 0.0)).sum(-1) + block.mix.offset
     terms = terms + torch.einsum("bd,bgvd->bgv", step.q.double(), vectors) / step.tau.double().reshape(-1, 1, 1)
@@ -87,10 +89,14 @@ def observe(negatives: Negatives, step: Step) -> None:
 def chi_square(observed: Tensor, expected: Tensor) -> float:
     """p-value of the counts against expected counts, scaled to the same total; cells that expect fewer than 5 are pooled."""
     expected = expected.double() * (observed.sum() / expected.sum())
-    assert not bool((observed[expected == 0] > 0).any()), f"drawn, though impossible: {observed[expected == 0].tolist()}"
+    assert not bool((observed[expected == 0] > 0).any()), (
+        f"drawn, though impossible: {observed[expected == 0].tolist()}"
+    )
     large = expected >= 5
     o = torch.cat([observed[large].double(), observed[~large].sum().double().reshape(1)])
     e = torch.cat([expected[large], expected[~large].sum().reshape(1)])
     o, e = o[e > 0], e[e > 0]
     statistic = ((o - e).square() / e).sum()
-    return float(torch.special.gammaincc(torch.tensor((len(o) - 1) / 2, dtype=torch.float64).clamp(min=0.5), statistic / 2))
+    return float(
+        torch.special.gammaincc(torch.tensor((len(o) - 1) / 2, dtype=torch.float64).clamp(min=0.5), statistic / 2)
+    )

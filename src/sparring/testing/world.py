@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sparring.types import Positives, Step
+from sparring.core.types import Positives, Step
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,9 @@ class World:
     tau: float = 0.7
 
     @classmethod
-    def build(cls, n_items: int = 24, n_queries: int = 256, dim: int = 4, seed: int = 0, dtype: torch.dtype = torch.float32) -> World:
+    def build(
+        cls, n_items: int = 24, n_queries: int = 256, dim: int = 4, seed: int = 0, dtype: torch.dtype = torch.float32
+    ) -> World:
         generator = torch.Generator().manual_seed(seed)
         counts = (1000.0 / torch.arange(1, n_items + 1)).round().long()
         if n_items > 1:
@@ -99,7 +101,9 @@ def excluded(world: World, step: Step, masks: str) -> Tensor:
         return mask
     if masks == "known" and step.positives is not None:
         known = torch.zeros_like(world.known)
-        known[torch.repeat_interleave(torch.arange(len(known)), step.positives.start.diff()), step.positives.items] = True
+        known[torch.repeat_interleave(torch.arange(len(known)), step.positives.start.diff()), step.positives.items] = (
+            True
+        )
         mask = known[step.query_ids]
     mask[torch.arange(len(mask)), step.item_ids] = True
     return mask

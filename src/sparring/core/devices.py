@@ -1,0 +1,35 @@
+"""Where to compute: a device by its name, and what it is in words."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from sparring.core.errors import UserError
+from sparring.core.ranks import launched, local_rank, local_world
+
+
+def pick_device(name: str) -> torch.device:
+    """The device of this name; "auto" is the first GPU where there is one. Processes that train together have a GPU each."""
+    several = launched() > 1
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(f"cuda:{local_rank()}" if name == "cuda" and several else name)
+    except RuntimeError:
+        raise UserError(f"unknown device {name!r}: use auto, cpu or cuda") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"device {name!r} was asked for, but PyTorch finds no GPU: use --device cpu")
+    if device.type == "cuda" and several and (processes := local_world()) > torch.cuda.device_count():
+        raise UserError(
+            f"{processes} processes need a GPU each, and this machine has {torch.cuda.device_count()}: start fewer, or --device cpu"
+        )
+    return device
+
+
+def hardware(device: torch.device) -> str:
+    """What a training ran on, in words."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{os.cpu_count()} CPU cores, {torch.get_num_threads()} threads"

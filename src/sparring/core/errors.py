@@ -1,0 +1,32 @@
+"""Errors that are the user's to fix."""
+
+from __future__ import annotations
+
+import errno
+import re
+
+
+class UserError(ValueError):
+    """Bad input: one line that names the bad value and says what to do. The command line prints it and exits with code 2."""
+
+
+def not_written(error: BaseException) -> bool:
+    """Whether an error that polars met with files is one of writing: a full disk, a quota, a limit on sizes, a disk that is read-only."""
+    found = re.search(r"os error (\d+)", str(error))
+    number = error.errno if isinstance(error, OSError) else int(found[1]) if found else None
+    return number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+
+
+def disk_full(error: BaseException | None) -> bool:
+    """Whether a full disk is at the root of an error, whoever met it: the system, polars or Spark."""
+    while error is not None:
+        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+        if full or "No space left on device" in str(error) or "os error 28" in str(error):
+            return True
+        error = error.__cause__
+    return False
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message: errors for users are one line."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

@@ -1,0 +1,196 @@
+"""What never counts against a query: its own positive, all that is known of it, a class of items; as pairs, keys or a mask.
+
+Letters as in types.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_STRIDE = 1 << 40  # row * _STRIDE + item id is unique for every pair of a batch
+_LOOKED_UP = 1 << 24  # pairs of query and candidate at most; with more, listing the known ones is cheaper than a mask
+_WRITTEN_OUT = 1 << 26  # pairs of any query and item at most that are written out as a table of bytes
+
+
+class Keys(NamedTuple):
+    """Pairs that do not count, as keys: candidate j not for query i where columns_j = rows_i."""
+
+    columns: Tensor  # (C,)
+    rows: Tensor  # (B,)
+
+    def mask(self, low: int = 0, high: int | None = None) -> Tensor:
+        """The pairs of queries low to high as a mask (rows, C)."""
+        return self.rows[low:high].unsqueeze(1) == self.columns
+
+
+Places = (
+    tuple[Tensor, Tensor] | Tensor | Keys
+)  # pairs that do not count: (rows, columns) with rows ascending, a (B, C) mask, or keys
+
+
+@dataclass(frozen=True)
+class Exclude:
+    """Items that never count against a query: pairs (row of the batch, item id), or (row, class of items).
+
+    `rows` ascend, or are None when there is exactly one id per query (its own positive), in row order. With `code` the ids are classes and
+    every item of the class is excluded. `also` excludes more.
+    """
+
+    ids: Tensor  # (P,)
+    rows: Tensor | None = None  # (P,), or None: P = B and rows = 0..B-1
+    code: Tensor | None = None  # (N,) the class of each item; None: every item is its own
+    also: Exclude | None = None
+
+    @property
+    def name(self) -> str:
+        own = (
+            "all known positives"
+            if self.rows is not None
+            else "own positive"
+            if self.code is None
+            else "own positive and its cell"
+        )
+        return own if self.also is None else f"{own}, {self.also.name}"
+
+    def keyed(self, ids: Tensor) -> bool:
+        """Whether `places` are keys: on a GPU, where each query excludes one item or class of the shared candidates."""
+        return self.rows is None and self.also is None and ids.is_cuda and ids.dim() == 1
+
+    def places(self, ids: Tensor) -> Places:
+        """What the kernels take: `hits`; on a GPU, where counting hits would wait for the device, keys to compare, or a (B, C) mask."""
+        if self.rows is not None or self.also is not None or not ids.is_cuda:
+            return self.hits(ids)
+        return Keys(self._keys(ids), self.ids) if ids.dim() == 1 else self.mask(ids)
+
+    def mask(self, ids: Tensor) -> Tensor:
+        """(B, C) bool: the excluded places among candidate ids (C,) or (B, C), where each query excludes one item or class."""
+        return self._keys(ids) == self.ids.unsqueeze(1)
+
+    def hits(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """(rows, columns) of the excluded places among candidate ids (C,) or (B, C); O(P log C), never B x C x P."""
+        if self.also is None:
+            return self._hits(self._keys(ids))
+        row, column = (torch.cat(both) for both in zip(self._hits(self._keys(ids)), self.also.hits(ids), strict=True))
+        row, order = torch.sort(row, stable=True)
+        return row, column[order]
+
+    def _keys(self, ids: Tensor) -> Tensor:
+        return ids if self.code is None else torch.where(ids >= 0, self.code[ids.clamp(min=0)], -1)
+
+    def _hits(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        rows = torch.arange(len(self.ids), device=self.ids.device) if self.rows is None else self.rows
+        if ids.dim() == 2:  # one list per query: look each candidate up among the pairs
+            pairs = torch.sort(rows * _STRIDE + self.ids).values
+            keys = torch.arange(len(ids), device=ids.device).unsqueeze(1) * _STRIDE + ids
+            at = torch.searchsorted(pairs, keys).clamp_(max=max(len(pairs) - 1, 0))
+            row, column = torch.nonzero(
+                (pairs[at] == keys) & (ids >= 0) if len(pairs) else torch.zeros_like(keys) > 0, as_tuple=True
+            )
+            return row, column
+        ordered, order = torch.sort(ids)
+        low = torch.searchsorted(ordered, self.ids)
+        count = torch.searchsorted(ordered, self.ids, right=True) - low
+        pair = torch.repeat_interleave(torch.arange(len(count), device=count.device), count)
+        within = torch.arange(len(pair), device=count.device) - (torch.cumsum(count, 0) - count)[pair]
+        return rows[pair], order[low[pair] + within]
+
+
+@dataclass(frozen=True)
+class Positives:
+    """All known positives of every query, as one flat array with offsets (CSR)."""
+
+    start: Tensor  # (queries + 1,)
+    items: Tensor  # (interactions,), sorted within each query
+
+    def of(self, query_ids: Tensor) -> Exclude:
+        """Pairs (row, item) of all known positives of these queries."""
+        return Known(self, query_ids)
+
+    @cached_property
+    def keys(self) -> Tensor:
+        """(interactions,) query * _STRIDE + item, ascending."""
+        queries = torch.repeat_interleave(
+            torch.arange(len(self.start) - 1, device=self.start.device), self.start.long().diff()
+        )
+        return queries * _STRIDE + self.items
+
+    @cached_property
+    def table(self) -> Tensor | None:
+        """(queries, largest item + 2) bool, what is known, the last column of no item; None where it would be large, and on a GPU."""
+        queries = len(self.start) - 1
+        if self.items.is_cuda or not len(self.items) or queries * (width := int(self.items.max()) + 2) > _WRITTEN_OUT:
+            return None
+        table = torch.zeros(queries, width, dtype=torch.bool)
+        table[torch.repeat_interleave(torch.arange(queries), self.start.long().diff()), self.items.long()] = True
+        return table
+
+
+class Known(Exclude):
+    """All known positives of some queries; the pairs are listed only where someone asks for them.
+
+    A query's own candidates are looked up among all known pairs, a mask (B, C). So are shared ones on a GPU, where listing the known pairs
+    would wait for the device, and on a CPU where the data is small enough for a table of all pairs; else listing is many times cheaper.
+    """
+
+    name = "all known positives"
+
+    def __init__(self, positives: Positives, query_ids: Tensor) -> None:
+        self.positives, self.query_ids = positives, query_ids
+
+    def _listed(self) -> tuple[Tensor, Tensor]:
+        start, items = self.positives.start, self.positives.items
+        begin, count = start[self.query_ids], start[self.query_ids + 1] - start[self.query_ids]
+        rows = torch.repeat_interleave(torch.arange(len(self.query_ids), device=count.device), count)
+        ahead = begin - (
+            torch.cumsum(count, 0) - count
+        )  # of a query's first pair in this list, its place in the list of all
+        return items[torch.arange(len(rows), device=count.device) + ahead[rows]].long(), rows
+
+    _pairs = cached_property(_listed)
+
+    @property
+    def ids(self) -> Tensor:  # type: ignore[override]
+        return self._pairs[0]
+
+    @property
+    def rows(self) -> Tensor:  # type: ignore[override]
+        return self._pairs[1]
+
+    def keyed(self, ids: Tensor) -> bool:
+        return False
+
+    def places(self, ids: Tensor) -> Places:
+        few = len(self.query_ids) * len(ids) <= _LOOKED_UP if ids.is_cuda else self.positives.table is not None
+        return self.mask(ids) if few or ids.dim() == 2 else self.hits(ids)
+
+    def hits(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        if ids.dim() == 2 or self.positives.table is not None:
+            row, column = torch.nonzero(self.mask(ids), as_tuple=True)
+            return row, column
+        own, rows = self._pairs
+        last = (
+            1 << (16 * len(ids)).bit_length()
+        ) - 1  # most known items differ from all candidates in these bits of their ids
+        among = torch.zeros(last + 1, dtype=torch.bool, device=ids.device)
+        among[ids & last] = True
+        near = torch.nonzero(among[own & last]).squeeze(1)
+        return Exclude(own[near], rows[near]).hits(ids)
+
+    def mask(self, ids: Tensor) -> Tensor:
+        table = self.positives.table
+        if table is not None:
+            last = table.shape[1] - 1
+            at = torch.where(ids < 0, last, ids.clamp(max=last))
+            if at.dim() == 1:
+                return table.index_select(0, self.query_ids).index_select(1, at)
+            return table.flatten()[self.query_ids.unsqueeze(1) * (last + 1) + at]
+        keys = self.query_ids.long().unsqueeze(1) * _STRIDE + ids
+        known = self.positives.keys
+        if not len(known):
+            return torch.zeros_like(keys, dtype=torch.bool)
+        return known[torch.searchsorted(known, keys).clamp_(max=len(known) - 1)] == keys

@@ -1,0 +1,207 @@
+"""Several processes that train as one: who they are, gathers with gradient, sums; on torch.distributed (gloo on CPUs, NCCL on GPUs).
+
+Each rank encodes its part of a batch and of the candidates that all queries share, scores its own queries against all of them, and
+hands every gradient of a vector back to the rank that encoded it; gradients of weights are summed. So a step is that of one process on the
+whole batch, and so is all that samplers remember of it. In one process nothing here runs: see types.Ranks.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from sparring.core.sparse_rows import sum_rows
+from sparring.core.types import ALONE, Ranks
+
+# Both have other names since torch 2.13; the old ones are all that 2.11 knows.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def launched() -> int:
+    """How many processes a launcher (torchrun) started for one training; 1 where none did."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def local_rank() -> int:
+    """Which of the processes of this machine this one is."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def local_world() -> int:
+    """How many processes of the training this machine has."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def rank() -> int:
+    """This process's number among those of the training; 0 where it is alone."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def leave() -> None:
+    """Close what `join` opened, once all ranks are done."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def home() -> torch.device:
+    """The device of this rank: a GPU where the ranks talk through NCCL."""
+    return torch.device("cuda", local_rank()) if "nccl" in str(dist.get_backend_config()) else torch.device("cpu")
+
+
+def join(device: torch.device) -> Ranks:
+    """The ranks of this training: those that a launcher started, or this process alone."""
+    if not dist.is_initialized():
+        if launched() == 1:
+            return ALONE
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", **_meeting())
+    return Group() if dist.get_world_size() > 1 else ALONE
+
+
+def _meeting() -> dict[str, Any]:
+    """Where ranks find each other. A launcher may let them use its own store again after a restart: addresses of the dead lie there."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return {}
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), launched(), is_master=False)
+    again = dist.PrefixStore(f"restart {os.environ.get('TORCHELASTIC_RESTART_COUNT')}", store)
+    return {"store": again, "rank": int(os.environ["RANK"]), "world_size": launched()}
+
+
+class Group(Ranks):
+    """The ranks of a process group; by default of the one that `join` made.
+
+    With `wire` set to a dictionary, every collective adds the bytes that it hands to this rank from the others.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None):
+        self.group = group
+        self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
+        self.wire: dict[str, int] | None = None
+
+    @cached_property
+    def aside(self) -> dist.ProcessGroup:
+        """A second group of these ranks, through gloo, for a thread that writes while they train. All make it at the same time."""
+        members = dist.get_process_group_ranks(self.group or dist.distributed_c10d._get_default_group())
+        return dist.new_group(members, backend="gloo", use_local_synchronization=True)
+
+    def bounds(self, n: int) -> list[int]:
+        """Where the parts of n rows begin, and where the last ends."""
+        return [n * rank // self.world for rank in range(self.world + 1)]
+
+    def own(self, x: Tensor) -> Tensor:
+        n = len(x)
+        return x[n * self.rank // self.world : n * (self.rank + 1) // self.world]
+
+    def gather(self, x: Tensor, n: int) -> Tensor:
+        if not (torch.is_grad_enabled() and x.is_floating_point()):
+            return self.gather_parts(x, self.bounds(n))
+        # The way back is a collective too: a rank whose part happens to need no gradient must take part.
+        own = x if x.requires_grad else x.detach().requires_grad_()
+        return _Gather.apply(own, self, self.bounds(n))  # type: ignore[no-untyped-call, no-any-return]
+
+    def sum(self, x: Tensor) -> Tensor:
+        total = x.detach().clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=self.group)
+        self.count("sum", 2 * total.nbytes * (self.world - 1) // self.world)
+        return total
+
+    def share(self, value: Any) -> Any:
+        box = [value]
+        dist.broadcast_object_list(box, group=self.group, group_src=0)
+        return box[0]
+
+    def equalise(self, tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            dist.broadcast(tensor.detach(), group=self.group, group_src=0)
+
+    def gather_parts(self, x: Tensor, bounds: Sequence[int]) -> Tensor:
+        """The rows of all ranks, of which rank r has those from bounds[r] to bounds[r + 1]; no gradient."""
+        sizes = [high - low for low, high in pairwise(bounds)]
+        most = max(sizes)
+        whole = x.new_empty(self.world * most, *x.shape[1:])
+        _all_gather(whole, _padded(x.detach(), most), group=self.group)
+        self.count("gather", whole.nbytes * (self.world - 1) // self.world)
+        if min(sizes) == most:
+            return whole
+        return torch.cat([whole[rank * most : rank * most + size] for rank, size in enumerate(sizes)])
+
+    def scatter_sum(self, x: Tensor, bounds: Sequence[int]) -> Tensor:
+        """This rank's part of the sum over ranks of x, cut at the bounds: the way back of `gather_parts`."""
+        sizes = [high - low for low, high in pairwise(bounds)]
+        most = max(sizes)
+        if min(sizes) == most:
+            whole = x.contiguous()
+        else:
+            whole = torch.cat([_padded(part, most) for part in x.split(sizes)])
+        mine = whole.new_empty(most, *x.shape[1:])
+        _reduce_scatter(mine, whole, group=self.group)
+        self.count("scatter", whole.nbytes * (self.world - 1) // self.world)
+        return mine[: sizes[self.rank]]
+
+    def count(self, what: str, size: int) -> None:
+        if self.wire is not None:
+            self.wire[what] = self.wire.get(what, 0) + size
+
+
+def _padded(x: Tensor, n: int) -> Tensor:
+    return x.contiguous() if len(x) == n else torch.cat([x, x.new_zeros(n - len(x), *x.shape[1:])])
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Group, bounds: list[int]) -> Tensor:
+        ctx.ranks, ctx.bounds = ranks, bounds
+        return ranks.gather_parts(x, bounds)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return ctx.ranks.scatter_sum(grad, ctx.bounds), None, None
+
+
+@torch.no_grad()
+def sum_gradients(parameters: Iterable[nn.Parameter], ranks: Ranks) -> None:
+    """Every gradient becomes its sum over ranks; a row-sparse one the rows of all ranks, one rank after the other.
+
+    A parameter that has no gradient on any rank has none afterwards. All ranks end with the same bits.
+    """
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    if not isinstance(ranks, Group) or not trained:
+        return
+    kinds, rows = [], []  # rows of a sparse gradient, -1 for a dense one, 0 for none
+    for parameter in trained:
+        grad = parameter.grad
+        rows.append(_rows(grad) if grad is not None and grad.is_sparse else None)
+        kinds.append(0 if grad is None else len(rows[-1][0]) if rows[-1] is not None else -1)  # type: ignore[index]
+    device = trained[0].device
+    table = ranks.gather_parts(torch.tensor([kinds], device=device), range(ranks.world + 1)).tolist()
+    dense = [p for at, p in enumerate(trained) if min(kind[at] for kind in table) < 0]
+    if dense:
+        flat = ranks.sum(torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in dense]))
+        for parameter, part in zip(dense, flat.split([p.numel() for p in dense]), strict=True):
+            parameter.grad = part.view_as(parameter)
+    for at, (parameter, own) in enumerate(zip(trained, rows, strict=True)):
+        sizes = [kind[at] for kind in table]
+        if max(sizes) < 1:
+            continue
+        none = torch.zeros(0, dtype=torch.long, device=device), parameter.new_zeros(0, *parameter.shape[1:])
+        index, values = none if own is None else own
+        bounds = [sum(sizes[:rank]) for rank in range(ranks.world + 1)]
+        index, values = ranks.gather_parts(index, bounds), ranks.gather_parts(values, bounds)
+        parameter.grad = torch.sparse_coo_tensor(index[None], values, parameter.shape, check_invariants=False)
+
+
+def _rows(grad: Tensor) -> tuple[Tensor, Tensor]:
+    """(rows, gradients) of a sparse gradient; on a CPU each row once, so that less is sent."""
+    return sum_rows(grad) if grad.device.type == "cpu" else (grad._indices()[0], grad._values())

@@ -1,0 +1,298 @@
+"""The values that everything passes around: a step, a bag of candidates, what came of the step.
+
+Letters: B queries in a batch, C candidates, D dimensions, N items in the catalogue, K kept or returned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparring.core.exclusion import Exclude, Keys, Known, Places, Positives
+
+__all__ = [
+    "ALONE",
+    "Bag",
+    "Batch",
+    "Candidates",
+    "Corpus",
+    "Exclude",
+    "Keys",
+    "Known",
+    "Mixtures",
+    "Outcome",
+    "Places",
+    "Positives",
+    "Ranks",
+    "Step",
+]
+
+
+@dataclass(frozen=True)
+class Mixtures:
+    """Made-up candidates of a block: each group of M consecutive candidates gives V mixtures of their vectors (dense interpolation).
+
+        logit of mixture v of group g = sum_m weights_gvm (q_i . e_gm / tau + log_w_igm) + offset
+
+    A mixture of vectors is the same mixture of logits, so no made-up vector need exist; its weight is the mixture of its members' weights,
+    and it counts nothing where a member with a share in it has none. The weights are constants.
+    """
+
+    weights: Tensor  # (G, V, M) with C = G M, or (B, G, V, M) where each query has its own candidates; rows sum to 1
+    groups: Tensor  # (G,) or (B, G): the class of each group
+    exclude: Exclude | None = None  # the class whose mixtures never count against a query, one for each
+    offset: float = 0.0
+
+    def places(self) -> Places | None:
+        """(row, group) pairs that do not count, as the kernels take them."""
+        return self.exclude.places(self.groups) if self.exclude else None
+
+    @property
+    def count(self) -> int:
+        """Mixtures that a query meets."""
+        return self.weights.shape[-3] * self.weights.shape[-2]
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """One block of what the queries are contrasted with; a candidate j counts exp(q_i . e_j / tau + log_w_ij).
+
+    With `draws` set, the block stands for that many draws per query in proportion to those terms, taken at their
+    expectation (the closed form of Resample): the weights become the constants draws * softmax_j(q_i . e_j / tau + log_w_ij).
+    With `mix` set, mixtures of the candidates count beside them; `plain` gives them as vectors.
+    """
+
+    ids: Tensor  # (C,) shared by all queries, or (B, C); -1 = synthetic or empty
+    emb: Tensor  # (C, D) or (B, C, D)
+    log_w: Tensor  # broadcasts to (B, C): -log q corrects, log n counts, -inf drops
+    exclude: Exclude | None = None  # what never counts against a query
+    draws: float | None = None
+    usage: Tensor | None = (
+        None  # shaped as ids, out: how often each was drawn, over all queries if shared; filled by the draw or the loss
+    )
+    source: str = "candidates"  # for describe(): where they come from
+    weighting: str = "none"  # for describe(): what log_w holds
+    masked: str = "nothing"  # for describe(): what was masked before and is written into log_w
+    mix: Mixtures | None = None
+    seed: Tensor | None = (
+        None  # (2,) with `draws`: they are drawn inside the kernel, by this seed and the number of the first row
+    )
+
+    def __post_init__(self) -> None:
+        for name, value in (("ids", self.ids), ("emb", self.emb), ("log_w", self.log_w)):
+            if not isinstance(value, Tensor):
+                raise ValueError(f"Candidates.{name} must be a tensor, got {type(value).__name__}")
+        ids, emb, log_w = self.ids.shape, self.emb.shape, self.log_w.shape
+        if len(ids) not in (1, 2) or emb[:-1] != ids:
+            raise ValueError(
+                f"Candidates need ids (C,) and emb (C, D), or (B, C) and (B, C, D); got {tuple(ids)} and {tuple(emb)}"
+            )
+        if len(log_w) > 2 or (log_w and log_w[-1] not in (1, ids[-1])):
+            raise ValueError(f"Candidates.log_w must fit (B, C) with C = {ids[-1]}, got shape {tuple(log_w)}")
+
+    @property
+    def shared(self) -> bool:
+        return self.ids.dim() == 1
+
+    def plain(self) -> tuple[Candidates, ...]:
+        """The block without mixtures and, where it has any, a second block that holds them as vectors with their masks written out."""
+        if self.mix is None:
+            return (self,)
+        weights, m = self.mix.weights, self.mix.weights.shape[-1]
+        emb = (weights @ self.emb.unflatten(-2, (-1, m))).flatten(-3, -2)
+        # -inf times a weight of 0 would be nan
+        log_w = self.log_w.expand(
+            self.ids.shape if self.log_w.dim() < 2 else (*self.log_w.shape[:1], self.ids.shape[-1])
+        )
+        mixed = (weights @ log_w.clamp(min=-1e30).unflatten(-1, (-1, m)).unsqueeze(-1).to(weights.dtype)).squeeze(
+            -1
+        ) + self.mix.offset
+        mixed = mixed.masked_fill(mixed < -1e15, -torch.inf)
+        if self.mix.exclude is not None:
+            mixed = torch.where(self.mix.exclude.mask(self.mix.groups).unsqueeze(-1), -torch.inf, mixed)
+        ids = torch.full(emb.shape[:-1], -1, device=self.ids.device)
+        masked = self.masked if self.mix.exclude is None else "own positive's cluster"
+        source = f"mixtures of {self.source}"
+        return replace(self, mix=None), Candidates(
+            ids, emb, mixed.flatten(-2), source=source, weighting=self.weighting, masked=masked
+        )
+
+
+@dataclass(frozen=True)
+class Bag:
+    """Blocks of candidates that share one partition function, and the weight of the positive's own term."""
+
+    blocks: tuple[Candidates, ...]
+    log_w_positive: Tensor | None = None  # (B,); None = 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.blocks, tuple) or not all(isinstance(block, Candidates) for block in self.blocks):
+            found = (
+                [type(block).__name__ for block in self.blocks]
+                if isinstance(self.blocks, tuple)
+                else type(self.blocks).__name__
+            )
+            raise ValueError(f"Bag.blocks must be a tuple of Candidates, as in Bag((candidates,)); got {found}")
+
+    def plain(self) -> Bag:
+        """The same bag with mixtures as vectors: for whoever looks at single candidates."""
+        if all(block.mix is None for block in self.blocks):
+            return self
+        return replace(self, blocks=tuple(part for block in self.blocks for part in block.plain()))
+
+    def describe(self) -> str:
+        """What the queries of this step are contrasted with: one line per block."""
+        lines = []
+        for block in self.blocks:
+            real = block.ids >= 0
+            line = f"{block.source}: {block.ids.shape[-1]:,} candidates "
+            line += "shared by all queries" if block.shared else "for each query"
+            line += f", {block.ids[real].unique().numel():,} distinct items, {int((~real).sum()):,} synthetic or empty"
+            line += f"; weight: {block.weighting}, {int(torch.isneginf(block.log_w).sum()):,} dropped"
+            line += f"; masked: {_masked(block)}"
+            if block.mix is not None:
+                line += f"; and {block.mix.count:,} mixtures of {block.mix.weights.shape[-1]:,} neighbours each"
+            kind = "expected" if block.seed is None else "rounded"
+            lines.append(line + (f"; counted as {block.draws:,.0f} {kind} draws per query" if block.draws else ""))
+        corrected = "uncorrected" if self.log_w_positive is None else "corrected"
+        return "\n".join([*lines, f"positive: one per query, {corrected}"])
+
+
+def _masked(block: Candidates) -> str:
+    if block.exclude is None:
+        return block.masked
+    return f"{block.exclude.name}, {len(block.exclude.hits(block.ids)[0]):,} places"
+
+
+class Ranks:
+    """The processes that train together: here one, which has everything. dist.py has those of a process group."""
+
+    rank: int = 0
+    world: int = 1
+
+    def own(self, x: Tensor) -> Tensor:
+        """The part of a tensor that every rank has whole (n, ...) that is this rank's to work on: equal parts, in order of rank."""
+        return x
+
+    def gather(self, x: Tensor, n: int) -> Tensor:
+        """The whole (n, ...) of which every rank has its part; gradients flow back to the rank that each row came from."""
+        return x
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum over all ranks, without gradient."""
+        return x
+
+    def share(self, value: Any) -> Any:
+        """What rank 0 has."""
+        return value
+
+    def equalise(self, tensors: Iterable[Tensor]) -> None:
+        """Give every rank the values of rank 0, in place."""
+
+
+ALONE = Ranks()
+
+
+class Batch:
+    """The whole batch, of which a step has the rows of one rank; in one process the step's own rows.
+
+    What all queries share is drawn and encoded for this: every rank knows the ids, vectors come with gradient from the ranks that encoded
+    them when first asked for. What each query draws for itself is drawn for all rows, and `own` takes those of this rank, so that no draw
+    depends on the number of ranks and the generators of all ranks stay in step.
+    """
+
+    def __init__(self, query_ids: Tensor, item_ids: Tensor, q: Tensor, v: Tensor, ranks: Ranks = ALONE):
+        self.query_ids, self.item_ids, self.ranks = query_ids, item_ids, ranks
+        self._q, self._v = q, v  # of this rank's rows
+
+    def __len__(self) -> int:
+        return len(self.item_ids)
+
+    @cached_property
+    def q(self) -> Tensor:
+        """(rows of all ranks, D)"""
+        with torch.enable_grad():  # whoever asks first, others may need the gradient
+            return self.gather(self._q)
+
+    @cached_property
+    def v(self) -> Tensor:
+        """(rows of all ranks, D) vectors of the positives"""
+        with torch.enable_grad():
+            return self.gather(self._v)
+
+    def own(self, x: Tensor) -> Tensor:
+        """This rank's rows of what all rows have."""
+        return self.ranks.own(x)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """The rows of all ranks, of what each has for its own."""
+        return self.ranks.gather(x, len(self))
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum over all ranks, without gradient."""
+        return self.ranks.sum(x)
+
+
+@dataclass(frozen=True)
+class Step:
+    """All that one training step knows: of its own rows, and through `batch` of those of all ranks."""
+
+    query_ids: Tensor  # (B,)
+    item_ids: Tensor  # (B,) the positives
+    q: Tensor  # (B, D)
+    v: Tensor  # (B, D) vectors of the positives
+    tau: Tensor  # () or (B,)
+    encode: Callable[
+        [Tensor], Tensor
+    ]  # item ids -> their vectors (..., D); ids (C,) must be the same on all ranks, which share the work
+    generator: torch.Generator
+    positives: Positives | None = None  # all known positives of every query
+    encode_mixtures: Callable[[Tensor, Tensor, int], Tensor] | None = None  # as Retriever.encode_mixtures
+    whole: Batch | None = None  # the batch of all ranks; None: these rows are all
+
+    @property
+    def batch(self) -> Batch:
+        """The batch of all ranks."""
+        return Batch(self.query_ids, self.item_ids, self.q, self.v) if self.whole is None else self.whole
+
+    @property
+    def scaled(self) -> Tensor:
+        """q / tau, so that a logit is a plain inner product."""
+        return self.q / self.tau.unsqueeze(-1)
+
+    @property
+    def positive_logits(self) -> Tensor:
+        return (self.scaled * self.v).sum(-1)
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The whole catalogue as the model sees it now: handed, without gradient, to every module that refreshes."""
+
+    epoch: int  # about to begin, from 0
+    item_vectors: Tensor | Callable[[], Tensor]  # (N, D), or what encodes them
+    encode_queries: Callable[[Tensor], Tensor]  # query ids -> (B, D)
+    positives: Positives  # all known positives of every query
+    generator: torch.Generator
+    ranks: Ranks = ALONE  # who may share the work
+    copied: Callable[[torch.device], Corpus] | None = (
+        None  # the same of a copy of the model on a device: it stays while training goes on
+    )
+
+    @cached_property
+    def items(self) -> Tensor:
+        """(N, D): encoded when first asked for, since a catalogue of texts takes long."""
+        return self.item_vectors if isinstance(self.item_vectors, Tensor) else self.item_vectors()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a step: handed, detached, to every module that observes."""
+
+    loss: Tensor  # (B,)
+    bags: tuple[Bag, ...]  # one per term of the run

@@ -1,0 +1,122 @@
+"""Retrieval data sets in BEIR's layout: corpus.jsonl, queries.jsonl and qrels/*.tsv."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import polars as pl
+
+from sparring.core.errors import UserError
+from sparring.data.formats.lines import find_file, read_json_lines, read_lines
+from sparring.data.interactions import Interactions
+from sparring.data.table import from_frame
+
+_PARTS = {"train": "train", "dev": "valid", "valid": "valid", "test": "test"}
+
+
+def is_beir(folder: Path) -> bool:
+    """Whether a folder holds a data set in BEIR's layout."""
+    return all(find_file(folder, name) is not None for name in ("corpus.jsonl", "queries.jsonl"))
+
+
+def read_beir(folder: str | Path) -> Interactions:
+    """The data set of a folder: queries and documents with their texts, and the pairs judged relevant (a score above 0).
+
+    `corpus.jsonl` has `_id`, `text` and perhaps `title` (text towers read both), `queries.jsonl` has `_id` and `text`, and
+    `qrels/train.tsv`, `dev.tsv` and `test.tsv` have a header, then query, document and score, tabs between them; without tabs, spaces.
+    The parts are the files' own where there is a train.tsv; else the pairs have none. All documents can be recommended; queries without a
+    relevant one are left out, grades above 0 all count as 1, and a line that is there twice is read once. Notes say how many of each.
+
+        data = read_beir("scifact")
+    """
+    folder = Path(folder)
+    notes: list[str] = []
+    corpus = _texts(folder, "corpus.jsonl", notes)
+    queries = _texts(folder, "queries.jsonl", notes)
+    files = {name: file for name in _PARTS if (file := find_file(folder / "qrels", f"{name}.tsv"))}
+    if not files:
+        raise UserError(f"{folder / 'qrels'} holds none of {', '.join(f'{name}.tsv' for name in _PARTS)}")
+    judged = pl.concat([_judgements(file).with_columns(split=pl.lit(_PARTS[name])) for name, file in files.items()])
+    for column, table in (("query", queries), ("item", corpus)):
+        known = judged[column].is_in(table["_id"].implode())
+        if not known.all():
+            missing = judged.filter(~known)
+            notes.append(
+                f"dropped {len(missing):,} judgements of the unknown {column} {missing[column][0]!r} and the like"
+            )
+            judged = judged.filter(known)
+    right = judged.filter(pl.col("score") > 0)
+    if right.is_empty():
+        raise UserError(f"{folder} has no query with a relevant document: no score in qrels is above 0")
+    notes += _left_out(corpus, queries, right)
+    if "train" not in files:
+        notes.append("qrels has no train.tsv: the pairs have no parts of their own")
+        right = right.drop("split")
+    tables = {name: table.rename({"_id": name}) for name, table in (("query", queries), ("item", corpus))}
+    pairs, source = right.drop("score"), str(folder)
+    data = from_frame(
+        pairs,
+        query="query",
+        item="item",
+        queries=tables["query"],
+        items=tables["item"],
+        catalogue=True,
+        source=source,
+        text=True,
+    )
+    return replace(data, notes=(*notes, *data.notes))
+
+
+def _texts(folder: Path, name: str, notes: list[str]) -> pl.DataFrame:
+    file = find_file(folder, name)
+    assert file is not None
+    table, note = read_json_lines(file, {"_id": pl.String, "title": pl.String, "text": pl.String}, "_id")
+    notes += [note] if note else []
+    table, before = table.unique(maintain_order=True), len(table)
+    if len(table) < before:
+        notes.append(f"dropped {before - len(table):,} lines of {file.name} that are there already")
+    if table["_id"].n_unique() < len(table):
+        twice = table["_id"].filter(table["_id"].is_duplicated())[0]
+        raise UserError(f"{file} has the _id {twice!r} more than once, with different texts")
+    table = table.with_columns(pl.col("title", "text").str.strip_chars().replace("", None))
+    return table if table["title"].null_count() < len(table) else table.drop("title")
+
+
+def _left_out(corpus: pl.DataFrame, queries: pl.DataFrame, right: pl.DataFrame) -> list[str]:
+    """What is not as the files have it: grades, queries that nothing is relevant to, documents that say nothing."""
+    notes = []
+    graded = right["score"].filter(right["score"] != 1).to_numpy()
+    if len(graded):
+        notes.append(f"{len(graded):,} judgements have grades other than 1 (up to {graded.max():g}): all count as 1")
+    idle = len(queries) - right["query"].n_unique()
+    if idle:
+        notes.append(f"left out {idle:,} queries without a relevant document")
+    texts = [name for name in ("title", "text") if name in corpus.columns]
+    empty = corpus.select(pl.all_horizontal(pl.col(texts).is_null()).sum()).item()
+    if empty:
+        notes.append(f"{empty:,} documents have no text: a text tower gives all of them one and the same vector")
+    return notes
+
+
+def _judgements(file: Path) -> pl.DataFrame:
+    """Columns query, item, score of a qrels file; also of one in TREC's form, with a 0 in the second column, and without a header.
+
+    Where a line has tabs they separate, so that an id may hold spaces.
+    """
+    lines, _ = read_lines(file)
+    names = ("query", "item", "score")
+    forms = {True: r"^([^\t]+)\t(?:0\t)?([^\t]+)\t\s*(\S+)$", False: r"^(\S+)\s+(?:0\s+)?(\S+)\s+(\S+)$"}
+    split = {
+        tabs: lines.str.strip_chars().str.extract_groups(form).struct.rename_fields(names)
+        for tabs, form in forms.items()
+    }
+    table = split[False].zip_with(~lines.str.contains("\t", literal=True), split[True]).struct.unnest()
+    table = table.with_columns(pl.col("score").cast(pl.Float64, strict=False))
+    wrong = (table["score"].is_null() & (lines.str.strip_chars() != "")).arg_true()
+    wrong = wrong.filter(wrong > 0)  # the first line is a header
+    if len(wrong):
+        raise UserError(
+            f"{file} line {int(wrong[0]) + 1:,} is {lines[int(wrong[0])][:60]!r}; expected a query, a document and a score"
+        )
+    return table.drop_nulls()

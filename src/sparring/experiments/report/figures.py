@@ -1,0 +1,280 @@
+"""Figures of a comparison: bars with errors, learning curves, quality against time, what is drawn; each as SVG, PNG and for a page.
+
+A figure takes plain rows, as the tables of results.py hold them, so anything that has such rows can draw it. A recipe keeps its colour,
+marker and line from figure to figure, by its place in `names`. In a page the ink takes the colour of the text, so that one figure
+reads well on light and on dark.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from sparring.core import files
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
+    from matplotlib.figure import Figure
+
+    from sparring.experiments.report.tables import Cell
+
+INK = "#20242b"  # stands for the colour of the text around a figure
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#b5569a", "#b08a00", "#3f9fd8", "#8c564b", "#7a68c4")
+BASE = "#868e96"  # the baseline's
+MARKERS, LINES = "osD^vPX<", ("-", "--", ":", "-.")
+STRATA = {"head": "#08519c", "mid": "#4292c6", "tail": "#a6cdea", "synthetic": "#e6a23c"}
+WIDTH = 6.4  # inches
+
+Rows = Sequence[Mapping[str, "Cell"]]
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A figure that was written as NAME.svg and NAME.png: its caption, and its SVG as a page holds it (markup, not escaped again)."""
+
+    name: str
+    caption: str
+    svg: str
+
+
+def style() -> AbstractContextManager[Any]:
+    """What holds while a figure is drawn and saved: text stays text in SVG, "$" is a plain sign, the ids of a figure never change."""
+    import matplotlib
+
+    settings: dict[Any, Any] = dict.fromkeys(
+        ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK
+    )
+    settings |= {
+        "svg.fonttype": "none",
+        "svg.hashsalt": "sparring",
+        "text.parse_math": False,
+        "font.size": 10,
+        "legend.frameon": False,
+    }
+    return matplotlib.rc_context(settings)
+
+
+def save(figure: Figure, folder: Path, name: str, caption: str) -> Drawn:
+    """Write folder/name.svg and folder/name.png on white, and give the figure back for a page."""
+    out = io.StringIO()
+    with style():
+        figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
+        files.write(folder / f"{name}.svg", lambda path: path.write_text(out.getvalue(), encoding="utf-8"))
+        files.write(
+            folder / f"{name}.png",
+            lambda path: figure.savefig(path, format="png", dpi=150, metadata={"Software": None}),
+        )
+    return Drawn(name, caption, inline(out.getvalue(), name))
+
+
+def inline(svg: str, name: str) -> str:
+    """An SVG file of matplotlib as a part of a page: no prolog, no background, ink of the text's colour, ids that no other figure has."""
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>\s*", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'<g id="patch_1">.*?</g>\s*', "", svg, count=1, flags=re.DOTALL)
+    svg = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{re.sub(r'[^a-zA-Z0-9-]', '-', name)}-", svg)
+    return svg.replace(INK, "currentColor").strip()
+
+
+def bars(rows: Rows, names: Sequence[str], baseline: str) -> Figure:
+    """Mean and deviation over seeds of every recipe, one panel per metric; the baseline is grey, and a dotted line carries its mean on.
+
+    bars(quality(plan).rows, plan.recipes, plan.against)
+    """
+    metrics = list(dict.fromkeys(str(row["metric"]) for row in rows))
+    shown = [name for name in names if any(row["recipe"] == name for row in rows)]
+    figure = blank(0.3 + len(metrics) * (0.75 + 0.3 * len(shown)))
+    with style():
+        figure.set_layout_engine("constrained", h_pad=0.1)
+        panels = figure.subplots(len(metrics), 1, squeeze=False)[:, 0]
+        for axes, metric in zip(panels, metrics, strict=True):
+            _bars_of(axes, {str(row["recipe"]): row for row in rows if row["metric"] == metric}, shown, names, baseline)
+            axes.set_title(metric, loc="left", fontsize=11, fontweight="bold")
+    return figure
+
+
+def _bars_of(
+    axes: Axes, found: Mapping[str, Mapping[str, Cell]], shown: list[str], names: Sequence[str], baseline: str
+) -> None:
+    most = max((_number(row["mean"]) + _number(row["std"]) for row in found.values()), default=0.0) or 1.0
+    right = 1.42 * most  # room for the figures beside the longest bar
+    for at, name in enumerate(shown):
+        if name not in found:
+            continue
+        mean, std = _number(found[name]["mean"]), found[name]["std"]
+        axes.barh(at, mean, 0.62, color=_colour(name, names, baseline))
+        if std is not None:
+            axes.errorbar(mean, at, xerr=_number(std), color=INK, capsize=3, linewidth=1.1)
+        label = f"{mean:.4f}" + (f" ± {_number(std):.4f}" if std is not None else "")
+        axes.text(right, at, label, va="center", ha="right", fontsize=9)
+    if baseline in found:
+        axes.axvline(_number(found[baseline]["mean"]), color=INK, linestyle=":", linewidth=1)
+    axes.set_yticks(range(len(shown)), [f"{name} (baseline)" if name == baseline else name for name in shown])
+    axes.set(xlim=(0, right), ylim=(len(shown) - 0.4, -0.6))
+    tidy(axes, "x")
+
+
+def curves(
+    histories: Mapping[str, Sequence[Sequence[Mapping[str, Any]]]],
+    metric: str,
+    names: Sequence[str],
+    baseline: str,
+    label: str = "",
+) -> Figure:
+    """A validation metric, or what `label` says, by epoch: the mean over seeds with a band of one deviation, as far as all were trained.
+
+    curves({"uns": [history of seed 0, history of seed 1]}, "ndcg@10", ("uns",), "uns")
+    """
+    from matplotlib.ticker import MaxNLocator
+
+    figure = blank(max(3.6, 0.8 + 0.2 * len(names)))
+    with style():
+        axes = figure.subplots()
+        for name in names:
+            values = [
+                {int(row["epoch"]): float(row[metric]) for row in history if metric in row}
+                for history in histories.get(name, ())
+            ]
+            epochs = sorted(set.intersection(*map(set, values))) if values else []
+            if not epochs:
+                continue
+            over = np.array([[value[epoch] for epoch in epochs] for value in values])
+            mean, std, colour = (
+                over.mean(0),
+                over.std(0, ddof=1) if len(over) > 1 else 0.0,
+                _colour(name, names, baseline),
+            )
+            line = LINES[names.index(name) // len(COLOURS) % len(LINES)]
+            marker = _marker(name, names) if len(epochs) < 16 else None
+            shown = f"{name} (baseline)" if name == baseline else name
+            axes.plot(epochs, mean, line, color=colour, label=shown, linewidth=1.7, marker=marker, markersize=3.5)
+            axes.fill_between(epochs, mean - std, mean + std, color=colour, alpha=0.15, linewidth=0)
+        axes.set(xlabel="epoch", ylabel=label or f"validation {metric}")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        tidy(axes, "both")
+        legend(figure, axes)
+    return figure
+
+
+def quality_by_time(rows: Rows, names: Sequence[str], baseline: str, metric: str) -> Figure:
+    """Each recipe's quality (mean and deviation) against its training time; rows have recipe, mean, std and seconds. Up and left is better.
+
+    The axis of time is logarithmic where the slowest takes more than eight times as long as the fastest.
+    """
+    from matplotlib.ticker import FuncFormatter, NullFormatter
+
+    figure = blank(max(3.6, 0.8 + 0.2 * len(rows)))
+    with style():
+        axes = figure.subplots()
+        for row in rows:
+            name = str(row["recipe"])
+            label = f"{name} (baseline)" if name == baseline else name
+            axes.errorbar(
+                _number(row["seconds"]),
+                _number(row["mean"]),
+                yerr=_number(row["std"]),
+                color=_colour(name, names, baseline),
+                marker=_marker(name, names),
+                markersize=8,
+                capsize=3,
+                linestyle="none",
+                label=label,
+            )
+        times = [_number(row["seconds"]) for row in rows]
+        if min(times) > 0 and max(times) > 8 * min(times):
+            axes.set_xscale("log")
+            axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+            axes.xaxis.set_minor_formatter(NullFormatter())
+        else:
+            axes.set_xlim(0, 1.08 * max(times) or 1)
+        axes.margins(y=0.15)
+        axes.set(xlabel="seconds of training", ylabel=f"test {metric}")
+        tidy(axes, "both")
+        legend(figure, axes)
+    return figure
+
+
+def popularity(rows: Rows, names: Sequence[str], baseline: str) -> Figure:
+    """What each recipe's negatives are: shares of head, mid and tail items, and of made-up vectors, as stacked bars."""
+    found = {str(row["recipe"]): row for row in rows}
+    shown = [name for name in names if name in found]
+    made_up = any(found[name]["synthetic"] for name in shown)
+    figure = blank(1.15 + 0.4 * len(shown))
+    with style():
+        axes = figure.subplots()
+        left = np.zeros(len(shown))
+        for part, colour in STRATA.items():
+            if part == "synthetic" and not made_up:
+                continue
+            share = np.array([_share(found[name], part) for name in shown])
+            axes.barh(range(len(shown)), share, 0.66, left=left, color=colour, label=part)
+            for at, (start, width) in enumerate(zip(left, share, strict=True)):
+                if width >= 0.06:
+                    tone = "#ffffff" if part in ("head", "mid") else "#111111"
+                    axes.text(start + width / 2, at, f"{width:.0%}", ha="center", va="center", color=tone, fontsize=9)
+            left += share
+        axes.set_yticks(range(len(shown)), [f"{name} (baseline)" if name == baseline else name for name in shown])
+        axes.set(xlim=(0, 1), ylim=(len(shown) - 0.4, -0.6))
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+        tidy(axes, "none")
+        figure.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=len(STRATA), fontsize=9)
+    return figure
+
+
+def _share(row: Mapping[str, Cell], part: str) -> float:
+    """Strata are shares of the places that hold an item: here, of all."""
+    made_up = _number(row["synthetic"])
+    return made_up if part == "synthetic" else _number(row[part]) * (1 - made_up)
+
+
+def blank(height: float) -> Figure:
+    """An empty figure of the common width, for what is drawn elsewhere in the same style."""
+    from matplotlib.figure import (
+        Figure,  # imported late because matplotlib takes half a second; not pyplot, which holds global state
+    )
+
+    return Figure(figsize=(WIDTH, height), layout="constrained", facecolor="white")
+
+
+def _colour(name: str, names: Sequence[str], baseline: str) -> str:
+    others = [other for other in names if other != baseline]
+    return BASE if name == baseline else COLOURS[others.index(name) % len(COLOURS)]
+
+
+def _marker(name: str, names: Sequence[str]) -> str:
+    at = names.index(name)
+    return MARKERS[(at + at // len(MARKERS)) % len(MARKERS)]  # a colour that comes again has another marker
+
+
+def legend(figure: Figure, axes: Axes) -> None:
+    """What the lines are, to the right of them."""
+    handles, labels = axes.get_legend_handles_labels()
+    if handles:
+        figure.legend(handles, labels, loc="outside right upper", fontsize=9)
+
+
+def tidy(axes: Axes, grid: str) -> None:
+    """The frame that all figures share; `grid` is "x", "y", "both" or "none"."""
+    axes.set_facecolor("none")
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    if grid != "none":
+        axes.grid(axis=grid, color="#808080", alpha=0.25, linewidth=0.8)  # type: ignore[arg-type]
+
+
+def by_decades(axis: Axis) -> None:
+    """Numbers at 1, 2 and 5 times the powers of ten of a logarithmic axis, so that a short one has some too."""
+    for put in (axis.set_major_formatter, axis.set_minor_formatter):
+        put(lambda value, _: (f"{value:,.0f}" if value >= 1 else f"{value:g}") if f"{value:e}"[0] in "125" else "")
+
+
+def _number(value: Cell) -> float:
+    return 0.0 if value is None else float(value)

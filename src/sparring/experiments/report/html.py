@@ -1,0 +1,205 @@
+"""One self-contained HTML page of tables that sort, figures, text and commands; it opens from disk and asks the network for nothing.
+
+    page = Page("Comparison", "three recipes", (Section("Quality", (Sheet(table), Figures((drawn,)), Text("..."))),))
+    page.write(Path("out/report.html"))
+
+All words are escaped, whatever they hold; only the SVG of a figure, which figures.py made, is markup. A policy in the page forbids the
+browser to load anything from anywhere, so a page that shows all it has is known to need nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import string
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+
+from sparring.core import files as disk
+from sparring.experiments.report.figures import Drawn
+from sparring.experiments.report.tables import Cell, Column, Table, shown
+
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+_LONG = 48  # letters after which the words of a cell may wrap
+
+
+@dataclass(frozen=True)
+class Text:
+    """A paragraph."""
+
+    words: str
+
+    def html(self) -> str:
+        return f"<p>{escape(self.words)}</p>"
+
+
+@dataclass(frozen=True)
+class Points:
+    """A list of short findings."""
+
+    each: Sequence[str]
+
+    def html(self) -> str:
+        return "<ul>" + "".join(f"<li>{escape(one)}</li>" for one in self.each) + "</ul>"
+
+
+@dataclass(frozen=True)
+class Code:
+    """A command, or other text in its own lines; under a fold where it has a title."""
+
+    text: str
+    title: str = ""
+
+    def html(self) -> str:
+        block = f"<pre><code>{escape(self.text)}</code></pre>"
+        return f"<details><summary>{escape(self.title)}</summary>{block}</details>" if self.title else block
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Names and what they are: versions, hardware, seeds."""
+
+    each: Mapping[str, str]
+
+    def html(self) -> str:
+        return (
+            "<dl>"
+            + "".join(f"<dt>{escape(name)}</dt><dd>{escape(words)}</dd>" for name, words in self.each.items())
+            + "</dl>"
+        )
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Figures side by side where there is room."""
+
+    each: Sequence[Drawn]
+
+    def html(self) -> str:
+        return '<div class="figures">' + "".join(map(_figure, self.each)) + "</div>"
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """A table whose headings sort it, by the full figures and not by the rounded ones; `tones` marks words as good, bad or plain.
+
+    Sheet(table, title="recall@20", tones={"better": "good", "worse": "bad", "baseline": "plain"})
+    """
+
+    table: Table
+    title: str = ""
+    tones: Mapping[str, str] = field(default_factory=dict)
+
+    def html(self) -> str:
+        head = "".join(
+            f'<th{_text(column)} scope="col"><button type="button">{escape(column.title)}</button></th>'
+            for column in self.columns
+        )
+        body = "".join(
+            "<tr>" + "".join(self._cell(column, row) for column in self.columns) + "</tr>\n" for row in self.table.rows
+        )
+        name = (f"<b>{escape(self.title)}</b> " if self.title else "") + escape(self.table.caption)
+        label = escape(" ".join(filter(None, (self.title, self.table.caption))) or "table")
+        return (
+            (
+                f'<p class="caption">{name}</p>' if name else ""
+            )  # not in the table, whose captions would be cut where it scrolls
+            + f'<div class="scroll" tabindex="0" role="region" aria-label="{label}"><table class="sorts" aria-label="{label}">'
+            f"<thead><tr>{head}</tr></thead>\n<tbody>\n{body}</tbody></table></div>"
+        )
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        return self.table.columns
+
+    def _cell(self, column: Column, row: Mapping[str, Cell]) -> str:
+        words = shown(column.form, row)
+        tone = self.tones.get(words, "")
+        inner = f'<span class="tone {escape(tone)}">{escape(words)}</span>' if tone else escape(words)
+        value = None if column.text else sort_value(column, row)
+        known = "" if value is None else f' data-value="{value!r}"'
+        return f"<td{_text(column, len(words) > _LONG)}{known}>{inner}</td>"
+
+
+Part = Text | Points | Code | Facts | Figures | Sheet
+
+
+@dataclass(frozen=True)
+class Section:
+    """A heading and what stands under it."""
+
+    title: str
+    parts: Sequence[Part]
+
+    def html(self) -> str:
+        return "\n".join([f"<h2>{escape(self.title)}</h2>", *(part.html() for part in self.parts)])
+
+
+@dataclass(frozen=True)
+class Page:
+    """A whole page; see the module."""
+
+    title: str
+    lead: str
+    sections: Sequence[Section]
+
+    def html(self) -> str:
+        """The page; the same parts give the same bytes."""
+        here = files("sparring.experiments.report")
+        css, script = ((here / f"report.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
+        anchors = [
+            f"s{at}-{re.sub(r'[^a-z0-9]+', '-', section.title.lower()).strip('-')}"
+            for at, section in enumerate(self.sections)
+        ]
+        pairs = list(zip(anchors, self.sections, strict=True))
+        nav = "".join(f'<li><a href="#{anchor}">{escape(section.title)}</a></li>' for anchor, section in pairs)
+        body = "\n".join(f'<section id="{anchor}">\n{section.html()}\n</section>' for anchor, section in pairs)
+        return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{POLICY}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{escape(self.title)}</title>
+<style>
+{css}</style>
+</head>
+<body>
+<header>
+<h1>{escape(self.title)}</h1>
+<p class="lead">{escape(self.lead)}</p>
+<nav aria-label="Sections"><ul>{nav}</ul></nav>
+</header>
+<main>
+{body}
+</main>
+<footer>Written by Sparring. Everything is in this file; a click on a heading sorts its table.</footer>
+<script>
+{script}</script>
+</body>
+</html>
+"""
+
+    def write(self, path: Path) -> None:
+        """Write the page; a reader sees the old file or the new one, never half."""
+        disk.write(path, lambda file: file.write_text(self.html(), encoding="utf-8"))
+
+
+def sort_value(column: Column, row: Mapping[str, Cell]) -> float | None:
+    """The number that a cell is sorted by: that of the first field of its column's format; None where it has none."""
+    names = [name for _, name, _, _ in string.Formatter().parse(re.sub(r"\[\[|\]\]", "", column.form)) if name]
+    value = row.get(names[0]) if names else None
+    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
+
+
+def _figure(drawn: Drawn) -> str:
+    svg = drawn.svg.replace("<svg", f'<svg role="img" aria-label="{escape(drawn.caption)}"', 1)
+    scroll = f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(drawn.name)}">{svg}</div>'
+    return f"<figure>{scroll}<figcaption>{escape(drawn.caption)}</figcaption></figure>"
+
+
+def _text(column: Column, long: bool = False) -> str:
+    return (' class="text long"' if long else ' class="text"') if column.text else ""

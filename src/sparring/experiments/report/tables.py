@@ -1,0 +1,153 @@
+"""One table, four ways to write it: Markdown and LaTeX for people, CSV and JSON, with every figure in full, for programs."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import re
+import string
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from sparring.core.errors import UserError
+
+Cell = str | float | int | bool | None
+SUFFIXES = ("md", "csv", "tex", "json")
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column as people see it: its heading, and a format over the fields of a row, such as "{mean:.4f} ± {std:.4f}".
+
+    A piece of the format in [[ ]] is left out where one of its fields is None; a cell whose other fields are None is empty.
+    """
+
+    title: str
+    form: str
+    text: bool = False  # left-aligned
+
+
+@dataclass(frozen=True)
+class Table:
+    """Tidy rows (one mapping from field to value per row) and the columns under which people see them.
+
+    table = Table((Column("recipe", "{recipe}", text=True), Column("recall", "{mean:.4f}[[ ± {std:.4f}]]")), rows, "Gowalla")
+    print(table.markdown());  table.write(Path("out"), "quality")  # quality.md, .csv, .tex, .json
+    """
+
+    columns: tuple[Column, ...]
+    rows: Sequence[Mapping[str, Cell]]
+    caption: str = ""
+
+    def cells(self) -> list[list[str]]:
+        """What people see, heading first."""
+        return [
+            [column.title for column in self.columns],
+            *([shown(column.form, row) for column in self.columns] for row in self.rows),
+        ]
+
+    def markdown(self) -> str:
+        """A Markdown table, padded so that it also reads well as plain text."""
+        cells = [[cell.replace("\\", "\\\\").replace("|", "\\|") for cell in line] for line in self.cells()]
+        widths = [max(len(line[i]) for line in cells) for i in range(len(self.columns))]
+        rule = [
+            ("-" * max(w, 3)) if column.text else "-" * max(w - 1, 2) + ":"
+            for column, w in zip(self.columns, widths, strict=True)
+        ]
+        lines = [
+            [
+                cell.ljust(w) if column.text else cell.rjust(w)
+                for cell, w, column in zip(line, map(len, rule), self.columns, strict=True)
+            ]
+            for line in cells
+        ]
+        body = "\n".join("| " + " | ".join(line) + " |" for line in [lines[0], rule, *lines[1:]])
+        return (f"{self.caption}\n\n" if self.caption else "") + body + "\n"
+
+    def latex(self) -> str:
+        """A LaTeX table with booktabs rules."""
+        head, *body = [" & ".join(escaped(cell) for cell in line) + r" \\" for line in self.cells()]
+        align = "".join("l" if column.text else "r" for column in self.columns)
+        caption = [rf"\caption{{{escaped(self.caption)}}}"] if self.caption else []
+        lines = [
+            r"\begin{table}",
+            r"\centering",
+            *caption,
+            rf"\begin{{tabular}}{{{align}}}",
+            r"\toprule",
+            head,
+            r"\midrule",
+            *body,
+        ]
+        return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", r"\end{table}"]) + "\n"
+
+    def csv(self) -> str:
+        """Every field of every row in full; None is empty."""
+        out = io.StringIO()
+        writer = csv.DictWriter(out, self.fields(), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(self.rows)
+        return out.getvalue()
+
+    def json(self) -> str:
+        """{"caption", "columns", "rows"}; what is not a finite number is null, so that any reader takes it."""
+        rows = [{key: _finite(value) for key, value in row.items()} for row in self.rows]
+        columns = [{"title": column.title, "form": column.form, "text": column.text} for column in self.columns]
+        return (
+            json.dumps(
+                {"caption": self.caption, "columns": columns, "rows": rows},
+                indent=2,
+                ensure_ascii=False,
+                allow_nan=False,
+            )
+            + "\n"
+        )
+
+    def fields(self) -> list[str]:
+        """The fields of the rows, in order of appearance."""
+        return list(dict.fromkeys(key for row in self.rows for key in row))
+
+    def write(self, folder: Path, name: str) -> list[Path]:
+        """name.md, name.csv, name.tex and name.json in a folder."""
+        texts = (self.markdown(), self.csv(), self.latex(), self.json())
+        paths = [folder / f"{name}.{suffix}" for suffix in SUFFIXES]
+        for path, text in zip(paths, texts, strict=True):
+            _write(path, text)
+        return paths
+
+
+def shown(form: str, row: Mapping[str, Cell]) -> str:
+    """A row under a column's format; see Column."""
+    kept = re.sub(r"\[\[(.*?)\]\](?!\])", lambda part: part[1] if _complete(part[1], row) else "", form)
+    return kept.format_map(row) if _complete(kept, row) else ""
+
+
+def _complete(form: str, row: Mapping[str, Cell]) -> bool:
+    return all(row.get(name) is not None for _, name, _, _ in string.Formatter().parse(form) if name)
+
+
+def escaped(text: str) -> str:
+    """Text as LaTeX shows it."""
+    special = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$"}
+    special |= {"<": r"$<$", ">": r"$>$", "|": r"$|$"} | {sign: "\\" + sign for sign in "&%$#_{}"}
+    return "".join(special.get(sign, sign) for sign in text)
+
+
+def _finite(value: Cell) -> Cell:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _write(path: Path, text: str) -> None:
+    beside = path.with_name(path.name + ".tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            beside.unlink()
+        raise UserError(f"cannot write {path}: {error.strerror or error}") from error

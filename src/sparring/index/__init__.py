@@ -1,9 +1,0 @@
-"""Indexes of item vectors: exact, or approximate through FAISS, tuned for a recall and a memory limit; saved beside a run."""
-
-from __future__ import annotations
-
-from sparring.index.kinds import KINDS, Effort
-from sparring.index.search import Index
-from sparring.index.tuning import Point, Tuned, tune
-
-__all__ = ["KINDS", "Effort", "Index", "Point", "Tuned", "tune"]

@@ -1,1 +1,0 @@
-"""Sparring's negatives inside other libraries' training loops."""

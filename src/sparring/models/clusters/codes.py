@@ -1,0 +1,184 @@
+"""The cluster and the cell of every item, and the items of each: Codes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import polars as pl
+import torch
+from torch import Tensor
+
+from sparring.core.errors import UserError
+from sparring.core.tensor_files import Where, load_tensors, save_tensors
+from sparring.data.interactions import Vocabulary
+
+
+class Codes:
+    """A primary cluster and, in it, a secondary cluster of every item; the items of each, sorted (the codes of ESANS, from MSAC).
+
+    Items of one primary cluster are alike, those of one cell (primary, secondary) so much alike that they are poor negatives for each
+    other. `order` lists the items by (primary, secondary, item): those of cluster p are order[start[p] : start[p + 1]], those of the cell
+    (p, s) are order[cell_start[c] : cell_start[c + 1]] with c = p * k_secondary + s. A cluster or cell may be empty.
+
+        codes = Codes.load("codes.safetensors").aligned(data.item_ids);  codes.items(7);  codes.cell_of[item]
+
+    Xing et al., ESANS, WWW 2025, section 3.2.
+    """
+
+    primary: Tensor  # (N,) int32
+    secondary: Tensor  # (N,) int16
+    codewords: Tensor  # (k_primary, D) float32: where each primary cluster lies
+
+    def __init__(
+        self, primary: Tensor, secondary: Tensor, codewords: Tensor, k_secondary: int, ids: Vocabulary | None = None
+    ) -> None:
+        """`ids` are the original ids of the items, so that the codes can be used with another vocabulary."""
+        if primary.dim() != 1 or primary.shape != secondary.shape or codewords.dim() != 2:
+            shapes = f"{tuple(primary.shape)}, {tuple(secondary.shape)} and {tuple(codewords.shape)}"
+            raise ValueError(f"codes need primary (N,), secondary (N,) and codewords (K, D), got {shapes}")
+        if not 1 <= k_secondary < 2**15:
+            raise ValueError(f"k_secondary is {k_secondary}; it must be between 1 and 32767")
+        for name, codes, k in (("primary", primary, len(codewords)), ("secondary", secondary, k_secondary)):
+            if len(codes) and not (int(codes.min()) >= 0 and int(codes.max()) < k):
+                raise ValueError(f"{name} codes lie in {int(codes.min())}..{int(codes.max())}; there are {k} codewords")
+        if ids is not None and len(ids) != len(primary):
+            raise ValueError(f"{len(ids):,} ids for {len(primary):,} codes")
+        self.primary, self.secondary = primary.cpu().to(torch.int32), secondary.cpu().to(torch.int16)
+        self.codewords, self.k_secondary, self.ids = codewords.detach().cpu().float().clone(), k_secondary, ids
+
+    def __len__(self) -> int:
+        return len(self.primary)
+
+    def __repr__(self) -> str:
+        return f"Codes({len(self):,} items, {self.k_primary} x {self.k_secondary})"
+
+    @property
+    def k_primary(self) -> int:
+        return len(self.codewords)
+
+    @cached_property
+    def cell_of(self) -> Tensor:
+        """(N,) int64: the cell of each item, primary * k_secondary + secondary."""
+        return self.primary.long() * self.k_secondary + self.secondary.long()
+
+    @cached_property
+    def order(self) -> Tensor:
+        """(N,) int64: the items by cell, and by number in a cell."""
+        return torch.argsort(self.cell_of, stable=True)
+
+    @cached_property
+    def cell_start(self) -> Tensor:
+        """(k_primary * k_secondary + 1,) int64: where each cell begins in `order`."""
+        sizes = torch.bincount(self.cell_of, minlength=self.k_primary * self.k_secondary)
+        return torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
+
+    @cached_property
+    def start(self) -> Tensor:
+        """(k_primary + 1,) int64: where each primary cluster begins in `order`."""
+        return self.cell_start[:: self.k_secondary].clone()
+
+    @property
+    def sizes(self) -> Tensor:
+        """(k_primary,) int64: items in each primary cluster."""
+        return self.start.diff()
+
+    def items(self, primary: int, secondary: int | None = None) -> Tensor:
+        """The items of a primary cluster, or of one cell of it."""
+        if secondary is None:
+            return self.order[self.start[primary] : self.start[primary + 1]]
+        cell = primary * self.k_secondary + secondary
+        return self.order[self.cell_start[cell] : self.cell_start[cell + 1]]
+
+    def aligned(self, ids: Vocabulary) -> Codes:
+        """The codes of the items of another vocabulary, in its order; an item without a code is an error."""
+        if self.ids is None:
+            raise UserError("these codes have no item ids, so that they fit only the items that they were made for")
+        at = torch.from_numpy(self.ids.encode(ids.ids))
+        unknown = int((at < 0).sum())
+        if unknown:
+            first = ids.ids[int((at < 0).nonzero()[0])]
+            raise UserError(
+                f"{unknown:,} items, such as {first!r}, have no code: run `sparring cluster --update` with these items"
+            )
+        return Codes(self.primary[at], self.secondary[at], self.codewords, self.k_secondary, ids)
+
+    def without_secondary(self) -> Codes:
+        """The same primary clusters in one cell each: what the secondary codebook is measured against."""
+        return Codes(self.primary, torch.zeros_like(self.secondary), self.codewords, 1, self.ids)
+
+    def shuffled(self, seed: int = 0) -> Codes:
+        """The same codewords and sizes of all cells with items dealt out anew: the strictest control of what the clusters mean."""
+        at = torch.randperm(len(self), generator=torch.Generator().manual_seed(seed))
+        return Codes(self.primary[at], self.secondary[at], self.codewords, self.k_secondary, self.ids)
+
+    @classmethod
+    def random(
+        cls, n: int, k_primary: int, k_secondary: int = 1, seed: int = 0, ids: Vocabulary | None = None
+    ) -> Codes:
+        """Clusters and cells dealt out at random, of equal size to within one item; all clusters lie equally far from each other."""
+        deal = torch.randperm(n, generator=torch.Generator().manual_seed(seed)) % (k_primary * k_secondary)
+        return cls(deal % k_primary, deal // k_primary, torch.eye(k_primary), k_secondary, ids)
+
+    @classmethod
+    def from_labels(
+        cls,
+        labels: Tensor | np.ndarray | pl.Series | Sequence[Any],
+        secondary: Tensor | np.ndarray | pl.Series | Sequence[Any] | None = None,
+        vectors: Tensor | None = None,
+        ids: Vocabulary | None = None,
+    ) -> Codes:
+        """Clusters that are known, such as categories, and perhaps known parts of them, in the order of their labels; None is a label too.
+
+        Their codewords are the means of `vectors` (N, D); without these, all lie equally far from each other.
+        """
+        primary, k = _numbered(labels)
+        inner, k_inner = (torch.zeros_like(primary), 1) if secondary is None else _numbered(secondary)
+        if vectors is None:
+            return cls(primary, inner, torch.eye(k), k_inner, ids)
+        total = torch.zeros(k, vectors.shape[1]).index_add_(0, primary, vectors.float())
+        return cls(primary, inner, total / torch.bincount(primary, minlength=k).unsqueeze(1), k_inner, ids)
+
+    def tensors(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """What a file holds: tensors under names that begin with "codes.", and a JSON value."""
+        tensors = {"primary": self.primary, "secondary": self.secondary, "codewords": self.codewords}
+        if self.ids is not None and self.ids.kind == "int":
+            tensors["ids"] = torch.from_numpy(self.ids.ids.to_numpy(writable=True))
+        elif self.ids is not None:
+            text = self.ids.ids
+            tensors["text"] = torch.frombuffer(bytearray("".join(text).encode() or b"\0"), dtype=torch.uint8)
+            tensors["length"] = torch.from_numpy(text.str.len_bytes().to_numpy().astype(np.int32))
+        return {f"codes.{name}": tensor for name, tensor in tensors.items()}, {
+            "codes": {"k_secondary": self.k_secondary}
+        }
+
+    def save(self, path: Where) -> None:
+        """One safetensors file, 6 bytes an item and the ids; atomic."""
+        save_tensors(path, *self.tensors())
+
+    @classmethod
+    def load(cls, path: Where) -> Codes:
+        """Read what `save`, or `sparring cluster`, wrote."""
+        found, meta = load_tensors(path, "codes")
+        ids: Vocabulary | None = None
+        if "ids" in found:
+            ids = Vocabulary(found["ids"].numpy())
+        elif "length" in found:
+            ends = np.cumsum(found["length"].numpy(), dtype=np.int64)
+            starts, whole = ends - found["length"].numpy(), found["text"].numpy().tobytes()
+            ids = Vocabulary([whole[a:b].decode() for a, b in zip(starts.tolist(), ends.tolist(), strict=True)])
+        return cls(found["primary"], found["secondary"], found["codewords"], int(meta["k_secondary"]), ids)
+
+
+def _numbered(labels: Tensor | np.ndarray | pl.Series | Sequence[Any]) -> tuple[Tensor, int]:
+    """Labels as 0..k-1 in their sorted order, null first."""
+    plain = labels.cpu().numpy() if isinstance(labels, Tensor) else labels
+    series = plain if isinstance(plain, pl.Series) else pl.Series(plain, strict=False)
+    if not len(series):
+        raise UserError("no labels: there is nothing to cluster")
+    code = series.rank("dense")
+    first = 1 if series.null_count() else 0
+    dense = code.fill_null(1 - first).cast(pl.Int64) - 1 + first
+    return torch.from_numpy(dense.to_numpy(writable=True)), int(dense.max()) + 1  # type: ignore[arg-type]

@@ -1,0 +1,166 @@
+"""Encoders of text towers by name: opened from a package, a folder or the hub, and saved as a folder of their own.
+
+A transformer's folder is one that transformers and sentence-transformers read; a bag's holds config.json, model.safetensors and, unless
+its tokens are hashed words, tokenizer.json. Either can be named as `encoder` of another run.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any, Literal
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import nn
+
+from sparring.core.errors import UserError, first_line
+from sparring.data.modalities.encoders import TextEncoder, text_folder, text_library
+from sparring.data.texts.tokenizers import FastTokenizer, WordTokenizer, find_tokenizer, package_folder
+from sparring.models.text import BagEncoder, TransformerEncoder
+
+BAGS = ("bag", "wordllama")
+_BAG = "sparring-bag"  # model_type in config.json
+_WORDLLAMA = "weights/l2_supercat_256.safetensors", "tokenizers/l2_supercat_tokenizer_config.json"
+
+Pooling = Literal["mean", "cls"]
+
+
+def is_bag(name: str) -> bool:
+    """Whether an encoder of this name is a bag of token vectors."""
+    return name in BAGS or (Path(name).is_dir() and _config(Path(name)).get("model_type") == _BAG)
+
+
+def width(name: str, dim: int) -> int:
+    """Dimensions that the encoder of this name gives; a new bag has as many as asked for."""
+    if name in BAGS:
+        return dim
+    config = _config(text_folder(name))
+    return int(next(config[key] for key in ("hidden_size", "dim", "d_model") if key in config))
+
+
+def open_encoder(
+    name: str, dim: int = 256, pooling: Pooling = "mean", sparse: bool = True, init_std: float = 0.1
+) -> BagEncoder | TransformerEncoder:
+    """The encoder of this name, with the weights that it starts from.
+
+    `bag` takes the first `dim` of the 256 dimensions of the package wordllama where that is installed, else random vectors of hashed words,
+    in either case with a standard deviation of init_std; `wordllama` insists on the package. `minilm`, a folder and a name on the hub are
+    transformers (see data/encoders.py), but for a folder that a bag was saved to.
+    """
+    package = package_folder("wordllama") if name in BAGS else None
+    if package is not None:
+        return _wordllama(package, dim, sparse, init_std)
+    if name == "bag":
+        words = WordTokenizer()
+        return BagEncoder(words, torch.empty(words.vocabulary, dim).normal_(0.0, init_std), sparse)
+    if name == "wordllama":
+        raise UserError(
+            "encoder=wordllama needs its package: pip install wordllama, or use encoder=bag, which then starts at random"
+        )
+    return load_encoder(text_folder(name), pooling, sparse)
+
+
+def load_encoder(
+    folder: Path, pooling: Pooling = "mean", sparse: bool = True, weights: bool = True
+) -> BagEncoder | TransformerEncoder:
+    """The encoder that a folder holds; without `weights` its shape alone, to be filled from elsewhere."""
+    config = _config(folder)
+    try:
+        if config.get("model_type") == _BAG:
+            tokens = folder / "tokenizer.json"
+            tokenizer = (
+                FastTokenizer(tokens, special=False) if tokens.is_file() else WordTokenizer(int(config["vocabulary"]))
+            )
+            bag = BagEncoder(tokenizer, torch.zeros(int(config["vocabulary"]), int(config["dim"])), sparse, tokens)
+            if weights:
+                bag.load_state_dict(safetensors.torch.load_file(folder / "model.safetensors"))
+            return bag
+        source = TextEncoder(folder, "cpu")
+        model = (
+            source.load()[1] if weights else _bare(folder)
+        ).float()  # many are kept in halves, whose small steps would be lost
+        return TransformerEncoder(model, find_tokenizer(folder), pooling, source.max_length, folder / "tokenizer.json")
+    except (OSError, ValueError, KeyError, RuntimeError, safetensors.SafetensorError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"cannot load the text encoder in {folder}: {first_line(error)}") from error
+
+
+def save_encoder(encoder: BagEncoder | TransformerEncoder, folder: Path, weights: bool = True) -> None:
+    """Write an encoder to a folder; without `weights` only what tells its shape and its tokens."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "model.safetensors").unlink(missing_ok=True)  # those of an earlier run
+        if isinstance(encoder, BagEncoder):
+            _copy(encoder.tokenizer_file, folder / "tokenizer.json")
+            _write_json(
+                folder / "config.json", {"model_type": _BAG, "vocabulary": encoder.vectors.n, "dim": encoder.dim}
+            )
+            if weights:
+                tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in encoder.state_dict().items()}
+                safetensors.torch.save_file(tensors, folder / "model.safetensors")
+            return
+        model: Any = encoder.model
+        for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt"):
+            _copy(encoder.tokenizer_file and encoder.tokenizer_file.with_name(name), folder / name)
+        model.config.save_pretrained(folder)
+        if weights:
+            model.save_pretrained(folder)
+        _for_sentence_transformers(encoder, folder)
+    except (OSError, safetensors.SafetensorError) as error:
+        raise UserError(f"cannot write {folder}: {first_line(error)}") from error
+
+
+def _for_sentence_transformers(encoder: TransformerEncoder, folder: Path) -> None:
+    """What sentence-transformers needs beside the model, so that SentenceTransformer(folder) gives the same vectors."""
+    kinds = (("", "Transformer"), ("1_Pooling", "Pooling"))
+    modules = [
+        {"idx": i, "name": str(i), "path": p, "type": f"sentence_transformers.models.{kind}"}
+        for i, (p, kind) in enumerate(kinds)
+    ]
+    (folder / "1_Pooling").mkdir(exist_ok=True)
+    pooling = {"word_embedding_dimension": encoder.dim, "pooling_mode_mean_tokens": encoder.pooling == "mean"}
+    _write_json(folder / "1_Pooling" / "config.json", {**pooling, "pooling_mode_cls_token": encoder.pooling == "cls"})
+    _write_json(folder / "sentence_bert_config.json", {"max_seq_length": encoder.longest})
+    _write_json(folder / "modules.json", modules)
+
+
+def _wordllama(package: Path, dim: int, sparse: bool, init_std: float) -> BagEncoder:
+    vectors = safetensors.torch.load_file(package / _WORDLLAMA[0])["embedding.weight"].float()
+    if dim > vectors.shape[1]:
+        raise UserError(
+            f"dim={dim} is more than the {vectors.shape[1]} dimensions of wordllama's vectors: choose at most that many"
+        )
+    vectors = vectors[:, :dim] * (init_std / vectors.std())  # so that one learning rate suits them and random ones
+    return BagEncoder(find_tokenizer("wordllama"), vectors, sparse, package / _WORDLLAMA[1])
+
+
+def _bare(folder: Path) -> nn.Module:
+    """An untrained model of the shape that a folder tells."""
+    transformers = text_library("transformers")
+    model: nn.Module = transformers.AutoModel.from_config(
+        transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    )
+    return model
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads((folder / "config.json").read_text()))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder} holds no text encoder: its config.json cannot be read") from error
+
+
+def _copy(file: Path | None, to: Path) -> None:
+    """Put a file where another may lie; where there is none, nothing may lie there either."""
+    if file is None or not file.is_file():
+        to.unlink(missing_ok=True)
+    elif file.resolve() != to.resolve():
+        shutil.copyfile(file, to)
+
+
+def _write_json(path: Path, value: object) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n")

@@ -1,0 +1,211 @@
+"""Towers: modules that turn ids of any shape into vectors.
+
+A tower is any nn.Module with `forward(ids) -> (..., D)`. Tables take row-sparse gradients by default, so that a training step costs
+what its batch costs (see optim.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from sparring.core.sparse_rows import lookup
+from sparring.kernels import gather
+
+if TYPE_CHECKING:
+    from sparring.data.features import Features, Histories
+
+
+class IdTower(nn.Module):
+    """One free vector per id: a table of (n, dim), drawn from N(0, init_std^2).
+
+    By default init_std = 1 / sqrt(dim), vectors of length about 1; the XIR release starts from init_std = 1. With `sparse` the gradient
+    holds only the rows of the batch and needs a row rule (RowAdam, RowAdagrad); without it the gradient is dense, for dense Adam.
+
+        IdTower(n=40_988, dim=32)(torch.tensor([3, 7]))     # (2, 32)
+    """
+
+    undecayed: bool = False  # by the row rules, whatever the weight decay
+
+    def __init__(self, n: int, dim: int, init_std: float | None = None, sparse: bool = True) -> None:
+        super().__init__()
+        if n < 1 or dim < 1:
+            raise ValueError(f"a table needs at least one row and one column, not n={n}, dim={dim}")
+        self.n, self.dim, self.sparse = n, dim, sparse
+        self.weight = nn.Parameter(torch.empty(n, dim).normal_(0.0, dim**-0.5 if init_std is None else init_std))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return lookup(self.weight, ids.long()) if self.sparse else gather(self.weight, ids.long())
+
+    def extra_repr(self) -> str:
+        return f"{self.n}, {self.dim}, sparse={self.sparse}"
+
+
+class FeatureTower(nn.Module):
+    """Ids with categorical and dense features, joined and passed through fully connected layers.
+
+        x = [id vector | one vector of `dim` per categorical column | dense features],   layers of `hidden` units, ReLU between them
+
+    The last layer is linear, so that scores may be negative; the output has hidden[-1] dimensions. Code 0 of a column (missing or rare)
+    has a learned vector of its own. Without `with_id` an item is known by its features alone, so that one never trained on can be placed.
+    The features travel with the module as buffers.
+
+        FeatureTower(n=len(table), dim=32, features=Features.from_table(table, ["seller", "category"]))
+
+    Chen et al., Cache-Augmented Inbatch Importance Resampling, NeurIPS 2022, section 4.5.
+    """
+
+    categorical: Tensor
+    dense: Tensor
+
+    def __init__(
+        self,
+        n: int,
+        dim: int,
+        features: Features,
+        hidden: Sequence[int] = (32, 16),
+        with_id: bool = True,
+        init_std: float | None = None,
+        sparse: bool = True,
+    ) -> None:
+        super().__init__()
+        if len(features) != n:
+            raise ValueError(f"there are features of {len(features):,} ids, but the tower has {n:,}")
+        if not hidden or min(hidden) < 1:
+            raise ValueError(f"hidden {tuple(hidden)} needs at least one layer, each of at least one unit")
+        columns = len(features.cardinalities)
+        width = dim * (with_id + columns) + features.dense.shape[1]
+        if width == 0:
+            raise ValueError("a tower without ids needs at least one feature: pass features or with_id=True")
+        self.n, self.dim = n, hidden[-1]
+        self.id = IdTower(n, dim, init_std, sparse) if with_id else None
+        # One table for all columns, each column at its own offset: one gather instead of one per column.
+        self.values = IdTower(sum(features.cardinalities), dim, init_std, sparse) if columns else None
+        offsets = torch.tensor([0, *itertools.accumulate(features.cardinalities)][:columns], dtype=torch.int32)
+        self.register_buffer("categorical", torch.as_tensor(features.categorical, dtype=torch.int32) + offsets)
+        self.register_buffer("dense", torch.as_tensor(features.dense, dtype=torch.float32))
+        layers: list[nn.Module] = []
+        for before, after in itertools.pairwise([width, *hidden]):
+            layers += [nn.Linear(before, after), nn.ReLU()]
+        self.layers = nn.Sequential(*layers[:-1])
+
+    def forward(self, ids: Tensor) -> Tensor:
+        joined: Tensor = self.layers(self._joined(ids.reshape(-1)))
+        return joined.unflatten(0, ids.shape) if ids.dim() else joined.squeeze(0)
+
+    def mixtures(self, ids: Tensor, weights: Tensor, layer: int) -> Tensor:
+        """(..., V, D): items (..., M) mixed by weights (..., V, M) after `layer` layers and their ReLU, then sent through the rest."""
+        begins = [at for at, part in enumerate(self.layers) if isinstance(part, nn.Linear)]
+        if not 0 <= layer < len(begins):
+            raise ValueError(
+                f"layer={layer} is not inside the item tower: its {len(begins)} layers leave 0 to {len(begins) - 1}"
+            )
+        hidden = self.layers[: begins[layer]](self._joined(ids.reshape(-1))).unflatten(0, ids.shape)
+        mixed: Tensor = self.layers[begins[layer] :](weights @ hidden)
+        return mixed
+
+    def _joined(self, flat: Tensor) -> Tensor:
+        parts = [] if self.id is None else [self.id(flat)]
+        if self.values is not None:
+            parts.append(self.values(self.categorical.index_select(0, flat)).flatten(1))
+        if self.dense.shape[1]:
+            parts.append(self.dense.index_select(0, flat))
+        return torch.cat(parts, 1)
+
+
+class HistoryTower(nn.Module):
+    """A query as the mean, or an attention-weighted mean, of the vectors of its last items.
+
+        q_u = sum_j a_j x_j,   a_j = 1 / n (mean)   or   a = softmax_j(c . tanh(A x_j + b) + recency_age(j)) (attention)
+
+    x_j are vectors of the tower `item`: the Retriever's own item tower, or a table of its own. A query without history gets a learned
+    vector. It has no vector per query: `encode_history` serves users who came after training. In training, pass the positives as
+    `exclude_items`: every occurrence of the positive is left out of the history that has to predict it, else the model learns to copy.
+    Attention starts as the mean (c = 0). Vectors are gathered once per distinct item and never padded.
+
+        HistoryTower(item_tower, histories(train, last=51), last=50)(query_ids, exclude_items=item_ids)
+
+    The mean is Covington et al., Deep Neural Networks for YouTube Recommendations, RecSys 2016, section 3.2.
+    """
+
+    start: Tensor
+    items: Tensor
+
+    def __init__(
+        self, item: nn.Module, histories: Histories, last: int = 50, pooling: Literal["mean", "attention"] = "mean"
+    ) -> None:
+        super().__init__()
+        if last < 1:
+            raise ValueError(f"last {last} must be at least 1 item of history")
+        if pooling not in ("mean", "attention"):
+            raise ValueError(f"pooling {pooling!r} is not known: use 'mean' or 'attention'")
+        self.item, self.last, self.pooling = item, last, pooling
+        self.n, self.dim = len(histories.start) - 1, width_of(item)
+        self.register_buffer("start", histories.start.long())
+        self.register_buffer("items", histories.items.int())
+        longest = int(self.start.diff().max()) if self.n else 0
+        self._reach = min(last + 1, longest)  # one more than is used: the positive may be among the last
+        self.empty = nn.Parameter(torch.empty(self.dim).normal_(0.0, self.dim**-0.5))
+        if pooling == "attention":
+            self.key = nn.Linear(self.dim, self.dim)
+            self.context = nn.Parameter(torch.zeros(self.dim))
+            self.recency = nn.Parameter(torch.zeros(last))
+
+    def forward(self, query_ids: Tensor, exclude_items: Tensor | None = None) -> Tensor:
+        flat = query_ids.reshape(-1)
+        begin, end = self.start[flat].unsqueeze(1), self.start[flat + 1].unsqueeze(1)
+        at = end - torch.arange(self._reach, 0, -1, device=flat.device)  # oldest first
+        inside = at >= begin
+        items = self.items[at.clamp(min=0)] if self._reach else at.int()
+        if exclude_items is not None:
+            inside &= items != exclude_items.reshape(-1, 1)
+        return self.encode_history(items.masked_fill(~inside, -1)).reshape(*query_ids.shape, self.dim)
+
+    def encode_history(self, items: Tensor) -> Tensor:
+        """Item ids (B, L) in time order, -1 where there is none -> (B, D). Of each row the last `last` items count."""
+        present = items >= 0
+        age = present.flip(1).cumsum(1).flip(1) - 1  # 0 = the most recent item; meaningless where absent
+        present = present & (age < self.last)
+        length = present.sum(1)
+        distinct, which = torch.unique(items[present], return_inverse=True)
+        if not len(distinct):
+            return self.empty.expand(len(items), self.dim)
+        vectors = self.item(distinct.long())
+        begin = torch.cumsum(length, 0) - length
+        if self.pooling == "mean":
+            pooled = F.embedding_bag(which, vectors, begin, mode="mean")
+        else:
+            # -inf in a whole row would make its softmax nan; a row without history has no weights to read, so any finite value does.
+            logits = torch.full(
+                present.shape, torch.finfo(vectors.dtype).min, dtype=vectors.dtype, device=vectors.device
+            )
+            score = torch.tanh(self.key(vectors)) @ self.context
+            logits = logits.masked_scatter(present, score[which] + self.recency[age[present]])
+            weights = torch.softmax(logits, 1)[present]
+            pooled = F.embedding_bag(which, vectors, begin, mode="sum", per_sample_weights=weights)
+        return torch.where(length.unsqueeze(1) > 0, pooled, self.empty)
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Evaluation mode for the time of the block; each submodule gets its own mode back."""
+    training = [part for part in module.modules() if part.training]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part in training:
+            part.training = True
+
+
+def width_of(tower: nn.Module) -> int:
+    """How many dimensions a tower gives, by asking it for id 0."""
+    where = next(itertools.chain(tower.parameters(), tower.buffers()), torch.empty(0)).device
+    with evaluating(tower), torch.no_grad():
+        return int(tower(torch.zeros(1, dtype=torch.long, device=where)).shape[-1])

@@ -1,0 +1,198 @@
+"""Negatives by what the model itself retrieves, or what a batch knows: NearestItems (ANCE), BatchPositives (NGAME's classifiers)."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from threading import Thread
+
+import torch
+from torch import Tensor
+
+from sparring.core.topk import top_k
+from sparring.core.types import Bag, Candidates, Corpus, Step
+from sparring.negatives.base import Exclusion, Negatives, check_choice, exclusion
+from sparring.negatives.in_batch import zeros
+
+_BLOCK = 8192  # queries encoded and ranked at a time
+
+
+class NearestItems(Negatives):
+    """Items near each query as the model ranked the whole catalogue some epochs ago (ANCE).
+
+    Every `every` epochs, beginning with the epoch `start` counted from 0, all queries that have positives are encoded and their k best
+    items, known positives left out, are listed, exactly; the first `skip` of them are dropped: some are right and only unknown.
+    A step draws n of its query's list, with replacement. They are shared by all queries of the batch, or with per_query=True count
+    against the query of the list alone. Before the first lists they count nothing. Lists take 4 k bytes a query.
+
+    With `delay` the lists made of the vectors at the beginning of epoch e hold from epoch e + delay on, and meanwhile a copy of the
+    model makes them in the background: on a second GPU, or beside training on a CPU of several cores. Where nothing is free they are made
+    in line. Who makes them changes nothing: the same epochs have the same lists, and a checkpoint waits for them.
+
+        Union(InBatch(), NearestItems(n_queries, n=1, k=200))
+
+    Xiong et al., Approximate Nearest Neighbor Negative Contrastive Learning for Dense Text Retrieval, ICLR 2021.
+    """
+
+    in_place = True  # what refresh makes lies where it lay: a recorded step holds
+    lists: Tensor
+    coming: Tensor
+    due: Tensor
+
+    def __init__(
+        self,
+        n_queries: int,
+        n: int = 1,
+        k: int = 200,
+        skip: int = 0,
+        every: int = 5,
+        start: int = 0,
+        per_query: bool = False,
+        exclude: Exclusion = "known",
+        delay: int = 0,
+    ):
+        super().__init__()
+        check_choice("exclude", exclude, Exclusion)
+        if min(n_queries, n, k, every) < 1 or min(skip, start) < 0:
+            raise ValueError(
+                f"NearestItems needs n, k, every >= 1 and skip, start >= 0, got n={n}, k={k}, every={every}, skip={skip}, start={start}"
+            )
+        if not 0 <= delay <= every:
+            raise ValueError(f"delay must lie between 0 and every={every} epochs, got {delay}")
+        self.n, self.skip, self.every, self.start, self.per_query, self.exclude = (
+            n,
+            skip,
+            every,
+            start,
+            per_query,
+            exclude,
+        )
+        self.delay, self.seconds = delay, 0.0
+        self.register_buffer("lists", torch.full((n_queries, k), -1, dtype=torch.int32))
+        if delay:
+            self.register_buffer("coming", self.lists.clone())
+            self.register_buffer("due", torch.tensor(-1))  # the epoch from which on `coming` holds
+            self.register_state_dict_pre_hook(lambda module, prefix, keep_vars: module.wait())
+        self._work: _Background | None = None
+
+    def forward(self, step: Step) -> Bag:
+        lists = self.lists[step.batch.query_ids]
+        filled = (lists >= 0).sum(1, keepdim=True)  # places without an item are the last
+        u = torch.rand(len(lists), self.n, dtype=torch.float64, generator=step.generator, device=lists.device)
+        at = torch.minimum((u * filled).long(), (filled - 1).clamp(min=0))
+        ids = lists.gather(1, at).long()
+        ids = step.batch.own(ids) if self.per_query else ids.flatten()
+        log_w = torch.where(ids >= 0, 0.0, -math.inf)
+        emb = step.encode(ids.clamp(min=0))
+        return Bag((Candidates(ids, emb, log_w, exclusion(step, self.exclude), source="nearest items of each query"),))
+
+    def refresh(self, corpus: Corpus) -> None:
+        """New lists from the vectors as they are now, or from those of `delay` epochs ago, where it is time."""
+        since, began = corpus.epoch - self.start, time.perf_counter()
+        if self.delay and int(self.due) == corpus.epoch:
+            self.wait()
+            self.lists.copy_(self.coming)
+            self.due.fill_(-1)
+        if since >= 0 and not since % self.every:
+            if not self.delay:
+                self.lists.copy_(self._made(corpus))
+            else:
+                self._begin(corpus)
+        if self.lists.is_cuda:
+            torch.cuda.synchronize(self.lists.device)
+        self.seconds += time.perf_counter() - began
+
+    def _begin(self, corpus: Corpus) -> None:
+        """Make the lists that hold `delay` epochs from now, in the background where something is free."""
+        self.wait()
+        self.due.fill_(corpus.epoch + self.delay)
+        spare = spare_device(self.lists.device) if corpus.copied is not None and corpus.ranks.world == 1 else None
+        if spare is None or corpus.copied is None:
+            self.coming.copy_(self._made(corpus))
+        else:
+            self._work = _Background(self._made, corpus.copied(spare))
+
+    def wait(self) -> None:
+        """Until lists that are being made are there."""
+        if self._work is not None:
+            work, self._work = self._work, None
+            self.coming.copy_(work.result())
+
+    def _made(self, corpus: Corpus) -> Tensor:
+        """(n_queries, k): lists by the vectors of a corpus, on its device."""
+        some = torch.nonzero(corpus.positives.start.diff()).flatten()
+        k = min(self.lists.shape[1] + self.skip, len(corpus.items))
+        lists = torch.full(self.lists.shape, -1, dtype=torch.int32, device=some.device)
+        for ids in some.split(_BLOCK * corpus.ranks.world):
+            own = corpus.ranks.own(ids)
+            found = top_k(corpus.encode_queries(own).float(), corpus.items.float(), k, corpus.positives, own)[1][
+                :, self.skip :
+            ]
+            lists[ids, : found.shape[1]] = corpus.ranks.gather(found.to(torch.int32), len(ids))
+        return lists
+
+    def report(self) -> dict[str, float]:
+        """Seconds that lists took since the last report: what mining costs."""
+        spent, self.seconds = self.seconds, 0.0
+        return {"list_seconds": round(spent, 3)}
+
+
+class _Background:
+    """A piece of work in a thread of its own; `result` waits for it, and raises what it raised."""
+
+    def __init__(self, work: Callable[[Corpus], Tensor], corpus: Corpus) -> None:
+        self._future: Future[Tensor] = Future()
+
+        def run() -> None:
+            try:
+                with torch.no_grad(), torch.cuda.device_of(corpus.positives.start):  # both hold for one thread only
+                    self._future.set_result(work(corpus))
+            except BaseException as error:  # told to whoever waits
+                self._future.set_exception(error)
+
+        Thread(target=run, name="nearest items", daemon=True).start()
+
+    def result(self) -> Tensor:
+        return self._future.result()
+
+
+def spare_device(device: torch.device) -> torch.device | None:
+    """Where work can be done beside training on a device: another GPU, or on a CPU another core; None where there is none."""
+    if device.type == "cpu":
+        return device if (os.cpu_count() or 1) > 1 else None
+    others = [torch.device("cuda", at) for at in range(torch.cuda.device_count()) if at != (device.index or 0)]
+    return others[0] if device.type == "cuda" and others else None
+
+
+class BatchPositives(Negatives):
+    """Every item that is positive for some query of the batch, once, whether drawn for it or not.
+
+    A query's own known positives never count against it. Unlike InBatch, which has one positive of each query, duplicates and all.
+
+        BatchPositives()
+
+    Dahiya et al., NGAME: Negative Mining-aware Mini-batching for Extreme Classification, WSDM 2023, module 4.
+    """
+
+    encodes = True
+
+    def __init__(self, exclude: Exclusion = "known"):
+        super().__init__()
+        check_choice("exclude", exclude, Exclusion)
+        self.exclude = exclude
+
+    def forward(self, step: Step) -> Bag:
+        if step.positives is None:
+            raise ValueError("BatchPositives needs Step.positives: all known positives of each query")
+        known = step.positives.of(step.batch.query_ids).ids
+        ids = torch.unique(torch.cat([known, step.batch.item_ids]))
+        return Bag(
+            (
+                Candidates(
+                    ids, step.encode(ids), zeros(step), exclusion(step, self.exclude), source="positives of the batch"
+                ),
+            )
+        )

@@ -1,0 +1,157 @@
+"""Negatives for each query from a quantised copy of its softmax: QuantizedSoftmax (MIDX)."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from sparring.core.types import Bag, Candidates, Corpus, Step
+from sparring.negatives.base import Correction, Exclusion, Negatives, check_choice, corrected, exclusion
+from sparring.negatives.in_batch import zeros
+
+Codebook = Literal["product", "residual"]
+CELLS = 1 << 23  # cells of all queries that are held at once
+
+
+class QuantizedSoftmax(Negatives):
+    """n items for each query, drawn from the softmax over quantised item vectors (MIDX).
+
+        e~_j = c_a(j) + d_b(j),   q(j | i) = exp(q_i . e~_j / tau) / sum over the catalogue,   expected count of j = n q(j | i)
+
+    Two codebooks of `words` vectors each: of the two halves of the vectors ("product"), or of the vectors and of what the first book leaves
+    over ("residual", closer). Items of one cell (a, b) look alike, so a draw is a cell, by score times size, then any item in it:
+    words^2 operations per query, however large the catalogue; B * n items are encoded, as by Sampled for each query. The chances are those
+    of the codebooks of the last refresh and exact, so the correction is too, though vectors move on meanwhile. Before the first refresh all
+    items share a cell: uniform.
+
+        QuantizedSoftmax(n_items, dim, n=64)
+
+    Chen et al., Fast Variational AutoEncoder with Inverted Multi-Index for Collaborative Filtering, WWW 2022.
+    """
+
+    encodes = True
+    book: Tensor
+    code: Tensor
+    items: Tensor
+    start: Tensor
+    size_of: Tensor
+
+    def __init__(
+        self,
+        n_items: int,
+        dim: int,
+        n: int,
+        words: int = 32,
+        codebook: Codebook = "residual",
+        correction: Correction = "count",
+        exclude: Exclusion = "positive",
+        every: int = 1,
+    ):
+        super().__init__()
+        check_choice("codebook", codebook, Codebook)
+        check_choice("correction", correction, Correction)
+        check_choice("exclude", exclude, Exclusion)
+        if min(n, words, every, n_items, dim) < 1:
+            raise ValueError(
+                f"QuantizedSoftmax needs n, words, every, n_items and dim >= 1, got {n}, {words}, {every}, {n_items} and {dim}"
+            )
+        self.n, self.codebook, self.correction, self.exclude, self.every = n, codebook, correction, exclude, every
+        self.register_buffer("book", torch.zeros(2, words, dim))
+        self.register_buffer("code", torch.zeros(2, n_items, dtype=torch.long))  # the word of each item in each book
+        self.register_buffer("items", torch.arange(n_items))  # by cell
+        self.register_buffer("start", torch.zeros(words * words, dtype=torch.long))  # of each cell in items
+        self.register_buffer("size_of", torch.zeros(words * words, dtype=torch.long))  # items in each cell
+        self.size_of[0] = n_items
+
+    def forward(self, step: Step) -> Bag:
+        with torch.no_grad():
+            ids = self.sample(step)
+        source = f"drawn from a softmax over {self.book.shape[1]} x {self.book.shape[1]} cells"
+        block = Candidates(ids, step.encode(ids), zeros(step), exclusion(step, self.exclude), source=source)
+        return corrected([block], step, self, self.correction)
+
+    def sample(self, step: Step) -> Tensor:
+        """(B, n) items: a cell by its mass, then an item of the cell."""
+        first, second = self._word_logits(step)
+        shape = len(step.q), self.n
+        u = torch.rand(2, len(step.batch), self.n, dtype=torch.float64, generator=step.generator, device=step.q.device)
+        u = step.batch.own(u.transpose(0, 1)).transpose(0, 1)
+        block = max(CELLS // len(self.size_of), 1)
+        cells = [
+            self._cells(first[at : at + block], second[at : at + block], u[0, at : at + block])
+            for at in range(0, shape[0], block)
+        ]
+        cell = torch.cat(cells)
+        size = self.size_of[cell]
+        return self.items[self.start[cell] + torch.minimum((u[1] * size).long(), size - 1)]
+
+    def _cells(self, first: Tensor, second: Tensor, u: Tensor) -> Tensor:
+        mass = (first.exp().unsqueeze(2) * second.exp().unsqueeze(1)).flatten(1).mul_(self.size_of)
+        cdf = torch.cumsum(mass, 1)
+        # as in draw_from_cdf: right=True skips empty cells, the bound guards the rounding of u * total up to the total
+        last = torch.searchsorted(cdf, cdf[:, -1:].contiguous())
+        return torch.minimum(torch.searchsorted(cdf, u * cdf[:, -1:], right=True), last)
+
+    def _word_logits(self, step: Step) -> tuple[Tensor, Tensor]:
+        """(B, words) each: q . word / tau up to a constant of the query; float64, or a cell far below the best would have no mass."""
+        scores = step.scaled.detach().double() @ self.book.flatten(0, 1).double().T
+        first, second = scores.chunk(2, 1)
+        return torch.log_softmax(first, 1), torch.log_softmax(second, 1)
+
+    def log_prob(self, ids: Tensor, step: Step) -> Tensor:
+        """(B, C): log q(j | i) of items (C,), the same for all queries, or (B, C)."""
+        first, second = self._word_logits(step)
+        counts = self.size_of.double().view(self.book.shape[1], -1)
+        total = ((first.exp() @ counts) * second.exp()).sum(1, keepdim=True)
+        at = self.code[:, ids.expand(len(first), -1)]
+        return (first.gather(1, at[0]) + second.gather(1, at[1]) - total.log()).float()
+
+    def log_count(self, ids: Tensor, step: Step) -> Tensor | None:
+        return math.log(self.n) + self.log_prob(ids, step)
+
+    def size(self, step: Step) -> float:
+        return self.n
+
+    def refresh(self, corpus: Corpus) -> None:
+        """New codebooks from the item vectors as they are now, every `every` epochs."""
+        if corpus.epoch % self.every:
+            return
+        items, words = corpus.items.to(self.book.dtype), self.book.shape[1]
+        parts = [items.clone(), items.clone()]
+        if self.codebook == "product":
+            parts[0][:, items.shape[1] // 2 :] = 0
+            parts[1][:, : items.shape[1] // 2] = 0
+        for which in (0, 1):
+            if which == 1 and self.codebook == "residual":
+                parts[1] -= self.book[0][self.code[0]]
+            self.book[which] = k_means(parts[which], words, corpus.generator)
+            self.code[which] = nearest(parts[which], self.book[which])
+        cell = self.code[0] * words + self.code[1]
+        self.items.copy_(torch.argsort(cell, stable=True))
+        # scatter_add, not bincount: that would wait for the device
+        self.size_of.zero_().scatter_add_(0, cell, torch.ones_like(cell))
+        self.start.copy_(torch.cumsum(self.size_of, 0) - self.size_of)
+
+
+def k_means(points: Tensor, k: int, generator: torch.Generator, steps: int = 10, sample: int = 256) -> Tensor:
+    """(k, D) centres by Lloyd's steps from k of the points, on at most `sample` points per centre; one that loses all points stays."""
+    order = torch.randperm(len(points), generator=generator, device=points.device)[: k * sample]
+    points = points[order]
+    centres = points[torch.arange(k, device=points.device) % len(points)].clone()
+    for _ in range(steps):
+        own = nearest(points, centres)
+        total = torch.zeros_like(centres).index_add_(0, own, points)
+        count = torch.zeros(k, dtype=points.dtype, device=points.device).index_add_(
+            0, own, torch.ones_like(points[:, 0])
+        )
+        centres = torch.where(count.unsqueeze(1) > 0, total / count.clamp(min=1).unsqueeze(1), centres)
+    return centres
+
+
+def nearest(points: Tensor, centres: Tensor, block: int = 1 << 16) -> Tensor:
+    """(N,) the centre nearest to each point; of equals the first."""
+    half = centres.square().sum(1) / 2
+    return torch.cat([(half - part @ centres.T).argmin(1) for part in points.split(block)])

@@ -1,0 +1,121 @@
+"""Negatives from the whole catalogue: Sampled, AllItems; and Shown, from what a query saw and passed over."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from sparring.core.types import Bag, Candidates, Positives, Step
+from sparring.negatives.base import Correction, Exclusion, Negatives, check_choice, corrected, exclusion
+from sparring.negatives.distributions import Distribution
+from sparring.negatives.in_batch import zeros
+
+
+class Sampled(Negatives):
+    """n items drawn with replacement from a distribution, for all queries together or for each (UNS, PNS).
+
+        expected count of j = n q_j
+
+    Shared negatives are encoded once and cost one row of a matrix product each; per_query=True encodes B * n of them. Of a small catalogue
+    many of those are the same item, whose row is fetched and updated once: the cost grows until they are all different.
+
+        Sampled(Uniform(n_items), 1024)
+    """
+
+    encodes = True
+
+    def __init__(
+        self,
+        distribution: Distribution,
+        n: int,
+        per_query: bool = False,
+        correction: Correction = "count",
+        exclude: Exclusion = "positive",
+    ):
+        super().__init__()
+        check_choice("correction", correction, Correction)
+        check_choice("exclude", exclude, Exclusion)
+        if n < 1:
+            raise ValueError(f"Sampled needs n >= 1, got {n}")
+        self.distribution, self.n, self.per_query, self.correction, self.exclude = (
+            distribution,
+            n,
+            per_query,
+            correction,
+            exclude,
+        )
+
+    def forward(self, step: Step) -> Bag:
+        ids = self.distribution.sample((len(step.batch), self.n) if self.per_query else (self.n,), step.generator)
+        ids = step.batch.own(ids) if self.per_query else ids
+        source = f"sampled from {self.distribution}"
+        block = Candidates(ids, step.encode(ids), zeros(step), exclusion(step, self.exclude), source=source)
+        return corrected([block], step, self, self.correction)
+
+    def log_count(self, ids: Tensor, step: Step) -> Tensor | None:
+        return math.log(self.n) + self.distribution.log_prob(ids)
+
+    def size(self, step: Step) -> float:
+        return self.n
+
+
+class AllItems(Negatives):
+    """Every item of the catalogue once: the full softmax, the oracle of the tests and affordable up to some 100,000 items.
+
+    AllItems(n_items)
+    """
+
+    def __init__(self, n_items: int, exclude: Exclusion = "positive"):
+        super().__init__()
+        check_choice("exclude", exclude, Exclusion)
+        self.n_items, self.exclude = n_items, exclude
+
+    def forward(self, step: Step) -> Bag:
+        ids = torch.arange(self.n_items, device=step.q.device)
+        return Bag((Candidates(ids, step.encode(ids), zeros(step), exclusion(step, self.exclude), source="all items"),))
+
+    def log_count(self, ids: Tensor, step: Step) -> Tensor | None:
+        return torch.zeros(ids.shape, device=ids.device)
+
+    def size(self, step: Step) -> float:
+        return self.n_items
+
+
+class Shown(Negatives):
+    """n items per query that it was shown and did not take (explicit negatives, impressions without a click).
+
+    Drawn with replacement from the query's own list, so each weighs 1; a query without a list gets candidates that count nothing. Usually
+    one part of a Union, which then keeps each part's own weights: these are not a sample of the catalogue.
+
+        Union(InBatch(pop), Shown(train.shown_lists(), 4))
+    """
+
+    start: Tensor
+    items: Tensor
+
+    def __init__(self, shown: Positives, n: int, exclude: Exclusion = "positive"):
+        super().__init__()
+        check_choice("exclude", exclude, Exclusion)
+        if n < 1:
+            raise ValueError(f"Shown needs n >= 1, got {n}")
+        self.n, self.exclude = n, exclude
+        self.register_buffer("start", shown.start, persistent=False)
+        self.register_buffer("items", shown.items, persistent=False)
+
+    def forward(self, step: Step) -> Bag:
+        begin = self.start[step.query_ids].unsqueeze(1)
+        count = self.start[step.query_ids + 1].unsqueeze(1) - begin
+        u = torch.rand(len(step.batch), self.n, generator=step.generator, device=step.q.device, dtype=torch.float64)
+        u = step.batch.own(u)
+        within = torch.minimum((u * count).long(), (count - 1).clamp(min=0))
+        at = (begin + within).clamp(max=max(len(self.items) - 1, 0))
+        ids = (
+            torch.where(count > 0, self.items[at].long(), -1)
+            if len(self.items)
+            else torch.full(at.shape, -1, device=at.device)
+        )
+        log_w = torch.where(ids >= 0, 0.0, -math.inf)
+        emb = step.encode(ids.clamp(min=0))
+        return Bag((Candidates(ids, emb, log_w, exclusion(step, self.exclude), source="shown and not taken"),))

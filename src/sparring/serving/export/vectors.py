@@ -1,0 +1,79 @@
+"""Vectors and ids of a run: to Parquet, and to any store of items."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import polars as pl
+import torch
+
+from sparring.core.errors import UserError
+from sparring.data.interactions import write_table
+from sparring.training.trained import Trained
+
+_BLOCK = 10_000  # items sent at once
+
+
+class Items(Protocol):
+    """A store of item vectors by original id."""
+
+    def upsert(self, ids: pl.Series, vectors: np.ndarray, titles: pl.Series | None = None) -> None: ...
+    def delete(self, ids: pl.Series) -> int: ...
+    def ids(self) -> pl.Series: ...
+
+
+def write_vectors(trained: Trained, folder: Path) -> list[Path]:
+    """items.parquet and queries.parquet: id (as in the data), vector (an array of D float32), and the title of items where known.
+
+    Vectors are as they are compared: an item's score is the inner product.
+
+        write_vectors(load("runs/first"), Path("vectors"))
+    """
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{folder} is a file: give a folder for the vectors")
+    n_queries = len(trained.ids.query_ids)
+    sides = {
+        "items": (trained.ids.item_ids.ids, trained.item_vectors()),
+        "queries": (trained.ids.query_ids.ids, trained.model.query_vectors(torch.arange(n_queries))),
+    }
+    paths = []
+    for name, (ids, vectors) in sides.items():
+        columns = {
+            "id": ids,
+            "vector": pl.Series(vectors.float().cpu().numpy(), dtype=pl.Array(pl.Float32, vectors.shape[1])),
+        }
+        titles = titles_of(trained) if name == "items" else None
+        paths.append(folder / f"{name}.parquet")
+        write_table(pl.DataFrame(columns if titles is None else {**columns, "title": titles}), paths[-1])
+    return paths
+
+
+def send(trained: Trained, store: Items, progress: Callable[[int, int], None] | None = None) -> tuple[int, int]:
+    """Make a store hold exactly the items of a run: all are put in, then those of it that the run does not have are deleted.
+
+    (items put in, items deleted). While it runs, readers of the store find old and new vectors side by side.
+    """
+    ids, vectors, titles = store_ids(trained), trained.item_vectors().float().cpu().numpy(), titles_of(trained)
+    for begin in range(0, len(ids), _BLOCK):
+        part = slice(begin, begin + _BLOCK)
+        store.upsert(ids[part], vectors[part], None if titles is None else titles[part])
+        if progress is not None:
+            progress(min(begin + _BLOCK, len(ids)), len(ids))
+    old = store.ids()
+    gone = old.filter(~old.is_in(ids.implode()))
+    return len(ids), store.delete(gone) if len(gone) else 0
+
+
+def store_ids(trained: Trained) -> pl.Series:
+    """Item ids as databases take them: Int64, else text (whole numbers beyond Int64 too)."""
+    ids = trained.ids.item_ids.ids
+    return ids if ids.dtype == pl.Int64 else ids.cast(pl.String)
+
+
+def titles_of(trained: Trained) -> pl.Series | None:
+    """Titles of the items as text, where the run has them."""
+    table = trained.ids.item_table
+    return table["title"].cast(pl.String) if table is not None and "title" in table.columns else None

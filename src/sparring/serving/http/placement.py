@@ -1,0 +1,124 @@
+"""Vectors of items that a run was not trained on: given, from their text, from items that they are like, or from their features."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import polars as pl
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from sparring.data.features import Features
+from sparring.data.texts.texts import joined_text
+from sparring.models.text import TextTower
+from sparring.models.towers import FeatureTower
+from sparring.serving.http.store import Change
+from sparring.training.item_vectors import mean_item
+from sparring.training.trained import Trained
+
+
+class Placing:
+    """What a new item may be placed by in the space of one run.
+
+    - vector: as given, where it was given for this very model;
+    - text: through the item tower, where that reads texts, after the columns that the run read before it (such as a title);
+    - like: the mean of the items that it is like, of their usual length where lengths are free;
+    - features: through the item tower, where that reads columns; for the id, which no new item has, the mean of all ids.
+
+    A bias that the run has learned for every item is the mean of those that it is like, or of all.
+    """
+
+    def __init__(self, trained: Trained, model: str) -> None:
+        self.trained, self.model = trained, model
+        self.cosine = trained.model.score == "cosine"
+        self.biased = trained.model.item_bias is not None
+        item = trained.model.item
+        self.ways = ["vector", "like"]
+        if isinstance(item, TextTower):
+            self.ways.append("text")
+        self._before: list[str] = list(trained.meta["setup"].get("item_text") or ())[:-1]
+        self._columns: _Columns | None = None
+        if isinstance(item, FeatureTower) and trained.ids.item_table is not None:
+            names = trained.meta["setup"].get("item_features") or ()
+            self._columns = _Columns(item, trained.ids.item_table, tuple(names))
+            self.ways.append("features")
+
+    @property
+    def dim(self) -> int:
+        return self.trained.model.dim
+
+    def given(self, change: Change) -> np.ndarray | None:
+        """The vector that was given, where it is of this model; None where not."""
+        if change.vector is None or change.model != self.model or len(change.vector) != self.dim:
+            return None
+        return change.vector
+
+    def from_text(self, text: str, columns: Mapping[str, Any]) -> np.ndarray | None:
+        if "text" not in self.ways:
+            return None
+        whole = joined_text([_text(columns.get(name)) for name in self._before] + [text])
+        return self.trained.encode_texts([whole], "item")[0].float().numpy()
+
+    def from_like(self, vectors: np.ndarray) -> np.ndarray:
+        """The mean of vectors (n, D), scaled as items are."""
+        return mean_item(self.trained.model, vectors)
+
+    def from_columns(self, row: Mapping[str, Any]) -> np.ndarray | None:
+        if self._columns is None:
+            return None
+        with torch.no_grad():
+            vector = self._columns.vector(row)
+            vector = F.normalize(vector, dim=0) if self.cosine else vector
+            bias = self.trained.model.item_bias
+            if bias is not None:
+                vector = torch.cat([vector, bias(torch.arange(self.trained.model.n_items)).mean(0)])
+        return vector.float().numpy()
+
+
+class _Columns:
+    """The inputs of a feature tower for a row that it was not built from: coded and scaled as its own rows are."""
+
+    def __init__(self, tower: FeatureTower, table: pl.DataFrame, names: tuple[str, ...]) -> None:
+        self.tower, self.table = tower, table
+        dense = {name for name in names if Features.from_table(table.head(1), [name]).dense.shape[1]}
+        self.coded = [name for name in names if name not in dense]
+        self.scaled = [name for name in names if name in dense]
+        offsets = tower.categorical.min(0).values if self.coded else torch.empty(0)
+        self.codes: list[dict[str, int]] = []
+        for at, name in enumerate(self.coded):
+            pairs = pl.DataFrame(
+                {"value": table[name].cast(pl.String), "code": tower.categorical[:, at].numpy()}
+            ).unique()
+            known = {value: code for value, code in pairs.iter_rows() if value}
+            self.codes.append(known)
+        self.missing = [
+            min(known.values(), default=int(low) + 1) - 1
+            for known, low in zip(self.codes, offsets.tolist(), strict=True)
+        ]
+
+    def vector(self, row: Mapping[str, Any]) -> Tensor:
+        parts: list[Tensor] = []
+        if self.tower.id is not None:
+            parts.append(self.tower.id.weight.mean(0, keepdim=True))
+        if self.tower.values is not None:
+            codes = [
+                known.get(_text(row.get(name)), none)
+                for known, none, name in zip(self.codes, self.missing, self.coded, strict=True)
+            ]
+            parts.append(self.tower.values(torch.tensor([codes])).flatten(1))
+        if self.scaled:
+            # the row stands last in the table: a single one moves the mean and the deviation by next to nothing
+            new = pl.DataFrame(
+                [{name: row.get(name) for name in self.scaled}], schema={n: self.table.schema[n] for n in self.scaled}
+            )
+            joined = pl.concat([self.table.select(self.scaled), new])
+            parts.append(torch.from_numpy(Features.from_table(joined, self.scaled).dense[-1:]))
+        out: Tensor = self.tower.layers(torch.cat(parts, 1))
+        return out[0]
+
+
+def _text(value: Any) -> str:
+    return "" if value is None else str(pl.Series([value]).cast(pl.String)[0])

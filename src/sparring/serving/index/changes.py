@@ -1,0 +1,72 @@
+"""What was added to an index and removed from it since it was built."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from sparring.serving.index.filters import Hidden, Lists, pairs, positions
+
+_BESIDE = 1 << 22  # scores of added items held at once
+
+
+@dataclass(frozen=True)
+class Changes:
+    """Rows of the index that are gone, and items beside it; never changed in place, so that a search sees one state."""
+
+    gone: np.ndarray  # rows of the index that were removed or replaced, ascending
+    ids: np.ndarray  # added, ascending
+    vectors: np.ndarray  # theirs
+
+    @classmethod
+    def none(cls, dim: int) -> Changes:
+        return cls(np.empty(0, np.int64), np.empty(0, np.int64), np.empty((0, dim), np.float32))
+
+    def with_gone(self, rows: np.ndarray) -> np.ndarray:
+        return np.union1d(self.gone, rows) if len(rows) else self.gone
+
+    def without(self, ids: np.ndarray, rows: np.ndarray) -> Changes:
+        """These items removed, which stand in these rows of the index where it has them."""
+        kept = ~np.isin(self.ids, ids)
+        return Changes(self.with_gone(rows), self.ids[kept], self.vectors[kept])
+
+    def with_added(self, ids: np.ndarray, vectors: np.ndarray, rows: np.ndarray) -> Changes:
+        """These items added, in the place of those that stand in these rows of the index."""
+        rest = self.without(ids, rows)
+        joined = np.concatenate([rest.ids, ids])
+        order = np.argsort(joined)
+        return Changes(rest.gone, joined[order], np.concatenate([rest.vectors, vectors])[order])
+
+    def joined(
+        self,
+        q: np.ndarray,
+        scores: np.ndarray,
+        labels: np.ndarray,
+        exclude: Lists | None,
+        allow: np.ndarray | None,
+        denied: np.ndarray,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Lists (B, k) with the added items in their places. Most have none, so only what beats a list's last is looked at further."""
+        ids, vectors = self.ids, self.vectors
+        if allow is not None or len(denied):
+            here = np.ones(len(ids), bool) if allow is None else np.isin(ids, np.asarray(allow, dtype=np.int64))
+            here &= ~np.isin(ids, denied)
+            ids, vectors = ids[here], vectors[here]
+        k, step = scores.shape[1], max(1, _BESIDE // max(1, len(q)))
+        for begin in range(0, len(ids), step):
+            # by torch: numpy's own threads burn a core each while they wait for a product as small as this
+            more = (torch.from_numpy(q) @ torch.from_numpy(vectors[begin : begin + step]).T).numpy()
+            better = np.flatnonzero((more > scores[:, -1:]).any(0))
+            if not len(better):
+                continue
+            more, new = more[:, better], ids[begin + better]
+            rows, items = pairs(exclude, len(q))
+            hidden = Hidden(rows, positions(new, items), len(q), len(new))
+            more[hidden.rows, hidden.columns] = -np.inf
+            every = np.concatenate([scores, more], 1)
+            order = np.argsort(-every, axis=1, kind="stable")[:, :k]
+            names = np.concatenate([labels, np.where(np.isneginf(more), -1, new)], 1)
+            scores, labels = np.take_along_axis(every, order, 1), np.take_along_axis(names, order, 1)
+        return scores, labels

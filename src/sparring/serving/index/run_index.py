@@ -1,0 +1,74 @@
+"""The index of a run, in the folder `index` beside its model: built from the item tower, tuned on the run's own queries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from sparring.core.errors import UserError
+from sparring.serving.index import files
+from sparring.serving.index.search import Index
+from sparring.serving.index.tuning import Tuned, tune
+from sparring.training.trained import Trained
+
+FOLDER = "index"
+
+
+def build_index(
+    trained: Trained,
+    k: int = 100,
+    recall: float = 0.99,
+    memory: int | None = None,
+    kind: str = "auto",
+    queries: int = 1000,
+    seed: int = 0,
+    say: Callable[[str], None] = lambda line: None,
+) -> Tuned:
+    """Tune an index for a run and save it beside the run; see `tune`.
+
+    build_index(load("runs/first"), recall=0.99, memory=500_000_000)
+    """
+    n = len(trained.ids.query_ids)
+    chosen = np.random.default_rng(seed).permutation(n)[:queries]
+    vectors = trained.item_vectors().float().cpu().numpy()
+    asked = trained.model.query_vectors(torch.from_numpy(chosen)).float().cpu().numpy()
+    if not np.isfinite(vectors).all() or not np.isfinite(asked).all():
+        raise UserError(
+            f"the vectors of {trained.folder} hold NaN or infinite values: the model has diverged, train it again"
+        )
+    tuned = tune(vectors, asked, k, recall, memory, kind, seed, say)
+    figures = {
+        "recall": round(tuned.recall, 6),
+        "k": min(k, len(vectors)),
+        "queries_per_second": round(tuned.chosen.speed, 1),
+    }
+    meta = {
+        "model": files.sha256(trained.folder / "model.safetensors"),
+        "memory": tuned.chosen.memory,
+        "measured": figures,
+    }
+    tuned = replace(tuned, index=replace(tuned.index, meta=meta))
+    tuned.index.save(trained.folder / FOLDER)
+    return tuned
+
+
+def open_index(run: str | Path, check: bool = True) -> Index:
+    """The index of a run folder; one that was made from another model is refused.
+
+    open_index("runs/first").search(q, k=10)
+    """
+    run = Path(run)
+    folder = run / FOLDER
+    if not (folder / files.META).is_file():
+        raise UserError(f"{run} has no index: build one with `sparring index {run}`")
+    index = Index.load(folder, check)
+    model = run / "model.safetensors"
+    if model.is_file() and index.meta.get("model") != files.sha256(model):
+        raise UserError(
+            f"{folder} was made from another model than {model}: build it again with `sparring index {run}`"
+        )
+    return index

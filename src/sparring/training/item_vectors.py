@@ -1,0 +1,74 @@
+"""Vectors of the items of a run: all of them, kept beside it where a text encoder made them; and what stands for several at once."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparring.models.retriever import Retriever
+from sparring.models.text import text_tower
+
+_FOLDER = "vectors"
+
+
+def item_vectors(model: Retriever, folder: Path) -> Tensor:
+    """All item vectors (N, D) of the model in a run folder.
+
+    Those of text towers are kept in `vectors/items-HASH.npy`, with the hash of the model's file and of the texts: another model, or other
+    texts, never finds them. What is damaged or cannot be written is computed, as it was the first time.
+    """
+    if text_tower(model.item) is None:
+        return model.item_vectors()
+    path = folder / _FOLDER / f"items-{_key(folder)}.npy"
+    with suppress(OSError, ValueError, EOFError):
+        kept = np.load(path, allow_pickle=False)
+        if kept.shape == (model.n_items, model.dim) and kept.dtype == np.float32:
+            return torch.from_numpy(kept)
+    vectors = model.item_vectors().float().cpu()
+    beside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(beside, "wb") as file:
+            np.save(file, vectors.numpy())
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+        for old in set(path.parent.glob("items-*")) - {path}:  # of a model that is no longer here
+            old.unlink(missing_ok=True)
+    except OSError:
+        with suppress(OSError):
+            beside.unlink(missing_ok=True)
+    return vectors
+
+
+def mean_item(model: Retriever, vectors: np.ndarray) -> np.ndarray:
+    """(D,): the mean of vectors (n, D) of items, at their usual length: 1 under cosine, else the mean of theirs. So is a bias the mean."""
+    mean = vectors.mean(0)
+    width = model.dim - (model.item_bias is not None)
+    own, length = mean[:width], float(np.linalg.norm(mean[:width]))
+    wanted = 1.0 if model.score == "cosine" else float(np.linalg.norm(vectors[:, :width], axis=1).mean())
+    if length > 1e-12:
+        own = own * (wanted / length)
+    return np.concatenate([own, mean[width:]]).astype(np.float32)
+
+
+def mean_query(model: Retriever, vectors: np.ndarray) -> np.ndarray:
+    """(1, D): `mean_item` as a query, for a history that no tower reads; how popular items are counts in full."""
+    query = mean_item(model, vectors)[None]
+    if model.item_bias is not None:
+        query[:, -1] = 1.0
+    return query
+
+
+def _key(folder: Path) -> str:
+    digest = hashlib.sha256()
+    for path in (folder / "model.safetensors", *sorted((folder / "item_texts").glob("*"))):
+        with open(path, "rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()[:16]

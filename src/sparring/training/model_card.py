@@ -1,0 +1,132 @@
+"""The model card of a run: what was trained, on what, how well it does, how to use it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from sparring.training.eligibility import untrained_line
+
+
+def model_card(meta: Mapping[str, Any], result: Mapping[str, Any], history: Sequence[Mapping[str, Any]]) -> str:
+    """Markdown from run.json, result.json and metrics.jsonl; every figure in it is in those files.
+
+    model_card(read_meta(folder), {"best_epoch": 7, "epochs": 12, "train_seconds": 41.2}, history)
+    """
+    setup, data, source = meta["setup"], meta.get("data", {}), meta.get("source", {})
+    parts = ", ".join(f"{data[name]:,} {name}" for name in ("train", "valid", "test") if name in data)
+    origin = Path(source["data"]).name if source.get("data") else "not recorded"
+    own = ", model=YOUR_RETRIEVER" if meta.get("towers") and meta["recipe"] == "custom" else ""
+    lines = [
+        f"# A retriever trained with `{meta['recipe'].rpartition(':')[2]}`",
+        "",
+        f"{_tower(meta, 'query')} query tower, {_tower(meta, 'item')} item tower, "
+        f"{setup['dim']} dimensions, {setup['score']} score. Trained with Sparring {meta.get('versions', {}).get('sparring', '')}.",
+        "",
+        "## Data",
+        f"{data.get('queries', 0):,} queries x {data.get('items', 0):,} items; interactions: {parts}. Source: {origin}"
+        + (f", split {_split(source['split'])}." if source.get("split") else ".")
+        + (f" {line}." if (line := untrained_line(meta.get("untrained", {}))) else ""),
+        "",
+        "## Training",
+        f"Epoch {result['best_epoch']} of {result['epochs']} was kept, by {setup['select']} on the validation part."
+        if "valid" in data
+        else f"The last of {result['epochs']} epochs was kept: there was no validation part.",
+        f"{result['train_seconds']:,.1f} s of training, without validation."
+        + (f" Loss {history[0]['loss']:.4f} to {history[-1]['loss']:.4f}. ![curve](curve.png)" if history else ""),
+        "",
+        "Each query of a batch was contrasted with:",
+        "```",
+        *meta.get("batch", []),
+        "```",
+        "Settings: "
+        + ", ".join(f"{name}={_text(value)}" for name, value in {**meta.get("arguments", {}), **setup}.items())
+        + ".",
+        "",
+        "## Test",
+        *_tests(result),
+        "",
+        "## Use",
+        "```python",
+        "import sparring",
+        "",
+        f'sparring.load("THIS_FOLDER"{own}).recommend([QUERY_ID], k=10)',
+        "```",
+        "",
+        "## Limits",
+        "It knows the queries and items of its training data"
+        + _NEW.get(setup["query_tower"], " only.")
+        + " The metrics count what people took from what they happened to see, so they favour popular items;"
+        " the rows by popularity show how far.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+_NEW = {  # how a query tower knows queries that were not there
+    "history": " (new queries by their items: `recommend_history`).",
+    "text": ", and new queries by their texts: `recommend_text`.",
+}
+
+
+def _tower(meta: Mapping[str, Any], side: str) -> str:
+    """What a tower is, in a word or two."""
+    if side in meta.get("towers", {}):
+        return f"`{meta['towers'][side].rpartition(':')[2]}`"
+    setup = meta["setup"]
+    if side == "item":
+        return "features and id" if setup["item_features"] else str(setup.get("item_tower", "id"))
+    return str(setup["query_tower"])
+
+
+def _tests(result: Mapping[str, Any]) -> list[str]:
+    """The test of the ranking that is recommended by; where that is of towers and classifiers fused, of the towers alone too."""
+    fused, towers = result.get("stages", {}).get("fusion"), result.get("test")
+    if not fused or not towers:
+        return _test(towers)
+    cutoffs = sorted({int(name.split("@")[1]) for name in towers["metrics"]})
+    k = cutoffs[len(cutoffs) // 2]
+    figures = ", ".join(
+        f"{name}@{k} {_figure(towers['metrics'].get(f'{name}@{k}'))}" for name in ("recall", "ndcg", "precision")
+    )
+    also = 'An index, the service and exports rank by the towers alone, as `recommend` does with `ranking="encoder"`'
+    return ["Ranked by towers and classifiers fused.", "", *_test(fused), "", f"{also}: {figures}."]
+
+
+def _test(test: Mapping[str, Any] | None) -> list[str]:
+    if not test:
+        return ["There was no test part."]
+    metrics, strata = test["metrics"], test.get("strata", {})
+    cutoffs = sorted({int(name.split("@")[1]) for name in metrics})
+    labels = dict.fromkeys(name.split("@")[0] for name in metrics)
+    lines = [
+        f"Full ranking of the catalogue for {test['queries']:,} queries, with what each had already taken left out.",
+        "",
+        "| metric | " + " | ".join(f"@{k}" for k in cutoffs) + " |",
+        "|---|" + "---:|" * len(cutoffs),
+    ]
+    lines += [
+        f"| {label} | " + " | ".join(_figure(metrics.get(f"{label}@{k}")) for k in cutoffs) + " |" for label in labels
+    ]
+    for stratum, values in strata.items():
+        for label in ("recall", "ndcg"):
+            lines.append(
+                f"| {label}, {stratum} items | "
+                + " | ".join(_figure(values.get(f"{label}@{k}")) for k in cutoffs)
+                + " |"
+            )
+    return lines
+
+
+def _figure(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"
+
+
+def _split(split: Mapping[str, Any]) -> str:
+    return f"`{split['how']}` (valid {split['valid']:g}, test {split['test']:g}, seed {split['seed']})"
+
+
+def _text(value: object) -> str:
+    if isinstance(value, list | tuple):
+        return ",".join(map(str, value)) or "none"
+    return "none" if value is None else str(value)

@@ -1,0 +1,217 @@
+"""Optimisers that touch only the rows of a batch.
+
+An embedding table of N rows receives, per step, gradients for the few rows of the batch. The row rules read and write those rows and
+their state, and nothing else: the cost of a step follows the batch, not the catalogue.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from sparring.core.sparse_rows import sum_rows
+from sparring.kernels import fuses_rows
+
+_BLOCK = 1 << 16  # elements of a table that are updated together on a CPU: with their moments they stay in the L2 cache
+
+if not torch.sparse.check_sparse_tensor_invariants.is_enabled():
+    torch.sparse.check_sparse_tensor_invariants.disable()  # as it is; left unsaid, some versions warn at the first sparse gradient
+
+
+class RowOptimizer(Optimizer, ABC):
+    """What the row rules share: finding the rows of each gradient, and walking over them in blocks."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for table in group["params"]:
+                if table.grad is None:
+                    continue
+                if not table.grad.is_sparse or table.dim() != 2:
+                    kind = f"a {'sparse' if table.grad.is_sparse else 'dense'} gradient of shape {tuple(table.shape)}"
+                    raise ValueError(
+                        f"{type(self).__name__} got {kind}: it needs a sparse one of an (N, D) table (IdTower(sparse=True))"
+                    )
+                state = self.state[table]
+                if not state:
+                    state.update(self._fresh(table, group))
+                self._begin(state)
+                if fuses_rows(table) and table.grad._nnz():
+                    with torch.cuda.device_of(table):  # a kernel runs where we are, and a shard may lie on another GPU
+                        self._fuse(table, table.grad._indices()[0], table.grad._values(), state, group)
+                    continue
+                rows, grad = sum_rows(table.grad)
+                for some, part in _blocks(rows, grad):
+                    self._update(table, some, part, state, group)
+        return loss
+
+    @abstractmethod
+    def _fresh(self, table: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        """The state of a table before its first step."""
+
+    def _begin(self, state: dict[str, Tensor]) -> None:
+        """Once per table and step, before its rows are updated."""
+
+    @abstractmethod
+    def _update(
+        self, table: Tensor, rows: Tensor, grad: Tensor, state: dict[str, Tensor], group: dict[str, Any]
+    ) -> None:
+        """Update these rows of the table and of its state."""
+
+    @abstractmethod
+    def _fuse(
+        self, table: Tensor, index: Tensor, values: Tensor, state: dict[str, Tensor], group: dict[str, Any]
+    ) -> None:
+        """All of it in one kernel on the GPU, from the places of a batch as they come."""
+
+
+class RowAdam(RowOptimizer):
+    """Adam on the rows of the batch only (lazy Adam).
+
+        m_r = b1 m_r + (1 - b1) g_r,   v_r = b2 v_r + (1 - b2) g_r^2,   t_r = t_r + 1
+        p_r = (1 - lr wd) p_r - lr (m_r / (1 - b1^t_r)) / (sqrt(v_r / (1 - b2^t_r)) + eps)
+
+    g_r is the sum over all places of row r in the batch. A row outside the batch keeps its value and moments bitwise; a row that is in
+    every batch moves as under AdamW. With `bias="row"` t_r counts the updates of the row, so its first step has length lr whenever it
+    comes; with `bias="step"` t counts all steps, as in torch.optim.SparseAdam, and the first step of a row that comes late is up to
+    (1 - b1) / sqrt(1 - b2) = 3.2 times as long. Repeated runs agree bitwise; on CUDA a step never waits for the device.
+
+        RowAdam([tower.weight], lr=1e-3)
+
+    Kingma and Ba, Adam, ICLR 2015; decay as in Loshchilov and Hutter, ICLR 2019.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[nn.Parameter],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        bias: Literal["row", "step"] = "row",
+    ) -> None:
+        _check(lr, eps, weight_decay)
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"betas {betas} must lie in [0, 1)")
+        if bias not in ("row", "step"):
+            raise ValueError(f"bias {bias!r} is not known: use 'row' or 'step'")
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "bias": bias})
+
+    def _fresh(self, table: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        precise = torch.promote_types(table.dtype, torch.float32)
+        count = torch.zeros(len(table) if group["bias"] == "row" else (), dtype=precise, device=table.device)
+        return {"mean": torch.zeros_like(table), "square": torch.zeros_like(table), "count": count}
+
+    def _begin(self, state: dict[str, Tensor]) -> None:
+        if state["count"].dim() == 0:
+            state["count"] += 1
+
+    def _update(
+        self, table: Tensor, rows: Tensor, grad: Tensor, state: dict[str, Tensor], group: dict[str, Any]
+    ) -> None:
+        beta1, beta2 = group["betas"]
+        mean = state["mean"].index_select(0, rows).lerp_(grad, 1 - beta1)
+        square = state["square"].index_select(0, rows).mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        state["mean"].index_copy_(0, rows, mean)
+        state["square"].index_copy_(0, rows, square)
+        count = state["count"]
+        if count.dim():
+            count = count.index_select(0, rows).add_(1)
+            state["count"].index_copy_(0, rows, count)
+            count = count.unsqueeze(1)
+        size = (-group["lr"] / _unbias(beta1, count)).to(table.dtype)
+        spread = square.sqrt_().mul_(_unbias(beta2, count).rsqrt_().to(table.dtype)).add_(group["eps"])
+        values = table.index_select(0, rows)
+        if group["weight_decay"]:
+            values.mul_(1 - group["lr"] * group["weight_decay"])
+        table.index_copy_(0, rows, values.addcdiv_(mean.mul_(size), spread))
+
+    def _fuse(
+        self, table: Tensor, index: Tensor, values: Tensor, state: dict[str, Tensor], group: dict[str, Any]
+    ) -> None:
+        from sparring.kernels.row_updates import row_adam
+
+        row_adam(
+            table,
+            index,
+            values,
+            state,
+            _on_device(group["lr"], table),
+            group["betas"],
+            group["eps"],
+            group["weight_decay"],
+        )
+
+
+class RowAdagrad(RowOptimizer):
+    """Adagrad with one accumulator per row, on the rows of the batch only (row-wise Adagrad).
+
+        a_r = a_r + mean_d(g_rd^2),   p_r = (1 - lr wd) p_r - lr g_r / (sqrt(a_r) + eps)
+
+    g_r is the sum over all places of row r in the batch. State is N numbers where RowAdam keeps N (2 D + 1). Rows outside the batch
+    stay bitwise as they are.
+
+        RowAdagrad([tower.weight], lr=0.05)
+
+    Duchi et al., JMLR 2011; the row-wise form is the one that FBGEMM's embedding tables use.
+    """
+
+    def __init__(
+        self, params: Iterable[nn.Parameter], lr: float = 1e-2, eps: float = 1e-8, weight_decay: float = 0.0
+    ) -> None:
+        _check(lr, eps, weight_decay)
+        super().__init__(params, {"lr": lr, "eps": eps, "weight_decay": weight_decay})
+
+    def _fresh(self, table: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        return {"sum": torch.zeros(len(table), dtype=table.dtype, device=table.device)}
+
+    def _update(
+        self, table: Tensor, rows: Tensor, grad: Tensor, state: dict[str, Tensor], group: dict[str, Any]
+    ) -> None:
+        total = state["sum"].index_select(0, rows).add_(grad.square().mean(1))
+        state["sum"].index_copy_(0, rows, total)
+        size = (-group["lr"] / total.sqrt_().add_(group["eps"])).unsqueeze(1)
+        values = table.index_select(0, rows)
+        if group["weight_decay"]:
+            values.mul_(1 - group["lr"] * group["weight_decay"])
+        table.index_copy_(0, rows, values.addcmul_(grad, size))
+
+    def _fuse(
+        self, table: Tensor, index: Tensor, values: Tensor, state: dict[str, Tensor], group: dict[str, Any]
+    ) -> None:
+        from sparring.kernels.row_updates import row_adagrad
+
+        row_adagrad(
+            table, index, values, state["sum"], _on_device(group["lr"], table), group["eps"], group["weight_decay"]
+        )
+
+
+def _blocks(rows: Tensor, grad: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
+    if rows.device.type != "cpu":  # rows may repeat there (sum_rows): all must be read before one is written
+        return [(rows, grad)]
+    size = max(1, _BLOCK // max(1, grad.shape[1]))
+    return zip(rows.split(size), grad.split(size), strict=True)
+
+
+def _on_device(rate: float | Tensor, table: Tensor) -> Tensor:
+    return rate if isinstance(rate, Tensor) else torch.full((), rate, device=table.device)
+
+
+def _unbias(beta: float, count: Tensor) -> Tensor:
+    """1 - beta^count, without the cancellation of a float32 power close to 1."""
+    return torch.expm1(count * math.log(beta)).neg_() if beta else torch.ones_like(count)
+
+
+def _check(lr: float, eps: float, weight_decay: float) -> None:
+    if lr < 0 or eps < 0 or weight_decay < 0:
+        raise ValueError(f"lr {lr}, eps {eps} and weight_decay {weight_decay} must not be negative")

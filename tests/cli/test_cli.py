@@ -1,0 +1,506 @@
+"""The command line does what it says, and says in one line what is wrong."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shlex
+import subprocess
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import pytest
+
+from sparring.cli import arguments, inputs, main
+from sparring.cli.evaluate import DIALECTS
+from sparring.core import files
+from sparring.data import splits
+from sparring.evaluation import metrics
+from sparring.recipes import RECIPES
+from sparring.training import trained as runs
+from sparring.training.tensorboard import epoch_writer
+
+QUERIES, ITEMS = 60, 40
+QUICK = ["--set", "dim=8", "--set", "batch_size=64", "--set", "n=16", "--device", "cpu"]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a small file of interactions (users 1000.., items i0..), an items table, and a trained run."""
+    folder = tmp_path_factory.mktemp("cli")
+    random = np.random.default_rng(0)
+    group = np.arange(QUERIES) % 4
+    likes = random.random((QUERIES, ITEMS)) < np.where(group[:, None] == np.arange(ITEMS) % 4, 0.7, 0.05)
+    users, items = np.nonzero(likes)
+    names = np.array([f"i{i}" for i in range(ITEMS)])
+    frame = pl.DataFrame(
+        {"user_id": users + 1000, "item_id": names[items], "timestamp": random.permutation(len(users))}
+    )
+    frame.with_columns(rating=pl.lit(5.0)).write_parquet(folder / "pairs.parquet")
+    pl.DataFrame({"item_id": names, "title": [f"Title [{i}]" for i in range(ITEMS)]}).write_parquet(
+        folder / "items.parquet"
+    )
+    words = [
+        "train",
+        "--data",
+        str(folder / "pairs.parquet"),
+        "--items",
+        str(folder / "items.parquet"),
+        "--quiet",
+        *QUICK,
+    ]
+    assert main([*words, "--epochs", "3", "--out", str(folder / "run")]) == 0
+    return folder
+
+
+def test_training_leaves_a_complete_run_folder(world: Path) -> None:
+    """A run folder holds the resolved run, a line per epoch, the model, the id maps, a curve and a card."""
+    run = world / "run"
+    meta = json.loads((run / "run.json").read_text())
+    assert meta["recipe"] == "default"
+    assert (meta["arguments"]["n"], meta["setup"]["dim"], meta["setup"]["epochs"]) == (16, 8, 3)
+    assert [json.loads(line)["epoch"] for line in (run / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
+    assert (run / "curve.png").read_bytes().startswith(b"\x89PNG")
+    figure = json.loads((run / "result.json").read_text())["test"]["metrics"]["recall@20"]
+    assert f"{figure:.4f}" in (run / "README.md").read_text()
+    assert {"model.safetensors", "checkpoint.safetensors", "item_ids.parquet", "query_ids.parquet"} <= {
+        path.name for path in run.iterdir()
+    }
+    assert not list(run.glob("*.tmp"))
+
+
+def test_train_shows_epochs_and_metrics(world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without --quiet there is a line per epoch, what a batch holds, and the test metrics; with it only the last line."""
+    words = ["train", "--data", str(world / "pairs.parquet"), "--recipe", "uns", "--epochs", "2", *QUICK]
+    assert main([*words, "--out", str(tmp_path / "a")]) == 0
+    shown = capsys.readouterr().out
+    assert "epoch   2  loss" in shown
+    assert "16 candidates shared by all queries" in shown
+    assert "recall@20" in shown
+    assert main([*words, "--out", str(tmp_path / "b"), "--quiet"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 1
+
+
+def test_evaluate_repeats_the_figures_of_the_training(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The run's own test part is found again from run.json and gives the same metrics; --data with the same file changes nothing."""
+    then = json.loads((world / "run" / "result.json").read_text())["test"]["metrics"]
+    for extra in ([], ["--data", str(world / "pairs.parquet")]):
+        assert main(["evaluate", str(world / "run"), "--k", "10,20", "--json", *extra]) == 0
+        now = json.loads(capsys.readouterr().out)["metrics"]
+        for name in ("recall@10", "ndcg@20", "mrr@20", "coverage@10"):
+            assert now[name] == pytest.approx(then[name])
+    assert main(["evaluate", str(world / "run")]) == 0
+    assert f"{then['ndcg@10']:.4f}" in capsys.readouterr().out
+
+
+def test_evaluate_on_other_data_leaves_out_what_was_trained_on(
+    world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of another file, only pairs with known ids that training did not see are ranked."""
+    trained = runs.load(world / "run")
+    start, items = trained.seen.start, trained.seen.items
+    first = set(items[start[0] : start[1]].tolist())
+    new = [i for i in range(ITEMS) if i not in first][:3]
+    old = sorted(first)[:2]
+    ids = [str(name) for name in trained.ids.item_ids.decode([*new, *old])]
+    rows = {"user_id": [1000] * 5 + [1000, 999], "item_id": [*ids, "unknown", ids[0]]}
+    pl.DataFrame(rows).write_csv(tmp_path / "other.csv")
+    assert main(["evaluate", str(world / "run"), "--data", str(tmp_path / "other.csv"), "--k", "37,40", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["queries"] == 1
+    assert result["metrics"]["recall@40"] == 1.0
+    assert result["metrics"]["precision@40"] == pytest.approx(3 / 40)
+
+
+def test_evaluate_in_another_dialect(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every dialect can be asked for, even one that does not define all metrics."""
+    for dialect in DIALECTS:
+        assert main(["evaluate", str(world / "run"), "--dialect", dialect, "--k", "10", "--json"]) == 0
+        names = json.loads(capsys.readouterr().out)["metrics"]
+        assert ("ndcg@10" if dialect == "standard" else f"ndcg_{dialect.replace('-', '_')}@10") in names
+
+
+def test_data_show_tells_what_was_taken_for_what(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Columns by their roles, and ratings that nothing asked for; with a threshold they have a role too."""
+    words = ["data", "show", str(world / "pairs.parquet")]
+    assert main(words) == 0
+    shown = capsys.readouterr().out
+    assert "columns: user_id is the query, item_id is the item, timestamp is the time\n" in shown
+    assert "ratings (rating) are ignored" in shown
+    assert main([*words, "--min-rating", "2", "--time-column", ""]) == 0
+    shown = capsys.readouterr().out
+    assert "columns: user_id is the query, item_id is the item, rating is the rating\n" in shown
+    assert "ignored" not in shown
+
+
+def test_recommend_leaves_out_seen_items_and_names_titles(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Recommendations are new to the query unless asked otherwise, ranked by score, with titles; several queries at once work."""
+    seen = runs.load(world / "run").seen
+    already = {f"i{i}" for i in range(ITEMS)} & {
+        str(name)
+        for name in runs.load(world / "run").ids.item_ids.decode(seen.items[seen.start[3] : seen.start[4]].numpy())
+    }
+    assert main(["recommend", str(world / "run"), "--query", "1003", "-k", "12", "--json"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["rank"] for row in rows] == list(range(1, 13))
+    assert not already & {row["item"] for row in rows}
+    assert [row["score"] for row in rows] == sorted((row["score"] for row in rows), reverse=True)
+    assert all(row["title"] == f"Title [{row['item'][1:]}]" for row in rows)
+    assert main(["recommend", str(world / "run"), "--query", "1003", "-k", str(ITEMS), "--with-seen", "--json"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == ITEMS
+    assert main(["recommend", str(world / "run"), "--query", "1003", "--query", "1004", "-k", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert "1004" in shown
+    assert rows[0]["title"] in shown  # brackets are not markup
+
+
+def test_recommend_for_a_history(world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With a history tower, a list of items is enough, and they are not recommended again."""
+    words = [
+        "train",
+        "--data",
+        str(world / "pairs.parquet"),
+        "--epochs",
+        "2",
+        "--quiet",
+        "--set",
+        "query_tower=history",
+        *QUICK,
+    ]
+    assert main([*words, "--out", str(tmp_path / "run")]) == 0
+    capsys.readouterr()
+    assert main(["recommend", str(tmp_path / "run"), "--history", "i3,i7", "-k", "5", "--json"]) == 0
+    items = [json.loads(line)["item"] for line in capsys.readouterr().out.splitlines()]
+    assert len(items) == 5
+    assert not {"i3", "i7"} & set(items)
+
+
+def test_recipes_lists_every_recipe_with_its_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each recipe has a summary, a last line that names its source, and all its arguments with defaults."""
+    assert main(["recipes", "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert listed.keys() == RECIPES.keys()
+    assert listed["xir"]["arguments"]["lam"] == {"type": "a number", "default": "0.5"}
+    assert "NeurIPS 2022" in listed["xir"]["paper"]
+    assert main(["recipes"]) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown and facts["summary"] in shown for name, facts in listed.items())
+    assert main(["recipes", "xir"]) == 0
+    shown = capsys.readouterr().out
+    assert all(word in shown for word in ("cache_size", "2048", "weight_decay", "row-adagrad"))
+
+
+def test_data_commands(world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`data list` names sets with their terms, `data show` tells sizes, and of a table of items its columns and first rows."""
+    assert main(["data", "list"]) == 0
+    assert "gowalla" in capsys.readouterr().out
+    pairs = len(pl.read_parquet(world / "pairs.parquet"))
+    assert main(["data", "show", str(world / "pairs.parquet")]) == 0
+    assert f"{QUERIES} queries x {ITEMS} items, {pairs:,} interactions" in capsys.readouterr().out
+    pl.DataFrame({"item_id": [5, 6], "stock_code": ["a", "b"], "title": ["five", "six"]}).write_parquet(
+        tmp_path / "items.parquet"
+    )
+    assert main(["data", "show", str(tmp_path / "items.parquet")]) == 0
+    shown = capsys.readouterr()
+    assert "item_id (Int64), stock_code (String), title (String)" in shown.out
+    assert "six" in shown.out
+    assert len(shown.err.splitlines()) == 1
+    assert "does not read as interactions" in shown.err
+
+
+def test_resume_continues_and_refuses_changes(world: Path, tmp_path: Path, refused: Callable[..., str]) -> None:
+    """After an interruption --resume alone ends where an uninterrupted run ends; other settings are refused."""
+    words = ["train", "--data", str(world / "pairs.parquet"), "--quiet", *QUICK]
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    assert main([*words, "--epochs", "4", "--out", str(whole)]) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        fail_from(patch, "checkpoint.safetensors", KeyboardInterrupt(), after=2)
+        assert main([*words, "--epochs", "4", "--out", str(stopped)]) == 130
+    refused(["train", "--resume", "--out", stopped, "--set", "lr=0.5"], "lr", "0.5")
+    refused(["train", "--resume", "--out", stopped, "--recipe", "xir"], "'xir'", "'default'")
+    refused(["train", "--resume", "--out", stopped, "--data", world / "items.parquet"], "items.parquet")
+    fewer = tmp_path / "fewer.parquet"
+    pl.read_parquet(world / "pairs.parquet").head(200).write_parquet(fewer)
+    refused(
+        ["train", "--resume", "--out", stopped, "--data", fewer],
+        f"{fewer} is not what {stopped}",
+        str(world / "pairs.parquet"),
+    )
+    assert main(["train", "--resume", "--out", str(stopped), "--quiet", "--device", "cpu"]) == 0
+    assert (stopped / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+    results = [json.loads((folder / "result.json").read_text())["test"]["metrics"] for folder in (whole, stopped)]
+    assert results[0] == results[1]
+
+
+def fail_from(patch: pytest.MonkeyPatch, name: str, error: BaseException, after: int) -> None:
+    """Let the writing of this file fail with the error from the (after + 1)-th time on, once its bytes are half on the disk."""
+    calls, rename = 0, os.replace
+
+    def replace(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
+        nonlocal calls
+        calls += Path(target).name == name
+        if calls > after and Path(target).name == name:
+            os.truncate(source, os.path.getsize(source) // 2)
+            raise error
+        rename(source, target)
+
+    patch.setattr(os, "replace", replace)
+
+
+def test_ctrl_c_says_how_to_go_on(world: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """An interrupted training exits with 130 and says what --resume would do: go on, or begin again where nothing was saved."""
+    for after, said in ((1, "goes on from the last checkpoint"), (0, "begins again: no checkpoint was saved yet")):
+        with pytest.MonkeyPatch.context() as patch:
+            fail_from(patch, "checkpoint.safetensors", KeyboardInterrupt(), after=after)
+            assert (
+                main(
+                    [
+                        "train",
+                        "--data",
+                        str(world / "pairs.parquet"),
+                        "--out",
+                        str(tmp_path / str(after)),
+                        "--quiet",
+                        *QUICK,
+                    ]
+                )
+                == 130
+            )
+        assert capfd.readouterr().err == f"sparring: interrupted: the same command with --resume {said}\n"
+
+
+def test_full_disk_is_one_line_and_keeps_the_last_checkpoint(
+    world: Path, tmp_path: Path, refused: Callable[..., str]
+) -> None:
+    """A disk that fills up while saving loses nothing that was saved: the run can be resumed to its end."""
+    out = tmp_path / "run"
+    words = ["train", "--data", world / "pairs.parquet", "--epochs", "3", "--out", out, "--quiet", *QUICK]
+    with pytest.MonkeyPatch.context() as patch:
+        fail_from(patch, "checkpoint.safetensors", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(out)), after=1)
+        refused(words, "no space left", "--resume", str(out))
+    _, state = files.read_tensors(out / "checkpoint.safetensors")
+    assert state["epoch"] == 1
+    assert not list(out.glob("*.tmp"))
+    assert main(["train", "--resume", "--out", str(out), "--quiet"]) == 0
+    assert len((out / "metrics.jsonl").read_text().splitlines()) == 3
+
+
+def test_bad_files_are_refused(world: Path, tmp_path: Path, refused: Callable[..., str]) -> None:
+    """Missing, empty, unreadable or useless data: one line that names the file or column."""
+
+    def train(name: str, *extra: object) -> list[object]:
+        return ["train", "--data", tmp_path / name, "--out", tmp_path / "out", *extra]
+
+    refused(train("missing.parquet"), "missing.parquet")
+    refused(["train", "--data", "gowala", "--out", tmp_path / "out"], "gowala", "gowalla")
+    refused(["data", "get", "movielens-1n"], "movielens-1n", "movielens-1m")
+    refused(["data", "show", tmp_path / "missing.csv"], "missing.csv")
+    pairs = pl.read_parquet(world / "pairs.parquet")
+    pairs.write_parquet(tmp_path / "good.parquet")
+    refused(train("good.parquet", "--query-column", "customer"), "'customer'", "user_id")
+    refused(train("good.parquet", "--items", tmp_path / "no_items.csv"), "no_items.csv")
+    refused(train("good.parquet", "--min-rating", "9"), "9")
+    refused(train("good.parquet", "--split", "file"), "split")
+    (tmp_path / "empty.csv").write_bytes(b"")
+    refused(train("empty.csv"), "empty.csv")
+    pairs.clear().write_parquet(tmp_path / "rowless.parquet")
+    refused(train("rowless.parquet"), "rowless.parquet")
+    pairs.with_columns(user_id=pl.lit(None, pl.Int64)).write_parquet(tmp_path / "nulls.parquet")
+    refused(train("nulls.parquet"), "null", "user_id")
+    pairs.filter(pl.col("user_id") == 1001).write_parquet(tmp_path / "one.parquet")
+    refused(train("one.parquet"), "one query", "1001")
+    (tmp_path / "garbage.parquet").write_bytes(b"PAR1 this is not a table PAR1")
+    refused(train("garbage.parquet"), "garbage.parquet")
+    pairs.rename({"user_id": "left", "item_id": "right"}).write_csv(tmp_path / "unnamed.csv")
+    refused(train("unnamed.csv"), "--query-column", "left")
+    assert not (tmp_path / "out").exists()
+
+
+def test_bad_arguments_are_refused(world: Path, tmp_path: Path, refused: Callable[..., str]) -> None:
+    """Wrong names and types: one line that names the value, and the nearest right name where there is one."""
+    train: list[object] = ["train", "--data", world / "pairs.parquet", "--out", tmp_path / "out"]
+    refused([*train, "--recipe", "xri"], "'xri'", "'xir'")
+    refused([*train, "--set", "learning=1"], "'learning'", "sparring recipes")
+    refused([*train, "--set", "batchsize=64"], "'batchsize'", "'batch_size'")
+    refused([*train, "--set", "lr=fast"], "lr", "'fast'", "a number")
+    refused([*train, "--set", "dim=2.5"], "dim", "2.5", "whole number")
+    refused([*train, "--set", "score=angle"], "score", "'angle'", "cosine")
+    refused([*train, "--set", "n=0"], "0")
+    refused([*train, "--set", "lr"], "'lr'", "name=value")
+    refused([*train, "--epochs", "many"], "--epochs", "'many'")
+    refused([*train, "--epochs", "0"], "--epochs", "'0'")
+    refused([*train, "--epochs", "2", "--set", "epochs=3"], "epochs", "twice")
+    refused([*train, "--seed", "-1"], "--seed")
+    refused([*train, "--test", "1.5"], "--test", "'1.5'")
+    refused([*train, "--min-rating", "high"], "--min-rating", "'high'")
+    refused([*train, "--split", "tempral"], "'tempral'", "temporal")
+    refused([*train, "--device", "tpu"], "'tpu'")
+    refused([*train, "--k", "10,x"], "--k", "'x'")
+    refused([*train, "--k", "1000"], "1000", f"{ITEMS} items")
+    refused([*train, "--set", "select=ndcg@1000"], "ndcg@1000", f"{ITEMS} items")
+    refused([*train, "--epoch", "3"], "--epoch", "--epochs")
+    refused(["trian"], "'trian'", "train")
+    refused(["train"], "--data")
+    refused(["train", "--resume", "--out", tmp_path / "nothing"], "nothing")
+    refused(["recipes", "xri"], "'xri'", "'xir'")
+    refused(["evaluate"], "RUN")
+    assert not (tmp_path / "out").exists()
+
+
+def test_bad_runs_are_refused(world: Path, tmp_path: Path, refused: Callable[..., str]) -> None:
+    """A folder that is no run, a damaged model or checkpoint, an unknown query, a cutoff beyond the catalogue."""
+    refused(["evaluate", tmp_path / "missing"], "missing")
+    refused(["evaluate", tmp_path], str(tmp_path))
+    refused(["evaluate", world / "run", "--k", "1000"], "1000", str(ITEMS))
+    refused(["evaluate", world / "run", "--data", tmp_path / "gone.parquet"], "gone.parquet")
+    refused(["evaluate", world / "run", "--dialect", "tric"], "'tric'", "trec")
+    refused(["recommend", world / "run", "--query", "1003", "-k", "1000"], "1000", str(ITEMS))
+    refused(["recommend", world / "run", "--query", "stranger"], "'stranger'")
+    refused(["recommend", world / "run"], "--query")
+    refused(["recommend", world / "run", "--history", "stranger"], "'stranger'")
+    copy = tmp_path / "copy"
+    subprocess.run(["cp", "-r", str(world / "run"), str(copy)], check=True)
+    for file in ("model.safetensors", "checkpoint.safetensors"):
+        whole = (copy / file).read_bytes()
+        for broken in (whole[: len(whole) // 2], b"", b"\xff" * 100):
+            (copy / file).write_bytes(broken)
+            words = (
+                ["train", "--resume", "--out", copy]
+                if file.startswith("checkpoint")
+                else ["recommend", copy, "--query", "1003"]
+            )
+            refused(words, file, "corrupt")
+        (copy / file).write_bytes(whole)
+    (copy / "run.json").write_text("{")
+    refused(["evaluate", copy], "run.json", "corrupt")
+
+
+def test_out_folder_is_never_overwritten_unasked(world: Path, tmp_path: Path, refused: Callable[..., str]) -> None:
+    """A folder with anything in it is refused; --overwrite deletes a run, and nothing that is not one."""
+    train: list[object] = [
+        "train",
+        "--data",
+        world / "pairs.parquet",
+        "--quiet",
+        "--epochs",
+        "1",
+        *QUICK,
+        "--out",
+        tmp_path / "out",
+    ]
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.txt").write_text("precious")
+    refused(train, str(tmp_path / "out"), "--overwrite")
+    refused([*train, "--overwrite"], str(tmp_path / "out"), "not a run folder")
+    assert (tmp_path / "out" / "thesis.txt").read_text() == "precious"
+    (tmp_path / "out" / "thesis.txt").unlink()
+    assert main([str(word) for word in train]) == 0
+    refused(train, "--resume")
+    assert main([*map(str, train), "--overwrite"]) == 0
+    refused([*train, "--overwrite", "--resume"], "--overwrite")
+    (tmp_path / "file").write_text("")
+    refused([*train[:-1], tmp_path / "file"], str(tmp_path / "file"))
+
+
+def test_help_ends_with_an_example_that_parses(capsys: pytest.CaptureFixture[str]) -> None:
+    """The help of every command ends with an example, and the example is a valid command."""
+    _, named = arguments.parser()
+    assert set(arguments.EXAMPLES) == set(named) - {"data"}
+    for key, parser in named.items():
+        examples = [line.strip() for line in parser.format_help().splitlines() if line.startswith("  sparring ")]
+        assert parser.format_help().rstrip().endswith(examples[-1])
+        for example in examples:
+            words = shlex.split(example)
+            args, rest = arguments.parser()[0].parse_known_args(words[1:])
+            assert not rest
+            assert args.key.startswith(key)
+        with pytest.raises(SystemExit) as stop:
+            main([*key.split(), "--help"])
+        assert stop.value.code == 0
+    assert main([]) == 0
+    assert main(["--version"]) == 0
+
+
+def test_choices_agree_with_the_library() -> None:
+    """The command line's lists, kept apart so that --help is quick, are those of the library."""
+    assert DIALECTS == metrics.DIALECTS
+    assert inputs.SPLITS == splits.HOW
+
+
+def test_as_a_program(tmp_path: Path) -> None:
+    """python -m sparring: an error is one line without a traceback and code 2; SPARRING_DEBUG=1 shows the traceback."""
+    words = [sys.executable, "-m", "sparring", "recommend", str(tmp_path / "none"), "--query", "1"]
+    plain = subprocess.run(words, capture_output=True, text=True, env={**os.environ, "SPARRING_DEBUG": ""})
+    assert plain.returncode == 2
+    assert plain.stderr == f"sparring: error: no such run folder: {tmp_path / 'none'}\n"
+    assert plain.stdout == ""
+    debug = subprocess.run(words, capture_output=True, text=True, env={**os.environ, "SPARRING_DEBUG": "1"})
+    assert "Traceback" in debug.stderr
+
+
+def test_setup_takes_all_but_the_negatives_from_another_recipe(world: Path, tmp_path: Path) -> None:
+    """--setup default gives ssl_pop, which comes with inner products and dense Adam, cosine scores and row-sparse updates."""
+    words = [
+        "train",
+        "--data",
+        str(world / "pairs.parquet"),
+        "--recipe",
+        "ssl_pop",
+        "--epochs",
+        "1",
+        "--set",
+        "dim=8",
+        "--quiet",
+    ]
+    assert main([*words, "--out", str(tmp_path / "own")]) == 0
+    assert main([*words, "--setup", "default", "--out", str(tmp_path / "other")]) == 0
+    own, other = (json.loads((tmp_path / name / "run.json").read_text()) for name in ("own", "other"))
+    assert (own["recipe"], own["setup"]["score"], own["setup"]["optimizer"]) == ("ssl_pop", "dot", "adam")
+    assert (other["recipe"], other["setup"]["score"], other["setup"]["optimizer"]) == ("ssl_pop", "cosine", "row-adam")
+    assert own["setup"]["dim"] == other["setup"]["dim"] == 8
+
+
+def test_tensorboard_names_its_extra(
+    world: Path, tmp_path: Path, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the package, --tensorboard is refused before training, and the line says what to install."""
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    words = [
+        "train",
+        "--data",
+        world / "pairs.parquet",
+        "--epochs",
+        1,
+        *QUICK,
+        "--out",
+        tmp_path / "run",
+        "--tensorboard",
+    ]
+    refused(words, 'pip install "sparring[tensorboard]"')
+    assert not (tmp_path / "run" / "run.json").exists()
+
+
+def test_tensorboard_is_told_every_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each number of a record becomes a scalar at its epoch."""
+    told: list[tuple[str, float, int]] = []
+
+    class SummaryWriter:
+        def __init__(self, folder: str) -> None:
+            assert folder == str(tmp_path)
+
+        def add_scalar(self, name: str, value: float, epoch: int) -> None:
+            told.append((name, value, epoch))
+
+        def flush(self) -> None:
+            pass
+
+    module = types.ModuleType("torch.utils.tensorboard")
+    module.SummaryWriter = SummaryWriter  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    epoch_writer(tmp_path)({"epoch": 3, "loss": 0.5, "ndcg@10": 0.25})
+    assert told == [("loss", 0.5, 3), ("ndcg_at_10", 0.25, 3)]

@@ -1,0 +1,344 @@
+"""Comparisons: ordinary run folders, paired by query and seed; what failed is told, what is missing is done, nothing is done twice."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import pytest
+import scipy.stats
+import torch
+from torch import Tensor
+
+from sparring.cli import main
+from sparring.core import workers
+from sparring.core.errors import UserError
+from sparring.core.types import Bag, Candidates, Step
+from sparring.core.workers import Listener
+from sparring.data.interactions import Interactions, Split
+from sparring.data.synthetic import World
+from sparring.evaluation.metrics import popularity_percentile, popularity_strata
+from sparring.experiments import comparison_tables
+from sparring.experiments.comparison import Data, Plan, check, compare
+from sparring.experiments.diagnose.profile import profile
+from sparring.negatives import Negatives
+from sparring.recipes.run import Setup, Term, compose
+from sparring.recipes.settings import build
+from sparring.training import trained as runs
+
+SEEDS = 3
+WORDS = [
+    "compare",
+    "--recipes",
+    "uns,ssl_pop,shown",
+    "--seeds",
+    str(SEEDS),
+    "--setup",
+    "default",
+    "--epochs",
+    "2",
+    "--metrics",
+    "recall@5,ndcg@10",
+]
+WORDS += ["--set", "dim=4", "--set", "batch_size=128", "--set", "n=16", "--device", "cpu", "--jobs", "2"]
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory, small_world: World) -> tuple[Path, list[str]]:
+    """A comparison on a file without shown rows, so that the recipe `shown` fails; its folder and its command."""
+    folder = tmp_path_factory.mktemp("compare")
+    data = small_world.interactions
+    pl.DataFrame({"user_id": data.queries + 1000, "item_id": data.items}).write_parquet(folder / "tiny.parquet")
+    words = [*WORDS, "--data", str(folder / "tiny.parquet"), "--out", str(folder / "out")]
+    assert main(words) == 1
+    return folder / "out", words
+
+
+def stored(out: Path, recipe: str, metric: str) -> np.ndarray:
+    """(seeds, queries) values as the run folders hold them."""
+    frames = [pl.read_parquet(out / "tiny" / recipe / str(seed) / "per_query.parquet") for seed in range(SEEDS)]
+    assert all(frame["query"].to_list() == frames[0]["query"].to_list() for frame in frames)
+    return np.stack([frame[metric].to_numpy() for frame in frames]).astype(float)
+
+
+def test_runs_are_ordinary_folders_with_values_of_single_queries(done: tuple[Path, list[str]]) -> None:
+    """Each can be loaded and recommends; its single values are float32, under original ids, and average to what result.json says."""
+    folder = done[0] / "tiny" / "ssl_pop" / "1"
+    trained = runs.load(folder)
+    assert (trained.meta["recipe"], trained.meta["setup"]["seed"]) == ("ssl_pop", 1)
+    assert len(trained.recommend([1003], 5)) == 5
+    frame = pl.read_parquet(folder / "per_query.parquet")
+    assert frame["query"].min() >= 1000  # type: ignore[operator]
+    assert frame["recall@5"].dtype == pl.Float32
+    assert "popularity@10" not in frame.columns
+    metrics = json.loads((folder / "result.json").read_text())["test"]["metrics"]
+    for name in ("recall@5", "ndcg@10", "mrr@20"):
+        assert frame[name].mean() == pytest.approx(metrics[name], rel=1e-5)
+
+
+def test_the_table_says_what_the_folders_say(done: tuple[Path, list[str]]) -> None:
+    """Means, deviations, differences and p-values computed here from the stored values alone."""
+    rows = {(row["metric"], row["recipe"]): row for row in json.loads((done[0] / "quality.json").read_text())["rows"]}
+    assert set(rows) == {(metric, recipe) for metric in ("recall@5", "ndcg@10") for recipe in ("uns", "ssl_pop")}
+    for metric in ("recall@5", "ndcg@10"):
+        mine, theirs = stored(done[0], "ssl_pop", metric), stored(done[0], "uns", metric)
+        row, base = rows[metric, "ssl_pop"], rows[metric, "uns"]
+        assert row["mean"] == pytest.approx(mine.mean())
+        assert row["std"] == pytest.approx(mine.mean(1).std(ddof=1))
+        assert row["difference"] == pytest.approx(mine.mean() - theirs.mean())
+        assert row["relative"] == pytest.approx(mine.mean() / theirs.mean() - 1)
+        assert row["p_seeds"] == pytest.approx(scipy.stats.ttest_rel(mine.mean(1), theirs.mean(1)).pvalue)
+        assert row["p_queries"] == pytest.approx(scipy.stats.ttest_rel(mine.mean(0), theirs.mean(0)).pvalue)
+        assert row["p_holm"] == pytest.approx(row["p"])  # one comparison: nothing to correct
+        assert row["verdict"] == (
+            "no difference shown" if row["p_holm"] >= 0.05 else "better" if row["difference"] > 0 else "worse"
+        )
+        assert (base["verdict"], base["p"], base["difference"]) == ("baseline", None, None)
+    for suffix in ("md", "csv", "tex", "json"):
+        assert (done[0] / f"negatives.{suffix}").stat().st_size > 0
+
+
+def test_costs_are_ratios_to_uns(done: tuple[Path, list[str]]) -> None:
+    """Time and memory of uns are 1; the others' are quotients of the recorded means; in-batch negatives are as popular as what is taken."""
+    rows = {row["recipe"]: row for row in json.loads((done[0] / "negatives.json").read_text())["rows"]}
+    assert rows["uns"]["seconds_ratio"] == rows["uns"]["peak_bytes_ratio"] == 1
+    for recipe in ("uns", "ssl_pop"):
+        results_of = [
+            json.loads((done[0] / "tiny" / recipe / str(s) / "result.json").read_text()) for s in range(SEEDS)
+        ]
+        assert rows[recipe]["seconds"] == pytest.approx(np.mean([result["train_seconds"] for result in results_of]))
+        assert rows[recipe]["peak_bytes"] > 0
+    assert rows["ssl_pop"]["seconds_ratio"] == pytest.approx(rows["ssl_pop"]["seconds"] / rows["uns"]["seconds"])
+    assert rows["ssl_pop"]["popularity"] == pytest.approx(0.5, abs=0.02)
+    assert rows["uns"]["popularity"] < 0.45
+
+
+def test_failures_are_told_and_nothing_is_trained_twice(
+    done: tuple[Path, list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same command again tries only what failed, and says so; finished runs keep their files; a deleted one comes back the same."""
+    out, words = done
+    before = {path: path.stat().st_mtime_ns for path in out.glob("tiny/*/*/model.safetensors")}
+    assert len(before) == 2 * SEEDS
+    lost = out / "tiny" / "uns" / "1"
+    values = pl.read_parquet(lost / "per_query.parquet")
+    for path in lost.iterdir():
+        path.unlink()
+    capsys.readouterr()
+    assert main(words) == 1
+    told = capsys.readouterr().out
+    assert "5 of 9 already done" in told
+    assert told.count("failed: tiny shown seed") == SEEDS
+    assert "--label-column" in told
+    after = {path: path.stat().st_mtime_ns for path in out.glob("tiny/*/*/model.safetensors")}
+    assert {path for path in after if after[path] != before[path]} == {lost / "model.safetensors"}
+    assert pl.read_parquet(lost / "per_query.parquet").equals(values)
+    assert "shown seed 0" in (out / "README.md").read_text()
+
+
+def test_bad_input_is_one_line(done: tuple[Path, list[str]], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Exit code 2 and one line that names what is wrong, before anything is trained."""
+
+    def refused(change: Callable[[list[str]], list[str]], *mentions: str) -> None:
+        capfd.readouterr()
+        assert main(change(list(done[1]))) == 2
+        lines = capfd.readouterr().err.splitlines()
+        assert len(lines) == 1, lines
+        assert all(mention in lines[0] for mention in mentions), lines
+
+    def with_(option: str, value: str) -> Callable[[list[str]], list[str]]:
+        def change(words: list[str]) -> list[str]:
+            fresh = [*words[: words.index("--out")], "--out", str(tmp_path / "fresh")]
+            return (
+                [*fresh[: fresh.index(option) + 1], value, *fresh[fresh.index(option) + 2 :]]
+                if option in fresh
+                else [*fresh, option, value]
+            )
+
+        return change
+
+    refused(with_("--recipes", "uns,xri"), "'xri'", "'xir'")
+    refused(with_("--recipes", "uns,uns"), "named twice")
+    refused(with_("--recipes", ","), "--recipes")
+    refused(with_("--baseline", "xir"), "baseline 'xir'")
+    refused(with_("--metrics", "recall"), "'recall'", "recall@20")
+    refused(with_("--metrics", "popularity@10"), "single queries")
+    refused(with_("--metrics", "ndcg@500"), "500", "40 items")
+    refused(with_("--setup", "nothing"), "'nothing'")
+    refused(with_("--data", "world:abc"), "world:QUERIESxITEMS")
+    refused(with_("--test", "0"), "test part")
+    refused(lambda words: [*words, "--set", "lamm=0.5"], "'lamm'")
+    refused(lambda words: [*words, "--set", "seed=5"], "--seeds")
+    refused(lambda words: [*words, "--set", "lr=0.5"], "begun without lr=0.5")
+    refused(lambda words: [*words, "--epochs", "7"], "begun with epochs=", "not 7")
+    refused(lambda words: [*words, "--split-seed", "9"], "another tiny")
+    assert not list(tmp_path.glob("fresh/*/*"))
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.txt").write_text("")
+    refused(lambda words: [*words, "--out", str(tmp_path / "full")], "is not empty")
+
+
+def test_an_interrupted_comparison_goes_on(parts: Split, small_world: World, tmp_path: Path) -> None:
+    """Stopped after its first training and called again, it ends with the same values as one that never stopped."""
+    shared = {"dim": 4, "batch_size": 128, "n": 16, "epochs": 2}
+    whole = Plan(
+        tmp_path / "whole",
+        (Data("w", parts, world=small_world),),
+        ("uns", "pns"),
+        2,
+        "",
+        ("ndcg@10",),
+        Setup(),
+        dict(shared),
+    )
+    stopped = dataclasses.replace(whole, out=tmp_path / "stopped", device="cpu")
+
+    def stop(name: str, error: str | None) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        compare(stopped, 1, Listener(ended=stop))
+    assert len(list(comparison_tables.finished_runs(stopped, "w", "uns"))) == 1
+    assert compare(stopped, 1) == compare(whole, 1) == []
+    for first, second in zip(
+        comparison_tables.quality(stopped).rows, comparison_tables.quality(whole).rows, strict=True
+    ):
+        assert first == second
+    row = comparison_tables.negatives(whole).rows[0]
+    assert 0 < float(row["false_negatives"] or 0) < 1
+    check(dataclasses.replace(whole, seeds=9, recipes=("uns", "pns", "bir")))  # a comparison may grow
+    with pytest.raises(UserError, match="trials=0, not 3"):
+        check(dataclasses.replace(whole, trials=3))
+    with pytest.raises(UserError, match=r"recall@30 was not measured"):
+        comparison_tables.quality(dataclasses.replace(whole, metrics=("recall@30",)))
+
+
+def test_tuned_comparison(small_world: World, tmp_path: Path) -> None:
+    """With --tune every recipe gets as many trials, and its final runs have the settings that scored best."""
+    pytest.importorskip("optuna")
+    words = [
+        "compare",
+        "--data",
+        "world:80x60",
+        "--recipes",
+        "uns,pns",
+        "--seeds",
+        "1",
+        "--tune",
+        "2",
+        "--epochs",
+        "1",
+        "--metrics",
+        "ndcg@10",
+    ]
+    words += ["--set", "dim=4", "--set", "n=8", "--setup", "default", "--device", "cpu", "--quiet", "--valid", "0.3"]
+    assert main([*words, "--out", str(tmp_path / "out")]) == 0
+    assert main([*words, "--valid", "0", "--out", str(tmp_path / "none")]) == 2
+    for recipe in ("uns", "pns"):
+        trials = [
+            json.loads(line)
+            for line in (tmp_path / "out" / "world-80x60" / recipe / "tune" / "trials.jsonl").read_text().splitlines()
+        ]
+        assert len(trials) == 2
+        winner = max(trials, key=lambda trial: trial["value"])
+        meta = json.loads((tmp_path / "out" / "world-80x60" / recipe / "0" / "run.json").read_text())
+        assert {**meta["setup"], **meta["arguments"]}.items() >= winner["settings"].items()
+        assert meta["setup"]["select"] == "ndcg@10"
+    rows = json.loads((tmp_path / "out" / "tuned.json").read_text())["rows"]
+    assert [(row["recipe"], row["trials"], row["failed"]) for row in rows] == [("uns", 2, 0), ("pns", 2, 0)]
+    verdicts = {row["verdict"] for row in json.loads((tmp_path / "out" / "quality.json").read_text())["rows"]}
+    assert verdicts == {"baseline", "one seed: no verdict"}
+
+
+def test_a_recipe_whose_trials_all_failed_does_not_stop_the_others(parts: Split, tmp_path: Path) -> None:
+    """Its failure is told, now and when the comparison is called again, and the other recipes are trained."""
+    pytest.importorskip("optuna")
+    shared = {"dim": 4, "batch_size": 128, "epochs": 1}
+    plan = Plan(
+        tmp_path / "out", (Data("w", dataclasses.replace(parts, train=no_shown(parts))),), ("uns", "shown"), 1, trials=1
+    )
+    plan = dataclasses.replace(plan, base=Setup(), shared=shared, device="cpu")
+    for _ in range(2):
+        (failure,) = compare(plan)
+        assert (failure.recipe, failure.what) == ("shown", "tuning")
+        assert "all 1 trials of shown failed" in failure.error
+    assert len(list(comparison_tables.finished_runs(plan, "w", "uns"))) == 1
+    assert [row["failed"] for row in comparison_tables.tuned(plan).rows] == [0, 1]
+
+
+def no_shown(parts: Split) -> Interactions:
+    return dataclasses.replace(parts.train, shown=None, shown_time=None)
+
+
+def test_workers_survive_what_their_tasks_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A value, a message, an error and a sudden death, two at once: each is told under its name, and none harms another."""
+    code = "import os\ndef work(say, what):\n    say(what)\n    if what == 'die': os.kill(os.getpid(), 9)\n    return 10 // what\n"
+    (tmp_path / "odd_jobs.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import odd_jobs  # type: ignore[import-not-found]
+
+    events = list(
+        workers.run([workers.Task(str(what), odd_jobs.work, (what,)) for what in (5, 0, "die", 2)], jobs=2, threads=1)
+    )
+    ended = {event.name: event for event in events if isinstance(event, workers.Ended)}
+    assert (ended["5"].value, ended["2"].value) == (2, 5)
+    assert "ZeroDivisionError" in (ended["0"].error or "")
+    assert "-9" in (ended["die"].error or "")
+    assert {event.message for event in events if isinstance(event, workers.Said)} >= {5, 0, 2}
+
+
+def test_profile_of_the_whole_catalogue(parts: Split, small_world: World) -> None:
+    """Where every item is a candidate of every query, all shares are known from the data by counting."""
+    run = build("full_softmax", parts.train, {"dim": 4, "batch_size": 10_000})
+    found = profile(run, parts, world=small_world)
+    n, counts = parts.train.n_items, parts.train.counts()
+    assert found["popularity"] == pytest.approx(popularity_percentile(counts).mean())
+    for index, name in enumerate(("head", "mid", "tail")):
+        assert found[name] == pytest.approx((popularity_strata(counts) == index).mean())
+    taken: dict[int, set[int]] = {}
+    for query, item in zip(parts.train.queries.tolist(), parts.train.items.tolist(), strict=True):
+        taken.setdefault(query, set()).add(item)
+    all_taken = set(
+        zip(small_world.interactions.queries.tolist(), small_world.interactions.items.tolist(), strict=True)
+    )
+    likes = small_world.relevance(torch.arange(small_world.n_queries))
+    rows = parts.train.queries.tolist()
+    assert found["accidental"] == pytest.approx(np.mean([len(taken[q]) / n for q in rows]))
+    wrong = [sum(bool(likes[q, i] > 0.5) and (q, i) not in all_taken for i in range(n)) / n for q in rows]
+    assert found["false_negatives"] == pytest.approx(np.mean(wrong))
+    assert found["synthetic"] == 0
+
+
+class Weighted(Negatives):
+    """Items 0 and 1, drawn three times and once for every query (times `real`), and one made-up vector drawn four times."""
+
+    def __init__(self, real: float = 1.0) -> None:
+        super().__init__()
+        self.real = real
+
+    def forward(self, step: Step) -> Bag:
+        b = len(step.q)
+        ids = torch.tensor([0, 1, -1]).expand(b, 3)
+        usage = torch.tensor([3.0 * self.real, self.real, 4.0]).expand(b, 3)
+        return Bag((Candidates(ids, torch.zeros(b, 3, step.q.shape[1]), usage.log(), usage=usage),))
+
+
+def test_profile_counts_draws(parts: Split) -> None:
+    """A candidate counts as often as it was drawn; made-up vectors are counted apart."""
+
+    def zero(step: Step, bag: Bag) -> Tensor:
+        return step.q.sum(-1) * 0
+
+    found = profile(compose(parts.train, Setup(dim=4, batch_size=64), Term(1.0, Weighted(), zero)), parts, batches=2)
+    percentile = popularity_percentile(parts.train.counts())
+    assert found["popularity"] == pytest.approx((3 * percentile[0] + percentile[1]) / 4)
+    assert found["synthetic"] == pytest.approx(0.5)
+    assert "false_negatives" not in found
+    nothing = profile(
+        compose(parts.train, Setup(dim=4, batch_size=64), Term(1.0, Weighted(real=0.0), zero)), parts, batches=1
+    )
+    assert nothing == {"synthetic": 1.0}

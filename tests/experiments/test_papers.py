@@ -1,0 +1,395 @@
+"""Reproductions: each seed its own split, ours beside the printed figures with the right verdict, nothing run twice, nothing made up."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pytest
+import safetensors.numpy
+
+from sparring.cli import main
+from sparring.data.interactions import Interactions
+from sparring.data.synthetic import World, make_world
+from sparring.experiments.papers import EXPERIMENTS, Given, Method, Plan, esans_cost, find, reproduce, seeds
+from sparring.experiments.papers.cells import beside
+from sparring.experiments.papers.published import XIR_DATA, XIR_TABLE_2, XIR_TABLE_4, Figure, esans_ratios, matching
+from sparring.recipes import RECIPES
+from sparring.training import trained
+from support.papers import run_here
+
+QUICK: dict[str, object] = {"epochs": 2, "batch_size": 128, "dim": 4}
+FAST = ["--epochs", "2", "--set", "batch_size=128", "--set", "dim=4", "--device", "cpu"]
+
+
+@pytest.fixture(scope="module")
+def world() -> World:
+    return make_world(80, 60, exposure=0.5, relevant=0.4, seed=4)
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_here(monkeypatch)
+
+
+def small(name: str, out: Path, data: Interactions, known_as: str = "", **settings: object) -> Plan:
+    return Plan(find(name), out, (Given("tiny", data, known_as),), seeds(2), {**QUICK, **settings}, "cpu")
+
+
+def table(out: Path, name: str = "table") -> list[dict[str, Any]]:
+    return list(json.loads((out / f"{name}.json").read_text())["rows"])
+
+
+def results(folder: Path) -> dict[str, float]:
+    return dict(json.loads((folder / "result.json").read_text())["test"]["metrics"])
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory, world: World) -> Path:
+    """xir-table2 by the command line, in real processes, on a file; XIR fails, because its lambda is no weight."""
+    folder = tmp_path_factory.mktemp("reproduce")
+    data = world.interactions
+    pl.DataFrame({"user_id": data.queries, "item_id": data.items}).write_parquet(folder / "tiny.parquet")
+    words = [
+        "reproduce",
+        "xir-table2",
+        "--data",
+        str(folder / "tiny.parquet"),
+        "--seeds",
+        "1",
+        *FAST,
+        "--set",
+        "lam=2",
+        "--jobs",
+        "2",
+    ]
+    assert main([*words, "--out", str(folder / "out")]) == 1
+    return folder / "out"
+
+
+def test_the_verdict_is_that_of_the_relative_difference() -> None:
+    """Within 2 % of the published figure, both ends included; mean and deviation with n - 1; no figure, no difference."""
+    for values, printed, verdict in (
+        ([0.102], 0.1, "within 2 %"),
+        ([0.098], 0.1, "within 2 %"),
+        ([0.10201], 0.1, "outside 2 %"),
+    ):
+        row = beside(values, Figure(printed))
+        assert row["verdict"] == verdict
+        assert row["difference"] == pytest.approx((values[0] - printed) / printed)
+    row = beside([1.0, 2.0, 6.0], Figure(2.0, 0.5))
+    assert (row["mean"], row["std"], row["difference"]) == (3.0, pytest.approx(7**0.5), 0.5)
+    assert (row["published"], row["published_std"], row["seeds"]) == (2.0, 0.5, 3)
+    assert beside([1.0], None)["difference"] is None
+    assert beside([1.0], None)["verdict"] == "not published"
+    missing = beside([], Figure(2.0), "because")
+    assert (missing["mean"], missing["difference"], missing["verdict"]) == (None, None, "not run: because")
+
+
+def test_printed_figures_agree_with_what_the_papers_say_of_them() -> None:
+    """The improvements that the text of XIR names follow from its tables as typed here, to rounding; so do the ratios of ESANS' hours."""
+    gains = {"BIR": (2.47, 6.57, 6.58, 2.04, 5.17), "XIR": (3.81, 12.23, 15.24, 11.73, 17.12)}
+    for method, said in gains.items():
+        for data, gain in zip(XIR_DATA, said, strict=True):
+            best = XIR_TABLE_2[data, "NDCG@10", "MNS"].value
+            assert 100 * (XIR_TABLE_2[data, "NDCG@10", method].value / best - 1) == pytest.approx(gain, abs=0.2)
+    assert len(XIR_TABLE_2) == 5 * 6 * 2
+    for method, gain in (("BIR", 3.06), ("XIR", 4.87)):
+        found = XIR_TABLE_4["Tmall", "NDCG@10", method].value / XIR_TABLE_4["Tmall", "NDCG@10", "SSL-Pop"].value
+        assert 100 * (found - 1) == pytest.approx(gain, abs=0.1)
+    assert [round(value, 2) for value in esans_ratios().values()] == [1.0, 1.01, 1.14, 1.06, 1.6, 1.42, 1.18]
+    wrong = {
+        name
+        for name, row in XIR_DATA.items()
+        if abs(row.interactions / (row.queries * row.items) / row.density - 1) > 0.02
+    }
+    assert wrong == {"Ta-feng"}
+
+
+def test_data_is_matched_by_counts_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file of any name with Ta-feng's counts is Ta-feng, its printed density a misprint; one pair less and it is not."""
+    users, items, n = 19_451, 10_480, 630_767
+    at = np.arange(n)
+    frame = pl.DataFrame({"user_id": at % users, "item_id": (at % users * 13 + at // users) % items})
+    for rows, known in ((n, "Ta-feng"), (n - 1, "")):
+        path = tmp_path / f"gowalla-{rows}.parquet"
+        frame.head(rows).write_parquet(path)
+        assert matching((users, items, rows)) == known
+        assert main(["reproduce", "xir-table1", "--data", str(path), "--out", str(tmp_path / str(rows))]) == 0
+        first = [row for row in table(tmp_path / str(rows)) if row["data"] == (known or path.stem)]
+        assert [row["mean"] for row in first[:3]] == [users, items, rows]
+        assert first[3]["mean"] == pytest.approx(rows / users / items)
+        assert [row["published"] for row in first[:3]] == ([users, items, n] if known else [None] * 3)
+        assert "misprint" in first[3]["note"] if known else first[3]["note"] == ""
+    assert "misprint" in capsys.readouterr().out
+
+
+def test_each_seed_is_a_split_of_its_own(tmp_path: Path, world: World, here: None) -> None:
+    """Of every query's n items round(0.8 n) train, at random: other ones for another seed, the same ones for every method of a seed."""
+    plan = small("xir-table6", tmp_path / "out", world.interactions)
+    reproduce(plan)
+    held = np.bincount(world.interactions.queries, minlength=80)
+    seen: dict[int, set[tuple[int, int]]] = {}
+    for seed in (10, 20):
+        for lam in ("0", "0.5", "1"):
+            folder = plan.out / "tiny" / f"lambda-{lam}" / str(seed)
+            stored = safetensors.numpy.load_file(folder / "seen.safetensors")
+            sizes = np.diff(stored["start"])
+            assert sizes.tolist() == [round(0.8 * int(n)) for n in held]
+            pairs = set(zip(np.repeat(np.arange(80), sizes).tolist(), stored["items"].tolist(), strict=True))
+            assert seen.setdefault(seed, pairs) == pairs
+            meta = json.loads((folder / "run.json").read_text())
+            assert (meta["source"]["split"]["seed"], meta["setup"]["seed"], meta["arguments"]["lam"]) == (
+                seed,
+                seed,
+                float(lam),
+            )
+            assert "valid" not in meta["data"]
+    assert len(seen[10] & seen[20]) < 0.95 * len(seen[10])
+
+
+def test_the_table_says_what_the_folders_say(tmp_path: Path, world: World, here: None) -> None:
+    """Mean and deviation over seeds of result.json by the release's formula, the standard metric beside it, and the printed figure."""
+    plan = small("xir-table2", tmp_path / "out", world.interactions, "Ta-feng", lr=0.1)
+    found, page = reproduce(plan)
+    rows = {(row["data"], row["metric"], row["method"]): row for row in table(plan.out)}
+    printed = {("NDCG@10", "BIR"): 0.0675, ("RECALL@10", "G-Tower"): 0.0415}
+    for method in ("SSL", "SSL-Pop", "MNS", "G-Tower", "BIR", "XIR"):
+        each = [results(plan.out / "tiny" / method.lower() / str(seed)) for seed in (10, 20)]
+        for metric, ours, standard in (
+            ("NDCG@10", "ndcg_xir_release@10", "ndcg@10"),
+            ("RECALL@10", "recall_xir_release@10", "recall@10"),
+        ):
+            row = rows["Ta-feng", metric, method]
+            values = [value[ours] for value in each]
+            assert row["mean"] == pytest.approx(sum(values) / 2)
+            assert row["std"] == pytest.approx(abs(values[0] - values[1]) / 2**0.5)
+            assert row["standard"] == pytest.approx(sum(value[standard] for value in each) / 2)
+            if (metric, method) in printed:
+                assert row["published"] == printed[metric, method]
+                assert row["difference"] == pytest.approx(row["mean"] / printed[metric, method] - 1)
+    text = page.read_text()
+    assert f"{rows['Ta-feng', 'NDCG@10', 'BIR']['mean']:.4f}" in text
+    assert any("XIR with lambda 0.5" in line for line in found.findings)
+    wide = {row["method"]: row for row in table(plan.out, "cutoffs")}
+    for k in (10, 20, 50):
+        each = [results(plan.out / "tiny" / "ssl" / str(seed))[f"recall@{k}"] for seed in (10, 20)]
+        assert wide["SSL"][f"recall_at_{k}"] == pytest.approx(sum(each) / 2)
+
+
+def test_lambda_is_the_paper_s_unless_asked_for(world: World) -> None:
+    """0.2 on Gowalla, 0.5 on Ta-feng and where nothing is known; --set lam replaces it; every method keeps the positive, as released."""
+    used = {}
+    for known_as, settings in (("Gowalla", {}), ("Ta-feng", {}), ("", {}), ("Gowalla", {"lam": "0.8"})):
+        plan = small("xir-table2", Path("unused"), world.interactions, known_as, **settings)
+        methods = {method.name: method for method in plan.methods["tiny"]}
+        used[known_as, *settings] = methods["XIR"].settings["lam"]
+        assert {method.settings["form"] for method in methods.values()} == {"release"}
+    assert used == {("Gowalla",): 0.2, ("Ta-feng",): 0.5, ("",): 0.5, ("Gowalla", "lam"): "0.8"}
+
+
+def test_a_failed_method_is_told_and_the_others_go_on(done: Path) -> None:
+    """lam=2 fails XIR alone: its rows say why, the five others have figures; run folders are ordinary ones."""
+    rows = [row for row in table(done) if row["data"] == "tiny"]
+    assert len(rows) == 12
+    for row in rows:
+        if row["method"] == "XIR":
+            assert row["mean"] is None
+            assert row["verdict"].startswith("not run: failed: lam is the weight of the cache term")
+        else:
+            assert row["mean"] > 0
+            assert row["verdict"] == "not published"
+    assert "XIR seed 10: lam is the weight" in (done / "README.md").read_text()
+    assert len(trained.load(done / "tiny" / "ssl-pop" / "10").recommend([3], 5)) == 5
+
+
+def test_data_of_the_paper_that_was_not_given_is_said_and_not_filled_in(done: Path) -> None:
+    """Every printed figure of the five sets stands in the table without one of ours, and says why."""
+    rows = [row for row in table(done) if row["data"] != "tiny"]
+    assert {(row["data"], row["metric"], row["method"]): row["published"] for row in rows} == {
+        key: figure.value for key, figure in XIR_TABLE_2.items()
+    }
+    assert {row["verdict"] for row in rows} == {"not run: the data was not given"}
+    assert all(row["mean"] is row["difference"] is row["standard"] is None for row in rows)
+    assert (done / "table.md").read_text().count("not run: the data was not given") == 60
+
+
+def test_the_same_call_again_runs_only_what_is_missing(
+    done: Path, here: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Finished runs are not touched; one whose result is gone ends again with the same figures; other settings are refused."""
+    words = [
+        "reproduce",
+        "xir-table2",
+        "--data",
+        str(done.parent / "tiny.parquet"),
+        "--seeds",
+        "1",
+        *FAST,
+        "--set",
+        "lam=2",
+    ]
+    words += ["--out", str(done)]
+    folders = [done / "tiny" / name / "10" for name in ("ssl", "ssl-pop", "mns", "g-tower", "bir")]
+    before = [(folder / "checkpoint.safetensors").stat().st_mtime_ns for folder in folders]
+    expected = results(folders[1])
+    (folders[1] / "result.json").unlink()
+    assert main(words) == 1
+    assert "4 of 6 already done" in capsys.readouterr().out
+    assert results(folders[1]) == expected
+    assert [(folder / "checkpoint.safetensors").stat().st_mtime_ns for folder in folders] == before
+    for more, said in (
+        (["--set", "lr=0.1"], "begun without lr=0.1"),
+        (["--set", "seed=3"], "seed cannot be set"),
+        (["--set", "lamb=1"], "'lam'"),
+    ):
+        assert main([*words, *more]) == 2
+        assert said in capsys.readouterr().err
+    assert main(["reproduce", "xir-table6", *words[2:], "--set", "lam=1"]) == 2
+    assert "lam cannot be set: xir-table6 sets it itself" in capsys.readouterr().err
+    assert main(["reproduce", "xir-table4", *words[2:]]) == 2
+    assert "holds xir-table2" in capsys.readouterr().err
+
+
+def test_names_are_listed_and_a_wrong_one_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """`sparring reproduce` prints every name with a line; a name that is near to one is answered with it."""
+    assert main(["reproduce"]) == 0
+    printed = capsys.readouterr().out
+    assert list(EXPERIMENTS) == re.findall(r"^((?:xir|esans|ngame)-\w+)", printed, re.MULTILINE)
+    assert len(EXPERIMENTS) == 16
+    assert main(["reproduce", "xir-tabel2", "--data", "demo", "--out", "x"]) == 2
+    assert "did you mean 'xir-table2'?" in capsys.readouterr().err
+    assert main(["reproduce", "xir-table2", "--out", "x"]) == 2
+    assert "--data is needed" in capsys.readouterr().err
+
+
+def test_curves_are_measured_on_the_test_part(tmp_path: Path, world: World, here: None) -> None:
+    """xir-figure1 records the first, each eval_every-th and the last epoch; the last equals the result; none is used to choose a model."""
+    plan = small("xir-figure1", tmp_path / "out", world.interactions, epochs=5, eval_every=2)
+    plan = dataclasses.replace(plan, seeds=(10,))
+    reproduce(plan)
+    for method in ("ssl", "xir"):
+        folder = plan.out / "tiny" / method / "10"
+        records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        assert [record["epoch"] for record in records if "test_ndcg_xir_release@10" in record] == [1, 2, 4, 5]
+        assert records[-1]["test_ndcg_xir_release@10"] == pytest.approx(results(folder)["ndcg_xir_release@10"])
+        assert json.loads((folder / "result.json").read_text())["best_epoch"] == 5
+    curve = [row for row in table(plan.out, "curve") if row["method"] == "SSL"]
+    assert [row["epoch"] for row in curve] == [1, 2, 4, 5]
+
+
+def test_occurrences_are_those_of_the_cache(tmp_path: Path, world: World, here: None) -> None:
+    """xir-figure2's shares are those of the occurrence vector in the checkpoint, items by falling popularity in the training part."""
+    plan = dataclasses.replace(small("xir-figure2", tmp_path / "out", world.interactions), seeds=(10,))
+    reproduce(plan)
+    folder = plan.out / "tiny" / "xir" / "10"
+    state = safetensors.numpy.load_file(folder / "checkpoint.safetensors")
+    (occurrences,) = [value for name, value in state.items() if name.endswith("occurrences")]
+    counts = np.bincount(safetensors.numpy.load_file(folder / "seen.safetensors")["items"], minlength=60)
+    order = sorted(range(60), key=lambda item: (-counts[item], item))
+    rows = [row for row in table(plan.out) if row["data"] == "tiny"]
+    for at, row in enumerate(rows):
+        fifth = order[12 * at : 12 * at + 12]
+        assert row["mean"] == pytest.approx(occurrences[fifth].sum() / occurrences.sum())
+        assert row["interactions"] == pytest.approx(counts[fifth].sum() / counts.sum())
+
+
+def test_sweeps_compare_on_the_same_split(tmp_path: Path, world: World, here: None) -> None:
+    """xir-table5 is relative to BIR seed by seed; xir-figure3 draws B/64 to B items and times the gradient as a ratio to SSL-Pop."""
+    plan = small("xir-table5", tmp_path / "cache", world.interactions, lr=0.1)
+    reproduce(plan)
+    each = {
+        name: [results(plan.out / "tiny" / name / str(seed))["ndcg_xir_release@10"] for seed in (10, 20)]
+        for name in ("bir", "xir-cache-4x")
+    }
+    ratios = [ours / base - 1 for ours, base in zip(each["xir-cache-4x"], each["bir"], strict=True)]
+    (row,) = [row for row in table(plan.out) if (row["metric"], row["method"]) == ("NDCG@10", "XIR, cache 4x")]
+    assert row["over"] == pytest.approx(sum(ratios) / 2)
+    sizes = [method.settings.get("cache_size") for method in plan.methods["tiny"]]
+    assert sizes == [None, 64, 128, 256, 512]
+    plan = dataclasses.replace(small("xir-figure3", tmp_path / "drawn", world.interactions), seeds=(10,))
+    reproduce(plan)
+    assert [method.settings.get("n") for method in plan.methods["tiny"]] == [None, 2, 4, 8, 16, 32, 64, 128]
+    rows = {row["method"]: row for row in table(plan.out) if row["metric"] == "NDCG@10"}
+    assert rows["SSL-Pop"]["gradient_ratio"] == 1
+    for name in ("BIR, B/64", "BIR, B"):
+        assert rows[name]["gradient_ratio"] == pytest.approx(rows[name]["gradient_ms"] / rows["SSL-Pop"]["gradient_ms"])
+
+
+def test_features_need_columns_of_items(tmp_path: Path, world: World, here: None) -> None:
+    """xir-table4 takes columns that sort items into classes; without any it says so, beside the printed figures of Tmall."""
+    data = world.interactions
+    bare = Plan(
+        find("xir-table4"),
+        tmp_path / "bare",
+        (Given("bare", dataclasses.replace(data, item_table=None)),),
+        (10,),
+        dict(QUICK),
+        "cpu",
+    )
+    found, _ = reproduce(bare)
+    assert any("bare: not run: it has no table of items" in line for line in found.findings)
+    assert {row["data"] for row in table(bare.out)} == {"Tmall"}
+    items = pl.DataFrame(
+        {"item": range(60), "kind": [at % 5 for at in range(60)], "title": [f"t{at}" for at in range(60)]}
+    )
+    plan = Plan(
+        find("xir-table4"),
+        tmp_path / "out",
+        (Given("tiny", dataclasses.replace(data, item_table=items)),),
+        (10,),
+        dict(QUICK),
+        "cpu",
+    )
+    assert {method.settings["item_features"] for method in plan.methods["tiny"]} == {"kind"}
+    reproduce(plan)
+    meta = json.loads((plan.out / "tiny" / "bir" / "10" / "run.json").read_text())
+    assert (meta["setup"]["item_features"], meta["setup"]["hidden"]) == (["kind"], [32, 16])
+    assert len([row for row in table(plan.out) if row["data"] == "tiny" and row["mean"] is not None]) == 16
+
+
+def test_esans_is_run_where_there_is_a_recipe(
+    tmp_path: Path, world: World, here: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Costs are ratios to UNS of the same seed, without the first epoch; ESANS says that it is not there yet until a recipe is."""
+    monkeypatch.setitem(RECIPES, "esans", RECIPES["uns"])
+    plan = small("esans-cost", tmp_path / "out", world.interactions, n=16)
+    assert Method("ESANS", "esans", {**QUICK, "n": 16}) in plan.methods["tiny"]
+    monkeypatch.delitem(RECIPES, "esans")
+    plan = small("esans-cost", tmp_path / "out", world.interactions, n=16)
+    reproduce(plan)
+    rows = {row["method"]: row for row in table(plan.out)}
+    assert rows["ESANS"]["verdict"] == "not run: the recipe `esans` is not there yet"
+    assert (rows["ESANS"]["published"], rows["ESANS"]["mean"]) == (1.18, None)
+    times = {}
+    for method in ("uns", "fairneg"):
+        ends = [
+            [json.loads(line)["seconds"] for line in (plan.out / "tiny" / method / str(seed) / "metrics.jsonl").open()]
+            for seed in (10, 20)
+        ]
+        times[method] = [last - first for first, last in ends]
+    ratios = [ours / base for ours, base in zip(times["fairneg"], times["uns"], strict=True)]
+    assert rows["FairNeg"]["mean"] == pytest.approx(sum(ratios) / 2)
+    assert rows["UNS"]["verdict"] == "the reference"
+    assert esans_cost.COST.alone
+
+
+def test_a_browser_opens_the_page(done: Path, browse: Callable[[Path], tuple[str, str]]) -> None:
+    """Chromium shows the page of a reproduction and has nothing to complain of; command, seeds and failure stand in it."""
+    dom, said = browse(done / "report.html")
+    assert said == ""
+    assert dom.count("<svg") == 1
+    for words in (
+        "not run: the data was not given",
+        "10, each with a split of its own",
+        "XIR seed 10: lam is the weight",
+        "0.1543 ± 0.00011",
+    ):
+        assert words in dom
+    assert {path.suffix for path in (done / "figures").iterdir()} == {".svg", ".png"}

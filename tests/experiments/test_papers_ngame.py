@@ -1,0 +1,261 @@
+"""The table of NGAME and DEXA: every figure from the run folders by hand, published ones beside it, what is missing told."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pytest
+import scipy.sparse
+
+from sparring.cli import main
+from sparring.experiments.papers.ngame import methods
+from sparring.experiments.papers.ngame_rows import ABSENT, RANDOM
+from sparring.experiments.papers.plan import Given
+from sparring.experiments.papers.published_ngame import LEVER, PRINTED
+from support.papers import run_here
+from support.texts import WORDS
+
+NAMES = [RANDOM, "random in-batch, softmax", "corrected in-batch, softmax", "ANCE", "NGAME", "DEXA"]
+RANKINGS = {"encoder": "knn", "classifiers": "clf", "fused": "fusion"}
+N_LABELS = 24
+
+
+def write_xc(folder: Path, seed: int = 0) -> Path:
+    """90 training and 40 test texts; a text has the labels that share a word with it, two of them."""
+    draw = np.random.default_rng(seed)
+    folder.mkdir(parents=True)
+    labels = [" ".join(draw.choice(WORDS, 2, replace=False)) for _ in range(N_LABELS)]
+    (folder / "Y.txt").write_text("\n".join(labels) + "\n")
+    for name, n in (("trn", 90), ("tst", 40)):
+        chosen = [draw.choice(N_LABELS, 2, replace=False) for _ in range(n)]
+        texts = [" ".join(labels[label] for label in some) for some in chosen]
+        (folder / f"{name}_X.txt").write_text("\n".join(texts) + "\n")
+        rows = np.repeat(np.arange(n), 2)
+        matrix = scipy.sparse.csr_matrix((np.ones(2 * n), (rows, np.concatenate(chosen))), shape=(n, N_LABELS))
+        scipy.sparse.save_npz(folder / f"Y.{name}.npz", matrix)
+    return folder
+
+
+def words(data: Path, out: Path, *more: str) -> list[str]:
+    quick = [f"--set={each}" for each in ("dim=8", "classifiers=2", "clf_batch_size=32", "private=2")]
+    shared = ["--encoder", "bag", "--epochs", "4", "--batch-size", "32", "--device", "cpu"]
+    return ["reproduce", "ngame-dexa", "--data", str(data), *shared, *quick, "--out", str(out), *more]
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two seeds on a set that has the name of a published one."""
+    folder = tmp_path_factory.mktemp("ngame")
+    data = write_xc(folder / "LF-AmazonTitles-131K")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SPARRING_HOME", str(folder / "home"))
+        run_here(patch)
+        assert main(words(data, folder / "out", "--seeds", "2")) == 0
+    return folder / "out"
+
+
+def table(out: Path, name: str = "table") -> list[dict[str, Any]]:
+    return list(json.loads((out / f"{name}.json").read_text())["rows"])
+
+
+def slug(method: str) -> str:
+    return "-".join(method.lower().replace(",", "").split())
+
+
+def results(out: Path, method: str) -> list[dict[str, Any]]:
+    folder = out / "LF-AmazonTitles-131K" / slug(method)
+    return [json.loads((folder / seed / "result.json").read_text()) for seed in ("10", "20")]
+
+
+def test_every_ranking_of_every_method_is_there(done: Path) -> None:
+    """Six methods x encoder, classifiers, fused; two references; each figure the mean over seeds of what the runs wrote, in percent."""
+    rows = [row for row in table(done) if row["data"] == "LF-AmazonTitles-131K"]
+    assert [(row["ranking"], row["method"]) for row in rows[:2]] == [
+        ("reference", "BM25"),
+        ("reference", "encoder, untrained"),
+    ]
+    assert [(row["ranking"], row["method"]) for row in rows[2:]] == [
+        (ranking, name) for ranking in RANKINGS for name in NAMES
+    ]
+    keys = {
+        "p_at_1": "precision_xc@1",
+        "p_at_5": "precision_xc@5",
+        "ndcg_at_5": "ndcg_xc@5",
+        "psp_at_1": "psp@1",
+        "psp_at_5": "psp@5",
+    }
+    for row in rows[2:]:
+        found = [result["stages"][RANKINGS[row["ranking"]]]["metrics"] for result in results(done, row["method"])]
+        for field, key in keys.items():
+            assert row[field] == pytest.approx(100 * np.mean([each[key] for each in found]))
+        assert row["p_at_1_std"] == pytest.approx(100 * np.std([each["precision_xc@1"] for each in found], ddof=1))
+        assert row["r_at_100"] is None  # there are 24 labels
+        assert row["seeds"] == 2
+    assert rows[0]["p_at_1"] > 50  # the words of a text are those of its labels
+
+
+def test_the_page_and_its_figure(done: Path) -> None:
+    """One page with the table, the claims and a figure, which is there by itself too."""
+    page = (done / "report.html").read_text()
+    for words in ("random in-batch", "DEXA over NGAME", "Rare and frequent labels", ABSENT, "<svg"):
+        assert words in page
+    assert (done / "figures" / "LF-AmazonTitles-131K-ngame-dexa.svg").stat().st_size > 1000
+
+
+def test_gains_are_by_hand(done: Path) -> None:
+    """P@1 relative to random batches from the values of single queries, for each ranking; the claims too, DEXA against NGAME."""
+    files = {"encoder": "per_query", "classifiers": "classifiers/per_query", "fused": "fusion_per_query"}
+
+    def mean(method: str, ranking: str, key: str) -> float:
+        folder = done / "LF-AmazonTitles-131K" / slug(method)
+        return float(
+            np.mean([pl.read_parquet(folder / seed / f"{files[ranking]}.parquet")[key].mean() for seed in ("10", "20")])
+        )
+
+    for row in table(done)[2 : 2 + 18]:
+        if row["method"] != RANDOM:
+            base = mean(RANDOM, row["ranking"], "precision_xc@1")
+            assert row["over"] == pytest.approx(
+                mean(row["method"], row["ranking"], "precision_xc@1") / base - 1, abs=1e-6
+            )
+            assert row["p_holm"] >= row["p"]
+    claims = table(done, "claims")
+    assert len(claims) == 3 * 5 * 3
+    for row in claims:
+        better, base = row["claim"].split(" over ")
+        key = (
+            row["metric"].lower().replace("p@", "precision_xc@", 1)
+            if row["metric"].startswith("P@")
+            else row["metric"].lower()
+        )
+        key = key.replace("ndcg@", "ndcg_xc@")
+        expected = mean(better, row["ranking"], key) / mean(base, row["ranking"], key) - 1
+        assert row["over"] == pytest.approx(expected, abs=1e-5), row
+
+
+def test_costs_are_those_of_the_runs(done: Path) -> None:
+    """time: mean seconds to those of random batches; mining: seconds of clusters or lists to the rest; none of the other rankings."""
+    base = sum(result["train_seconds"] for result in results(done, RANDOM))
+    for row in table(done)[2 : 2 + 18]:
+        if row["ranking"] != "encoder":
+            assert row["time"] is row["mining"] is None
+            continue
+        total = sum(result["train_seconds"] for result in results(done, row["method"]))
+        assert row["time"] == pytest.approx(total / base)
+        mined = 0.0
+        for seed in ("10", "20"):
+            lines = (
+                (done / "LF-AmazonTitles-131K" / slug(row["method"]) / seed / "metrics.jsonl").read_text().splitlines()
+            )
+            mined += sum(
+                json.loads(line).get(name, 0.0) for line in lines for name in ("cluster_seconds", "list_seconds")
+            )
+        assert row["mining"] == pytest.approx(mined / (total - mined))
+        assert (row["mining"] > 0) == (row["method"] in ("ANCE", "NGAME", "DEXA"))
+
+
+def test_rare_and_frequent_labels(done: Path) -> None:
+    """The bins of a method add up to its P@5, and hold all labels and test pairs."""
+    rows = table(done, "bins")
+    for ranking, stage in RANKINGS.items():
+        some = [row for row in rows if (row["ranking"], row["method"]) == (ranking, "DEXA")]
+        expected = 100 * np.mean(
+            [result["stages"][stage]["metrics"]["precision_xc@5"] for result in results(done, "DEXA")]
+        )
+        assert sum(row["added"] for row in some) == pytest.approx(expected)
+        assert sum(row["items"] for row in some) == N_LABELS
+        assert sum(row["pairs"] for row in some) == 80
+
+
+def test_published_figures(done: Path) -> None:
+    """Beside ours on the set of that name; alone, and told to be, on the others; nothing in print is lost."""
+    rows = table(done)
+    fused = next(row for row in rows if (row["ranking"], row["method"]) == ("fused", "NGAME"))
+    assert (fused["published_p_at_1"], fused["published_psp_at_5"]) == (46.01, 49.43)
+    absent = [row for row in rows if row["data"] != "LF-AmazonTitles-131K"]
+    assert {row["verdict"] for row in absent} == {ABSENT}
+    printed = {
+        (ranking, data, method)
+        for ranking, cells in PRINTED.items()
+        for data, _, method in cells
+        if data != "LF-AmazonTitles-131K"
+    }
+    assert {(row["ranking"], row["data"], row["method"]) for row in absent} == printed
+    page = PRINTED["encoder"]
+    assert [page["LF-Wikipedia-500K", "P@1", name].value for name in ("DEXA", "NGAME", "ANCE", RANDOM)] == [
+        79.99,
+        77.92,
+        63.33,
+        62.63,
+    ]
+    assert page["LF-AmazonTitles-131K", "PSP@5", LEVER].value == 48.81
+
+
+def test_the_same_command_trains_what_is_missing(
+    done: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing the second time; one run whose folder lost its end is trained again, to the same figures."""
+    monkeypatch.setenv("SPARRING_HOME", str(done.parent / "home"))
+    ran = run_here(monkeypatch)
+    data = done.parent / "LF-AmazonTitles-131K"
+    before = table(done)
+    assert main(words(data, done, "--seeds", "2")) == 0
+    assert ran == []
+    (done / "LF-AmazonTitles-131K" / "dexa" / "20" / "measured.json").unlink()
+    assert main(words(data, done, "--seeds", "2")) == 0
+    assert ran == ["LF-AmazonTitles-131K DEXA seed 20"]
+    for old, new in zip(before, table(done), strict=True):
+        assert (old["p_at_1"], old["psp_at_5"]) == (new["p_at_1"], new["psp_at_5"])
+    said = capsys.readouterr().out
+    assert "DEXA over NGAME" in said
+    assert "the slides say +2.5% to +5.5%" in said
+
+
+def test_methods_share_all_but_their_negatives(tmp_path: Path) -> None:
+    """One encoder, rate, batch and epochs; clusters of NGAME and lists of ANCE are made anew as often; --set wins over all."""
+    from sparring.data.formats.xc import read_xc
+
+    given = Given("x", read_xc(write_xc(tmp_path / "x")))
+    made = {method.name: method.settings for method in methods(given, {"encoder": "minilm", "epochs": 30})}
+    for name in ("encoder", "lr", "weight_decay", "precision", "dim"):
+        assert len({str(own[name]) for own in made.values()}) == 1
+    assert made["NGAME"]["every"] == made["ANCE"]["every"] == made["DEXA"]["every"] == 5
+    assert made["NGAME"]["start"] == made["ANCE"]["start"] == 6
+    assert made["NGAME"]["lr"] == 2e-4
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--set", "encoder=bag"], "encoder is set twice: by --encoder and by --set encoder=bag"),
+        (["--set", "batch_size=8"], "batch_size is set twice: by --batch-size"),
+        (["--set", "sizes=8"], "no method of ngame-dexa knows the setting 'sizes'"),
+        (["--tune", "3"], "ngame-dexa keeps the setting of its paper"),
+    ],
+)
+def test_bad_input_is_told_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], said: str
+) -> None:
+    """Exit code 2, and nothing is trained."""
+    data = write_xc(tmp_path / "x")
+    assert main(words(data, tmp_path / "out", *more)) == 2
+    error = capsys.readouterr().err.strip()
+    assert said in error
+    assert "\n" not in error
+
+
+def test_data_without_texts_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Pairs of ids: exit code 2, one line that says which data set and what to do, and no folder is begun, beside other data or alone."""
+    pl.DataFrame({"user_id": range(30), "item_id": [at % 7 for at in range(30)]}).write_parquet(
+        tmp_path / "ids.parquet"
+    )
+    for more in ([], ["--data", str(write_xc(tmp_path / "x"))]):
+        assert main(words(tmp_path / "ids.parquet", tmp_path / "out", *more)) == 2
+        error = capsys.readouterr().err.strip()
+        assert "ids: there are no texts of the queries: give a table with a column `text` (--queries FILE)" in error
+        assert "\n" not in error
+        assert not (tmp_path / "out").exists()

@@ -1,0 +1,189 @@
+"""Tuning: the same number of trials for all, on the validation part alone, and it goes on where it stopped."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from sparring.core.errors import UserError
+from sparring.data.interactions import Split
+from sparring.experiments import tuning
+from sparring.experiments.search_space import OWN, OneOf, Range, begin, defaults, space
+from sparring.experiments.tuning import Trial, best, read_trials, tune
+from sparring.recipes import RECIPES
+from sparring.recipes.run import Setup
+from sparring.recipes.settings import find, own_arguments, own_setup
+
+pytest.importorskip("optuna")
+QUICK = Setup(dim=4, epochs=2, batch_size=128)
+FIXED = {"n": 16}
+
+
+def test_the_space_is_common_plus_the_recipes_own() -> None:
+    """Learning rate, temperature and decay of every recipe; lam of xir alone; never how many candidates are scored; nothing fixed."""
+    assert set(space("xir")) == {"lr", "tau", "weight_decay", "item_bias", "lam"}
+    assert set(space("uns")) == {"lr", "tau", "weight_decay", "item_bias"}
+    assert set(space("pns", {"tau": 0.1})) == {"lr", "weight_decay", "item_bias", "alpha"}
+    for name in RECIPES:
+        assert {"lr", "weight_decay"} <= set(space(name))
+        assert ("tau" in space(name)) == (name not in ("ada_tau", "ccl"))
+        assert not {"n", "size", "cache_size"} & set(space(name))
+
+
+@pytest.mark.parametrize("name", sorted(RECIPES))
+def test_every_space_fits_its_recipe(name: str) -> None:
+    """What is tuned is an argument of the recipe or a field of Setup, of a fitting type, and the recipe's own value is in reach."""
+    own, setup = own_arguments(find(name)), dataclasses.asdict(own_setup(find(name)))
+    for key, entry in space(name).items():
+        value = own[key][1] if key in own else setup[key]
+        if isinstance(entry, Range):
+            assert entry.low < entry.high
+            assert value is None or entry.low <= value <= entry.high
+            assert entry.whole == isinstance(value, int)
+        else:
+            assert value in entry.values
+            assert key not in own or set(entry.values) <= set(get_args(own[key][0]))
+
+
+def test_every_entry_of_the_table_is_used() -> None:
+    """The table of own arguments names nothing that no recipe has."""
+    for name in OWN:
+        recipe, _, argument = name.rpartition(".")
+        assert any(argument in own_arguments(found) for key, found in RECIPES.items() if recipe in ("", key)), name
+
+
+def test_trials_are_counted_kept_and_continued(parts: Split, tmp_path: Path) -> None:
+    """Stopped after two trials and called again for four, a study makes two more and ends exactly as one that was not stopped."""
+    told: list[Trial] = []
+    whole = tune("xir", parts, 4, tmp_path / "whole", base=QUICK, fixed={"cache_size": 16, "n": 8}, device="cpu")
+    tune("xir", parts, 2, tmp_path / "a", base=QUICK, fixed={"cache_size": 16, "n": 8}, device="cpu", say=told.append)
+    again = tune(
+        "xir", parts, 4, tmp_path / "a", base=QUICK, fixed={"cache_size": 16, "n": 8}, device="cpu", say=told.append
+    )
+    assert [trial.number for trial in told] == [0, 1, 2, 3]
+    assert again.settings == whole.settings
+    assert [(t.settings, t.value) for t in again.trials] == [(t.settings, t.value) for t in whole.trials]
+    as_it_comes = {"lr": QUICK.lr, "tau": QUICK.tau, "weight_decay": 0.0, "item_bias": False, "lam": 0.5}
+    assert whole.trials[0].settings == as_it_comes
+    assert len({json.dumps(trial.settings) for trial in whole.trials}) == 4
+    assert whole.value == max(trial.value or 0 for trial in whole.trials)
+    assert tune("xir", parts, 4, tmp_path / "a", base=QUICK, fixed={"cache_size": 16, "n": 8}, say=told.append) == again
+    assert len(told) == 4
+
+
+def test_every_method_tries_other_temperatures(parts: Split, tmp_path: Path) -> None:
+    """After the recipe as it comes and the strong setting, that at each of `taus`, or at half and twice its own; then the sampler."""
+    named, plain = (
+        tune("uns", parts, 5, tmp_path / str(taus), base=QUICK, fixed=FIXED, device="cpu", taus=taus).trials
+        for taus in ((0.2, 0.4), ())
+    )
+    strong = named[1].settings
+    assert strong["item_bias"]
+    assert [trial.settings for trial in named[2:4]] == [strong | {"tau": tau} for tau in (0.2, 0.4)]
+    x = math.log(60 * 40 / (2 * len(parts.train)))
+    usual = min(max(4.7 / max(x, 1.0) ** 2, 0.05), 0.5)
+    assert strong["tau"] == pytest.approx(usual, abs=5e-4)
+    assert [trial.settings["tau"] for trial in plain[2:4]] == pytest.approx([usual / 2, 2 * usual], abs=5e-4)
+    assert all(trial.settings | {"tau": 0} == strong | {"tau": 0} for trial in plain[2:4])
+    assert plain[4].settings not in [trial.settings for trial in plain[:4]]
+
+
+def test_no_setting_is_tried_twice(parts: Split) -> None:
+    """A recipe that comes with the strong setting has other temperatures a trial earlier; what it leaves open is filled."""
+    choices = space("default")
+    tries = [begin(number, "default", choices, parts.train, None, {}) for number in range(5)]
+    assert tries[0]["tau"] == begin(1, "uns", space("uns"), parts.train, None, {})["tau"]
+    filled = [each for each in tries if each]
+    assert len({json.dumps(each, sort_keys=True) for each in filled}) == len(filled)
+    assert tries[4] == {}
+
+
+def test_temperatures_of_another_unit_are_among_the_first(parts: Split) -> None:
+    """BIR at twice tau is as sharp as SSL-Pop at tau, PSL at half of it: every method tries all three, with all else alike."""
+    taus = {
+        recipe: [
+            begin(number, recipe, space(recipe, base=QUICK), parts.train, QUICK, {})["tau"] for number in (1, 2, 3)
+        ]
+        for recipe in ("ssl_pop", "bir", "xir", "psl")
+    }
+    usual, half, double = taus["ssl_pop"]
+    assert (half, double) == (usual / 2, usual * 2)
+    assert all(each == [usual, half, double] for each in taus.values())
+
+
+def test_the_score_is_the_best_validation_and_the_test_part_is_not_used(parts: Split, tmp_path: Path) -> None:
+    """The first trial scores as the recipe's own training does on validation; without a test part nothing changes."""
+    from sparring.recipes.settings import build
+    from sparring.training.fitting import fit
+
+    run = build("uns", parts.train, {"n": 16, "seed": tuning.TUNING_SEED}, QUICK)
+    history = fit(run, parts, device="cpu", k=(10,)).history
+    found = tune("uns", parts, 1, tmp_path / "a", base=QUICK, fixed=FIXED, device="cpu")
+    assert found.value == max(record["ndcg@10"] for record in history)
+    blind = tune("uns", Split(parts.train, parts.valid, None), 1, tmp_path / "b", base=QUICK, fixed=FIXED, device="cpu")
+    assert blind.value == found.value
+
+
+def test_a_failed_trial_counts_and_is_reported(parts: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trial that fails uses up one of the budget, its reason is kept, and the best of the others wins."""
+    calls, real = 0, tuning.fit
+
+    def sometimes(*args: Any, **named: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise UserError("the loss is nan in epoch 1\nmore")
+        return real(*args, **named)
+
+    monkeypatch.setattr(tuning, "fit", sometimes)
+    found = tune("uns", parts, 3, tmp_path, base=QUICK, fixed=FIXED, device="cpu")
+    assert calls == len(found.trials) == 3
+    assert found.failed == 1
+    assert (found.trials[1].value, found.trials[1].error) == (None, "the loss is nan in epoch 1")
+    assert read_trials(tmp_path / "trials.jsonl") == list(found.trials)
+
+
+def test_best_takes_the_first_of_equals_and_needs_one_that_worked() -> None:
+    """Ties go to the earlier trial; nan and failures never win; with nothing else there is no best."""
+    values = [0.1, None, 0.3, float("nan"), 0.3]
+    trials = [
+        Trial(i, {"lr": float(i)}, value, 1.0, "bad" if value is None else None) for i, value in enumerate(values)
+    ]
+    assert best("uns", trials).settings == {"lr": 2.0}
+    with pytest.raises(UserError, match="all 1 trials of uns failed; the last: bad"):
+        best("uns", trials[1:2])
+
+
+def test_refusals(parts: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No validation part, a damaged file, trials over another space, no Optuna: one line each, the last naming the extra."""
+    with pytest.raises(UserError, match="validation part"):
+        tune("uns", Split(parts.train, None, parts.test), 1, tmp_path)
+    (tmp_path / "trials.jsonl").write_text('{"number": 0, "sett')
+    with pytest.raises(UserError, match=r"trials\.jsonl is corrupt"):
+        tune("uns", parts, 1, tmp_path)
+    (tmp_path / "trials.jsonl").write_text(json.dumps(dataclasses.asdict(Trial(0, {"lr": 0.1}, 0.5, 1.0))) + "\n")
+    with pytest.raises(UserError, match="another folder"):
+        tune("uns", parts, 1, tmp_path)
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    with pytest.raises(UserError, match=r"sparring\[tune\]"):
+        tune("uns", parts, 1, tmp_path)
+
+
+def test_literal_arguments_take_their_declared_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An entry without values stands for all values of the argument's Literal type."""
+    monkeypatch.setitem(OWN, "form", OneOf())
+    assert space("ssl_pop")["form"] == OneOf(("paper", "release"))
+
+
+@pytest.mark.parametrize(("encoder", "lr"), [("minilm", 2e-4), ("bag", 0.01)])
+def test_rates_of_text_towers(encoder: str, lr: float) -> None:
+    """A transformer is tried at rates from 1e-5 to 1e-3, a bag at those of a table; the first trial has what suits the encoder."""
+    found = space("dpr", {"encoder": encoder})
+    assert found["lr"] == (Range(1e-5, 1e-3, log=True) if encoder == "minilm" else space("dpr")["lr"])
+    assert defaults("dpr", found, None, {"encoder": encoder})["lr"] == lr

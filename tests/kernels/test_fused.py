@@ -1,0 +1,258 @@
+"""The Triton kernels, in Triton's interpreter where there is no GPU: held to sums over the whole matrix of scores in float64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from triton.runtime.errors import OutOfResources
+
+from sparring.core.types import Keys
+from sparring.kernels import fused
+
+# the interpreter's log2(0), and inf - inf in the branch of a `where` that is not taken
+pytestmark = [
+    pytest.mark.filterwarnings(f"ignore:{words}:RuntimeWarning") for words in ("divide by zero", "invalid value")
+]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SHAPES = [(140, 150, 24), (33, 57, 13), (70, 1, 8), (1, 77, 16)]  # the first takes more than one group of 128
+
+
+def truth(
+    q: Tensor, emb: Tensor, w: Tensor, draws: float | None, upstream: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Value, gradients and expected counts in float64, w (B, C) with -inf where a pair does not count."""
+    q, emb, w = q.double().requires_grad_(), emb.double().requires_grad_(), w.double()
+    s = q @ emb.T
+    some = torch.isfinite(w).any(1)
+    logits, counts = (s + w)[some], torch.zeros_like(s)
+    if draws is not None:
+        counts[some] = draws * torch.softmax(logits.detach(), 1)
+        logits = s[some] + counts[some].log()
+    value = torch.full((len(q),), -math.inf, dtype=torch.float64, device=q.device)
+    value[some] = torch.logsumexp(logits, 1)
+    grad_q, grad_emb = torch.autograd.grad((torch.where(some, value, 0.0) * upstream.double()).sum(), [q, emb])
+    return value.detach(), grad_q, grad_emb, counts.sum(0)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("draws", [None, 17.0])
+@pytest.mark.parametrize("weight", ["scalar", "column", "row", "pair", "one row"])
+@pytest.mark.parametrize("keyed", [False, True])
+def test_value_gradients_and_usage(shape: tuple[int, int, int], draws: float | None, weight: str, keyed: bool) -> None:
+    """With weights of any shape, some of them -inf, and pairs left out by key, all within float32's error of the whole matrix."""
+    b, c, d = shape
+    g = torch.Generator().manual_seed(b + c)
+    q, emb, upstream = torch.randn(b, d, generator=g), torch.randn(c, d, generator=g), torch.randn(b, generator=g)
+    log_w = 2 * torch.randn(
+        {"scalar": (), "column": (c,), "row": (b, 1), "pair": (b, c), "one row": (1, c)}[weight], generator=g
+    )
+    log_w = torch.where(torch.rand(log_w.shape, generator=g) < 0.2, -math.inf, log_w)
+    keys = (
+        Keys(torch.randint(5, (c,), generator=g).to(DEVICE), torch.randint(5, (b,), generator=g).to(DEVICE))
+        if keyed
+        else None
+    )
+    q, emb, upstream, log_w = (x.to(DEVICE) for x in (q, emb, upstream, log_w))
+    w = log_w.expand(b, c).clone()
+    if keys is not None:
+        for i, own in enumerate(keys.rows.tolist()):
+            for j, each in enumerate(keys.columns.tolist()):
+                if own == each:
+                    w[i, j] = -math.inf
+    usage = torch.zeros(c, device=DEVICE) if draws is not None else None
+    ours_q, ours_emb = q.clone().requires_grad_(), emb.clone().requires_grad_()
+    value = fused.weighted_logsumexp(ours_q, ours_emb, log_w, keys, draws, usage)
+    (torch.where(torch.isfinite(value), value, 0.0) * upstream).sum().backward()
+    for mine, exact in zip((value, ours_q.grad, ours_emb.grad, usage), truth(q, emb, w, draws, upstream), strict=True):
+        if mine is not None:
+            finite = torch.isfinite(exact)
+            assert torch.equal(torch.isfinite(mine), finite)
+            assert torch.allclose(mine[finite].double(), exact[finite], rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("refused", [1, 2, 3])
+@pytest.mark.parametrize("half", [False, True])
+def test_a_device_with_little_shared_memory_gets_smaller_tiles(
+    monkeypatch: pytest.MonkeyPatch, refused: int, half: bool
+) -> None:
+    """Where the largest tiles do not fit the next ones serve, with the same value and gradients, and they are not tried again."""
+    monkeypatch.setattr(fused, "halves", lambda dtype: half)
+    monkeypatch.setattr(fused, "_plan", lru_cache(fused._Plan))
+    tried: list[int] = []
+
+    def limited(work: Callable[..., Any]) -> Callable[..., Any]:
+        def launch(problem: fused._Problem, shape: fused._Shape, *more: Any) -> Any:
+            tried.append(problem.plan.shapes.index(shape))
+            if tried[-1] < refused:
+                raise OutOfResources(2, 1, "shared memory")
+            return work(problem, shape, *more)
+
+        return launch
+
+    for name in ("_forward", "_backward"):
+        monkeypatch.setattr(fused._Problem, name, limited(getattr(fused._Problem, name)))
+    g = torch.Generator().manual_seed(0)
+    q, emb, w = (torch.randn(size, generator=g).to(DEVICE) for size in ((140, 24), (150, 24), (140, 150)))
+    upstream = torch.ones(140, device=DEVICE)
+    expected = truth(q, emb, w, 17.0, upstream)
+    for _ in range(2):
+        ours_q, ours_emb = q.clone().requires_grad_(), emb.clone().requires_grad_()
+        value = fused.weighted_logsumexp(ours_q, ours_emb, w, None, 17.0)
+        value.sum().backward()
+        for mine, exact in zip((value, ours_q.grad, ours_emb.grad), expected, strict=False):
+            assert mine is not None
+            assert float((mine.detach().double() - exact).norm()) < (2e-3 if half else 1e-6) * float(exact.norm())
+    assert tried == [*range(refused + 1)] * 2 + [refused] * 2
+    monkeypatch.setattr(
+        fused._Problem, "_forward", lambda *given: (_ for _ in ()).throw(OutOfResources(2, 1, "shared memory"))
+    )
+    with pytest.raises(OutOfResources):
+        fused.weighted_logsumexp(q, emb, w, None, 17.0)
+
+
+def test_usage_without_a_gradient() -> None:
+    """Where no backward pass will come, the expected counts are there at once, and add up to the draws of all queries."""
+    q, emb = torch.randn(40, 8, device=DEVICE), torch.randn(50, 8, device=DEVICE)
+    usage = torch.zeros(50, device=DEVICE)
+    fused.weighted_logsumexp(q, emb, torch.zeros((), device=DEVICE), None, 12.0, usage)
+    assert float(usage.sum()) == pytest.approx(40 * 12, rel=1e-4)
+    assert torch.allclose(usage, 12 * torch.softmax(q @ emb.T, 1).sum(0), rtol=1e-3)
+
+
+def drawn_counts(
+    logits: Tensor, n: float, seed: int, first: int = 0, keys: Keys | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Counts (B, C) that the forward pass drew, their value and their usage: with unit vectors as candidates the gradient by the query is
+    the share of each, and share x sum / e^s is the count."""
+    q, unit = (
+        logits.to(DEVICE, copy=True).requires_grad_(),
+        torch.eye(logits.shape[1], device=DEVICE, requires_grad=True),
+    )
+    usage = torch.zeros(logits.shape[1], device=DEVICE)
+    seeds = torch.tensor([seed, first], device=DEVICE)
+    value = fused.weighted_logsumexp(q, unit, torch.zeros(logits.shape[1], device=DEVICE), keys, n, usage, seeds)
+    torch.where(torch.isfinite(value), value, 0.0).sum().backward()
+    assert q.grad is not None
+    counts = (q.grad.double() * (value.detach().nan_to_num(neginf=0.0).unsqueeze(1) - q.detach()).double().exp()).cpu()
+    assert torch.allclose(counts, counts.round(), atol=1e-2)
+    return counts.round(), value.detach().cpu(), usage.cpu()
+
+
+@pytest.mark.parametrize("seed", [0, 1, 1 << 61])
+def test_drawn_counts_follow_their_distribution(seed: int) -> None:
+    """floor(n p + u): each count is one of the two whole numbers around n p, the upper one with the chance that is left over, by itself:
+    chi-square of every candidate over 1,900 queries, of the pairs of candidates, and of the sums of queries."""
+    logits = torch.tensor([[0.3, -1.0, 1.2, 0.0, -0.4, 2.0]]).expand(1900, 6)
+    n = 10.0
+    counts, _, usage = drawn_counts(logits, n, seed)
+    expected = n * torch.softmax(logits[0].double(), 0)
+    up = counts - expected.floor()
+    assert set(up.unique().tolist()) <= {0.0, 1.0}
+    chance = expected.frac()
+    z = (up.mean(0) - chance) / (chance * (1 - chance) / len(up)).sqrt()
+    assert float(z.square().sum()) < 26.0  # chi-square of 6 degrees of freedom: 1 in 4,500
+    centred = (up - chance) / (chance * (1 - chance)).sqrt()
+    above = torch.triu_indices(6, 6, 1).unbind()
+    pairs = (centred.T @ centred / math.sqrt(len(up)))[above]
+    assert float(pairs.square().sum()) < 42.0  # 15 degrees: 1 in 4,500
+    lagged = centred[1:] * centred[:-1]  # neighbours among the queries
+    assert float(lagged.sum(0).square().sum() / len(up)) < 26.0
+    corners = (lagged.T @ lagged / math.sqrt(len(up)))[
+        above
+    ]  # two queries, two candidates: their keys are those of all four pairs
+    assert float(corners.square().sum()) < 42.0
+    assert torch.equal(usage.double(), counts.sum(0))  # the backward pass drew the same
+
+
+def test_draws_depend_on_seed_query_and_candidate_alone() -> None:
+    """The second half of a batch draws what it draws as a batch of its own that begins at its number; another seed draws differently."""
+    logits = torch.randn(80, 5, generator=torch.Generator().manual_seed(3))
+    whole, value, _ = drawn_counts(logits, 7.0, 5)
+    half, _, _ = drawn_counts(logits[40:], 7.0, 5, first=40)
+    other, _, _ = drawn_counts(logits, 7.0, 6)
+    assert torch.equal(whole[40:], half)
+    assert not torch.equal(whole, other)
+    exact = torch.logsumexp(logits.double() + whole.log(), 1)
+    assert torch.allclose(value.double(), exact, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["column", "pair"])
+@pytest.mark.parametrize("scale", [1.0, 1e-6, 3e4])
+@pytest.mark.parametrize("half", [False, True])
+def test_draws_under_weights(monkeypatch: pytest.MonkeyPatch, kind: str, scale: float, half: bool) -> None:
+    """With weights, far from 1 or 0, and vectors of any size: counts are whole numbers next to n p, value and gradients are theirs."""
+    monkeypatch.setattr(fused, "halves", lambda dtype: half)
+    g = torch.Generator().manual_seed(9)
+    logits, n = torch.randn(160, 140, generator=g), 90.0
+    w = 25 + 3 * torch.randn((140,) if kind == "column" else (160, 140), generator=g)
+    w = torch.where(torch.rand(w.shape, generator=g) < 0.2, -math.inf, w)
+    q, emb = (logits / scale).to(DEVICE).requires_grad_(), (scale * torch.eye(140, device=DEVICE)).requires_grad_()
+    usage = torch.zeros(140, device=DEVICE)
+    value = fused.weighted_logsumexp(q, emb, w.to(DEVICE), None, n, usage, torch.tensor([3, 0], device=DEVICE))
+    upstream = torch.rand(160, generator=g, dtype=torch.float64)
+    (value * upstream.to(DEVICE, value.dtype)).sum().backward()
+    assert q.grad is not None
+    assert emb.grad is not None
+    off = 2e-3 if half else 1e-5  # what 16 bits make of a share
+    share = q.grad.double().cpu() / scale / upstream.unsqueeze(1)
+    counts = share * (value.detach().double().cpu().unsqueeze(1) - logits.double()).exp()
+    assert float((counts - counts.round()).abs().max()) < off * n
+    counts = counts.round()
+    assert float((counts - n * torch.softmax((logits + w).double(), 1)).abs().max()) < 1 + off * n
+    assert float(counts[:, w.isinf()].max() if kind == "column" else counts[w.isinf()].max()) == 0
+    assert torch.equal(usage.cpu().double(), counts.sum(0))
+    exact = torch.logsumexp(logits.double() + counts.log(), 1)
+    assert torch.allclose(value.detach().double().cpu(), exact, atol=off)
+    pulled = (
+        ((logits.double() + counts.log() - exact.unsqueeze(1)).exp() * upstream.unsqueeze(1)).T
+        @ logits.double()
+        / scale
+    )
+    assert float((emb.grad.double().cpu() - pulled).norm() / pulled.norm()) < off
+
+
+def test_what_does_not_count_is_never_drawn() -> None:
+    """A pair left out by key has no count, the others share the draws."""
+    logits = torch.zeros(60, 4)
+    keys = Keys(torch.arange(4, device=DEVICE), (torch.arange(60) % 4).to(DEVICE))
+    counts, _, _ = drawn_counts(logits, 9.0, 1, keys=keys)
+    for i in range(60):
+        assert counts[i, i % 4] == 0
+        assert set(counts[i].tolist()) <= {0.0, 3.0}
+
+
+@pytest.mark.parametrize("draws", [None, 30.0])
+@pytest.mark.parametrize("scale", [1.0, 1e-6, 3e4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sixteen_bits_keep_what_tf32_keeps(
+    monkeypatch: pytest.MonkeyPatch, draws: float | None, scale: float, dtype: torch.dtype
+) -> None:
+    """Where PyTorch may use TF32, value and gradients lie no further from the truth than with inputs rounded to TF32's 10 bits, by more
+    than half; whatever the size of the vectors and of the gradient that comes in."""
+    monkeypatch.setattr(fused, "halves", lambda dtype: True)
+    g = torch.Generator().manual_seed(2)
+    q, emb = 3 / scale * torch.randn(150, 24, generator=g), scale * torch.randn(140, 24, generator=g)
+    upstream, w = torch.rand(150, generator=g) * 1e-7, torch.randn(140, generator=g)
+    q, emb, upstream, w = q.to(DEVICE, dtype), emb.to(DEVICE, dtype), upstream.to(DEVICE), w.to(DEVICE)
+    exact = truth(q, emb, w.expand(150, 140), draws, upstream)
+    cut = [(x.float().view(torch.int32) & ~0x1FFF).view(torch.float32) for x in (q, emb)]  # as tensor cores read them
+    tf32 = truth(cut[0], cut[1], w.expand(150, 140), draws, upstream)
+    ours_q, ours_emb = q.clone().requires_grad_(), emb.clone().requires_grad_()
+    value = fused.weighted_logsumexp(ours_q, ours_emb, w, None, draws)
+    (value * upstream).sum().backward()
+    for mine, right, cheap in zip((value, ours_q.grad, ours_emb.grad), exact, tf32, strict=False):
+        assert mine is not None
+        error, budget = (mine.detach().double() - right).norm() / right.norm(), (cheap - right).norm() / right.norm()
+        floor = (
+            2**-8 if dtype == torch.bfloat16 and mine.dtype == dtype else 2**-11
+        )  # what rounding the shares, or the answer, costs
+        assert float(error) < 1.5 * float(budget) + floor

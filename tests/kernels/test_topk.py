@@ -1,0 +1,53 @@
+"""Exact top k without the matrix of scores, in Triton's interpreter where there is no GPU: held to sorting all scores."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from sparring.kernels import topk
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def sorted_out(q: torch.Tensor, items: torch.Tensor, k: int, hidden: list[list[int]]) -> torch.Tensor:
+    """Ids by (score descending, id ascending) in float64, hidden ones left out, -1 where none is left."""
+    found = torch.full((len(q), k), -1)
+    for i, own in enumerate(hidden):
+        scores = (q[i].double() @ items.double().T).tolist()
+        ranking = sorted((j for j in range(len(items)) if j not in own), key=lambda j: (-scores[j], j))[:k]
+        found[i, : len(ranking)] = torch.tensor(ranking)
+    return found
+
+
+@pytest.mark.parametrize(("n", "k", "spare"), [(700, 3, 2), (700, 3, 24), (100, 5, 24), (64, 64, 24), (5, 8, 24)])
+@pytest.mark.parametrize("whole", [False, True])
+def test_equals_sorting_everything(monkeypatch: pytest.MonkeyPatch, n: int, k: int, spare: int, whole: bool) -> None:
+    """Seen items, of which some queries have many and some none, never show; with whole numbers most scores are equal, and the smaller id
+    comes first. Where not all groups are looked into, lists that are said to be sure are right."""
+    monkeypatch.setattr(topk, "SPARE", spare)
+    g = torch.Generator().manual_seed(n + k)
+    q, items = torch.randn(24, 8, generator=g), torch.randn(n, 8, generator=g)
+    if whole:
+        q, items = (q * 2).round(), items.round()
+    hidden = [sorted(set(torch.randint(n, (3 * i % 40,), generator=g).tolist())) for i in range(24)]
+    start = torch.tensor([0, *torch.tensor([len(own) for own in hidden]).cumsum(0).tolist()], device=DEVICE)
+    seen = torch.tensor([j for own in hidden for j in own], device=DEVICE)
+    who = torch.arange(24, device=DEVICE)
+    scores, ids, sure = (x.cpu() for x in topk.top_k(q.to(DEVICE), items.to(DEVICE), k, start, seen, who))
+    expected = sorted_out(q, items, min(k, n), hidden)[:, : ids.shape[1]]
+    assert torch.equal(ids[sure][:, : expected.shape[1]], expected[sure])
+    if whole:
+        listed = torch.einsum("bd,bkd->bk", q, items[ids.clamp(min=0)])
+        assert torch.equal(scores[ids >= 0], listed[ids >= 0])
+    else:
+        assert int(sure.sum()) >= 20
+    assert bool((ids[:, expected.shape[1] :] == -1).all())
+
+
+def test_a_doubtful_list_says_so() -> None:
+    """Where groups that were not looked into may hold items as good as the last one listed, the list is not called sure."""
+    items = torch.ones(64 * 40, 4)  # all equal: the groups that were left out could hold as good ones
+    assert not bool(topk.top_k(torch.ones(3, 4, device=DEVICE), items.to(DEVICE), 2, None, None, None).sure.any())

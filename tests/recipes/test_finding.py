@@ -1,0 +1,272 @@
+"""A recipe is found by its name, its file, its module or a package, and again from anywhere; else one line says what is wrong."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pytest
+
+from sparring import Setup, Term, compose
+from sparring.core.errors import UserError
+from sparring.data.interactions import Interactions, Split
+from sparring.experiments.comparison import Plan
+from sparring.experiments.search_space import OneOf, Range, space, untuned
+from sparring.negatives import Sampled, Uniform
+from sparring.recipes import xir
+from sparring.recipes.run import Run
+from sparring.recipes.settings import build, find, lasting, named, own_arguments, short
+
+GOOD = '''
+from sparring import Setup, Term, compose
+from sparring.negatives import Sampled, Uniform
+
+def mine(data, setup=Setup(dim=4), *, n: int = 8):
+    """Mine."""
+    return compose(data, setup, Term(1.0, Sampled(Uniform(data.n_items), n)))
+
+def bir(data, setup=Setup(dim=4)):
+    return mine(data, setup)
+'''
+
+
+SETUP = Setup(dim=4)
+
+
+def here(data: Interactions, setup: Setup = SETUP, *, n: int = 8) -> Run:
+    """A recipe of this very file."""
+    return compose(data, setup, Term(1.0, Sampled(Uniform(data.n_items), n)))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working folder, with a good file in it; what is put on sys.path is taken off again."""
+    (tmp_path / "mine_found.py").write_text(GOOD)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    return tmp_path
+
+
+def test_a_file_is_found_again_from_anywhere(folder: Path, parts: Split, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a path or a module beside us the same function, whose name holds the full path and works from another folder."""
+    name = f"{folder.resolve()}/mine_found.py:mine"
+    assert named("mine_found.py:mine") == named("./mine_found.py:mine") == named("mine_found:mine") == name
+    assert find("mine_found.py:mine") is find("mine_found:mine")
+    monkeypatch.chdir("/")
+    assert named(name) == name
+    run = build(name, parts.train, {"n": "5"})
+    assert (run.recipe, run.arguments) == (name, {"n": 5})
+    assert named(find(name)) == name
+
+
+def test_short_names_never_hide_one_of_ours(folder: Path) -> None:
+    """A function called as one of our recipes has its file's name before it; ours are their own."""
+    names = ("xir", f"{folder}/mine_found.py:mine", f"{folder}/mine_found.py:bir")
+    assert [short(name) for name in names] == ["xir", "mine", "mine_found.bir"]
+    assert find("bir") is not find("mine_found.py:bir")
+
+
+def test_a_module_of_a_package_keeps_its_name() -> None:
+    """So does one that is installed: no path of this machine is recorded."""
+    assert named("sparring.recipes.in_batch:xir") == "sparring.recipes.in_batch:xir"
+    assert named(xir) == "xir"
+    assert named("ssl-pop") == "ssl_pop"
+
+
+def test_what_lies_beside_the_file_can_be_imported(folder: Path, parts: Split) -> None:
+    """As if it were a script: a helper in the same folder, from anywhere."""
+    (folder / "sub").mkdir()
+    (folder / "sub" / "helper_found.py").write_text("WIDTH = 6\n")
+    (folder / "sub" / "outer.py").write_text("import helper_found\n" + GOOD.replace("dim=4", "dim=helper_found.WIDTH"))
+    assert build("sub/outer.py:mine", parts.train).setup.dim == 6
+
+
+BAD = {
+    "no_setup": ("def f(data): ...", "setup=Setup("),
+    "no_default": ("from sparring import Setup\ndef f(data, setup): ...", "setup=Setup("),
+    "no_type": ("from sparring import Setup\ndef f(data, setup=Setup(), *, n=3): ...", "'n'"),
+    "no_value": ("from sparring import Setup\ndef f(data, setup=Setup(), *, n: int): ...", "'n'"),
+    "kwargs": ("from sparring import Setup\ndef f(data, setup=Setup(), **rest): ...", "'rest'"),
+    "unknown_type": ("from sparring import Setup\ndef f(data, setup=Setup(), *, n: 'Nothing' = 3): ...", "NameError"),
+    "a_class": ("class f: ...", "not a recipe"),
+    "a_number": ("f = 3", "not a recipe"),
+    "built_in": ("f = max", "cannot be read: ValueError"),
+    "other_name": ("def ff(): ...", "did you mean 'ff'?"),
+    "fails": ("import math\nmath.nothing", "line 2"),
+    "syntax": ("def f(:", "SyntaxError"),
+    "missing": ("import nothing_of_that_name", "No module named 'nothing_of_that_name'"),
+    "exits": ("raise SystemExit(3)", "SystemExit"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+@pytest.mark.parametrize("command", ["train", "compare", "diagnose", "recipes"])
+def test_a_bad_file_is_one_line(case: str, command: str, folder: Path, refused: Callable[..., str]) -> None:
+    """Every command that takes a recipe tells in one line, with the file's name, what is wrong, before it reads any data."""
+    source, mention = BAD[case]
+    (folder / f"bad_{case}.py").write_text(source)
+    name = f"bad_{case}.py:f"
+    words: dict[str, list[Any]] = {
+        "train": ["--data", "none.parquet", "--recipe", name, "--out", "run"],
+        "compare": ["--data", "none.parquet", "--recipes", f"uns,{name}", "--out", "out"],
+        "diagnose": ["run", "--samplers", f"own,{name}"],
+        "recipes": [name],
+    }
+    refused([command, *words[command]], f"bad_{case}.py", mention)
+
+
+def test_what_is_not_there_is_one_line(folder: Path, refused: Callable[..., str]) -> None:
+    """No such file, no such module, no function named, a session that is over."""
+    refused(["recipes", "gone.py:f"], "no such file: gone.py")
+    refused(["recipes", "no_such_module:f"], "no module called 'no_such_module'")
+    refused(["recipes", "no_such.module:f"], "no module called 'no_such.module'")
+    refused(["recipes", "mine_found.py"], "mine_found.py:FUNCTION")
+    refused(["recipes", "__main__:f"], "notebook")
+    (folder / "bad_package").mkdir()
+    (folder / "bad_package" / "__init__.py").write_text("1 / 0\n")
+    (folder / "bad_package" / "part.py").write_text(GOOD)
+    sys.path.insert(0, str(folder))
+    refused(["recipes", "bad_package.part:mine"], "cannot import bad_package.part: ZeroDivisionError")
+
+
+def test_what_is_no_run_is_refused(folder: Path, parts: Split) -> None:
+    """A recipe that forgets to return, or returns a Term, is told how to end."""
+    (folder / "forgot.py").write_text(GOOD.replace("return compose(", "compose("))
+    with pytest.raises(UserError, match="gave a NoneType, not a Run: end it with return compose"):
+        build("forgot.py:mine", parts.train)
+
+
+def test_a_function_stands_for_itself(parts: Split, tmp_path: Path) -> None:
+    """In build and in a Plan; one that no other process could import is refused there, and one of the same name too."""
+    assert find(here) is here
+    run = build(here, parts.train, {"n": 5})
+    assert run.recipe == f"{Path(__file__).resolve()}:here"
+    assert own_arguments(here) == {"n": (int, 8)}
+    plan = Plan(tmp_path, (), ("ssl-pop", here, xir), baseline=here)
+    assert (plan.recipes, plan.against) == (("ssl_pop", "here", "xir"), "here")
+    assert plan.places["here"] == run.recipe
+    again = Plan(tmp_path, (), plan.recipes, places=plan.places)
+    assert again.places == plan.places
+
+    def inner(data: Interactions, setup: Setup = SETUP) -> Run:
+        return here(data, setup)
+
+    with pytest.raises(
+        UserError, match="inner is defined in a notebook or inside another function: put it at the top level of a file"
+    ):
+        Plan(tmp_path, (), ("uns", inner))
+    assert build(inner, parts.train).terms
+    with pytest.raises(UserError, match="named twice"):
+        Plan(tmp_path, (), (here, here))
+    (tmp_path / "twin.py").write_text(GOOD.replace("mine", "here"))
+    with pytest.raises(UserError, match="have the same name"):
+        Plan(tmp_path, (), (here, f"{tmp_path}/twin.py:here"))
+
+
+def test_a_function_of_a_notebook_has_a_name_but_cannot_be_compared(
+    parts: Split, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is built and trained where it is; a Plan refuses it, and its recorded name says where it was."""
+    monkeypatch.setattr(here, "__module__", "__main__")
+    monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)
+    assert named(here) == "__main__:here"
+    with pytest.raises(UserError, match="notebook"):
+        lasting(here)
+
+
+def test_packages_offer_recipes(
+    folder: Path, parts: Split, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the entry point group sparring.recipes: listed with where they come from, broken ones warned of; found by their names."""
+    from sparring.cli import main
+    from sparring.recipes import RECIPES
+
+    info = folder / "paper-1.2.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: paper\nVersion: 1.2\n")
+    entries = ("offered = mine_found:mine", "broken = nowhere_found:f", "long = mine_long:f", "xir = mine_found:mine")
+    (info / "entry_points.txt").write_text("\n".join(["[sparring.recipes]", *entries]))
+    (folder / "mine_long.py").write_text("raise ValueError('two\\nlines')\n")
+    monkeypatch.syspath_prepend(folder)
+    assert named("offered") == "offered"
+    assert build("offered", parts.train).recipe == "offered"
+    assert main(["recipes"]) == 0
+    shown, told = capsys.readouterr()
+    assert (
+        shown.count("Mine.\n    n=8\n    from mine_found:mine of the package paper 1.2")
+        == shown.count("paper 1.2")
+        == 1
+    )
+    why = "sparring: warning: cannot import the recipe 'broken' of nowhere_found:f of the package paper 1.2: ModuleNotFoundError: "
+    assert told.splitlines()[0].startswith(why)
+    assert told.splitlines()[1].endswith("'long' of mine_long:f of the package paper 1.2: ValueError: two lines")
+    assert told.count("\n") == 2
+    assert main(["recipes", "--json"]) == 0
+    shown, told_again = capsys.readouterr()
+    listed = json.loads(shown)
+    assert told_again == told
+    assert [*listed] == [*RECIPES, "offered"]
+    assert (listed["xir"]["source"], listed["offered"]["source"]) == (
+        "sparring",
+        "mine_found:mine of the package paper 1.2",
+    )
+    assert (listed["offered"]["summary"], listed["offered"]["arguments"]["n"]["default"]) == ("Mine.", "8")
+    assert main(["recipes", "offered"]) == 0
+    assert "from mine_found:mine of the package paper 1.2" in capsys.readouterr().out
+    assert main(["recipes", "mine_found.py:mine", "--json"]) == 0
+    ((name, facts),) = json.loads(capsys.readouterr().out).items()
+    assert name == f"{facts['source']}:mine" == f"{folder.resolve()}/mine_found.py:mine"
+    with pytest.raises(UserError, match="did you mean 'offered'"):
+        find("offerred")
+
+
+def test_own_arguments_are_tuned_where_their_types_say_so() -> None:
+    """Annotated ranges and choices join the common space, whole where the type is; what is not declared stays, and is named."""
+
+    def f(
+        data: Interactions,
+        setup: Setup = SETUP,
+        *,
+        alpha: Annotated[float, Range(0.0, 1.0)] = 0.5,
+        k: Annotated[int, Range(1, 16, log=True)] = 4,
+        way: Annotated[Literal["a", "b"], OneOf()] = "a",
+        power: Annotated[float | None, OneOf((0.5, 1.0))] = None,
+        lam: float = 3.0,
+        n: int = 8,
+    ) -> Run:
+        return here(data, setup, n=n)
+
+    own = {
+        "alpha": Range(0.0, 1.0),
+        "k": Range(1, 16, log=True, whole=True),
+        "way": OneOf(("a", "b")),
+        "power": OneOf((0.5, 1.0)),
+    }
+    common = {"lr", "tau", "weight_decay", "item_bias"}
+    found = space(f)
+    assert {
+        name: entry for name, entry in found.items() if name not in common
+    } == own  # lam is tuned of our recipes, not of any
+    assert common < set(found)
+    assert untuned(f) == ["lam", "n"]
+    assert untuned(f, {"n": 3, "alpha": 0.1}) == ["lam"]
+    assert set(space(f, {"alpha": 0.1})) == {*common, "k", "way", "power"}
+    assert untuned("ssl_pop") == ["form", "correction"]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [Annotated[float, Range(1.0, 0.0)], Annotated[float, Range(0.0, 1.0, log=True)], Annotated[int, OneOf(("a",))]],
+)
+def test_a_range_that_cannot_be_tuned_is_refused(kind: Any) -> None:
+    """Upside down, the logarithm of 0, values of another type: one line with the argument's name."""
+
+    def f(data: Interactions, setup: Setup = SETUP, *, alpha=1) -> Run:  # type: ignore[no-untyped-def]
+        return here(data, setup)
+
+    f.__annotations__["alpha"] = kind
+    with pytest.raises(UserError, match="alpha"):
+        space(f)

@@ -1,0 +1,235 @@
+"""The recipes of the newer losses: one step of each is its formula on the items that it drew, and training moves what it keeps."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from sparring.data.interactions import Interactions, Split
+from sparring.losses import AdaTau, SLatK
+from sparring.recipes import RECIPES
+from sparring.recipes.run import Run
+from sparring.recipes.settings import build, own_setup
+from sparring.training import loop as training
+from sparring.training.fitting import Progress, fit
+from sparring.training.step import contrast
+
+B, N_DRAWN = 24, 30
+TINY = {"dim": 6, "init_std": 0.7, "batch_size": B, "n": N_DRAWN}
+KNOWN = {"bpr": "known", "psl": "known", "slatk": "known", "sl": "positive", "bsl": "positive", "ccl": "positive"}
+LOSSES = ["ada_tau", "bsl", "ccl", "psl", "sl", "slatk"]
+
+
+def one_step(data: Interactions, run: Run) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The losses of a batch; by hand, in float64: cosines with the positive (B,), with the drawn items (B, n), what counts, the queries."""
+    rows = np.random.default_rng(0).choice(len(data), B, replace=False)
+    queries, items = torch.from_numpy(data.queries[rows]).long(), torch.from_numpy(data.items[rows]).long()
+    losses, _, outcome = contrast(run, queries, items, torch.Generator().manual_seed(5), data.positives())
+    (block,) = outcome.bags[0].blocks
+    ids = block.ids if block.ids.dim() == 2 else block.ids.expand(B, -1)
+    assert ids.shape == (B, N_DRAWN)
+    users, vectors = (table.detach().double() for table in (run.model.query.weight, run.model.item.weight))  # type: ignore[union-attr]
+    cosine = (users / users.norm(dim=1, keepdim=True))[queries] @ (vectors / vectors.norm(dim=1, keepdim=True)).T
+    counts = ids != items.unsqueeze(1)
+    assert 0 < int(counts.sum()) < counts.numel()
+    if run.terms[0].negatives.exclude == "known":
+        known = torch.zeros(data.n_queries, data.n_items, dtype=torch.bool)
+        known[data.queries.tolist(), data.items.tolist()] = True
+        known = known[queries].gather(1, ids)
+        assert int(known.sum()) > int((~counts).sum())
+        counts = ~known
+    return losses.detach().double(), cosine[torch.arange(B), items], cosine.gather(1, ids), counts, queries
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_what_is_never_a_negative(name: str, parts: Split) -> None:
+    """Unless told otherwise: all that is known of a query where the authors draw so, else its positive."""
+    assert build(name, parts.train).terms[0].negatives.exclude == KNOWN[name]
+    assert build(name, parts.train, {"exclude": "none"}).terms[0].negatives.exclude == "none"
+
+
+def log_sum(terms: Tensor, counts: Tensor) -> Tensor:
+    return torch.log((terms * counts).sum(1))
+
+
+def check(found: Tensor, want: Tensor) -> None:
+    torch.testing.assert_close(found, want, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("per_query", [False, True])
+def test_sl(parts: Split, per_query: bool) -> None:
+    """log sum_j exp((f_j - f_+) / 0.08) over n uniform items, shared or for each query, that are not the positive."""
+    found, own, others, counts, _ = one_step(parts.train, build("sl", parts.train, {**TINY, "per_query": per_query}))
+    check(found, log_sum(((others - own.unsqueeze(1)) / 0.08).exp(), counts))
+
+
+def test_bsl(parts: Split) -> None:
+    """corrected: 1.22 times SL; release: -f_+ / tau + 1.22 log sum_j exp(f_j / tau)."""
+    found, own, others, counts, _ = one_step(parts.train, build("bsl", parts.train, {**TINY, "tau": 0.2}))
+    check(found, 1.22 * (log_sum((others / 0.2).exp(), counts) - own / 0.2))
+    found, own, others, counts, _ = one_step(
+        parts.train, build("bsl", parts.train, {**TINY, "tau": 0.2, "form": "release"})
+    )
+    check(found, 1.22 * log_sum((others / 0.2).exp(), counts) - own / 0.2)
+
+
+def test_psl(parts: Split) -> None:
+    """log sum_j (1 + d_j)^(1 / 0.05) with d = (f_j - f_+) / 2; the other surrogates by name."""
+    for surrogate, sigma in (
+        ("relu", lambda d: 1 + d),
+        ("tanh", lambda d: 1 + torch.tanh(d)),
+        ("atan", lambda d: 1 + torch.atan(d)),
+    ):
+        found, own, others, counts, _ = one_step(
+            parts.train, build("psl", parts.train, {**TINY, "surrogate": surrogate})
+        )
+        check(found, log_sum(sigma((others - own.unsqueeze(1)) / 2) ** 20, counts))
+
+
+@pytest.mark.parametrize("exclude", ["positive", "known"])
+def test_ccl(parts: Split, exclude: str) -> None:
+    """(1 - f_+) + w mean_j max(0, f_j - m)."""
+    settings = {**TINY, "margin": 0.2, "weight": 7.0, "exclude": exclude}
+    found, own, others, counts, _ = one_step(parts.train, build("ccl", parts.train, settings))
+    check(found, 1 - own + 7 * ((others - 0.2).clamp(min=0) * counts).sum(1) / counts.sum(1))
+
+
+def test_slatk(parts: Split) -> None:
+    """sigmoid((f_+ - beta_u) / tau_w) times SL at tau 0.1, the thresholds of the right queries."""
+    run = build("slatk", parts.train, {**TINY, "tau_w": 0.4})
+    loss = run.terms[0].loss
+    assert isinstance(loss, SLatK)
+    loss.beta.copy_(torch.linspace(-1, 1, parts.train.n_queries))
+    found, own, others, counts, queries = one_step(parts.train, run)
+    weight = torch.sigmoid((own - loss.beta.double()[queries]) / 0.4)
+    check(found, weight * log_sum(((others - own.unsqueeze(1)) / 0.1).exp(), counts))
+
+
+def test_ada_tau(parts: Split) -> None:
+    """-f_+ / tau_0 + log sum_j exp(f_j / tau_u), tau_0 = 0.7 / log(n m / 2|D|) at first, each query's own tau after it."""
+    run = build("ada_tau", parts.train, TINY)
+    temperature = run.temperature
+    assert isinstance(temperature, AdaTau)
+    count = np.bincount(parts.train.queries, minlength=parts.train.n_queries)
+    active = count > np.quantile(count, 0.2)
+    tau_0 = 0.7 / math.log(active.sum() * parts.train.n_items / (2 * count[active].sum()))
+    assert float(temperature.tau_0) == pytest.approx(tau_0, rel=1e-6)
+    temperature.tau.copy_(tau_0 * torch.linspace(0.5, 2, parts.train.n_queries))
+    found, own, others, counts, queries = one_step(parts.train, run)
+    tau = temperature.tau.double()[queries].unsqueeze(1)
+    check(found, log_sum((others / tau).exp(), counts) - own / tau_0)
+
+
+def test_what_they_keep_moves_as_they_train(parts: Split) -> None:
+    """After three epochs SL@K has finite thresholds, and Ada-tau temperatures that differ from query to query and follow its losses."""
+    settings = {"epochs": 3, "batch_size": 64, "dim": 8, "lr": 0.01}
+    slatk = build("slatk", parts.train, {**settings, "every": 2, "k": 5})
+    fit(slatk, parts, k=(10,), device="cpu")
+    assert bool(torch.isfinite(slatk.terms[0].loss.beta).all())  # type: ignore[union-attr]
+    for means in ("epoch", "running"):
+        run = build("ada_tau", parts.train, {**settings, "settle": 1, "means": means})
+        fit(run, parts, k=(10,), device="cpu")
+        temperature = run.temperature
+        assert isinstance(temperature, AdaTau)
+        assert float(temperature.gap) != pytest.approx(0.7)
+        seen = torch.isfinite(temperature.loss)
+        assert int(seen.sum()) == len(np.unique(parts.train.queries))
+        order = temperature.loss[seen].argsort()
+        assert bool((temperature.tau[seen][order].diff() >= -1e-7).all())
+        assert float(temperature.tau.max()) > float(temperature.tau.min())
+
+
+def test_ada_tau_leaves_the_given_gap_in_a_short_training(parts: Split) -> None:
+    """As it comes, equation 14 acts after a quarter of the epochs; an epoch's recorded tau is the mean over all queries of that epoch."""
+    run = build("ada_tau", parts.train, {"epochs": 6, "batch_size": 64, "dim": 8, "lr": 0.05})
+    temperature, gaps, taus = run.temperature, [], []
+    assert isinstance(temperature, AdaTau)
+
+    def note(record: dict[str, object]) -> None:
+        gaps.append(float(temperature.gap))
+        taus.append((record["tau"], sum(temperature.tau.tolist()) / parts.train.n_queries, float(temperature.tau[0])))
+
+    fit(run, parts, k=(10,), device="cpu", progress=Progress(epoch=note))
+    assert [gap == pytest.approx(0.7) for gap in gaps] == [True, True, False, False, False, False]
+    for recorded, mean, first in taus[1:]:
+        assert recorded == pytest.approx(mean, abs=2e-6)
+        assert abs(first - mean) > 1e-5  # the first query's own would be another
+    long = {
+        epochs: build("ada_tau", parts.train, {"epochs": epochs}).temperature.settle for epochs in (1, 4, 20, 400, 1000)
+    }
+    assert long == {1: 1, 4: 1, 20: 5, 400: 100, 1000: 100}
+
+
+class Stop(Exception):
+    pass
+
+
+@pytest.mark.parametrize("name", ["slatk", "ada_tau"])
+def test_a_stopped_run_goes_on_as_if_it_had_not_been(
+    name: str, parts: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped after its first epoch and resumed, a run with state in its loss or temperature ends bitwise where the whole run ends."""
+    settings = {
+        "epochs": 3,
+        "batch_size": 64,
+        "dim": 8,
+        "lr": 0.01,
+        "n": 30,
+        **({"every": 2} if name == "slatk" else {"settle": 2}),
+    }
+
+    def stop(epoch: int, step: int, loss: Tensor) -> None:
+        if (epoch, step) == (1, 2):
+            raise Stop
+
+    whole, broken, resumed = (build(name, parts.train, settings) for _ in range(3))
+    fit(whole, parts, k=(10,), device="cpu")
+    monkeypatch.setattr(training, "CHECKPOINT_SECONDS", -1.0)  # after every step
+    with pytest.raises(Stop):
+        fit(broken, parts, tmp_path / "run", k=(10,), device="cpu", progress=Progress(step=stop))
+    assert (tmp_path / "run" / "checkpoint.safetensors").is_file()
+    fit(resumed, parts, tmp_path / "run", resume=True, k=(10,), device="cpu")
+    want, found = whole.modules().state_dict(), resumed.modules().state_dict()
+    assert want.keys() == found.keys()
+    for key in want:
+        torch.testing.assert_close(found[key], want[key], rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_they_learn(name: str, parts: Split) -> None:
+    """A few epochs set the known pairs apart: their mean cosine rises above that of all pairs, from no difference to 0.2."""
+    settings = {
+        "epochs": 8,
+        "batch_size": 64,
+        "dim": 8,
+        "lr": 0.02,
+        "patience": "none",
+        "optimizer": "row-adam",
+        "n": 30,
+    }
+    run = build(name, parts.train, settings)
+    queries, items = (torch.from_numpy(column).long() for column in (parts.train.queries, parts.train.items))
+
+    def lead() -> float:
+        scores = run.model.query_vectors(torch.arange(parts.train.n_queries)) @ run.model.item_vectors().T
+        return float(scores[queries, items].mean() - scores.mean())
+
+    assert abs(lead()) < 0.1
+    fit(run, Split(parts.train, None, None), k=(10,), device="cpu")
+    assert lead() > 0.2
+
+
+def test_their_papers_and_settings() -> None:
+    """Every one names its paper in the last line, scores by cosine, and has the dimensions and batch of its paper."""
+    for name in LOSSES:
+        recipe = RECIPES[name]
+        assert recipe.__doc__
+        assert recipe.__doc__.strip().splitlines()[-1].strip().rstrip(".").split()[-1].isdigit()
+        setup = own_setup(recipe)
+        assert (setup.score, setup.dim, setup.batch_size) == ("cosine", 64, 2048 if name == "ada_tau" else 1024)
+    assert own_setup(RECIPES["sl"]) == own_setup(RECIPES["bsl"])

@@ -1,0 +1,268 @@
+"""Settings by name become values of the declared type, or one line that says what is wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any, Literal
+
+import pytest
+import torch
+
+from sparring.core.errors import UserError
+from sparring.data.interactions import Split
+from sparring.recipes import PAPER, RECIPES, xir
+from sparring.recipes.run import Setup
+from sparring.recipes.settings import build, check, find, own_arguments, own_setup, parse, parse_setup, resolve
+
+
+def line_of(error: pytest.ExceptionInfo[UserError]) -> str:
+    text = str(error.value)
+    assert len(text.splitlines()) == 1
+    return text
+
+
+@pytest.mark.parametrize(
+    ("asked", "meant"),
+    [
+        ("xri", "xir"),
+        ("ssl_popp", "ssl_pop"),
+        ("fullsoftmax", "full_softmax"),
+        ("gtower", "g_tower"),
+        ("defualt", "default"),
+    ],
+)
+def test_an_unknown_recipe_suggests_the_nearest(asked: str, meant: str) -> None:
+    """A misspelt recipe is refused in one line with the name that was meant; a hyphen is no misspelling."""
+    with pytest.raises(UserError) as error:
+        find(asked)
+    assert repr(asked) in line_of(error)
+    assert repr(meant) in line_of(error)
+    assert find(meant.replace("_", "-")) is RECIPES[meant]
+
+
+def test_an_unknown_recipe_unlike_any_other_suggests_nothing() -> None:
+    """Where no name is near, none is invented."""
+    with pytest.raises(UserError) as error:
+        find("zzzzzz")
+    assert "did you mean" not in line_of(error)
+
+
+def test_an_unknown_setting_suggests_the_nearest(parts: Split) -> None:
+    """Own arguments and fields of the Setup are both suggested."""
+    for asked, meant in (("lamb", "lam"), ("batchsize", "batch_size"), ("weight_deacy", "weight_decay")):
+        with pytest.raises(UserError) as error:
+            build("xir", parts.train, {asked: 1})
+        assert repr(asked) in line_of(error)
+        assert repr(meant) in line_of(error)
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "expected"),
+    [
+        ("3", int, 3),
+        (3, int, 3),
+        ("-2", int, -2),
+        ("0.5", float, 0.5),
+        ("1e-3", float, 0.001),
+        (2, float, 2.0),
+        ("true", bool, True),
+        ("No", bool, False),
+        ("1", bool, True),
+        (False, bool, False),
+        ("none", int | None, None),
+        ("None", float | None, None),
+        (None, int | None, None),
+        ("7", int | None, 7),
+        ("dot", Literal["cosine", "dot"], "dot"),
+        ("", tuple[int, ...], ()),
+        ("32,16", tuple[int, ...], (32, 16)),
+        ([32, 16], tuple[int, ...], (32, 16)),
+        ("category, brand", tuple[str, ...], ("category", "brand")),
+        ("category", tuple[str, ...], ("category",)),
+    ],
+)
+def test_values_and_strings_are_read_as_the_declared_type(value: object, kind: Any, expected: object) -> None:
+    """Text as a command line gives it and values as Python gives them mean the same."""
+    found = parse("name", value, kind)
+    assert found == expected
+    assert type(found) is type(expected)
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "words"),
+    [
+        ("2.5", int, "a whole number"),
+        (2.5, int, "a whole number"),
+        (True, int, "a whole number"),
+        ("many", int, "a whole number"),
+        ("fast", float, "a number"),
+        (True, float, "a number"),
+        ("maybe", bool, "true or false"),
+        (1, bool, "true or false"),
+        ("angle", Literal["cosine", "dot"], "one of cosine, dot"),
+        ("x", int | None, "a whole number or none"),
+        ("a,b", tuple[int, ...], "a comma-separated list of a whole number"),
+        (5, tuple[int, ...], "a comma-separated list of a whole number"),
+        (["a", 3], tuple[str, ...], "a comma-separated list of text"),
+    ],
+)
+def test_a_wrong_type_names_the_setting_the_type_and_the_value(value: object, kind: Any, words: str) -> None:
+    """The line tells what was expected, in words that a user knows, and what was given."""
+    with pytest.raises(UserError) as error:
+        parse("width", value, kind)
+    assert line_of(error) == f"width must be {words}, got {value!r}"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"dim": 0},
+        {"batch_size": 0},
+        {"epochs": 0},
+        {"eval_every": 0},
+        {"lr_decay_every": 0},
+        {"history": 0},
+        {"valid_queries": 0},
+        {"lr": 0.0},
+        {"lr": float("nan")},
+        {"lr": float("inf")},
+        {"tau": -0.1},
+        {"init_std": 0.0},
+        {"lr_decay": 0.0},
+        {"weight_decay": -1e-9},
+        {"weight_decay": float("nan")},
+        {"warmup": -1},
+        {"clip": 0.0},
+        {"clip": -1.0},
+        {"patience": 0},
+        {"seed": -1},
+        {"hidden": ()},
+        {"hidden": (8, 0)},
+    ],
+)
+def test_values_that_no_training_could_use_are_refused(fields: dict[str, Any], parts: Split) -> None:
+    """Out of range in a Setup: one line with the name and the value, before anything is built."""
+    name, value = next(iter(fields.items()))
+    with pytest.raises(UserError) as error:
+        check(dataclasses.replace(Setup(), **fields))
+    assert name in line_of(error)
+    assert str(value) in line_of(error)
+    with pytest.raises(UserError):
+        build("default", parts.train, fields)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "name", "value"),
+    [
+        ("xir", "lam", 1.5),
+        ("xir", "lam", float("nan")),
+        ("xir", "n", 0),
+        ("xir", "cache_size", 0),
+        ("bir", "n", -3),
+        ("uns", "n", 0),
+        ("cbns", "size", 0),
+        ("g_tower", "alpha", 2.0),
+        ("shown", "n", 0),
+        ("ssl", "form", "papr"),
+        ("bir", "draw", "random"),
+        ("uns", "correction", "counts"),
+    ],
+)
+def test_arguments_of_recipes_out_of_range_are_user_errors(recipe: str, name: str, value: object, parts: Split) -> None:
+    """What a part of the recipe refuses reaches the user as one line with the value in it."""
+    with pytest.raises(UserError) as error:
+        build(recipe, parts.train, {name: value})
+    assert str(value) in line_of(error)
+
+
+def test_build_remembers_the_recipe_and_its_resolved_arguments(parts: Split) -> None:
+    """A run holds every argument of its recipe, given or not, as values; settings of the Setup go to the Setup."""
+    run = build("xir", parts.train, {"lam": "0.2", "cache_size": "64", "lr": "0.02", "hidden": "8,4"})
+    assert run.recipe == "xir"
+    assert run.arguments == {"lam": 0.2, "cache_size": 64, "n": None, "draw": "expected", "form": "paper"}
+    assert run.setup == dataclasses.replace(PAPER, lr=0.02, hidden=(8, 4))
+    assert [term.weight for term in run.terms] == [0.8, 0.2]
+    assert build("full-softmax", parts.train).recipe == "full_softmax"
+
+
+def test_a_base_setup_is_changed_by_settings_and_replaces_the_recipes_own(parts: Split) -> None:
+    """base first, then the settings; without a base the recipe's own Setup."""
+    base = Setup(dim=5, lr=0.3)
+    assert build("xir", parts.train, {"lr": 0.1}, base).setup == dataclasses.replace(base, lr=0.1)
+    assert build("xir", parts.train, {"lr": 0.1}).setup == dataclasses.replace(own_setup(xir), lr=0.1)
+
+
+def test_a_base_setup_leaves_a_recipe_what_makes_it(parts: Split) -> None:
+    """On the towers and the optimiser of `default`, DEXA still adds vectors of clusters to NGAME's items and PRIME draws by propensity;
+    rows of labels stay queries, and classifiers follow. What a method does not say is the base's, and a setting still changes all."""
+    base = own_setup(RECIPES["default"])
+    runs = {
+        name: build(name, parts.train, {}, base)
+        for name in ("ngame", "dexa", "prime", "dpr", "ance", "dexml", "ssl_pop")
+    }
+    own = {name: own_setup(RECIPES[name]) for name in runs}
+    for name, run in runs.items():
+        same = dataclasses.asdict(run.setup)
+        kept = {key: same.pop(key) for key in ("rows", "draw", "auxiliary", "private", "centroids", "classifiers")}
+        assert kept == {key: getattr(own[name], key) for key in kept}
+        others = dataclasses.asdict(dataclasses.replace(base, tau=run.setup.tau))
+        assert same == {key: others[key] for key in same}
+    assert {run.setup.rows for name, run in runs.items() if name != "ssl_pop"} == {"queries"}
+    assert runs["ssl_pop"].setup.rows == "pairs"
+    tables = {name: sum(part.numel() for part in run.model.item.parameters()) for name, run in runs.items()}
+    assert tables["dexa"] > tables["ngame"]
+    items = torch.arange(parts.train.n_items)
+    vectors = {name: runs[name].model.encode_items(items) for name in ("ngame", "dexa")}
+    assert not torch.equal(vectors["ngame"], vectors["dexa"])
+    assert build("dexa", parts.train, {"auxiliary": 0, "rows": "pairs"}, base).setup.auxiliary == 0
+    labels = own_setup(RECIPES["dpr"])
+    assert build("ssl_pop", parts.train, {}, labels).setup.rows == "queries"
+
+
+def test_a_whole_setup_is_taken_as_it_is(parts: Split) -> None:
+    """What a run folder holds comes back, even where the recipe's own Setup says otherwise."""
+    saved = build("dexa", parts.train, {"auxiliary": 0, "private": 0, "rows": "pairs", "classifiers": 0}).setup
+    assert build("dexa", parts.train, {}, setup=saved).setup == saved
+
+
+@pytest.mark.parametrize("name", sorted(RECIPES))
+def test_a_run_survives_json(name: str, parts: Split) -> None:
+    """Setup and arguments, written as JSON and read back, build the same run again: nothing of a run folder is lost."""
+    features = {} if name == "quick" else {"item_features": "category"}  # its spectral start is for id tables
+    run = build(name, parts.train, {"dim": 4, "hidden": "6,3", "patience": "none", **features})
+    setup, arguments = json.loads(json.dumps([dataclasses.asdict(run.setup), run.arguments]))
+    assert parse_setup(setup) == run.setup
+    again = build(name, parts.train, arguments, setup=parse_setup(setup))
+    assert again.setup == run.setup
+    assert again.arguments == run.arguments
+
+
+def test_a_saved_setup_of_another_version_is_refused() -> None:
+    """A field that this version does not know is named."""
+    with pytest.raises(UserError) as error:
+        parse_setup({**dataclasses.asdict(Setup()), "momentum": 0.9})
+    assert "'momentum'" in line_of(error)
+
+
+def test_every_recipe_declares_types_and_defaults() -> None:
+    """Every own argument of every recipe has a type that text can be read as, and its default is of that type."""
+    for recipe in RECIPES.values():
+        assert recipe.__doc__
+        for name, (kind, default) in own_arguments(recipe).items():
+            assert parse(name, default, kind) == default
+            written = ",".join(map(str, default)) if isinstance(default, tuple) else str(default)
+            assert resolve(recipe, {name: written})[1] == {name: default}
+
+
+def test_no_argument_of_a_recipe_hides_a_setting_of_all() -> None:
+    """`--set NAME=VALUE` means the same for every recipe of a comparison, but for the names listed here."""
+    allowed = {
+        ("bir", "draw"),
+        ("xir", "draw"),
+    }  # how the batch is drawn again; Setup.draw is for rows=queries, where it has other values
+    fields = {field.name for field in dataclasses.fields(Setup)}
+    hidden = {
+        (name, argument) for name, recipe in RECIPES.items() for argument in own_arguments(recipe) if argument in fields
+    }
+    assert hidden == allowed

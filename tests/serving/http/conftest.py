@@ -1,0 +1,52 @@
+"""A small run whose vectors, histories and columns a test can read, and a service over it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
+pytest.importorskip("orjson", reason="the extra `serve` is not installed")
+
+from fastapi.testclient import TestClient
+
+from sparring.serving.http.app import Service
+from sparring.serving.http.runs import Live
+from sparring.serving.http.store import Store
+from support.made_run import MadeRun, make_run
+
+
+@pytest.fixture
+def truth(tmp_path: Path) -> MadeRun:
+    return make_run(tmp_path / "runs" / "first")
+
+
+@pytest.fixture
+def serving() -> Iterator[Callable[..., TestClient]]:
+    """Starts services in this process; all are stopped when the test ends."""
+    services: list[tuple[Service, TestClient]] = []
+
+    def started(
+        *folders: Path, store: Path | None = None, roots: Any = (), as_given: bool = False, **options: Any
+    ) -> TestClient:
+        live = Live(folders, Store(store or folders[0] / "serve" / "items.sqlite"), roots, as_given=as_given)
+        service = Service(live, **options)
+        client = TestClient(service.gate, raise_server_exceptions=False)
+        client.service = service  # type: ignore[attr-defined]
+        client.stop = lambda: services.pop(next(at for at, (_, each) in enumerate(services) if each is client))[
+            0
+        ].close()  # type: ignore[attr-defined]
+        services.append((service, client))
+        return client
+
+    yield started
+    for service, _ in services:
+        service.close()
+
+
+@pytest.fixture
+def client(truth: MadeRun, serving: Callable[..., TestClient]) -> TestClient:
+    return serving(truth.folder)

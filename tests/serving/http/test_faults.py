@@ -1,0 +1,184 @@
+"""kill -9 while items are put, runs swapped and indexes saved: the next start serves the last good state, with all that was acknowledged.
+
+SPARRING_KILLS=50 kills more often.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from sparring.serving.index import Index, files
+from sparring.serving.index.run_index import FOLDER
+from sparring.training.trained import load
+from support.made_run import MadeRun, make_run
+
+KILLS = int(os.environ.get("SPARRING_KILLS", "4"))
+SAVE = """
+import sys, time
+from pathlib import Path
+from sparring.index import Index
+index = Index.load(sys.argv[1])
+while True:
+    index.save(sys.argv[1])
+    time.sleep(0.02)
+"""
+
+
+class Running:
+    """A service in a process of its own."""
+
+    def __init__(self, folder: Path, log: Path) -> None:
+        words = [sys.executable, "-m", "sparring", "serve", str(folder), "--port", "0", "--quiet"]
+        self.log = log
+        with open(log, "wb") as to:
+            self.process = subprocess.Popen(words, stderr=to, env=environment())
+        deadline = time.monotonic() + 120
+        while not (found := re.search(r'"url":"([^"]+)/"', log.read_text())):
+            assert self.process.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, "the service did not start"
+            time.sleep(0.05)
+        self.http = httpx.Client(base_url=found[1], timeout=30)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+def environment() -> dict[str, str]:
+    source = str(Path(__file__).parents[3] / "src")
+    return {**os.environ, "PYTHONPATH": source, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+
+
+class Doings:
+    """What was asked for and what was acknowledged, over all kills."""
+
+    def __init__(self, runs: list[MadeRun]) -> None:
+        self.runs = runs
+        self.there: set[str] = set()
+        self.gone: set[str] = set()
+        self.unsure: set[str] = set()  # asked for, and killed before it was acknowledged
+        self.current, self.asked = runs[0], runs[0]
+        self.puts = self.swaps = 0
+
+    def put(self, http: httpx.Client, stop: threading.Event) -> None:
+        while not stop.is_set():
+            name = f"new-{self.puts}"
+            self.puts += 1
+            self.unsure.add(name)
+            try:
+                answer = http.put("/v1/items", json={"items": [{"id": name, "title": name, "like": [1000]}]})
+                assert answer.status_code == 200, answer.text
+                self.there.add(name)
+                if self.puts % 3 == 0:
+                    self.there.discard(name)
+                    assert http.request("DELETE", "/v1/items", json={"ids": [name]}).status_code == 200
+                    self.gone.add(name)
+                self.unsure.discard(name)
+            except httpx.TransportError:
+                return
+
+    def swap(self, http: httpx.Client, stop: threading.Event) -> None:
+        while not stop.is_set():
+            self.asked = self.runs[self.swaps % 2]
+            self.swaps += 1
+            try:
+                answer = http.post("/v1/reload", json={"run": str(self.asked.folder)})
+            except httpx.TransportError:
+                return
+            if answer.status_code == 200:
+                self.current = self.asked
+            else:
+                assert answer.status_code == 422, answer.text  # its index was being saved twice over
+                self.asked = self.current
+
+    def check(self, http: httpx.Client) -> None:
+        folder = http.get("/v1/info").json()["run"]["folder"]
+        assert folder in {str(self.current.folder), str(self.asked.folder)}
+        truth = next(run for run in self.runs if str(run.folder) == folder)
+        self.current = self.asked = truth
+        for row in (0, 17, 39):
+            body = {"user": truth.user(row), "k": 5, "allow": truth.item_ids}
+            found = http.post("/v1/recommend", json=body).json()["results"][0]["items"]
+            expected = truth.best(truth.users[row], 5, truth.seen[row].tolist())
+            assert [item["id"] for item in found] == [item for item, _ in expected]
+            np.testing.assert_allclose([item["score"] for item in found], [score for _, score in expected], rtol=1e-4)
+        listed = http.post("/v1/similar", json={"item": 1000, "k": 1000}).json()["results"][0]["items"]
+        titles: dict[Any, str] = {item["id"]: item["title"] for item in listed}
+        for name in self.there - self.unsure:
+            title = titles.get(name) or http.get("/v1/item", params={"id": name}).json().get(
+                "title"
+            )  # a list has at most 1,000
+            assert title == name, f"{name} was acknowledged and is lost"
+        for name in self.gone - self.unsure:
+            assert name not in titles, f"{name} was deleted and is back"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(60 * (KILLS + 2))
+def test_nothing_acknowledged_is_lost_by_a_kill(tmp_path: Path) -> None:
+    """Service and saver are killed at any moment, again and again; every start finds a whole state, with all that was acknowledged."""
+    runs = [make_run(tmp_path / "runs" / name, seed) for name, seed in (("a", 1), ("b", 2))]
+    for run in runs:
+        vectors = load(run.folder).model.item_vectors().numpy()
+        meta = {"model": files.sha256(run.folder / "model.safetensors")}
+        Index(vectors, np.arange(len(vectors)), meta=meta).save(run.folder / FOLDER)
+    doings, rng = Doings(runs), np.random.default_rng(0)
+    service = Running(runs[0].folder, tmp_path / "log")
+    try:
+        for _ in range(KILLS):
+            savers = [
+                subprocess.Popen([sys.executable, "-c", SAVE, str(run.folder / FOLDER)], env=environment())
+                for run in runs
+            ]
+            stop, before = threading.Event(), doings.puts
+            work = [threading.Thread(target=each, args=(service.http, stop)) for each in (doings.put, doings.swap)]
+            for thread in work:
+                thread.start()
+            time.sleep(float(rng.uniform(0.5, 4.0)))
+            service.kill()
+            for saver in savers:
+                saver.send_signal(signal.SIGKILL)
+                saver.wait()
+            stop.set()
+            for thread in work:
+                thread.join()
+            assert doings.puts > before
+            service = Running(runs[0].folder, tmp_path / "log")
+            doings.check(service.http)
+    finally:
+        service.kill()
+    assert doings.there
+    assert doings.swaps > KILLS
+
+
+def test_a_stop_is_clean(tmp_path: Path) -> None:
+    """SIGTERM: exit code 0, `stopped` in the log, and the store can be opened by the next service."""
+    run = make_run(tmp_path / "run", 1)
+    service = Running(run.folder, tmp_path / "log")
+    try:
+        assert service.http.put("/v1/items", json={"items": [{"id": "new", "like": [1000]}]}).status_code == 200
+        second = subprocess.run(
+            [sys.executable, "-m", "sparring", "serve", str(run.folder), "--port", "0"],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env=environment(),
+        )
+        assert (second.returncode, "in use by another service" in second.stderr) == (2, True), second.stderr
+        service.process.send_signal(signal.SIGTERM)
+        assert service.process.wait(60) == 0
+        assert '"event":"stopped"' in service.log.read_text()
+    finally:
+        service.kill()

@@ -1,0 +1,251 @@
+"""What every request passes: token, size, type, host and time; and what operators read: health, metrics, logs."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from fastapi.testclient import TestClient
+
+from sparring.serving.http.access_log import Log
+from sparring.serving.http.limits import Limits
+from support.made_run import MadeRun
+
+ASK = {"user": "user-01", "k": 3}
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        None,
+        "",
+        "Bearer",
+        "Bearer wrong",
+        "Bearer secret2",
+        "Basic secret",
+        "secret",
+        "bearer secret",
+        "Bearer s\u00e9cret",
+    ],
+)
+def test_a_wrong_token_is_refused(truth: MadeRun, serving: Callable[..., TestClient], header: str | None) -> None:
+    """401 for every way to get it wrong, on everything but state and the files of the page."""
+    client = serving(truth.folder, token="secret")
+    headers = {} if header is None else {"Authorization": header.encode()}
+    for method, path in (
+        ("POST", "/v1/recommend"),
+        ("GET", "/v1/info"),
+        ("GET", "/metrics"),
+        ("GET", "/openapi.json"),
+        ("PUT", "/v1/items"),
+        ("GET", "/nothing"),
+    ):
+        answer = client.request(method, path, headers=headers, json=ASK if method == "POST" else None)
+        assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer"), path
+    for path in ("/healthz", "/readyz", "/"):
+        assert client.get(path, headers=headers).status_code == 200, path
+
+
+def test_the_right_token_is_let_in(truth: MadeRun, serving: Callable[..., TestClient]) -> None:
+    """With it, everything answers."""
+    client = serving(truth.folder, token="secret")
+    assert client.post("/v1/recommend", json=ASK, headers={"Authorization": "Bearer secret"}).status_code == 200
+
+
+def test_a_body_may_not_be_too_large(truth: MadeRun, serving: Callable[..., TestClient]) -> None:
+    """413, whether its length is told or found out; one just within is read."""
+    client = serving(truth.folder, limits=Limits(body=1000))
+    assert (
+        client.post("/v1/recommend", content=b" " * 1001, headers={"content-type": "application/json"}).status_code
+        == 413
+    )
+    parts = iter([b" " * 600, b" " * 600])
+    assert client.post("/v1/recommend", content=parts, headers={"content-type": "application/json"}).status_code == 413
+    padded = json.dumps(ASK).encode().ljust(1000)
+    assert client.post("/v1/recommend", content=padded, headers={"content-type": "application/json"}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'"text"',
+        b"1",
+        b"\xff\xfe",
+        b"{}" * 100,
+        b'{"user": NaN}',
+        b'{"user":"\\ud800"}',
+        b"[" * 5000,
+        b'{"user":1e999}',
+    ],
+)
+def test_a_body_that_is_no_question_is_refused(client: TestClient, body: bytes) -> None:
+    """422 in one line, on every path that takes a body."""
+    for method, path in (
+        ("POST", "/v1/recommend"),
+        ("POST", "/v1/similar"),
+        ("PUT", "/v1/items"),
+        ("DELETE", "/v1/items"),
+        ("POST", "/v1/reload"),
+    ):
+        answer = client.request(method, path, content=body, headers={"content-type": "application/json"})
+        assert answer.status_code in (400, 422), (path, answer.text)
+        assert len(answer.json()["detail"].splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "text/plain",
+        "application/x-www-form-urlencoded",
+        "multipart/form-data; boundary=x",
+        "text/json",
+        "application/jsonx",
+    ],
+)
+def test_only_json_is_taken(client: TestClient, kind: str) -> None:
+    """A form on another page could send any of these without asking first."""
+    assert client.post("/v1/reload", content=b"{}", headers={"content-type": kind}).status_code == 415
+
+
+def test_another_host_is_refused_where_hosts_are_known(truth: MadeRun, serving: Callable[..., TestClient]) -> None:
+    """A name that was made to point at this machine cannot be used to read from it."""
+    client = serving(truth.folder, hosts=["127.0.0.1", "localhost", "[::1]"])
+    for host, status in (
+        ("127.0.0.1:8000", 200),
+        ("localhost", 200),
+        ("LocalHost:1", 200),
+        ("[::1]:80", 200),
+        ("evil.example", 421),
+        ("127.0.0.1.evil", 421),
+    ):
+        assert client.get("/v1/info", headers={"host": host}).status_code == status, host
+
+
+PATHS = [
+    "/v1/items/..%2f..%2fetc%2fpasswd",
+    "/page/files/..%2f..%2fpages.py",
+    "/page/files/%2e%2e/app.py",
+    "/../../etc/passwd",
+    "/v1/item?id=..%2f..",
+    "//etc/passwd",
+    "/v1/users/%00",
+    "/page/files/index.html%00.js",
+    "/v1/items/%ff",
+]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_path_tricks_find_nothing(client: TestClient, path: str) -> None:
+    """Ids and files are looked up, never opened: 404."""
+    answer = client.get(path)
+    assert answer.status_code == 404, answer.text
+    assert "root:" not in answer.text
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/v1/recommend"),
+        ("POST", "/v1/info"),
+        ("DELETE", "/v1/recommend"),
+        ("PATCH", "/v1/items"),
+        ("TRACE", "/healthz"),
+    ],
+)
+def test_a_wrong_method_is_refused(client: TestClient, method: str, path: str) -> None:
+    """405 with the methods that there are."""
+    answer = client.request(method, path)
+    assert answer.status_code == 405
+    assert answer.headers["allow"]
+
+
+def test_an_answer_that_takes_too_long_is_given_up(
+    truth: MadeRun, serving: Callable[..., TestClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """503 in time, and the service goes on; what waits beyond the limit is refused at once."""
+    client = serving(truth.folder, limits=Limits(seconds=0.3, waiting=5))
+    index, hold = client.service.live.served().index, threading.Event()  # type: ignore[attr-defined]
+    search = index.search
+    monkeypatch.setattr(index, "search", lambda *given: (hold.wait(20), search(*given))[1])
+    slow = client.post("/v1/recommend", json=ASK)
+    assert (slow.status_code, slow.headers["retry-after"]) == (503, "1")
+    assert "0.3 seconds" in slow.json()["detail"]
+    many = client.post("/v1/recommend", json={"users": ["user-01"] * 6})
+    assert (many.status_code, "wait already" in many.json()["detail"]) == (503, True)
+    hold.set()
+    assert client.post("/v1/recommend", json=ASK).status_code == 200
+
+
+def test_a_fault_of_ours_is_told_as_such(
+    truth: MadeRun, serving: Callable[..., TestClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """500 without what went wrong inside, which goes to the log; the next request is answered."""
+    lines = io.BytesIO()
+    client = serving(truth.folder, log=Log(lines, requests=False))
+    index = client.service.live.served().index  # type: ignore[attr-defined]
+    with monkeypatch.context() as patch:
+        patch.setattr(index, "search", lambda *given: np.linalg.inv(np.zeros((2, 2))))
+        answer = client.post("/v1/recommend", json=ASK)
+    assert (answer.status_code, "ingular" in answer.text) == (500, False)
+    assert b"ingular" in lines.getvalue()
+    assert client.post("/v1/recommend", json=ASK).status_code == 200
+
+
+def test_metrics_count_what_was_answered(truth: MadeRun, client: TestClient) -> None:
+    """Requests by path and status, seconds, items, generation; ids never become labels."""
+    for _ in range(3):
+        client.post("/v1/recommend", json=ASK)
+    client.post("/v1/recommend", json={"user": "nobody"})
+    client.get("/v1/items/some-id")
+    client.get("/v1/unknown/some-id")
+    text = client.get("/metrics").text
+    for line in (
+        'sparring_requests_total{path="/v1/recommend",status="200"} 3.0',
+        'sparring_requests_total{path="/v1/recommend",status="404"} 1.0',
+        'sparring_request_seconds_count{path="/v1/recommend"} 4.0',
+        'sparring_requests_total{path="other",status="404"} 1.0',
+        'sparring_items{run="first"} 60.0',
+        'sparring_generation{run="first"} 1.0',
+        "sparring_queries_searched_total 3.0",
+    ):
+        assert line in text, text
+    assert "some-id" not in text
+    buckets = [int(float(each)) for each in re.findall(r'seconds_bucket{le="[^"]+",path="/v1/recommend"} (\S+)', text)]
+    assert buckets == sorted(buckets)
+    assert buckets[-1] == 4
+
+
+def test_the_log_is_json_a_line(truth: MadeRun, serving: Callable[..., TestClient]) -> None:
+    """Method, path, status and milliseconds of every request; never a body or a token."""
+    lines = io.BytesIO()
+    client = serving(truth.folder, log=Log(lines), token="secret-token")
+    client.post("/v1/recommend", json=ASK, headers={"Authorization": "Bearer secret-token"})
+    client.post("/v1/recommend", json=ASK, headers={"Authorization": "Bearer guessed-token"})
+    told: list[dict[str, Any]] = [json.loads(line) for line in lines.getvalue().splitlines()]
+    assert [(line["event"], line["method"], line["path"], line["status"]) for line in told] == [
+        ("request", "POST", "/v1/recommend", 200),
+        ("request", "POST", "/v1/recommend", 401),
+    ]
+    assert all(line["ms"] > 0 and line["time"].startswith("20") for line in told)
+    assert b"token" not in lines.getvalue()
+    assert b"user-01" not in lines.getvalue()
+
+
+def test_the_page_comes_with_a_strict_policy(client: TestClient) -> None:
+    """No script but its own files, no frame around it from elsewhere, no guessing of types."""
+    headers = client.get("/").headers
+    policy = headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "script-src 'self';" in policy
+    assert "unsafe" not in policy
+    assert headers["x-content-type-options"] == "nosniff"

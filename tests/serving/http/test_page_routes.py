@@ -1,0 +1,215 @@
+"""What the page asks the service for: matches in the promised order, items as they are now, and no file but those that are meant."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pytest
+from fastapi.testclient import TestClient
+
+from sparring.serving.http import pages
+from support.made_run import MadeRun, make_run
+
+
+def found(client: TestClient, kind: str, text: str, limit: int = 8) -> list[Any]:
+    answer = client.get("/page/search", params={"kind": kind, "text": text, "limit": limit})
+    assert answer.status_code == 200
+    return [each["id"] for each in answer.json()["found"]]
+
+
+def matching(truth: MadeRun, text: str) -> list[int]:
+    """Item ids by how they match, then by how often they were taken, then by id; in a plain loop."""
+    taken = np.bincount(truth.seen.ravel(), minlength=len(truth.item_ids))
+    keys = []
+    for row, (id, title) in enumerate(zip(truth.item_ids, truth.table["title"], strict=True)):
+        words = text.lower().split()
+        if str(id) == text:
+            keys.append((0, -taken[row], id))
+        elif str(id).startswith(text):
+            keys.append((1, -taken[row], id))
+        elif title.startswith(" ".join(words)):
+            keys.append((2, -taken[row], id))
+        elif all(word in title for word in words):
+            keys.append((3, -taken[row], id))
+    return [id for _, _, id in sorted(keys)]
+
+
+@pytest.mark.parametrize("text", ["1007", "10", "thing 1", "1 thing", "THING  5", "hing", "9", "none", "[", "%", "\\"])
+def test_matches_are_those_of_a_plain_loop_in_its_order(client: TestClient, truth: MadeRun, text: str) -> None:
+    """Equal ids, then ids and titles that begin so, then titles with all the words; often taken first; whatever the letters."""
+    answer = client.get("/page/search", params={"kind": "item", "text": text, "limit": 50}).json()
+    expected = matching(truth, text.lower() if text != "THING  5" else "thing 5")
+    assert [each["id"] for each in answer["found"]] == expected[:50]
+    assert answer["total"] == len(expected)
+    assert found(client, "item", text, limit=3) == expected[:3]
+
+
+def test_without_a_text_the_most_active_come_first(client: TestClient, truth: MadeRun) -> None:
+    """Items by how often they were taken; users all took five, so they come in the order of their ids."""
+    taken = np.bincount(truth.seen.ravel(), minlength=len(truth.item_ids))
+    assert found(client, "item", "", limit=5) == [
+        truth.item_ids[at] for at in np.lexsort((np.arange(len(taken)), -taken))[:5]
+    ]
+    assert found(client, "user", "") == [truth.user(row) for row in range(8)]
+    assert found(client, "user", "USER-1") == [truth.user(row) for row in range(10, 18)]
+
+
+def test_search_sees_items_as_they_are_now(client: TestClient, truth: MadeRun) -> None:
+    """A new item is found at once, a renamed one by its new title only, a deleted one no more."""
+    renamed, deleted = truth.item_ids[0], truth.item_ids[1]
+    items = [{"id": 5, "title": "brand new lamp", "like": [truth.item_ids[3]]}, {"id": renamed, "title": "old lamp"}]
+    assert client.put("/v1/items", json={"items": items}).status_code == 200
+    assert client.request("DELETE", "/v1/items", json={"ids": [deleted]}).status_code == 200
+    assert sorted(map(str, found(client, "item", "lamp"))) == sorted(["5", str(renamed)])
+    assert renamed not in found(client, "item", "thing 0")
+    assert deleted not in found(client, "item", str(deleted))
+    assert client.get("/page/negatives", params={"item": "5"}).json()["state"] == "absent"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "../pages.py",
+        "..%2fpages.py",
+        "%2e%2e/pages.py",
+        "/etc/passwd",
+        "%2fetc%2fpasswd",
+        "none.js",
+        "index.html%00.js",
+        ".",
+        "a" * 5000,
+    ],
+)
+def test_files_are_served_by_their_names_only(client: TestClient, path: str) -> None:
+    """No trick with a path leads to anything but a line that says no."""
+    answer = client.get(f"/page/files/{path}")
+    assert answer.status_code == 404
+    assert "detail" in answer.json()
+
+
+def test_the_page_and_its_files_are_there(client: TestClient) -> None:
+    """Every file that the page and its scripts name is served, with its type, and may load nothing from elsewhere."""
+    start = client.get("/")
+    assert start.status_code == 200
+    assert "default-src 'none'" in start.headers["content-security-policy"]
+    assert "unsafe" not in start.headers["content-security-policy"]
+    folder = Path(pages.__file__).parent / "page"
+    for file in folder.iterdir():
+        answer = client.get(f"/page/files/{file.name}")
+        assert answer.content == file.read_bytes()
+        kinds = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml", ".html": "text/html"}
+        assert answer.headers["content-type"].startswith(kinds[file.suffix])
+        assert "http://" not in file.read_text().replace("http://www.w3.org/", "")
+        assert "https://" not in file.read_text()
+        assert "innerHTML" not in file.read_text()
+
+
+IMAGES = {
+    "inside.png": 200,
+    "deep/er.jpg": 200,
+    "./deep/../inside.png": 200,
+    "../outside.png": 404,
+    "deep/../../outside.png": 404,
+    "link.png": 404,
+    "notes.txt": 404,
+    "run.json": 404,
+    "drawing.svg": 404,
+    "deep": 404,
+    "missing.png": 404,
+    "https://example.org/a.png": 404,
+    "zero\0byte.png": 404,
+    "x" * 5000 + ".png": 404,
+    "": 404,
+}
+
+
+def test_images_lie_below_the_run_or_they_are_not_served(tmp_path: Path, serving: Callable[..., TestClient]) -> None:
+    """Pictures below the run's folder come with their type; what lies outside, by dots, by a full path or by a link, does not."""
+    truth = make_run(tmp_path / "runs" / "first")
+    folder = truth.folder
+    (folder / "deep").mkdir()
+    for name in ("inside.png", "deep/er.jpg", "notes.txt", "drawing.svg", "../outside.png"):
+        (folder / name).write_bytes(b"picture")
+    (folder / "link.png").symlink_to(folder.parent / "outside.png")
+    wanted = {**IMAGES, str(folder / "inside.png"): 200, str(folder.parent / "outside.png"): 404}
+    values = [*wanted, *[None] * (len(truth.item_ids) - len(wanted))]
+    truth.table.with_columns(pl.Series("image", values, dtype=pl.String)).write_parquet(folder / "item_table.parquet")
+    client = serving(folder)
+    for id, (value, status) in zip(truth.item_ids, wanted.items(), strict=False):
+        answer = client.get("/page/image", params={"item": str(id)})
+        assert answer.status_code == status, value[:80]
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        if status == 200:
+            assert answer.content == b"picture"
+            assert answer.headers["content-type"] in ("image/png", "image/jpeg")
+        else:
+            assert "detail" in answer.json()
+
+
+@pytest.mark.parametrize(
+    ("path", "values", "status"),
+    [
+        ("search", {"kind": "cat"}, 422),
+        ("search", {"limit": "0"}, 422),
+        ("search", {"limit": "1000"}, 422),
+        ("search", {"text": "x" * 201}, 422),
+        ("search", {"run": "none"}, 404),
+        ("values", {}, 422),
+        ("values", {"column": "none"}, 404),
+        ("report", {"which": "../../x"}, 422),
+        ("report", {"which": "comparison"}, 404),
+        ("image", {"item": "none"}, 404),
+        ("image", {"item": "1000"}, 404),
+        ("negatives", {"item": "none"}, 404),
+        ("negatives", {"item": ""}, 422),
+    ],
+)
+def test_bad_questions_get_one_line(client: TestClient, path: str, values: dict[str, str], status: int) -> None:
+    """Each is refused with its status and one line."""
+    answer = client.get(f"/page/{path}", params=values)
+    assert answer.status_code == status
+    assert len(answer.json()["detail"].splitlines()) == 1
+
+
+def test_values_of_a_column_are_counted(client: TestClient) -> None:
+    """The most frequent first; columns of fractions, dates and lists offer none."""
+    answer = client.get("/page/values", params={"column": "category"}).json()["values"]
+    assert {each["value"]: each["count"] for each in answer} == {"apple": 20, "bread": 20}
+    for column in ("price", "since", "tags"):
+        assert client.get("/page/values", params={"column": column}).json() == {"values": []}
+
+
+def test_a_run_that_is_still_written_shows_what_there_is(truth: MadeRun, serving: Callable[..., TestClient]) -> None:
+    """Half a line of metrics is left out, a value that is no number is null, and no result is no figures."""
+    lines = [{"epoch": 1, "loss": float("nan"), "ndcg@10": 0.1}, {"epoch": 2, "loss": 0.5, "ndcg@10": 0.2}]
+    (truth.folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + '\n{"epoch": 3, "lo')
+    (run,) = serving(truth.folder).get("/page/runs").json()["runs"]
+    assert run["epochs"] == [{"epoch": 1, "loss": None, "ndcg@10": 0.1}, {"epoch": 2, "loss": 0.5, "ndcg@10": 0.2}]
+    assert run["test"] == {}
+    assert run["best_epoch"] is None
+    assert run["reports"] == []
+
+
+def test_data_that_is_gone_is_said_and_a_slow_read_is_waited_for(
+    truth: MadeRun, serving: Callable[..., TestClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the data is read the answer is to ask again; when that fails, the reason."""
+    from sparring.core.errors import UserError
+
+    def slow(trained: Any) -> Any:
+        time.sleep(0.3)
+        raise UserError("the data is no longer there")
+
+    monkeypatch.setattr(pages, "WAIT", 0.05)
+    client = serving(truth.folder, parts=slow)
+    states = []
+    while not states or (states[-1]["state"] == "working" and len(states) < 100):
+        states.append(client.get("/page/negatives", params={"item": "1000"}).json())
+    assert states[0] == {"state": "working"}
+    assert states[-1] == {"state": "absent", "why": "the data is no longer there"}

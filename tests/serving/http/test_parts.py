@@ -1,0 +1,129 @@
+"""The parts of the service by themselves: ids, the store, the kept vectors of text towers."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparring.core import files
+from sparring.core.errors import UserError
+from sparring.data.interactions import Vocabulary
+from sparring.models.retriever import Retriever
+from sparring.recipes.settings import build
+from sparring.serving.http.names import Names
+from sparring.serving.http.store import Change, Store
+from sparring.training import item_vectors, trained
+from sparring.training.fitting import fit
+from support.texts import text_parts, tiny_bert
+
+
+@given(
+    st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=30, unique=True),
+    st.lists(st.integers(-(2**70), 2**70), max_size=10),
+)
+def test_numbers_are_found_where_the_vocabulary_has_them(ids: list[int], others: list[int]) -> None:
+    """As numbers and as the text that spells them; what is not there is -1."""
+    names, order = Names(Vocabulary(ids)), sorted(ids)
+    for asked in [*ids, *others]:
+        expected = order.index(asked) if asked in order else -1
+        assert names.find_one(asked) == names.find_one(str(asked)) == expected
+    assert names.of(np.arange(len(ids))) == order
+    assert names.find(["x", "", "-", "1.0", " 1", "007", "\u0663", "1_0"]).tolist() == [-1] * 8
+
+
+@given(st.lists(st.text(max_size=6), min_size=1, max_size=30, unique=True), st.lists(st.text(max_size=6), max_size=10))
+def test_texts_are_found_where_the_vocabulary_has_them(ids: list[str], others: list[str]) -> None:
+    """Any text; a number finds the text that spells it."""
+    names = Names(Vocabulary([*ids, "5x", "17"]))
+    known = Vocabulary([*ids, "5x", "17"]).ids.to_list()
+    for asked in [*known, *others]:
+        assert names.find_one(asked) == (known.index(asked) if asked in known else -1)
+    assert names.of(np.arange(len(known))) == known
+    assert names.find_one(17) == known.index("17")
+
+
+def test_the_store_keeps_the_last_word_on_every_item(tmp_path: Path) -> None:
+    """In the order of the last changes, with vectors bit by bit; synchronous=FULL and WAL are on."""
+    store = Store(tmp_path / "s" / "items.sqlite")
+    vector = np.array([0.1, -3e-20, 7.0], np.float32)
+    assert (
+        store.write([Change("a", {"title": "A"}), Change("b", vector=vector, model="m"), Change(5, like=["a", 7])]) == 3
+    )
+    assert store.write([Change("a", deleted=True)]) == 4
+    assert [(change.id, change.deleted) for change in store.since(0)] == [("b", False), (5, False), ("a", True)]
+    assert [change.id for change in store.since(2)] == [5, "a"]
+    kept = store.get("b")
+    assert kept is not None
+    assert kept.vector is not None
+    assert kept.vector.tobytes() == vector.tobytes()
+    assert store.get(5) == Change(5, like=["a", 7])
+    assert store.get("zzz") is None
+    assert store.counts() == (2, 1)
+    assert store._db.execute("PRAGMA journal_mode").fetchone()[0] == "wal"
+    assert store._db.execute("PRAGMA synchronous").fetchone()[0] == 2
+    with pytest.raises(UserError, match="in use by another service"):
+        Store(tmp_path / "s" / "items.sqlite")
+    store.close()
+    again = Store(tmp_path / "s" / "items.sqlite")
+    assert again.sequence == 4
+    again.close()
+
+
+def test_a_store_that_cannot_be_opened_is_told(tmp_path: Path) -> None:
+    """A folder, and a table of another form."""
+    with pytest.raises(UserError, match="cannot"):
+        Store(tmp_path)
+    other = sqlite3.connect(tmp_path / "other.sqlite")
+    other.execute("CREATE TABLE items (id TEXT)")
+    other.close()
+    with pytest.raises(UserError, match=r"other\.sqlite"):
+        Store(tmp_path / "other.sqlite")
+
+
+def test_item_vectors_of_a_transformer_are_computed_once(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then they are read; computed again for another model or a damaged file; a folder that cannot be written is no fault."""
+    pytest.importorskip("transformers")
+    parts = text_parts()
+    bert = tiny_bert(tmp_path_factory.mktemp("bert"))
+    settings = {"encoder": str(bert), "epochs": 1, "query_tower": "text", "item_tower": "text", "warmup": 2}
+    fit(build("ssl_pop", parts.train, settings), parts, tmp_path / "run", k=(10,), device="cpu")
+    truth = trained.load(tmp_path / "run").model.item_vectors()
+    calls: list[int] = []
+    compute = Retriever.item_vectors
+    monkeypatch.setattr(Retriever, "item_vectors", lambda self, *given: (calls.append(1), compute(self, *given))[1])
+    first = trained.load(tmp_path / "run").recommend_text(["some words"], 3)
+    assert len(calls) == 1
+    second = trained.load(tmp_path / "run")
+    assert second.recommend_text(["some words"], 3).equals(first)
+    assert len(calls) == 1
+    np.testing.assert_allclose(second.item_vectors().numpy(), truth.numpy(), rtol=1e-5, atol=1e-6)
+    path = next((tmp_path / "run" / "vectors").iterdir())
+    path.write_bytes(path.read_bytes()[:200])
+    assert trained.load(tmp_path / "run").recommend_text(["some words"], 3).equals(first)
+    assert len(calls) == 2
+    monkeypatch.setattr(item_vectors.os, "replace", _full)
+    path.unlink()
+    assert trained.load(tmp_path / "run").recommend_text(["some words"], 3).equals(first)
+    assert len(calls) == 3
+    monkeypatch.undo()
+    monkeypatch.setattr(Retriever, "item_vectors", lambda self, *given: (calls.append(1), compute(self, *given))[1])
+    model = trained.load(tmp_path / "run")
+    tensors, _ = files.read_tensors(tmp_path / "run" / "model.safetensors")
+    key = next(name for name, tensor in tensors.items() if tensor.is_floating_point())
+    tensors[key] = tensors[key] + 0.5
+    files.write_tensors(tmp_path / "run" / "model.safetensors", tensors)
+    trained.load(tmp_path / "run").item_vectors()
+    assert len(calls) == 4
+    assert model is not None
+    assert len(list((tmp_path / "run" / "vectors").glob("items-*.npy"))) == 1
+
+
+def _full(*_: object) -> None:
+    raise OSError(28, "No space left on device")

@@ -1,0 +1,359 @@
+"""A newer run takes the place of an older one whole, or not at all; changes of items go with it."""
+
+from __future__ import annotations
+
+import gc
+import json
+import shutil
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from fastapi.testclient import TestClient
+
+from sparring.serving.http.runs import Live
+from sparring.serving.http.server import _watch
+from sparring.serving.http.store import Store
+from sparring.serving.index import Index, files
+from sparring.serving.index.run_index import FOLDER
+from sparring.training.lock import delete_run, hold, release
+from sparring.training.trained import load
+from support.made_run import DIM, MadeRun, make_run
+
+
+def index_of(truth: MadeRun) -> None:
+    """An exact index beside a run, as `sparring index` leaves it."""
+    vectors = load(truth.folder).model.item_vectors().numpy()
+    meta = {"model": files.sha256(truth.folder / "model.safetensors"), "measured": {"recall": 1.0}}
+    Index(vectors, np.arange(len(vectors)), meta=meta).save(truth.folder / FOLDER)
+
+
+def best(client: TestClient, user: str = "user-02", k: int = 4, **more: Any) -> list[Any]:
+    answer = client.post("/v1/recommend", json={"user": user, "k": k, **more})
+    assert answer.status_code == 200, answer.text
+    return [item["id"] for item in answer.json()["results"][0]["items"]]
+
+
+def expected(truth: MadeRun, row: int = 2, k: int = 4) -> list[int]:
+    return [item for item, _ in truth.best(truth.users[row], k, truth.seen[row].tolist())]
+
+
+def test_a_newer_run_answers_after_the_reload(tmp_path: Path, serving: Callable[..., TestClient]) -> None:
+    """By another folder, and by the same folder written again; the generation rises."""
+    old, new = make_run(tmp_path / "old", 1), make_run(tmp_path / "new", 2)
+    client = serving(old.folder)
+    assert best(client) == expected(old)
+    answer = client.post("/v1/reload", json={"run": str(new.folder)}).json()
+    assert (answer["run"], answer["generation"], answer["items"]) == ("old", 2, 60)
+    assert best(client) == expected(new) != expected(old)
+    newest = make_run(new.folder, 3)
+    assert best(client) == expected(new)
+    assert client.post("/v1/reload", json={}).json()["generation"] == 3
+    assert best(client) == expected(newest)
+
+
+def test_changes_fit_a_run_of_another_shape(tmp_path: Path, serving: Callable[..., TestClient]) -> None:
+    """The folder is written again with other dimensions and another kind of column: what was put `like` others gets a new place, what was
+    put by a vector waits, values that the column cannot hold are left out, and the log says who waits."""
+    old = make_run(tmp_path / "run", 1)
+    client = serving(old.folder)
+    items = [{"id": 1, "like": [old.item_ids[3]], "year": 1999, "category": "tea"}, {"id": 2, "vector": [1.0] * DIM}]
+    assert client.put("/v1/items", json={"items": items}).status_code == 200
+    client.stop()  # type: ignore[attr-defined]
+    assert delete_run(old.folder) is not None
+    new = make_run(tmp_path / "run", 2, dim=DIM + 3)
+    assert new.table is not None
+    new.table.with_columns(category=np.arange(len(new.table))).write_parquet(new.folder / "item_table.parquet")
+    said: list[tuple[str, dict[str, object]]] = []
+    live = Live(
+        [new.folder],
+        Store(new.folder / "serve" / "items.sqlite"),
+        say=lambda event, **facts: said.append((event, facts)),
+    )
+    served = live.served()
+    at = served.catalogue.find([1])
+    np.testing.assert_allclose(served.vectors(at)[0], new.items[3], rtol=1e-5)
+    assert (served.catalogue.values(at, "year"), served.catalogue.values(at, "category")) == ([1999], [None])
+    assert served.waiting == {"2": 2}
+    assert [(event, facts["items"], facts["first"]) for event, facts in said] == [("items wait", 1, 2)]
+    live.close()
+
+
+def test_no_request_is_dropped_or_mixed_during_swaps(tmp_path: Path, serving: Callable[..., TestClient]) -> None:
+    """While two runs take turns, every answer is whole and of the run that its generation says."""
+    runs = [make_run(tmp_path / "a", 1), make_run(tmp_path / "b", 2)]
+    client = serving(runs[0].folder)
+    wrong: list[str] = []
+    seen: set[int] = set()
+    stop = threading.Event()
+
+    def ask() -> None:
+        at = 0
+        while not stop.is_set():
+            at = (at + 1) % 40
+            answer = client.post("/v1/recommend", json={"user": f"user-{at:02}", "k": 4})
+            if answer.status_code != 200:
+                wrong.append(answer.text)
+                continue
+            body = answer.json()
+            seen.add(body["generation"])
+            if [item["id"] for item in body["results"][0]["items"]] != expected(runs[(body["generation"] - 1) % 2], at):
+                wrong.append(str(body))
+
+    threads = [threading.Thread(target=ask) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for turn in range(6):
+        assert client.post("/v1/reload", json={"run": str(runs[(turn + 1) % 2].folder)}).status_code == 200
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    assert len(seen) > 1
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "no model": lambda run: (run / "model.safetensors").unlink(),
+    "half a model": lambda run: (run / "model.safetensors").write_bytes((run / "model.safetensors").read_bytes()[:500]),
+    "no ids": lambda run: (run / "item_ids.parquet").unlink(),
+    "broken ids": lambda run: (run / "item_ids.parquet").write_bytes(b"PAR1" * 10),
+    "other ids": lambda run: shutil.copy(run / "query_ids.parquet", run / "item_ids.parquet"),
+    "no seen": lambda run: (run / "seen.safetensors").unlink(),
+    "no run.json": lambda run: (run / "run.json").unlink(),
+    "empty run.json": lambda run: (run / "run.json").write_text("{}"),
+    "strange setup": lambda run: (run / "run.json").write_text(json.dumps({"recipe": "x", "setup": {"dim": "many"}})),
+    "index of another model": lambda run: (run / FOLDER / files.META).write_text(
+        (run / FOLDER / files.META).read_text().replace('"model": "', '"model": "0')
+    ),
+    "half an index": lambda run: next((run / FOLDER).glob("vectors-*")).write_bytes(b"\x93NUMPY"),
+    "one bit of the index": lambda run: flip(next((run / FOLDER).glob("vectors-*"))),
+    "no index.json but files": lambda run: (run / FOLDER / files.META).write_text("{"),
+    "folder gone": lambda run: shutil.rmtree(run),
+}
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 1
+    path.unlink()
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("damage", sorted(DAMAGE))
+def test_a_broken_run_is_refused_and_the_last_good_one_answers(
+    tmp_path: Path, serving: Callable[..., TestClient], damage: str
+) -> None:
+    """422 in one line that names the folder; the generation stays, answers stay, and a good run can still be loaded."""
+    good, bad = make_run(tmp_path / "good", 1), make_run(tmp_path / "bad", 2)
+    index_of(bad)
+    client = serving(good.folder)
+    DAMAGE[damage](bad.folder)
+    answer = client.post("/v1/reload", json={"run": str(bad.folder)})
+    assert (answer.status_code, len(answer.json()["detail"].splitlines())) == (422, 1), answer.text
+    assert str(bad.folder) in answer.json()["detail"]
+    assert best(client) == expected(good)
+    assert client.get("/readyz").json()["generation"] == 1
+    mended = make_run(tmp_path / "mended", 3)
+    index_of(mended)
+    assert client.post("/v1/reload", json={"run": str(mended.folder)}).status_code == 200
+    assert best(client) == expected(mended)
+
+
+def test_a_diverged_model_is_refused(tmp_path: Path, serving: Callable[..., TestClient]) -> None:
+    """NaN in the vectors is found before anything is swapped."""
+    good, bad = make_run(tmp_path / "good", 1), make_run(tmp_path / "bad", 2)
+    tensors = safetensors.torch.load_file(bad.folder / "model.safetensors")
+    tensors["item.weight"] = torch.full_like(tensors["item.weight"], float("nan"))
+    safetensors.torch.save_file(tensors, bad.folder / "model.safetensors", {"state": "{}"})
+    client = serving(good.folder)
+    assert client.post("/v1/reload", json={"run": str(bad.folder)}).status_code == 422
+    assert best(client) == expected(good)
+
+
+@pytest.mark.parametrize(
+    "path", ["/etc", "/", "..", "../../..", "{root}/../..", "\x00", "x" * 5000, "~", "{root}/link"]
+)
+def test_runs_are_loaded_from_the_allowed_folders_only(
+    truth: MadeRun, serving: Callable[..., TestClient], tmp_path: Path, path: str
+) -> None:
+    """Path tricks, links included, are a 4xx."""
+    root = truth.folder.parent
+    elsewhere = make_run(tmp_path / "elsewhere" / "run", 2)
+    (root / "link").symlink_to(elsewhere.folder)
+    client = serving(truth.folder)
+    answer = client.post("/v1/reload", json={"run": path.replace("{root}", str(root))})
+    assert answer.status_code in (403, 422), answer.text
+    assert best(client) == expected(truth)
+    assert client.post("/v1/reload", json={"run": str(elsewhere.folder)}).status_code == 403
+    assert (
+        serving(truth.folder, store=tmp_path / "s", roots=[tmp_path])
+        .post("/v1/reload", json={"run": str(elsewhere.folder)})
+        .status_code
+        == 200
+    )
+
+
+def test_changes_go_with_the_swap(tmp_path: Path, serving: Callable[..., TestClient]) -> None:
+    """In a new model: `like` is worked out anew, a vector waits, an item that the run now knows gets the run's vector and keeps the columns
+    that were put, a deleted one stays deleted. Back in the old model, the vector is there again."""
+    old, new = make_run(tmp_path / "old", 1, items=60), make_run(tmp_path / "new", 2, items=70)
+    client = serving(old.folder)
+    known_later = new.item_ids[65]
+    items = [
+        {"id": "liked", "like": [old.item_ids[4]]},
+        {"id": "given", "vector": [2.0] * DIM, "title": "Given"},
+        {"id": known_later, "title": "Put by hand", "like": [old.item_ids[0]]},
+        {"id": old.item_ids[5], "title": "Renamed"},
+    ]
+    assert client.put("/v1/items", json={"items": items}).status_code == 200
+    client.request("DELETE", "/v1/items", json={"ids": [old.item_ids[6]]})
+    answer = client.post("/v1/reload", json={"run": str(new.folder)}).json()
+    assert answer["waiting"] == ["given"]
+    found = client.post("/v1/similar", json={"item": new.item_ids[0], "k": 100}).json()["results"][0]["items"]
+    scores, titles = {item["id"]: item["score"] for item in found}, {item["id"]: item["title"] for item in found}
+    assert scores["liked"] == pytest.approx(scores[new.item_ids[4]], rel=1e-4)
+    assert "given" not in scores
+    assert old.item_ids[6] not in scores
+    assert titles[known_later] == "Put by hand"
+    assert titles[old.item_ids[5]] == "Renamed"
+    assert client.post("/v1/reload", json={"run": str(old.folder)}).json()["waiting"] == []
+    found = client.post("/v1/similar", json={"item": old.item_ids[0], "k": 100}).json()["results"][0]["items"]
+    assert {item["id"]: item["score"] for item in found}["given"] == pytest.approx(2.0 * old.items[0].sum(), rel=1e-4)
+
+
+def test_an_item_that_the_new_run_knows_gets_its_vector(tmp_path: Path, serving: Callable[..., TestClient]) -> None:
+    """What training learned counts more than what stood in for it."""
+    old, new = make_run(tmp_path / "old", 1, items=60), make_run(tmp_path / "new", 2, items=70)
+    client = serving(old.folder)
+    item = new.item_ids[65]
+    client.put("/v1/items", json={"items": [{"id": item, "like": [old.item_ids[0]]}]})
+    client.post("/v1/reload", json={"run": str(new.folder)})
+    found = client.post("/v1/similar", json={"item": new.item_ids[3], "k": 100}).json()["results"][0]["items"]
+    assert {each["id"]: each["score"] for each in found}[item] == pytest.approx(
+        float(new.items[65] @ new.items[3]), rel=1e-4
+    )
+
+
+def test_a_swap_is_remembered(tmp_path: Path, serving: Callable[..., TestClient]) -> None:
+    """Started again as before, the service comes back with it; asked to, or where it is gone, with the run given."""
+    old, new = make_run(tmp_path / "old", 1), make_run(tmp_path / "new", 2)
+    first = serving(old.folder)
+    first.post("/v1/reload", json={"run": str(new.folder)})
+    first.stop()  # type: ignore[attr-defined]
+    second = serving(old.folder)
+    assert best(second) == expected(new)
+    second.stop()  # type: ignore[attr-defined]
+    third = serving(old.folder, as_given=True)
+    assert best(third) == expected(old)
+    third.stop()  # type: ignore[attr-defined]
+    shutil.rmtree(new.folder)
+    assert best(serving(old.folder)) == expected(old)
+
+
+def test_a_run_that_changes_on_disk_is_swapped_in(tmp_path: Path) -> None:
+    """The watch loads a folder that was written again, and leaves a broken one alone until it changes again."""
+    truth = make_run(tmp_path / "run", 1)
+    live = Live([truth.folder], Store(tmp_path / "items.sqlite"))
+    stop = threading.Event()
+    watch = threading.Thread(target=_watch, args=(live, 0.05, stop))
+    watch.start()
+    try:
+        make_run(truth.folder, 2)
+        wait(lambda: live.served().generation == 2)
+        (truth.folder / "model.safetensors").write_bytes(b"broken")
+        time.sleep(0.4)
+        assert live.served().generation == 2
+        make_run(truth.folder, 3)
+        wait(lambda: live.served().generation == 3)
+        held = hold(truth.folder)  # as a training does, which writes the best epoch so far
+        make_run(truth.folder, 4)
+        time.sleep(0.4)
+        assert live.served().generation == 3
+        release(truth.folder, held)
+        wait(lambda: live.served().generation == 4)
+    finally:
+        stop.set()
+        watch.join()
+        live.close()
+
+
+def wait(until: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not until():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+def test_the_run_of_before_leaves_the_memory(tmp_path: Path, serving: Callable[..., TestClient]) -> None:
+    """Nothing keeps it once its requests are answered: not the searcher, not the routes, not the counters."""
+    old, new = make_run(tmp_path / "old", 1), make_run(tmp_path / "new", 2)
+    client = serving(old.folder)
+    best(client)
+    kept = weakref.ref(client.service.live.served())  # type: ignore[attr-defined]
+    client.get("/v1/info")
+    client.get("/metrics")
+    client.post("/v1/reload", json={"run": str(new.folder)})
+    gc.collect()
+    assert kept() is None
+
+
+def test_serving_leaves_out_the_test_part_and_what_was_never_trained(
+    tmp_path: Path, serving: Callable[..., TestClient]
+) -> None:
+    """As a run folder names them: the lists of a user, with an index and without, hold neither, and the run says how many."""
+    truth = make_run(tmp_path / "run", 4)
+    taken, blank = [int(row) for row in range(60) if row not in truth.seen[2].tolist()][:5], [40, 41]
+    tensors = safetensors.torch.load_file(truth.folder / "seen.safetensors")
+    start = torch.zeros(len(truth.users) + 1, dtype=torch.long)
+    start[3:] = len(taken)  # of user 2
+    tensors |= {"test_start": start, "test_items": torch.tensor(taken, dtype=torch.int32)}
+    tensors |= {"untrained_items": torch.tensor(blank, dtype=torch.int32)}
+    safetensors.torch.save_file(tensors, truth.folder / "seen.safetensors")
+    for with_index in (False, True):
+        if with_index:
+            index_of(truth)
+        client = serving(truth.folder)
+        without = [*truth.seen[2].tolist(), *taken, *blank]
+        assert best(client, k=60) == [item for item, _ in truth.best(truth.users[2], 60, without)]
+        assert sorted(best(client, k=60, exclude_seen=False)) == sorted(
+            set(truth.item_ids) - {truth.item_ids[row] for row in blank}
+        )
+        assert "2 items have no training pair" in client.get("/v1/info").json()["run"]["notes"][0]
+        assert len(client.get("/v1/users/user-02").json()["history"]) == len(truth.seen[2]) + len(taken)
+        answer = client.post("/v1/recommend", json={"history": [truth.item_ids[3], truth.item_ids[40]], "k": 3}).json()[
+            "results"
+        ][0]
+        assert answer["unknown"] == [truth.item_ids[40]]
+        assert client.post("/v1/similar", json={"item": truth.item_ids[40]}).status_code == 404
+        new = {"id": "new", "like": [truth.item_ids[41]]}  # a place that is none
+        assert client.put("/v1/items", json={"items": [new]}).status_code == 422
+        client.stop()  # type: ignore[attr-defined]
+
+
+def test_an_item_that_was_never_trained_can_be_put(tmp_path: Path, serving: Callable[..., TestClient]) -> None:
+    """Columns alone leave it unlisted; like others it is listed, and so it is in the next run that has not trained it either."""
+    old, new = make_run(tmp_path / "old", 4), make_run(tmp_path / "new", 5)
+    for truth in (old, new):
+        tensors = safetensors.torch.load_file(truth.folder / "seen.safetensors")
+        tensors["untrained_items"] = torch.tensor([40], dtype=torch.int32)
+        safetensors.torch.save_file(tensors, truth.folder / "seen.safetensors")
+    client, item = serving(old.folder), old.item_ids[40]
+    assert client.put("/v1/items", json={"items": [{"id": item, "price": 3.0}]}).status_code == 200
+    assert item not in best(client, k=60, exclude_seen=False)
+    assert client.get(f"/v1/items/{item}").json()["placed"] is False
+    assert client.put("/v1/items", json={"items": [{"id": item, "like": [old.item_ids[7]]}]}).status_code == 200
+    assert item in best(client, k=60, exclude_seen=False)
+    assert client.post("/v1/reload", json={"run": str(new.folder)}).status_code == 200
+    found = client.post("/v1/recommend", json={"user": "user-02", "k": 60}).json()["results"][0]["items"]
+    scores = {each["id"]: each["score"] for each in found}
+    assert scores[item] == pytest.approx(float(new.users[2] @ new.items[7]), rel=1e-4)
+    assert client.request("DELETE", "/v1/items", json={"ids": [item]}).status_code == 200
+    assert client.put("/v1/items", json={"items": [{"id": item, "price": 4.0}]}).status_code == 200
+    assert item not in best(client, k=60, exclude_seen=False)

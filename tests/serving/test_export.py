@@ -1,0 +1,229 @@
+"""Vectors as Parquet and towers as ONNX give what the model gives; what cannot be written is said plainly."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import pytest
+import torch
+
+from sparring.cli import arguments, main
+from sparring.core.errors import UserError
+from sparring.data.interactions import Interactions, Split, Vocabulary
+from sparring.recipes.settings import build
+from sparring.serving.export import onnx as towers
+from sparring.serving.export import write_onnx, write_vectors
+from sparring.training import trained as runs
+from sparring.training.fitting import fit
+from sparring.training.trained import Trained, load
+
+TOWERS: dict[str, dict[str, object]] = {
+    "id": {},
+    "dot": {"score": "dot"},
+    "bias": {"item_bias": True},
+    "features": {"item_features": "category", "hidden": "8,5"},
+    "history": {"query_tower": "history", "history": 4},
+    "attention": {"query_tower": "history", "history": 4, "pooling": "attention"},
+    "history of features": {"query_tower": "history", "item_features": "category", "hidden": "8,5", "item_bias": True},
+}
+
+
+@pytest.fixture(scope="module")
+def named_parts(parts: Split) -> Split:
+    """The small world with text ids of queries and sparse numbers as items."""
+    queries, items = (
+        Vocabulary([f"u{i:02}" for i in range(parts.train.n_queries)]),
+        Vocabulary(np.arange(parts.train.n_items) * 7 + 1000),
+    )
+
+    def renamed(data: Interactions | None) -> Interactions | None:
+        return None if data is None else dataclasses.replace(data, query_ids=queries, item_ids=items)
+
+    train = renamed(parts.train)
+    assert train is not None
+    return Split(train, renamed(parts.valid), renamed(parts.test))
+
+
+@pytest.fixture(scope="module")
+def trained(named_parts: Split, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trained]:
+    """A finished run of every kind of tower that can be written."""
+    folder = tmp_path_factory.mktemp("export")
+    quick = {"dim": 8, "epochs": 2, "batch_size": 64, "n": 16, "patience": None}
+    for name, settings in TOWERS.items():
+        fit(
+            build("default", named_parts.train, {**quick, **settings}),
+            named_parts,
+            folder / name,
+            k=(10,),
+            device="cpu",
+        )
+    return {name: load(folder / name) for name in TOWERS}
+
+
+@pytest.mark.parametrize("name", ["id", "bias", "features", "history"])
+def test_vectors_as_parquet_rank_as_the_model_does(trained: dict[str, Trained], name: str, tmp_path: Path) -> None:
+    """Original ids, vectors of float32 and titles; inner products of what is read back rank as the run recommends."""
+    run = trained[name]
+    write_vectors(run, tmp_path / "vectors")
+    items, queries = (pl.read_parquet(tmp_path / "vectors" / f"{side}.parquet") for side in ("items", "queries"))
+    assert items.columns == ["id", "vector", "title"]
+    assert items.schema["vector"] == pl.Array(pl.Float32, run.model.dim)
+    assert items["id"].to_list() == [1000 + 7 * i for i in range(40)]
+    scores = queries["vector"].to_numpy() @ items["vector"].to_numpy().T
+    for query in (0, 17, 59):
+        expected = run.recommend([f"u{query:02}"], k=5, with_seen=True)
+        assert queries["id"][query] == f"u{query:02}"
+        assert (
+            items["id"].to_numpy()[np.argsort(-scores[query], kind="stable")[:5]].tolist() == expected["item"].to_list()
+        )
+        assert np.sort(scores[query])[::-1][:5] == pytest.approx(expected["score"].to_numpy(), abs=1e-5)
+
+
+@pytest.mark.parametrize("name", sorted(TOWERS))
+def test_onnx_gives_the_vectors_of_the_model(trained: dict[str, Trained], name: str, tmp_path: Path) -> None:
+    """Every item and every query (by id, or by its history) through ONNX Runtime: the model's vectors, and so its scores."""
+    runtime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnx")
+    run = trained[name]
+    paths, cannot = write_onnx(run, tmp_path)
+    assert not cannot
+    assert {path.name for path in paths} == {"query.onnx", "item.onnx", "query_ids.parquet", "item_ids.parquet"}
+    item, query = (runtime.InferenceSession(str(tmp_path / f"{side}.onnx")) for side in ("item", "query"))
+    vectors = item.run(["vectors"], {"ids": np.arange(40)})[0]
+    assert vectors == pytest.approx(run.model.item_vectors().numpy(), abs=1e-5)
+    expected = run.model.query_vectors(torch.arange(60)).numpy()
+    if query.get_inputs()[0].name == "ids":
+        assert query.run(None, {"ids": np.arange(60)})[0] == pytest.approx(expected, abs=1e-5)
+        assert query.run(None, {"ids": np.array([], dtype=np.int64)})[0].shape == (0, run.model.dim)
+    else:
+        tower = run.model.query
+        pasts = [tower.items[tower.start[u] : tower.start[u + 1]].tolist() for u in range(60)]
+        longest = max(map(len, pasts))
+        rows = np.array([[-1] * (longest - len(past)) + past for past in pasts])
+        assert query.run(None, {"histories": rows})[0] == pytest.approx(expected, abs=1e-5)
+        gaps = np.array([[3, -1, 5, -1], [-1, -1, -1, -1], [1, 2, 3, 4]])
+        assert query.run(None, {"histories": gaps})[0] == pytest.approx(
+            run.model.encode_histories(torch.from_numpy(gaps)).detach().numpy(), abs=1e-5
+        )
+
+
+def test_a_file_that_differs_is_not_kept(
+    trained: dict[str, Trained], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An export with another epsilon of the norm, and vectors short enough to show it, is refused before it gets its name."""
+    pytest.importorskip("onnxruntime")
+    monkeypatch.setattr(towers, "_NORM_EPS", 10.0)
+    with pytest.raises(UserError, match="does not give the model's vectors"):
+        write_onnx(trained["id"], tmp_path)
+    assert not list(tmp_path.glob("*.onnx*"))
+
+
+def test_towers_that_cannot_be_written_are_named(trained: dict[str, Trained], tmp_path: Path) -> None:
+    """A tower of one's own: the other is written, and a line says which cannot; if neither can, that is an error."""
+    pytest.importorskip("onnxruntime")
+    run = trained["id"]
+
+    class Own(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(60, 8))
+            self.n = 60
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.weight[ids] + 1
+
+    half = dataclasses.replace(run, model=type(run.model)(Own(), run.model.item))
+    paths, cannot = write_onnx(half, tmp_path)
+    assert [path.name for path in paths] == ["item.onnx", "query_ids.parquet", "item_ids.parquet"]
+    assert cannot == [
+        "the query tower cannot be written as ONNX: it is of type Own; only id, feature and history towers can"
+    ]
+    with pytest.raises(UserError, match=r"query tower cannot.*item tower cannot"):
+        write_onnx(dataclasses.replace(run, model=type(run.model)(Own(), Own())), tmp_path / "none")
+
+
+def test_export_command(trained: dict[str, Trained], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Files go into --out, or beside the run; the last line names them."""
+    pytest.importorskip("onnxruntime")
+    copy = Path(shutil.copytree(trained["history"].folder, tmp_path / "run"))
+    assert main(["export", str(copy), "--to", "parquet"]) == 0
+    assert (copy / "parquet" / "items.parquet").is_file()
+    assert main(["export", str(copy), "--to", "onnx", "--out", str(tmp_path / "towers")]) == 0
+    assert "checked against the model" in capsys.readouterr().out
+    assert towers.run_onnx(tmp_path / "towers" / "item.onnx", np.arange(3)).shape == (
+        3,
+        9,
+    )  # eight, and the bias of the item
+
+
+@pytest.mark.parametrize(
+    ("words", "mention"),
+    [
+        (["--to", "csv"], "parquet"),
+        (["--to", "parquet", "--address", "x"], "--out"),
+        (["--to", "milvus"], "--address FILE.db"),
+        (["--to", "pgvector"], "postgresql://"),
+        (["--to", "pgvector", "--out", "x", "--address", "y"], "--address"),
+        (["--to", "onnx", "--delete", "3"], "--delete"),
+    ],
+)
+def test_bad_options_are_one_line(
+    trained: dict[str, Trained],
+    words: list[str],
+    mention: str,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Targets and combinations that make no sense."""
+    monkeypatch.delenv("SPARRING_DEBUG", raising=False)
+    assert main(["export", str(trained["id"].folder), *words]) == 2
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert mention in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("target", "module", "extra"),
+    [("onnx", "onnxruntime", "onnx"), ("milvus", "pymilvus", "milvus"), ("pgvector", "psycopg", "pgvector")],
+)
+def test_extras_are_named(
+    trained: dict[str, Trained],
+    target: str,
+    module: str,
+    extra: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Where a package is missing, the line says what to install."""
+    monkeypatch.delenv("SPARRING_DEBUG", raising=False)
+    monkeypatch.setitem(sys.modules, module, None)
+    where = ["--out", str(tmp_path / "x")] if target == "onnx" else ["--address", "x.db"]
+    assert main(["export", str(trained["id"].folder), "--to", target, *where]) == 2
+    assert f'pip install "sparring[{extra}]"' in capfd.readouterr().err
+
+
+def test_commands_of_the_guide_parse() -> None:
+    """Every sparring command in docs/serving.md is one that the command line accepts."""
+    text = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
+    commands = re.findall(r"^sparring .*$", text, re.MULTILINE) + re.findall(r"`(sparring \w+ [^`]*--[^`]*)`", text)
+    assert len(commands) >= 9
+    for command in commands:
+        _, rest = arguments.parser()[0].parse_known_args(shlex.split(command)[1:])
+        assert not rest
+
+
+def test_a_folder_that_is_a_file(trained: dict[str, Trained], tmp_path: Path) -> None:
+    """--out that is a file is refused, and the file stays."""
+    (tmp_path / "file").write_text("precious")
+    with pytest.raises(UserError, match="is a file"):
+        write_vectors(trained["id"], tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "precious"
+    assert runs.load(trained["id"].folder)

@@ -1,0 +1,180 @@
+"""An index on disk is whole or refused: whatever was killed, cut, swapped or overwritten."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sparring.core.errors import UserError
+from sparring.serving.index import Effort, Index, faiss_backends, files
+
+N, D = 2000, 8
+rng = np.random.default_rng(1)
+VECTORS = rng.standard_normal((N, D)).astype(np.float32)
+QUERIES = rng.standard_normal((5, D)).astype(np.float32)
+
+
+def made(kind: str) -> Index:
+    if kind == "exact":
+        return Index(VECTORS, np.arange(N) * 3)
+    pytest.importorskip("faiss")
+    ann = faiss_backends.make(kind, VECTORS, None if kind == "hnsw" else faiss_backends.cells(VECTORS, 0), code=4)
+    return Index(
+        VECTORS, np.arange(N) * 3, kind, ann, Effort(40, 1.0 if kind in ("hnsw", "ivf") else 2.0), {"note": "kept"}
+    )
+
+
+@pytest.mark.parametrize("kind", faiss_backends.KINDS)
+def test_what_was_saved_is_read_back_mapped(tmp_path: Path, kind: str) -> None:
+    """Same lists, scores and effort; vectors and lists lie in mapped files, not in memory; one set of files is left."""
+    index = made(kind)
+    files.write(index, tmp_path / "index")
+    files.write(index, tmp_path / "index")
+    loaded = Index.load(tmp_path / "index")
+    for a, b in zip(index.search(QUERIES, 10), loaded.search(QUERIES, 10), strict=True):
+        assert (a == b).all()
+    assert (loaded.kind, loaded.effort) == (kind, index.effort)
+    names = {path.name.split("-")[0] for path in (tmp_path / "index").iterdir()}
+    assert names == {"index.json", "vectors", "ids"} | ({"ann"} if kind != "exact" else set())
+    assert len(list((tmp_path / "index").iterdir())) == len(names)
+    assert isinstance(loaded.vectors, np.memmap)
+    if kind != "exact":
+        assert f"{tmp_path}/index/ann-" in Path("/proc/self/maps").read_text()
+        assert loaded.meta["note"] == "kept"
+    loaded.add([1], QUERIES[:1] * 100)
+    assert loaded.search(QUERIES[:1], 1)[1][0, 0] == 1
+
+
+DAMAGE: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda whole: b"",
+    "half": lambda whole: whole[: len(whole) // 2],
+    "one byte short": lambda whole: whole[:-1],
+    "longer": lambda whole: whole + b"\0",
+    "one bit": lambda whole: whole[:-7] + bytes([whole[-7] ^ 1]) + whole[-6:],
+    "zeros": lambda whole: b"\0" * len(whole),
+}
+
+
+@pytest.mark.parametrize(
+    ("part", "damage"),
+    [
+        *((part, damage) for part in ("vectors", "ids", "ann") for damage in sorted(DAMAGE)),
+        *(("index.json", damage) for damage in ("empty", "half", "zeros")),  # its last bytes are white space and braces
+    ],
+)
+def test_a_damaged_file_is_named(tmp_path: Path, part: str, damage: str) -> None:
+    """Every part, torn or changed in one bit, is refused in one line with its path."""
+    files.write(made("ivf"), tmp_path)
+    path = next(tmp_path.glob(f"{part}*"))
+    path.write_bytes(DAMAGE[damage](path.read_bytes()))
+    with pytest.raises(UserError) as error:
+        Index.load(tmp_path)
+    assert str(path) in str(error.value)
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    """A folder without an index, and an index without one of its files."""
+    with pytest.raises(UserError, match="holds no index"):
+        Index.load(tmp_path)
+    files.write(made("exact"), tmp_path)
+    path = next(tmp_path.glob("vectors-*"))
+    path.unlink()
+    with pytest.raises(UserError, match=path.name):
+        Index.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change", [{"kind": "tree"}, {"format": 9}, {"files": {}}, {"effort": {"depth": 3}}, {"kind": "ivf"}]
+)
+def test_an_index_of_another_version_is_refused(tmp_path: Path, change: dict[str, object]) -> None:
+    """index.json that this version does not understand; a kind whose file is not named."""
+    files.write(made("exact"), tmp_path)
+    meta = json.loads((tmp_path / "index.json").read_text())
+    (tmp_path / "index.json").write_text(json.dumps({**meta, **change}))
+    with pytest.raises(UserError, match=r"index\.json"):
+        Index.load(tmp_path)
+
+
+def test_a_name_cannot_lead_out_of_the_folder(tmp_path: Path) -> None:
+    """A file name with a path in index.json is looked for in the folder only."""
+    files.write(made("exact"), tmp_path / "a")
+    files.write(made("exact"), tmp_path / "b")
+    meta = json.loads((tmp_path / "a" / "index.json").read_text())
+    meta["files"]["vectors"]["name"] = f"../b/{next((tmp_path / 'b').glob('vectors-*')).name}"
+    (tmp_path / "a" / "index.json").write_text(json.dumps(meta))
+    with pytest.raises(UserError, match="missing"):
+        Index.load(tmp_path / "a")
+
+
+def _keep_saving(folder: Path, start: int) -> None:
+    for version in range(start, start + 10_000):
+        files.write(
+            Index(np.full((20_000, D), version, np.float32), np.arange(20_000), meta={"version": version}), folder
+        )
+
+
+def test_kill_at_any_moment_leaves_a_whole_index(tmp_path: Path) -> None:
+    """A process that saves one version after another is killed 25 times: each time the folder loads, with one version throughout."""
+    files.write(Index(np.zeros((20_000, D), np.float32), np.arange(20_000), meta={"version": 0}), tmp_path)
+    random, context, versions = np.random.default_rng(0), multiprocessing.get_context("fork"), []
+    for attempt in range(25):
+        child = context.Process(target=_keep_saving, args=(tmp_path, 1000 * (attempt + 1)))
+        child.start()
+        time.sleep(float(random.uniform(0.005, 0.08)))
+        assert child.pid is not None
+        os.kill(child.pid, signal.SIGKILL)
+        child.join()
+        index = Index.load(tmp_path)
+        assert (index.vectors == index.meta["version"]).all()
+        versions.append(index.meta["version"])
+    assert versions == sorted(versions)
+    assert len(set(versions)) > 1  # some of them did save
+
+
+def test_a_reader_meets_whole_indexes_while_one_is_saved(tmp_path: Path) -> None:
+    """Loading while versions are saved and old files deleted gives one version throughout, and never an error."""
+    files.write(Index(np.zeros((3000, D), np.float32), np.arange(3000), meta={"version": 0}), tmp_path)
+    stop = threading.Event()
+
+    def keep_saving() -> None:
+        version = 0
+        while not stop.is_set():
+            version += 1
+            files.write(
+                Index(np.full((3000, D), version, np.float32), np.arange(3000), meta={"version": version}), tmp_path
+            )
+            time.sleep(0.005)
+
+    thread = threading.Thread(target=keep_saving)
+    thread.start()
+    found: set[int] = set()
+    until = time.monotonic() + 20
+    try:
+        while len(found) < 20 and time.monotonic() < until:
+            index = Index.load(tmp_path)
+            assert (index.vectors == index.meta["version"]).all()
+            found.add(index.meta["version"])
+    finally:
+        stop.set()
+        thread.join()
+    assert len(found) > 3
+
+
+def test_what_a_killed_save_left_is_cleaned_later(tmp_path: Path) -> None:
+    """Files that no index.json names go with the next save once they are old; young ones may belong to a save that runs now."""
+    for name, age in (("vectors-old.npy", 7200), ("ids-young.npy", 10)):
+        (tmp_path / name).write_bytes(b"x")
+        os.utime(tmp_path / name, (time.time() - age, time.time() - age))
+    files.write(made("exact"), tmp_path)
+    assert not (tmp_path / "vectors-old.npy").exists()
+    assert (tmp_path / "ids-young.npy").exists()

@@ -1,0 +1,93 @@
+"""A recorded step does what the step does: same draws, same numbers; and what cannot be recorded runs as it is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sparring.data.interactions import Split
+from sparring.data.synthetic import make_world
+from sparring.recipes import RECIPES
+from sparring.recipes.settings import build
+from sparring.training import loop as training
+from sparring.training.cuda_graph import PLAIN_STEPS, Recorded
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+QUICK = {"dim": 8, "epochs": 3, "batch_size": 16, "patience": None}  # a row may be a query, of which there are 60
+NEEDS_MORE = {"shown"}  # columns or files that the small world lacks
+
+
+def history(
+    name: str, parts: Split, recorded: bool, **more: object
+) -> tuple[list[dict[str, float]], torch.Tensor, Recorded | None]:
+    run = build(name, parts.train, QUICK | more)
+    trainer = training.Trainer(run, parts, torch.device("cuda"), None, training.Progress())
+    step = trainer.step if isinstance(trainer.step, Recorded) else None
+    if not recorded:
+        trainer.step = trainer.work
+    trainer.train()
+    return trainer.state.history, run.model.item_vectors(), step
+
+
+@pytest.mark.parametrize("name", sorted(RECIPES.keys() - NEEDS_MORE))
+def test_a_recorded_training_equals_a_plain_one(name: str, parts: Split) -> None:
+    """Three epochs of every recipe, recorded and not: the same losses and item vectors, to what reordered sums on a GPU leave open."""
+    ours, vectors, step = history(name, parts, recorded=True)
+    plain, expected, _ = history(name, parts, recorded=False)
+    assert step is not None
+    assert step.graph is not None or step.why is not None
+    assert [record["loss"] for record in ours] == pytest.approx([record["loss"] for record in plain], rel=2e-3)
+    assert torch.nn.functional.cosine_similarity(vectors.flatten(), expected.flatten(), dim=0) > 0.99
+
+
+@pytest.mark.parametrize(
+    "name", ["default", "ssl_pop", "bir", "bir drawn", "xir", "mns", "fairneg", "ada_tau", "slatk", "mixgcf"]
+)
+def test_the_common_recipes_are_recorded(name: str) -> None:
+    """None of these waits for the device inside a step."""
+    world = make_world(300, 3000, exposure=0.02, seed=0)
+    recipe, drawn = name.split()[0], {"draw": "rounded"} if "drawn" in name else {}
+    step = history(recipe, Split(world.interactions), recorded=True, **drawn)[2]
+    assert step is not None
+    assert step.why is None, step.why
+
+
+@pytest.mark.parametrize("name", ["uns", "midx", "sce"])
+def test_an_item_bias_is_recorded_where_a_batch_looks_up_more_items_than_there_are(name: str, parts: Split) -> None:
+    """The gradient of a table of width 1 is not sorted on the way: the step is recorded, and it trains as a plain one does."""
+    ours, _, step = history(name, parts, recorded=True, item_bias=True, n=512 if name == "uns" else 16)
+    plain = history(name, parts, recorded=False, item_bias=True, n=512 if name == "uns" else 16)[0]
+    assert step is not None
+    assert step.why is None, step.why
+    assert [record["loss"] for record in ours] == pytest.approx([record["loss"] for record in plain], rel=2e-3)
+
+
+def test_work_that_waits_runs_as_it_is() -> None:
+    """A step whose shapes depend on values is found out, says where, and still does all its work."""
+    total = torch.zeros((), device="cuda")
+
+    def work(rows: torch.Tensor) -> None:
+        total.add_(rows[rows > 2].sum())
+
+    step = Recorded(work, torch.Generator("cuda"))
+    for _ in range(PLAIN_STEPS + 4):
+        step(torch.arange(6, device="cuda"))
+    assert step.graph is None
+    assert step.why is not None
+    assert "waits" in step.why
+    assert float(total) == (PLAIN_STEPS + 4) * 12
+
+
+def test_other_numbers_of_rows_run_as_they_are() -> None:
+    """The short last batch of an epoch is not lost and does not disturb the graph."""
+    total = torch.zeros((), device="cuda")
+
+    def work(rows: torch.Tensor) -> None:
+        total.add_(rows.sum())
+
+    step = Recorded(work, torch.Generator("cuda"))
+    for _ in range(PLAIN_STEPS + 2):
+        step(torch.arange(6, device="cuda"))
+        step(torch.arange(3, device="cuda"))
+    assert step.graph is not None
+    assert float(total) == (PLAIN_STEPS + 2) * (15 + 3)

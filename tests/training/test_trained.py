@@ -1,0 +1,379 @@
+"""The run folder: files are whole or absent, what was written is read back, and lists are the ranking of the model."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import pytest
+import torch
+
+from sparring.core import files
+from sparring.core.errors import UserError
+from sparring.core.files import write, write_tensors
+from sparring.data.interactions import Interactions, Split, Vocabulary
+from sparring.data.synthetic import World
+from sparring.recipes.run import Setup
+from sparring.recipes.settings import build
+from sparring.training import folder as run_folder
+from sparring.training.fitting import fit
+from sparring.training.trained import Trained, load
+
+QUICK = {"dim": 8, "epochs": 3, "batch_size": 64, "n": 16, "patience": None}
+
+
+@pytest.fixture(scope="module")
+def named_parts(parts: Split) -> Split:
+    """The small world under ids that are not dense: queries are text, items are numbers from 1000 down, with titles."""
+    queries = Vocabulary([f"user-{i:03}" for i in range(parts.train.n_queries)])
+    items = Vocabulary(np.arange(parts.train.n_items) * 7 + 1000)
+
+    def renamed(data: Interactions | None) -> Interactions | None:
+        return None if data is None else dataclasses.replace(data, query_ids=queries, item_ids=items)
+
+    train = renamed(parts.train)
+    assert train is not None
+    return Split(train, renamed(parts.valid), renamed(parts.test))
+
+
+@pytest.fixture(scope="module")
+def folder(named_parts: Split, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run."""
+    out = tmp_path_factory.mktemp("runs") / "default"
+    fit(
+        build("default", named_parts.train, QUICK),
+        named_parts,
+        out,
+        k=(10,),
+        device="cpu",
+        source={"data": "a/file.parquet"},
+    )
+    return out
+
+
+@pytest.fixture
+def copy(folder: Path, tmp_path: Path) -> Path:
+    """A copy of the finished run, to be damaged."""
+    return Path(shutil.copytree(folder, tmp_path / "copy"))
+
+
+def brute_ranking(trained: Trained, query: int, masked: set[int]) -> list[int]:
+    """Dense item ids by falling score, equal scores by id, without the masked ones."""
+    scores = (trained.model.query_vectors(torch.tensor([query])) @ trained.model.item_vectors().T)[0].tolist()
+    return sorted((j for j in range(len(scores)) if j not in masked), key=lambda j: (-scores[j], j))
+
+
+def test_a_run_folder_holds_all_that_is_promised(folder: Path) -> None:
+    """The resolved run, one line per epoch, result, model, id maps, curve, card; no half-written file."""
+    names = {path.name for path in folder.iterdir()}
+    assert names >= {
+        "run.json",
+        "metrics.jsonl",
+        "result.json",
+        "model.safetensors",
+        "checkpoint.safetensors",
+        "seen.safetensors",
+    }
+    assert names >= {"query_ids.parquet", "item_ids.parquet", "item_table.parquet", "curve.png", "README.md"}
+    assert not [name for name in names if name.endswith(".tmp")]
+    meta = json.loads((folder / "run.json").read_text())
+    assert meta["recipe"] == "default"
+    assert meta["arguments"]["n"] == 16
+    assert meta["setup"]["dim"] == 8
+    assert meta["source"] == {"data": "a/file.parquet"}
+    assert meta["versions"]["torch"] == torch.__version__
+    assert any("sampled from Uniform" in line for line in meta["batch"])
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["epoch"] for line in lines] == [1, 2, 3]
+    assert all({"loss", "ndcg@10", "recall@10", "seconds", "tau"} <= line.keys() for line in lines)
+    assert (folder / "curve.png").read_bytes().startswith(b"\x89PNG")
+    best = max(lines, key=lambda line: line["ndcg@10"])["epoch"]
+    assert json.loads((folder / "result.json").read_text())["best_epoch"] == best
+
+
+def test_lists_leave_out_more_than_what_was_measured(folder: Path, named_parts: Split) -> None:
+    """Recommendations of every query, in original ids, are the brute-force order without what the data knows it to have, the test part
+    too; the run's own recall@10 is that of the order with only train and valid items left out."""
+    trained = load(folder)
+    assert named_parts.test is not None
+    assert named_parts.valid is not None
+    queries = np.unique(named_parts.test.queries)
+    table = trained.recommend([f"user-{q:03}" for q in queries], k=10)
+    recalls = []
+    for query in queries.tolist():
+        seen = set(named_parts.train.items[named_parts.train.queries == query].tolist())
+        seen |= set(named_parts.valid.items[named_parts.valid.queries == query].tolist())
+        relevant = set(named_parts.test.items[named_parts.test.queries == query].tolist())
+        expected = brute_ranking(trained, query, seen | relevant)[:10]
+        rows = table.filter(pl.col("query") == f"user-{query:03}")
+        assert rows["item"].to_list() == [1000 + 7 * item for item in expected]
+        assert rows["rank"].to_list() == list(range(1, 11))
+        assert rows["score"].to_list() == sorted(rows["score"].to_list(), reverse=True)
+        recalls.append(len(relevant & set(brute_ranking(trained, query, seen)[:10])) / len(relevant))
+    measured = json.loads((folder / "result.json").read_text())["test"]["metrics"]["recall@10"]
+    assert np.mean(recalls) == pytest.approx(measured, abs=1e-12)
+
+
+def test_recommend_with_seen_items_ranks_the_whole_catalogue(
+    folder: Path, named_parts: Split, small_world: World
+) -> None:
+    """with_seen: every item is listed once, in brute-force order; without it a full list simply ends where unseen items do."""
+    trained = load(folder)
+    n = named_parts.train.n_items
+    whole = trained.recommend(["user-004"], k=n, with_seen=True)
+    assert whole["item"].to_list() == [1000 + 7 * item for item in brute_ranking(trained, 4, set())]
+    data = small_world.interactions
+    seen = data.items[data.queries == 4]
+    unseen = trained.recommend(["user-004"], k=n)
+    assert len(unseen) == n - len(seen)
+    assert not set(unseen["item"].to_list()) & {1000 + 7 * int(item) for item in seen}
+
+
+def test_recommend_names_titles(folder: Path, named_parts: Split) -> None:
+    """The title beside each item is that of the item table's row."""
+    titles = named_parts.train.item_table
+    assert titles is not None
+    table = load(folder).recommend(["user-000", "user-001"], k=5)
+    assert table.columns == ["query", "rank", "item", "title", "score"]
+    for item, title in table.select("item", "title").iter_rows():
+        assert title == titles["title"][(item - 1000) // 7]
+
+
+def test_a_catalogue_without_titles_has_no_title_column(parts: Split, tmp_path: Path) -> None:
+    """No items table, no title column."""
+    bare = Split(
+        *(
+            None if p is None else dataclasses.replace(p, item_table=None)
+            for p in (parts.train, parts.valid, parts.test)
+        )
+    )  # type: ignore[arg-type]
+    fit(build("default", bare.train, {**QUICK, "epochs": 1}), bare, tmp_path / "run", k=(5,), device="cpu")
+    assert load(tmp_path / "run").recommend([3], k=2).columns == ["query", "rank", "item", "score"]
+
+
+@pytest.mark.parametrize("k", [0, -1, 41])
+def test_a_cutoff_beyond_the_catalogue_is_refused(folder: Path, k: int) -> None:
+    """k outside 1..N names itself and N."""
+    with pytest.raises(UserError, match=f"k is {k}.* 40 items"):
+        load(folder).recommend(["user-000"], k=k)
+
+
+def test_an_unknown_query_is_named(folder: Path) -> None:
+    """One unknown query among known ones is an error that names it, not an empty list."""
+    with pytest.raises(UserError, match="'stranger'"):
+        load(folder).recommend(["user-000", "stranger"], k=3)
+
+
+def test_a_new_query_is_served_by_its_items(named_parts: Split, tmp_path: Path) -> None:
+    """A history tower ranks for items alone: the mean of their vectors against all others, given items left out, unknown ones ignored."""
+    run = build("default", named_parts.train, {**QUICK, "query_tower": "history", "item_bias": False})
+    fit(run, named_parts, tmp_path / "run", k=(10,), device="cpu")
+    trained = load(tmp_path / "run")
+    table = trained.recommend_history([1000 + 7 * 3, 1000 + 7 * 11, 999_999], k=6)
+    vectors = trained.model.item.weight.detach().double()  # type: ignore[union-attr]
+    mean = (vectors[3] + vectors[11]) / 2
+    scores = (vectors / vectors.norm(dim=1, keepdim=True)) @ (mean / mean.norm())
+    scores[[3, 11]] = -np.inf
+    best = torch.topk(scores, 6)
+    assert table["item"].to_list() == [1000 + 7 * int(item) for item in best.indices]
+    assert table["score"].to_list() == pytest.approx(best.values.tolist(), abs=1e-5)
+    with pytest.raises(UserError, match="999999"):
+        trained.recommend_history([999_999], k=3)
+
+
+def test_features_are_read_back(named_parts: Split, tmp_path: Path) -> None:
+    """A tower with features gives, after loading, bitwise the vectors that it had when it was chosen."""
+    run = build("default", named_parts.train, {**QUICK, "item_features": "category", "hidden": "8,5"})
+    fit(run, named_parts, tmp_path / "run", k=(10,), device="cpu")
+    trained = load(tmp_path / "run")
+    assert trained.model.item_vectors().shape == (40, 6)  # five, and the bias of the item
+    assert torch.equal(trained.model.item_vectors(), run.model.item_vectors())
+
+
+def test_own_towers_are_given_to_load(named_parts: Split, folder: Path) -> None:
+    """A model built by the caller takes the saved tensors; one of another shape is refused, naming file and tensor."""
+    run = build("default", named_parts.train, QUICK)
+    trained = load(folder, run.model)
+    assert trained.model is run.model
+    assert torch.equal(run.model.item_vectors(), load(folder).model.item_vectors())
+    with pytest.raises(UserError, match=r"model\.safetensors does not fit.*\(60, 8\).*\(60, 4\)"):
+        load(folder, build("default", named_parts.train, {**QUICK, "dim": 4}).model)
+
+
+def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
+    """While a file is written again and again, a reader that opens it at any moment finds one whole version."""
+    path = tmp_path / "numbers.safetensors"
+    size, stop, wrong, reads = 20_000, threading.Event(), [], 0
+    write_tensors(path, {"x": torch.zeros(size)}, {"version": 0})
+
+    def keep_writing() -> None:
+        version = 0
+        while not stop.is_set():
+            version += 1
+            write_tensors(path, {"x": torch.full((size,), float(version))}, {"version": version})
+
+    thread = threading.Thread(target=keep_writing)
+    thread.start()
+    try:
+        for _ in range(300):
+            tensors, meta = files.read_tensors(path)
+            reads += 1
+            if not bool((tensors["x"] == meta["version"]).all()):
+                wrong.append(meta["version"])
+    finally:
+        stop.set()
+        thread.join()
+    assert reads == 300
+    assert not wrong
+    assert files.read_tensors(path)[1]["version"] > 1
+
+
+@pytest.mark.parametrize("when", ["writing", "renaming"])
+def test_a_failed_write_leaves_the_old_file_and_nothing_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """An error while the new bytes are written or put in place: one line with path and reason, the old content, no leftover."""
+    path = tmp_path / "a.txt"
+    write(path, lambda file: file.write_text("old"))
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    def half(file: Path) -> None:
+        file.write_text("ne")
+        if when == "writing":
+            fail()
+
+    if when == "renaming":
+        monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(UserError) as error:
+        write(path, half)
+    assert "a.txt" in str(error.value)
+    assert "No space left" in str(error.value)
+    assert len(str(error.value).splitlines()) == 1
+    assert path.read_text() == "old"
+    assert [file.name for file in tmp_path.iterdir()] == ["a.txt"]
+
+
+DAMAGE: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda whole: b"",
+    "half": lambda whole: whole[: len(whole) // 2],
+    "one byte short": lambda whole: whole[:-1],
+    "longer": lambda whole: whole + b"\0" * 9,
+    "header cut": lambda whole: whole[:40],
+    "header overwritten": lambda whole: whole[:8] + b"\xff" * 64 + whole[72:],
+    "length absurd": lambda whole: b"\xff" * 8 + whole[8:],
+    "no safetensors": lambda whole: b"PK\x03\x04 not tensors at all",
+}
+
+
+@pytest.mark.parametrize("damage", sorted(DAMAGE))
+@pytest.mark.parametrize("name", ["model.safetensors", "seen.safetensors"])
+def test_a_damaged_tensor_file_is_named(copy: Path, name: str, damage: str) -> None:
+    """Torn, overwritten or foreign files are refused in one line with their path."""
+    (copy / name).write_bytes(DAMAGE[damage]((copy / name).read_bytes()))
+    with pytest.raises(UserError) as error:
+        load(copy)
+    assert str(copy / name) in str(error.value)
+    assert "corrupt" in str(error.value)
+    assert len(str(error.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "name", ["run.json", "model.safetensors", "seen.safetensors", "query_ids.parquet", "item_ids.parquet"]
+)
+def test_a_missing_file_is_named(copy: Path, name: str) -> None:
+    """A folder that lacks a file is no finished run; the line says which."""
+    (copy / name).unlink()
+    with pytest.raises(UserError, match=name):
+        load(copy)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", '{"setup": {}}', '{"recipe": "default"}'])
+def test_a_damaged_run_json_is_named(copy: Path, text: str) -> None:
+    """Not JSON, or JSON of something else."""
+    (copy / "run.json").write_text(text)
+    with pytest.raises(UserError, match=r"run\.json"):
+        load(copy)
+
+
+def test_a_model_of_other_towers_is_refused(copy: Path) -> None:
+    """run.json and model that disagree (a history tower without histories, another width) are refused by name of file."""
+    meta = json.loads((copy / "run.json").read_text())
+    for change in ({"query_tower": "history"}, {"dim": 9}, {"item_features": ["category"]}):
+        (copy / "run.json").write_text(json.dumps({**meta, "setup": {**meta["setup"], **change}}))
+        with pytest.raises(UserError, match=r"model\.safetensors does not fit"):
+            load(copy)
+
+
+def test_an_interrupt_leaves_nothing_half_written(tmp_path: Path) -> None:
+    """Ctrl-C while a file is written goes on as it came, and its half is gone, though the same Ctrl-C comes twice (polars, then Python)."""
+    (tmp_path / "lists.parquet").write_text("old")
+
+    def interrupted(file: Path) -> None:
+        file.write_text("half")
+        raise KeyboardInterrupt
+
+    real, calls = Path.unlink, list[Path]()
+
+    def twice(path: Path, missing_ok: bool = False) -> None:
+        calls.append(path)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        real(path, missing_ok)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "unlink", twice)
+        with pytest.raises(KeyboardInterrupt):
+            write(tmp_path / "lists.parquet", interrupted)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"lists.parquet": "old"}
+
+
+def test_a_full_disk_that_polars_meets_is_one_line(tmp_path: Path) -> None:
+    """What polars says of it becomes our one line, and nothing is left beside the file."""
+
+    def full(file: Path) -> None:
+        file.write_text("half")
+        raise pl.exceptions.ComputeError("parquet: File too large (os error 27)\nin a second line")
+
+    with pytest.raises(
+        UserError, match=r"^cannot write .*lists.parquet: parquet: File too large \(os error 27\); what was saved"
+    ):
+        write(tmp_path / "lists.parquet", full)
+    assert not list(tmp_path.iterdir())
+
+
+def test_no_such_folder(tmp_path: Path) -> None:
+    """A path that is no folder, or no run folder."""
+    with pytest.raises(UserError, match="no such run folder"):
+        load(tmp_path / "nowhere")
+    with pytest.raises(UserError, match=r"no run\.json"):
+        load(tmp_path)
+
+
+def test_shared_tensors_are_written_once(named_parts: Split) -> None:
+    """The history tower reads the item tower's own table: it is in the file once, and loading fills both."""
+    run = build("default", named_parts.train, {**QUICK, "query_tower": "history"})
+    found = files.tensors_of(run.model)
+    assert sum(tensor.shape == (40, 8) for tensor in found.values()) == 1
+    other = build("default", named_parts.train, {**QUICK, "query_tower": "history", "seed": 9})
+    files.load_tensors(other.model, found, Path("memory"))
+    assert torch.equal(other.model.item_vectors(), run.model.item_vectors())
+    assert torch.equal(other.model.query_vectors(torch.arange(5)), run.model.query_vectors(torch.arange(5)))
+
+
+def test_a_file_where_the_folder_should_be(named_parts: Split, tmp_path: Path) -> None:
+    """Training into a path that is a file is refused before it starts."""
+    (tmp_path / "file").write_text("precious")
+    with pytest.raises(UserError, match="is a file"):
+        run_folder.write_start(
+            tmp_path / "file", named_parts.train, named_parts.seen_for("test"), {"recipe": "x"}, Setup()
+        )
+    assert (tmp_path / "file").read_text() == "precious"
