@@ -15,7 +15,7 @@ TORCHREC_NEEDS := tensordict torchmetrics==1.0.3 tqdm pyre-extensions
 # Threads that wait for each other by sleeping: spinning, the default, is many times slower as soon as a core is shared.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: setup demo test lint bench clean
+.PHONY: setup demo test lint bench docs clean
 
 setup: $(READY)
 
@@ -47,6 +47,11 @@ test: lint
 bench: $(READY)
 	$(BIN)/python -m pip install --quiet --editable ".[bench]"
 	$(BIN)/python benchmarks/all.py
+
+# The site, in build/site: no network is needed once the extra is installed, and warnings are errors.
+docs: $(READY)
+	$(BIN)/python -m pip install --quiet --editable ".[docs]"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
 	rm -rf build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
