@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import safetensors
 import safetensors.torch
@@ -17,15 +17,13 @@ import torch
 from torch import nn
 
 from sparring.core.errors import UserError, first_line
-from sparring.data.modalities.encoders import TextEncoder, text_folder, text_library
+from sparring.data.texts.encoder import Pooling, TextEncoder, text_folder, text_library
 from sparring.data.texts.tokenizers import FastTokenizer, WordTokenizer, find_tokenizer, package_folder
 from sparring.models.text import BagEncoder, TransformerEncoder
 
 BAGS = ("bag", "wordllama")
 _BAG = "sparring-bag"  # model_type in config.json
 _WORDLLAMA = "weights/l2_supercat_256.safetensors", "tokenizers/l2_supercat_tokenizer_config.json"
-
-Pooling = Literal["mean", "cls"]
 
 
 def is_bag(name: str) -> bool:

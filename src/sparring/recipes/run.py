@@ -14,9 +14,10 @@ from sparring.core.errors import UserError
 from sparring.data.batches import RandomBatches
 from sparring.data.features import Features, Histories, histories
 from sparring.data.interactions import Ids, Interactions
+from sparring.data.texts.encoder import Pooling
 from sparring.data.texts.texts import Role, Texts, find_texts, text_of, tokenized
 from sparring.losses import Fixed, Learned, Loss, sampled_softmax
-from sparring.models.encoders import Pooling, load_encoder, open_encoder
+from sparring.models.encoders import load_encoder, open_encoder
 from sparring.models.item_corrections import Augmented, Centroids, shared_vectors
 from sparring.models.retriever import Retriever
 from sparring.models.rowwise_tables import RowWiseTable, fitting, id_table
