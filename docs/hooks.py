@@ -69,7 +69,7 @@ def _package(name: str) -> str:
     package = importlib.import_module(name)
     text = (inspect.getdoc(package) or "").strip()
     entries, others = [], []
-    for public in getattr(package, '__all__', ()):
+    for public in getattr(package, "__all__", ()):
         value = getattr(package, public)
         if isinstance(value, ModuleType):
             others.append(f"- [`{value.__name__}`]({value.__name__}.md)")
@@ -94,7 +94,12 @@ def _commands() -> str:
     from sparring.cli import arguments
 
     _, commands = arguments.parser()
-    lines = ["# Commands", "", "Every command prints this with `--help`. Bad input is a one-line error and exit code 2.", ""]
+    lines = [
+        "# Commands",
+        "",
+        "Every command prints this with `--help`. Bad input is a one-line error and exit code 2.",
+        "",
+    ]
     for name, parser in commands.items():
         lines += [f"## sparring {name} {{ #{name.replace(' ', '-')} }}", "", _escaped(parser.description or ""), ""]
         if parser.epilog:

@@ -22,6 +22,8 @@ pairs = pl.DataFrame(
 data = sparring.read(pairs, query="question", item="product")
 split = sparring.split(data, "random", valid=0, test=0.2, seed=0)
 settings = {"encoder": "bag", "query_text": "id", "item_text": "id", "dim": 32, "epochs": 20, "batch_size": 16, "n": 8}
-fitted = sparring.fit(sparring.build("debiased_mns", split.train, settings), split, "runs/text", device="cpu", overwrite=True)
+fitted = sparring.fit(
+    sparring.build("debiased_mns", split.train, settings), split, "runs/text", device="cpu", overwrite=True
+)
 print(fitted.test)
 print(sparring.load("runs/text").recommend_text(["something with a mast for the harbour"], k=3))

@@ -1,4 +1,4 @@
-"""README, docs and examples import public names only: `sparring`, or a name in the `__all__` of `sparring.<package>`."""
+"""README, docs and examples import public names only: those that `sparring` or one of its packages lists in `__all__`."""
 
 from __future__ import annotations
 
@@ -32,15 +32,24 @@ def sources() -> Iterator[tuple[str, str]]:
         yield str(notebook.relative_to(ROOT)), "\n".join(code)
 
 
+def public_names(module: str) -> list[str]:
+    """What a package lists; of the public modules, all that they define at their top level without an underscore."""
+    if module in PUBLIC_MODULES:
+        tree = ast.parse((ROOT / "src" / f"{module.replace('.', '/')}.py").read_text())
+        return [
+            node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name[0] != "_"
+        ]
+    imported = importlib.import_module(module)
+    return list(getattr(imported, "__all__", ())) if hasattr(imported, "__path__") else []
+
+
 def private_names(text: str) -> list[str]:
     """The imported or dotted names of a source that are not public."""
     private = []
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "sparring":
-            module = str(node.module)
-            public = module in PUBLIC_MODULES or module.count(".") <= 1
-            names = getattr(importlib.import_module(module), "__all__", ()) if public else ()
-            private += [f"{module}.{alias.name}" for alias in node.names if alias.name not in names]
+            listed = public_names(str(node.module))
+            private += [f"{node.module}.{alias.name}" for alias in node.names if alias.name not in listed]
         elif isinstance(node, ast.Import):
             names = [alias.name for alias in node.names if alias.name.split(".")[0] == "sparring"]
             private += [name for name in names if name != "sparring"]
