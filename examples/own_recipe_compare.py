@@ -9,12 +9,15 @@ from sparring.losses import sampled_softmax
 from sparring.negatives import Sampled, Uniform
 
 
+SETUP = sparring.Setup.of(dim=16, batch_size=256)
+
+
 def clipped(step, bag, most=3.0):
     """Softmax whose loss stops growing at `most`, so that mislabelled pairs pull less."""
     return most * (sampled_softmax(step, bag) / most).tanh()
 
 
-def robust(data, setup=sparring.Setup(), *, n: int = 64):
+def robust(data, setup=SETUP, *, n: int = 64):
     """Uniform negatives under a loss that saturates."""
     return sparring.compose(data, setup, sparring.Term(1.0, Sampled(Uniform(data.n_items), n), clipped))
 
@@ -27,7 +30,7 @@ if __name__ == "__main__":  # each training runs in a process that imports this 
         (ComparedData("world", parts),),
         ("uns", "ssl_pop", robust),
         seeds=3,
-        base=sparring.Setup.of(dim=16, batch_size=256),
+        base=SETUP,
         shared={"epochs": 3, "n": 64},
         device="cpu",
     )

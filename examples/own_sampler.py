@@ -2,8 +2,9 @@
 
 import math
 
-import sparring
 import torch
+
+import sparring
 from sparring.core import Bag, Candidates, Exclude
 from sparring.data import make_world
 from sparring.negatives import InBatch, Negatives, Union
@@ -36,9 +37,10 @@ class TestStratified(NegativesContract):
 if __name__ == "__main__":
     data = make_world(queries=400, items=200, seed=0).interactions
     split = sparring.split(data, "random", valid=0.1, test=0.2, seed=0)
-    train, setup = split.train, sparring.Setup.of(dim=16, batch_size=256, epochs=5)
+    train, setup = split.train, sparring.Setup.of(dim=16, batch_size=256, epochs=15, lr=0.02)
     popularity = sparring.recipes.popularity(train)
     negatives = Union(InBatch(popularity), Stratified(train.n_items, 50))  # it combines with every other sampler
     run = sparring.compose(train, setup, sparring.Term(1.0, negatives))
     print(sparring.describe_batch(run, split))
-    print(sparring.fit(run, split, device="cpu").test)
+    fitted = sparring.fit(run, split, device="cpu")
+    print(f"recall@20 {fitted.test.metrics['recall@20']:.4f}")

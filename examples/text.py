@@ -1,6 +1,7 @@
 """Train a text retriever on a dozen sentences and ask it in new words. No download: the encoder is a bag of hashed words."""
 
 import polars as pl
+
 import sparring
 
 TOPICS = {
@@ -22,8 +23,7 @@ pairs = pl.DataFrame(
 data = sparring.read(pairs, query="question", item="product")
 split = sparring.split(data, "random", valid=0, test=0.2, seed=0)
 settings = {"encoder": "bag", "query_text": "id", "item_text": "id", "dim": 32, "epochs": 20, "batch_size": 16, "n": 8}
-fitted = sparring.fit(
-    sparring.build("debiased_mns", split.train, settings), split, "runs/text", device="cpu", overwrite=True
-)
-print(fitted.test)
+run = sparring.build("debiased_mns", split.train, settings)
+fitted = sparring.fit(run, split, "runs/text", device="cpu", k=(1, 3), overwrite=True)
+print(f"recall@3 on held-out pairs: {fitted.test.metrics['recall@3']:.4f}")
 print(sparring.load("runs/text").recommend_text(["something with a mast for the harbour"], k=3))
