@@ -49,7 +49,7 @@ def in_batch(data: Interactions, setup: Setup) -> Run:
 
 
 def filled_up(data: Interactions, setup: Setup) -> Run:
-    mixed = Union(InBatch(recipes.popularity(data)), Sampled(Uniform(data.n_items), setup.batch_size))
+    mixed = Union(InBatch(recipes.popularity(data)), Sampled(Uniform(data.n_items), setup.batches.batch_size))
     return compose(data, setup, Term(1.0, mixed))
 
 
@@ -179,7 +179,7 @@ def main() -> None:
     n_steps = given.steps or (3 if device.type == "cpu" else 50)
     pairs = gowalla_xir()
     data = interactions(pairs)
-    setup = Setup(dim=64, batch_size=given.batch, optimizer="row-adam", lr=0.005)
+    setup = Setup.of(dim=64, batch_size=given.batch, optimizer="row-adam", lr=0.005)
     all_queries, all_items = (column.long() for column in data.pairs())
     timed = [Timed(method, data, setup, device) for method in methods(given.batch)]
     rebuild = {each.method.name: each.refresh() for each in timed}

@@ -1,6 +1,6 @@
-"""Towers, the retriever that compares their vectors, and clusters of items.
+"""Models: towers that map ids to vectors, the retriever that compares them, text encoders, and item clusters.
 
-A model knows nothing of negatives, losses or training.
+Nothing here chooses negatives or knows how models are trained.
 """
 
 from sparring.models.fusion import Fused
