@@ -8,7 +8,6 @@ import inspect
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
@@ -139,11 +138,37 @@ def _escaped(text: str) -> str:
 
 
 def _settings() -> str:
-    from sparring.recipes.setup import Setup, type_name
+    """A table for each group of settings, and one for those without a group."""
+    from sparring.recipes.setup import GROUPS, SETTINGS, Setup, type_name
 
-    rows = ["| setting | default | type |", "|---|---|---|"]
-    hints: dict[str, Any] = inspect.get_annotations(Setup, eval_str=True)
-    for name, kind in hints.items():
-        rows.append(f"| `{name}` | `{getattr(Setup(), name)}` | {_escaped(type_name(kind))} |")
-    intro = "# Settings\n\nSettings that every recipe shares, with the defaults of `Setup`; a recipe may start from others.\n\n"
-    return intro + "\n".join(rows) + "\n"
+    defaults = Setup().flat()
+    lines = [
+        "# Settings",
+        "",
+        "Settings that every recipe shares, with the defaults of `Setup`. A recipe may start from others: "
+        "`sparring recipes NAME` prints those, and the arguments of the recipe itself. Give a setting by its short name "
+        "or with its group: `--set dim=256` and `--set model.dim=256` are the same.",
+        "",
+    ]
+    for group in (*GROUPS, ""):
+        text = inspect.getdoc(GROUPS[group]) if group else "Settings without a group."
+        lines += [f"## {group or 'others'}", "", _escaped(text or ""), ""]
+        lines += ["| setting | default | type | meaning |", "|---|---|---|---|"]
+        for setting in SETTINGS.values():
+            if setting.group == group:
+                cells = (
+                    _code(setting.name),
+                    _code(_default(defaults[setting.name])),
+                    type_name(setting.kind),
+                    setting.description,
+                )
+                lines.append(f"| {cells[0]} | {cells[1]} | {_escaped(cells[2])} | {_escaped(cells[3])} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _default(value: object) -> str:
+    """A value as `--set` takes it."""
+    if isinstance(value, tuple):
+        return ",".join(map(str, value)) or "empty"
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
