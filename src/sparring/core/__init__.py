@@ -12,12 +12,15 @@ if TYPE_CHECKING:
     from sparring.core.errors import UserError as UserError
     from sparring.core.exclusion import Exclude as Exclude
     from sparring.core.exclusion import Positives as Positives
+    from sparring.core.part import Part as Part
     from sparring.core.topk import top_k as top_k
     from sparring.core.types import Bag as Bag
     from sparring.core.types import Batch as Batch
     from sparring.core.types import Candidates as Candidates
     from sparring.core.types import Corpus as Corpus
+    from sparring.core.types import LossOutput as LossOutput
     from sparring.core.types import Outcome as Outcome
+    from sparring.core.types import Provenance as Provenance
     from sparring.core.types import Step as Step
 
 # Loaded on first use: the command line needs UserError, and `sparring --help` must not wait for torch.
@@ -27,8 +30,11 @@ _HOMES = {
     "Candidates": "types",
     "Corpus": "types",
     "Exclude": "exclusion",
+    "LossOutput": "types",
     "Outcome": "types",
+    "Part": "part",
     "Positives": "exclusion",
+    "Provenance": "types",
     "Step": "types",
     "UserError": "errors",
     "top_k": "topk",
