@@ -30,7 +30,7 @@ def own_model(folder: Path, meta: Mapping[str, Any], ids: Ids, seen: Positives) 
     """The model of a run with towers of its own, as its recipe builds it; its weights are still to be read."""
     if meta["recipe"] == "custom":
         names = ", ".join(dict.fromkeys(kind.rpartition(":")[2] for kind in meta["towers"].values()))
-        how = "sparring.load(folder, model=...) takes them; a recipe of your own (docs/extending.md) would be found without"
+        how = "sparring.load(folder, model=...) takes them; a recipe of your own (docs/guide/extend.md) would be found without"
         raise UserError(f"{folder} has towers of its own ({names}) and no recipe that builds them: {how}")
     setup = settings.parse_setup(meta["setup"])
     return settings.build(recipe_of(folder, meta), remembered(ids, seen), meta.get("arguments", {}), setup=setup).model

@@ -35,7 +35,7 @@ def own(folder: Path, split: Split, device: torch.device | str = "cpu") -> Run:
     meta = trained.read_meta(folder)
     setup = settings.parse_setup(meta["setup"])
     if meta["recipe"] == "custom":
-        how = "diagnose it there (docs/diagnose.md), or train it by a recipe of your own (docs/extending.md)"
+        how = "diagnose it there (docs/guide/diagnose.md), or train it by a recipe of your own (docs/guide/extend.md)"
         raise UserError(f"{folder} was composed in Python, and no recipe can be found that makes its negatives: {how}")
     # whatever the towers start from is overwritten, so they need no costly start
     run = settings.build(recipe_of(folder, meta), split.train, meta["arguments"], setup=setup.replaced(init="normal"))

@@ -91,7 +91,7 @@ LAMBDA = experiment(
         *NOTES,
         CHART,
         "Adaptive and learned lambda are ours: both hold the advantage of a mixture over the negative that it was made of at log 2, for "
-        "all items alike or for each cluster (docs/methods.md).",
+        "all items alike or for each cluster (docs/methods/).",
     ),
     chosen=("codes", "lam"),
 )

@@ -55,7 +55,7 @@ LAM_WHY = {
 }
 ALPHA_WHY = {
     "Gowalla": "the release's script",
-    "Ta-feng": "not published; the figures depend on it, see docs/results.md",
+    "Ta-feng": "not published; the figures depend on it, see docs/lab/results.md",
 }
 PUBLISHED = tuple(column for column in MAIN if column.title in ("data", "metric", "method", "published", "verdict"))
 
