@@ -165,7 +165,7 @@ def stepping(run: Run, generator: torch.Generator, positives: Positives | None =
 
     from sparring.training.cuda_graph import Recorded
     from sparring.training.optimizers import optimizers
-    from sparring.training.step import contrast
+    from sparring.training.step import training_step
 
     setup, observers = run.setup, [module for module in run.modules().modules() if hasattr(module, "observe")]
     trained = torch.nn.ModuleDict({"model": run.model, "temperature": run.temperature})
@@ -174,7 +174,7 @@ def stepping(run: Run, generator: torch.Generator, positives: Positives | None =
     def work(pairs: Tensor) -> None:
         for rule in rules:
             rule.zero_grad(set_to_none=True)
-        losses, step, outcome = contrast(run, *pairs.T.contiguous(), generator, positives)
+        losses, step, outcome = training_step(run, *pairs.T.contiguous(), generator, positives)
         losses.mean().backward()
         for rule in rules:
             rule.step()

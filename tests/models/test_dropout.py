@@ -17,7 +17,7 @@ from sparring.models.towers import IdTower
 from sparring.recipes.settings import build
 from sparring.training import loop as training
 from sparring.training.fitting import Progress, fit
-from sparring.training.step import contrast
+from sparring.training.step import training_step
 
 RATE = 0.3
 
@@ -66,7 +66,7 @@ def one_loss(parts: Split, settings: dict[str, object], training: bool = True) -
         torch.from_numpy(parts.train.queries[rows]).long(),
         torch.from_numpy(parts.train.items[rows]).long(),
     )
-    losses, step, _ = contrast(run, queries, items, generator(5))
+    losses, step, _ = training_step(run, queries, items, generator(5))
     (gradient,) = torch.autograd.grad(losses.mean(), run.model.query.weight)  # type: ignore[union-attr]
     return step.q.detach(), gradient
 

@@ -26,7 +26,7 @@ from sparring.recipes.esans import clusters, esans, set_codes
 from sparring.recipes.run import Run
 from sparring.recipes.settings import build
 from sparring.training.fitting import Progress, fit
-from sparring.training.step import contrast, describe_batch
+from sparring.training.step import describe_batch, training_step
 
 SMALL = {**TINY, "k_primary": 4, "k_secondary": 3}
 
@@ -228,7 +228,7 @@ def test_mixtures_inside_the_item_tower(parts: Split) -> None:
     for layer in (None, 0, 1):
         run = build("esans", parts.train, {**settings, "layer": layer})
         queries, items = (column[:B].long() for column in parts.train.pairs())
-        losses, step, outcome = contrast(run, queries, items, torch.Generator().manual_seed(3))
+        losses, step, outcome = training_step(run, queries, items, torch.Generator().manual_seed(3))
         found[layer] = losses.detach()
         if layer is not None:
             hard = outcome.bags[0].blocks[-1]
@@ -297,7 +297,7 @@ def test_what_a_preset_masks(parts: Split) -> None:
         codes = parts_of(run)[OtherClusters]
         primary, cell = codes.primary(torch.arange(parts.train.n_items)), codes.cell
         queries, items = (column[:40].long() for column in parts.train.pairs())
-        _, _, outcome = contrast(run, queries, items, torch.Generator().manual_seed(1), parts.train.positives())
+        _, _, outcome = training_step(run, queries, items, torch.Generator().manual_seed(1), parts.train.positives())
         (block,) = outcome.bags[0].blocks
         assert block.mix is not None
         real = torch.zeros(40, len(block.ids), dtype=torch.bool)

@@ -29,7 +29,7 @@ from sparring.recipes.settings import build, own_arguments, own_setup, parse_set
 from sparring.recipes.variant import variant
 from sparring.training import loop as training
 from sparring.training.fitting import Progress, fit
-from sparring.training.step import contrast
+from sparring.training.step import training_step
 
 NAMES = ("dpr", "ance", "ngame", "dexa", "prime", "dexml")
 
@@ -234,7 +234,7 @@ def test_the_corrected_softmax_subtracts_it(parts: Split) -> None:
     """log_w of a candidate is - log((B - 1) q_j); the hinge has no weights, and says so."""
     run = build("dpr", parts.train, {"corrected": True, "dim": 4})
     queries, items = (column[:9].long() for column in parts.train.pairs())
-    bag = contrast(run, queries, items, torch.Generator(), parts.train.positives())[2].bags[0]
+    bag = training_step(run, queries, items, torch.Generator(), parts.train.positives())[2].bags[0]
     q = offered(parts.train, run.setup).double()
     expected = -(8 * q / q.sum()).log()[items]
     torch.testing.assert_close(bag.blocks[0].log_w.expand(9, 9)[0].double(), expected, atol=1e-5, rtol=1e-5)

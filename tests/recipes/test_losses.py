@@ -17,7 +17,7 @@ from sparring.recipes.run import Run
 from sparring.recipes.settings import build, own_setup
 from sparring.training import loop as training
 from sparring.training.fitting import Progress, fit
-from sparring.training.step import contrast
+from sparring.training.step import training_step
 
 B, N_DRAWN = 24, 30
 TINY = {"dim": 6, "init_std": 0.7, "batch_size": B, "n": N_DRAWN}
@@ -29,7 +29,7 @@ def one_step(data: Interactions, run: Run) -> tuple[Tensor, Tensor, Tensor, Tens
     """The losses of a batch; by hand, in float64: cosines with the positive (B,), with the drawn items (B, n), what counts, the queries."""
     rows = np.random.default_rng(0).choice(len(data), B, replace=False)
     queries, items = torch.from_numpy(data.queries[rows]).long(), torch.from_numpy(data.items[rows]).long()
-    losses, _, outcome = contrast(run, queries, items, torch.Generator().manual_seed(5), data.positives())
+    losses, _, outcome = training_step(run, queries, items, torch.Generator().manual_seed(5), data.positives())
     (block,) = outcome.bags[0].blocks
     ids = block.ids if block.ids.dim() == 2 else block.ids.expand(B, -1)
     assert ids.shape == (B, N_DRAWN)

@@ -16,7 +16,7 @@ from sparring.training import fitting as train
 from sparring.training import loop
 from sparring.training.cuda_graph import Recorded
 from sparring.training.stages import fit_stages
-from sparring.training.step import contrast
+from sparring.training.step import training_step
 from support.texts import text_parts, tiny_bert
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -49,7 +49,7 @@ def test_a_step_is_that_of_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         queries, items = (column[:20].long().to(device) for column in train.pairs())
         known = train.positives()
         positives = Positives(known.start.to(device), known.items.to(device))
-        losses = contrast(run, queries, items, torch.Generator(device), positives)[0]
+        losses = training_step(run, queries, items, torch.Generator(device), positives)[0]
         losses.mean().backward()
         grads = [p.grad.to_dense().cpu() for p in run.model.parameters() if p.grad is not None]
         found.append((losses.detach().cpu(), grads))

@@ -17,14 +17,13 @@ from torch import Tensor, nn
 from sparring.core.errors import UserError
 from sparring.core.ranks import sum_gradients
 from sparring.core.types import ALONE, Corpus, Positives, Ranks
-from sparring.data.batches import batches_for, query_rows
 from sparring.data.interactions import Split
 from sparring.evaluation.ranking import evaluate
 from sparring.recipes.run import Run
 from sparring.training.checkpoint_manager import Keeper, State
 from sparring.training.cuda_graph import Recorded
 from sparring.training.optimizers import Schedule, clip_gradients, fitting_warmup, optimizers, set_lr
-from sparring.training.step import contrast
+from sparring.training.step import TrainingRows, training_step
 from sparring.training.validation import sample_queries, selected
 
 CHECKPOINT_SECONDS = 600.0  # how much work a kill inside a long epoch may cost
@@ -75,14 +74,11 @@ class Trainer:
         self.reporters = [m for m in self.modules.modules() if hasattr(m, "report")]
         self.generator = torch.Generator(device).manual_seed(setup.seed)
         train = split.train
-        self.queries, self.items = (column.to(device) for column in train.pairs())
         self.weight = None if train.weight is None else torch.from_numpy(train.weight).to(device)
         self.mean_weight = 1.0 if train.weight is None else float(train.weight.mean())
         self.positives = self.to(train.positives()) if self.refreshers or _masks_known(self.modules) else None
-        self.rows = query_rows(train, setup.draw, device) if setup.rows == "queries" else None
-        self.batches = (
-            batches_for(train, self.rows, setup.batch_size, setup.seed) if run.batches is None else run.batches
-        )
+        self.rows = TrainingRows(run, train, device)
+        self.batches = self.rows.batches
         total = setup.epochs * len(self.batches)
         self.schedule = Schedule(
             setup.schedule, fitting_warmup(setup.warmup, total), setup.lr_decay, setup.lr_decay_every, total
@@ -157,9 +153,10 @@ class Trainer:
             optimizer
         ) in self.optimizers:  # before the step: a recording that failed leaves gradients that were never computed
             optimizer.zero_grad(set_to_none=True)
-        pairs = rows if self.rows is None else self.rows.pairs(rows, self.generator)
-        queries, items = self.queries[pairs].long(), self.items[pairs].long()
-        losses, step, outcome = contrast(self.run, queries, items, self.generator, self.positives, self.ranks)
+        pairs = self.rows.pairs(rows, self.generator)
+        losses, step, outcome = training_step(
+            self.run, *self.rows.ids(pairs), self.generator, self.positives, self.ranks
+        )
         weighed = losses if self.weight is None else losses * self.ranks.own(self.weight[pairs] / self.mean_weight)
         (weighed.sum() / len(pairs)).backward()
         sum_gradients(self.trained, self.ranks)
