@@ -163,7 +163,7 @@ def stepping(run: Run, generator: torch.Generator, positives: Positives | None =
     """A training step of a run on pairs (B, 2), queries and items: encode, choose, loss, backward, update, observe; recorded on a GPU."""
     import torch
 
-    from sparring.training.cuda_graph import Recorded
+    from sparring.training.cuda_graph import CudaGraphStep
     from sparring.training.optimizers import optimizers
     from sparring.training.step import training_step
 
@@ -182,7 +182,7 @@ def stepping(run: Run, generator: torch.Generator, positives: Positives | None =
             for observer in observers:
                 observer.observe(step, outcome)  # type: ignore[operator]
 
-    return Recorded(work, generator) if generator.device.type == "cuda" else work
+    return CudaGraphStep(work, generator) if generator.device.type == "cuda" else work
 
 
 def quality(

@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from sparring.evaluation.ranking import Evaluation, evaluate
     from sparring.recipes.run import Run, Setup, Term, compose
     from sparring.recipes.settings import build
-    from sparring.training.fitting import Fitted
-    from sparring.training.stages import fit_stages as fit
+    from sparring.training.fitting import Fitted, fit
     from sparring.training.step import describe_batch
     from sparring.training.trained import Trained, load
 
@@ -37,7 +36,7 @@ _HOME = {
     "compose": "recipes.run",
     "describe_batch": "training.step",
     "evaluate": "evaluation.ranking",
-    "fit": "training.stages",
+    "fit": "training.fitting",
     "load": "training.trained",
     "prepare": "data.prepared.preparation",
     "read": "data.reading",
@@ -72,7 +71,7 @@ def __getattr__(name: str) -> object:
         return import_module(f"sparring.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'sparring' has no attribute {name!r}")
-    found = getattr(import_module(f"sparring.{_HOME[name]}"), "fit_stages" if name == "fit" else name)
+    found = getattr(import_module(f"sparring.{_HOME[name]}"), name)
     globals()[name] = found
     return found
 

@@ -24,7 +24,8 @@ from sparring.data.splits import kth_smallest, split
 from sparring.negatives import InBatch, Popularity
 from sparring.recipes.run import Setup, Term, compose
 from sparring.recipes.settings import build
-from sparring.training.fitting import Progress, fit
+from sparring.training.fitting import fit
+from sparring.training.loop import TrainingProgress
 
 HOWS: dict[str, dict[str, Any]] = {
     "random": {"how": "random", "valid": 0.2, "test": 0.3, "seed": 7},
@@ -251,7 +252,7 @@ def test_resumed_within_an_epoch_of_blocks(tmp_path: Path, monkeypatch: pytest.M
             parts,
             tmp_path / "stopped",
             device="cpu",
-            progress=Progress(step=stop),
+            progress=TrainingProgress(step=stop),
         )
     fit(build("default", parts.train, settings), parts, tmp_path / "stopped", device="cpu", resume=True)
     one, other = (_tensors(tmp_path / name) for name in ("whole", "stopped"))

@@ -16,7 +16,8 @@ from sparring.models.retriever import Retriever
 from sparring.models.towers import IdTower
 from sparring.recipes.settings import build
 from sparring.training import loop as training
-from sparring.training.fitting import Progress, fit
+from sparring.training.fitting import fit
+from sparring.training.loop import TrainingProgress
 from sparring.training.step import training_step
 
 RATE = 0.3
@@ -111,7 +112,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(
     torch.manual_seed(99)
     monkeypatch.setattr(training, "CHECKPOINT_SECONDS", -1.0)  # after every step
     with pytest.raises(Stop):
-        fit(broken, parts, tmp_path / "run", k=(10,), device="cpu", progress=Progress(step=stop))
+        fit(broken, parts, tmp_path / "run", k=(10,), device="cpu", progress=TrainingProgress(step=stop))
     assert (tmp_path / "run" / "checkpoint.safetensors").is_file()
     torch.manual_seed(7)
     fit(resumed, parts, tmp_path / "run", resume=True, k=(10,), device="cpu")

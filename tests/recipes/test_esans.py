@@ -25,7 +25,8 @@ from sparring.negatives import Interpolated, OtherClusters, SameCluster, Towards
 from sparring.recipes.esans import clusters, esans, set_codes
 from sparring.recipes.run import Run
 from sparring.recipes.settings import build
-from sparring.training.fitting import Progress, fit
+from sparring.training.fitting import fit
+from sparring.training.loop import TrainingProgress
 from sparring.training.step import describe_batch, training_step
 
 SMALL = {**TINY, "k_primary": 4, "k_secondary": 3}
@@ -61,7 +62,7 @@ def test_killed_and_resumed_it_ends_where_an_undisturbed_run_ends(
         if (epoch, done) == (1, 2):
             raise Killed
 
-    def train(folder: str, progress: Progress | None = None, resume: bool = False) -> dict[str, Any]:
+    def train(folder: str, progress: TrainingProgress | None = None, resume: bool = False) -> dict[str, Any]:
         run = build(
             "esans", parts.train, {"epochs": 3, "batch_size": 64, "dim": 8, "lr": 0.05, "lam": lam, "patience": None}
         )
@@ -73,7 +74,7 @@ def test_killed_and_resumed_it_ends_where_an_undisturbed_run_ends(
 
     whole = train("whole")
     with pytest.raises(Killed):
-        train("killed", Progress(step=kill))
+        train("killed", TrainingProgress(step=kill))
     assert not (tmp_path / "killed" / "result.json").exists()
     assert train("killed", resume=True) == whole
     assert len(whole["metrics"]) == 3
@@ -213,7 +214,7 @@ def test_new_codes_while_training(parts: Split) -> None:
         cells.append([parts_of(run)[kind].cell.clone() for kind in (OtherClusters, SameCluster)])  # type: ignore[operator, union-attr]
         set_codes(run, new)
 
-    fitted = fit(run, parts, k=(10,), device="cpu", progress=Progress(epoch=replaced))
+    fitted = fit(run, parts, k=(10,), device="cpu", progress=TrainingProgress(epoch=replaced))
     assert all(torch.equal(cell, old.cell_of) for cell in cells[0])
     assert all(torch.equal(cell, new.cell_of) for cell in cells[1])
     assert all(math.isfinite(record["loss"]) for record in fitted.history)

@@ -28,7 +28,8 @@ from sparring.recipes.run import Run, Setup
 from sparring.recipes.settings import build, own_arguments, own_setup, parse_setup, resolve
 from sparring.recipes.variant import variant
 from sparring.training import loop as training
-from sparring.training.fitting import Progress, fit
+from sparring.training.fitting import fit
+from sparring.training.loop import TrainingProgress
 from sparring.training.step import training_step
 
 NAMES = ("dpr", "ance", "ngame", "dexa", "prime", "dexml")
@@ -61,7 +62,7 @@ def test_a_row_is_a_query_with_one_of_its_positives(parts: Split, name: str) -> 
     pairs = set(zip(parts.train.queries.tolist(), parts.train.items.tolist(), strict=True))
     seen: list[list[tuple[int, int]]] = [[]]
     watch(run, lambda step: seen[-1].extend(zip(step.query_ids.tolist(), step.item_ids.tolist(), strict=True)))
-    fit(run, Split(parts.train), device="cpu", progress=Progress(epoch=lambda record: seen.append([])))
+    fit(run, Split(parts.train), device="cpu", progress=TrainingProgress(epoch=lambda record: seen.append([])))
     for epoch in seen[:-1]:
         assert sorted(query for query, _ in epoch) == sorted({query for query, _ in pairs})
         assert set(epoch) <= pairs
@@ -90,7 +91,7 @@ def test_batches_follow_the_vectors_of_the_steps(parts: Split) -> None:
         assert 0 < record["violators"] <= 10
 
     watch(run, look)
-    fit(run, Split(parts.train), device="cpu", progress=Progress(epoch=check))
+    fit(run, Split(parts.train), device="cpu", progress=TrainingProgress(epoch=check))
     assert len(last) == len(np.unique(parts.train.queries))
 
 
@@ -277,7 +278,7 @@ def test_lists_in_the_background_change_nothing(
                     folder,
                     resume=True,
                     device="cpu",
-                    progress=Progress(step=step) if at else None,
+                    progress=TrainingProgress(step=step) if at else None,
                 )
             except KeyboardInterrupt:
                 continue

@@ -16,7 +16,8 @@ from sparring.recipes import RECIPES
 from sparring.recipes.run import Run
 from sparring.recipes.settings import build, own_setup
 from sparring.training import loop as training
-from sparring.training.fitting import Progress, fit
+from sparring.training.fitting import fit
+from sparring.training.loop import TrainingProgress
 from sparring.training.step import training_step
 
 B, N_DRAWN = 24, 30
@@ -154,7 +155,7 @@ def test_ada_tau_leaves_the_given_gap_in_a_short_training(parts: Split) -> None:
         gaps.append(float(temperature.gap))
         taus.append((record["tau"], sum(temperature.tau.tolist()) / parts.train.n_queries, float(temperature.tau[0])))
 
-    fit(run, parts, k=(10,), device="cpu", progress=Progress(epoch=note))
+    fit(run, parts, k=(10,), device="cpu", progress=TrainingProgress(epoch=note))
     assert [gap == pytest.approx(0.7) for gap in gaps] == [True, True, False, False, False, False]
     for recorded, mean, first in taus[1:]:
         assert recorded == pytest.approx(mean, abs=2e-6)
@@ -191,7 +192,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(
     fit(whole, parts, k=(10,), device="cpu")
     monkeypatch.setattr(training, "CHECKPOINT_SECONDS", -1.0)  # after every step
     with pytest.raises(Stop):
-        fit(broken, parts, tmp_path / "run", k=(10,), device="cpu", progress=Progress(step=stop))
+        fit(broken, parts, tmp_path / "run", k=(10,), device="cpu", progress=TrainingProgress(step=stop))
     assert (tmp_path / "run" / "checkpoint.safetensors").is_file()
     fit(resumed, parts, tmp_path / "run", resume=True, k=(10,), device="cpu")
     want, found = whole.modules().state_dict(), resumed.modules().state_dict()

@@ -19,8 +19,9 @@ from sparring.data.interactions import Split
 from sparring.recipes.settings import build
 from sparring.training import checkpoint_writer, curve
 from sparring.training import loop as training
-from sparring.training.checkpoint_writer import Background, Copies
-from sparring.training.fitting import Fitted, Progress, fit
+from sparring.training.checkpoint_writer import BackgroundWriter, Copies
+from sparring.training.fitting import Fitted, fit
+from sparring.training.loop import TrainingProgress
 
 CASES: dict[str, dict[str, Any]] = {
     "xir": {"cache_size": 64, "draw": "multinomial"},
@@ -49,7 +50,7 @@ def train(
         taken[0] += 1
         step(taken[0])
 
-    return fit(run, parts, out, resume=resume, k=(10,), device="cpu", progress=Progress(step=count))
+    return fit(run, parts, out, resume=resume, k=(10,), device="cpu", progress=TrainingProgress(step=count))
 
 
 def same(one: Path, other: Path) -> bool:
@@ -122,7 +123,7 @@ def test_without_room_for_copies_training_waits(parts: Split, tmp_path: Path, mo
     train("xir", parts, tmp_path / "beside")
     started: list[object] = []
     monkeypatch.setattr(checkpoint_writer, "machine_bytes", lambda: 1000)
-    monkeypatch.setattr(Background, "start", lambda self, work: started.append(work))
+    monkeypatch.setattr(BackgroundWriter, "start", lambda self, work: started.append(work))
     train("xir", parts, tmp_path / "waiting")
     assert not started
     assert same(tmp_path / "beside", tmp_path / "waiting")
@@ -159,7 +160,7 @@ def test_an_error_beside_training_is_told_soon(parts: Split, tmp_path: Path, mon
 
 def test_one_at_a_time_and_errors_once() -> None:
     """Work waits for the work before; what it raised is raised again once, by whoever asks next."""
-    work, order = Background(), []
+    work, order = BackgroundWriter(), []
     for number in range(3):
         work.start(lambda number=number: (time.sleep(0.01), order.append(number)))  # type: ignore[misc]
         assert order == list(range(number))

@@ -25,7 +25,8 @@ from sparring.negatives import InBatch
 from sparring.recipes.run import Run, Setup, Term, compose
 from sparring.recipes.settings import build
 from sparring.training import loop as training
-from sparring.training.fitting import Progress, fit
+from sparring.training.fitting import fit
+from sparring.training.loop import TrainingProgress
 from sparring.training.trained import load
 
 QUICK: dict[str, Any] = {"dim": 8, "epochs": 3, "batch_size": 64, "patience": None}
@@ -131,10 +132,10 @@ def scripted(monkeypatch: pytest.MonkeyPatch, scores: list[float]) -> list[Inter
     return asked
 
 
-def snapshots(run: Run) -> tuple[list[Tensor], Progress]:
+def snapshots(run: Run) -> tuple[list[Tensor], TrainingProgress]:
     """The item vectors after every epoch."""
     kept: list[Tensor] = []
-    return kept, Progress(epoch=lambda record: kept.append(run.model.item_vectors().clone()))
+    return kept, TrainingProgress(epoch=lambda record: kept.append(run.model.item_vectors().clone()))
 
 
 @pytest.mark.parametrize("in_folder", [False, True])
@@ -298,7 +299,7 @@ def test_a_warmup_that_does_not_fit_is_shortened_and_said(
     monkeypatch.setattr(training, "optimizers", lambda *args: made.extend(real(*args)) or made)
     settings = {**QUICK, "epochs": 6, "batch_size": -(-len(parts.train) // 2), "schedule": "linear", "warmup": warmup}
     run = build("ssl", parts.train, settings)
-    progress = Progress(
+    progress = TrainingProgress(
         step=lambda epoch, step, loss: rates.append(made[0].param_groups[0]["lr"] / run.setup.lr), say=said.append
     )
     fit(run, Split(parts.train), device="cpu", progress=progress)
@@ -317,7 +318,7 @@ def test_learning_rate_follows_decay_and_warmup(parts: Split, monkeypatch: pytes
     monkeypatch.setattr(training, "optimizers", lambda *args: made.extend(real(*args)) or made)
     steps = -(-len(parts.train) // 64)
     run = build("ssl", parts.train, {**QUICK, "epochs": 5, "lr_decay": 0.5, "lr_decay_every": 2, "warmup": 8})
-    progress = Progress(step=lambda epoch, step, loss: rates.append(made[0].param_groups[0]["lr"]))
+    progress = TrainingProgress(step=lambda epoch, step, loss: rates.append(made[0].param_groups[0]["lr"]))
     fit(run, Split(parts.train), device="cpu", progress=progress)
     expected = [run.setup.lr * 0.5 ** (t // steps // 2) * min(1.0, (t + 1) / 8) for t in range(5 * steps)]
     assert rates == pytest.approx(expected, rel=1e-12)
@@ -331,7 +332,9 @@ def test_learning_rate_follows_a_cosine(parts: Split, monkeypatch: pytest.Monkey
     monkeypatch.setattr(training, "optimizers", lambda *args: made.extend(real(*args)) or made)
     total, warmup = 3 * -(-len(parts.train) // 64), 4
     run = build("ssl", parts.train, {**QUICK, "epochs": 3, "schedule": "cosine", "warmup": warmup})
-    progress = Progress(step=lambda epoch, step, loss: rates.append(made[0].param_groups[0]["lr"] / run.setup.lr))
+    progress = TrainingProgress(
+        step=lambda epoch, step, loss: rates.append(made[0].param_groups[0]["lr"] / run.setup.lr)
+    )
     fit(run, Split(parts.train), device="cpu", progress=progress)
     expected = [
         min(1.0, (t + 1) / warmup) * (1 + math.cos(math.pi * min(1.0, max(0.0, (t - warmup) / (total - warmup))))) / 2
@@ -468,7 +471,7 @@ def test_a_folder_does_not_change_the_training(parts: Split, tmp_path: Path, mon
 def test_what_the_ranking_could_not_do_is_told_before_training(parts: Split) -> None:
     """A cutoff beyond the catalogue or an unknown metric, of the test or of the selection, is refused before the first step."""
     steps: list[int] = []
-    progress = Progress(step=lambda epoch, step, loss: steps.append(step))
+    progress = TrainingProgress(step=lambda epoch, step, loss: steps.append(step))
     good = build("default", parts.train, {**QUICK, "n": 16})
 
     def refused(words: str, run: Run = good, **arguments: Any) -> None:
@@ -499,7 +502,7 @@ def test_selection_by_another_metric(parts: Split) -> None:
 def test_progress_hears_of_every_step_and_epoch(parts: Split) -> None:
     """start once with the numbers of epochs and steps, step after each step with the mean loss so far, epoch with each record."""
     heard: list[tuple[Any, ...]] = []
-    progress = Progress(
+    progress = TrainingProgress(
         start=lambda epochs, steps: heard.append(("start", epochs, steps)),
         step=lambda epoch, step, loss: heard.append(("step", epoch, step)),
         epoch=lambda record: heard.append(("epoch", record["epoch"])),
@@ -612,7 +615,7 @@ def test_gradients_left_over_are_not_added_to_a_step(
 
         return [
             record["loss"]
-            for record in fit(run, Split(parts.train), device="cpu", progress=Progress(step=leave)).history
+            for record in fit(run, Split(parts.train), device="cpu", progress=TrainingProgress(step=leave)).history
         ]
 
     assert losses(True) == losses(False)

@@ -20,7 +20,8 @@ from sparring.data.synthetic import World
 from sparring.recipes.run import Run
 from sparring.recipes.settings import build
 from sparring.training import lock
-from sparring.training.fitting import Progress, fit
+from sparring.training.fitting import fit
+from sparring.training.loop import TrainingProgress
 
 QUICK = {"dim": 8, "epochs": 2, "batch_size": 64}
 
@@ -85,7 +86,7 @@ def test_what_a_service_keeps_outlives_its_run(run: Run, parts: Split, tmp_path:
     for name in ("serve", "index"):
         (out / name).mkdir()
         (out / name / "items.sqlite").write_text(name)
-    fit(run, parts, out, k=(10,), device="cpu", overwrite=True, progress=Progress(say=said.append))
+    fit(run, parts, out, k=(10,), device="cpu", overwrite=True, progress=TrainingProgress(say=said.append))
     assert (out / "serve" / "items.sqlite").read_text() == "serve"
     assert not (out / "index").exists()
     assert f"deleted the run that was in {out} and its index; what a service keeps in {out / 'serve'} stays" in said
@@ -122,7 +123,7 @@ def test_a_second_training_is_told_who_writes(run: Run, parts: Split, tmp_path: 
                 fit(build("ssl", parts.train, QUICK), parts, out, k=(10,), device="cpu", resume=True)
             told.append(str(error.value))
 
-    fit(run, parts, out, k=(10,), device="cpu", progress=Progress(step=step))
+    fit(run, parts, out, k=(10,), device="cpu", progress=TrainingProgress(step=step))
     assert f"process {os.getpid()} on " in told[0]
     assert str(out) in told[0]
     assert (out / "result.json").is_file()

@@ -31,7 +31,8 @@ from sparring.recipes.run import Setup, Term, compose
 from sparring.recipes.settings import build
 from sparring.training import curve, trained
 from sparring.training import loop as training
-from sparring.training.fitting import Fitted, Progress, fit
+from sparring.training.fitting import Fitted, fit
+from sparring.training.loop import TrainingProgress
 from support.run_files import contents
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -63,7 +64,7 @@ def train(
     *,
     resume: bool = False,
     overwrite: bool = False,
-    progress: Progress | None = None,
+    progress: TrainingProgress | None = None,
     **more: Any,
 ) -> Fitted:
     settings = {"dim": 8, "epochs": 3, "batch_size": 64, "patience": None, **SETTINGS[case], **more}
@@ -78,7 +79,7 @@ def assert_same(one: Path, other: Path) -> None:
         assert torch.equal(value, second[name]) if isinstance(value, torch.Tensor) else value == second[name], name
 
 
-def killing(moments: set[int], checkpoints: random.Random) -> Progress:
+def killing(moments: set[int], checkpoints: random.Random) -> TrainingProgress:
     """Raise at these steps, counted over the whole training; checkpoints after about every third step."""
 
     def step(epoch: int, done: int, loss: Callable[[], float]) -> None:
@@ -88,7 +89,7 @@ def killing(moments: set[int], checkpoints: random.Random) -> Progress:
             moments.remove(now)
             raise Killed
 
-    return Progress(step=step)
+    return TrainingProgress(step=step)
 
 
 @pytest.fixture(autouse=True)
@@ -282,7 +283,7 @@ def test_resuming_a_finished_run_changes_nothing(parts: Split, tmp_path: Path) -
         parts,
         tmp_path / "run",
         resume=True,
-        progress=Progress(step=lambda epoch, step, loss: steps.append(step)),
+        progress=TrainingProgress(step=lambda epoch, step, loss: steps.append(step)),
     )
     assert not steps
     assert again.best_epoch == first.best_epoch
@@ -312,7 +313,7 @@ def test_resume_keeps_the_time_spent(parts: Split, tmp_path: Path) -> None:
             raise Killed
 
     with pytest.raises(Killed):
-        train("xir", parts, tmp_path / "run", progress=Progress(step=slow), epochs=1)
+        train("xir", parts, tmp_path / "run", progress=TrainingProgress(step=slow), epochs=1)
     found = train("xir", parts, tmp_path / "run", resume=True, epochs=1)
     assert found.seconds > 4 * 0.02
 
@@ -344,7 +345,7 @@ def stopped(parts: Split, out: Path, *terms: Term) -> None:
             raise Killed
 
     with pytest.raises(Killed):
-        fit(compose(parts.train, OWN, *terms), parts, out, k=(10,), device="cpu", progress=Progress(step=step))
+        fit(compose(parts.train, OWN, *terms), parts, out, k=(10,), device="cpu", progress=TrainingProgress(step=step))
 
 
 OWN = Setup(dim=8, epochs=3, batch_size=64)
@@ -509,7 +510,7 @@ def test_a_full_disk_loses_nothing(small_disk: Path, parts: Split, tmp_path: Pat
             fill_up()
 
     with pytest.raises(UserError) as error:
-        train("xir", parts, out, progress=Progress(step=step, epoch=epoch))
+        train("xir", parts, out, progress=TrainingProgress(step=step, epoch=epoch))
     assert str(out) in str(error.value)
     assert "No space left on device" in str(error.value)
     assert len(str(error.value).splitlines()) == 1

@@ -21,8 +21,9 @@ from sparring.models.towers import IdTower
 from sparring.recipes.settings import build
 from sparring.training import curve
 from sparring.training import loop as training
-from sparring.training.fitting import Fitted, Progress, fit
-from sparring.training.stages import classifier_run, fit_stages
+from sparring.training.fitting import Fitted, fit
+from sparring.training.loop import TrainingProgress
+from sparring.training.stages import classifier_run
 from sparring.training.trained import load
 from support.texts import text_parts, tiny_bert
 
@@ -58,11 +59,17 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def train(
-    recipe: str, parts: Split, out: Path | None, *, resume: bool = False, progress: Progress | None = None, **more: Any
+    recipe: str,
+    parts: Split,
+    out: Path | None,
+    *,
+    resume: bool = False,
+    progress: TrainingProgress | None = None,
+    **more: Any,
 ) -> Fitted:
     extra = {"auxiliary": 4, "private": 3} if recipe == "dexa" else {}
     run = build(recipe, parts.train, {**SETTINGS, **OWN, **extra, **more})
-    return fit_stages(run, parts, out, resume=resume, k=(1, 10), device="cpu", progress=progress)
+    return fit(run, parts, out, resume=resume, k=(1, 10), device="cpu", progress=progress)
 
 
 def figures(folder: Path) -> dict[str, Any]:
@@ -76,7 +83,7 @@ def figures(folder: Path) -> dict[str, Any]:
     return found
 
 
-def killer(stage: int, moment: tuple[int, int] | str) -> Progress:
+def killer(stage: int, moment: tuple[int, int] | str) -> TrainingProgress:
     """Raise in the stage (0: towers, 1: classifiers) after this step of this epoch, or when this is said; save after every step."""
     at = -1
 
@@ -93,7 +100,7 @@ def killer(stage: int, moment: tuple[int, int] | str) -> Progress:
         if line.startswith(str(moment)):
             raise Killed
 
-    return Progress(start=start, step=step, say=say)
+    return TrainingProgress(start=start, step=step, say=say)
 
 
 MOMENTS: list[tuple[int, tuple[int, int] | str]] = [
@@ -201,9 +208,9 @@ def test_stages_can_be_left_out(parts: Split, tmp_path: Path) -> None:
     assert not (tmp_path / "towers" / "classifiers").exists()
     assert set(train("ngame", parts, None, fusion=False).stages) == {"knn", "clf"}
     plain = {"dim": 4, "epochs": 1}
-    assert fit_stages(build("ssl", parts.train, plain), parts, k=(10,), device="cpu").stages == {}
+    assert fit(build("ssl", parts.train, plain), parts, k=(10,), device="cpu").stages == {}
     asked = {**plain, "classifiers": 1, "clf_batch_size": 16}
-    assert set(fit_stages(build("ssl", parts.train, asked), parts, k=(10,), device="cpu").stages) == {
+    assert set(fit(build("ssl", parts.train, asked), parts, k=(10,), device="cpu").stages) == {
         "knn",
         "clf",
         "fusion",
@@ -229,11 +236,11 @@ def test_text_towers_go_through_all_stages(tmp_path: Path, monkeypatch: pytest.M
         "warmup": 2,
     }
     run = build("dexa", texts.train, settings)
-    fit_stages(run, texts, tmp_path / "whole", k=(1, 10), device="cpu")
+    fit(run, texts, tmp_path / "whole", k=(1, 10), device="cpu")
     for stage, moment in ((0, (1, 1)), (1, (1, 1))):
         again = build("dexa", texts.train, settings)
         with pytest.raises(Killed):
-            fit_stages(
+            fit(
                 again,
                 texts,
                 tmp_path / "run",
@@ -243,7 +250,7 @@ def test_text_towers_go_through_all_stages(tmp_path: Path, monkeypatch: pytest.M
                 progress=killer(stage, moment),
             )
     training.CHECKPOINT_SECONDS = 600.0
-    fit_stages(build("dexa", texts.train, settings), texts, tmp_path / "run", resume=True, k=(1, 10), device="cpu")
+    fit(build("dexa", texts.train, settings), texts, tmp_path / "run", resume=True, k=(1, 10), device="cpu")
     first, second = figures(tmp_path / "whole"), figures(tmp_path / "run")
     assert first.keys() == second.keys()
     for key, value in first.items():

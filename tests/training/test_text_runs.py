@@ -25,7 +25,9 @@ from sparring.experiments.diagnose.measures import diagnose
 from sparring.recipes.settings import build, find, resolve
 from sparring.training import loop as training
 from sparring.training import trained as runs
-from sparring.training.fitting import Progress, fit
+from sparring.training.fitting import fit
+from sparring.training.folder import read_meta
+from sparring.training.loop import TrainingProgress
 from support.texts import text_parts, tiny_bert
 
 QUICK: dict[str, Any] = {"encoder": "bag", "dim": 8, "epochs": 2, "batch_size": 64, "warmup": 2}
@@ -128,7 +130,7 @@ def test_the_command_line_reads_texts_where_nothing_else_helps(parts: Split, tmp
         str(tmp_path / "run"),
     ]
     assert main(words) == 0
-    setup = runs.read_meta(tmp_path / "run")["setup"]
+    setup = read_meta(tmp_path / "run")["setup"]
     encoder = "minilm" if torch.cuda.is_available() else "bag"
     assert (setup["query_tower"], setup["encoder"]) == (("text", encoder) if cold else ("id", None))
 
@@ -275,7 +277,7 @@ def test_resumed_is_never_stopped(
             k=(10,),
             device="cpu",
             resume=resume,
-            progress=Progress(step=step),
+            progress=TrainingProgress(step=step),
         )
 
     go(tmp_path / "whole", set(), False)

@@ -62,7 +62,7 @@ def test_rows_go_by_their_original_ids(old: Path, today: Split, side: str) -> No
         if side == "query"
         else (before.ids.item_ids, today.train.item_ids)
     )
-    blank = before.offers.queries if side == "query" else before.offers.items
+    blank = before.eligibility.queries if side == "query" else before.eligibility.items
     there, here = ({name: row for row, name in enumerate(each.ids.to_list())} for each in names)
     copied = [name for name in here if name in there and there[name] not in blank.tolist()]
     assert 10 < len(copied) < len(here)
@@ -88,9 +88,9 @@ def test_a_warm_run_says_where_it_began(old: Path, today: Split, tmp_path: Path)
     (there,), (here,) = before.ids.item_ids.encode([101]), after.ids.item_ids.encode([101])
     torch.testing.assert_close(after.model.item.weight[here], before.model.item.weight[there], atol=1e-6, rtol=0)
     assert meta["untrained"]["items"] >= 1
-    assert 5 not in after.offers.items.tolist()
+    assert 5 not in after.eligibility.items.tolist()
     fit(build("bpr", few, settings), parts, tmp_path / "cold", device="cpu")
-    assert 5 in load(tmp_path / "cold").offers.items.tolist()
+    assert 5 in load(tmp_path / "cold").eligibility.items.tolist()
 
 
 def test_a_run_may_begin_with_the_one_that_it_replaces(old: Path, today: Split, tmp_path: Path) -> None:

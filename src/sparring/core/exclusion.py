@@ -107,6 +107,10 @@ class Positives:
     start: Tensor  # (queries + 1,)
     items: Tensor  # (interactions,), sorted within each query
 
+    def to(self, device: torch.device) -> Positives:
+        """The same positives on a device."""
+        return self if self.items.device == device else Positives(self.start.to(device), self.items.to(device))
+
     def of(self, query_ids: Tensor) -> Exclude:
         """Pairs (row, item) of all known positives of these queries."""
         return Known(self, query_ids)

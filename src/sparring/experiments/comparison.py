@@ -322,7 +322,8 @@ def _train_one(
 
     from sparring.core.devices import pick_device
     from sparring.experiments.diagnose.profile import profile
-    from sparring.training.fitting import Progress, fit
+    from sparring.training.fitting import fit
+    from sparring.training.loop import TrainingProgress
 
     run = settings.build(recipe, data.split.train, asked, base)
     where, before = pick_device(device), memory.resident_bytes()
@@ -333,7 +334,7 @@ def _train_one(
         peak = torch.cuda.max_memory_allocated(where) if on_gpu else memory.peak_bytes() - before
         say(record)
 
-    progress = Progress(epoch=epoch)
+    progress = TrainingProgress(epoch=epoch)
     fitted = fit(
         run, data.split, folder, resume=True, device=device, k=k, metrics=metrics, progress=progress, source=data.source
     )

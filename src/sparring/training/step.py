@@ -166,8 +166,7 @@ def sample_steps(
     device = run.model.device
     generator = torch.Generator(device).manual_seed(run.setup.seed if seed is None else seed)
     rows = TrainingRows(run, split.train, device)
-    known = split.train.positives()
-    positives = Positives(known.start.to(device), known.items.to(device))
+    positives = split.train.positives().to(device)
     if batches is None:
         batches = (rows.pairs(batch, generator) for batch in rows.batches.epoch(epoch, device=device))
     for pairs in batches:

@@ -20,8 +20,7 @@ from sparring.negatives import Negatives
 from sparring.recipes import settings
 from sparring.recipes.finding import Recipe
 from sparring.recipes.run import Run
-from sparring.training import trained
-from sparring.training.custom_towers import recipe_of
+from sparring.training.folder import read_meta, recipe_of
 from sparring.training.step import sample_steps
 
 WARM_STEPS = 50  # after which a cache or a memory holds what it would in training, and a streaming estimate knows the usual items
@@ -32,7 +31,7 @@ def own(folder: Path, split: Split, device: torch.device | str = "cpu") -> Run:
 
     Without a checkpoint, what its negatives remember is filled anew (see `warm`).
     """
-    meta = trained.read_meta(folder)
+    meta = read_meta(folder)
     setup = settings.parse_setup(meta["setup"])
     if meta["recipe"] == "custom":
         how = "diagnose it there (docs/diagnose.md), or train it by a recipe of your own (docs/extending.md)"

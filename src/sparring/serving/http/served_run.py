@@ -51,11 +51,11 @@ class Served:
     loaded: float = field(default_factory=time.time)
 
     def __post_init__(self) -> None:
-        seen, test = self.trained.offers.seen, self.trained.offers.test
+        seen, test = self.trained.eligibility.seen, self.trained.eligibility.test
         self.seen_start, self.seen_items = seen.start.numpy(), seen.items.numpy()
         self.held = None if test is None else (test.start.numpy(), test.items.numpy())
         self.untrained = frozenset(
-            self.trained.offers.items.tolist()
+            self.trained.eligibility.items.tolist()
         )  # listed only where they were given another vector
         query = self.trained.model.query
         self.user_table = query.weight.detach().numpy() if isinstance(query, IdTower) else None
@@ -97,7 +97,7 @@ class Served:
         known = dense >= 0
         own = known & (dense < self.trained.model.n_items)
         if self.untrained:
-            blank = np.isin(dense, self.trained.offers.items.numpy())
+            blank = np.isin(dense, self.trained.eligibility.items.numpy())
             known &= ~blank | np.fromiter(map(self.listed, dense.tolist()), bool, len(dense))
             own &= ~blank
         return own if self.by_history and own.any() else known
@@ -254,7 +254,7 @@ def load_served(folder: Path, name: str) -> Served:
         notes=notes,
     )
     _check(served)
-    untrained = trained.offers.items.numpy()
+    untrained = trained.eligibility.items.numpy()
     if len(untrained):
         index.remove(untrained)
         notes.append(
