@@ -136,7 +136,7 @@ def run_train(folder: Path, steps: int, dim: int) -> None:
             watch.tell("began: run folder written, first step done")
         if done == steps:
             watch.tell(f"{steps - 1} steps of {size:,}", (steps - 1) * size)
-            loop.CHECKPOINT_SECONDS = -1.0  # as if ten minutes had gone by: a checkpoint after this step
+            loop.WITHIN_EPOCH = -1.0  # as if ten minutes had gone by: a checkpoint after this step
         if done > steps:
             saved = (folder / "run" / "checkpoint.safetensors").stat().st_size / 1e9
             watch.tell(f"a checkpoint of {saved:.2f} GB")

@@ -87,9 +87,9 @@ def work(path: Path, out: Path, steps: int, dim: int) -> None:
             tell("begin: id maps and seen items written, first step done")
             first.append(time.perf_counter())
         if done == steps // 2:
-            loop.CHECKPOINT_SECONDS = 0.0  # as if ten minutes had gone by: a checkpoint after this step
+            loop.WITHIN_EPOCH = 0.0  # as if ten minutes had gone by: a checkpoint after this step
         elif done == steps // 2 + 1:
-            loop.CHECKPOINT_SECONDS = 600.0
+            loop.WITHIN_EPOCH = 600.0
         if done >= steps:
             raise _Enough
 

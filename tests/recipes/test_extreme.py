@@ -249,7 +249,7 @@ def test_lists_in_the_background_change_nothing(
 ) -> None:
     """A training with a delay ends at the same weights whether lists are made in line or beside it, and also when it was stopped while they
     were being made, and resumed."""
-    monkeypatch.setattr(training, "CHECKPOINT_SECONDS", -1.0)
+    monkeypatch.setattr(training, "WITHIN_EPOCH", -1.0)
     settings = {
         "dim": 4,
         "epochs": 5,

@@ -190,7 +190,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(
 
     whole, broken, resumed = (build(name, parts.train, settings) for _ in range(3))
     fit(whole, parts, k=(10,), device="cpu")
-    monkeypatch.setattr(training, "CHECKPOINT_SECONDS", -1.0)  # after every step
+    monkeypatch.setattr(training, "WITHIN_EPOCH", -1.0)  # after every step
     with pytest.raises(Stop):
         fit(broken, parts, tmp_path / "run", k=(10,), device="cpu", progress=TrainingProgress(step=stop))
     assert (tmp_path / "run" / "checkpoint.safetensors").is_file()

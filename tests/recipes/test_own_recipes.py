@@ -60,7 +60,7 @@ def trained(place: Path) -> Path:
     ]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(place)
-        patch.setattr(training, "BETWEEN_SECONDS", 0.0)
+        patch.setattr(training, "AFTER_EPOCH", 0.0)
         assert main([*words, *QUICK, "--set", "alpha=0.7"]) == 0
     return place / "runs" / "mine"
 

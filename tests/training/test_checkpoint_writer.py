@@ -36,7 +36,7 @@ class Killed(BaseException):
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training, "CHECKPOINT_SECONDS", -1.0)  # a checkpoint after every step
+    monkeypatch.setattr(training, "WITHIN_EPOCH", -1.0)  # a checkpoint after every step
     monkeypatch.setattr(curve, "training_curve", lambda history, path, *_: Path(path).write_bytes(b"no curve"))
 
 
@@ -67,7 +67,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(
 ) -> None:
     """With a disk that takes no byte until two more steps are done, they are done."""
     begun, moved, held, real = threading.Event(), threading.Event(), [], os.fsync
-    monkeypatch.setattr(training, "CHECKPOINT_SECONDS", 600.0)
+    monkeypatch.setattr(training, "WITHIN_EPOCH", 600.0)
 
     def fsync(file: int) -> None:
         if threading.current_thread() is not threading.main_thread() and not held:
@@ -76,7 +76,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(
         real(file)
 
     def step(number: int) -> None:
-        training.CHECKPOINT_SECONDS = -1.0 if number == 2 else 600.0
+        training.WITHIN_EPOCH = -1.0 if number == 2 else 600.0
         if number == 3:
             assert begun.wait(60)
         if number == 4:
@@ -94,7 +94,7 @@ def test_a_checkpoint_is_what_training_was_when_it_was_taken(
     """On a slow disk, steps are taken while tensors wait to be written; stopped and resumed, a run ends bitwise as one left alone."""
     if case == "bpr":
         pytest.importorskip("torchrec")
-    monkeypatch.setattr(training, "CHECKPOINT_SECONDS", 600.0)
+    monkeypatch.setattr(training, "WITHIN_EPOCH", 600.0)
     train(case, parts, tmp_path / "whole")
     real, stops = files.write_tensors, [2, 5, 3, 4]
 
@@ -103,7 +103,7 @@ def test_a_checkpoint_is_what_training_was_when_it_was_taken(
         real(*arguments)
 
     def step(number: int) -> None:
-        training.CHECKPOINT_SECONDS = -1.0 if number % 3 == 1 else 600.0
+        training.WITHIN_EPOCH = -1.0 if number % 3 == 1 else 600.0
         if stops and number == stops[0]:
             stops.pop(0)
             raise Killed
@@ -145,7 +145,7 @@ def test_an_error_beside_training_is_told_soon(parts: Split, tmp_path: Path, mon
                 time.sleep(0.005)
             full.set()
         if number > 3:
-            training.CHECKPOINT_SECONDS = 600.0  # no further save tells it
+            training.WITHIN_EPOCH = 600.0  # no further save tells it
             after.append(number)
             assert failed.wait(60)
             time.sleep(0.05)  # for the thread to end

@@ -417,7 +417,7 @@ def test_a_loss_that_is_not_a_number_ends_training(
 ) -> None:
     """Divergence is one line that names the epoch and the learning rate, and never replaces a checkpoint."""
     if mid_epoch:
-        monkeypatch.setattr(training, "CHECKPOINT_SECONDS", -1.0)
+        monkeypatch.setattr(training, "WITHIN_EPOCH", -1.0)
     run = build("ssl", parts.train, {**QUICK, "lr": 1e30})
     with pytest.raises(UserError) as error:
         fit(run, parts, tmp_path / "run", k=(10,), device="cpu")
@@ -459,7 +459,7 @@ def test_two_identical_runs_are_bitwise_identical(parts: Split, name: str, optim
 
 def test_a_folder_does_not_change_the_training(parts: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With and without `out`, with checkpoints at every step or none: bitwise the same model."""
-    monkeypatch.setattr(training, "CHECKPOINT_SECONDS", -1.0)
+    monkeypatch.setattr(training, "WITHIN_EPOCH", -1.0)
     models = []
     for out in (None, tmp_path / "run"):
         run = build("xir", parts.train, {**QUICK, "cache_size": 64, "draw": "multinomial"})

@@ -83,7 +83,7 @@ def killing(moments: set[int], checkpoints: random.Random) -> TrainingProgress:
     """Raise at these steps, counted over the whole training; checkpoints after about every third step."""
 
     def step(epoch: int, done: int, loss: Callable[[], float]) -> None:
-        training.CHECKPOINT_SECONDS = -1.0 if checkpoints.random() < 0.3 else 600.0
+        training.WITHIN_EPOCH = -1.0 if checkpoints.random() < 0.3 else 600.0
         now = epoch * 100 + done
         if now in moments:
             moments.remove(now)
@@ -95,7 +95,7 @@ def killing(moments: set[int], checkpoints: random.Random) -> TrainingProgress:
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Put back the interval that a test sets, and draw no curves: they take more time than these trainings."""
-    monkeypatch.setattr(training, "CHECKPOINT_SECONDS", 600.0)
+    monkeypatch.setattr(training, "WITHIN_EPOCH", 600.0)
     monkeypatch.setattr(curve, "training_curve", lambda history, path, *_: Path(path).write_bytes(b"no curve"))
 
 
@@ -169,7 +169,7 @@ import sparring.cli.train
 from sparring import trainer
 from sparring.cli import main
 torch.optim.SGD([torch.zeros(1, requires_grad=True)]).step()  # has imports of its own
-trainer.CHECKPOINT_SECONDS, trainer.BETWEEN_SECONDS = 0.03, 0.0
+trainer.WITHIN_EPOCH, trainer.AFTER_EPOCH = 0.03, 0.0
 flush = os.fsync
 os.fsync = lambda file: (time.sleep(0.01), flush(file))  # a slow disk, so that a kill often falls into saving
 for out in sys.stdin:  # a process for each line: the imports, most of a short run's time, are done once
@@ -308,7 +308,7 @@ def test_resume_keeps_the_time_spent(parts: Split, tmp_path: Path) -> None:
 
     def slow(epoch: int, done: int, loss: Callable[[], float]) -> None:
         time.sleep(0.02)
-        training.CHECKPOINT_SECONDS = -1.0
+        training.WITHIN_EPOCH = -1.0
         if (epoch, done) == (0, 5):
             raise Killed
 
@@ -503,7 +503,7 @@ def test_a_full_disk_loses_nothing(small_disk: Path, parts: Split, tmp_path: Pat
     def step(epoch: int, done: int, loss: torch.Tensor) -> None:
         if (epoch, done) == (1, 3) and when != "checkpoint":
             fill_up()
-            training.CHECKPOINT_SECONDS = -1.0 if when == "mid epoch" else 600.0
+            training.WITHIN_EPOCH = -1.0 if when == "mid epoch" else 600.0
 
     def epoch(record: dict[str, Any]) -> None:
         if record["epoch"] == 2 and when == "checkpoint":
@@ -517,7 +517,7 @@ def test_a_full_disk_loses_nothing(small_disk: Path, parts: Split, tmp_path: Pat
     assert not list(out.glob("*.tmp"))
     assert files.read_tensors(out / "checkpoint.safetensors")[1]["epoch"] == 1
     (small_disk / "filler").unlink()
-    training.CHECKPOINT_SECONDS = 600.0
+    training.WITHIN_EPOCH = 600.0
     train("xir", parts, out, resume=True)
     train("xir", parts, tmp_path / "whole")
     assert_same(tmp_path / "whole", out)

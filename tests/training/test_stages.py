@@ -53,8 +53,8 @@ class Killed(BaseException):
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training, "CHECKPOINT_SECONDS", 600.0)
-    monkeypatch.setattr(training, "BETWEEN_SECONDS", 0.0)
+    monkeypatch.setattr(training, "WITHIN_EPOCH", 600.0)
+    monkeypatch.setattr(training, "AFTER_EPOCH", 0.0)
     monkeypatch.setattr(curve, "training_curve", lambda history, path, *_: Path(path).write_bytes(b"no curve"))
 
 
@@ -92,7 +92,7 @@ def killer(stage: int, moment: tuple[int, int] | str) -> TrainingProgress:
         at += 1
 
     def step(epoch: int, done: int, loss: Callable[[], float]) -> None:
-        training.CHECKPOINT_SECONDS = -1.0 if done % 2 else 600.0
+        training.WITHIN_EPOCH = -1.0 if done % 2 else 600.0
         if at == stage and (epoch, done) == moment:
             raise Killed
 
@@ -132,7 +132,7 @@ def test_killed_in_any_stage_and_resumed(
     """Inside the towers' training, between stages, inside the classifiers' and before the fusion: the same figures and tensors, bitwise."""
     with pytest.raises(Killed):
         train(recipe, parts, tmp_path / "run", progress=killer(*moment))
-    training.CHECKPOINT_SECONDS = 600.0
+    training.WITHIN_EPOCH = 600.0
     train(recipe, parts, tmp_path / "run", resume=True)
     first, second = figures(whole[recipe]), figures(tmp_path / "run")
     assert first.keys() == second.keys()
@@ -249,7 +249,7 @@ def test_text_towers_go_through_all_stages(tmp_path: Path, monkeypatch: pytest.M
                 device="cpu",
                 progress=killer(stage, moment),
             )
-    training.CHECKPOINT_SECONDS = 600.0
+    training.WITHIN_EPOCH = 600.0
     fit(build("dexa", texts.train, settings), texts, tmp_path / "run", resume=True, k=(1, 10), device="cpu")
     first, second = figures(tmp_path / "whole"), figures(tmp_path / "run")
     assert first.keys() == second.keys()

@@ -260,12 +260,12 @@ def test_resumed_is_never_stopped(
 ) -> None:
     """Stopped inside an epoch and between epochs, with dropout inside the transformer and with chunks: bitwise the same end, and the
     random state of whoever calls is left alone."""
-    monkeypatch.setattr(training, "BETWEEN_SECONDS", 0.0)
+    monkeypatch.setattr(training, "AFTER_EPOCH", 0.0)
     settings = {**QUICK, "encoder": encoder if encoder == "bag" else str(bert), "n": 16, "epochs": 3, "chunk": 40}
 
     def go(out: Path, stop: set[tuple[int, int]], resume: bool) -> None:
         def step(epoch: int, done: int, loss: Callable[[], float]) -> None:
-            training.CHECKPOINT_SECONDS = -1.0 if done == 3 else 600.0
+            training.WITHIN_EPOCH = -1.0 if done == 3 else 600.0
             if (epoch, done) in stop:
                 stop.remove((epoch, done))
                 raise Killed
