@@ -23,7 +23,7 @@ from sparring.training.fitting import fit
 from sparring.training.step import TrainingRows, describe_batch, sample_steps
 
 QUICK: dict[str, object] = {"dim": 8, "batch_size": 8}
-NGAME: dict[str, object] = {**QUICK, "epochs": 2, "classifiers": 0, "size": 4, "start": 1, "every": 1}
+NGAME: dict[str, object] = {**QUICK, "epochs": 2, "clf_epochs": 0, "size": 4, "start": 1, "every": 1}
 
 
 class Recorder(Negatives):

@@ -22,8 +22,8 @@ from sparring.core.errors import UserError
 from sparring.data.interactions import Split
 from sparring.experiments.search_space import OneOf, Range, begin, space, untuned
 from sparring.recipes.finding import Recipe
-from sparring.recipes.run import Setup
 from sparring.recipes.settings import build, named
+from sparring.recipes.setup import Setup
 from sparring.training.fitting import fit
 
 __all__ = ["OneOf", "Range", "Trial", "Tuned", "best", "read_trials", "require_optuna", "space", "tune", "untuned"]
@@ -106,9 +106,13 @@ def tune(
         value, error = None, None
         try:
             run = build(recipe, parts.train, {**(fixed or {}), **settings, "seed": TUNING_SEED}, base)
-            towers = replace(run, setup=replace(run.setup, classifiers=0))  # trials are judged by the towers alone
+            towers = replace(run, setup=run.setup.replaced(clf_epochs=0))  # trials are judged by the towers alone
             history = fit(towers, parts, device=device).history
-            value = max(float(record[run.setup.select]) for record in history if run.setup.select in record)
+            value = max(
+                float(record[run.setup.validation.select])
+                for record in history
+                if run.setup.validation.select in record
+            )
         except (ValueError, RuntimeError, ArithmeticError, MemoryError) as failure:
             error = (str(failure).strip().splitlines() or [type(failure).__name__])[0]
         done.append(Trial(number, settings, value, round(time.perf_counter() - began, 3), error))

@@ -76,11 +76,11 @@ def fit(
     ranks = join(where)
     progress = TrainingProgress() if progress is None or ranks.rank else progress  # rank 0 reports
     if where.type == "cuda":
-        torch.set_float32_matmul_precision("highest" if run.setup.precision == "float32" else "high")
+        torch.set_float32_matmul_precision("highest" if run.setup.training.precision == "float32" else "high")
     with nullcontext() if folder is None else run_folder.claimed(folder, resume, overwrite, ranks):
         trainer = Trainer(run, split, where, folder, progress, ranks, save_seconds)
         batch = _start(trainer, resume, overwrite, source, warm)
-        progress.start(run.setup.epochs, len(trainer.rows.batches))
+        progress.start(run.setup.training.epochs, len(trainer.rows.batches))
         for line in batch:
             log.info("  %s", line)
         with trainer.checkpoints:
@@ -133,11 +133,12 @@ def _check(run: object, split: object, k: Sequence[int], metrics: Sequence[str])
         raise UserError(
             'the weights of the training pairs are all 0: nothing to learn; name another column, or weight="" for none'
         )
-    metric, cutoff = selected(run.setup.select)
+    select = run.setup.validation.select
+    metric, cutoff = selected(select)
     for name in (metric, *metrics):
         parse(name)
     if split.valid is not None and cutoff > n_items:
-        raise UserError(f"the cutoff of select={run.setup.select} exceeds the {n_items:,} items: choose a smaller one")
+        raise UserError(f"the cutoff of select={select} exceeds the {n_items:,} items: choose a smaller one")
     if split.test is not None and (not k or min(k) < 1 or max(k) > n_items):
         raise UserError(f"the cutoffs k={tuple(k)} must be between 1 and the {n_items:,} items of the catalogue")
 

@@ -39,12 +39,14 @@ from sparring.data.features import Histories
 from sparring.data.interactions import Ids, Interactions, Split, Vocabulary, write_table
 from sparring.evaluation.metrics import LIST_METRICS
 from sparring.evaluation.ranking import Evaluation
+from sparring.models.build import encoder_folder
 from sparring.models.encoders import save_encoder
 from sparring.models.retriever import Retriever
 from sparring.models.text import text_tower
 from sparring.recipes import settings
 from sparring.recipes.finding import source_digest
-from sparring.recipes.run import Run, Setup, encoder_folder, retriever
+from sparring.recipes.run import Run, build_towers
+from sparring.recipes.setup import Setup, flat, parse_setup
 from sparring.training import checkpoint
 from sparring.training.eligibility import Eligibility, seen_tensors, untrained
 from sparring.training.fingerprint import method
@@ -176,7 +178,7 @@ def _write_encoders(folder: Path, model: Retriever, setup: Setup, weights: bool)
         tower = text_tower(module)
         if tower is not None:
             tower.texts.save(folder / f"{side}_texts")
-            save_encoder(tower.encoder, folder / encoder_folder(setup, side), weights)
+            save_encoder(tower.encoder, folder / encoder_folder(setup.text, side), weights)
 
 
 def write_end(
@@ -194,7 +196,7 @@ def write_end(
     _write_encoders(folder, run.model, run.setup, weights=True)
     files.write_json(folder / "result.json", result)
     title = settings.short(run.recipe)
-    files.write(folder / "curve.png", lambda file: training_curve(history, file, title, run.setup.select))
+    files.write(folder / "curve.png", lambda file: training_curve(history, file, title, run.setup.validation.select))
     files.write(folder / "README.md", lambda file: file.write_text(model_card(meta, result, history)))
 
 
@@ -249,7 +251,8 @@ def read_meta(folder: Path) -> dict[str, Any]:
 def check_same(folder: Path, meta: Mapping[str, Any], setup: Setup) -> None:
     """Raise if a run is to be resumed with another method, settings or data; warn if the file of its recipe has changed."""
     before = read_meta(folder)
-    now = json.loads(json.dumps({**meta, "setup": dataclasses.asdict(setup)}, default=str))
+    before["setup"] = flat(before["setup"])
+    now = json.loads(json.dumps({**meta, "setup": setup.flat()}, default=str))
     for part in ("recipe", "arguments", "setup", "method", "data"):
         if before.get(part) != now[part]:
             raise UserError(
@@ -286,13 +289,13 @@ def read_run(folder: Path, model: Retriever | None = None) -> tuple[Retriever, I
     if model is None and meta.get("towers"):
         model = _custom_model(folder, meta, ids, eligibility.seen)
     if model is None:
-        setup = settings.parse_setup(meta["setup"])
+        setup = parse_setup(meta["setup"])
         past = None
-        if setup.query_tower == "history":
+        if setup.model.query_tower == "history":
             if not {"query.start", "query.items"} <= tensors.keys():
                 raise UserError(f"{path} does not fit this run: it has no histories for the history tower")
             past = Histories(tensors["query.start"], tensors["query.items"])
-        model = retriever(setup, ids, past, folder)
+        model = build_towers(setup, ids, past, folder)
     try:
         files.load_tensors(model, tensors, path)
     except UserError as error:
@@ -325,7 +328,7 @@ def _custom_model(folder: Path, meta: Mapping[str, Any], ids: Ids, seen: Positiv
             "pass the model, sparring.load(folder, model=...), or train it by a recipe of your own (docs/extending.md)"
         )
         raise UserError(f"{folder} has custom towers ({names}) and no recipe that builds them: {hint}")
-    setup = settings.parse_setup(meta["setup"])
+    setup = parse_setup(meta["setup"])
     data = seen_interactions(ids, seen)
     return settings.build(recipe_of(folder, meta), data, meta["arguments"], setup=setup).model
 

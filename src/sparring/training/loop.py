@@ -66,7 +66,7 @@ class Trainer:
         self.modules = run.modules().to(device)
         trained = nn.ModuleDict({"model": run.model, "temperature": run.temperature})
         self.trained = list(trained.parameters())
-        self.optimizers = optimizers(trained, setup.optimizer, setup.lr, setup.weight_decay)
+        self.optimizers = optimizers(trained, setup.training.optimizer, setup.training.lr, setup.training.weight_decay)
         self.observers = [m for m in self.modules.modules() if hasattr(m, "observe")]
         self.refreshers = [m for m in self.modules.modules() if hasattr(m, "refresh")]
         self.reporters = [m for m in self.modules.modules() if hasattr(m, "report")]
@@ -76,11 +76,16 @@ class Trainer:
         self.mean_weight = 1.0 if train.weight is None else float(train.weight.mean())
         self.positives = train.positives().to(device) if self.refreshers or _masks_known(self.modules) else None
         self.rows = TrainingRows(run, train, device)
-        total = setup.epochs * len(self.rows.batches)
+        total = setup.training.epochs * len(self.rows.batches)
         self.schedule = Schedule(
-            setup.schedule, fitting_warmup(setup.warmup, total), setup.lr_decay, setup.lr_decay_every, total
+            setup.training.schedule,
+            fitting_warmup(setup.training.warmup, total),
+            setup.training.lr_decay,
+            setup.training.lr_decay_every,
+            total,
         )
-        self.valid = None if split.valid is None else sample_queries(split.valid, setup.valid_queries, setup.seed)
+        most = setup.validation.valid_queries
+        self.valid = None if split.valid is None else sample_queries(split.valid, most, setup.seed)
         self.seen = split.seen_for("valid").to(device) if self.valid is not None else None
         self.checkpoints = CheckpointManager(run, self.modules, self.optimizers, self.generator, folder, ranks)
         self.state = State()
@@ -88,14 +93,14 @@ class Trainer:
         self.factor: float | None = None  # the last factor on the learning rates
         self.saved = time.monotonic()
         # the gradient cache reads the state of the global generator, which a graph cannot capture
-        captured = device.type == "cuda" and ranks.world == 1 and setup.chunk is None
+        captured = device.type == "cuda" and ranks.world == 1 and setup.batches.chunk is None
         self.step: Callable[[Tensor], None] = CudaGraphStep(self.work, self.generator) if captured else self.work
 
     def train(self) -> None:
         """Train until the last epoch, or until the validation metric stops improving."""
-        warmup, total = self.schedule.warmup, f"{self.schedule.total:,}"
-        if warmup < self.setup.warmup:
-            log.info("warmup=%s exceeds half of the %s steps: %s steps warm up", self.setup.warmup, total, warmup)
+        asked, warmup, total = self.setup.training.warmup, self.schedule.warmup, f"{self.schedule.total:,}"
+        if warmup < asked:
+            log.info("warmup=%s exceeds half of the %s steps: %s steps warm up", asked, total, warmup)
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
             self.set_random()
             while not self.state.done:
@@ -150,12 +155,12 @@ class Trainer:
         weighed = losses if self.weight is None else losses * self.ranks.own(self.weight[pairs] / self.mean_weight)
         (weighed.sum() / len(pairs)).backward()
         sum_gradients(self.trained, self.ranks)
-        if self.setup.clip is not None:
-            clip_gradients(self.modules.parameters(), self.setup.clip)
+        if self.setup.training.clip is not None:
+            clip_gradients(self.modules.parameters(), self.setup.training.clip)
         for optimizer in self.optimizers:
             optimizer.step()
         for table in self.checkpoints.tables.values():
-            table.step(self.setup.lr * (1.0 if self.factor is None else self.factor))
+            table.step(self.setup.training.lr * (1.0 if self.factor is None else self.factor))
         with torch.no_grad():
             for observer in self.observers:
                 observer.observe(step, outcome)  # type: ignore[operator]
@@ -183,7 +188,7 @@ class Trainer:
         value = float(self.ranks.sum(self.total))
         if not math.isfinite(value):
             raise UserError(
-                f"the loss is {value} in epoch {self.state.epoch + 1}: lower lr (now {self.setup.lr}) or set clip"
+                f"the loss is {value} in epoch {self.state.epoch + 1}: lower lr (now {self.setup.training.lr}) or set clip"
             )
         return value
 
@@ -215,13 +220,13 @@ class Trainer:
         """End the epoch: evaluate on the validation part, keep the best model, decide whether to stop."""
         state, setup = self.state, self.setup
         record: dict[str, Any] = {"epoch": state.epoch + 1, "loss": loss, "seconds": round(state.seconds, 3)}
-        last = state.epoch + 1 >= setup.epochs
-        if self.valid is not None and ((state.epoch + 1) % setup.eval_every == 0 or last):
-            metric, cutoff = selected(setup.select)
+        last = state.epoch + 1 >= setup.training.epochs
+        if self.valid is not None and ((state.epoch + 1) % setup.validation.eval_every == 0 or last):
+            metric, cutoff = selected(setup.validation.select)
             names = tuple(dict.fromkeys((metric, "recall", "ndcg")))
             result = evaluate(self.run.model, self.valid, self.seen, (cutoff,), names, ranks=self.ranks)
             record |= result.metrics | {"valid_seconds": round(result.seconds, 3)}
-            score = result.metrics[setup.select]
+            score = result.metrics[setup.validation.select]
             state.stale = 0 if score > state.best else state.stale + 1
             if score > state.best:
                 state.best, state.best_epoch = score, state.epoch + 1
@@ -233,10 +238,12 @@ class Trainer:
         for module in self.reporters:
             record |= module.report()  # type: ignore[operator]
         state.history.append(record)
-        stopped = setup.patience is not None and state.stale >= setup.patience
+        stopped = setup.validation.patience is not None and state.stale >= setup.validation.patience
         if stopped:
             epoch = state.epoch + 1
-            log.info("no better %s for %s validations: stopping at epoch %s", setup.select, state.stale, epoch)
+            log.info(
+                "no better %s for %s validations: stopping at epoch %s", setup.validation.select, state.stale, epoch
+            )
         state.epoch, state.step, state.rows, state.done = state.epoch + 1, 0, 0, last or stopped
         self.progress.epoch(record)
 

@@ -36,12 +36,12 @@ def training_step(
 
     # on a CPU bfloat16 is slower than float32
     half = torch.autocast(
-        query_ids.device.type, torch.bfloat16, enabled=setup.precision == "bf16" and query_ids.is_cuda
+        query_ids.device.type, torch.bfloat16, enabled=setup.training.precision == "bf16" and query_ids.is_cuda
     )
 
     def encoded(ids: Tensor) -> Tensor:
         with half:
-            return as_compared(in_chunks(setup.chunk, model.encode_items, ids))
+            return as_compared(in_chunks(setup.batches.chunk, model.encode_items, ids))
 
     def encode(ids: Tensor) -> Tensor:  # for negatives
         return ranks.gather(encoded(ranks.own(ids)), len(ids)) if ids.dim() == 1 else encoded(ids)
@@ -53,13 +53,13 @@ def training_step(
 
     own_queries, own_items = ranks.own(query_ids), ranks.own(item_ids)
     with half:
-        q = as_compared(in_chunks(setup.chunk, model.encode_queries, own_queries, own_items))
+        q = as_compared(in_chunks(setup.batches.chunk, model.encode_queries, own_queries, own_items))
     v = encoded(own_items)
-    if setup.dropout and model.training:  # from the run's generator, which is in its checkpoint
+    if setup.model.dropout and model.training:  # from the run's generator, which is in its checkpoint
         uniform = torch.rand(
             len(query_ids), q.shape[1] - (model.item_bias is not None), generator=generator, device=q.device
         )
-        q = model.dropped(q, setup.dropout, ranks.own(uniform))
+        q = model.dropped(q, setup.model.dropout, ranks.own(uniform))
     batch = Batch(query_ids, item_ids, q, v, ranks)
     step = Step(
         own_queries, own_items, q, v, run.temperature(own_queries), encode, generator, positives, encode_mixtures, batch
@@ -127,10 +127,10 @@ class TrainingRows:
     def __init__(self, run: Run, train: Interactions, device: torch.device | str = "cpu") -> None:
         setup = run.setup
         self.queries, self.items = (column.to(device) for column in train.pairs())
-        self.drawn = query_rows(train, setup.draw, device) if setup.rows == "queries" else None
+        self.drawn = query_rows(train, setup.batches.draw, device) if setup.batches.rows == "queries" else None
         self.batches = run.batches
         if self.batches is None:
-            self.batches = batches_for(train, self.drawn, setup.batch_size, setup.seed)
+            self.batches = batches_for(train, self.drawn, setup.batches.batch_size, setup.seed)
 
     def pairs(self, rows: Tensor, generator: torch.Generator) -> Tensor:
         """(B,) the index of one training pair for each row."""

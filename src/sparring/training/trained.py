@@ -139,7 +139,7 @@ class Trained:
         if asked not in (None, "fused", "encoder"):
             raise UserError(f'ranking is {asked!r}; it must be "fused" or "encoder"')
         if asked == "fused" and self.fused is None:
-            raise UserError(f"{self.folder} has no fused ranking: train it with classifiers=N and fusion=true")
+            raise UserError(f"{self.folder} has no fused ranking: train it with clf_epochs=N and clf_fusion=true")
         return asked or ("encoder" if self.fused is None else "fused")
 
     def ranking(self, asked: How | None = None) -> Ranking | FusedRanking:

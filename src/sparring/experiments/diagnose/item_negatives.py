@@ -59,7 +59,7 @@ def met(
     own = (training.items == item).nonzero().flatten()
     if not len(own):
         raise UserError("no training pair has this item: as a positive it met no negatives")
-    size = min(run.setup.batch_size, BATCH, training.batches.n_rows)
+    size = min(run.setup.batches.batch_size, BATCH, training.batches.n_rows)
     company = torch.Generator().manual_seed(seed)
     times, shares = (
         torch.zeros(n + 1, dtype=torch.float64, device=device) for _ in range(2)

@@ -112,7 +112,7 @@ def _measured(name: str, run: Run, split: Split, queries: int, draws: int, seed:
     counts = _Counts(edges, world)
     device = target.device
     found = torch.zeros(draws, *target.shape, dtype=torch.float64, device=device)
-    planned = list(_batches(training, run.setup.batch_size, sampled, draws, generator))
+    planned = list(_batches(training, run.setup.batches.batch_size, sampled, draws, generator))
     steps = sample_steps(run, split, seed=seed + 1, batches=(batch for _, _, batch in planned))
     for (draw, places, _), (losses, step, outcome) in zip(planned, steps, strict=True):
         found[draw, places] = _query_gradient(losses[: len(places)], step)[: len(places)]

@@ -17,6 +17,7 @@ from sparring.experiments.report import figures
 from sparring.experiments.report.figures import Drawn
 from sparring.experiments.report.html import Code, Facts, Figures, Page, Points, Section, Sheet, Text
 from sparring.experiments.report.tables import Cell, Column, Table
+from sparring.recipes.setup import flat
 from sparring.training.folder import read_meta
 
 TONES = {"better": "good", "worse": "bad", "baseline": "plain"}
@@ -212,7 +213,7 @@ def _settings(plan: Plan, metas: Mapping[tuple[str, str, int], Mapping[str, Any]
     """Settings by data and recipe that differ or are a recipe's own, and those that all share; the seed is neither."""
     each: dict[tuple[str, str], dict[str, Any]] = {}
     for (data, recipe, _), meta in metas.items():
-        each.setdefault((data, recipe), {**meta.get("arguments", {}), **meta["setup"]})
+        each.setdefault((data, recipe), {**meta.get("arguments", {}), **flat(meta["setup"])})
     common = {
         name: value
         for name, value in next(iter(each.values()), {}).items()
