@@ -238,7 +238,6 @@ def test_resumed_within_an_epoch_of_blocks(tmp_path: Path, monkeypatch: pytest.M
     """Stopped in the middle of an epoch of many windows, and resumed: the tensors of the undisturbed run."""
     monkeypatch.setattr(batches, "BLOCK", 16)
     monkeypatch.setattr(batches, "WINDOW", 4)
-    monkeypatch.setattr("sparring.training.loop.WITHIN_EPOCH", -1.0)
     parts_of(rows(10, 2000), tmp_path / "parts")
     prepare(tmp_path / "parts", tmp_path / "out")
     parts = split(read(tmp_path / "out"))
@@ -256,6 +255,7 @@ def test_resumed_within_an_epoch_of_blocks(tmp_path: Path, monkeypatch: pytest.M
             tmp_path / "stopped",
             device="cpu",
             progress=TrainingProgress(step=stop),
+            save_seconds=-1.0,
         )
     fit(build("default", parts.train, settings), parts, tmp_path / "stopped", device="cpu", resume=True)
     one, other = (_tensors(tmp_path / name) for name in ("whole", "stopped"))

@@ -27,7 +27,6 @@ from sparring.recipes.run import Run
 from sparring.recipes.settings import build, own_arguments, own_setup, parse_setup, resolve
 from sparring.recipes.setup import Setup
 from sparring.recipes.variant import variant
-from sparring.training import loop as training
 from sparring.training.fitting import fit
 from sparring.training.loop import TrainingProgress
 from sparring.training.step import training_step
@@ -254,7 +253,6 @@ def test_lists_in_the_background_change_nothing(
 ) -> None:
     """A training with a delay ends at the same weights whether lists are made in line or beside it, and also when it was stopped while they
     were being made, and resumed."""
-    monkeypatch.setattr(training, "WITHIN_EPOCH", -1.0)
     settings = {
         "dim": 4,
         "epochs": 5,
@@ -284,6 +282,7 @@ def test_lists_in_the_background_change_nothing(
                     resume=True,
                     device="cpu",
                     progress=TrainingProgress(step=step) if at else None,
+                    save_seconds=-1.0,
                 )
             except KeyboardInterrupt:
                 continue

@@ -15,7 +15,6 @@ from sparring.losses import AdaTau, SLatK
 from sparring.recipes import RECIPES
 from sparring.recipes.run import Run
 from sparring.recipes.settings import build, own_setup
-from sparring.training import loop as training
 from sparring.training.fitting import fit
 from sparring.training.loop import TrainingProgress
 from sparring.training.step import training_step
@@ -171,9 +170,7 @@ class Stop(Exception):
 
 
 @pytest.mark.parametrize("name", ["slatk", "ada_tau"])
-def test_a_stopped_run_goes_on_as_if_it_had_not_been(
-    name: str, parts: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stopped_run_goes_on_as_if_it_had_not_been(name: str, parts: Split, tmp_path: Path) -> None:
     """Stopped after its first epoch and resumed, a run with state in its loss or temperature ends bitwise where the whole run ends."""
     settings = {
         "epochs": 3,
@@ -190,9 +187,9 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(
 
     whole, broken, resumed = (build(name, parts.train, settings) for _ in range(3))
     fit(whole, parts, k=(10,), device="cpu")
-    monkeypatch.setattr(training, "WITHIN_EPOCH", -1.0)  # after every step
+    progress = TrainingProgress(step=stop)
     with pytest.raises(Stop):
-        fit(broken, parts, tmp_path / "run", k=(10,), device="cpu", progress=TrainingProgress(step=stop))
+        fit(broken, parts, tmp_path / "run", k=(10,), device="cpu", progress=progress, save_seconds=-1.0)
     assert (tmp_path / "run" / "checkpoint.safetensors").is_file()
     fit(resumed, parts, tmp_path / "run", resume=True, k=(10,), device="cpu")
     want, found = whole.modules().state_dict(), resumed.modules().state_dict()

@@ -232,16 +232,14 @@ def read_meta(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise UserError(f"{folder} is not a run folder: it has no run.json")
     try:
-        meta = dict(json.loads(path.read_text()))
-    except (ValueError, TypeError) as error:
+        meta: dict[str, Any] = json.loads(path.read_text())
+        meta.keys()
+    except (ValueError, AttributeError) as error:
         raise UserError(f"{path} is corrupt: {first_line(error)}") from error
     if meta.get("format") != FORMAT:
-        versions = meta.get("versions")
-        writer = f"Sparring {versions['sparring']}" if isinstance(versions, dict) and "sparring" in versions else ""
-        raise UserError(
-            f"{folder} was written by {writer or 'another version of Sparring'}, and Sparring {__version__} "
-            "cannot read its format: train it again"
-        )
+        version = (meta.get("versions") or {}).get("sparring")
+        writer = f"Sparring {version}" if version else "another version of Sparring"
+        raise UserError(f"{path} was written by {writer}; Sparring {__version__} cannot read it: train the run again")
     for key in ("setup", "recipe"):
         if key not in meta:
             raise UserError(f"{path} is corrupt: it has no {key}")

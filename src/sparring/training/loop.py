@@ -38,13 +38,11 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class TrainingProgress:
-    """Callbacks of a training; each does nothing unless it is replaced."""
+    """Callbacks of a training; each does nothing unless it is replaced. `step` and `epoch` may return True to save now."""
 
     start: Callable[[int, int], None] = lambda epochs, steps: None
-    step: Callable[[int, int, Callable[[], float]], None] = lambda epoch, step, loss: (
-        None
-    )  # loss() waits for the device
-    epoch: Callable[[dict[str, Any]], None] = lambda record: None
+    step: Callable[[int, int, Callable[[], float]], bool | None] = lambda epoch, step, loss: None  # loss() waits
+    epoch: Callable[[dict[str, Any]], bool | None] = lambda record: None
 
 
 class Trainer:
@@ -91,7 +89,7 @@ class Trainer:
         self.state = State()
         self.total = torch.zeros((), device=device, dtype=torch.float64)  # this rank's summed loss of the epoch so far
         self.factor: float | None = None  # the last factor on the learning rates
-        self.saved = time.monotonic()
+        self.saved, self.save_asked = time.monotonic(), False
         # the gradient cache reads the state of the global generator, which a graph cannot capture
         captured = device.type == "cuda" and ranks.world == 1 and setup.batches.chunk is None
         self.step: Callable[[Tensor], None] = CudaGraphStep(self.work, self.generator) if captured else self.work
@@ -106,7 +104,7 @@ class Trainer:
             while not self.state.done:
                 self.validate(self.epoch())
                 wait = AFTER_EPOCH if self.save_seconds is None else self.save_seconds
-                if self.state.done or self.ranks.share(time.monotonic() - self.saved >= wait):
+                if self.state.done or self.ranks.share(self.save_asked or time.monotonic() - self.saved >= wait):
                     self.save()
                 else:
                     self.write_metrics()
@@ -133,7 +131,7 @@ class Trainer:
             self.step(rows)
             state.rows += len(rows)
             state.step += 1
-            self.progress.step(state.epoch, state.step, self.mean)
+            self.save_asked |= bool(self.progress.step(state.epoch, state.step, self.mean))
             self.checkpoints.check()
             if self.folder is not None and self.due(time.monotonic() - max(began, self.saved)):
                 self._finite()
@@ -172,7 +170,7 @@ class Trainer:
 
     def due(self, seconds: float) -> bool:
         """Whether to save within an epoch. Rank 0 decides; several ranks agree on it every ASK_STEPS steps."""
-        due = seconds > (WITHIN_EPOCH if self.save_seconds is None else self.save_seconds)
+        due = self.save_asked or seconds > (WITHIN_EPOCH if self.save_seconds is None else self.save_seconds)
         if self.ranks.world == 1:
             return due
         first = torch.tensor(int(due and self.ranks.rank == 0), device=self.device)
@@ -245,7 +243,7 @@ class Trainer:
                 "no better %s for %s validations: stopping at epoch %s", setup.validation.select, state.stale, epoch
             )
         state.epoch, state.step, state.rows, state.done = state.epoch + 1, 0, 0, last or stopped
-        self.progress.epoch(record)
+        self.save_asked |= bool(self.progress.epoch(record))
 
     @torch.no_grad()
     def tau(self) -> float:
@@ -258,7 +256,7 @@ class Trainer:
     def save(self) -> None:
         """Save a checkpoint, where there is a folder."""
         if self.folder is not None:
-            self.saved = time.monotonic()
+            self.saved, self.save_asked = time.monotonic(), False
             self.checkpoints.save(self.state, self.total)
 
     def write_metrics(self) -> None:
