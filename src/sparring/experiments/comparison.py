@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from sparring.core import files, memory, workers
 from sparring.core.devices import hardware
-from sparring.core.errors import UserError
+from sparring.core.errors import UserError, first_line
 from sparring.core.workers import Failure, Listener, Tasks, perform
 from sparring.data.interactions import Split
 from sparring.data.synthetic import World
@@ -170,7 +170,7 @@ def _check_same(plan: Plan) -> None:
             before = json.loads(path.read_text())
             old_data = before["data"]
         except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{path} is corrupt: {str(error).splitlines()[0]}") from error
+            raise UserError(f"{path} is corrupt: {first_line(error)}") from error
         for name in ("setup", "settings", "trials"):
             if before.get(name) != now[name]:
                 what = run_folder.difference(name, before.get(name), now[name])

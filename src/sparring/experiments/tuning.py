@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from sparring.core import files
-from sparring.core.errors import UserError
+from sparring.core.errors import UserError, first_line
 from sparring.data.interactions import Split
 from sparring.experiments.search_space import OneOf, Range, begin, space, untuned
 from sparring.recipes.finding import Recipe
@@ -141,7 +141,7 @@ def read_trials(path: Path) -> list[Trial]:
     try:
         return [Trial(**json.loads(line)) for line in path.read_text().splitlines()]
     except (ValueError, TypeError) as error:
-        raise UserError(f"{path} is corrupt: {str(error).splitlines()[0]}; delete it to tune again") from error
+        raise UserError(f"{path} is corrupt: {first_line(error)}; delete it to tune again") from error
 
 
 def _ask(

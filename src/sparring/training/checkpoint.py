@@ -187,7 +187,7 @@ class CheckpointManager:
         """Write metrics.jsonl, one line per epoch."""
         assert self.folder is not None
         lines = "".join(json.dumps(record) + "\n" for record in history)
-        files.write(self.folder / "metrics.jsonl", lambda file: file.write_text(lines))
+        files.write_text(self.folder / "metrics.jsonl", lines)
 
     def _write_best(self) -> None:
         if self.unwritten is None:

@@ -12,6 +12,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from sparring.core.errors import first_line
+
 EAGER_STEPS = (
     3  # before the capture: they allocate optimiser state, load kernels, and show whether the step synchronises
 )
@@ -83,7 +85,7 @@ class CudaGraphStep:
             with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
                 self.work(self.rows)
         except RuntimeError as error:  # nothing has run: the step is done eagerly
-            self.why = str(error).strip().splitlines()[0]
+            self.why = first_line(error)
             torch.cuda.synchronize()
             self.generator.graphsafe_set_state(before)  # the failed capture still holds the current one
             shared.graphsafe_set_state(shared_before)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+from sparring.core import files
 
 _SHOWN_METRICS = 4  # more lines than this are hard to distinguish
 
@@ -43,7 +46,7 @@ def training_curve(
     for axes in (left, right):
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(alpha=0.3)
-    figure.savefig(path, format="png", dpi=120, metadata={"Software": None})
+    files.write(Path(path), lambda file: figure.savefig(file, format="png", dpi=120, metadata={"Software": None}))
 
 
 def metric_names(history: Sequence[Mapping[str, Any]], select: str) -> list[str]:

@@ -26,17 +26,19 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import polars as pl
 
-from sparring.core import files
-from sparring.core.errors import UserError, first_line
+from sparring.core import files, locks
+from sparring.core.errors import UserError
+from sparring.core.files import write_table
+from sparring.core.locks import HeldError, Lock
 from sparring.core.ranks import rank
 from sparring.core.types import Positives, Ranks
 from sparring.data.features import Histories
-from sparring.data.interactions import Ids, Interactions, Split, Vocabulary, write_table
+from sparring.data.interactions import Ids, Interactions, Split, Vocabulary
 from sparring.evaluation.metrics import LIST_METRICS
 from sparring.evaluation.ranking import Evaluation
 from sparring.models.build import encoder_folder
@@ -50,13 +52,13 @@ from sparring.recipes.setup import Setup, flat, parse_setup
 from sparring.training import checkpoint
 from sparring.training.eligibility import Eligibility, seen_tensors, untrained
 from sparring.training.fingerprint import method
-from sparring.training.lock import NAME, hold, release
 from sparring.training.model_card import model_card
 from sparring.training.step import describe_batch
 
 log = logging.getLogger(__name__)
 
 FORMAT = 2  # of run.json and the files beside it; Sparring 0.1 wrote none
+LOCK = ".lock"
 SERVICE = "serve"  # the folder of a service's acknowledged changes: no training may delete it
 RESULTS = ("metrics.jsonl", "result.json", "per_query.parquet", "measured.json", "curve.png", "README.md")
 
@@ -67,7 +69,7 @@ RESULTS = ("metrics.jsonl", "result.json", "per_query.parquet", "measured.json",
 @contextmanager
 def claimed(folder: Path, resume: bool, overwrite: bool, ranks: Ranks) -> Iterator[None]:
     """Lock the run folder on rank 0, if training may write there; if that fails, every rank raises."""
-    held: IO[str] | None = None
+    held: Lock | None = None
     refusal: UserError | None = None
     if ranks.rank == 0:
         try:
@@ -82,14 +84,33 @@ def claimed(folder: Path, resume: bool, overwrite: bool, ranks: Ranks) -> Iterat
         yield
     finally:
         if held is not None:
-            release(folder, held)
+            held.release()
+
+
+def hold(folder: Path) -> Lock:
+    """Lock a run folder for this process; the error names the process that holds it."""
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{folder} is a file: choose another folder for the run")
+    try:
+        return Lock(folder / LOCK)
+    except HeldError as error:
+        raise UserError(
+            f"another training ({error.owner}) writes to {folder}: wait for it, or choose another folder"
+        ) from error
+    except OSError as error:
+        raise UserError(f"cannot write {folder / LOCK}: {error.strerror}") from error
+
+
+def is_held(folder: Path) -> bool:
+    """Whether a training is writing to a run folder."""
+    return locks.is_held(folder / LOCK)
 
 
 def check_free(folder: Path, resume: bool, overwrite: bool) -> None:
     """Raise unless the folder is empty, or a run in it is to be resumed or overwritten. A service's changes may stay."""
     if resume and overwrite:
         raise UserError("resume and overwrite cannot be combined: choose one")
-    if resume or all(path.name in (NAME, SERVICE) for path in folder.iterdir()):
+    if resume or all(path.name in (LOCK, SERVICE) for path in folder.iterdir()):
         return
     if not overwrite:
         raise UserError(f"{folder} is not empty: choose another folder, or resume or overwrite the run in it")
@@ -111,7 +132,7 @@ def delete_run(folder: Path) -> bool:
             continue
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
-        elif path.name != NAME:
+        elif path.name != LOCK:
             path.unlink()
     log.info("deleted the run in %s%s%s", folder, index, kept)
     return True
@@ -196,8 +217,8 @@ def write_end(
     _write_encoders(folder, run.model, run.setup, weights=True)
     files.write_json(folder / "result.json", result)
     title = settings.short(run.recipe)
-    files.write(folder / "curve.png", lambda file: training_curve(history, file, title, run.setup.validation.select))
-    files.write(folder / "README.md", lambda file: file.write_text(model_card(meta, result, history)))
+    training_curve(history, folder / "curve.png", title, run.setup.validation.select)
+    files.write_text(folder / "README.md", model_card(meta, result, history))
 
 
 def write_stages(folder: Path, stages: Mapping[str, Evaluation], history: list[dict[str, Any]]) -> None:
@@ -205,9 +226,9 @@ def write_stages(folder: Path, stages: Mapping[str, Evaluation], history: list[d
     if "fusion" in stages:
         _write_queries(folder, "fusion_per_query.parquet", stages["fusion"])
     path = folder / "result.json"
-    result = json.loads(path.read_text()) | {"stages": {name: test.to_dict() for name, test in stages.items()}}
+    result = files.read_json(path) | {"stages": {name: test.to_dict() for name, test in stages.items()}}
     files.write_json(path, result)
-    files.write(folder / "README.md", lambda file: file.write_text(model_card(read_meta(folder), result, history)))
+    files.write_text(folder / "README.md", model_card(read_meta(folder), result, history))
 
 
 def _write_queries(folder: Path, name: str, test: Evaluation) -> None:
@@ -231,11 +252,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
     path = folder / "run.json"
     if not path.is_file():
         raise UserError(f"{folder} is not a run folder: it has no run.json")
-    try:
-        meta: dict[str, Any] = json.loads(path.read_text())
-        meta.keys()
-    except (ValueError, AttributeError) as error:
-        raise UserError(f"{path} is corrupt: {first_line(error)}") from error
+    meta = files.read_json(path, "train the run again")
     if meta.get("format") != FORMAT:
         version = (meta.get("versions") or {}).get("sparring")
         writer = f"Sparring {version}" if version else "another version of Sparring"

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from sparring.core.errors import UserError
+from sparring.core.part import Part, listeners
 from sparring.core.ranks import sum_gradients
-from sparring.core.types import ALONE, Corpus, Ranks
+from sparring.core.types import ALONE, Corpus, Positives, Ranks
 from sparring.data.interactions import Interactions, Split
 from sparring.evaluation.ranking import evaluate
 from sparring.recipes.run import Run
@@ -65,14 +66,14 @@ class Trainer:
         trained = nn.ModuleDict({"model": run.model, "temperature": run.temperature})
         self.trained = list(trained.parameters())
         self.optimizers = optimizers(trained, setup.training.optimizer, setup.training.lr, setup.training.weight_decay)
-        self.observers = [m for m in self.modules.modules() if hasattr(m, "observe")]
-        self.refreshers = [m for m in self.modules.modules() if hasattr(m, "refresh")]
-        self.reporters = [m for m in self.modules.modules() if hasattr(m, "report")]
+        self.observers = listeners(self.modules, "observe")
+        self.refreshers = listeners(self.modules, "refresh")
+        self.reporters = listeners(self.modules, "report")
         self.generator = torch.Generator(device).manual_seed(setup.seed)
         train = split.train
         self.weight = None if train.weight is None else torch.from_numpy(train.weight).to(device)
         self.mean_weight = 1.0 if train.weight is None else float(train.weight.mean())
-        self.positives = train.positives().to(device) if self.refreshers or _masks_known(self.modules) else None
+        self.positives = Positives.lazy(lambda: train.positives().to(device))
         self.rows = TrainingRows(run, train, device)
         total = setup.training.epochs * len(self.rows.batches)
         self.schedule = Schedule(
@@ -161,7 +162,7 @@ class Trainer:
             table.step(self.setup.training.lr * (1.0 if self.factor is None else self.factor))
         with torch.no_grad():
             for observer in self.observers:
-                observer.observe(step, outcome)  # type: ignore[operator]
+                observer.observe(step, outcome)
         self.total += outcome.loss.sum()
 
     def mean(self) -> float:
@@ -193,7 +194,7 @@ class Trainer:
     @torch.no_grad()
     def refresh(self) -> None:
         """Before an epoch, let every module rebuild its state from the complete catalogue."""
-        if not self.refreshers or self.positives is None:
+        if not self.refreshers:
             return
         model = self.run.model
         items = partial(model.item_vectors, ranks=self.ranks)
@@ -201,16 +202,15 @@ class Trainer:
             self.state.epoch, items, model.query_vectors, self.positives, self.generator, self.ranks, self.copied
         )
         for module in self.refreshers:
-            module.refresh(corpus)  # type: ignore[operator]
+            module.refresh(corpus)
             self.ranks.equalise(module.buffers())  # sums on several GPUs may differ in the last bits
         if isinstance(self.step, CudaGraphStep) and not all(
-            getattr(module, "in_place", False) for module in self.refreshers
+            isinstance(module, Part) and module.in_place for module in self.refreshers
         ):
             self.step.forget()  # rebuilt tensors may have other addresses
 
     def copied(self, device: torch.device) -> Corpus:
         """The catalogue under a copy of the current model, for work that runs beside training."""
-        assert self.positives is not None
         model, positives = copy.deepcopy(self.run.model).to(device), self.positives.to(device)
         return Corpus(self.state.epoch, model.item_vectors, model.query_vectors, positives, self.generator)
 
@@ -234,7 +234,7 @@ class Trainer:
             self.checkpoints.keep(state.best_epoch)
         record["tau"] = round(self.tau(), 6)
         for module in self.reporters:
-            record |= module.report()  # type: ignore[operator]
+            record |= module.report()
         state.history.append(record)
         stopped = setup.validation.patience is not None and state.stale >= setup.validation.patience
         if stopped:
@@ -273,10 +273,6 @@ class Trainer:
         self.state = state
         self.write_metrics()  # a kill may have come between the checkpoint and the metrics
         log.info("resuming from epoch %s, step %s", state.epoch + 1, state.step)
-
-
-def _masks_known(modules: nn.Module) -> bool:
-    return any(getattr(module, "exclude", None) == "known" for module in modules.modules())
 
 
 def selected(select: str) -> tuple[str, int]:

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from sparring.core.errors import UserError
-from sparring.core.types import ALONE, Bag, Batch, Outcome, Positives, Ranks, Step
+from sparring.core.part import loss_output
+from sparring.core.types import ALONE, Bag, Batch, LossOutput, Outcome, Positives, Ranks, Step
 from sparring.data.batches import batches_for, query_rows
 from sparring.data.interactions import Interactions, Split
 from sparring.recipes.run import Run, Term
@@ -65,15 +66,17 @@ def training_step(
         own_queries, own_items, q, v, run.temperature(own_queries), encode, generator, positives, encode_mixtures, batch
     )
     bags: list[Bag] = []
+    outputs: list[LossOutput] = []
     total = torch.zeros((), device=q.device)
     for term in run.terms:
         bag = term.negatives(step)
         _check_bag(term, bag)
-        losses = term.loss(step, bag)
-        _check_losses(term, losses, q.shape[:1])
-        total = total + term.weight * losses
+        output = loss_output(term.loss, step, bag)
+        _check_losses(term, output.losses, q.shape[:1])
+        total = total + term.weight * output.losses
         bags.append(bag)
-    return total, step, Outcome(total.detach(), tuple(bags))
+        outputs.append(output._replace(losses=output.losses.detach()))
+    return total, step, Outcome(total.detach(), tuple(bags), tuple(outputs))
 
 
 def _check_bag(term: Term, bag: object) -> None:

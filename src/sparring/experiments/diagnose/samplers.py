@@ -12,11 +12,10 @@ from torch import nn
 
 from sparring.core import files
 from sparring.core.errors import UserError
+from sparring.core.part import listeners
 from sparring.core.types import Corpus
 from sparring.data.interactions import Split
-from sparring.experiments.diagnose.measures import positives_on
 from sparring.models.clusters.batches import ClusteredBatches
-from sparring.negatives import Negatives
 from sparring.recipes import settings
 from sparring.recipes.finding import Recipe
 from sparring.recipes.run import Run
@@ -100,19 +99,17 @@ def warm(run: Run, split: Split, steps: int) -> None:
     )
     device = next(run.model.parameters()).device
     generator = torch.Generator(device).manual_seed(run.setup.seed)
-    corpus = Corpus(0, run.model.item_vectors(), run.model.encode_queries, positives_on(split, device), generator)
+    corpus = Corpus(
+        0, run.model.item_vectors(), run.model.encode_queries, split.train.positives().to(device), generator
+    )
     if steps and isinstance(run.batches, ClusteredBatches):  # its first clusters, of the vectors that queries have now
         if run.batches.keeps:
             everyone = torch.arange(split.train.n_queries, device=device)
             run.batches.memory.copy_(run.model.query_vectors(everyone))
         run.batches.refresh(replace(corpus, epoch=run.batches.start))
-    kept: list[Any] = list(parts.modules())
-    for module in kept:
-        if hasattr(module, "refresh"):
-            module.refresh(corpus)
-    observers = [
-        module for module in kept if hasattr(module, "observe") and type(module).observe is not Negatives.observe
-    ]
+    for module in listeners(parts, "refresh"):
+        module.refresh(corpus)
+    observers = listeners(parts, "observe")
     if not observers:
         return
     for _, step, outcome in islice(sample_steps(run, split), steps):

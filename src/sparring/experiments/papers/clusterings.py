@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from sparring.core import files, workers
-from sparring.core.errors import UserError
+from sparring.core.errors import UserError, did_you_mean
 from sparring.core.workers import Failure, Listener, Tasks, perform
 from sparring.experiments.papers.cells import read_json
 from sparring.experiments.papers.plan import Catalogue, Clustering, Given, Plan, Protocol
@@ -78,12 +78,12 @@ def asked(given: Given) -> dict[str, Any]:
 def settings_of(catalogue: Catalogue, clustering: Clustering) -> MSACSettings:
     """The robust settings of MSAC with what was asked for."""
     from sparring.models.clusters import ROBUST, MSACSettings
-    from sparring.recipes.settings import nearest, parse
+    from sparring.recipes.settings import parse
 
     kinds = get_type_hints(MSACSettings)
     for name in catalogue.settings:
         if name not in kinds or name in ("k_primary", "k_secondary"):
-            raise UserError(f"no setting of the clusters: msac.{name}{nearest(name, kinds)}")
+            raise UserError(f"no setting of the clusters: msac.{name}{did_you_mean(name, kinds)}")
     asked: dict[str, Any] = {name: parse(name, value, kinds[name]) for name, value in catalogue.settings.items()}
     return replace(ROBUST, k_primary=clustering.k_primary, k_secondary=clustering.k_secondary, **asked)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from sparring.core import files, workers
 from sparring.core.devices import hardware
-from sparring.core.errors import UserError
+from sparring.core.errors import UserError, first_line
 from sparring.core.workers import Failure, Listener, Tasks, perform
 from sparring.data.interactions import Split
 from sparring.experiments.comparison import finished
@@ -63,7 +63,7 @@ def _check_same(plan: Plan) -> None:
             before = json.loads(path.read_text())
             old = before["data"]
         except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{path} is corrupt: {str(error).splitlines()[0]}") from error
+            raise UserError(f"{path} is corrupt: {first_line(error)}") from error
         if before.get("experiment") != now["experiment"]:
             raise UserError(
                 f"{plan.out} holds {before.get('experiment')}: choose another folder for {now['experiment']}"
@@ -257,12 +257,11 @@ def _measure_one(
 
 
 def _test_metrics(run: Run, parts: Split) -> dict[str, float]:
-    from sparring.core.types import Positives
     from sparring.evaluation.ranking import evaluate
 
     assert parts.test is not None
     device = next(run.model.parameters()).device
     seen = parts.seen_for("test")
     k = min(CUTOFFS[0], parts.train.n_items)
-    found = evaluate(run.model, parts.test, Positives(seen.start.to(device), seen.items.to(device)), (k,), METRICS)
+    found = evaluate(run.model, parts.test, seen.to(device), (k,), METRICS)
     return {f"test_{name}": value for name, value in found.metrics.items()}

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sparring.core.errors import UserError
+from sparring.core.errors import UserError, first_line
 from sparring.core.workers import Failure
 from sparring.experiments import comparison_tables
 from sparring.experiments.comparison import Data, Plan, finished
@@ -154,7 +154,7 @@ def read_history(folder: Path) -> list[dict[str, Any]]:
     try:
         return [json.loads(line) for line in path.read_text().splitlines()]
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} is corrupt: {str(error).splitlines()[0]}; delete its folder to train again") from error
+        raise UserError(f"{path} is corrupt: {first_line(error)}; delete its folder to train again") from error
 
 
 def _metas(plan: Plan) -> dict[tuple[str, str, int], dict[str, Any]]:

@@ -18,7 +18,7 @@ from sparring.serving.http.pages import Parts
 from sparring.serving.http.quick import Connection, Shortcut
 from sparring.serving.http.runs import Live
 from sparring.serving.http.served_run import signature
-from sparring.training.lock import is_held
+from sparring.training.folder import is_held
 
 
 class _Server(uvicorn.Server):
