@@ -199,7 +199,7 @@ def of_user(
 
 def seen(run: runs.Trained, user: str) -> np.ndarray:
     at = int(run.ids.query_ids.encode([user])[0])
-    parts = [part for part in (run.offers.seen, run.offers.test) if part is not None]
+    parts = [part for part in (run.eligibility.seen, run.eligibility.test) if part is not None]
     return np.sort(np.concatenate([part.items[part.start[at] : part.start[at + 1]].long().numpy() for part in parts]))
 
 

@@ -23,7 +23,7 @@ from sparring.serving.http.server import _watch
 from sparring.serving.http.store import Store
 from sparring.serving.index import Index, files
 from sparring.serving.index.run_index import FOLDER
-from sparring.training.lock import delete_run, hold
+from sparring.training.folder import delete_run, hold
 from sparring.training.trained import load
 from support.made_run import DIM, MadeRun, make_run
 

@@ -46,10 +46,10 @@ class ServedRun:
     moved: set[int] = field(default_factory=set)  # dense ids that were deleted or whose vector was ever replaced
 
     def __post_init__(self) -> None:
-        seen, test = self.trained.offers.seen, self.trained.offers.test
+        seen, test = self.trained.eligibility.seen, self.trained.eligibility.test
         self.seen_start, self.seen_items = seen.start.numpy(), seen.items.numpy()
         self.held_out = None if test is None else (test.start.numpy(), test.items.numpy())
-        self.untrained = frozenset(self.trained.offers.items.tolist())  # listed only if they were given a vector
+        self.untrained = frozenset(self.trained.eligibility.items.tolist())  # listed only if they were given a vector
         self.by_table = isinstance(self.trained.model.query, IdTower)
         self.by_history = self.trained.reads_histories
 
@@ -87,7 +87,7 @@ class ServedRun:
         known = dense >= 0
         trained = known & (dense < self.trained.model.n_items)
         if self.untrained:
-            untrained = np.isin(dense, self.trained.offers.items.numpy())
+            untrained = np.isin(dense, self.trained.eligibility.items.numpy())
             known &= ~untrained | np.fromiter(map(self.listed, dense.tolist()), bool, len(dense))
             trained &= ~untrained
         return trained if self.by_history and trained.any() else known
@@ -235,7 +235,7 @@ def load_served(folder: Path, name: str) -> ServedRun:
     catalogue, users, placer = Catalogue(trained.ids), IdLookup(trained.ids.query_ids), ItemPlacer(trained, model)
     served = ServedRun(name, folder, trained, index, catalogue, users, placer, before, notes=notes)
     _check(served)
-    untrained = trained.offers.items.numpy()
+    untrained = trained.eligibility.items.numpy()
     if len(untrained):
         index.remove(untrained)
         notes.append(

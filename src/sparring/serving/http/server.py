@@ -17,7 +17,7 @@ from sparring.serving.http.pages import ReadSplit
 from sparring.serving.http.runs import RunRegistry
 from sparring.serving.http.schema import Limits, RequestError
 from sparring.serving.http.served_run import signature
-from sparring.training.lock import is_held
+from sparring.training.folder import is_held
 
 
 class _Server(uvicorn.Server):
