@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sparring.experiments.report.figures import COLOURS, INK, LINES, MARKERS, blank, legend, style, tidy
+from sparring.core.drawing import COLOURS, INK, LINES, MARKERS, blank, legend, style, tidy
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -11,16 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from sparring.core.drawing import BASE, COLOURS, INK, blank, by_decades, style, tidy
 from sparring.data.interactions import Split
 from sparring.evaluation.metrics import STRATA, popularity_strata
 from sparring.experiments.diagnose import advice
 from sparring.experiments.diagnose.advice import Advice
 from sparring.experiments.diagnose.measures import BINS, Diagnosis
 from sparring.experiments.report import figures
-from sparring.experiments.report.comparison import command_lines, in_words
-from sparring.experiments.report.figures import BASE, COLOURS, INK, Drawn, blank, by_decades, style, tidy
-from sparring.experiments.report.html import Code, Facts, Figures, Page, Points, Section, Sheet, Text
+from sparring.experiments.report.figures import RenderedFigure
+from sparring.experiments.report.html import Code, Facts, Figures, Page, Paragraph, Points, Section, Sheet
 from sparring.experiments.report.tables import Cell
+from sparring.experiments.report.text import command_lines, in_words
 from sparring.recipes.settings import short
 
 if TYPE_CHECKING:
@@ -69,10 +70,12 @@ def write(
     gradient, negatives = _draw(out / "figures", found, split)
     where = Path(str(meta.get("source", {}).get("data", "data of its own"))).name
     sections = [
-        Section("Recommendation", (Text(f"{_recommended(lines[0])}."), Points([_line(line) for line in lines[1:]]))),
+        Section(
+            "Recommendation", (Paragraph(f"{_recommended(lines[0])}."), Points([_line(line) for line in lines[1:]]))
+        ),
         Section("Gradient", (Sheet(tables["gradient"]), Figures(gradient))),
         Section("Negatives", (Sheet(tables["negatives"]), Sheet(tables["hardness"]), Figures(negatives))),
-        Section("How to read it", (Text(GRADIENT), Text(NEGATIVES))),
+        Section("How to read it", (Paragraph(GRADIENT), Paragraph(NEGATIVES))),
         _made(split, meta, sample, hardware, command),
     ]
     lead = f"{len(found)} samplers against the full softmax, on {sample.queries:,} training pairs in {sample.draws:,} batches each."
@@ -115,7 +118,7 @@ def _made(split: Split, meta: Mapping[str, Any], sample: Sample, hardware: str, 
     return Section("How it was made", parts)
 
 
-def _draw(folder: Path, found: Sequence[Diagnosis], split: Split) -> tuple[list[Drawn], list[Drawn]]:
+def _draw(folder: Path, found: Sequence[Diagnosis], split: Split) -> tuple[list[RenderedFigure], list[RenderedFigure]]:
     """The figures, written: those of the gradient, and those of the negatives."""
     caption = (
         "Bias, how far the mean gradient is from that of the full softmax, and noise, how far one draw is from the mean; both in "

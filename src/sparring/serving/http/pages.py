@@ -285,7 +285,7 @@ def _finite(value: Any) -> Any:
 
 def _reports(folder: Path) -> dict[str, Path]:
     """The reports that lie with a run: of the comparison it was trained for, in one of the three folders above it; and of its index."""
-    above = [place / "report.html" for place in folder.resolve().parents[:3] if (place / "comparison.json").is_file()]
+    above = [place / "report.html" for place in folder.resolve().parents[:3] if (place / "study.json").is_file()]
     found = {"comparison": above[0]} if above else {}
     found["index"] = folder / "index" / "report" / "report.html"
     return {which: path for which, path in found.items() if path.is_file()}
