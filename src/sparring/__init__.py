@@ -1,34 +1,22 @@
-"""Sparring: train, evaluate, index and serve large-scale retrievers, with any negative sampling in about ten lines."""
+"""Sparring: train, evaluate, index and serve large-scale retrievers, with any negative sampling in about ten lines.
+
+Public names are those listed here and in `__all__` of each package. Everything else may change without notice.
+"""
 
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from sparring import negatives, recipes
-    from sparring.core.errors import UserError
-    from sparring.data.interactions import Interactions, Split
-    from sparring.data.prepared.preparation import prepare
-    from sparring.data.reading import read
-    from sparring.data.splits import split
-    from sparring.evaluation.ranking import Evaluation, evaluate
-    from sparring.recipes.run import Run, Setup, Term, compose
-    from sparring.recipes.settings import build
-    from sparring.training.fitting import Fitted
-    from sparring.training.stages import fit_stages as fit
-    from sparring.training.step import describe_batch
-    from sparring.training.trained import Trained, load
 
 __version__ = "0.2.0"
 
-# Imported when first used: torch takes seconds to load, and `sparring --help` needs none of it.
-_HOME = {
+# Loaded on first use: torch takes seconds to import, and `sparring --help` needs none of it. __init__.pyi has the types.
+_PACKAGES = ("core", "data", "evaluation", "losses", "models", "negatives", "recipes", "serving", "testing", "training")
+_HOMES = {
     "Evaluation": "evaluation.ranking",
     "Fitted": "training.fitting",
     "Interactions": "data.interactions",
     "Run": "recipes.run",
-    "Setup": "recipes.run",
+    "Setup": "recipes.setup",
     "Split": "data.interactions",
     "Term": "recipes.run",
     "Trained": "training.trained",
@@ -43,38 +31,17 @@ _HOME = {
     "read": "data.reading",
     "split": "data.splits",
 }
-__all__ = [
-    "Evaluation",
-    "Fitted",
-    "Interactions",
-    "Run",
-    "Setup",
-    "Split",
-    "Term",
-    "Trained",
-    "UserError",
-    "build",
-    "compose",
-    "describe_batch",
-    "evaluate",
-    "fit",
-    "load",
-    "negatives",
-    "prepare",
-    "read",
-    "recipes",
-    "split",
-]
+__all__ = [*_HOMES, *_PACKAGES]
 
 
 def __getattr__(name: str) -> object:
-    if name in ("negatives", "recipes"):
+    if name in _PACKAGES:
         return import_module(f"sparring.{name}")
-    if name not in _HOME:
+    if name not in _HOMES:
         raise AttributeError(f"module 'sparring' has no attribute {name!r}")
-    found = getattr(import_module(f"sparring.{_HOME[name]}"), "fit_stages" if name == "fit" else name)
-    globals()[name] = found
-    return found
+    value = getattr(import_module(f"sparring.{_HOMES[name]}"), "fit_stages" if name == "fit" else name)
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:

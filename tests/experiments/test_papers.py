@@ -337,7 +337,7 @@ def test_features_need_columns_of_items(tmp_path: Path, world: World, here: None
     plan = Reproduction(find("xir-table4"), tmp_path / "out", (dataset,), (10,), dict(QUICK), "cpu")
     assert {method.settings["item_features"] for method in plan.methods["tiny"]} == {"kind"}
     reproduce(plan)
-    setup = meta(plan.out / "tiny" / "bir" / "10")["setup"]
+    setup = meta(plan.out / "tiny" / "bir" / "10")["setup"]["model"]
     assert (setup["item_features"], setup["hidden"]) == (["kind"], [32, 16])
     assert len([row for row in table(plan.out) if row["data"] == "tiny" and row["mean"] is not None]) == 16
 

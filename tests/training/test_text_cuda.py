@@ -72,7 +72,7 @@ def test_all_stages_train_and_load(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         "warmup": 2,
         "chunk": 7,
     }
-    settings |= {"precision": "bf16", "classifiers": 2, "clf_batch_size": 16, "clf_shards": 2, "every": 1}
+    settings |= {"precision": "bf16", "clf_epochs": 2, "clf_batch_size": 16, "clf_shards": 2, "every": 1}
     settings |= {"delay": 1} if recipe == "ance" else {"size": 4}
     fitted = fit_stages(build(recipe, parts.train, settings), parts, tmp_path / "run", k=(5,), device="cuda")
     assert set(fitted.stages) == {"knn", "clf", "fusion"}
@@ -119,7 +119,7 @@ def test_steps_of_a_transformer_are_recorded(tmp_path: Path, monkeypatch: pytest
         "batch_size": 12,
         "warmup": 2,
         "lr": 1e-3,
-        "classifiers": 0,
+        "clf_epochs": 0,
     }
     settings |= {} if recipe == "dpr" else {"every": 1}
     for kind in (Kept, Plain):

@@ -120,7 +120,7 @@ def _notes(plan: Comparison) -> list[str]:
         name: settings.resolve(settings.find(method.recipe), method.settings, plan.base)[0]
         for name, method in plan.methods.items()
     }
-    staged = [name for name, setup in setups.items() if setup.classifiers]
+    staged = [name for name, setup in setups.items() if setup.classifiers.epochs]
     if staged:
         lines.append(f"compared by their towers alone, without classifiers and fusion: {', '.join(staged)}")
     if plan.trials:

@@ -9,7 +9,6 @@ Every recipe and seed has the same split, so values are paired by query and by s
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -25,7 +24,8 @@ from sparring.experiments.diagnose.profile import profile
 from sparring.experiments.study import Dataset, Method, Study, Training
 from sparring.recipes import settings
 from sparring.recipes.finding import Recipe, source_digest
-from sparring.recipes.run import Run, Setup
+from sparring.recipes.run import Run
+from sparring.recipes.setup import Setup
 from sparring.training.fitting import METRICS
 
 
@@ -77,7 +77,7 @@ class Comparison:
                     f"recipe {name!r} is named twice" if same else f"{methods[name].recipe} and {place} share a name"
                 )
                 raise UserError(f"{twice}: rename one, or leave it out")
-            methods[name] = Method(name, place, settings.known(settings.find(place), self.shared), name)
+            methods[name] = Method(name, place, study.known_settings(place, self.shared), name)
         return methods
 
     @property
@@ -137,7 +137,7 @@ def check(comparison: Comparison) -> None:
         comparison.out,
         "comparison",
         {
-            "setup": None if comparison.base is None else dataclasses.asdict(comparison.base),
+            "setup": None if comparison.base is None else comparison.base.flat(),
             "settings": comparison.shared,
             "trials": comparison.trials,
         },

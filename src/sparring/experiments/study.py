@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal
 
 import numpy as np
 import polars as pl
@@ -32,7 +32,8 @@ from sparring.evaluation.metrics import parse
 from sparring.evaluation.ranking import evaluate
 from sparring.experiments.tuning import Trial, TuningResult, best, read_trials, tune
 from sparring.recipes import settings
-from sparring.recipes.run import Run, Setup
+from sparring.recipes.run import Run
+from sparring.recipes.setup import Setup, flat_name, unknown_setting
 from sparring.training import folder as run_folder
 from sparring.training import trained
 from sparring.training.fitting import METRICS, Progress, fit
@@ -44,7 +45,7 @@ Measure = Callable[[Run, Split, str], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Method:
-    """A row of a study: its name, and the recipe with the settings that define it."""
+    """A row of a study: its name, and the recipe with the settings, by flat name, that define it."""
 
     name: str
     recipe: str  # a name, or FILE.py:FUNCTION, so that a worker process finds it
@@ -242,6 +243,11 @@ def check_folder(
     files.write_json(path, {"kind": kind, "fixed": fixed, "growing": growing, **notes})
 
 
+def known_settings(recipe: str, asked: Mapping[str, object]) -> dict[str, object]:
+    """The settings that a recipe has among those of a command, by flat name."""
+    return {flat_name(name): value for name, value in settings.known(settings.find(recipe), asked).items()}
+
+
 def check_settings(
     asked: Mapping[str, object], methods: Sequence[Method], kind: str, seeds: str, setup: Setup | None
 ) -> None:
@@ -249,12 +255,11 @@ def check_settings(
     recipes = {method.recipe: settings.find(method.recipe) for method in methods}
     known = {name for recipe in recipes.values() for name in settings.known(recipe, asked)}
     for name in asked:
-        if name == "seed":
+        if flat_name(name) == "seed":
             raise UserError(f"seed cannot be set: a {kind} uses the seeds {seeds} (--seeds N)")
         if name not in known and methods:
-            names = [*get_type_hints(Setup)]
-            names += [name for recipe in recipes.values() for name in settings.own_arguments(recipe)]
-            raise UserError(f"no method of this {kind} has the setting {name!r}{settings.nearest(name, names)}")
+            own = [argument for recipe in recipes.values() for argument in settings.own_arguments(recipe)]
+            raise UserError(f"no method of this {kind} has it: {unknown_setting(name, own)}")
     for method in methods:
         settings.resolve(recipes[method.recipe], method.settings, setup)
 
@@ -346,7 +351,8 @@ def _train_one(say: Say, folder: Path, data: Dataset, method: Method, seed: int,
         on_gpu = device.type == "cuda"
         peak = torch.cuda.max_memory_allocated(device) if on_gpu else memory.peak_bytes() - before
         number, setup = record["epoch"], built.setup
-        if training.curve and (number in (1, setup.epochs) or number % setup.eval_every == 0):
+        measured = number in (1, setup.training.epochs) or number % setup.validation.eval_every == 0
+        if training.curve and measured:
             record |= _test_metrics(built, split, data.cutoffs[0], training.curve)  # for metrics.jsonl
         say(record)
 

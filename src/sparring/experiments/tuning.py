@@ -22,8 +22,8 @@ from sparring.core.errors import UserError, first_line
 from sparring.data.interactions import Split
 from sparring.experiments.search_space import OneOf, Range, first_trials, space
 from sparring.recipes.finding import Recipe
-from sparring.recipes.run import Setup
 from sparring.recipes.settings import build, named
+from sparring.recipes.setup import Setup
 from sparring.training.fitting import fit
 
 RANDOM = 4  # trials before the sampler learns from earlier ones
@@ -99,7 +99,8 @@ def tune(
         try:
             run = build(recipe, parts.train, {**fixed, **settings, "seed": TUNING_SEED}, base)
             history = fit(run, parts, device=device).history
-            value = max(float(record[run.setup.select]) for record in history if run.setup.select in record)
+            select = run.setup.validation.select
+            value = max(float(record[select]) for record in history if select in record)
         except (ValueError, RuntimeError, ArithmeticError, MemoryError) as failure:
             error = first_line(failure)
         done.append(Trial(number, settings, value, round(time.perf_counter() - started, 3), error))

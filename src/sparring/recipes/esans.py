@@ -28,12 +28,13 @@ from sparring.negatives import (
 from sparring.negatives.clusters import ByCluster
 from sparring.recipes.hard import column_classes
 from sparring.recipes.in_batch import offered
-from sparring.recipes.run import Run, Setup, Term, compose
+from sparring.recipes.run import Run, Term, compose
+from sparring.recipes.setup import Setup
 
 Preset = Literal["ours", "literal"]
 
 # Xing et al. 2025, table 6 and appendix C. Ours: cosines, as we read tau 0.05, and a small start, from which this rate turns vectors.
-ESANS = Setup(dim=64, tau=0.05, init_std=0.01, batch_size=512, lr=2e-4)
+ESANS = Setup.of(dim=64, tau=0.05, init_std=0.01, batch_size=512, lr=2e-4)
 
 
 def esans(

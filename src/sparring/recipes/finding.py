@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import importlib
 import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
@@ -17,7 +16,8 @@ from typing import TypeVar, get_type_hints
 
 from sparring.core.errors import UserError
 from sparring.recipes import RECIPES
-from sparring.recipes.run import Run, Setup
+from sparring.recipes.run import Run
+from sparring.recipes.setup import Setup, nearest
 
 Recipe = Callable[..., Run]
 T = TypeVar("T")
@@ -114,12 +114,6 @@ def source(name: str) -> str:
     if entry is None:
         return "sparring"
     return f"{entry.value} of the package {entry.dist.name} {entry.dist.version}" if entry.dist else entry.value
-
-
-def nearest(name: str, choices: Iterable[str]) -> str:
-    """A suggestion to append to an error, or nothing."""
-    close = difflib.get_close_matches(name.replace("-", "_"), list(choices), n=1, cutoff=0.4)
-    return f": did you mean {close[0]!r}?" if close else ""
 
 
 def _file(module: str) -> str | None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -12,6 +10,7 @@ from sparring.core.errors import UserError
 from sparring.data.batches import epoch_steps
 from sparring.data.interactions import Interactions
 from sparring.losses import bpr
+from sparring.models.build import width
 from sparring.negatives import (
     AmongHardest,
     BatchMix,
@@ -32,10 +31,11 @@ from sparring.negatives import (
 from sparring.negatives.quantized import Codebook
 from sparring.negatives.synthetic import Mix
 from sparring.recipes.in_batch import PAPER, popularity
-from sparring.recipes.run import Run, Setup, Term, compose
+from sparring.recipes.run import Run, Term, compose
+from sparring.recipes.setup import Setup
 
 # What DNS(M, N), MixGCF and AHNS share: d = 64, B = 2048, Adam at 0.001 from Xavier's start, about 0.01 for some ten thousand rows.
-PAIRWISE = Setup(score="dot", tau=1.0, init_std=0.01, lr=0.001, weight_decay=1e-4)
+PAIRWISE = Setup.of(score="dot", tau=1.0, init_std=0.01, lr=0.001, weight_decay=1e-4)
 
 
 def dns(
@@ -119,7 +119,7 @@ def amns(
 
 def bmns(
     data: Interactions,
-    setup: Setup = replace(PAPER, lr=0.01),
+    setup: Setup = PAPER.replaced(lr=0.01),
     *,
     n: int = 2048,
     share: float = 0.2,
@@ -162,7 +162,7 @@ def fairneg(
     Chen et al., Fairly Adaptive Negative Sampling for Recommendations, WWW 2023.
     """
     of_items = popularity_classes(data, groups) if column is None else column_classes(data, column)
-    steps = epoch_steps(data, setup.rows, setup.batch_size) if every is None else every
+    steps = epoch_steps(data, setup.batches.rows, setup.batches.batch_size) if every is None else every
     shares = GroupShares(of_items, lr_shares, momentum, decay, steps, floor)
     pool = Sampled(shares, n, correction=correction, exclude=exclude)
     return compose(data, setup, Term(1.0, Tilted(pool, importance, temperature)))
@@ -184,7 +184,9 @@ def midx(
     New codebooks every `every` epochs. Our common settings: the paper's are for autoencoders and language models.
     Chen et al., Fast Variational AutoEncoder with Inverted Multi-Index for Collaborative Filtering, WWW 2022.
     """
-    negatives = QuantizedSoftmax(data.n_items, setup.width, n, words, codebook, correction, exclude, every)
+    negatives = QuantizedSoftmax(
+        data.n_items, width(setup.model, setup.text), n, words, codebook, correction, exclude, every
+    )
     return compose(data, setup, Term(1.0, negatives))
 
 

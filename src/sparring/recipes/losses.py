@@ -18,11 +18,12 @@ from sparring.losses import bsl as bsl_loss
 from sparring.losses import ccl as ccl_loss
 from sparring.losses import psl as psl_loss
 from sparring.negatives import Exclusion, Sampled, Uniform
-from sparring.recipes.run import Run, Setup, Term, compose
+from sparring.recipes.run import Run, Term, compose
+from sparring.recipes.setup import Setup
 
 # The authors' scripts for Gowalla: Adam at 1e-4 from the small tables of Xavier's start. Cosines forget the length of a vector, so a small
 # start makes every step turn it further; at init_std 0.1 this rate would take ten times as long.
-AUTHORS = Setup(
+AUTHORS = Setup.of(
     dim=64,
     tau=0.08,
     init_std=0.01,
@@ -34,7 +35,7 @@ AUTHORS = Setup(
     select="recall@20",
 )
 # Dimensions, batch and negatives of PSL and SL@K, whose authors tune rate and temperature for each data set: those are ours.
-BENCHMARK = replace(AUTHORS, tau=0.1, epochs=200, lr=5e-4, patience=20, select="ndcg@20")
+BENCHMARK = AUTHORS.replaced(tau=0.1, epochs=200, lr=5e-4, patience=20, select="ndcg@20")
 
 
 def sl(
@@ -73,7 +74,7 @@ def bsl(
 
 def psl(
     data: Interactions,
-    setup: Setup = replace(BENCHMARK, tau=0.05),
+    setup: Setup = BENCHMARK.replaced(tau=0.05),
     *,
     n: int = 1000,
     surrogate: Surrogate = "relu",
@@ -128,7 +129,7 @@ def ccl(
 
 def ada_tau(
     data: Interactions,
-    setup: Setup = replace(AUTHORS, batch_size=2048),
+    setup: Setup = AUTHORS.replaced(batch_size=2048),
     *,
     n: int = 1024,
     beta: float = 1.0,
@@ -146,7 +147,7 @@ def ada_tau(
     Chen et al., Adap-tau: Adaptively Modulating Embedding Magnitude for Recommendation, WWW 2023.
     """
     counts = torch.bincount(torch.from_numpy(data.queries).long(), minlength=data.n_queries)
-    settle = min(100, -(-setup.epochs // 4)) if settle is None else settle
+    settle = min(100, -(-setup.training.epochs // 4)) if settle is None else settle
     temperature = AdaTau(counts, data.n_items, beta, quantile, gap, settle, means)
     term = _against_uniform(data, n, per_query, "positive", adaptive_softmax(temperature))
     return replace(compose(data, setup, term), temperature=temperature)

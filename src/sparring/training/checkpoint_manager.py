@@ -68,7 +68,7 @@ class Keeper:
         self.model, self.modules, self.optimizers, self.generator, self.folder, self.ranks = (
             run.model, modules, optimizers, generator, folder, ranks
         )  # fmt: skip
-        self.sharded = run.setup.tables == "sharded"
+        self.sharded = run.setup.model.tables == "sharded"
         self.tables = {name: module for name, module in run.model.named_modules() if isinstance(module, RowWiseTable)}
         self.whole = {name: m for name, m in run.model.named_modules() if self.sharded and isinstance(m, IdTower)}
         if self.sharded and folder is not None and isinstance(ranks, Group):

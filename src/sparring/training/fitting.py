@@ -78,7 +78,7 @@ def fit(
         progress = Progress()  # one of them tells
     folder = Path(out) if out is not None else None
     if where.type == "cuda":
-        torch.set_float32_matmul_precision("highest" if run.setup.precision == "float32" else "high")
+        torch.set_float32_matmul_precision("highest" if run.setup.training.precision == "float32" else "high")
     check_cutoffs(run, split, k, metrics)
     saved = (
         resume and folder is not None and any(folder.glob("checkpoint*.safetensors"))

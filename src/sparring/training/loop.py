@@ -69,7 +69,7 @@ class Trainer:
         self.modules = run.modules().to(device)
         trained = nn.ModuleDict({"model": run.model, "temperature": run.temperature})
         self.trained = list(trained.parameters())
-        self.optimizers = optimizers(trained, setup.optimizer, setup.lr, setup.weight_decay)
+        self.optimizers = optimizers(trained, setup.training.optimizer, setup.training.lr, setup.training.weight_decay)
         self.observers = [m for m in self.modules.modules() if hasattr(m, "observe")]
         self.refreshers = [m for m in self.modules.modules() if hasattr(m, "refresh")]
         self.reporters = [m for m in self.modules.modules() if hasattr(m, "report")]
@@ -79,15 +79,21 @@ class Trainer:
         self.weight = None if train.weight is None else torch.from_numpy(train.weight).to(device)
         self.mean_weight = 1.0 if train.weight is None else float(train.weight.mean())
         self.positives = self.to(train.positives()) if self.refreshers or _masks_known(self.modules) else None
-        self.rows = query_rows(train, setup.draw, device) if setup.rows == "queries" else None
+        self.rows = query_rows(train, setup.batches.draw, device) if setup.batches.rows == "queries" else None
         self.batches = (
-            batches_for(train, self.rows, setup.batch_size, setup.seed) if run.batches is None else run.batches
+            batches_for(train, self.rows, setup.batches.batch_size, setup.seed) if run.batches is None else run.batches
         )
-        total = setup.epochs * len(self.batches)
+        total = setup.training.epochs * len(self.batches)
         self.schedule = Schedule(
-            setup.schedule, fitting_warmup(setup.warmup, total), setup.lr_decay, setup.lr_decay_every, total
+            setup.training.schedule,
+            fitting_warmup(setup.training.warmup, total),
+            setup.training.lr_decay,
+            setup.training.lr_decay_every,
+            total,
         )
-        self.valid = None if split.valid is None else sample_queries(split.valid, setup.valid_queries, setup.seed)
+        self.valid = (
+            None if split.valid is None else sample_queries(split.valid, setup.validation.valid_queries, setup.seed)
+        )
         self.seen = self.to(split.seen_for("valid")) if self.valid is not None else None
         self.keeper = Keeper(run, self.modules, self.optimizers, self.generator, folder, ranks)
         self.state = State()
@@ -97,17 +103,17 @@ class Trainer:
         self.factor: float | None = None  # on the learning rates, as set last
         self.saved = time.monotonic()
         # the gradient cache asks for the state of dropout's generator, which cannot be recorded
-        recorded = device.type == "cuda" and ranks.world == 1 and setup.chunk is None
+        recorded = device.type == "cuda" and ranks.world == 1 and setup.batches.chunk is None
         self.step: Callable[[Tensor], None] = Recorded(self.work, self.generator) if recorded else self.work
 
     def to(self, positives: Positives) -> Positives:
         return Positives(positives.start.to(self.device), positives.items.to(self.device))
 
     def train(self) -> None:
-        self.progress.start(self.setup.epochs, len(self.batches))
-        if self.schedule.warmup < self.setup.warmup:
+        self.progress.start(self.setup.training.epochs, len(self.batches))
+        if self.schedule.warmup < self.setup.training.warmup:
             steps = f"{self.schedule.total:,} steps: {self.schedule.warmup} of them warm up"
-            self.progress.say(f"warmup={self.setup.warmup} is more than half of a training of {steps}")
+            self.progress.say(f"warmup={self.setup.training.warmup} is more than half of a training of {steps}")
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
             self.set_random()
             while not self.state.done:
@@ -163,12 +169,12 @@ class Trainer:
         weighed = losses if self.weight is None else losses * self.ranks.own(self.weight[pairs] / self.mean_weight)
         (weighed.sum() / len(pairs)).backward()
         sum_gradients(self.trained, self.ranks)
-        if self.setup.clip is not None:
-            clip_gradients(self.modules.parameters(), self.setup.clip)
+        if self.setup.training.clip is not None:
+            clip_gradients(self.modules.parameters(), self.setup.training.clip)
         for optimizer in self.optimizers:
             optimizer.step()
         for table in self.keeper.tables.values():
-            table.step(self.setup.lr * (1.0 if self.factor is None else self.factor))
+            table.step(self.setup.training.lr * (1.0 if self.factor is None else self.factor))
         with torch.no_grad():
             for observer in self.observers:
                 observer.observe(step, outcome)  # type: ignore[operator]
@@ -196,7 +202,7 @@ class Trainer:
         value = float(self.ranks.sum(self.total))
         if not math.isfinite(value):
             raise UserError(
-                f"the loss is {value} in epoch {self.state.epoch + 1}: lower lr (now {self.setup.lr}) or set clip"
+                f"the loss is {value} in epoch {self.state.epoch + 1}: lower lr (now {self.setup.training.lr}) or set clip"
             )
         return value
 
@@ -229,13 +235,13 @@ class Trainer:
         """Close the epoch: measure on the validation part, keep the best model, decide whether to go on."""
         state, setup = self.state, self.setup
         record: dict[str, Any] = {"epoch": state.epoch + 1, "loss": loss, "seconds": round(state.seconds, 3)}
-        last = state.epoch + 1 >= setup.epochs
-        if self.valid is not None and ((state.epoch + 1) % setup.eval_every == 0 or last):
-            metric, cutoff = selected(setup.select)
+        last = state.epoch + 1 >= setup.training.epochs
+        if self.valid is not None and ((state.epoch + 1) % setup.validation.eval_every == 0 or last):
+            metric, cutoff = selected(setup.validation.select)
             names = tuple(dict.fromkeys((metric, "recall", "ndcg")))
             result = evaluate(self.run.model, self.valid, self.seen, (cutoff,), names, ranks=self.ranks)
             record |= result.metrics | {"valid_seconds": round(result.seconds, 3)}
-            score = result.metrics[setup.select]
+            score = result.metrics[setup.validation.select]
             state.stale = 0 if score > state.best else state.stale + 1
             if score > state.best:
                 state.best, state.best_epoch = score, state.epoch + 1
@@ -247,10 +253,10 @@ class Trainer:
         for module in self.reporters:
             record |= module.report()  # type: ignore[operator]
         state.history.append(record)
-        stopped = setup.patience is not None and state.stale >= setup.patience
+        stopped = setup.validation.patience is not None and state.stale >= setup.validation.patience
         if stopped:
             self.progress.say(
-                f"no better {setup.select} for {state.stale} validations: stopping at epoch {state.epoch + 1}"
+                f"no better {setup.validation.select} for {state.stale} validations: stopping at epoch {state.epoch + 1}"
             )
         state.epoch, state.step, state.rows, state.done = state.epoch + 1, 0, 0, last or stopped
         self.progress.epoch(record)

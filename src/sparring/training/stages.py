@@ -37,7 +37,8 @@ from sparring.models.retriever import Retriever
 from sparring.models.sharded_tables import ShardedTable
 from sparring.models.towers import IdTower
 from sparring.negatives import BatchPositives
-from sparring.recipes.run import Classifiers, Run, Setup, Term
+from sparring.recipes.run import Run, Term
+from sparring.recipes.setup import ClassifierSettings, Setup
 from sparring.training import trained
 from sparring.training.fitting import METRICS, Fitted, Progress, fit
 from sparring.training.model_card import model_card
@@ -105,7 +106,7 @@ def classifier_run(run: Run, split: Split) -> Run:
     assert wanted is not None
     rows = torch.unique(train.pairs()[0])
     queries, items = model.query_vectors(torch.arange(train.n_queries)).float(), model.item_vectors().float()
-    own = Setup(
+    own = Setup.of(
         dim=model.dim,
         rows="queries",
         tau=1.0,
@@ -116,19 +117,22 @@ def classifier_run(run: Run, split: Split) -> Run:
         schedule="linear",
         dropout=wanted.dropout,
         patience=None,
-        select=setup.select,
-        eval_every=max(setup.eval_every, wanted.epochs // 20, 1),
-        valid_queries=setup.valid_queries,
-        precision=setup.precision,
-        clf_shards=setup.clf_shards,
+        select=setup.validation.select,
+        eval_every=max(setup.validation.eval_every, wanted.epochs // 20, 1),
+        valid_queries=setup.validation.valid_queries,
+        precision=setup.training.precision,
+        clf_shards=setup.classifiers.shards,
         seed=setup.seed,
     )
-    frozen, table = IdTower(train.n_queries, model.dim), ShardedTable(train.n_items, model.dim, setup.clf_shards)
+    frozen, table = (
+        IdTower(train.n_queries, model.dim),
+        ShardedTable(train.n_items, model.dim, setup.classifiers.shards),
+    )
     with torch.no_grad():
         frozen.weight.copy_(queries)
     frozen.weight.requires_grad_(False)
     table.copy_rows(items)
-    towers = frozen, table if setup.clf_shards > 1 else table.parts[0]
+    towers = frozen, table if setup.classifiers.shards > 1 else table.parts[0]
     batches = ClusteredBatches(
         rows,
         train.n_queries,
@@ -149,7 +153,7 @@ def classifier_run(run: Run, split: Split) -> Run:
 def _fuse(
     run: Run,
     second: Run,
-    wanted: Classifiers,
+    wanted: ClassifierSettings,
     split: Split,
     device: torch.device,
     folder: Path | None,

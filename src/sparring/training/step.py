@@ -31,12 +31,12 @@ def contrast(
 
     # on a CPU bfloat16 is slower than float32
     half = torch.autocast(
-        query_ids.device.type, torch.bfloat16, enabled=setup.precision == "bf16" and query_ids.is_cuda
+        query_ids.device.type, torch.bfloat16, enabled=setup.training.precision == "bf16" and query_ids.is_cuda
     )
 
     def encoded(ids: Tensor) -> Tensor:
         with half:
-            return as_compared(in_chunks(setup.chunk, model.encode_items, ids))
+            return as_compared(in_chunks(setup.batches.chunk, model.encode_items, ids))
 
     def encode(ids: Tensor) -> Tensor:  # negatives call it, later
         return ranks.gather(encoded(ranks.own(ids)), len(ids)) if ids.dim() == 1 else encoded(ids)
@@ -48,13 +48,13 @@ def contrast(
 
     own_queries, own_items = ranks.own(query_ids), ranks.own(item_ids)
     with half:
-        q = as_compared(in_chunks(setup.chunk, model.encode_queries, own_queries, own_items))
+        q = as_compared(in_chunks(setup.batches.chunk, model.encode_queries, own_queries, own_items))
     v = encoded(own_items)
-    if setup.dropout and model.training:  # from the run's generator, which is in its checkpoint
+    if setup.model.dropout and model.training:  # from the run's generator, which is in its checkpoint
         uniform = torch.rand(
             len(query_ids), q.shape[1] - (model.item_bias is not None), generator=generator, device=q.device
         )
-        q = model.dropped(q, setup.dropout, ranks.own(uniform))
+        q = model.dropped(q, setup.model.dropout, ranks.own(uniform))
     batch = Batch(query_ids, item_ids, q, v, ranks)
     step = Step(
         own_queries, own_items, q, v, run.temperature(own_queries), encode, generator, positives, encode_mixtures, batch
@@ -113,8 +113,8 @@ def describe_batch(run: Run, split: Split) -> str:
     setup, (queries, items) = run.setup, split.train.pairs()
     device = run.model.device
     generator = torch.Generator(device).manual_seed(setup.seed)
-    drawn = query_rows(split.train, setup.draw) if setup.rows == "queries" else None
-    rows = next(batches_for(split.train, drawn, setup.batch_size, setup.seed).epoch(0))
+    drawn = query_rows(split.train, setup.batches.draw) if setup.batches.rows == "queries" else None
+    rows = next(batches_for(split.train, drawn, setup.batches.batch_size, setup.seed).epoch(0))
     if drawn is not None:
         rows = drawn.pairs(rows, torch.Generator().manual_seed(setup.seed))
     positives = split.train.positives()

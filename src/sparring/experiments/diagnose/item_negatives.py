@@ -60,7 +60,7 @@ def met(
     own = (items == item).nonzero().flatten()
     if not len(own):
         raise UserError("no training pair has this item: as a positive it met no negatives")
-    size = min(run.setup.batch_size, BATCH, len(items))
+    size = min(run.setup.batches.batch_size, BATCH, len(items))
     company, generator = torch.Generator().manual_seed(seed), torch.Generator(device).manual_seed(seed + 1)
     positives = positives_on(split, device)
     times, shares = (

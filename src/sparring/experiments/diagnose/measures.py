@@ -112,7 +112,7 @@ def _measured(name: str, run: Run, split: Split, queries: int, draws: int, seed:
     found = torch.zeros(draws, *target.shape, dtype=torch.float64, device=device)
     own = torch.Generator(device).manual_seed(seed + 1)
     pairs, positives = _pairs(split, device), positives_on(split, device)
-    for draw, places, batch in _batches(len(split.train), run.setup.batch_size, rows, draws, generator):
+    for draw, places, batch in _batches(len(split.train), run.setup.batches.batch_size, rows, draws, generator):
         at = batch.to(device)
         losses, step, outcome = contrast(run, pairs[0][at], pairs[1][at], own, positives)
         found[draw, places] = _query_gradient(losses[: len(places)], step)[: len(places)]

@@ -44,7 +44,7 @@ def profile(run: Run, split: Split, batches: int = 4, world: World | None = None
         4 + len(STRATA), dtype=torch.float64, device=device
     )  # popularity, accidental, false, synthetic, strata
     real = 0.0
-    rows = RandomBatches(len(split.train), run.setup.batch_size, run.setup.seed).epoch(0)
+    rows = RandomBatches(len(split.train), run.setup.batches.batch_size, run.setup.seed).epoch(0)
     with torch.no_grad():
         for index in islice(rows, batches):
             at = index.to(device)

@@ -43,7 +43,7 @@ from sparring.experiments.report.tables import Column, Row, Table, text_columns
 from sparring.experiments.report.text import in_words
 from sparring.experiments.study import read_json
 from sparring.recipes import RECIPES, settings
-from sparring.recipes.run import Setup
+from sparring.recipes.setup import Setup
 
 PAPER = "ESANS (Xing et al., WWW 2025)"
 METRICS = ("Recall@50", "Recall@200")
@@ -53,7 +53,7 @@ FIGURE_4 = published_cells("esans", "figure4")
 RUNS = 5  # of the authors' notes
 # Table 6 and appendix C: batch, dimensions, temperature, Adam, its rate. Not given there, and ours: cosines, epochs,
 # patience.
-SETUP = Setup(
+SETUP = Setup.of(
     dim=64,
     score="cosine",
     tau=0.05,
@@ -114,7 +114,7 @@ def esans(
 
 def candidates(asked: Mapping[str, object]) -> tuple[int, int]:
     """The number of real candidates that a batch of ESANS shares, and the number of logits of each of its queries."""
-    defaults = {"m_c": 2, "m_o": 5, "m_h": 5, "batch_size": SETUP.batch_size}
+    defaults = {"m_c": 2, "m_o": 5, "m_h": 5, "batch_size": SETUP.batches.batch_size}
     m_c, m_o, m_h, batch = (int(str(asked.get(name, default))) for name, default in defaults.items())
     mixtures = (m_o + 2) * (m_o - 1) // 2
     return batch * m_c * m_o, batch * m_c * (m_o + mixtures) + 2 * m_h
@@ -422,10 +422,11 @@ def _settings_lines(plan: Reproduction) -> list[str]:
     else:
         changed = [name for name in ("batch_size", "dim", "tau", "lr", "optimizer") if name in plan.settings]
         paper = f"in the paper except for {', '.join(changed)}" if changed else "in the paper"
+        used = setup.flat()
         lines = [
-            f"Not tuned: batches of {setup.batch_size}, d = {setup.dim}, tau {setup.tau}, Adam at {setup.lr:g}, as "
-            f"{paper}; not printed there and ours: cosines, at most {setup.epochs} epochs, patience {setup.patience} on "
-            f"validation {setup.select}."
+            f"Not tuned: batches of {used['batch_size']}, d = {used['dim']}, tau {used['tau']}, Adam at {used['lr']:g}, "
+            f"as {paper}; not printed there and ours: cosines, at most {used['epochs']} epochs, patience "
+            f"{used['patience']} on validation {used['select']}."
         ]
     if plan.settings:
         lines.append(f"Requested, for all methods that have it: {in_words(plan.settings)}.")
@@ -488,7 +489,7 @@ COST_METHODS: dict[str, tuple[str, dict[str, object]]] = {
     "Ada-tau": ("ada_tau", SHARED),
     "ESANS": ("esans", {}),
 }
-COST_SETUP = Setup(
+COST_SETUP = Setup.of(
     dim=64, score="cosine", tau=0.05, batch_size=512, epochs=4, optimizer="row-adam", lr=2e-4, patience=None
 )
 

@@ -55,7 +55,7 @@ from sparring.recipes import settings
 from sparring.recipes.extreme import LABELS
 from sparring.recipes.text import default_encoder, text_setup
 
-SETUP = replace(LABELS, batch_size=1600, epochs=30, select="ndcg@5", classifiers=30)
+SETUP = LABELS.replaced(batch_size=1600, epochs=30, select="ndcg@5", clf_epochs=30)
 PROTOCOL = SplitProtocol(
     "auto", valid=0.05, one_split=True, metrics=("precision_xc", "ndcg_xc", "recall_xc", "psp"), cutoffs=(1, 5, 100)
 )
@@ -86,12 +86,12 @@ def methods(dataset: PaperDataset, asked: Mapping[str, object]) -> Sequence[Pape
             raise UserError(f"{dataset.shown}: {error}") from error
     encoder = str(asked.get("encoder", "auto"))
     suited = text_setup(default_encoder() if encoder == "auto" else encoder)
-    epochs = int(str(asked.get("epochs", SETUP.epochs)))
+    epochs = int(str(asked.get("epochs", SETUP.training.epochs)))
     # The authors use 10 and 5, of 300 epochs: in few epochs, the first would be too late and the second too rare.
     start, every = max(1, min(10, epochs // 5)), max(1, min(5, epochs // 2))
     grow = start + every * max(1, round((epochs / 2 - start) / every))  # an epoch that rebuilds the clusters
     taken = ("encoder", "dim", "optimizer", "lr", "weight_decay", "schedule", "precision")
-    shared: dict[str, object] = {name: getattr(suited, name) for name in taken}
+    shared: dict[str, object] = {name: suited.flat()[name] for name in taken}
     mined: dict[str, object] = {**shared, "every": every, "start": start}
     clustered: dict[str, object] = {**mined, "size": 8, "grow": (grow,)}
     return [
@@ -340,8 +340,8 @@ def _settings_lines(plan: Reproduction) -> list[str]:
     lines = []
     for dataset in plan.data:
         used = plan.methods[dataset.name][0].settings
-        names = ("encoder", "epochs", "batch_size", "classifiers")
-        setup = in_words({name: used.get(name, getattr(SETUP, name)) for name in names})
+        names = ("encoder", "epochs", "batch_size", "clf_epochs")
+        setup = in_words({name: used.get(name, SETUP.flat()[name]) for name in names})
         authors = "the authors train DistilBERT for 300 epochs, B = 1600"
         lines.append(f"{dataset.shown}, the same for all: {setup}; {authors}.")
     return lines

@@ -32,10 +32,9 @@ from sparring.experiments.report.clusters import labels_of, summary
 from sparring.experiments.report.html import Section
 from sparring.experiments.report.tables import Row, Table
 from sparring.experiments.study import Dataset, FinishedRun, Measure, Method, Study, Training, read_json
-from sparring.models.clusters import MSAC, ROBUST, Codes
-from sparring.models.clusters import Settings as ClusterSettings
+from sparring.models.clusters import MSAC, ROBUST, Codes, MSACSettings
 from sparring.recipes import PAPER, settings
-from sparring.recipes.run import Setup
+from sparring.recipes.setup import Setup, flat_name
 from sparring.training.trained import run_vectors
 
 METRICS = ("ndcg_xir_release", "recall_xir_release", "ndcg", "recall")
@@ -194,9 +193,10 @@ class Reproduction:
     def _suited(self) -> tuple[dict[str, tuple[PaperMethod, ...]], dict[str, str]]:
         methods: dict[str, tuple[PaperMethod, ...]] = {}
         reasons = {}
+        asked = {flat_name(name): value for name, value in self.settings.items()}
         for dataset in self.data:
             try:
-                methods[dataset.name] = tuple(map(self._set, self.experiment.methods(dataset, self.settings)))
+                methods[dataset.name] = tuple(map(self._set, self.experiment.methods(dataset, asked)))
             except Unsuited as error:
                 methods[dataset.name], reasons[dataset.name] = (), str(error)
         return methods, reasons
@@ -212,8 +212,8 @@ class Reproduction:
         return self._suited[1]
 
     def _set(self, method: PaperMethod) -> PaperMethod:
-        known = settings.known(settings.find(method.recipe), self.settings)
-        return dataclasses.replace(method, settings={**method.settings, **known})
+        asked = study.known_settings(method.recipe, self.settings)
+        return dataclasses.replace(method, settings={**method.settings, **asked})
 
     @property
     def suited(self) -> list[PaperDataset]:
@@ -275,7 +275,7 @@ def check(plan: Reproduction) -> None:
         if sum(dataset.shown == other.shown for other in plan.data) > 1:
             raise UserError(f"two of the data sets are {dataset.shown}: give each once")
     for name in plan.settings:
-        if name in experiment.chosen:
+        if flat_name(name) in experiment.chosen:
             raise UserError(f"{name} cannot be set: {experiment.name} sets it itself")
     methods = [method for every in plan.methods.values() for method in every]
     study.check_settings(plan.settings, methods, experiment.name, "10, 20, ...", experiment.setup)
@@ -350,9 +350,9 @@ def learn_codes(plan: Reproduction, jobs: int, listener: Listener) -> list[Failu
     return perform(missing, len(needed), "clusters", jobs, listener)
 
 
-def cluster_settings(modalities: ItemModalities, clustering: Clustering) -> ClusterSettings:
+def cluster_settings(modalities: ItemModalities, clustering: Clustering) -> MSACSettings:
     """The robust settings of MSAC with the requested changes."""
-    kinds = get_type_hints(ClusterSettings)
+    kinds = get_type_hints(MSACSettings)
     for name in modalities.settings:
         if name not in kinds or name in ("k_primary", "k_secondary"):
             raise UserError(f"no setting of the clusters: msac.{name}{settings.nearest(name, kinds)}")

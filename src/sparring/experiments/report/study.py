@@ -15,6 +15,7 @@ from sparring.experiments.report.tables import Column, Row, Table
 from sparring.experiments.report.text import bullets, distinct, in_words
 from sparring.experiments.study import FinishedRun, Study
 from sparring.experiments.tuning import TuningResult
+from sparring.recipes.setup import flat
 
 
 def tuning_table(study: Study, label: str, shown: Mapping[str, str], data_column: bool) -> Table:
@@ -64,7 +65,7 @@ def environment(runs: Sequence[FinishedRun]) -> dict[str, str]:
 
 def settings_of(run: FinishedRun) -> dict[str, Any]:
     """The resolved settings of a run, without its seed."""
-    every = {**run.meta.get("arguments", {}), **run.meta["setup"]}
+    every = {**run.meta.get("arguments", {}), **flat(run.meta["setup"])}
     return {name: value for name, value in every.items() if name != "seed"}
 
 
