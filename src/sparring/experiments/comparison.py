@@ -116,7 +116,7 @@ def _profile(world: World | None, run: Run, split: Split, device: str) -> dict[s
 
 
 def check(comparison: Comparison) -> None:
-    """Raise before any training if the recipes, metrics or data cannot be compared, or the folder holds another study."""
+    """Raise before any training if recipes, metrics or data cannot be compared, or the folder holds another study."""
     methods, names = list(comparison.methods.values()), comparison.names
     if comparison.baseline_name not in names:
         raise UserError(

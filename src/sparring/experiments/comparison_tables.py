@@ -1,4 +1,4 @@
-"""The tables of a comparison, read from its run folders: quality against the baseline, cost, and profile of negatives."""
+"""The tables of a comparison, read from its run folders: quality against the baseline, cost, profile of negatives."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ignores training variance and is significant too often: do not use it to claim t
 
 
 def quality(comparison: Comparison) -> Table:
-    """One row per data set, metric and recipe: mean and deviation over seeds, difference to the baseline, tests, verdict."""
+    """One row per data set, metric and recipe: mean over seeds, difference to the baseline, tests, verdict."""
     rows: list[Row] = []
     baseline = comparison.baseline_name
     for data in comparison.data:
@@ -55,7 +55,7 @@ def quality(comparison: Comparison) -> Table:
 
 
 def negatives(comparison: Comparison) -> Table:
-    """One row per data set and recipe: time and memory as ratios, and the profile of its negatives; means over seeds."""
+    """One row per data set and recipe: time and memory as ratios, and the profile of negatives; means over seeds."""
     rows: list[Row] = []
     baseline = comparison.baseline_name
     for data in comparison.data:

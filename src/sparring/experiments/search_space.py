@@ -88,9 +88,9 @@ UNUSED = {"ada_tau": {"tau"}, "ccl": {"tau"}}
 def space(
     recipe: str | Recipe, fixed: Mapping[str, object] | None = None, base: Setup | None = None
 ) -> dict[str, Range | OneOf]:
-    """The range of each tuned setting of a recipe, for the towers and optimiser of `base`; `fixed` settings are left out.
+    """The range of each tuned setting of a recipe with the towers and optimiser of `base`, except for `fixed` settings.
 
-    An argument of a custom recipe is tuned if its type declares a range: `alpha: Annotated[float, Range(0.0, 1.0)] = 0.5`.
+    An argument of a custom recipe is tuned if its type declares a range: `alpha: Annotated[float, Range(0, 1)] = 0.5`.
 
         space("xir")  # lr, tau, weight_decay, item_bias, lam
     """

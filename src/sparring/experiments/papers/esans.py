@@ -70,14 +70,14 @@ PROTOCOL = SplitProtocol(
 )
 experiment = partial(Experiment, setup=SETUP, protocol=PROTOCOL, tuning="first", taus=TAUS, paper="esans")
 NOTES = (
-    "The paper's data sets are private or their split is not stated, so absolute figures cannot be matched: each figure "
-    "is relative to the reference of its table, ours on the data given, theirs from the printed figures, as the mean over "
-    "the paper's sets with its range.",
+    "The paper's data sets are private or their split is not stated, so absolute figures cannot be matched: each "
+    "figure is relative to the reference of its table, ours on the data given, theirs from the printed figures, as the "
+    "mean over the paper's sets with its range.",
     "p is a paired test over seeds and queries together, with Holm's correction over all methods of a data set and "
-    "metric; the verdict rests on it. The equal-variance t-test over seeds is the one that the authors used; it does not "
-    "generalise to other queries.",
-    "The interval after our relative difference is at 95 %. Every method has the same split and seeds; codes are learned "
-    "once, from the training part and the modalities, and are the same for all seeds.",
+    "metric; the verdict rests on it. The equal-variance t-test over seeds is the one that the authors used; it does "
+    "not generalise to other queries.",
+    "The interval after our relative difference is at 95 %. Every method has the same split and seeds; codes are "
+    "learned once, from the training part and the modalities, and are the same for all seeds.",
 )
 VISUAL, TEXT = ("image", "visual", "img", "picture", "poster"), ("text", "textual", "title", "plot")
 BEHAVIOUR = ("behaviour", "behavior", "graph")
@@ -424,9 +424,9 @@ def _settings_lines(plan: Reproduction) -> list[str]:
         paper = f"in the paper except for {', '.join(changed)}" if changed else "in the paper"
         used = setup.flat()
         lines = [
-            f"Not tuned: batches of {used['batch_size']}, d = {used['dim']}, tau {used['tau']}, Adam at {used['lr']:g}, "
-            f"as {paper}; not printed there and ours: cosines, at most {used['epochs']} epochs, patience "
-            f"{used['patience']} on validation {used['select']}."
+            f"Not tuned: batches of {used['batch_size']}, d = {used['dim']}, tau {used['tau']}, Adam at "
+            f"{used['lr']:g}, as {paper}; not printed there and ours: cosines, at most {used['epochs']} epochs, "
+            f"patience {used['patience']} on validation {used['select']}."
         ]
     if plan.settings:
         lines.append(f"Requested, for all methods that have it: {in_words(plan.settings)}.")
@@ -565,11 +565,11 @@ MAIN = experiment(
     main_results,
     (
         *NOTES,
-        "Every method but MixGCF has the same real candidates: 5,120 shared by a batch of 512, ten for each positive as "
-        "in the paper, uncorrected for UNS and PNS. Debiased MNS adds the batch; BMNS has the batch, and 5,120 mixtures "
-        "of it; FairNeg's groups are ten classes of popularity. ESANS adds 5 hard negatives for each query, and its "
-        "mixtures. MixGCF is as published: 64 draws for each query, none of them a known positive, the hardest mixed with "
-        "the positive; how many of them is tuned.",
+        "Every method but MixGCF has the same real candidates: 5,120 shared by a batch of 512, ten for each positive "
+        "as in the paper, uncorrected for UNS and PNS. Debiased MNS adds the batch; BMNS has the batch, and 5,120 "
+        "mixtures of it; FairNeg's groups are ten classes of popularity. ESANS adds 5 hard negatives for each query, "
+        "and its mixtures. MixGCF is as published: 64 draws for each query, none of them a known positive, the hardest "
+        "mixed with the positive; how many of them is tuned.",
         f"Controls, not in the paper: {SAME_LOGITS} (19,466: those of ESANS with its mixtures), BMNS (mixtures without "
         "clusters), and ESANS with random clusters (the sizes of its own, items permuted for each seed) and with a "
         "cluster for each category; esans-ablation has clusters of behaviour alone.",
@@ -648,8 +648,8 @@ COST = Experiment(
     cost_results,
     (
         "Published: hours of training on the set #A2, which is private, in TensorFlow on CPU workers, with towers over "
-        "histories and features, without the offline stage of ESANS. Ours: time of an epoch on plain id tables. Both say "
-        "what a method adds to a step: where the towers cost more than the negatives, ratios are closer to 1.",
+        "histories and features, without the offline stage of ESANS. Ours: time of an epoch on plain id tables. Both "
+        "say what a method adds to a step: where the towers cost more than the negatives, ratios are closer to 1.",
         "Batches of 512, d = 64, temperature 0.05, Adam at 2e-4, 5,120 negatives shared by the batch (10 for each "
         "positive); MixGCF mixes the 10 hardest of them. The paper names no number of epochs; a time needs only a few.",
         "One training at a time, whatever --jobs says. The first epoch, which also warms up, is left out if there are "

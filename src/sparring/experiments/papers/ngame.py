@@ -393,16 +393,16 @@ NGAME_DEXA = Experiment(
     (
         f"{', '.join(SHOWN)} as the extreme-classification repository defines them, with the data's filters and "
         "propensities; PSP is of all test points together.",
-        "encoder: exact search over the item tower; classifiers: one vector per label, initialised there and trained over "
-        "frozen query vectors; fused: both, with a tree learnt from held-out queries. All methods have all three, in the "
-        "papers NGAME and DEXA alone.",
+        "encoder: exact search over the item tower; classifiers: one vector per label, initialised there and trained "
+        "over frozen query vectors; fused: both, with a tree learnt from held-out queries. All methods have all three, "
+        "in the papers NGAME and DEXA alone.",
         "All but the two rows of softmax have NGAME's hinge loss, so that only the batches or the lists differ. "
         "Corrected: the log of the expected count of a label in a batch is subtracted from its logits.",
-        "time: training of the encoder as a ratio to random batches, over the same seeds; it varies if several trainings "
-        "run at once (--jobs). mining: clustering (NGAME, DEXA), or encoding and ranking everything (ANCE), as a share of "
-        "the rest of the same training.",
-        "p is a paired test over seeds and queries together, corrected by Holm over the methods of a ranking, or over all "
-        "claims of a set.",
+        "time: training of the encoder as a ratio to random batches, over the same seeds; it varies if several "
+        "trainings run at once (--jobs). mining: clustering (NGAME, DEXA), or encoding and ranking everything (ANCE), "
+        "as a share of the rest of the same training.",
+        "p is a paired test over seeds and queries together, corrected by Holm over the methods of a ranking, or over "
+        "all claims of a set.",
         "5 % of the training texts are held out: the epoch is chosen on them, and the fusion is learnt from them.",
     ),
     setup=SETUP,

@@ -39,7 +39,7 @@ Values = dict[int, np.ndarray]  # seed -> the value of each query
 def beside(
     values: Sequence[float], published: PublishedFigure | None, why: str = "", otherwise: str = UNPUBLISHED
 ) -> Row:
-    """Mean and deviation (n - 1) of ours, the published figure, their relative difference, and whether it is within 2 %.
+    """Mean and deviation (n - 1) of ours, the published figure, their relative difference, and a verdict.
 
     `why` is the reason if nothing was run, `otherwise` the verdict if nothing is published.
 

@@ -667,8 +667,8 @@ TABLE_4 = Experiment(
         *NOTES,
         CLOSED,
         "The paper joins SellerID and CateID of Tmall to the item's id before two layers of 32 and 16 units. On other "
-        "data the columns are the categorical ones of the item table, or those that --set item_features names; the query "
-        "table has 16 dimensions.",
+        "data the columns are the categorical ones of the item table, or those that --set item_features names; the "
+        "query table has 16 dimensions.",
     ),
 )
 TABLE_5 = Experiment(
@@ -717,8 +717,8 @@ FIGURE_2 = Experiment(
     (
         *NOTES,
         CLOSED,
-        "The paper draws Gowalla. The cache is the release's: the next one is drawn from the items of the last step, and "
-        "occurrences start at 1; --set form=paper trains algorithm 2 as printed.",
+        "The paper draws Gowalla. The cache is the release's: the next one is drawn from the items of the last step, "
+        "and occurrences start at 1; --set form=paper trains algorithm 2 as printed.",
     ),
     measure=occurrence,
 )

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 SHOWN = 2000  # items in the scatter plot
 PICTURE = (
-    "Items are at the mean of their projected vectors, along the two directions of greatest variance: separate clusters "
-    "may seem to overlap. A ring is a codeword; its size grows with the number of items of its cluster."
+    "Items are at the mean of their projected vectors, along the two directions of greatest variance: separate "
+    "clusters may seem to overlap. A ring is a codeword; its size grows with the number of items of its cluster."
 )
 
 
@@ -85,14 +85,15 @@ def findings(
     ]
     if facts.get("purity") is not None:
         lines.append(
-            f"{facts['purity']:.1%} of the items are in the commonest of {facts['categories']} categories of their cluster "
-            f"({facts['purity_by_chance']:.1%} if the clusters were shuffled), {facts['cell_purity']:.1%} of their cell "
-            f"({facts['cell_purity_by_chance']:.1%})."
+            f"{facts['purity']:.1%} of the items are in the commonest of {facts['categories']} categories of their "
+            f"cluster ({facts['purity_by_chance']:.1%} if the clusters were shuffled), {facts['cell_purity']:.1%} of "
+            f"their cell ({facts['cell_purity_by_chance']:.1%})."
         )
     if msac.history and msac.model.pairs:
         first, last = msac.history[0]["align"], msac.history[-1]["align"]
         lines.append(
-            f"Alignment loss, the mean over pairs of modalities: {first:.2f} in the first steps, {last:.2f} in the last."
+            f"Alignment loss, the mean over pairs of modalities: {first:.2f} in the first steps, {last:.2f} in the "
+            "last."
         )
     if drift is not None:
         lines += drift_lines(drift)
@@ -113,8 +114,9 @@ def drift_lines(drift: Drift) -> list[str]:
         if error is not None:
             ratio = error / max(drift.error_learned, 1e-30)
             lines.append(
-                f"Before any update, the squared distance of {name} items from their codewords was {ratio:.2f} times that "
-                f"of the items from which these were learned; {outside:.1%} were beyond the 95 % quantile of then."
+                f"Before any update, the squared distance of {name} items from their codewords was {ratio:.2f} times "
+                f"that of the items from which these were learned; {outside:.1%} were beyond the 95 % quantile of "
+                "then."
             )
     if drift.changed_cell is not None:
         lines.append(

@@ -1,6 +1,7 @@
 """One self-contained HTML page of sortable tables, figures, text and commands; it needs no network.
 
-    page = Page("Comparison", "three recipes", (Section("Quality", (Sheet(table), Figures((figure,)), Paragraph("..."))),))
+    quality = Section("Quality", (Sheet(table), Figures((figure,)), Paragraph("...")))
+    page = Page("Comparison", "three recipes", (quality,))
     page.write(Path("out/report.html"))
 
 All text is escaped; only the SVG of a figure, made by figures.py, is markup. A content security policy forbids the

@@ -107,13 +107,13 @@ class Shown:
     def _met(self, served: Served, item: int) -> dict[str, Any]:
         from dataclasses import asdict
 
-        from sparring.experiments.diagnose.item_negatives import met
+        from sparring.experiments.diagnose.item_negatives import negatives_of_item
 
         ids = served.trained.ids.item_ids
         if item >= len(ids):
             raise UserError("it was added after the training, and met no negatives")
         _, run, split = self._built(served)
-        found = asdict(met(run, split, int(split.train.item_ids.encode([ids.decode([item])[0]])[0])))
+        found = asdict(negatives_of_item(run, split, int(split.train.item_ids.encode([ids.decode([item])[0]])[0])))
         dense = ids.encode(split.train.item_ids.decode(np.array(found.pop("items"), dtype=np.int64)))
         rows = zip(self.finder(served, "item").named(dense), found.pop("times"), found.pop("shares"), strict=True)
         items = [
@@ -138,7 +138,7 @@ class Shown:
         self.built.pop(served.name, None)
         while len(self.built) > 1:  # two runs side by side
             self.built.pop(next(iter(self.built)))
-        self.built[served.name] = served, samplers.own(served.folder, split), split
+        self.built[served.name] = served, samplers.load_for_diagnosis(served.folder, split), split
         return self.built[served.name]
 
     def close(self) -> None:
