@@ -23,7 +23,7 @@ import torch
 
 from _shared import cpu_seconds, gowalla_xir, interactions, stepping, table
 from sparring import Run, Setup, Term, compose, recipes
-from sparring.core.types import Corpus, Positives
+from sparring.core.types import Corpus
 from sparring.data.interactions import Interactions
 from sparring.negatives import InBatch, Sampled, Uniform, Union
 from sparring.training.cuda_graph import Recorded
@@ -134,7 +134,7 @@ class Timed:
         self.refreshers = [module for module in self.modules.modules() if hasattr(module, "refresh")]
         self.generator = torch.Generator(device).manual_seed(0)
         known = data.positives()
-        self.positives = Positives(known.start.to(device), known.items.to(device))
+        self.positives = known.to(device)
         self.step = stepping(self.run, self.generator, self.positives)
 
     def refresh(self) -> float:

@@ -316,7 +316,7 @@ class Weighted(Negatives):
         b = len(step.q)
         ids = torch.tensor([0, 1, -1]).expand(b, 3)
         usage = torch.tensor([3.0 * self.real, self.real, 4.0]).expand(b, 3)
-        return Bag((Candidates(ids, torch.zeros(b, 3, step.q.shape[1]), usage.log(), usage=usage),))
+        return Bag((Candidates(ids, torch.zeros(b, 3, step.q.shape[1]), usage.log(), drawn=usage),))
 
 
 def test_profile_counts_draws(parts: Split) -> None:

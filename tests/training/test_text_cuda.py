@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from sparring import build, load
-from sparring.core.types import Positives
 from sparring.models.clusters.balanced import balanced_2means
 from sparring.models.tree import grow
 from sparring.training import fitting as train
@@ -48,7 +47,7 @@ def test_a_step_is_that_of_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         run.modules().to(device)
         queries, items = (column[:20].long().to(device) for column in train.pairs())
         known = train.positives()
-        positives = Positives(known.start.to(device), known.items.to(device))
+        positives = known.to(device)
         losses = contrast(run, queries, items, torch.Generator(device), positives)[0]
         losses.mean().backward()
         grads = [p.grad.to_dense().cpu() for p in run.model.parameters() if p.grad is not None]

@@ -299,7 +299,7 @@ def _check_free(folder: Path, overwrite: bool, resume: bool) -> None:
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--out {folder} is a file, not a folder")
     if (folder / lock.NAME).exists():
-        lock.release(folder, lock.hold(folder))  # or it says who writes there
+        lock.hold(folder).release()  # or it says who writes there
     if resume or not folder.exists() or lock.is_free(folder):
         return
     if not overwrite:

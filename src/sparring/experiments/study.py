@@ -25,9 +25,9 @@ import torch
 from sparring.core import files, memory
 from sparring.core.devices import hardware, pick_device
 from sparring.core.errors import UserError, first_line
-from sparring.core.types import Positives
+from sparring.core.files import read_table
 from sparring.core.workers import Failure, Listener, Say, Task, Tasks, perform
-from sparring.data.interactions import Split, read_table
+from sparring.data.interactions import Split
 from sparring.evaluation.metrics import parse
 from sparring.evaluation.ranking import evaluate
 from sparring.experiments.tuning import Trial, TuningResult, best, read_trials, tune
@@ -199,10 +199,7 @@ def finished(folder: Path) -> bool:
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON file of a run folder."""
-    try:
-        return dict(json.loads(path.read_text()))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} is corrupt: {first_line(error)}; delete its folder to train again") from error
+    return files.read_json(path, "delete its folder to train again")
 
 
 def check_folder(
@@ -384,7 +381,5 @@ def _measure_one(
 def _test_metrics(built: Run, split: Split, cutoff: int, metrics: Sequence[str]) -> dict[str, float]:
     assert split.test is not None
     device = next(built.model.parameters()).device
-    seen = split.seen_for("test")
-    known = Positives(seen.start.to(device), seen.items.to(device))
-    evaluation = evaluate(built.model, split.test, known, (cutoff,), metrics)
+    evaluation = evaluate(built.model, split.test, split.seen_for("test").to(device), (cutoff,), metrics)
     return {f"test_{name}": value for name, value in evaluation.metrics.items()}

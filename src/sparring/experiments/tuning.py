@@ -105,7 +105,7 @@ def tune(
             error = first_line(failure)
         done.append(Trial(number, settings, value, round(time.perf_counter() - started, 3), error))
         lines = "".join(json.dumps(asdict(trial)) + "\n" for trial in done)
-        files.write(path, lambda file, lines=lines: file.write_text(lines))  # type: ignore[misc]
+        files.write_text(path, lines)
         say(done[-1])
     return best(named(recipe), done[:trials])
 

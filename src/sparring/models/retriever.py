@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from sparring.core.part import Part
 from sparring.core.types import ALONE, Ranks
 from sparring.models.towers import FeatureTower, HistoryTower, IdTower, evaluating, width_of
 
@@ -118,7 +119,7 @@ class Retriever(nn.Module):
     @torch.no_grad()
     def item_shard(self) -> tuple[int, Tensor] | None:
         """This rank's first item and the vectors of its items, if the table is sharded (rowwise_tables.py)."""
-        if not getattr(self.item, "spread", False):
+        if not (isinstance(self.item, Part) and self.item.spread):
             return None
         vectors = self._scaled(self.item.weight)  # type: ignore[arg-type]
         low = int(self.item.bounds[self.item.ranks.rank])  # type: ignore[index, union-attr, arg-type]

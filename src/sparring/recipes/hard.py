@@ -15,7 +15,7 @@ from sparring.negatives import (
     AmongHardest,
     BatchMix,
     Correction,
-    Exclusion,
+    ExcludeKind,
     GroupShares,
     Hardest,
     HardestBucket,
@@ -29,7 +29,7 @@ from sparring.negatives import (
     Union,
 )
 from sparring.negatives.quantized import Codebook
-from sparring.negatives.synthetic import Mix
+from sparring.negatives.synthetic import MixPer
 from sparring.recipes.in_batch import PAPER, popularity
 from sparring.recipes.run import Run, Term, compose
 from sparring.recipes.setup import Setup
@@ -46,7 +46,7 @@ def dns(
     m: int = 1,
     k: int = 1,
     per_query: bool = True,
-    exclude: Exclusion = "known",
+    exclude: ExcludeKind = "known",
 ) -> Run:
     """Pairwise loss against k of the m hardest of n uniform draws (DNS; with m > 1 DNS(M, N)).
 
@@ -67,7 +67,7 @@ def ahns(
     beta: float = 0.1,
     p: float = -2.0,
     per_query: bool = True,
-    exclude: Exclusion = "known",
+    exclude: ExcludeKind = "known",
 ) -> Run:
     """Pairwise loss against the draw whose score is nearest to beta (s_+ + alpha)^(p + 1) (AHNS).
 
@@ -82,9 +82,9 @@ def mixgcf(
     *,
     n: int = 32,
     k: int = 1,
-    mix: Mix = "query",
+    mix: MixPer = "query",
     per_query: bool = True,
-    exclude: Exclusion = "known",
+    exclude: ExcludeKind = "known",
 ) -> Run:
     """Softmax against the k hardest of n draws, each mixed with the positive (MixGCF, two-tower form).
 
@@ -103,7 +103,7 @@ def amns(
     n: int = 2048,
     k: int = 256,
     correction: Correction = "none",
-    exclude: Exclusion = "positive",
+    exclude: ExcludeKind = "positive",
 ) -> Run:
     """Softmax against the k hardest for each query of in-batch and uniform negatives together (AMNS).
 
@@ -152,7 +152,7 @@ def fairneg(
     every: int | None = None,
     floor: float = 0.1,
     correction: Correction = "none",
-    exclude: Exclusion = "known",
+    exclude: ExcludeKind = "known",
 ) -> Run:
     """Negatives by groups of items whose shares fall where the group is served badly, tilted by score (FairNeg).
 
@@ -177,7 +177,7 @@ def midx(
     codebook: Codebook = "residual",
     every: int = 1,
     correction: Correction = "count",
-    exclude: Exclusion = "positive",
+    exclude: ExcludeKind = "positive",
 ) -> Run:
     """Negatives for each query from a softmax over quantised item vectors, corrected by their exact chance (MIDX).
 
@@ -198,7 +198,7 @@ def sce(
     buckets: int | None = None,
     queries: int | None = None,
     mix: bool = False,
-    exclude: Exclusion = "positive",
+    exclude: ExcludeKind = "positive",
 ) -> Run:
     """Cross-entropy inside random buckets of queries and items that point the same way, the hardest bucket of each query (SCE).
 
@@ -232,5 +232,5 @@ def column_classes(data: Interactions, column: str) -> Tensor:
     return torch.from_numpy(values.rank("dense").fill_null(0).to_numpy().astype(np.int64))
 
 
-def _pool(data: Interactions, n: int, per_query: bool, exclude: Exclusion) -> Sampled:
+def _pool(data: Interactions, n: int, per_query: bool, exclude: ExcludeKind) -> Sampled:
     return Sampled(Uniform(data.n_items), n, per_query, "none", exclude)

@@ -18,8 +18,8 @@ from sparring.negatives import (
     AllItems,
     Cache,
     Correction,
-    Draw,
-    Exclusion,
+    DrawMethod,
+    ExcludeKind,
     InBatch,
     Memory,
     Popularity,
@@ -58,7 +58,7 @@ PAPER = Setup.of(
 DEFAULT = Setup.of(tau=None, item_bias=True, dropout=0.1, init_std=0.01, epochs=60, lr=3e-3, schedule="cosine")
 
 
-def default(data: Interactions, setup: Setup = DEFAULT, *, n: int = 2048, exclude: Exclusion = "positive") -> Run:
+def default(data: Interactions, setup: Setup = DEFAULT, *, n: int = 2048, exclude: ExcludeKind = "positive") -> Run:
     """The best that holds on every set tried: cosines with an item bias, a temperature from the data, softmax loss on uniform negatives.
 
     SL (Wu et al., TOIS 2024) with the first temperature of Adap-tau (Chen et al., WWW 2023).
@@ -117,7 +117,7 @@ def bpr(
     setup: Setup = Setup.of(score="dot", tau=1.0, optimizer="row-adagrad", lr=0.05, batch_size=4096),
     *,
     n: int = 1,
-    exclude: Exclusion = "known",
+    exclude: ExcludeKind = "known",
 ) -> Run:
     """Pairwise logistic loss against uniform negatives drawn for each query (BPR-MF).
 
@@ -188,7 +188,12 @@ def debiased_mns(data: Interactions, setup: Setup = PAPER, *, n: int = 2048, cor
 
 
 def bir(
-    data: Interactions, setup: Setup = PAPER, *, n: int | None = None, draw: Draw = "expected", form: Form = "paper"
+    data: Interactions,
+    setup: Setup = PAPER,
+    *,
+    n: int | None = None,
+    draw: DrawMethod = "expected",
+    form: Form = "paper",
 ) -> Run:
     """In-batch negatives drawn again for each query by its own corrected scores (BIR); draw="expected" is the closed form.
 
@@ -205,7 +210,7 @@ def xir(
     lam: float = 0.5,
     cache_size: int = 2048,
     n: int | None = None,
-    draw: Draw = "expected",
+    draw: DrawMethod = "expected",
     form: Form = "paper",
 ) -> Run:
     """BIR plus a cache of the items drawn most often, as a second term of weight lam (XIR).
@@ -287,6 +292,6 @@ def offered(data: Interactions, setup: Setup) -> Tensor:
     return torch.from_numpy(np.bincount(data.items, weights=share / total[data.queries], minlength=data.n_items))
 
 
-def masking(form: Form) -> Exclusion:
+def masking(form: Form) -> ExcludeKind:
     """The XIR release leaves the query's positive among its negatives; we drop it by id."""
     return "none" if form == "release" else "positive"

@@ -17,7 +17,7 @@ from sparring.losses import AdaTau, BSLForm, Loss, SLatK, Surrogate, adaptive_so
 from sparring.losses import bsl as bsl_loss
 from sparring.losses import ccl as ccl_loss
 from sparring.losses import psl as psl_loss
-from sparring.negatives import Exclusion, Sampled, Uniform
+from sparring.negatives import ExcludeKind, Sampled, Uniform
 from sparring.recipes.run import Run, Term, compose
 from sparring.recipes.setup import Setup
 
@@ -44,7 +44,7 @@ def sl(
     *,
     n: int = 800,
     per_query: bool = False,
-    exclude: Exclusion = "positive",
+    exclude: ExcludeKind = "positive",
 ) -> Run:
     """Softmax loss on cosine scores, negatives alone under the logarithm (SL, SSM).
 
@@ -61,7 +61,7 @@ def bsl(
     exponent: float = 1.22,
     form: BSLForm = "corrected",
     per_query: bool = False,
-    exclude: Exclusion = "positive",
+    exclude: ExcludeKind = "positive",
 ) -> Run:
     """Softmax loss with temperatures of their own for positives and negatives (BSL).
 
@@ -79,7 +79,7 @@ def psl(
     n: int = 1000,
     surrogate: Surrogate = "relu",
     per_query: bool = False,
-    exclude: Exclusion = "known",
+    exclude: ExcludeKind = "known",
 ) -> Run:
     """Softmax loss with a tighter surrogate than the exponential, on half cosines (PSL); tau = 0.05 is 0.1 in SL.
 
@@ -99,7 +99,7 @@ def slatk(
     sample: int = 1000,
     constant_weight: bool = False,
     per_query: bool = False,
-    exclude: Exclusion = "known",
+    exclude: ExcludeKind = "known",
 ) -> Run:
     """Softmax loss weighed by how near each positive is to its query's top k (SL@K); thresholds from `sample` items `every` epochs.
 
@@ -118,7 +118,7 @@ def ccl(
     margin: float = 0.9,
     weight: float = 150.0,
     per_query: bool = False,
-    exclude: Exclusion = "positive",
+    exclude: ExcludeKind = "positive",
 ) -> Run:
     """Cosine contrastive loss: negatives count only above a margin (CCL, the loss of SimpleX on plain id tables).
 
@@ -153,5 +153,5 @@ def ada_tau(
     return replace(compose(data, setup, term), temperature=temperature)
 
 
-def _against_uniform(data: Interactions, n: int, per_query: bool, exclude: Exclusion, loss: Loss) -> Term:
+def _against_uniform(data: Interactions, n: int, per_query: bool, exclude: ExcludeKind, loss: Loss) -> Term:
     return Term(1.0, Sampled(Uniform(data.n_items), n, per_query, "none", exclude), loss)

@@ -13,7 +13,7 @@ from sparring.core.errors import UserError
 from sparring.data.interactions import Interactions
 from sparring.recipes.finding import Recipe, find, lasting, named, short
 from sparring.recipes.run import Run
-from sparring.recipes.setup import Setup, check, find_setting, nearest, parse, parse_setup, type_name, unknown_setting
+from sparring.recipes.setup import Setup, check, find_setting, parse, parse_setup, type_name, unknown_setting
 from sparring.recipes.text import default_encoder, text_setup
 
 __all__ = [
@@ -23,7 +23,6 @@ __all__ = [
     "known",
     "lasting",
     "named",
-    "nearest",
     "own_arguments",
     "own_setup",
     "parse",

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sparring.core import files
-from sparring.core.errors import UserError
+from sparring.core.errors import UserError, first_line
 from sparring.core.ranks import Group, local_world
 from sparring.core.types import Ranks
 from sparring.models.rowwise_tables import RowWiseTable
@@ -223,7 +223,7 @@ class Keeper:
             )
             state = State(**fields)
         except (ValueError, KeyError, TypeError, RuntimeError, IndexError) as error:
-            raise UserError(f"{path} does not fit this run: {str(error).splitlines()[0]}") from error
+            raise UserError(f"{path} does not fit this run: {first_line(error)}") from error
         if self.sharded:
             checkpoint.read_tables(self.folder, state.tables, self._spread(self._model() | self._sums()), self.ranks)
         return state

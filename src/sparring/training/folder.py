@@ -15,9 +15,10 @@ import polars as pl
 
 from sparring.core import files
 from sparring.core.errors import UserError
+from sparring.core.files import write_table
 from sparring.core.ranks import rank
 from sparring.core.types import Positives
-from sparring.data.interactions import Interactions, Split, Vocabulary, write_table
+from sparring.data.interactions import Interactions, Split, Vocabulary
 from sparring.evaluation.metrics import LIST_METRICS
 from sparring.evaluation.ranking import Evaluation
 from sparring.models.build import encoder_folder

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from sparring.core.errors import UserError
+from sparring.core.part import Part, listeners
 from sparring.core.ranks import sum_gradients
 from sparring.core.types import ALONE, Corpus, Positives, Ranks
 from sparring.data.batches import batches_for, query_rows
@@ -70,15 +71,15 @@ class Trainer:
         trained = nn.ModuleDict({"model": run.model, "temperature": run.temperature})
         self.trained = list(trained.parameters())
         self.optimizers = optimizers(trained, setup.training.optimizer, setup.training.lr, setup.training.weight_decay)
-        self.observers = [m for m in self.modules.modules() if hasattr(m, "observe")]
-        self.refreshers = [m for m in self.modules.modules() if hasattr(m, "refresh")]
-        self.reporters = [m for m in self.modules.modules() if hasattr(m, "report")]
+        self.observers = listeners(self.modules, "observe")
+        self.refreshers = listeners(self.modules, "refresh")
+        self.reporters = listeners(self.modules, "report")
         self.generator = torch.Generator(device).manual_seed(setup.seed)
         train = split.train
         self.queries, self.items = (column.to(device) for column in train.pairs())
         self.weight = None if train.weight is None else torch.from_numpy(train.weight).to(device)
         self.mean_weight = 1.0 if train.weight is None else float(train.weight.mean())
-        self.positives = self.to(train.positives()) if self.refreshers or _masks_known(self.modules) else None
+        self.positives = Positives.lazy(lambda: train.positives().to(device))
         self.rows = query_rows(train, setup.batches.draw, device) if setup.batches.rows == "queries" else None
         self.batches = (
             batches_for(train, self.rows, setup.batches.batch_size, setup.seed) if run.batches is None else run.batches
@@ -94,7 +95,7 @@ class Trainer:
         self.valid = (
             None if split.valid is None else sample_queries(split.valid, setup.validation.valid_queries, setup.seed)
         )
-        self.seen = self.to(split.seen_for("valid")) if self.valid is not None else None
+        self.seen = split.seen_for("valid").to(device) if self.valid is not None else None
         self.keeper = Keeper(run, self.modules, self.optimizers, self.generator, folder, ranks)
         self.state = State()
         self.total = torch.zeros(
@@ -105,9 +106,6 @@ class Trainer:
         # the gradient cache asks for the state of dropout's generator, which cannot be recorded
         recorded = device.type == "cuda" and ranks.world == 1 and setup.batches.chunk is None
         self.step: Callable[[Tensor], None] = Recorded(self.work, self.generator) if recorded else self.work
-
-    def to(self, positives: Positives) -> Positives:
-        return Positives(positives.start.to(self.device), positives.items.to(self.device))
 
     def train(self) -> None:
         self.progress.start(self.setup.training.epochs, len(self.batches))
@@ -177,7 +175,7 @@ class Trainer:
             table.step(self.setup.training.lr * (1.0 if self.factor is None else self.factor))
         with torch.no_grad():
             for observer in self.observers:
-                observer.observe(step, outcome)  # type: ignore[operator]
+                observer.observe(step, outcome)
         self.total += outcome.loss.sum()
 
     def mean(self) -> float:
@@ -209,7 +207,7 @@ class Trainer:
     @torch.no_grad()
     def refresh(self) -> None:
         """Before an epoch: let every module that keeps something of the whole catalogue rebuild it."""
-        if not self.refreshers or self.positives is None:
+        if not self.refreshers:
             return
         model = self.run.model
         items = partial(model.item_vectors, ranks=self.ranks)
@@ -217,18 +215,17 @@ class Trainer:
             self.state.epoch, items, model.query_vectors, self.positives, self.generator, self.ranks, self.copied
         )
         for module in self.refreshers:
-            module.refresh(corpus)  # type: ignore[operator]
+            module.refresh(corpus)
             self.ranks.equalise(module.buffers())  # sums on a GPU may end in other bits on each
         if isinstance(self.step, Recorded) and not all(
-            getattr(module, "in_place", False) for module in self.refreshers
+            isinstance(module, Part) and module.in_place for module in self.refreshers
         ):
             self.step.forget()  # what was rebuilt may lie elsewhere
 
     def copied(self, device: torch.device) -> Corpus:
         """The catalogue by a copy of the model as it is now, for work beside training."""
-        assert self.positives is not None
         model = copy.deepcopy(self.run.model).to(device)
-        positives = Positives(self.positives.start.to(device), self.positives.items.to(device))
+        positives = self.positives.to(device)
         return Corpus(self.state.epoch, model.item_vectors, model.query_vectors, positives, self.generator)
 
     def validate(self, loss: float) -> None:
@@ -251,7 +248,7 @@ class Trainer:
             self.keeper.keep(state.best_epoch)
         record["tau"] = round(self.tau(), 6)
         for module in self.reporters:
-            record |= module.report()  # type: ignore[operator]
+            record |= module.report()
         state.history.append(record)
         stopped = setup.validation.patience is not None and state.stale >= setup.validation.patience
         if stopped:
@@ -289,7 +286,3 @@ class Trainer:
         self.state = state
         self.write_metrics()  # a kill may have come between the checkpoint and its lines
         self.progress.say(f"going on from epoch {self.state.epoch + 1}, step {self.state.step}")
-
-
-def _masks_known(modules: nn.Module) -> bool:
-    return any(getattr(module, "exclude", None) == "known" for module in modules.modules())

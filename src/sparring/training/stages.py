@@ -24,9 +24,9 @@ import torch
 
 from sparring.core import files
 from sparring.core.devices import pick_device
+from sparring.core.files import write_table
 from sparring.core.ranks import rank
-from sparring.core.types import Positives
-from sparring.data.interactions import Split, write_table
+from sparring.data.interactions import Split
 from sparring.data.propensity import inverse_propensities
 from sparring.evaluation.metrics import LIST_METRICS, PROPENSITY_METRICS
 from sparring.evaluation.ranking import Evaluation, evaluate
@@ -170,7 +170,7 @@ def _fuse(
     progress.say(
         f"fusion: learning from the {'training' if split.valid is None else 'validation'} part what each score is worth"
     )
-    held, seen = (train, None) if split.valid is None else (split.valid, _on(split.seen_for("valid"), device))
+    held, seen = (train, None) if split.valid is None else (split.valid, split.seen_for("valid").to(device))
     fused.learn(held, seen, run.setup.seed)
     if folder is not None and rank() == 0:
         fused.save(folder)
@@ -179,7 +179,7 @@ def _fuse(
 
 def _measure(fused: Fused, split: Split, k: Sequence[int], metrics: Sequence[str]) -> Evaluation:
     assert split.test is not None
-    seen = _on(split.seen_for("test"), fused.propensity.device)
+    seen = split.seen_for("test").to(fused.propensity.device)
     metrics = (*metrics, *(PROPENSITY_METRICS if split.test.propensity is not None else ()))
     return evaluate(fused, split.test, seen, k, metrics, counts=split.train.counts())
 
@@ -190,7 +190,3 @@ def _single_queries(test: Evaluation, split: Split) -> pl.DataFrame:
         key: each.astype(np.float32) for key, each in test.per_query.items() if key.split("@")[0] not in LIST_METRICS
     }
     return pl.DataFrame({"query": split.train.query_ids.decode(test.query_ids), **ranked})
-
-
-def _on(positives: Positives, device: torch.device) -> Positives:
-    return Positives(positives.start.to(device), positives.items.to(device))

@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from sparring.core.errors import UserError
-from sparring.core.types import ALONE, Bag, Batch, Outcome, Positives, Ranks, Step
+from sparring.core.part import loss_output
+from sparring.core.types import ALONE, Bag, Batch, LossOutput, Outcome, Positives, Ranks, Step
 from sparring.data.batches import batches_for, query_rows
 from sparring.data.interactions import Split
 from sparring.recipes.run import Run, Term
@@ -60,15 +61,17 @@ def contrast(
         own_queries, own_items, q, v, run.temperature(own_queries), encode, generator, positives, encode_mixtures, batch
     )
     bags: list[Bag] = []
+    outputs: list[LossOutput] = []
     total = torch.zeros((), device=q.device)
     for term in run.terms:
         bag = term.negatives(step)
         _check_bag(term, bag)
-        losses = term.loss(step, bag)
-        _check_losses(term, losses, q.shape[:1])
-        total = total + term.weight * losses
+        output = loss_output(term.loss, step, bag)
+        _check_losses(term, output.losses, q.shape[:1])
+        total = total + term.weight * output.losses
         bags.append(bag)
-    return total, step, Outcome(total.detach(), tuple(bags))
+        outputs.append(output._replace(losses=output.losses.detach()))
+    return total, step, Outcome(total.detach(), tuple(bags), tuple(outputs))
 
 
 def _check_bag(term: Term, bag: object) -> None:
@@ -117,8 +120,7 @@ def describe_batch(run: Run, split: Split) -> str:
     rows = next(batches_for(split.train, drawn, setup.batches.batch_size, setup.seed).epoch(0))
     if drawn is not None:
         rows = drawn.pairs(rows, torch.Generator().manual_seed(setup.seed))
-    positives = split.train.positives()
-    positives = Positives(positives.start.to(device), positives.items.to(device))
+    positives = split.train.positives().to(device)
     with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
         _, _, outcome = contrast(
             run, queries[rows].long().to(device), items[rows].long().to(device), generator, positives

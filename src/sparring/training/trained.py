@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from sparring.core import files
-from sparring.core.errors import UserError
+from sparring.core.errors import UserError, first_line
 from sparring.core.types import Positives
 from sparring.data.features import Histories
 from sparring.data.interactions import Ids, Split
@@ -247,7 +247,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
         meta = json.loads(path.read_text())
         meta["setup"], meta["recipe"]
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is corrupt: {str(error).splitlines()[0]}") from error
+        raise UserError(f"{path} is corrupt: {first_line(error)}") from error
     return dict(meta)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparring.core.errors import UserError
 from sparring.data.interactions import Split
-from sparring.experiments.diagnose.measures import block_terms, positives_on
+from sparring.experiments.diagnose.measures import block_terms
 from sparring.recipes.run import Run
 from sparring.training.step import contrast
 
@@ -62,7 +62,7 @@ def negatives_of_item(
         raise UserError("no training pair has this item, so it has no negatives")
     size = min(run.setup.batches.batch_size, BATCH, len(items))
     company, generator = torch.Generator().manual_seed(seed), torch.Generator(device).manual_seed(seed + 1)
-    positives = positives_on(split, device)
+    positives = split.train.positives().to(device)
     times, shares = (
         torch.zeros(n + 1, dtype=torch.float64, device=device) for _ in range(2)
     )  # the last entry: synthetic vectors

@@ -13,11 +13,10 @@ from torch import nn
 
 from sparring.core import files
 from sparring.core.errors import UserError
+from sparring.core.part import listeners
 from sparring.core.types import Corpus, Outcome, Step
 from sparring.data.batches import RandomBatches
 from sparring.data.interactions import Split
-from sparring.experiments.diagnose.measures import positives_on
-from sparring.negatives import Negatives
 from sparring.recipes import settings
 from sparring.recipes.finding import Recipe
 from sparring.recipes.run import Run
@@ -102,14 +101,12 @@ def warm_up(run: Run, split: Split, steps: int) -> None:
     )
     device = next(run.model.parameters()).device
     generator = torch.Generator(device).manual_seed(run.setup.seed)
-    corpus = Corpus(0, run.model.item_vectors(), run.model.encode_queries, positives_on(split, device), generator)
-    kept: list[Any] = list(parts.modules())
-    for module in kept:
-        if hasattr(module, "refresh"):
-            module.refresh(corpus)
-    observers = [
-        module for module in kept if hasattr(module, "observe") and type(module).observe is not Negatives.observe
-    ]
+    corpus = Corpus(
+        0, run.model.item_vectors(), run.model.encode_queries, split.train.positives().to(device), generator
+    )
+    for module in listeners(parts, "refresh"):
+        module.refresh(corpus)
+    observers = listeners(parts, "observe")
     if not observers:
         return
     for step, outcome in islice(_steps(run, split), steps):
@@ -122,7 +119,7 @@ def _steps(run: Run, split: Split) -> Iterator[tuple[Step, Outcome]]:
     device = next(run.model.parameters()).device
     queries, items = (column.long().to(device) for column in split.train.pairs())
     generator = torch.Generator(device).manual_seed(run.setup.seed)
-    positives = positives_on(split, device)
+    positives = split.train.positives().to(device)
     for rows in RandomBatches(len(split.train), run.setup.batches.batch_size, run.setup.seed).epoch(0):
         at = rows.to(device)
         _, step, outcome = contrast(run, queries[at], items[at], generator, positives)

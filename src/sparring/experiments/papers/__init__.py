@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sparring.core.errors import UserError
+from sparring.core.errors import UserError, did_you_mean
 from sparring.core.workers import Listener
 from sparring.experiments.papers import esans, ngame, page, xir
 from sparring.experiments.papers.paper import (
@@ -21,7 +21,6 @@ from sparring.experiments.papers.paper import (
     seeds,
     train,
 )
-from sparring.recipes.settings import nearest
 
 __all__ = [
     "EXPERIMENTS",
@@ -45,7 +44,8 @@ EXPERIMENTS: dict[str, Experiment] = {
 def find(name: str) -> Experiment:
     """The experiment of this name."""
     if name not in EXPERIMENTS:
-        raise UserError(f"unknown reproduction {name!r}{nearest(name, EXPERIMENTS)}; `sparring reproduce` lists them")
+        hint = did_you_mean(name, EXPERIMENTS)
+        raise UserError(f"unknown reproduction {name!r}{hint}; `sparring reproduce` lists them")
     return EXPERIMENTS[name]
 
 

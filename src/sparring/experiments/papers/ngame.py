@@ -16,8 +16,8 @@ import torch
 from sparring.core import files
 from sparring.core.devices import pick_device
 from sparring.core.errors import UserError
-from sparring.core.types import Positives
-from sparring.data.interactions import Split, read_table
+from sparring.core.files import read_table
+from sparring.data.interactions import Split
 from sparring.data.propensity import inverse_propensities
 from sparring.data.texts.texts import text_of
 from sparring.evaluation.bm25 import bm25
@@ -378,9 +378,8 @@ def _untrained(plan: Reproduction, dataset: PaperDataset, method: PaperMethod, s
     assert split.test is not None
     device = pick_device(plan.device)
     model = settings.build(method.recipe, split.train, method.settings, setup=plan.experiment.setup).model.to(device)
-    seen, k = split.seen_for("test"), plan.cutoffs(dataset)
+    seen, k = split.seen_for("test").to(device), plan.cutoffs(dataset)
     with torch.no_grad():
-        seen = Positives(seen.start.to(device), seen.items.to(device))
         return evaluate(model, split.test, seen, k, plan.experiment.protocol.metrics, counts=split.train.counts())
 
 

@@ -21,7 +21,7 @@ from typing import Any, Literal, get_type_hints
 
 from sparring.core import files
 from sparring.core.devices import pick_device
-from sparring.core.errors import UserError
+from sparring.core.errors import UserError, did_you_mean
 from sparring.core.workers import Failure, Listener, Say, Task, Tasks, perform
 from sparring.data.interactions import Interactions, Split
 from sparring.data.modalities.sources import load_modalities
@@ -355,7 +355,7 @@ def cluster_settings(modalities: ItemModalities, clustering: Clustering) -> MSAC
     kinds = get_type_hints(MSACSettings)
     for name in modalities.settings:
         if name not in kinds or name in ("k_primary", "k_secondary"):
-            raise UserError(f"no setting of the clusters: msac.{name}{settings.nearest(name, kinds)}")
+            raise UserError(f"no setting of the clusters: msac.{name}{did_you_mean(name, kinds)}")
     changes: dict[str, Any] = {
         name: settings.parse(name, value, kinds[name]) for name, value in modalities.settings.items()
     }

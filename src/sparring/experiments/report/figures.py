@@ -41,7 +41,7 @@ def save(figure: Figure, folder: Path, name: str, caption: str) -> RenderedFigur
     out = io.StringIO()
     with style():
         figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
-        files.write(folder / f"{name}.svg", lambda path: path.write_text(out.getvalue(), encoding="utf-8"))
+        files.write_text(folder / f"{name}.svg", out.getvalue())
         files.write(
             folder / f"{name}.png",
             lambda path: figure.savefig(path, format="png", dpi=150, metadata={"Software": None}),

@@ -180,7 +180,7 @@ class Page:
 
     def write(self, path: Path) -> None:
         """Write the page atomically."""
-        files.write(path, lambda file: file.write_text(self.html(), encoding="utf-8"))
+        files.write_text(path, self.html())
 
 
 def sort_value(column: Column, row: Mapping[str, Cell]) -> float | None:

@@ -76,5 +76,4 @@ def write_readme(out: Path, parts: Iterable[str], failures: Sequence[Failure], c
         written.append(f"Failed:\n\n{bullets(_lines(failures))}")
     if command:
         written.append(f"Made by\n\n    {command}")
-    text = "\n\n".join(written) + "\n"
-    files.write(out / "README.md", lambda file: file.write_text(text, encoding="utf-8"))
+    files.write_text(out / "README.md", "\n\n".join(written) + "\n")

@@ -114,7 +114,7 @@ class Table:
         texts = (self.markdown(), self.csv(), self.latex(), self.json())
         paths = [folder / f"{name}.{suffix}" for suffix in SUFFIXES]
         for path, text in zip(paths, texts, strict=True):
-            files.write(path, lambda file, text=text: file.write_text(text, encoding="utf-8"))  # type: ignore[misc]
+            files.write_text(path, text)
         return paths
 
 
