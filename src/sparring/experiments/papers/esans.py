@@ -294,18 +294,6 @@ def lam_methods(dataset: PaperDataset, asked: Mapping[str, object]) -> Sequence[
     return [*values, *(esans(dataset, f"lambda {rule}", lam=rule) for rule in ("adaptive", "learned"))]
 
 
-def lam_results(plan: Reproduction) -> Results:
-    return relative_results(plan, FIGURE_4, "#A1 to #A4")
-
-
-def negatives_methods(dataset: PaperDataset, asked: Mapping[str, object]) -> Sequence[PaperMethod]:
-    return [esans(dataset, f"m_c={m_c}, m_o={m_o}", m_c=m_c, m_o=m_o) for m_c, m_o in NEGATIVES]
-
-
-def negatives_results(plan: Reproduction) -> Results:
-    return relative_results(plan, TABLE_5, "#A2")
-
-
 def codebooks_methods(dataset: PaperDataset, asked: Mapping[str, object]) -> Sequence[PaperMethod]:
     default = clustering(dataset)
     methods = [esans(dataset, _default_codebooks(dataset))]
@@ -346,10 +334,6 @@ def open_methods(dataset: PaperDataset, asked: Mapping[str, object]) -> Sequence
     }
     tower: dict[str, object] = {"item_features": names, "hidden": "64,64"}
     return [esans(dataset, name, **tower, **chosen) for name, chosen in places.items()]
-
-
-def open_results(plan: Reproduction) -> Results:
-    return relative_results(plan, {}, "no set")
 
 
 # The page that these tables share.
@@ -500,10 +484,6 @@ def time_ratios() -> dict[str, float]:
     return {name: value / minutes["UNS"] for name, value in minutes.items()}
 
 
-def cost_methods(dataset: PaperDataset, asked: Mapping[str, object]) -> Sequence[PaperMethod]:
-    return [PaperMethod(name, recipe, chosen) for name, (recipe, chosen) in COST_METHODS.items() if recipe in RECIPES]
-
-
 def cost_results(plan: Reproduction) -> Results:
     """The time of an epoch as a ratio to that of UNS with the same seed, beside the published ratio of hours."""
     rows: list[Row] = []
@@ -596,7 +576,7 @@ LAMBDA = experiment(
     "Effect of lambda, set by hand or by two rules of ours",
     f"{PAPER}, figure 4",
     lam_methods,
-    lam_results,
+    lambda plan: relative_results(plan, FIGURE_4, "#A1 to #A4"),
     (
         *NOTES,
         CHART,
@@ -609,8 +589,8 @@ COUNTS = experiment(
     "esans-negatives",
     "Numbers of clusters and of items from which negatives are drawn",
     f"{PAPER}, table 5",
-    negatives_methods,
-    negatives_results,
+    lambda dataset, asked: [esans(dataset, f"m_c={c}, m_o={o}", m_c=c, m_o=o) for c, o in NEGATIVES],
+    lambda plan: relative_results(plan, TABLE_5, "#A2"),
     (*NOTES, "Rows differ in the number of real candidates: m_c x m_o for each positive."),
     chosen=("codes", "m_c", "m_o"),
 )
@@ -633,7 +613,7 @@ OPEN = experiment(
     "Where mixtures are made in an item tower with layers",
     f"a question that {PAPER} leaves open",
     open_methods,
-    open_results,
+    lambda plan: relative_results(plan, {}, "no set"),
     (
         *NOTES[1:],
         "None of this is published. The item tower joins item columns to the item's own vector before two layers.",
@@ -644,7 +624,9 @@ COST = Experiment(
     "esans-cost",
     "Training cost as a ratio to uniform negatives",
     f"{PAPER}, table 3",
-    cost_methods,
+    lambda dataset, asked: [
+        PaperMethod(name, recipe, chosen) for name, (recipe, chosen) in COST_METHODS.items() if recipe in RECIPES
+    ],
     cost_results,
     (
         "Published: hours of training on the set #A2, which is private, in TensorFlow on CPU workers, with towers over "

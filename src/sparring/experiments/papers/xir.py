@@ -207,14 +207,6 @@ def _cutoff_title(name: str) -> str:
     return f"{name.split('_')[0].upper()}@{name.split('@')[1]}" if "_" in name else f"standard {name}"
 
 
-def table_2_methods(dataset: PaperDataset, asked: Mapping[str, object]) -> Sequence[PaperMethod]:
-    return in_batch(dataset)
-
-
-def table_2(plan: Reproduction) -> Results:
-    return quality_results(plan, ("NDCG@10", "RECALL@10"), TABLE_2_CELLS)
-
-
 def table_4_methods(dataset: PaperDataset, asked: Mapping[str, object]) -> Sequence[PaperMethod]:
     table = dataset.data.item_table
     columns = asked.get("item_features") or ",".join(feature_columns(table))
@@ -233,15 +225,7 @@ def feature_columns(table: pl.DataFrame | None) -> list[str]:
     return [name for name in names if 2 <= table[name].n_unique() <= len(table) / 2]
 
 
-def table_4(plan: Reproduction) -> Results:
-    return quality_results(plan, ("NDCG@10", "RECALL@10", "NDCG@20", "RECALL@20"), TABLE_4_CELLS)
-
-
 # Table 1: the data sets.
-
-
-def no_methods(dataset: PaperDataset, asked: Mapping[str, object]) -> Sequence[PaperMethod]:
-    return ()
 
 
 def table_1(plan: Reproduction) -> Results:
@@ -316,10 +300,6 @@ def chart_results(
     return render(plan, {title: Table(tuple(columns), rows)}, lines, drawn, absent=absent, more=more, others=others)
 
 
-def curve_methods(dataset: PaperDataset, asked: Mapping[str, object]) -> Sequence[PaperMethod]:
-    return in_batch(dataset, eval_every=5)
-
-
 def curve_results(plan: Reproduction) -> Results:
     """NDCG at every measured epoch, with the published figure of the last one, which table 2 prints."""
     ends: list[Row] = []
@@ -372,10 +352,6 @@ def _near(curve: Mapping[int, Sequence[float]]) -> int | None:
 
 BINS = 50  # of items by popularity
 FIFTHS = ("most popular fifth", "second", "third", "fourth", "least popular fifth")
-
-
-def occurrence_methods(dataset: PaperDataset, asked: Mapping[str, object]) -> Sequence[PaperMethod]:
-    return in_batch(dataset, "XIR")
 
 
 def occurrence(run: Run, split: Split, device: str) -> dict[str, Any]:
@@ -559,7 +535,14 @@ def _points(plan: Reproduction, dataset: PaperDataset, places: Mapping[str, floa
 
 
 def sweep_results(
-    plan: Reproduction, places: Mapping[str, float], baseline: str, x: str, y: str, log2: bool, notes: Sequence[str]
+    plan: Reproduction,
+    places: Mapping[str, float],
+    baseline: str,
+    x: str,
+    y: str,
+    *,
+    log2: bool = False,
+    notes: Sequence[str] = (),
 ) -> Results:
     rows = sweep_rows(plan, baseline)
     drawn = {}
@@ -582,17 +565,11 @@ def _best(plan: Reproduction, rows: Rows) -> list[str]:
     return lines
 
 
-def cache_results(plan: Reproduction) -> Results:
-    places = {_cache(factor): factor for factor in CACHES}
-    x, y = "cache size / batch size", "improvement over BIR, %"
-    return sweep_results(plan, places, "BIR", x, y, log2=True, notes=())
-
-
 def lam_results(plan: Reproduction) -> Results:
     names = [dataset.known_as for dataset in plan.data if dataset.known_as]
     printed = {name: TABLE_2_CELLS[name, CHARTED[0], "XIR"].value for name in names}
     notes = [f"{name}: table 2 prints {value:.4f} for XIR, and not its lambda." for name, value in printed.items()]
-    return sweep_results(plan, {_lam(lam): lam for lam in LAMS}, "", "lambda", "test quality", log2=False, notes=notes)
+    return sweep_results(plan, {_lam(lam): lam for lam in LAMS}, "", "lambda", "test quality", notes=notes)
 
 
 def drawn_results(plan: Reproduction) -> Results:
@@ -647,14 +624,14 @@ def _enough(dataset: PaperDataset, rows: Rows) -> list[str]:
 
 
 TABLE_1 = Experiment(
-    "xir-table1", "Statistics of the data sets", f"{PAPER}, table 1", no_methods, table_1, (BY_COUNTS,)
+    "xir-table1", "Statistics of the data sets", f"{PAPER}, table 1", lambda dataset, asked: (), table_1, (BY_COUNTS,)
 )
 TABLE_2 = Experiment(
     "xir-table2",
     "SSL, SSL-Pop, MNS, G-Tower, BIR and XIR",
     f"{PAPER}, table 2",
-    table_2_methods,
-    table_2,
+    lambda dataset, asked: in_batch(dataset),
+    lambda plan: quality_results(plan, ("NDCG@10", "RECALL@10"), TABLE_2_CELLS),
     (*NOTES, CLOSED, "The paper prints cutoff 10 only; 20 and 50 are ours alone."),
 )
 TABLE_4 = Experiment(
@@ -662,7 +639,7 @@ TABLE_4 = Experiment(
     "Features in the item tower",
     f"{PAPER}, section 4.5, table 4 (captioned figure 4)",
     table_4_methods,
-    table_4,
+    lambda plan: quality_results(plan, ("NDCG@10", "RECALL@10", "NDCG@20", "RECALL@20"), TABLE_4_CELLS),
     (
         *NOTES,
         CLOSED,
@@ -676,7 +653,14 @@ TABLE_5 = Experiment(
     "Effect of the cache size",
     f"{PAPER}, section 4.6 (figure 5)",
     cache_methods,
-    cache_results,
+    lambda plan: sweep_results(
+        plan,
+        {_cache(factor): factor for factor in CACHES},
+        "BIR",
+        "cache size / batch size",
+        "improvement over BIR, %",
+        log2=True,
+    ),
     (
         *NOTES,
         CLOSED,
@@ -698,7 +682,7 @@ FIGURE_1 = Experiment(
     "xir-figure1",
     "NDCG@10 by epoch",
     f"{PAPER}, figure 1",
-    curve_methods,
+    lambda dataset, asked: in_batch(dataset, eval_every=5),
     curve_results,
     (
         *NOTES,
@@ -712,7 +696,7 @@ FIGURE_2 = Experiment(
     "xir-figure2",
     "Occurrence of items in the cache by popularity",
     f"{PAPER}, figure 2",
-    occurrence_methods,
+    lambda dataset, asked: in_batch(dataset, "XIR"),
     occurrence_results,
     (
         *NOTES,
