@@ -1,4 +1,10 @@
-"""Experiments over many trainings: studies (compare, tune, reproduce), diagnoses of negatives, and their reports.
+"""Experiments over many trainings: comparing, tuning, diagnosing, reproducing papers, and their reports.
 
-Nothing here is needed to train or serve a run; serving uses only the report and diagnose packages.
+Experiments train through `sparring.training`; nothing below them knows that they exist.
 """
+
+from sparring.experiments.comparison import ComparedData, Comparison, compare
+from sparring.experiments.comparison_tables import quality
+from sparring.experiments.search_space import OneOf, Range
+
+__all__ = ["ComparedData", "Comparison", "OneOf", "Range", "compare", "quality"]

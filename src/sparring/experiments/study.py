@@ -34,10 +34,9 @@ from sparring.experiments.tuning import Trial, TuningResult, best, read_trials, 
 from sparring.recipes import settings
 from sparring.recipes.run import Run
 from sparring.recipes.setup import Setup, flat_name, unknown_setting
-from sparring.training import folder as run_folder
-from sparring.training import trained
-from sparring.training.fitting import METRICS, Progress, fit
-from sparring.training.stages import fit_stages
+from sparring.training.fitting import METRICS, fit
+from sparring.training.folder import difference, read_meta
+from sparring.training.loop import TrainingProgress
 
 # A trained run, its split and the device -> figures for a JSON file.
 Measure = Callable[[Run, Split, str], dict[str, Any]]
@@ -162,7 +161,7 @@ class FinishedRun:
 
     @cached_property
     def meta(self) -> dict[str, Any]:
-        return trained.read_meta(self.folder)
+        return read_meta(self.folder)
 
     @property
     def test_metrics(self) -> dict[str, float]:
@@ -228,7 +227,7 @@ def check_folder(
             raise UserError(f"{out} holds a {old_kind}: choose another folder for the {kind}")
         for name, value in fixed.items():
             if old_fixed.get(name) != value:
-                change = run_folder.difference(name, old_fixed.get(name), value)
+                change = difference(name, old_fixed.get(name), value)
                 raise UserError(f"{out} was started {change}: choose another folder, or keep its settings")
         for part, values in growing.items():
             for name, value in values.items():
@@ -334,7 +333,8 @@ def _tune_one(
 
 def _build(method: Method, split: Split, seed: int, training: Training) -> Run:
     chosen = {**method.settings, "seed": seed}
-    return settings.build(method.recipe, split.train, chosen, training.base, setup=training.setup)
+    run = settings.build(method.recipe, split.train, chosen, training.base, setup=training.setup)
+    return run if training.stages else replace(run, setup=run.setup.replaced(clf_epochs=0))
 
 
 def _train_one(say: Say, folder: Path, data: Dataset, method: Method, seed: int, training: Training) -> None:
@@ -353,7 +353,7 @@ def _train_one(say: Say, folder: Path, data: Dataset, method: Method, seed: int,
             record |= _test_metrics(built, split, data.cutoffs[0], training.curve)  # for metrics.jsonl
         say(record)
 
-    (fit_stages if training.stages else fit)(
+    fit(
         built,
         split,
         folder,
@@ -361,7 +361,7 @@ def _train_one(say: Say, folder: Path, data: Dataset, method: Method, seed: int,
         device=training.device,
         k=data.cutoffs,
         metrics=training.metrics,
-        progress=Progress(epoch=epoch),
+        progress=TrainingProgress(epoch=epoch),
         source=data.source(seed),
     )
     more = data.measure(built, split, training.device) if data.measure is not None else {}

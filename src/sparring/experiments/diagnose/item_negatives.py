@@ -6,13 +6,12 @@ import time
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from sparring.core.errors import UserError
 from sparring.data.interactions import Split
 from sparring.experiments.diagnose.measures import block_terms
 from sparring.recipes.run import Run
-from sparring.training.step import contrast
+from sparring.training.step import TrainingRows, sample_steps
 
 STEPS = 24
 SECONDS = 3.0
@@ -53,24 +52,27 @@ def negatives_of_item(
         negatives_of_item(load_for_diagnosis(folder, split), split, item=17).items
     """
     device = next(run.model.parameters()).device
-    queries, items = (column.long().to(device) for column in split.train.pairs())
+    training = TrainingRows(run, split.train)
     n = split.train.n_items
     if not 0 <= item < n:
         raise UserError(f"dense item {item} is outside 0..{n - 1}")
-    own = (items == item).nonzero().flatten()
-    if not len(own):
+    pairs = (training.items == item).nonzero().flatten()
+    if not len(pairs):
         raise UserError("no training pair has this item, so it has no negatives")
-    size = min(run.setup.batches.batch_size, BATCH, len(items))
-    company, generator = torch.Generator().manual_seed(seed), torch.Generator(device).manual_seed(seed + 1)
-    positives = split.train.positives().to(device)
+    size = min(run.setup.batches.batch_size, BATCH, training.batches.n_rows)
+    generator = torch.Generator().manual_seed(seed)
     times, shares = (
         torch.zeros(n + 1, dtype=torch.float64, device=device) for _ in range(2)
     )  # the last entry: synthetic vectors
     candidates, taken, end = 0.0, 0, time.monotonic() + seconds
-    for at in torch.randint(len(own), (steps,), generator=company).tolist():
-        rows = torch.cat([own[at : at + 1], _others(len(items), size, int(own[at]), company).to(device)])
-        _, step, outcome = contrast(run, queries[rows], items[rows], generator, positives)
-        whole = sum(term.weight for term in run.terms)
+    if training.drawn is None:
+        positive = pairs[torch.randint(len(pairs), (steps,), generator=generator)]
+    else:
+        chances = training.drawn.chances()[pairs]
+        positive = pairs[torch.multinomial(chances, steps, replacement=True, generator=generator)]
+    batches = (training.around(pair, size, generator) for pair in positive.split(1))
+    for _, step, outcome in sample_steps(run, split, seed=seed + 1, batches=batches):
+        total = sum(term.weight for term in run.terms)
         for term, bag in zip(run.terms, outcome.bags, strict=True):
             ids, weights, counts = [], [], []
             for block in bag.plain().blocks:
@@ -81,7 +83,7 @@ def negatives_of_item(
             where, weight, count = torch.cat(ids), torch.cat(weights), torch.cat(counts)
             counts_of = torch.where(torch.isneginf(weight), 0.0, count)
             times += torch.bincount(where, counts_of, n + 1)
-            shares += torch.bincount(where, term.weight / whole * weight.softmax(-1).nan_to_num(nan=0.0), n + 1)
+            shares += torch.bincount(where, term.weight / total * weight.softmax(-1).nan_to_num(nan=0.0), n + 1)
             candidates += float((counts_of > 0).sum())
         taken += 1
         if time.monotonic() > end:
@@ -92,7 +94,7 @@ def negatives_of_item(
         items=best.tolist(),
         times=(times[best] / taken).tolist(),
         shares=(shares[best] / taken).tolist(),
-        pairs=len(own),
+        pairs=len(pairs),
         steps=taken,
         batch=size,
         candidates=candidates / taken,
@@ -100,13 +102,3 @@ def negatives_of_item(
         made_up=float(shares[n]) / taken,
         cut=taken < steps,
     )
-
-
-def _others(n: int, size: int, row: int, generator: torch.Generator) -> Tensor:
-    """The rest of a batch: size - 1 other rows, distinct unless there are over a million."""
-    drawn = (
-        torch.randperm(n, generator=generator)[:size]
-        if n <= 1 << 20
-        else torch.randint(n, (size,), generator=generator)
-    )
-    return drawn[drawn != row][: size - 1]

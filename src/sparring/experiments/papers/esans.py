@@ -581,7 +581,7 @@ LAMBDA = experiment(
         *NOTES,
         CHART,
         "Adaptive and learned lambda are ours: both hold the advantage of a mixture over the negative that it was made "
-        "from at log 2, for all items alike or for each cluster (docs/methods.md).",
+        "from at log 2, for all items alike or for each cluster (docs/methods/).",
     ),
     chosen=("codes", "lam"),
 )

@@ -13,7 +13,6 @@ import polars as pl
 import torch
 
 from sparring.core.devices import pick_device
-from sparring.data.batches import RandomBatches
 from sparring.data.interactions import Split
 from sparring.experiments.papers import drawing
 from sparring.experiments.papers.paper import (
@@ -51,7 +50,7 @@ from sparring.experiments.study import read_json
 from sparring.negatives import Cache
 from sparring.recipes import settings
 from sparring.recipes.run import Run
-from sparring.training.step import contrast
+from sparring.training.step import sample_steps
 
 PAPER = "XIR (Chen et al., NeurIPS 2022)"
 DATA, TUNED = published("xir")["data"], published("xir")["settings"]
@@ -80,7 +79,7 @@ REASONS = {
     ("lam", "Gowalla"): "the release's script",
     ("lam", "Ta-feng"): "not published; an independent implementation matches the paper with it",
     ("alpha", "Gowalla"): "the release's script",
-    ("alpha", "Ta-feng"): "not published; the figures depend on it, see docs/results.md",
+    ("alpha", "Ta-feng"): "not published; the figures depend on it, see docs/lab/results.md",
 }
 MAIN = (
     *text_columns("data", "metric", "method"),
@@ -465,16 +464,10 @@ def gradient_time(run: Run, split: Split, device: str) -> dict[str, Any]:
     """Milliseconds of the backward pass of one batch on a trained model: the mean of 20 after 3 for warm-up."""
     where = pick_device(device)
     run.modules().to(where)
-    queries, items = (column.long().to(where) for column in split.train.pairs())
-    generator = torch.Generator(where).manual_seed(run.setup.seed)
-    batches = RandomBatches(len(split.train), run.setup.batches.batch_size, run.setup.seed)
-    rows = itertools.chain.from_iterable(batches.epoch(epoch) for epoch in itertools.count())
+    steps = itertools.chain.from_iterable(sample_steps(run, split, epoch) for epoch in itertools.count())
     times = []
-    for index in itertools.islice(rows, 23):
-        at = index.to(where)
-        losses, _, _ = contrast(run, queries[at], items[at], generator)
-        loss = losses.mean()
-        times.append(_timed(loss.backward, where))
+    for losses, _, _ in itertools.islice(steps, 23):
+        times.append(_timed(losses.mean().backward, where))
         run.model.zero_grad(set_to_none=True)
     return {"gradient_ms": 1000 * sum(times[3:]) / len(times[3:])}
 

@@ -67,7 +67,7 @@ def write(
 ) -> Path:
     """Draw the figures and write the page; `lines` are the advice, `meta` the run.json. Returns the page's path.
 
-    write(Path("out"), diagnoses, advise(diagnoses), split, runs.read_meta(folder), SampleSize(256, 20, 0), "cpu")
+    write(Path("out"), diagnoses, advise(diagnoses), split, read_meta(folder), SampleSize(256, 20, 0), "cpu")
     """
     tables = advice.tables(diagnoses)
     gradient, negatives = _draw(out / "figures", diagnoses, split)
