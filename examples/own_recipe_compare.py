@@ -8,7 +8,6 @@ from sparring.experiments import ComparedData, Comparison, compare, quality
 from sparring.losses import sampled_softmax
 from sparring.negatives import Sampled, Uniform
 
-
 SETUP = sparring.Setup.of(dim=16, batch_size=256)
 
 

@@ -15,7 +15,7 @@ from sparring.data.interactions import Split
 from sparring.experiments.diagnose import samplers
 from sparring.experiments.diagnose.item_negatives import met
 from sparring.recipes.run import Run
-from sparring.training.trained import read_meta
+from sparring.training.folder import read_meta
 
 
 def trained(folder: Path, recipe: str, *more: str) -> tuple[Run, Split]:

@@ -27,7 +27,7 @@ from sparring.experiments.papers.published_esans import ESANS_DATA, FIGURE_4, FI
 from sparring.experiments.search_space import space
 from sparring.recipes import settings
 from sparring.recipes.setup import flat
-from sparring.training.step import contrast
+from sparring.training.step import training_step
 from support.papers import run_here
 
 THREE = {"image": "image.npy", "text": "text.npy", "behaviour": "behaviour"}
@@ -237,7 +237,7 @@ def test_methods_have_equal_candidates_and_the_control_as_many_logits(world: Wor
     assert find("esans-main").methods(one, {"batch_size": "16"})[1].settings["n"] == 160
     run = settings.build("esans", world.interactions, {"batch_size": 16, "dim": 4, "codes": "random", "k_primary": 6})
     queries, items = (column[:16].long() for column in world.interactions.pairs())
-    _, _, outcome = contrast(run, queries, items, torch.Generator().manual_seed(0))
+    _, _, outcome = training_step(run, queries, items, torch.Generator().manual_seed(0))
     logits = real = 0
     for block in (block for bag in outcome.bags for block in bag.blocks):
         real += block.ids.shape[-1] if block.ids.dim() == 1 else 0

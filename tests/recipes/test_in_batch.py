@@ -22,7 +22,7 @@ from sparring.recipes.run import Run, Term, compose
 from sparring.recipes.settings import build
 from sparring.recipes.setup import Setup
 from sparring.training.fitting import Fitted, fit
-from sparring.training.step import contrast, describe_batch
+from sparring.training.step import describe_batch, training_step
 from sparring.training.trained import load
 
 B, DIM, INF = 24, 6, float("inf")
@@ -51,7 +51,9 @@ class Hand:
         self.n_items = data.n_items
 
     def contrast(self, seed: int = 5) -> tuple[Tensor, Step, Outcome]:
-        return contrast(self.run, self.queries, self.items, torch.Generator().manual_seed(seed), self.data.positives())
+        return training_step(
+            self.run, self.queries, self.items, torch.Generator().manual_seed(seed), self.data.positives()
+        )
 
     def other(self, ids: Tensor) -> Tensor:
         """(B, C): 0 where a candidate is not the query's positive, -inf where it is."""

@@ -60,7 +60,6 @@ def trained(place: Path) -> Path:
     ]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(place)
-        patch.setattr(training, "BETWEEN_SECONDS", 0.0)
         assert main([*words, *QUICK, "--set", "alpha=0.7"]) == 0
     return place / "runs" / "mine"
 
@@ -105,7 +104,7 @@ def test_train_records_where_the_recipe_is(trained: Path, place: Path) -> None:
 
 
 def stopped(place: Path, file: Path, out: Path) -> None:
-    """Train the file's recipe, interrupted after its first epoch."""
+    """Train the file's recipe, interrupted after its first step."""
     save = training.Trainer.save
 
     def once(self: Any) -> None:
@@ -121,6 +120,8 @@ def stopped(place: Path, file: Path, out: Path) -> None:
         "--epochs",
         "3",
         "--quiet",
+        "--save-seconds",
+        "0",
     ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(training.Trainer, "save", once)
@@ -131,7 +132,7 @@ def stopped(place: Path, file: Path, out: Path) -> None:
 def test_resume_is_as_if_never_stopped(
     trained: Path, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Interrupted after its first epoch and resumed from another folder, by its folder alone, the run ends with the same bits."""
+    """Interrupted after its first step and resumed from another folder, by its folder alone, the run ends with the same bits."""
     out = tmp_path / "run"
     stopped(place, place / "mine.py", out)
     capsys.readouterr()
@@ -319,7 +320,9 @@ def test_diagnose_a_run_made_in_python(
     run = settings.find("mine.py:loss_tilted")(parts.train, sparring.Setup.of(dim=4, epochs=1), n=8)
     sparring.fit(run, parts, "runs/custom", device="cpu")
     refused(
-        ["diagnose", "runs/custom", "--data", "interactions.parquet", *words], "composed in Python", "docs/guide/diagnose.md"
+        ["diagnose", "runs/custom", "--data", "interactions.parquet", *words],
+        "composed in Python",
+        "docs/guide/diagnose.md",
     )
 
 

@@ -163,11 +163,11 @@ class KnownPositives(Exclude):
     _pairs = cached_property(_listed)
 
     @property
-    def ids(self) -> Tensor:  # type: ignore[override]
+    def ids(self) -> Tensor:
         return self._pairs[0]
 
     @property
-    def rows(self) -> Tensor:  # type: ignore[override]
+    def rows(self) -> Tensor:
         return self._pairs[1]
 
     def keyed(self, ids: Tensor) -> bool:

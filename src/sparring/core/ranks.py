@@ -93,7 +93,8 @@ class Group(Ranks):
     def aside(self) -> dist.ProcessGroup:
         """A second group of these ranks, through gloo, for a thread that writes while they train. All make it at the same time."""
         members = dist.get_process_group_ranks(self.group or dist.distributed_c10d._get_default_group())
-        return dist.new_group(members, backend="gloo", use_local_synchronization=True)
+        group: dist.ProcessGroup = dist.new_group(members, backend="gloo", use_local_synchronization=True)
+        return group
 
     def bounds(self, n: int) -> list[int]:
         """Where the parts of n rows begin, and where the last ends."""
@@ -108,7 +109,8 @@ class Group(Ranks):
             return self.gather_parts(x, self.bounds(n))
         # The way back is a collective too: a rank whose part happens to need no gradient must take part.
         own = x if x.requires_grad else x.detach().requires_grad_()
-        return _Gather.apply(own, self, self.bounds(n))  # type: ignore[no-untyped-call, no-any-return]
+        gathered: Tensor = _Gather.apply(own, self, self.bounds(n))  # type: ignore[no-untyped-call]
+        return gathered
 
     def sum(self, x: Tensor) -> Tensor:
         total = x.detach().clone(memory_format=torch.contiguous_format)
@@ -166,7 +168,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return ctx.ranks.scatter_sum(grad, ctx.bounds), None, None
 
 
@@ -179,11 +181,13 @@ def sum_gradients(parameters: Iterable[nn.Parameter], ranks: Ranks) -> None:
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     if not isinstance(ranks, Group) or not trained:
         return
-    kinds, rows = [], []  # rows of a sparse gradient, -1 for a dense one, 0 for none
+    rows: list[tuple[Tensor, Tensor] | None] = []
+    kinds: list[int] = []  # rows of a sparse gradient, -1 for a dense one, 0 for none
     for parameter in trained:
         grad = parameter.grad
-        rows.append(_rows(grad) if grad is not None and grad.is_sparse else None)
-        kinds.append(0 if grad is None else len(rows[-1][0]) if rows[-1] is not None else -1)  # type: ignore[index]
+        sparse = _rows(grad) if grad is not None and grad.is_sparse else None
+        rows.append(sparse)
+        kinds.append(0 if grad is None else -1 if sparse is None else len(sparse[0]))
     device = trained[0].device
     table = ranks.gather_parts(torch.tensor([kinds], device=device), range(ranks.world + 1)).tolist()
     dense = [p for at, p in enumerate(trained) if min(kind[at] for kind in table) < 0]

@@ -19,7 +19,8 @@ def lookup(table: Tensor, ids: Tensor) -> Tensor:
 
         lookup(tower.weight, torch.tensor([3, 7]))
     """
-    return _Lookup.apply(table, ids)  # type: ignore[no-untyped-call, no-any-return]
+    rows: Tensor = _Lookup.apply(table, ids)  # type: ignore[no-untyped-call]
+    return rows
 
 
 class _Lookup(torch.autograd.Function):
@@ -31,7 +32,7 @@ class _Lookup(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
         table, (ids,) = ctx.table, ctx.saved_tensors
         index, values = ids.reshape(1, -1), grad.reshape(-1, grad.shape[-1])
         if table.grad is not None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -320,9 +320,11 @@ def _train_one(
 
     from sparring.core.devices import pick_device
     from sparring.experiments.diagnose.profile import profile
-    from sparring.training.fitting import Progress, fit
+    from sparring.training.fitting import fit
+    from sparring.training.loop import TrainingProgress
 
     run = settings.build(recipe, data.split.train, asked, base)
+    run = replace(run, setup=run.setup.replaced(clf_epochs=0))  # compared by the towers alone
     where, before = pick_device(device), memory.resident_bytes()
     on_gpu, peak = where.type == "cuda", None
 
@@ -331,7 +333,7 @@ def _train_one(
         peak = torch.cuda.max_memory_allocated(where) if on_gpu else memory.peak_bytes() - before
         say(record)
 
-    progress = Progress(epoch=epoch)
+    progress = TrainingProgress(epoch=epoch)
     fitted = fit(
         run, data.split, folder, resume=True, device=device, k=k, metrics=metrics, progress=progress, source=data.source
     )

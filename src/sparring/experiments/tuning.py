@@ -13,7 +13,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +106,8 @@ def tune(
         value, error = None, None
         try:
             run = build(recipe, parts.train, {**(fixed or {}), **settings, "seed": TUNING_SEED}, base)
-            history = fit(run, parts, device=device).history
+            towers = replace(run, setup=run.setup.replaced(clf_epochs=0))  # trials are judged by the towers alone
+            history = fit(towers, parts, device=device).history
             value = max(
                 float(record[run.setup.validation.select])
                 for record in history

@@ -6,13 +6,12 @@ import time
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from sparring.core.errors import UserError
 from sparring.data.interactions import Split
 from sparring.experiments.diagnose.measures import offered
 from sparring.recipes.run import Run
-from sparring.training.step import contrast
+from sparring.training.step import TrainingRows, sample_steps
 
 STEPS = 24
 SECONDS = 3.0
@@ -53,23 +52,26 @@ def met(
         met(opponents.own(folder, split), split, item=17).items
     """
     device = next(run.model.parameters()).device
-    queries, items = (column.long().to(device) for column in split.train.pairs())
+    training = TrainingRows(run, split.train)
     n = split.train.n_items
     if not 0 <= item < n:
         raise UserError(f"dense item {item} is outside 0..{n - 1}")
-    own = (items == item).nonzero().flatten()
+    own = (training.items == item).nonzero().flatten()
     if not len(own):
         raise UserError("no training pair has this item: as a positive it met no negatives")
-    size = min(run.setup.batches.batch_size, BATCH, len(items))
-    company, generator = torch.Generator().manual_seed(seed), torch.Generator(device).manual_seed(seed + 1)
-    positives = split.train.positives().to(device)
+    size = min(run.setup.batches.batch_size, BATCH, training.batches.n_rows)
+    company = torch.Generator().manual_seed(seed)
     times, shares = (
         torch.zeros(n + 1, dtype=torch.float64, device=device) for _ in range(2)
     )  # the last place: made-up vectors
     candidates, taken, end = 0.0, 0, time.monotonic() + seconds
-    for at in torch.randint(len(own), (steps,), generator=company).tolist():
-        rows = torch.cat([own[at : at + 1], _others(len(items), size, int(own[at]), company).to(device)])
-        _, step, outcome = contrast(run, queries[rows], items[rows], generator, positives)
+    if training.drawn is None:
+        positive = own[torch.randint(len(own), (steps,), generator=company)]
+    else:
+        chances = training.drawn.chances()[own]
+        positive = own[torch.multinomial(chances, steps, replacement=True, generator=company)]
+    batches = (training.around(pair, size, company) for pair in positive.split(1))
+    for _, step, outcome in sample_steps(run, split, seed=seed + 1, batches=batches):
         whole = sum(term.weight for term in run.terms)
         for term, bag in zip(run.terms, outcome.bags, strict=True):
             ids, weights, counts = [], [], []
@@ -100,13 +102,3 @@ def met(
         made_up=float(shares[n]) / taken,
         cut=taken < steps,
     )
-
-
-def _others(n: int, size: int, row: int, generator: torch.Generator) -> Tensor:
-    """The rest of a batch: size - 1 other rows, distinct unless there are so many that the same two hardly ever meet."""
-    drawn = (
-        torch.randperm(n, generator=generator)[:size]
-        if n <= 1 << 20
-        else torch.randint(n, (size,), generator=generator)
-    )
-    return drawn[drawn != row][: size - 1]

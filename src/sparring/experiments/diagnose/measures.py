@@ -17,7 +17,7 @@ from sparring.experiments.diagnose.profile import profile
 from sparring.kernels.reference import logits
 from sparring.models.towers import evaluating
 from sparring.recipes.run import Run
-from sparring.training.step import contrast
+from sparring.training.step import TrainingRows, sample_steps
 
 BINS = 10
 _SHARE = 8  # at most 1 / _SHARE of a batch are sampled pairs: the others are drawn anew for each draw
@@ -85,8 +85,9 @@ def diagnose(
 ) -> Diagnosis:
     """Measure a run's negatives on some training pairs, with the towers and the temperature as they are; the run is left as it was found.
 
-    Each draw puts every sampled pair into a batch of the run's size, the rest of which is drawn anew from the training pairs. Two runs
-    with the same seed and batch size meet the same batches. What negatives remember (a cache, a memory) stays as it is, so that the chance
+    Each draw puts every sampled pair into a batch of the run's size with other rows that it meets in training, drawn anew: random
+    ones, or its cluster where the run composes its batches (NGAME). Two runs with the same seed, batch size and kind of rows and
+    batches meet the same ones. What negatives remember (a cache, a memory) stays as it is, so that the chance
     in it shows as bias, not as noise. `world` tells the truth that the data was made from.
 
         diagnose("own", run, split).gradient.cosine
@@ -101,8 +102,9 @@ def diagnose(
 
 def _measured(name: str, run: Run, split: Split, queries: int, draws: int, seed: int, world: World | None) -> Diagnosis:
     generator = torch.Generator().manual_seed(seed)
-    rows = torch.randperm(len(split.train), generator=generator)[:queries]
-    target, edges = exact(run, split, rows)
+    training = TrainingRows(run, split.train)
+    sampled = training.sample(queries, generator)
+    target, edges = exact(run, split, sampled)
     if not float(target.norm()) > 0:
         raise UserError(
             "the gradient of the full softmax is 0: this model has nothing left to learn, or the catalogue holds one item"
@@ -110,15 +112,13 @@ def _measured(name: str, run: Run, split: Split, queries: int, draws: int, seed:
     counts = _Counts(edges, world)
     device = target.device
     found = torch.zeros(draws, *target.shape, dtype=torch.float64, device=device)
-    own = torch.Generator(device).manual_seed(seed + 1)
-    pairs, positives = _pairs(split, device), split.train.positives().to(device)
-    for draw, places, batch in _batches(len(split.train), run.setup.batches.batch_size, rows, draws, generator):
-        at = batch.to(device)
-        losses, step, outcome = contrast(run, pairs[0][at], pairs[1][at], own, positives)
+    planned = list(_batches(training, run.setup.batches.batch_size, sampled, draws, generator))
+    steps = sample_steps(run, split, seed=seed + 1, batches=(batch for _, _, batch in planned))
+    for (draw, places, _), (losses, step, outcome) in zip(planned, steps, strict=True):
         found[draw, places] = _query_gradient(losses[: len(places)], step)[: len(places)]
         with torch.no_grad():
             counts.add(run, step, outcome, places.to(device))
-    positive = run.model.item_vectors()[pairs[1][rows.to(device)]].double()
+    positive = run.model.item_vectors()[training.ids(sampled)[1].to(device)].double()
     return Diagnosis(name, compared(found, target, positive), counts.result(), profile(run, split), run.recipe)
 
 
@@ -270,15 +270,13 @@ def offered(step: Step, block: Candidates, c: int) -> tuple[Tensor, Tensor, Tens
 
 
 def _batches(
-    n: int, size: int, rows: Tensor, draws: int, generator: torch.Generator
+    training: TrainingRows, size: int, sampled: Tensor, draws: int, generator: torch.Generator
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """(draw, which of the sampled rows, the batch: those first): every draw meets each sampled row once, in new company."""
-    most = max(1, min(size // _SHARE, -(-len(rows) // 2)))
+    """(draw, which of the sampled pairs, the batch: those first): every draw meets each sampled pair once, in new company."""
+    most = max(1, min(size // max(_SHARE, training.batches.largest_group), -(-len(sampled) // 2)))
     for draw in range(draws):
-        for places in torch.randperm(len(rows), generator=generator).split(most):
-            others = torch.randperm(n, generator=generator)[:size]
-            others = others[~torch.isin(others, rows[places])][: max(size - len(places), 0)]
-            yield draw, places, torch.cat([rows[places], others])
+        for places in torch.randperm(len(sampled), generator=generator).split(most):
+            yield draw, places, training.around(sampled[places], size, generator)
 
 
 def _pairs(split: Split, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -10,18 +10,17 @@ from torch import Tensor
 
 from sparring.core.partition import drawn_blocks
 from sparring.core.types import Outcome, Step
-from sparring.data.batches import RandomBatches
 from sparring.data.interactions import Split
 from sparring.data.synthetic import World
 from sparring.evaluation.metrics import STRATA, popularity_percentile, popularity_strata
 from sparring.recipes.run import Run
-from sparring.training.step import contrast
+from sparring.training.step import sample_steps
 
 Places = tuple[Tensor, Tensor]  # ids, shared (C,) or (B, C), and the weight (B, C) of each place
 
 
 def profile(run: Run, split: Split, batches: int = 4, world: World | None = None) -> dict[str, float]:
-    """The negatives of a few batches, each (query, candidate) place counted as often as it was drawn.
+    """The negatives of a few training batches, each (query, candidate) place counted as often as it was drawn.
 
     popularity       mean popularity percentile (0.5: as popular as what people take; see metrics.popularity_percentile)
     head, mid, tail  share of each stratum, each of which took a third of the training interactions
@@ -37,23 +36,18 @@ def profile(run: Run, split: Split, batches: int = 4, world: World | None = None
     device = next(run.model.parameters()).device
     percentile = torch.from_numpy(popularity_percentile(split.train.counts())).to(device)
     stratum = torch.from_numpy(popularity_strata(split.train.counts())).to(device)
-    positives = split.train.positives().to(device)
-    queries, items = (column.long().to(device) for column in split.train.pairs())
-    generator = torch.Generator(device).manual_seed(run.setup.seed)
     total = torch.zeros(
         4 + len(STRATA), dtype=torch.float64, device=device
     )  # popularity, accidental, false, synthetic, strata
     real = 0.0
-    rows = RandomBatches(len(split.train), run.setup.batches.batch_size, run.setup.seed).epoch(0)
     with torch.no_grad():
-        for index in islice(rows, batches):
-            at = index.to(device)
-            _, step, outcome = contrast(run, queries[at], items[at], generator, positives)
+        for _, step, outcome in islice(sample_steps(run, split), batches):
+            assert step.positives is not None
             for ids, weight in _places(step, outcome):
                 mass = weight.sum(0) if ids.dim() == 1 else weight
                 known, mass = ids >= 0, mass.double()
                 found, mass_known = ids[known], mass[known]
-                row, column = positives.of(step.query_ids).hits(ids)
+                row, column = step.positives.of(step.query_ids).hits(ids)
                 real += float(mass_known.sum())
                 total[0] += (percentile[found] * mass_known).sum()
                 total[1] += weight[row, column].double().sum()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -14,15 +13,14 @@ from torch import nn
 from sparring.core import files
 from sparring.core.errors import UserError
 from sparring.core.part import listeners
-from sparring.core.types import Corpus, Outcome, Step
-from sparring.data.batches import RandomBatches
+from sparring.core.types import Corpus
 from sparring.data.interactions import Split
+from sparring.models.clusters.batches import ClusteredBatches
 from sparring.recipes import settings
 from sparring.recipes.finding import Recipe
 from sparring.recipes.run import Run
-from sparring.training import trained
-from sparring.training.custom_towers import recipe_of
-from sparring.training.step import contrast
+from sparring.training.folder import read_meta, recipe_of
+from sparring.training.step import sample_steps
 
 WARM_STEPS = 50  # after which a cache or a memory holds what it would in training, and a streaming estimate knows the usual items
 
@@ -32,7 +30,7 @@ def own(folder: Path, split: Split, device: torch.device | str = "cpu") -> Run:
 
     Without a checkpoint, what its negatives remember is filled anew (see `warm`).
     """
-    meta = trained.read_meta(folder)
+    meta = read_meta(folder)
     setup = settings.parse_setup(meta["setup"])
     if meta["recipe"] == "custom":
         how = "diagnose it there (docs/guide/diagnose.md), or train it by a recipe of your own (docs/guide/extend.md)"
@@ -87,7 +85,8 @@ def _on(run: Run, name: str | Recipe, split: Split, given: dict[str, Any]) -> Ru
 
 def offers(run: Run, split: Split) -> tuple[int, bool]:
     """How many candidates a batch offers to a query, and whether all queries share them."""
-    _, outcome = next(_steps(run, split))
+    with torch.no_grad():
+        _, _, outcome = next(sample_steps(run, split))
     blocks = [block for bag in outcome.bags for block in bag.plain().blocks]
     return sum(block.ids.shape[-1] for block in blocks), all(block.shared for block in blocks)
 
@@ -103,23 +102,16 @@ def warm(run: Run, split: Split, steps: int) -> None:
     corpus = Corpus(
         0, run.model.item_vectors(), run.model.encode_queries, split.train.positives().to(device), generator
     )
+    if steps and isinstance(run.batches, ClusteredBatches):  # its first clusters, of the vectors that queries have now
+        if run.batches.keeps:
+            everyone = torch.arange(split.train.n_queries, device=device)
+            run.batches.memory.copy_(run.model.query_vectors(everyone))
+        run.batches.refresh(replace(corpus, epoch=run.batches.start))
     for module in listeners(parts, "refresh"):
         module.refresh(corpus)
     observers = listeners(parts, "observe")
     if not observers:
         return
-    for step, outcome in islice(_steps(run, split), steps):
+    for _, step, outcome in islice(sample_steps(run, split), steps):
         for observer in observers:
             observer.observe(step, outcome)
-
-
-@torch.no_grad()
-def _steps(run: Run, split: Split) -> Iterator[tuple[Step, Outcome]]:
-    device = next(run.model.parameters()).device
-    queries, items = (column.long().to(device) for column in split.train.pairs())
-    generator = torch.Generator(device).manual_seed(run.setup.seed)
-    positives = split.train.positives().to(device)
-    for rows in RandomBatches(len(split.train), run.setup.batches.batch_size, run.setup.seed).epoch(0):
-        at = rows.to(device)
-        _, step, outcome = contrast(run, queries[at], items[at], generator, positives)
-        yield step, outcome

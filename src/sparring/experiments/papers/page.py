@@ -12,7 +12,7 @@ from sparring.experiments.report.comparison import command_lines, distinct, in_w
 from sparring.experiments.report.html import Code, Facts, Page, Points, Section, Sheet
 from sparring.experiments.report.tables import Cell, Column, Table
 from sparring.recipes.setup import flat
-from sparring.training import trained
+from sparring.training.folder import read_meta
 
 Key = tuple[str, str]  # data and method
 
@@ -68,7 +68,7 @@ def _metas(plan: Plan) -> dict[tuple[str, str, int], dict[str, Any]]:
                 device = read_json(folder / "measured.json")["device"]
                 seconds = read_json(folder / "result.json")["train_seconds"]
                 found[given.name, method.name, int(folder.name)] = {
-                    **trained.read_meta(folder),
+                    **read_meta(folder),
                     "device": device,
                     "seconds": seconds,
                 }

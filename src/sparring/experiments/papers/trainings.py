@@ -215,8 +215,8 @@ def _train_one(
     device: str,
 ) -> None:
     from sparring.core.devices import pick_device
-    from sparring.training.fitting import Progress
-    from sparring.training.stages import fit_stages
+    from sparring.training.fitting import fit
+    from sparring.training.loop import TrainingProgress
 
     parts = protocol.parts(given.data, seed)
     run = settings.build(method.recipe, parts.train, {**method.settings, "seed": seed}, setup=setup)
@@ -232,10 +232,8 @@ def _train_one(
 
     k = protocol.within(given.data)
     source = {**given.source, "split": protocol.recorded(seed), "k": k}
-    progress = Progress(epoch=epoch)
-    fit_stages(
-        run, parts, folder, resume=True, device=device, k=k, metrics=protocol.metrics, progress=progress, source=source
-    )
+    progress = TrainingProgress(epoch=epoch)
+    fit(run, parts, folder, resume=True, device=device, k=k, metrics=protocol.metrics, progress=progress, source=source)
     measured = {"device": hardware(where)}
     files.write_json(folder / "measured.json", measured | (measure(run, parts, device) if measure else {}))
 

@@ -32,7 +32,7 @@ from sparring.experiments.report.html import Figures, Section, Sheet
 from sparring.experiments.report.tables import Cell, Column, Table
 from sparring.recipes import settings
 from sparring.recipes.run import Run
-from sparring.training.step import contrast
+from sparring.training.step import training_step
 
 CACHES = (0.5, 1.0, 2.0, 4.0)  # times the batch
 LAMS = (0.0, 0.2, 0.5, 0.8, 1.0)
@@ -90,7 +90,7 @@ def gradient_time(run: Run, parts: Split, device: str) -> dict[str, Any]:
     times = []
     for index in itertools.islice(rows, 23):
         at = index.to(where)
-        losses, _, _ = contrast(run, queries[at], items[at], generator)
+        losses, _, _ = training_step(run, queries[at], items[at], generator)
         loss = losses.mean()
         times.append(_timed(loss.backward, where))
         run.model.zero_grad(set_to_none=True)

@@ -18,7 +18,7 @@ from sparring.experiments.report.figures import Drawn
 from sparring.experiments.report.html import Code, Facts, Figures, Page, Points, Section, Sheet, Text
 from sparring.experiments.report.tables import Cell, Column, Table
 from sparring.recipes.setup import flat
-from sparring.training import trained
+from sparring.training.folder import read_meta
 
 TONES = {"better": "good", "worse": "bad", "baseline": "plain"}
 Rows = list[Mapping[str, Cell]]
@@ -164,7 +164,7 @@ def _metas(plan: Plan) -> dict[tuple[str, str, int], dict[str, Any]]:
         for recipe in plan.recipes:
             for folder in _folders(plan, data.name, recipe):
                 device = json.loads((folder / "measured.json").read_text())["device"]
-                found[data.name, recipe, int(folder.name)] = {**trained.read_meta(folder), "device": device}
+                found[data.name, recipe, int(folder.name)] = {**read_meta(folder), "device": device}
     return found
 
 

@@ -64,7 +64,7 @@ def write(
 ) -> Path:
     """Draw the figures and write the page; `lines` are the advice on what was found, `meta` the run.json of the run. Where the page is.
 
-    write(Path("out"), found, advise(found), split, runs.read_meta(folder), Sample(256, 20, 0), "cpu")
+    write(Path("out"), found, advise(found), split, read_meta(folder), Sample(256, 20, 0), "cpu")
     """
     tables = advice.tables(found)
     gradient, negatives = _draw(out / "figures", found, split)
