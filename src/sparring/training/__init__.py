@@ -3,8 +3,7 @@
 Methods are not here: a trainer sees terms, bags and losses only.
 """
 
-from sparring.training.fitting import Fitted
-from sparring.training.stages import fit_stages as fit
+from sparring.training.fitting import Fitted, fit
 from sparring.training.step import describe_batch
 from sparring.training.trained import Trained, load
 
