@@ -131,9 +131,10 @@ class TrainingRows:
         setup = run.setup
         self.queries, self.items = (column.to(device) for column in train.pairs())
         self.drawn = query_rows(train, setup.batches.draw, device) if setup.batches.rows == "queries" else None
-        self.batches = run.batches
-        if self.batches is None:
+        if run.batches is None:
             self.batches = batches_for(train, self.drawn, setup.batches.batch_size, setup.seed)
+        else:
+            self.batches = run.batches
 
     def pairs(self, rows: Tensor, generator: torch.Generator) -> Tensor:
         """(B,) the index of one training pair for each row."""

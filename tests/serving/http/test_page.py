@@ -92,7 +92,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, runs.Trained]
     columns = Column("recipe", "{recipe}", text=True), Column("recall", "{recall:.2f}")
     compared = Table(columns, [{"recipe": "uns", "recall": 0.2}, {"recipe": "bir", "recall": 0.4}])
     Page("Comparison", "two recipes", (Section("Quality", (Sheet(compared),)),)).write(root / "runs" / "report.html")
-    (root / "runs" / "comparison.json").write_text("{}")
+    (root / "runs" / "study.json").write_text("{}")
     return found
 
 

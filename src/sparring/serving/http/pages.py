@@ -158,13 +158,13 @@ class PageState:
             return {"state": "absent", "why": " ".join(str(error).split()) or type(error).__name__}
 
     def _negatives(self, served: ServedRun, item: int) -> dict[str, Any]:
-        from sparring.experiments.diagnose.item_negatives import met
+        from sparring.experiments.diagnose.item_negatives import negatives_of_item
 
         ids = served.trained.ids.item_ids
         if item >= len(ids):
             raise UserError("this item was added after training, so it has no negatives")
         _, run, split = self._training(served)
-        facts = asdict(met(run, split, int(split.train.item_ids.encode([ids.decode([item])[0]])[0])))
+        facts = asdict(negatives_of_item(run, split, int(split.train.item_ids.encode([ids.decode([item])[0]])[0])))
         dense = ids.encode(split.train.item_ids.decode(np.array(facts.pop("items"), dtype=np.int64)))
         rows = zip(self.finder(served, "item").named(dense), facts.pop("times"), facts.pop("shares"), strict=True)
         items = [{"id": row["id"], "title": row["title"], "times": times, "share": share} for row, times, share in rows]
@@ -186,7 +186,7 @@ class PageState:
         self.runs.pop(served.name, None)
         while len(self.runs) > 1:  # keep two, for runs side by side
             self.runs.pop(next(iter(self.runs)))
-        self.runs[served.name] = served, samplers.own(served.folder, split), split
+        self.runs[served.name] = served, samplers.load_for_diagnosis(served.folder, split), split
         return self.runs[served.name]
 
     def close(self) -> None:
@@ -324,7 +324,7 @@ def _finite(value: Any) -> Any:
 def _reports(folder: Path) -> dict[str, Path]:
     """The reports of a run: of its comparison, up to three folders above it, and of its index."""
     above = [
-        parent / "report.html" for parent in folder.resolve().parents[:3] if (parent / "comparison.json").is_file()
+        parent / "report.html" for parent in folder.resolve().parents[:3] if (parent / "study.json").is_file()
     ]
     reports = {"comparison": above[0]} if above else {}
     reports["index"] = folder / "index" / "report" / "report.html"
