@@ -378,7 +378,7 @@ def test_two_runs_side_by_side_tell_what_moved_is_new_and_is_missing(
     both = len(set(first) & set(second))
     moved = sum(mark[:1] in ("↑", "↓") for mark in expected)
     counted = f"{both} of {K} in both · {moved} moved · {K - both} new · {K - both} missing"
-    assert page.locator(".summary").inner_text() == f"uns against ssl_pop{counted}"
+    assert page.locator(".summary").inner_text() == f"uns compared with ssl_pop{counted}"
     page.reload()
     settled(page)
     assert listed(page, "Recommended, uns", second) == second
@@ -398,7 +398,7 @@ def test_a_text_is_answered_and_a_history_is_shown_latest_first(
     expected = titles(words, best(words, vector, np.ones(40, dtype=bool)))
     assert listed(page, "Recommended, words", expected) == expected
     page.get_by_label("Run", exact=True).select_option("past")
-    page.locator("main").get_by_text("reads no texts").wait_for()
+    page.locator("main").get_by_text("does not read texts").wait_for()
     user = int(past.ids.query_ids.decode([1])[0])
     page.evaluate("hash => { location.hash = hash; }", f"#/user/{user}?run=past")
     start = past.model.query.start.tolist()
@@ -419,7 +419,7 @@ def test_an_item_shows_its_columns_its_picture_and_the_negatives_it_met(
     row = run.ids.item_table.row(7, named=True)
     assert facts == ["id", item, "category", str(row["category"]), "price", f"{row['price']:g}"]
     until(page, "document.querySelector('.picture.wide img').naturalWidth === 1")
-    page.get_by_role("button", name="Work them out").click()
+    page.get_by_role("button", name="Compute").click()
     for name in trained:
         panel = page.get_by_role("region", name=f"Negatives, {name}")
         panel.locator(".item").first.wait_for()
@@ -446,7 +446,7 @@ def test_what_is_not_there_is_said(visit: Open) -> None:
     page.get_by_label("Condition").select_option("<")
     page.get_by_label("Value").fill("-1")
     page.keyboard.press("Enter")
-    page.get_by_text("No item passes the filters").wait_for()
+    page.get_by_text("No item matches the filters").wait_for()
     page.get_by_role("button", name="Remove the filters").click()
     assert len(listed(page, "Recommended, ssl_pop")) == K
 
@@ -458,18 +458,18 @@ def test_a_server_that_refuses_or_is_gone_is_said_and_asked_again(
     user = busiest(trained["uns"])[0]
     where = json.dumps([{"column": "nope", "op": "=", "value": 1}])
     page = visit(f"user/{user}?where={where}")
-    page.get_by_role("alert").get_by_text("there is no item column 'nope'").wait_for()
+    page.get_by_role("alert").get_by_text("unknown item column 'nope'").wait_for()
     page.get_by_role("button", name="Remove the filter nope is 1").click()
-    page.get_by_role("alert").get_by_text("there is no item column 'nope'").wait_for(state="detached")
+    page.get_by_role("alert").get_by_text("unknown item column 'nope'").wait_for(state="detached")
     settled(page)
     page.context.set_offline(True)
     page.get_by_label("How many").select_option("5")
-    page.locator("main").get_by_text("The server does not answer").wait_for()
+    page.locator("main").get_by_text("The server does not respond").wait_for()
     page.get_by_role("combobox", name="Find").fill("1")
-    page.locator("#matches-note", has_text="The server does not answer.").wait_for()
+    page.locator("#matches-note", has_text="The server does not respond.").wait_for()
     page.context.set_offline(False)
     page.get_by_role("button", name="Try again").click()
-    page.locator("main").get_by_text("The server does not answer").wait_for(state="detached")
+    page.locator("main").get_by_text("The server does not respond").wait_for(state="detached")
     assert len(listed(page, "Recommended, ssl_pop")) == 5
 
 
@@ -479,16 +479,16 @@ def test_a_token_is_asked_for_and_kept_for_the_session(
     """Without the token nothing is shown; a wrong one is said; the right one opens the page, pictures included, and outlives a reload."""
     item = str(trained["uns"].ids.item_ids.decode([0])[0])
     page = visit(f"item/{item}", base=guarded)
-    page.get_by_label("This service asks for a token.").fill("guess")
+    page.get_by_label("This service requires a token.").fill("guess")
     page.keyboard.press("Enter")
-    page.get_by_label("The token is not the right one.").fill(TOKEN)
+    page.get_by_label("Wrong token.").fill(TOKEN)
     page.keyboard.press("Enter")
     assert len(listed(page, "Similar items, uns")) == K
     until(page, "document.querySelector('.picture.wide img').src.startsWith('data:image/png')")
     page.reload()
     assert len(listed(page, "Similar items, uns")) == K
-    page.get_by_role("button", name="Work them out").click()
-    page.locator("main").get_by_text("without the means to read the data").wait_for()
+    page.get_by_role("button", name="Compute").click()
+    page.locator("main").get_by_text("cannot read the training data").wait_for()
     page.get_by_role("link", name="Training").click()
     with page.expect_download() as saving:
         page.get_by_role("button", name="Save the comparison report").click()
@@ -559,8 +559,8 @@ def test_light_and_dark_follow_the_system_until_chosen(visit: Open) -> None:
         return (max(light) + 0.05) / (min(light) + 0.05) * (1 if light[1] > light[0] else -1)
 
     assert contrast() < -7
-    page.get_by_role("button", name="Colours: auto").click()
+    page.get_by_role("button", name="Theme: auto").click()
     assert contrast() > 7
     page.reload()
-    page.get_by_role("button", name="Colours: light").click()
+    page.get_by_role("button", name="Theme: light").click()
     assert contrast() < -7
