@@ -120,7 +120,7 @@ def _read(folder: Path, meta: dict[str, Any], check: bool) -> Stored:
             if not path.exists():  # deleted since its checksum was read
                 raise FileNotFoundError(errno.ENOENT, "missing", str(path)) from error
         raise UserError(
-            f"{folder} is corrupt: {firstfirst_line(error)}; build the index again with `sparring index`"
+            f"{folder} is corrupt: {first_line(error)}; build the index again with `sparring index`"
         ) from error
     return Stored(vectors, ids, meta["kind"], ann, Effort(**meta["effort"]), meta)
 
