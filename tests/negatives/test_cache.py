@@ -220,7 +220,7 @@ class CountsItemsOnce(Cache):
 
     def observe(self, step: Step, result: Outcome) -> None:
         blocks = [block for bag in result.bags for block in bag.blocks]
-        once = [replace(block, usage=(block.usage > 0).double()) for block in blocks if block.usage is not None]
+        once = [replace(block, drawn=(block.drawn > 0).double()) for block in blocks if block.drawn is not None]
         super().observe(step, replace(result, bags=(Bag(tuple(once)),)))
 
 

@@ -323,9 +323,7 @@ def _finite(value: Any) -> Any:
 
 def _reports(folder: Path) -> dict[str, Path]:
     """The reports of a run: of its comparison, up to three folders above it, and of its index."""
-    above = [
-        parent / "report.html" for parent in folder.resolve().parents[:3] if (parent / "study.json").is_file()
-    ]
+    above = [parent / "report.html" for parent in folder.resolve().parents[:3] if (parent / "study.json").is_file()]
     reports = {"comparison": above[0]} if above else {}
     reports["index"] = folder / "index" / "report" / "report.html"
     return {which: path for which, path in reports.items() if path.is_file()}
