@@ -134,7 +134,7 @@ def test_draw_counts_without_a_gradient() -> None:
 def drawn_counts(
     logits: Tensor, n: float, seed: int, first: int = 0, keys: ExcludedKeys | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Counts (B, C) drawn in the forward pass, the value and draw_counts; unit candidates make the gradient the counts."""
+    """Counts (B, C) of the forward pass, the value and draw_counts; with unit candidates the gradient is the counts."""
     q, unit = (
         logits.to(DEVICE, copy=True).requires_grad_(),
         torch.eye(logits.shape[1], device=DEVICE, requires_grad=True),
@@ -151,7 +151,7 @@ def drawn_counts(
 
 @pytest.mark.parametrize("seed", [0, 1, 1 << 61])
 def test_drawn_counts_follow_their_distribution(seed: int) -> None:
-    """floor(n p + u): each count is one of the two integers around n p, with the right probability and independently."""
+    """floor(n p + u): each count is one of the two integers around n p, with the right probability, independently."""
     logits = torch.tensor([[0.3, -1.0, 1.2, 0.0, -0.4, 2.0]]).expand(1900, 6)
     n = 10.0
     counts, _, draw_counts = drawn_counts(logits, n, seed)
@@ -175,7 +175,7 @@ def test_drawn_counts_follow_their_distribution(seed: int) -> None:
 
 
 def test_draws_depend_on_seed_query_and_candidate_alone() -> None:
-    """The second half of a batch draws the same as a batch that starts at its number; another seed draws differently."""
+    """The second half of a batch draws the same as a batch that starts there; another seed draws differently."""
     logits = torch.randn(80, 5, generator=torch.Generator().manual_seed(3))
     whole, value, _ = drawn_counts(logits, 7.0, 5)
     half, _, _ = drawn_counts(logits[40:], 7.0, 5, first=40)
@@ -190,7 +190,7 @@ def test_draws_depend_on_seed_query_and_candidate_alone() -> None:
 @pytest.mark.parametrize("scale", [1.0, 1e-6, 3e4])
 @pytest.mark.parametrize("half", [False, True])
 def test_draws_under_weights(monkeypatch: pytest.MonkeyPatch, kind: str, scale: float, half: bool) -> None:
-    """With extreme weights and vectors of any size, counts are integers next to n p, with matching value and gradients."""
+    """With extreme weights and vectors, counts are integers next to n p, with matching value and gradients."""
     monkeypatch.setattr(fused, "halves", lambda dtype: half)
     g = torch.Generator().manual_seed(9)
     logits, n = torch.randn(160, 140, generator=g), 90.0

@@ -70,7 +70,7 @@ def test_shares_by_hand(kind: str, m: int, d: int) -> None:
 
 
 def test_every_set_and_order_is_as_likely() -> None:
-    """Over 400 groups of 4, all sets of 2, 3 and 4 and all orders are equally frequent, independent of size and group."""
+    """Over 400 groups of 4, all sets and orders are equally frequent, independent of size and group."""
     shares = mixtures.shares(vectors(1, 4, 3).expand(400, 4, 3).to(DEVICE), seed(1 << 61), 0, 1.0, "minmax_block").cpu()
     alone = []
     for n, begin in ((2, 0), (3, 2), (4, 5)):
@@ -100,7 +100,7 @@ def test_random_shares_are_uniform_on_their_simplex() -> None:
 
 @pytest.mark.parametrize("kind", ["minmax_set", "dirichlet"])
 def test_groups_drawn_in_parts_are_drawn_as_in_one(kind: str) -> None:
-    """The second half of the groups, numbered as such, gets the same shares as in one call; another seed gives others."""
+    """The second half of the groups gets the same shares as in one call; another seed gives others."""
     emb = vectors(6, 4, 3).to(DEVICE)
     whole = mixtures.shares(emb, seed(7), 0, 0.6, kind)
     assert torch.equal(mixtures.shares(emb[3:], seed(7), 3, 0.6, kind), whole[3:])
@@ -115,7 +115,7 @@ def test_groups_drawn_in_parts_are_drawn_as_in_one(kind: str) -> None:
     ],
 )
 def test_value_and_gradients(keyed: str, offset: float, shape: tuple[int, int, int, int]) -> None:
-    """Real candidates excluded by one key, mixtures by another, some weights -inf: as with all vectors and pairs in float64."""
+    """Real candidates excluded by one key, mixtures by another, some weights -inf: as with all pairs in float64."""
     b, groups, m, d = shape
     random = torch.Generator().manual_seed(b)
     q, emb, log_w = (torch.randn(*size, generator=random) for size in ((b, d), (groups * m, d), (groups * m,)))
@@ -158,7 +158,7 @@ def test_value_and_gradients(keyed: str, offset: float, shape: tuple[int, int, i
 
 @pytest.mark.parametrize("per_query", [False, True])
 def test_towards_the_positive(per_query: bool) -> None:
-    """Candidates, then lam v + (1 - lam) e of each, with weights and ids; gradients reach candidate and positive by share."""
+    """Candidates, then lam v + (1 - lam) e of each, with weights and ids; gradients reach both by their shares."""
     b, m, d = 6, 3, 5
     emb, v, upstream, log_w = (
         vectors(b, m, d),
@@ -238,7 +238,7 @@ def test_simple_ones_follow_equation_9() -> None:
 
 
 def test_hard_ones_come_from_the_cluster_less_the_cell() -> None:
-    """All pairs of items of the positive's cluster outside its cell are equally likely; the next cluster is a fallback."""
+    """All pairs of items of the positive's cluster outside its cell are equally likely; the next is a fallback."""
     found = codes()
     sampler = SameCluster(found, m_h=2).to(DEVICE)
     positives = [found.cell_of.tolist().index(cell) for cell in (0, 1, 12, 7)]  # the last cell is all of its cluster
@@ -265,7 +265,7 @@ def test_hard_ones_come_from_the_cluster_less_the_cell() -> None:
 
 
 def test_where_there_is_nothing_to_draw() -> None:
-    """With one other cluster the second of two draws is empty: id -1, item 0 to encode, weight -inf, no cell, no cluster."""
+    """With one other cluster the second draw is empty: id -1, item 0 to encode, weight -inf, no cell, no cluster."""
     found = Codes(torch.tensor([0, 2, 0, 2]), torch.zeros(4).long(), vectors(3, 2), 1)
     sampler = OtherClusters(found, 2, 2).to(DEVICE)
     tables = sampler.cell, sampler.order, sampler.start, sampler.chance

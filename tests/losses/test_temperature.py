@@ -86,7 +86,7 @@ def test_lambert_w_at_its_ends() -> None:
 
 
 def test_temperature_before_anything_is_known() -> None:
-    """tau_0 = gap / log(n m / 2|D|), with n and |D| over queries above the 20 % quantile of activity, for all queries."""
+    """tau_0 = gap / log(n m / 2|D|), with n and |D| over queries above the 20 % quantile of activity."""
     temperature = AdaTau(COUNTS, N, gap=0.7)
     torch.testing.assert_close(temperature(torch.arange(U)), torch.full((U,), 0.7 / log_ratio()))
     assert list(temperature.parameters()) == []

@@ -50,7 +50,7 @@ class TestWithTheBatch(NegativesContract):
 
 
 def by_hand(step: Step, items: Tensor, tau: Tensor, mix: bool, never: Tensor) -> tuple[Tensor, Tensor]:
-    """The published loss, one bucket and query at a time, and the number of buckets of each query; `never` is excluded."""
+    """The published loss, one bucket and query at a time, and the buckets of each query; `never` is excluded."""
     generator = torch.Generator()
     generator.set_state(step.generator.get_state())
     b, dim = step.q.shape

@@ -166,7 +166,7 @@ def test_uncorrected_draws_are_no_such_estimate() -> None:
 
 
 def test_a_mixture_weighs_what_its_members_weigh() -> None:
-    """All items of a cluster have one expected count, so their mixtures have it too, and hard ones their candidate's."""
+    """All items of a cluster have one expected count, so their mixtures have it, and hard ones their candidate's."""
     world, codes = World.build(), codes_of()
     step, found = world.step(16, 3), []
     for how in ("none", "counts"):

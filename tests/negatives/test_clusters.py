@@ -207,7 +207,7 @@ def test_nearer_clusters_are_likelier_unless_literal() -> None:
 @pytest.mark.parametrize("exclude", ["cell", "known", "positive", "none"])
 @pytest.mark.parametrize("kind", ["other", "same"])
 def test_masks_pair_by_pair(kind: str, exclude) -> None:
-    """Among shared candidates exactly the positive, its cell, or also the known positives weigh nothing, pair by pair."""
+    """Among shared candidates exactly the positive, its cell or the known positives weigh nothing, pair by pair."""
     world, codes = World.build(), codes_of()
     cell = codes.cell_of.tolist()
     seen = set()

@@ -87,7 +87,7 @@ class TestManyKept(NegativesContract):
 
 
 def test_every_one_of_the_hardest_is_as_likely() -> None:
-    """Of 10 candidates in 100,000 draws, the 4 hardest are chosen equally often, two distinct ones at a time; no other."""
+    """In 100,000 draws the 4 hardest of 10 candidates are chosen equally often, two distinct ones at a time."""
     world = World.build()
     pool = [3, 0, 7, 11, 2, 19, 5, 14, 8, 21]  # 3 is the positive
     step = alike(world, 50_000)
@@ -192,7 +192,7 @@ class TestNearestToUnion(NegativesContract):
 
 
 def test_a_better_positive_gets_an_easier_negative() -> None:
-    """The chosen score falls from the hardest candidate (s_+ <= -alpha) to the easiest as the positive's score grows."""
+    """The chosen score falls from the hardest candidate (s_+ <= -alpha) to the easiest as the positive's grows."""
     world = World.build(n_items=20)
     step = alike(world, 7)
     direction = world.queries[5] / world.queries[5].square().sum()

@@ -28,7 +28,7 @@ class TestInBatch(NegativesContract):
         return 127 * world.popularity
 
     def test_own_column_never_counts(self) -> None:
-        """The row's own positive weighs 0 however often the batch repeats it; others weigh 1 / ((B - 1) p) each time."""
+        """The row's own positive weighs 0 however often it repeats; others weigh 1 / ((B - 1) p) each time."""
         world = World.build()
         step = world.step(8, 1)
         got = dense(self.make(world)(step), step, world.n_items)
@@ -215,14 +215,14 @@ class TestCbns(NegativesContract):
         return (127 + 128) * world.popularity
 
     def test_an_empty_memory_leaves_the_batch_as_it_is(self) -> None:
-        """Until the memory fills, the union is the in-batch loss: an empty source adds nothing to the expected count."""
+        """Until the memory fills, the union is the in-batch loss: an empty source adds no expected count."""
         world = World.build()
         step = world.step(4, 1)
         want = sampled_softmax(step, InBatch(Popularity(world.counts))(step))
         torch.testing.assert_close(sampled_softmax(step, self.make(world)(step)), want)
 
     def test_published_form(self) -> None:
-        """correction="both": positive and negatives weigh 1 / q, over memory and batch without the positive (equation 9)."""
+        """correction="both": positive and negatives weigh 1 / q, over memory and batch (equation 9)."""
         world = World.build()
         frequency = Popularity(world.counts)
         negatives = Union(InBatch(frequency), Memory(40, world.dim, frequency), correction="both")

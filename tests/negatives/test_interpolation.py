@@ -206,7 +206,7 @@ def test_logits_mixed_or_vectors_mixed(normalisation, shared: bool, loss) -> Non
 
 
 def test_the_whole_bag_by_hand() -> None:
-    """Equation 14 pair by pair over all four kinds; a query's own cell and mixtures of its own cluster count nothing."""
+    """Equation 14 pair by pair over all four kinds; a query's own cell and mixtures of its cluster count nothing."""
     world, codes = World.build(), codes_of()
     lam = 0.25
     step = world.step(16, 2)
@@ -408,7 +408,7 @@ def test_learned_lam_is_each_clusters_least_squares() -> None:
 
 
 def test_a_rule_for_lam_learns_from_training_steps() -> None:
-    """Through the event of the loop, in a Union, adaptive lam becomes margin over the mean gap of the hard negatives."""
+    """By observe(), in a Union, adaptive lam becomes margin over the mean gap of the hard negatives."""
     world = World.build()
     negatives = Union(
         OtherClusters(codes_of(), 2, 3),

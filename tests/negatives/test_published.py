@@ -226,7 +226,7 @@ def test_full_softmax(world: World) -> None:
 
 
 def test_uns(world: World) -> None:
-    """UNS as the papers train it: InfoNCE over the positive and n uncorrected uniform draws, without accidental hits."""
+    """UNS as in the papers: InfoNCE over the positive and n uncorrected uniform draws, without accidental hits."""
 
     def published(step: Step, table: Tensor) -> Tensor:
         drawn = torch.randint(world.n_items, (10,), generator=torch.Generator().manual_seed(2 * 5))

@@ -99,7 +99,7 @@ def test_shares_are_uniform(mix, n: int, high: float) -> None:
 
 
 def test_one_share_per_query_cannot_change_the_choice() -> None:
-    """The hardest of the mixtures is the mixture of the hardest: same loss and gradients; not so with a per candidate."""
+    """The hardest of the mixtures is the mixture of the hardest: same loss and gradients; not with a per candidate."""
     world = World.build()
     found = []
     for build in (
