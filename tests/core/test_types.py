@@ -189,7 +189,7 @@ def test_classes_of_items_and_known_positives(
 
 @pytest.mark.parametrize("written_out", [1 << 26, 0])
 def test_known_positives_are_looked_up_as_they_are_listed(written_out: int) -> None:
-    """For shared and per-query candidates, repeated, empty or unknown, mask, hits and places equal a loop over pairs."""
+    """For shared and per-query candidates, repeated, empty or unknown, mask, hits and places equal a loop."""
     draw = torch.Generator().manual_seed(0)
     table = torch.rand(30, 5000, generator=draw) < 0.1
     table[:, 0], table[:, 4000:], table[3] = True, False, False
