@@ -34,7 +34,7 @@ def test_own_positive_among_shared_candidates(own: list[int], candidates: list[i
 @settings(max_examples=150)
 @given(st.lists(st.tuples(ITEM, st.lists(st.integers(-1, 6), min_size=3, max_size=3)), min_size=1, max_size=6))
 def test_own_positive_among_a_querys_own_candidates(rows: list[tuple[int, list[int]]]) -> None:
-    """The same where each query has a list of its own."""
+    """The same with per-query candidates."""
     own, candidates = [item for item, _ in rows], [ids for _, ids in rows]
     got = pairs(Exclude(torch.tensor(own)), torch.tensor(candidates))
     want = [(row, column) for row, item in enumerate(own) for column in range(3) if candidates[row][column] == item]
@@ -60,7 +60,7 @@ def test_known_positives_among_shared_candidates(known: list[set[int]], candidat
 @settings(max_examples=150)
 @given(st.lists(st.tuples(st.sets(ITEM), st.lists(st.integers(-1, 6), min_size=4, max_size=4)), min_size=1, max_size=5))
 def test_known_positives_among_a_querys_own_candidates(rows: list[tuple[set[int], list[int]]]) -> None:
-    """Any number of excluded items per row, each query with a list of its own."""
+    """Any number of excluded items per row, with per-query candidates."""
     ids = [item for items, _ in rows for item in sorted(items)]
     at = [row for row, (items, _) in enumerate(rows) for _ in items]
     exclude = Exclude(torch.tensor(ids, dtype=torch.long), torch.tensor(at, dtype=torch.long))
@@ -83,7 +83,7 @@ def test_positives_of_queries(lists: list[set[int]], data: st.DataObject) -> Non
 
 
 def test_large_ids_do_not_collide() -> None:
-    """Pairs are told apart for a thousand million items and any row."""
+    """Pairs stay distinct for a billion items and any row."""
     ids = torch.tensor([[10**9, 5], [5, 10**9]])
     assert pairs(Exclude(torch.tensor([10**9, 10**9])), ids) == [(0, 0), (1, 1)]
 

@@ -285,7 +285,7 @@ def test_where_there_is_nothing_to_draw() -> None:
 
 
 def loss_by_hand(step: Step, bag: Bag, found: Codes, exclude: str, offset: float) -> Tensor:
-    """(B,) float64, from the vectors of the bag: which pairs count is looked up one by one."""
+    """(B,) float64, from the vectors of the bag; exclusions are checked pair by pair."""
     simple, hard = bag.blocks
     assert simple.mix is not None
     share, ids, own = simple.mix.weights.double(), simple.ids.tolist(), step.item_ids.tolist()

@@ -134,7 +134,7 @@ def test_large_logits(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
 
 
 def test_a_weight_per_pair_takes_the_plain_form() -> None:
-    """The chosen kernel serves a weight for each pair, and refuses draws and mixtures together."""
+    """The dispatcher supports a weight per pair, and rejects draws combined with mixtures."""
     p = problem((9, 6, 3, 5, 8), "pair")
     within_budget(p, kernels.weighted_logsumexp, "pairs")
     with pytest.raises(ValueError, match="do not go together"):

@@ -1,4 +1,4 @@
-"""Kernels by error budget: no further from the float64 truth than plain PyTorch in float32, plus a small tolerance."""
+"""Kernels by error budget: an error to float64 at most that of plain PyTorch in float32, plus a tolerance."""
 
 from __future__ import annotations
 

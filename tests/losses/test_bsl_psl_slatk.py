@@ -105,7 +105,7 @@ def bsl_release_formula(row: int, own: Tensor, log_w: float, tau: float, found: 
 
 
 def psl_formula(surrogate: str) -> Formula:
-    """d = cos_j / 2 - cos_+ / 2; the positive's weight plays no part."""
+    """d = cos_j / 2 - cos_+ / 2; the positive's weight is ignored."""
 
     def formula(row: int, own: Tensor, log_w: float, tau: float, found: Pairs) -> Tensor:
         return torch.log(total(found, lambda s: SIGMA[surrogate](s / 2 - own / 2) ** (1 / tau)))
@@ -114,7 +114,7 @@ def psl_formula(surrogate: str) -> Formula:
 
 
 def ccl_formula(margin: float, weight: float) -> Formula:
-    """The mean over all candidates that count, weighted by w_j; tau and the positive's weight play no part."""
+    """The mean over all candidates that count, weighted by w_j; tau and the positive's weight are ignored."""
 
     def formula(row: int, own: Tensor, log_w: float, tau: float, found: Pairs) -> Tensor:
         excess = total(found, lambda s: torch.clamp(s - margin, min=0))

@@ -114,7 +114,7 @@ PENALTIES: list[tuple[Loss, Callable[[Tensor], Tensor]]] = [
 
 @pytest.mark.parametrize(("loss", "penalty"), PENALTIES)
 def test_pairwise(loss: Loss, penalty: Callable[[Tensor], Tensor]) -> None:
-    """The mean of penalty(s_j - s+) over the candidates, weighted by w_j; the positive's weight plays no part."""
+    """The mean of penalty(s_j - s+) over the candidates, weighted by w_j; the positive's weight is ignored."""
     check(loss, mean_of(penalty), torch.tensor(0.5))
 
 

@@ -1,4 +1,4 @@
-"""Ada-tau: its temperatures, what it remembers, and its loss, against the paper's equations in plain loops."""
+"""Ada-tau: its temperatures, state and loss against the equations of the paper in plain loops."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def batch(temperature: AdaTau, seed: int) -> tuple[Step, Bag]:
 
 
 def partition(step: Step, bag: Bag, row: int, tau: float) -> float:
-    """sum over what counts of w_j exp(q . e_j / tau), in float64."""
+    """The sum of w_j exp(q . e_j / tau) over candidates that count, in float64."""
     (block,) = bag.blocks
     total = 0.0
     for place, item in enumerate(block.ids.tolist()):

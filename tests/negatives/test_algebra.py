@@ -77,7 +77,7 @@ class TestSystematicKnown(NegativesContract):
 
 
 class TestResamplePerQuery(ResampleContract):
-    """Each query draws from candidates of its own."""
+    """Each query draws from per-query candidates."""
 
     draws = 20_000
     draw = "multinomial"
@@ -376,7 +376,7 @@ def test_the_loss_returns_the_number_of_draws(draw) -> None:
 
 
 def test_pairwise_losses_refuse_expected_counts() -> None:
-    """A pairwise loss has no closed form over expected draws and says what to do."""
+    """A pairwise loss has no closed form over expected draws: the error says what to do."""
     world = World.build()
     step = world.step(8, 1)
     with pytest.raises(ValueError, match="draw="):

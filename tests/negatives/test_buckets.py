@@ -41,7 +41,7 @@ class TestMixedCentres(NegativesContract):
 
 
 class TestWithTheBatch(NegativesContract):
-    """Beside in-batch negatives: each keeps its own weights."""
+    """In a Union with in-batch negatives each source keeps its own weights."""
 
     selects = True
 
@@ -132,7 +132,7 @@ def test_usual_numbers() -> None:
 
 
 def test_only_items_in_a_bucket_are_encoded_for_their_gradient() -> None:
-    """The whole catalogue is encoded without gradient, and of it only buckets * n rows with one."""
+    """The catalogue is encoded without gradient, and only buckets * n rows of it with gradient."""
     world = World.build()
     seen: list[tuple[int, bool]] = []
     step = world.step(16, 1)

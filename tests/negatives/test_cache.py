@@ -25,7 +25,7 @@ class TestCache(NegativesContract):
         return Cache(64, Popularity(world.counts), world.n_items, pool=self.pool)  # type: ignore[arg-type]
 
     def test_weight_is_one_over_popularity(self) -> None:
-        """A cached item weighs 1 / p each time that the cache holds it."""
+        """A cached item weighs 1 / p for each copy in the cache."""
         world = World.build()
         cache, step = self.warmed(world), world.step(16, 1)
         held = torch.bincount(cache.ids, minlength=world.n_items).double()  # type: ignore[arg-type]
@@ -78,7 +78,7 @@ class TestResampledCacheMultinomial(TestResampledCache):
 
 
 def outcome(*drawn: tuple[list[int], list[float]]) -> Outcome:
-    """What came of a step whose terms drew these items so many times."""
+    """The outcome of a step whose terms drew these items with these counts."""
     bags = tuple(
         Bag((Candidates(torch.tensor(ids), torch.zeros(len(ids), 4), torch.zeros(()), drawn=torch.tensor(counts)),))
         for ids, counts in drawn

@@ -1,4 +1,4 @@
-"""The correction of draws by cluster: how often an item is drawn, and what the draws then stand for."""
+"""The correction of draws by cluster: expected counts, and the items that corrected draws represent."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COUNTS = torch.tensor([9, 1, 4, 2, 7, 1, 3, 5, 2, 6, 1, 8, 2, 4, 3, 1, 5, 2, 6, 
 
 
 def by_orders(chance: Tensor, m: int) -> Tensor:
-    """The chance that each is among m draws without replacement: every order of m, one at a time."""
+    """The probability of each among m draws without replacement, summed over all orders."""
     found = torch.zeros_like(chance)
     for row, p in enumerate(chance.tolist()):
         possible = [k for k, x in enumerate(p) if x]
@@ -110,7 +110,7 @@ def exact(world: World, counted: list[list[int]]) -> Tensor:
 
 
 def outside(codes: Codes, what: str) -> list[list[int]]:
-    """For each item those of another cell, or of another primary cluster; all where `what` is neither."""
+    """For each item those of another cell or another primary cluster; all items for any other `what`."""
     key = {"cell": codes.cell_of, "cluster": codes.primary}.get(what, torch.arange(24).neg() - 1).tolist()
     return [[j for j in range(24) if key[j] != key[i] or what == "all"] for i in range(24)]
 

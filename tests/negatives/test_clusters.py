@@ -190,7 +190,7 @@ def test_clusters_follow_equation_9(gamma: float, distance) -> None:
 
 
 def test_nearer_clusters_are_likelier_unless_literal() -> None:
-    """For gamma > 0 the chance falls with the angle between codewords; to the letter of equation 9 it rises with it."""
+    """For gamma > 0 the probability falls with the angle between codewords; with equation 9 verbatim it rises."""
     codes = codes_of()
     unit = torch.nn.functional.normalize(codes.codewords.double(), dim=1)
     for distance, sign in (("cosine", 1), ("literal", -1)):
@@ -249,7 +249,7 @@ def test_merging_keeps_masks_apart() -> None:
 
 
 def test_every_set_is_as_likely() -> None:
-    """m = 2 of 5 and 3 of 4: each of the 10 and 4 sets alike; fewer than m: independent draws, each number alike."""
+    """m = 2 of 5 and 3 of 4: all 10 and 4 sets equally likely; fewer than m: independent uniform draws."""
     generator = torch.Generator().manual_seed(0)
     for size, m in ((5, 2), (4, 3), (3, 3)):
         drawn = distinct(torch.full((60_000,), size), m, generator).sort(1).values

@@ -66,7 +66,7 @@ def test_both_starves_the_tail() -> None:
 
 @pytest.mark.parametrize("positive", [POPULAR, TAIL])
 def test_negatives_saturates(positive: int) -> None:
-    """Without log n the negatives weigh n times too much: -n / (1 + n), whatever the positive."""
+    """Without log n the negatives weigh n times too much: -n / (1 + n), for any positive."""
     assert positive_gradient("negatives", positive)[0] == pytest.approx(-DRAWS / (1 + DRAWS), abs=0.003)
 
 

@@ -48,7 +48,7 @@ class TestGroupShares(NegativesContract):
 
 
 def test_it_begins_uniform() -> None:
-    """Shares begin at each group's part of the catalogue: every item alike, in draws and in log_prob."""
+    """Shares start at each group's part of the catalogue: uniform over items, in draws and in log_prob."""
     shares = GroupShares(GROUPS)
     torch.testing.assert_close(shares.log_prob(torch.arange(8)).exp(), torch.full((8,), 1 / 8))
     drawn = shares.sample((100, 1000), torch.Generator().manual_seed(0))

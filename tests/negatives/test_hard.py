@@ -55,7 +55,7 @@ class TestAmongHardestPerQuery(NegativesContract):
 
 
 class TestManyKept(NegativesContract):
-    """Too many to gather: the block stays shared and all that was not chosen weighs nothing."""
+    """Too many to gather: the block stays shared and candidates not chosen weigh nothing."""
 
     selects = True
     draws = 1000

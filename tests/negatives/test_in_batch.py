@@ -87,7 +87,7 @@ class TestInBatchStreaming(NegativesContract):
         return InBatch(Streaming((world.n_items,), alpha=0.1))
 
     def test_distribution(self) -> None:
-        """The expected count is (B - 1) / (B gap): the chance per draw times the columns that count."""
+        """The expected count is (B - 1) / (B gap): the probability per draw times the columns that count."""
         world = World.build()
         negatives, step = self.warmed(world), world.step(128, 1)
         gap, last = torch.ones(world.n_items), torch.zeros(world.n_items)
@@ -135,7 +135,7 @@ class TestMemory(NegativesContract):
         check_ring(Memory(size, 2, Uniform(50)), batch)
 
     def test_another_width_is_told(self) -> None:
-        """Vectors of a model with an item bias are wider than its towers: both widths are named, and what to give."""
+        """Vectors with an item bias are wider than the towers: the error names both widths and the fix."""
         world = World.build(dim=5)
         with pytest.raises(UserError, match=r"4 dimensions, the model compares 5: .*setup\.width"):
             Memory(16, 4, Uniform(world.n_items))(world.step(8, 0))
@@ -242,7 +242,7 @@ class TestCbns(NegativesContract):
 
 
 class TestMixed(NegativesContract):
-    """MNS: candidates of the batch and of the whole catalogue."""
+    """MNS: candidates of the batch and of the catalogue."""
 
     batch = 64
 
@@ -275,7 +275,7 @@ class TestMixedPerQuery(NegativesContract):
 
 
 def test_sources_without_counts_keep_their_own_weights() -> None:
-    """A union with an uncorrected batch weighs the batch 1 and the others as they weigh themselves."""
+    """In a union with an uncorrected batch the batch weighs 1 and other sources keep their weights."""
     world = World.build()
     bag = Union(InBatch(), Sampled(Uniform(world.n_items), 10))(world.step(8, 1))
     assert bool((bag.blocks[0].log_w == 0).all())
@@ -283,7 +283,7 @@ def test_sources_without_counts_keep_their_own_weights() -> None:
 
 
 def test_two_weights_for_one_positive_are_refused() -> None:
-    """Sources that keep their own weights cannot both weigh the positive."""
+    """At most one of several sources with their own weights may weight the positive."""
     world = World.build()
     frequency = Popularity(world.counts)
     negatives = Union(InBatch(frequency, "both"), Sampled(frequency, 4, correction="both"), InBatch())

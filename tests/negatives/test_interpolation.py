@@ -235,7 +235,7 @@ def test_the_whole_bag_by_hand() -> None:
 
 
 def test_a_mixture_is_no_harder_than_its_hardest_member() -> None:
-    """Each mixture's logit lies between the least and the largest of its members."""
+    """Each mixture's logit is between the smallest and the largest of its members."""
     world = World.build()
     step = world.step(16, 1)
     (block,) = interpolated(5)(step).blocks
@@ -359,7 +359,7 @@ def test_lengths_of_made_up_vectors() -> None:
 
 
 def outcome_with_gap(source: SameCluster, step: Step, gap: Tensor) -> tuple[Step, Outcome]:
-    """A step whose hard negatives all lie `gap` (B,) below the positive, in logits."""
+    """A step whose hard negatives are all `gap` (B,) below the positive, in logits."""
     (block,) = source(step).blocks
     q = torch.zeros_like(step.q.detach())
     q[:, 0] = 1.0

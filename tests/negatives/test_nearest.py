@@ -1,4 +1,4 @@
-"""Negatives by what the model retrieves, and the positives of the batch."""
+"""Negatives retrieved by the model, and the known positives of the batch."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def moved(world: World, epoch: int) -> World:
 def test_delayed_lists_are_those_of_the_vectors_then(
     monkeypatch: pytest.MonkeyPatch, background: bool, delay: int
 ) -> None:
-    """Lists of epochs 2, 5, ... are used `delay` epochs later, whoever builds them; until then the older lists are."""
+    """Lists of epochs 2, 5, ... are used `delay` epochs later, however they are built; until then the older lists are."""
     monkeypatch.setattr(nearest, "spare_device", lambda device: device if background else None)
     world, copies = World.build(), []
     negatives = NearestItems(len(world.queries), k=4, every=3, start=2, delay=delay)

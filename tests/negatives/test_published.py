@@ -139,7 +139,7 @@ def test_mns_paper(world: World) -> None:
 
 
 def drawn_columns(weights: Tensor, n: int) -> Tensor:
-    """(B, n) the columns of a multiset given as counts: what the release gets from torch.multinomial."""
+    """(B, n) the columns of a multiset given as counts, as the release gets them from torch.multinomial."""
     counts = weights.exp().round().long()
     assert bool((counts.sum(1) == n).all())
     return torch.stack([torch.repeat_interleave(torch.arange(len(row)), row) for row in counts])
@@ -158,7 +158,7 @@ def test_bir(world: World, draw) -> None:
 
 
 def test_bir_draws_like_the_release(world: World) -> None:
-    """The counts average to B softmax_j(s_rj - log p_j), whatever constant the weights carry."""
+    """The counts average to B softmax_j(s_rj - log p_j), for any constant in the weights."""
     step = world.step(B, 5)
     w = torch.softmax((world.logits(step) - world.popularity.log())[:, step.item_ids], 1)
     negatives = Resample(InBatch(Popularity(world.counts), exclude="none"), n=60_000, draw="multinomial")

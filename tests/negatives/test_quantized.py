@@ -112,7 +112,7 @@ def test_one_word_per_item_is_the_exact_softmax() -> None:
 
 @pytest.mark.parametrize("codebook", ["product", "residual"])
 def test_codes_and_cells(codebook) -> None:
-    """Each code is the nearest word, of its half or of what is left over; each cell lists exactly its items."""
+    """Each code is the nearest word of its half or residual; each cell lists exactly its items."""
     world = World.build(n_items=50, dim=6)
     found = refreshed(world, 8, words=5, codebook=codebook)
     for item in range(50):

@@ -29,7 +29,7 @@ class MixContract(NegativesContract):
     mix = "query"
 
     def test_excluded_items_weigh_nothing(self) -> None:
-        """Every mixture weighs what its candidate weighs: 0 exactly where that is the query's positive."""
+        """Every mixture has the weight of its candidate: exactly 0 for the query's positive."""
         world = World.build()
         step = world.step(16, 1)
         source = self.source(world)(world.step(16, 1))
