@@ -181,7 +181,7 @@ def stepping(run: Run, generator: torch.Generator, positives: Positives | None =
             rule.step()
         with torch.no_grad():
             for observer in observers:
-                observer.observe(step, outcome)  # type: ignore[operator]
+                observer.observe(step, outcome)
 
     return CudaGraphStep(work, generator) if generator.device.type == "cuda" else work
 

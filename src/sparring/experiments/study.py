@@ -218,8 +218,8 @@ def check_folder(
     if out.exists() and not out.is_dir():
         raise UserError(f"{out} is a file: choose another folder for the {kind}")
     if path.is_file():
+        before = files.read_json(path)
         try:
-            before = json.loads(path.read_text())
             old_kind, old_fixed, old_growing = before["kind"], before["fixed"], before["growing"]
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{path} is corrupt: {first_line(error)}") from error
