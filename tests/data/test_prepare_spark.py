@@ -14,7 +14,7 @@ import pytest
 
 from sparring.cli import main
 from sparring.core.errors import UserError
-from sparring.data.prepared import encoding
+from sparring.data.prepared import buckets
 from sparring.data.prepared.preparation import prepare
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -37,7 +37,7 @@ def spark() -> Iterator[Any]:
 
 @pytest.fixture(autouse=True)
 def _many_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encoding, "BUCKET", 90)
+    monkeypatch.setattr(buckets, "BUCKET", 90)
 
 
 def rows(n: int = 900) -> pl.DataFrame:
@@ -110,8 +110,8 @@ def test_spark_refuses_in_one_line(spark: Any, tmp_path: Path, capfd: pytest.Cap
     path = tmp_path / "rows.parquet"
     wrong: dict[str, tuple[pl.DataFrame, str]] = {
         "weights": (frame.with_columns(weight=-pl.col("weight") - 1), "must be finite and not negative"),
-        "words": (frame.with_columns(weight=pl.lit("much")), "holds string"),
-        "when": (frame.with_columns(timestamp=pl.lit("2020-01-01")), "numbers or dates"),
+        "words": (frame.with_columns(weight=pl.lit("much")), "text"),
+        "when": (frame.with_columns(timestamp=pl.lit("2020-01-01")), "dates"),
         "part": (frame.with_columns(split=pl.lit("later")), "'later'"),
         "nulls": (frame.with_columns(user_id=pl.lit(None, dtype=pl.String)), "null in 'user_id'"),
         "empty": (frame.clear(), "is empty"),

@@ -134,7 +134,7 @@ def data_get(args: Namespace) -> int:
 
 def data_show(args: Namespace) -> int:
     from sparring.cli import explanation
-    from sparring.data.reading import describe, roles, show
+    from sparring.data.reading import describe, describe_roles, show
 
     given = inputs.columns(args)
     try:
@@ -150,6 +150,6 @@ def data_show(args: Namespace) -> int:
             f"note: this does not read as interactions, though --items or --queries may take it: {explanation(error)}"
         )
         return 0
-    told = roles(Path(args.data), given) if Path(args.data).exists() else []
+    told = describe_roles(Path(args.data), given) if Path(args.data).exists() else []
     screen.console().print(*told, describe(data), sep="\n", markup=False, soft_wrap=True)
     return 0

@@ -17,7 +17,7 @@ from sparring.core.errors import UserError
 from sparring.data.download import Progress, cache_folder, fetch, unzip
 from sparring.data.interactions import Interactions
 from sparring.data.reading import read
-from sparring.data.table import from_frame, reading
+from sparring.data.table import from_frame, read_errors
 
 _GROUPLENS = "GroupLens terms: research use, no redistribution, no commercial use without permission"
 _UNSTATED = "no licence stated; research use"
@@ -87,7 +87,7 @@ def _demo_folder() -> Path:
 
 
 def _complete_journey(folder: Path, min_households: int = 20) -> Interactions:
-    with reading(str(folder)):
+    with read_errors(str(folder)):
         products = pl.scan_parquet(folder / "products.parquet").filter(
             pl.col("product_type").is_not_null() & ~pl.col("department").is_in(["FUEL", "MISCELLANEOUS", "COUPON"])
         )
@@ -123,7 +123,7 @@ def _complete_journey(folder: Path, min_households: int = 20) -> Interactions:
 
 def _movielens_100k(folder: Path) -> Interactions:
     folder = folder / "ml-100k" / "ml-100k"
-    with reading(str(folder)):
+    with read_errors(str(folder)):
         columns = ["user_id", "item_id", "rating", "timestamp"]
         ratings = pl.read_csv(folder / "u.data", separator="\t", has_header=False, new_columns=columns)
         movies = pl.read_csv(
@@ -146,7 +146,7 @@ def _movielens_dat(inner: str, encoding: str) -> Callable[[Path], Interactions]:
 
 
 def _colons(path: Path, names: list[str], encoding: str) -> pl.DataFrame:
-    with reading(str(path)):
+    with read_errors(str(path)):
         lines = pl.read_csv(
             path, has_header=False, separator="\x01", quote_char=None, infer_schema=False, encoding=encoding
         )

@@ -35,7 +35,7 @@ def split(data: Interactions, how: str = "auto", valid: float = 0.1, test: float
     check_split(how, valid, test, data.time is not None, data.split is not None)
     if how == "auto":
         how = "random" if data.split is None else "file"
-    part, keep_shown = rule(data, how, valid, test, seed)(Rows.of(data))
+    part, keep_shown = split_rule(data, how, valid, test, seed)(SplitRows.of(data))
     check_parts(how, np.bincount(part, minlength=3).tolist(), valid, test)
     return _parts(data, part, keep_shown)
 
@@ -66,7 +66,7 @@ def check_parts(how: str, sizes: Sequence[int], valid: float, test: float) -> No
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
+class SplitRows:
     """All rows of consecutive queries: what a rule assigns to parts at once. Queries count from `first`."""
 
     queries: np.ndarray
@@ -81,18 +81,18 @@ class Rows:
     first: int = 0
 
     @classmethod
-    def of(cls, data: Interactions) -> Rows:
+    def of(cls, data: Interactions) -> SplitRows:
         shown = None if data.shown is None else data.shown[0]
         columns = (data.time, data.split, shown, data.shown_time, data.shown_split)
         return cls(data.queries, data.items, data.n_queries, data.n_items, *columns)
 
 
-Rule = Callable[
-    [Rows], tuple[np.ndarray, np.ndarray | None]
+SplitRule = Callable[
+    [SplitRows], tuple[np.ndarray, np.ndarray | None]
 ]  # -> part of each row, which shown pairs train (None: all)
 
 
-def rule(data: Interactions, how: str, valid: float, test: float, seed: int) -> Rule:
+def split_rule(data: Interactions, how: str, valid: float, test: float, seed: int) -> SplitRule:
     """What assigns rows to parts, given all of the data, which may lie in files: it is looked at a chunk at a time.
 
     Called on the rows of all queries, or on those of some after the other in ascending order: the parts are the same.
@@ -126,7 +126,7 @@ def _parts(data: Interactions, part: np.ndarray, keep_shown: np.ndarray | None) 
     return Split(train, held[0], held[1])
 
 
-def _file(data: Interactions, valid: float, seed: int, random: np.random.Generator) -> Rule:
+def _file(data: Interactions, valid: float, seed: int, random: np.random.Generator) -> SplitRule:
     assert data.split is not None
     trains, tests = np.zeros(data.n_queries, dtype=bool), np.zeros(data.n_queries, dtype=bool)
     has_valid = False
@@ -142,7 +142,7 @@ def _file(data: Interactions, valid: float, seed: int, random: np.random.Generat
         held = np.zeros(data.n_queries, dtype=bool)
         held[_some(np.flatnonzero(trains), valid, seed)] = True
 
-    def assign(rows: Rows) -> tuple[np.ndarray, np.ndarray | None]:
+    def assign(rows: SplitRows) -> tuple[np.ndarray, np.ndarray | None]:
         assert rows.split is not None
         part = np.array(rows.split)
         at = np.flatnonzero(part == TRAIN)
@@ -162,7 +162,7 @@ def _some(queries: np.ndarray, share: float, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).permutation(queries)[:n]
 
 
-def _random(rows: Rows, valid: float, test: float, random: np.random.Generator) -> np.ndarray:
+def _random(rows: SplitRows, valid: float, test: float, random: np.random.Generator) -> np.ndarray:
     place, count = _shuffled(rows, random)
     n_train = np.rint((1 - test) * count)
     part = np.full(len(place), TRAIN, dtype=np.uint8)
@@ -176,7 +176,7 @@ def _held(count: np.ndarray, share: float) -> np.ndarray:
     return np.minimum(np.rint(share * count), np.maximum(count - 1, 0))
 
 
-def _shuffled(rows: Rows, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+def _shuffled(rows: SplitRows, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     """Each row's place 0..n-1 in a random order of its query's rows, and n."""
     queries, items = rows.queries, rows.items
     by_pair = (
@@ -190,7 +190,7 @@ def _shuffled(rows: Rows, random: np.random.Generator) -> tuple[np.ndarray, np.n
     return _places(rows, order if by_pair is None else by_pair[order])
 
 
-def _places(rows: Rows, order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _places(rows: SplitRows, order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Place within the query, and the query's count, of each row, for an order that sorts rows by query."""
     count = np.bincount(rows.queries, minlength=rows.n_queries)
     start = np.cumsum(count) - count
@@ -199,7 +199,7 @@ def _places(rows: Rows, order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return place, count.astype(np.int32)[rows.queries]
 
 
-def _temporal(time: np.ndarray, valid: float, test: float) -> Rule:
+def _temporal(time: np.ndarray, valid: float, test: float) -> SplitRule:
     cuts: list[tuple[int, np.generic]] = []
     n, latest = len(time), time.max()  # of the rows that train so far
     for code, name, share in ((TEST, "test", test), (VALID, "valid", valid)):
@@ -214,7 +214,7 @@ def _temporal(time: np.ndarray, valid: float, test: float) -> Rule:
         cuts.append((code, last))
         n, latest = sum(int((time[rows] <= last).sum()) for rows in chunks(len(time))), last
 
-    def assign(rows: Rows) -> tuple[np.ndarray, np.ndarray | None]:
+    def assign(rows: SplitRows) -> tuple[np.ndarray, np.ndarray | None]:
         assert rows.time is not None
         part = np.full(len(rows.time), TRAIN, dtype=np.uint8)
         for code, last in reversed(cuts):
@@ -247,7 +247,7 @@ def kth_smallest(values: np.ndarray, k: int) -> np.generic:
     return np.array([code]).view(values.dtype)[0]
 
 
-def _leave_last_out(rows: Rows, valid: float, test: float) -> tuple[np.ndarray, np.ndarray | None]:
+def _leave_last_out(rows: SplitRows, valid: float, test: float) -> tuple[np.ndarray, np.ndarray | None]:
     assert rows.time is not None
     # Equal times are ordered by item, so that the order of rows never matters.
     place, count = _places(rows, np.lexsort((rows.items, rows.time, rows.queries)))

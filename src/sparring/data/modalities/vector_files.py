@@ -14,7 +14,7 @@ from sparring.core.errors import UserError
 from sparring.data.columns import find_column
 from sparring.data.interactions import Vocabulary
 from sparring.data.modalities.cache import hash_of, load_array
-from sparring.data.table import reading
+from sparring.data.table import read_errors
 
 _ROWS = 32768  # of a Parquet file held at once (polars also holds the row groups that they lie in)
 _TABLES = (".parquet", ".pq", ".csv", ".tsv")
@@ -54,7 +54,7 @@ def column_vectors(path: Path, column: str, items: Vocabulary, folder: Path) -> 
     """
     if not path.is_file():
         raise UserError(f"no such file: {path}")
-    with reading(str(path)):
+    with read_errors(str(path)):
         scan = pl.scan_parquet(path)
         schema = scan.collect_schema()
         if column not in schema:
@@ -111,7 +111,7 @@ def _ids_of(path: Path) -> pl.Series | np.ndarray:
         raise UserError(
             f"cannot read ids from {path}: give a .npy array or a table ({', '.join(_TABLES)}) with an item column"
         )
-    with reading(str(path)):
+    with read_errors(str(path)):
         if path.suffix in (".parquet", ".pq"):
             scan = pl.scan_parquet(path)
         else:

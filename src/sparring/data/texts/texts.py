@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sparring.core.errors import UserError
-from sparring.data.columns import texts_of_table
+from sparring.data.columns import table_text_columns
 from sparring.data.download import cache_folder
 from sparring.data.interactions import Ids, Interactions
 from sparring.data.modalities.cache import Progress, hash_of, load_array, save_array
@@ -231,7 +231,7 @@ def find_texts(data: Interactions | Ids, role: Role) -> tuple[str, ...]:
     """
     table, ids = (data.query_table, data.query_ids) if role == "query" else (data.item_table, data.item_ids)
     names = _strings(table)
-    found = texts_of_table(role, names)
+    found = table_text_columns(role, names)
     if len(found) > 1 and table is not None:
         head, body = (pl.col(name).fill_null("").str.strip_chars() for name in found)
         inside = (body == head) | body.str.starts_with(pl.concat_str(head, pl.lit(" "))) | (head == "")
@@ -248,7 +248,7 @@ def find_texts(data: Interactions | Ids, role: Role) -> tuple[str, ...]:
 
 def has_texts(data: Interactions | Ids, role: Role) -> bool:
     """Whether a column of the table of queries or items is a text by its name."""
-    return bool(texts_of_table(role, _strings(data.query_table if role == "query" else data.item_table)))
+    return bool(table_text_columns(role, _strings(data.query_table if role == "query" else data.item_table)))
 
 
 def joined_text(parts: Sequence[str | None]) -> str:
