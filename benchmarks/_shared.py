@@ -169,7 +169,7 @@ def stepping(run: Run, generator: torch.Generator, positives: Positives | None =
 
     setup, observers = run.setup, [module for module in run.modules().modules() if hasattr(module, "observe")]
     trained = torch.nn.ModuleDict({"model": run.model, "temperature": run.temperature})
-    rules = optimizers(trained, setup.optimizer, setup.lr, setup.weight_decay)
+    rules = optimizers(trained, setup.training.optimizer, setup.training.lr, setup.training.weight_decay)
 
     def work(pairs: Tensor) -> None:
         for rule in rules:

@@ -129,7 +129,7 @@ def run_train(folder: Path, steps: int, dim: int) -> None:
     watch.tell("opened: id maps read, columns mapped")
     run = build("default", parts.train, {"dim": dim, "optimizer": "row-adagrad", "lr": 0.05})
     watch.tell(f"built: tables of {parts.train.n_queries + parts.train.n_items:,} x {dim}")
-    size = run.setup.batch_size
+    size = run.setup.batches.batch_size
 
     def step(epoch: int, done: int, loss: Any) -> None:
         if done == 1:

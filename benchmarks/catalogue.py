@@ -118,7 +118,7 @@ class Timed:
     def __init__(self, build: Build, world: World):
         item, device = IdTower(1, DIM), world.items.device
         item.n, item.weight = world.n, world.items
-        setup = Setup(dim=DIM, batch_size=world.batch, lr=1e-3)
+        setup = Setup.of(dim=DIM, batch_size=world.batch, lr=1e-3)
         terms = tuple(
             Term(1.0, negatives, bpr if isinstance(negatives, NearestTo) else sampled_softmax)
             for negatives in build(world)

@@ -11,7 +11,6 @@ three matrix products.
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -28,7 +27,7 @@ def per_second(name: str, data: Pairs, batch: int, dim: int, steps: int, threads
     """Pairs per second of `steps` steps after a warm-up: CPU seconds on one thread, else wall seconds."""
     everything = interactions(data)
     rows = np.random.default_rng(0).permutation(len(data))[: (warm_up + steps) * batch]
-    setup = replace(recipes.PAPER, dim=dim, batch_size=batch, epochs=1, optimizer="row-adam", lr=0.005)
+    setup = recipes.PAPER.replaced(dim=dim, batch_size=batch, epochs=1, optimizer="row-adam", lr=0.005)
     run = recipes.RECIPES[name](everything, setup)
     clock, spent = Clock(), (0.0, 0.0)
 

@@ -25,7 +25,7 @@ import torch
 
 import sparring as sp
 from _shared import DATA, Tables, table
-from sparring.recipes.run import Setup
+from sparring.recipes.setup import Setup
 
 POPULAR = "popularity"
 UNIFORM: dict[str, object] = {"n": 5120, "per_query": False, "correction": "none"}
@@ -42,7 +42,7 @@ METHODS: dict[str, tuple[str, dict[str, object]]] = {
     "FairNeg": ("fairneg", {"n": 5120}),
     "Ada-tau": ("ada_tau", {"n": 5120, "per_query": False}),
 }
-SETUP = Setup(
+SETUP = Setup.of(
     dim=64, score="cosine", item_bias=True, batch_size=512, optimizer="row-adam", lr=0.02, schedule="linear", weight_decay=0.0,
     patience=None, select="recall@50", eval_every=4, valid_queries=5000,
 )  # fmt: skip

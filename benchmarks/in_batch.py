@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -37,7 +37,7 @@ COMPARED = [
     ("bir", {"draw": "systematic"}, "bir", None),
     ("xir", {"lam": 0.2}, "xir", 10.0),
 ]
-SETUP = replace(recipes.PAPER, lr=0.01, epochs=1, seed=10)
+SETUP = recipes.PAPER.replaced(lr=0.01, epochs=1, seed=10)
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Cost:
 def ours(name: str, arguments: dict[str, object], data: Pairs, n_steps: int, warm_up: int = 3) -> Cost:
     """The cost of n_steps steps of `fit` after a warm-up."""
     everything = interactions(data)
-    rows = np.random.default_rng(0).permutation(len(data))[: (warm_up + n_steps) * SETUP.batch_size]
+    rows = np.random.default_rng(0).permutation(len(data))[: (warm_up + n_steps) * SETUP.batches.batch_size]
     run = recipes.RECIPES[name](everything, SETUP, form="release", **arguments)
     clock, spent = Clock(), (0.0, 0.0)
 
@@ -62,7 +62,7 @@ def ours(name: str, arguments: dict[str, object], data: Pairs, n_steps: int, war
         spent = clock.read()
 
     fit(run, Split(everything.subset(np.sort(rows))), device="cpu", progress=Progress(step=tick))
-    pairs = len(rows) - warm_up * SETUP.batch_size
+    pairs = len(rows) - warm_up * SETUP.batches.batch_size
     return Cost(spent[0] / pairs, spent[1] / pairs)
 
 

@@ -27,7 +27,8 @@ from sparring.models.retriever import Retriever
 from sparring.models.towers import IdTower
 from sparring.negatives import Cache, InBatch, Popularity, Resample, Sampled, Uniform
 from sparring.negatives.distributions import draw_from_cdf
-from sparring.recipes.run import Run, Setup, Term
+from sparring.recipes.run import Run, Term
+from sparring.recipes.setup import Setup
 
 DIM, BATCH, DRAWN = 64, 4096, 2048
 
@@ -54,9 +55,9 @@ def built(recipe: str, items: int, queries: int, device: torch.device, rule: str
     # a rank for each item, spread over the table: popular rows must not be neighbours
     spread = (torch.arange(items) * 1_000_003) % items
     popularity = Popularity((1.0 + spread.double()) ** -0.8)
-    setup = Setup(dim=DIM, optimizer=rule, lr=0.01, batch_size=BATCH, tau=0.1, item_bias=recipe == "default")  # type: ignore[arg-type]
+    setup = Setup.of(dim=DIM, optimizer=rule, lr=0.01, batch_size=BATCH, tau=0.1, item_bias=recipe == "default")  # type: ignore[arg-type]
     with torch.device(device):
-        bias = IdTower(items, 1, 0.0) if setup.item_bias else None
+        bias = IdTower(items, 1, 0.0) if setup.model.item_bias else None
         towers = IdTower(queries, DIM, 0.01), IdTower(items, DIM, 0.01)
         model = Retriever(*towers, "cosine" if recipe == "default" else "dot", item_bias=bias)
     if recipe == "default":

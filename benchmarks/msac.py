@@ -31,7 +31,7 @@ import torch
 
 from _shared import Clock, table
 from sparring.data.modalities.modalities import Modalities
-from sparring.models.clusters import MSAC, ROBUST, Settings
+from sparring.models.clusters import MSAC, ROBUST, MSACSettings
 from sparring.models.clusters.learning import PER_WORD
 
 NAMES = ("image", "text", "behaviour")
@@ -155,7 +155,7 @@ class Stages:
         return self.seconds
 
 
-def floor(settings: Settings, args: argparse.Namespace) -> dict[str, float]:
+def floor(settings: MSACSettings, args: argparse.Namespace) -> dict[str, float]:
     """Wall seconds of the arithmetic at the rate of one large product, and that rate."""
     s, b, d, n = len(NAMES), settings.batch_size, settings.dim, args.items
     forward = 2 * args.width * d * s  # an item's projections; as much again for the gradient of their weights

@@ -98,7 +98,7 @@ def ours(make: Callable[[], Run], data: Pairs, at: Sequence[float], sample: int)
 
     def tick(epoch: int, step: int, loss: torch.Tensor) -> None:
         nonlocal pairs
-        pairs = min(pairs + run.setup.batch_size, (epoch + 1) * len(data))
+        pairs = min(pairs + run.setup.batches.batch_size, (epoch + 1) * len(data))
         cpu = clock.read()[0]
         if cpu >= at[len(points)]:
             clock.leave_out(lambda: points.append(Point(cpu, pairs, worth())))
@@ -118,13 +118,15 @@ def warm_up(data: Pairs) -> None:
     """One short run, so that no curve pays for PyTorch's imports at the first optimiser."""
     train = interactions(data)
     few = Split(train.subset(np.arange(1000)))
-    fit(compose(train, Setup(epochs=1, optimizer="row-adagrad"), Term(1.0, InBatch())), few, device="cpu")
+    fit(compose(train, Setup.of(epochs=1, optimizer="row-adagrad"), Term(1.0, InBatch())), few, device="cpu")
 
 
 def bpr(data: Pairs, epochs: int = 2) -> Point:
     """Our BPR: row-wise Adagrad on the rows of the batch, one uniform negative for each query."""
     train = interactions(data)
-    setup = Setup(score="dot", tau=1.0, optimizer="row-adagrad", lr=0.05, batch_size=8192, epochs=epochs, patience=None)
+    setup = Setup.of(
+        score="dot", tau=1.0, optimizer="row-adagrad", lr=0.05, batch_size=8192, epochs=epochs, patience=None
+    )
     run = recipes.bpr(train, setup)
     clock, spent = Clock(), 0.0
 

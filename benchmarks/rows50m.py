@@ -96,7 +96,7 @@ def work(path: Path, out: Path, steps: int, dim: int) -> None:
     try:
         fit(run, parts, out, overwrite=True, device="cpu", progress=loop.Progress(step=step))
     except _Enough:
-        rate = (steps - 1) * run.setup.batch_size / (time.perf_counter() - first[0])
+        rate = (steps - 1) * run.setup.batches.batch_size / (time.perf_counter() - first[0])
         size = (out / "checkpoint.safetensors").stat().st_size / 1e9
         tell(f"{steps} steps, {rate / 1e3:,.0f} thousand rows/s with a checkpoint of {size:.2f} GB")
     assert parts.test is not None

@@ -23,7 +23,7 @@ import torch
 
 from _shared import cpu_seconds, gowalla_xir, interactions, stepping, table
 from sparring import Run, Setup, Term, compose, recipes
-from sparring.core.types import Corpus, Positives
+from sparring.core.types import Corpus
 from sparring.data.interactions import Interactions
 from sparring.negatives import InBatch, Sampled, Uniform, Union
 from sparring.training.cuda_graph import Recorded
@@ -49,7 +49,7 @@ def in_batch(data: Interactions, setup: Setup) -> Run:
 
 
 def filled_up(data: Interactions, setup: Setup) -> Run:
-    mixed = Union(InBatch(recipes.popularity(data)), Sampled(Uniform(data.n_items), setup.batch_size))
+    mixed = Union(InBatch(recipes.popularity(data)), Sampled(Uniform(data.n_items), setup.batches.batch_size))
     return compose(data, setup, Term(1.0, mixed))
 
 
@@ -134,7 +134,7 @@ class Timed:
         self.refreshers = [module for module in self.modules.modules() if hasattr(module, "refresh")]
         self.generator = torch.Generator(device).manual_seed(0)
         known = data.positives()
-        self.positives = Positives(known.start.to(device), known.items.to(device))
+        self.positives = known.to(device)
         self.step = stepping(self.run, self.generator, self.positives)
 
     def refresh(self) -> float:
@@ -179,7 +179,7 @@ def main() -> None:
     n_steps = given.steps or (3 if device.type == "cpu" else 50)
     pairs = gowalla_xir()
     data = interactions(pairs)
-    setup = Setup(dim=64, batch_size=given.batch, optimizer="row-adam", lr=0.005)
+    setup = Setup.of(dim=64, batch_size=given.batch, optimizer="row-adam", lr=0.005)
     all_queries, all_items = (column.long() for column in data.pairs())
     timed = [Timed(method, data, setup, device) for method in methods(given.batch)]
     rebuild = {each.method.name: each.refresh() for each in timed}

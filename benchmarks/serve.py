@@ -37,7 +37,7 @@ from sparring.core.types import Positives
 from sparring.data.interactions import Interactions, Vocabulary
 from sparring.models.retriever import Retriever
 from sparring.models.towers import IdTower
-from sparring.recipes.run import Setup
+from sparring.recipes.setup import Setup
 from sparring.serving.index import Index, files
 from sparring.serving.index.faiss_backends import parameters, require_faiss, widened
 from sparring.serving.index.run_index import FOLDER, build_index, open_index
@@ -98,7 +98,7 @@ def prepared(args: argparse.Namespace) -> tuple[Path, Path]:
 def write_run(folder: Path, users: np.ndarray, items: np.ndarray) -> None:
     """Write a run folder with these vectors, as training would."""
     rng = np.random.default_rng(2)
-    setup = Setup(dim=items.shape[1], score="cosine")
+    setup = Setup.of(dim=items.shape[1], score="cosine")
     seen = np.sort(rng.integers(0, len(items), (len(users), SEEN)), axis=1).astype(np.int32)
     queries = np.repeat(np.arange(len(users), dtype=np.int32), SEEN)
     import polars as pl
@@ -112,7 +112,7 @@ def write_run(folder: Path, users: np.ndarray, items: np.ndarray) -> None:
     data = Interactions(
         queries, seen.ravel(), Vocabulary(np.arange(len(users))), Vocabulary(np.arange(len(items))), item_table=titles
     )
-    model = Retriever(IdTower(len(users), items.shape[1]), IdTower(*items.shape), setup.score)
+    model = Retriever(IdTower(len(users), items.shape[1]), IdTower(*items.shape), setup.model.score)
     with torch.no_grad():
         model.query.weight.copy_(torch.from_numpy(users))
         model.item.weight.copy_(torch.from_numpy(items))

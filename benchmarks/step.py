@@ -38,7 +38,7 @@ def main() -> None:
     split, rows, listed = Split(interactions(pairs)), [], []
     for name in given.recipes.split(","):
         run = build(name, split.train, {"epochs": EPOCHS, "patience": None})
-        torch.set_float32_matmul_precision("highest" if run.setup.precision == "float32" else "high")
+        torch.set_float32_matmul_precision("highest" if run.setup.training.precision == "float32" else "high")
         trainer = Trainer(run, split, torch.device("cuda"), None, Progress())
         times = []
         for _ in range(EPOCHS):
@@ -57,7 +57,7 @@ def main() -> None:
         assert isinstance(step, Recorded)
         took, found = statistics.median(times[1:]), launches(step)
         claim = f"at most {CLAIMS[name]:.2f} ms: {'yes' if took <= CLAIMS[name] else 'NO'}" if name in CLAIMS else ""
-        about = f"B = {run.setup.batch_size:,}, d = {run.setup.dim}, {run.setup.optimizer}, {run.setup.precision}"
+        about = f"B = {run.setup.batches.batch_size:,}, d = {run.setup.model.dim}, {run.setup.training.optimizer}, {run.setup.training.precision}"
         busy = f"{sum(kernel[0] for kernel in found):.0f}" if found else f"not recorded: {step.why}"
         rows.append([name, about, f"{took:.3f}", f"{sum(kernel[1] for kernel in found):.0f}", busy, claim])
         listed += [f"\n{name}", *(f"{us:8.1f} us {count:5.1f} x  {kernel[:120]}" for us, count, kernel in found)]

@@ -55,7 +55,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=5, help="epochs from one refresh to the next")
     args = parser.parse_args()
     train = split(read(args.data), valid=0.05).train
-    shared = {"encoder": args.encoder, "batch_size": args.batch_size, "tau": 0.1, "classifiers": 0, "warmup": 100}
+    shared = {"encoder": args.encoder, "batch_size": args.batch_size, "tau": 0.1, "clf_epochs": 0, "warmup": 100}
     steps(train, args, shared)
     if args.epochs:
         epochs(train, args, shared)

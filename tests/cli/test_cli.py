@@ -63,7 +63,7 @@ def test_training_leaves_a_complete_run_folder(world: Path) -> None:
     run = world / "run"
     meta = json.loads((run / "run.json").read_text())
     assert meta["recipe"] == "default"
-    assert (meta["arguments"]["n"], meta["setup"]["dim"], meta["setup"]["epochs"]) == (16, 8, 3)
+    assert (meta["arguments"]["n"], meta["setup"]["model"]["dim"], meta["setup"]["training"]["epochs"]) == (16, 8, 3)
     assert [json.loads(line)["epoch"] for line in (run / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
     assert (run / "curve.png").read_bytes().startswith(b"\x89PNG")
     figure = json.loads((run / "result.json").read_text())["test"]["metrics"]["recall@20"]
@@ -460,9 +460,17 @@ def test_setup_takes_all_but_the_negatives_from_another_recipe(world: Path, tmp_
     assert main([*words, "--out", str(tmp_path / "own")]) == 0
     assert main([*words, "--setup", "default", "--out", str(tmp_path / "other")]) == 0
     own, other = (json.loads((tmp_path / name / "run.json").read_text()) for name in ("own", "other"))
-    assert (own["recipe"], own["setup"]["score"], own["setup"]["optimizer"]) == ("ssl_pop", "dot", "adam")
-    assert (other["recipe"], other["setup"]["score"], other["setup"]["optimizer"]) == ("ssl_pop", "cosine", "row-adam")
-    assert own["setup"]["dim"] == other["setup"]["dim"] == 8
+    assert (own["recipe"], own["setup"]["model"]["score"], own["setup"]["training"]["optimizer"]) == (
+        "ssl_pop",
+        "dot",
+        "adam",
+    )
+    assert (other["recipe"], other["setup"]["model"]["score"], other["setup"]["training"]["optimizer"]) == (
+        "ssl_pop",
+        "cosine",
+        "row-adam",
+    )
+    assert own["setup"]["model"]["dim"] == other["setup"]["model"]["dim"] == 8
 
 
 def test_tensorboard_names_its_extra(

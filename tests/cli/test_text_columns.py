@@ -57,7 +57,7 @@ def test_texts_on_the_rows_are_read_said_and_recorded(
     assert "query texts: query_text" in out
     assert "item texts: item_text" in out
     setup = trained.read_meta(tmp_path / "run")["setup"]
-    assert (setup["query_text"], setup["item_text"]) == (["query_text"], ["item_text"])
+    assert (setup["text"]["query_text"], setup["text"]["item_text"]) == (["query_text"], ["item_text"])
     assert words(tmp_path / "run", "query") == tokens(tmp_path / "run", "wanted shoe in red")
     assert words(tmp_path / "run", "item") == tokens(tmp_path / "run", "red shoe")
     assert main(["data", "show", str(tmp_path / "pairs.parquet")]) == 0
@@ -150,4 +150,4 @@ def test_a_comparison_reads_texts_too(tmp_path: Path, rows: pl.DataFrame, capsys
     assert "compared by their towers alone, without classifiers and fusion: ngame" in out
     for recipe in ("dpr", "ngame"):
         setup = trained.read_meta(tmp_path / "compared" / "asked" / recipe / "0")["setup"]
-        assert (setup["query_tower"], setup["item_text"]) == ("text", ["item_text"])
+        assert (setup["model"]["query_tower"], setup["text"]["item_text"]) == ("text", ["item_text"])

@@ -115,7 +115,7 @@ def test_constants_of_the_propensities_can_be_set(world: Path, capsys: pytest.Ca
 def dexa(world: Path, out: str, *more: str) -> list[str]:
     own = [
         f"--set={each}"
-        for each in ("size=4", "every=3", "classifiers=12", "clf_batch_size=8", "auxiliary=2", "private=2", "warmup=2")
+        for each in ("size=4", "every=3", "clf_epochs=12", "clf_batch_size=8", "auxiliary=2", "private=2", "warmup=2")
     ]
     words = [
         "train",
@@ -192,7 +192,7 @@ def test_odd_texts_are_trained_on(
     (folder / "Y.txt").write_bytes(b"".join(text + b"\n" for text in ODD))
     own = [
         f"--set={each}"
-        for each in (f"encoder={name}", "dim=8", "batch_size=8", "classifiers=1", "select=ndcg@5", "epochs=2")
+        for each in (f"encoder={name}", "dim=8", "batch_size=8", "clf_epochs=1", "select=ndcg@5", "epochs=2")
     ]
     words = [
         "train",

@@ -18,7 +18,7 @@ from sparring.data.splits import split
 from sparring.data.synthetic import World
 from sparring.data.table import from_frame
 from sparring.recipes import RECIPES
-from sparring.recipes.run import Setup
+from sparring.recipes.setup import Setup
 from sparring.training.fitting import fit
 from sparring.training.trained import run_vectors
 
@@ -126,7 +126,7 @@ def test_vectors_of_a_run_are_found_by_id_and_never_tell_the_test(
     small_world: World, parts: Split, tmp_path: Path
 ) -> None:
     """A run's item vectors are matched by original id; a run trained under another split is refused because it saw tested pairs."""
-    run = RECIPES["ssl"](parts.train, Setup(dim=4, epochs=1, batch_size=64))
+    run = RECIPES["ssl"](parts.train, Setup.of(dim=4, epochs=1, batch_size=64))
     fitted = fit(run, parts, tmp_path / "run", k=(5, 10))
     vectors, at = run_vectors(tmp_path / "run", parts)
     assert np.allclose(vectors, fitted.run.model.item_vectors().detach().numpy())

@@ -22,8 +22,9 @@ from sparring.data.prepared.format import Prepared, check_prepared
 from sparring.data.prepared.preparation import prepare
 from sparring.data.splits import kth_smallest, split
 from sparring.negatives import InBatch, Popularity
-from sparring.recipes.run import Setup, Term, compose
+from sparring.recipes.run import Term, compose
 from sparring.recipes.settings import build
+from sparring.recipes.setup import Setup
 from sparring.training.fitting import Progress, fit
 
 HOWS: dict[str, dict[str, Any]] = {
@@ -218,7 +219,9 @@ def test_training_is_the_same_to_the_bit(tmp_path: Path) -> None:
     for where in ("parts", "out"):
         parts = split(read(tmp_path / where))
         popular = Popularity(torch.from_numpy(parts.train.counts()))
-        run = compose(parts.train, Setup(dim=4, batch_size=64, epochs=2), Term(1.0, InBatch(popular, exclude="known")))
+        run = compose(
+            parts.train, Setup.of(dim=4, batch_size=64, epochs=2), Term(1.0, InBatch(popular, exclude="known"))
+        )
         fitted = fit(run, parts, device="cpu")
         assert fitted.test is not None
         models.append((fitted.run.model.state_dict(), fitted.test.metrics))

@@ -34,7 +34,7 @@ def trained(name: str, parts: Split, ranks: Ranks) -> dict[str, Any]:
     """Two epochs in float64: the loss and all gradients of every step, then the whole state, and the metrics."""
     recipe, settings = CASES[name]
     run = build(recipe, parts.train, {**SMALL, **settings})
-    run = dataclasses.replace(run, setup=dataclasses.replace(run.setup, classifiers=0))
+    run = dataclasses.replace(run, setup=run.setup.replaced(clf_epochs=0))
     run.modules().double()
     gradients: list[Tensor] = []
     real = training.sum_gradients
@@ -53,12 +53,20 @@ def trained(name: str, parts: Split, ranks: Ranks) -> dict[str, Any]:
             trainer.validate(means[-1])
     finally:
         training.sum_gradients = real
-    state = {n: t.detach() for n, t in run.modules().state_dict().items() if t.is_floating_point() or t.dtype == torch.long}
+    state = {
+        n: t.detach() for n, t in run.modules().state_dict().items() if t.is_floating_point() or t.dtype == torch.long
+    }
     state |= {f"optimizer.{n}": t for n, t in state_tensors(trainer.optimizers).items()}
     assert parts.test is not None
     result = evaluate(run.model, parts.test, parts.seen_for("test"), (10,), ("recall", "ndcg"), ranks=ranks)
     metrics = result.metrics | {k: v for r in trainer.state.history for k, v in r.items() if "@" in k}
-    return {"loss": means, "gradients": gradients, "state": state, "metrics": metrics, "generator": trainer.generator.get_state()}
+    return {
+        "loss": means,
+        "gradients": gradients,
+        "state": state,
+        "metrics": metrics,
+        "generator": trainer.generator.get_state(),
+    }
 
 
 def differences(one: dict[str, Any], other: dict[str, Any]) -> dict[str, float]:
@@ -132,7 +140,9 @@ def world() -> Split:
     from sparring.data.splits import split
     from sparring.data.synthetic import make_world
 
-    return split(make_world(60, 40, exposure=0.5, relevant=0.4, seed=3).interactions, "random", valid=0.1, test=0.2, seed=1)
+    return split(
+        make_world(60, 40, exposure=0.5, relevant=0.4, seed=3).interactions, "random", valid=0.1, test=0.2, seed=1
+    )
 
 
 if __name__ == "__main__":

@@ -21,7 +21,14 @@ from sparring.recipes.settings import build
 from sparring.training.loop import Progress, Trainer
 from sparring.core.types import ALONE, Ranks
 
-SETTINGS: dict[str, Any] = {"dim": 8, "batch_size": 61, "epochs": 4, "lr": 0.05, "optimizer": "row-adagrad", "weight_decay": 0.0}
+SETTINGS: dict[str, Any] = {
+    "dim": 8,
+    "batch_size": 61,
+    "epochs": 4,
+    "lr": 0.05,
+    "optimizer": "row-adagrad",
+    "weight_decay": 0.0,
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "default": ("default", {"n": 16, "learn_tau": True, "patience": None}),
     "xir": ("xir", {"cache_size": 24, "lr_decay": 0.5, "lr_decay_every": 1}),
@@ -31,14 +38,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def made(name: str, parts: Split, ranks: Ranks, tables: str) -> Run:
     """The run with its tables spread over these ranks."""
-    from sparring.models import rowwise_tables
+    from sparring.models import build as towers
 
-    real, rowwise_tables.join = rowwise_tables.join, lambda device: ranks
+    real, towers.join = towers.join, lambda device: ranks
     try:
         recipe, settings = CASES[name]
         return build(recipe, parts.train, {**SETTINGS, **settings, "tables": tables})
     finally:
-        rowwise_tables.join = real
+        towers.join = real
 
 
 def train(name: str, parts: Split, ranks: Ranks, tables: str, folder: Path | None, until: int = 9) -> Trainer:
@@ -57,7 +64,9 @@ def train(name: str, parts: Split, ranks: Ranks, tables: str, folder: Path | Non
 def results(trainer: Trainer, parts: Split) -> dict[str, Any]:
     assert parts.test is not None
     model = trainer.run.model
-    measured = evaluate(model, parts.test, parts.seen_for("test"), (10,), ("recall", "ndcg", "coverage"), ranks=trainer.ranks)
+    measured = evaluate(
+        model, parts.test, parts.seen_for("test"), (10,), ("recall", "ndcg", "coverage"), ranks=trainer.ranks
+    )
     losses = [record["loss"] for record in trainer.state.history]
     return {"metrics": measured.metrics, "vectors": model.item_vectors(ranks=trainer.ranks), "losses": losses}
 
@@ -70,7 +79,9 @@ def compared(parts: Split, out: Path, pair: Group, four: Group) -> dict[str, Any
     for name in CASES:
         whole = results(train(name, parts, ALONE, "replicated", None), parts)
         for ranks in (pair, four) if four.rank < 2 else (four,):  # TorchRec numbers the ranks of a group from 0 on
-            found[f"sharded {name} x{ranks.world}"] = far(whole, results(train(name, parts, ranks, "sharded", None), parts))
+            found[f"sharded {name} x{ranks.world}"] = far(
+                whole, results(train(name, parts, ranks, "sharded", None), parts)
+            )
     folder = out / "passed"
     whole = results(train("xir", parts, ALONE, "replicated", None), parts)
     train("xir", parts, four, "sharded", folder, until=1)

@@ -17,6 +17,7 @@ from torch import Tensor
 from sparring.training import checkpoint
 from sparring.core import files, ranks
 from sparring.models import rowwise_tables
+from sparring.recipes import run as runs
 from sparring.cli import main
 from sparring.cli.launch import without
 from sparring.data.interactions import Split
@@ -75,15 +76,34 @@ def test_processes_do_not_start_processes(
 
 def test_the_launchers_words_are_its_own() -> None:
     """What the processes get: everything but --nproc, --restarts, --overwrite and --resume, in any spelling."""
-    words = ["train", "--nproc", "2", "--set", "n=4", "--restarts=3", "--overwrite", "--out", "x", "--resume", "--quiet"]
+    words = [
+        "train",
+        "--nproc",
+        "2",
+        "--set",
+        "n=4",
+        "--restarts=3",
+        "--overwrite",
+        "--out",
+        "x",
+        "--resume",
+        "--quiet",
+    ]
     assert without(words) == ["train", "--set", "n=4", "--out", "x", "--quiet"]
 
 
 @pytest.mark.parametrize(
     ("setting", "named"),
-    [("optimizer=row-adam", "row-adagrad"), ("weight_decay=0.1", "weight_decay"), ("clip=1", "clip"), ("dim=6", "multiple of 4")],
+    [
+        ("optimizer=row-adam", "row-adagrad"),
+        ("weight_decay=0.1", "weight_decay"),
+        ("clip=1", "clip"),
+        ("dim=6", "multiple of 4"),
+    ],
 )
-def test_what_sharded_tables_cannot_do_is_told(pairs: Path, tmp_path: Path, refused: Callable[..., None], setting: str, named: str) -> None:
+def test_what_sharded_tables_cannot_do_is_told(
+    pairs: Path, tmp_path: Path, refused: Callable[..., None], setting: str, named: str
+) -> None:
     """One line that names the setting and what it must be."""
     words = ["train", "--data", pairs, "--recipe", "bpr", "--shard-tables", "--out", tmp_path / "run", "--set", setting]
     refused(words, "tables=sharded", named)
@@ -126,17 +146,18 @@ def test_a_missing_torchrec_is_named(parts: Split, monkeypatch: pytest.MonkeyPat
 
 def test_tables_that_do_not_fit_are_told_or_sharded(parts: Split, monkeypatch: pytest.MonkeyPatch) -> None:
     """tables=auto: whole where they fit; else one line with how much, how much there is and what to do; sharded where ranks share."""
-    assert build("bpr", parts.train, {}).setup.tables == "auto"
-    monkeypatch.setattr(rowwise_tables, "_room", lambda device: 1000)
+    assert build("bpr", parts.train, {}).setup.model.tables == "auto"
+    monkeypatch.setattr(runs, "device_bytes", lambda device: 1000)
     with pytest.raises(UserError, match=r"the tables take .* start several ranks"):
         build("bpr", parts.train, {})
     with pytest.raises(UserError, match="row-adagrad"):
         build("uns", parts.train, {})
     pytest.importorskip("torchrec")
-    monkeypatch.setattr(rowwise_tables, "launched", lambda: 2)
-    assert rowwise_tables.fitting(build("bpr", parts.train, {"tables": "replicated"}).setup, 10**9, 10**9).tables == "replicated"
+    monkeypatch.setattr(runs, "launched", lambda: 2)
+    replicated = build("bpr", parts.train, {"tables": "replicated"}).setup
+    assert runs.with_tables(replicated, 10**9, 10**9) == replicated
     setup = build("bpr", parts.train, {"tables": "sharded"}).setup
-    assert rowwise_tables.fitting(type(setup)(**{**vars(setup), "tables": "auto"}), 10**6, 10**6).tables == "sharded"
+    assert runs.with_tables(setup.replaced(tables="auto"), 10**6, 10**6) == setup
 
 
 def test_a_torn_checkpoint_costs_one_checkpoint(parts: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,7 +174,11 @@ def test_a_torn_checkpoint_costs_one_checkpoint(parts: Split, tmp_path: Path, mo
 
     monkeypatch.setattr(files, "write_tensors", write)
     fit(run, parts, tmp_path / "run", k=(10,), device="cpu")
-    folder, path, previous = tmp_path / "run", tmp_path / "run" / checkpoint.NAME, tmp_path / "run" / checkpoint.PREVIOUS
+    folder, path, previous = (
+        tmp_path / "run",
+        tmp_path / "run" / checkpoint.NAME,
+        tmp_path / "run" / checkpoint.PREVIOUS,
+    )
     assert linked == [False, True, True]  # the one that is replaced is kept, and is whole, while the next is written
     assert not previous.exists()  # the training is done
     whole = path.read_bytes()
@@ -200,4 +225,8 @@ def test_faults_cost_nothing(fault: str) -> None:
 
 def may_mount() -> bool:
     tool = shutil.which("unshare")
-    return os.geteuid() == 0 and tool is not None and not subprocess.run([tool, "-m", "true"], capture_output=True, check=False).returncode
+    return (
+        os.geteuid() == 0
+        and tool is not None
+        and not subprocess.run([tool, "-m", "true"], capture_output=True, check=False).returncode
+    )

@@ -26,8 +26,9 @@ from sparring.experiments import comparison_tables
 from sparring.experiments.comparison import Data, Plan, check, compare
 from sparring.experiments.diagnose.profile import profile
 from sparring.negatives import Negatives
-from sparring.recipes.run import Setup, Term, compose
+from sparring.recipes.run import Term, compose
 from sparring.recipes.settings import build
+from sparring.recipes.setup import Setup, flat
 from sparring.training import trained as runs
 
 SEEDS = 3
@@ -246,8 +247,8 @@ def test_tuned_comparison(small_world: World, tmp_path: Path) -> None:
         assert len(trials) == 2
         winner = max(trials, key=lambda trial: trial["value"])
         meta = json.loads((tmp_path / "out" / "world-80x60" / recipe / "0" / "run.json").read_text())
-        assert {**meta["setup"], **meta["arguments"]}.items() >= winner["settings"].items()
-        assert meta["setup"]["select"] == "ndcg@10"
+        assert {**flat(meta["setup"]), **meta["arguments"]}.items() >= winner["settings"].items()
+        assert meta["setup"]["validation"]["select"] == "ndcg@10"
     rows = json.loads((tmp_path / "out" / "tuned.json").read_text())["rows"]
     assert [(row["recipe"], row["trials"], row["failed"]) for row in rows] == [("uns", 2, 0), ("pns", 2, 0)]
     verdicts = {row["verdict"] for row in json.loads((tmp_path / "out" / "quality.json").read_text())["rows"]}
@@ -324,7 +325,7 @@ class Weighted(Negatives):
         b = len(step.q)
         ids = torch.tensor([0, 1, -1]).expand(b, 3)
         usage = torch.tensor([3.0 * self.real, self.real, 4.0]).expand(b, 3)
-        return Bag((Candidates(ids, torch.zeros(b, 3, step.q.shape[1]), usage.log(), usage=usage),))
+        return Bag((Candidates(ids, torch.zeros(b, 3, step.q.shape[1]), usage.log(), drawn=usage),))
 
 
 def test_profile_counts_draws(parts: Split) -> None:
@@ -333,12 +334,12 @@ def test_profile_counts_draws(parts: Split) -> None:
     def zero(step: Step, bag: Bag) -> Tensor:
         return step.q.sum(-1) * 0
 
-    found = profile(compose(parts.train, Setup(dim=4, batch_size=64), Term(1.0, Weighted(), zero)), parts, batches=2)
+    found = profile(compose(parts.train, Setup.of(dim=4, batch_size=64), Term(1.0, Weighted(), zero)), parts, batches=2)
     percentile = popularity_percentile(parts.train.counts())
     assert found["popularity"] == pytest.approx((3 * percentile[0] + percentile[1]) / 4)
     assert found["synthetic"] == pytest.approx(0.5)
     assert "false_negatives" not in found
     nothing = profile(
-        compose(parts.train, Setup(dim=4, batch_size=64), Term(1.0, Weighted(real=0.0), zero)), parts, batches=1
+        compose(parts.train, Setup.of(dim=4, batch_size=64), Term(1.0, Weighted(real=0.0), zero)), parts, batches=1
     )
     assert nothing == {"synthetic": 1.0}

@@ -23,10 +23,11 @@ from sparring.experiments.diagnose import advice, samplers
 from sparring.experiments.diagnose.measures import Diagnosis, Drawn, Gradient, compared, diagnose, exact
 from sparring.negatives import AllItems, Hardest, InBatch, Negatives, Popularity, Resample, Sampled, Uniform
 from sparring.recipes import RECIPES
-from sparring.recipes.run import Run, Setup, Term, compose
+from sparring.recipes.run import Run, Term, compose
 from sparring.recipes.settings import build
+from sparring.recipes.setup import Setup
 
-SETUP = Setup(dim=6, score="dot", tau=0.5, init_std=0.7, batch_size=32, seed=2)
+SETUP = Setup.of(dim=6, score="dot", tau=0.5, init_std=0.7, batch_size=32, seed=2)
 ALL = 10_000  # more than there are training pairs: every one is sampled
 
 
@@ -72,15 +73,15 @@ def test_exact_is_the_gradient_of_the_full_softmax(parts: Split) -> None:
     run = run_with(parts, AllItems(40))
     rows = torch.arange(len(parts.train))
     found, edges = exact(run, parts, rows, block=7)
-    np.testing.assert_allclose(found.numpy(), softmax_gradients(run, parts, SETUP.tau), atol=1e-7)
+    np.testing.assert_allclose(found.numpy(), softmax_gradients(run, parts, SETUP.temperature.tau), atol=1e-7)
     queries, items, query, item = arrays(run, parts)
     q = torch.tensor(query[queries], requires_grad=True)
     torch.nn.functional.cross_entropy(
-        q @ torch.tensor(item).T / SETUP.tau, torch.tensor(items).long(), reduction="sum"
+        q @ torch.tensor(item).T / SETUP.temperature.tau, torch.tensor(items).long(), reduction="sum"
     ).backward()
     assert q.grad is not None
     torch.testing.assert_close(found, q.grad, atol=1e-7, rtol=1e-6)
-    scores = item @ query[queries[5]] / SETUP.tau
+    scores = item @ query[queries[5]] / SETUP.temperature.tau
     assert [(scores < edge).sum() for edge in edges[5].numpy()] == [4, 8, 12, 16, 20, 24, 28, 32, 36]
 
 
@@ -108,19 +109,19 @@ def test_the_bias_of_corrected_uniform_negatives_falls_with_n(parts: Split) -> N
 
 def test_bias_and_noise_are_those_of_all_possible_draws(parts: Split) -> None:
     """With one uniform negative per query there are 40 draws: their mean gradient and its spread, by a loop, are what is estimated."""
-    run = run_with(parts, Sampled(Uniform(40), 1, per_query=True), replace(SETUP, batch_size=256))
+    run = run_with(parts, Sampled(Uniform(40), 1, per_query=True), SETUP.replaced(batch_size=256))
     found = diagnose("uns", run, parts, queries=ALL, draws=30).gradient
     queries, items, query, item = arrays(run, parts)
     means, spread = [], 0.0
     for q, p in zip(queries, items, strict=True):
-        s = item @ query[q] / SETUP.tau
+        s = item @ query[q] / SETUP.temperature.tau
         weight = np.where(
             np.arange(40) == p, 0.0, 40 * np.exp(s)
         )  # one of 40 with expected count 1 / 40; the positive never counts
-        rows = (weight / (weight + np.exp(s[p])))[:, None] * (item - item[p]) / SETUP.tau
+        rows = (weight / (weight + np.exp(s[p])))[:, None] * (item - item[p]) / SETUP.temperature.tau
         means.append(rows.mean(0))
         spread += ((rows - rows.mean(0)) ** 2).sum() / 40
-    target = softmax_gradients(run, parts, SETUP.tau)
+    target = softmax_gradients(run, parts, SETUP.temperature.tau)
     size = (target**2).sum()
     assert found.bias == pytest.approx(np.sqrt(((np.array(means) - target) ** 2).sum() / size), rel=0.03)
     assert found.noise == pytest.approx(np.sqrt(spread / size), rel=0.03)
@@ -131,7 +132,7 @@ def test_correction_takes_the_bias_out_of_batches_in_a_zipf_world() -> None:
     """Popular items are too frequent in a batch; dividing by their frequency brings the gradient near that of the full softmax."""
     world = make_world(300, 60, zipf=1.2, exposure=0.2, seed=1)
     parts = split(world.interactions, "random", valid=0.0, test=0.1, seed=0)
-    setup = replace(SETUP, batch_size=128)
+    setup = SETUP.replaced(batch_size=128)
     pop = Popularity(torch.from_numpy(parts.train.counts()))
     plain = diagnose("ssl", run_with(parts, InBatch(), setup), parts, queries=100, draws=30)
     corrected = diagnose("ssl_pop", run_with(parts, InBatch(pop), setup), parts, queries=100, draws=30)
@@ -145,21 +146,21 @@ def test_closed_form_resampling_points_as_the_softmax_at_half_the_temperature(pa
     run = run_with(parts, Resample(AllItems(40), 64))
     found = diagnose("bir", run, parts, queries=ALL, draws=2, world=small_world)
     queries, items, query, item = arrays(run, parts)
-    half, rows, ess, wrong = softmax_gradients(run, parts, SETUP.tau / 2), [], [], 0.0
+    half, rows, ess, wrong = softmax_gradients(run, parts, SETUP.temperature.tau / 2), [], [], 0.0
     likes = (small_world.relevant(torch.arange(60)) & ~small_world.observed(torch.arange(60))).numpy()
     for q, p in zip(queries, items, strict=True):
         others = np.arange(40) != p
-        s = item @ query[q] / SETUP.tau
+        s = item @ query[q] / SETUP.temperature.tau
         drawn = 64 * np.exp(s[others]) / np.exp(s[others]).sum()
         weight = drawn * np.exp(s[others])
         left = weight.sum() / (weight.sum() + np.exp(s[p]))
-        rows.append(left * (weight / weight.sum() @ item[others] - item[p]) / SETUP.tau)
+        rows.append(left * (weight / weight.sum() @ item[others] - item[p]) / SETUP.temperature.tau)
         ess.append(weight.sum() ** 2 / (weight**2).sum())
         wrong += drawn[likes[q][others]].sum()
     cosines = [pooled(a, b) for a, b in zip(np.array(rows), half, strict=True)]
     assert min(cosines) > 1 - 1e-9
     assert found.gradient.cosine == pytest.approx(
-        pooled(np.array(rows), softmax_gradients(run, parts, SETUP.tau)), abs=1e-5
+        pooled(np.array(rows), softmax_gradients(run, parts, SETUP.temperature.tau)), abs=1e-5
     )
     assert found.gradient.across < found.gradient.cosine
     assert found.gradient.noise < 1e-4

@@ -350,7 +350,7 @@ def test_features_need_columns_of_items(tmp_path: Path, world: World, here: None
     assert {method.settings["item_features"] for method in plan.methods["tiny"]} == {"kind"}
     reproduce(plan)
     meta = json.loads((plan.out / "tiny" / "bir" / "10" / "run.json").read_text())
-    assert (meta["setup"]["item_features"], meta["setup"]["hidden"]) == (["kind"], [32, 16])
+    assert (meta["setup"]["model"]["item_features"], meta["setup"]["model"]["hidden"]) == (["kind"], [32, 16])
     assert len([row for row in table(plan.out) if row["data"] == "tiny" and row["mean"] is not None]) == 16
 
 

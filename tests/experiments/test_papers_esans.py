@@ -26,6 +26,7 @@ from sparring.experiments.papers.published import Figure
 from sparring.experiments.papers.published_esans import ESANS_DATA, FIGURE_4, FIVE_RUNS, TABLE_2, TABLE_4, TABLE_5
 from sparring.experiments.search_space import space
 from sparring.recipes import settings
+from sparring.recipes.setup import flat
 from sparring.training.step import contrast
 from support.papers import run_here
 
@@ -390,7 +391,7 @@ def test_what_tuning_found_is_what_is_trained(done: Path) -> None:
         ].keys()  # Ada-tau has its own
         assert "lr" not in best["settings"]
         for name, value in best["settings"].items():
-            assert {**meta["arguments"], **meta["setup"]}[name] == value
+            assert {**meta["arguments"], **flat(meta["setup"])}[name] == value
     assert {row["method"] for row in table(done, "tuned")} == {row["method"] for row in table(done)}
 
 
@@ -458,7 +459,7 @@ def test_every_other_table_runs(name: str, files: Path, monkeypatch: pytest.Monk
         ]
         trial = json.loads((files / name / "tiny" / "lambda-0.1" / "tune" / "trials.jsonl").read_text())
         meta = json.loads((files / name / "tiny" / "lambda-minus-0.3" / "10" / "run.json").read_text())
-        assert (meta["setup"]["tau"], meta["arguments"]["lam"]) == (trial["settings"]["tau"], -0.3)
+        assert (meta["setup"]["temperature"]["tau"], meta["arguments"]["lam"]) == (trial["settings"]["tau"], -0.3)
 
 
 def test_the_file_s_own_split_is_kept(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,7 @@ def write_xc(folder: Path, seed: int = 0) -> Path:
 
 
 def words(data: Path, out: Path, *more: str) -> list[str]:
-    quick = [f"--set={each}" for each in ("dim=8", "classifiers=2", "clf_batch_size=32", "private=2")]
+    quick = [f"--set={each}" for each in ("dim=8", "clf_epochs=2", "clf_batch_size=32", "private=2")]
     shared = ["--encoder", "bag", "--epochs", "4", "--batch-size", "32", "--device", "cpu"]
     return ["reproduce", "ngame-dexa", "--data", str(data), *shared, *quick, "--out", str(out), *more]
 

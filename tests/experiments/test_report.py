@@ -26,7 +26,7 @@ from sparring.experiments.comparison import Data, Plan, compare
 from sparring.experiments.report import comparison, figures
 from sparring.experiments.report.html import Code, Facts, Figures, Page, Points, Section, Sheet, Text
 from sparring.experiments.report.tables import Column, Table
-from sparring.recipes.run import Setup
+from sparring.recipes.setup import Setup
 
 NASTY = '</script><b onload="x">&$x$'
 NAME = "<b>&$x$"  # of a data set, whose folder has it too

@@ -17,11 +17,11 @@ from sparring.experiments import tuning
 from sparring.experiments.search_space import OWN, OneOf, Range, begin, defaults, space
 from sparring.experiments.tuning import Trial, best, read_trials, tune
 from sparring.recipes import RECIPES
-from sparring.recipes.run import Setup
 from sparring.recipes.settings import find, own_arguments, own_setup
+from sparring.recipes.setup import Setup
 
 pytest.importorskip("optuna")
-QUICK = Setup(dim=4, epochs=2, batch_size=128)
+QUICK = Setup.of(dim=4, epochs=2, batch_size=128)
 FIXED = {"n": 16}
 
 
@@ -39,7 +39,7 @@ def test_the_space_is_common_plus_the_recipes_own() -> None:
 @pytest.mark.parametrize("name", sorted(RECIPES))
 def test_every_space_fits_its_recipe(name: str) -> None:
     """What is tuned is an argument of the recipe or a field of Setup, of a fitting type, and the recipe's own value is in reach."""
-    own, setup = own_arguments(find(name)), dataclasses.asdict(own_setup(find(name)))
+    own, setup = own_arguments(find(name)), own_setup(find(name)).flat()
     for key, entry in space(name).items():
         value = own[key][1] if key in own else setup[key]
         if isinstance(entry, Range):
@@ -69,7 +69,13 @@ def test_trials_are_counted_kept_and_continued(parts: Split, tmp_path: Path) -> 
     assert [trial.number for trial in told] == [0, 1, 2, 3]
     assert again.settings == whole.settings
     assert [(t.settings, t.value) for t in again.trials] == [(t.settings, t.value) for t in whole.trials]
-    as_it_comes = {"lr": QUICK.lr, "tau": QUICK.tau, "weight_decay": 0.0, "item_bias": False, "lam": 0.5}
+    as_it_comes = {
+        "lr": QUICK.training.lr,
+        "tau": QUICK.temperature.tau,
+        "weight_decay": 0.0,
+        "item_bias": False,
+        "lam": 0.5,
+    }
     assert whole.trials[0].settings == as_it_comes
     assert len({json.dumps(trial.settings) for trial in whole.trials}) == 4
     assert whole.value == max(trial.value or 0 for trial in whole.trials)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from sparring import kernels
 from sparring.kernels import mixtures_chunked, reference
-from sparring.kernels.reference import Mix, Places
+from sparring.kernels.reference import ExcludedPairs, Mix
 
 SHAPES = [(64, 12, 5, 14, 16), (33, 7, 3, 5, 13), (1, 1, 2, 2, 4), (5, 40, 2, 2, 8)]  # B, G, M, V, D
 TOLERANCE = 5e-6  # of the largest entry
@@ -71,7 +72,7 @@ def truth(p: Problem, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     return value.detach(), *torch.autograd.grad(total, [q, emb])
 
 
-def as_places(mask: Tensor | None, form: str) -> Places | None:
+def as_places(mask: Tensor | None, form: str) -> ExcludedPairs | None:
     return mask if mask is None or form == "mask" else torch.nonzero(mask, as_tuple=True)  # type: ignore[return-value]
 
 
@@ -164,3 +165,36 @@ def test_buffers_are_used_again_and_never_shared() -> None:
     mixtures_chunked.weighted_logsumexp(3 * q, emb, p.log_w, None, mix)
     for got, want in zip(torch.autograd.grad((first * p.upstream).sum(), [q, emb]), alone[1:], strict=True):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+def of_mixtures(mixtures: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A kernel that has its own logits of mixtures, from q, emb, log_w and mix."""
+
+    def kernel(q: Tensor, emb: Tensor, log_w: Tensor, places: ExcludedPairs | None, mix: Mix) -> Tensor:
+        scores = q @ emb.T
+        candidates = scores + reference.drop(log_w, scores.shape, places)
+        return reference.safe_logsumexp(torch.cat([candidates, mixtures(q, emb, log_w, mix)], 1))
+
+    return kernel
+
+
+RIGHT = of_mixtures(lambda q, emb, log_w, mix: reference.mixed_logits(q @ emb.T, log_w, mix))
+WRONG = {
+    "no gradient": of_mixtures(lambda q, emb, log_w, mix: reference.mixed_logits(q @ emb.T.detach(), log_w, mix)),
+    "no mask": of_mixtures(
+        lambda q, emb, log_w, mix: reference.mixed_logits(q @ emb.T, log_w, mix._replace(places=None))
+    ),
+    "no weights": of_mixtures(lambda q, emb, log_w, mix: reference.mixed_logits(q @ emb.T, torch.zeros(()), mix)),
+    "no offset": of_mixtures(
+        lambda q, emb, log_w, mix: reference.mixed_logits(q @ emb.T, log_w, mix._replace(offset=0.0))
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_wrong_kernels_are_rejected(wrong: str) -> None:
+    """The budget rejects mixtures whose members get no gradient, or that forget their mask, weights or offset."""
+    p = problem(SHAPES[1], offset=-0.8)
+    within_budget(p, RIGHT, "mask")
+    with pytest.raises(AssertionError):
+        within_budget(p, WRONG[wrong], "mask")

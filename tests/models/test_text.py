@@ -13,11 +13,12 @@ from sparring.core.errors import UserError
 from sparring.data.texts.texts import Texts, tokenize
 from sparring.data.texts.tokenizers import WordTokenizer
 from sparring.models import encoders
-from sparring.models.encoders import load_encoder, open_encoder, save_encoder, width
+from sparring.models.encoders import encoder_width, load_encoder, open_encoder, save_encoder
 from sparring.models.retriever import Retriever
 from sparring.models.text import BagEncoder, TextTower, TransformerEncoder
 from sparring.negatives import InBatch, Sampled, Uniform, Union
-from sparring.recipes.run import Setup, Term, compose
+from sparring.recipes.run import Term, compose
+from sparring.recipes.setup import Setup
 from sparring.training.optimizers import optimizers
 from sparring.training.step import contrast
 from support.texts import text_parts, tiny_bert
@@ -189,7 +190,7 @@ def test_dropout_is_on_in_training_only(bert: Path) -> None:
 @pytest.mark.parametrize("share", [True, False])
 def test_weights_are_shared_or_not(bert: Path, share: bool) -> None:
     """Shared: one set of weights, the same text has the same vector on both sides. Separate: training one leaves the other."""
-    setup = Setup(query_tower="text", item_tower="text", encoder=str(bert), share_encoder=share)
+    setup = Setup.of(query_tower="text", item_tower="text", encoder=str(bert), share_encoder=share)
     run = compose(text_parts().train, setup, Term(1.0, InBatch()))
     names = [name for name, _ in run.model.named_parameters()]
     assert any(name.startswith("item.") for name in names) is not share
@@ -208,7 +209,7 @@ def test_the_gradient_cache_works_with_texts(bert: Path, encoder: str, chunk: in
     for size in (None, chunk):
         # without dropout: its draws depend on how a batch is cut
         name = "bag" if encoder == "bag" else str(tiny_bert(bert.parent / "still", dropout=0.0))
-        setup = Setup(query_tower="text", item_tower="text", encoder=name, dim=8, chunk=size)
+        setup = Setup.of(query_tower="text", item_tower="text", encoder=name, dim=8, chunk=size)
         run = compose(parts.train, setup, Term(1.0, negatives))
         queries, items = (column[:20].long() for column in parts.train.pairs())
         losses, _, _ = contrast(run, queries, items, torch.Generator().manual_seed(3))
@@ -240,7 +241,7 @@ def test_an_encoder_is_read_back(bert: Path, tmp_path: Path) -> None:
         again = load_encoder(tmp_path / str(at)).eval()
         first, second = (TextTower(e, tokenize(STRINGS, e.tokenizer, 8), 8)(torch.arange(6)) for e in (encoder, again))
         assert torch.equal(first, second)
-        assert width(str(tmp_path / str(at)), 3) == encoder.dim
+        assert encoder_width(str(tmp_path / str(at)), 3) == encoder.dim
     assert transformers.AutoModel.from_pretrained(tmp_path / "1").config.hidden_size == 16
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "1")("red")["input_ids"] == [2, 4, 3]
 
@@ -257,7 +258,7 @@ def test_a_bag_without_wordllama_starts_at_random(monkeypatch: pytest.MonkeyPatc
     """`bag` always works; `wordllama` names the package that is missing; both have `dim` dimensions."""
     monkeypatch.setattr(encoders, "package_folder", lambda name: None)
     encoder = open_encoder("bag", dim=5, init_std=0.5)
-    assert encoder.dim == width("bag", 5) == 5
+    assert encoder.dim == encoder_width("bag", 5) == 5
     assert isinstance(encoder, BagEncoder)
     assert encoder.vectors.weight.std().item() == pytest.approx(0.5, rel=0.05)
     with pytest.raises(UserError, match="pip install wordllama"):
@@ -292,7 +293,7 @@ def test_what_cannot_be_read_is_named(bert: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no text encoder.*config\.json"):
         load_encoder(tmp_path)
     with pytest.raises(UserError, match="a text tower needs an encoder"):
-        compose(text_parts().train, Setup(query_tower="text"), Term(1.0, InBatch()))
+        compose(text_parts().train, Setup.of(query_tower="text"), Term(1.0, InBatch()))
 
 
 def test_weights_kept_in_halves_train_in_full(bert: Path, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from sparring.core.types import Bag, Step
 from sparring.losses import bpr, sampled_softmax
 from sparring.negatives import Hardest, InBatch, Memory, Negatives, Popularity, Resample, Sampled, Uniform, Union
-from sparring.negatives.base import multinomial_counts, rounded_counts, systematic_counts
+from sparring.negatives.algebra import multinomial_counts, rounded_counts, systematic_counts
 from sparring.testing import NegativesContract, World, dense
 
 
@@ -290,10 +290,10 @@ def test_systematic_counts(n: int) -> None:
 @pytest.mark.parametrize("n", [1, 7, 64, 1024])
 def test_rounded_counts(n: int) -> None:
     """Every count is less than 1 from n p, candidates without probability are never drawn, the mean is n p."""
-    counts_lie_around(n, rounded_counts)
+    counts_lie_around(n, rounded_counts, sums=False)
 
 
-def counts_lie_around(n: int, drawn) -> None:
+def counts_lie_around(n: int, drawn, sums: bool = True) -> None:
     generator = torch.Generator().manual_seed(0)
     p = torch.rand(50, 33, generator=generator).double() ** 4
     p[:, ::5] = 0
@@ -304,7 +304,7 @@ def counts_lie_around(n: int, drawn) -> None:
     for _ in range(300):
         counts = drawn(p, n, generator)
         assert bool(((counts - n * p).abs() < 1).all())
-        assert drawn is rounded_counts or bool((counts.sum(1) == n).all())
+        assert not sums or bool((counts.sum(1) == n).all())
         assert bool((counts[p == 0] == 0).all())
         assert torch.equal(counts, counts.round())
         total += counts
@@ -312,6 +312,23 @@ def counts_lie_around(n: int, drawn) -> None:
     noise = (fraction * (1 - fraction) / 300).sqrt()
     # a handful of draws more: rare events are not normal
     assert bool(((total / 300 - n * p).abs() <= 4 * noise + 4 / 300).all())
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda p, n, generator: torch.floor(p * n),
+        lambda p, n, generator: torch.floor(p * n + torch.rand(1, generator=generator)) + (p == 0),
+        lambda p, n, generator: torch.floor(torch.cumsum(p, 1) * n + 1e-9).diff(prepend=torch.zeros(len(p), 1)),
+        lambda p, n, generator: torch.ceil(torch.cumsum(p, 1) * n + 0.5).diff(prepend=torch.zeros(len(p), 1)),
+        multinomial_counts,
+    ],
+    ids=["always rounded down", "impossible drawn", "no random start", "off by one", "not within 1"],
+)
+def test_wrong_counts_are_rejected(wrong) -> None:
+    """The check rejects a wrong mean, draws of candidates without probability, and counts too far from n p."""
+    with pytest.raises(AssertionError):
+        counts_lie_around(7, wrong, sums=False)
 
 
 @pytest.mark.parametrize("counts", [multinomial_counts, systematic_counts])
@@ -342,18 +359,19 @@ def test_resampling_works_in_other_precisions(draw, dtype) -> None:
 
 
 @pytest.mark.parametrize("draw", ["expected", "multinomial", "systematic"])
-def test_usage_is_the_number_of_draws(draw) -> None:
-    """After the loss, `usage` holds how often each candidate was drawn over all queries: n for each query that can draw."""
+def test_the_loss_returns_the_number_of_draws(draw) -> None:
+    """The counts with the loss are the draws of each candidate summed over the queries: n for each query that can draw."""
     world = World.build()
     step = world.step(16, 1)
     bag = Resample(InBatch(Popularity(world.counts)), n=50, draw=draw)(step)
-    sampled_softmax(step, bag)
-    usage = bag.blocks[0].usage
-    assert usage is not None
-    assert usage.shape == (16,)
-    torch.testing.assert_close(float(usage.sum()), 16 * 50.0, rtol=1e-4, atol=0)
+    output = sampled_softmax.detailed(step, bag)
+    assert output.draw_counts is not None
+    (counts,) = output.draw_counts
+    assert counts is not None
+    assert counts.shape == (16,)
+    torch.testing.assert_close(float(counts.sum()), 16 * 50.0, rtol=1e-4, atol=0)
     want = dense(bag, step, world.n_items).sum(0)
-    got = torch.zeros(world.n_items, dtype=torch.float64).index_add_(0, step.item_ids, usage.double())
+    got = torch.zeros(world.n_items, dtype=torch.float64).index_add_(0, step.item_ids, counts.double())
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 

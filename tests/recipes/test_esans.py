@@ -107,8 +107,13 @@ def test_the_loss_by_hand(parts: Split) -> None:
 def test_settings_of_the_paper(parts: Split) -> None:
     """B = 512, d = 64, tau 0.05, lr 2e-4 (ours: a start small enough for it); m_c = 2, m_o = 5, eta 0.6, lam 0.1."""
     run = build("esans", parts.train, {})
-    assert (run.setup.batch_size, run.setup.dim, run.setup.tau, run.setup.lr) == (512, 64, 0.05, 2e-4)
-    assert run.setup.init_std == 0.01
+    assert (run.setup.batches.batch_size, run.setup.model.dim, run.setup.temperature.tau, run.setup.training.lr) == (
+        512,
+        64,
+        0.05,
+        2e-4,
+    )
+    assert run.setup.model.init_std == 0.01
     found = parts_of(run)
     other, mixed, hard = found[OtherClusters], found[Interpolated], found[TowardsPositive]
     assert (other.m_c, other.m_o, mixed.eta, float(hard.lam)) == (2, 5, 0.6, pytest.approx(0.1))  # type: ignore[arg-type]

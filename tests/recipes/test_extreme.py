@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,9 @@ from sparring.negatives import nearest as ance_module
 from sparring.recipes import RECIPES
 from sparring.recipes.extreme import LABELS, ngame
 from sparring.recipes.in_batch import offered
-from sparring.recipes.run import Run, Setup
+from sparring.recipes.run import Run
 from sparring.recipes.settings import build, own_arguments, own_setup, parse_setup, resolve
+from sparring.recipes.setup import Setup
 from sparring.recipes.variant import variant
 from sparring.training import loop as training
 from sparring.training.fitting import Progress, fit
@@ -45,7 +45,7 @@ def test_each_recipe_ranks_far_better_than_it_began(tastes: Split, name: str) ->
     """On a world of known tastes, id towers: at least twice the ndcg@10 of the untrained model."""
     settings: dict[str, Any] = {"dim": 16, "epochs": 40, "batch_size": 50, "warmup": 10, "lr": 0.05}
     if name in ("ngame", "dexa", "prime"):
-        settings |= {"classifiers": 0, "size": 4}
+        settings |= {"clf_epochs": 0, "size": 4}
     run = build(name, tastes.train, settings)
     assert tastes.test is not None
     before = evaluate(run.model, tastes.test, tastes.seen_for("test"), (10,), ("ndcg",)).metrics["ndcg@10"]
@@ -76,7 +76,7 @@ def watch(run: Run, look: Any) -> None:
 
 def test_batches_follow_the_vectors_of_the_steps(parts: Split) -> None:
     """After each epoch the memory holds, for every training query, the vector that it had in its step of that epoch."""
-    run = build("ngame", parts.train, {"dim": 4, "epochs": 3, "batch_size": 7, "classifiers": 0, "size": 4, "every": 1})
+    run = build("ngame", parts.train, {"dim": 4, "epochs": 3, "batch_size": 7, "clf_epochs": 0, "size": 4, "every": 1})
     assert isinstance(run.batches, ClusteredBatches)
     last: dict[int, torch.Tensor] = {}
 
@@ -101,7 +101,7 @@ def test_neighbours_share_batches(tastes: Split) -> None:
         run = build(
             "ngame",
             tastes.train,
-            {"dim": 16, "epochs": 30, "batch_size": 20, "classifiers": 0, "size": size, "every": 1, "lr": 0.05},
+            {"dim": 16, "epochs": 30, "batch_size": 20, "clf_epochs": 0, "size": size, "every": 1, "lr": 0.05},
         )
         fit(run, Split(tastes.train), device="cpu")
         assert run.batches is not None
@@ -128,8 +128,8 @@ def test_what_is_contrasted(parts: Split) -> None:
     assert isinstance(runs["ngame"].terms[0].loss, OnlineHard)
     assert isinstance(runs["dexa"].terms[0].loss, OnlineHard)
     assert isinstance(build("dpr", parts.train, {"loss": "hinge"}).terms[0].loss, OnlineHard)
-    assert runs["dexa"].setup.auxiliary
-    assert not runs["ngame"].setup.auxiliary
+    assert runs["dexa"].setup.model.auxiliary
+    assert not runs["ngame"].setup.model.auxiliary
     assert build("ngame", parts.train, {"dynamic": True}).terms[0].loss.least == 0.1  # type: ignore[union-attr]
 
 
@@ -138,9 +138,14 @@ def test_an_encoder_keeps_what_makes_the_recipe(parts: Split) -> None:
     from sparring.recipes import RECIPES
 
     setup, _ = resolve(RECIPES["dexa"], {"encoder": "bag"})
-    assert (setup.query_tower, setup.item_tower, setup.encoder) == ("text", "text", "bag")
-    assert (setup.rows, setup.tau, setup.auxiliary, setup.private) == ("queries", 0.1, 4, 1000)
-    assert parse_setup({"rows": "queries", "auxiliary": 4}).rows == "queries"
+    assert (setup.model.query_tower, setup.model.item_tower, setup.text.encoder) == ("text", "text", "bag")
+    assert (setup.batches.rows, setup.temperature.tau, setup.model.auxiliary, setup.model.private) == (
+        "queries",
+        0.1,
+        4,
+        1000,
+    )
+    assert parse_setup({"batches": {"rows": "queries"}, "model": {"auxiliary": 4}}).batches.rows == "queries"
 
 
 @pytest.mark.parametrize(
@@ -165,19 +170,19 @@ def test_dexa_is_ngame_with_auxiliary_vectors() -> None:
     """The same arguments with the same defaults; another Setup, name and description."""
     own = {recipe: own_arguments(RECIPES[recipe]) for recipe in ("ngame", "dexa")}
     assert own["ngame"] == own["dexa"]
-    assert replace(own_setup(RECIPES["dexa"]), auxiliary=0, private=0) == own_setup(RECIPES["ngame"])
+    assert own_setup(RECIPES["dexa"]).replaced(auxiliary=0, private=0) == own_setup(RECIPES["ngame"])
     assert RECIPES["dexa"].__name__ == "dexa"
     assert "DEXA" in str(RECIPES["dexa"].__doc__)
 
 
 def test_a_variant_has_its_own_defaults(parts: Split) -> None:
     """Given arguments win, the variant's defaults come next, then the recipe's; what the recipe does not know is refused."""
-    made = variant(ngame, "mine", "Mine.", {"k": 3, "setup": replace(LABELS, dim=4)})
+    made = variant(ngame, "mine", "Mine.", {"k": 3, "setup": LABELS.replaced(dim=4)})
     run = made(parts.train, margin=0.2)
     loss = run.terms[0].loss
     assert isinstance(loss, OnlineHard)
-    assert (loss.k, loss.margin, run.setup.dim) == (3, 0.2, 4)
-    loss = made(parts.train, replace(LABELS, dim=8), k=5).terms[0].loss
+    assert (loss.k, loss.margin, run.setup.model.dim) == (3, 0.2, 4)
+    loss = made(parts.train, LABELS.replaced(dim=8), k=5).terms[0].loss
     assert isinstance(loss, OnlineHard)
     assert loss.k == 5
     with pytest.raises(ValueError, match="no argument 'size_'"):
@@ -189,7 +194,7 @@ def test_a_variant_has_its_own_defaults(parts: Split) -> None:
 @pytest.mark.parametrize("draw", ["uniform", "propensity"])
 def test_the_correction_is_by_how_often_rows_offer_an_item(parts: Split, draw: Any) -> None:
     """Counted over many epochs of drawn rows, each item is offered as often as `offered` expects, within 5 standard errors."""
-    expected = offered(parts.train, replace(LABELS, draw=draw)).double()
+    expected = offered(parts.train, LABELS.replaced(draw=draw)).double()
     rows, generator = query_rows(parts.train, draw), torch.Generator().manual_seed(0)
     found, epochs = torch.zeros(parts.train.n_items, dtype=torch.float64), 3000
     for _ in range(epochs):
@@ -214,7 +219,7 @@ BY_POPULARITY |= {
 def test_every_correction_is_by_what_batches_offer(name: str, draw: str, parts: Split) -> None:
     """With rows=queries the frequency that a recipe divides by is how often its batches hold each item, counted over many epochs of rows
     within 5 standard errors; the counts of the pairs are another one."""
-    run = build(name, parts.train, BY_POPULARITY[name], setup=Setup(rows="queries", draw=draw, dim=4))
+    run = build(name, parts.train, BY_POPULARITY[name], setup=Setup.of(rows="queries", draw=draw, dim=4))
     rows = query_rows(parts.train, draw)
     generator, held, epochs = torch.Generator().manual_seed(2), torch.zeros(parts.train.n_items).double(), 3000
     every = torch.arange(len(rows)).repeat(epochs)

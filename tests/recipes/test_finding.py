@@ -24,16 +24,16 @@ GOOD = '''
 from sparring import Setup, Term, compose
 from sparring.negatives import Sampled, Uniform
 
-def mine(data, setup=Setup(dim=4), *, n: int = 8):
+def mine(data, setup=Setup.of(dim=4), *, n: int = 8):
     """Mine."""
     return compose(data, setup, Term(1.0, Sampled(Uniform(data.n_items), n)))
 
-def bir(data, setup=Setup(dim=4)):
+def bir(data, setup=Setup.of(dim=4)):
     return mine(data, setup)
 '''
 
 
-SETUP = Setup(dim=4)
+SETUP = Setup.of(dim=4)
 
 
 def here(data: Interactions, setup: Setup = SETUP, *, n: int = 8) -> Run:
@@ -81,7 +81,7 @@ def test_what_lies_beside_the_file_can_be_imported(folder: Path, parts: Split) -
     (folder / "sub").mkdir()
     (folder / "sub" / "helper_found.py").write_text("WIDTH = 6\n")
     (folder / "sub" / "outer.py").write_text("import helper_found\n" + GOOD.replace("dim=4", "dim=helper_found.WIDTH"))
-    assert build("sub/outer.py:mine", parts.train).setup.dim == 6
+    assert build("sub/outer.py:mine", parts.train).setup.model.dim == 6
 
 
 BAD = {

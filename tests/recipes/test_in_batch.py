@@ -18,8 +18,9 @@ from sparring.data.interactions import Interactions, Split
 from sparring.experiments.diagnose import samplers
 from sparring.negatives import Cache, InBatch, Memory, Resample, Streaming, Union
 from sparring.recipes import PAPER, RECIPES
-from sparring.recipes.run import Run, Setup, Term, compose
+from sparring.recipes.run import Run, Term, compose
 from sparring.recipes.settings import build
+from sparring.recipes.setup import Setup
 from sparring.training.fitting import Fitted, fit
 from sparring.training.step import contrast, describe_batch
 from sparring.training.trained import load
@@ -40,10 +41,10 @@ class Hand:
         )
         assert len(self.items.unique()) < B  # or masking by place and by id could not be told apart
         users, vectors = (table.detach().double() for table in (run.model.query.weight, run.model.item.weight))  # type: ignore[union-attr]
-        if run.setup.score == "cosine":
+        if run.setup.model.score == "cosine":
             users, vectors = users / users.norm(dim=1, keepdim=True), vectors / vectors.norm(dim=1, keepdim=True)
         self.vectors = vectors
-        self.s = users[self.queries] @ vectors.T / run.setup.tau
+        self.s = users[self.queries] @ vectors.T / run.setup.temperature.tau
         count = torch.bincount(torch.from_numpy(data.items).long(), minlength=data.n_items).double()
         self.p = count / count.sum()
         self.positive = self.s[torch.arange(B), self.items]
@@ -483,7 +484,7 @@ def test_a_folder_with_arguments_of_older_names_still_answers(parts: Split, tmp_
     file.write_text(json.dumps(meta))
     assert load(tmp_path / "run").recommend(ids, 5).equals(before)
     again = samplers.own(tmp_path / "run", parts)
-    assert again.setup.warmup == 0
+    assert again.setup.training.warmup == 0
     assert any(isinstance(module, Memory) for module in again.modules().modules())
 
 
@@ -536,7 +537,13 @@ def test_recipes_are_wired_from_the_parts_that_their_papers_name(parts: Split) -
     assert parts_of("cbns", Memory, item_features="category", hidden="5,3").emb.shape == (2432, 3)
     assert parts_of("g_tower", Streaming).alpha == 0.01
     assert parts_of("mns", Union).correction == "negatives"
-    assert (PAPER.dim, PAPER.lr, PAPER.weight_decay, PAPER.optimizer, PAPER.init_std) == (32, 0.001, 1e-5, "adam", 1.0)
+    assert (
+        PAPER.model.dim,
+        PAPER.training.lr,
+        PAPER.training.weight_decay,
+        PAPER.training.optimizer,
+        PAPER.model.init_std,
+    ) == (32, 0.001, 1e-5, "adam", 1.0)
 
 
 def test_towers_start_alike_for_every_recipe_and_leave_the_global_generator_alone(parts: Split) -> None:
@@ -567,4 +574,4 @@ def test_features_need_a_table(parts: Split) -> None:
     """item_features without an items table names the option that gives one."""
     bare = Interactions(parts.train.queries, parts.train.items, parts.train.query_ids, parts.train.item_ids)
     with pytest.raises(UserError, match="--items"):
-        compose(bare, Setup(item_features=("category",)), Term(1.0, InBatch()))
+        compose(bare, Setup.of(item_features=("category",)), Term(1.0, InBatch()))

@@ -231,5 +231,9 @@ def test_their_papers_and_settings() -> None:
         assert recipe.__doc__
         assert recipe.__doc__.strip().splitlines()[-1].strip().rstrip(".").split()[-1].isdigit()
         setup = own_setup(recipe)
-        assert (setup.score, setup.dim, setup.batch_size) == ("cosine", 64, 2048 if name == "ada_tau" else 1024)
+        assert (setup.model.score, setup.model.dim, setup.batches.batch_size) == (
+            "cosine",
+            64,
+            2048 if name == "ada_tau" else 1024,
+        )
     assert own_setup(RECIPES["sl"]) == own_setup(RECIPES["bsl"])

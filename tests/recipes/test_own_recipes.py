@@ -252,10 +252,10 @@ def test_towers_of_ones_own_are_named_and_built_again(
 
     parts = sparring.split(sparring.read("interactions.parquet"), "random", valid=0.1, test=0.2, seed=0)
     layered = settings.find("mine.py:layered")
-    sparring.fit(layered(parts.train, sparring.Setup(dim=4, epochs=1), n=8), parts, "runs/composed", device="cpu")
+    sparring.fit(layered(parts.train, sparring.Setup.of(dim=4, epochs=1), n=8), parts, "runs/composed", device="cpu")
     refused(["recommend", "runs/composed", "--query", "1003"], "runs/composed", "Layered", "load(folder, model=")
     assert "model=YOUR_RETRIEVER" in Path("runs/composed/README.md").read_text()
-    model = layered(parts.train, sparring.Setup(dim=4, epochs=1), n=8).model
+    model = layered(parts.train, sparring.Setup.of(dim=4, epochs=1), n=8).model
     assert len(sparring.load("runs/composed", model=model).recommend([1003], k=5)) == 5
 
 
@@ -316,7 +316,7 @@ def test_diagnose_a_run_made_in_python(
     assert main(["diagnose", "runs/python", "--data", "interactions.parquet", *words]) == 0
     pl.DataFrame({"user_id": [1, 2], "item_id": [1, 2]}).write_parquet("other.parquet")
     refused(["diagnose", "runs/python", "--data", "other.parquet", *words], "other.parquet holds no pair")
-    run = settings.find("mine.py:loss_tilted")(parts.train, sparring.Setup(dim=4, epochs=1), n=8)
+    run = settings.find("mine.py:loss_tilted")(parts.train, sparring.Setup.of(dim=4, epochs=1), n=8)
     sparring.fit(run, parts, "runs/custom", device="cpu")
     refused(
         ["diagnose", "runs/custom", "--data", "interactions.parquet", *words], "composed in Python", "docs/diagnose.md"

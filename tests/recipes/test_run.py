@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,10 +14,11 @@ from sparring.core.types import Bag, Candidates, Step
 from sparring.data.interactions import Split
 from sparring.losses import sampled_softmax
 from sparring.negatives import AllItems, InBatch, Negatives, Popularity, Sampled, Uniform, Union
-from sparring.recipes.run import Run, Setup, Term, compose
+from sparring.recipes.run import Run, Term, compose
+from sparring.recipes.setup import Setup
 from sparring.training.fitting import fit
 
-QUICK = Setup(dim=8, epochs=1, batch_size=64)
+QUICK = Setup.of(dim=8, epochs=1, batch_size=64)
 IDS = torch.arange(5)
 
 
@@ -153,5 +153,5 @@ def test_negatives_are_of_the_catalogue(parts: Split, negatives: Callable[[], Ne
 def test_a_setup_is_checked(parts: Split, name: str, value: object) -> None:
     """Values of another type, or out of range, are told by compose as the command line tells them."""
     with pytest.raises(UserError) as error:
-        compose(parts.train, replace(QUICK, **{name: value}), Term(1.0, InBatch()))
+        compose(parts.train, QUICK.replaced(**{name: value}), Term(1.0, InBatch()))
     one_line(error, name, repr(value) if isinstance(value, str) else str(value))

@@ -11,9 +11,10 @@ import torch
 
 from sparring.core.errors import UserError
 from sparring.data.interactions import Split
+from sparring.models.settings import ModelSettings
 from sparring.recipes import PAPER, RECIPES, xir
-from sparring.recipes.run import Setup
 from sparring.recipes.settings import build, check, find, own_arguments, own_setup, parse, parse_setup, resolve
+from sparring.recipes.setup import GROUPS, SETTINGS, Setup, find_setting
 
 
 def line_of(error: pytest.ExceptionInfo[UserError]) -> str:
@@ -145,7 +146,7 @@ def test_values_that_no_training_could_use_are_refused(fields: dict[str, Any], p
     """Out of range in a Setup: one line with the name and the value, before anything is built."""
     name, value = next(iter(fields.items()))
     with pytest.raises(UserError) as error:
-        check(dataclasses.replace(Setup(), **fields))
+        check(Setup().replaced(**fields))
     assert name in line_of(error)
     assert str(value) in line_of(error)
     with pytest.raises(UserError):
@@ -181,16 +182,16 @@ def test_build_remembers_the_recipe_and_its_resolved_arguments(parts: Split) -> 
     run = build("xir", parts.train, {"lam": "0.2", "cache_size": "64", "lr": "0.02", "hidden": "8,4"})
     assert run.recipe == "xir"
     assert run.arguments == {"lam": 0.2, "cache_size": 64, "n": None, "draw": "expected", "form": "paper"}
-    assert run.setup == dataclasses.replace(PAPER, lr=0.02, hidden=(8, 4))
+    assert run.setup == PAPER.replaced(lr=0.02, hidden=(8, 4))
     assert [term.weight for term in run.terms] == [0.8, 0.2]
     assert build("full-softmax", parts.train).recipe == "full_softmax"
 
 
 def test_a_base_setup_is_changed_by_settings_and_replaces_the_recipes_own(parts: Split) -> None:
     """base first, then the settings; without a base the recipe's own Setup."""
-    base = Setup(dim=5, lr=0.3)
-    assert build("xir", parts.train, {"lr": 0.1}, base).setup == dataclasses.replace(base, lr=0.1)
-    assert build("xir", parts.train, {"lr": 0.1}).setup == dataclasses.replace(own_setup(xir), lr=0.1)
+    base = Setup.of(dim=5, lr=0.3)
+    assert build("xir", parts.train, {"lr": 0.1}, base).setup == base.replaced(lr=0.1)
+    assert build("xir", parts.train, {"lr": 0.1}).setup == own_setup(xir).replaced(lr=0.1)
 
 
 def test_a_base_setup_leaves_a_recipe_what_makes_it(parts: Split) -> None:
@@ -203,26 +204,26 @@ def test_a_base_setup_leaves_a_recipe_what_makes_it(parts: Split) -> None:
     }
     own = {name: own_setup(RECIPES[name]) for name in runs}
     for name, run in runs.items():
-        same = dataclasses.asdict(run.setup)
-        kept = {key: same.pop(key) for key in ("rows", "draw", "auxiliary", "private", "centroids", "classifiers")}
-        assert kept == {key: getattr(own[name], key) for key in kept}
-        others = dataclasses.asdict(dataclasses.replace(base, tau=run.setup.tau))
+        same = run.setup.flat()
+        kept = {key: same.pop(key) for key in ("rows", "draw", "auxiliary", "private", "centroids", "clf_epochs")}
+        assert kept == {key: own[name].flat()[key] for key in kept}
+        others = base.replaced(tau=run.setup.temperature.tau).flat()
         assert same == {key: others[key] for key in same}
-    assert {run.setup.rows for name, run in runs.items() if name != "ssl_pop"} == {"queries"}
-    assert runs["ssl_pop"].setup.rows == "pairs"
+    assert {run.setup.batches.rows for name, run in runs.items() if name != "ssl_pop"} == {"queries"}
+    assert runs["ssl_pop"].setup.batches.rows == "pairs"
     tables = {name: sum(part.numel() for part in run.model.item.parameters()) for name, run in runs.items()}
     assert tables["dexa"] > tables["ngame"]
     items = torch.arange(parts.train.n_items)
     vectors = {name: runs[name].model.encode_items(items) for name in ("ngame", "dexa")}
     assert not torch.equal(vectors["ngame"], vectors["dexa"])
-    assert build("dexa", parts.train, {"auxiliary": 0, "rows": "pairs"}, base).setup.auxiliary == 0
+    assert build("dexa", parts.train, {"auxiliary": 0, "rows": "pairs"}, base).setup.model.auxiliary == 0
     labels = own_setup(RECIPES["dpr"])
-    assert build("ssl_pop", parts.train, {}, labels).setup.rows == "queries"
+    assert build("ssl_pop", parts.train, {}, labels).setup.batches.rows == "queries"
 
 
 def test_a_whole_setup_is_taken_as_it_is(parts: Split) -> None:
     """What a run folder holds comes back, even where the recipe's own Setup says otherwise."""
-    saved = build("dexa", parts.train, {"auxiliary": 0, "private": 0, "rows": "pairs", "classifiers": 0}).setup
+    saved = build("dexa", parts.train, {"auxiliary": 0, "private": 0, "rows": "pairs", "clf_epochs": 0}).setup
     assert build("dexa", parts.train, {}, setup=saved).setup == saved
 
 
@@ -261,8 +262,58 @@ def test_no_argument_of_a_recipe_hides_a_setting_of_all() -> None:
         ("bir", "draw"),
         ("xir", "draw"),
     }  # how the batch is drawn again; Setup.draw is for rows=queries, where it has other values
-    fields = {field.name for field in dataclasses.fields(Setup)}
     hidden = {
-        (name, argument) for name, recipe in RECIPES.items() for argument in own_arguments(recipe) if argument in fields
+        (name, argument)
+        for name, recipe in RECIPES.items()
+        for argument in own_arguments(recipe)
+        if argument in SETTINGS
     }
     assert hidden == allowed
+
+
+def test_every_setting_has_one_flat_name_one_dotted_name_and_a_description() -> None:
+    """Flat names are unique, none is that of a group, and all fields of all groups are among the settings."""
+    assert len({setting.path for setting in SETTINGS.values()}) == len(SETTINGS)
+    assert not set(SETTINGS) & set(GROUPS)
+    assert len(SETTINGS) == 1 + sum(len(dataclasses.fields(group)) for group in GROUPS.values())
+    for name, setting in SETTINGS.items():
+        assert find_setting(name) is find_setting(setting.path) is setting
+        assert setting.description, name
+        assert "\n" not in setting.description
+
+
+@pytest.mark.parametrize(
+    ("flat", "dotted"), [("dim", "model.dim"), ("lr", "training.lr"), ("clf_lr", "classifiers.lr")]
+)
+def test_a_setting_is_set_by_its_flat_or_its_dotted_name(flat: str, dotted: str, parts: Split) -> None:
+    """`--set dim=8` and `--set model.dim=8` are the same, in strings and values; nothing else changes."""
+    named = [build("xir", parts.train, {name: value}).setup for name in (flat, dotted) for value in (8, "8")]
+    assert named[0] == named[1] == named[2] == named[3] == PAPER.replaced(**{flat: 8})
+    assert {name for name, value in named[0].flat().items() if value != PAPER.flat()[name]} == {flat}
+
+
+def test_a_dotted_name_reaches_a_setting_that_an_argument_hides(parts: Split) -> None:
+    """`draw` is an argument of BIR; `batches.draw` is the shared setting."""
+    run = build("bir", parts.train, {"draw": "expected", "batches.draw": "propensity", "rows": "queries"})
+    assert run.arguments is not None
+    assert (run.arguments["draw"], run.setup.batches.draw) == ("expected", "propensity")
+
+
+@pytest.mark.parametrize(
+    ("asked", "meant"), [("model.dmi", "model.dim"), ("model", "dim"), ("classifiers", "clf_epochs")]
+)
+def test_a_wrong_dotted_name_and_the_name_of_a_group_are_refused(asked: str, meant: str, parts: Split) -> None:
+    """In one line, with the nearest name or with the members of the group; in Python as on the command line."""
+    for refused in (lambda: build("xir", parts.train, {asked: 1}), lambda: Setup.of(**{asked: 1})):
+        with pytest.raises(UserError) as error:
+            refused()
+        assert asked in line_of(error)
+        assert meant in line_of(error)
+
+
+def test_a_group_can_be_replaced_as_one_value() -> None:
+    """`replaced(model=ModelSettings(...))` leaves the other groups as they are."""
+    changed = PAPER.replaced(model=ModelSettings(dim=8), lr=0.5)
+    assert changed.model == ModelSettings(dim=8)
+    assert changed.batches == PAPER.batches
+    assert changed.training.lr == 0.5

@@ -17,7 +17,7 @@ from sparring.core.types import Positives
 from sparring.data.interactions import Interactions, Vocabulary
 from sparring.models.retriever import Retriever
 from sparring.models.towers import IdTower
-from sparring.recipes.run import Setup
+from sparring.recipes.setup import Setup
 from sparring.training.folder import write_start
 
 USERS, ITEMS, DIM, SEEN = 40, 60, 8, 5
@@ -79,7 +79,7 @@ def make_run(
     known = _table(items, rng) if with_table else None
     queries, ids = Vocabulary([f"user-{row:02}" for row in range(USERS)]), Vocabulary(item_ids)
     data = Interactions(np.repeat(np.arange(USERS, dtype=np.int32), SEEN), seen.ravel(), queries, ids, item_table=known)
-    setup = Setup(dim=dim, score=score, seed=seed, item_bias=bias)
+    setup = Setup.of(dim=dim, score=score, seed=seed, item_bias=bias)
     query, item, biases = IdTower(USERS, dim), IdTower(items, dim), IdTower(items, 1)
     model = Retriever(query, item, score, item_bias=biases if bias else None)
     generator = torch.Generator().manual_seed(seed)

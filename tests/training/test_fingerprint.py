@@ -84,7 +84,7 @@ def test_training_changes_no_word(name: str, parts: Split) -> None:
         "epochs": 1,
         "batch_size": 64,
         "dim": 8,
-        **({"classifiers": 0} if RECIPES[name].__module__.endswith("extreme") else {}),
+        **({"clf_epochs": 0} if RECIPES[name].__module__.endswith("extreme") else {}),
     }
     run = build(name, parts.train, settings)
     before = method(run)

@@ -22,8 +22,9 @@ from sparring.data.splits import split
 from sparring.data.synthetic import make_world
 from sparring.evaluation.ranking import Evaluation, evaluate
 from sparring.negatives import InBatch
-from sparring.recipes.run import Run, Setup, Term, compose
+from sparring.recipes.run import Run, Term, compose
 from sparring.recipes.settings import build
+from sparring.recipes.setup import Setup
 from sparring.training import loop as training
 from sparring.training.fitting import Progress, fit
 from sparring.training.trained import load
@@ -299,7 +300,8 @@ def test_a_warmup_that_does_not_fit_is_shortened_and_said(
     settings = {**QUICK, "epochs": 6, "batch_size": -(-len(parts.train) // 2), "schedule": "linear", "warmup": warmup}
     run = build("ssl", parts.train, settings)
     progress = Progress(
-        step=lambda epoch, step, loss: rates.append(made[0].param_groups[0]["lr"] / run.setup.lr), say=said.append
+        step=lambda epoch, step, loss: rates.append(made[0].param_groups[0]["lr"] / run.setup.training.lr),
+        say=said.append,
     )
     fit(run, Split(parts.train), device="cpu", progress=progress)
     expected = [min(1.0, (t + 1) / max(taken, 1)) * min(1.0, (12 - t) / (12 - taken)) for t in range(12)]
@@ -319,7 +321,7 @@ def test_learning_rate_follows_decay_and_warmup(parts: Split, monkeypatch: pytes
     run = build("ssl", parts.train, {**QUICK, "epochs": 5, "lr_decay": 0.5, "lr_decay_every": 2, "warmup": 8})
     progress = Progress(step=lambda epoch, step, loss: rates.append(made[0].param_groups[0]["lr"]))
     fit(run, Split(parts.train), device="cpu", progress=progress)
-    expected = [run.setup.lr * 0.5 ** (t // steps // 2) * min(1.0, (t + 1) / 8) for t in range(5 * steps)]
+    expected = [run.setup.training.lr * 0.5 ** (t // steps // 2) * min(1.0, (t + 1) / 8) for t in range(5 * steps)]
     assert rates == pytest.approx(expected, rel=1e-12)
 
 
@@ -331,7 +333,9 @@ def test_learning_rate_follows_a_cosine(parts: Split, monkeypatch: pytest.Monkey
     monkeypatch.setattr(training, "optimizers", lambda *args: made.extend(real(*args)) or made)
     total, warmup = 3 * -(-len(parts.train) // 64), 4
     run = build("ssl", parts.train, {**QUICK, "epochs": 3, "schedule": "cosine", "warmup": warmup})
-    progress = Progress(step=lambda epoch, step, loss: rates.append(made[0].param_groups[0]["lr"] / run.setup.lr))
+    progress = Progress(
+        step=lambda epoch, step, loss: rates.append(made[0].param_groups[0]["lr"] / run.setup.training.lr)
+    )
     fit(run, Split(parts.train), device="cpu", progress=progress)
     expected = [
         min(1.0, (t + 1) / warmup) * (1 + math.cos(math.pi * min(1.0, max(0.0, (t - warmup) / (total - warmup))))) / 2
@@ -397,7 +401,7 @@ def test_shown_and_not_taken_items_score_lower() -> None:
     data = interactions(taken, 60, 40, shown=shown)
     gaps = {}
     for name in ("shown", "ssl_pop"):
-        setup = Setup(dim=32, epochs=25, batch_size=64, patience=None, lr=0.02)
+        setup = Setup.of(dim=32, epochs=25, batch_size=64, patience=None, lr=0.02)
         own_arguments = {"n": 60} if name == "shown" else {"correction": "count"}
         run = build(name, data, own_arguments, setup)
         fit(run, Split(data), device="cpu")
@@ -524,7 +528,7 @@ def test_own_negatives_and_terms_compose(parts: Split) -> None:
     """A run of one's own: any terms over any Setup; the loss of a step is the weighted sum of the terms' losses."""
     from sparring.negatives import AllItems
 
-    setup = Setup(dim=8, epochs=1, batch_size=1000, lr=1e-30, patience=None)
+    setup = Setup.of(dim=8, epochs=1, batch_size=1000, lr=1e-30, patience=None)
     one = fit(compose(parts.train, setup, Term(1.0, AllItems(40))), Split(parts.train), device="cpu").history[0]["loss"]
     both = compose(parts.train, setup, Term(0.25, AllItems(40)), Term(0.5, AllItems(40)))
     assert both.recipe == "custom"
@@ -580,7 +584,7 @@ class _Refreshed(InBatch):
 def test_refresh_comes_once_before_each_epoch_with_the_vectors_of_that_moment(parts: Split) -> None:
     """Each epoch is preceded by one refresh; the first sees the vectors of the start, later ones those that training has changed."""
     negatives = _Refreshed(3)
-    run = compose(parts.train, Setup(dim=4, batch_size=64, epochs=3, patience=None), Term(1.0, negatives))
+    run = compose(parts.train, Setup.of(dim=4, batch_size=64, epochs=3, patience=None), Term(1.0, negatives))
     first = float(run.model.item_vectors().sum())
     fit(run, Split(parts.train), device="cpu")
     assert negatives.calls.tolist() == [1, 1, 1]

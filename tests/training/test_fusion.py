@@ -21,7 +21,7 @@ SETTINGS = {
     "dim": 8,
     "epochs": 2,
     "batch_size": 16,
-    "classifiers": 4,
+    "clf_epochs": 4,
     "clf_batch_size": 16,
     "clf_lr": 0.05,
     "size": 4,
@@ -99,7 +99,7 @@ def test_new_texts_are_ranked_by_both(run: sparring.Trained, parts: Split) -> No
 def test_a_run_without_classifiers_has_no_fused_ranking(parts: Split, tmp_path: Path) -> None:
     """It is refused, and so is a ranking of another name; the default is the towers."""
     sparring.fit(
-        sparring.build("ngame", parts.train, {**SETTINGS, "classifiers": 0}),
+        sparring.build("ngame", parts.train, {**SETTINGS, "clf_epochs": 0}),
         parts,
         tmp_path / "run",
         k=(10,),
@@ -107,7 +107,7 @@ def test_a_run_without_classifiers_has_no_fused_ranking(parts: Split, tmp_path: 
     )
     run = sparring.load(tmp_path / "run")
     assert run.how() == "encoder"
-    with pytest.raises(UserError, match="no fused ranking: that needs classifiers=N"):
+    with pytest.raises(UserError, match="no fused ranking: that needs clf_epochs=N"):
         run.recommend([0], ranking="fused")
     with pytest.raises(UserError, match="ranking is 'knn'; it must be"):
         run.recommend([0], ranking="knn")  # type: ignore[arg-type]

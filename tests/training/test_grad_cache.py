@@ -11,18 +11,21 @@ from sparring.data.interactions import Split
 from sparring.losses import softmax_loss
 from sparring.negatives import InBatch, Negatives, Sampled, Uniform, Union
 from sparring.recipes import popularity
-from sparring.recipes.run import Run, Setup, Term, compose
+from sparring.recipes.run import Run, Term, compose
 from sparring.recipes.settings import build
+from sparring.recipes.setup import Setup
 from sparring.training.fitting import fit
 from sparring.training.step import contrast, in_chunks
 
 B = 29
 TOWERS: dict[str, Setup] = {
-    "id": Setup(dim=6),
-    "dense id": Setup(dim=6, optimizer="adam", score="dot"),
-    "features": Setup(dim=6, item_features=("category",), hidden=(7, 5)),
-    "history": Setup(dim=6, query_tower="history", history=4),
-    "history of features": Setup(dim=6, query_tower="history", history=4, item_features=("category",), hidden=(5, 4)),
+    "id": Setup.of(dim=6),
+    "dense id": Setup.of(dim=6, optimizer="adam", score="dot"),
+    "features": Setup.of(dim=6, item_features=("category",), hidden=(7, 5)),
+    "history": Setup.of(dim=6, query_tower="history", history=4),
+    "history of features": Setup.of(
+        dim=6, query_tower="history", history=4, item_features=("category",), hidden=(5, 4)
+    ),
 }
 
 
@@ -39,7 +42,7 @@ def negatives(name: str, parts: Split) -> Negatives:
 
 def gradients(run: Run, parts: Split, chunk: int | None) -> tuple[Tensor, dict[str, Tensor]]:
     """The losses of one batch, and the gradient of their weighted mean with respect to every parameter."""
-    run = Run(run.model, run.terms, run.temperature, Setup(**{**vars(run.setup), "chunk": chunk}))
+    run = Run(run.model, run.terms, run.temperature, run.setup.replaced(chunk=chunk))
     run.model.zero_grad()
     queries, items = (column[:B].long() for column in parts.train.pairs())
     losses, _, _ = contrast(run, queries, items, torch.Generator().manual_seed(3), parts.train.positives())
@@ -135,5 +138,5 @@ def test_a_chunk_of_nothing_is_refused(parts: Split) -> None:
     """chunk=0 is named; none is no chunk."""
     with pytest.raises(UserError, match="chunk"):
         build("default", parts.train, {"chunk": 0})
-    assert build("default", parts.train, {"chunk": "none"}).setup.chunk is None
-    assert build("default", parts.train, {"chunk": "512"}).setup.chunk == 512
+    assert build("default", parts.train, {"chunk": "none"}).setup.batches.chunk is None
+    assert build("default", parts.train, {"chunk": "512"}).setup.batches.chunk == 512

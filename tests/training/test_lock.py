@@ -40,7 +40,7 @@ def pairs(small_world: World, tmp_path: Path) -> Path:
 @pytest.fixture
 def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """Another process that holds tmp_path/run."""
-    code = "import pathlib, sys, time; from sparring import lock; kept = lock.hold(pathlib.Path(sys.argv[1])); print('held', flush=True); "
+    code = "import pathlib, sys, time; from sparring.training import lock; kept = lock.hold(pathlib.Path(sys.argv[1])); print('held', flush=True); "
     environment = {**os.environ, "PYTHONPATH": str(Path(lock.__file__).parents[2])}
     words = [sys.executable, "-c", code + "time.sleep(120)", str(tmp_path / "run")]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment) as process:
@@ -166,8 +166,8 @@ def test_one_of_many_has_the_lock(tmp_path: Path) -> None:
     """Of processes that take and give back one folder as fast as they can, never two have it: none sees another's mark."""
     code = """
 import sys, time, pathlib
-from sparring import lock
-from sparring.errors import UserError
+from sparring.training import lock
+from sparring.core.errors import UserError
 folder, end, had = pathlib.Path(sys.argv[1]), time.time() + 3, 0
 while time.time() < end:
     try:
@@ -177,7 +177,7 @@ while time.time() < end:
     mark = folder / "mark"
     mark.touch(exist_ok=False)
     mark.unlink()
-    lock.release(folder, file)
+    file.release()
     had += 1
 print(had)
 """

@@ -39,7 +39,7 @@ OWN: dict[str, Any] = {
     "size": 4,
     "every": 1,
     "grow": "2",
-    "classifiers": 3,
+    "clf_epochs": 3,
     "clf_batch_size": 16,
     "clf_warmup": 2,
     "clf_lr": 0.05,
@@ -185,7 +185,7 @@ def test_transfer(parts: Split) -> None:
 def test_classifiers_learn_what_the_towers_cannot(parts: Split) -> None:
     """Random query vectors and items at random places: classifiers alone rank the training pairs far better than they began."""
     run = build(
-        "ngame", parts.train, {**SETTINGS, **OWN, "dim": 32, "classifiers": 60, "clf_lr": 0.05, "epochs": 1, "lr": 1e-9}
+        "ngame", parts.train, {**SETTINGS, **OWN, "dim": 32, "clf_epochs": 60, "clf_lr": 0.05, "epochs": 1, "lr": 1e-9}
     )
     fit(run, parts, k=(10,), device="cpu")
     second = classifier_run(run, Split(parts.train))
@@ -196,13 +196,13 @@ def test_classifiers_learn_what_the_towers_cannot(parts: Split) -> None:
 
 
 def test_stages_can_be_left_out(parts: Split, tmp_path: Path) -> None:
-    """classifiers=0 is the towers alone, fusion=false no fusion; a recipe without stages has none, unless it is asked for them."""
-    assert train("ngame", parts, tmp_path / "towers", classifiers=0).stages == {}
+    """clf_epochs=0 is the towers alone, fusion=false no fusion; a recipe without stages has none, unless it is asked for them."""
+    assert train("ngame", parts, tmp_path / "towers", clf_epochs=0).stages == {}
     assert not (tmp_path / "towers" / "classifiers").exists()
-    assert set(train("ngame", parts, None, fusion=False).stages) == {"knn", "clf"}
+    assert set(train("ngame", parts, None, clf_fusion=False).stages) == {"knn", "clf"}
     plain = {"dim": 4, "epochs": 1}
     assert fit_stages(build("ssl", parts.train, plain), parts, k=(10,), device="cpu").stages == {}
-    asked = {**plain, "classifiers": 1, "clf_batch_size": 16}
+    asked = {**plain, "clf_epochs": 1, "clf_batch_size": 16}
     assert set(fit_stages(build("ssl", parts.train, asked), parts, k=(10,), device="cpu").stages) == {
         "knn",
         "clf",

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from sparring import build, load
-from sparring.core.types import Positives
 from sparring.models.clusters.balanced import balanced_2means
 from sparring.models.tree import grow
 from sparring.training import fitting as train
@@ -48,7 +47,7 @@ def test_a_step_is_that_of_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         run.modules().to(device)
         queries, items = (column[:20].long().to(device) for column in train.pairs())
         known = train.positives()
-        positives = Positives(known.start.to(device), known.items.to(device))
+        positives = known.to(device)
         losses = contrast(run, queries, items, torch.Generator(device), positives)[0]
         losses.mean().backward()
         grads = [p.grad.to_dense().cpu() for p in run.model.parameters() if p.grad is not None]
@@ -72,7 +71,7 @@ def test_all_stages_train_and_load(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         "warmup": 2,
         "chunk": 7,
     }
-    settings |= {"precision": "bf16", "classifiers": 2, "clf_batch_size": 16, "clf_shards": 2, "every": 1}
+    settings |= {"precision": "bf16", "clf_epochs": 2, "clf_batch_size": 16, "clf_shards": 2, "every": 1}
     settings |= {"delay": 1} if recipe == "ance" else {"size": 4}
     fitted = fit_stages(build(recipe, parts.train, settings), parts, tmp_path / "run", k=(5,), device="cuda")
     assert set(fitted.stages) == {"knn", "clf", "fusion"}
@@ -119,7 +118,7 @@ def test_steps_of_a_transformer_are_recorded(tmp_path: Path, monkeypatch: pytest
         "batch_size": 12,
         "warmup": 2,
         "lr": 1e-3,
-        "classifiers": 0,
+        "clf_epochs": 0,
     }
     settings |= {} if recipe == "dpr" else {"every": 1}
     for kind in (Kept, Plain):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
 import subprocess
@@ -73,27 +72,33 @@ def test_text_tells_more_than_chance(parts: Split) -> None:
 def test_naming_an_encoder_asks_for_text_towers() -> None:
     """The setup that suits text, both towers; what is set stays as set; with a setup of one's own only the towers change."""
     setup, _ = resolve(find("xir"), {"encoder": "bag", "lr": "0.5"})
-    assert (setup.query_tower, setup.item_tower, setup.score, setup.lr, setup.schedule) == (
+    assert (
+        setup.model.query_tower,
+        setup.model.item_tower,
+        setup.model.score,
+        setup.training.lr,
+        setup.training.schedule,
+    ) == (
         "text",
         "text",
         "cosine",
         0.5,
         "linear",
     )
-    assert resolve(find("xir"), {"encoder": "minilm"})[0].lr < setup.lr / 10
-    own = dataclasses.replace(setup, encoder=None, query_tower="id", item_tower="id", lr=0.25)
+    assert resolve(find("xir"), {"encoder": "minilm"})[0].training.lr < setup.training.lr / 10
+    own = setup.replaced(encoder=None, query_tower="id", item_tower="id", lr=0.25)
     kept, _ = resolve(find("xir"), {"encoder": "bag", "query_tower": "id"}, own)
-    assert (kept.query_tower, kept.item_tower, kept.lr) == ("id", "text", 0.25)
+    assert (kept.model.query_tower, kept.model.item_tower, kept.training.lr) == ("id", "text", 0.25)
     again, _ = resolve(find("xir"), {"encoder": "bag"}, setup)
     assert again == setup
-    assert resolve(find("xir"), {"encoder": "none"})[0].query_tower == "id"
+    assert resolve(find("xir"), {"encoder": "none"})[0].model.query_tower == "id"
 
 
 @pytest.mark.parametrize("gpu", [True, False])
 def test_auto_is_a_bag_without_a_gpu(gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """And a transformer with one; what is recorded is which."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-    assert resolve(find("ssl"), {"encoder": "auto"})[0].encoder == ("minilm" if gpu else "bag")
+    assert resolve(find("ssl"), {"encoder": "auto"})[0].text.encoder == ("minilm" if gpu else "bag")
 
 
 @pytest.mark.parametrize("cold", [True, False])
@@ -130,7 +135,7 @@ def test_the_command_line_reads_texts_where_nothing_else_helps(parts: Split, tmp
     assert main(words) == 0
     setup = runs.read_meta(tmp_path / "run")["setup"]
     encoder = "minilm" if torch.cuda.is_available() else "bag"
-    assert (setup["query_tower"], setup["encoder"]) == (("text", encoder) if cold else ("id", None))
+    assert (setup["model"]["query_tower"], setup["text"]["encoder"]) == (("text", encoder) if cold else ("id", None))
 
 
 @pytest.mark.parametrize(

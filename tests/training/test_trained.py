@@ -20,8 +20,8 @@ from sparring.core.errors import UserError
 from sparring.core.files import write, write_tensors
 from sparring.data.interactions import Interactions, Split, Vocabulary
 from sparring.data.synthetic import World
-from sparring.recipes.run import Setup
 from sparring.recipes.settings import build
+from sparring.recipes.setup import Setup
 from sparring.training import folder as run_folder
 from sparring.training.fitting import fit
 from sparring.training.trained import Trained, load
@@ -86,7 +86,7 @@ def test_a_run_folder_holds_all_that_is_promised(folder: Path) -> None:
     meta = json.loads((folder / "run.json").read_text())
     assert meta["recipe"] == "default"
     assert meta["arguments"]["n"] == 16
-    assert meta["setup"]["dim"] == 8
+    assert meta["setup"]["model"]["dim"] == 8
     assert meta["source"] == {"data": "a/file.parquet"}
     assert meta["versions"]["torch"] == torch.__version__
     assert any("sampled from Uniform" in line for line in meta["batch"])
@@ -308,7 +308,9 @@ def test_a_model_of_other_towers_is_refused(copy: Path) -> None:
     """run.json and model that disagree (a history tower without histories, another width) are refused by name of file."""
     meta = json.loads((copy / "run.json").read_text())
     for change in ({"query_tower": "history"}, {"dim": 9}, {"item_features": ["category"]}):
-        (copy / "run.json").write_text(json.dumps({**meta, "setup": {**meta["setup"], **change}}))
+        (copy / "run.json").write_text(
+            json.dumps({**meta, "setup": {**meta["setup"], "model": {**meta["setup"]["model"], **change}}})
+        )
         with pytest.raises(UserError, match=r"model\.safetensors does not fit"):
             load(copy)
 

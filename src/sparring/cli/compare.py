@@ -120,7 +120,7 @@ def _notes(plan: Plan) -> list[str]:
         name: settings.resolve(settings.find(place), plan.settings_of(name), plan.base)[0]
         for name, place in plan.places.items()
     }
-    staged = [name for name, setup in setups.items() if setup.classifiers]
+    staged = [name for name, setup in setups.items() if setup.classifiers.epochs]
     if staged:
         lines.append(f"compared by their towers alone, without classifiers and fusion: {', '.join(staged)}")
     if plan.trials:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import json
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 from rich.text import Text
 
@@ -18,7 +17,7 @@ from sparring.core.errors import UserError
 
 def recipes(args: Namespace) -> int:
     from sparring.recipes import settings
-    from sparring.recipes.run import Setup
+    from sparring.recipes.setup import SETTINGS
 
     found = _usable() if args.name is None else ((name, recipe_facts(name)) for name in [settings.named(args.name)])
     if args.json:
@@ -33,8 +32,7 @@ def recipes(args: Namespace) -> int:
         arguments = "  ".join(f"{key}={value['default']}" for key, value in facts["arguments"].items())
         for line in filter(None, (facts["summary"], facts["paper"], arguments, _come(facts))):
             show.print(f"    {line}", markup=False, soft_wrap=True)
-    fields = ", ".join(field.name for field in dataclasses.fields(Setup))
-    show.print(f"\nEvery recipe also takes: {fields}.", markup=False)
+    show.print(f"\nEvery recipe also takes: {', '.join(SETTINGS)}.", markup=False)
     show.print(
         "`sparring recipes NAME` shows types and defaults; change one with `sparring train --set name=value`.",
         markup=False,
@@ -63,11 +61,11 @@ def recipe_facts(name: str) -> dict[str, Any]:
     """What a recipe is, its paper, where it comes from, its own arguments and the settings it shares, with types and defaults."""
     from sparring.recipes import settings
     from sparring.recipes.finding import source
-    from sparring.recipes.run import Setup
+    from sparring.recipes.setup import SETTINGS
 
     recipe = settings.find(name)
     lines = (inspect.getdoc(recipe) or "no docstring").splitlines()
-    shared, setup = get_type_hints(Setup), settings.own_setup(recipe)
+    setup = settings.own_setup(recipe).flat()
     return {
         "summary": lines[0],
         "notes": [line for line in lines[1:-1] if line],
@@ -75,7 +73,8 @@ def recipe_facts(name: str) -> dict[str, Any]:
         "source": source(name),
         "arguments": {key: _kind(kind, default) for key, (kind, default) in settings.own_arguments(recipe).items()},
         "setup": {
-            field.name: _kind(shared[field.name], getattr(setup, field.name)) for field in dataclasses.fields(Setup)
+            name: {"group": each.group, **_kind(each.kind, setup[name]), "description": each.description}
+            for name, each in SETTINGS.items()
         },
     }
 
@@ -105,9 +104,12 @@ def _one_recipe(name: str, facts: dict[str, Any]) -> None:
         ("settings of every recipe, with this one's defaults", "setup"),
     ):
         if facts[key]:
-            rows = [[setting, kind["default"], kind["type"]] for setting, kind in facts[key].items()]
+            rows = [
+                [setting, kind["default"], kind["type"], kind.get("description", "")]
+                for setting, kind in facts[key].items()
+            ]
             show.print()
-            show.print(screen.table([[title, "default", "type"], *rows], left=3))
+            show.print(screen.table([[title, "default", "type", "description"], *rows], left=4))
 
 
 def data_list(args: Namespace) -> int:

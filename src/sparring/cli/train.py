@@ -15,7 +15,8 @@ from sparring.core.errors import UserError
 if TYPE_CHECKING:
     from sparring.data.interactions import Interactions, Split
     from sparring.evaluation.ranking import Evaluation
-    from sparring.recipes.run import Run, Setup
+    from sparring.recipes.run import Run
+    from sparring.recipes.setup import Setup
     from sparring.training.fitting import Fitted
 
 
@@ -167,7 +168,7 @@ def fit_shown(
     """Train with the progress on the screen."""
     from sparring.core.devices import pick_device
     from sparring.core.ranks import rank
-    from sparring.recipes.run import text_sides
+    from sparring.models.build import text_sides
     from sparring.recipes.settings import short
     from sparring.training.eligibility import untrained, untrained_line
     from sparring.training.stages import fit_stages
@@ -183,7 +184,10 @@ def fit_shown(
     intro = [
         f"{short(run.recipe)}: {parts.train.n_queries:,} queries x {parts.train.n_items:,} items; {', '.join(sizes)} interactions",
         *(f"  {line}" for line in (*parts.train.notes, *([] if blank is None else [blank]))),
-        *(f"  {side} texts: {' and '.join(getattr(run.setup, f'{side}_text'))}" for side in text_sides(run.setup)),
+        *(
+            f"  {side} texts: {' and '.join(getattr(run.setup.text, f'{side}_text'))}"
+            for side in text_sides(run.setup.model)
+        ),
         *(f"  {line}" for line in ([] if quiet else describe_batch(run, parts).splitlines())),
     ]  # on every rank: vectors may lie on others
     with screen.telling(), screen.listening(show, quiet or rank() > 0, intro) as progress:
@@ -222,13 +226,14 @@ def _fresh(args: Namespace, name: str, asked: dict[str, object]) -> tuple[Run, S
             screen.console().print(inputs.TEXTS_READ, markup=False)
     with inputs.token_bar():
         run = settings.build(name, parts.train, asked, _base(args))
-    _check_select(run.setup.select, data)
+    _check_select(run.setup.validation.select, data)
     return run, parts, inputs.source(args, data, seed)
 
 
 def _continued(args: Namespace, folder: Path) -> tuple[Run, Split, dict[str, Any]]:
     """The run of a folder as run.json has it; what was asked for on the command line must agree."""
     from sparring.recipes import settings
+    from sparring.recipes.setup import flat_name
     from sparring.training import trained
     from sparring.training.custom_towers import recipe_of
 
@@ -249,11 +254,13 @@ def _continued(args: Namespace, folder: Path) -> tuple[Run, Split, dict[str, Any
         raise UserError(
             f"{folder} was trained with other settings than those of --setup {args.setup}: --resume cannot change them"
         )
-    before = {**meta["setup"], **meta["arguments"]}
     for name in _settings(args):
-        now = arguments[name] if name in arguments else getattr(setup, name)
-        if json.dumps(now) != json.dumps(before[name]):
-            raise UserError(f"{folder} was trained with {name}={before[name]}, not {now}: --resume cannot change it")
+        before = meta["arguments"] if name in arguments else recorded.flat()
+        now, key = arguments if name in arguments else setup.flat(), name if name in arguments else flat_name(name)
+        if json.dumps(now[key]) != json.dumps(before[key]):
+            raise UserError(
+                f"{folder} was trained with {name}={before[key]}, not {now[key]}: --resume cannot change it"
+            )
     data = inputs.read_recorded(meta, folder, args.data, inputs.columns(args))
     parts = inputs.split_as(data, meta, folder, args.data)
     with inputs.token_bar():
@@ -292,7 +299,7 @@ def _check_free(folder: Path, overwrite: bool, resume: bool) -> None:
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--out {folder} is a file, not a folder")
     if (folder / lock.NAME).exists():
-        lock.release(folder, lock.hold(folder))  # or it says who writes there
+        lock.hold(folder).release()  # or it says who writes there
     if resume or not folder.exists() or lock.is_free(folder):
         return
     if not overwrite:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import errno
 import re
+from collections.abc import Iterable
 
 
 class UserError(ValueError):
@@ -25,6 +27,12 @@ def disk_full(error: BaseException | None) -> bool:
             return True
         error = error.__cause__
     return False
+
+
+def did_you_mean(name: str, choices: Iterable[str]) -> str:
+    """A hint to append to an error: `; did you mean 'bir'?`, or nothing where no choice is close."""
+    close = difflib.get_close_matches(name, list(choices), n=1, cutoff=0.4)
+    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def first_line(error: BaseException) -> str:

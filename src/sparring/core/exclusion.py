@@ -5,32 +5,18 @@ Letters as in types.py.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from sparring.kernels import ExcludedKeys, ExcludedPairs
+
 _STRIDE = 1 << 40  # row * _STRIDE + item id is unique for every pair of a batch
 _LOOKED_UP = 1 << 24  # pairs of query and candidate at most; with more, listing the known ones is cheaper than a mask
 _WRITTEN_OUT = 1 << 26  # pairs of any query and item at most that are written out as a table of bytes
-
-
-class Keys(NamedTuple):
-    """Pairs that do not count, as keys: candidate j not for query i where columns_j = rows_i."""
-
-    columns: Tensor  # (C,)
-    rows: Tensor  # (B,)
-
-    def mask(self, low: int = 0, high: int | None = None) -> Tensor:
-        """The pairs of queries low to high as a mask (rows, C)."""
-        return self.rows[low:high].unsqueeze(1) == self.columns
-
-
-Places = (
-    tuple[Tensor, Tensor] | Tensor | Keys
-)  # pairs that do not count: (rows, columns) with rows ascending, a (B, C) mask, or keys
 
 
 @dataclass(frozen=True)
@@ -61,11 +47,11 @@ class Exclude:
         """Whether `places` are keys: on a GPU, where each query excludes one item or class of the shared candidates."""
         return self.rows is None and self.also is None and ids.is_cuda and ids.dim() == 1
 
-    def places(self, ids: Tensor) -> Places:
+    def places(self, ids: Tensor) -> ExcludedPairs:
         """What the kernels take: `hits`; on a GPU, where counting hits would wait for the device, keys to compare, or a (B, C) mask."""
         if self.rows is not None or self.also is not None or not ids.is_cuda:
             return self.hits(ids)
-        return Keys(self._keys(ids), self.ids) if ids.dim() == 1 else self.mask(ids)
+        return ExcludedKeys(self._keys(ids), self.ids) if ids.dim() == 1 else self.mask(ids)
 
     def mask(self, ids: Tensor) -> Tensor:
         """(B, C) bool: the excluded places among candidate ids (C,) or (B, C), where each query excludes one item or class."""
@@ -100,16 +86,27 @@ class Exclude:
         return rows[pair], order[low[pair] + within]
 
 
-@dataclass(frozen=True)
 class Positives:
-    """All known positives of every query, as one flat array with offsets (CSR)."""
+    """All known positives of every query, as one flat array with offsets (CSR).
 
-    start: Tensor  # (queries + 1,)
-    items: Tensor  # (interactions,), sorted within each query
+    `start` (queries + 1,) holds the offsets, `items` (interactions,) the item ids, sorted within each query.
+    """
+
+    def __init__(self, start: Tensor, items: Tensor) -> None:
+        self.start, self.items = start, items
+
+    @staticmethod
+    def lazy(make: Callable[[], Positives]) -> Positives:
+        """Positives that `make` builds when they are first read."""
+        return _LazyPositives(make)
+
+    def to(self, device: torch.device) -> Positives:
+        """The same positives on a device."""
+        return self if self.items.device == device else Positives(self.start.to(device), self.items.to(device))
 
     def of(self, query_ids: Tensor) -> Exclude:
         """Pairs (row, item) of all known positives of these queries."""
-        return Known(self, query_ids)
+        return KnownPositives(self, query_ids)
 
     @cached_property
     def keys(self) -> Tensor:
@@ -130,7 +127,19 @@ class Positives:
         return table
 
 
-class Known(Exclude):
+class _LazyPositives(Positives):
+    def __init__(self, make: Callable[[], Positives]) -> None:
+        self._make = make
+
+    def __getattr__(self, name: str) -> Tensor:  # Python calls it for an attribute that is not set
+        if name not in ("start", "items"):
+            raise AttributeError(name)
+        built = self._make()
+        self.start, self.items = built.start, built.items
+        return self.start if name == "start" else self.items
+
+
+class KnownPositives(Exclude):
     """All known positives of some queries; the pairs are listed only where someone asks for them.
 
     A query's own candidates are looked up among all known pairs, a mask (B, C). So are shared ones on a GPU, where listing the known pairs
@@ -164,7 +173,7 @@ class Known(Exclude):
     def keyed(self, ids: Tensor) -> bool:
         return False
 
-    def places(self, ids: Tensor) -> Places:
+    def places(self, ids: Tensor) -> ExcludedPairs:
         few = len(self.query_ids) * len(ids) <= _LOOKED_UP if ids.is_cuda else self.positives.table is not None
         return self.mask(ids) if few or ids.dim() == 2 else self.hits(ids)
 

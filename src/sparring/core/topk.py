@@ -62,7 +62,7 @@ def top_k(
             raise UserError(
                 f"query {int(query_ids.max())} is not among the {len(seen.start) - 1} queries whose seen items are known"
             )
-        seen = Positives(seen.start.to(device), seen.items.to(device))
+        seen = seen.to(device)
     if _TRITON and block is None and q.is_cuda:
         from sparring.kernels import topk
 

@@ -5,15 +5,17 @@ Letters: B queries in a batch, C candidates, D dimensions, N items in the catalo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from sparring.core.exclusion import Exclude, Keys, Known, Places, Positives
+from sparring.core.exclusion import Exclude, Positives
+from sparring.kernels import ExcludedPairs
 
 __all__ = [
     "ALONE",
@@ -21,13 +23,13 @@ __all__ = [
     "Batch",
     "Candidates",
     "Corpus",
+    "DrawCounts",
     "Exclude",
-    "Keys",
-    "Known",
+    "LossOutput",
     "Mixtures",
     "Outcome",
-    "Places",
     "Positives",
+    "Provenance",
     "Ranks",
     "Step",
 ]
@@ -48,7 +50,7 @@ class Mixtures:
     exclude: Exclude | None = None  # the class whose mixtures never count against a query, one for each
     offset: float = 0.0
 
-    def places(self) -> Places | None:
+    def places(self) -> ExcludedPairs | None:
         """(row, group) pairs that do not count, as the kernels take them."""
         return self.exclude.places(self.groups) if self.exclude else None
 
@@ -56,6 +58,16 @@ class Mixtures:
     def count(self) -> int:
         """Mixtures that a query meets."""
         return self.weights.shape[-3] * self.weights.shape[-2]
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """The origin of a block: words for describe(), and the sampler where its observe() must find its own blocks."""
+
+    source: str = "candidates"  # where the candidates come from
+    weighting: str = "none"  # the meaning of log_w
+    masked: str = "nothing"  # the exclusion that is already written into log_w
+    sampler: nn.Module | None = None
 
 
 @dataclass(frozen=True)
@@ -71,17 +83,11 @@ class Candidates:
     emb: Tensor  # (C, D) or (B, C, D)
     log_w: Tensor  # broadcasts to (B, C): -log q corrects, log n counts, -inf drops
     exclude: Exclude | None = None  # what never counts against a query
-    draws: float | None = None
-    usage: Tensor | None = (
-        None  # shaped as ids, out: how often each was drawn, over all queries if shared; filled by the draw or the loss
-    )
-    source: str = "candidates"  # for describe(): where they come from
-    weighting: str = "none"  # for describe(): what log_w holds
-    masked: str = "nothing"  # for describe(): what was masked before and is written into log_w
+    draws: float | None = None  # closed form: draws per query, taken at their expectation
+    seed: Tensor | None = None  # (2,) draws inside the kernel: by this seed, and the number of the first row
+    drawn: Tensor | None = None  # draws made already, as in DrawCounts; the weights are their logarithms
     mix: Mixtures | None = None
-    seed: Tensor | None = (
-        None  # (2,) with `draws`: they are drawn inside the kernel, by this seed and the number of the first row
-    )
+    provenance: Provenance = Provenance()
 
     def __post_init__(self) -> None:
         for name, value in (("ids", self.ids), ("emb", self.emb), ("log_w", self.log_w)):
@@ -98,6 +104,15 @@ class Candidates:
     @property
     def shared(self) -> bool:
         return self.ids.dim() == 1
+
+    @property
+    def masked(self) -> str:
+        """The items that never count against a query, in words."""
+        return self.provenance.masked if self.exclude is None else self.exclude.name
+
+    def derived(self, source: str) -> Provenance:
+        """The provenance of a block made from this one, with its exclusion written into the weights."""
+        return Provenance(source, self.provenance.weighting, self.masked)
 
     def plain(self) -> tuple[Candidates, ...]:
         """The block without mixtures and, where it has any, a second block that holds them as vectors with their masks written out."""
@@ -116,11 +131,9 @@ class Candidates:
         if self.mix.exclude is not None:
             mixed = torch.where(self.mix.exclude.mask(self.mix.groups).unsqueeze(-1), -torch.inf, mixed)
         ids = torch.full(emb.shape[:-1], -1, device=self.ids.device)
-        masked = self.masked if self.mix.exclude is None else "own positive's cluster"
-        source = f"mixtures of {self.source}"
-        return replace(self, mix=None), Candidates(
-            ids, emb, mixed.flatten(-2), source=source, weighting=self.weighting, masked=masked
-        )
+        masked = self.provenance.masked if self.mix.exclude is None else "own positive's cluster"
+        words = Provenance(f"mixtures of {self.provenance.source}", self.provenance.weighting, masked)
+        return replace(self, mix=None), Candidates(ids, emb, mixed.flatten(-2), provenance=words)
 
 
 @dataclass(frozen=True)
@@ -150,23 +163,19 @@ class Bag:
         lines = []
         for block in self.blocks:
             real = block.ids >= 0
-            line = f"{block.source}: {block.ids.shape[-1]:,} candidates "
+            line = f"{block.provenance.source}: {block.ids.shape[-1]:,} candidates "
             line += "shared by all queries" if block.shared else "for each query"
             line += f", {block.ids[real].unique().numel():,} distinct items, {int((~real).sum()):,} synthetic or empty"
-            line += f"; weight: {block.weighting}, {int(torch.isneginf(block.log_w).sum()):,} dropped"
-            line += f"; masked: {_masked(block)}"
+            line += f"; weight: {block.provenance.weighting}, {int(torch.isneginf(block.log_w).sum()):,} dropped"
+            line += f"; masked: {block.masked}"
+            if block.exclude is not None:
+                line += f", {len(block.exclude.hits(block.ids)[0]):,} places"
             if block.mix is not None:
                 line += f"; and {block.mix.count:,} mixtures of {block.mix.weights.shape[-1]:,} neighbours each"
             kind = "expected" if block.seed is None else "rounded"
             lines.append(line + (f"; counted as {block.draws:,.0f} {kind} draws per query" if block.draws else ""))
         corrected = "uncorrected" if self.log_w_positive is None else "corrected"
         return "\n".join([*lines, f"positive: one per query, {corrected}"])
-
-
-def _masked(block: Candidates) -> str:
-    if block.exclude is None:
-        return block.masked
-    return f"{block.exclude.name}, {len(block.exclude.hits(block.ids)[0]):,} places"
 
 
 class Ranks:
@@ -265,6 +274,12 @@ class Step:
         """q / tau, so that a logit is a plain inner product."""
         return self.q / self.tau.unsqueeze(-1)
 
+    def known(self, query_ids: Tensor | None = None) -> Exclude:
+        """All known positives of these queries, as pairs (row, item); of the step's own where none are given."""
+        if self.positives is None:
+            raise ValueError('exclude="known" needs Step.positives: all known positives of each query')
+        return self.positives.of(self.query_ids if query_ids is None else query_ids)
+
     @property
     def positive_logits(self) -> Tensor:
         return (self.scaled * self.v).sum(-1)
@@ -290,9 +305,22 @@ class Corpus:
         return self.item_vectors if isinstance(self.item_vectors, Tensor) else self.item_vectors()
 
 
+DrawCounts = tuple[Tensor | None, ...]
+"""Draws of each candidate, one tensor per block of a bag, shaped as its ids: summed over the queries where they share them."""
+
+
+class LossOutput(NamedTuple):
+    """The losses of the queries of a step, and by-products of computing them."""
+
+    losses: Tensor  # (B,)
+    draw_counts: DrawCounts | None = None  # None: the loss does not count draws
+    notes: Mapping[nn.Module, Tensor] = MappingProxyType({})  # values for observe(), by the module that reads them
+
+
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a step: handed, detached, to every module that observes."""
+    """The result of a training step, without gradient, as every module that observes receives it."""
 
-    loss: Tensor  # (B,)
+    loss: Tensor  # (B,) summed over the terms
     bags: tuple[Bag, ...]  # one per term of the run
+    outputs: tuple[LossOutput, ...] = ()  # one per term

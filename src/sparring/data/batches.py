@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from sparring.core.errors import UserError
+from sparring.core.part import Part
 from sparring.data.interactions import Interactions
 from sparring.data.propensity import inverse_propensities
 
@@ -16,7 +17,7 @@ BLOCK = 1 << 14  # rows that are read together: 64 KB of a column
 WINDOW = 512  # blocks that are shuffled together: 8 million rows
 
 
-class RandomBatches(nn.Module):
+class RandomBatches(Part):
     """Every row once per epoch, in an order that depends on (seed, epoch) only.
 
     An epoch is a permutation cut into slices, so a run that stopped at (epoch, step) goes on with exactly the batches that

@@ -12,22 +12,21 @@ that fails or is killed is reported, and the others go on. The same call again r
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Any
 
 from sparring.core import files, memory, workers
 from sparring.core.devices import hardware
-from sparring.core.errors import UserError
+from sparring.core.errors import UserError, first_line
 from sparring.core.workers import Failure, Listener, Tasks, perform
 from sparring.data.interactions import Split
 from sparring.data.synthetic import World
 from sparring.recipes import settings
 from sparring.recipes.finding import source_digest
-from sparring.recipes.run import Setup
+from sparring.recipes.setup import Setup, find_setting, flat_name, unknown_setting
 from sparring.training import folder as run_folder
 
 if TYPE_CHECKING:
@@ -111,12 +110,11 @@ def check(plan: Plan) -> None:
             f"the baseline {plan.against!r} is not among the recipes {', '.join(plan.recipes)}: add it, or choose one of them"
         )
     own = {name for recipe in plan.recipes for name in settings.own_arguments(settings.find(plan.places[recipe]))}
-    known = [*own, *get_type_hints(Setup)]
     for name in plan.shared:
-        if name == "seed":
+        if flat_name(name) == "seed":
             raise UserError("seed cannot be set: a comparison runs every recipe with the seeds 0, 1, ... (--seeds N)")
-        if name not in known:
-            raise UserError(f"no compared recipe knows the setting {name!r}{settings.nearest(name, known)}")
+        if name not in own and find_setting(name) is None:
+            raise UserError(f"no compared recipe knows it: {unknown_setting(name, own)}")
     cutoffs(plan.metrics)
     for data in plan.data:
         if data.split.test is None:
@@ -155,7 +153,7 @@ def cutoffs(metrics: tuple[str, ...]) -> list[int]:
 def _check_same(plan: Plan) -> None:
     """A folder may grow by recipes, seeds and data, but what its runs share must stay."""
     now = {
-        "setup": None if plan.base is None else dataclasses.asdict(plan.base),
+        "setup": None if plan.base is None else plan.base.flat(),
         "settings": plan.shared,
         "trials": plan.trials,
         "data": {data.name: data.source or _sizes(data.split) for data in plan.data},
@@ -172,7 +170,7 @@ def _check_same(plan: Plan) -> None:
             before = json.loads(path.read_text())
             old_data = before["data"]
         except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{path} is corrupt: {str(error).splitlines()[0]}") from error
+            raise UserError(f"{path} is corrupt: {first_line(error)}") from error
         for name in ("setup", "settings", "trials"):
             if before.get(name) != now[name]:
                 what = run_folder.difference(name, before.get(name), now[name])

@@ -13,9 +13,9 @@ import numpy as np
 import polars as pl
 
 from sparring.core import files
-from sparring.core.errors import UserError
+from sparring.core.errors import UserError, first_line
+from sparring.core.files import read_table
 from sparring.core.workers import Failure
-from sparring.data.interactions import read_table
 from sparring.evaluation.metrics import parse
 from sparring.evaluation.statistics import difference, holm, summary
 from sparring.experiments.comparison import Plan, finished
@@ -259,7 +259,7 @@ def _json(path: Path) -> dict[str, Any]:
     try:
         return dict(json.loads(path.read_text()))
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} is corrupt: {str(error).splitlines()[0]}; delete its folder to train again") from error
+        raise UserError(f"{path} is corrupt: {first_line(error)}; delete its folder to train again") from error
 
 
 def _seeds(plan: Plan) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, get_args, get_type_hints
 
 from sparring.core.errors import UserError
@@ -11,8 +11,9 @@ from sparring.data.interactions import Interactions
 from sparring.models.encoders import is_bag
 from sparring.recipes import RECIPES
 from sparring.recipes.finding import Recipe
-from sparring.recipes.run import Setup, tau_of
+from sparring.recipes.run import tau_of
 from sparring.recipes.settings import find, named, own_arguments, parse, resolve
+from sparring.recipes.setup import Setup, flat_name
 
 
 @dataclass(frozen=True)
@@ -37,10 +38,10 @@ def shared(setup: Setup) -> dict[str, Range | OneOf]:
     decay (row rules) is multiplied by the learning rate, a coupled one (adam) by the gradient's scale. A decay of exactly 0 must be in
     reach, which no logarithm has. An item bias is what popularity-heavy data needs, whatever the negatives. A pretrained transformer
     forgets at rates that a table of vectors needs."""
-    decays = (0.0, 1e-6, 1e-5, 1e-4, 1e-3) if setup.optimizer == "adam" else (0.0, 1e-4, 0.01, 0.1, 1.0)
+    decays = (0.0, 1e-6, 1e-5, 1e-4, 1e-3) if setup.training.optimizer == "adam" else (0.0, 1e-4, 0.01, 0.1, 1.0)
     return {
         "lr": Range(1e-5, 1e-3, log=True) if _transformer(setup) else Range(1e-4, 0.05, log=True),
-        "tau": Range(0.02, 1.0, log=True) if setup.score == "cosine" else Range(0.2, 3.0, log=True),
+        "tau": Range(0.02, 1.0, log=True) if setup.model.score == "cosine" else Range(0.2, 3.0, log=True),
         "weight_decay": OneOf(decays),
         "item_bias": OneOf((False, True)),
     }
@@ -48,7 +49,11 @@ def shared(setup: Setup) -> dict[str, Range | OneOf]:
 
 def _transformer(setup: Setup) -> bool:
     """Whether a tower reads texts with a pretrained transformer."""
-    return "text" in (setup.query_tower, setup.item_tower) and setup.encoder is not None and not is_bag(setup.encoder)
+    return (
+        "text" in (setup.model.query_tower, setup.model.item_tower)
+        and setup.text.encoder is not None
+        and not is_bag(setup.text.encoder)
+    )
 
 
 # A method's own arguments, by name or by recipe and name. What is not here stays as it is, and so does everything that says how many
@@ -90,7 +95,7 @@ def space(
         space("xir")  # lr, tau, weight_decay, item_bias, lam
     """
     found = shared(resolve(find(recipe), fixed or {}, base)[0]) | _own_space(find(recipe))
-    left_out = {*(fixed or {}), *UNUSED.get(named(recipe), ())}
+    left_out = {*map(flat_name, fixed or {}), *UNUSED.get(named(recipe), ())}
     return {name: entry for name, entry in found.items() if name not in left_out}
 
 
@@ -141,7 +146,7 @@ def begin(
     missed a good one, or because its temperature has another unit: resampling (BIR, XIR) doubles logits, PSL halves cosines.
     """
     setup = resolve(find(recipe), fixed, base)[0]
-    usual = {"tau": tau_of(train)} if setup.score == "cosine" else {}
+    usual = {"tau": tau_of(train)} if setup.model.score == "cosine" else {}
     first = _inside(choices, usual | defaults(recipe, choices, base, fixed))
     strong: dict[str, Any] = {"weight_decay": 0.0, "item_bias": True, **usual} | (
         {} if _transformer(setup) else {"lr": 3e-3}
@@ -169,7 +174,7 @@ def defaults(
 ) -> dict[str, Any]:
     """The recipe as it comes, moved into the space where it lies outside; without what it leaves open."""
     found = find(recipe)
-    values = asdict(resolve(found, fixed, base)[0]) | {
+    values = resolve(found, fixed, base)[0].flat() | {
         name: default for name, (_, default) in own_arguments(found).items()
     }
     known = _inside(choices, {name: value for name, value in values.items() if value is not None})

@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from sparring.core import files
-from sparring.core.errors import UserError
+from sparring.core.errors import UserError, first_line
 from sparring.data.interactions import Split
 from sparring.experiments.search_space import OneOf, Range, begin, space, untuned
 from sparring.recipes.finding import Recipe
-from sparring.recipes.run import Setup
 from sparring.recipes.settings import build, named
+from sparring.recipes.setup import Setup
 from sparring.training.fitting import fit
 
 __all__ = ["OneOf", "Range", "Trial", "Tuned", "best", "read_trials", "require_optuna", "space", "tune", "untuned"]
@@ -107,7 +107,11 @@ def tune(
         try:
             run = build(recipe, parts.train, {**(fixed or {}), **settings, "seed": TUNING_SEED}, base)
             history = fit(run, parts, device=device).history
-            value = max(float(record[run.setup.select]) for record in history if run.setup.select in record)
+            value = max(
+                float(record[run.setup.validation.select])
+                for record in history
+                if run.setup.validation.select in record
+            )
         except (ValueError, RuntimeError, ArithmeticError, MemoryError) as failure:
             error = (str(failure).strip().splitlines() or [type(failure).__name__])[0]
         done.append(Trial(number, settings, value, round(time.perf_counter() - began, 3), error))
@@ -136,7 +140,7 @@ def read_trials(path: Path) -> list[Trial]:
     try:
         return [Trial(**json.loads(line)) for line in path.read_text().splitlines()]
     except (ValueError, TypeError) as error:
-        raise UserError(f"{path} is corrupt: {str(error).splitlines()[0]}; delete it to tune again") from error
+        raise UserError(f"{path} is corrupt: {first_line(error)}; delete it to tune again") from error
 
 
 def _ask(

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from sparring.kernels import fused
-from sparring.kernels.reference import Keyed, Mix
+from sparring.kernels.reference import ExcludedKeys, Mix
 from sparring.kernels.tiles import GROUP
 
 KINDS = {"minmax_block": 0, "minmax_set": 1, "affine": 2, "dirichlet": 3}
@@ -221,10 +221,10 @@ def _warps(size: int) -> int:
     return max(1, min(8, size // 1024))
 
 
-def weighted_logsumexp(q: Tensor, emb: Tensor, log_w: Tensor, keys: Keyed | None, mix: Mix) -> Tensor:
+def weighted_logsumexp(q: Tensor, emb: Tensor, log_w: Tensor, keys: ExcludedKeys | None, mix: Mix) -> Tensor:
     """As in reference.py, for emb (C, D) shared by all queries with D <= 256, a log_w per candidate that needs no gradient, and keys."""
     classes = mix.places
-    assert classes is None or isinstance(classes, Keyed)
+    assert classes is None or isinstance(classes, ExcludedKeys)
     columns = (None if keys is None else keys.columns), (None if classes is None else classes.columns)
     vectors, weights, joined = _Join.apply(emb, log_w, mix.weights, *columns, mix.offset)  # type: ignore[no-untyped-call]
     both: TwoKeys | None = None

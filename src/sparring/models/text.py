@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from sparring.core.part import innermost
 from sparring.data.texts.encoder import Pooling, group_sizes, pooled
 from sparring.data.texts.texts import Texts, tokenize
 from sparring.data.texts.tokenizers import Tokenizer
@@ -64,7 +65,7 @@ class TextTower(nn.Module):
 
 
 def must_not_sync(ids: Tensor) -> bool:
-    """Whether ids belong to a training step on a GPU, which CUDA graphs capture if nothing in it waits for the device."""
+    """Whether ids belong to a training step on a GPU, which a CUDA graph captures if it never waits."""
     return ids.is_cuda and torch.is_grad_enabled()
 
 
@@ -79,8 +80,7 @@ def _sorted(ids: Tensor) -> tuple[Tensor, Tensor]:
 
 def text_tower(module: nn.Module) -> TextTower | None:
     """The text tower that a tower is or corrects (item_corrections.py), if any."""
-    while not isinstance(module, TextTower) and isinstance(inner := getattr(module, "tower", None), nn.Module):
-        module = inner
+    module = innermost(module)
     return module if isinstance(module, TextTower) else None
 
 
@@ -125,8 +125,9 @@ class BagEncoder(nn.Module):
 class TransformerEncoder(nn.Module):
     """A text as the mean of a transformer's last layer over its tokens, or as the vector of its first token (cls).
 
-    `model` is any Hugging Face encoder, `tokenizer` its own. Texts of similar length are read together to limit padding.
-    The model's dropout is active in training mode. Under autocast the layers run in bfloat16, the pooling in float32.
+    `model` is any Hugging Face encoder, `tokenizer` its own. Texts of similar length are read together to limit
+    padding. The model's dropout is active in training mode. Under autocast the layers run in bfloat16, the pooling in
+    float32.
 
         TransformerEncoder(AutoModel.from_pretrained(folder), find_tokenizer(folder), pooling="mean")
 

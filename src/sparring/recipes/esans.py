@@ -13,14 +13,14 @@ from sparring.models.clusters.codes import Codes
 from sparring.models.clusters.kmeans import k_means, nearest
 from sparring.models.spectral import spectral
 from sparring.negatives import (
-    CellExclusion,
+    CellExcludeKind,
     CountCorrection,
     Distance,
     Interpolated,
+    LamRule,
     Negatives,
     Normalisation,
     OtherClusters,
-    Rule,
     SameCluster,
     TowardsPositive,
     Union,
@@ -28,12 +28,13 @@ from sparring.negatives import (
 from sparring.negatives.clusters import ByCluster
 from sparring.recipes.hard import column_classes
 from sparring.recipes.in_batch import offered
-from sparring.recipes.run import Run, Setup, Term, compose
+from sparring.recipes.run import Run, Term, compose
+from sparring.recipes.setup import Setup
 
 Preset = Literal["ours", "literal"]
 
 # Xing et al. 2025, table 6 and appendix C. Ours: cosines, as we read tau 0.05, and a small start, from which this rate turns vectors.
-ESANS = Setup(dim=64, tau=0.05, init_std=0.01, batch_size=512, lr=2e-4)
+ESANS = Setup.of(dim=64, tau=0.05, init_std=0.01, batch_size=512, lr=2e-4)
 
 
 def esans(
@@ -44,7 +45,7 @@ def esans(
     m_c: int = 2,
     m_o: int = 5,
     m_h: int = 5,
-    lam: float | Rule = 0.1,
+    lam: float | LamRule = 0.1,
     eta: float = 0.6,
     gamma: float = 1.0,
     preset: Preset = "ours",
@@ -73,12 +74,12 @@ def esans(
     Xing et al., ESANS: Effective and Semantic-Aware Negative Sampling for Large-Scale Retrieval Systems, WWW 2025.
     """
     ours = preset == "ours"
-    masks: CellExclusion = exclude if exclude != "preset" else "cell" if ours else "positive"
+    masks: CellExcludeKind = exclude if exclude != "preset" else "cell" if ours else "positive"
     near: Distance = distance or ("cosine" if ours else "literal")
     found = clusters(data, codes, k_primary, k_secondary, m_o, setup.seed)
     negatives: list[Negatives] = []
     # corrected hard negatives stand for the rest of the positive's cluster, so that the shared ones must not
-    apart: CellExclusion = "cluster" if correction == "counts" and masks == "cell" and m_h > 0 else masks
+    apart: CellExcludeKind = "cluster" if correction == "counts" and masks == "cell" and m_h > 0 else masks
     rows = offered(data, setup)
     others = OtherClusters(found, min(m_c, found.k_primary - 1), m_o, gamma, near, shared, apart, correction, rows)
     if simple_mixtures and m_o > 1:

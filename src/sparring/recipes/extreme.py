@@ -18,10 +18,11 @@ from sparring.models.clusters.batches import ClusteredBatches
 from sparring.models.item_corrections import Centroids
 from sparring.negatives import AllItems, InBatch, NearestItems, Union
 from sparring.recipes.in_batch import popularity
-from sparring.recipes.run import Run, Setup, Term, compose
+from sparring.recipes.run import Run, Term, compose
+from sparring.recipes.setup import Setup
 from sparring.recipes.variant import variant
 
-LABELS = Setup(
+LABELS = Setup.of(
     tau=0.1,
     rows="queries",
     batch_size=1024,
@@ -32,8 +33,8 @@ LABELS = Setup(
     patience=None,
     eval_every=5,
 )
-SOFTMAX = replace(LABELS, tau=0.05)
-NGAME = replace(LABELS, classifiers=100)
+SOFTMAX = LABELS.replaced(tau=0.05)
+NGAME = LABELS.replaced(clf_epochs=100)
 
 
 def dpr(
@@ -107,10 +108,10 @@ def ngame(
     run = compose(data, setup, Term(1.0, InBatch(exclude="known"), loss))
     queries = data.pairs()[0]
     batches = ClusteredBatches(
-        torch.unique(queries) if setup.rows == "queries" else queries,
+        torch.unique(queries) if setup.batches.rows == "queries" else queries,
         data.n_queries,
         run.model.dim,
-        setup.batch_size,
+        setup.batches.batch_size,
         setup.seed,
         size,
         start,
@@ -131,7 +132,7 @@ dexa = variant(
     About `auxiliary` items share a vector; the `private` most frequent have one each. auxiliary=2 is the authors' for 131,000 items.
     Dahiya et al., Deep Encoders with Auxiliary Parameters for Extreme Classification, KDD 2023.
     """,
-    {"setup": replace(NGAME, auxiliary=4, private=1000)},
+    {"setup": NGAME.replaced(auxiliary=4, private=1000)},
 )
 
 
@@ -144,7 +145,7 @@ prime = variant(
     PRIME, NAACL 2025, as it is in the code of its successor ViXML.
     """,
     {
-        "setup": replace(NGAME, auxiliary=2, centroids=True, draw="propensity"),
+        "setup": NGAME.replaced(auxiliary=2, centroids=True, draw="propensity"),
         "size": 16,
         "dynamic": True,
         "both_ways": True,

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import importlib
 import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
 from typing import TypeVar, get_type_hints
 
-from sparring.core.errors import UserError
+from sparring.core.errors import UserError, did_you_mean
 from sparring.recipes import RECIPES
-from sparring.recipes.run import Run, Setup
+from sparring.recipes.run import Run
+from sparring.recipes.setup import Setup
 
 Recipe = Callable[..., Run]
 T = TypeVar("T")
@@ -43,7 +43,9 @@ def find(recipe: str | Recipe) -> Recipe:
         return _checked(_attempt(packages[recipe].load, f"the recipe {recipe!r} of {source(recipe)}"), recipe)
     if recipe.endswith(".py"):
         raise UserError(f"{recipe!r} names no function: write {recipe}:FUNCTION")
-    raise UserError(f"unknown recipe {recipe!r}{nearest(recipe, [*RECIPES, *packages])}; `sparring recipes` lists them")
+    raise UserError(
+        f"unknown recipe {recipe!r}{did_you_mean(recipe, [*RECIPES, *packages])}; `sparring recipes` lists them"
+    )
 
 
 def named(recipe: str | Recipe) -> str:
@@ -116,12 +118,6 @@ def source(name: str) -> str:
     return f"{entry.value} of the package {entry.dist.name} {entry.dist.version}" if entry.dist else entry.value
 
 
-def nearest(name: str, choices: Iterable[str]) -> str:
-    """A suggestion to append to an error, or nothing."""
-    close = difflib.get_close_matches(name.replace("-", "_"), list(choices), n=1, cutoff=0.4)
-    return f": did you mean {close[0]!r}?" if close else ""
-
-
 def _file(module: str) -> str | None:
     """The file that a module's name stands for: a path, a module that can be imported, or one beside where we are."""
     if module.endswith(".py"):
@@ -171,7 +167,7 @@ def _imported(name: str) -> Recipe:
             for key, value in vars(module).items()
             if inspect.isfunction(value) and value.__module__ == module.__name__
         ]
-        raise UserError(f"there is no function {function!r} in {module_name}{nearest(function, theirs)}")
+        raise UserError(f"there is no function {function!r} in {module_name}{did_you_mean(function, theirs)}")
     return found  # type: ignore[no-any-return]
 
 

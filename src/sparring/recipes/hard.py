@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -12,11 +10,12 @@ from sparring.core.errors import UserError
 from sparring.data.batches import epoch_steps
 from sparring.data.interactions import Interactions
 from sparring.losses import bpr
+from sparring.models.build import width
 from sparring.negatives import (
     AmongHardest,
     BatchMix,
     Correction,
-    Exclusion,
+    ExcludeKind,
     GroupShares,
     Hardest,
     HardestBucket,
@@ -30,12 +29,13 @@ from sparring.negatives import (
     Union,
 )
 from sparring.negatives.quantized import Codebook
-from sparring.negatives.synthetic import Mix
+from sparring.negatives.synthetic import MixPer
 from sparring.recipes.in_batch import PAPER, popularity
-from sparring.recipes.run import Run, Setup, Term, compose
+from sparring.recipes.run import Run, Term, compose
+from sparring.recipes.setup import Setup
 
 # What DNS(M, N), MixGCF and AHNS share: d = 64, B = 2048, Adam at 0.001 from Xavier's start, about 0.01 for some ten thousand rows.
-PAIRWISE = Setup(score="dot", tau=1.0, init_std=0.01, lr=0.001, weight_decay=1e-4)
+PAIRWISE = Setup.of(score="dot", tau=1.0, init_std=0.01, lr=0.001, weight_decay=1e-4)
 
 
 def dns(
@@ -46,7 +46,7 @@ def dns(
     m: int = 1,
     k: int = 1,
     per_query: bool = True,
-    exclude: Exclusion = "known",
+    exclude: ExcludeKind = "known",
 ) -> Run:
     """Pairwise loss against k of the m hardest of n uniform draws (DNS; with m > 1 DNS(M, N)).
 
@@ -67,7 +67,7 @@ def ahns(
     beta: float = 0.1,
     p: float = -2.0,
     per_query: bool = True,
-    exclude: Exclusion = "known",
+    exclude: ExcludeKind = "known",
 ) -> Run:
     """Pairwise loss against the draw whose score is nearest to beta (s_+ + alpha)^(p + 1) (AHNS).
 
@@ -82,9 +82,9 @@ def mixgcf(
     *,
     n: int = 32,
     k: int = 1,
-    mix: Mix = "query",
+    mix: MixPer = "query",
     per_query: bool = True,
-    exclude: Exclusion = "known",
+    exclude: ExcludeKind = "known",
 ) -> Run:
     """Softmax against the k hardest of n draws, each mixed with the positive (MixGCF, two-tower form).
 
@@ -103,7 +103,7 @@ def amns(
     n: int = 2048,
     k: int = 256,
     correction: Correction = "none",
-    exclude: Exclusion = "positive",
+    exclude: ExcludeKind = "positive",
 ) -> Run:
     """Softmax against the k hardest for each query of in-batch and uniform negatives together (AMNS).
 
@@ -119,7 +119,7 @@ def amns(
 
 def bmns(
     data: Interactions,
-    setup: Setup = replace(PAPER, lr=0.01),
+    setup: Setup = PAPER.replaced(lr=0.01),
     *,
     n: int = 2048,
     share: float = 0.2,
@@ -152,7 +152,7 @@ def fairneg(
     every: int | None = None,
     floor: float = 0.1,
     correction: Correction = "none",
-    exclude: Exclusion = "known",
+    exclude: ExcludeKind = "known",
 ) -> Run:
     """Negatives by groups of items whose shares fall where the group is served badly, tilted by score (FairNeg).
 
@@ -162,7 +162,7 @@ def fairneg(
     Chen et al., Fairly Adaptive Negative Sampling for Recommendations, WWW 2023.
     """
     of_items = popularity_classes(data, groups) if column is None else column_classes(data, column)
-    steps = epoch_steps(data, setup.rows, setup.batch_size) if every is None else every
+    steps = epoch_steps(data, setup.batches.rows, setup.batches.batch_size) if every is None else every
     shares = GroupShares(of_items, lr_shares, momentum, decay, steps, floor)
     pool = Sampled(shares, n, correction=correction, exclude=exclude)
     return compose(data, setup, Term(1.0, Tilted(pool, importance, temperature)))
@@ -177,14 +177,16 @@ def midx(
     codebook: Codebook = "residual",
     every: int = 1,
     correction: Correction = "count",
-    exclude: Exclusion = "positive",
+    exclude: ExcludeKind = "positive",
 ) -> Run:
     """Negatives for each query from a softmax over quantised item vectors, corrected by their exact chance (MIDX).
 
     New codebooks every `every` epochs. Our common settings: the paper's are for autoencoders and language models.
     Chen et al., Fast Variational AutoEncoder with Inverted Multi-Index for Collaborative Filtering, WWW 2022.
     """
-    negatives = QuantizedSoftmax(data.n_items, setup.width, n, words, codebook, correction, exclude, every)
+    negatives = QuantizedSoftmax(
+        data.n_items, width(setup.model, setup.text), n, words, codebook, correction, exclude, every
+    )
     return compose(data, setup, Term(1.0, negatives))
 
 
@@ -196,7 +198,7 @@ def sce(
     buckets: int | None = None,
     queries: int | None = None,
     mix: bool = False,
-    exclude: Exclusion = "positive",
+    exclude: ExcludeKind = "positive",
 ) -> Run:
     """Cross-entropy inside random buckets of queries and items that point the same way, the hardest bucket of each query (SCE).
 
@@ -230,5 +232,5 @@ def column_classes(data: Interactions, column: str) -> Tensor:
     return torch.from_numpy(values.rank("dense").fill_null(0).to_numpy().astype(np.int64))
 
 
-def _pool(data: Interactions, n: int, per_query: bool, exclude: Exclusion) -> Sampled:
+def _pool(data: Interactions, n: int, per_query: bool, exclude: ExcludeKind) -> Sampled:
     return Sampled(Uniform(data.n_items), n, per_query, "none", exclude)

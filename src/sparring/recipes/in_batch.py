@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -14,12 +13,13 @@ from sparring.data.interactions import Interactions
 from sparring.data.propensity import inverse_propensities
 from sparring.losses import bpr as bpr_loss
 from sparring.losses import softmax_loss
+from sparring.models.build import width
 from sparring.negatives import (
     AllItems,
     Cache,
     Correction,
-    Draw,
-    Exclusion,
+    DrawMethod,
+    ExcludeKind,
     InBatch,
     Memory,
     Popularity,
@@ -30,12 +30,13 @@ from sparring.negatives import (
     Uniform,
     Union,
 )
-from sparring.recipes.run import Run, Setup, Term, compose
+from sparring.recipes.run import Run, Term, compose
+from sparring.recipes.setup import Setup
 
 Form = Literal["paper", "release"]
 
 
-PAPER = Setup(
+PAPER = Setup.of(
     dim=32,
     score="dot",
     tau=1.0,
@@ -54,10 +55,10 @@ PAPER = Setup(
 
 # Chosen on validation parts of four data sets (docs/results.md): a bias per item lets unit vectors say what is popular, a little dropout
 # keeps queries from being learned by heart, and a low rate that falls to zero ends where a constant one does not.
-DEFAULT = Setup(tau=None, item_bias=True, dropout=0.1, init_std=0.01, epochs=60, lr=3e-3, schedule="cosine")
+DEFAULT = Setup.of(tau=None, item_bias=True, dropout=0.1, init_std=0.01, epochs=60, lr=3e-3, schedule="cosine")
 
 
-def default(data: Interactions, setup: Setup = DEFAULT, *, n: int = 2048, exclude: Exclusion = "positive") -> Run:
+def default(data: Interactions, setup: Setup = DEFAULT, *, n: int = 2048, exclude: ExcludeKind = "positive") -> Run:
     """The best that holds on every set tried: cosines with an item bias, a temperature from the data, softmax loss on uniform negatives.
 
     SL (Wu et al., TOIS 2024) with the first temperature of Adap-tau (Chen et al., WWW 2023).
@@ -69,7 +70,7 @@ def default(data: Interactions, setup: Setup = DEFAULT, *, n: int = 2048, exclud
 
 def quick(
     data: Interactions,
-    setup: Setup = Setup(
+    setup: Setup = Setup.of(
         score="dot", tau=0.5, init="spectral", batch_size=512, epochs=20, optimizer="row-adagrad", lr=0.05
     ),
 ) -> Run:
@@ -113,10 +114,10 @@ def pns(
 
 def bpr(
     data: Interactions,
-    setup: Setup = Setup(score="dot", tau=1.0, optimizer="row-adagrad", lr=0.05, batch_size=4096),
+    setup: Setup = Setup.of(score="dot", tau=1.0, optimizer="row-adagrad", lr=0.05, batch_size=4096),
     *,
     n: int = 1,
-    exclude: Exclusion = "known",
+    exclude: ExcludeKind = "known",
 ) -> Run:
     """Pairwise logistic loss against uniform negatives drawn for each query (BPR-MF).
 
@@ -187,7 +188,12 @@ def debiased_mns(data: Interactions, setup: Setup = PAPER, *, n: int = 2048, cor
 
 
 def bir(
-    data: Interactions, setup: Setup = PAPER, *, n: int | None = None, draw: Draw = "expected", form: Form = "paper"
+    data: Interactions,
+    setup: Setup = PAPER,
+    *,
+    n: int | None = None,
+    draw: DrawMethod = "expected",
+    form: Form = "paper",
 ) -> Run:
     """In-batch negatives drawn again for each query by its own corrected scores (BIR); draw="expected" is the closed form.
 
@@ -204,7 +210,7 @@ def xir(
     lam: float = 0.5,
     cache_size: int = 2048,
     n: int | None = None,
-    draw: Draw = "expected",
+    draw: DrawMethod = "expected",
     form: Form = "paper",
 ) -> Run:
     """BIR plus a cache of the items drawn most often, as a second term of weight lam (XIR).
@@ -225,7 +231,7 @@ def xir(
 
 def cbns(
     data: Interactions,
-    setup: Setup = replace(PAPER, dim=64, batch_size=128, init_std=0.1, weight_decay=1e-6, lr_decay=1.0, patience=20),
+    setup: Setup = PAPER.replaced(dim=64, batch_size=128, init_std=0.1, weight_decay=1e-6, lr_decay=1.0, patience=20),
     *,
     size: int = 2432,
     opens: int | None = None,
@@ -238,9 +244,13 @@ def cbns(
     """
     pop = popularity(data, setup)
     if opens is None:
-        opens = min(40_000, setup.epochs * epoch_steps(data, setup.rows, setup.batch_size) // 10)
+        opens = min(
+            40_000, setup.training.epochs * epoch_steps(data, setup.batches.rows, setup.batches.batch_size) // 10
+        )
     return compose(
-        data, setup, Term(1.0, Union(InBatch(pop), Memory(size, setup.width, pop, opens), correction=correction))
+        data,
+        setup,
+        Term(1.0, Union(InBatch(pop), Memory(size, width(setup.model, setup.text), pop, opens), correction=correction)),
     )
 
 
@@ -272,16 +282,16 @@ def popularity(data: Interactions, setup: Setup | None = None, alpha: float = 1.
 
 def offered(data: Interactions, setup: Setup) -> Tensor:
     """(N,) how often each item is the positive of a row in one epoch, on average; a row that is a query offers each of its n 1/n times."""
-    if setup.rows == "pairs":
+    if setup.batches.rows == "pairs":
         return torch.from_numpy(data.counts())
     weight = np.ones(data.n_items)
-    if setup.draw == "propensity":
+    if setup.batches.draw == "propensity":
         weight = inverse_propensities(data.counts(), len(np.unique(data.queries)))
     share = weight[data.items]
     total = np.bincount(data.queries, weights=share, minlength=data.n_queries)
     return torch.from_numpy(np.bincount(data.items, weights=share / total[data.queries], minlength=data.n_items))
 
 
-def masking(form: Form) -> Exclusion:
+def masking(form: Form) -> ExcludeKind:
     """The XIR release leaves the query's positive among its negatives; we drop it by id."""
     return "none" if form == "release" else "positive"

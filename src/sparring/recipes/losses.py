@@ -17,12 +17,13 @@ from sparring.losses import AdaTau, BSLForm, Loss, SLatK, Surrogate, adaptive_so
 from sparring.losses import bsl as bsl_loss
 from sparring.losses import ccl as ccl_loss
 from sparring.losses import psl as psl_loss
-from sparring.negatives import Exclusion, Sampled, Uniform
-from sparring.recipes.run import Run, Setup, Term, compose
+from sparring.negatives import ExcludeKind, Sampled, Uniform
+from sparring.recipes.run import Run, Term, compose
+from sparring.recipes.setup import Setup
 
 # The authors' scripts for Gowalla: Adam at 1e-4 from the small tables of Xavier's start. Cosines forget the length of a vector, so a small
 # start makes every step turn it further; at init_std 0.1 this rate would take ten times as long.
-AUTHORS = Setup(
+AUTHORS = Setup.of(
     dim=64,
     tau=0.08,
     init_std=0.01,
@@ -34,7 +35,7 @@ AUTHORS = Setup(
     select="recall@20",
 )
 # Dimensions, batch and negatives of PSL and SL@K, whose authors tune rate and temperature for each data set: those are ours.
-BENCHMARK = replace(AUTHORS, tau=0.1, epochs=200, lr=5e-4, patience=20, select="ndcg@20")
+BENCHMARK = AUTHORS.replaced(tau=0.1, epochs=200, lr=5e-4, patience=20, select="ndcg@20")
 
 
 def sl(
@@ -43,7 +44,7 @@ def sl(
     *,
     n: int = 800,
     per_query: bool = False,
-    exclude: Exclusion = "positive",
+    exclude: ExcludeKind = "positive",
 ) -> Run:
     """Softmax loss on cosine scores, negatives alone under the logarithm (SL, SSM).
 
@@ -60,7 +61,7 @@ def bsl(
     exponent: float = 1.22,
     form: BSLForm = "corrected",
     per_query: bool = False,
-    exclude: Exclusion = "positive",
+    exclude: ExcludeKind = "positive",
 ) -> Run:
     """Softmax loss with temperatures of their own for positives and negatives (BSL).
 
@@ -73,12 +74,12 @@ def bsl(
 
 def psl(
     data: Interactions,
-    setup: Setup = replace(BENCHMARK, tau=0.05),
+    setup: Setup = BENCHMARK.replaced(tau=0.05),
     *,
     n: int = 1000,
     surrogate: Surrogate = "relu",
     per_query: bool = False,
-    exclude: Exclusion = "known",
+    exclude: ExcludeKind = "known",
 ) -> Run:
     """Softmax loss with a tighter surrogate than the exponential, on half cosines (PSL); tau = 0.05 is 0.1 in SL.
 
@@ -98,7 +99,7 @@ def slatk(
     sample: int = 1000,
     constant_weight: bool = False,
     per_query: bool = False,
-    exclude: Exclusion = "known",
+    exclude: ExcludeKind = "known",
 ) -> Run:
     """Softmax loss weighed by how near each positive is to its query's top k (SL@K); thresholds from `sample` items `every` epochs.
 
@@ -117,7 +118,7 @@ def ccl(
     margin: float = 0.9,
     weight: float = 150.0,
     per_query: bool = False,
-    exclude: Exclusion = "positive",
+    exclude: ExcludeKind = "positive",
 ) -> Run:
     """Cosine contrastive loss: negatives count only above a margin (CCL, the loss of SimpleX on plain id tables).
 
@@ -128,7 +129,7 @@ def ccl(
 
 def ada_tau(
     data: Interactions,
-    setup: Setup = replace(AUTHORS, batch_size=2048),
+    setup: Setup = AUTHORS.replaced(batch_size=2048),
     *,
     n: int = 1024,
     beta: float = 1.0,
@@ -146,11 +147,11 @@ def ada_tau(
     Chen et al., Adap-tau: Adaptively Modulating Embedding Magnitude for Recommendation, WWW 2023.
     """
     counts = torch.bincount(torch.from_numpy(data.queries).long(), minlength=data.n_queries)
-    settle = min(100, -(-setup.epochs // 4)) if settle is None else settle
+    settle = min(100, -(-setup.training.epochs // 4)) if settle is None else settle
     temperature = AdaTau(counts, data.n_items, beta, quantile, gap, settle, means)
     term = _against_uniform(data, n, per_query, "positive", adaptive_softmax(temperature))
     return replace(compose(data, setup, term), temperature=temperature)
 
 
-def _against_uniform(data: Interactions, n: int, per_query: bool, exclude: Exclusion, loss: Loss) -> Term:
+def _against_uniform(data: Interactions, n: int, per_query: bool, exclude: ExcludeKind, loss: Loss) -> Term:
     return Term(1.0, Sampled(Uniform(data.n_items), n, per_query, "none", exclude), loss)

@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
+from sparring.core.devices import pick_device
 from sparring.core.errors import UserError
+from sparring.core.part import Part
+from sparring.core.ranks import launched
 from sparring.data.batches import RandomBatches
-from sparring.data.features import Features, Histories, histories
+from sparring.data.features import Histories, histories
 from sparring.data.interactions import Ids, Interactions
-from sparring.data.texts.encoder import Pooling
-from sparring.data.texts.texts import Role, Texts, find_texts, text_of, tokenized
+from sparring.data.texts.texts import find_texts
 from sparring.losses import Fixed, Learned, Loss, sampled_softmax
-from sparring.models.encoders import load_encoder, open_encoder
-from sparring.models.item_corrections import Augmented, Centroids, shared_vectors
+from sparring.models.build import device_bytes, retriever, table_bytes, text_sides
 from sparring.models.retriever import Retriever
-from sparring.models.rowwise_tables import RowWiseTable, fitting, id_table
-from sparring.models.sharded_tables import ShardedTable
 from sparring.models.spectral import start_from
-from sparring.models.text import TextTower
-from sparring.models.towers import FeatureTower, HistoryTower, IdTower
 from sparring.negatives import Negatives
-from sparring.recipes.setup import Setup, check
+from sparring.recipes.setup import ClassifierSettings, Setup, check, check_sharded
 
 
 @dataclass(frozen=True)
@@ -53,27 +49,6 @@ class Term:
 
 
 @dataclass(frozen=True)
-class Classifiers:
-    """One vector per item, trained over frozen query vectors from where the item tower puts it, and fused with it (M3, M4 of NGAME)."""
-
-    epochs: int = 100
-    batch_size: int = 2048
-    lr: float = 1e-3
-    warmup: int = 500
-    dropout: float = 0.5
-    positives: int = 3
-    negatives: int = 5
-    margin: float = 0.2
-    size: int = 2
-    every: int = 5
-    grow: tuple[int, ...] = (15, 20, 25, 30, 35, 40)
-    start: int = 10
-    fusion: bool = True
-    beta: float = 1.0
-    shortlist: int = 300
-
-
-@dataclass(frozen=True)
 class Run:
     """All that is trained and how: towers, negatives, temperature, settings; and the recipe that made it."""
 
@@ -86,12 +61,9 @@ class Run:
     batches: RandomBatches | None = None  # who shares a batch, where not anyone with anyone
 
     @property
-    def classifiers(self) -> Classifiers | None:
-        """What is trained on top, once the towers are (stages.py)."""
-        setup = self.setup
-        if not setup.classifiers:
-            return None
-        return Classifiers(setup.classifiers, setup.clf_batch_size, setup.clf_lr, setup.clf_warmup, fusion=setup.fusion)
+    def classifiers(self) -> ClassifierSettings | None:
+        """The settings of the classifiers that are trained after the towers, if any (training/stages.py)."""
+        return self.setup.classifiers if self.setup.classifiers.epochs else None
 
     def modules(self) -> nn.ModuleDict:
         """Everything with parameters or state, by name, for the optimiser and the checkpoint."""
@@ -109,19 +81,18 @@ def compose(data: Interactions, setup: Setup, *terms: Term) -> Run:
         raise UserError(f"compose needs a Setup, got {_name(setup)}")
     check(setup)
     check_terms(terms, data.n_items)
-    setup = fitting(setup, data.n_queries, data.n_items)
-    sides = text_sides(setup)
-    if "query" in sides:
-        setup = replace(setup, query_text=setup.query_text or find_texts(data, "query"))
-    if "item" in sides:
-        setup = replace(setup, item_text=setup.item_text or find_texts(data, "item"))
-    if setup.tau is None:
-        setup = replace(setup, tau=tau_of(data) if setup.score == "cosine" else 1.0)
-    assert setup.tau is not None
-    temperature = Learned(setup.tau) if setup.learn_tau else Fixed(setup.tau)
-    past = histories(data, setup.history + 1) if setup.query_tower == "history" else None
-    model = retriever(setup, Ids(data.query_ids, data.item_ids, data.query_table, data.item_table), past)
-    if setup.init == "spectral":
+    setup = with_tables(setup, data.n_queries, data.n_items)
+    for side in text_sides(setup.model):
+        if not getattr(setup.text, f"{side}_text"):
+            setup = setup.replaced(**{f"{side}_text": find_texts(data, side)})
+    tau = setup.temperature.tau
+    if tau is None:
+        tau = tau_of(data) if setup.model.score == "cosine" else 1.0
+        setup = setup.replaced(tau=tau)
+    temperature = Learned(tau) if setup.temperature.learn_tau else Fixed(tau)
+    past = histories(data, setup.model.history + 1) if setup.model.query_tower == "history" else None
+    model = build_towers(setup, Ids(data.query_ids, data.item_ids, data.query_table, data.item_table), past)
+    if setup.model.init == "spectral":
         start_from(data.positives(), model, setup.seed)
     return Run(model, terms, temperature, setup)
 
@@ -134,9 +105,8 @@ def check_terms(terms: tuple[Term, ...], n_items: int) -> None:
         if not isinstance(term, Term):
             raise UserError(f"compose needs Terms after the setup, got {_name(term)}: write Term(1.0, negatives)")
         for module in term.negatives.modules():
-            size = getattr(module, "n_items", None)
-            if isinstance(size, int) and size > n_items:
-                raise UserError(f"{_name(module)} is over {size:,} items, but the catalogue has {n_items:,}")
+            if isinstance(module, Part) and module.n_items is not None and module.n_items > n_items:
+                raise UserError(f"{_name(module)} is over {module.n_items:,} items, but the catalogue has {n_items:,}")
 
 
 def _name(value: object) -> str:
@@ -154,75 +124,36 @@ def tau_of(data: Interactions) -> float:
     return round(min(max(4.7 / x**2, 0.05), 0.5), 3)
 
 
-def retriever(setup: Setup, ids: Ids, past: Histories | None = None, saved: Path | None = None) -> Retriever:
-    """The two towers that a setup asks for, initialised from its seed; text towers are built from the run folder `saved`, where given."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(setup.seed)
-        sparse = setup.optimizer != "adam"
-        n_items = len(ids.item_ids)
-        written = text_towers(setup, ids, saved)
-        item: TextTower | IdTower | RowWiseTable | ShardedTable | FeatureTower | Centroids | Augmented
-        item = written["item"] if "item" in written else _item_tower(setup, ids, sparse)
-        query: nn.Module
-        if "query" in written:
-            query = written["query"]
-        elif past is not None:
-            query = HistoryTower(item, past, setup.history, "attention" if setup.pooling == "attention" else "mean")
-        else:
-            query = id_table(setup, len(ids.query_ids), item.dim)
-        if setup.centroids:
-            item = Centroids(item)
-        if setup.auxiliary:
-            shared, private = shared_vectors(n_items, setup.auxiliary, setup.private)
-            item = Augmented(item, shared + private, setup.auxiliary_init, sparse, private, setup.seed)
-        bias = IdTower(n_items, 1, 0.0, sparse) if setup.item_bias else None
-        return Retriever(query, item, setup.score, item_bias=bias)
+def build_towers(setup: Setup, ids: Ids, past: Histories | None = None, saved: Path | None = None) -> Retriever:
+    """The towers of a setup (models.build.retriever)."""
+    return retriever(
+        setup.model,
+        setup.text,
+        ids,
+        past,
+        saved,
+        seed=setup.seed,
+        sparse=setup.training.optimizer != "adam",
+        shards=1 if setup.classifiers.epochs else setup.classifiers.shards,
+    )
 
 
-def _item_tower(setup: Setup, ids: Ids, sparse: bool) -> IdTower | RowWiseTable | ShardedTable | FeatureTower:
-    n_items = len(ids.item_ids)
-    if setup.clf_shards > 1 and not setup.classifiers:  # the classifiers themselves: what trains them has none after it
-        return ShardedTable(n_items, setup.dim, setup.clf_shards, setup.init_std, sparse)
-    if not setup.item_features:
-        return id_table(setup, n_items, setup.dim)
-    if ids.item_table is None:
-        raise UserError(
-            f"item_features={','.join(setup.item_features)} needs an items table: give one with --items FILE"
-        )
-    features = Features.from_table(ids.item_table, setup.item_features)
-    return FeatureTower(n_items, setup.dim, features, setup.hidden, init_std=setup.init_std, sparse=sparse)
-
-
-def text_sides(setup: Setup) -> list[Role]:
-    """Which towers of a setup read texts: `query`, `item`, both or none."""
-    towers: dict[Role, str] = {"query": setup.query_tower, "item": setup.item_tower}
-    return [side for side, kind in towers.items() if kind == "text"]
-
-
-def text_towers(setup: Setup, ids: Ids, saved: Path | None = None) -> dict[str, TextTower]:
-    """The text towers that a setup asks for, by side."""
-    sides = text_sides(setup)
-    if not sides:
-        return {}
-    sparse = setup.optimizer != "adam"
-    pooling: Pooling = "cls" if setup.pooling == "cls" else "mean"
-    towers: dict[str, TextTower] = {}
-    for side in sides:
-        if towers and setup.share_encoder:
-            encoder = towers["query"].encoder
-        elif saved is not None:
-            encoder = load_encoder(saved / encoder_folder(setup, side), pooling, sparse, weights=False)
-        else:
-            assert setup.encoder is not None  # else `check` has refused it
-            encoder = open_encoder(setup.encoder, setup.dim, pooling, sparse, setup.init_std)
-        if saved is not None:
-            texts = Texts.load(saved / f"{side}_texts")
-        else:
-            texts = tokenized(text_of(ids, side, getattr(setup, f"{side}_text")), encoder.tokenizer, setup.max_len)
-        towers[side] = TextTower(encoder, texts, setup.max_len)
-    return towers
-
-
-def encoder_folder(setup: Setup, side: str) -> str:
-    """Where in a run folder the encoder of a side is kept."""
-    return "encoder" if setup.share_encoder else f"{side}_encoder"
+def with_tables(setup: Setup, n_queries: int, n_items: int) -> Setup:
+    """The setup with tables=auto resolved: sharded where tables and optimiser state exceed a device's memory and there are several ranks."""
+    if setup.model.tables == "sharded":
+        check_sharded(setup)
+    if setup.model.tables != "auto" or text_sides(setup.model):
+        return setup
+    needed = table_bytes(setup.model, setup.training.optimizer, n_queries, n_items)
+    room = device_bytes(pick_device("auto"))
+    if needed <= room:
+        return setup
+    sharded = setup.replaced(tables="sharded")
+    try:
+        check_sharded(sharded)
+        if launched() == 1:
+            raise UserError("start several ranks: torchrun, or --nproc")
+    except UserError as error:
+        sizes = f"the tables take {needed / 1e9:,.0f} GB and this device has {room / 1e9:,.0f}"
+        raise UserError(f"{sizes}; {error}") from error
+    return sharded

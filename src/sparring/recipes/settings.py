@@ -11,9 +11,9 @@ import torch
 
 from sparring.core.errors import UserError
 from sparring.data.interactions import Interactions
-from sparring.recipes.finding import Recipe, find, lasting, named, nearest, short
+from sparring.recipes.finding import Recipe, find, lasting, named, short
 from sparring.recipes.run import Run
-from sparring.recipes.setup import Setup, check, parse, type_name
+from sparring.recipes.setup import Setup, check, find_setting, parse, parse_setup, type_name, unknown_setting
 from sparring.recipes.text import default_encoder, text_setup
 
 __all__ = [
@@ -23,7 +23,6 @@ __all__ = [
     "known",
     "lasting",
     "named",
-    "nearest",
     "own_arguments",
     "own_setup",
     "parse",
@@ -42,7 +41,7 @@ _JSON = (
 )  # what a run folder can hold; anything else is written as its name
 # Fields of a Setup that are part of a method, where its own Setup has other values than most: what a training row is (DPR, ANCE, DEXML,
 # NGAME), what stands beside the item tower (DEXA, PRIME), what is trained after it (NGAME).
-METHOD = ("rows", "draw", "auxiliary", "private", "auxiliary_init", "centroids", "classifiers")
+METHOD = ("rows", "draw", "auxiliary", "private", "auxiliary_init", "centroids", "clf_epochs")
 
 
 def build(
@@ -89,8 +88,8 @@ def own_arguments(recipe: Callable[..., Run]) -> dict[str, tuple[Any, Any]]:
 
 def known(recipe: Callable[..., Run], shared: Mapping[str, object]) -> dict[str, object]:
     """Those of some settings that this recipe knows, as its own arguments or as fields of its Setup."""
-    names = {*own_arguments(recipe), *get_type_hints(Setup)}
-    return {name: value for name, value in shared.items() if name in names}
+    own = own_arguments(recipe)
+    return {name: value for name, value in shared.items() if name in own or find_setting(name) is not None}
 
 
 def own_setup(recipe: Callable[..., Run]) -> Setup:
@@ -105,28 +104,27 @@ def resolve(
 ) -> tuple[Setup, dict[str, Any]]:
     """Split settings into the Setup and the recipe's own arguments, every value of the declared type; `base` and `setup` as in `build`."""
     own = own_arguments(recipe)
-    shared = get_type_hints(Setup)
+    settings = {
+        name.removeprefix("text.") if name == "text.encoder" else name: value for name, value in settings.items()
+    }
     if settings.get("encoder") == "auto":
         settings = {**settings, "encoder": default_encoder()}
     setup, arguments = _start(recipe, settings, _kept(recipe, base) if setup is None else setup), {}
     for key, value in settings.items():
         if key in own:
             arguments[key] = parse(key, value, own[key][0])
-        elif key in shared:
-            setup = dataclasses.replace(setup, **{key: parse(key, value, shared[key])})
+        elif (shared := find_setting(key)) is not None:
+            setup = setup.replaced(**{key: parse(key, value, shared.kind)})
         else:
-            raise UserError(
-                f"unknown setting {key!r}{nearest(key, [*own, *shared])}; `sparring recipes {named(recipe)}` lists them"
-            )
+            raise UserError(f"{unknown_setting(key, own)}; `sparring recipes {named(recipe)}` lists them")
     check(setup)
     return setup, arguments
 
 
 def _kept(recipe: Callable[..., Run], base: Setup | None) -> Setup | None:
     """The base with what the recipe's own Setup says of METHOD."""
-    own, usual = own_setup(recipe), Setup()
-    made = {name: getattr(own, name) for name in METHOD if getattr(own, name) != getattr(usual, name)}
-    return None if base is None else dataclasses.replace(base, **made)
+    own, usual = own_setup(recipe).flat(), Setup().flat()
+    return None if base is None else base.replaced(**{name: own[name] for name in METHOD if own[name] != usual[name]})
 
 
 def _start(recipe: Callable[..., Run], settings: Mapping[str, object], base: Setup | None) -> Setup:
@@ -140,18 +138,10 @@ def _start(recipe: Callable[..., Run], settings: Mapping[str, object], base: Set
     if not isinstance(encoder, str) or encoder.lower() == "none":
         return setup
     if base is not None:
-        return dataclasses.replace(base, query_tower="text", item_tower="text") if base.encoder is None else base
+        return base.replaced(query_tower="text", item_tower="text") if base.text.encoder is None else base
     suited = text_setup(encoder)
-    if setup.rows == "pairs":
+    if setup.batches.rows == "pairs":
         return suited
     taken = ("query_tower", "item_tower", "dim", "optimizer", "lr", "weight_decay", "schedule", "warmup", "precision")
-    return dataclasses.replace(setup, **{name: getattr(suited, name) for name in taken})
-
-
-def parse_setup(fields: Mapping[str, object]) -> Setup:
-    """A Setup from the fields that a run folder holds."""
-    kinds = get_type_hints(Setup)
-    for key in fields:
-        if key not in kinds:
-            raise UserError(f"unknown setting {key!r} in the saved run{nearest(key, kinds)}")
-    return Setup(**{key: parse(key, value, kinds[key]) for key, value in fields.items()})
+    values = suited.flat()
+    return setup.replaced(**{name: values[name] for name in taken})

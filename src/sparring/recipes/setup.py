@@ -1,127 +1,275 @@
-"""Setup: the settings that every recipe shares; their types, and what no training could use."""
+"""Setup: the settings that every recipe shares, in groups; by flat or dotted name, with types, bounds and descriptions.
+
+`model.dim` and `dim` name one setting. A flat name is the field's own, except for the classifiers, whose names start with `clf_`.
+"""
 
 from __future__ import annotations
 
 import math
 import types
 import typing
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from sparring.core.errors import UserError
-from sparring.models.encoders import width
+from sparring.core.errors import UserError, did_you_mean
+from sparring.models.rowwise_tables import require_torchrec
+from sparring.models.settings import ModelSettings, TextSettings, setting
+
+
+@dataclass(frozen=True)
+class TemperatureSettings:
+    """The temperature that divides scores."""
+
+    tau: float | None = setting(
+        0.1, "temperature that scores are divided by; none derives it from the data", positive=True
+    )
+    learn_tau: bool = setting(False, "learn the temperature, starting from tau")
+
+
+@dataclass(frozen=True)
+class BatchSettings:
+    """The rows of a training batch."""
+
+    rows: Literal["pairs", "queries"] = setting(
+        "pairs", "a training row: an interaction, or a query with one of its positives per epoch"
+    )
+    draw: Literal["uniform", "propensity"] = setting(
+        "uniform", "how rows=queries draws a query's positive: uniformly, or by inverse propensity"
+    )
+    batch_size: int = setting(2048, "rows of a batch, over all ranks", at_least=1)
+    chunk: int | None = setting(
+        None, "ids encoded at a time, with a gradient cache; none encodes a batch at once", at_least=1
+    )
+
+
+@dataclass(frozen=True)
+class TrainingSettings:
+    """Epochs, optimiser and learning-rate schedule."""
+
+    epochs: int = setting(100, "passes over the training rows", at_least=1)
+    optimizer: Literal["row-adam", "row-adagrad", "adam"] = setting(
+        "row-adam", "update rule: of the rows that a step touched, or adam of all parameters"
+    )
+    lr: float = setting(0.005, "learning rate", positive=True)
+    weight_decay: float = setting(
+        0.0, "weight decay: decoupled under row rules, added to the gradient under adam", at_least=0
+    )
+    schedule: Literal["step", "cosine", "linear"] = setting("step", "how the learning rate falls during training")
+    lr_decay: float = setting(1.0, "factor of the learning rate under schedule=step", positive=True)
+    lr_decay_every: int = setting(5, "epochs between two decays under schedule=step", at_least=1)
+    warmup: int = setting(0, "steps in which the learning rate rises from 0", at_least=0)
+    clip: float | None = setting(None, "largest norm of a gradient; none does not clip", positive=True)
+    precision: Literal["float32", "tf32", "bf16"] = setting("tf32", "precision of matrix products; bf16 is autocast")
+
+
+@dataclass(frozen=True)
+class ValidationSettings:
+    """Which epoch is kept, and when training stops early."""
+
+    select: str = setting("ndcg@10", "validation metric that chooses the epoch to keep")
+    patience: int | None = setting(
+        5, "validations without improvement before training stops; none never stops early", at_least=1
+    )
+    eval_every: int = setting(1, "epochs between two validations", at_least=1)
+    valid_queries: int = setting(20_000, "most queries that a validation ranks", at_least=1)
+
+
+@dataclass(frozen=True)
+class ClassifierSettings:
+    """One vector per item, trained after the towers over frozen query vectors, and fused with them (M3, M4 of NGAME)."""
+
+    epochs: int = setting(0, "epochs of the classifiers; 0 trains none", at_least=0)
+    batch_size: int = setting(2048, "rows of a batch of the classifiers", at_least=1)
+    lr: float = setting(1e-3, "learning rate of the classifiers", positive=True)
+    warmup: int = setting(500, "steps in which the classifiers' learning rate rises from 0", at_least=0)
+    shards: int = setting(1, "ranges of items that the classifiers are split into, one per GPU", at_least=1)
+    dropout: float = setting(0.5, "chance that a dimension of a frozen query vector is zeroed")
+    positives: int = setting(3, "hardest positives of a query in the classifiers' loss", at_least=1)
+    negatives: int = setting(5, "hardest negatives of a query in the classifiers' loss", at_least=1)
+    margin: float = setting(0.2, "margin of the classifiers' hinge loss", at_least=0)
+    size: int = setting(2, "queries of a cluster in the classifiers' batches", at_least=1)
+    every: int = setting(5, "epochs between two clusterings of the queries", at_least=1)
+    grow: tuple[int, ...] = setting((15, 20, 25, 30, 35, 40), "epochs from which the clusters are twice as large")
+    start: int = setting(10, "epoch of the first clustering", at_least=0)
+    fusion: bool = setting(True, "rank by towers and classifiers fused")
+    beta: float = setting(1.0, "weight of the towers in the fused score")
+    shortlist: int = setting(300, "best items by the classifiers that the fusion scores", at_least=1)
 
 
 @dataclass(frozen=True)
 class Setup:
-    """Model and training settings that every recipe shares."""
+    """Model and training settings that every recipe shares, in groups.
 
-    dim: int = 64
-    score: Literal["cosine", "dot"] = "cosine"
-    tau: float | None = 0.1
-    learn_tau: bool = False
-    init: Literal["normal", "spectral"] = "normal"
-    init_std: float = 0.1
-    query_tower: Literal["id", "history", "text"] = "id"
-    item_tower: Literal["id", "text"] = "id"
-    history: int = 50
-    pooling: Literal["mean", "attention", "cls"] = "mean"
-    encoder: str | None = None
-    query_text: tuple[str, ...] = ()
-    item_text: tuple[str, ...] = ()
-    share_encoder: bool = True
-    max_len: int = 32
-    item_features: tuple[str, ...] = ()
-    item_bias: bool = False
-    auxiliary: int = 0
-    private: int = 0
-    auxiliary_init: Literal["xavier", "zeros"] = "xavier"
-    centroids: bool = False
-    tables: Literal["auto", "replicated", "sharded"] = "auto"
-    hidden: tuple[int, ...] = (32, 16)
-    dropout: float = 0.0
-    rows: Literal["pairs", "queries"] = "pairs"
-    draw: Literal["uniform", "propensity"] = "uniform"
-    batch_size: int = 2048
-    chunk: int | None = None
-    epochs: int = 100
-    optimizer: Literal["row-adam", "row-adagrad", "adam"] = "row-adam"
-    lr: float = 0.005
-    weight_decay: float = 0.0
-    schedule: Literal["step", "cosine", "linear"] = "step"
-    lr_decay: float = 1.0
-    lr_decay_every: int = 5
-    warmup: int = 0
-    clip: float | None = None
-    patience: int | None = 5
-    select: str = "ndcg@10"
-    eval_every: int = 1
-    valid_queries: int = 20_000
-    classifiers: int = 0
-    clf_lr: float = 1e-3
-    clf_batch_size: int = 2048
-    clf_warmup: int = 500
-    clf_shards: int = 1
-    fusion: bool = True
-    precision: Literal["float32", "tf32", "bf16"] = "tf32"
-    seed: int = 0
+    `of` and `replaced` take flat names:
+
+        setup = Setup.of(dim=32, batch_size=1024, epochs=3);   setup.model.dim, setup.replaced(lr=0.01).training.lr
+    """
+
+    model: ModelSettings = ModelSettings()
+    text: TextSettings = TextSettings()
+    temperature: TemperatureSettings = TemperatureSettings()
+    batches: BatchSettings = BatchSettings()
+    training: TrainingSettings = TrainingSettings()
+    validation: ValidationSettings = ValidationSettings()
+    classifiers: ClassifierSettings = ClassifierSettings()
+    seed: int = setting(0, "seed of every random draw", at_least=0)
+
+    @classmethod
+    def of(cls, **values: Any) -> Setup:
+        """A Setup with some settings by flat name, the others at their defaults."""
+        return cls().replaced(**values)
+
+    def replaced(self, **values: Any) -> Setup:
+        """A copy with other values, by flat or dotted name; a group can be replaced as one value."""
+        changes: dict[str, Any] = {}
+        for name, value in values.items():
+            found = find_setting(name) if name not in GROUPS else None
+            if found is None and name in GROUPS and isinstance(value, GROUPS[name]):
+                changes[name] = value
+            elif found is None:
+                raise UserError(unknown_setting(name))
+            elif found.group:
+                group = changes.get(found.group, getattr(self, found.group))
+                changes[found.group] = replace(group, **{found.attribute: value})
+            else:
+                changes[found.attribute] = value
+        return replace(self, **changes)
+
+    def flat(self) -> dict[str, Any]:
+        """All settings by flat name."""
+        return flat(asdict(self))
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A field of Setup or of one of its groups."""
+
+    name: str  # flat
+    group: str  # "" for a field of Setup itself
+    attribute: str
+    kind: Any
+    description: str
+    at_least: float | None
+    positive: bool
 
     @property
-    def width(self) -> int:
-        """Dimensions of the vectors that are compared: those of the item tower, and one for a bias."""
-        if self.item_tower == "text" and self.encoder is not None:
-            return width(self.encoder, self.dim) + self.item_bias
-        return (self.hidden[-1] if self.item_features else self.dim) + self.item_bias
+    def path(self) -> str:
+        """The dotted name."""
+        return f"{self.group}.{self.attribute}" if self.group else self.attribute
+
+
+def _settings() -> dict[str, Setting]:
+    found: dict[str, Setting] = {}
+    for group, owner in {**GROUPS, "": Setup}.items():
+        kinds = get_type_hints(owner)
+        for field in fields(owner):
+            if group or field.name not in GROUPS:
+                name = f"clf_{field.name}" if group == "classifiers" else field.name
+                found[name] = Setting(name, group, field.name, kinds[field.name], **field.metadata)
+    return found
+
+
+GROUPS: dict[str, Any] = {name: kind for name, kind in get_type_hints(Setup).items() if is_dataclass(kind)}
+SETTINGS = _settings()  # by flat name
+_BY_PATH = {each.path: each for each in SETTINGS.values()}
+
+
+def find_setting(name: str) -> Setting | None:
+    """The shared setting of a flat or dotted name, if there is one."""
+    return SETTINGS.get(name) or _BY_PATH.get(name)
+
+
+def flat_name(name: str) -> str:
+    """The flat name of a shared setting; any other name unchanged."""
+    found = find_setting(name)
+    return name if found is None else found.name
+
+
+def flat(nested: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings by flat name, of a Setup as nested dicts (run.json)."""
+    paths: dict[str, Any] = {}
+    for name, value in nested.items():
+        paths |= {f"{name}.{key}": each for key, each in value.items()} if isinstance(value, Mapping) else {name: value}
+    return {flat_name(path): value for path, value in paths.items()}
+
+
+def unknown_setting(name: str, own: Iterable[str] = ()) -> str:
+    """The message for a name that is no setting: the members of a group, or the nearest name."""
+    if name in GROUPS:
+        members = ", ".join(each.name for each in SETTINGS.values() if each.group == name)
+        return f"{name} is a group of settings: name one of {members}"
+    return f"unknown setting {name!r}{did_you_mean(name, [*own, *SETTINGS, *_BY_PATH])}"
+
+
+def parse_setup(nested: Mapping[str, Any]) -> Setup:
+    """The Setup that a run folder holds as nested dicts."""
+    values = flat(nested)
+    for name in values:
+        if name not in SETTINGS:
+            raise UserError(f"{unknown_setting(name)} (in the saved run)")
+    return Setup.of(**{name: parse(name, value, SETTINGS[name].kind) for name, value in values.items()})
 
 
 def check(setup: Setup) -> None:
-    """Refuse values of another type than declared, and those that no training could use."""
-    kinds = get_type_hints(Setup)
-    for field in fields(setup):
-        value = getattr(setup, field.name)
-        if isinstance(value, str) and not isinstance(parse(field.name, value, kinds[field.name]), str):
-            raise UserError(f"{field.name} must be {type_name(kinds[field.name])}, got {value!r}")
-        parse(field.name, value, kinds[field.name])
-    counts = ("dim", "batch_size", "epochs", "lr_decay_every", "eval_every", "valid_queries", "history", "max_len")
-    for key in (*counts, "clf_batch_size", "clf_shards"):
-        if getattr(setup, key) < 1:
-            raise UserError(f"{key} must be at least 1, got {getattr(setup, key)}")
-    for key in ("lr", "tau", "init_std", "lr_decay", "clip", "clf_lr"):
-        value = getattr(setup, key)
-        if value is not None and not 0 < value < math.inf:
-            raise UserError(f"{key} must be positive and finite, got {value}")
-    for key in ("weight_decay", "warmup", "seed", "auxiliary", "private", "classifiers", "clf_warmup"):
-        if not 0 <= getattr(setup, key) < math.inf:
-            raise UserError(f"{key} must not be negative, got {getattr(setup, key)}")
-    if not 0 <= setup.dropout < 1:
-        raise UserError(f"dropout must lie in [0, 1), got {setup.dropout}")
-    if setup.patience is not None and setup.patience < 1:
-        raise UserError(f"patience must be at least 1 validation, got {setup.patience}; none never stops early")
-    if setup.chunk is not None and setup.chunk < 1:
-        raise UserError(
-            f"chunk must be at least 1 id encoded at a time, got {setup.chunk}; none encodes a batch at once"
-        )
-    text = "text" in (setup.query_tower, setup.item_tower)
-    if text and setup.encoder is None:
-        raise UserError(
-            "a text tower needs an encoder: set encoder to bag, wordllama, minilm, a folder, or a name on the Hugging Face hub"
-        )
-    for side, tower in (("query", setup.query_tower), ("item", setup.item_tower)):
-        if getattr(setup, f"{side}_text") and tower != "text":
+    """Refuse values of another type than declared, values out of bounds, and combinations that cannot be trained."""
+    for name, value in setup.flat().items():
+        declared = SETTINGS[name]
+        parsed = parse(name, value, declared.kind)
+        if isinstance(value, str) and not isinstance(parsed, str):
+            raise UserError(f"{name} must be {type_name(declared.kind)}, got {value!r}")
+        if value is None or isinstance(value, str | tuple):
+            continue
+        if declared.positive and not 0 < value < math.inf:
+            raise UserError(f"{name} must be positive and finite, got {value}")
+        if declared.at_least is not None and not declared.at_least <= value < math.inf:
+            bound = "must not be negative" if declared.at_least == 0 else f"must be at least {declared.at_least}"
+            raise UserError(f"{name} {bound}, got {value}{'; none turns it off' if _optional(declared.kind) else ''}")
+    model, text, batches = setup.model, setup.text, setup.batches
+    for name, rate in (("dropout", model.dropout), ("clf_dropout", setup.classifiers.dropout)):
+        if not 0 <= rate < 1:
+            raise UserError(f"{name} must be in [0, 1), got {rate}")
+    reads_text = "text" in (model.query_tower, model.item_tower)
+    if reads_text and text.encoder is None:
+        names = "bag, wordllama, minilm, a folder, or a name on the Hugging Face hub"
+        raise UserError(f"a text tower needs an encoder: set encoder to {names}")
+    for side, tower, columns in (
+        ("query", model.query_tower, text.query_text),
+        ("item", model.item_tower, text.item_text),
+    ):
+        if columns and tower != "text":
             raise UserError(
-                f"{side}_text names what a text tower reads, and {side}_tower is {tower}: set an encoder, or leave it out"
+                f"{side}_text is for text towers, and {side}_tower is {tower}: set an encoder, or leave it out"
             )
-    if (setup.pooling == "cls" and not text) or (setup.pooling == "attention" and setup.query_tower != "history"):
-        raise UserError(
-            f"pooling={setup.pooling} is not for these towers: cls is for text towers, attention for query_tower=history"
-        )
-    if setup.draw != "uniform" and setup.rows == "pairs":
-        raise UserError(f"draw={setup.draw} chooses among a query's positives: set rows=queries")
-    if setup.item_tower == "text" and setup.item_features:
+    if (model.pooling == "cls" and not reads_text) or (model.pooling == "attention" and model.query_tower != "history"):
+        why = "cls is for text towers, attention for query_tower=history"
+        raise UserError(f"pooling={model.pooling} is not for these towers: {why}")
+    if batches.draw != "uniform" and batches.rows == "pairs":
+        raise UserError(f"draw={batches.draw} chooses among a query's positives: set rows=queries")
+    if model.item_tower == "text" and model.item_features:
         raise UserError("item_tower=text takes no item_features: leave one of them out")
-    if not setup.hidden or min(setup.hidden) < 1:
-        raise UserError(f"hidden must name at least one layer, each of at least 1 unit, got {setup.hidden}")
+    if not model.hidden or min(model.hidden) < 1:
+        raise UserError(f"hidden must name at least one layer, each of at least 1 unit, got {model.hidden}")
+
+
+def check_sharded(setup: Setup) -> None:
+    """Refuse settings that tables=sharded does not support."""
+    needed: dict[str, object] = {"optimizer": "row-adagrad", "query_tower": "id", "item_tower": "id", "init": "normal"}
+    needed |= {"weight_decay": 0.0, "clip": None, "chunk": None, "item_features": (), "auxiliary": 0}
+    needed |= {"centroids": False, "clf_epochs": 0}
+    values = setup.flat()
+    for name, value in needed.items():
+        if values[name] != value:
+            why = ": its table has row-wise Adagrad only" if name == "optimizer" else ""
+            raise UserError(f"tables=sharded needs {name}={value}, not {values[name]}{why}")
+    if setup.model.dim % 4:
+        raise UserError(f"tables=sharded needs a dim that is a multiple of 4, not {setup.model.dim}")
+    require_torchrec()
+
+
+def _optional(kind: Any) -> bool:
+    return type(None) in get_args(kind)
 
 
 def parse(name: str, value: object, kind: Any) -> Any:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
 from sparring.models.encoders import is_bag
-from sparring.recipes.run import Setup
+from sparring.recipes.setup import Setup
 
-BAG = Setup(
+BAG = Setup.of(
     dim=256,
     tau=0.02,
     query_tower="text",
@@ -22,7 +20,7 @@ BAG = Setup(
     warmup=100,
     patience=None,
 )
-TRANSFORMER = replace(BAG, encoder="minilm", tau=0.05, lr=2e-4, weight_decay=0.01, precision="bf16")
+TRANSFORMER = BAG.replaced(encoder="minilm", tau=0.05, lr=2e-4, weight_decay=0.01, precision="bf16")
 
 
 def default_encoder() -> str:
@@ -32,4 +30,4 @@ def default_encoder() -> str:
 
 def text_setup(encoder: str) -> Setup:
     """The Setup that `--set encoder=NAME` starts from: cosine, a warm-up, then a rate that falls in a line to 0."""
-    return replace(BAG if is_bag(encoder) else TRANSFORMER, encoder=encoder)
+    return (BAG if is_bag(encoder) else TRANSFORMER).replaced(encoder=encoder)

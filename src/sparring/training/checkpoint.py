@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sparring.core import files
-from sparring.core.errors import UserError
+from sparring.core.errors import UserError, first_line
 from sparring.core.ranks import Group
 from sparring.core.types import Ranks
 from sparring.models.rowwise_tables import RowWiseTable
@@ -118,7 +118,7 @@ def write_tables(folder: Path, name: str, tensors: Mapping[str, Tensor], ranks: 
     except (dcp.CheckpointException, OSError) as error:
         line = next(
             (line for line in str(error).splitlines() if "Error" in line or "No space" in line),
-            str(error).splitlines()[0],
+            first_line(error),
         )
         raise UserError(f"cannot write {folder / name}: {line.strip()}; what was saved before is untouched") from error
 

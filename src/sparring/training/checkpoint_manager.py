@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sparring.core import files
-from sparring.core.errors import UserError
+from sparring.core.errors import UserError, first_line
 from sparring.core.ranks import Group, local_world
 from sparring.core.types import Ranks
 from sparring.models.rowwise_tables import RowWiseTable
@@ -68,7 +68,7 @@ class Keeper:
         self.model, self.modules, self.optimizers, self.generator, self.folder, self.ranks = (
             run.model, modules, optimizers, generator, folder, ranks
         )  # fmt: skip
-        self.sharded = run.setup.tables == "sharded"
+        self.sharded = run.setup.model.tables == "sharded"
         self.tables = {name: module for name, module in run.model.named_modules() if isinstance(module, RowWiseTable)}
         self.whole = {name: m for name, m in run.model.named_modules() if self.sharded and isinstance(m, IdTower)}
         if self.sharded and folder is not None and isinstance(ranks, Group):
@@ -223,7 +223,7 @@ class Keeper:
             )
             state = State(**fields)
         except (ValueError, KeyError, TypeError, RuntimeError, IndexError) as error:
-            raise UserError(f"{path} does not fit this run: {str(error).splitlines()[0]}") from error
+            raise UserError(f"{path} does not fit this run: {first_line(error)}") from error
         if self.sharded:
             checkpoint.read_tables(self.folder, state.tables, self._spread(self._model() | self._sums()), self.ranks)
         return state

@@ -12,6 +12,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from sparring.core.errors import first_line
+
 PLAIN_STEPS = (
     3  # run as they are before one is recorded: they allocate optimiser state, load kernels, and show whether any waits
 )
@@ -83,7 +85,7 @@ class Recorded:
             with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
                 self.work(self.rows)
         except RuntimeError as error:  # nothing has run: the step is done as it is
-            self.why = str(error).strip().splitlines()[0]
+            self.why = first_line(error)
             torch.cuda.synchronize()
             self.generator.graphsafe_set_state(
                 before

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from sparring.core import files
+
 _SHOWN_METRICS = 4  # more lines than this cannot be told apart
 
 
@@ -44,13 +46,7 @@ def training_curve(
     for axes in (left, right):
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(alpha=0.3)
-    target = Path(path)
-    beside = target.with_name(target.name + ".tmp")
-    try:
-        figure.savefig(beside, format="png", dpi=120, metadata={"Software": None})
-        os.replace(beside, target)
-    finally:
-        beside.unlink(missing_ok=True)
+    files.write(Path(path), lambda file: figure.savefig(file, format="png", dpi=120, metadata={"Software": None}))
 
 
 def metric_names(history: Sequence[Mapping[str, Any]], select: str) -> list[str]:

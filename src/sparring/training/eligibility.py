@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from sparring.core.part import Part
 from sparring.core.topk import top_k
 from sparring.core.types import Positives
 from sparring.data.interactions import Interactions, Split
@@ -130,7 +131,7 @@ def untrained_line(counts: Mapping[str, int]) -> str | None:
 
 
 def _is_table(tower: torch.nn.Module) -> bool:
-    return isinstance(tower, IdTower) or bool(getattr(tower, "spread", False))
+    return isinstance(tower, IdTower) or (isinstance(tower, Part) and tower.spread)
 
 
 def _without(ids: np.ndarray, n: int, but: np.ndarray | None) -> Tensor:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
+from sparring.losses.softmax import PartitionLoss
 from sparring.recipes.run import Run
 
 _MANY = 32  # values of a list that are written out
@@ -36,6 +37,8 @@ def described(value: object) -> str:
     """
     if isinstance(value, nn.Module):
         return f"{type(value).__name__}({_listed(_arguments(value).items())})"
+    if isinstance(value, PartitionLoss):
+        return described(value.form)
     if isinstance(value, partial):
         return f"{described(value.func)}({_listed([*(('', each) for each in value.args), *value.keywords.items()])})"
     if isinstance(value, FunctionType):

@@ -78,7 +78,7 @@ def fit(
         progress = Progress()  # one of them tells
     folder = Path(out) if out is not None else None
     if where.type == "cuda":
-        torch.set_float32_matmul_precision("highest" if run.setup.precision == "float32" else "high")
+        torch.set_float32_matmul_precision("highest" if run.setup.training.precision == "float32" else "high")
     check_cutoffs(run, split, k, metrics)
     saved = (
         resume and folder is not None and any(folder.glob("checkpoint*.safetensors"))
@@ -114,7 +114,7 @@ def fit(
         if split.test is not None:
             progress.say("ranking the whole catalogue for every test query")
             metrics = (*metrics, *(PROPENSITY_METRICS if split.test.propensity is not None else ()))
-            seen = trainer.to(split.seen_for("test"))
+            seen = split.seen_for("test").to(trainer.device)
             test = evaluate(run.model, split.test, seen, k, metrics, counts=split.train.counts(), ranks=ranks)
         fitted = Fitted(run, trainer.state.history, trainer.state.best_epoch, test, trainer.state.seconds)
         if folder is not None and ranks.rank == 0:

@@ -15,17 +15,20 @@ import polars as pl
 
 from sparring.core import files
 from sparring.core.errors import UserError
+from sparring.core.files import write_table
 from sparring.core.ranks import rank
 from sparring.core.types import Positives
-from sparring.data.interactions import Interactions, Split, Vocabulary, write_table
+from sparring.data.interactions import Interactions, Split, Vocabulary
 from sparring.evaluation.metrics import LIST_METRICS
 from sparring.evaluation.ranking import Evaluation
+from sparring.models.build import encoder_folder
 from sparring.models.encoders import save_encoder
 from sparring.models.retriever import Retriever
 from sparring.models.text import text_tower
 from sparring.recipes.finding import source_digest
-from sparring.recipes.run import Run, Setup, encoder_folder
+from sparring.recipes.run import Run
 from sparring.recipes.settings import short
+from sparring.recipes.setup import Setup, flat
 from sparring.training.custom_towers import own_towers
 from sparring.training.eligibility import kept, untrained
 from sparring.training.fingerprint import method
@@ -36,10 +39,8 @@ from sparring.training.trained import read_meta
 def check_same(folder: Path, meta: Mapping[str, Any], setup: Setup) -> None:
     """Refuse to go on with a run under other settings than it was begun with; warn where the file of its recipe is another."""
     before = read_meta(folder)
-    before["setup"] = (
-        json.loads(json.dumps(dataclasses.asdict(Setup()))) | before["setup"]
-    )  # fields that it did not have then
-    now = json.loads(json.dumps({**meta, "setup": dataclasses.asdict(setup)}, default=str))
+    before["setup"] = flat(before["setup"])
+    now = json.loads(json.dumps({**meta, "setup": setup.flat()}, default=str))
     for part in ("recipe", "arguments", "setup", "method", "data"):
         old, new = before.get(part), now[part]
         if old == new or (part == "method" and old is None):  # folders of before it was recorded
@@ -102,7 +103,7 @@ def _write_encoders(folder: Path, model: Retriever, setup: Setup, weights: bool)
         tower = text_tower(module)
         if tower is not None:
             tower.texts.save(folder / f"{side}_texts")
-            save_encoder(tower.encoder, folder / encoder_folder(setup, side), weights)
+            save_encoder(tower.encoder, folder / encoder_folder(setup.text, side), weights)
 
 
 def description(run: Run, split: Split, source: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -151,7 +152,9 @@ def write_end(
         )  # before the result: who sees that one finds this
     _write_encoders(folder, run.model, run.setup, weights=True)
     files.write_json(folder / "result.json", result)
-    files.write(folder / "curve.png", lambda file: training_curve(history, file, short(run.recipe), run.setup.select))
+    files.write(
+        folder / "curve.png", lambda file: training_curve(history, file, short(run.recipe), run.setup.validation.select)
+    )
     files.write(folder / "README.md", lambda file: file.write_text(model_card(meta, result, history)))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from contextlib import suppress
 from pathlib import Path
 
@@ -11,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sparring.core import files
+from sparring.core.errors import UserError
 from sparring.models.retriever import Retriever
 from sparring.models.text import text_tower
 
@@ -31,19 +32,10 @@ def item_vectors(model: Retriever, folder: Path) -> Tensor:
         if kept.shape == (model.n_items, model.dim) and kept.dtype == np.float32:
             return torch.from_numpy(kept)
     vectors = model.item_vectors().float().cpu()
-    beside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(beside, "wb") as file:
-            np.save(file, vectors.numpy())
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, path)
-        for old in set(path.parent.glob("items-*")) - {path}:  # of a model that is no longer here
+    with suppress(OSError, UserError):  # a folder that cannot be written is no error: the vectors are computed again
+        files.write_array(path, vectors.numpy(), shared=True)
+        for old in set(path.parent.glob("items-*")) - {path}:  # of an earlier model
             old.unlink(missing_ok=True)
-    except OSError:
-        with suppress(OSError):
-            beside.unlink(missing_ok=True)
     return vectors
 
 

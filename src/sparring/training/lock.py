@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import socket
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
 
+from sparring.core import locks
 from sparring.core.errors import UserError
+from sparring.core.locks import HeldError, Lock
 from sparring.core.types import Ranks
 
 NAME = ".lock"
@@ -22,7 +21,7 @@ SERVICE = (
 @contextmanager
 def claimed(folder: Path, resume: bool, overwrite: bool, ranks: Ranks) -> Iterator[None]:
     """Hold a folder for a training, if it may write there: rank 0 does, and what it is refused all ranks raise."""
-    held: IO[str] | None = None
+    held: Lock | None = None
     refused: UserError | None = None
     if ranks.rank == 0:
         try:
@@ -37,61 +36,26 @@ def claimed(folder: Path, resume: bool, overwrite: bool, ranks: Ranks) -> Iterat
         yield
     finally:
         if held is not None:
-            release(folder, held)
+            held.release()
 
 
-def hold(folder: Path) -> IO[str]:
-    """Lock a folder for this process, or say which one has it. The lock is the system's, so it ends with the process, however that ends."""
+def hold(folder: Path) -> Lock:
+    """Lock a folder for this process; the error names the process that holds it."""
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is a file: choose another folder for the run")
-    path = folder / NAME
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        while True:
-            file = open(path, "a+")  # noqa: SIM115
-            if not _lock(file):
-                file.seek(0)
-                who = file.read().strip() or "another process"
-                file.close()
-                raise UserError(f"another training ({who}) writes to {folder}: wait for it, or choose another folder")
-            if path.exists() and os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
-                break
-            file.close()  # its holder deleted it when it was done: this lock is on nothing
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        file.flush()
+        return Lock(folder / NAME)
+    except HeldError as error:
+        raise UserError(
+            f"another training ({error.owner}) writes to {folder}: wait for it, or choose another folder"
+        ) from error
     except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from error
-    return file
+        raise UserError(f"cannot write {folder / NAME}: {error.strerror}") from error
 
 
 def is_held(folder: Path) -> bool:
     """Whether a training writes into a folder now."""
-    try:
-        with open(folder / NAME) as file:
-            return not _lock(file)
-    except OSError:
-        return False
-
-
-def release(folder: Path, file: IO[str]) -> None:
-    """Undo `hold`."""
-    with suppress(OSError):
-        (folder / NAME).unlink(missing_ok=True)
-    file.close()
-
-
-def _lock(file: IO[str]) -> bool:
-    """Whether this process now has the file; also true where the system, or the file system, knows no locks."""
-    try:
-        import fcntl
-
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except (ImportError, OSError):
-        return True
-    return True
+    return locks.is_held(folder / NAME)
 
 
 def check_free(folder: Path, resume: bool, overwrite: bool) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from sparring.core.errors import UserError
+from sparring.core.part import Part, listeners
 from sparring.core.ranks import sum_gradients
 from sparring.core.types import ALONE, Corpus, Positives, Ranks
 from sparring.data.batches import batches_for, query_rows
@@ -69,26 +70,32 @@ class Trainer:
         self.modules = run.modules().to(device)
         trained = nn.ModuleDict({"model": run.model, "temperature": run.temperature})
         self.trained = list(trained.parameters())
-        self.optimizers = optimizers(trained, setup.optimizer, setup.lr, setup.weight_decay)
-        self.observers = [m for m in self.modules.modules() if hasattr(m, "observe")]
-        self.refreshers = [m for m in self.modules.modules() if hasattr(m, "refresh")]
-        self.reporters = [m for m in self.modules.modules() if hasattr(m, "report")]
+        self.optimizers = optimizers(trained, setup.training.optimizer, setup.training.lr, setup.training.weight_decay)
+        self.observers = listeners(self.modules, "observe")
+        self.refreshers = listeners(self.modules, "refresh")
+        self.reporters = listeners(self.modules, "report")
         self.generator = torch.Generator(device).manual_seed(setup.seed)
         train = split.train
         self.queries, self.items = (column.to(device) for column in train.pairs())
         self.weight = None if train.weight is None else torch.from_numpy(train.weight).to(device)
         self.mean_weight = 1.0 if train.weight is None else float(train.weight.mean())
-        self.positives = self.to(train.positives()) if self.refreshers or _masks_known(self.modules) else None
-        self.rows = query_rows(train, setup.draw, device) if setup.rows == "queries" else None
+        self.positives = Positives.lazy(lambda: train.positives().to(device))
+        self.rows = query_rows(train, setup.batches.draw, device) if setup.batches.rows == "queries" else None
         self.batches = (
-            batches_for(train, self.rows, setup.batch_size, setup.seed) if run.batches is None else run.batches
+            batches_for(train, self.rows, setup.batches.batch_size, setup.seed) if run.batches is None else run.batches
         )
-        total = setup.epochs * len(self.batches)
+        total = setup.training.epochs * len(self.batches)
         self.schedule = Schedule(
-            setup.schedule, fitting_warmup(setup.warmup, total), setup.lr_decay, setup.lr_decay_every, total
+            setup.training.schedule,
+            fitting_warmup(setup.training.warmup, total),
+            setup.training.lr_decay,
+            setup.training.lr_decay_every,
+            total,
         )
-        self.valid = None if split.valid is None else sample_queries(split.valid, setup.valid_queries, setup.seed)
-        self.seen = self.to(split.seen_for("valid")) if self.valid is not None else None
+        self.valid = (
+            None if split.valid is None else sample_queries(split.valid, setup.validation.valid_queries, setup.seed)
+        )
+        self.seen = split.seen_for("valid").to(device) if self.valid is not None else None
         self.keeper = Keeper(run, self.modules, self.optimizers, self.generator, folder, ranks)
         self.state = State()
         self.total = torch.zeros(
@@ -97,17 +104,14 @@ class Trainer:
         self.factor: float | None = None  # on the learning rates, as set last
         self.saved = time.monotonic()
         # the gradient cache asks for the state of dropout's generator, which cannot be recorded
-        recorded = device.type == "cuda" and ranks.world == 1 and setup.chunk is None
+        recorded = device.type == "cuda" and ranks.world == 1 and setup.batches.chunk is None
         self.step: Callable[[Tensor], None] = Recorded(self.work, self.generator) if recorded else self.work
 
-    def to(self, positives: Positives) -> Positives:
-        return Positives(positives.start.to(self.device), positives.items.to(self.device))
-
     def train(self) -> None:
-        self.progress.start(self.setup.epochs, len(self.batches))
-        if self.schedule.warmup < self.setup.warmup:
+        self.progress.start(self.setup.training.epochs, len(self.batches))
+        if self.schedule.warmup < self.setup.training.warmup:
             steps = f"{self.schedule.total:,} steps: {self.schedule.warmup} of them warm up"
-            self.progress.say(f"warmup={self.setup.warmup} is more than half of a training of {steps}")
+            self.progress.say(f"warmup={self.setup.training.warmup} is more than half of a training of {steps}")
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
             self.set_random()
             while not self.state.done:
@@ -163,15 +167,15 @@ class Trainer:
         weighed = losses if self.weight is None else losses * self.ranks.own(self.weight[pairs] / self.mean_weight)
         (weighed.sum() / len(pairs)).backward()
         sum_gradients(self.trained, self.ranks)
-        if self.setup.clip is not None:
-            clip_gradients(self.modules.parameters(), self.setup.clip)
+        if self.setup.training.clip is not None:
+            clip_gradients(self.modules.parameters(), self.setup.training.clip)
         for optimizer in self.optimizers:
             optimizer.step()
         for table in self.keeper.tables.values():
-            table.step(self.setup.lr * (1.0 if self.factor is None else self.factor))
+            table.step(self.setup.training.lr * (1.0 if self.factor is None else self.factor))
         with torch.no_grad():
             for observer in self.observers:
-                observer.observe(step, outcome)  # type: ignore[operator]
+                observer.observe(step, outcome)
         self.total += outcome.loss.sum()
 
     def mean(self) -> float:
@@ -196,14 +200,14 @@ class Trainer:
         value = float(self.ranks.sum(self.total))
         if not math.isfinite(value):
             raise UserError(
-                f"the loss is {value} in epoch {self.state.epoch + 1}: lower lr (now {self.setup.lr}) or set clip"
+                f"the loss is {value} in epoch {self.state.epoch + 1}: lower lr (now {self.setup.training.lr}) or set clip"
             )
         return value
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Before an epoch: let every module that keeps something of the whole catalogue rebuild it."""
-        if not self.refreshers or self.positives is None:
+        if not self.refreshers:
             return
         model = self.run.model
         items = partial(model.item_vectors, ranks=self.ranks)
@@ -211,31 +215,30 @@ class Trainer:
             self.state.epoch, items, model.query_vectors, self.positives, self.generator, self.ranks, self.copied
         )
         for module in self.refreshers:
-            module.refresh(corpus)  # type: ignore[operator]
+            module.refresh(corpus)
             self.ranks.equalise(module.buffers())  # sums on a GPU may end in other bits on each
         if isinstance(self.step, Recorded) and not all(
-            getattr(module, "in_place", False) for module in self.refreshers
+            isinstance(module, Part) and module.in_place for module in self.refreshers
         ):
             self.step.forget()  # what was rebuilt may lie elsewhere
 
     def copied(self, device: torch.device) -> Corpus:
         """The catalogue by a copy of the model as it is now, for work beside training."""
-        assert self.positives is not None
         model = copy.deepcopy(self.run.model).to(device)
-        positives = Positives(self.positives.start.to(device), self.positives.items.to(device))
+        positives = self.positives.to(device)
         return Corpus(self.state.epoch, model.item_vectors, model.query_vectors, positives, self.generator)
 
     def validate(self, loss: float) -> None:
         """Close the epoch: measure on the validation part, keep the best model, decide whether to go on."""
         state, setup = self.state, self.setup
         record: dict[str, Any] = {"epoch": state.epoch + 1, "loss": loss, "seconds": round(state.seconds, 3)}
-        last = state.epoch + 1 >= setup.epochs
-        if self.valid is not None and ((state.epoch + 1) % setup.eval_every == 0 or last):
-            metric, cutoff = selected(setup.select)
+        last = state.epoch + 1 >= setup.training.epochs
+        if self.valid is not None and ((state.epoch + 1) % setup.validation.eval_every == 0 or last):
+            metric, cutoff = selected(setup.validation.select)
             names = tuple(dict.fromkeys((metric, "recall", "ndcg")))
             result = evaluate(self.run.model, self.valid, self.seen, (cutoff,), names, ranks=self.ranks)
             record |= result.metrics | {"valid_seconds": round(result.seconds, 3)}
-            score = result.metrics[setup.select]
+            score = result.metrics[setup.validation.select]
             state.stale = 0 if score > state.best else state.stale + 1
             if score > state.best:
                 state.best, state.best_epoch = score, state.epoch + 1
@@ -245,12 +248,12 @@ class Trainer:
             self.keeper.keep(state.best_epoch)
         record["tau"] = round(self.tau(), 6)
         for module in self.reporters:
-            record |= module.report()  # type: ignore[operator]
+            record |= module.report()
         state.history.append(record)
-        stopped = setup.patience is not None and state.stale >= setup.patience
+        stopped = setup.validation.patience is not None and state.stale >= setup.validation.patience
         if stopped:
             self.progress.say(
-                f"no better {setup.select} for {state.stale} validations: stopping at epoch {state.epoch + 1}"
+                f"no better {setup.validation.select} for {state.stale} validations: stopping at epoch {state.epoch + 1}"
             )
         state.epoch, state.step, state.rows, state.done = state.epoch + 1, 0, 0, last or stopped
         self.progress.epoch(record)
@@ -283,7 +286,3 @@ class Trainer:
         self.state = state
         self.write_metrics()  # a kill may have come between the checkpoint and its lines
         self.progress.say(f"going on from epoch {self.state.epoch + 1}, step {self.state.step}")
-
-
-def _masks_known(modules: nn.Module) -> bool:
-    return any(getattr(module, "exclude", None) == "known" for module in modules.modules())

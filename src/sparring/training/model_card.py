@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from sparring.recipes.setup import flat
 from sparring.training.eligibility import untrained_line
 
 
@@ -14,7 +15,7 @@ def model_card(meta: Mapping[str, Any], result: Mapping[str, Any], history: Sequ
 
     model_card(read_meta(folder), {"best_epoch": 7, "epochs": 12, "train_seconds": 41.2}, history)
     """
-    setup, data, source = meta["setup"], meta.get("data", {}), meta.get("source", {})
+    setup, data, source = flat(meta["setup"]), meta.get("data", {}), meta.get("source", {})
     parts = ", ".join(f"{data[name]:,} {name}" for name in ("train", "valid", "test") if name in data)
     origin = Path(source["data"]).name if source.get("data") else "not recorded"
     own = ", model=YOUR_RETRIEVER" if meta.get("towers") and meta["recipe"] == "custom" else ""
@@ -73,7 +74,7 @@ def _tower(meta: Mapping[str, Any], side: str) -> str:
     """What a tower is, in a word or two."""
     if side in meta.get("towers", {}):
         return f"`{meta['towers'][side].rpartition(':')[2]}`"
-    setup = meta["setup"]
+    setup = flat(meta["setup"])
     if side == "item":
         return "features and id" if setup["item_features"] else str(setup.get("item_tower", "id"))
     return str(setup["query_tower"])

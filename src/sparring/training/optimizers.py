@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from sparring.core.part import Part
 from sparring.core.sparse_rows import sum_rows
 from sparring.training.row_optimizers import RowAdagrad, RowAdam, RowOptimizer
 
@@ -66,7 +67,9 @@ def optimizers(
         raise ValueError(f"optimiser rule {rule!r} is not known: use 'row-adam', 'row-adagrad' or 'adam'")
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     marked = {
-        id(getattr(module, "weight", None)) for module in model.modules() if getattr(module, "sparse", False) is True
+        id(module.weight)
+        for module in model.modules()
+        if isinstance(module, Part | nn.Embedding | nn.EmbeddingBag) and module.sparse
     }
     tables = {name: parameter for name, parameter in trained.items() if id(parameter) in marked}
     dense = [parameter for name, parameter in trained.items() if name not in tables]
@@ -81,11 +84,7 @@ def optimizers(
                 torch.optim.Adam(dense, lr, betas, eps, weight_decay, fused=_fused(dense), capturable=_on_cuda(dense))
             )
     else:
-        free = {
-            id(getattr(module, "weight", None))
-            for module in model.modules()
-            if getattr(module, "undecayed", False) is True
-        }
+        free = {id(module.weight) for module in model.modules() if isinstance(module, Part) and module.undecayed}
         kinds = (
             ([p for p in tables.values() if id(p) not in free], weight_decay),
             ([p for p in tables.values() if id(p) in free], 0.0),

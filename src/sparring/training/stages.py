@@ -24,9 +24,9 @@ import torch
 
 from sparring.core import files
 from sparring.core.devices import pick_device
+from sparring.core.files import write_table
 from sparring.core.ranks import rank
-from sparring.core.types import Positives
-from sparring.data.interactions import Split, write_table
+from sparring.data.interactions import Split
 from sparring.data.propensity import inverse_propensities
 from sparring.evaluation.metrics import LIST_METRICS, PROPENSITY_METRICS
 from sparring.evaluation.ranking import Evaluation, evaluate
@@ -37,7 +37,8 @@ from sparring.models.retriever import Retriever
 from sparring.models.sharded_tables import ShardedTable
 from sparring.models.towers import IdTower
 from sparring.negatives import BatchPositives
-from sparring.recipes.run import Classifiers, Run, Setup, Term
+from sparring.recipes.run import Run, Term
+from sparring.recipes.setup import ClassifierSettings, Setup
 from sparring.training import trained
 from sparring.training.fitting import METRICS, Fitted, Progress, fit
 from sparring.training.model_card import model_card
@@ -105,7 +106,7 @@ def classifier_run(run: Run, split: Split) -> Run:
     assert wanted is not None
     rows = torch.unique(train.pairs()[0])
     queries, items = model.query_vectors(torch.arange(train.n_queries)).float(), model.item_vectors().float()
-    own = Setup(
+    own = Setup.of(
         dim=model.dim,
         rows="queries",
         tau=1.0,
@@ -116,19 +117,22 @@ def classifier_run(run: Run, split: Split) -> Run:
         schedule="linear",
         dropout=wanted.dropout,
         patience=None,
-        select=setup.select,
-        eval_every=max(setup.eval_every, wanted.epochs // 20, 1),
-        valid_queries=setup.valid_queries,
-        precision=setup.precision,
-        clf_shards=setup.clf_shards,
+        select=setup.validation.select,
+        eval_every=max(setup.validation.eval_every, wanted.epochs // 20, 1),
+        valid_queries=setup.validation.valid_queries,
+        precision=setup.training.precision,
+        clf_shards=setup.classifiers.shards,
         seed=setup.seed,
     )
-    frozen, table = IdTower(train.n_queries, model.dim), ShardedTable(train.n_items, model.dim, setup.clf_shards)
+    frozen, table = (
+        IdTower(train.n_queries, model.dim),
+        ShardedTable(train.n_items, model.dim, setup.classifiers.shards),
+    )
     with torch.no_grad():
         frozen.weight.copy_(queries)
     frozen.weight.requires_grad_(False)
     table.copy_rows(items)
-    towers = frozen, table if setup.clf_shards > 1 else table.parts[0]
+    towers = frozen, table if setup.classifiers.shards > 1 else table.parts[0]
     batches = ClusteredBatches(
         rows,
         train.n_queries,
@@ -149,7 +153,7 @@ def classifier_run(run: Run, split: Split) -> Run:
 def _fuse(
     run: Run,
     second: Run,
-    wanted: Classifiers,
+    wanted: ClassifierSettings,
     split: Split,
     device: torch.device,
     folder: Path | None,
@@ -166,7 +170,7 @@ def _fuse(
     progress.say(
         f"fusion: learning from the {'training' if split.valid is None else 'validation'} part what each score is worth"
     )
-    held, seen = (train, None) if split.valid is None else (split.valid, _on(split.seen_for("valid"), device))
+    held, seen = (train, None) if split.valid is None else (split.valid, split.seen_for("valid").to(device))
     fused.learn(held, seen, run.setup.seed)
     if folder is not None and rank() == 0:
         fused.save(folder)
@@ -175,7 +179,7 @@ def _fuse(
 
 def _measure(fused: Fused, split: Split, k: Sequence[int], metrics: Sequence[str]) -> Evaluation:
     assert split.test is not None
-    seen = _on(split.seen_for("test"), fused.propensity.device)
+    seen = split.seen_for("test").to(fused.propensity.device)
     metrics = (*metrics, *(PROPENSITY_METRICS if split.test.propensity is not None else ()))
     return evaluate(fused, split.test, seen, k, metrics, counts=split.train.counts())
 
@@ -186,7 +190,3 @@ def _single_queries(test: Evaluation, split: Split) -> pl.DataFrame:
         key: each.astype(np.float32) for key, each in test.per_query.items() if key.split("@")[0] not in LIST_METRICS
     }
     return pl.DataFrame({"query": split.train.query_ids.decode(test.query_ids), **ranked})
-
-
-def _on(positives: Positives, device: torch.device) -> Positives:
-    return Positives(positives.start.to(device), positives.items.to(device))

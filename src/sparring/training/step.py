@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from sparring.core.errors import UserError
-from sparring.core.types import ALONE, Bag, Batch, Outcome, Positives, Ranks, Step
+from sparring.core.part import loss_output
+from sparring.core.types import ALONE, Bag, Batch, LossOutput, Outcome, Positives, Ranks, Step
 from sparring.data.batches import batches_for, query_rows
 from sparring.data.interactions import Split
 from sparring.recipes.run import Run, Term
@@ -31,12 +32,12 @@ def contrast(
 
     # on a CPU bfloat16 is slower than float32
     half = torch.autocast(
-        query_ids.device.type, torch.bfloat16, enabled=setup.precision == "bf16" and query_ids.is_cuda
+        query_ids.device.type, torch.bfloat16, enabled=setup.training.precision == "bf16" and query_ids.is_cuda
     )
 
     def encoded(ids: Tensor) -> Tensor:
         with half:
-            return as_compared(in_chunks(setup.chunk, model.encode_items, ids))
+            return as_compared(in_chunks(setup.batches.chunk, model.encode_items, ids))
 
     def encode(ids: Tensor) -> Tensor:  # negatives call it, later
         return ranks.gather(encoded(ranks.own(ids)), len(ids)) if ids.dim() == 1 else encoded(ids)
@@ -48,27 +49,29 @@ def contrast(
 
     own_queries, own_items = ranks.own(query_ids), ranks.own(item_ids)
     with half:
-        q = as_compared(in_chunks(setup.chunk, model.encode_queries, own_queries, own_items))
+        q = as_compared(in_chunks(setup.batches.chunk, model.encode_queries, own_queries, own_items))
     v = encoded(own_items)
-    if setup.dropout and model.training:  # from the run's generator, which is in its checkpoint
+    if setup.model.dropout and model.training:  # from the run's generator, which is in its checkpoint
         uniform = torch.rand(
             len(query_ids), q.shape[1] - (model.item_bias is not None), generator=generator, device=q.device
         )
-        q = model.dropped(q, setup.dropout, ranks.own(uniform))
+        q = model.dropped(q, setup.model.dropout, ranks.own(uniform))
     batch = Batch(query_ids, item_ids, q, v, ranks)
     step = Step(
         own_queries, own_items, q, v, run.temperature(own_queries), encode, generator, positives, encode_mixtures, batch
     )
     bags: list[Bag] = []
+    outputs: list[LossOutput] = []
     total = torch.zeros((), device=q.device)
     for term in run.terms:
         bag = term.negatives(step)
         _check_bag(term, bag)
-        losses = term.loss(step, bag)
-        _check_losses(term, losses, q.shape[:1])
-        total = total + term.weight * losses
+        output = loss_output(term.loss, step, bag)
+        _check_losses(term, output.losses, q.shape[:1])
+        total = total + term.weight * output.losses
         bags.append(bag)
-    return total, step, Outcome(total.detach(), tuple(bags))
+        outputs.append(output._replace(losses=output.losses.detach()))
+    return total, step, Outcome(total.detach(), tuple(bags), tuple(outputs))
 
 
 def _check_bag(term: Term, bag: object) -> None:
@@ -113,12 +116,11 @@ def describe_batch(run: Run, split: Split) -> str:
     setup, (queries, items) = run.setup, split.train.pairs()
     device = run.model.device
     generator = torch.Generator(device).manual_seed(setup.seed)
-    drawn = query_rows(split.train, setup.draw) if setup.rows == "queries" else None
-    rows = next(batches_for(split.train, drawn, setup.batch_size, setup.seed).epoch(0))
+    drawn = query_rows(split.train, setup.batches.draw) if setup.batches.rows == "queries" else None
+    rows = next(batches_for(split.train, drawn, setup.batches.batch_size, setup.seed).epoch(0))
     if drawn is not None:
         rows = drawn.pairs(rows, torch.Generator().manual_seed(setup.seed))
-    positives = split.train.positives()
-    positives = Positives(positives.start.to(device), positives.items.to(device))
+    positives = split.train.positives().to(device)
     with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
         _, _, outcome = contrast(
             run, queries[rows].long().to(device), items[rows].long().to(device), generator, positives

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from sparring.core import files
-from sparring.core.errors import UserError
+from sparring.core.errors import UserError, first_line
 from sparring.core.types import Positives
 from sparring.data.features import Histories
 from sparring.data.interactions import Ids, Split
@@ -41,8 +41,8 @@ from sparring.models.fusion import FILE, Fused
 from sparring.models.retriever import Retriever
 from sparring.models.text import text_tower
 from sparring.models.towers import HistoryTower
-from sparring.recipes.run import Setup, retriever
-from sparring.recipes.settings import parse_setup
+from sparring.recipes.run import build_towers
+from sparring.recipes.setup import parse_setup
 from sparring.training.custom_towers import own_model
 from sparring.training.eligibility import FusedRanking, Offers, Ranking
 from sparring.training.item_vectors import item_vectors, mean_query
@@ -165,7 +165,9 @@ class Trained:
         if asked not in (None, "fused", "encoder"):
             raise UserError(f'ranking is {asked!r}; it must be "fused" or "encoder"')
         if asked == "fused" and self.fused is None:
-            raise UserError(f"{self.folder} has no fused ranking: that needs classifiers=N and fusion=true in training")
+            raise UserError(
+                f"{self.folder} has no fused ranking: that needs clf_epochs=N and clf_fusion=true in training"
+            )
         return asked or ("encoder" if self.fused is None else "fused")
 
     def ranking(self, asked: How | None = None) -> Ranking | FusedRanking:
@@ -217,15 +219,15 @@ def load(folder: str | Path, model: Retriever | None = None) -> Trained:
     if model is None and meta.get("towers"):
         model = own_model(folder, meta, ids, seen)
     if model is None:
-        setup: Setup = parse_setup(meta["setup"])
+        setup = parse_setup(meta["setup"])
         past = None
-        if setup.query_tower == "history":
+        if setup.model.query_tower == "history":
             if not {"query.start", "query.items"} <= tensors.keys():
                 raise UserError(
                     f"{folder / 'model.safetensors'} does not fit this run: it has no histories for the history tower"
                 )
             past = Histories(tensors["query.start"], tensors["query.items"])
-        model = retriever(setup, ids, past, folder)
+        model = build_towers(setup, ids, past, folder)
     try:
         files.load_tensors(model, tensors, folder / "model.safetensors")
     except UserError as error:
@@ -245,7 +247,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
         meta = json.loads(path.read_text())
         meta["setup"], meta["recipe"]
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is corrupt: {str(error).splitlines()[0]}") from error
+        raise UserError(f"{path} is corrupt: {first_line(error)}") from error
     return dict(meta)
 
 

@@ -33,11 +33,11 @@ def check_given(run: object, split: object) -> None:
 def check_cutoffs(run: Run, split: Split, k: Sequence[int], metrics: Sequence[str]) -> None:
     """Tell before training what the ranking after it could not do."""
     n_items = split.train.n_items
-    metric, cutoff = selected(run.setup.select)
+    metric, cutoff = selected(run.setup.validation.select)
     parse(metric)
     if split.valid is not None and cutoff > n_items:
         raise UserError(
-            f"the cutoff of select={run.setup.select} is larger than the catalogue of {n_items:,} items: choose a smaller one"
+            f"the cutoff of select={run.setup.validation.select} is larger than the catalogue of {n_items:,} items: choose a smaller one"
         )
     for name in metrics:
         parse(name)

@@ -23,7 +23,7 @@ from sparring.serving.http.server import _watch
 from sparring.serving.http.store import Store
 from sparring.serving.index import Index, files
 from sparring.serving.index.run_index import FOLDER
-from sparring.training.lock import delete_run, hold, release
+from sparring.training.lock import delete_run, hold
 from sparring.training.trained import load
 from support.made_run import DIM, MadeRun, make_run
 
@@ -276,7 +276,7 @@ def test_a_run_that_changes_on_disk_is_swapped_in(tmp_path: Path) -> None:
         make_run(truth.folder, 4)
         time.sleep(0.4)
         assert live.served().generation == 3
-        release(truth.folder, held)
+        held.release()
         wait(lambda: live.served().generation == 4)
     finally:
         stop.set()

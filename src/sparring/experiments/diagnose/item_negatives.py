@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparring.core.errors import UserError
 from sparring.data.interactions import Split
-from sparring.experiments.diagnose.measures import offered, positives_on
+from sparring.experiments.diagnose.measures import offered
 from sparring.recipes.run import Run
 from sparring.training.step import contrast
 
@@ -60,9 +60,9 @@ def met(
     own = (items == item).nonzero().flatten()
     if not len(own):
         raise UserError("no training pair has this item: as a positive it met no negatives")
-    size = min(run.setup.batch_size, BATCH, len(items))
+    size = min(run.setup.batches.batch_size, BATCH, len(items))
     company, generator = torch.Generator().manual_seed(seed), torch.Generator(device).manual_seed(seed + 1)
-    positives = positives_on(split, device)
+    positives = split.train.positives().to(device)
     times, shares = (
         torch.zeros(n + 1, dtype=torch.float64, device=device) for _ in range(2)
     )  # the last place: made-up vectors

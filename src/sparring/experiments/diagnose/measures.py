@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sparring.core.errors import UserError
-from sparring.core.types import Candidates, Outcome, Positives, Step
+from sparring.core.types import Candidates, Outcome, Step
 from sparring.data.interactions import Split
 from sparring.data.synthetic import World
 from sparring.experiments.diagnose.profile import profile
@@ -111,8 +111,8 @@ def _measured(name: str, run: Run, split: Split, queries: int, draws: int, seed:
     device = target.device
     found = torch.zeros(draws, *target.shape, dtype=torch.float64, device=device)
     own = torch.Generator(device).manual_seed(seed + 1)
-    pairs, positives = _pairs(split, device), positives_on(split, device)
-    for draw, places, batch in _batches(len(split.train), run.setup.batch_size, rows, draws, generator):
+    pairs, positives = _pairs(split, device), split.train.positives().to(device)
+    for draw, places, batch in _batches(len(split.train), run.setup.batches.batch_size, rows, draws, generator):
         at = batch.to(device)
         losses, step, outcome = contrast(run, pairs[0][at], pairs[1][at], own, positives)
         found[draw, places] = _query_gradient(losses[: len(places)], step)[: len(places)]
@@ -265,7 +265,7 @@ def offered(step: Step, block: Candidates, c: int) -> tuple[Tensor, Tensor, Tens
         drawn = block.draws * weighed.softmax(-1).nan_to_num(nan=0.0)
         return ids, scores, scores + drawn.log(), drawn, drawn
     # draws of a shared bag are known in sum only; each query's own counts are its weights
-    drawn = log_w.exp() if block.usage is not None else (~torch.isneginf(log_w)).double()
+    drawn = log_w.exp() if block.drawn is not None else (~torch.isneginf(log_w)).double()
     return ids, scores, weighed, drawn, drawn.masked_fill(masked, 0.0)
 
 
@@ -284,9 +284,3 @@ def _batches(
 def _pairs(split: Split, device: torch.device) -> tuple[Tensor, Tensor]:
     queries, items = split.train.pairs()
     return queries.long().to(device), items.long().to(device)
-
-
-def positives_on(split: Split, device: torch.device) -> Positives:
-    """All training positives of every query, on a device."""
-    found = split.train.positives()
-    return Positives(found.start.to(device), found.items.to(device))

@@ -8,7 +8,8 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from sparring.core.types import Bag, Candidates, Positives
+from sparring.core.partition import drawn_blocks
+from sparring.core.types import Outcome, Step
 from sparring.data.batches import RandomBatches
 from sparring.data.interactions import Split
 from sparring.data.synthetic import World
@@ -36,20 +37,19 @@ def profile(run: Run, split: Split, batches: int = 4, world: World | None = None
     device = next(run.model.parameters()).device
     percentile = torch.from_numpy(popularity_percentile(split.train.counts())).to(device)
     stratum = torch.from_numpy(popularity_strata(split.train.counts())).to(device)
-    own = split.train.positives()
-    positives = Positives(own.start.to(device), own.items.to(device))
+    positives = split.train.positives().to(device)
     queries, items = (column.long().to(device) for column in split.train.pairs())
     generator = torch.Generator(device).manual_seed(run.setup.seed)
     total = torch.zeros(
         4 + len(STRATA), dtype=torch.float64, device=device
     )  # popularity, accidental, false, synthetic, strata
     real = 0.0
-    rows = RandomBatches(len(split.train), run.setup.batch_size, run.setup.seed).epoch(0)
+    rows = RandomBatches(len(split.train), run.setup.batches.batch_size, run.setup.seed).epoch(0)
     with torch.no_grad():
         for index in islice(rows, batches):
             at = index.to(device)
             _, step, outcome = contrast(run, queries[at], items[at], generator, positives)
-            for ids, weight in _places(outcome.bags, len(at)):
+            for ids, weight in _places(step, outcome):
                 mass = weight.sum(0) if ids.dim() == 1 else weight
                 known, mass = ids >= 0, mass.double()
                 found, mass_known = ids[known], mass[known]
@@ -75,15 +75,13 @@ def profile(run: Run, split: Split, batches: int = 4, world: World | None = None
     return result | ({"false_negatives": shares[2]} if world is not None else {})
 
 
-def _places(bags: tuple[Bag, ...], b: int) -> Iterator[Places]:
-    for bag in bags:
-        for block in bag.plain().blocks:
-            yield block.ids.long(), _weight(block, b)
-
-
-def _weight(block: Candidates, b: int) -> Tensor:
-    """(B, C): how often each candidate was drawn for each query."""
-    c = block.ids.shape[-1]
-    if block.usage is None:
-        return (~torch.isneginf(block.log_w)).float().expand(b, c)
-    return block.usage.float() if block.usage.dim() == 2 else (block.usage.float() / b).expand(b, c)
+def _places(step: Step, outcome: Outcome) -> Iterator[Places]:
+    """The candidates of every block, and how often each was drawn for each query."""
+    b = len(step.q)
+    for block, counts in drawn_blocks(step, outcome):
+        if counts is None:
+            for part in block.plain():
+                yield part.ids.long(), (~torch.isneginf(part.log_w)).float().expand(b, part.ids.shape[-1])
+        else:
+            counts = counts.float()
+            yield block.ids.long(), counts if counts.dim() == 2 else (counts / b).expand(b, len(counts))

@@ -13,11 +13,10 @@ from torch import nn
 
 from sparring.core import files
 from sparring.core.errors import UserError
+from sparring.core.part import listeners
 from sparring.core.types import Corpus, Outcome, Step
 from sparring.data.batches import RandomBatches
 from sparring.data.interactions import Split
-from sparring.experiments.diagnose.measures import positives_on
-from sparring.negatives import Negatives
 from sparring.recipes import settings
 from sparring.recipes.finding import Recipe
 from sparring.recipes.run import Run
@@ -39,7 +38,7 @@ def own(folder: Path, split: Split, device: torch.device | str = "cpu") -> Run:
         how = "diagnose it there (docs/diagnose.md), or train it by a recipe of your own (docs/extending.md)"
         raise UserError(f"{folder} was composed in Python, and no recipe can be found that makes its negatives: {how}")
     # whatever the towers start from is overwritten, so they need no costly start
-    run = settings.build(recipe_of(folder, meta), split.train, meta["arguments"], setup=replace(setup, init="normal"))
+    run = settings.build(recipe_of(folder, meta), split.train, meta["arguments"], setup=setup.replaced(init="normal"))
     run = replace(run, setup=setup)
     model, checkpoint = folder / "model.safetensors", folder / "checkpoint.safetensors"
     if not model.is_file() and not checkpoint.is_file():
@@ -70,7 +69,7 @@ def opponent(name: str | Recipe, run: Run, split: Split, steps: int = WARM_STEPS
     default = arguments.get("n", (int, None))[1]
     offered, shared = offers(found, split)
     if isinstance(default, int) and shared:
-        size = min(run.setup.batch_size, len(split.train))
+        size = min(run.setup.batches.batch_size, len(split.train))
         most, alike = offers(run, split)
         wanted = default + (min(most, 4 * size) if alike else size) - offered
         given["n"] = wanted if wanted >= 1 else size
@@ -80,7 +79,7 @@ def opponent(name: str | Recipe, run: Run, split: Split, steps: int = WARM_STEPS
 
 
 def _on(run: Run, name: str | Recipe, split: Split, given: dict[str, Any]) -> Run:
-    made = settings.build(name, split.train, given, setup=replace(run.setup, init="normal"))
+    made = settings.build(name, split.train, given, setup=run.setup.replaced(init="normal"))
     made = replace(made, model=run.model, temperature=run.temperature, setup=run.setup)
     made.modules().to(next(run.model.parameters()).device).eval()
     return made
@@ -101,14 +100,12 @@ def warm(run: Run, split: Split, steps: int) -> None:
     )
     device = next(run.model.parameters()).device
     generator = torch.Generator(device).manual_seed(run.setup.seed)
-    corpus = Corpus(0, run.model.item_vectors(), run.model.encode_queries, positives_on(split, device), generator)
-    kept: list[Any] = list(parts.modules())
-    for module in kept:
-        if hasattr(module, "refresh"):
-            module.refresh(corpus)
-    observers = [
-        module for module in kept if hasattr(module, "observe") and type(module).observe is not Negatives.observe
-    ]
+    corpus = Corpus(
+        0, run.model.item_vectors(), run.model.encode_queries, split.train.positives().to(device), generator
+    )
+    for module in listeners(parts, "refresh"):
+        module.refresh(corpus)
+    observers = listeners(parts, "observe")
     if not observers:
         return
     for step, outcome in islice(_steps(run, split), steps):
@@ -121,8 +118,8 @@ def _steps(run: Run, split: Split) -> Iterator[tuple[Step, Outcome]]:
     device = next(run.model.parameters()).device
     queries, items = (column.long().to(device) for column in split.train.pairs())
     generator = torch.Generator(device).manual_seed(run.setup.seed)
-    positives = positives_on(split, device)
-    for rows in RandomBatches(len(split.train), run.setup.batch_size, run.setup.seed).epoch(0):
+    positives = split.train.positives().to(device)
+    for rows in RandomBatches(len(split.train), run.setup.batches.batch_size, run.setup.seed).epoch(0):
         at = rows.to(device)
         _, step, outcome = contrast(run, queries[at], items[at], generator, positives)
         yield step, outcome

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sparring.core.errors import UserError
+from sparring.core.errors import UserError, did_you_mean
 from sparring.core.workers import Listener
 from sparring.experiments.papers import page
 from sparring.experiments.papers.esans_cost import COST
@@ -16,7 +16,6 @@ from sparring.experiments.papers.trainings import train
 from sparring.experiments.papers.xir import TABLE_1, TABLE_2, TABLE_4
 from sparring.experiments.papers.xir_curves import FIGURE_1, FIGURE_2
 from sparring.experiments.papers.xir_sweeps import FIGURE_3, TABLE_5, TABLE_6
-from sparring.recipes.settings import nearest
 
 __all__ = [
     "EXPERIMENTS",
@@ -42,7 +41,9 @@ EXPERIMENTS |= {NGAME_DEXA.name: NGAME_DEXA}
 def find(name: str) -> Experiment:
     """The experiment of this name."""
     if name not in EXPERIMENTS:
-        raise UserError(f"unknown reproduction {name!r}{nearest(name, EXPERIMENTS)}; `sparring reproduce` lists them")
+        raise UserError(
+            f"unknown reproduction {name!r}{did_you_mean(name, EXPERIMENTS)}; `sparring reproduce` lists them"
+        )
     return EXPERIMENTS[name]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from sparring.core.errors import UserError
+from sparring.core.errors import UserError, first_line
 from sparring.experiments.papers.plan import METRICS, Given, Method, Plan
 from sparring.experiments.papers.published import XIR_DATA, Cells, Figure
 from sparring.experiments.report.tables import Cell, Column, Table
@@ -85,7 +85,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         return dict(json.loads(path.read_text()))
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} is corrupt: {str(error).splitlines()[0]}; delete its folder to train again") from error
+        raise UserError(f"{path} is corrupt: {first_line(error)}; delete its folder to train again") from error
 
 
 def test_metrics(plan: Plan, given: Given, method: Method) -> list[dict[str, float]]:

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from sparring.core import files, workers
-from sparring.core.errors import UserError
+from sparring.core.errors import UserError, did_you_mean
 from sparring.core.workers import Failure, Listener, Tasks, perform
 from sparring.experiments.papers.cells import read_json
 from sparring.experiments.papers.plan import Catalogue, Clustering, Given, Plan, Protocol
 
 if TYPE_CHECKING:
-    from sparring.models.clusters import Settings
+    from sparring.models.clusters import MSACSettings
 
 NOTES = "modalities.json"  # beside the codes: where the modalities came from, and what was asked for
 LEAST = 10  # items for each primary cluster on average: twice the 5 that are drawn of one
@@ -75,15 +75,15 @@ def asked(given: Given) -> dict[str, Any]:
     }
 
 
-def settings_of(catalogue: Catalogue, clustering: Clustering) -> Settings:
+def settings_of(catalogue: Catalogue, clustering: Clustering) -> MSACSettings:
     """The robust settings of MSAC with what was asked for."""
-    from sparring.models.clusters import ROBUST, Settings
-    from sparring.recipes.settings import nearest, parse
+    from sparring.models.clusters import ROBUST, MSACSettings
+    from sparring.recipes.settings import parse
 
-    kinds = get_type_hints(Settings)
+    kinds = get_type_hints(MSACSettings)
     for name in catalogue.settings:
         if name not in kinds or name in ("k_primary", "k_secondary"):
-            raise UserError(f"no setting of the clusters: msac.{name}{nearest(name, kinds)}")
+            raise UserError(f"no setting of the clusters: msac.{name}{did_you_mean(name, kinds)}")
     asked: dict[str, Any] = {name: parse(name, value, kinds[name]) for name, value in catalogue.settings.items()}
     return replace(ROBUST, k_primary=clustering.k_primary, k_secondary=clustering.k_secondary, **asked)
 

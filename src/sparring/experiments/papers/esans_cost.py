@@ -14,7 +14,7 @@ from sparring.experiments.report.comparison import read_history
 from sparring.experiments.report.html import Figures, Section, Sheet
 from sparring.experiments.report.tables import Column, Table
 from sparring.recipes import RECIPES
-from sparring.recipes.run import Setup
+from sparring.recipes.setup import Setup
 
 N = 5120  # shared by the batch: 10 for each of 512 positives
 SHARED: dict[str, object] = {"n": N, "per_query": False}
@@ -27,7 +27,9 @@ METHODS: dict[str, tuple[str, dict[str, object]]] = {
     "Ada-tau": ("ada_tau", SHARED),
     "ESANS": ("esans", {}),
 }
-SETUP = Setup(dim=64, score="cosine", tau=0.05, batch_size=512, epochs=4, optimizer="row-adam", lr=2e-4, patience=None)
+SETUP = Setup.of(
+    dim=64, score="cosine", tau=0.05, batch_size=512, epochs=4, optimizer="row-adam", lr=2e-4, patience=None
+)
 METRIC = "training time / UNS"
 
 

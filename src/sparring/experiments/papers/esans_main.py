@@ -53,7 +53,7 @@ def behaviour_of(given: Given) -> str:
 
 def candidates(asked: Mapping[str, object]) -> tuple[int, int]:
     """How many real candidates a batch of ESANS shares, and how many logits each of its queries has."""
-    own = {"m_c": 2, "m_o": 5, "m_h": 5, "batch_size": SETUP.batch_size}
+    own = {"m_c": 2, "m_o": 5, "m_h": 5, "batch_size": SETUP.batches.batch_size}
     m_c, m_o, m_h, batch = (int(str(asked.get(name, default))) for name, default in own.items())
     mixtures = (m_o + 2) * (m_o - 1) // 2
     return batch * m_c * m_o, batch * m_c * (m_o + mixtures) + 2 * m_h

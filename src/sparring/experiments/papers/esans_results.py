@@ -17,11 +17,11 @@ from sparring.experiments.report.comparison import in_words
 from sparring.experiments.report.html import Figures, Points, Section, Sheet
 from sparring.experiments.report.tables import Column, Table
 from sparring.recipes import settings
-from sparring.recipes.run import Setup
+from sparring.recipes.setup import Setup
 
 PAPER = "ESANS (Xing et al., WWW 2025)"
 # Table 6 and appendix C: batch, dimensions, temperature, Adam, its rate. Not given there, and ours: cosines, epochs, patience.
-SETUP = Setup(
+SETUP = Setup.of(
     dim=64,
     score="cosine",
     tau=0.05,
@@ -63,8 +63,8 @@ def setting_said(plan: Plan) -> list[str]:
         lines.append(f"Tuned: {who} with {plan.trials} trials on the validation part; table tuned has the settings.")
     else:
         lines.append(
-            f"Not tuned: batches of {setup.batch_size}, d = {setup.dim}, tau {setup.tau}, Adam at {setup.lr:g}, as {_whose(plan)}; not "
-            f"printed there and ours: cosines, at most {setup.epochs} epochs, patience {setup.patience} on validation {setup.select}."
+            f"Not tuned: batches of {setup.batches.batch_size}, d = {setup.model.dim}, tau {setup.temperature.tau}, Adam at {setup.training.lr:g}, as {_whose(plan)}; not "
+            f"printed there and ours: cosines, at most {setup.training.epochs} epochs, patience {setup.validation.patience} on validation {setup.validation.select}."
         )
     if plan.settings:
         lines.append(f"Asked for, of all methods that know it: {in_words(plan.settings)}.")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sparring.data.interactions import read_table
+from sparring.core.files import read_table
 from sparring.evaluation.statistics import Summary, equal_variance_t, holm, seeds_and_queries, summary
 from sparring.experiments.comparison_tables import LEVEL, Finished, values
 from sparring.experiments.papers.cells import Row, named, read_json

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from sparring.core.errors import UserError
 from sparring.data.texts.texts import text_of
@@ -32,7 +31,7 @@ from sparring.experiments.report.tables import Table
 from sparring.recipes.extreme import LABELS
 from sparring.recipes.text import default_encoder, text_setup
 
-SETUP = replace(LABELS, batch_size=1600, epochs=30, select="ndcg@5", classifiers=30)
+SETUP = LABELS.replaced(batch_size=1600, epochs=30, select="ndcg@5", clf_epochs=30)
 PROTOCOL = Protocol(
     "auto", valid=0.05, one_split=True, metrics=("precision_xc", "ndcg_xc", "recall_xc", "psp"), cutoffs=(1, 5, 100)
 )
@@ -48,13 +47,13 @@ def methods(given: Given, asked: Mapping[str, object]) -> Sequence[Method]:
             raise UserError(f"{given.shown}: {error}") from error
     encoder = str(asked.get("encoder", "auto"))
     suited = text_setup(default_encoder() if encoder == "auto" else encoder)
-    epochs = int(str(asked.get("epochs", SETUP.epochs)))
+    epochs = int(str(asked.get("epochs", SETUP.training.epochs)))
     # The authors' are 10 and 5, of 300 epochs: in few, the first would come too late and the second hardly ever.
     start, every = max(1, min(10, epochs // 5)), max(1, min(5, epochs // 2))
     larger = start + every * max(1, round((epochs / 2 - start) / every))  # when clusters are made anyway
-    shared: dict[str, object] = {"encoder": suited.encoder}
+    shared: dict[str, object] = {"encoder": suited.text.encoder}
     shared |= {
-        name: getattr(suited, name) for name in ("dim", "optimizer", "lr", "weight_decay", "schedule", "precision")
+        name: suited.flat()[name] for name in ("dim", "optimizer", "lr", "weight_decay", "schedule", "precision")
     }
     mined: dict[str, object] = {**shared, "every": every, "start": start}
     clustered: dict[str, object] = {**mined, "size": 8, "grow": (larger,)}
@@ -121,9 +120,7 @@ def _setting(plan: Plan) -> list[str]:
     lines = []
     for given in plan.data:
         used = plan.methods[given.name][0].settings
-        setup = {
-            name: used.get(name, getattr(SETUP, name)) for name in ("encoder", "epochs", "batch_size", "classifiers")
-        }
+        setup = {name: used.get(name, SETUP.flat()[name]) for name in ("encoder", "epochs", "batch_size", "clf_epochs")}
         lines.append(
             f"{given.shown}, the same for all: {in_words(setup)}; the authors train DistilBERT for 300 epochs, B = 1600."
         )

@@ -10,7 +10,6 @@ import torch
 from sparring.core import files
 from sparring.core.devices import pick_device
 from sparring.core.errors import UserError
-from sparring.core.types import Positives
 from sparring.data.interactions import Split
 from sparring.data.propensity import inverse_propensities
 from sparring.evaluation.ranking import Evaluation, evaluate, evaluate_lists
@@ -57,5 +56,5 @@ def _untrained(plan: Plan, given: Given, method: Method, parts: Split) -> Evalua
     model = settings.build(method.recipe, parts.train, method.settings, setup=plan.experiment.setup).model.to(device)
     seen, k = parts.seen_for("test"), plan.cutoffs(given)
     with torch.no_grad():
-        seen = Positives(seen.start.to(device), seen.items.to(device))
+        seen = seen.to(device)
         return evaluate(model, parts.test, seen, k, plan.experiment.protocol.metrics, counts=parts.train.counts())

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from sparring.data.interactions import read_table
+from sparring.core.files import read_table
 from sparring.experiments.comparison_tables import Finished, values
 from sparring.experiments.papers.cells import Row, field, mean_cells, named, read_json
 from sparring.experiments.papers.esans_rows import Seeds, against, correct, gain_cells, gain_column, printed_gain

@@ -11,6 +11,7 @@ from sparring.experiments.papers.plan import Plan, Results
 from sparring.experiments.report.comparison import command_lines, distinct, in_words
 from sparring.experiments.report.html import Code, Facts, Page, Points, Section, Sheet
 from sparring.experiments.report.tables import Cell, Column, Table
+from sparring.recipes.setup import flat
 from sparring.training import trained
 
 Key = tuple[str, str]  # data and method
@@ -115,7 +116,9 @@ def _methods(metas: dict[tuple[str, str, int], dict[str, Any]]) -> list[dict[str
     for (data, method, _), meta in metas.items():
         times.setdefault((data, method), []).append(float(meta["seconds"]))
         settings = {
-            name: value for name, value in {**meta.get("arguments", {}), **meta["setup"]}.items() if name != "seed"
+            name: value
+            for name, value in {**meta.get("arguments", {}), **flat(meta["setup"])}.items()
+            if name != "seed"
         }
         rows.setdefault(
             (data, method), {"data": data, "method": method, "recipe": meta["recipe"], "settings": in_words(settings)}

@@ -30,7 +30,8 @@ from sparring.experiments.papers.published import matching
 from sparring.experiments.report.html import Section
 from sparring.experiments.report.tables import Table
 from sparring.recipes import PAPER, settings
-from sparring.recipes.run import Run, Setup
+from sparring.recipes.run import Run
+from sparring.recipes.setup import Setup
 
 METRICS = ("ndcg_xir_release", "recall_xir_release", "ndcg", "recall")
 CUTOFFS = (10, 20, 50)

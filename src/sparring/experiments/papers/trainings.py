@@ -6,18 +6,19 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 from sparring.core import files, workers
 from sparring.core.devices import hardware
-from sparring.core.errors import UserError
+from sparring.core.errors import UserError, first_line
 from sparring.core.workers import Failure, Listener, Tasks, perform
 from sparring.data.interactions import Split
 from sparring.experiments.comparison import finished
 from sparring.experiments.papers import clusterings
 from sparring.experiments.papers.plan import CUTOFFS, METRICS, Given, Measure, Method, Plan, Protocol
 from sparring.recipes import settings
-from sparring.recipes.run import Run, Setup
+from sparring.recipes.run import Run
+from sparring.recipes.setup import Setup, find_setting, flat_name, unknown_setting
 from sparring.training import folder as run_folder
 
 
@@ -28,16 +29,13 @@ def check(plan: Plan) -> None:
             raise UserError(f"two of the data sets are {given.shown}: give each once")
     methods = [method for each in plan.methods.values() for method in each]
     own = {name for method in methods for name in settings.own_arguments(settings.find(method.recipe))}
-    known = [*own, *get_type_hints(Setup)]
     for name in plan.settings:
-        if name == "seed":
+        if flat_name(name) == "seed":
             raise UserError("seed cannot be set: a reproduction uses the seeds 10, 20, ... (--seeds N)")
-        if name in plan.experiment.chosen:
+        if flat_name(name) in plan.experiment.chosen:
             raise UserError(f"{name} cannot be set: {plan.experiment.name} sets it itself")
-        if name not in known and methods:
-            raise UserError(
-                f"no method of {plan.experiment.name} knows the setting {name!r}{settings.nearest(name, known)}"
-            )
+        if name not in own and find_setting(name) is None and methods:
+            raise UserError(f"no method of {plan.experiment.name} knows it: {unknown_setting(name, own)}")
     for method in methods:
         settings.resolve(settings.find(method.recipe), method.settings, plan.experiment.setup)
     if plan.trials and plan.experiment.tuning == "none":
@@ -65,7 +63,7 @@ def _check_same(plan: Plan) -> None:
             before = json.loads(path.read_text())
             old = before["data"]
         except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{path} is corrupt: {str(error).splitlines()[0]}") from error
+            raise UserError(f"{path} is corrupt: {first_line(error)}") from error
         if before.get("experiment") != now["experiment"]:
             raise UserError(
                 f"{plan.out} holds {before.get('experiment')}: choose another folder for {now['experiment']}"
@@ -226,7 +224,9 @@ def _train_one(
 
     def epoch(record: dict[str, Any]) -> None:
         number = record["epoch"]
-        if curve and (number == 1 or number % run.setup.eval_every == 0 or number == run.setup.epochs):
+        if curve and (
+            number == 1 or number % run.setup.validation.eval_every == 0 or number == run.setup.training.epochs
+        ):
             record |= _test_metrics(run, parts)  # the record is the one that metrics.jsonl and the checkpoint get
         say(record)
 
@@ -259,12 +259,11 @@ def _measure_one(
 
 
 def _test_metrics(run: Run, parts: Split) -> dict[str, float]:
-    from sparring.core.types import Positives
     from sparring.evaluation.ranking import evaluate
 
     assert parts.test is not None
     device = next(run.model.parameters()).device
     seen = parts.seen_for("test")
     k = min(CUTOFFS[0], parts.train.n_items)
-    found = evaluate(run.model, parts.test, Positives(seen.start.to(device), seen.items.to(device)), (k,), METRICS)
+    found = evaluate(run.model, parts.test, seen.to(device), (k,), METRICS)
     return {f"test_{name}": value for name, value in found.metrics.items()}

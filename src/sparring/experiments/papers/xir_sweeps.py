@@ -85,7 +85,7 @@ def gradient_time(run: Run, parts: Split, device: str) -> dict[str, Any]:
     run.modules().to(where)
     queries, items = (column.long().to(where) for column in parts.train.pairs())
     generator = torch.Generator(where).manual_seed(run.setup.seed)
-    batches = RandomBatches(len(parts.train), run.setup.batch_size, run.setup.seed)
+    batches = RandomBatches(len(parts.train), run.setup.batches.batch_size, run.setup.seed)
     rows = itertools.chain.from_iterable(batches.epoch(epoch) for epoch in itertools.count())
     times = []
     for index in itertools.islice(rows, 23):

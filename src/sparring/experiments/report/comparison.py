@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sparring.core.errors import UserError
+from sparring.core.errors import UserError, first_line
 from sparring.core.workers import Failure
 from sparring.experiments import comparison_tables
 from sparring.experiments.comparison import Data, Plan, finished
@@ -17,6 +17,7 @@ from sparring.experiments.report import figures
 from sparring.experiments.report.figures import Drawn
 from sparring.experiments.report.html import Code, Facts, Figures, Page, Points, Section, Sheet, Text
 from sparring.experiments.report.tables import Cell, Column, Table
+from sparring.recipes.setup import flat
 from sparring.training import trained
 
 TONES = {"better": "good", "worse": "bad", "baseline": "plain"}
@@ -153,7 +154,7 @@ def read_history(folder: Path) -> list[dict[str, Any]]:
     try:
         return [json.loads(line) for line in path.read_text().splitlines()]
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} is corrupt: {str(error).splitlines()[0]}; delete its folder to train again") from error
+        raise UserError(f"{path} is corrupt: {first_line(error)}; delete its folder to train again") from error
 
 
 def _metas(plan: Plan) -> dict[tuple[str, str, int], dict[str, Any]]:
@@ -212,7 +213,7 @@ def _settings(plan: Plan, metas: Mapping[tuple[str, str, int], Mapping[str, Any]
     """Settings by data and recipe that differ or are a recipe's own, and those that all share; the seed is neither."""
     each: dict[tuple[str, str], dict[str, Any]] = {}
     for (data, recipe, _), meta in metas.items():
-        each.setdefault((data, recipe), {**meta.get("arguments", {}), **meta["setup"]})
+        each.setdefault((data, recipe), {**meta.get("arguments", {}), **flat(meta["setup"])})
     common = {
         name: value
         for name, value in next(iter(each.values()), {}).items()

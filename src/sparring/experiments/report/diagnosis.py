@@ -22,6 +22,7 @@ from sparring.experiments.report.figures import BASE, COLOURS, INK, Drawn, blank
 from sparring.experiments.report.html import Code, Facts, Figures, Page, Points, Section, Sheet, Text
 from sparring.experiments.report.tables import Cell
 from sparring.recipes.settings import short
+from sparring.recipes.setup import flat
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -93,11 +94,11 @@ def _made(split: Split, meta: Mapping[str, Any], sample: Sample, hardware: str, 
     """The command, what was measured and where, and the run as it was trained."""
     from sparring import __version__
 
-    train = split.train
+    train, setup = split.train, flat(meta["setup"])
     facts = {
         "data": f"{train.n_queries:,} queries x {train.n_items:,} items, {len(train):,} training pairs",
-        "measured on": f"{sample.queries:,} training pairs, {sample.draws:,} batches of {meta['setup']['batch_size']:,} each",
-        "seed": f"{sample.seed} of the measurement, {meta['setup']['seed']} of the run",
+        "measured on": f"{sample.queries:,} training pairs, {sample.draws:,} batches of {setup['batch_size']:,} each",
+        "seed": f"{sample.seed} of the measurement, {setup['seed']} of the run",
         "hardware": hardware,
         "python": platform.python_version(),
         "sparring": __version__,
@@ -108,7 +109,7 @@ def _made(split: Split, meta: Mapping[str, Any], sample: Sample, hardware: str, 
     parts: list[Code | Facts] = [Code(command_lines(command))] if command else []
     parts += [
         Facts(facts),
-        Code(in_words({**meta.get("arguments", {}), **meta["setup"]}), f"Settings of the run, {short(meta['recipe'])}"),
+        Code(in_words({**meta.get("arguments", {}), **setup}), f"Settings of the run, {short(meta['recipe'])}"),
     ]
     if meta.get("batch"):
         parts.append(Code("\n".join(meta["batch"]), "What a query of a batch is contrasted with in the run"))

@@ -9,11 +9,10 @@ import math
 import re
 import string
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from sparring.core.errors import UserError
+from sparring.core import files
 
 Cell = str | float | int | bool | None
 SUFFIXES = ("md", "csv", "tex", "json")
@@ -116,7 +115,7 @@ class Table:
         texts = (self.markdown(), self.csv(), self.latex(), self.json())
         paths = [folder / f"{name}.{suffix}" for suffix in SUFFIXES]
         for path, text in zip(paths, texts, strict=True):
-            _write(path, text)
+            files.write_text(path, text)
         return paths
 
 
@@ -139,15 +138,3 @@ def escaped(text: str) -> str:
 
 def _finite(value: Cell) -> Cell:
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _write(path: Path, text: str) -> None:
-    beside = path.with_name(path.name + ".tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_text(text, encoding="utf-8")
-        beside.replace(path)
-    except OSError as error:
-        with suppress(OSError):
-            beside.unlink()
-        raise UserError(f"cannot write {path}: {error.strerror or error}") from error

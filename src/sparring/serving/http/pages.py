@@ -27,6 +27,7 @@ from sparring.core.errors import UserError
 from sparring.data.interactions import Split
 from sparring.recipes.run import Run
 from sparring.recipes.settings import short
+from sparring.recipes.setup import flat
 from sparring.serving.http.finding import Finder, Kind, finder, label
 from sparring.serving.http.limits import ID, Refused
 from sparring.serving.http.runs import Live
@@ -239,7 +240,7 @@ def _values(served: Served, column: str) -> list[dict[str, Any]]:
 
 def _training(served: Served) -> dict[str, Any]:
     """What a run's folder says of its training; a file that is not there, or is being written, leaves its part empty."""
-    meta, setup = served.trained.meta, served.trained.meta.get("setup", {})
+    meta, setup = served.trained.meta, flat(served.trained.meta.get("setup", {}))
     result = (_lines(served.folder / "result.json", whole=True) or [{}])[0]
     about = {
         "name": served.name,

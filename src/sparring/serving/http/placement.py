@@ -39,10 +39,10 @@ class Placing:
         self.ways = ["vector", "like"]
         if isinstance(item, TextTower):
             self.ways.append("text")
-        self._before: list[str] = list(trained.meta["setup"].get("item_text") or ())[:-1]
+        self._before: list[str] = list(trained.meta["setup"]["text"]["item_text"] or ())[:-1]
         self._columns: _Columns | None = None
         if isinstance(item, FeatureTower) and trained.ids.item_table is not None:
-            names = trained.meta["setup"].get("item_features") or ()
+            names = trained.meta["setup"]["model"]["item_features"] or ()
             self._columns = _Columns(item, trained.ids.item_table, tuple(names))
             self.ways.append("features")
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 import sqlite3
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +12,7 @@ import numpy as np
 import orjson
 
 from sparring.core.errors import UserError
+from sparring.core.locks import HeldError, Lock
 from sparring.serving.http.limits import Refused
 
 _TABLES = """
@@ -49,10 +48,8 @@ class Store:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(self.path.with_name(self.path.name + ".lock"), os.O_RDWR | os.O_CREAT, 0o600)
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+            self._lock = Lock(self.path.with_name(self.path.name + ".lock"))
+        except HeldError as error:
             raise UserError(
                 f"{self.path} is in use by another service: stop it, or give this one its own with --store FILE"
             ) from error
@@ -118,7 +115,7 @@ class Store:
 
     def close(self) -> None:
         self._db.close()
-        os.close(self._lock)
+        self._lock.release()
 
     def _transaction(self, statement: str, rows: Sequence[tuple[Any, ...]]) -> None:
         try:

@@ -1,0 +1,49 @@
+"""Settings of the towers and of the texts they read: two of the groups of a Setup (recipes/setup.py)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+def setting(default: Any, description: str, at_least: float | None = None, positive: bool = False) -> Any:
+    """A dataclass field with a one-line description and, for a number, its lower bound."""
+    return field(default=default, metadata={"description": description, "at_least": at_least, "positive": positive})
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """The two towers and how their vectors are compared."""
+
+    dim: int = setting(64, "dimensions of a vector in the tables and of the bag encoder", at_least=1)
+    score: Literal["cosine", "dot"] = setting("cosine", "similarity of a query and an item vector")
+    init: Literal["normal", "spectral"] = setting(
+        "normal", "start of id tables: random numbers, or an SVD of the interactions"
+    )
+    init_std: float = setting(0.1, "standard deviation of a random start", positive=True)
+    query_tower: Literal["id", "history", "text"] = setting("id", "input of the query tower")
+    item_tower: Literal["id", "text"] = setting("id", "input of the item tower")
+    history: int = setting(50, "most recent items that a history tower reads", at_least=1)
+    pooling: Literal["mean", "attention", "cls"] = setting("mean", "how a tower pools items or tokens into one vector")
+    item_features: tuple[str, ...] = setting((), "columns of the items table that the item tower reads")
+    hidden: tuple[int, ...] = setting((32, 16), "layer widths of the perceptron over item features")
+    item_bias: bool = setting(False, "add a learned bias per item to its scores")
+    auxiliary: int = setting(0, "items that share one free vector in the item tower (DEXA); 0 adds none", at_least=0)
+    private: int = setting(0, "most frequent items that have a free vector each (DEXA)", at_least=0)
+    auxiliary_init: Literal["xavier", "zeros"] = setting("xavier", "start of the free vectors")
+    centroids: bool = setting(False, "add the mean vector of an item's queries in the item tower (PRIME)")
+    dropout: float = setting(0.0, "chance that a dimension of a query vector is zeroed in training")
+    tables: Literal["auto", "replicated", "sharded"] = setting(
+        "auto", "id tables: complete on every rank, or their rows sharded over the ranks"
+    )
+
+
+@dataclass(frozen=True)
+class TextSettings:
+    """The texts that text towers read, and their encoder."""
+
+    encoder: str | None = setting(None, "bag, wordllama, minilm, auto, a folder, or a model on the Hugging Face hub")
+    query_text: tuple[str, ...] = setting((), "columns that form a query's text; empty finds them")
+    item_text: tuple[str, ...] = setting((), "columns that form an item's text; empty finds them")
+    share_encoder: bool = setting(True, "use one encoder for both towers")
+    max_len: int = setting(32, "tokens of a text that are read", at_least=1)
