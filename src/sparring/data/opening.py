@@ -12,7 +12,7 @@ import polars as pl
 
 from sparring.core.errors import UserError
 from sparring.data.columns import Columns, find_column, inline_text_columns
-from sparring.data.formats.lines import check_utf8
+from sparring.data.lines import check_utf8
 from sparring.data.table import OpenTable, read_errors
 
 _PARQUET = (".parquet", ".pq")

@@ -31,7 +31,7 @@ _BLOCK = 1 << 22  # pairs per block while drawing: bounds memory at large worlds
 
 
 @dataclass(frozen=True, eq=False)
-class World:
+class SyntheticWorld:
     """Queries and items with known relevance, and what was observed of it.
 
     A query i likes an item j with p_ij = sigmoid(sharpness * cos(u_i, v_j) - shift), exactly known for all pairs. Whether it
@@ -105,7 +105,7 @@ def make_world(
     image_dim: int = 16,
     noise: float = 0.3,
     seed: int = 0,
-) -> World:
+) -> SyntheticWorld:
     """Draw a world.
 
     `zipf` is the popularity exponent (0: all items equally popular), `exposure` the mean share of the catalogue that a query
@@ -151,7 +151,7 @@ def make_world(
         item_table=table,
     )
     text_vectors, image_vectors = (_view(item_vectors, width, noise, random) for width in (text_dim, image_dim))
-    return World(
+    return SyntheticWorld(
         interactions=interactions,
         query_vectors=u,
         item_vectors=v,

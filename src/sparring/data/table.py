@@ -18,8 +18,8 @@ import polars as pl
 from sparring.core.errors import UserError, first_line
 from sparring.data.cleaning import SHORT, PolarsRows, clean
 from sparring.data.columns import Columns, find_column, find_roles, with_title
-from sparring.data.formats.lines import check_utf8
 from sparring.data.interactions import Interactions, Vocabulary
+from sparring.data.lines import check_utf8
 from sparring.data.pairs import positive_and_shown
 
 

@@ -23,7 +23,7 @@ from sparring.core.devices import hardware
 from sparring.core.errors import UserError, first_line
 from sparring.core.workers import Failure, Listener, Tasks, perform
 from sparring.data.interactions import Split
-from sparring.data.synthetic import World
+from sparring.data.synthetic import SyntheticWorld
 from sparring.recipes import settings
 from sparring.recipes.finding import source_digest
 from sparring.recipes.setup import Setup, find_setting, flat_name, unknown_setting
@@ -42,7 +42,7 @@ class Data:
     name: str
     split: Split
     source: dict[str, Any] = field(default_factory=dict)
-    world: World | None = None
+    world: SyntheticWorld | None = None
 
 
 @dataclass(frozen=True)

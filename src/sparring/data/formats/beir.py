@@ -8,8 +8,8 @@ from pathlib import Path
 import polars as pl
 
 from sparring.core.errors import UserError
-from sparring.data.formats.lines import find_file, read_json_lines, read_lines
 from sparring.data.interactions import Interactions
+from sparring.data.lines import find_file, read_json_lines, read_lines
 from sparring.data.table import from_frame
 
 _PARTS = {"train": "train", "dev": "valid", "valid": "valid", "test": "test"}

@@ -12,8 +12,8 @@ import polars as pl
 
 from sparring.core.errors import UserError, first_line
 from sparring.data.columns import with_title
-from sparring.data.formats.lines import find_file, read_json_lines, read_lines, read_pairs
 from sparring.data.interactions import TEST, TRAIN, Interactions, Vocabulary
+from sparring.data.lines import find_file, read_json_lines, read_lines, read_pairs
 from sparring.data.pairs import csr
 from sparring.data.propensity import inverse_propensities, propensity_constants
 

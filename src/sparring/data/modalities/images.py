@@ -15,7 +15,7 @@ from torch import nn
 from sparring.core.devices import pick_device
 from sparring.core.errors import UserError
 from sparring.core.extras import optional
-from sparring.data.modalities.cache import hash_of
+from sparring.data.cache import hash_of
 
 _IMAGES = 16  # images of a batch
 _SIDE = 224  # pixels of an image, as the network was trained

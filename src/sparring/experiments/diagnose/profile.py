@@ -12,7 +12,7 @@ from sparring.core.partition import drawn_blocks
 from sparring.core.types import Outcome, Step
 from sparring.data.batches import RandomBatches
 from sparring.data.interactions import Split
-from sparring.data.synthetic import World
+from sparring.data.synthetic import SyntheticWorld
 from sparring.evaluation.metrics import STRATA, popularity_percentile, popularity_strata
 from sparring.recipes.run import Run
 from sparring.training.step import contrast
@@ -20,7 +20,7 @@ from sparring.training.step import contrast
 Places = tuple[Tensor, Tensor]  # ids, shared (C,) or (B, C), and the weight (B, C) of each place
 
 
-def profile(run: Run, split: Split, batches: int = 4, world: World | None = None) -> dict[str, float]:
+def profile(run: Run, split: Split, batches: int = 4, world: SyntheticWorld | None = None) -> dict[str, float]:
     """The negatives of a few batches, each (query, candidate) place counted as often as it was drawn.
 
     popularity       mean popularity percentile (0.5: as popular as what people take; see metrics.popularity_percentile)

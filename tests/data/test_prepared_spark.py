@@ -16,8 +16,9 @@ from sparring.cli import main
 from sparring.core.errors import UserError
 from sparring.data.prepared import buckets
 from sparring.data.prepared.preparation import prepare
+from support.cleaning import CleaningContract
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +83,25 @@ CASES: dict[str, tuple[Callable[[pl.DataFrame], pl.DataFrame], dict[str, Any]]] 
         {"how": "leave-last-out"},
     ),
 }
+
+
+class TestSparkRows(CleaningContract):
+    """Spark cleans rows by the rules that polars follows."""
+
+    @pytest.fixture(autouse=True)
+    def _session(self, spark: Any, tmp_path: Path) -> None:
+        self.session, self.folder = spark.newSession(), tmp_path
+        self.session.conf.set("spark.sql.session.timeZone", "UTC")
+
+    def rows(self, frame: pl.DataFrame) -> Any:
+        from sparring.data.prepared.spark_engine import SparkRows
+
+        path = self.folder / "rows.parquet"
+        frame.write_parquet(path)
+        return SparkRows(self.session.read.parquet(path.as_uri()))
+
+    def collect(self, rows: Any) -> dict[str, list]:
+        return {name: [row[name] for row in rows.frame.collect()] for name in rows.frame.columns}
 
 
 @pytest.mark.parametrize("case", CASES)
