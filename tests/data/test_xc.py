@@ -167,7 +167,7 @@ def test_lines_do_not_depend_on_chunks(tmp_path: Path, monkeypatch: pytest.Monke
         ("filter_labels_train.txt", b"0 3\n", "a label below 3"),
         ("Y.txt", b"one\ntwo\n", "there are 2 labels"),
         ("tst_X.txt", b"one\n", "1 test texts and 2 rows"),
-        ("Y.trn.npz", b"no matrix", "is no sparse matrix"),
+        ("Y.trn.npz", b"no matrix", "sparse matrix"),
         ("trn_X.txt.gz", b"\x1f\x8b\x08\x00 broken", "cannot read"),
     ],
 )

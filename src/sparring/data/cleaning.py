@@ -83,7 +83,7 @@ def clean(rows: Rows, roles: Mapping[str, str], columns: Columns, source: str) -
 
 
 def _typed(rows: Rows, role: str, holds: str) -> Rows:
-    """The rows with the column of a role in its type: ids without NaN, int64 or float64 times, float64 numbers, codes."""
+    """The rows with the column of a role typed: ids without NaN, int64 or float64 times, float64 numbers, codes."""
     name = SHORT[role]
     kind, dtype = rows.kind(name)
     if role in ("query", "item"):

@@ -14,8 +14,9 @@ from sparring.core.errors import UserError
 class Columns(TypedDict, total=False):
     """The columns of interactions by role, as the caller names them, and the lowest rating of a positive.
 
-    A role that is absent or None is guessed from common names; "" leaves an optional one out. `min_rating` drops the rows
-    rated lower; without it every row is a positive. `label` is 1 for a positive and 0 for an item shown and not clicked.
+    A role that is absent or None is guessed from common names; "" leaves an optional one out. `min_rating` drops the
+    rows rated lower; without it every row is a positive. `label` is 1 for a positive and 0 for an item shown and not
+    clicked.
     """
 
     query: str | None
@@ -37,8 +38,8 @@ _NAMES: dict[str, tuple[str, ...]] = {
         "sessionid session",
     ),
     "item": (
-        "itemid iid productid movieid sku asin articleid trackid songid bookid isbn videoid newsid docid documentid businessid "
-        "stockcode locationid poiid artistid adid gameid recipeid labelid",
+        "itemid iid productid movieid sku asin articleid trackid songid bookid isbn videoid newsid docid documentid "
+        "businessid stockcode locationid poiid artistid adid gameid recipeid labelid",
         "item product movie article track song book video news doc document business location poi artist game recipe "
         "parentasin",
     ),

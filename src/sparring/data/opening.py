@@ -154,7 +154,7 @@ def _first(folder: Path, stems: tuple[str, ...]) -> Path | None:
 
 
 def _separator(path: Path) -> str:
-    """The separator of a text table, from its first line."""
+    """The separator of a text table, guessed from its first line."""
     try:
         with (
             gzip.open(path, "rt", errors="replace")
@@ -174,7 +174,7 @@ def _scan_text(path: Path) -> pl.LazyFrame:
 
 
 def _scan_lines(path: Path) -> pl.LazyFrame:
-    """Whole lines in a column `line`: the separator is a character that no text file has."""
+    """Complete lines in a column `line`: the separator is a character that no text file has."""
     return pl.scan_csv(
         path,
         has_header=False,
@@ -210,19 +210,17 @@ def _table(table: str | os.PathLike[str] | pl.DataFrame, role: str, key: str | N
 
 
 def _atomic(path: Path) -> pl.LazyFrame:
-    """A RecBole atomic file: tab-separated, headers such as `user_id:token`; floats typed, all else text."""
+    """A RecBole atomic file: tab-separated, headers such as `user_id:token`; floats are numbers, the rest text."""
     scan = pl.scan_csv(path, separator="\t", infer_schema=False, quote_char=None, encoding="utf8-lossy")
     headers = [(header, *header.partition(":")[::2]) for header in scan.collect_schema().names()]
     wrong = [header for header, _, kind in headers if kind not in ("token", "token_seq", "float", "float_seq")]
     if wrong:
-        raise UserError(
-            f"{path} has the header {wrong[0]!r}; RecBole's are NAME:token, NAME:token_seq, NAME:float or NAME:float_seq"
-        )
-    floats = (
-        {"float"} if path.suffix != ".inter" else set()
-    )  # numbers of interactions are parsed later, with errors that name them
+        known = "NAME:token, NAME:token_seq, NAME:float or NAME:float_seq"
+        raise UserError(f"{path} has the header {wrong[0]!r}; RecBole's are {known}")
+    # Numbers of interactions are parsed later, with errors that name them.
+    numbers = {"float"} if path.suffix != ".inter" else set()
     return scan.select(
-        pl.col(header).cast(pl.Float64 if kind in floats else pl.String).alias(name) for header, name, kind in headers
+        pl.col(header).cast(pl.Float64 if kind in numbers else pl.String).alias(name) for header, name, kind in headers
     )
 
 
@@ -241,7 +239,7 @@ def _recbole(folder: Path, parts: dict[str | None, Path], stem: str) -> OpenTabl
 
 
 def _lightgcn(folder: Path) -> OpenTable:
-    """LightGCN's lists: each line `user item item ...`; the file's name is the part."""
+    """LightGCN's lists: lines of `user item item ...`; the name of the file is the part."""
     scans = []
     for part, names in _PARTS.items():
         file = next((folder / f"{name}.txt" for name in names if (folder / f"{name}.txt").is_file()), None)

@@ -38,7 +38,7 @@ def offsets(counts: np.ndarray) -> np.ndarray:
 
 
 def csr(queries: np.ndarray, items: np.ndarray, n_queries: int, n_items: int) -> Positives:
-    """Positives of dense pairs: sorted within each query, without duplicates; O(n) for sorted pairs, else O(n log n)."""
+    """Positives of dense pairs: sorted within each query, without duplicates; O(n) if sorted, else O(n log n)."""
     if not is_canonical(queries, items):
         key = pair_keys(queries, items, n_items)
         key.sort()
@@ -49,7 +49,7 @@ def csr(queries: np.ndarray, items: np.ndarray, n_queries: int, n_items: int) ->
 
 
 def is_canonical(queries: np.ndarray, items: np.ndarray) -> bool:
-    """Are the pairs strictly increasing by (query, item)?"""
+    """Whether the pairs are strictly increasing by (query, item)."""
     for rows in chunks(len(queries) - 1):
         after = slice(rows.start + 1, rows.stop + 1)
         step = queries[after] - queries[rows]
@@ -75,8 +75,8 @@ def unpack_keys(key: np.ndarray, n_items: int) -> tuple[np.ndarray, np.ndarray]:
 def merge_pairs(columns: dict[str, np.ndarray], n_items: int) -> dict[str, np.ndarray]:
     """One row per (q, i), sorted: the last time `t`, the summed weight `w`, the first part `s`. Empties `columns`.
 
-    Weights are sorted before they are summed, so that not even rounding depends on the order of rows. A pair that a file
-    has in both train and test counts as train: a seen item is masked, so it could never be found.
+    Weights are sorted before they are summed, so that not even rounding depends on the order of rows. A pair that a
+    file has in both train and test counts as train: a seen item is masked, so it could never be found.
     """
     queries, items = columns.pop("q"), columns.pop("i")
     if is_canonical(queries, items):

@@ -154,8 +154,8 @@ def _demo_folder() -> Path:
 def _complete_journey(folder: Path, public: PublicSet) -> Interactions:
     """Groceries that 2,469 households bought in a year (The Complete Journey, 84.51 degrees), with product names.
 
-    Queries are households, items are products that at least 20 of them bought; fuel, coupons and products without a name
-    are left out. The time is that of the last purchase.
+    Queries are households, items are products that at least 20 of them bought; fuel, coupons and products without a
+    name are left out. The time is that of the last purchase.
     """
     with read_errors(str(folder)):
         products = pl.scan_parquet(folder / "products.parquet").filter(

@@ -37,20 +37,22 @@ def read(
 ) -> Interactions:
     """Interactions of a file, a folder or a table in memory; only the columns in use are read.
 
-    `source` is a table of polars, pandas or anything else that exports Arrow, or a path: Parquet; CSV or TSV, gzipped or
-    not; a folder or a glob of Parquet parts; a folder with `interactions.parquet` (or .csv) and perhaps `items.*` and
-    `queries.*`; RecBole's `.inter` file or its folder (with `.item` and `.user`, or in `.train.inter`, `.valid.inter`,
-    `.test.inter` parts); LightGCN's folder of `train.txt` and `test.txt`; BEIR's folder (see `read_beir`); a folder of
-    the extreme-classification repository (see `read_xc`); or a folder that `sparring prepare` wrote.
+    `source` is a table of polars, pandas or anything else that exports Arrow, or a path: Parquet; CSV or TSV, gzipped
+    or not; a folder or a glob of Parquet parts; a folder with `interactions.parquet` (or .csv) and perhaps `items.*`
+    and `queries.*`; RecBole's `.inter` file or its folder (with `.item` and `.user`, or in `.train.inter`,
+    `.valid.inter`, `.test.inter` parts); LightGCN's folder of `train.txt` and `test.txt`; BEIR's folder (see
+    `read_beir`); a folder of the extreme-classification repository (see `read_xc`); or a folder that `sparring prepare`
+    wrote.
 
     The columns `query`, `item`, `time`, `weight`, `rating`, `split` and `label` are guessed from common names. A name
     sets one, and "" leaves an optional one out. Rows with a null id are dropped. With `min_rating`, so are rows rated
-    lower; without it every row is a positive. `label` is 1 for a positive and 0 for an item shown and not clicked. A pair
-    that occurs more than once is kept once, with its last time and the sum of its weights.
+    lower; without it every row is a positive. `label` is 1 for a positive and 0 for an item shown and not clicked. A
+    pair that occurs more than once is kept once, with its last time and the sum of its weights.
 
-    `items` and `queries` are tables (paths, or in memory) that describe them; with `catalogue`, items that only the table
-    has are kept too. Without such a table, a column of the interactions that is named like a text of items (`title`,
-    `item_text`, ...) or queries (`query_text`, ...) makes one. `notes` of the result lists the dropped and merged rows.
+    `items` and `queries` are tables (paths, or in memory) that describe them; with `catalogue`, items that only the
+    table has are kept too. Without such a table, a column of the interactions that is named like a text of items
+    (`title`, `item_text`, ...) or queries (`query_text`, ...) makes one. `notes` of the result lists the dropped and
+    merged rows.
 
         read("ratings.csv", min_rating=4, items="movies.csv");  read(frame, query="customer", item="sku")
     """

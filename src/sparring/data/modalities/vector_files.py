@@ -22,8 +22,9 @@ _TABLES = (".parquet", ".pq", ".csv", ".tsv")
 def array_rows(path: Path, ids: Path | None, items: Vocabulary) -> tuple[np.ndarray, np.ndarray, str]:
     """A .npy file as a memory map, the row of each item in it (-1 for none), and a phrase on how they were matched.
 
-    By `ids` where given; by an items table with as many rows in the same folder; row = id for ids from 0 on; by the order
-    of sorted ids for as many rows as items. Anything else is an error: a guess would pair items with wrong vectors.
+    By `ids` where given; by an items table with as many rows in the same folder; row = id for ids from 0 on; by the
+    order of sorted ids for as many rows as items. Anything else is an error: a guess would pair items with wrong
+    vectors.
     """
     array = load_array(path)
     if array.ndim != 2:
@@ -46,7 +47,7 @@ def array_rows(path: Path, ids: Path | None, items: Vocabulary) -> tuple[np.ndar
 
 
 def column_vectors(path: Path, column: str, items: Vocabulary, folder: Path) -> tuple[np.ndarray, np.ndarray]:
-    """A Parquet column of lists of numbers as a memory map, NaN where null, and the row of each item in it (-1 for none).
+    """A Parquet column of lists of numbers as a memory map, NaN where null, and each item's row in it (-1 for none).
 
     The lists are copied once, a block at a time, into a .npy file in `folder` with the hash of the file as its name.
     """

@@ -1,7 +1,7 @@
 """Rows in buckets of complete queries: ids numbered, each bucket sorted and merged, every row assigned to its part.
 
-An engine (polars on one machine, Spark on many) leaves the same rows in the same buckets. Their order within a bucket is
-up to the engine, and no file written from them depends on it.
+An engine (polars on one machine, Spark on many) leaves the same rows in the same buckets. Their order within a bucket
+is up to the engine, and no file written from them depends on it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ StageProgress = Callable[[str, int, int | None], None]  # stage, done, total whe
 
 @dataclass(frozen=True)
 class Buckets:
-    """Numbered ids, and for each bucket a Parquet folder `b=K` of rows: q, i, and t, w, s, l where the data has them."""
+    """Numbered ids, and for each bucket a Parquet folder `b=K` of rows: q, i, and t, w, s, l where present."""
 
     folder: Path
     query_ids: Vocabulary
@@ -49,7 +49,7 @@ class Buckets:
 
 @dataclass(frozen=True)
 class Numbering:
-    """Vocabularies of both sides, and tables for the engine to join with: the number of each raw id, queries' buckets."""
+    """Vocabularies of both sides, and tables for the engine to join: numbers of raw ids, buckets of queries."""
 
     query_ids: Vocabulary
     item_ids: Vocabulary
@@ -201,7 +201,7 @@ def write_parts(
 def _assign_parts(
     merged: MergedPairs, data: Interactions, how: str, valid: float, test: float, seed: int, progress: StageProgress
 ) -> tuple[np.ndarray, np.ndarray | None, list[int]]:
-    """The part of each row, the mask of shown pairs that train (None without any), both in files, and the parts' sizes."""
+    """The part of each row and the mask of shown pairs that train (None without any), in files; the parts' sizes."""
     assign, sizes = split_rule(data, how, valid, test, seed), np.zeros(3, dtype=np.int64)
     paths = merged.folder / "parts", merged.folder / "keep"
     with open(paths[0], "wb") as parts, open(paths[1], "wb") as keeps:

@@ -1,8 +1,8 @@
 """`sparring prepare`: interactions of any size into a folder of memory-mapped columns, in bounded memory.
 
-An engine numbers the ids and leaves the rows in buckets of complete queries. The rest is the same for every engine: each
-bucket is sorted by (query, item), its duplicates are merged, its rows are assigned to parts by the rules of `split`, and
-the columns are written (format.py). The parts are those of `split` in memory, row for row.
+An engine numbers the ids and leaves the rows in buckets of complete queries. The rest is the same for every engine:
+each bucket is sorted by (query, item), its duplicates are merged, its rows are assigned to parts by the rules of
+`split`, and the columns are written (format.py). The parts are those of `split` in memory, row for row.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ def prepare(
 ) -> Prepared:
     """Interactions of a file, a folder of Parquet parts or a glob, split, as a folder that training reads from disk.
 
-    Columns are found and rows cleaned as in `read`, with the same arguments; `how`, `valid`, `test` and `seed` are those
-    of `split`, and give the same parts. The engine "spark" reads Parquet on a cluster (the active session, or a local
-    one) and writes identical files. `out` appears complete at the end: work happens in a folder beside it, which is
-    deleted after an error.
+    Columns are found and rows cleaned as in `read`, with the same arguments; `how`, `valid`, `test` and `seed` are
+    those of `split`, and give the same parts. The engine "spark" reads Parquet on a cluster (the active session, or a
+    local one) and writes identical files. `out` appears complete at the end: work happens in a folder beside it, which
+    is deleted after an error.
 
         prepare("parts/", "prepared", how="leave-last-out");   fit(run, split(read("prepared")), "runs/a")
     """
