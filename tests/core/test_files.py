@@ -29,7 +29,7 @@ def test_a_failed_write_leaves_the_previous_version(tmp_path: Path) -> None:
     for error in (RuntimeError("broken"), KeyboardInterrupt()):
         with pytest.raises(type(error)):
             files.write(path, lambda beside, error=error: fail(beside, error))  # type: ignore[misc]
-    with pytest.raises(UserError, match="a.json") as caught:
+    with pytest.raises(UserError, match=r"a.json") as caught:
         files.write(path, lambda beside: fail(beside, OSError(28, "No space left on device")), "free some space")
     assert "free some space" in str(caught.value)
     assert files.read_json(path) == {"x": 1}
@@ -60,7 +60,7 @@ def test_unreadable_json(tmp_path: Path, content: str | None) -> None:
     path = tmp_path / "a.json"
     if content is not None:
         path.write_text(content)
-    with pytest.raises(UserError, match="a.json") as error:
+    with pytest.raises(UserError, match=r"a.json") as error:
         files.read_json(path, "train again")
     assert str(error.value).endswith("train again")
     assert len(str(error.value).splitlines()) == 1
@@ -72,11 +72,11 @@ def test_unreadable_json(tmp_path: Path, content: str | None) -> None:
 def test_unreadable_tensors(tmp_path: Path, read) -> None:  # type: ignore[no-untyped-def]
     """A safetensors file that is missing or torn is an error that names it."""
     path = tmp_path / "a.safetensors"
-    with pytest.raises(UserError, match="a.safetensors"):
+    with pytest.raises(UserError, match=r"a.safetensors"):
         read(path)
     files.write_tensors(path, {"x": torch.arange(300)})
     path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(UserError, match="a.safetensors"):
+    with pytest.raises(UserError, match=r"a.safetensors"):
         read(path)
 
 
