@@ -20,7 +20,7 @@ from sparring.core.errors import UserError
 from sparring.core.types import Bag, Candidates, Step
 from sparring.core.workers import Listener
 from sparring.data.interactions import Interactions, Split
-from sparring.data.synthetic import World
+from sparring.data.synthetic import SyntheticWorld
 from sparring.evaluation.metrics import popularity_percentile, popularity_strata
 from sparring.experiments import comparison_tables
 from sparring.experiments.comparison import ComparedData, Comparison, check, compare
@@ -49,7 +49,7 @@ WORDS += ["--set", "dim=4", "--set", "batch_size=128", "--set", "n=16", "--devic
 
 
 @pytest.fixture(scope="module")
-def done(tmp_path_factory: pytest.TempPathFactory, small_world: World) -> tuple[Path, list[str]]:
+def done(tmp_path_factory: pytest.TempPathFactory, small_world: SyntheticWorld) -> tuple[Path, list[str]]:
     """A comparison on a file without shown rows, so that the recipe `shown` fails; its folder and its command."""
     folder = tmp_path_factory.mktemp("compare")
     data = small_world.interactions
@@ -183,7 +183,7 @@ def test_bad_input_is_one_line(done: tuple[Path, list[str]], tmp_path: Path, cap
     refused(lambda words: [*words, "--out", str(tmp_path / "full")], "is not empty")
 
 
-def test_an_interrupted_comparison_goes_on(parts: Split, small_world: World, tmp_path: Path) -> None:
+def test_an_interrupted_comparison_goes_on(parts: Split, small_world: SyntheticWorld, tmp_path: Path) -> None:
     """Stopped after its first training and called again, it ends with the same values as one that never stopped."""
     shared = {"dim": 4, "batch_size": 128, "n": 16, "epochs": 2}
     data = (ComparedData("w", parts, world=small_world),)
@@ -210,7 +210,7 @@ def test_an_interrupted_comparison_goes_on(parts: Split, small_world: World, tmp
         comparison_tables.quality(dataclasses.replace(whole, metrics=("recall@30",)))
 
 
-def test_tuned_comparison(small_world: World, tmp_path: Path) -> None:
+def test_tuned_comparison(small_world: SyntheticWorld, tmp_path: Path) -> None:
     """With --tune every recipe gets as many trials, and its final runs have the settings that scored best."""
     pytest.importorskip("optuna")
     words = [
@@ -283,7 +283,7 @@ def test_workers_survive_what_their_tasks_do(tmp_path: Path, monkeypatch: pytest
     assert {event.message for event in events if isinstance(event, workers.Said)} >= {5, 0, 2}
 
 
-def test_profile_of_the_whole_catalogue(parts: Split, small_world: World) -> None:
+def test_profile_of_the_whole_catalogue(parts: Split, small_world: SyntheticWorld) -> None:
     """Where every item is a candidate of every query, all shares are known from the data by counting."""
     run = build("full_softmax", parts.train, {"dim": 4, "batch_size": 10_000})
     found = profile(run, parts, world=small_world)

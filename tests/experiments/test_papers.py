@@ -15,7 +15,7 @@ import safetensors.numpy
 
 from sparring.cli import main
 from sparring.data.interactions import Interactions
-from sparring.data.synthetic import World, make_world
+from sparring.data.synthetic import SyntheticWorld, make_world
 from sparring.experiments.papers import (
     EXPERIMENTS,
     PaperDataset,
@@ -38,7 +38,7 @@ FAST = ["--epochs", "2", "--set", "batch_size=128", "--set", "dim=4", "--device"
 
 
 @pytest.fixture(scope="module")
-def world() -> World:
+def world() -> SyntheticWorld:
     return make_world(80, 60, exposure=0.5, relevant=0.4, seed=4)
 
 
@@ -54,7 +54,7 @@ def small(name: str, out: Path, data: Interactions, known_as: str = "", **settin
 
 
 @pytest.fixture(scope="module")
-def done(tmp_path_factory: pytest.TempPathFactory, world: World) -> Path:
+def done(tmp_path_factory: pytest.TempPathFactory, world: SyntheticWorld) -> Path:
     """xir-table2 by the command line, in real processes, on a file; XIR fails, because its lambda is no weight."""
     folder = tmp_path_factory.mktemp("reproduce")
     data = world.interactions
@@ -133,7 +133,7 @@ def test_data_is_matched_by_counts_alone(tmp_path: Path, capsys: pytest.CaptureF
     assert "misprint" in capsys.readouterr().out
 
 
-def test_each_seed_is_a_split_of_its_own(tmp_path: Path, world: World, here: None) -> None:
+def test_each_seed_is_a_split_of_its_own(tmp_path: Path, world: SyntheticWorld, here: None) -> None:
     """Of every query's n items round(0.8 n) train, at random: other ones for another seed, the same ones for every method of a seed."""
     plan = small("xir-table6", tmp_path / "out", world.interactions)
     reproduce(plan)
@@ -154,7 +154,7 @@ def test_each_seed_is_a_split_of_its_own(tmp_path: Path, world: World, here: Non
     assert len(seen[10] & seen[20]) < 0.95 * len(seen[10])
 
 
-def test_the_table_says_what_the_folders_say(tmp_path: Path, world: World, here: None) -> None:
+def test_the_table_says_what_the_folders_say(tmp_path: Path, world: SyntheticWorld, here: None) -> None:
     """Mean and deviation over seeds of result.json by the release's formula, the standard metric beside it, and the printed figure."""
     plan = small("xir-table2", tmp_path / "out", world.interactions, "Ta-feng", lr=0.1)
     found, page = reproduce(plan)
@@ -183,7 +183,7 @@ def test_the_table_says_what_the_folders_say(tmp_path: Path, world: World, here:
         assert wide["SSL"][f"recall_at_{k}"] == pytest.approx(sum(each) / 2)
 
 
-def test_lambda_is_the_paper_s_unless_asked_for(world: World) -> None:
+def test_lambda_is_the_paper_s_unless_asked_for(world: SyntheticWorld) -> None:
     """0.2 on Gowalla, 0.5 on Ta-feng and where nothing is known; --set lam replaces it; every method keeps the positive, as released."""
     used = {}
     for known_as, settings in (("Gowalla", {}), ("Ta-feng", {}), ("", {}), ("Gowalla", {"lam": "0.8"})):
@@ -269,7 +269,7 @@ def test_names_are_listed_and_a_wrong_one_is_told(capsys: pytest.CaptureFixture[
     assert "--data is needed" in capsys.readouterr().err
 
 
-def test_curves_are_measured_on_the_test_part(tmp_path: Path, world: World, here: None) -> None:
+def test_curves_are_measured_on_the_test_part(tmp_path: Path, world: SyntheticWorld, here: None) -> None:
     """xir-figure1 records the first, each eval_every-th and the last epoch; the last equals the result; none is used to choose a model."""
     plan = small("xir-figure1", tmp_path / "out", world.interactions, epochs=5, eval_every=2)
     plan = dataclasses.replace(plan, seeds=(10,))
@@ -284,7 +284,7 @@ def test_curves_are_measured_on_the_test_part(tmp_path: Path, world: World, here
     assert [row["epoch"] for row in curve] == [1, 2, 4, 5]
 
 
-def test_occurrences_are_those_of_the_cache(tmp_path: Path, world: World, here: None) -> None:
+def test_occurrences_are_those_of_the_cache(tmp_path: Path, world: SyntheticWorld, here: None) -> None:
     """xir-figure2's shares are those of the occurrence vector in the checkpoint, items by falling popularity in the training part."""
     plan = dataclasses.replace(small("xir-figure2", tmp_path / "out", world.interactions), seeds=(10,))
     reproduce(plan)
@@ -300,7 +300,7 @@ def test_occurrences_are_those_of_the_cache(tmp_path: Path, world: World, here: 
         assert row["interactions"] == pytest.approx(counts[fifth].sum() / counts.sum())
 
 
-def test_sweeps_compare_on_the_same_split(tmp_path: Path, world: World, here: None) -> None:
+def test_sweeps_compare_on_the_same_split(tmp_path: Path, world: SyntheticWorld, here: None) -> None:
     """xir-table5 is relative to BIR seed by seed; xir-figure3 draws B/64 to B items and times the gradient as a ratio to SSL-Pop."""
     plan = small("xir-table5", tmp_path / "cache", world.interactions, lr=0.1)
     reproduce(plan)
@@ -322,7 +322,7 @@ def test_sweeps_compare_on_the_same_split(tmp_path: Path, world: World, here: No
         assert rows[name]["gradient_ratio"] == pytest.approx(rows[name]["gradient_ms"] / rows["SSL-Pop"]["gradient_ms"])
 
 
-def test_features_need_columns_of_items(tmp_path: Path, world: World, here: None) -> None:
+def test_features_need_columns_of_items(tmp_path: Path, world: SyntheticWorld, here: None) -> None:
     """xir-table4 takes columns that sort items into classes; without any it says so, beside the printed figures of Tmall."""
     data = world.interactions
     without = PaperDataset("bare", dataclasses.replace(data, item_table=None))
@@ -343,7 +343,7 @@ def test_features_need_columns_of_items(tmp_path: Path, world: World, here: None
 
 
 def test_esans_is_run_where_there_is_a_recipe(
-    tmp_path: Path, world: World, here: None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, world: SyntheticWorld, here: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Costs are ratios to UNS of the same seed, without the first epoch; ESANS says that it is not there yet until a recipe is."""
     monkeypatch.setitem(RECIPES, "esans", RECIPES["uns"])

@@ -17,7 +17,7 @@ import scipy.stats
 import torch
 
 from sparring.cli import main
-from sparring.data.synthetic import World, make_world
+from sparring.data.synthetic import SyntheticWorld, make_world
 from sparring.evaluation.statistics import equal_variance_t, summary
 from sparring.experiments.papers import ItemModalities, PaperDataset, Reproduction, find, reproduce
 from sparring.experiments.papers.esans import FIGURE_4, FIVE_RUNS, TABLE_2, TABLE_4, TABLE_5, candidates, five_runs
@@ -33,11 +33,11 @@ THREE = {"image": "image.npy", "text": "text.npy", "behaviour": "behaviour"}
 
 
 @pytest.fixture(scope="module")
-def world() -> World:
+def world() -> SyntheticWorld:
     return make_world(60, 60, exposure=0.5, relevant=0.4, seed=4)
 
 
-def given(world: World, folder: Path, specs: dict[str, str] | None = None, category: bool = True) -> PaperDataset:
+def given(world: SyntheticWorld, folder: Path, specs: dict[str, str] | None = None, category: bool = True) -> PaperDataset:
     data = world.interactions
     items = pl.DataFrame({"item": range(60), "category": [f"c{at % 5}" for at in range(60)]})
     data = dataclasses.replace(data, item_table=items if category else None)
@@ -46,7 +46,7 @@ def given(world: World, folder: Path, specs: dict[str, str] | None = None, categ
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory, world: World) -> Path:
+def files(tmp_path_factory: pytest.TempPathFactory, world: SyntheticWorld) -> Path:
     """A world as files: pairs, items with categories, two modalities."""
     folder, data, random = tmp_path_factory.mktemp("esans"), world.interactions, np.random.default_rng(0)
     pl.DataFrame({"user_id": data.queries, "item_id": data.items}).write_parquet(folder / "tiny.parquet")
@@ -178,7 +178,7 @@ def two_way_p(d: np.ndarray) -> float:
     return max(both, scipy.stats.ttest_1samp(rows, 0).pvalue)
 
 
-def test_rows_are_what_the_folders_say(tmp_path: Path, world: World) -> None:
+def test_rows_are_what_the_folders_say(tmp_path: Path, world: SyntheticWorld) -> None:
     """Mean, deviation, relative difference, p, Holm's p, the equal-variance p and the verdict, from run folders written by hand."""
     one = given(world, tmp_path)
     plan = Reproduction(find("esans-ablation"), tmp_path, (one,), (10, 20, 30))
@@ -221,7 +221,7 @@ def test_rows_are_what_the_folders_say(tmp_path: Path, world: World) -> None:
     assert rows["w/o image"]["verdict"] == "not run: no run has finished"
 
 
-def test_methods_have_equal_candidates_and_the_control_as_many_logits(world: World, tmp_path: Path) -> None:
+def test_methods_have_equal_candidates_and_the_control_as_many_logits(world: SyntheticWorld, tmp_path: Path) -> None:
     """5,120 shared real candidates for a batch of 512, 64 of each query's own for MixGCF; the logits of ESANS are those of its bags."""
     one = given(world, tmp_path)
     methods = {method.name: method for method in find("esans-main").methods(one, {})}
@@ -243,7 +243,7 @@ def test_methods_have_equal_candidates_and_the_control_as_many_logits(world: Wor
     assert (real, logits) == candidates({"batch_size": 16})
 
 
-def test_the_ablation_has_a_row_for_each_part_and_modality(world: World, tmp_path: Path) -> None:
+def test_the_ablation_has_a_row_for_each_part_and_modality(world: SyntheticWorld, tmp_path: Path) -> None:
     """Every row of table 4, by the names of the modalities; where one cannot be run, the reason instead of figures."""
     ablation = find("esans-ablation")
     methods = {method.name: method for method in ablation.methods(given(world, tmp_path), {})}
@@ -285,7 +285,7 @@ def test_the_ablation_has_a_row_for_each_part_and_modality(world: World, tmp_pat
         assert rows["w/o text"]["published"] == pytest.approx(0.3848 / 0.3887 - 1)
 
 
-def test_sweeps_cover_what_the_paper_varies(world: World, tmp_path: Path) -> None:
+def test_sweeps_cover_what_the_paper_varies(world: SyntheticWorld, tmp_path: Path) -> None:
     """Their settings, the paper's default first; sizes that the catalogue cannot have are told; no two methods share a folder."""
     one = given(world, tmp_path)
     lams = find("esans-lambda").methods(one, {})
@@ -474,7 +474,7 @@ def test_the_file_s_own_split_is_kept(files: Path, monkeypatch: pytest.MonkeyPat
     assert "parted: the file's own split." in (files / "parted-out" / "README.md").read_text()
 
 
-def test_the_cost_of_esans_is_measured(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cost_of_esans_is_measured(world: SyntheticWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The row of ESANS in esans-cost has a time of its own now, as a ratio to UNS."""
     run_here(monkeypatch)
     quick: dict[str, object] = {"epochs": 2, "batch_size": 64, "dim": 4, "n": 16}
@@ -486,7 +486,7 @@ def test_the_cost_of_esans_is_measured(world: World, tmp_path: Path, monkeypatch
     assert rows["ESANS"]["published"] == 1.18
 
 
-def test_data_without_categories_or_modalities_is_told(world: World, tmp_path: Path) -> None:
+def test_data_without_categories_or_modalities_is_told(world: SyntheticWorld, tmp_path: Path) -> None:
     """Without a column of categories that control is not run; without modalities nothing is."""
     experiment = find("esans-main")
     plan = Reproduction(
