@@ -220,9 +220,7 @@ def test_data_that_was_not_given_has_published_figures_only(done: Path) -> None:
     assert (done / "table.md").read_text().count("not run: the data was not given") == 60
 
 
-def test_a_second_call_runs_only_what_is_missing(
-    done: Path, here: None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_second_call_runs_only_what_is_missing(done: Path, here: None, capsys: pytest.CaptureFixture[str]) -> None:
     """Finished runs are untouched, a lost result is recomputed identically, and other settings are errors."""
     words = [
         "reproduce",

@@ -230,9 +230,7 @@ def test_methods_share_all_but_their_negatives(tmp_path: Path) -> None:
         (["--tune", "3"], "keeps the settings of its paper"),
     ],
 )
-def test_bad_input_is_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], said: str
-) -> None:
+def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], said: str) -> None:
     """Exit code 2 and one line with the bad setting; nothing is trained."""
     data = write_xc(tmp_path / "x")
     assert main(words(data, tmp_path / "out", *more)) == 2

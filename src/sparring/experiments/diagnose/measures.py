@@ -130,7 +130,9 @@ def exact(run: Run, split: Split, rows: Tensor, block: int = 64) -> tuple[Tensor
     """The gradient (Q, D) of the full softmax with respect to the query vector of each training pair, and the edges
     (Q, 9) of the tenths of each query's logits over the catalogue; float64.
 
-        loss_i = -log softmax_j(q_i . e_j / tau_i)[+],   gradient = (sum_j p_ij e_j - e_+) / tau_i,   the positive counted once
+        loss_i = -log softmax_j(q_i . e_j / tau_i)[+],   gradient = (sum_j p_ij e_j - e_+) / tau_i
+
+    The positive is counted once.
     """
     vectors = run.model.item_vectors().double()
     n = len(vectors)

@@ -216,8 +216,7 @@ def _printed_p(a: PublishedFigure, b: PublishedFigure, by_n: bool = False) -> fl
     """p of printed means and deviations; `by_n` reads a deviation as one that divides by the number of runs."""
     wider = (RUNS / (RUNS - 1)) ** 0.5 if by_n else 1.0
     first, second = (
-        Summary(RUNS, figure.value, None if figure.std is None else wider * figure.std, None, None)
-        for figure in (a, b)
+        Summary(RUNS, figure.value, None if figure.std is None else wider * figure.std, None, None) for figure in (a, b)
     )
     return equal_variance_t(first, second).p
 
