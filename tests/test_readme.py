@@ -82,6 +82,15 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert (page.parent / target).exists() or "reference/" in target, target
 
 
+@pytest.mark.parametrize("page", ["docs/architecture.md", "CONTRIBUTING.md"])
+def test_named_modules_exist(page: str) -> None:
+    """Every `package/module.py` that a page names is a module of the library."""
+    modules = re.findall(r"`(?:src/sparring/)?([a-z_]+/[a-z_/]+\.py)`", (ROOT / page).read_text())
+    assert modules
+    for module in modules:
+        assert (ROOT / "src" / "sparring" / module).exists() or (ROOT / module).exists(), module
+
+
 def test_one_way_to_install() -> None:
     """Extras are named alike everywhere, all of them exist, and the README lists each that a user may want."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"].keys()
