@@ -90,8 +90,8 @@ def diagnose(
 
     Each draw puts every sampled pair into a batch of the run's size with other rows, drawn as in training: at random,
     or from its cluster if the run composes its batches (NGAME). Runs with the same seed, batch size, kind of rows and
-    kind of batches have the same batches. Caches and memories keep their content, so its randomness shows as bias, not as
-    noise. The run is left unchanged. `world` has the true preferences.
+    kind of batches have the same batches. Caches and memories keep their content, so its randomness shows as bias, not
+    as noise. The run is left unchanged. `world` has the true preferences.
 
         diagnose("own", run, split).gradient.cosine
     """
