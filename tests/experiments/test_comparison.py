@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 
@@ -30,21 +31,12 @@ from sparring.recipes.run import Term, compose
 from sparring.recipes.settings import build
 from sparring.recipes.setup import Setup, flat
 from sparring.training import trained as runs
+from support.papers import result_json, run_json, table
 
 SEEDS = 3
-WORDS = [
-    "compare",
-    "--recipes",
-    "uns,ssl_pop,shown",
-    "--seeds",
-    str(SEEDS),
-    "--setup",
-    "default",
-    "--epochs",
-    "2",
-    "--metrics",
-    "recall@5,ndcg@10",
-]
+WORDS = shlex.split(
+    f"compare --recipes uns,ssl_pop,shown --seeds {SEEDS} --setup default --epochs 2 --metrics recall@5,ndcg@10"
+)
 WORDS += ["--set", "dim=4", "--set", "batch_size=128", "--set", "n=16", "--device", "cpu", "--jobs", "2"]
 
 
@@ -76,14 +68,14 @@ def test_runs_are_ordinary_folders_with_values_of_single_queries(done: tuple[Pat
     assert frame["query"].min() >= 1000  # type: ignore[operator]
     assert frame["recall@5"].dtype == pl.Float32
     assert "popularity@10" not in frame.columns
-    metrics = json.loads((folder / "result.json").read_text())["test"]["metrics"]
+    metrics = result_json(folder)["test"]["metrics"]
     for name in ("recall@5", "ndcg@10", "mrr@20"):
         assert frame[name].mean() == pytest.approx(metrics[name], rel=1e-5)
 
 
 def test_the_table_equals_the_folders(done: tuple[Path, list[str]]) -> None:
     """Means, deviations, differences and p-values equal those computed here from the stored values."""
-    rows = {(row["metric"], row["recipe"]): row for row in json.loads((done[0] / "quality.json").read_text())["rows"]}
+    rows = {(row["metric"], row["recipe"]): row for row in table(done[0], "quality")}
     assert set(rows) == {(metric, recipe) for metric in ("recall@5", "ndcg@10") for recipe in ("uns", "ssl_pop")}
     for metric in ("recall@5", "ndcg@10"):
         mine, theirs = stored(done[0], "ssl_pop", metric), stored(done[0], "uns", metric)
@@ -105,12 +97,10 @@ def test_the_table_equals_the_folders(done: tuple[Path, list[str]]) -> None:
 
 def test_costs_are_ratios_to_uns(done: tuple[Path, list[str]]) -> None:
     """Time and memory are ratios of the recorded means to uns; in-batch negatives are as popular as positives."""
-    rows = {row["recipe"]: row for row in json.loads((done[0] / "negatives.json").read_text())["rows"]}
+    rows = {row["recipe"]: row for row in table(done[0], "negatives")}
     assert rows["uns"]["seconds_ratio"] == rows["uns"]["peak_bytes_ratio"] == 1
     for recipe in ("uns", "ssl_pop"):
-        results_of = [
-            json.loads((done[0] / "tiny" / recipe / str(s) / "result.json").read_text()) for s in range(SEEDS)
-        ]
+        results_of = [result_json(done[0] / "tiny" / recipe / str(s)) for s in range(SEEDS)]
         assert rows[recipe]["seconds"] == pytest.approx(np.mean([result["train_seconds"] for result in results_of]))
         assert rows[recipe]["peak_bytes"] > 0
     assert rows["ssl_pop"]["seconds_ratio"] == pytest.approx(rows["ssl_pop"]["seconds"] / rows["uns"]["seconds"])
@@ -213,21 +203,7 @@ def test_an_interrupted_comparison_resumes(parts: Split, small_world: World, tmp
 def test_tuned_comparison(small_world: World, tmp_path: Path) -> None:
     """With --tune every recipe has the same number of trials, and its final runs have the best settings."""
     pytest.importorskip("optuna")
-    words = [
-        "compare",
-        "--data",
-        "world:80x60",
-        "--recipes",
-        "uns,pns",
-        "--seeds",
-        "1",
-        "--tune",
-        "2",
-        "--epochs",
-        "1",
-        "--metrics",
-        "ndcg@10",
-    ]
+    words = shlex.split("compare --data world:80x60 --recipes uns,pns --seeds 1 --tune 2 --epochs 1 --metrics ndcg@10")
     words += ["--set", "dim=4", "--set", "n=8", "--setup", "default", "--device", "cpu", "--quiet", "--valid", "0.3"]
     assert main([*words, "--out", str(tmp_path / "out")]) == 0
     assert main([*words, "--valid", "0", "--out", str(tmp_path / "none")]) == 2
@@ -238,12 +214,12 @@ def test_tuned_comparison(small_world: World, tmp_path: Path) -> None:
         ]
         assert len(trials) == 2
         winner = max(trials, key=lambda trial: trial["value"])
-        meta = json.loads((tmp_path / "out" / "world-80x60" / recipe / "0" / "run.json").read_text())
+        meta = run_json(tmp_path / "out" / "world-80x60" / recipe / "0")
         assert {**flat(meta["setup"]), **meta["arguments"]}.items() >= winner["settings"].items()
         assert meta["setup"]["validation"]["select"] == "ndcg@10"
-    rows = json.loads((tmp_path / "out" / "tuned.json").read_text())["rows"]
+    rows = table(tmp_path / "out", "tuned")
     assert [(row["recipe"], row["trials"], row["failed"]) for row in rows] == [("uns", 2, 0), ("pns", 2, 0)]
-    verdicts = {row["verdict"] for row in json.loads((tmp_path / "out" / "quality.json").read_text())["rows"]}
+    verdicts = {row["verdict"] for row in table(tmp_path / "out", "quality")}
     assert verdicts == {"baseline", "one seed: no verdict"}
 
 

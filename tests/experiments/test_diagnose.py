@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shlex
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -407,20 +408,7 @@ def test_warnings_name_the_samplers_beyond_a_threshold() -> None:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two epochs in a world with known truth."""
     folder = tmp_path_factory.mktemp("diagnose") / "run"
-    words = [
-        "train",
-        "--data",
-        "world:80x50:1",
-        "--recipe",
-        "ssl_pop",
-        "--epochs",
-        "2",
-        "--quiet",
-        "--device",
-        "cpu",
-        "--out",
-        str(folder),
-    ]
+    words = shlex.split(f"train --data world:80x50:1 --recipe ssl_pop --epochs 2 --quiet --device cpu --out {folder}")
     assert main([*words, "--set", "batch_size=32", "--set", "dim=4"]) == 0
     return folder
 

@@ -6,6 +6,7 @@ import csv
 import dataclasses
 import html
 import re
+import shlex
 import sys
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
@@ -55,18 +56,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
         main([*words, "--out", str(folder / "run"), "--set", "batch_size=32", "--set", "dim=4", "--set", "dropout=0.1"])
         == 0
     )
-    words = [
-        "diagnose",
-        str(folder / "run"),
-        "--samplers",
-        "own,uns,sce,mixgcf",
-        "--queries",
-        "20",
-        "--draws",
-        "3",
-        "--device",
-        "cpu",
-    ]
+    words = shlex.split(f"diagnose {folder / 'run'} --samplers own,uns,sce,mixgcf --queries 20 --draws 3 --device cpu")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["sparring", *words, "--out", str(folder / "out")])
         assert main([*words, "--out", str(folder / "out")]) == 0

@@ -31,7 +31,7 @@ from sparring.experiments.papers.tables import beside
 from sparring.experiments.papers.xir import DATA, TABLE_2_CELLS, TABLE_4_CELLS
 from sparring.recipes import RECIPES
 from sparring.training import trained
-from support.papers import meta, metrics_of, run_here, table
+from support.papers import metrics_of, result_json, run_here, run_json, table
 
 QUICK: dict[str, object] = {"epochs": 2, "batch_size": 128, "dim": 4}
 FAST = ["--epochs", "2", "--set", "batch_size=128", "--set", "dim=4", "--device", "cpu"]
@@ -147,7 +147,7 @@ def test_each_seed_has_its_own_split(tmp_path: Path, world: World, here: None) -
             assert sizes.tolist() == [round(0.8 * int(n)) for n in held]
             pairs = set(zip(np.repeat(np.arange(80), sizes).tolist(), stored["items"].tolist(), strict=True))
             assert seen.setdefault(seed, pairs) == pairs
-            run = meta(folder)
+            run = run_json(folder)
             assert (run["source"]["split"]["seed"], run["setup"]["seed"]) == (seed, seed)
             assert run["arguments"]["lam"] == float(lam)
             assert "valid" not in run["data"]
@@ -277,7 +277,7 @@ def test_curves_are_measured_on_the_test_part(tmp_path: Path, world: World, here
         records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         assert [record["epoch"] for record in records if "test_ndcg_xir_release@10" in record] == [1, 2, 4, 5]
         assert records[-1]["test_ndcg_xir_release@10"] == pytest.approx(metrics_of(folder)["ndcg_xir_release@10"])
-        assert json.loads((folder / "result.json").read_text())["best_epoch"] == 5
+        assert result_json(folder)["best_epoch"] == 5
     curve = [row for row in table(plan.out, "curve") if row["method"] == "SSL"]
     assert [row["epoch"] for row in curve] == [1, 2, 4, 5]
 
@@ -335,7 +335,7 @@ def test_features_need_columns_of_items(tmp_path: Path, world: World, here: None
     plan = Reproduction(find("xir-table4"), tmp_path / "out", (dataset,), (10,), dict(QUICK), "cpu")
     assert {method.settings["item_features"] for method in plan.methods["tiny"]} == {"kind"}
     reproduce(plan)
-    setup = meta(plan.out / "tiny" / "bir" / "10")["setup"]["model"]
+    setup = run_json(plan.out / "tiny" / "bir" / "10")["setup"]["model"]
     assert (setup["item_features"], setup["hidden"]) == (["kind"], [32, 16])
     assert len([row for row in table(plan.out) if row["data"] == "tiny" and row["mean"] is not None]) == 16
 

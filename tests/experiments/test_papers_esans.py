@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from sparring.experiments.search_space import space
 from sparring.recipes import settings
 from sparring.recipes.setup import flat
 from sparring.training.step import training_step
-from support.papers import run_here, table
+from support.papers import run_here, run_json, table
 
 THREE = {"image": "image.npy", "text": "text.npy", "behaviour": "behaviour"}
 
@@ -62,14 +63,7 @@ def words(files: Path, name: str, out: str, *more: str) -> list[str]:
     quick = [
         f"--set={each}" for each in ("batch_size=64", "dim=4", "lr=0.05", "msac.steps=4", "msac.warmup=2", "msac.dim=4")
     ]
-    data = [
-        "--data",
-        str(files / "tiny.parquet"),
-        "--items",
-        str(files / "items.parquet"),
-        "--cache",
-        str(files / "cache"),
-    ]
+    data = shlex.split(f"--data {files / 'tiny.parquet'} --items {files / 'items.parquet'} --cache {files / 'cache'}")
     modalities = [
         f"--modality={spec}" for spec in (f"image={files}/image.npy", f"text={files}/text.npy", "behaviour=behaviour:8")
     ]
@@ -325,10 +319,7 @@ def test_the_main_table_has_every_method_with_both_gains(done: Path) -> None:
     means = {}
     for name, row in rows.items():
         slug = name.lower().replace(", ", "-").replace(" ", "-")
-        each = [
-            json.loads((done / "tiny" / slug / str(seed) / "result.json").read_text())["test"]["metrics"]
-            for seed in (10, 20)
-        ]
+        each = [result_json(done / "tiny" / slug / str(seed))["test"]["metrics"] for seed in (10, 20)]
         means[name] = sum(one["recall@50"] for one in each) / 2
         assert row["mean"] == pytest.approx(means[name], rel=1e-5)
     for name, row in rows.items():
@@ -361,14 +352,14 @@ def test_all_seeds_have_one_split_and_one_set_of_codes(done: Path, files: Path) 
         stored = safetensors.numpy.load_file(folder / "seen.safetensors")
         seen.append(stored["items"].tolist())
         assert np.diff(stored["start"]).tolist() == [round(0.9 * n) for n in held]
-        meta = json.loads((folder / "run.json").read_text())
+        meta = run_json(folder)
         assert meta["source"]["split"] == {"how": "auto", "valid": 1 / 9, "test": 0.1, "seed": 0}
         valid = sum(min(round(round(0.9 * n) / 9), round(0.9 * n) - 1) for n in held)
         assert meta["data"]["valid"] == valid
     assert seen[0] == seen[1] == seen[2]
     codes = sorted(path.name for path in (done / "tiny" / "codes").glob("*.safetensors"))
     assert codes == ["image+text+behaviour-6x15.safetensors"]
-    meta = json.loads((done / "tiny" / "esans-random-clusters" / "10" / "run.json").read_text())
+    meta = run_json(done / "tiny" / "esans-random-clusters" / "10")
     assert meta["arguments"]["codes"] == f"shuffled:{done}/tiny/codes/image+text+behaviour-6x15.safetensors"
     rows = {row["modalities"]: row for row in table(done, "clusters")}
     assert rows["image + text + behaviour"]["items"] == 60
@@ -383,7 +374,7 @@ def test_runs_have_the_tuned_settings(done: Path) -> None:
         ]
         assert len(trials) == 2
         best = max(trials, key=lambda trial: (trial["value"], -trial["number"]))
-        meta = json.loads((done / "tiny" / method / "20" / "run.json").read_text())
+        meta = run_json(done / "tiny" / method / "20")
         assert {"weight_decay"} | ({"tau"} if method != "ada-tau" else set()) <= best[
             "settings"
         ].keys()  # Ada-tau has its own
@@ -430,7 +421,7 @@ def test_tables_may_share_their_codes(
     assert main(words(files, "esans-negatives", "two", *shared)) == 0
     assert len(ran) == 5
     assert not any("clusters" in name for name in ran)
-    meta = json.loads((files / "two" / "tiny" / "m-c-2-m-o-5" / "10" / "run.json").read_text())
+    meta = run_json(files / "two" / "tiny" / "m-c-2-m-o-5" / "10")
     assert meta["arguments"]["codes"] == f"{files}/shared/tiny/image+text+behaviour-6x15.safetensors"
     capsys.readouterr()
     assert main(words(files, "esans-negatives", "three", *shared, "--modality", "audio=behaviour:4")) == 2
@@ -453,7 +444,7 @@ def test_every_other_table_runs(name: str, files: Path, monkeypatch: pytest.Monk
             "lambda-0.1"
         ]
         trial = json.loads((files / name / "tiny" / "lambda-0.1" / "tune" / "trials.jsonl").read_text())
-        meta = json.loads((files / name / "tiny" / "lambda-minus-0.3" / "10" / "run.json").read_text())
+        meta = run_json(files / name / "tiny" / "lambda-minus-0.3" / "10")
         assert (meta["setup"]["temperature"]["tau"], meta["arguments"]["lam"]) == (trial["settings"]["tau"], -0.3)
 
 
@@ -468,7 +459,7 @@ def test_the_files_own_split_is_kept(files: Path, monkeypatch: pytest.MonkeyPatc
     asked = words(files, "esans-lambda", "parted-out", "--seeds", "1")
     asked[3] = str(folder / "parted.parquet")
     assert main(asked) == 0
-    meta = json.loads((files / "parted-out" / "parted" / "lambda-0.1" / "10" / "run.json").read_text())
+    meta = run_json(files / "parted-out" / "parted" / "lambda-0.1" / "10")
     sizes = [sum(at % 10 in places for at in range(len(frame))) for places in (range(7), (7,), (8, 9))]
     assert [meta["data"][name] for name in ("train", "valid", "test")] == sizes
     assert "parted: the file's own split." in (files / "parted-out" / "README.md").read_text()

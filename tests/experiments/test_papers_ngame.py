@@ -15,7 +15,7 @@ from sparring.cli import main
 from sparring.data.formats.xc import read_xc
 from sparring.experiments.papers import PaperDataset
 from sparring.experiments.papers.ngame import ABSENT, PRINTED, RANDOM, methods
-from support.papers import result, run_here, table
+from support.papers import result_json, run_here, table
 from support.texts import WORDS
 
 NAMES = [RANDOM, "random in-batch, softmax", "corrected in-batch, softmax", "ANCE", "NGAME", "DEXA"]
@@ -63,7 +63,7 @@ def slug(method: str) -> str:
 
 def results(out: Path, method: str) -> list[dict[str, Any]]:
     folder = out / "LF-AmazonTitles-131K" / slug(method)
-    return [result(folder / seed) for seed in ("10", "20")]
+    return [result_json(folder / seed) for seed in ("10", "20")]
 
 
 def test_every_ranking_of_every_method_is_there(done: Path) -> None:

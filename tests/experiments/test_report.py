@@ -28,6 +28,7 @@ from sparring.experiments.report import comparison, figures
 from sparring.experiments.report.html import Code, Facts, Figures, Page, Paragraph, Points, Section, Sheet
 from sparring.experiments.report.tables import Column, Table
 from sparring.recipes.setup import Setup
+from support.papers import run_json
 
 NASTY = '</script><b onload="x">&$x$'
 NAME = "<b>&$x$"  # of a data set, whose folder has it too
@@ -188,7 +189,7 @@ def test_the_page_equals_the_folders(made: Comparison) -> None:
             assert value in drawn
     assert {"uns (baseline)", "pns", "ssl_pop", "recall@5", "ndcg@10"} <= set(drawn)
     text = html.unescape(page)
-    meta = json.loads((made.out / NAME / "uns" / "0" / "run.json").read_text())
+    meta = run_json(made.out / NAME / "uns" / "0")
     device = json.loads((made.out / NAME / "uns" / "0" / "measured.json").read_text())["device"]
     (command,) = [
         block
@@ -256,35 +257,8 @@ def test_a_comparison_without_runs_still_has_a_page(parts: Split, tmp_path: Path
 
 def test_the_command_writes_the_page_and_prints_its_path(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`sparring compare` on two sets without validation prints the path of a page with a section for each set."""
-    words = [
-        "compare",
-        "--data",
-        "world:60x40",
-        "--data",
-        "world:70x40",
-        "--recipes",
-        "uns,pns",
-        "--seeds",
-        "1",
-        "--setup",
-        "default",
-    ]
-    words += [
-        "--epochs",
-        "1",
-        "--metrics",
-        "ndcg@10",
-        "--set",
-        "dim=4",
-        "--set",
-        "n=8",
-        "--valid",
-        "0",
-        "--device",
-        "cpu",
-        "--jobs",
-        "2",
-    ]
+    words = shlex.split("compare --data world:60x40 --data world:70x40 --recipes uns,pns --seeds 1 --setup default")
+    words += shlex.split("--epochs 1 --metrics ndcg@10 --set dim=4 --set n=8 --valid 0 --device cpu --jobs 2")
     out = tmp_path / "out"
     assert main([*words, "--out", str(out)]) == 0
     last = capsys.readouterr().out.splitlines()[-1]

@@ -30,7 +30,8 @@ def training_curve(
 
     figure = blank(3.6, 9)
     with style():
-        _draw(*figure.subplots(1, 2), history, title, select)
+        left, right = figure.subplots(1, 2)
+        _draw(left, right, history, title, select)
         for axes in figure.axes:
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
             tidy(axes, "both")

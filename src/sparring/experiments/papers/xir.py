@@ -450,10 +450,7 @@ def _lam(lam: float) -> str:
 def drawn_methods(dataset: PaperDataset, asked: Mapping[str, object]) -> Sequence[PaperMethod]:
     pop, bir = in_batch(dataset, "SSL-Pop", "BIR")
     size, drawn = _batch_size(asked), {**bir.settings, "draw": "multinomial"}
-    return [
-        pop,
-        *(replace(bir, name=_drawn(part), settings={**drawn, "n": max(size // part, 1)}) for part in DRAWN),
-    ]
+    return [pop, *(replace(bir, name=_drawn(part), settings={**drawn, "n": max(size // part, 1)}) for part in DRAWN)]
 
 
 def _drawn(part: int) -> str:
