@@ -319,7 +319,7 @@ def test_the_main_table_has_every_method_with_both_gains(done: Path) -> None:
     means = {}
     for name, row in rows.items():
         slug = name.lower().replace(", ", "-").replace(" ", "-")
-        each = [result_json(done / "tiny" / slug / str(seed))["test"]["metrics"] for seed in (10, 20)]
+        each = [metrics_of(done / "tiny" / slug / str(seed)) for seed in (10, 20)]
         means[name] = sum(one["recall@50"] for one in each) / 2
         assert row["mean"] == pytest.approx(means[name], rel=1e-5)
     for name, row in rows.items():
