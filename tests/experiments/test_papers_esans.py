@@ -28,7 +28,7 @@ from sparring.experiments.search_space import space
 from sparring.recipes import settings
 from sparring.recipes.setup import flat
 from sparring.training.step import training_step
-from support.papers import run_here, run_json, table
+from support.papers import metrics_of, run_here, run_json, table
 
 THREE = {"image": "image.npy", "text": "text.npy", "behaviour": "behaviour"}
 
