@@ -1,6 +1,6 @@
 """One engine under compare and reproduce: methods x data sets x seeds, each training an ordinary run folder.
 
-    OUT/study.json               what the folder holds, and the settings that must not change when it grows
+    OUT/study.json               the kind of study, and the settings that must not change when it grows
     OUT/DATA/METHOD/SEED/        a run folder, and measured.json: device, peak memory and the study's own figures
     OUT/DATA/METHOD/tune/        trials.jsonl, where the method was tuned
 
