@@ -1,0 +1,23 @@
+"""Training: steps, the loop, optimisers, checkpoints, the run folder, and finished runs read back from it.
+
+Nothing here compares runs, builds an index or prints: messages go to loggers under `sparring`, progress to callbacks.
+"""
+
+from sparring.training.fitting import Fitted, fit
+from sparring.training.loop import TrainingProgress
+from sparring.training.sentence_transformers import NegativesLoss, hard_negatives
+from sparring.training.step import describe_batch, sample_steps
+from sparring.training.trained import Trained, load, run_vectors
+
+__all__ = [
+    "Fitted",
+    "NegativesLoss",
+    "Trained",
+    "TrainingProgress",
+    "describe_batch",
+    "fit",
+    "hard_negatives",
+    "load",
+    "run_vectors",
+    "sample_steps",
+]

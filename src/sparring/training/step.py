@@ -131,9 +131,8 @@ class TrainingRows:
         setup = run.setup
         self.queries, self.items = (column.to(device) for column in train.pairs())
         self.drawn = query_rows(train, setup.batches.draw, device) if setup.batches.rows == "queries" else None
-        self.batches = run.batches
-        if self.batches is None:
-            self.batches = batches_for(train, self.drawn, setup.batches.batch_size, setup.seed)
+        random = batches_for(train, self.drawn, setup.batches.batch_size, setup.seed)
+        self.batches = random if run.batches is None else run.batches
 
     def pairs(self, rows: Tensor, generator: torch.Generator) -> Tensor:
         """(B,) the index of one training pair for each row."""
@@ -148,7 +147,7 @@ class TrainingRows:
         return self.pairs(torch.randperm(self.batches.n_rows, generator=generator)[:n], generator)
 
     def around(self, pairs: Tensor, size: int, generator: torch.Generator) -> Tensor:
-        """A batch of `size` pairs that starts with these (of distinct rows), with rows they meet in training; CPU only."""
+        """A batch of `size` pairs: these (of distinct rows), then pairs of rows they meet in training; CPU only."""
         if self.drawn is None:
             return self.batches.around(pairs, size, generator)
         rows = self.batches.around(torch.searchsorted(self.drawn.queries, self.queries[pairs]), size, generator)
