@@ -485,7 +485,7 @@ def test_a_folder_with_arguments_of_older_names_still_answers(parts: Split, tmp_
     meta["arguments"]["warmup"] = 40_000
     file.write_text(json.dumps(meta))
     assert load(tmp_path / "run").recommend(ids, 5).equals(before)
-    again = samplers.own(tmp_path / "run", parts)
+    again = samplers.load_for_diagnosis(tmp_path / "run", parts)
     assert again.setup.training.warmup == 0
     assert any(isinstance(module, Memory) for module in again.modules().modules())
 

@@ -306,9 +306,9 @@ def test_diagnose_reads_a_text_run(parts: Split, bert: Path, tmp_path: Path) -> 
         k=(10,),
         device="cpu",
     )
-    own = samplers.own(tmp_path / "run", parts)
+    own = samplers.load_for_diagnosis(tmp_path / "run", parts)
     assert diagnose("own", own, parts, queries=32, draws=4).gradient.cosine > 0.5
-    full = samplers.opponent("full_softmax", own, parts)
+    full = samplers.with_negatives_of("full_softmax", own, parts)
     assert diagnose("full_softmax", full, parts, queries=32, draws=4).gradient.bias < 1e-3
 
 

@@ -93,13 +93,13 @@ def diagnose(args: Namespace) -> int:
     show = screen.console()
     parts, note = _parts(args, meta)
     world = inputs.world(args.data or meta["source"]["data"])
-    own = opponents.own(args.run, parts, device)
+    own = opponents.load_for_diagnosis(args.run, parts, device)
     if note and not args.json:
         show.print(note, markup=False, soft_wrap=True)
     found = []
     for name in samplers:
         with show.status(f"measuring {settings.short(name)}"):
-            run = own if name == "own" else opponents.opponent(name, own, parts)
+            run = own if name == "own" else opponents.with_negatives_of(name, own, parts)
             found.append(
                 measure(
                     settings.short(name),
@@ -113,7 +113,7 @@ def diagnose(args: Namespace) -> int:
             )
     tables = advice.tables(found)
     lines = advice.advise(found)
-    sample = diagnosis.Sample(min(args.queries, len(parts.train)), args.draws, args.seed)
+    sample = diagnosis.SampleSize(min(args.queries, len(parts.train)), args.draws, args.seed)
     if args.out is not None:
         for name, table in {**tables, "advice": advice.as_table(lines)}.items():
             table.write(args.out, name)

@@ -131,8 +131,10 @@ class TrainingRows:
         setup = run.setup
         self.queries, self.items = (column.to(device) for column in train.pairs())
         self.drawn = query_rows(train, setup.batches.draw, device) if setup.batches.rows == "queries" else None
-        random = batches_for(train, self.drawn, setup.batches.batch_size, setup.seed)
-        self.batches = random if run.batches is None else run.batches
+        if run.batches is None:
+            self.batches = batches_for(train, self.drawn, setup.batches.batch_size, setup.seed)
+        else:
+            self.batches = run.batches
 
     def pairs(self, rows: Tensor, generator: torch.Generator) -> Tensor:
         """(B,) the index of one training pair for each row."""

@@ -1,4 +1,4 @@
-"""The OpenAPI description: complete, and whatever is made up after it is never answered with a 5xx."""
+"""The OpenAPI description is complete, and generated requests never cause a 5xx."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 from fastapi.testclient import TestClient
 
 from sparring.serving.http.app import Service
-from sparring.serving.http.limits import Limits
-from sparring.serving.http.runs import Live
+from sparring.serving.http.runs import RunRegistry
+from sparring.serving.http.schema import Limits
 from sparring.serving.http.store import Store
 from support.made_run import MadeRun, make_run
 
@@ -52,7 +52,7 @@ def test_every_route_is_described(client: TestClient) -> None:
 
 
 def test_an_answer_is_as_described(truth: MadeRun, client: TestClient) -> None:
-    """The answer of the short way and its described type agree."""
+    """Responses match their described type."""
     from sparring.serving.http.schema import Answers
 
     for asked, unknown in (({"user": "user-01"}, []), ({"history": [truth.item_ids[0], "no such"]}, ["no such"])):
@@ -67,13 +67,13 @@ def test_an_answer_is_as_described(truth: MadeRun, client: TestClient) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("mode", ["POSITIVE", "NEGATIVE"])
 def test_made_up_requests_are_never_a_5xx(tmp_path: Path, mode: str) -> None:
-    """schemathesis: requests as described, and requests that are not, of every operation."""
+    """schemathesis: valid and invalid requests to every operation."""
     schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not installed: pip install schemathesis")
     from hypothesis import HealthCheck, Phase, given, settings
     from schemathesis.generation import GenerationMode
 
     truth = make_run(tmp_path / "run", 1)
-    service = Service(Live([truth.folder], Store(tmp_path / "items.sqlite")), Limits(seconds=30))
+    service = Service(RunRegistry([truth.folder], Store(tmp_path / "items.sqlite")), Limits(seconds=30))
     seen: dict[str, int] = {}
 
     def ask(case: Any) -> None:

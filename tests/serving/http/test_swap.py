@@ -18,7 +18,7 @@ import safetensors.torch
 import torch
 from fastapi.testclient import TestClient
 
-from sparring.serving.http.runs import Live
+from sparring.serving.http.runs import RunRegistry
 from sparring.serving.http.server import _watch
 from sparring.serving.http.store import Store
 from sparring.serving.index import Index, files
@@ -46,7 +46,7 @@ def expected(truth: MadeRun, row: int = 2, k: int = 4) -> list[int]:
 
 
 def test_a_newer_run_answers_after_the_reload(tmp_path: Path, serving: Callable[..., TestClient]) -> None:
-    """By another folder, and by the same folder written again; the generation rises."""
+    """By another folder, and by the same folder after it was rewritten; the generation rises."""
     old, new = make_run(tmp_path / "old", 1), make_run(tmp_path / "new", 2)
     client = serving(old.folder)
     assert best(client) == expected(old)
@@ -60,8 +60,8 @@ def test_a_newer_run_answers_after_the_reload(tmp_path: Path, serving: Callable[
 
 
 def test_changes_fit_a_run_of_another_shape(tmp_path: Path, serving: Callable[..., TestClient]) -> None:
-    """The folder is written again with other dimensions and another kind of column: what was put `like` others gets a new place, what was
-    put by a vector waits, values that the column cannot hold are left out, and the log says who waits."""
+    """The folder is rewritten with other dimensions and another type of column: items put by `like` move, items put
+    by vector wait, values of the wrong type are dropped, and the log names the waiting items."""
     old = make_run(tmp_path / "run", 1)
     client = serving(old.folder)
     items = [{"id": 1, "like": [old.item_ids[3]], "year": 1999, "category": "tea"}, {"id": 2, "vector": [1.0] * DIM}]
@@ -71,23 +71,23 @@ def test_changes_fit_a_run_of_another_shape(tmp_path: Path, serving: Callable[..
     new = make_run(tmp_path / "run", 2, dim=DIM + 3)
     assert new.table is not None
     new.table.with_columns(category=np.arange(len(new.table))).write_parquet(new.folder / "item_table.parquet")
-    said: list[tuple[str, dict[str, object]]] = []
-    live = Live(
+    events: list[tuple[str, dict[str, object]]] = []
+    registry = RunRegistry(
         [new.folder],
         Store(new.folder / "serve" / "items.sqlite"),
-        say=lambda event, **facts: said.append((event, facts)),
+        log=lambda event, **facts: events.append((event, facts)),
     )
-    served = live.served()
+    served = registry.served()
     at = served.catalogue.find([1])
     np.testing.assert_allclose(served.vectors(at)[0], new.items[3], rtol=1e-5)
     assert (served.catalogue.values(at, "year"), served.catalogue.values(at, "category")) == ([1999], [None])
     assert served.waiting == {"2": 2}
-    assert [(event, facts["items"], facts["first"]) for event, facts in said] == [("items wait", 1, 2)]
-    live.close()
+    assert [(event, facts["items"], facts["first"]) for event, facts in events] == [("items wait", 1, 2)]
+    registry.close()
 
 
 def test_no_request_is_dropped_or_mixed_during_swaps(tmp_path: Path, serving: Callable[..., TestClient]) -> None:
-    """While two runs take turns, every answer is whole and of the run that its generation says."""
+    """While two runs alternate, every response is complete and comes from the run of its generation."""
     runs = [make_run(tmp_path / "a", 1), make_run(tmp_path / "b", 2)]
     client = serving(runs[0].folder)
     wrong: list[str] = []
@@ -150,7 +150,7 @@ def flip(path: Path) -> None:
 def test_a_broken_run_is_refused_and_the_last_good_one_answers(
     tmp_path: Path, serving: Callable[..., TestClient], damage: str
 ) -> None:
-    """422 in one line that names the folder; the generation stays, answers stay, and a good run can still be loaded."""
+    """422 with the folder in the message; generation and responses stay, and a good run can still be loaded."""
     good, bad = make_run(tmp_path / "good", 1), make_run(tmp_path / "bad", 2)
     index_of(bad)
     client = serving(good.folder)
@@ -167,7 +167,7 @@ def test_a_broken_run_is_refused_and_the_last_good_one_answers(
 
 
 def test_a_diverged_model_is_refused(tmp_path: Path, serving: Callable[..., TestClient]) -> None:
-    """NaN in the vectors is found before anything is swapped."""
+    """NaN in the vectors is detected before the swap."""
     good, bad = make_run(tmp_path / "good", 1), make_run(tmp_path / "bad", 2)
     tensors = safetensors.torch.load_file(bad.folder / "model.safetensors")
     tensors["item.weight"] = torch.full_like(tensors["item.weight"], float("nan"))
@@ -201,8 +201,8 @@ def test_runs_are_loaded_from_the_allowed_folders_only(
 
 
 def test_changes_go_with_the_swap(tmp_path: Path, serving: Callable[..., TestClient]) -> None:
-    """In a new model: `like` is worked out anew, a vector waits, an item that the run now knows gets the run's vector and keeps the columns
-    that were put, a deleted one stays deleted. Back in the old model, the vector is there again."""
+    """In a new model `like` is recomputed, a vector waits, an item that was trained meanwhile gets its trained vector
+    and keeps its columns, a deleted one stays deleted. Back in the old model the vector is restored."""
     old, new = make_run(tmp_path / "old", 1, items=60), make_run(tmp_path / "new", 2, items=70)
     client = serving(old.folder)
     known_later = new.item_ids[65]
@@ -229,7 +229,7 @@ def test_changes_go_with_the_swap(tmp_path: Path, serving: Callable[..., TestCli
 
 
 def test_an_item_that_the_new_run_knows_gets_its_vector(tmp_path: Path, serving: Callable[..., TestClient]) -> None:
-    """What training learned counts more than what stood in for it."""
+    """A trained vector replaces a provisional one."""
     old, new = make_run(tmp_path / "old", 1, items=60), make_run(tmp_path / "new", 2, items=70)
     client = serving(old.folder)
     item = new.item_ids[65]
@@ -242,7 +242,7 @@ def test_an_item_that_the_new_run_knows_gets_its_vector(tmp_path: Path, serving:
 
 
 def test_a_swap_is_remembered(tmp_path: Path, serving: Callable[..., TestClient]) -> None:
-    """Started again as before, the service comes back with it; asked to, or where it is gone, with the run given."""
+    """A restart serves the swapped run, or the given one on request or if the swapped one is gone."""
     old, new = make_run(tmp_path / "old", 1), make_run(tmp_path / "new", 2)
     first = serving(old.folder)
     first.post("/v1/reload", json={"run": str(new.folder)})
@@ -258,30 +258,30 @@ def test_a_swap_is_remembered(tmp_path: Path, serving: Callable[..., TestClient]
 
 
 def test_a_run_that_changes_on_disk_is_swapped_in(tmp_path: Path) -> None:
-    """The watch loads a folder that was written again, and leaves a broken one alone until it changes again."""
+    """The watch reloads a rewritten folder, and retries a broken one only after it changes."""
     truth = make_run(tmp_path / "run", 1)
-    live = Live([truth.folder], Store(tmp_path / "items.sqlite"))
+    registry = RunRegistry([truth.folder], Store(tmp_path / "items.sqlite"))
     stop = threading.Event()
-    watch = threading.Thread(target=_watch, args=(live, 0.05, stop))
+    watch = threading.Thread(target=_watch, args=(registry, 0.05, stop))
     watch.start()
     try:
         make_run(truth.folder, 2)
-        wait(lambda: live.served().generation == 2)
+        wait(lambda: registry.served().generation == 2)
         (truth.folder / "model.safetensors").write_bytes(b"broken")
         time.sleep(0.4)
-        assert live.served().generation == 2
+        assert registry.served().generation == 2
         make_run(truth.folder, 3)
-        wait(lambda: live.served().generation == 3)
+        wait(lambda: registry.served().generation == 3)
         held = hold(truth.folder)  # as a training does, which writes the best epoch so far
         make_run(truth.folder, 4)
         time.sleep(0.4)
-        assert live.served().generation == 3
+        assert registry.served().generation == 3
         held.release()
-        wait(lambda: live.served().generation == 4)
+        wait(lambda: registry.served().generation == 4)
     finally:
         stop.set()
         watch.join()
-        live.close()
+        registry.close()
 
 
 def wait(until: Callable[[], bool]) -> None:
@@ -292,11 +292,11 @@ def wait(until: Callable[[], bool]) -> None:
 
 
 def test_the_run_of_before_leaves_the_memory(tmp_path: Path, serving: Callable[..., TestClient]) -> None:
-    """Nothing keeps it once its requests are answered: not the searcher, not the routes, not the counters."""
+    """Searcher, routes and metrics hold no reference once its requests are answered."""
     old, new = make_run(tmp_path / "old", 1), make_run(tmp_path / "new", 2)
     client = serving(old.folder)
     best(client)
-    kept = weakref.ref(client.service.live.served())  # type: ignore[attr-defined]
+    kept = weakref.ref(client.service.registry.served())  # type: ignore[attr-defined]
     client.get("/v1/info")
     client.get("/metrics")
     client.post("/v1/reload", json={"run": str(new.folder)})
@@ -307,7 +307,7 @@ def test_the_run_of_before_leaves_the_memory(tmp_path: Path, serving: Callable[.
 def test_serving_leaves_out_the_test_part_and_what_was_never_trained(
     tmp_path: Path, serving: Callable[..., TestClient]
 ) -> None:
-    """As a run folder names them: the lists of a user, with an index and without, hold neither, and the run says how many."""
+    """A user's lists, with and without an index, contain neither; the run reports how many items are untrained."""
     truth = make_run(tmp_path / "run", 4)
     taken, blank = [int(row) for row in range(60) if row not in truth.seen[2].tolist()][:5], [40, 41]
     tensors = safetensors.torch.load_file(truth.folder / "seen.safetensors")
@@ -325,7 +325,7 @@ def test_serving_leaves_out_the_test_part_and_what_was_never_trained(
         assert sorted(best(client, k=60, exclude_seen=False)) == sorted(
             set(truth.item_ids) - {truth.item_ids[row] for row in blank}
         )
-        assert "2 items have no training pair" in client.get("/v1/info").json()["run"]["notes"][0]
+        assert "2 items" in client.get("/v1/info").json()["run"]["notes"][0]
         assert len(client.get("/v1/users/user-02").json()["history"]) == len(truth.seen[2]) + len(taken)
         answer = client.post("/v1/recommend", json={"history": [truth.item_ids[3], truth.item_ids[40]], "k": 3}).json()[
             "results"
@@ -338,7 +338,7 @@ def test_serving_leaves_out_the_test_part_and_what_was_never_trained(
 
 
 def test_an_item_that_was_never_trained_can_be_put(tmp_path: Path, serving: Callable[..., TestClient]) -> None:
-    """Columns alone leave it unlisted; like others it is listed, and so it is in the next run that has not trained it either."""
+    """Columns alone do not list it; `like` does, also in the next run that has not trained on it."""
     old, new = make_run(tmp_path / "old", 4), make_run(tmp_path / "new", 5)
     for truth in (old, new):
         tensors = safetensors.torch.load_file(truth.folder / "seen.safetensors")

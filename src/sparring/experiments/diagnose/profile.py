@@ -1,4 +1,4 @@
-"""What a run's negatives are: how popular, how often something the query took and, where the truth is known, how often a false negative."""
+"""The profile of a run's negatives: popularity, accidental hits and, if the truth is known, false negatives."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ Places = tuple[Tensor, Tensor]  # ids, shared (C,) or (B, C), and the weight (B,
 
 
 def profile(run: Run, split: Split, batches: int = 4, world: World | None = None) -> dict[str, float]:
-    """The negatives of a few training batches, each (query, candidate) place counted as often as it was drawn.
+    """The negatives of a few training batches, each candidate of a query weighted by its draws.
 
-    popularity       mean popularity percentile (0.5: as popular as what people take; see metrics.popularity_percentile)
-    head, mid, tail  share of each stratum, each of which took a third of the training interactions
-    accidental       share of places that hold an item which the query took in training, before the method masks any by id
-    synthetic        share of places that hold no item of the catalogue, but a made-up vector
-    false_negatives  share of places that hold an item which the query would like and never took; only where `world` tells
+    popularity       mean popularity percentile (0.5: as popular as training positives)
+    head, mid, tail  share of each stratum, each of which has a third of the training interactions
+    accidental       share of known positives of the query, before the method masks any by id
+    synthetic        share of synthetic vectors, which are no items of the catalogue
+    false_negatives  share of items that the query would like and never took; only if `world` has the truth
 
-    Shares but `synthetic` are of the places that hold an item, and absent where none does. Where draws are known only in sum over the
-    queries of a batch (closed-form resampling), each query is taken to have drawn an equal part. The run is left as it was found.
+    All shares but `synthetic` are of items, and absent if there are none. If draws are known only in sum over the
+    queries of a batch (closed-form resampling), each query is assigned an equal part. The run is left unchanged.
 
         profile(fitted.run, split)["popularity"]
     """
