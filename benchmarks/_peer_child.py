@@ -1,8 +1,8 @@
-"""Trains one model of another library in that library's own interpreter; peers.py starts it.
+"""Train one model of another library in that library's own interpreter; started by peers.py.
 
     python _peer_child.py implicit-als PAIRS.npz OUT_FOLDER
 
-writes OUT_FOLDER/curve.json: for each point, the CPU seconds of training so far and the file of the two tables at that point.
+Writes OUT_FOLDER/curve.json: for each point, the CPU seconds of training so far and the file of the two tables.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from _shared import Clock
 
 
 class Curve:
-    """Tables and what they have cost so far; saving them is not counted."""
+    """Tables and the CPU seconds spent on them so far; saving is not counted."""
 
     def __init__(self, folder: Path, pairs_per_point: int) -> None:
         self.folder, self.pairs = folder, pairs_per_point
@@ -70,7 +70,7 @@ def implicit_bpr(pairs: dict[str, np.ndarray], folder: Path, epochs: int = 20) -
 
 
 def recbole_bpr(pairs: dict[str, np.ndarray], folder: Path) -> None:
-    # numpy 2 lost these names, which RecBole 1.2.1 and the ray release it pins still use
+    # removed in numpy 2; RecBole 1.2.1 and the ray release it pins still use them
     for name, kind in {"bool8": np.bool_, "float_": np.float64, "complex_": np.complex128, "unicode_": np.str_}.items():
         if not hasattr(np, name):
             setattr(np, name, kind)

@@ -1,4 +1,4 @@
-"""What this machine does in a second, as the time formula of docs/scale.md needs it; measured in each rank of a group while all measure."""
+"""Rates of this machine for the cost model of docs/lab/scale.md, measured in each rank while all ranks measure."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ REPEATS = 25
 
 @dataclass(frozen=True)
 class Rates:
-    """Seconds for one of each: of a core of this rank (CPU), or as the clock went (wall)."""
+    """Seconds per operation, in CPU time of this rank or in wall time."""
 
-    pair: float  # a query and a candidate scored and trained, at this dimension, the query's own positive left out
-    far: float  # the same where scores and vectors of a step fit no cache
-    own: float  # a query and a candidate of its own, taken from vectors at hand, scored and trained
+    pair: float  # a query and a shared candidate scored and trained at this dimension, the own positive excluded
+    far: float  # the same where the scores and vectors of a step do not fit a cache
+    own: float  # a query and its own candidate, from vectors at hand, scored and trained
     product: float  # a query and a candidate scored, no gradient, to keep a few of many
     draw: float  # a random number with a logarithm
     look: float  # a row looked up and normalised, and its gradient as a row
@@ -33,7 +33,7 @@ class Rates:
 
 
 def quick(work: Callable[[], object], clock: Callable[[], float], repeats: int = REPEATS) -> float:
-    """Seconds of one call: the least of some, since others only ever make it longer."""
+    """Seconds of one call: the minimum of several, since other load only adds."""
     work()
     taken = []
     for _ in range(repeats):

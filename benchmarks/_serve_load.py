@@ -1,4 +1,4 @@
-"""What benchmarks/serve.py does to a running service: load by wrk, answers held against the exact ones, upserts, a broken index, a swap."""
+"""The load of benchmarks/serve.py: wrk, a client that checks answers, upserts, a broken index and a swap."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ USERS, SEEN, K, CONNECTIONS = 100_000, 20, 10, 32
 
 @dataclass
 class Seen:
-    """What the checking client saw."""
+    """The answers and failures that the checking client recorded."""
 
-    answers: list[tuple[int, dict[str, Any]]] = field(default_factory=list)  # (user, what was answered), in their order
+    answers: list[tuple[int, dict[str, Any]]] = field(default_factory=list)  # (user, answer), in order
     wrong: list[str] = field(default_factory=list)
     recall: list[float] = field(default_factory=list)
     generations: set[int] = field(default_factory=set)
@@ -35,7 +35,7 @@ class Seen:
 
 
 def start(run: Path, threads: int, quiet: bool, folder: Path) -> tuple[str, subprocess.Popen[bytes]]:
-    """A service over a run in a process of its own: its address and the process."""
+    """Start a service over a run in a separate process; return its address and the process."""
     log = folder / "serve.log"
     command = [
         sys.executable,
@@ -62,7 +62,7 @@ def start(run: Path, threads: int, quiet: bool, folder: Path) -> tuple[str, subp
 
 
 def drive(url: str, seconds: int) -> dict[str, str]:
-    """wrk against single users at random."""
+    """Run wrk with requests for random single users."""
     body = f'string.format(\'{{"user":%d,"k":{K}}}\', math.random(0, {USERS - 1}))'
     with tempfile.NamedTemporaryFile("w", suffix=".lua") as script:
         script.write('wrk.method = "POST"\nwrk.headers["Content-Type"] = "application/json"\n')
@@ -96,7 +96,7 @@ def drive(url: str, seconds: int) -> dict[str, str]:
 
 
 def resident(pid: int) -> float:
-    """Megabytes of the service's own memory; mapped files are the system's to drop."""
+    """Megabytes of the service's own memory; mapped files are left out, since the system may drop them."""
     return int(re.search(r"RssAnon:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())[1]) / 1024  # type: ignore[index]
 
 
@@ -107,7 +107,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 def listen(url: str, stop: threading.Event, seen: Seen) -> None:
-    """Ask for users, now and then, and keep the answers: they are checked when the load is over, which they would add to."""
+    """Request users now and then and keep the answers; they are checked after the load, so as not to add to it."""
     rng = np.random.default_rng(3)
     with httpx.Client(base_url=url, timeout=60) as client:
         while not stop.is_set():
@@ -121,7 +121,7 @@ def listen(url: str, stop: threading.Event, seen: Seen) -> None:
 
 
 def check(seen: Seen, users: np.ndarray, items: np.ndarray, taken: np.ndarray) -> None:
-    """Hold every answer against the exact one of the run that it says it is from."""
+    """Compare every answer with the exact one of the run that it names."""
     for user, body in seen.answers:
         seen.generations.add(body["generation"])
         q = users[(user + (body["generation"] != seen.answers[0][1]["generation"])) % USERS]
@@ -145,7 +145,7 @@ def check(seen: Seen, users: np.ndarray, items: np.ndarray, taken: np.ndarray) -
 
 
 def disturb(url: str, items: int, upserts: int, seconds: float, second: Path, seen: Seen) -> None:
-    """Upserts all along; a third of the way a damaged index, half way the swap."""
+    """Upserts throughout; a damaged index after a third of the time, the swap half way."""
     rng, began = np.random.default_rng(4), time.perf_counter()
     offered = swapped = False
     with httpx.Client(base_url=url, timeout=120) as client:

@@ -1,4 +1,4 @@
-"""What the benchmark scripts share: data, a CPU clock, one evaluator for every library, one way to print a table."""
+"""Shared by the benchmarks: data, a CPU clock, one evaluator for every library, one table printer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
 
 @dataclass(frozen=True)
 class Pairs:
-    """Training pairs and held-out pairs, ids 0..n-1; `source` says where they come from."""
+    """Training and held-out pairs, ids 0..n-1; `source` names their origin."""
 
     users: np.ndarray
     items: np.ndarray
@@ -54,7 +54,7 @@ class Pairs:
 def zipf(
     n_users: int = 29_858, n_items: int = 40_988, n_pairs: int = 1_027_464, test: float = 0.2, seed: int = 10
 ) -> Pairs:
-    """Pairs of the shape of Gowalla with Zipf popularity and no other structure: for speed only, quality means nothing on it."""
+    """Pairs of Gowalla's shape with Zipf popularity and no other structure: for speed only, not for quality."""
     rng = np.random.default_rng(seed)
     weight = 1.0 / np.arange(1, n_items + 1) ** 0.8
     items = np.concatenate([np.arange(n_items), rng.choice(n_items, n_pairs - n_items, p=weight / weight.sum())])
@@ -73,7 +73,7 @@ def zipf(
 
 
 def gowalla_xir(seed: int = 10) -> Pairs:
-    """The matrix of the XIR paper, split 80/20 per user with `random.sample` as its release does."""
+    """The matrix of the XIR paper, split 80/20 per user with `random.sample`, as in its release."""
     path = DATA / "gowalla_xir" / "interactions.parquet"
     if not path.exists():
         print(f"no {path}: synthetic Zipf pairs of the same shape instead")
@@ -110,7 +110,7 @@ def gowalla_lightgcn() -> Pairs:
 
 
 def interactions(data: Pairs, test: bool = False) -> Interactions:
-    """The training (or held-out) pairs as our own type."""
+    """The training (or held-out) pairs as Interactions."""
     from sparring.data.interactions import Interactions, Vocabulary
 
     users, items = (data.test_users, data.test_items) if test else (data.users, data.items)
@@ -124,7 +124,7 @@ def _dense(ids: np.ndarray) -> np.ndarray:
 
 
 class Clock:
-    """CPU seconds (user + system, all threads) and wall seconds since it was made, less what was left out."""
+    """CPU seconds (user + system, all threads) and wall seconds since creation, without excluded work."""
 
     def __init__(self) -> None:
         self._cpu, self._wall = cpu_seconds(), time.perf_counter()
@@ -147,7 +147,7 @@ def cpu_seconds() -> float:
 
 @dataclass(frozen=True)
 class Tables:
-    """Two tables of vectors, from any library, in the form that `sparring.evaluate` ranks."""
+    """Two tables of vectors, from any library, as a model that `sparring.evaluate` ranks."""
 
     users: Tensor
     items: Tensor
@@ -160,7 +160,7 @@ class Tables:
 
 
 def stepping(run: Run, generator: torch.Generator, positives: Positives | None = None) -> Callable[[Tensor], None]:
-    """A training step of a run on pairs (B, 2), queries and items: encode, choose, loss, backward, update, observe; recorded on a GPU."""
+    """A complete training step of a run on pairs (B, 2) of queries and items; recorded on a GPU."""
     import torch
 
     from sparring.training.cuda_graph import Recorded
@@ -188,7 +188,7 @@ def stepping(run: Run, generator: torch.Generator, positives: Positives | None =
 def quality(
     users: np.ndarray | Tensor, items: np.ndarray | Tensor, data: Pairs, k: Sequence[int] = (20,), sample: int = 0
 ) -> dict[str, float]:
-    """recall@k and ndcg@k as LightGCN defines them, over all items less the training ones, for all users or a fixed sample."""
+    """recall@k and ndcg@k by LightGCN's definition, training items masked, for all users or a fixed sample."""
     import torch
 
     from sparring.evaluation.ranking import evaluate

@@ -1,10 +1,10 @@
-"""Every benchmark of this folder, one after another, and a summary of what each claims.
+"""Run the benchmarks of this folder one after another and summarise their claims.
 
     python benchmarks/all.py --threads 1            # a CPU
     python benchmarks/all.py --device cuda          # one GPU: within 8 minutes
 
-A benchmark is a script; a line of its output that ends in "yes" or "NO" is a claim. On a CPU all that take --threads are run, on a GPU
-those named below. Scripts that train for long (xir_table.py) are run by hand.
+A line of output that ends in "yes" or "NO" is a claim. On a CPU all scripts that take --threads are run, on a GPU
+those listed below. Scripts that train for long (xir_table.py) are run by hand.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--only", default="", help="names of scripts without .py, separated by commas")
+    parser.add_argument("--only", default="", help="names of scripts without .py, comma-separated")
     given = parser.parse_args()
     summary, failed = [], 0
     for script, *arguments in commands(given.device, given.threads, [name for name in given.only.split(",") if name]):

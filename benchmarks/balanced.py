@@ -1,10 +1,11 @@
-"""CPU seconds of balanced 2-means beside a loop over clusters, and beside scikit-learn's BisectingKMeans; with --large a million points.
+"""CPU seconds of balanced 2-means beside a loop over clusters and scikit-learn's BisectingKMeans.
 
     python benchmarks/balanced.py --threads 1
     python benchmarks/balanced.py --threads 2 --large        # 1,000,000 x 384: about 8 GB of memory
 
-The loop halves one cluster after another with NumPy, by the same definition and from draws of its own. BisectingKMeans solves another
-problem, clusters of any size, and stands for what else is at hand. Points are those of a mixture of 300 directions.
+The loop halves one cluster after another with NumPy, by the same definition but with its own draws. BisectingKMeans
+solves another problem, clusters of any size, and stands for the available alternative. Points are drawn from a
+mixture of 300 directions.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ def main() -> None:
         wall, cpu = timed(lambda: balanced_2means(x, 131_072, torch.Generator().manual_seed(0)))
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
         print(
-            f"1,000,000 x 384 into 131,072 clusters: {wall:.0f} s, {cpu:.0f} CPU s, {args.threads} thread(s); at most {peak:.1f} GB in all,"
+            f"1,000,000 x 384 into 131,072 clusters: {wall:.0f} s, {cpu:.0f} CPU s, {args.threads} "
+            f"thread(s); at most {peak:.1f} GB in all,"
         )
         print(f"of which {x.numel() * 4 / 2**30:.1f} GB are the points ({time.perf_counter() - began:.0f} s)")
         return
@@ -56,10 +58,12 @@ def main() -> None:
     print(f"{args.points:,} x {args.dim} into {args.clusters:,} clusters, {args.threads} thread(s)")
     for name, wall, cpu in found:
         print(
-            f"  {name:28} {wall:7.2f} s {cpu:7.2f} CPU s   mean cosine to the own centre {closeness(unit, labels[name]):.4f}"
+            f"  {name:28} {wall:7.2f} s {cpu:7.2f} CPU s   mean cosine to the own centre "
+            f"{closeness(unit, labels[name]):.4f}"
         )
     print(
-        f"  the loop takes {found[1][2] / found[0][2]:.1f} times as long; at most 5 CPU s: {'yes' if found[0][2] <= 5 else 'NO'}"
+        f"  the loop takes {found[1][2] / found[0][2]:.1f} times as long; at most 5 CPU s: "
+        f"{'yes' if found[0][2] <= 5 else 'NO'}"
     )
     try:
         from sklearn.cluster import BisectingKMeans

@@ -1,13 +1,13 @@
-"""Ten million items, 200 million interactions, on one small machine: prepare from Parquet parts, train from disk; memory and speed.
+"""Ten million items, 200 million interactions, one small machine: prepare from Parquet parts and train from disk.
 
-    python benchmarks/big.py --folder /tmp/big                              # about 2.5 GB of parts, 4 GB more while they are prepared
-    python benchmarks/big.py --folder /tmp/big --rows 2000000 --items 100000 --queries 50000
+    python benchmarks/big.py --folder FOLDER        # about 2.5 GB of parts, 4 GB more while they are prepared
+    python benchmarks/big.py --folder FOLDER --rows 2000000 --items 100000 --queries 50000
 
-Rows are queries at random and items by Zipf's law: no structure, so only memory and speed mean anything. Each stage runs in a process
-of its own and prints its time, wall and CPU (of all threads; the fairer one where cores are shared), and two peaks of memory: its own
-(RssAnon), and all that was resident (VmHWM), pages of mapped files included, which the system takes back whenever anybody needs them.
-The optimiser is row-wise Adagrad, with one number for each row of a table: Adam's two moments would triple the tables.
-The folder is deleted at the end.
+Queries are random and items follow Zipf's law: no structure, so only memory and speed mean anything. Each stage runs
+in a separate process and prints its wall and CPU time (of all threads; the fairer figure on shared cores) and two
+peaks of memory: its own (RssAnon), and everything resident (VmHWM), mapped file pages included, which the system can
+take back. The optimiser is row-wise Adagrad, with one number per row: Adam's two moments would triple the tables. The
+folder is deleted at the end.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from typing import Any
 
 os.environ.setdefault(
     "OMP_WAIT_POLICY", "PASSIVE"
-)  # read when torch is imported: threads that spin are slow where cores are shared
+)  # read when torch is imported: spinning threads are slow on shared cores
 LIMIT = 8.0  # GB
 PART = 10_000_000  # rows of a Parquet part
 
 
 class _Enough(Exception):
-    """Raised by the progress callback when the steps asked for are done."""
+    """Raised by the progress callback after the requested number of steps."""
 
 
 class Watch:
-    """Time since the last question, and the most memory this process had: its own, and with pages of mapped files."""
+    """Time since the last call and peak memory of this process: its own, and with mapped file pages."""
 
     def __init__(self) -> None:
         self.own, self.wall, self.cpu = 0.0, time.perf_counter(), time.process_time()
@@ -52,7 +52,7 @@ class Watch:
         return self.wall - wall, self.cpu - cpu
 
     def tell(self, what: str, rows: int = 0) -> None:
-        """A line on what was done since the last one."""
+        """Print a line on the work since the last one."""
         wall, cpu = self.lap()
         rate = f"; {rows / wall / 1e6:.3g} million rows per s, {rows / cpu / 1e6:.3g} per CPU s" if rows else ""
         print(f"{what:<44}{wall:8.1f} s, {cpu:8.1f} CPU s   {self}{rate}", flush=True)
@@ -67,14 +67,14 @@ def _status(name: str) -> float:
 
 
 def make(folder: Path, rows: int, items: int, queries: int) -> None:
-    """Parquet parts of (user_id, item_id, timestamp), ids scattered over 64-bit integers, popularity as 1 / rank^0.8."""
+    """Parquet parts of (user_id, item_id, timestamp), scattered 64-bit ids, popularity 1 / rank^0.8."""
     import numpy as np
     import polars as pl
 
     folder.mkdir(parents=True)
     for k, first in enumerate(range(0, rows, PART)):
         random, n = np.random.default_rng(k), min(PART, rows - first)
-        # the inverse of the continuous law: quick, where drawing from ten million probabilities is not
+        # the inverse of the continuous law is fast; drawing from ten million probabilities is not
         u = random.random(n)
         rank = (items * u * u * u * u * u).astype(np.int64)
         every = np.arange(items)[
@@ -122,7 +122,7 @@ def run_train(folder: Path, steps: int, dim: int) -> None:
 
     checkpoint_writer.machine_bytes = lambda: (
         0
-    )  # no room for copies: training waits for its checkpoint, as it would with 8 GB in all
+    )  # no room for copies: training waits for its checkpoint, as on a machine with 8 GB
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
     watch = Watch()
     parts = split(read(folder / "prepared"))
@@ -136,7 +136,7 @@ def run_train(folder: Path, steps: int, dim: int) -> None:
             watch.tell("began: run folder written, first step done")
         if done == steps:
             watch.tell(f"{steps - 1} steps of {size:,}", (steps - 1) * size)
-            loop.CHECKPOINT_SECONDS = -1.0  # as if ten minutes had gone by: a checkpoint after this step
+            loop.CHECKPOINT_SECONDS = -1.0  # pretend that ten minutes have passed: a checkpoint follows this step
         if done > steps:
             saved = (folder / "run" / "checkpoint.safetensors").stat().st_size / 1e9
             watch.tell(f"a checkpoint of {saved:.2f} GB")
@@ -151,7 +151,7 @@ def run_train(folder: Path, steps: int, dim: int) -> None:
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument(
-        "--folder", type=Path, required=True, help="to work in; must not exist, and is deleted at the end"
+        "--folder", type=Path, required=True, help="working folder; must not exist, deleted at the end"
     )
     options.add_argument("--rows", type=int, default=200_000_000)
     options.add_argument("--items", type=int, default=10_000_000)

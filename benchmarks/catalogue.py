@@ -1,13 +1,14 @@
-"""Claim: at a fixed batch the time of a step does not grow with the catalogue, for every sampler; or its docstring says why it does.
+"""Claim: the time of a step does not grow with the catalogue, or the sampler's docstring says why.
 
     python benchmarks/catalogue.py                                              # CPU, one thread, 10^4 to 10^6 items
     python benchmarks/catalogue.py --device cuda --sizes 4,5,6,7,8              # one GPU, 10^4 to 10^8 items
     python benchmarks/catalogue.py --only xir,midx
 
-A step is all of it: encode, choose, loss, backward, row-sparse Adam on tables of N rows, observe; on a GPU recorded, as in training. Items
-are drawn by a power law. What a sampler rebuilds before an epoch is not counted. The best of several rounds, all sizes of a sampler in
-turn. Flat is: the largest catalogue costs at most 1.3 times the smallest. A table of 10^4 rows lies in a cache whole and one of 10^8 in
-none: the same number of rows takes longer to fetch, the more so the more evenly they are drawn, and that is counted.
+A step is complete: encode, choose, loss, backward, row-sparse Adam on tables of N rows, observe; on a GPU recorded,
+as in training. Items follow a power law. State that a sampler rebuilds before an epoch is not counted. The best of
+several rounds, all sizes of a sampler in turn. A sampler is flat if the largest catalogue takes at most 1.3 times the
+smallest. A table of 10^4 rows fits a cache and one of 10^8 does not: the same number of rows takes longer to fetch,
+the more so the more evenly they are drawn, and that is counted.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ Build = Callable[["World"], tuple[Negatives, ...]]
 
 @dataclass(frozen=True)
 class World:
-    """A catalogue of n items: its table, how often each item was bought, and a code of each."""
+    """A catalogue of n items: its table, the count and the code of each item."""
 
     n: int
     batch: int
@@ -128,7 +129,7 @@ class Timed:
         self.step = stepping(self.run, torch.Generator(device).manual_seed(0))
 
     def seconds(self, batches: Tensor) -> float:
-        """Seconds a step over batches (steps, B, 2); of a CPU those that it worked, since others may share it."""
+        """Seconds per step over batches (steps, B, 2); CPU time on a CPU, since it may be shared."""
         on_gpu = self.device.type == "cuda"
         clock = time.perf_counter if on_gpu else time.process_time
         if on_gpu:
@@ -142,7 +143,7 @@ class Timed:
 
 
 def measured(name: str, worlds: list[World], rounds: int, steps: int) -> list[float]:
-    """Milliseconds a step in each world."""
+    """Milliseconds per step in each world."""
     timed, drawn = [], []
     for world in worlds:
         timed.append(Timed(SAMPLERS[name][0], world))
@@ -171,9 +172,9 @@ def main() -> None:
     parser.add_argument(
         "--sizes",
         default="",
-        help="powers of 10, separated by commas; 4,5,6 on a CPU and 4,5,6,7 on a GPU unless given",
+        help="powers of 10, comma-separated (default: 4,5,6 on a CPU, 4,5,6,7 on a GPU)",
     )
-    parser.add_argument("--batch", type=int, default=0, help="512 on a CPU, 2048 on a GPU unless given")
+    parser.add_argument("--batch", type=int, default=0, help="default: 512 on a CPU, 2048 on a GPU")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", default="")
     given = parser.parse_args()
@@ -193,14 +194,14 @@ def main() -> None:
         own = [power for power in powers if power <= LARGEST.get(name, 99)]
         times = measured(name, [worlds[power] for power in own], given.rounds, steps)
         if on_gpu:
-            torch.cuda.empty_cache()  # of the largest tables, the next sampler has its own moments
+            torch.cuda.empty_cache()  # the next sampler allocates its own moments of the largest tables
         growth = times[-1] / times[0]
         verdict = "yes" if growth <= FLAT else f"no: see {why}" if why else "NO"
         failed += [name] if verdict == "NO" else []
         rows.append([name, *(f"{ms:.3f}" for ms in times), *[""] * (len(powers) - len(own)), f"{growth:.2f}", verdict])
         print(f"{name}: {', '.join(f'{ms:.3f}' for ms in times)} ms", flush=True)
     where = torch.cuda.get_device_name() if on_gpu else f"CPU time, {given.threads} thread(s)"
-    print(f"\nms a step, B = {batch:,}, d = {DIM}, {where}\n")
+    print(f"\nms per step, B = {batch:,}, d = {DIM}, {where}\n")
     print(table(["sampler", *(f"10^{power}" for power in powers), "growth", "flat"], rows))
     print(f"\nflat within {FLAT}, or its docstring says why: {'NO' if failed else 'yes'}")
 

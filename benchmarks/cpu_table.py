@@ -1,10 +1,11 @@
-"""Interactions per second on a CPU by size of the batch and of the vectors: SSL-Pop, BIR in closed form, XIR, and the default recipe.
+"""Interactions per second on a CPU by batch size and dimension: SSL-Pop, BIR in closed form, XIR and `default`.
 
     python benchmarks/cpu_table.py                                        # one thread, CPU seconds
     python benchmarks/cpu_table.py --threads 2 --batches 512,2048,8192 --dims 32,64,128
 
-Whole steps through `sparring.fit` on the training pairs of Gowalla: encode, negatives, loss, backward, row-sparse Adam, observers. Beside
-it the share of a step that its weighted log-sum-exp takes, and that as a multiple of its three matrix products.
+Complete steps through `sparring.fit` on the training pairs of Gowalla: encode, negatives, loss, backward, row-sparse
+Adam, observers. Beside them the share of a step spent in its weighted log-sum-exp, and that as a multiple of its
+three matrix products.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ RECIPES = ("ssl_pop", "bir", "xir", "default")
 
 
 def per_second(name: str, data: Pairs, batch: int, dim: int, steps: int, threads: int, warm_up: int = 2) -> float:
-    """Pairs per second of `steps` steps, after a few that are not counted: CPU seconds on one thread, else wall seconds."""
+    """Pairs per second of `steps` steps after a warm-up: CPU seconds on one thread, else wall seconds."""
     everything = interactions(data)
     rows = np.random.default_rng(0).permutation(len(data))[: (warm_up + steps) * batch]
     setup = recipes.PAPER.replaced(dim=dim, batch_size=batch, epochs=1, optimizer="row-adam", lr=0.005)
@@ -66,7 +67,7 @@ def main() -> None:
 
 
 def kernel(batch: int, dim: int, pairs_per_second: float, threads: int) -> tuple[str, str]:
-    """The share of a step that the weighted log-sum-exp takes, and its multiple of three matrix products."""
+    """The share of a step spent in the weighted log-sum-exp, and its multiple of three matrix products."""
     q, emb, log_w, ids = bench.problem(batch, dim, torch.float32, torch.device("cpu"))
     took = []
     for form in (

@@ -1,11 +1,13 @@
-"""Claim: the fused log-sum-exp is faster than Cut Cross-Entropy and Liger's fused linear cross-entropy on the plain softmax (one GPU).
+"""Claim: on the plain softmax the fused log-sum-exp is faster than Cut Cross-Entropy and Liger's kernel (one GPU).
 
-    pip install cut-cross-entropy liger-kernel;  python benchmarks/cross_entropy.py --device cuda [--sizes 8192,65536]
+    pip install cut-cross-entropy liger-kernel
+    python benchmarks/cross_entropy.py --device cuda [--sizes 8192,65536]
 
-The mean over B queries of -log softmax of its own among B candidates, forward and backward, bf16, d = 128; no weights, nothing excluded,
-since the others know neither. The best of several rounds. As it comes, Cut Cross-Entropy leaves out blocks of the gradient that are small
-everywhere; "exact" is without that. Liger takes the scores in parts as large as the inputs; "larger parts" are 64 times that. Errors are
-of the gradients by queries and by candidates against float64, at the smallest size.
+The mean over B queries of -log softmax of the query's own candidate among B, forward and backward, bf16, d = 128; no
+weights and no exclusions, since the others have neither. The best of several rounds. By default Cut Cross-Entropy
+skips blocks of the gradient that are small everywhere; "exact" does not. Liger takes the scores in parts as large as
+the inputs; "larger parts" are 64 times that. Errors are of the gradients by queries and by candidates against
+float64, at the smallest size.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from sparring.experiments import bench
 
 Form = Callable[
     [Tensor, Tensor, Tensor], Tensor
-]  # queries, candidates, the number of each query's own -> the mean loss
+]  # queries, candidates, index of each query's own candidate -> mean loss
 OURS, CUT, EXACT, LIGER, WIDE = "ours", "Cut Cross-Entropy", "Cut Cross-Entropy, exact", "Liger", "Liger, larger parts"
 
 
@@ -35,7 +37,7 @@ def ours(q: Tensor, emb: Tensor, own: Tensor) -> Tensor:
 
 
 def forms() -> Iterator[tuple[str, Form]]:
-    """Ours and those of the others that are installed."""
+    """Ours, and the peers that are installed."""
     yield OURS, ours
     if find_spec("cut_cross_entropy"):
         from cut_cross_entropy import linear_cross_entropy  # type: ignore[import-not-found]
@@ -46,13 +48,13 @@ def forms() -> Iterator[tuple[str, Form]]:
         from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction  # type: ignore[import-not-found]
 
         yield LIGER, lambda q, emb, own: LigerFusedLinearCrossEntropyFunction.apply(q, emb, own)[0]
-        # by position: the last is how many times as large as the inputs the scores held at once may be
+        # by position: the last argument bounds the scores held at once, as a multiple of the inputs
         few = (None, None, -100, 0.0, 0.0, "mean", None, False, None, False, False, False, None, None, 64)
         yield WIDE, lambda q, emb, own: LigerFusedLinearCrossEntropyFunction.apply(q, emb, own, *few)[0]
 
 
 def truth(q: Tensor, emb: Tensor) -> tuple[Tensor, Tensor]:
-    """Both gradients in float64, some rows at a time."""
+    """Both gradients in float64, a block of rows at a time."""
     q, emb = q.detach().double(), emb.detach().double()
     grad_q, grad_emb = torch.empty_like(q), torch.zeros_like(emb)
     for low in range(0, len(q), 2048):
@@ -78,7 +80,7 @@ def measured(
 
         try:
             ms, mib = bench.timed(work, device, rounds)
-        except Exception as error:  # of another's library: it is told, and the rest goes on
+        except Exception as error:  # a fault of the other library: report it and continue
             print(
                 f"{name} at {size:,} did not run: {type(error).__name__}: {str(error).strip().splitlines()[-1][:200]}",
                 flush=True,
@@ -107,7 +109,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     given = parser.parse_args()
     if given.device == "cuda" and not torch.cuda.is_available():
-        sys.exit("skipped: these figures are of one GPU")
+        sys.exit("skipped: this benchmark needs a GPU")
     device, sizes = torch.device(given.device), [int(size) for size in given.sizes.split(",")]
     rows = []
     for size in sizes:
@@ -125,7 +127,7 @@ def main() -> None:
             ratio = ms / found[OURS][0]
             print(f"{name} takes {ratio:.2f} times as long, above 1: {'yes' if ratio > 1 else 'NO'}")
     if len(found) == 1:
-        print("nothing to compare with: pip install cut-cross-entropy liger-kernel")
+        print("no peer installed: pip install cut-cross-entropy liger-kernel")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Claim: the recipe `default` reaches recall@20 >= 0.21 and ndcg@20 >= 0.163 on the XIR paper's Gowalla with 64 dimensions.
+"""Claim: `default` reaches recall@20 >= 0.21 and ndcg@20 >= 0.163 on the XIR paper's Gowalla with 64 dimensions.
 
     python benchmarks/default_recipe.py [--data DIR] [--epochs 60] [--device cuda]
 
-Random 80/20 per user, seed 10; all training pairs, no validation part, the last epoch. On one CPU thread an epoch takes about half a
-minute; 60 epochs are enough for the claim.
+Random 80/20 per user, seed 10; all training pairs, no validation part, the last epoch. On one CPU thread an epoch
+takes about half a minute; 60 epochs are enough for the claim.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ def main() -> None:
     began = time.perf_counter()
     fitted = sp.fit(run, split, device=arguments.device, k=(10, 20, 50), metrics=("recall", "ndcg"))
     print(
-        f"default, {arguments.epochs} epochs in {fitted.seconds:.0f} s of training, {time.perf_counter() - began:.0f} s in all"
+        f"default, {arguments.epochs} epochs in {fitted.seconds:.0f} s of training, "
+        f"{time.perf_counter() - began:.0f} s in all"
     )
     print(fitted.test)
 

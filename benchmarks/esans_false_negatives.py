@@ -1,9 +1,10 @@
-"""How many of the negatives of ESANS are false ones, with and without the secondary codebook, in a world whose truth is known.
+"""The share of false negatives among the negatives of ESANS, with and without the secondary codebook, in a known world.
 
-A query likes an item with a chance that the world knows exactly. A false negative is an item that the query would like (chance above
-one half) and never met. For every training pair, hard negatives are drawn from the positive's primary cluster: any other item of it
-(no secondary codebook), items of other cells (ESANS), and items of other cells where the cells were dealt at random, the control.
-Clusters come from MSAC over two noisy views of the items and their behaviour vectors. The claim: cells lower the share of false ones.
+A query likes an item with a probability that the world knows exactly. A false negative is an item that the query
+would like (probability above one half) and never met. For every training pair, hard negatives are drawn from the
+positive's primary cluster: any other item of it (no secondary codebook), items of other cells (ESANS), and items of
+other cells where the cells were dealt at random, the control. Clusters come from MSAC over two noisy views of the
+items and their behaviour vectors. The claim: cells lower the share of false negatives.
 
     python benchmarks/esans_false_negatives.py
 """
@@ -35,14 +36,14 @@ def cells(codes: Codes, secondary: Tensor) -> Codes:
 
 
 def singles(codes: Codes) -> Codes:
-    """Every item its own cell: all that is left of a primary cluster is its other items."""
+    """Every item its own cell: a positive's candidates are all other items of its primary cluster."""
     rank = torch.empty(len(codes), dtype=torch.long)
     rank[codes.order] = torch.arange(len(codes)) - codes.start[codes.primary.long()[codes.order]]
     return cells(codes, rank)
 
 
 def dealt(codes: Codes, seed: int) -> Codes:
-    """The cells of each primary cluster with their sizes, items dealt anew inside the cluster."""
+    """The cells of each primary cluster with their sizes kept and items dealt at random inside it."""
     deal = torch.argsort(torch.rand(len(codes), generator=torch.Generator().manual_seed(seed)))
     within = deal[torch.argsort(codes.primary[deal].long(), stable=True)]  # by cluster, at random inside
     secondary = torch.empty_like(codes.secondary)
@@ -51,7 +52,7 @@ def dealt(codes: Codes, seed: int) -> Codes:
 
 
 def measure(world: World, negatives: Negatives, rounds: int, batch: int = 512) -> tuple[float, float, float]:
-    """Of what the pairs of the world draw: the share of false negatives, the mean chance to be liked, the mean cosine to the positive."""
+    """Over all draws: share of false negatives, mean probability of being liked, mean cosine to the positive."""
     queries, items = (column.long() for column in world.interactions.pairs())
     generator, vectors = torch.Generator().manual_seed(1), world.item_vectors
     total = torch.zeros(4, dtype=torch.float64)
@@ -116,7 +117,8 @@ def main() -> None:
     control = means["hard, cells dealt at random"][0]
     verdict = "yes" if with_it < without and with_it < control else "NO"
     print(
-        f"the secondary codebook leaves {with_it / without:.2f} of the false ones, cells at random {control / without:.2f}: {verdict}"
+        f"the secondary codebook leaves {with_it / without:.2f} of the false ones, cells at random "
+        f"{control / without:.2f}: {verdict}"
     )
 
 

@@ -1,9 +1,10 @@
-"""What a training step of ESANS costs beside debiased MNS with as many real candidates, as a ratio in one run.
+"""Cost of a training step of ESANS beside debiased MNS with as many real candidates, as a ratio in one run.
 
-ESANS encodes for each positive m_c * m_o items of other clusters and m_h of its own, and contrasts every query with the former, with
-their mixtures, and with its own hard ones. Debiased MNS draws as many items, and contrasts every query with all of them and with the
-batch. Both are timed through `sparring.fit` with the same towers and optimiser; rounds alternate, and the median of the ratios counts.
-The claim is at most 1.2; the paper's own training times give 1.04.
+For each positive ESANS encodes m_c * m_o items of other clusters and m_h of its own, and contrasts every query with
+the former, with their mixtures, and with its own hard negatives. Debiased MNS draws as many items and contrasts every
+query with all of them and with the batch. Both are timed through `sparring.fit` with the same towers and optimiser;
+rounds alternate, and the median of the ratios counts. The claim is at most 1.2; the paper's own training times give
+1.04.
 
     python benchmarks/esans_step.py                     # one thread, CPU seconds
     python benchmarks/esans_step.py --device cuda       # wall seconds
@@ -42,7 +43,7 @@ COMPARED: list[tuple[str, str, dict[str, Any]]] = [
 def seconds(
     name: str, arguments: dict[str, Any], data: Pairs, codes: Codes, steps: int, device: str, warm_up: int = 8
 ) -> float:
-    """Seconds of one step: of the CPU, or of the clock on a GPU."""
+    """Seconds of one step: CPU time, or wall time on a GPU."""
     everything = interactions(data)
     rows = np.random.default_rng(0).permutation(len(data))[: (warm_up + steps) * B]
     settings = {
@@ -82,7 +83,8 @@ def main() -> None:
     codes = Codes.random(data.n_items, 300, 15)
     unit = "CPU" if given.device == "cpu" else "wall"
     print(
-        f"steps on {data.source}: B = {B}, d = 64, m_c = {M_C}, m_o = {M_O}, m_h = {M_H}; {given.device}, {unit} milliseconds"
+        f"steps on {data.source}: B = {B}, d = 64, m_c = {M_C}, m_o = {M_O}, m_h = {M_H}; "
+        f"{given.device}, {unit} milliseconds"
     )
     rounds = [
         [seconds(n, a, data, codes, given.steps, given.device) for _, n, a in COMPARED] for _ in range(given.rounds)

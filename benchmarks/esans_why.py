@@ -1,16 +1,16 @@
 """Why ESANS is behind uniform negatives: its draws are far from uniform, and nothing corrects them.
 
-First items by their number of training pairs, one ranking for all queries: what every method must be better than. Then uniform negatives
-and ESANS, as the paper has it, with each draw weighed by one over its expected count (`correction=counts`, ours), and both without the
-simple mixtures, everything else alike; with all masked that a query is known to have; and three baselines of the paper. For each the
-temperature with the best validation recall@50 of the first seed is taken to all seeds (Ada-tau has its own); the test part is ranked once
-for each seed.
+First a ranking of items by their number of training pairs, the same for all queries: every method must beat it. Then
+uniform negatives and ESANS: as in the paper; with each draw weighted by one over its expected count
+(`correction=counts`, ours); both without the simple mixtures; with the query's known positives masked; and three
+baselines of the paper. All else is equal. For each the temperature with the best validation recall@50 of the first
+seed is used for all seeds (Ada-tau has its own); the test part is ranked once per seed.
 
     python benchmarks/esans_why.py --codes codes.safetensors [--data FOLDER] [--epochs 12] [--seeds 3] [--out why.jsonl]
 
-FOLDER has interactions.parquet (TikTok where it is not given); `sparring cluster` or `sparring reproduce esans-main --codes FOLDER` writes
-the codes; without them clusters are of behaviour. A training of TikTok takes about 50 s (uniform) or 100 s on one free CPU core; what
---out holds is not repeated.
+FOLDER has interactions.parquet (default: TikTok). `sparring cluster` or `sparring reproduce esans-main --codes
+FOLDER` writes the codes; without them clusters are those of behaviour. A training on TikTok takes about 50 s
+(uniform) or 100 s on one free CPU core; results already in --out are not repeated.
 """
 
 from __future__ import annotations
@@ -61,9 +61,7 @@ def main() -> None:
         "--methods", nargs="+", default=[POPULAR, *METHODS], choices=[POPULAR, *METHODS], metavar="NAME"
     )
     parser.add_argument("--device", default="cpu")
-    parser.add_argument(
-        "--out", type=Path, help="a line of JSON for each training; what is there already is not trained again"
-    )
+    parser.add_argument("--out", type=Path, help="a line of JSON per training; results already there are not repeated")
     asked = parser.parse_args()
     if not (asked.data / "interactions.parquet").exists():
         sys.exit(f"skipped: {asked.data}/interactions.parquet is absent; give another folder with --data")

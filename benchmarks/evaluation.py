@@ -1,10 +1,11 @@
-"""CPU seconds, wall time and memory of one full-ranking evaluation of Gowalla: 29,858 queries x 40,981 items, d = 64, top 20, seen masked.
+"""CPU seconds, wall time and memory of a full-ranking evaluation: 29,858 x 40,981, d = 64, top 20, seen masked.
 
     python benchmarks/evaluation.py --threads 1
 
-Ours beside plain PyTorch (matrix product, mask, topk in blocks of 64 queries) with the same metrics, each in a process of its own, in turn,
-round by round; medians. The floor is the arithmetic of the matrix product alone at the best rate that any shape reaches here. Vectors are
-random: the cost does not depend on them. Memory is the growth of the process above data and vectors.
+Ours beside plain PyTorch (matrix product, mask, topk in blocks of 64 queries) with the same metrics, each in a
+separate process, in turn, round by round; medians. The floor is the arithmetic of the matrix product alone at the
+best rate of any shape on this machine. Vectors are random: the cost does not depend on them. Memory is the growth of
+the process above data and vectors.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ def main() -> None:
             raise SystemExit(f"{key} differs: ours {best['ours'][key]}, plain {best['plain'][key]}")
     source = gowalla_lightgcn().source
     print(
-        f"{source}, d = {args.dim}, top {K}, {args.threads} thread(s), median of {args.rounds} rounds; load {os.getloadavg()[0]:.1f}\n"
+        f"{source}, d = {args.dim}, top {K}, {args.threads} thread(s), median of {args.rounds} "
+        f"rounds; load {os.getloadavg()[0]:.1f}\n"
     )
     rows = []
     for name, label in NAMES.items():
@@ -124,12 +126,12 @@ class Tests:
 
 
 def plain(model: Vectors, data: Pairs, seen: Positives) -> dict[str, float]:
-    """What a careful user writes: the block's product, seen items set to -inf, topk, hits by lookup."""
+    """A careful user's version: the block's product, seen items set to -inf, topk, hits by lookup."""
     held = np.unique(data.test_users * data.n_items + data.test_items)
     users, n_held = np.unique(held // data.n_items, return_counts=True)
     gain = 1 / np.log2(np.arange(2, K + 2))
     lists = torch.empty(len(users), K, dtype=torch.int64)
-    buffer = torch.empty(64, data.n_items)  # reused: fresh blocks cost page faults and leave the heap in pieces
+    buffer = torch.empty(64, data.n_items)  # reused: fresh blocks cost page faults and fragment the heap
     for first in range(0, len(users), 64):
         rows = torch.from_numpy(users[first : first + 64])
         scores = torch.mm(model.q[rows], model.items.T, out=buffer[: len(rows)])
@@ -143,12 +145,12 @@ def plain(model: Vectors, data: Pairs, seen: Positives) -> dict[str, float]:
 
 
 def floor(model: Vectors) -> dict[str, float]:
-    """Seconds of the products of all queries with all items at the rate of the fastest shape, results thrown away."""
+    """Seconds of the products of all queries with all items at the rate of the fastest shape."""
     times = []
     for width in (32, 64, 128, 256):
         out = torch.empty(len(model.items), width)
         repeats = 2048 // width
-        for first in range(2):  # the first time warms up
+        for first in range(2):  # the first call warms up
             clock = Clock()
             for i in range(repeats):
                 torch.mm(model.items, model.q[i * width : (i + 1) * width].T, out=out)

@@ -1,12 +1,13 @@
-"""Claim: what losses and temperatures reach on Gowalla when they are chosen on a validation part and never on the test set.
+"""Claim: quality of losses and temperatures on Gowalla, chosen on a validation part and never on the test set.
 
-    python benchmarks/gowalla_losses.py --device cuda --jobs 10       # minutes on one GPU (start nvidia-cuda-mps-control -d first)
-    python benchmarks/gowalla_losses.py --methods bsl --jobs 2        # hours on a CPU
+    python benchmarks/gowalla_losses.py --device cuda --jobs 10    # minutes on a GPU; first: nvidia-cuda-mps-control -d
+    python benchmarks/gowalla_losses.py --methods bsl --jobs 2     # hours on a CPU
 
-For each method a small grid is trained on nine tenths of the training pairs; the setting and the epoch with the best NDCG@20 on the other
-tenth are then trained on all of them, and ranked on the test part once. d = 64, id tables, 2,048 uniform negatives shared by a batch of
-2,048. Published figures were chosen on the test set. The standard split (LightGCN's) is not a random one: 14.8 % of its test pairs lie on
-the 1 % most popular items and 12.7 % of its training pairs, so what is best on a part of the training pairs need not be best on its test.
+For each method a small grid is trained on nine tenths of the training pairs; the setting and the epoch with the best
+NDCG@20 on the other tenth are then trained on all of them and ranked on the test part once. d = 64, id tables, 2,048
+uniform negatives shared by a batch of 2,048. Published figures were chosen on the test set. The standard split
+(LightGCN's) is not random: 14.8 % of its test pairs and 12.7 % of its training pairs are on the 1 % most popular
+items, so the best setting on a part of the training pairs need not be the best on its test.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ COMMON: dict[str, object] = {
 
 @dataclass(frozen=True)
 class Method:
-    """A loss, the data it is known on, its grid, and its published and expected recall@20 and ndcg@20."""
+    """A loss, its data set, its grid, and its published and expected recall@20 and ndcg@20."""
 
     recipe: str
     data: str
@@ -92,7 +93,7 @@ METHODS = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """One training: its best validation score and epoch where there was a validation part, and its test metrics where it was final."""
+    """One training: best validation score and epoch, or, for a final training, the test metrics."""
 
     settings: dict[str, Any]
     score: float | None
@@ -133,7 +134,7 @@ def main() -> None:
         "--data", type=Path, default=Path(__file__).parents[2] / "shared/data", help="folder of the data sets"
     )
     parser.add_argument("--methods", default=",".join(METHODS))
-    parser.add_argument("--epochs", type=int, help="instead of 60, for a quick look")
+    parser.add_argument("--epochs", type=int, help="epochs of each training")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--out", type=Path, help="also write all outcomes as JSON")
@@ -142,7 +143,8 @@ def main() -> None:
     for name in {method.data for method in chosen.values()}:
         if not (given.data / name / "interactions.parquet").is_file():
             sys.exit(
-                f"skipped: {given.data / name}/interactions.parquet is absent; give the folder of the data sets with --data"
+                f"skipped: {given.data / name}/interactions.parquet is absent; give the folder of the "
+                "data sets with --data"
             )
     shorter = {} if given.epochs is None else {"epochs": given.epochs, "eval_every": 1}
 
@@ -168,7 +170,8 @@ def main() -> None:
         given.jobs,
     )
     print(
-        f"\n{'method':10}{'data':18}{'recall@20':>10}{'ndcg@20':>9}{'published':>18}{'at least':>16}  chosen on validation"
+        f"\n{'method':10}{'data':18}{'recall@20':>10}{'ndcg@20':>9}{'published':>18}{'at least':>16}  "
+        "chosen on validation"
     )
     for name, method in chosen.items():
         test = finals[name].test

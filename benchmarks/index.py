@@ -1,11 +1,11 @@
-"""Lists of every query as Parquet beside the bare ranking loop, and what the tuned index answers beside FAISS called directly.
+"""Lists of every query as Parquet beside the bare ranking loop, and the tuned index beside FAISS called directly.
 
-    python benchmarks/index.py lists --threads 2              # 29,858 queries x 40,988 items x 64, top 100, seen left out
-    python benchmarks/index.py search --items 1000000         # recall against queries per second, then ours beside bare FAISS
+    python benchmarks/index.py lists --threads 2              # 29,858 queries x 40,988 items x 64, top 100
+    python benchmarks/index.py search --items 1000000         # recall against queries/s, then ours beside FAISS
 
-`lists`: the same blocks through `top_k` without writing anything are the bound; both in turn, round by round, medians. `search`: vectors
-lie around a hundredth as many centres, as learned vectors do; the bare loop calls the same FAISS index with the same settings on the same
-batches of 64 queries.
+`lists`: the bound is the same blocks through `top_k` without writing; both in turn, round by round, medians.
+`search`: vectors are spread around a hundredth as many centres, as learned vectors are; the bare loop calls the same
+FAISS index with the same settings on the same batches of 64 queries.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ def lists(args: argparse.Namespace) -> None:
         size = path.stat().st_size / 1e6
     medians = {name: [statistics.median(column) for column in zip(*each, strict=True)] for name, each in taken.items()}
     print(
-        f"{pairs.n_users:,} x {pairs.n_items:,} x {args.dim}, top {K}, {args.threads} threads, load {os.getloadavg()[0]:.1f}; ",
+        f"{pairs.n_users:,} x {pairs.n_items:,} x {args.dim}, top {K}, {args.threads} threads, load "
+        f"{os.getloadavg()[0]:.1f}; ",
         end="",
     )
     print(f"{rows:,} rows, {size:.0f} MB\n")
@@ -96,7 +97,8 @@ def search(args: argparse.Namespace) -> None:
         index = Index.load(folder)
         seconds = time.perf_counter() - began
         print(
-            f"\n{tuned.chosen.kind}, {tuned.chosen.setting}: held-out recall {tuned.recall:.4f}, loaded in {seconds:.2f} s\n"
+            f"\n{tuned.chosen.kind}, {tuned.chosen.setting}: held-out recall {tuned.recall:.4f}, "
+            f"loaded in {seconds:.2f} s\n"
         )
         beside(index, tuned, queries, args.rounds)
 

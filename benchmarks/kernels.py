@@ -1,11 +1,12 @@
-"""Claim: the fused weighted log-sum-exp costs less than 2 times its three matrix products, in constant memory (one GPU).
+"""Claim: the fused log-sum-exp costs less than 2 times its three matrix products, in constant memory (one GPU).
 
-    python benchmarks/kernels.py --device cuda [--sizes 8192,16384,65536] [--precision tf32,bf16] [--compiled] [--out FOLDER]
+    python benchmarks/kernels.py --device cuda [--sizes 8192,65536] [--precision tf32,bf16] [--compiled] [--out DIR]
 
-Forward and backward, B = C, the best of several rounds, by sparring.bench (`sparring bench` measures the same on any machine). The floor is
-three products of B x C x D in the same precision: the scores, and the gradients of both sides. "eager" writes out the scores, as PyTorch
-code does; "BIR, drawn" is as many draws as candidates for each query. Then the errors of value and gradients against float64, beside those
-of PyTorch in the same precision, and a batch of a million against a million candidates.
+Forward and backward, B = C, the best of several rounds (`sparring bench` measures the same on any machine). The floor
+is three products of B x C x D in the same precision: the scores, and the gradients of both sides. "eager" writes out
+the scores, as PyTorch code does; "BIR, drawn" is as many draws as candidates for each query. Then the errors of value
+and gradients against float64, beside those of PyTorch in the same precision, and a batch of a million against a
+million candidates.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ BEST_PEER = 2.0  # times as fast as the best compiled form
 
 
 def truth(q: Tensor, emb: Tensor, log_w: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Value and both gradients of the sum of values, in float64, some rows at a time."""
+    """Value and both gradients of the sum of values in float64, a block of rows at a time."""
     q, emb = q.detach().double(), emb.detach().double()
     value, grad_q, grad_emb = q.new_empty(len(q)), torch.empty_like(q), torch.zeros_like(emb)
     for low in range(0, len(q), 2048):
@@ -88,12 +89,13 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=128)
     parser.add_argument("--precision", default="tf32,bf16")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--compiled", action="store_true", help="torch.compile too: it compiles for each size")
-    parser.add_argument("--out", type=Path, help="a folder for kernels.json and a picture of each precision")
+    parser.add_argument("--compiled", action="store_true", help="torch.compile too; it compiles for each size")
+    parser.add_argument("--out", type=Path, help="folder for kernels.json and a picture of each precision")
     given = parser.parse_args()
     if given.device != "cuda" or not torch.cuda.is_available():
         sys.exit(
-            "skipped: these figures are of one GPU; `sparring bench --device cpu` and benchmarks/in_batch.py have those of a CPU"
+            "skipped: this benchmark needs a GPU; for a CPU see `sparring bench --device cpu` and "
+            "benchmarks/in_batch.py"
         )
     sizes, record = [int(size) for size in given.sizes.split(",")], {}
     for precision in given.precision.split(","):
@@ -107,7 +109,8 @@ def main() -> None:
             assert row.ratio is not None
             assert row.mib is not None
             print(
-                f"{row.method}: at most {MOST[row.method]:g} times three products: {'yes' if row.ratio <= MOST[row.method] else 'NO'}"
+                f"{row.method}: at most {MOST[row.method]:g} times three products: "
+                f"{'yes' if row.ratio <= MOST[row.method] else 'NO'}"
             )
             print(f"{row.method}: below {MOST_MIB} MiB: {'yes' if row.mib < MOST_MIB else 'NO'}")
         peers = [
@@ -116,7 +119,8 @@ def main() -> None:
         if peers and ours[0].ms is not None:
             ratio = min(peers) / ours[0].ms
             print(
-                f"torch.compile takes {ratio:.1f} times as long, at least {BEST_PEER:g}: {'yes' if ratio >= BEST_PEER else 'NO'}"
+                f"torch.compile takes {ratio:.1f} times as long, at least {BEST_PEER:g}: "
+                f"{'yes' if ratio >= BEST_PEER else 'NO'}"
             )
         if given.out is not None:
             given.out.mkdir(parents=True, exist_ok=True)
@@ -129,7 +133,8 @@ def main() -> None:
     seconds, gib = million()
     record["million"] = {"seconds": seconds, "GiB": gib}
     print(
-        f"\n{MILLION:,} queries against {MILLION:,} candidates, d = 64, tf32: {seconds:.2f} s, {gib:.2f} GiB beyond inputs and gradients"
+        f"\n{MILLION:,} queries against {MILLION:,} candidates, d = 64, tf32: {seconds:.2f} s, "
+        f"{gib:.2f} GiB beyond inputs and gradients"
     )
     print(f"a million against a million in less than 2 GiB: {'yes' if gib < 2 else 'NO'}")
     if given.out is not None:

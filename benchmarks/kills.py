@@ -1,13 +1,14 @@
-"""Kill ranks of a training for real, at random, and see that nothing is lost.
+"""Kill ranks of a training at random and verify that nothing is lost.
 
     python benchmarks/kills.py --kills 20 --torn 4 [--nproc 2] [--seed 0] [--agents 2] [--disk] [--sharded]
 
-One training is left alone. The same is then killed: SIGKILL to a random rank, at a random time while it starts, trains or saves, each
-time once it has saved anew. `--torn` of the kills also cut the last checkpoint in half. With --agents 2 there are two launchers that
-meet over the network, as on two machines, and the first kill and every fifth after it take a whole launcher with its ranks, which is
-then started again (with --gone for good: the other goes on alone, and metrics must agree but for rounding). --disk trains on a small
-file system that is filled up once (it needs the right to mount). --sharded spreads the tables over the ranks. At the end the models,
-the whole training state, the metrics of every epoch and the test result must be equal bit by bit.
+One training runs uninterrupted. The same training is then killed: SIGKILL to a random rank, at a random time while it
+starts, trains or saves, each time after a new save. `--torn` of the kills also cut the last checkpoint in half. With
+--agents 2 two launchers meet over the network, as on two machines, and the first kill and every fifth after it take a
+launcher with all its ranks, which is then restarted (with --gone never: the other continues alone, and metrics must
+agree up to rounding). --disk trains on a small file system that is filled up once (it needs the right to mount).
+--sharded shards the tables over the ranks. At the end the models, the training state, the metrics of every epoch and
+the test result must be equal bit by bit.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ class Training:
             os.kill(draw.choice(pids), signal.SIGKILL)
 
     def kill_launcher(self, at: int) -> None:
-        """A machine that disappears, and another that takes its place, unless fewer are enough."""
+        """A machine disappears, and another takes its place unless fewer are enough."""
         pids = self.ranks(at)
         self.launchers[at].kill()
         for pid in pids:
@@ -129,7 +130,7 @@ def _command(pid: int) -> bytes:
 def disturb(
     training: Training, folder: Path, kills: int, torn: int, draw: random.Random, say: Callable[[str], None]
 ) -> int:
-    """Kill until there have been enough, then let it end; how many kills there were."""
+    """Kill the requested number of times, then let the training end; return the number of kills."""
     checkpoint, done, before = folder / "checkpoint.safetensors", 0, 0.0
     cut = set(draw.sample(range(1, kills), min(torn, kills - 1)))
     while done < kills and not training.ended():
@@ -154,7 +155,7 @@ def disturb(
 
 
 def fill_up(training: Training, disk: Path, folder: Path, say: Callable[[str], None]) -> None:
-    """A full disk, for as long as it takes to be noticed."""
+    """Fill the disk until the training notices."""
     while not (folder / "checkpoint.safetensors").exists():
         time.sleep(0.01)
     with open(disk / "filler", "wb", buffering=0) as file:
@@ -170,7 +171,7 @@ def fill_up(training: Training, disk: Path, folder: Path, say: Callable[[str], N
 
 
 def different(one: Path, other: Path) -> list[str]:
-    """What of two runs is not equal bit by bit."""
+    """Names of the parts of two runs that are not equal bit by bit."""
     first, second = contents(one), contents(other)
     names = first.keys() | second.keys()
     same = {n for n in names if n in first and n in second and _equal(first[n], second[n])}
@@ -194,7 +195,7 @@ def main() -> int:
     parser.add_argument(
         "--gone",
         action="store_true",
-        help="with --agents 2: the machine does not come back, and the other goes on alone",
+        help="with --agents 2: the machine does not return, and the other continues alone",
     )
     args = parser.parse_args()
     began = time.monotonic()
@@ -246,12 +247,10 @@ def main() -> int:
             if any(codes):
                 print(training.log.read_text()[-3000:])
                 return 1
-        if args.gone:  # other ranks add up in another order
+        if args.gone:  # another number of ranks sums in another order
             first, second = (contents(folder)["result"] for folder in (work / "whole", disk / "killed"))
             far = max(abs(value - second[key]) for key, value in first.items())
-            say(
-                f"with fewer ranks than it began with, the test metrics are within {far:.2g} of those of the run left alone"
-            )
+            say(f"with fewer ranks than at the start, the test metrics are within {far:.2g} of the uninterrupted run")
             return int(far > 0.01)
         wrong = different(work / "whole", disk / "killed")
         text = training.log.read_text()

@@ -1,11 +1,12 @@
-"""Rows per second of one core that training data can be handed out with: from files by blocks, from memory, and the floor.
+"""Rows per second and core of the training loaders: from files by blocks, from memory, and the floor.
 
-    python benchmarks/loader.py                                 # 200 million rows, 1.6 GB on the disk of the temporary folder for a while
+    python benchmarks/loader.py                     # 200 million rows, 1.6 GB in the temporary folder
     python benchmarks/loader.py --rows 20000000
 
-Each line counts (query, item) pairs that were put into batches of int64 ids, as a training step takes them, per CPU second of one thread.
-The floor is copying as many rows in order with numpy, from the same arrays: nothing is shuffled, nothing is looked up.
-The files were just written, so they lie in the page cache where memory allows; rows per wall second tell when they do not.
+Each line counts (query, item) pairs put into batches of int64 ids, as a training step takes them, per CPU second of
+one thread. The floor is copying as many rows in order with numpy, from the same arrays, without shuffle or lookup.
+The files were just written, so they are in the page cache where memory allows; rows per wall second show where they
+are not.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ GOAL = 5e6  # rows per second of a core
 
 
 def write(folder: Path, rows: int) -> None:
-    """Two columns as `sparring prepare` leaves them: queries ascending, about 20 items each."""
+    """Two columns as `sparring prepare` writes them: queries ascending, about 20 items each."""
     random, step = np.random.default_rng(0), 1 << 24
     columns = {name: Column(folder / f"{name}.npy", np.dtype(np.int32), rows) for name in ("queries", "items")}
     for first in range(0, rows, step):
@@ -81,7 +82,7 @@ def main() -> None:
         found["files, the same after a resume"] = rate(
             itertools.islice(taken(blocks.epoch(1, len(blocks) // 3), *files), steps)
         )
-        kept = min(asked.rows, 50_000_000)  # a full shuffle costs its whole permutation, so all of it is counted
+        kept = min(asked.rows, 50_000_000)  # a full shuffle pays for its complete permutation, so all of it is counted
         memory = [torch.from_numpy(np.array(column[:kept])) for column in mapped]
         found[f"memory, fully shuffled (RandomBatches), {kept:,} rows"] = rate(
             taken(RandomBatches(kept, asked.batch).epoch(0), *memory)

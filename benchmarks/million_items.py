@@ -1,11 +1,12 @@
-"""Claim: a step over 100 million items and 20 million queries x 64 on one GPU takes at most 1.3 times one over a million items.
+"""Claim: a step over 100 million items x 64 on one GPU takes at most 1.3 times one over a million.
 
-    python benchmarks/million_items.py --device cuda                                    # 100 million and 20 million against 1 million
+    python benchmarks/million_items.py --device cuda                                    # against 1 million of each
     python benchmarks/million_items.py --device cpu --items 1e5,1e4 --queries 1e5,1e4   # small
 
-Tables and what their rule keeps lie in the memory of the device; pairs are drawn there, queries evenly and items by a power law. A step
-is all of it: encode, draw, loss, backward, row-wise Adagrad (--optimizer row-adam: three times the memory), observe; on a GPU recorded, as
-in training. Ids are 0..N-1. Time is the median of rounds that alternate between the sizes; memory is the most that was ever allocated.
+100 million items and 20 million queries. Tables and optimiser state are in device memory; pairs are drawn there,
+queries evenly and items by a power law. A step is complete: encode, draw, loss, backward, row-wise Adagrad
+(--optimizer row-adam: three times the memory), observe; on a GPU recorded, as in training. Ids are 0..N-1. Time is
+the median of rounds that alternate between the sizes; memory is the peak allocation.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ DIM, BATCH, DRAWN = 64, 4096, 2048
 
 @dataclass
 class Training:
-    """A run over tables of some size, and what a step of it does."""
+    """A run over tables of a given size and its training step."""
 
     run: Run
     step: Callable[[Tensor], None]
@@ -51,7 +52,7 @@ class Training:
 
 
 def built(recipe: str, items: int, queries: int, device: torch.device, rule: str) -> Training:
-    # A rank for each item, spread over the table: what is popular must not lie side by side.
+    # a rank for each item, spread over the table: popular rows must not be neighbours
     spread = (torch.arange(items) * 1_000_003) % items
     popularity = Popularity((1.0 + spread.double()) ** -0.8)
     setup = Setup.of(dim=DIM, optimizer=rule, lr=0.01, batch_size=BATCH, tau=0.1, item_bias=recipe == "default")  # type: ignore[arg-type]
@@ -67,7 +68,7 @@ def built(recipe: str, items: int, queries: int, device: torch.device, rule: str
     run = Run(model, terms, Fixed(0.1 if recipe == "default" else 1.0), setup)
     run.modules().to(device)
     popularity.to(device)
-    own = torch.Generator(device).manual_seed(1)  # of the pairs: a recorded step has the other to itself
+    own = torch.Generator(device).manual_seed(1)  # for the pairs: a recorded step owns the other generator
     return Training(run, stepping(run, torch.Generator(device).manual_seed(0)), own, popularity.cdf, queries, device)
 
 
@@ -125,7 +126,8 @@ def main() -> int:
         ratio = large / small
         verdict = "yes" if ratio <= 1.3 else "NO"
         print(
-            f"{recipe}: {1e3 * large:.3f} ms a step against {1e3 * small:.3f}: {ratio:.2f} times; at most 1.3: {verdict}"
+            f"{recipe}: {1e3 * large:.3f} ms per step against {1e3 * small:.3f}: {ratio:.2f} times; "
+            f"at most 1.3: {verdict}"
         )
         slow += [recipe] if ratio > 1.3 else []
         del trainings, training

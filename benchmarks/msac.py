@@ -1,13 +1,14 @@
-"""MSAC on a million items with three modalities of 512 dimensions: time and peak memory, from memory-mapped files, never whole in memory.
+"""MSAC on a million items with three modalities of 512 dimensions: time and peak memory, from memory-mapped files.
 
-    python benchmarks/msac.py                        # 1,000,000 items: 6.1 GB of disk for a while
+    python benchmarks/msac.py                        # 1,000,000 items: 6.1 GB of temporary disk
     python benchmarks/msac.py --items 200000
     python benchmarks/msac.py --device cuda
 
-Items are noisy linear views of points in 1,000 groups. The work is measured in a process of its own. Its peak memory is that of its own
-pages (RssAnon, looked at 50 times a second), beside the bytes of the files; pages of the files that happen to be mapped, which the system
-takes back when it needs them, are in the second figure (VmHWM, all that was ever resident). Two floors are measured in the same run:
-reading every file once from front to back, and the arithmetic of all matrix products at the rate of one large product.
+Items are noisy linear views of points in 1,000 groups. The work is measured in a separate process. Its peak memory is
+that of its own pages (RssAnon, sampled 50 times a second), beside the bytes of the files; the second figure (VmHWM,
+everything ever resident) includes mapped file pages, which the system can take back. Two floors are measured in the
+same run: reading every file once from front to back, and the arithmetic of all matrix products at the rate of one
+large product.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ import torch
 
 from _shared import Clock, table
 from sparring.data.modalities.modalities import Modalities
-from sparring.models.clusters import MSAC, ROBUST, Settings
+from sparring.models.clusters import MSAC, ROBUST, MSACSettings
 from sparring.models.clusters.learning import PER_WORD
 
 NAMES = ("image", "text", "behaviour")
@@ -45,9 +46,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--warmup", type=int, default=ROBUST.warmup)
     parser.add_argument("--steps", type=int, default=ROBUST.steps)
-    parser.add_argument(
-        "--folder", type=Path, help="where the files are made, and deleted again (default: the system's)"
-    )
+    parser.add_argument("--folder", type=Path, help="folder for the temporary files (default: the system's)")
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)  # the measured process
     args = parser.parse_args()
     if args.work:
@@ -69,7 +68,7 @@ def main() -> None:
 
 
 def make(folder: Path, n: int, width: int, cores: int, device: str) -> None:
-    """Files NAME.npy (n, width) float32 and group.npy, in blocks, each from a seed of its own: several at once, or drawn on the device."""
+    """Files NAME.npy (n, width) float32 and group.npy, in blocks with separate seeds, by threads or on the device."""
 
     def normal(seed: int, *shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=torch.Generator(device).manual_seed(seed), device=device)
@@ -109,7 +108,7 @@ def measure(args: argparse.Namespace) -> dict[str, float]:
     msac = MSAC(modalities.widths, settings, args.device)
     codes = msac.fit(modalities, progress=stages)
     cpu, wall = clock.read()
-    ended.set()  # before the floors, which hold matrices of their own
+    ended.set()  # before the floors, which allocate matrices
     watch.join()
     peak, resident = own[0], memory("VmHWM")
     group = np.load(args.work / "group.npy")
@@ -132,7 +131,7 @@ def measure(args: argparse.Namespace) -> dict[str, float]:
         "least": float(codes.sizes.min()),
         "most": float(codes.sizes.max()),
     }
-    # of a cluster's items, how many share a group: with fewer clusters than groups, groups must be whole rather than clusters pure
+    # with fewer clusters than groups, groups must be complete rather than clusters pure
     whole["whole"] = float(counts.max(0).sum() / len(group))
     return {**whole, **floor(settings, args)}
 
@@ -156,8 +155,8 @@ class Stages:
         return self.seconds
 
 
-def floor(settings: Settings, args: argparse.Namespace) -> dict[str, float]:
-    """Wall seconds of the arithmetic at the rate of one large product, and of what part it is."""
+def floor(settings: MSACSettings, args: argparse.Namespace) -> dict[str, float]:
+    """Wall seconds of the arithmetic at the rate of one large product, and that rate."""
     s, b, d, n = len(NAMES), settings.batch_size, settings.dim, args.items
     forward = 2 * args.width * d * s  # an item's projections; as much again for the gradient of their weights
     pairs = (
@@ -193,9 +192,13 @@ def memory(field: str) -> float:
 
 def show(args: argparse.Namespace, m: dict[str, float]) -> None:
     size = 4 * args.items * args.width * len(NAMES)
-    steps = f"{args.warmup} + {args.steps} steps of {ROBUST.batch_size}, d = {ROBUST.dim}, {ROBUST.k_primary} x {ROBUST.k_secondary}"
+    steps = (
+        f"{args.warmup} + {args.steps} steps of {ROBUST.batch_size}, d = {ROBUST.dim}, {ROBUST.k_primary} "
+        f"x {ROBUST.k_secondary}"
+    )
     print(
-        f"{args.items:,} items x {len(NAMES)} x {args.width} ({size / 2**20:,.0f} MB), {steps}; {args.device}, {args.cores} cores, ",
+        f"{args.items:,} items x {len(NAMES)} x {args.width} ({size / 2**20:,.0f} MB), {steps}; "
+        f"{args.device}, {args.cores} cores, ",
         end="",
     )
     print(f"load {os.getloadavg()[0]:.1f}\n")
@@ -212,14 +215,16 @@ def show(args: argparse.Namespace, m: dict[str, float]) -> None:
     if "device_peak" in m:
         print(f"peak memory on the device {m['device_peak']:,.0f} MB")
     print(
-        f"codewords used {m['used']:.0f} of {ROBUST.k_primary}, clusters of {m['least']:,.0f} to {m['most']:,.0f} items; ",
+        f"codewords used {m['used']:.0f} of {ROBUST.k_primary}, clusters of {m['least']:,.0f} to "
+        f"{m['most']:,.0f} items; ",
         end="",
     )
-    print(f"{m['whole']:.1%} of the items lie in the cluster that holds most of their group")
+    print(f"{m['whole']:.1%} of the items are in the cluster that holds most of their group")
     if args.items >= 1_000_000:
         most = max(m["peak"], m.get("device_peak", 0.0))
         print(
-            f"it streams, so that memory stays below a quarter of the files: {'yes' if most < 0.25 * size / 2**20 else 'NO'}"
+            "it streams, so that memory stays below a quarter of the files: "
+            f"{'yes' if most < 0.25 * size / 2**20 else 'NO'}"
         )
 
 

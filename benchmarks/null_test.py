@@ -1,13 +1,14 @@
-"""Size of the tests: the same recipe twice, with other seeds, must be called different in about 5 % of comparisons, not more.
+"""False-positive rate of the tests: a recipe compared with itself is called different in about 5 % of comparisons.
 
     python benchmarks/null_test.py --threads 1
     python benchmarks/null_test.py --comparisons 1000
 
-Every comparison has a world of its own, its own split, and 2 x S real trainings of one recipe: seeds 0..S-1 play the new method, seeds
-S..2S-1 the baseline. No training is used twice, so the comparisons are independent and the number of false alarms is binomial. Printed for
-each test of sparring.stats: the share of comparisons with p < 0.05 and its 95 % interval. The claim is about the headline, the test over
-seeds and queries; the test over queries is printed to show why it is not the headline: it takes the trained models as given, and luck that
-a whole model shares (its start, its batches) looks to it like a better method.
+Every comparison has its own world, its own split, and 2 x S real trainings of one recipe: seeds 0..S-1 play the new
+method, seeds S..2S-1 the baseline. No training is used twice, so the comparisons are independent and the number of
+false alarms is binomial. Printed for each paired test: the share of comparisons with p < 0.05 and its 95 % interval.
+The claim is about the headline, the test over seeds and queries. The test over queries is printed to show why it is
+not the headline: it takes the trained models as given and mistakes training variance (start, batches) for a better
+method.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ TESTS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--comparisons", type=int, default=200)
-    parser.add_argument("--first", type=int, default=0, help="number of the first world: other numbers, other worlds")
+    parser.add_argument(
+        "--first", type=int, default=0, help="number of the first world; other numbers give other worlds"
+    )
     parser.add_argument("--seeds", type=int, default=5, help="of each of the two")
     parser.add_argument("--recipe", default="uns")
     parser.add_argument("--metric", default="ndcg@10")
@@ -50,7 +53,8 @@ def main() -> None:
         p.append([test(d) for test in TESTS.values()])
     rates = (np.array(p) < 0.05).mean(0)
     print(
-        f"{given.comparisons} comparisons of {given.recipe} with itself, {given.seeds} seeds each, {given.metric}, 200 x 100 worlds"
+        f"{given.comparisons} comparisons of {given.recipe} with itself, {given.seeds} seeds each, "
+        f"{given.metric}, 200 x 100 worlds"
     )
     print(f"\n| test over | p < 0.05 | 95 % interval |\n| {'-' * 38} | {'-' * 8} | {'-' * 14} |")
     for name, rate in zip(TESTS, rates, strict=True):
@@ -58,7 +62,8 @@ def main() -> None:
         print(f"| {name:38} | {rate:8.1%} | {low:5.1%} - {high:5.1%} |")
     print(f"\n{2 * given.seeds * given.comparisons:,} trainings in {time.perf_counter() - began:.0f} s")
     print(
-        f"the headline test is right in size, 5 +- 2 % ({rates[0]:.1%}): {'yes' if 0.03 <= rates[0] <= 0.07 else 'NO'}"
+        f"the headline test has its nominal size, 5 +- 2 % ({rates[0]:.1%}): "
+        f"{'yes' if 0.03 <= rates[0] <= 0.07 else 'NO'}"
     )
 
 
@@ -84,7 +89,7 @@ def trained(number: int, seeds: int, recipe: str, metric: str, epochs: int) -> n
     shared |= {"weight_decay": 0.0, "patience": None, **({"n": 64} if "n" in own_arguments(find(recipe)) else {})}
     rows = []
     for seed in range(seeds):
-        # seeds of their own in every world, so that no two comparisons share the start of a table
+        # separate seeds in every world, so that no two comparisons share the start of a table
         run = build(recipe, parts.train, {**shared, "seed": number * seeds + seed})
         test = fit(run, parts, device="cpu", k=(int(k),), metrics=(name,)).test
         assert test is not None

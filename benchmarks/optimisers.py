@@ -1,9 +1,10 @@
-"""Milliseconds of one optimiser step on a large embedding table: row rules against PyTorch's, and ways to sum duplicated rows.
+"""Milliseconds of one optimiser step on a large embedding table: row rules, PyTorch's, and ways to sum duplicated rows.
 
     python benchmarks/optimisers.py --threads 1
 
-All rows of a table are timed in one run, interleaved round by round, because other work on the machine changes absolute times; the
-ratios hold. The floor is the time a plain copy needs for the bytes that the rule must read and write. CPU time, median of the rounds.
+All rows of a table are timed in one run, interleaved round by round, because other work on the machine changes
+absolute times; the ratios hold. The floor is the time of a plain copy of the bytes that the rule must read and write.
+CPU time, median of the rounds.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def main() -> None:
         "--ids",
         choices=("uniform", "zipf"),
         default="uniform",
-        help="uniform has the most distinct rows: the worst case",
+        help="uniform has the most distinct rows, the worst case",
     )
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -81,7 +82,7 @@ def coo(ids: Tensor, values: Tensor, shape: tuple[int, int]) -> Tensor:
 def stepper(
     rows: int, dim: int, values: Tensor, make: Callable[[nn.Parameter], torch.optim.Optimizer], sparse: bool
 ) -> Callable[[Tensor], object]:
-    """One step with this rule; each has a table and a state of its own. The gradient is given, only the rule is timed."""
+    """One step with this rule on its own table and state; the gradient is given, only the rule is timed."""
     parameter = nn.Parameter(torch.zeros(rows, dim))
     optimizer = make(parameter)
     parameter.grad = None if sparse else torch.full((rows, dim), 1e-3)

@@ -1,19 +1,19 @@
-"""Ours beside `implicit` (BPR, ALS) and RecBole (BPR): pairs per CPU second, and quality against CPU seconds of training.
+"""Ours beside `implicit` (BPR, ALS) and RecBole (BPR): pairs per CPU second, and quality against CPU seconds.
 
-Everything has 64 dimensions and one thread; CPU seconds are user + system of training alone. Quality is recall@20 and ndcg@20 by one
-evaluator (`sparring.evaluate`). A library that is absent is left out with a message. Each runs in its own process, and may live in an
-interpreter of its own:
+Everything has 64 dimensions and one thread; CPU seconds are user + system of training alone. Quality is recall@20 and
+ndcg@20 by one evaluator (`sparring.evaluate`). A missing library is skipped with a message. Each runs in its own
+process, and may have its own interpreter:
 
     python -m venv peer && peer/bin/pip install implicit
     python benchmarks/peers.py --implicit-python peer/bin/python --recbole-python other/bin/python
 
-(or set IMPLICIT_PYTHON and RECBOLE_PYTHON, which benchmarks/all.py hands on). ALS has alpha 40, regularization 10 and its defaults
-otherwise. The learning rate, temperature and batch size of our curves were chosen on a tenth of the training pairs, held out, and the
-spectral start was checked there; that start and inner products were first tried with test users in view. The points of a curve are
-measured on a sample of users, the same for all.
+(or set IMPLICIT_PYTHON and RECBOLE_PYTHON, which benchmarks/all.py passes on). ALS has alpha 40, regularization 10
+and its defaults otherwise. The learning rate, temperature and batch size of our curves were chosen on a held-out
+tenth of the training pairs, and the spectral start was checked there; that start and inner products were first tried
+with test users in view. The points of a curve are measured on a sample of users, the same for all.
 
-RecBole 1.2.1 installs beside numpy 2 with `pip install torch recbole "setuptools<81"`; the names that numpy 2 lost are put back by
-_peer_child.py.
+RecBole 1.2.1 installs beside numpy 2 with `pip install torch recbole "setuptools<81"`; _peer_child.py restores the
+names that numpy 2 removed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_
 
 @dataclass(frozen=True)
 class Point:
-    """Tables after so many CPU seconds and training pairs, and what they are worth."""
+    """Tables after a number of CPU seconds and training pairs, with their metrics."""
 
     cpu: float
     pairs: int
@@ -62,7 +62,8 @@ def peer(what: str, python: str, data: Pairs, sample: int) -> list[Point]:
     )
     if known.returncode:
         print(
-            f"{what}: left out, {python} has no module {MODULE[what]} (pip install {MODULE[what]}, or --{MODULE[what]}-python PATH)"
+            f"{what}: skipped, {python} has no module {MODULE[what]} (pip install {MODULE[what]}, or "
+            f"--{MODULE[what]}-python PATH)"
         )
         return []
     with tempfile.TemporaryDirectory() as folder:
@@ -79,7 +80,7 @@ def peer(what: str, python: str, data: Pairs, sample: int) -> list[Point]:
             command, env=os.environ | ONE_THREAD, cwd=folder, capture_output=True, text=True, check=False
         )
         if ran.returncode:
-            print(f"{what}: left out, it failed: {(ran.stderr.strip().splitlines() or ['no message'])[-1]}")
+            print(f"{what}: skipped, it failed: {(ran.stderr.strip().splitlines() or ['no message'])[-1]}")
             return []
         curve = json.loads((Path(folder) / "curve.json").read_text())
         points = []
@@ -91,7 +92,7 @@ def peer(what: str, python: str, data: Pairs, sample: int) -> list[Point]:
 
 
 def ours(make: Callable[[], Run], data: Pairs, at: Sequence[float], sample: int) -> list[Point]:
-    """The curve of one of our runs through `fit`: tables after each of these CPU seconds, `make` (initialisation) included."""
+    """The curve of one of our runs through `fit`: tables after each of these CPU seconds, `make` included."""
     clock, points, pairs = Clock(), list[Point](), 0
     run = make()
 
@@ -114,7 +115,7 @@ def ours(make: Callable[[], Run], data: Pairs, at: Sequence[float], sample: int)
 
 
 def warm_up(data: Pairs) -> None:
-    """One short run, so that no curve pays for what PyTorch imports when the first optimiser is made."""
+    """One short run, so that no curve pays for PyTorch's imports at the first optimiser."""
     train = interactions(data)
     few = Split(train.subset(np.arange(1000)))
     fit(compose(train, Setup.of(epochs=1, optimizer="row-adagrad"), Term(1.0, InBatch())), few, device="cpu")
@@ -154,7 +155,10 @@ def main() -> None:
         "--recbole-python", default=os.environ.get("RECBOLE_PYTHON", here), help="an interpreter that has RecBole"
     )
     parser.add_argument(
-        "--threads", type=int, default=1, help="ignored: always one, CPU seconds of several threads do not compare"
+        "--threads",
+        type=int,
+        default=1,
+        help="ignored: always one, since CPU seconds of several threads do not compare",
     )
     parser.add_argument("--sample", type=int, default=6000, help="users in the points of a curve; 0 = all")
     parser.add_argument(
@@ -164,7 +168,8 @@ def main() -> None:
     torch.set_num_threads(1)
     data = gowalla_lightgcn()
     print(
-        f"{data.source}: {data.n_users:,} users, {data.n_items:,} items, {len(data):,} training pairs; 64 dimensions, one thread\n"
+        f"{data.source}: {data.n_users:,} users, {data.n_items:,} items, {len(data):,} training "
+        "pairs; 64 dimensions, one thread\n"
     )
 
     warm_up(data)

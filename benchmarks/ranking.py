@@ -1,10 +1,11 @@
-"""Claim: exact top 50 of a whole catalogue, seen items left out, is faster on a GPU than PyTorch's product and topk, and writes no scores.
+"""Claim: exact top 50 of a catalogue with seen items masked is faster on a GPU than PyTorch's product and topk.
 
     python benchmarks/ranking.py --device cuda
 
-"plain" multiplies blocks of queries with all items, hides what was seen, and calls torch.topk. "blocks" is our way without Triton, "fused"
-the Triton kernels, which `sparring.evaluate` uses. The floor is the product alone, in float32 and in half precision, its result thrown
-away. Lists are compared item by item. Memory is what each takes beyond vectors and lists.
+"plain" multiplies blocks of queries with all items, masks seen items, and calls torch.topk. "blocks" is our way
+without Triton, "fused" the Triton kernels, which `sparring.evaluate` uses and which write no scores. The floor is the
+product alone, in float32 and in half precision, its result discarded. Lists are compared item by item. Memory is
+beyond vectors and lists.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def plain(q: Tensor, items: Tensor, seen: Positives, block: int) -> Tensor:
 
 
 def timed(work: Callable[[], Tensor]) -> tuple[Tensor, float, float]:
-    """What it gives, the milliseconds of the better of two calls after one, and the MiB it takes."""
+    """The result, the milliseconds of the better of two calls after a warm-up, and the MiB it takes."""
     work()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -78,7 +79,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     given = parser.parse_args()
     if given.device != "cuda" or not torch.cuda.is_available():
-        sys.exit("skipped: these figures are of one GPU; benchmarks/evaluation.py has those of a CPU")
+        sys.exit("skipped: this benchmark needs a GPU; for a CPU see benchmarks/evaluation.py")
     torch.set_float32_matmul_precision("highest")
     rows = []
     for b, n, d in SHAPES:
@@ -94,10 +95,11 @@ def main() -> None:
             rows.append([f"{b:,} x {n:,}, d = {d}", name, f"{ms:.1f}", f"{mib:,.0f}", same])
         ratio = found["plain"][1] / found["fused"][1]
         print(
-            f"{b:,} x {n:,}: plain takes {ratio:.1f} times as long as fused, at least 1: {'yes' if ratio >= 1 else 'NO'}",
+            f"{b:,} x {n:,}: plain takes {ratio:.1f} times as long as fused, at least 1: "
+            f"{'yes' if ratio >= 1 else 'NO'}",
             flush=True,
         )
-    print(f"\ntop {K}, {SEEN} seen items a query, {torch.cuda.get_device_name()}\n")
+    print(f"\ntop {K}, {SEEN} seen items per query, {torch.cuda.get_device_name()}\n")
     print(table(["queries x items", "way", "ms", "MiB", "items listed as by blocks"], rows))
 
 

@@ -1,9 +1,10 @@
-"""A plain PyTorch loop that does, step for step and at the same cost, what the XIR release does. The yardstick of in_batch.py.
+"""A plain PyTorch loop that does what the XIR release does, at the same cost: the yardstick of in_batch.py.
 
-Written from the formulas of Chen et al., Cache-Augmented Inbatch Importance Resampling, NeurIPS 2022, and from the published
-description of how its release computes them: pairs come one by one from a Dataset, popularity is float64 and so is what touches it,
-resampling draws B x B indices and gathers scores, the cache counts its draws with `torch.unique`, both tables are dense and
-N(0, 1) at the start, Adam has coupled weight decay. Item ids are shifted by one: row 0 is the padding row.
+Written from the formulas of Chen et al., Cache-Augmented Inbatch Importance Resampling, NeurIPS 2022, and from the
+published description of how its release computes them: pairs come one by one from a Dataset, popularity and
+everything computed from it is float64, resampling draws B x B indices and gathers scores, the cache counts its draws
+with `torch.unique`, both tables are dense and start at N(0, 1), Adam has coupled weight decay. Item ids are shifted
+by one: row 0 is the padding row.
 
     python benchmarks/release_loop.py --methods ssl_pop,bir,xir --steps 12
 """
@@ -27,7 +28,7 @@ METHODS = ("ssl", "ssl_pop", "mns", "g_tower", "bir", "xir")
 
 @dataclass(frozen=True)
 class Trained:
-    """What a loop cost and the tables it left; `items` has no padding row."""
+    """The cost of a loop and its final tables; `items` has no padding row."""
 
     steps: int
     pairs: int
@@ -49,7 +50,7 @@ class _PairSet(Dataset):
 
 
 class _Gaps:
-    """Streaming estimate of how often an item is offered: the largest mean gap over several hash arrays (G-Tower)."""
+    """Streaming estimate of item frequency: the largest mean gap over several hash arrays (G-Tower)."""
 
     sizes = (4993, 4999, 5003, 5009, 5011)
 
@@ -71,7 +72,7 @@ class _Gaps:
 
 
 class _Loss:
-    """The loss of one batch, by method; holds what the method remembers."""
+    """The loss of one batch by method; holds the method's state."""
 
     def __init__(self, method: str, data: Pairs, batch_size: int, lam: float) -> None:
         if method not in METHODS:
@@ -152,9 +153,9 @@ def steps(
     seed: int = 10,
     warm_up: int = 2,
 ) -> Trained:
-    """Train for warm_up + n_steps batches (over as many epochs as that takes) and say what the last n_steps cost.
+    """Train for warm_up + n_steps batches (over as many epochs as that takes) and return the cost of the last n_steps.
 
-    Making the tables and the first shuffle of the pairs are not counted.
+    Building the tables and the first shuffle of the pairs are not counted.
     """
     torch.manual_seed(seed)
     users, items = nn.Embedding(data.n_users, dim), nn.Embedding(data.n_items + 1, dim)

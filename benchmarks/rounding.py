@@ -2,9 +2,10 @@
 
     torchrun --standalone --nproc-per-node 4 benchmarks/rounding.py
 
-Trains in one process, in two and in four ranks, in float32 and in float64, and in one process again from weights of which each is moved by
-a random part of its last bit. Prints how far losses, weights and metrics lie from the first. Rounding is shown by two things: in
-float64 all differences shrink with the last bit (by 5e8) and metrics are equal; in float32 they are no larger than after the last bits.
+Trains in one process, in two and in four ranks, in float32 and in float64, and in one process again from weights each
+moved by a random part of its last bit. Prints how far losses, weights and metrics are from the first. Two things show
+rounding: in float64 all differences shrink with the last bit (by 5e8) and metrics are equal; in float32 they are no
+larger than after moving the last bits.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Fifty million interactions within 8 GB: peak memory and time of reading, splitting, training, saving and ranking a sample.
+"""Fifty million interactions within 8 GB: memory and time of reading, splitting, training, saving and ranking.
 
-    python benchmarks/rows50m.py                    # 50 million rows, 2 million users, 500,000 items: about 2 GB of disk for a while
+    python benchmarks/rows50m.py                    # 50 million rows, 2 million users, 500,000 items; 2 GB of disk
     python benchmarks/rows50m.py --rows 1000000     # the same at a fiftieth, users and items in proportion
 
-Rows are users at random and items by Zipf's law, with a time: no structure, so only memory and speed mean anything. Each stage prints
-the peak so far of its own process (VmHWM, all that was ever resident), so the file's making is not in it. Training stops after
-`--steps`, once the checkpoint of a long epoch has been written as in a real run.
+Users are random and items follow Zipf's law, with a time: no structure, so only memory and speed mean anything. Each
+stage prints the peak so far of its own process (VmHWM, everything ever resident), so writing the file is not
+included. Training stops after `--steps`, once the checkpoint of a long epoch has been written as in a real run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ USERS_PER_ROW, ITEMS_PER_ROW = 2_000_000 / 50_000_000, 500_000 / 50_000_000
 
 
 class _Enough(Exception):
-    """Raised by the progress callback when the steps asked for are done."""
+    """Raised by the progress callback after the requested number of steps."""
 
 
 def make(path: Path, rows: int, seed: int = 0) -> None:
@@ -48,7 +48,7 @@ def make(path: Path, rows: int, seed: int = 0) -> None:
 
 
 def peak() -> float:
-    """GB that this process ever had resident; the kernel's own figure where there is one, because getrusage counts the parent's too."""
+    """Peak resident GB of this process; from the kernel where possible, since getrusage includes the parent's."""
     status = Path("/proc/self/status")
     if status.is_file():
         line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
@@ -57,7 +57,7 @@ def peak() -> float:
 
 
 def work(path: Path, out: Path, steps: int, dim: int) -> None:
-    """Read, split, train some steps, save, rank a sample of queries; a line for each."""
+    """Read, split, train, save and rank a sample of queries; print a line for each."""
     import numpy as np
     import torch
 
@@ -87,7 +87,7 @@ def work(path: Path, out: Path, steps: int, dim: int) -> None:
             tell("begin: id maps and seen items written, first step done")
             first.append(time.perf_counter())
         if done == steps // 2:
-            loop.CHECKPOINT_SECONDS = 0.0  # as if ten minutes had gone by: a checkpoint after this step
+            loop.CHECKPOINT_SECONDS = 0.0  # pretend that ten minutes have passed: a checkpoint follows this step
         elif done == steps // 2 + 1:
             loop.CHECKPOINT_SECONDS = 600.0
         if done >= steps:
@@ -124,7 +124,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="rows50m-") as folder:
         words = [sys.executable, __file__, "--folder", folder]
         words += ["--rows", str(asked.rows), "--steps", str(asked.steps), "--dim", str(asked.dim)]
-        # processes of their own, so that the peak of one is not the peak of the other
+        # separate processes, so that the peak of one is not the peak of the other
         for child in ("make", "work"):
             began = time.perf_counter()
             subprocess.run([*words, "--child", child], check=True)

@@ -1,10 +1,11 @@
-"""Step time of each hard, fair and made-up sampler as a ratio to in-batch softmax with the same number of scored candidates, in one run.
+"""Step time of each hard, fair and synthetic sampler as a ratio to in-batch softmax with as many scored candidates.
 
-A step is all of it: encode, choose, loss, backward, row-sparse Adam, observe. Rounds alternate over all methods and the median of the
-per-round ratios counts; CPU seconds on one thread, wall seconds on more or on a GPU, where steps are recorded as in training. "scored" is
-how many candidates each query is scored against. A yardstick that scores more than the batch holds is filled up with uniform negatives. A
-sampler that draws for each query scores far fewer than the batch holds: the claim holds it against in-batch all the same. "of its kind"
-holds it against plain draws that encode as many items: what its choice adds.
+A step is complete: encode, choose, loss, backward, row-sparse Adam, observe. Rounds alternate over all methods and
+the median of the per-round ratios counts; CPU seconds on one thread, wall seconds on more or on a GPU, where steps
+are recorded as in training. "scored" is the number of candidates that each query is scored against. A yardstick that
+scores more than the batch holds is filled up with uniform negatives. A sampler that draws for each query scores far
+fewer than the batch holds; the claim compares it with in-batch all the same. "of its kind" compares it with plain
+draws that encode as many items and shows the cost of its choice.
 
     python benchmarks/samplers.py                       # CPU, one thread
     python benchmarks/samplers.py --device cuda         # one GPU
@@ -33,7 +34,7 @@ Build = Callable[[Interactions, Setup], Run]
 
 @dataclass(frozen=True)
 class Method:
-    """A run, the in-batch yardstick it is held against, why it costs more, and a plain sampler of its kind to see what the choice adds."""
+    """A run, its in-batch yardstick, why it costs more, and a plain sampler that encodes as many items."""
 
     name: str
     scored: str
@@ -118,7 +119,7 @@ def methods(b: int) -> list[Method]:
             "256",
             recipe("sce", n=256),
             "in-batch",
-            "projects all items on buckets and hands each query one of its own",
+            "projects all items on buckets and gives each query its own",
         ),
     ]
 
@@ -168,7 +169,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
-        "--steps", type=int, default=0, help="of a method in a round; 3 on a CPU, 50 on a GPU unless given"
+        "--steps", type=int, default=0, help="steps of a method per round (default: 3 on a CPU, 50 on a GPU)"
     )
     parser.add_argument("--batch", type=int, default=2048)
     given = parser.parse_args()

@@ -1,10 +1,11 @@
-"""How long training stands still for a checkpoint: written while it waits, and beside it.
+"""How long a checkpoint pauses training: written synchronously, and in the background.
 
     python benchmarks/saving.py [--rows 8000000] [--dim 32] [--device cuda]
     torchrun --standalone --nproc-per-node 2 benchmarks/saving.py [--tables sharded]
 
-Trains `default` on random pairs, saves some times each way, and prints how long the save call took, the time with it between the
-ends of two steps, the longest such time until the checkpoint had its name, and the median step before and meanwhile. The files are deleted.
+Trains `default` on random pairs, saves several times each way, and prints the duration of the save call, the time
+between the ends of the two steps around it, the longest such time until the checkpoint has its name, and the median
+step before and during the write. The files are deleted.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def main() -> int:
             trainer.keeper._place = lambda place=place: place  # type: ignore[method-assign, misc, assignment]
             for at in range(args.saves):
                 if ranks.rank == 0:
-                    os.sync()  # each begins with a disk that has nothing left to do
+                    os.sync()  # each save starts with an idle disk
                 ranks.share(None)
                 trainer.state.step += 1
                 began = time.perf_counter()
@@ -86,7 +87,10 @@ def main() -> int:
                 trainer.keeper.check()
                 size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) / 1e9
                 pauses = f"a pause of {stop + steps[0]:.2f} s, then of {max(steps[1:], default=0):.2f} s at most"
-                meanwhile = f"{len(steps)} steps of {1e3 * statistics.median(steps):.1f} ms in {whole:.1f} s; {size:.2f} GB on disk"
+                meanwhile = (
+                    f"{len(steps)} steps of {1e3 * statistics.median(steps):.1f} ms in {whole:.1f} s; "
+                    f"{size:.2f} GB on disk"
+                )
                 say(f"{way}, save {at + 1}: the call {stop:.2f} s, {pauses}; {meanwhile}")
         return 0
     finally:

@@ -1,12 +1,13 @@
-"""Claim: docs/scale.md predicts the bytes on the wire, the memory of a rank and the time of a step, for every sampler.
+"""Claim: the cost model of docs/lab/scale.md predicts bytes, memory and step time of a rank for every sampler.
 
     python benchmarks/scale_plan.py [--ranks 2,4] [--only "default;xir"] [--shape 60000,32,1024,512] [--plan]
 
-Trains each recipe for a few steps on synthetic pairs in 2 and 4 processes (gloo) and prints, for each, the bytes that a step hands to a
-rank from the others: predicted, counted at the collectives, and, where a network namespace can be made (unshare), what really went over
-the loopback device with all headers. Then memory: predicted, and what the tensors of a rank take: parameters, optimiser state, buffers.
-Then the time of a step, predicted from what the machine does in a second (_rates.py) and measured: CPU time of a rank, which others on
-the machine do not lengthen, and by the clock. --plan prints the plan for a billion items.
+Trains each recipe for a few steps on synthetic pairs in 2 and 4 processes (gloo) and prints the bytes that a step
+hands to a rank from the others: predicted, counted at the collectives, and, where a network namespace can be created
+(unshare), the bytes that passed the loopback device with all headers. Then memory: predicted, and the size of a
+rank's tensors: parameters, optimiser state, buffers. Then the time of a step, predicted from the rates of the machine
+(_rates.py) and measured: CPU time of a rank, which other load does not lengthen, and wall time. --plan prints the
+plan for a billion items.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import _rates
 from _rates import Rates
 
 N, D, B, C = (int(number) for number in os.environ.get("SCALE_PLAN_SHAPE", "60000,32,1024,512").split(","))  # --shape
-STEPS = 4  # that are counted
+STEPS = 4  # counted steps
 COMMON: dict[str, Any] = {
     "dim": D,
     "batch_size": B,
@@ -51,12 +52,12 @@ COMMON |= {
 
 @dataclass(frozen=True)
 class Wire:
-    """What a step of a recipe exchanges, in rows, and works through: the numbers of the table in docs/scale.md."""
+    """Rows that a step of a recipe exchanges and the work it does: the counts of docs/lab/scale.md."""
 
     n: int  # items, and as many queries
     dim: int
     batch: int
-    vectors: float = 0  # gathered with gradient: there and back, 4 D bytes each way
+    vectors: float = 0  # gathered with gradient: both ways, 4 D bytes each
     plain: float = 0  # gathered without
     items: float = 0  # rows of the item table that all ranks together look up for a gradient
     numbers: float = 0  # float32 gathered
@@ -64,10 +65,10 @@ class Wire:
     memory: float = 0  # bytes beside the tables
     pairs: float = 0  # of a query and a candidate that are scored and trained, by all ranks together
     far: float = 0  # the same where candidates are too many for a cache
-    own: float = 0  # the same where each query has candidates of its own
+    own: float = 0  # the same for a query's own candidates
     products: float = 0  # pairs that are scored and looked at, without a gradient
-    alike: float = 0  # products that every rank makes for itself
-    draws: float = 0  # random numbers, which every rank draws for the whole batch
+    alike: float = 0  # products that every rank computes
+    draws: float = 0  # random numbers, which every rank draws for the complete batch
     looked: float = 0  # rows looked up without a gradient
     settings: dict[str, Any] | None = None
     recipe: str = ""
@@ -77,18 +78,18 @@ class Wire:
         """Received by a rank in a step."""
         others = (ranks - 1) / ranks
         vectors = 4 * self.dim * others * (2 * self.vectors + self.plain) + 4 * others * (self.numbers + 2 * self.sums)
-        if self.spread:  # ids there, rows back, and once more with the gradients for the update
+        if self.spread:  # ids one way, rows back, and once more with the gradients for the update
             asked = (self.batch + self.items) * (12 * self.dim + 16) + self.looked * (4 * self.dim + 8)
             return vectors + asked / ranks * others
         return vectors + (4 * self.dim + 8) * (ranks - 1) * (self.batch + self.items) / ranks + 16 * (ranks - 1)
 
     def seconds(self, ranks: int, rates: Rates, launch: float) -> float:
-        """Of a step, for a rank that has a core to itself; `launch` is what its operations and collectives take with next to nothing in."""
+        """Seconds of a step for a rank with its own core; `launch` is the time of its operations on almost no data."""
         shared = self.pairs * rates.pair + self.far * rates.far + self.own * rates.own + self.products * rates.product
         alike, rows = self.alike * rates.product + self.draws * rates.draw, self.batch + self.items
         moved = (
             rows / ranks if self.spread else rows + rows / ranks
-        )  # a rank sums its own rows, then updates those of all
+        )  # a rank sums its own rows, then updates those of all ranks ranks ranks
         return (
             launch
             + (shared + (rows + self.looked) * rates.look) / ranks
@@ -98,7 +99,7 @@ class Wire:
         )
 
     def held(self, ranks: int) -> float:
-        """Bytes of a rank: tables with their sums, and what the sampler keeps."""
+        """Bytes of a rank: tables with their sums, and the sampler's state."""
         return 2 * self.n * (4 * self.dim + 4) / (ranks if self.spread else 1) + self.memory
 
 
@@ -132,7 +133,7 @@ def plans(n: int, dim: int, b: int, c: int) -> dict[str, Wire]:
         "full_softmax": wire(vectors=n, items=b + n, far=b * n),
         "dns": wire(items=b + b, own=b, products=8 * b, looked=8 * b, draws=8 * b, settings={"n": 8}),
         "mixgcf": wire(items=b + b, own=b, products=8 * b, looked=8 * b, draws=9 * b, settings={"n": 8}),
-        # to keep 64 takes three times what keeping 16 takes
+        # keeping 64 takes three times as long as keeping 16
         "amns": wire(
             **{**mixed, "pairs": 0}, own=64 * b, products=3 * b * (b + c), memory=popular, settings={"n": c, "k": 64}
         ),
@@ -243,7 +244,7 @@ def cores() -> int:
 
 
 def loopback() -> float:
-    """Bytes that the loopback device has carried in this network namespace."""
+    """Bytes carried by the loopback device of this network namespace."""
     line = next(line for line in Path("/proc/net/dev").read_text().splitlines() if line.strip().startswith("lo:"))
     return float(line.split(":")[1].split()[0])
 
@@ -262,7 +263,7 @@ def measure(names: list[str], ranks: int, out: Path) -> tuple[dict[str, Any], bo
     command += ["--only", ";".join(names)]
     tool = shutil.which("unshare")
     own = tool is not None and subprocess.run([tool, "-n", "true"], capture_output=True, check=False).returncode == 0
-    if own:  # a network of its own, so that nothing else is counted
+    if own:  # a separate network namespace, so that nothing else is counted
         command = ["unshare", "-n", "sh", "-c", 'ip link set lo up && exec "$@"', "sh", *command]
     subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     return json.loads(out.read_text()), own
@@ -275,13 +276,14 @@ def show_plan() -> None:
         50e9,
         200e12,
         1.5e12,
-    )  # bytes per second and GPU; products that are reached; bytes of scattered rows
-    launch = 4e-3 + 12 * 5e-5  # operations one by one, since steps of several ranks are not recorded; 12 collectives
+    )  # per second and GPU: bytes of network, products, bytes of scattered rows
+    launch = 4e-3 + 12 * 5e-5  # launched one by one, since steps of several ranks are not recorded; 12 collectives
     score, row = 2 * dim / matrix, 4 * dim / memory
     rates = Rates(3 * score, 3 * score, 3 * score + 3 * row, score, 1e-12, 3 * row, 4 * row, 1 / network)
     print(f"{n:,} items and as many queries x {dim}, batch {batch:,}, {shared:,} shared candidates, {gpus} GPUs")
     print(
-        f"tables with their sums: {2 * n * (4 * dim + 4) / gpus / 1e9:.1f} GB per GPU of {2 * n * (4 * dim + 4) / 1e12:.2f} TB"
+        f"tables with their sums: {2 * n * (4 * dim + 4) / gpus / 1e9:.1f} GB per GPU of "
+        f"{2 * n * (4 * dim + 4) / 1e12:.2f} TB"
     )
     print(f"{'':17} {'kept':>9} {'wire':>9} {'wire':>9} {'device':>9} {'step':>9} {'pairs per s':>12}")
     for name, whole in plans(n, dim, batch, shared).items():
@@ -292,7 +294,8 @@ def show_plan() -> None:
         device = plan.seconds(gpus, rates, 0.0) - wire / network
         step = launch + device + wire / network
         print(
-            f"{name:17} {plan.memory / 1e9:6.0f} GB {wire / 1e6:6,.0f} MB {1e3 * wire / network:6,.1f} ms {1e3 * device:6,.2f} ms "
+            f"{name:17} {plan.memory / 1e9:6.0f} GB {wire / 1e6:6,.0f} MB "
+            f"{1e3 * wire / network:6,.1f} ms {1e3 * device:6,.2f} ms "
             f"{1e3 * step:6,.1f} ms {batch / step / 1e6:10,.1f} M"
         )
 
@@ -300,7 +303,7 @@ def show_plan() -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", default="2,4")
-    parser.add_argument("--only", default=";".join(PLANS), help="names with ; between them")
+    parser.add_argument("--only", default=";".join(PLANS), help="names separated by ;")
     parser.add_argument(
         "--shape", default=f"{N},{D},{B},{C}", help="items (and as many queries), dimensions, batch, shared candidates"
     )
@@ -325,13 +328,15 @@ def main() -> int:
         out.unlink()
         rates, found = _rates.Rates(**measured["rates"]), measured["found"]
         print(
-            f"\n{ranks} ranks; N = {N:,} items and queries, D = {D}, B = {B:,}; kB received per rank and step; MB of tensors per rank;"
+            f"\n{ranks} ranks; N = {N:,} items and queries, D = {D}, B = {B:,}; kB received per rank "
+            "and step; MB of tensors per rank;"
         )
-        print("ms of a step: CPU of a rank, and as the clock went. Rates in ns:", end=" ")
+        print("ms of a step: CPU of a rank, and wall time. Rates in ns:", end=" ")
         print(", ".join(f"{key} {1e9 * value:,.2f}" for key, value in vars(rates).items()))
         print(f"{'':17} {'predicted':>10} {'counted':>10} {'ratio':>6} {'loopback':>10}", end="   ")
         print(
-            f"{'predicted':>10} {'held':>8} {'ratio':>6}   {'launch':>7} {'predicted':>10} {'CPU':>7} {'ratio':>6} {'clock':>7}"
+            f"{'predicted':>10} {'held':>8} {'ratio':>6}   {'launch':>7} {'predicted':>10} {'CPU':>7} "
+            f"{'ratio':>6} {'clock':>7}"
         )
         for name in names:
             plan, seen = PLANS[name], found[name]
@@ -339,7 +344,8 @@ def main() -> int:
             ratios = seen["counted"] / wire, seen["tensors"] / memory
             real = f"{seen['real'] / 1e3:10.1f}" if own else f"{'':10}"
             print(
-                f"{name:17} {wire / 1e3:10.1f} {seen['counted'] / 1e3:10.1f} {ratios[0]:6.2f} {real}   {memory / 1e6:10.1f} "
+                f"{name:17} {wire / 1e3:10.1f} {seen['counted'] / 1e3:10.1f} {ratios[0]:6.2f} {real}  "
+                f" {memory / 1e6:10.1f} "
                 f"{seen['tensors'] / 1e6:8.1f} {ratios[1]:6.2f}   {1e3 * seen['launch']:7.1f} {1e3 * seconds:10.1f} "
                 f"{1e3 * seen['seconds']:7.1f} {seen['seconds'] / seconds:6.2f} {1e3 * seen['wall']:7.1f}"
             )

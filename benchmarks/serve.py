@@ -1,14 +1,15 @@
-"""The service under load beside a bare FAISS loop: 32 connections over a million items, with a swap, upserts and a broken index meanwhile.
+"""The service under load beside a bare FAISS loop: 32 connections, a million items, a swap, upserts and a broken index.
 
-    python benchmarks/serve.py --cache /tmp/serve-bench                  # 1,000,000 x 64, 60 s (the first time: minutes to build the index)
-    python benchmarks/serve.py --cache /tmp/serve-small --items 20000 --seconds 10
+    python benchmarks/serve.py --cache FOLDER        # 1,000,000 x 64, 60 s; the first time builds the index (minutes)
+    python benchmarks/serve.py --cache FOLDER --items 20000 --seconds 10
 
-Needs `wrk`. The bare loop calls the same FAISS index with the same settings, k = 10, nothing left out: one query at a time, as they come,
-and in batches of 32, as many as there are connections, on all threads. Both are measured before and after the load, and the service is held
-against both: half of the faster one is the stricter bar. The service answers single users, with what they have seen left out. While wrk
-runs, another client asks too, and every answer that it got is compared with the exact one; 1,000 items are put (some asked for as soon as
-they are acknowledged), a damaged index is offered and must be refused, and a run with other users takes the place of the first, so that an
-answer from the wrong one would be seen.
+Needs `wrk`. The bare loop calls the same FAISS index with the same settings, k = 10, without exclusions: one query at
+a time, and in batches of 32, as many as there are connections, on all threads. Both are measured before and after the
+load, and the service is compared with both: half of the faster one is the stricter bar. The service answers single
+users, with their seen items excluded. While wrk runs, another client sends requests too, and every answer is compared
+with the exact one; 1,000 items are upserted (some requested as soon as they are acknowledged), a damaged index is
+offered and must be refused, and a run with other users replaces the first, so that an answer from the wrong run would
+be noticed.
 """
 
 from __future__ import annotations
@@ -47,14 +48,14 @@ from sparring.training.folder import write_start
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--cache", type=Path, required=True, help="folder for the runs and their index; used again the next time"
+        "--cache", type=Path, required=True, help="folder for the runs and their index; reused the next time"
     )
     parser.add_argument("--items", type=int, default=1_000_000)
     parser.add_argument("--dim", type=int, default=64)
     parser.add_argument("--seconds", type=int, default=60)
     parser.add_argument("--upserts", type=int, default=1000)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--kind", default="auto", help="kind of index; auto tunes over all of them")
+    parser.add_argument("--kind", default="auto", help="kind of index; auto tunes over all kinds")
     parser.add_argument("--recall", type=float, default=0.99)
     parser.add_argument("--quiet", action="store_true", help="start the service with --quiet: no log line per request")
     args = parser.parse_args()
@@ -84,7 +85,8 @@ def prepared(args: argparse.Namespace) -> tuple[Path, Path]:
         began = time.perf_counter()
         tuned = build_index(runs.load(first), k=K, recall=args.recall, kind=args.kind, say=print)
         print(
-            f"index built and tuned in {time.perf_counter() - began:.0f} s: {tuned.chosen.kind}, recall@{K} {tuned.recall:.4f}\n"
+            f"index built and tuned in {time.perf_counter() - began:.0f} s: {tuned.chosen.kind}, "
+            f"recall@{K} {tuned.recall:.4f}\n"
         )
         other = {"model": files.sha256(second / "model.safetensors")}
         files.write(replace(tuned.index, meta=tuned.index.meta | other), second / FOLDER)
@@ -94,7 +96,7 @@ def prepared(args: argparse.Namespace) -> tuple[Path, Path]:
 
 
 def write_run(folder: Path, users: np.ndarray, items: np.ndarray) -> None:
-    """A run folder with these vectors, as training would leave it."""
+    """Write a run folder with these vectors, as training would."""
     rng = np.random.default_rng(2)
     setup = Setup.of(dim=items.shape[1], score="cosine")
     seen = np.sort(rng.integers(0, len(items), (len(users), SEEN)), axis=1).astype(np.int32)
@@ -188,7 +190,8 @@ def report(
 ) -> None:
     measured, count, rate = index.meta.get("measured", {}), int(loaded["requests"]), float(loaded["rate"])
     print(
-        f"{args.items:,} x {args.dim}, {index.kind}, effort {index.effort}, measured {json.dumps(measured)}; {args.threads} threads, ",
+        f"{args.items:,} x {args.dim}, {index.kind}, effort {index.effort}, measured "
+        f"{json.dumps(measured)}; {args.threads} threads, ",
         end="",
     )
     print(f"{CONNECTIONS} connections for {args.seconds} s, load {os.getloadavg()[0]:.1f}\n")
@@ -202,20 +205,25 @@ def report(
     print("\nservice / bare loop: " + ", ".join(f"{share:.2f} of {name}" for name, share in shares.items()), end="; ")
     print(f"at least half: {' and '.join(name for name, share in shares.items() if share >= 0.5) or 'NO'}", end="")
     print(
-        f" (per CPU second, swap and upserts included: {count / spent / max(cpu for _, cpu in [*before.values(), *after.values()]):.2f})"
+        " (per CPU second, swap and upserts included: "
+        f"{count / spent / max(cpu for _, cpu in [*before.values(), *after.values()]):.2f})"
     )
     errors = int(loaded["failed"]) + (loaded["socket"] != "0") + len(seen.wrong)
     print(
-        f"{count:,} requests; refused {loaded['failed']}, socket errors {loaded['socket']}; no error: {'yes' if not errors else 'NO'}"
+        f"{count:,} requests; refused {loaded['failed']}, socket errors {loaded['socket']}; no error: "
+        f"{'yes' if not errors else 'NO'}"
     )
-    checked = f"{len(seen.answers)} answers checked, recall@{K} {np.mean(seen.recall):.4f}, generations {sorted(seen.generations)}"
+    checked = (
+        f"{len(seen.answers)} answers checked, recall@{K} {np.mean(seen.recall):.4f}, generations "
+        f"{sorted(seen.generations)}"
+    )
     print(f"{checked}; wrong: {len(seen.wrong)}")
     for line in seen.wrong[:10]:
         print(f"  {line}")
     print(f"upserts acknowledged {seen.upserts}; changed now {info['changed']}")
     for name, fact in seen.facts.items():
         print(f"{name}: {fact}")
-    print(f"memory of its own: {memory[0]:,.0f} MB at the start, {memory[1]:,.0f} MB at the end")
+    print(f"own memory: {memory[0]:,.0f} MB at the start, {memory[1]:,.0f} MB at the end")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""Claim: a step of Gowalla takes at most 0.30 ms for SSL-Pop, 0.35 for BIR in closed form, 0.6 for XIR, on one GPU, all of it counted.
+"""Claim: on one GPU a step of Gowalla takes at most 0.30 ms for SSL-Pop, 0.35 for BIR in closed form and 0.6 for XIR.
 
     python benchmarks/step.py --device cuda [--recipes ssl_pop,bir,xir,default] [--kernels]
 
-Each recipe as it is, B = 2,048: whole epochs through the training loop (batches, encoders, negatives, loss, backward, optimiser, observers,
-loss sums), recorded as a CUDA graph; the median epoch after the first. "launches" and "busy" are the kernels of one step and the time they
-take on the device, by torch.profiler; --kernels lists them.
+Each recipe with its defaults, B = 2,048: complete epochs through the training loop (batches, encoders, negatives,
+loss, backward, optimiser, observers, loss sums), recorded as a CUDA graph; the median epoch after the first.
+"launches" and "busy" are the kernels of one step and their time on the device, by torch.profiler; --kernels lists
+them.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--recipes", default="ssl_pop,bir,xir,default")
-    parser.add_argument("--kernels", action="store_true", help="list the kernels of a step by the time they take")
+    parser.add_argument("--kernels", action="store_true", help="list the kernels of a step by time")
     given = parser.parse_args()
     if given.device != "cuda" or not torch.cuda.is_available():
-        sys.exit("skipped: these figures are of one GPU; benchmarks/in_batch.py has those of a CPU")
+        sys.exit("skipped: this benchmark needs a GPU; for a CPU see benchmarks/in_batch.py")
     pairs = gowalla_xir()
     split, rows, listed = Split(interactions(pairs)), [], []
     for name in given.recipes.split(","):

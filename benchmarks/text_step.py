@@ -1,11 +1,11 @@
-"""A training step of text towers: time, tokens a second and memory with and without the gradient cache; and what mining adds to an epoch.
+"""A training step of text towers: time, tokens per second, memory with the gradient cache; the cost of mining.
 
     python benchmarks/text_step.py --data OEWN-Hyper3 --encoder minilm --device cuda
     python benchmarks/text_step.py --data OEWN-Hyper3 --encoder bag --chunks none
 
-The second table trains random batches, NGAME and ANCE with the same loss, encoder and batch, in turns, with the same interval of
-refreshing: its ratio is of whole trainings, the least of each over the rounds, and the share is of what was spent on clusters or lists
-within one. A short training of each comes first, so that nothing is loaded while the clock runs.
+The second table trains random batches, NGAME and ANCE with the same loss, encoder and batch, in turn, with the same
+refresh interval. Its ratio is of complete trainings, the minimum of each over the rounds; the share is the time spent
+on clusters or lists within one. A short training of each comes first, so that nothing is loaded while the clock runs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ WARM = 4  # steps before the clock starts
 
 @dataclass
 class Clock:
-    """When the steps from WARM on began and ended, both with the device waited for."""
+    """Start and end of the steps from WARM on, each after the device has finished."""
 
     last: int
     at: list[float] = field(default_factory=list)
@@ -46,10 +46,12 @@ def main() -> None:
     parser.add_argument("--encoder", default="minilm")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--batch-size", type=int, default=1600)
-    parser.add_argument("--chunks", default="none,400,100", help="texts encoded at a time: none is a whole batch")
+    parser.add_argument(
+        "--chunks", default="none,400,100", help="texts encoded at a time; none encodes the batch at once"
+    )
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--epochs", type=int, default=5, help="of the second table; 0 leaves it out")
-    parser.add_argument("--rounds", type=int, default=1, help="how often each method of the second table is trained")
+    parser.add_argument("--epochs", type=int, default=5, help="epochs of the second table; 0 skips it")
+    parser.add_argument("--rounds", type=int, default=1, help="trainings of each method of the second table")
     parser.add_argument("--every", type=int, default=5, help="epochs from one refresh to the next")
     args = parser.parse_args()
     train = split(read(args.data), valid=0.05).train
@@ -79,7 +81,8 @@ def steps(train: Interactions, args: argparse.Namespace, shared: dict[str, objec
         each = (clock.at[1] - clock.at[0]) / (clock.last - WARM)
         peak = f", at most {torch.cuda.max_memory_allocated() / 2**30:.2f} GB" if cuda else ""
         print(
-            f"  chunk {chunk:>5}: {1000 * each:8.1f} ms a step, about {tokens / each:12,.0f} tokens/s{peak}", flush=True
+            f"  chunk {chunk:>5}: {1000 * each:8.1f} ms per step, about {tokens / each:12,.0f} tokens/s{peak}",
+            flush=True,
         )
 
 
@@ -91,7 +94,8 @@ def epochs(train: Interactions, args: argparse.Namespace, shared: dict[str, obje
         "ANCE": ("ance", {**mined, "loss": "hinge"}),
     }
     print(
-        f"{args.epochs} epochs, refreshed every {args.every} from the second on, {len(np.unique(train.queries)):,} texts an epoch"
+        f"{args.epochs} epochs, refreshed every {args.every} from the second on, "
+        f"{len(np.unique(train.queries)):,} texts per epoch"
     )
     few = train.subset(np.isin(train.queries, np.unique(train.queries)[: 2 * args.batch_size]))
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in methods}
@@ -109,7 +113,8 @@ def epochs(train: Interactions, args: argparse.Namespace, shared: dict[str, obje
     for name, each in found.items():
         seconds, mining = min(each)
         print(
-            f"  {name:15} {seconds / base:6.3f} of random batches; mining {mining / (seconds - mining):6.1%} of the rest",
+            f"  {name:15} {seconds / base:6.3f} of random batches; mining "
+            f"{mining / (seconds - mining):6.1%} of the rest",
             flush=True,
         )
 

@@ -1,16 +1,18 @@
-"""Without any training, popularity, TF-IDF and WordLlama reach on OEWN the figures that an independent implementation measured.
+"""Claim: untrained, popularity, TF-IDF and WordLlama reach on OEWN the figures of an independent implementation.
 
     python benchmarks/text_zero_shot.py
 
-That checks the reader of extreme-classification folders, the filters and the metrics (P, nDCG, PSP, R) at once: ours stands beside theirs,
-on the same first 4,000 test points (A = 0.55, B = 1.5), and a line ends in yes where all six figures agree within 0.1 points.
+This checks the reader of extreme-classification folders, the filters and the metrics (P, nDCG, PSP, R) at once: ours
+beside theirs, on the same first 4,000 test points (A = 0.55, B = 1.5). A line ends in yes where all six figures agree
+within 0.1 points.
 
-Theirs came without their settings, and three were inferred by trying variants until the figures agreed, so agreement on those rows
-says less than on popularity of OEWN-Hyper3, which needed none: TF-IDF has sublinear counts, English stop words, and weights over labels and
-training texts (one of a dozen variants); WordLlama has the opening token <s> (one of five); popularity on OEWN-Related is without the
-filter and puts the later of two equally popular labels first. The filtered row, WordLlama without <s>, as its package does it, and BM25
-follow with no figures beside them. The order of items without a common word moves R@100 of TF-IDF on OEWN-Hyper3 from 31.6 to 32.0;
-here it is by id. Needs scikit-learn, wordllama and bm25s; about a minute.
+Theirs came without their settings, and three were inferred by trying variants until the figures agreed, so agreement
+on those rows says less than on popularity of OEWN-Hyper3, which needed none: TF-IDF has sublinear counts, English
+stop words, and weights over labels and training texts (one of a dozen variants); WordLlama has the opening token <s>
+(one of five); popularity on OEWN-Related is unfiltered and puts the later of two equally popular labels first. The
+filtered row, WordLlama without <s>, as in its package, and BM25 follow with no figures beside them. The order of
+items without a common word moves R@100 of TF-IDF on OEWN-Hyper3 from 31.6 to 32.0; here it is by id. Needs
+scikit-learn, wordllama and bm25s; about a minute.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ TOLERANCE = 0.1
 
 
 class Popular:
-    """Every query gets the items by how often they train; of equal ones the later first, as in the implementation compared with."""
+    """Items by training frequency, the same for every query; ties put the later first, as in the peer."""
 
     def __init__(self, counts: np.ndarray) -> None:
         self.order = np.argsort(np.argsort(counts, kind="stable"))
@@ -62,7 +64,7 @@ class Popular:
 
 
 class WordLlama:
-    """The mean of the static vectors of a text's tokens, of length 1."""
+    """The normalised mean of the static vectors of a text's tokens."""
 
     def __init__(self, items: pl.Series, queries: pl.Series, ids: np.ndarray, special: bool) -> None:
         folder = package_folder("wordllama")
@@ -87,12 +89,12 @@ class WordLlama:
 
 
 def tf_idf(items: pl.Series, queries: pl.Series, train: pl.Series, seen: Positives, ids: np.ndarray) -> np.ndarray:
-    """Lists (U, 100) by the cosine of TF-IDF vectors; words weighed over labels and training texts, stop words left out."""
+    """Lists (U, 100) by cosine of TF-IDF vectors fitted on labels and training texts, without stop words."""
     from sklearn.feature_extraction.text import TfidfVectorizer
 
     words = TfidfVectorizer(sublinear_tf=True, stop_words="english").fit([*items, *train])
     of_items, of_queries = words.transform(items.to_list()).T.tocsr(), words.transform(queries.to_list())
-    lists, later = [], torch.arange(len(items)).double() * 1e-15  # equal scores in order of id
+    lists, later = [], torch.arange(len(items)).double() * 1e-15  # ties in order of id
     for start in range(0, len(ids), 256):
         scores = torch.from_numpy((of_queries[start : start + 256] @ of_items).toarray())
         for row, query in enumerate(ids[start : start + 256]):

@@ -1,10 +1,10 @@
-"""Claim: the in-batch family does what the XIR release does. Trains each method at one setting and prints standard NDCG@10 beside the
-figure of an independent implementation.
+"""Claim: the in-batch family does what the XIR release does: standard NDCG@10 beside an independent implementation.
 
     python benchmarks/xir_table.py [--data DIR] [--epochs 10] [--methods ssl_pop,bir]
 
-Gowalla as in the XIR paper (random 80/20 per user, seed 10), d=32, B=2048, dense Adam, lr 0.01, L2 1e-5, lr x 0.95 every 5 epochs,
-N(0, 1) start, positive left among the negatives as in the release. Ten epochs of one method take 20 s on a GPU, minutes on a CPU.
+Gowalla as in the XIR paper (random 80/20 per user, seed 10), d=32, B=2048, dense Adam, lr 0.01, L2 1e-5, lr x 0.95
+every 5 epochs, N(0, 1) start, positive left among the negatives as in the release. Ten epochs of one method take 20 s
+on a GPU, minutes on a CPU.
 """
 
 from __future__ import annotations

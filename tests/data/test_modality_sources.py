@@ -18,6 +18,7 @@ from sparring.data.modalities.sources import load_modalities, parse_modalities
 from sparring.data.reading import read
 from sparring.data.splits import split
 from sparring.data.table import from_frame
+from sparring.training.trained import run_vectors
 
 RNG = np.random.default_rng(0)
 
@@ -281,7 +282,10 @@ def test_errors_are_one_line(tmp_path: Path, spec: str, match: str) -> None:
     items = pl.DataFrame({"item_id": [1, 2, 3, 4], "title": ["a", "b", "c", "d"]})
     with pytest.raises(UserError, match=match) as caught:
         load_modalities(
-            {"x": spec.replace("{}", str(tmp_path))}, catalogue([1, 2, 3, 4], items), cache=tmp_path / "cache"
+            {"x": spec.replace("{}", str(tmp_path))},
+            catalogue([1, 2, 3, 4], items),
+            cache=tmp_path / "cache",
+            run_vectors=run_vectors,
         )
     assert "\n" not in str(caught.value)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -164,3 +165,36 @@ def test_buffers_are_used_again_and_never_shared() -> None:
     mixtures_chunked.weighted_logsumexp(3 * q, emb, p.log_w, None, mix)
     for got, want in zip(torch.autograd.grad((first * p.upstream).sum(), [q, emb]), alone[1:], strict=True):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+def of_mixtures(mixtures: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A kernel that has its own logits of mixtures, from q, emb, log_w and mix."""
+
+    def kernel(q: Tensor, emb: Tensor, log_w: Tensor, places: Places | None, mix: Mix) -> Tensor:
+        scores = q @ emb.T
+        candidates = scores + reference.drop(log_w, scores.shape, places)
+        return reference.safe_logsumexp(torch.cat([candidates, mixtures(q, emb, log_w, mix)], 1))
+
+    return kernel
+
+
+RIGHT = of_mixtures(lambda q, emb, log_w, mix: reference.mixed_logits(q @ emb.T, log_w, mix))
+WRONG = {
+    "no gradient": of_mixtures(lambda q, emb, log_w, mix: reference.mixed_logits(q @ emb.T.detach(), log_w, mix)),
+    "no mask": of_mixtures(
+        lambda q, emb, log_w, mix: reference.mixed_logits(q @ emb.T, log_w, mix._replace(places=None))
+    ),
+    "no weights": of_mixtures(lambda q, emb, log_w, mix: reference.mixed_logits(q @ emb.T, torch.zeros(()), mix)),
+    "no offset": of_mixtures(
+        lambda q, emb, log_w, mix: reference.mixed_logits(q @ emb.T, log_w, mix._replace(offset=0.0))
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_wrong_kernels_are_rejected(wrong: str) -> None:
+    """The budget rejects mixtures whose members get no gradient, or that forget their mask, weights or offset."""
+    p = problem(SHAPES[1], offset=-0.8)
+    within_budget(p, RIGHT, "mask")
+    with pytest.raises(AssertionError):
+        within_budget(p, WRONG[wrong], "mask")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pytest
@@ -11,8 +12,14 @@ from torch import Tensor
 
 from sparring import kernels
 from sparring.kernels import chunked, reference
+from sparring.kernels.reference import Places
 
-KERNELS = {"reference": reference, "chunked": chunked, "chosen": kernels}
+Kernel = Callable[..., Tensor]
+KERNELS: dict[str, Kernel] = {
+    "reference": reference.weighted_logsumexp,
+    "chunked": chunked.weighted_logsumexp,
+    "chosen": kernels.weighted_logsumexp,
+}
 SHAPES = [(64, 128, 32), (33, 57, 13), (16, 1, 8), (1, 77, 16), (1, 1, 1)]
 TOLERANCE = 2e-6  # of the largest entry: a few roundings in float32
 
@@ -63,16 +70,16 @@ def plain(p: Problem, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tenso
     return value.detach(), grad_q, grad_emb, counts.sum(0)
 
 
-def ours(p: Problem, kernel: str, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def ours(p: Problem, kernel: Kernel, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     q, emb = p.q.to(dtype, copy=True).requires_grad_(), p.emb.to(dtype, copy=True).requires_grad_()
     usage = torch.zeros(len(emb), dtype=dtype) if p.draws is not None else None
-    value = KERNELS[kernel].weighted_logsumexp(q, emb, p.log_w.to(dtype), p.places, p.draws, usage)
+    value = kernel(q, emb, p.log_w.to(dtype), p.places, p.draws, usage)
     some = torch.isfinite(value)
     grad_q, grad_emb = torch.autograd.grad((torch.where(some, value, 0.0) * p.upstream.to(dtype)).sum(), [q, emb])
     return value.detach(), grad_q, grad_emb, torch.zeros(len(emb)) if usage is None else usage
 
 
-def within_budget(p: Problem, kernel: str) -> None:
+def within_budget(p: Problem, kernel: Kernel) -> None:
     truth, torch32, got = plain(p, torch.float64), plain(p, torch.float32), ours(p, kernel)
     for name, exact, single, mine in zip(("value", "grad q", "grad emb", "usage"), truth, torch32, got, strict=True):
         finite = torch.isfinite(exact)
@@ -93,7 +100,7 @@ def within_budget(p: Problem, kernel: str) -> None:
 @pytest.mark.parametrize("drop", ["none", "some", "all"])
 def test_error_budget(kernel: str, shape: tuple[int, int, int], weight: str, drop: str) -> None:
     """Value and both gradients, for weights of every shape and any dropped places."""
-    within_budget(problem(shape, weight, drop), kernel)
+    within_budget(problem(shape, weight, drop), KERNELS[kernel])
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -102,14 +109,14 @@ def test_error_budget(kernel: str, shape: tuple[int, int, int], weight: str, dro
 @pytest.mark.parametrize("drop", ["none", "some", "all"])
 def test_error_budget_of_expected_draws(kernel: str, shape: tuple[int, int, int], weight: str, drop: str) -> None:
     """The same with the weights replaced by expected counts, and the counts themselves."""
-    within_budget(problem(shape, weight, drop, draws=100.0), kernel)
+    within_budget(problem(shape, weight, drop, draws=100.0), KERNELS[kernel])
 
 
 @pytest.mark.parametrize("kernel", ["reference", "chosen"])
 @pytest.mark.parametrize("weight", ["pair", "row", "one row"])
 def test_expected_draws_with_a_weight_per_pair(kernel: str, weight: str) -> None:
     """Expected counts from weights that differ by query."""
-    within_budget(problem((33, 57, 13), weight, "some", draws=100.0), kernel)
+    within_budget(problem((33, 57, 13), weight, "some", draws=100.0), KERNELS[kernel])
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -117,7 +124,7 @@ def test_expected_draws_with_a_weight_per_pair(kernel: str, weight: str) -> None
 @pytest.mark.parametrize("scale", [0.01, 6.0, 30.0])
 def test_error_budget_at_other_scales(kernel: str, draws: float | None, scale: float) -> None:
     """Flat scores, and scores so far apart that one candidate takes almost everything."""
-    within_budget(problem((40, 50, 16), "column", "some", draws, scale), kernel)
+    within_budget(problem((40, 50, 16), "column", "some", draws, scale), KERNELS[kernel])
 
 
 @pytest.mark.parametrize("draws", [None, 64.0])
@@ -127,10 +134,10 @@ def test_blocks_and_recomputing_change_nothing(monkeypatch, draws: float | None,
     monkeypatch.setattr(chunked, "STORE", store)
     monkeypatch.setattr(chunked, "BLOCK", {"cpu": block})
     for weight, drop in (("column", "some"), ("scalar", "all"), ("column", "none")):
-        within_budget(problem((33, 57, 13), weight, drop, draws), "chunked")
+        within_budget(problem((33, 57, 13), weight, drop, draws), chunked.weighted_logsumexp)
     if draws is None:
-        within_budget(problem((33, 57, 13), "pair", "some"), "chunked")
-        within_budget(problem((33, 57, 13), "row", "some"), "chunked")
+        within_budget(problem((33, 57, 13), "pair", "some"), chunked.weighted_logsumexp)
+        within_budget(problem((33, 57, 13), "row", "some"), chunked.weighted_logsumexp)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -139,11 +146,11 @@ def test_columns_without_weight(kernel: str, draws: float | None) -> None:
     """A weight of -inf drops a column for all queries, however high it scores, and all columns at once too."""
     p = problem((20, 30, 8), "column", "some", draws)
     p.log_w[::3] = -math.inf
-    within_budget(p, kernel)
+    within_budget(p, KERNELS[kernel])
     p.emb[::3] *= 40  # the dropped columns now hold every row's maximum, far above the rest
-    within_budget(p, kernel)
+    within_budget(p, KERNELS[kernel])
     p.log_w.fill_(-math.inf)
-    within_budget(p, kernel)
+    within_budget(p, KERNELS[kernel])
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -152,7 +159,7 @@ def test_weights_far_apart(kernel: str) -> None:
     p = problem((20, 30, 8), "column", "none", 64.0)
     p.log_w.copy_(torch.linspace(-60, 0, 30))
     p.emb[:10] *= 5
-    within_budget(p, kernel)
+    within_budget(p, KERNELS[kernel])
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -160,7 +167,7 @@ def test_weights_far_apart(kernel: str) -> None:
 def test_double_precision(kernel: str, draws: float | None) -> None:
     """In float64 all kernels agree with the truth to 1e-10."""
     p = problem((33, 57, 13), "column", "some", draws)
-    for exact, mine in zip(plain(p, torch.float64), ours(p, kernel, torch.float64), strict=True):
+    for exact, mine in zip(plain(p, torch.float64), ours(p, KERNELS[kernel], torch.float64), strict=True):
         torch.testing.assert_close(mine.double(), exact, rtol=1e-10, atol=1e-10)
 
 
@@ -170,11 +177,11 @@ def test_rows_with_nothing_left(kernel: str) -> None:
     p = problem((6, 9, 4), "column", "none")
     rows = torch.tensor([2, 4]).repeat_interleave(9)
     p = replace(p, places=(rows, torch.arange(9).repeat(2)))
-    value, grad_q, _, _ = ours(p, kernel)
+    value, grad_q, _, _ = ours(p, KERNELS[kernel])
     assert torch.isneginf(value).tolist() == [False, False, True, False, True, False]
     assert bool((grad_q[[2, 4]] == 0).all())
     assert bool((grad_q[[0, 1, 3, 5]] != 0).any(1).all())
-    within_budget(p, kernel)
+    within_budget(p, KERNELS[kernel])
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -182,7 +189,7 @@ def test_no_draws_leave_usage_alone(kernel: str) -> None:
     """`usage` belongs to expected draws: where the counts were drawn before, the kernel must not erase them."""
     p = problem((8, 5, 4), "column", "none")
     usage = torch.arange(5.0)
-    KERNELS[kernel].weighted_logsumexp(p.q, p.emb, p.log_w, None, None, usage)
+    KERNELS[kernel](p.q, p.emb, p.log_w, None, None, usage)
     assert usage.tolist() == [0, 1, 2, 3, 4]
 
 
@@ -192,10 +199,10 @@ def test_backward_twice(kernel: str, draws: float | None) -> None:
     """A graph kept for a second backward pass gives the same gradient again, also after another problem in between."""
     p, other = problem((33, 57, 13), "column", "some", draws), problem((33, 57, 13), "column", "some", draws, seed=1)
     q, emb = p.q.requires_grad_(), p.emb.requires_grad_()
-    value = KERNELS[kernel].weighted_logsumexp(q, emb, p.log_w, p.places, draws)
-    held = KERNELS[kernel].weighted_logsumexp(other.q.requires_grad_(), other.emb, other.log_w, other.places, draws)
+    value = KERNELS[kernel](q, emb, p.log_w, p.places, draws)
+    held = KERNELS[kernel](other.q.requires_grad_(), other.emb, other.log_w, other.places, draws)
     first = torch.autograd.grad(value.sum(), [q, emb], retain_graph=True)
-    ours(other, kernel)
+    ours(other, KERNELS[kernel])
     second = torch.autograd.grad(value.sum(), [q, emb])
     for one, two in zip(first, second, strict=True):
         torch.testing.assert_close(one, two)
@@ -246,3 +253,83 @@ def test_second_derivatives_are_refused_not_wrong() -> None:
     (gradient,) = torch.autograd.grad(chunked.weighted_logsumexp(q, p.emb, p.log_w).sum(), q, create_graph=True)
     with pytest.raises(RuntimeError):
         gradient.sum().backward()
+
+
+def check_weighted_logsumexp(kernel: Kernel) -> None:
+    """The error budget on the problems that tell right kernels from wrong ones."""
+    for weight, drop, draws, scale in (
+        ("column", "some", None, 1.0),
+        ("pair", "all", None, 1.0),
+        ("column", "some", None, 30.0),
+        ("column", "some", 100.0, 1.0),
+    ):
+        within_budget(problem((33, 57, 13), weight, drop, draws, scale), kernel)
+
+
+def of_logits(logsumexp: Callable[[Tensor], Tensor]) -> Kernel:
+    """A kernel that has its own log-sum-exp over weighted logits (B, C) and leaves expected draws to the reference."""
+
+    def kernel(
+        q: Tensor, emb: Tensor, log_w: Tensor, places: Places | None, draws: float | None, usage: Tensor | None
+    ) -> Tensor:
+        if draws is not None:
+            return reference.weighted_logsumexp(q, emb, log_w, places, draws, usage)
+        scores = q @ emb.T
+        return logsumexp(scores + reference.drop(log_w, scores.shape, places))
+
+    return kernel
+
+
+def maximum_of_the_last_chunk(x: Tensor) -> Tensor:
+    tops = [part.amax(1, keepdim=True).clamp(min=-1e4) for part in x.split(20, 1)]
+    totals = [(part - top).exp().sum(1) for part, top in zip(x.split(20, 1), tops, strict=True)]
+    return sum(totals).log() + tops[-1].squeeze(1)  # type: ignore[union-attr]
+
+
+def counts_with_gradient(
+    q: Tensor, emb: Tensor, log_w: Tensor, places: Places, draws: float | None, *rest: Tensor
+) -> Tensor:
+    if draws is None:
+        return reference.weighted_logsumexp(q, emb, log_w, places)
+    scores = q @ emb.T
+    corrected = scores + reference.drop(log_w, scores.shape, places)
+    counts = corrected - reference.safe_logsumexp(corrected).unsqueeze(1) + math.log(draws)
+    rest[0].copy_(counts.detach().exp().sum(0))
+    return reference.safe_logsumexp(scores + counts)
+
+
+def counts_not_squared(
+    q: Tensor, emb: Tensor, log_w: Tensor, places: Places, draws: float | None, usage: Tensor
+) -> Tensor:
+    reference.weighted_logsumexp(q, emb, log_w, places, draws, usage)
+    return reference.weighted_logsumexp(q, emb, log_w, places)
+
+
+WRONG: dict[str, Kernel] = {
+    "forgets a chunk": of_logits(lambda x: reference.safe_logsumexp(torch.cat([x[:, :20], x[:, 40:]], 1))),
+    "rescales no chunk": of_logits(maximum_of_the_last_chunk),
+    "subtracts no maximum": of_logits(lambda x: x.exp().sum(1).log()),
+    "takes the mean": of_logits(lambda x: reference.safe_logsumexp(x) - math.log(x.shape[1])),
+    "has a nan gradient where nothing is left": of_logits(lambda x: torch.logsumexp(x, 1)),
+    "has twice the gradient": of_logits(
+        lambda x: 2 * reference.safe_logsumexp(x) - reference.safe_logsumexp(x).detach()
+    ),
+    "forgets the weights": lambda q, emb, log_w, *rest: reference.weighted_logsumexp(q, emb, 0 * log_w, *rest),
+    "forgets the mask": lambda q, emb, log_w, places, *rest: reference.weighted_logsumexp(q, emb, log_w, None, *rest),
+    "forgets the usage": lambda *rest: reference.weighted_logsumexp(*rest[:-1]),
+    "does not square the counts": counts_not_squared,
+    "has a gradient through the counts": counts_with_gradient,
+}
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_right_kernels_pass(kernel: str) -> None:
+    """The check accepts every kernel of the library."""
+    check_weighted_logsumexp(KERNELS[kernel])
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_wrong_kernels_are_rejected(wrong: str) -> None:
+    """The check rejects a kernel with one of the known bugs."""
+    with pytest.raises(AssertionError):
+        check_weighted_logsumexp(WRONG[wrong])

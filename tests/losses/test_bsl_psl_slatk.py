@@ -5,18 +5,21 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from sparring.core.types import Bag, Candidates, Corpus, Exclude, Positives, Step
-from sparring.losses import AdaTau, Loss, SLatK, adaptive_softmax, bsl, ccl, psl, softmax_loss
+from sparring.losses import AdaTau, Loss, SLatK, adaptive_softmax, bsl, ccl, psl, sampled_softmax, softmax_loss
 from sparring.negatives import InBatch, Resample, Sampled, Uniform
 from sparring.testing import World
 
 TAUS = [torch.tensor(0.5), torch.tensor([0.5, 1.0, 0.2, 2.0, 1.0])]
 B = 5
+Pairs = list[tuple[Tensor, float]]
+Formula = Callable[[int, Tensor, float, float, Pairs], Tensor]
 
 
 def unit(*shape: int, generator: torch.Generator) -> Tensor:
@@ -42,7 +45,7 @@ def case(tau: Tensor, positive: bool = True) -> tuple[Step, Bag]:
     return step, Bag((shared, own), torch.randn(B, generator=g).double() if positive else None)
 
 
-def pairs(step: Step, bag: Bag, row: int) -> list[tuple[Tensor, float]]:
+def pairs(step: Step, bag: Bag, row: int) -> Pairs:
     """(score q.e, weight) of each candidate that counts against a row."""
     found = []
     for block in bag.blocks:
@@ -55,12 +58,15 @@ def pairs(step: Step, bag: Bag, row: int) -> list[tuple[Tensor, float]]:
     return found
 
 
-def check(
-    step: Step, bag: Bag, got: Tensor, formula: Callable[[int, Tensor, float, list[tuple[Tensor, float]]], Tensor]
-) -> None:
-    """Value and every gradient equal those of formula(row, score of the positive, tau, pairs), to 1e-10."""
-    taus = step.tau.expand(B).tolist()
-    want = torch.stack([formula(row, step.q[row] @ step.v[row], taus[row], pairs(step, bag, row)) for row in range(B)])
+def check(step: Step, bag: Bag, got: Tensor, formula: Formula) -> None:
+    """Value and gradients equal those of formula(row, score and log weight of the positive, tau, pairs), to 1e-10."""
+    log_w = [0.0] * B if bag.log_w_positive is None else bag.log_w_positive.tolist()
+    want = torch.stack(
+        [
+            formula(row, step.q[row] @ step.v[row], log_w[row], float(step.tau.expand(B)[row]), pairs(step, bag, row))
+            for row in range(B)
+        ]
+    )
     torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
     leaves = [step.q, step.v, *(block.emb for block in bag.blocks)]
     # each query's loss counts differently, so that no two errors cancel
@@ -71,48 +77,6 @@ def check(
         torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
 
 
-def log_weight(bag: Bag, row: int) -> float:
-    return 0.0 if bag.log_w_positive is None else float(bag.log_w_positive[row])
-
-
-@pytest.mark.parametrize("tau", TAUS)
-@pytest.mark.parametrize("positive", [True, False])
-def test_softmax_loss(tau: Tensor, positive: bool) -> None:
-    """log sum_j w_j exp((s_j - s_+) / tau), minus the log weight of the positive; the positive is not in the sum."""
-    step, bag = case(tau, positive)
-    check(
-        step,
-        bag,
-        softmax_loss(step, bag),
-        lambda row, own, t, found: torch.log(sum(w * ((s - own) / t).exp() for s, w in found)) - log_weight(bag, row),  # type: ignore[arg-type]
-    )
-
-
-@pytest.mark.parametrize("tau", TAUS)
-def test_bsl_corrected(tau: Tensor) -> None:
-    """-log( exp(f_+ / tau_1) / (sum_j w_j exp(f_j / tau_2))^(tau_2 / tau_1) ) with tau_2 the step's tau and tau_1 = tau_2 / exponent."""
-    step, bag = case(tau, positive=False)
-
-    def formula(row: int, own: Tensor, tau_2: float, found: list[tuple[Tensor, float]]) -> Tensor:
-        tau_1 = tau_2 / 1.3
-        total: Tensor = sum(w * (s / tau_2).exp() for s, w in found)  # type: ignore[assignment]
-        return -torch.log((own / tau_1).exp() / total ** (tau_2 / tau_1))
-
-    check(step, bag, bsl(1.3)(step, bag), formula)
-
-
-@pytest.mark.parametrize("tau", TAUS)
-def test_bsl_release(tau: Tensor) -> None:
-    """-log( exp(f_+ / tau) / (sum_j w_j exp(f_j / tau))^exponent ): the positive's temperature stays the step's."""
-    step, bag = case(tau, positive=False)
-
-    def formula(row: int, own: Tensor, t: float, found: list[tuple[Tensor, float]]) -> Tensor:
-        total: Tensor = sum(w * (s / t).exp() for s, w in found)  # type: ignore[assignment]
-        return -torch.log((own / t).exp() / total**1.22)
-
-    check(step, bag, bsl(1.22, "release")(step, bag), formula)
-
-
 SIGMA: dict[str, Callable[[Tensor], Tensor]] = {
     "tanh": lambda d: 1 + torch.tanh(d),
     "atan": lambda d: 1 + torch.atan(d),
@@ -120,18 +84,85 @@ SIGMA: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+def total(found: Pairs, term: Callable[[Tensor], Tensor]) -> Tensor:
+    return sum(w * term(s) for s, w in found)  # type: ignore[return-value]
+
+
+def sl_formula(row: int, own: Tensor, log_w: float, tau: float, found: Pairs) -> Tensor:
+    """The positive is not in the sum."""
+    return torch.log(total(found, lambda s: ((s - own) / tau).exp())) - log_w
+
+
+def bsl_formula(row: int, own: Tensor, log_w: float, tau_2: float, found: Pairs) -> Tensor:
+    """With tau_2 the step's tau and tau_1 = tau_2 / exponent."""
+    tau_1 = tau_2 / 1.3
+    return -torch.log((own / tau_1).exp() / total(found, lambda s: (s / tau_2).exp()) ** (tau_2 / tau_1)) - 1.3 * log_w
+
+
+def bsl_release_formula(row: int, own: Tensor, log_w: float, tau: float, found: Pairs) -> Tensor:
+    """The positive's temperature stays the step's."""
+    return -torch.log((own / tau).exp() / total(found, lambda s: (s / tau).exp()) ** 1.22) - log_w
+
+
+def psl_formula(surrogate: str) -> Formula:
+    """d = cos_j / 2 - cos_+ / 2; the positive's weight plays no part."""
+
+    def formula(row: int, own: Tensor, log_w: float, tau: float, found: Pairs) -> Tensor:
+        return torch.log(total(found, lambda s: SIGMA[surrogate](s / 2 - own / 2) ** (1 / tau)))
+
+    return formula
+
+
+def ccl_formula(margin: float, weight: float) -> Formula:
+    """The mean over all candidates that count, weighted by w_j; tau and the positive's weight play no part."""
+
+    def formula(row: int, own: Tensor, log_w: float, tau: float, found: Pairs) -> Tensor:
+        excess = total(found, lambda s: torch.clamp(s - margin, min=0))
+        return (1 - own) + weight * excess / sum(w for _, w in found)
+
+    return formula
+
+
+FORMULAS: dict[str, tuple[Loss, Formula]] = {
+    "log sum_j w_j exp((s_j - s_+) / tau)": (softmax_loss, sl_formula),
+    "-log(exp(s_+ / tau_1) / (sum_j w_j exp(s_j / tau_2))^(tau_2 / tau_1))": (bsl(1.3), bsl_formula),
+    "-log(exp(s_+ / tau) / (sum_j w_j exp(s_j / tau))^exponent)": (bsl(1.22, "release"), bsl_release_formula),
+    "log sum_j w_j (1 + tanh d_j)^(1 / tau)": (psl("tanh"), psl_formula("tanh")),
+    "log sum_j w_j (1 + atan d_j)^(1 / tau)": (psl("atan"), psl_formula("atan")),
+    "log sum_j w_j max(0, 1 + d_j)^(1 / tau)": (psl("relu"), psl_formula("relu")),
+    "(1 - s_+) + 3 mean_j max(0, s_j - 0.1)": (ccl(0.1, 3.0), ccl_formula(0.1, 3.0)),
+    "(1 - s_+) + 150 mean_j max(0, s_j + 0.4)": (ccl(-0.4, 150.0), ccl_formula(-0.4, 150.0)),
+}
+
+
 @pytest.mark.parametrize("tau", TAUS)
-@pytest.mark.parametrize("surrogate", sorted(SIGMA))
-def test_psl(tau: Tensor, surrogate: str) -> None:
-    """log sum_j w_j sigma(d_j)^(1 / tau), d = cos_j / 2 - cos_+ / 2; the positive's weight plays no part."""
-    step, bag = case(tau)
-    sigma = SIGMA[surrogate]
-    check(
-        step,
-        bag,
-        psl(surrogate)(step, bag),  # type: ignore[arg-type]
-        lambda row, own, t, found: torch.log(sum(w * sigma(s / 2 - own / 2) ** (1 / t) for s, w in found)),  # type: ignore[arg-type]
-    )
+@pytest.mark.parametrize("positive", [True, False])
+@pytest.mark.parametrize("name", FORMULAS)
+def test_loss_is_its_formula(name: str, tau: Tensor, positive: bool) -> None:
+    """Each loss and its gradients are those of its formula, with and without a weight of the positive."""
+    step, bag = case(tau, positive)
+    loss, formula = FORMULAS[name]
+    check(step, bag, loss(step, bag), formula)
+
+
+WRONG: dict[str, Loss] = {
+    "positive in the sum": sampled_softmax,
+    "exponent on the wrong side": bsl(1 / 1.3),
+    "whole cosines": lambda step, bag: psl("tanh")(replace(step, q=2 * step.q), bag),
+    "divided by the temperature": lambda step, bag: ccl(0.1, 3.0)(replace(step, q=step.scaled), bag),
+    "sum instead of mean": ccl(0.1, 18.0),
+}
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_every_other_loss_is_rejected(name: str) -> None:
+    """No formula accepts a wrong loss or the loss of another formula."""
+    formula = FORMULAS[name][1]
+    others = {other: loss for other, (loss, _) in FORMULAS.items() if other != name}
+    for loss in (WRONG | others).values():
+        step, bag = case(TAUS[1])
+        with pytest.raises(AssertionError):
+            check(step, bag, loss(step, bag), formula)
 
 
 @pytest.mark.parametrize("tau", TAUS)
@@ -178,33 +209,26 @@ def test_psl_is_finite_in_single_precision(surrogate: str, tau: float) -> None:
     )  # the nearer candidate is all that counts
 
 
-@pytest.mark.parametrize(("margin", "weight"), [(0.1, 3.0), (-0.4, 150.0)])
-def test_ccl(margin: float, weight: float) -> None:
-    """(1 - y_+) + weight * mean_j max(0, y_j - margin), the mean weighted by w_j over what counts; tau plays no part."""
-    step, bag = case(TAUS[1])
-
-    def formula(row: int, own: Tensor, tau: float, found: list[tuple[Tensor, float]]) -> Tensor:
-        total: Tensor = sum(w * torch.clamp(s - margin, min=0) for s, w in found)  # type: ignore[assignment]
-        return (1 - own) + weight * total / sum(w for _, w in found)
-
-    check(step, bag, ccl(margin, weight)(step, bag), formula)
-
-
 @pytest.mark.parametrize("tau", TAUS)
 @pytest.mark.parametrize("constant", [False, True])
 def test_slatk(tau: Tensor, constant: bool) -> None:
     """sigmoid((s_+ - beta_u) / tau_w) log sum_j w_j exp((s_j - s_+) / tau); the gradient runs through the sigmoid unless it is constant."""
     step, bag = case(tau, positive=False)
-    loss = SLatK(4, k=2, n=10, tau_w=0.3, constant_weight=constant).double()
     beta = [0.3, -0.2, 0.7, 0.1]
-    loss.beta.copy_(torch.tensor(beta, dtype=torch.float64))
 
-    def formula(row: int, own: Tensor, t: float, found: list[tuple[Tensor, float]]) -> Tensor:
+    def loss(constant: bool) -> Tensor:
+        slatk = SLatK(4, k=2, n=10, tau_w=0.3, constant_weight=constant).double()
+        slatk.beta.copy_(torch.tensor(beta, dtype=torch.float64))
+        return slatk(step, bag)  # type: ignore[no-any-return]
+
+    def formula(row: int, own: Tensor, log_w: float, tau: float, found: Pairs) -> Tensor:
         weight = 1 / (1 + torch.exp(-(own - beta[int(step.query_ids[row])]) / 0.3))
         weight = weight.detach() if constant else weight
-        return weight * torch.log(sum(w * ((s - own) / t).exp() for s, w in found))  # type: ignore[arg-type]
+        return weight * sl_formula(row, own, log_w, tau, found)
 
-    check(step, bag, loss(step, bag), formula)
+    check(step, bag, loss(constant), formula)
+    with pytest.raises(AssertionError):
+        check(step, bag, loss(not constant), formula)
 
 
 def corpus_of(n_queries: int, n_items: int, epoch: int, seed: int = 0) -> tuple[Corpus, Tensor, list[list[int]]]:

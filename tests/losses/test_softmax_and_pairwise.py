@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from sparring.core.types import Bag, Candidates, Exclude, Step
-from sparring.losses import Fixed, Learned, bpr, hinge, sampled_softmax
+from sparring.losses import Fixed, Learned, Loss, bpr, hinge, sampled_softmax, softmax_loss
 from sparring.negatives import InBatch, Popularity, Sampled, Shown, Uniform, Union
 from sparring.testing import World, weights
 
@@ -53,38 +56,15 @@ def terms(step: Step, bag: Bag, row: int) -> list[tuple[Tensor, float]]:
     return found
 
 
-@pytest.mark.parametrize("tau", [torch.tensor(0.5), torch.tensor([0.5, 1.0, 0.2, 2.0, 1.0])])
-def test_sampled_softmax(tau: Tensor) -> None:
-    """-t + log(e^t + sum_j w_j e^s_j) over all blocks, t with the positive's own weight; value and gradients to 1e-10 in float64."""
+def check(loss: Loss, formula: Callable[[Tensor, float, list[tuple[Tensor, float]]], Tensor], tau: Tensor) -> None:
+    """Value and gradients equal those of formula(logit of the positive, its log weight, terms) to 1e-10 in float64."""
     step, bag = case(tau)
     assert bag.log_w_positive is not None
-    rows = []
-    for row in range(5):
-        t = step.q[row] @ step.v[row] / step.tau.expand(5)[row] + bag.log_w_positive[row]
-        rows.append(-t + torch.log(t.exp() + sum(w * s.exp() for s, w in terms(step, bag, row))))
-    want, got = torch.stack(rows), sampled_softmax(step, bag)
-    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
-    for mine, theirs in zip(*(torch.autograd.grad(loss.sum(), [step.q, step.v]) for loss in (got, want)), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.parametrize(
-    ("loss", "penalty"),
-    [
-        (bpr, lambda x: torch.log1p(x.exp())),
-        (hinge(0.3), lambda x: torch.clamp(0.3 + x, min=0)),
-        (hinge(1.0), lambda x: torch.clamp(1.0 + x, min=0)),
-    ],
-)
-def test_pairwise(loss: Callable[[Step, Bag], Tensor], penalty: Callable[[Tensor], Tensor]) -> None:
-    """The mean of penalty(s_j - s+) over what counts, weighted by w_j; the positive's weight plays no part."""
-    step, bag = case(torch.tensor(0.5))
-    rows = []
-    for row in range(5):
-        own = step.q[row] @ step.v[row] / step.tau
-        found = terms(step, bag, row)
-        rows.append(sum(w * penalty(s - own) for s, w in found) / sum(w for _, w in found))
-    want, got = torch.stack(rows), loss(step, bag)  # type: ignore[arg-type]
+    logits = [step.q[row] @ step.v[row] / step.tau.expand(5)[row] for row in range(5)]
+    want = torch.stack(
+        [formula(logits[row], float(bag.log_w_positive[row]), terms(step, bag, row)) for row in range(5)]
+    )
+    got = loss(step, bag)
     torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
     for mine, theirs in zip(
         *(torch.autograd.grad(value.sum(), [step.q, step.v]) for value in (got, want)), strict=True
@@ -92,14 +72,24 @@ def test_pairwise(loss: Callable[[Step, Bag], Tensor], penalty: Callable[[Tensor
         torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("loss", [sampled_softmax, bpr, hinge()])
-def test_nothing_left(loss: Callable[[Step, Bag], Tensor]) -> None:
-    """A query whose every candidate is masked or dropped has loss 0 and gradient 0; the others are not touched."""
+def softmax_formula(own: Tensor, log_w: float, found: list[tuple[Tensor, float]]) -> Tensor:
+    t = own + log_w
+    return -t + torch.log(t.exp() + sum(w * s.exp() for s, w in found))
+
+
+def mean_of(penalty: Callable[[Tensor], Tensor]) -> Callable[[Tensor, float, list[tuple[Tensor, float]]], Tensor]:
+    def formula(own: Tensor, log_w: float, found: list[tuple[Tensor, float]]) -> Tensor:
+        return sum(w * penalty(s - own) for s, w in found) / sum(w for _, w in found)  # type: ignore[return-value]
+
+    return formula
+
+
+def check_nothing_left(loss: Loss) -> None:
+    """Queries whose candidates are all masked have loss 0 and gradient 0, the others a positive and finite loss."""
     world = World.build()
     step = world.step(4, 1)
     ids = step.item_ids[:1].repeat(3)
-    bag = Bag((Candidates(ids, world.items[ids], torch.zeros(()), Exclude(step.item_ids)),))
-    value = loss(step, bag)
+    value = loss(step, Bag((Candidates(ids, world.items[ids], torch.zeros(()), Exclude(step.item_ids)),)))
     same = step.item_ids == step.item_ids[0]
     (gradient,) = torch.autograd.grad(value.sum(), step.q)
     assert bool((value[same] == 0).all())
@@ -107,6 +97,101 @@ def test_nothing_left(loss: Callable[[Step, Bag], Tensor]) -> None:
     assert bool(torch.isfinite(value).all())
     assert bool(torch.isfinite(gradient).all())
     assert bool((value[~same] > 0).all())
+
+
+@pytest.mark.parametrize("tau", [torch.tensor(0.5), torch.tensor([0.5, 1.0, 0.2, 2.0, 1.0])])
+def test_sampled_softmax(tau: Tensor) -> None:
+    """-t + log(e^t + sum_j w_j e^s_j) over all blocks, t with the positive's own weight."""
+    check(sampled_softmax, softmax_formula, tau)
+
+
+PENALTIES: list[tuple[Loss, Callable[[Tensor], Tensor]]] = [
+    (bpr, lambda x: torch.log1p(x.exp())),
+    (hinge(0.3), lambda x: torch.clamp(0.3 + x, min=0)),
+    (hinge(1.0), lambda x: torch.clamp(1.0 + x, min=0)),
+]
+
+
+@pytest.mark.parametrize(("loss", "penalty"), PENALTIES)
+def test_pairwise(loss: Loss, penalty: Callable[[Tensor], Tensor]) -> None:
+    """The mean of penalty(s_j - s+) over the candidates, weighted by w_j; the positive's weight plays no part."""
+    check(loss, mean_of(penalty), torch.tensor(0.5))
+
+
+@pytest.mark.parametrize("loss", [sampled_softmax, bpr, hinge()])
+def test_nothing_left(loss: Loss) -> None:
+    """A query whose every candidate is masked or dropped has loss 0 and gradient 0; the others are not touched."""
+    check_nothing_left(loss)
+
+
+def of_bag(loss: Loss, change: Callable[[Candidates], dict[str, Any]]) -> Loss:
+    """The loss of a bag whose blocks are changed first."""
+    return lambda step, bag: loss(step, replace(bag, blocks=tuple(replace(b, **change(b)) for b in bag.blocks)))
+
+
+def partition(step: Step, bag: Bag) -> Tensor:
+    """log sum_j w_j e^s_j, (B,)."""
+    return softmax_loss(step, replace(bag, log_w_positive=None)) + step.positive_logits
+
+
+WRONG_SOFTMAX: dict[str, Loss] = {
+    "positive missing from the denominator": softmax_loss,
+    "positive counted twice": lambda step, bag: sampled_softmax(step, bag) + math.log(2),
+    "positive's weight forgotten": lambda step, bag: sampled_softmax(step, replace(bag, log_w_positive=None)),
+    "half the gradient of the positive": lambda step, bag: sampled_softmax(
+        replace(step, v=(step.v + step.v.detach()) / 2), bag
+    ),
+    "positive alone divided by the temperature": lambda step, bag: F.softplus(
+        partition(replace(step, tau=torch.ones(())), bag) - step.positive_logits - bag.log_w_positive
+    ),
+    "temperature of another query": lambda step, bag: sampled_softmax(replace(step, tau=step.tau.roll(1)), bag),
+    "mean instead of sum": lambda step, bag: F.softplus(
+        partition(step, bag) - math.log(6) - step.positive_logits - bag.log_w_positive
+    ),
+    "first block only": lambda step, bag: sampled_softmax(step, replace(bag, blocks=bag.blocks[:1])),
+    "mask forgotten": of_bag(sampled_softmax, lambda block: {"exclude": None}),
+    "weights forgotten": of_bag(
+        sampled_softmax, lambda block: {"log_w": torch.where(block.log_w > -math.inf, 0.0, block.log_w)}
+    ),
+    "wrong sign": lambda step, bag: -sampled_softmax(step, bag),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_SOFTMAX)
+def test_wrong_softmax_losses_are_rejected(wrong: str) -> None:
+    """The formula rejects a sampled softmax with one of the known bugs."""
+    with pytest.raises(AssertionError):
+        check(WRONG_SOFTMAX[wrong], softmax_formula, torch.tensor([0.5, 1.0, 0.2, 2.0, 1.0]))
+
+
+WRONG_PAIRWISE: dict[str, Loss] = {
+    "another penalty": hinge(1.0),
+    "sum instead of mean": lambda step, bag: bpr(step, bag) * 6,
+    "masked candidates counted": of_bag(bpr, lambda block: {"exclude": None}),
+    "temperature forgotten": lambda step, bag: bpr(replace(step, tau=torch.ones(())), bag),
+    "softmax": sampled_softmax,
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_PAIRWISE)
+def test_wrong_pairwise_losses_are_rejected(wrong: str) -> None:
+    """The formula of BPR rejects losses that average differently, and other losses."""
+    with pytest.raises(AssertionError):
+        check(WRONG_PAIRWISE[wrong], mean_of(PENALTIES[0][1]), torch.tensor(0.5))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        of_bag(sampled_softmax, lambda block: {"exclude": None}),
+        lambda step, bag: torch.log(sampled_softmax(step, bag).exp() - 1),
+        lambda step, bag: sampled_softmax(step, replace(bag, log_w_positive=torch.full((len(step.q),), -math.inf))),
+    ],
+)
+def test_losses_that_fail_with_nothing_left_are_rejected(wrong: Loss) -> None:
+    """The loss is 0 where nothing counts against a query: not the positive's own, not infinite, not nan."""
+    with pytest.raises(AssertionError):
+        check_nothing_left(wrong)
 
 
 def test_blocks_share_one_partition_function() -> None:

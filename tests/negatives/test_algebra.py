@@ -290,10 +290,10 @@ def test_systematic_counts(n: int) -> None:
 @pytest.mark.parametrize("n", [1, 7, 64, 1024])
 def test_rounded_counts(n: int) -> None:
     """Every count is less than 1 from n p, candidates without probability are never drawn, the mean is n p."""
-    counts_lie_around(n, rounded_counts)
+    counts_lie_around(n, rounded_counts, sums=False)
 
 
-def counts_lie_around(n: int, drawn) -> None:
+def counts_lie_around(n: int, drawn, sums: bool = True) -> None:
     generator = torch.Generator().manual_seed(0)
     p = torch.rand(50, 33, generator=generator).double() ** 4
     p[:, ::5] = 0
@@ -304,7 +304,7 @@ def counts_lie_around(n: int, drawn) -> None:
     for _ in range(300):
         counts = drawn(p, n, generator)
         assert bool(((counts - n * p).abs() < 1).all())
-        assert drawn is rounded_counts or bool((counts.sum(1) == n).all())
+        assert not sums or bool((counts.sum(1) == n).all())
         assert bool((counts[p == 0] == 0).all())
         assert torch.equal(counts, counts.round())
         total += counts
@@ -312,6 +312,23 @@ def counts_lie_around(n: int, drawn) -> None:
     noise = (fraction * (1 - fraction) / 300).sqrt()
     # a handful of draws more: rare events are not normal
     assert bool(((total / 300 - n * p).abs() <= 4 * noise + 4 / 300).all())
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda p, n, generator: torch.floor(p * n),
+        lambda p, n, generator: torch.floor(p * n + torch.rand(1, generator=generator)) + (p == 0),
+        lambda p, n, generator: torch.floor(torch.cumsum(p, 1) * n + 1e-9).diff(prepend=torch.zeros(len(p), 1)),
+        lambda p, n, generator: torch.ceil(torch.cumsum(p, 1) * n + 0.5).diff(prepend=torch.zeros(len(p), 1)),
+        multinomial_counts,
+    ],
+    ids=["always rounded down", "impossible drawn", "no random start", "off by one", "not within 1"],
+)
+def test_wrong_counts_are_rejected(wrong) -> None:
+    """The check rejects a wrong mean, draws of candidates without probability, and counts too far from n p."""
+    with pytest.raises(AssertionError):
+        counts_lie_around(7, wrong, sums=False)
 
 
 @pytest.mark.parametrize("counts", [multinomial_counts, systematic_counts])

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from sparring.core.types import Bag, Candidates, Outcome
+from sparring.core.types import Bag, Candidates, Outcome, Step
 from sparring.losses import sampled_softmax
 from sparring.negatives import Cache, InBatch, Negatives, Popularity, Resample, Sampled, Uniform, Union
 from sparring.negatives.distributions import Distribution
@@ -83,10 +85,10 @@ def outcome(*drawn: tuple[list[int], list[float]]) -> Outcome:
     return Outcome(torch.zeros(1), bags)
 
 
-def test_occurrences_add_up_over_all_draws_of_all_terms() -> None:
+def adds_up(kind: type[Cache]) -> None:
     """An item drawn 3 and 4 times at two places of one term and 5 times in another occurred 12 times, not once or thrice."""
     world = World.build()
-    cache = Cache(8, Popularity(world.counts), world.n_items)
+    cache = kind(8, Popularity(world.counts), world.n_items)
     cache.observe(world.step(4, 1), outcome(([2, 2, 5], [3.0, 4.0, 1.0]), ([2, 7], [5.0, 2.5])))
     want = torch.zeros(world.n_items, dtype=torch.float64)
     want[2], want[5], want[7] = 12, 1, 2.5
@@ -158,10 +160,10 @@ def test_the_next_cache_follows_all_occurrences() -> None:
     assert chi_square(held, occurrences) > 1e-4
 
 
-def test_the_release_draws_only_from_this_steps_items() -> None:
+def draws_from_this_step(kind: type[Cache]) -> None:
     """pool="drawn": only items drawn in this step, in proportion to all their occurrences so far."""
     world = World.build()
-    cache = Cache(50_000, Popularity(world.counts), world.n_items, pool="drawn", start=1.0)
+    cache = kind(50_000, Popularity(world.counts), world.n_items, pool="drawn", start=1.0)
     cache.observe(world.step(4, 1), outcome(([3, 4, 9], [10.0, 1.0, 5.0])))
     cache.observe(world.step(4, 2), outcome(([4, 9], [2.0, 1.0])))
     held = torch.bincount(cache.ids, minlength=world.n_items)
@@ -180,13 +182,66 @@ def test_without_draws_the_cache_stays() -> None:
     assert torch.equal(cache.ids, before)
 
 
-def test_large_counts_still_register_small_additions() -> None:
+def registers_small_additions(kind: type[Cache]) -> None:
     """A counter at 1.6e8 registers +5, which float32 would lose."""
     world = World.build()
-    cache = Cache(8, Popularity(world.counts), world.n_items)
+    cache = kind(8, Popularity(world.counts), world.n_items)
     cache.occurrences[3] = 1.6e8
     cache.observe(world.step(4, 1), outcome(([3], [5.0])))
     assert float(cache.occurrences[3]) == 1.6e8 + 5
+
+
+@pytest.mark.parametrize("check", [adds_up, draws_from_this_step, registers_small_additions])
+def test_occurrences(check: Callable[[type[Cache]], None]) -> None:
+    """All draws of all terms add up, in double precision, and the next cache is drawn from the pool."""
+    check(Cache)
+
+
+class CountsItemsOnce(Cache):
+    """An item counts once for each place that drew it, however often."""
+
+    def observe(self, step: Step, result: Outcome) -> None:
+        blocks = [block for bag in result.bags for block in bag.blocks]
+        once = [replace(block, usage=(block.usage > 0).double()) for block in blocks if block.usage is not None]
+        super().observe(step, replace(result, bags=(Bag(tuple(once)),)))
+
+
+class FirstTermOnly(Cache):
+    """The draws of the other terms are not counted."""
+
+    def observe(self, step: Step, result: Outcome) -> None:
+        super().observe(step, replace(result, bags=result.bags[:1]))
+
+
+class IgnoresItsPool(Cache):
+    """It draws from the catalogue, whatever the pool."""
+
+    def observe(self, step: Step, result: Outcome) -> None:
+        self.pool = "all"
+        super().observe(step, result)
+
+
+class SinglePrecision(Cache):
+    """Occurrences are kept in float32."""
+
+    def observe(self, step: Step, result: Outcome) -> None:
+        super().observe(step, result)
+        self.occurrences.copy_(self.occurrences.float())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "check"),
+    [
+        (CountsItemsOnce, adds_up),
+        (FirstTermOnly, adds_up),
+        (IgnoresItsPool, draws_from_this_step),
+        (SinglePrecision, registers_small_additions),
+    ],
+)
+def test_wrong_caches_are_rejected(wrong: type[Cache], check: Callable[[type[Cache]], None]) -> None:
+    """Each check rejects the bug that it guards against."""
+    with pytest.raises(AssertionError):
+        check(wrong)
 
 
 @pytest.mark.parametrize("pool", ["all", "drawn"])

@@ -6,9 +6,10 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
 
 from sparring.core.types import Outcome, Step
-from sparring.negatives import Popularity, Streaming, Uniform
+from sparring.negatives import Distribution, Popularity, Streaming, Uniform
 from sparring.negatives.distributions import draw_from_cdf
 from sparring.testing import World, chi_square
 
@@ -21,24 +22,64 @@ def batch(*items: int) -> Step:
     return Step(torch.arange(len(ids)), ids, nothing, nothing, torch.ones(()), lambda ids: nothing, torch.Generator())
 
 
-@pytest.mark.parametrize("alpha", [0.0, 0.5, 0.75, 1.0])
-def test_popularity(alpha: float) -> None:
-    """Draws and log_prob both follow count^alpha; an item that never occurs is never drawn and has log_prob -inf."""
-    counts = [0, 5, 1, 100, 0, 40, 7, 0]
-    distribution = Popularity(torch.tensor(counts), alpha)
-    mass = [count**alpha if count else 0.0 for count in counts]
-    p = torch.tensor([m / sum(mass) for m in mass], dtype=torch.float64)
-    torch.testing.assert_close(distribution.log_prob(torch.arange(8)).double().exp(), p, rtol=1e-6, atol=0)
+COUNTS = [0, 5, 1, 100, 0, 40, 7, 0]
+
+
+def check_distribution(distribution: Distribution, mass: list[float]) -> None:
+    """log_prob and 100,000 draws both follow the masses; an item without mass is never drawn and has log_prob -inf."""
+    p = torch.tensor(mass, dtype=torch.float64) / sum(mass)
+    torch.testing.assert_close(distribution.log_prob(torch.arange(len(p))).double().exp(), p, rtol=1e-6, atol=0)
     drawn = distribution.sample((100, 1000), torch.Generator().manual_seed(0))
     assert drawn.shape == (100, 1000)
-    assert chi_square(torch.bincount(drawn.flatten(), minlength=8), p) > 1e-4
+    assert chi_square(torch.bincount(drawn.flatten(), minlength=len(p)), p) > 1e-4
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 0.75, 1.0])
+def test_popularity(alpha: float) -> None:
+    """Popularity is count^alpha over the items that occur."""
+    check_distribution(Popularity(torch.tensor(COUNTS), alpha), [count**alpha if count else 0.0 for count in COUNTS])
 
 
 def test_uniform() -> None:
     """Every item has the same chance."""
-    drawn = Uniform(30).sample((100_000,), torch.Generator().manual_seed(0))
-    assert chi_square(torch.bincount(drawn, minlength=30), torch.ones(30)) > 1e-4
-    torch.testing.assert_close(Uniform(30).log_prob(torch.arange(30)).exp(), torch.full((30,), 1 / 30))
+    check_distribution(Uniform(30), [1.0] * 30)
+
+
+class OneBefore(Popularity):
+    """A search in the cumulative sum that ends one step early."""
+
+    def sample(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        return (super().sample(shape, generator) - 1).clamp(min=0)
+
+
+class DrawsImpossible(Popularity):
+    """One draw in a thousand is an item that never occurs."""
+
+    def sample(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        drawn = super().sample(shape, generator)
+        drawn.view(-1)[::1000] = 0
+        return drawn
+
+
+class Unnormalised(Popularity):
+    """log_prob is that of a mass which does not add up to 1."""
+
+    def log_prob(self, ids: Tensor) -> Tensor:
+        return super().log_prob(ids) + 0.1
+
+
+class AnotherPower(Popularity):
+    """It draws with alpha = 1, whatever its alpha."""
+
+    def sample(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        return Popularity(torch.tensor(COUNTS)).sample(shape, generator)
+
+
+@pytest.mark.parametrize("wrong", [OneBefore, DrawsImpossible, Unnormalised, AnotherPower])
+def test_wrong_distributions_are_rejected(wrong: type[Popularity]) -> None:
+    """The check rejects draws that do not follow the formula and a log_prob that does not."""
+    with pytest.raises(AssertionError):
+        check_distribution(wrong(torch.tensor(COUNTS), 0.75), [count**0.75 if count else 0.0 for count in COUNTS])
 
 
 def test_draw_from_cdf_skips_steps_of_zero() -> None:
@@ -60,16 +101,49 @@ def plain_streaming(batches: list[list[int]], sizes: tuple[int, ...], alpha: flo
     return [1 / max(gap[h][(item + 1) % size] for h, size in enumerate(sizes)) for item in range(40)]
 
 
-@pytest.mark.parametrize("sizes", [(40,), (7,), (7, 11, 13)])
-def test_streaming_against_a_plain_loop(sizes: tuple[int, ...]) -> None:
-    """The estimate is that of algorithms 2 and 3, collisions and duplicates in a batch included, divided by the batch size."""
+def check_streaming(kind: type[Streaming], sizes: tuple[int, ...]) -> None:
     world = World.build(n_items=40)
     batches = [world.step(6, seed).item_ids.tolist() for seed in range(60)]
-    streaming = Streaming(sizes, alpha=0.07, start=3.0)
+    streaming = kind(sizes, alpha=0.07, start=3.0)
     for items in batches:
         streaming.observe(batch(*items), NOTHING)
     want = torch.tensor(plain_streaming(batches, sizes, 0.07, 3.0)) / 6
     torch.testing.assert_close(streaming.log_prob(torch.arange(40)).exp(), want)
+
+
+@pytest.mark.parametrize("sizes", [(40,), (7,), (7, 11, 13)])
+def test_streaming_against_a_plain_loop(sizes: tuple[int, ...]) -> None:
+    """The estimate is that of algorithms 2 and 3, with collisions and duplicates, divided by the batch size."""
+    check_streaming(Streaming, sizes)
+
+
+class ShortestGap(Streaming):
+    """A collision in one array decides."""
+
+    def log_prob(self, ids: Tensor) -> Tensor:
+        return -self.gap[self.buckets(ids)].amin(-1).log() - self.draws.log()
+
+
+class ForgetsLastSeen(Streaming):
+    """Every gap is counted from the beginning."""
+
+    def observe(self, step: Step, outcome: Outcome) -> None:
+        super().observe(step, outcome)
+        self.last.zero_()
+
+
+class PerBatch(Streaming):
+    """The chance per batch, not divided by the batch size."""
+
+    def log_prob(self, ids: Tensor) -> Tensor:
+        return super().log_prob(ids) + self.draws.log()
+
+
+@pytest.mark.parametrize("wrong", [ShortestGap, ForgetsLastSeen, PerBatch])
+def test_wrong_streams_are_rejected(wrong: type[Streaming]) -> None:
+    """The plain loop rejects an estimate with one of the known bugs."""
+    with pytest.raises(AssertionError):
+        check_streaming(wrong, (7, 11, 13))
 
 
 def test_streaming_takes_the_longest_gap() -> None:

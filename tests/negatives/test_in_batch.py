@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from sparring.core.errors import UserError
-from sparring.core.types import Outcome, Step
+from sparring.core.types import Bag, Outcome, Step
 from sparring.losses import sampled_softmax
 from sparring.negatives import InBatch, Memory, Negatives, Popularity, Sampled, Streaming, Uniform, Union
 from sparring.testing import NegativesContract, World, dense, observe
@@ -102,6 +103,23 @@ class TestInBatchStreaming(NegativesContract):
     partition = normalised = False  # an estimate after three steps
 
 
+def check_ring(memory: Memory, batch: int) -> None:
+    """After each of nine steps the ring holds the last positives, oldest first, with the vectors that they had then."""
+    world, size = World.build(n_items=50, dim=2), len(memory.ids)
+    line: deque[tuple[int, float]] = deque(maxlen=size)
+    for time in range(9):
+        step = world.step(batch, time, table=world.items + time)
+        memory.observe(step, NOTHING)
+        line.extend((item, float(step.v[row, 0])) for row, item in enumerate(step.item_ids.tolist()))
+        bag = memory(step)
+        filled = bag.blocks[0].log_w.isfinite() & (bag.blocks[0].ids >= 0)
+        assert int(filled.sum()) == len(line) == int(memory.size(step))
+        start = int(memory.cursor) % size if len(line) == size else 0
+        order = [(start + at) % size for at in range(len(line))]
+        held = [(int(bag.blocks[0].ids[at]), float(bag.blocks[0].emb[at, 0].detach())) for at in order]
+        assert held == list(line)
+
+
 class TestMemory(NegativesContract):
     batch, between = 128, 1
 
@@ -114,19 +132,7 @@ class TestMemory(NegativesContract):
     @pytest.mark.parametrize(("size", "batch"), [(10, 4), (10, 10), (7, 16), (12, 4), (1, 3)])
     def test_first_in_first_out(self, size: int, batch: int) -> None:
         """The ring holds what a deque of the same length holds, in the same order, with the vectors of the time of entry."""
-        memory, world = Memory(size, 2, Uniform(50)), World.build(n_items=50, dim=2)
-        line: deque[tuple[int, float]] = deque(maxlen=size)
-        for time in range(9):
-            step = world.step(batch, time, table=world.items + time)
-            memory.observe(step, NOTHING)
-            line.extend((item, float(step.v[row, 0])) for row, item in enumerate(step.item_ids.tolist()))
-            bag = memory(step)
-            filled = bag.blocks[0].log_w.isfinite() & (bag.blocks[0].ids >= 0)
-            assert int(filled.sum()) == len(line) == int(memory.size(step))
-            start = int(memory.cursor) % size if len(line) == size else 0
-            order = [(start + at) % size for at in range(len(line))]
-            held = [(int(bag.blocks[0].ids[at]), float(bag.blocks[0].emb[at, 0].detach())) for at in order]
-            assert held == list(line)
+        check_ring(Memory(size, 2, Uniform(50)), batch)
 
     def test_another_width_is_told(self) -> None:
         """Vectors of a model with an item bias are wider than its towers: both widths are named, and what to give."""
@@ -165,6 +171,37 @@ class TestMemory(NegativesContract):
         loss.sum().backward()
         assert table.grad is None
         assert step.q.grad is not None
+
+
+class OverwritesTheNewest(Memory):
+    """Every step is written to the start of the ring."""
+
+    def observe(self, step: Step, outcome: Outcome) -> None:
+        self.cursor.zero_()
+        super().observe(step, outcome)
+
+
+class KeepsTheFirst(Memory):
+    """Of a batch longer than the ring it keeps the first rows."""
+
+    def observe(self, step: Step, outcome: Outcome) -> None:
+        rows = {name: getattr(step, name)[: len(self.ids)] for name in ("query_ids", "item_ids", "q", "v")}
+        super().observe(replace(step, **rows), outcome)
+
+
+class VectorsOfNow(Memory):
+    """The vectors that it remembers are overwritten by the encoder of the step."""
+
+    def forward(self, step: Step) -> Bag:
+        (block,) = super().forward(step).blocks
+        return Bag((replace(block, emb=step.encode(block.ids)),))
+
+
+@pytest.mark.parametrize(("wrong", "batch"), [(OverwritesTheNewest, 4), (KeepsTheFirst, 16), (VectorsOfNow, 4)])
+def test_wrong_rings_are_rejected(wrong: type[Memory], batch: int) -> None:
+    """The check against a deque rejects a ring with one of the known bugs."""
+    with pytest.raises(AssertionError):
+        check_ring(wrong(10, 2, Uniform(50)), batch)
 
 
 class TestCbns(NegativesContract):

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
     from sparring.data.interactions import Vocabulary
     from sparring.experiments.report.tables import Cell
-    from sparring.models.clusters import MSAC, Codes, Drift, Settings
-    from sparring.models.clusters.learning import Progress
-    from sparring.models.clusters.stream import Modalities
+    from sparring.models.clusters import MSAC, Codes, Drift, MSACSettings
+    from sparring.models.clusters.learning import ClusterProgress
+    from sparring.models.clusters.stream import ModalityRows
 
 MANY = 0.3  # share of known items that would change their cell, above which something other than new items must be the cause
 
@@ -128,7 +128,7 @@ def cluster(args: Namespace) -> int:
 
 
 def _updated(
-    args: Namespace, msac: MSAC, known: Codes, modalities: Modalities, ids: Vocabulary, tell: Progress
+    args: Namespace, msac: MSAC, known: Codes, modalities: ModalityRows, ids: Vocabulary, tell: ClusterProgress
 ) -> tuple[Codes, Drift]:
     """Take over modalities made anew, measure, learn on, code; without steps known items keep their codes."""
     for name in args.refit:
@@ -176,9 +176,9 @@ def _check(args: Namespace) -> None:
         raise UserError(f"{option} cannot go with --update, which keeps the settings of {args.update}")
 
 
-def _settings(args: Namespace) -> Settings:
+def _settings(args: Namespace) -> MSACSettings:
     """The settings of a preset with what was asked for."""
-    from sparring.models.clusters import PRESETS, Settings
+    from sparring.models.clusters import PRESETS, MSACSettings
     from sparring.recipes.settings import nearest, parse
 
     asked: dict[str, object] = dict(args.settings)
@@ -186,7 +186,7 @@ def _settings(args: Namespace) -> Settings:
         value = getattr(args, name)
         if value is not None:
             asked[name] = value
-    kinds = get_type_hints(Settings)
+    kinds = get_type_hints(MSACSettings)
     for name in asked:
         if name not in kinds:
             raise UserError(f"unknown setting {name!r}{nearest(name, kinds)}")
@@ -196,7 +196,7 @@ def _settings(args: Namespace) -> Settings:
 
 
 @contextmanager
-def _telling(show: Console, quiet: bool) -> Iterator[Progress]:
+def _telling(show: Console, quiet: bool) -> Iterator[ClusterProgress]:
     """What learning reports to: a bar that shows only on a terminal."""
     with screen.bar_of(show, "done", TimeRemainingColumn()) as bar:
         task = bar.add_task("", total=1, note="", visible=False)

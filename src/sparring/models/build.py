@@ -13,8 +13,9 @@ from sparring.core.memory import machine_bytes
 from sparring.core.ranks import Group, home, join
 from sparring.data.features import Features, Histories
 from sparring.data.interactions import Ids
+from sparring.data.texts.encoder import Pooling
 from sparring.data.texts.texts import Role, Texts, text_of, tokenized
-from sparring.models.encoders import Pooling, encoder_width, load_encoder, open_encoder
+from sparring.models.encoders import encoder_width, load_encoder, open_encoder
 from sparring.models.item_corrections import Augmented, Centroids, shared_vectors
 from sparring.models.retriever import Retriever
 from sparring.models.rowwise_tables import RowWiseTable

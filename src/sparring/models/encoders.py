@@ -1,7 +1,7 @@
-"""Encoders of text towers by name: opened from a package, a folder or the hub, and saved as a folder of their own.
+"""Encoders of text towers by name: opened from a package, a folder or the hub, and saved to a folder.
 
-A transformer's folder is one that transformers and sentence-transformers read; a bag's holds config.json, model.safetensors and, unless
-its tokens are hashed words, tokenizer.json. Either can be named as `encoder` of another run.
+transformers and sentence-transformers can read the folder of a transformer. The folder of a bag holds config.json,
+model.safetensors and, unless its tokens are hashed words, tokenizer.json. Either can be the `encoder` of another run.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import safetensors
 import safetensors.torch
@@ -17,15 +17,13 @@ import torch
 from torch import nn
 
 from sparring.core.errors import UserError, first_line
-from sparring.data.modalities.encoders import TextEncoder, text_folder, text_library
+from sparring.data.texts.encoder import Pooling, TextEncoder, text_folder, text_library
 from sparring.data.texts.tokenizers import FastTokenizer, WordTokenizer, find_tokenizer, package_folder
 from sparring.models.text import BagEncoder, TransformerEncoder
 
 BAGS = ("bag", "wordllama")
 _BAG = "sparring-bag"  # model_type in config.json
 _WORDLLAMA = "weights/l2_supercat_256.safetensors", "tokenizers/l2_supercat_tokenizer_config.json"
-
-Pooling = Literal["mean", "cls"]
 
 
 def is_bag(name: str) -> bool:
@@ -34,7 +32,7 @@ def is_bag(name: str) -> bool:
 
 
 def encoder_width(name: str, dim: int) -> int:
-    """Dimensions that the encoder of this name gives; a new bag has as many as asked for."""
+    """Dimensions of the encoder of this name; a new bag has `dim`."""
     if name in BAGS:
         return dim
     config = _config(text_folder(name))
@@ -44,11 +42,11 @@ def encoder_width(name: str, dim: int) -> int:
 def open_encoder(
     name: str, dim: int = 256, pooling: Pooling = "mean", sparse: bool = True, init_std: float = 0.1
 ) -> BagEncoder | TransformerEncoder:
-    """The encoder of this name, with the weights that it starts from.
+    """The encoder of this name with its initial weights.
 
-    `bag` takes the first `dim` of the 256 dimensions of the package wordllama where that is installed, else random vectors of hashed words,
-    in either case with a standard deviation of init_std; `wordllama` insists on the package. `minilm`, a folder and a name on the hub are
-    transformers (see data/encoders.py), but for a folder that a bag was saved to.
+    `bag` takes the first `dim` of the 256 dimensions of the package wordllama if it is installed, otherwise random
+    vectors of hashed words, both with standard deviation init_std; `wordllama` requires the package. `minilm`, a folder
+    or a name on the hub is a transformer (data/texts/encoder.py), unless the folder holds a saved bag.
     """
     package = package_folder("wordllama") if name in BAGS else None
     if package is not None:
@@ -58,7 +56,7 @@ def open_encoder(
         return BagEncoder(words, torch.empty(words.vocabulary, dim).normal_(0.0, init_std), sparse)
     if name == "wordllama":
         raise UserError(
-            "encoder=wordllama needs its package: pip install wordllama, or use encoder=bag, which then starts at random"
+            "encoder=wordllama needs its package: pip install wordllama, or use encoder=bag with random initial vectors"
         )
     return load_encoder(text_folder(name), pooling, sparse)
 
@@ -66,7 +64,7 @@ def open_encoder(
 def load_encoder(
     folder: Path, pooling: Pooling = "mean", sparse: bool = True, weights: bool = True
 ) -> BagEncoder | TransformerEncoder:
-    """The encoder that a folder holds; without `weights` its shape alone, to be filled from elsewhere."""
+    """The encoder in a folder; without `weights` only its shape, for the caller to fill."""
     config = _config(folder)
     try:
         if config.get("model_type") == _BAG:
@@ -79,9 +77,8 @@ def load_encoder(
                 bag.load_state_dict(safetensors.torch.load_file(folder / "model.safetensors"))
             return bag
         source = TextEncoder(folder, "cpu")
-        model = (
-            source.load()[1] if weights else _bare(folder)
-        ).float()  # many are kept in halves, whose small steps would be lost
+        # Many checkpoints are in half precision, which would lose small updates.
+        model = (source.load()[1] if weights else _untrained(folder)).float()
         return TransformerEncoder(model, find_tokenizer(folder), pooling, source.max_length, folder / "tokenizer.json")
     except (OSError, ValueError, KeyError, RuntimeError, safetensors.SafetensorError) as error:
         if isinstance(error, UserError):
@@ -90,10 +87,10 @@ def load_encoder(
 
 
 def save_encoder(encoder: BagEncoder | TransformerEncoder, folder: Path, weights: bool = True) -> None:
-    """Write an encoder to a folder; without `weights` only what tells its shape and its tokens."""
+    """Write an encoder to a folder; without `weights` only its shape and tokenizer."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "model.safetensors").unlink(missing_ok=True)  # those of an earlier run
+        (folder / "model.safetensors").unlink(missing_ok=True)  # from an earlier run
         if isinstance(encoder, BagEncoder):
             _copy(encoder.tokenizer_file, folder / "tokenizer.json")
             _write_json(
@@ -115,7 +112,7 @@ def save_encoder(encoder: BagEncoder | TransformerEncoder, folder: Path, weights
 
 
 def _for_sentence_transformers(encoder: TransformerEncoder, folder: Path) -> None:
-    """What sentence-transformers needs beside the model, so that SentenceTransformer(folder) gives the same vectors."""
+    """Write the files with which SentenceTransformer(folder) gives the same vectors."""
     kinds = (("", "Transformer"), ("1_Pooling", "Pooling"))
     modules = [
         {"idx": i, "name": str(i), "path": p, "type": f"sentence_transformers.models.{kind}"}
@@ -131,15 +128,15 @@ def _for_sentence_transformers(encoder: TransformerEncoder, folder: Path) -> Non
 def _wordllama(package: Path, dim: int, sparse: bool, init_std: float) -> BagEncoder:
     vectors = safetensors.torch.load_file(package / _WORDLLAMA[0])["embedding.weight"].float()
     if dim > vectors.shape[1]:
-        raise UserError(
-            f"dim={dim} is more than the {vectors.shape[1]} dimensions of wordllama's vectors: choose at most that many"
-        )
-    vectors = vectors[:, :dim] * (init_std / vectors.std())  # so that one learning rate suits them and random ones
+        raise UserError(f"dim={dim} exceeds the {vectors.shape[1]} dimensions of wordllama's vectors")
+    vectors = vectors[:, :dim] * (
+        init_std / vectors.std()
+    )  # the scale of random vectors, so one learning rate fits both
     return BagEncoder(find_tokenizer("wordllama"), vectors, sparse, package / _WORDLLAMA[1])
 
 
-def _bare(folder: Path) -> nn.Module:
-    """An untrained model of the shape that a folder tells."""
+def _untrained(folder: Path) -> nn.Module:
+    """An untrained model of the shape in the folder's config."""
     transformers = text_library("transformers")
     model: nn.Module = transformers.AutoModel.from_config(
         transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
@@ -155,7 +152,7 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def _copy(file: Path | None, to: Path) -> None:
-    """Put a file where another may lie; where there is none, nothing may lie there either."""
+    """Copy a file over `to`, or delete `to` if there is no such file."""
     if file is None or not file.is_file():
         to.unlink(missing_ok=True)
     elif file.resolve() != to.resolve():

@@ -1,4 +1,4 @@
-"""Two rankings in one: classifiers list the items, and a small decision tree says what each score is worth (the fusion of NGAME)."""
+"""Rank fusion (NGAME): classifiers list items, and a small decision tree weighs both models' scores."""
 
 from __future__ import annotations
 
@@ -17,22 +17,24 @@ from sparring.models.retriever import Retriever
 from sparring.models.tree import grow
 
 FILE = "fusion.safetensors"  # in a run folder
-DEPTH = 7  # of the tree
-ROWS = 75_000  # queries that it learns from
-BLOCK = 512  # queries whose lists are scored at once
+DEPTH = 7  # depth of the tree
+ROWS = 75_000  # queries the tree is fitted to
+BLOCK = 512  # queries ranked at once
 
 
 class Fused(nn.Module):
     """A retriever and classifiers over the same query vectors, ranked together.
 
-        score = clf + beta (knn + P(relevant | clf, knn, inverse propensity of the item))   of the `shortlist` best items by clf
+        score = clf + beta (knn + P(relevant | clf, knn, inverse propensity))   for the `shortlist` best by clf
 
-    clf and knn are cosines. The chance is that of a decision tree of depth 7, learnt from lists of queries that neither was trained on
-    (`learn`); until then it is 0.
+    clf and knn are cosines. P is given by a decision tree of depth 7, fitted to the lists of held-out queries
+    (`learn`); before that it is 0.
 
-        fused = Fused(model, classifiers, propensity);   fused.learn(split.valid, seen);   fused.lists(query_ids, 10, seen)
+        fused = Fused(model, classifiers, propensity);   fused.learn(split.valid, seen)
+        fused.lists(query_ids, 10, seen)
 
-    Dahiya et al., NGAME: Negative Mining-aware Mini-batching for Extreme Classification, WSDM 2023; features and depth of its release.
+    Dahiya et al., NGAME: Negative Mining-aware Mini-batching for Extreme Classification, WSDM 2023; features and depth
+    of its release.
     """
 
     propensity: Tensor
@@ -61,29 +63,29 @@ class Fused(nn.Module):
 
     @torch.no_grad()
     def lists(self, ids: Tensor, k: int, seen: Positives | None) -> Tensor:
-        """(B, k): the best items of these queries of the training data, -1 where there are no more."""
+        """(B, k): the best items of these training queries, padded with -1."""
         knn, clf = self.knn.item_vectors(), self.clf.item_vectors()
         parts = []
-        for some in ids.split(BLOCK):
-            listed = top_k(self.clf.query_vectors(some), clf, max(k, self.shortlist), seen, some)
-            parts.append(self.ordered(*listed, self.knn.query_vectors(some), knn)[1][:, :k])
+        for block in ids.split(BLOCK):
+            listed = top_k(self.clf.query_vectors(block), clf, max(k, self.shortlist), seen, block)
+            parts.append(self.ordered(*listed, self.knn.query_vectors(block), knn)[1][:, :k])
         return torch.cat(parts)
 
     def ordered(self, scores: Tensor, items: Tensor, q: Tensor, knn: Tensor) -> tuple[Tensor, Tensor]:
-        """Fused scores and ids (B, n) of the items that the classifiers listed, the best first."""
+        """Fused scores and ids (B, n) of the items listed by the classifiers, best first."""
         features = self._features(scores, items, q, knn)
         fused = features[..., 0] + self.beta * (features[..., 1] + self.probability(features))
         fused, order = torch.sort(fused.masked_fill(items < 0, -torch.inf), dim=1, descending=True, stable=True)
         return fused, items.gather(1, order)
 
     def _features(self, scores: Tensor, items: Tensor, q: Tensor, knn: Tensor) -> Tensor:
-        """Of each listed item (B, n, 3): classifier score, retriever score, inverse propensity."""
-        at = items.clamp(min=0)
-        near = torch.bmm(knn[at], q.unsqueeze(2)).squeeze(2)
-        return torch.stack([scores.nan_to_num(neginf=0.0), near, self.propensity[at]], 2)
+        """(B, n, 3): classifier score, retriever score and inverse propensity of each listed item."""
+        index = items.clamp(min=0)
+        near = torch.bmm(knn[index], q.unsqueeze(2)).squeeze(2)
+        return torch.stack([scores.nan_to_num(neginf=0.0), near, self.propensity[index]], 2)
 
     def probability(self, features: Tensor) -> Tensor:
-        """(...): what the tree says of features (..., 3)."""
+        """(...): the tree's probability of relevance for features (..., 3)."""
         node = torch.zeros(features.shape[:-1], dtype=torch.long, device=features.device)
         for _ in range(DEPTH):
             value = features.gather(-1, self.feature[node].unsqueeze(-1)).squeeze(-1)
@@ -92,7 +94,7 @@ class Fused(nn.Module):
 
     @torch.no_grad()
     def learn(self, held: Interactions, seen: Positives | None, seed: int = 0) -> None:
-        """Fit the tree to the lists of queries whose right items are known, at most 75,000 of them."""
+        """Fit the tree to the lists of at most 75,000 queries with known relevant items."""
         device = self.propensity.device
         queries = np.unique(held.queries)
         if len(queries) > ROWS:
@@ -113,19 +115,19 @@ class Fused(nn.Module):
             getattr(self, name).copy_(getattr(tree, name))
 
     def save(self, folder: Path) -> None:
-        """Write what was learnt; the two models are kept as those of runs are."""
+        """Write the tree; the two models are saved with their runs."""
         learnt = dict(self.named_buffers(recurse=False))
         files.write_tensors(folder / FILE, learnt, {"beta": self.beta, "shortlist": self.shortlist})
 
     @classmethod
     def load(cls, folder: Path, knn: Retriever, clf: Retriever) -> Fused:
-        """What `save` wrote, over the models that it was learnt for."""
+        """Read a saved tree over the two models it was fitted to."""
         tensors, settings = files.read_tensors(folder / FILE)
         fused = cls(knn, clf, tensors["propensity"].numpy(), settings["beta"], settings["shortlist"])
         for name, own in fused.named_buffers(recurse=False):
             if name not in tensors or tensors[name].shape != own.shape:
                 raise UserError(
-                    f"{folder / FILE} does not fit this run: tensor {name!r} is missing or of another shape"
+                    f"{folder / FILE} does not fit this run: tensor {name!r} is missing or has another shape"
                 )
             own.copy_(tensors[name])
         return fused

@@ -1,4 +1,4 @@
-"""What is added to a tower's vector of an item: a free vector that a group of items shares (DEXA), the mean of its queries (PRIME)."""
+"""Corrections of item vectors: a vector shared by a cluster of items (DEXA), the mean of an item's queries (PRIME)."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ class Augmented(nn.Module):
 
         w_l = E(z_l) + a_c(l),   before any scaling to length 1
 
-    A tower that reads texts or features gives alike items alike vectors; what people take them for may differ in a way that it
-    cannot see. The clusters say what items share such a correction: `refresh`, before the first epoch, gives the `private` most frequent
-    items one of their own and halves the others (balanced_2means) by the tower's vectors, once, where the model then lies: a transformer
-    reads all items on the GPU. Until then items are dealt out in turn. "xavier" starts from vectors much shorter than a tower's, "zeros"
-    from the tower itself. Under the row rules they never decay.
+    A tower that reads texts or features gives similar items similar vectors, although people may use them differently.
+    Items of a cluster share a correction. Before the first epoch `refresh` gives each of the `private` most frequent
+    items its own cluster and halves the rest (balanced_2means) by the tower's vectors, on the model's device. Until
+    then items are assigned round-robin. "xavier" starts from vectors much shorter than a tower's, "zeros" from the
+    tower itself. Row optimisers never decay them.
 
         item = Augmented(tower, vectors=4096, private=1000)
 
     Dahiya et al., Deep Encoders with Auxiliary Parameters for Extreme Classification, KDD 2023.
     """
 
-    in_place = True  # what refresh makes lies where it lay: a recorded step holds
+    in_place = True  # refresh() updates buffers in place, so a captured CUDA graph stays valid
     cluster: Tensor
 
     def __init__(
@@ -47,7 +47,9 @@ class Augmented(nn.Module):
         super().__init__()
         self.n, self.dim = int(tower.n), int(tower.dim)  # type: ignore[arg-type]
         if not 1 <= vectors <= self.n:
-            raise ValueError(f"auxiliary vectors must number between 1 and the {self.n:,} items, got {vectors}")
+            raise ValueError(
+                f"the number of auxiliary vectors must be between 1 and the {self.n:,} items, got {vectors}"
+            )
         self.tower, self.private, self.seed = tower, private, seed
         self.auxiliary = IdTower(vectors, self.dim, 0.0, sparse)
         self.auxiliary.undecayed = True
@@ -60,13 +62,13 @@ class Augmented(nn.Module):
         return vectors
 
     def refresh(self, corpus: Corpus) -> None:
-        """Before the first epoch: the clusters, by the tower's vectors then and how often items occur."""
+        """Build the clusters before the first epoch, from the tower's vectors and the item counts."""
         if not corpus.epoch:
             counts = torch.bincount(corpus.positives.items.long(), minlength=self.n)
             self.assign(counts, self.private, torch.Generator().manual_seed(self.seed))
 
     def assign(self, counts: Tensor, private: int, generator: torch.Generator) -> None:
-        """A vector of its own for each of the `private` most frequent items, and the others by clusters of the tower's vectors."""
+        """Own vectors for the `private` most frequent items; the others share one per cluster."""
         vectors = self.auxiliary.n
         order = torch.sort(counts, descending=True, stable=True).indices
         private = min(private, vectors - (vectors < self.n))
@@ -83,19 +85,20 @@ class Augmented(nn.Module):
 
 
 class Centroids(nn.Module):
-    """An item tower that also sees where the queries of each item lie (the label centroids of PRIME).
+    """An item tower corrected by the centroid of each item's queries (the label centroids of PRIME).
 
         w_l = E(z_l) + G m_l,   m_l = sum of the vectors of the training queries of l / (their number + `shrink`)
 
-    G is a learned matrix that starts at 0, so that training starts from the tower itself. The centroids m are constants, made anew before
-    each epoch but the first: from the vectors that the queries had in their last step, where batches keep them (`follow`), so that nothing
-    is encoded for it, else by encoding all training queries. A query is part of the centroid of its own items, and of a rare one it
-    is most of it: that flatters training, which `shrink` lessens and does not undo. An item without queries has m = 0.
-    The authors mix the three vectors by a shallow transformer; here they are summed.
+    G is a learned matrix that starts at 0, so training starts from the tower itself. The centroids m are constants,
+    recomputed before each epoch but the first: from the queries' vectors in their last step if the batches keep them
+    (`follow`), otherwise by encoding all training queries. A query contributes to the centroids of its own items and
+    dominates that of a rare item, which makes training metrics optimistic; `shrink` reduces this but does not remove
+    it. An item without queries has m = 0. The authors combine the three vectors with a shallow transformer; we sum
+    them.
 
         item = Centroids(tower);   item.follow(batches)     # ClusteredBatches, of NGAME
 
-    PRIME, NAACL 2025, as it is in the code of its successor ViXML.
+    PRIME, NAACL 2025, as implemented in its successor ViXML.
     """
 
     in_place = True
@@ -105,23 +108,23 @@ class Centroids(nn.Module):
         super().__init__()
         self.n, self.dim = int(tower.n), int(tower.dim)  # type: ignore[arg-type]
         if not shrink >= 0:
-            raise ValueError(f"shrink must not be negative, got {shrink}")
+            raise ValueError(f"shrink must be at least 0, got {shrink}")
         self.tower, self.shrink = tower, shrink
         self.mix = nn.Linear(self.dim, self.dim, bias=False)
         nn.init.zeros_(self.mix.weight)
         self.register_buffer("centroid", torch.zeros(self.n, self.dim))
-        self._kept: list[ClusteredBatches] = []  # in a list: it is no part of this module
+        self._kept: list[ClusteredBatches] = []  # in a list, so that it is not a submodule
 
     def forward(self, ids: Tensor) -> Tensor:
         vectors: Tensor = self.tower(ids) + self.mix(self.centroid[ids.long()])
         return vectors
 
     def follow(self, batches: ClusteredBatches) -> None:
-        """Take the vectors of queries from the memory of these batches."""
+        """Read query vectors from the memory of these batches."""
         self._kept = [batches]
 
     def refresh(self, corpus: Corpus) -> None:
-        """New centroids; not before the first epoch, when the vectors say nothing yet."""
+        """Recompute the centroids, except before the first epoch, when vectors are still random."""
         if not corpus.epoch:
             return
         start, items = corpus.positives.start.long(), corpus.positives.items
@@ -137,6 +140,6 @@ class Centroids(nn.Module):
 
 
 def shared_vectors(n_items: int, items: int, private: int) -> tuple[int, int]:
-    """How many auxiliary vectors so that about `items` items share one: (shared ones, a power of two; and private ones)."""
+    """(shared, private) auxiliary vectors such that about `items` items share one; shared is a power of two."""
     private = min(private, n_items // 2)
     return 2 ** max(0, round(math.log2((n_items - private) / items))), private

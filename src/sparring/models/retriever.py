@@ -14,17 +14,16 @@ from torch.nn import functional as F
 from sparring.core.types import ALONE, Ranks
 from sparring.models.towers import FeatureTower, HistoryTower, IdTower, evaluating, width_of
 
-_NORM_EPS = (
-    1e-6  # a vector shorter than this is scaled by 1 / _NORM_EPS, so that zero stays zero and its gradient finite
-)
+_NORM_EPS = 1e-6  # shorter vectors are scaled by 1 / _NORM_EPS: zero stays zero and its gradient finite
 
 
 class Retriever(nn.Module):
-    """Two towers and how their vectors are compared: score(u, i) = q_u . e_i, each of length 1 when score is "cosine".
+    """Two towers and a score: score(u, i) = q_u . e_i, with both vectors scaled to length 1 if score is "cosine".
 
     Works with any two modules that map ids to vectors of the same width. `n_items` is read from the item tower (`n`, or
-    `num_embeddings` of an nn.Embedding) unless given. With `item_bias`, a tower of width 1, the score is q_u . e_i + b_i: an item's vector
-    ends in b_i and a query's in 1, so that whatever takes inner products knows the bias; the length of 1 is that of the others.
+    `num_embeddings` of an nn.Embedding) unless given. With `item_bias`, a tower of width 1, the score is q_u . e_i +
+    b_i: an item's vector ends in b_i and a query's in 1, so every inner product includes the bias. Scaling to length 1
+    leaves that last dimension out.
 
         model = Retriever(IdTower(n_queries, 64), IdTower(n_items, 64), score="cosine")
         scores = model.encode_queries(queries) @ model.item_vectors().T
@@ -40,21 +39,21 @@ class Retriever(nn.Module):
     ) -> None:
         super().__init__()
         if score not in ("cosine", "dot"):
-            raise ValueError(f"score {score!r} is not known: use 'cosine' or 'dot'")
+            raise ValueError(f"unknown score {score!r}: use 'cosine' or 'dot'")
         self.query, self.item, self.score, self.item_bias = query, item, score, item_bias
         widths = width_of(query), width_of(item)
         if widths[0] != widths[1]:
             raise ValueError(
-                f"the query tower gives {widths[0]} dimensions and the item tower {widths[1]}: they must be the same"
+                f"the query tower has {widths[0]} dimensions and the item tower {widths[1]}: they must be equal"
             )
-        found = n_items or getattr(item, "n", None) or getattr(item, "num_embeddings", None)
-        if found is None:
+        count = n_items or getattr(item, "n", None) or getattr(item, "num_embeddings", None)
+        if count is None:
             raise ValueError(f"the item tower {type(item).__name__} has no attribute n: pass n_items")
-        self.n_items, self.dim = int(found), widths[0] + (item_bias is not None)
+        self.n_items, self.dim = int(count), widths[0] + (item_bias is not None)
         self._excludes = "exclude_items" in inspect.signature(query.forward).parameters
 
     def encode_queries(self, ids: Tensor, positives: Tensor | None = None) -> Tensor:
-        """Vectors of queries (..., D). In training pass their positives: a tower that reads histories leaves them out."""
+        """Vectors of queries (..., D). In training pass their positives: a history tower leaves them out."""
         if positives is not None and self._excludes:
             return self._finished(self.query(ids, exclude_items=positives))
         return self._finished(self.query(ids))
@@ -65,20 +64,18 @@ class Retriever(nn.Module):
         return vectors if self.item_bias is None else torch.cat([vectors, self.item_bias(ids).to(vectors.dtype)], -1)
 
     def encode_mixtures(self, ids: Tensor, weights: Tensor, layer: int) -> Tensor:
-        """Vectors (..., V, D) of items (..., M) mixed by weights (..., V, M) inside the item tower, after `layer` of its layers."""
+        """Vectors (..., V, D) of items (..., M) mixed by weights (..., V, M) after `layer` layers."""
         if not isinstance(self.item, FeatureTower):
             raise ValueError(
-                f"layer={layer} needs an item tower with hidden layers, not {type(self.item).__name__}: set item_features"
+                f"layer={layer} needs hidden layers in the item tower, not {type(self.item).__name__}: set item_features"
             )
         vectors = self._scaled(self.item.mixtures(ids, weights, layer))
-        return (
-            vectors
-            if self.item_bias is None
-            else torch.cat([vectors, weights @ self.item_bias(ids).to(vectors.dtype)], -1)
-        )
+        if self.item_bias is None:
+            return vectors
+        return torch.cat([vectors, weights @ self.item_bias(ids).to(vectors.dtype)], -1)
 
     def encode_histories(self, items: Tensor) -> Tensor:
-        """Vectors (B, D) of queries known only by their items (B, L), in time order, -1 where there is none."""
+        """Vectors (B, D) of queries given by their items (B, L) in time order, padded with -1."""
         if not isinstance(self.query, HistoryTower):
             raise ValueError(
                 f"the query tower {type(self.query).__name__} cannot encode a history: train with a HistoryTower"
@@ -99,29 +96,28 @@ class Retriever(nn.Module):
         return vectors if self.item_bias is None else torch.cat([vectors, torch.zeros_like(vectors[:, :1])], -1)
 
     def dropped(self, q: Tensor, rate: float, uniform: Tensor) -> Tensor:
-        """Vectors of queries (..., D) with each dimension set to 0 with chance `rate`, the others divided by 1 - rate (dropout).
+        """Dropout of query vectors (..., D): a dimension is 0 if its number in `uniform` is below `rate`.
 
-        Those whose number in `uniform`, drawn from [0, 1), is below the rate are dropped. Under cosine their length is 1 again, as if the
-        tower's own vectors had been dropped before. The dimension of the bias stays, and has no number.
+        The others are divided by 1 - rate. Under cosine the result is scaled to length 1 again, as if the tower's
+        output had been dropped. The bias dimension is never dropped and has no number in `uniform`.
         """
-        towers = q if self.item_bias is None else q[..., :-1]
-        kept = uniform >= rate
-        return self._finished(towers * kept / (1 - rate))
+        vectors = q if self.item_bias is None else q[..., :-1]
+        return self._finished(vectors * (uniform >= rate) / (1 - rate))
 
     def item_vectors(self, block: int = 65536, ranks: Ranks = ALONE) -> Tensor:
-        """Vectors of all items (N, D), without gradient, in evaluation mode, `block` at a time; several ranks share the work."""
+        """Vectors of all items (N, D), without gradient, in evaluation mode, by blocks; ranks share the work."""
         shard = self.item_shard()
         if shard is not None:
             gathered: Tensor = self.item.whole(shard[1])  # type: ignore[operator]
             return gathered
         ids = torch.arange(self.n_items, device=self.device)
-        if ranks.world == 1 or isinstance(self.item, IdTower):  # a table is read faster than it is sent
+        if ranks.world == 1 or isinstance(self.item, IdTower):  # reading a table is faster than sending it
             return self._in_blocks(self.encode_items, ids, block)
         return ranks.gather(self._in_blocks(self.encode_items, ranks.own(ids), block), len(ids))
 
     @torch.no_grad()
     def item_shard(self) -> tuple[int, Tensor] | None:
-        """The first of this rank's items and their vectors, where the table is spread over ranks (rowwise.py)."""
+        """This rank's first item and the vectors of its items, if the table is sharded (rowwise_tables.py)."""
         if not getattr(self.item, "spread", False):
             return None
         vectors = self._scaled(self.item.weight)  # type: ignore[arg-type]
@@ -140,13 +136,13 @@ class Retriever(nn.Module):
         return F.normalize(vectors, dim=-1, eps=_NORM_EPS) if self.score == "cosine" else vectors
 
     def _finished(self, vectors: Tensor) -> Tensor:
-        """What a query tower gives, as it is compared."""
+        """Output of a query tower, scaled and with the bias dimension."""
         vectors = self._scaled(vectors)
         return vectors if self.item_bias is None else torch.cat([vectors, torch.ones_like(vectors[..., :1])], -1)
 
     @property
     def device(self) -> torch.device:
-        """Where the towers lie."""
+        """The device of the towers."""
         return next(itertools.chain(self.parameters(), self.buffers())).device
 
     def _in_blocks(self, encode: Callable[[Tensor], Tensor], ids: Tensor, block: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Tables whose rows are spread over the ranks: TorchRec's row-wise sharding with its fused row-wise Adagrad (the extra `scale`)."""
+"""Tables sharded by row over the ranks: TorchRec's row-wise sharding with fused Adagrad (the extra `scale`)."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from torch import Tensor, nn
 from sparring.core.errors import UserError
 from sparring.core.ranks import Group
 
-_ROWS = (
-    1 << 16
-)  # of a table that are drawn, sent or written at a time; with any dim a multiple of 16 numbers, see `start`
+_ROWS = 1 << 16  # rows drawn, sent or written at a time; a multiple of 16 numbers for any dim, see `start`
 
 
 def require_torchrec() -> None:
-    """Say in one line what is missing."""
+    """Raise a one-line error if TorchRec is missing."""
     if importlib.util.find_spec("torchrec") is None or importlib.util.find_spec("fbgemm_gpu") is None:
         raise UserError(
-            'tables=sharded needs TorchRec: pip install "sparring[scale]", or on CPUs as docs/scale.md says'
+            'tables=sharded needs TorchRec: pip install "sparring[scale]", or see docs/guide/scale.md for CPUs'
         )
 
 
 class RowWiseTable(nn.Module):
-    """One free vector per id, as IdTower has it, its rows spread over the ranks; trained by RowAdagrad's rule (row-wise Adagrad).
+    """One free vector per id, like IdTower, with rows sharded over the ranks and trained by row-wise Adagrad.
 
-        rank r holds the rows from r ceil(n / ranks) on, and of each the sum of mean squared gradients: n dim / ranks + n / ranks numbers
+        rank r holds rows r ceil(n / ranks) and up, and for each its sum of mean squared gradients:
+        n dim / ranks + n / ranks numbers
 
-    A lookup is a collective: every rank asks for ids of its own, as often as the others. The vectors that a step looked up are kept with
-    their gradients until `step` hands all of them to TorchRec at once: a row that was looked up in several places moves once, by the
-    sum, as in one process. The table starts from the numbers that IdTower would start from.
+    A lookup is a collective: every rank asks for its own ids, equally often. `step` hands the vectors of a training
+    step and their gradients to TorchRec at once, so a row looked up several times moves once, by the sum, as in one
+    process. The table starts from the same numbers as IdTower.
 
-        table = RowWiseTable(100_000_000, 64, 0.1, Group(), torch.device("cuda"));   table(ids).sum().backward();   table.step(lr=0.05)
+        table = RowWiseTable(100_000_000, 64, 0.1, Group(), torch.device("cuda"))
+        table(ids).sum().backward();   table.step(lr=0.05)
     """
 
     where: Tensor
-    spread = True  # each rank has some of the rows
+    spread = True  # each rank holds some of the rows
 
     def __init__(
         self, n: int, dim: int, init_std: float, ranks: Group, device: torch.device, eps: float = 1e-8
@@ -48,10 +48,9 @@ class RowWiseTable(nn.Module):
         super().__init__()
         self.n, self.dim, self.ranks = n, dim, ranks
         self.register_buffer("where", torch.zeros(0, device=device), persistent=False)
-        with torch.random.fork_rng([]):  # it draws a start of its own
-            self._engine = (
-                _sharded(n, dim, ranks, device, eps),
-            )  # a tuple: its parameters are no business of other optimisers
+        with torch.random.fork_rng([]):  # TorchRec draws its own initial values
+            # in a tuple, so that other optimisers do not see its parameters
+            self._engine = (_sharded(n, dim, ranks, device, eps),)
         self._asked: list[tuple[Tensor, Tensor]] = []  # ids and vectors of this step
         block = -(-n // ranks.world)
         self.bounds = [min(block * rank, n) for rank in range(ranks.world + 1)]
@@ -59,9 +58,9 @@ class RowWiseTable(nn.Module):
 
     @torch.no_grad()
     def start(self, init_std: float) -> None:
-        """Draw the rows as IdTower does, block by block, and keep this rank's.
+        """Draw the rows like IdTower, block by block, and keep this rank's.
 
-        A CPU draws normal numbers 16 at a time, so that blocks of multiples of 16 go through the same numbers as the whole.
+        A CPU draws normal numbers 16 at a time, so blocks of multiples of 16 see the same numbers as one large draw.
         """
         low, high = self.bounds[self.ranks.rank : self.ranks.rank + 2]
         weight = self.weight
@@ -73,17 +72,17 @@ class RowWiseTable(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """(rows of this rank, dim): the part of the table that lies here."""
+        """(rows of this rank, dim): this rank's part of the table."""
         return _local(self._engine[0].state_dict()["embeddings.rows.weight"], (self.dim,), self.where.device)
 
     @property
     def sums(self) -> Tensor:
-        """(rows of this rank,): what RowAdagrad calls `sum`."""
+        """(rows of this rank,): the `sum` of RowAdagrad."""
         state = self._engine[0].fused_optimizer.state_dict()["state"]["embeddings.rows.weight"]
         return _local(state["rows.momentum1"], (), self.where.device)
 
     def whole(self, rows: Tensor) -> Tensor:
-        """(n, ...) of what each rank has for its own rows."""
+        """(n, ...): the rows of all ranks."""
         return self.ranks.gather_parts(rows, self.bounds)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -94,13 +93,13 @@ class RowWiseTable(nn.Module):
         return vectors.view(*ids.shape, self.dim)
 
     def step(self, lr: float) -> None:
-        """Move every row that was looked up since the last step by its summed gradient."""
+        """Update every row looked up since the last step by its summed gradient."""
         asked, self._asked = self._asked, []
         ids = torch.cat([ids for ids, _ in asked]) if asked else self.where.long()
         grads = [torch.zeros_like(v) if v.grad is None else v.grad for _, v in asked]
         fused = self._engine[0].fused_optimizer
         fused.param_groups[0]["lr"] = lr
-        fused.step()  # takes over the rate; the update itself is part of the backward pass
+        fused.step()  # sets the learning rate; the update itself is part of the backward pass
         gradient = torch.cat(grads) if grads else self.where.new_zeros(0, self.dim)
         with torch.enable_grad():
             self._look_up(ids).backward(gradient)
@@ -109,13 +108,12 @@ class RowWiseTable(nn.Module):
     def _look_up(self, ids: Tensor) -> Tensor:
         from torchrec import KeyedJaggedTensor
 
-        # One sample that holds all ids: their number may differ from rank to rank, the number of samples may not.
+        # One sample holds all ids: ranks may differ in the number of ids, not of samples.
         lengths = torch.tensor([len(ids)], device=ids.device)
-        found: Tensor = (
-            self._engine[0](KeyedJaggedTensor(keys=["id"], values=ids, lengths=lengths)).wait()["id"].values()
-        )
-        self.ranks.count("rows", (ids.nbytes + found.nbytes) * (self.ranks.world - 1) // self.ranks.world)
-        return found
+        jagged = KeyedJaggedTensor(keys=["id"], values=ids, lengths=lengths)
+        vectors: Tensor = self._engine[0](jagged).wait()["id"].values()
+        self.ranks.count("rows", (ids.nbytes + vectors.nbytes) * (self.ranks.world - 1) // self.ranks.world)
+        return vectors
 
     def extra_repr(self) -> str:
         return f"{self.n}, {self.dim}, over {self.ranks.world} ranks"
@@ -132,7 +130,7 @@ def _sharded(n: int, dim: int, ranks: Group, device: torch.device, eps: float) -
         from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise
         from torchrec.distributed.types import ShardingEnv
 
-    set_gradient_division(False)  # gradients are summed over ranks, as everywhere here
+    set_gradient_division(False)  # we sum gradients over ranks
     config = EmbeddingConfig(name="rows", embedding_dim=dim, num_embeddings=n, feature_names=["id"])
     collection = EmbeddingCollection(tables=[config], device=torch.device("meta"))
     sharder = EmbeddingCollectionSharder(

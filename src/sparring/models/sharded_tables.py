@@ -1,4 +1,4 @@
-"""A table of vectors in ranges, dealt over the GPUs there are: classifiers of more items than one GPU holds (M4 of NGAME)."""
+"""Tables sharded over the GPUs of one process: classifiers of more items than one GPU holds (M4 of NGAME)."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from sparring.models.towers import IdTower
 
 
 class ShardedTable(nn.Module):
-    """One free vector per id, as IdTower has it, in `shards` ranges of ids, each a table of its own.
+    """One free vector per id, like IdTower, in `shards` ranges of ids, each a separate table.
 
-        shard of id = the s with bounds[s] <= id < bounds[s + 1],   sizes that differ by at most 1
+        shard of id = the s with bounds[s] <= id < bounds[s + 1],   sizes differ by at most 1
 
-    `to("cuda")` deals the shards over all GPUs in turn, the first on the one that is named; vectors are gathered from there, gradients
-    go back there, and each shard is updated where it lies: of the 12 N D bytes of N vectors and their moments a GPU holds its share. The
-    values are those of one table, whatever the number of shards; a saved run has a tensor for each shard, and loads on any devices.
+    `to("cuda")` distributes the shards over all GPUs round-robin, starting with the named one. Vectors are gathered
+    from there, gradients go back, and each shard is updated on its own GPU, which holds its share of the 12 N D bytes
+    of N vectors and their moments. The values do not depend on the number of shards. A saved run has one tensor per
+    shard and loads on any number of devices.
 
         ShardedTable(1_300_000, 768, shards=4).to("cuda")(torch.tensor([3, 7], device="cuda"))      # (2, 768)
     """
@@ -25,12 +26,12 @@ class ShardedTable(nn.Module):
     def __init__(self, n: int, dim: int, shards: int = 1, init_std: float | None = None, sparse: bool = True) -> None:
         super().__init__()
         if not 1 <= shards <= n:
-            raise ValueError(f"shards must number between 1 and the {n:,} rows of the table, got {shards}")
+            raise ValueError(f"shards must be between 1 and the {n:,} rows of the table, got {shards}")
         self.n, self.dim = n, dim
-        self.bounds = [n * at // shards for at in range(shards + 1)]
-        whole = IdTower(n, dim, init_std, sparse).weight.detach()  # drawn at once, so that a start is that of one table
+        self.bounds = [n * shard // shards for shard in range(shards + 1)]
+        whole = IdTower(n, dim, init_std, sparse).weight.detach()  # drawn at once: the values of a single table
         sizes = [high - low for low, high in zip(self.bounds, self.bounds[1:], strict=False)]
-        with torch.random.fork_rng(devices=[]):  # and what is drawn after it too
+        with torch.random.fork_rng(devices=[]):  # later draws must not depend on the shards
             self.parts = nn.ModuleList([IdTower(size, dim, 0.0, sparse) for size in sizes])
         self.copy_rows(whole)
 
@@ -51,7 +52,7 @@ class ShardedTable(nn.Module):
                 part.weight.copy_(vectors[low:high])  # type: ignore[operator]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ShardedTable:
-        """What `to`, `cuda` and `cpu` call: shards that a GPU would all get are dealt over all GPUs."""
+        """Called by `to`, `cuda` and `cpu`: distributes shards bound for one GPU over all GPUs."""
         super()._apply(fn, recurse)
         for part, device in zip(self.parts, dealt(len(self.parts), self.parts[0].weight.device), strict=True):  # type: ignore[arg-type]
             part.to(device)
@@ -62,8 +63,8 @@ class ShardedTable(nn.Module):
 
 
 def dealt(shards: int, device: torch.device) -> list[torch.device]:
-    """The device of each shard: GPUs in turn, from this one on; all of them here where it is no GPU."""
+    """The device of each shard: GPUs round-robin from this one on; this device if it is not a GPU."""
     if device.type != "cuda":
         return [device] * shards
     count, first = torch.cuda.device_count(), device.index or 0
-    return [torch.device("cuda", (first + at) % count) for at in range(shards)]
+    return [torch.device("cuda", (first + shard) % count) for shard in range(shards)]

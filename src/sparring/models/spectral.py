@@ -1,4 +1,4 @@
-"""A start for two id tables from the interaction matrix itself: a truncated singular value decomposition by block power iteration."""
+"""Spectral initialisation of two id tables: a truncated SVD of the interaction matrix by block power iteration."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from sparring.models.towers import IdTower
 
 
 def start_from(positives: Positives, model: Retriever, seed: int = 0) -> None:
-    """Set both id tables of a model to the spectral start of these positives."""
+    """Initialise both id tables of a model from these positives."""
     table = getattr(model.item, "tower", model.item)  # under auxiliary vectors
     if not isinstance(model.query, IdTower) or not isinstance(table, IdTower):
-        raise UserError("init=spectral sets id tables: use it with query_tower=id and no item_features")
+        raise UserError("init=spectral needs id tables: use query_tower=id and no item_features")
     query, item = spectral(positives.start, positives.items, model.n_items, table.dim, seed=seed)
     with torch.no_grad():
         model.query.weight.copy_(query)
@@ -26,13 +26,13 @@ def start_from(positives: Positives, model: Retriever, seed: int = 0) -> None:
 def spectral(
     start: Tensor, items: Tensor, n_items: int, dim: int, rounds: int = 2, seed: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Tables (n_queries, dim) and (n_items, dim) whose inner products follow the interactions (spectral start).
+    """Tables (n_queries, dim) and (n_items, dim) whose inner products approximate the interactions.
 
-        A = Dq^-1/2 R Di^-1/2 ~ U S V',   query = U S^1/2,   item = Di^1/4 V S^1/2,   each scaled to a mean row length of 1
+        A = Dq^-1/2 R Di^-1/2 ~ U S V',   query = U S^1/2,   item = Di^1/4 V S^1/2,   mean row length scaled to 1
 
-    R holds a one per known pair (CSR: start, items), Dq and Di its row and column sums; Di^1/4 gives popular items longer vectors, as
-    inner products need. Two rounds are meant: further ones converge to directions that serve a few dense corners of R.
-    Cost: 2 rounds + 1 sparse products with dim columns.
+    R holds a one per known pair (CSR: start, items), Dq and Di its row and column sums. Di^1/4 gives popular items
+    longer vectors, as inner products need. Two rounds are deliberate: more converge to directions that serve a few
+    dense corners of R. Cost: 2 rounds + 1 sparse products with dim columns.
 
         query, item = spectral(positives.start, positives.items, n_items, dim=64)
 

@@ -1,6 +1,7 @@
-"""Text towers: ids of queries or items -> vectors of their texts, by a bag of token vectors or by a transformer.
+"""Text towers: ids of queries or items to vectors of their texts, by a bag of token vectors or by a transformer.
 
-A TextTower is an encoder and the tokens of its texts. Two towers may share one encoder (the usual siamese setting) or have one each.
+A TextTower is an encoder and the tokens of its texts. Two towers may share one encoder (the usual siamese setting) or
+have one each.
 """
 
 from __future__ import annotations
@@ -8,26 +9,26 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from sparring.data.texts.encoder import Pooling, group_sizes, pooled
 from sparring.data.texts.texts import Texts, tokenize
 from sparring.data.texts.tokenizers import Tokenizer
 from sparring.models.towers import IdTower
 
-_TOKENS = {"cpu": 2048, "cuda": 1 << 17}  # of a batch of texts that a transformer reads at once, padding included
-_WASTE = 2.0  # tokens read per token there is, beyond which a GPU waits less for groups of like length than for padding
+_TOKENS = {"cpu": 2048, "cuda": 1 << 17}  # tokens that a transformer reads at once, padding included
+_WASTE = 2.0  # padded tokens per real token above which grouping texts by length is cheaper on a GPU than padding
 
 
 class TextTower(nn.Module):
-    """The vectors of n texts, by their number: an encoder and the texts' tokens.
+    """Vectors of n texts by index: an encoder and the tokens of the texts.
 
-    Each distinct id has one vector per call, however often it occurs. The tokens are no part of the state; `encode_texts` takes new
-    texts. Two towers over one encoder share its weights. Where a transformer trains on a GPU all ids are read at once, padded to one
-    length and repeated ones again, so that nothing waits for the device and a step can be recorded (recorded.py).
+    Each distinct id is encoded once per call. The tokens are not part of the state; `encode_texts` encodes new texts.
+    Two towers over one encoder share its weights. When a transformer trains on a GPU, all ids are read at once, padded
+    to one length and with repetitions, so that no step waits for the device and CUDA graphs can capture it.
 
         encoder = BagEncoder(tokenizer, vectors)
         Retriever(TextTower(encoder, query_texts), TextTower(encoder, item_texts))
@@ -36,15 +37,13 @@ class TextTower(nn.Module):
     def __init__(self, encoder: BagEncoder | TransformerEncoder, texts: Texts, max_len: int = 32) -> None:
         super().__init__()
         if not 1 <= max_len <= encoder.longest:
-            raise ValueError(
-                f"max_len {max_len} must lie between 1 and the {encoder.longest} tokens that the encoder can read"
-            )
+            raise ValueError(f"max_len {max_len} must be between 1 and the encoder's limit of {encoder.longest} tokens")
         self.encoder, self.texts, self.max_len = encoder, texts, max_len
         self.n, self.dim = len(texts), encoder.dim
 
     def forward(self, ids: Tensor) -> Tensor:
         encoder = self.encoder
-        if isinstance(encoder, TransformerEncoder) and 0 < ids.numel() <= self.n and may_not_wait(ids):
+        if isinstance(encoder, TransformerEncoder) and 0 < ids.numel() <= self.n and must_not_sync(ids):
             length = encoder.one_length(self.texts, self.max_len)
             if length is not None:
                 ordered, which = _sorted(ids)
@@ -54,7 +53,7 @@ class TextTower(nn.Module):
 
     @torch.no_grad()
     def encode_texts(self, strings: Sequence[str]) -> Tensor:
-        """Vectors (n, D) of texts that need not be among the tower's own, in the mode (training or evaluation) that it is in."""
+        """Vectors (n, D) of any texts, in the tower's current mode (training or evaluation)."""
         device = next(self.parameters()).device
         texts = tokenize(strings, self.encoder.tokenizer, self.max_len)
         vectors: Tensor = self.encoder(texts, torch.arange(len(texts), device=device), self.max_len)
@@ -64,13 +63,13 @@ class TextTower(nn.Module):
         return f"{self.n:,} texts of at most {self.max_len} tokens"
 
 
-def may_not_wait(ids: Tensor) -> bool:
-    """Whether these are the ids of a training step on a GPU, which is recorded where nothing in it waits for the device."""
+def must_not_sync(ids: Tensor) -> bool:
+    """Whether ids belong to a training step on a GPU, which a CUDA graph captures if it never waits."""
     return ids.is_cuda and torch.is_grad_enabled()
 
 
 def _sorted(ids: Tensor) -> tuple[Tensor, Tensor]:
-    """The ids in order (n,), and for each of `ids`, in their shape, the first place there that holds it."""
+    """The ids in order (n,), and for each of `ids`, in its shape, the first position there that holds it."""
     ordered, order = ids.flatten().sort()
     place = torch.arange(len(ordered), device=ids.device)
     repeated = F.pad(ordered[1:] == ordered[:-1], (1, 0))
@@ -79,7 +78,7 @@ def _sorted(ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def text_tower(module: nn.Module) -> TextTower | None:
-    """The text tower that a tower is, or that it corrects (augmented.py)."""
+    """The text tower that a tower is or corrects (item_corrections.py), if any."""
     while not isinstance(module, TextTower) and isinstance(inner := getattr(module, "tower", None), nn.Module):
         module = inner
     return module if isinstance(module, TextTower) else None
@@ -90,9 +89,9 @@ class BagEncoder(nn.Module):
 
         x = 1 / n  sum_t a_t e_t,   a_t = 1 at the start
 
-    No order, no attention: it trains on a CPU in minutes. A text without tokens is the zero vector. With `sparse` the gradient holds
-    only the tokens of the batch, each once, and the vectors follow a row rule (RowAdam): measured on 32,000 x 256 vectors and 2 x 1,024
-    texts, a step takes 55 ms of one CPU core, with a dense gradient 88.
+    It ignores order and has no attention, so it trains on a CPU in minutes. A text without tokens is the zero vector.
+    With `sparse` the gradient holds only the tokens of the batch, each once, for row optimisers (RowAdam): with
+    32,000 x 256 vectors and 2 x 1,024 texts a step takes 55 ms on one CPU core, against 88 with a dense gradient.
 
         BagEncoder(WordTokenizer(), torch.randn(2**17, 64))
 
@@ -126,8 +125,9 @@ class BagEncoder(nn.Module):
 class TransformerEncoder(nn.Module):
     """A text as the mean of a transformer's last layer over its tokens, or as the vector of its first token (cls).
 
-    `model` is any Hugging Face encoder, `tokenizer` its own. Texts of like length are read together, so that little is padded; the
-    model's dropout is active in training mode. Under autocast the layers run in bfloat16, the mean in float32.
+    `model` is any Hugging Face encoder, `tokenizer` its own. Texts of similar length are read together to limit
+    padding. The model's dropout is active in training mode. Under autocast the layers run in bfloat16, the pooling in
+    float32.
 
         TransformerEncoder(AutoModel.from_pretrained(folder), find_tokenizer(folder), pooling="mean")
 
@@ -138,16 +138,16 @@ class TransformerEncoder(nn.Module):
         self,
         model: nn.Module,
         tokenizer: Tokenizer,
-        pooling: Literal["mean", "cls"] = "mean",
+        pooling: Pooling = "mean",
         longest: int = 512,
         tokenizer_file: Path | None = None,
     ) -> None:
         super().__init__()
         if pooling not in ("mean", "cls"):
-            raise ValueError(f"pooling {pooling!r} is not known to text towers: use 'mean' or 'cls'")
+            raise ValueError(f"unknown pooling {pooling!r} of a text tower: use 'mean' or 'cls'")
         self.model, self.tokenizer, self.tokenizer_file = model.train(), tokenizer, tokenizer_file
         self.pooling, self.longest = pooling, longest
-        # these take a mask as attention reads it; to make it of one per token, they would ask the device whether anything is padded
+        # These take a full attention mask. From a mask per token they would ask the device whether anything is padded.
         version = getattr(sys.modules.get("transformers"), "__version__", "0")
         self.full_mask = (
             int(version.split(".")[0]) >= 5 and getattr(model.config, "_attn_implementation", None) == "sdpa"
@@ -158,38 +158,24 @@ class TransformerEncoder(nn.Module):
         """Vectors (n, D) of these texts, float32."""
         if not len(ids):
             return torch.zeros(0, self.dim, device=ids.device)
-        start, at = torch.from_numpy(texts.start), ids.cpu()
-        length, order = (start[at + 1] - start[at]).clamp(max=max_len).sort(descending=True, stable=True)
-        groups = ids[order.to(ids.device)].split(_sizes(length.tolist(), _TOKENS.get(ids.device.type, 2048)))
+        start, index = torch.from_numpy(texts.start), ids.cpu()
+        length, order = (start[index + 1] - start[index]).clamp(max=max_len).sort(descending=True, stable=True)
+        groups = ids[order.to(ids.device)].split(group_sizes(length.tolist(), _TOKENS.get(ids.device.type, 2048)))
         vectors = torch.cat([self._read(*texts.padded(group, max_len)) for group in groups])
         return vectors[order.argsort().to(ids.device)]
 
     def one_length(self, texts: Texts, max_len: int) -> int | None:
-        """The length to which all of these texts can be padded, known without looking at a batch; None where that is mostly padding."""
+        """A length that fits all texts, known without looking at a batch; None if most of it would be padding."""
         longest, mean = texts.longest_and_mean(max_len)
         length = min(-(-max(longest, 1) // 8) * 8, self.longest)
         return length if length <= _WASTE * mean else None
 
     def read_at(self, texts: Texts, ids: Tensor, max_len: int, length: int) -> Tensor:
-        """Vectors (n, D) of these texts, all padded to one length and read at once: no shape depends on a value."""
+        """Vectors (n, D) of texts padded to one length and read at once: no shape depends on a value."""
         return self._read(*texts.padded(ids, max_len, length), full_mask=self.full_mask)
 
     def _read(self, tokens: Tensor, mask: Tensor, full_mask: bool = False) -> Tensor:
-        mask[:, 0] = True  # a text without tokens would have nothing to attend to
+        mask[:, 0] = True  # a text without tokens has nothing to attend to
         attends = mask[:, None, None, :].expand(-1, 1, mask.shape[1], -1) if full_mask else mask.long()
         hidden = self.model(input_ids=tokens, attention_mask=attends).last_hidden_state
-        if self.pooling == "cls":
-            first: Tensor = hidden[:, 0].float()
-            return first
-        weight = mask.unsqueeze(2).float()
-        mean: Tensor = (hidden.float() * weight).sum(1) / weight.sum(1)
-        return mean
-
-
-def _sizes(lengths: list[int], most: int) -> list[int]:
-    """How many texts, longest first, are read together: as many as stay within `most` tokens when padded to the longest."""
-    sizes, done = [], 0
-    while done < len(lengths):
-        sizes.append(min(max(1, most // max(lengths[done], 1)), len(lengths) - done))
-        done += sizes[-1]
-    return sizes
+        return pooled(hidden, mask, self.pooling)

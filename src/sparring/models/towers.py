@@ -1,7 +1,7 @@
 """Towers: modules that turn ids of any shape into vectors.
 
-A tower is any nn.Module with `forward(ids) -> (..., D)`. Tables take row-sparse gradients by default, so that a training step costs
-what its batch costs (see optim.py).
+A tower is any nn.Module with `forward(ids) -> (..., D)`. Tables have row-sparse gradients by default, so the cost of a
+training step follows the batch and not the catalogue (training/row_optimizers.py).
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ if TYPE_CHECKING:
 class IdTower(nn.Module):
     """One free vector per id: a table of (n, dim), drawn from N(0, init_std^2).
 
-    By default init_std = 1 / sqrt(dim), vectors of length about 1; the XIR release starts from init_std = 1. With `sparse` the gradient
-    holds only the rows of the batch and needs a row rule (RowAdam, RowAdagrad); without it the gradient is dense, for dense Adam.
+    By default init_std = 1 / sqrt(dim), for vectors of length about 1; the XIR release starts from init_std = 1. With
+    `sparse` the gradient holds only the rows of the batch and needs a row optimiser (RowAdam, RowAdagrad); without it
+    the gradient is dense, for dense Adam.
 
         IdTower(n=40_988, dim=32)(torch.tensor([3, 7]))     # (2, 32)
     """
 
-    undecayed: bool = False  # by the row rules, whatever the weight decay
+    undecayed: bool = False  # exempt from weight decay in the row optimisers
 
     def __init__(self, n: int, dim: int, init_std: float | None = None, sparse: bool = True) -> None:
         super().__init__()
@@ -48,13 +49,14 @@ class IdTower(nn.Module):
 
 
 class FeatureTower(nn.Module):
-    """Ids with categorical and dense features, joined and passed through fully connected layers.
+    """Ids with categorical and dense features, concatenated and passed through fully connected layers.
 
-        x = [id vector | one vector of `dim` per categorical column | dense features],   layers of `hidden` units, ReLU between them
+        x = [id vector | one vector of `dim` per categorical column | dense features]
+        layers of `hidden` units with ReLU between them
 
-    The last layer is linear, so that scores may be negative; the output has hidden[-1] dimensions. Code 0 of a column (missing or rare)
-    has a learned vector of its own. Without `with_id` an item is known by its features alone, so that one never trained on can be placed.
-    The features travel with the module as buffers.
+    The last layer is linear, so scores can be negative; the output has hidden[-1] dimensions. Code 0 of a column
+    (missing or rare) has its own learned vector. Without `with_id` an item is known by its features alone, so the tower
+    can encode items it was never trained on. The features are buffers of the module.
 
         FeatureTower(n=len(table), dim=32, features=Features.from_table(table, ["seller", "category"]))
 
@@ -76,16 +78,16 @@ class FeatureTower(nn.Module):
     ) -> None:
         super().__init__()
         if len(features) != n:
-            raise ValueError(f"there are features of {len(features):,} ids, but the tower has {n:,}")
+            raise ValueError(f"features of {len(features):,} ids do not fit a tower of {n:,} ids")
         if not hidden or min(hidden) < 1:
-            raise ValueError(f"hidden {tuple(hidden)} needs at least one layer, each of at least one unit")
+            raise ValueError(f"hidden must list at least one layer of at least one unit, got {tuple(hidden)}")
         columns = len(features.cardinalities)
         width = dim * (with_id + columns) + features.dense.shape[1]
         if width == 0:
             raise ValueError("a tower without ids needs at least one feature: pass features or with_id=True")
         self.n, self.dim = n, hidden[-1]
         self.id = IdTower(n, dim, init_std, sparse) if with_id else None
-        # One table for all columns, each column at its own offset: one gather instead of one per column.
+        # One table for all columns, each at its own offset: one gather instead of one per column.
         self.values = IdTower(sum(features.cardinalities), dim, init_std, sparse) if columns else None
         offsets = torch.tensor([0, *itertools.accumulate(features.cardinalities)][:columns], dtype=torch.int32)
         self.register_buffer("categorical", torch.as_tensor(features.categorical, dtype=torch.int32) + offsets)
@@ -100,14 +102,12 @@ class FeatureTower(nn.Module):
         return joined.unflatten(0, ids.shape) if ids.dim() else joined.squeeze(0)
 
     def mixtures(self, ids: Tensor, weights: Tensor, layer: int) -> Tensor:
-        """(..., V, D): items (..., M) mixed by weights (..., V, M) after `layer` layers and their ReLU, then sent through the rest."""
-        begins = [at for at, part in enumerate(self.layers) if isinstance(part, nn.Linear)]
-        if not 0 <= layer < len(begins):
-            raise ValueError(
-                f"layer={layer} is not inside the item tower: its {len(begins)} layers leave 0 to {len(begins) - 1}"
-            )
-        hidden = self.layers[: begins[layer]](self._joined(ids.reshape(-1))).unflatten(0, ids.shape)
-        mixed: Tensor = self.layers[begins[layer] :](weights @ hidden)
+        """(..., V, D): items (..., M) mixed by weights (..., V, M) after `layer` layers, then sent through the rest."""
+        starts = [index for index, part in enumerate(self.layers) if isinstance(part, nn.Linear)]
+        if not 0 <= layer < len(starts):
+            raise ValueError(f"layer={layer} is not inside the item tower: choose 0 to {len(starts) - 1}")
+        hidden = self.layers[: starts[layer]](self._joined(ids.reshape(-1))).unflatten(0, ids.shape)
+        mixed: Tensor = self.layers[starts[layer] :](weights @ hidden)
         return mixed
 
     def _joined(self, flat: Tensor) -> Tensor:
@@ -124,10 +124,11 @@ class HistoryTower(nn.Module):
 
         q_u = sum_j a_j x_j,   a_j = 1 / n (mean)   or   a = softmax_j(c . tanh(A x_j + b) + recency_age(j)) (attention)
 
-    x_j are vectors of the tower `item`: the Retriever's own item tower, or a table of its own. A query without history gets a learned
-    vector. It has no vector per query: `encode_history` serves users who came after training. In training, pass the positives as
-    `exclude_items`: every occurrence of the positive is left out of the history that has to predict it, else the model learns to copy.
-    Attention starts as the mean (c = 0). Vectors are gathered once per distinct item and never padded.
+    x_j are vectors of the tower `item`: the Retriever's item tower, or a separate table. A query without history gets a
+    learned vector. There is no vector per query, so `encode_history` serves users who arrive after training. In
+    training, pass the positives as `exclude_items`: every occurrence of the positive is removed from the history that
+    must predict it; otherwise the model learns to copy. Attention starts as the mean (c = 0). Vectors are gathered once
+    per distinct item and never padded.
 
         HistoryTower(item_tower, histories(train, last=51), last=50)(query_ids, exclude_items=item_ids)
 
@@ -142,15 +143,15 @@ class HistoryTower(nn.Module):
     ) -> None:
         super().__init__()
         if last < 1:
-            raise ValueError(f"last {last} must be at least 1 item of history")
+            raise ValueError(f"last must be at least 1, got {last}")
         if pooling not in ("mean", "attention"):
-            raise ValueError(f"pooling {pooling!r} is not known: use 'mean' or 'attention'")
+            raise ValueError(f"unknown pooling {pooling!r}: use 'mean' or 'attention'")
         self.item, self.last, self.pooling = item, last, pooling
         self.n, self.dim = len(histories.start) - 1, width_of(item)
         self.register_buffer("start", histories.start.long())
         self.register_buffer("items", histories.items.int())
         longest = int(self.start.diff().max()) if self.n else 0
-        self._reach = min(last + 1, longest)  # one more than is used: the positive may be among the last
+        self._reach = min(last + 1, longest)  # one more than used: the positive may be among the last
         self.empty = nn.Parameter(torch.empty(self.dim).normal_(0.0, self.dim**-0.5))
         if pooling == "attention":
             self.key = nn.Linear(self.dim, self.dim)
@@ -160,15 +161,15 @@ class HistoryTower(nn.Module):
     def forward(self, query_ids: Tensor, exclude_items: Tensor | None = None) -> Tensor:
         flat = query_ids.reshape(-1)
         begin, end = self.start[flat].unsqueeze(1), self.start[flat + 1].unsqueeze(1)
-        at = end - torch.arange(self._reach, 0, -1, device=flat.device)  # oldest first
-        inside = at >= begin
-        items = self.items[at.clamp(min=0)] if self._reach else at.int()
+        position = end - torch.arange(self._reach, 0, -1, device=flat.device)  # oldest first
+        inside = position >= begin
+        items = self.items[position.clamp(min=0)] if self._reach else position.int()
         if exclude_items is not None:
             inside &= items != exclude_items.reshape(-1, 1)
         return self.encode_history(items.masked_fill(~inside, -1)).reshape(*query_ids.shape, self.dim)
 
     def encode_history(self, items: Tensor) -> Tensor:
-        """Item ids (B, L) in time order, -1 where there is none -> (B, D). Of each row the last `last` items count."""
+        """Item ids (B, L) in time order, padded with -1, to vectors (B, D) of the last `last` items of each row."""
         present = items >= 0
         age = present.flip(1).cumsum(1).flip(1) - 1  # 0 = the most recent item; meaningless where absent
         present = present & (age < self.last)
@@ -181,7 +182,7 @@ class HistoryTower(nn.Module):
         if self.pooling == "mean":
             pooled = F.embedding_bag(which, vectors, begin, mode="mean")
         else:
-            # -inf in a whole row would make its softmax nan; a row without history has no weights to read, so any finite value does.
+            # A row of -inf has a NaN softmax; a row without history reads no weights, so any finite value will do.
             logits = torch.full(
                 present.shape, torch.finfo(vectors.dtype).min, dtype=vectors.dtype, device=vectors.device
             )
@@ -194,7 +195,7 @@ class HistoryTower(nn.Module):
 
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """Evaluation mode for the time of the block; each submodule gets its own mode back."""
+    """Evaluation mode inside the block; afterwards every submodule is back in its own mode."""
     training = [part for part in module.modules() if part.training]
     module.eval()
     try:
@@ -205,7 +206,7 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 
 
 def width_of(tower: nn.Module) -> int:
-    """How many dimensions a tower gives, by asking it for id 0."""
-    where = next(itertools.chain(tower.parameters(), tower.buffers()), torch.empty(0)).device
+    """Dimensions of a tower's vectors, found by encoding id 0."""
+    device = next(itertools.chain(tower.parameters(), tower.buffers()), torch.empty(0)).device
     with evaluating(tower), torch.no_grad():
-        return int(tower(torch.zeros(1, dtype=torch.long, device=where)).shape[-1])
+        return int(tower(torch.zeros(1, dtype=torch.long, device=device)).shape[-1])

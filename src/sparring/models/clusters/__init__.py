@@ -2,6 +2,6 @@
 
 from sparring.models.clusters.codes import Codes
 from sparring.models.clusters.msac import MSAC, Drift
-from sparring.models.clusters.quantizer import LITERAL, PRESETS, ROBUST, Settings
+from sparring.models.clusters.quantizer import LITERAL, PRESETS, ROBUST, MSACSettings
 
-__all__ = ["LITERAL", "MSAC", "PRESETS", "ROBUST", "Codes", "Drift", "Settings"]
+__all__ = ["LITERAL", "MSAC", "PRESETS", "ROBUST", "Codes", "Drift", "MSACSettings"]

@@ -1,4 +1,4 @@
-"""Clusters of equal size by repeated halving: balanced hierarchical 2-means (the clusters of NGAME and DEXA)."""
+"""Balanced hierarchical 2-means: clusters of equal size by repeated halving (used by NGAME and DEXA)."""
 
 from __future__ import annotations
 
@@ -11,25 +11,23 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-GAIN = 1e-4  # mean cosine to the own centre that a further step must win
-STEPS = 100  # and no more than this many: equal points could be swapped for ever by rounding
-ASK = 4  # steps on a GPU between two questions whether any cluster goes on
-POINTS = {
-    "cpu": 1 << 12,
-    "cuda": 1 << 21,
-}  # held at once, so that on a CPU the steps of small clusters run in its cache
+GAIN = 1e-4  # least gain in mean cosine to the own centre for another step
+STEPS = 100  # most steps: rounding could swap equal points forever
+ASK = 4  # steps on a GPU between two checks for convergence
+POINTS = {"cpu": 1 << 12, "cuda": 1 << 21}  # points held at once: on a CPU, small clusters stay in its cache
 
 
 def balanced_2means(x: Tensor, n_clusters: int, generator: torch.Generator) -> Tensor:
-    """(N,) int64: the cluster of each point (N, D), of 2^ceil(log2 n_clusters) clusters whose sizes differ by at most 1.
+    """(N,) int64: cluster of each point (N, D); 2^ceil(log2 n_clusters) clusters, their sizes at most 1 apart.
 
-    All clusters are halved until there are enough. To halve one: take two of its points as centres c_1, c_2; then, as long as the mean
-    cosine to the own centre grows by at least 1e-4, order the points by x . c_2 - x . c_1, give the first ceil(n / 2) to the first half and
-    the others to the second, and let the centres be the directions of the halves' means. A cluster of one point stays as it is.
+    All clusters are halved until there are enough. To halve a cluster, take two of its points as centres c_1, c_2.
+    While the mean cosine to the own centre grows by at least 1e-4, order the points by x . c_2 - x . c_1, assign the
+    first ceil(n / 2) to the first half and the rest to the second, and set the centres to the directions of the halves'
+    means. A cluster of one point is left alone.
 
-    Points count by their direction alone; of equals the one that comes first goes first. All clusters of a level are halved together, on
-    a CPU in as many threads as PyTorch has. The result depends on the points and the generator, on nothing else; memory beside the
-    points is at most one copy of them.
+    Only the direction of a point counts; ties go by position. All clusters of a level are halved together, on a CPU in
+    as many threads as PyTorch has. The result depends only on the points and the generator. Extra memory is at most one
+    copy of the points.
 
         balanced_2means(vectors, len(vectors) // 8, torch.Generator().manual_seed(0))
 
@@ -40,7 +38,7 @@ def balanced_2means(x: Tensor, n_clusters: int, generator: torch.Generator) -> T
     if n_clusters < 1:
         raise ValueError(f"n_clusters must be at least 1, got {n_clusters}")
     scale = 1 / x.norm(dim=1).clamp(min=1e-12)
-    groups = [torch.arange(len(x), device=x.device).unsqueeze(0)]  # of one level, by size: points (clusters, size)
+    groups = [torch.arange(len(x), device=x.device).unsqueeze(0)]  # of one level, by size: (clusters, size)
     for _ in range(math.ceil(math.log2(n_clusters))):
         halves: dict[int, list[Tensor]] = {}
         for points in groups:
@@ -59,7 +57,7 @@ def balanced_2means(x: Tensor, n_clusters: int, generator: torch.Generator) -> T
 
 
 def _halved(x: Tensor, scale: Tensor, points: Tensor, generator: torch.Generator) -> Iterator[Tensor]:
-    """The points (clusters, n) of each cluster, those of its first half first; some clusters at a time."""
+    """The points (clusters, n) of each cluster, first half first; several clusters at a time."""
     c, n = points.shape
     u = torch.rand(2, c, dtype=torch.float64, generator=generator, device=generator.device).to(x.device)
     one = (u[0] * n).long().clamp(max=n - 1)
@@ -69,9 +67,9 @@ def _halved(x: Tensor, scale: Tensor, points: Tensor, generator: torch.Generator
     parts = list(zip(points.split(at_once), start.split(at_once), strict=True))
 
     def half(part: tuple[Tensor, Tensor]) -> Tensor:
-        some, centres = part
-        vectors = x.index_select(0, some.flatten()).mul_(scale[some.flatten()].unsqueeze(1))
-        return some.gather(1, _order(vectors.view(*some.shape, -1), centres))
+        members, centres = part
+        vectors = x.index_select(0, members.flatten()).mul_(scale[members.flatten()].unsqueeze(1))
+        return members.gather(1, _order(vectors.view(*members.shape, -1), centres))
 
     if x.is_cuda or len(parts) == 1:
         yield from map(half, parts)
@@ -82,7 +80,7 @@ def _halved(x: Tensor, scale: Tensor, points: Tensor, generator: torch.Generator
 
 @contextmanager
 def _one_thread_each() -> Iterator[int]:
-    """How many threads PyTorch may use; inside, work is dealt over as many threads of our own, and no operation is divided further."""
+    """PyTorch's number of threads; inside, each operation uses one, for a pool of that many threads."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -92,18 +90,16 @@ def _one_thread_each() -> Iterator[int]:
 
 
 def _order(x: Tensor, start: Tensor) -> Tensor:
-    """(c, n): the places of points of length 1 (c, n, D), those of each cluster's first half first."""
+    """(c, n): positions of unit points (c, n, D), each cluster's first half first."""
     c, n = x.shape[:2]
     half = -(-n // 2)
     centres = x[torch.arange(c, device=x.device).unsqueeze(1), start]
-    found = (
-        _settled(x, centres, half) if x.is_cuda else _settled_by_moves(x, centres, half)
-    )  # who is of the second half
-    return torch.cat([(~found).nonzero()[:, 1].view(c, half), found.nonzero()[:, 1].view(c, n - half)], 1)
+    second = _settled(x, centres, half) if x.is_cuda else _settled_by_moves(x, centres, half)
+    return torch.cat([(~second).nonzero()[:, 1].view(c, half), second.nonzero()[:, 1].view(c, n - half)], 1)
 
 
 def _settled(x: Tensor, centres: Tensor, half: int) -> Tensor:
-    """(c, n) bool, all points read in every step: a GPU waits longer for the number of those that change sides."""
+    """(c, n) bool: the second half. Reads all points in every step, since a GPU would wait to count the moves."""
     whole, best = x.sum(1), x.new_full((len(x),), -math.inf)
     for step in range(STEPS):
         second = _upper(_products(x, centres[:, 1] - centres[:, 0]), half)
@@ -119,18 +115,18 @@ def _settled(x: Tensor, centres: Tensor, half: int) -> Tensor:
 
 
 def _sums(x: Tensor, some: Tensor) -> Tensor:
-    """(c, D): of each cluster's points (c, n, D), the sum of some (c, n)."""
-    if len(x) < 64:  # one product would be one row of few blocks, and would leave most of a GPU idle
+    """(c, D): sum of the points (c, n, D) of each cluster selected by `some` (c, n)."""
+    if len(x) < 64:  # a product this small would leave most of a GPU idle
         return torch.where(some.unsqueeze(2), x, 0).sum(1)
     return torch.bmm(some.to(x.dtype).unsqueeze(1), x).squeeze(1)
 
 
 def _settled_by_moves(x: Tensor, centres: Tensor, half: int) -> Tensor:
-    """(c, n) bool, only points that change sides read again: after the first steps they are few."""
+    """(c, n) bool: the second half. Reads only points that change sides, which are few after the first steps."""
     c, n, d = x.shape
     found = torch.zeros(c, n, dtype=torch.bool, device=x.device)
     second, going, best = found.clone(), torch.arange(c, device=x.device), x.new_full((c,), -math.inf)
-    total = torch.stack([x.sum(1), torch.zeros_like(x[:, 0])], 1)  # of both halves
+    total = torch.stack([x.sum(1), torch.zeros_like(x[:, 0])], 1)  # sums of both halves
     for _ in range(STEPS):
         before, second = second, _upper(_products(x, centres[:, 1] - centres[:, 0]), half)
         found[going] = second
@@ -141,13 +137,13 @@ def _settled_by_moves(x: Tensor, centres: Tensor, half: int) -> Tensor:
         total[:, 0] -= moved
         total[:, 1] += moved
         length = total.norm(dim=2)
-        score = length.sum(1) / n  # the mean cosine to the own centre, since that is the direction of the half's sum
+        score = length.sum(1) / n  # mean cosine to the own centre, which is the direction of the half's sum
         centres = total / length.clamp(min=1e-12).unsqueeze(2)
         better = score - best >= GAIN
         if not bool(better.any()):
             break
         best = score
-        if int(better.sum()) < len(x) // 2:  # a copy of those that go on is cheaper than steps of those that do not
+        if int(better.sum()) < len(x) // 2:  # copying the unfinished clusters is cheaper than stepping all
             x, centres, best, going, second, total = (part[better] for part in (x, centres, best, going, second, total))
     return found
 
@@ -156,12 +152,12 @@ def _products(x: Tensor, w: Tensor) -> Tensor:
     """(c, n): inner products of points (c, n, D) with their cluster's vector (c, D)."""
     if len(x) == 1:
         return torch.mv(x[0], w[0]).unsqueeze(0)
-    # measured on a CPU, a batched product with single columns takes seven times as long
+    # On a CPU a batched product with single columns takes seven times as long (measured).
     return torch.bmm(x, w.unsqueeze(2)).squeeze(2) if x.is_cuda else (x * w.unsqueeze(1)).sum(2)
 
 
 def _upper(along: Tensor, half: int) -> Tensor:
-    """(c, n) bool: all but the `half` smallest values of each row; of equals the first are the smaller."""
+    """(c, n) bool: all but the `half` smallest values of each row; ties go by position."""
     limit = along.kthvalue(half, dim=1, keepdim=True).values
     equal, lower = along == limit, along < limit
     return ~(lower | (equal & (torch.cumsum(equal, 1) <= half - lower.sum(1, keepdim=True))))

@@ -16,23 +16,23 @@ from sparring.models.clusters.balanced import balanced_2means
 
 
 class ClusteredBatches(RandomBatches):
-    """Batches of whole clusters of alike queries, in random order: what is positive for one is a hard negative for the others (NGAME).
+    """Batches of whole clusters of similar queries, in random order: their positives are hard negatives of each other.
 
         order of an epoch = a random permutation of the clusters, each with its rows together, cut into slices
 
-    Clusters are halves of halves (balanced_2means) of the vectors that the queries had when they were last in a step: these are kept as
-    training goes on, so that no query is ever encoded for this. Before the epoch `start`, counted from 0, every row is a cluster of its
-    own, which is RandomBatches to the bit. Then clusters of about `size` rows (the nearest power of two of clusters) are made anew
-    every `every` epochs, and twice as large from each epoch in `grow` on. They hold from the epoch in which they are made. With `vectors`
-    (n_queries, dim) clusters are of those, and nothing is kept. A cluster at the edge of a slice may be cut. Each epoch's record has
-    `cluster_seconds`, a part of its seconds.
+    Clusters come from balanced_2means over the vectors that the queries had in their last step. Training keeps these
+    vectors, so no query is encoded for clustering. Before epoch `start` (from 0) every row is its own cluster, which is
+    bitwise equal to RandomBatches. Then clusters of about `size` rows (a power of two of clusters) are rebuilt every
+    `every` epochs, and their size doubles at each epoch in `grow`. With `vectors` (n_queries, dim) those are clustered,
+    and none are kept. A cluster at the edge of a batch may be cut. Each epoch's record has `cluster_seconds`, which is
+    part of its seconds.
 
         ClusteredBatches(query_of_row, n_queries, dim=256, batch_size=1024, size=8, start=1, every=5, grow=(25, 50))
 
     Dahiya et al., NGAME: Negative Mining-aware Mini-batching for Extreme Classification, WSDM 2023, section 3.
     """
 
-    in_place = True  # what refresh makes lies where it lay: a recorded step holds
+    in_place = True  # refresh() updates buffers in place, so a captured CUDA graph stays valid
     cluster: Tensor
     memory: Tensor
     queries: Tensor
@@ -53,7 +53,7 @@ class ClusteredBatches(RandomBatches):
         super().__init__(len(queries), batch_size, seed)
         if size < 1 or every < 1 or start < 0 or min(grow, default=0) < 0:
             raise UserError(
-                f"clusters need size and every >= 1, start and grow >= 0; got {size}, {every}, {start}, {tuple(grow)}"
+                f"clusters need size, every >= 1 and start, grow >= 0; got {size}, {every}, {start}, {tuple(grow)}"
             )
         self.size, self.start, self.every, self.grow, self.keeps = size, start, every, tuple(grow), vectors is None
         self.register_buffer("queries", queries, persistent=False)  # (rows,) the query of each row
@@ -63,7 +63,7 @@ class ClusteredBatches(RandomBatches):
         self.seconds = 0.0
 
     def size_at(self, epoch: int) -> int:
-        """About how many rows a cluster made in this epoch has; 1 before the first are made."""
+        """About how many rows a cluster built in this epoch has; 1 before epoch `start`."""
         return 1 if epoch < self.start else self.size * 2 ** sum(epoch >= when for when in self.grow)
 
     def observe(self, step: Step, outcome: Outcome) -> None:
@@ -80,7 +80,7 @@ class ClusteredBatches(RandomBatches):
         self.seconds += time.perf_counter() - began
 
     def report(self) -> dict[str, float]:
-        """Seconds that clusters took since the last report: what mining costs."""
+        """Seconds spent on clustering since the last report: the cost of mining."""
         spent, self.seconds = self.seconds, 0.0
         return {"cluster_seconds": round(spent, 3)}
 

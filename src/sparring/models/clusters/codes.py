@@ -1,4 +1,4 @@
-"""The cluster and the cell of every item, and the items of each: Codes."""
+"""Codes: the cluster and the cell of every item, and the items of each."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from sparring.data.interactions import Vocabulary
 
 
 class Codes:
-    """A primary cluster and, in it, a secondary cluster of every item; the items of each, sorted (the codes of ESANS, from MSAC).
+    """A primary cluster of every item, a secondary cluster inside it, and the sorted items of each (ESANS).
 
-    Items of one primary cluster are alike, those of one cell (primary, secondary) so much alike that they are poor negatives for each
-    other. `order` lists the items by (primary, secondary, item): those of cluster p are order[start[p] : start[p + 1]], those of the cell
-    (p, s) are order[cell_start[c] : cell_start[c + 1]] with c = p * k_secondary + s. A cluster or cell may be empty.
+    Items of one primary cluster are similar, those of one cell (primary, secondary) so similar that they are poor
+    negatives for each other. `order` lists the items by (primary, secondary, item): those of cluster p are
+    order[start[p] : start[p + 1]], those of the cell (p, s) are order[cell_start[c] : cell_start[c + 1]] with c = p *
+    k_secondary + s. A cluster or cell may be empty.
 
         codes = Codes.load("codes.safetensors").aligned(data.item_ids);  codes.items(7);  codes.cell_of[item]
 
@@ -30,12 +31,12 @@ class Codes:
 
     primary: Tensor  # (N,) int32
     secondary: Tensor  # (N,) int16
-    codewords: Tensor  # (k_primary, D) float32: where each primary cluster lies
+    codewords: Tensor  # (k_primary, D) float32: centre of each primary cluster
 
     def __init__(
         self, primary: Tensor, secondary: Tensor, codewords: Tensor, k_secondary: int, ids: Vocabulary | None = None
     ) -> None:
-        """`ids` are the original ids of the items, so that the codes can be used with another vocabulary."""
+        """`ids` are the original ids of the items; with them the codes can be aligned to another vocabulary."""
         if primary.dim() != 1 or primary.shape != secondary.shape or codewords.dim() != 2:
             shapes = f"{tuple(primary.shape)}, {tuple(secondary.shape)} and {tuple(codewords.shape)}"
             raise ValueError(f"codes need primary (N,), secondary (N,) and codewords (K, D), got {shapes}")
@@ -43,7 +44,9 @@ class Codes:
             raise ValueError(f"k_secondary is {k_secondary}; it must be between 1 and 32767")
         for name, codes, k in (("primary", primary, len(codewords)), ("secondary", secondary, k_secondary)):
             if len(codes) and not (int(codes.min()) >= 0 and int(codes.max()) < k):
-                raise ValueError(f"{name} codes lie in {int(codes.min())}..{int(codes.max())}; there are {k} codewords")
+                raise ValueError(
+                    f"{name} codes range over {int(codes.min())}..{int(codes.max())}, but there are {k} codewords"
+                )
         if ids is not None and len(ids) != len(primary):
             raise ValueError(f"{len(ids):,} ids for {len(primary):,} codes")
         self.primary, self.secondary = primary.cpu().to(torch.int32), secondary.cpu().to(torch.int16)
@@ -66,18 +69,18 @@ class Codes:
 
     @cached_property
     def order(self) -> Tensor:
-        """(N,) int64: the items by cell, and by number in a cell."""
+        """(N,) int64: items sorted by cell, then by id."""
         return torch.argsort(self.cell_of, stable=True)
 
     @cached_property
     def cell_start(self) -> Tensor:
-        """(k_primary * k_secondary + 1,) int64: where each cell begins in `order`."""
+        """(k_primary * k_secondary + 1,) int64: start of each cell in `order`."""
         sizes = torch.bincount(self.cell_of, minlength=self.k_primary * self.k_secondary)
         return torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
 
     @cached_property
     def start(self) -> Tensor:
-        """(k_primary + 1,) int64: where each primary cluster begins in `order`."""
+        """(k_primary + 1,) int64: start of each primary cluster in `order`."""
         return self.cell_start[:: self.k_secondary].clone()
 
     @property
@@ -95,30 +98,30 @@ class Codes:
     def aligned(self, ids: Vocabulary) -> Codes:
         """The codes of the items of another vocabulary, in its order; an item without a code is an error."""
         if self.ids is None:
-            raise UserError("these codes have no item ids, so that they fit only the items that they were made for")
-        at = torch.from_numpy(self.ids.encode(ids.ids))
-        unknown = int((at < 0).sum())
+            raise UserError("these codes have no item ids, so they fit only the items they were made for")
+        row = torch.from_numpy(self.ids.encode(ids.ids))
+        unknown = int((row < 0).sum())
         if unknown:
-            first = ids.ids[int((at < 0).nonzero()[0])]
+            first = ids.ids[int((row < 0).nonzero()[0])]
             raise UserError(
                 f"{unknown:,} items, such as {first!r}, have no code: run `sparring cluster --update` with these items"
             )
-        return Codes(self.primary[at], self.secondary[at], self.codewords, self.k_secondary, ids)
+        return Codes(self.primary[row], self.secondary[row], self.codewords, self.k_secondary, ids)
 
     def without_secondary(self) -> Codes:
-        """The same primary clusters in one cell each: what the secondary codebook is measured against."""
+        """The same primary clusters with one cell each: the baseline for the secondary codebook."""
         return Codes(self.primary, torch.zeros_like(self.secondary), self.codewords, 1, self.ids)
 
     def shuffled(self, seed: int = 0) -> Codes:
-        """The same codewords and sizes of all cells with items dealt out anew: the strictest control of what the clusters mean."""
-        at = torch.randperm(len(self), generator=torch.Generator().manual_seed(seed))
-        return Codes(self.primary[at], self.secondary[at], self.codewords, self.k_secondary, self.ids)
+        """The same codewords and cell sizes with items reassigned at random: a control for clusters."""
+        order = torch.randperm(len(self), generator=torch.Generator().manual_seed(seed))
+        return Codes(self.primary[order], self.secondary[order], self.codewords, self.k_secondary, self.ids)
 
     @classmethod
     def random(
         cls, n: int, k_primary: int, k_secondary: int = 1, seed: int = 0, ids: Vocabulary | None = None
     ) -> Codes:
-        """Clusters and cells dealt out at random, of equal size to within one item; all clusters lie equally far from each other."""
+        """Random clusters and cells of equal size to within one item, all equally far from each other."""
         deal = torch.randperm(n, generator=torch.Generator().manual_seed(seed)) % (k_primary * k_secondary)
         return cls(deal % k_primary, deal // k_primary, torch.eye(k_primary), k_secondary, ids)
 
@@ -130,9 +133,9 @@ class Codes:
         vectors: Tensor | None = None,
         ids: Vocabulary | None = None,
     ) -> Codes:
-        """Clusters that are known, such as categories, and perhaps known parts of them, in the order of their labels; None is a label too.
+        """Clusters from labels such as categories, and optionally cells, in sorted order; None is a label too.
 
-        Their codewords are the means of `vectors` (N, D); without these, all lie equally far from each other.
+        Codewords are the means of `vectors` (N, D); without vectors all clusters are equally far from each other.
         """
         primary, k = _numbered(labels)
         inner, k_inner = (torch.zeros_like(primary), 1) if secondary is None else _numbered(secondary)
@@ -142,7 +145,7 @@ class Codes:
         return cls(primary, inner, total / torch.bincount(primary, minlength=k).unsqueeze(1), k_inner, ids)
 
     def tensors(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """What a file holds: tensors under names that begin with "codes.", and a JSON value."""
+        """Content of a file: tensors with names prefixed by "codes.", and a JSON value."""
         tensors = {"primary": self.primary, "secondary": self.secondary, "codewords": self.codewords}
         if self.ids is not None and self.ids.kind == "int":
             tensors["ids"] = torch.from_numpy(self.ids.ids.to_numpy(writable=True))
@@ -155,12 +158,12 @@ class Codes:
         }
 
     def save(self, path: Where) -> None:
-        """One safetensors file, 6 bytes an item and the ids; atomic."""
+        """Write one safetensors file, 6 bytes per item plus the ids; atomic."""
         save_tensors(path, *self.tensors())
 
     @classmethod
     def load(cls, path: Where) -> Codes:
-        """Read what `save`, or `sparring cluster`, wrote."""
+        """Read a file written by `save` or `sparring cluster`."""
         found, meta = load_tensors(path, "codes")
         ids: Vocabulary | None = None
         if "ids" in found:

