@@ -14,10 +14,11 @@ import pytest
 from sparring.core.errors import UserError
 from sparring.data.interactions import Split
 from sparring.experiments import tuning
-from sparring.experiments.search_space import OWN, OneOf, Range, begin, defaults, space
+from sparring.experiments.search_space import OneOf, Range, begin, defaults, space
 from sparring.experiments.tuning import Trial, best, read_trials, tune
 from sparring.recipes import RECIPES
-from sparring.recipes.settings import find, own_arguments, own_setup
+from sparring.recipes.finding import find
+from sparring.recipes.settings import own_arguments, own_setup
 from sparring.recipes.setup import Setup
 
 pytest.importorskip("optuna")
@@ -49,13 +50,6 @@ def test_every_space_fits_its_recipe(name: str) -> None:
         else:
             assert value in entry.values
             assert key not in own or set(entry.values) <= set(get_args(own[key][0]))
-
-
-def test_every_entry_of_the_table_is_used() -> None:
-    """The table of own arguments names nothing that no recipe has."""
-    for name in OWN:
-        recipe, _, argument = name.rpartition(".")
-        assert any(argument in own_arguments(found) for key, found in RECIPES.items() if recipe in ("", key)), name
 
 
 def test_trials_are_counted_kept_and_continued(parts: Split, tmp_path: Path) -> None:
@@ -181,10 +175,9 @@ def test_refusals(parts: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         tune("uns", parts, 1, tmp_path)
 
 
-def test_literal_arguments_take_their_declared_values(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_literal_arguments_take_their_declared_values() -> None:
     """An entry without values stands for all values of the argument's Literal type."""
-    monkeypatch.setitem(OWN, "form", OneOf())
-    assert space("ssl_pop")["form"] == OneOf(("paper", "release"))
+    assert space("bsl")["form"] == OneOf(("corrected", "release"))
 
 
 @pytest.mark.parametrize(("encoder", "lr"), [("minilm", 2e-4), ("bag", 0.01)])

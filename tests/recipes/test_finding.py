@@ -17,8 +17,9 @@ from sparring.experiments.comparison import Plan
 from sparring.experiments.search_space import OneOf, Range, space, untuned
 from sparring.negatives import Sampled, Uniform
 from sparring.recipes import xir
+from sparring.recipes.finding import find, lasting, named, short
 from sparring.recipes.run import Run
-from sparring.recipes.settings import build, find, lasting, named, own_arguments, short
+from sparring.recipes.settings import build, own_arguments
 
 GOOD = '''
 from sparring import Setup, Term, compose

@@ -24,7 +24,7 @@ from sparring.core.errors import UserError
 from sparring.core.workers import Failure, Listener, Tasks, perform
 from sparring.data.interactions import Split
 from sparring.data.synthetic import World
-from sparring.recipes import settings
+from sparring.recipes import finding, settings
 from sparring.recipes.finding import source_digest
 from sparring.recipes.setup import Setup, find_setting, flat_name, unknown_setting
 from sparring.training import folder as run_folder
@@ -49,7 +49,7 @@ class Data:
 class Plan:
     """What is compared. `base` gives every recipe the same towers and optimiser; `shared` are settings of all recipes that know them.
 
-    A recipe is named as in settings.find, or is a function of your own; `recipes` becomes their short names, for tables and folders, and
+    A recipe is named as in finding.find, or is a function of your own; `recipes` becomes their short names, for tables and folders, and
     `places` tells where each is found again by the processes that train.
 
         Plan(Path("compare/a"), (Data("demo", parts),), ("uns", "ssl_pop", my_recipe), seeds=5)
@@ -70,8 +70,8 @@ class Plan:
     def __post_init__(self) -> None:
         places: dict[str, str] = {}
         for recipe in self.recipes:
-            place = self.places[recipe] if recipe in self.places else settings.lasting(recipe)
-            name = settings.short(place)
+            place = self.places[recipe] if recipe in self.places else finding.lasting(recipe)
+            name = finding.short(place)
             if name in places:
                 twice = (
                     f"recipe {name!r} is named twice"
@@ -82,7 +82,7 @@ class Plan:
             places[name] = place
         baseline = self.baseline
         if baseline and baseline not in places:
-            baseline = settings.short(settings.named(baseline))
+            baseline = finding.short(finding.named(baseline))
         for name, value in {"recipes": tuple(places), "places": places, "baseline": baseline}.items():
             object.__setattr__(self, name, value)
 
@@ -98,18 +98,18 @@ class Plan:
 
     def settings_of(self, recipe: str) -> dict[str, object]:
         """Those of the shared settings that this recipe knows."""
-        return settings.known(settings.find(self.places[recipe]), self.shared)
+        return settings.known(finding.find(self.places[recipe]), self.shared)
 
 
 def check(plan: Plan) -> None:
     """Refuse, before anything is trained, what could not be compared."""
     for recipe in plan.recipes:
-        settings.resolve(settings.find(plan.places[recipe]), plan.settings_of(recipe), plan.base)
+        settings.resolve(finding.find(plan.places[recipe]), plan.settings_of(recipe), plan.base)
     if plan.against not in plan.recipes:
         raise UserError(
             f"the baseline {plan.against!r} is not among the recipes {', '.join(plan.recipes)}: add it, or choose one of them"
         )
-    own = {name for recipe in plan.recipes for name in settings.own_arguments(settings.find(plan.places[recipe]))}
+    own = {name for recipe in plan.recipes for name in settings.own_arguments(finding.find(plan.places[recipe]))}
     for name in plan.shared:
         if flat_name(name) == "seed":
             raise UserError("seed cannot be set: a comparison runs every recipe with the seeds 0, 1, ... (--seeds N)")

@@ -3,34 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, get_args, get_type_hints
+from dataclasses import replace
+from typing import Any, get_args
 
 from sparring.core.errors import UserError
 from sparring.data.interactions import Interactions
 from sparring.models.encoders import is_bag
-from sparring.recipes import RECIPES
-from sparring.recipes.finding import Recipe
-from sparring.recipes.run import tau_of
-from sparring.recipes.settings import find, named, own_arguments, parse, resolve
-from sparring.recipes.setup import Setup, flat_name
-
-
-@dataclass(frozen=True)
-class Range:
-    """Numbers from low to high, evenly or by their logarithm."""
-
-    low: float
-    high: float
-    log: bool = False
-    whole: bool = False
-
-
-@dataclass(frozen=True)
-class OneOf:
-    """Values without an order that matters; of an argument declared as a Literal, all of them when left empty."""
-
-    values: tuple[Any, ...] = ()
+from sparring.recipes.arguments import OneOf, Range
+from sparring.recipes.finding import Recipe, find, named
+from sparring.recipes.run import default_tau
+from sparring.recipes.settings import argument_metadata, own_arguments, resolve
+from sparring.recipes.setup import Setup, flat_name, parse
 
 
 def shared(setup: Setup) -> dict[str, Range | OneOf]:
@@ -54,31 +37,6 @@ def _transformer(setup: Setup) -> bool:
         and setup.text.encoder is not None
         and not is_bag(setup.text.encoder)
     )
-
-
-# A method's own arguments, by name or by recipe and name. What is not here stays as it is, and so does everything that says how many
-# candidates are scored (n, cache_size, size): more of them would be a larger budget, not a better method.
-OWN: dict[str, Range | OneOf] = {
-    "lam": Range(0.0, 1.0),
-    "esans.lam": Range(-0.3, 0.5),
-    "mix": OneOf(),
-    "share": Range(0.05, 0.8),
-    "importance": Range(0.01, 1.0, log=True),
-    "temperature": Range(0.1, 2.0, log=True),
-    "surrogate": OneOf(),
-    "tau_w": Range(0.2, 5.0, log=True),
-    "bsl.exponent": Range(1.0, 1.5),
-    "bsl.form": OneOf(),
-    "ccl.margin": Range(0.3, 0.98),
-    "ccl.weight": Range(10.0, 1000.0, log=True),
-    "ada_tau.beta": Range(0.1, 2.0, log=True),
-    "pns.alpha": Range(0.0, 1.0),
-    "g_tower.alpha": Range(1e-4, 0.1, log=True),
-    "ahns.alpha": Range(0.1, 2.0),
-    "ahns.beta": Range(0.01, 1.0, log=True),
-    "dns.k": Range(1, 16, log=True, whole=True),
-    "mixgcf.k": Range(1, 16, log=True, whole=True),
-}
 
 
 # What a method does not use: a trial of it would be one less for the rest.
@@ -106,15 +64,11 @@ def untuned(recipe: str | Recipe, fixed: Mapping[str, object] | None = None) -> 
 
 
 def _own_space(recipe: Recipe) -> dict[str, Range | OneOf]:
-    """By what the type of each argument says; of our own recipes by the table above."""
+    """The ranges that the types of a recipe's own arguments declare."""
     found: dict[str, Range | OneOf] = {}
-    hints, name_of = get_type_hints(recipe, include_extras=True), recipe.__name__
-    ours = RECIPES.get(name_of) is recipe
+    metadata, name_of = argument_metadata(recipe), recipe.__name__
     for name, (kind, _) in own_arguments(recipe).items():
-        said = getattr(hints[name], "__metadata__", ())
-        entry = next((each for each in said if isinstance(each, Range | OneOf)), None)
-        if entry is None and ours:
-            entry = OWN.get(f"{name_of}.{name}", OWN.get(name))
+        entry = next((each for each in metadata[name] if isinstance(each, Range | OneOf)), None)
         if isinstance(entry, OneOf):
             entry = entry if entry.values else OneOf(get_args(kind))
             for value in entry.values:
@@ -146,7 +100,7 @@ def begin(
     missed a good one, or because its temperature has another unit: resampling (BIR, XIR) doubles logits, PSL halves cosines.
     """
     setup = resolve(find(recipe), fixed, base)[0]
-    usual = {"tau": tau_of(train)} if setup.model.score == "cosine" else {}
+    usual = {"tau": default_tau(train)} if setup.model.score == "cosine" else {}
     first = _inside(choices, usual | defaults(recipe, choices, base, fixed))
     strong: dict[str, Any] = {"weight_decay": 0.0, "item_bias": True, **usual} | (
         {} if _transformer(setup) else {"lr": 3e-3}

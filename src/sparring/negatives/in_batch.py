@@ -58,9 +58,9 @@ class Memory(Negatives):
 
     A first-in first-out ring; slots not filled yet count nothing. `warmup` steps pass before it starts to fill, because vectors change
     quickly at first. Unlike Cache the vectors are kept, so nothing is encoded again, but they grow stale. `dim` is what is compared:
-    `Setup.width`, which counts an item bias and hidden layers.
+    `width(setup.model, setup.text)` of models.build, which counts an item bias and hidden layers.
 
-        Union(InBatch(pop), Memory(2432, setup.width, pop))
+        Union(InBatch(pop), Memory(2432, setup.model.dim, pop))
 
     Wang et al., Cross-Batch Negative Sampling, SIGIR 2021.
     """
@@ -93,7 +93,7 @@ class Memory(Negatives):
     def forward(self, step: Step) -> Bag:
         if step.q.shape[-1] != self.emb.shape[1]:
             widths = f"holds vectors of {self.emb.shape[1]} dimensions, the model compares {step.q.shape[-1]}"
-            raise UserError(f"Memory {widths}: make it with setup.width, which counts an item bias and hidden layers")
+            raise UserError(f"Memory {widths}: use models.build.width, which counts an item bias and hidden layers")
         empty = torch.where(self.ids < 0, -math.inf, 0.0)
         # a copy: the ring is written before the backward pass of a loss that the caller may still hold
         block = Candidates(self.ids.clone(), self.emb.clone(), empty, exclusion(step, self.exclude), source="memory")

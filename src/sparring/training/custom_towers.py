@@ -13,6 +13,7 @@ from sparring.core.types import Positives
 from sparring.data.interactions import Ids, Interactions
 from sparring.models.retriever import Retriever
 from sparring.recipes import settings
+from sparring.recipes.setup import parse_setup
 
 
 def own_towers(model: Retriever) -> dict[str, str]:
@@ -32,7 +33,7 @@ def own_model(folder: Path, meta: Mapping[str, Any], ids: Ids, seen: Positives) 
         names = ", ".join(dict.fromkeys(kind.rpartition(":")[2] for kind in meta["towers"].values()))
         how = "sparring.load(folder, model=...) takes them; a recipe of your own (docs/extending.md) would be found without"
         raise UserError(f"{folder} has towers of its own ({names}) and no recipe that builds them: {how}")
-    setup = settings.parse_setup(meta["setup"])
+    setup = parse_setup(meta["setup"])
     return settings.build(recipe_of(folder, meta), remembered(ids, seen), meta.get("arguments", {}), setup=setup).model
 
 

@@ -24,9 +24,8 @@ from sparring.models.build import encoder_folder
 from sparring.models.encoders import save_encoder
 from sparring.models.retriever import Retriever
 from sparring.models.text import text_tower
-from sparring.recipes.finding import source_digest
+from sparring.recipes.finding import short, source_digest
 from sparring.recipes.run import Run
-from sparring.recipes.settings import short
 from sparring.recipes.setup import Setup, flat
 from sparring.training.custom_towers import own_towers
 from sparring.training.eligibility import kept, untrained

@@ -18,9 +18,10 @@ from sparring.data.batches import RandomBatches
 from sparring.data.interactions import Split
 from sparring.experiments.diagnose.measures import positives_on
 from sparring.negatives import Negatives
-from sparring.recipes import settings
+from sparring.recipes import finding, settings
 from sparring.recipes.finding import Recipe
 from sparring.recipes.run import Run
+from sparring.recipes.setup import parse_setup
 from sparring.training import trained
 from sparring.training.custom_towers import recipe_of
 from sparring.training.step import contrast
@@ -34,7 +35,7 @@ def own(folder: Path, split: Split, device: torch.device | str = "cpu") -> Run:
     Without a checkpoint, what its negatives remember is filled anew (see `warm`).
     """
     meta = trained.read_meta(folder)
-    setup = settings.parse_setup(meta["setup"])
+    setup = parse_setup(meta["setup"])
     if meta["recipe"] == "custom":
         how = "diagnose it there (docs/diagnose.md), or train it by a recipe of your own (docs/extending.md)"
         raise UserError(f"{folder} was composed in Python, and no recipe can be found that makes its negatives: {how}")
@@ -63,7 +64,7 @@ def opponent(name: str | Recipe, run: Run, split: Split, steps: int = WARM_STEPS
     Where the recipe has a number n of shared candidates it is set so that both offer equally many, at most four batches full; where that
     cannot be, because a batch alone holds as many, to the batch size. Candidates drawn for each query keep the recipe's own number.
     """
-    recipe = settings.find(name)
+    recipe = finding.find(name)
     arguments = settings.own_arguments(recipe)
     given: dict[str, Any] = {"opens": 0} if "opens" in arguments else {}
     found = _on(run, name, split, given)

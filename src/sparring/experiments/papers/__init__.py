@@ -16,7 +16,7 @@ from sparring.experiments.papers.trainings import train
 from sparring.experiments.papers.xir import TABLE_1, TABLE_2, TABLE_4
 from sparring.experiments.papers.xir_curves import FIGURE_1, FIGURE_2
 from sparring.experiments.papers.xir_sweeps import FIGURE_3, TABLE_5, TABLE_6
-from sparring.recipes.settings import nearest
+from sparring.recipes.setup import nearest
 
 __all__ = [
     "EXPERIMENTS",

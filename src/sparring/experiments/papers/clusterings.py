@@ -78,7 +78,7 @@ def asked(given: Given) -> dict[str, Any]:
 def settings_of(catalogue: Catalogue, clustering: Clustering) -> MSACSettings:
     """The robust settings of MSAC with what was asked for."""
     from sparring.models.clusters import ROBUST, MSACSettings
-    from sparring.recipes.settings import nearest, parse
+    from sparring.recipes.setup import nearest, parse
 
     kinds = get_type_hints(MSACSettings)
     for name in catalogue.settings:

@@ -16,7 +16,7 @@ from sparring.experiments.report import figures
 from sparring.experiments.report.comparison import in_words
 from sparring.experiments.report.html import Figures, Points, Section, Sheet
 from sparring.experiments.report.tables import Column, Table
-from sparring.recipes import settings
+from sparring.recipes import finding, settings
 from sparring.recipes.setup import Setup
 
 PAPER = "ESANS (Xing et al., WWW 2025)"
@@ -52,7 +52,7 @@ NOTES = (
 def setting_said(plan: Plan) -> list[str]:
     """Which setting was used, and how the data was parted."""
     lines = []
-    recipe = settings.find("esans")
+    recipe = finding.find("esans")
     setup, _ = settings.resolve(recipe, settings.known(recipe, plan.settings), plan.experiment.setup)
     if plan.trials:
         who = (

@@ -29,7 +29,7 @@ from sparring.experiments.comparison import finished
 from sparring.experiments.papers.published import matching
 from sparring.experiments.report.html import Section
 from sparring.experiments.report.tables import Table
-from sparring.recipes import PAPER, settings
+from sparring.recipes import PAPER, finding, settings
 from sparring.recipes.run import Run
 from sparring.recipes.setup import Setup
 
@@ -200,7 +200,7 @@ class Plan:
 
     def _set(self, method: Method) -> Method:
         return dataclasses.replace(
-            method, settings={**method.settings, **settings.known(settings.find(method.recipe), self.settings)}
+            method, settings={**method.settings, **settings.known(finding.find(method.recipe), self.settings)}
         )
 
     def folder(self, given: Given, method: Method, seed: int) -> Path:

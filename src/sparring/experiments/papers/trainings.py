@@ -16,7 +16,7 @@ from sparring.data.interactions import Split
 from sparring.experiments.comparison import finished
 from sparring.experiments.papers import clusterings
 from sparring.experiments.papers.plan import CUTOFFS, METRICS, Given, Measure, Method, Plan, Protocol
-from sparring.recipes import settings
+from sparring.recipes import finding, settings
 from sparring.recipes.run import Run
 from sparring.recipes.setup import Setup, find_setting, flat_name, unknown_setting
 from sparring.training import folder as run_folder
@@ -28,7 +28,7 @@ def check(plan: Plan) -> None:
         if sum(given.shown == other.shown for other in plan.data) > 1:
             raise UserError(f"two of the data sets are {given.shown}: give each once")
     methods = [method for each in plan.methods.values() for method in each]
-    own = {name for method in methods for name in settings.own_arguments(settings.find(method.recipe))}
+    own = {name for method in methods for name in settings.own_arguments(finding.find(method.recipe))}
     for name in plan.settings:
         if flat_name(name) == "seed":
             raise UserError("seed cannot be set: a reproduction uses the seeds 10, 20, ... (--seeds N)")
@@ -37,7 +37,7 @@ def check(plan: Plan) -> None:
         if name not in own and find_setting(name) is None and methods:
             raise UserError(f"no method of {plan.experiment.name} knows it: {unknown_setting(name, own)}")
     for method in methods:
-        settings.resolve(settings.find(method.recipe), method.settings, plan.experiment.setup)
+        settings.resolve(finding.find(method.recipe), method.settings, plan.experiment.setup)
     if plan.trials and plan.experiment.tuning == "none":
         raise UserError(
             f"{plan.experiment.name} keeps the setting of its paper: --tune is for `sparring compare` and the quality of ESANS"

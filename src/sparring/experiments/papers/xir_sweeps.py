@@ -30,8 +30,8 @@ from sparring.experiments.papers.xir import CLOSED, NOTES, PAPER, in_batch, sett
 from sparring.experiments.report import figures
 from sparring.experiments.report.html import Figures, Section, Sheet
 from sparring.experiments.report.tables import Cell, Column, Table
-from sparring.recipes import settings
 from sparring.recipes.run import Run
+from sparring.recipes.setup import parse
 from sparring.training.step import contrast
 
 CACHES = (0.5, 1.0, 2.0, 4.0)  # times the batch
@@ -41,7 +41,7 @@ CHARTED = ("NDCG@10", "RECALL@10")
 
 
 def _batch(asked: Mapping[str, object]) -> int:
-    return int(settings.parse("batch_size", asked.get("batch_size", 2048), int))
+    return int(parse("batch_size", asked.get("batch_size", 2048), int))
 
 
 def cache_methods(given: Given, asked: Mapping[str, object]) -> Sequence[Method]:

@@ -21,7 +21,7 @@ from sparring.experiments.report.comparison import command_lines, in_words
 from sparring.experiments.report.figures import BASE, COLOURS, INK, Drawn, blank, by_decades, style, tidy
 from sparring.experiments.report.html import Code, Facts, Figures, Page, Points, Section, Sheet, Text
 from sparring.experiments.report.tables import Cell
-from sparring.recipes.settings import short
+from sparring.recipes.finding import short
 from sparring.recipes.setup import flat
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from sparring import __version__
-from sparring.recipes.settings import short
+from sparring.recipes.finding import short
 from sparring.serving.http import limits as most
 from sparring.serving.http import schema as s
 from sparring.serving.http.limits import Limits, Refused

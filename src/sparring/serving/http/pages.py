@@ -25,8 +25,8 @@ from fastapi.responses import FileResponse, Response
 
 from sparring.core.errors import UserError
 from sparring.data.interactions import Split
+from sparring.recipes.finding import short
 from sparring.recipes.run import Run
-from sparring.recipes.settings import short
 from sparring.recipes.setup import flat
 from sparring.serving.http.finding import Finder, Kind, finder, label
 from sparring.serving.http.limits import ID, Refused
