@@ -1,4 +1,4 @@
-# `make test` and `make demo` do all their own set-up, in .venv. VENV=/elsewhere uses another virtual environment.
+# Every target does its own set-up in .venv; VENV=/elsewhere uses another virtual environment.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV ?= .venv
@@ -6,20 +6,20 @@ JOBS ?= 2
 BIN := $(VENV)/bin
 DEMO := $(VENV)/.sparring-demo
 READY := $(VENV)/.sparring-ready
-# Engines that some tests run against for real; where one cannot be had, its tests are skipped and say so.
-ENGINES := text serve onnx milvus pgvector pgserver spark
-# torchrec asks for the CUDA build of fbgemm, which does not load without CUDA: on CPUs it is put in without what it asks for.
+# Extras that the tests use for real. If one cannot be installed, its tests are skipped and say so.
+EXTRAS := text sentence-transformers images serve onnx milvus pgvector pgserver spark encoders
+# On CPUs TorchRec is installed without its dependencies: it requires the CUDA build of fbgemm, which needs CUDA to load.
 TORCHREC := torchrec==1.8.0 fbgemm-gpu-cpu==1.8.0
 TORCHREC_NEEDS := tensordict torchmetrics==1.0.3 tqdm pyre-extensions
 
-# Threads that wait for each other by sleeping: spinning, the default, is many times slower as soon as a core is shared.
+# Threads sleep while they wait for each other: spinning, the default, is many times slower on a shared core.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: setup demo test lint bench clean
+.PHONY: setup demo test test-fast test-slow check-min lint format docs bench clean
 
 setup: $(READY)
 
-# torch comes first and by itself, so that a build already in the environment, or one chosen with TORCH=..., stays.
+# torch comes first, so that a build already installed, or one chosen with TORCH=..., stays.
 $(DEMO): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Sparring needs Python 3.11 or later: make PYTHON=python3.11 ..."; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -29,25 +29,51 @@ $(DEMO): pyproject.toml
 
 $(READY): $(DEMO)
 	$(BIN)/python -m pip install --quiet --editable ".[dev]"
-	@for engine in $(ENGINES); do $(BIN)/python -m pip install --quiet --editable ".[$$engine]" || echo "no $$engine here: its tests are skipped"; done
-	@$(BIN)/python -m pip install --quiet $(TORCHREC_NEEDS) && $(BIN)/python -m pip install --quiet --no-deps $(TORCHREC) || echo "no torchrec here: its tests are skipped"
+	@for extra in $(EXTRAS); do $(BIN)/python -m pip install --quiet --editable ".[$$extra]" || echo "could not install $$extra: its tests are skipped"; done
+	@$(BIN)/python -m pip install --quiet $(TORCHREC_NEEDS) && $(BIN)/python -m pip install --quiet --no-deps $(TORCHREC) || echo "could not install torchrec: its tests are skipped"
 	@touch $@
 
 demo: $(DEMO)
 	$(BIN)/sparring demo
 
 lint: $(READY)
+	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-# One thread for each of the JOBS processes: more would only compete for the same cores.
+format: $(READY)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+# One thread for each of the JOBS processes: more would compete for the same cores.
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
+
+test-fast: $(READY)
+	$(PYTEST) -m fast
+
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
+	$(PYTEST) -m "not slow"
+
+test-slow: $(READY)
+	$(PYTEST) -m slow
+
+# The oldest versions that pyproject.toml allows (torch: TORCH), without extras, in an environment of its own.
+check-min:
+	test -x $(VENV)-min/bin/python || $(PYTHON) -m venv $(VENV)-min
+	$(VENV)-min/bin/python -m pip install --quiet "$(TORCH)"
+	$(VENV)-min/bin/python -m pip install --quiet --no-deps --editable .
+	$(VENV)-min/bin/python .ci/oldest.py | xargs $(VENV)-min/bin/python -m pip install --quiet pytest pytest-timeout pytest-xdist hypothesis scipy
+	OMP_NUM_THREADS=1 $(VENV)-min/bin/python -m pytest -n $(JOBS) --dist loadgroup -m fast
+
+# The site, in build/site. It needs no network once the extra is installed; warnings are errors.
+docs: $(READY)
+	$(BIN)/python -m pip install --quiet --editable ".[docs]"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 bench: $(READY)
 	$(BIN)/python -m pip install --quiet --editable ".[bench]"
 	$(BIN)/python benchmarks/all.py
 
 clean:
-	rm -rf build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf build dist site .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

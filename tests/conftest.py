@@ -18,17 +18,56 @@ if not torch.cuda.is_available():
 from sparring.data.interactions import Split
 from sparring.data.splits import split
 from sparring.data.synthetic import World, make_world
-from sparring.training import curve, loop
+from sparring.testing import NegativesContract
+from sparring.training import curve
 
 # The same examples every time, however slow the machine: a change fails by its own fault. Others: `pytest --hypothesis-profile default`.
 hypothesis.settings.register_profile("sparring", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("sparring")
 
 
-@pytest.fixture(autouse=True)
-def _save_after_every_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trainings here take less time than is otherwise left between two checkpoints."""
-    monkeypatch.setattr(loop, "BETWEEN_SECONDS", 0.0)
+# Tests that kill processes, open browsers, start databases or Spark, or train on several ranks: `make test-slow`.
+SLOW = (
+    "cli/test_prepare.py::test_killed",
+    "data/test_prepare_spark.py",
+    "dist/",
+    "serving/http/test_faults.py",
+    "serving/http/test_openapi.py",
+    "serving/http/test_page.py",
+    "serving/test_export_databases.py",
+    "training/test_lock.py",
+    "training/test_resume.py::test_killed",
+)
+# Contracts, losses, reference kernels, data, statistics: `make test-fast`.
+FAST = (
+    "core/",
+    "data/",
+    "evaluation/",
+    "kernels/test_mixtures_chunked.py",
+    "kernels/test_reference_and_chunked.py",
+    "losses/",
+    "negatives/",
+    "recipes/test_settings.py",
+    "test_public_names.py",
+)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the tiers by path, and leave out contract tests that do not apply to a sampler instead of skipping them."""
+    kept, dropped, inapplicable = [], [], {}
+    for item in items:
+        place = item.nodeid.removeprefix("tests/")
+        item.add_marker("slow" if place.startswith(SLOW) else "fast" if place.startswith(FAST) else "medium")
+        contract = getattr(item, "cls", None)
+        if isinstance(contract, type) and issubclass(contract, NegativesContract):
+            if contract not in inapplicable:
+                inapplicable[contract] = contract().inapplicable()
+            if getattr(item, "originalname", item.name) in inapplicable[contract]:
+                dropped.append(item)
+                continue
+        kept.append(item)
+    items[:] = kept
+    config.hook.pytest_deselected(items=dropped)
 
 
 @pytest.fixture

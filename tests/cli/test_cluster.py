@@ -13,8 +13,7 @@ import torch
 
 from sparring.cli import main
 from sparring.data.interactions import Vocabulary
-from sparring.experiments.report.cluster_tables import purity, sizes_table, summary
-from sparring.experiments.report.clusters import project
+from sparring.experiments.report.clusters import project, purity, sizes_table, summary
 from sparring.models.clusters import MSAC, Codes
 
 QUICK = ["--k-primary", "6", "--k-secondary", "3", "--device", "cpu"]
@@ -148,7 +147,7 @@ def test_a_modality_made_anew_needs_a_refit(first: Path, capsys: pytest.CaptureF
     [
         (["--out", "codes.bin"], "--out codes.bin must end in .safetensors"),
         (["--k-primary", "100"], "k_primary 100 is too many for 150 items: choose at most 15"),
-        (["--set", "dims=3"], "unknown setting 'dims': did you mean 'dim'?"),
+        (["--set", "dims=3"], "unknown setting 'dims'; did you mean 'dim'?"),
         (["--set", "lr=fast"], "lr must be a number, got 'fast'"),
         (["--category", "colour"], "there is no item column 'colour'"),
         (["--refit", "look"], "--refit is for --update"),

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sparring.core import exclusion
-from sparring.core.types import Bag, Candidates, Exclude, Positives, Step
+from sparring.core.types import Bag, Candidates, Exclude, Positives, Provenance, Step
 from sparring.negatives import InBatch, Popularity, Sampled, Uniform, Union
 from sparring.testing import World
 
@@ -104,10 +104,14 @@ def test_a_bag_says_what_it_holds() -> None:
         torch.zeros(4, 2),
         torch.tensor([0.0, 0.0, -torch.inf, 0.0]),
         Exclude(torch.tensor([4, 9, 7])),
-        source="spoons",
+        provenance=Provenance("spoons"),
     )
     own = Candidates(
-        torch.tensor([[1, 2], [3, -1], [1, 1]]), torch.zeros(3, 2, 2), torch.zeros(()), draws=1500.0, weighting="-log q"
+        torch.tensor([[1, 2], [3, -1], [1, 1]]),
+        torch.zeros(3, 2, 2),
+        torch.zeros(()),
+        draws=1500.0,
+        provenance=Provenance(weighting="-log q"),
     )
     lines = Bag((block, own), torch.zeros(3)).describe().splitlines()
     assert len(lines) == 3

@@ -15,8 +15,7 @@ pytest.importorskip("triton")
 
 from triton.runtime.errors import OutOfResources
 
-from sparring.core.types import Keys
-from sparring.kernels import fused
+from sparring.kernels import ExcludedKeys, fused
 
 # the interpreter's log2(0), and inf - inf in the branch of a `where` that is not taken
 pytestmark = [
@@ -47,7 +46,9 @@ def truth(
 @pytest.mark.parametrize("draws", [None, 17.0])
 @pytest.mark.parametrize("weight", ["scalar", "column", "row", "pair", "one row"])
 @pytest.mark.parametrize("keyed", [False, True])
-def test_value_gradients_and_usage(shape: tuple[int, int, int], draws: float | None, weight: str, keyed: bool) -> None:
+def test_value_gradients_and_draw_counts(
+    shape: tuple[int, int, int], draws: float | None, weight: str, keyed: bool
+) -> None:
     """With weights of any shape, some of them -inf, and pairs left out by key, all within float32's error of the whole matrix."""
     b, c, d = shape
     g = torch.Generator().manual_seed(b + c)
@@ -57,7 +58,7 @@ def test_value_gradients_and_usage(shape: tuple[int, int, int], draws: float | N
     )
     log_w = torch.where(torch.rand(log_w.shape, generator=g) < 0.2, -math.inf, log_w)
     keys = (
-        Keys(torch.randint(5, (c,), generator=g).to(DEVICE), torch.randint(5, (b,), generator=g).to(DEVICE))
+        ExcludedKeys(torch.randint(5, (c,), generator=g).to(DEVICE), torch.randint(5, (b,), generator=g).to(DEVICE))
         if keyed
         else None
     )
@@ -68,11 +69,13 @@ def test_value_gradients_and_usage(shape: tuple[int, int, int], draws: float | N
             for j, each in enumerate(keys.columns.tolist()):
                 if own == each:
                     w[i, j] = -math.inf
-    usage = torch.zeros(c, device=DEVICE) if draws is not None else None
+    draw_counts = torch.zeros(c, device=DEVICE) if draws is not None else None
     ours_q, ours_emb = q.clone().requires_grad_(), emb.clone().requires_grad_()
-    value = fused.weighted_logsumexp(ours_q, ours_emb, log_w, keys, draws, usage)
+    value = fused.weighted_logsumexp(ours_q, ours_emb, log_w, keys, draws, draw_counts)
     (torch.where(torch.isfinite(value), value, 0.0) * upstream).sum().backward()
-    for mine, exact in zip((value, ours_q.grad, ours_emb.grad, usage), truth(q, emb, w, draws, upstream), strict=True):
+    for mine, exact in zip(
+        (value, ours_q.grad, ours_emb.grad, draw_counts), truth(q, emb, w, draws, upstream), strict=True
+    ):
         if mine is not None:
             finite = torch.isfinite(exact)
             assert torch.equal(torch.isfinite(mine), finite)
@@ -119,32 +122,32 @@ def test_a_device_with_little_shared_memory_gets_smaller_tiles(
         fused.weighted_logsumexp(q, emb, w, None, 17.0)
 
 
-def test_usage_without_a_gradient() -> None:
+def test_draw_counts_without_a_gradient() -> None:
     """Where no backward pass will come, the expected counts are there at once, and add up to the draws of all queries."""
     q, emb = torch.randn(40, 8, device=DEVICE), torch.randn(50, 8, device=DEVICE)
-    usage = torch.zeros(50, device=DEVICE)
-    fused.weighted_logsumexp(q, emb, torch.zeros((), device=DEVICE), None, 12.0, usage)
-    assert float(usage.sum()) == pytest.approx(40 * 12, rel=1e-4)
-    assert torch.allclose(usage, 12 * torch.softmax(q @ emb.T, 1).sum(0), rtol=1e-3)
+    draw_counts = torch.zeros(50, device=DEVICE)
+    fused.weighted_logsumexp(q, emb, torch.zeros((), device=DEVICE), None, 12.0, draw_counts)
+    assert float(draw_counts.sum()) == pytest.approx(40 * 12, rel=1e-4)
+    assert torch.allclose(draw_counts, 12 * torch.softmax(q @ emb.T, 1).sum(0), rtol=1e-3)
 
 
 def drawn_counts(
-    logits: Tensor, n: float, seed: int, first: int = 0, keys: Keys | None = None
+    logits: Tensor, n: float, seed: int, first: int = 0, keys: ExcludedKeys | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Counts (B, C) that the forward pass drew, their value and their usage: with unit vectors as candidates the gradient by the query is
+    """Counts (B, C) that the forward pass drew, their value and their draw_counts: with unit vectors as candidates the gradient by the query is
     the share of each, and share x sum / e^s is the count."""
     q, unit = (
         logits.to(DEVICE, copy=True).requires_grad_(),
         torch.eye(logits.shape[1], device=DEVICE, requires_grad=True),
     )
-    usage = torch.zeros(logits.shape[1], device=DEVICE)
+    draw_counts = torch.zeros(logits.shape[1], device=DEVICE)
     seeds = torch.tensor([seed, first], device=DEVICE)
-    value = fused.weighted_logsumexp(q, unit, torch.zeros(logits.shape[1], device=DEVICE), keys, n, usage, seeds)
+    value = fused.weighted_logsumexp(q, unit, torch.zeros(logits.shape[1], device=DEVICE), keys, n, draw_counts, seeds)
     torch.where(torch.isfinite(value), value, 0.0).sum().backward()
     assert q.grad is not None
     counts = (q.grad.double() * (value.detach().nan_to_num(neginf=0.0).unsqueeze(1) - q.detach()).double().exp()).cpu()
     assert torch.allclose(counts, counts.round(), atol=1e-2)
-    return counts.round(), value.detach().cpu(), usage.cpu()
+    return counts.round(), value.detach().cpu(), draw_counts.cpu()
 
 
 @pytest.mark.parametrize("seed", [0, 1, 1 << 61])
@@ -153,7 +156,7 @@ def test_drawn_counts_follow_their_distribution(seed: int) -> None:
     chi-square of every candidate over 1,900 queries, of the pairs of candidates, and of the sums of queries."""
     logits = torch.tensor([[0.3, -1.0, 1.2, 0.0, -0.4, 2.0]]).expand(1900, 6)
     n = 10.0
-    counts, _, usage = drawn_counts(logits, n, seed)
+    counts, _, draw_counts = drawn_counts(logits, n, seed)
     expected = n * torch.softmax(logits[0].double(), 0)
     up = counts - expected.floor()
     assert set(up.unique().tolist()) <= {0.0, 1.0}
@@ -170,7 +173,7 @@ def test_drawn_counts_follow_their_distribution(seed: int) -> None:
         above
     ]  # two queries, two candidates: their keys are those of all four pairs
     assert float(corners.square().sum()) < 42.0
-    assert torch.equal(usage.double(), counts.sum(0))  # the backward pass drew the same
+    assert torch.equal(draw_counts.double(), counts.sum(0))  # the backward pass drew the same
 
 
 def test_draws_depend_on_seed_query_and_candidate_alone() -> None:
@@ -196,8 +199,8 @@ def test_draws_under_weights(monkeypatch: pytest.MonkeyPatch, kind: str, scale: 
     w = 25 + 3 * torch.randn((140,) if kind == "column" else (160, 140), generator=g)
     w = torch.where(torch.rand(w.shape, generator=g) < 0.2, -math.inf, w)
     q, emb = (logits / scale).to(DEVICE).requires_grad_(), (scale * torch.eye(140, device=DEVICE)).requires_grad_()
-    usage = torch.zeros(140, device=DEVICE)
-    value = fused.weighted_logsumexp(q, emb, w.to(DEVICE), None, n, usage, torch.tensor([3, 0], device=DEVICE))
+    draw_counts = torch.zeros(140, device=DEVICE)
+    value = fused.weighted_logsumexp(q, emb, w.to(DEVICE), None, n, draw_counts, torch.tensor([3, 0], device=DEVICE))
     upstream = torch.rand(160, generator=g, dtype=torch.float64)
     (value * upstream.to(DEVICE, value.dtype)).sum().backward()
     assert q.grad is not None
@@ -209,7 +212,7 @@ def test_draws_under_weights(monkeypatch: pytest.MonkeyPatch, kind: str, scale: 
     counts = counts.round()
     assert float((counts - n * torch.softmax((logits + w).double(), 1)).abs().max()) < 1 + off * n
     assert float(counts[:, w.isinf()].max() if kind == "column" else counts[w.isinf()].max()) == 0
-    assert torch.equal(usage.cpu().double(), counts.sum(0))
+    assert torch.equal(draw_counts.cpu().double(), counts.sum(0))
     exact = torch.logsumexp(logits.double() + counts.log(), 1)
     assert torch.allclose(value.detach().double().cpu(), exact, atol=off)
     pulled = (
@@ -223,7 +226,7 @@ def test_draws_under_weights(monkeypatch: pytest.MonkeyPatch, kind: str, scale: 
 def test_what_does_not_count_is_never_drawn() -> None:
     """A pair left out by key has no count, the others share the draws."""
     logits = torch.zeros(60, 4)
-    keys = Keys(torch.arange(4, device=DEVICE), (torch.arange(60) % 4).to(DEVICE))
+    keys = ExcludedKeys(torch.arange(4, device=DEVICE), (torch.arange(60) % 4).to(DEVICE))
     counts, _, _ = drawn_counts(logits, 9.0, 1, keys=keys)
     for i in range(60):
         assert counts[i, i % 4] == 0

@@ -11,8 +11,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from sparring.core.types import Bag, Keys, Step
-from sparring.kernels import cluster_draws, mixtures
+from sparring.core.types import Bag, Step
+from sparring.kernels import ExcludedKeys, cluster_draws, mixtures
 from sparring.kernels.reference import Mix
 from sparring.losses import sampled_softmax
 from sparring.models.clusters import Codes
@@ -144,8 +144,8 @@ def test_value_and_gradients(keyed: str, offset: float, shape: tuple[int, int, i
     (exact * upstream[some].double()).sum().backward()
 
     ours_q, ours_emb = q.to(DEVICE, copy=True).requires_grad_(), emb.to(DEVICE, copy=True).requires_grad_()
-    places = Keys(cells.to(DEVICE), own_cell.to(DEVICE)) if keyed in ("both", "real") else None
-    mix_places = Keys(classes.to(DEVICE), own_class.to(DEVICE)) if keyed in ("both", "made") else None
+    places = ExcludedKeys(cells.to(DEVICE), own_cell.to(DEVICE)) if keyed in ("both", "real") else None
+    mix_places = ExcludedKeys(classes.to(DEVICE), own_class.to(DEVICE)) if keyed in ("both", "made") else None
     value = mixtures.weighted_logsumexp(ours_q, ours_emb, log_w.to(DEVICE), places, Mix(share, mix_places, offset))
     assert torch.equal(torch.isfinite(value).cpu(), some)
     (torch.where(torch.isfinite(value), value, 0.0) * upstream.to(DEVICE)).sum().backward()

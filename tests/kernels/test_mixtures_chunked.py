@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sparring import kernels
 from sparring.kernels import mixtures_chunked, reference
-from sparring.kernels.reference import Mix, Places
+from sparring.kernels.reference import ExcludedPairs, Mix
 
 SHAPES = [(64, 12, 5, 14, 16), (33, 7, 3, 5, 13), (1, 1, 2, 2, 4), (5, 40, 2, 2, 8)]  # B, G, M, V, D
 TOLERANCE = 5e-6  # of the largest entry
@@ -72,7 +72,7 @@ def truth(p: Problem, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     return value.detach(), *torch.autograd.grad(total, [q, emb])
 
 
-def as_places(mask: Tensor | None, form: str) -> Places | None:
+def as_places(mask: Tensor | None, form: str) -> ExcludedPairs | None:
     return mask if mask is None or form == "mask" else torch.nonzero(mask, as_tuple=True)  # type: ignore[return-value]
 
 
@@ -170,7 +170,7 @@ def test_buffers_are_used_again_and_never_shared() -> None:
 def of_mixtures(mixtures: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """A kernel that has its own logits of mixtures, from q, emb, log_w and mix."""
 
-    def kernel(q: Tensor, emb: Tensor, log_w: Tensor, places: Places | None, mix: Mix) -> Tensor:
+    def kernel(q: Tensor, emb: Tensor, log_w: Tensor, places: ExcludedPairs | None, mix: Mix) -> Tensor:
         scores = q @ emb.T
         candidates = scores + reference.drop(log_w, scores.shape, places)
         return reference.safe_logsumexp(torch.cat([candidates, mixtures(q, emb, log_w, mix)], 1))

@@ -18,7 +18,9 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 @pytest.mark.parametrize("draws", [None, 13.0])
 @pytest.mark.parametrize("weight", ["scalar", "column", "pair"])
 @pytest.mark.parametrize("masked", [False, True])
-def test_value_gradients_and_usage(shape: tuple[int, int, int], draws: float | None, weight: str, masked: bool) -> None:
+def test_value_gradients_and_draw_counts(
+    shape: tuple[int, int, int], draws: float | None, weight: str, masked: bool
+) -> None:
     """With weights of any shape, some -inf, and pairs that are masked, up to all of a query's: value, both gradients, expected counts."""
     b, c, d = shape
     g = torch.Generator().manual_seed(c)
@@ -44,9 +46,9 @@ def test_value_gradients_and_usage(shape: tuple[int, int, int], draws: float | N
             values.append(torch.logsumexp(s[keep] + counts[i, keep].log(), 0))
     (torch.stack(values) * upstream.double()).sum().backward()
     ours_q, ours_emb = q.to(DEVICE).requires_grad_(), emb.to(DEVICE).requires_grad_()
-    usage = torch.zeros(b, c, device=DEVICE) if draws is not None else None
+    draw_counts = torch.zeros(b, c, device=DEVICE) if draws is not None else None
     value = per_query.weighted_logsumexp(
-        ours_q, ours_emb, log_w.to(DEVICE), None if mask is None else mask.to(DEVICE), draws, usage
+        ours_q, ours_emb, log_w.to(DEVICE), None if mask is None else mask.to(DEVICE), draws, draw_counts
     )
     (torch.where(torch.isfinite(value), value, 0.0) * upstream.to(DEVICE)).sum().backward()
     got = torch.where(torch.isfinite(value), value, 0.0).detach().cpu().double()
@@ -55,7 +57,7 @@ def test_value_gradients_and_usage(shape: tuple[int, int, int], draws: float | N
         assert mine is not None
         assert right is not None
         assert torch.allclose(mine.cpu().double(), right, atol=2e-5)
-    if usage is not None:
-        assert torch.allclose(usage.cpu().double(), counts, atol=2e-5)
+    if draw_counts is not None:
+        assert torch.allclose(draw_counts.cpu().double(), counts, atol=2e-5)
     if mask is not None:
         assert value[0] == -math.inf

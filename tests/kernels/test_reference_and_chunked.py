@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sparring import kernels
 from sparring.kernels import chunked, reference
-from sparring.kernels.reference import Places
+from sparring.kernels.reference import ExcludedPairs
 
 Kernel = Callable[..., Tensor]
 KERNELS: dict[str, Kernel] = {
@@ -72,16 +72,18 @@ def plain(p: Problem, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tenso
 
 def ours(p: Problem, kernel: Kernel, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     q, emb = p.q.to(dtype, copy=True).requires_grad_(), p.emb.to(dtype, copy=True).requires_grad_()
-    usage = torch.zeros(len(emb), dtype=dtype) if p.draws is not None else None
-    value = kernel(q, emb, p.log_w.to(dtype), p.places, p.draws, usage)
+    draw_counts = torch.zeros(len(emb), dtype=dtype) if p.draws is not None else None
+    value = kernel(q, emb, p.log_w.to(dtype), p.places, p.draws, draw_counts)
     some = torch.isfinite(value)
     grad_q, grad_emb = torch.autograd.grad((torch.where(some, value, 0.0) * p.upstream.to(dtype)).sum(), [q, emb])
-    return value.detach(), grad_q, grad_emb, torch.zeros(len(emb)) if usage is None else usage
+    return value.detach(), grad_q, grad_emb, torch.zeros(len(emb)) if draw_counts is None else draw_counts
 
 
 def within_budget(p: Problem, kernel: Kernel) -> None:
     truth, torch32, got = plain(p, torch.float64), plain(p, torch.float32), ours(p, kernel)
-    for name, exact, single, mine in zip(("value", "grad q", "grad emb", "usage"), truth, torch32, got, strict=True):
+    for name, exact, single, mine in zip(
+        ("value", "grad q", "grad emb", "draw_counts"), truth, torch32, got, strict=True
+    ):
         finite = torch.isfinite(exact)
         assert torch.equal(torch.isfinite(mine), finite), name
         if not bool(finite.any()):
@@ -185,12 +187,12 @@ def test_rows_with_nothing_left(kernel: str) -> None:
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_no_draws_leave_usage_alone(kernel: str) -> None:
-    """`usage` belongs to expected draws: where the counts were drawn before, the kernel must not erase them."""
+def test_no_draws_leave_the_counts_alone(kernel: str) -> None:
+    """`draw_counts` belongs to expected draws: where the counts were drawn before, the kernel must not erase them."""
     p = problem((8, 5, 4), "column", "none")
-    usage = torch.arange(5.0)
-    KERNELS[kernel](p.q, p.emb, p.log_w, None, None, usage)
-    assert usage.tolist() == [0, 1, 2, 3, 4]
+    draw_counts = torch.arange(5.0)
+    KERNELS[kernel](p.q, p.emb, p.log_w, None, None, draw_counts)
+    assert draw_counts.tolist() == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -270,10 +272,15 @@ def of_logits(logsumexp: Callable[[Tensor], Tensor]) -> Kernel:
     """A kernel that has its own log-sum-exp over weighted logits (B, C) and leaves expected draws to the reference."""
 
     def kernel(
-        q: Tensor, emb: Tensor, log_w: Tensor, places: Places | None, draws: float | None, usage: Tensor | None
+        q: Tensor,
+        emb: Tensor,
+        log_w: Tensor,
+        places: ExcludedPairs | None,
+        draws: float | None,
+        draw_counts: Tensor | None,
     ) -> Tensor:
         if draws is not None:
-            return reference.weighted_logsumexp(q, emb, log_w, places, draws, usage)
+            return reference.weighted_logsumexp(q, emb, log_w, places, draws, draw_counts)
         scores = q @ emb.T
         return logsumexp(scores + reference.drop(log_w, scores.shape, places))
 
@@ -287,7 +294,7 @@ def maximum_of_the_last_chunk(x: Tensor) -> Tensor:
 
 
 def counts_with_gradient(
-    q: Tensor, emb: Tensor, log_w: Tensor, places: Places, draws: float | None, *rest: Tensor
+    q: Tensor, emb: Tensor, log_w: Tensor, places: ExcludedPairs, draws: float | None, *rest: Tensor
 ) -> Tensor:
     if draws is None:
         return reference.weighted_logsumexp(q, emb, log_w, places)
@@ -299,9 +306,9 @@ def counts_with_gradient(
 
 
 def counts_not_squared(
-    q: Tensor, emb: Tensor, log_w: Tensor, places: Places, draws: float | None, usage: Tensor
+    q: Tensor, emb: Tensor, log_w: Tensor, places: ExcludedPairs, draws: float | None, draw_counts: Tensor
 ) -> Tensor:
-    reference.weighted_logsumexp(q, emb, log_w, places, draws, usage)
+    reference.weighted_logsumexp(q, emb, log_w, places, draws, draw_counts)
     return reference.weighted_logsumexp(q, emb, log_w, places)
 
 
@@ -316,7 +323,7 @@ WRONG: dict[str, Kernel] = {
     ),
     "forgets the weights": lambda q, emb, log_w, *rest: reference.weighted_logsumexp(q, emb, 0 * log_w, *rest),
     "forgets the mask": lambda q, emb, log_w, places, *rest: reference.weighted_logsumexp(q, emb, log_w, None, *rest),
-    "forgets the usage": lambda *rest: reference.weighted_logsumexp(*rest[:-1]),
+    "forgets the draw_counts": lambda *rest: reference.weighted_logsumexp(*rest[:-1]),
     "does not square the counts": counts_not_squared,
     "has a gradient through the counts": counts_with_gradient,
 }

@@ -130,8 +130,9 @@ def test_violators_are_counted_per_row_and_epoch() -> None:
     expected, rows = 0, 0
     for seed in (1, 2, 3):
         step = unit(world, world.step(10, seed))
-        value = loss(step, InBatch(exclude="known")(step))
-        loss.observe(step, Outcome(value.detach(), ()))
+        bag = InBatch(exclude="known")(step)
+        output = loss.detailed(step, bag)
+        loss.observe(step, Outcome(output.losses.detach(), (bag,), (output,)))
         for i in range(10):
             others = [
                 float(step.q[i].detach() @ step.v[j].detach())

@@ -11,7 +11,7 @@ from torch import Tensor
 from sparring.core.types import Bag, Step
 from sparring.losses import bpr, sampled_softmax
 from sparring.negatives import Hardest, InBatch, Memory, Negatives, Popularity, Resample, Sampled, Uniform, Union
-from sparring.negatives.base import multinomial_counts, rounded_counts, systematic_counts
+from sparring.negatives.algebra import multinomial_counts, rounded_counts, systematic_counts
 from sparring.testing import NegativesContract, World, dense
 
 
@@ -359,18 +359,19 @@ def test_resampling_works_in_other_precisions(draw, dtype) -> None:
 
 
 @pytest.mark.parametrize("draw", ["expected", "multinomial", "systematic"])
-def test_usage_is_the_number_of_draws(draw) -> None:
-    """After the loss, `usage` holds how often each candidate was drawn over all queries: n for each query that can draw."""
+def test_the_loss_returns_the_number_of_draws(draw) -> None:
+    """The counts with the loss are the draws of each candidate summed over the queries: n for each query that can draw."""
     world = World.build()
     step = world.step(16, 1)
     bag = Resample(InBatch(Popularity(world.counts)), n=50, draw=draw)(step)
-    sampled_softmax(step, bag)
-    usage = bag.blocks[0].usage
-    assert usage is not None
-    assert usage.shape == (16,)
-    torch.testing.assert_close(float(usage.sum()), 16 * 50.0, rtol=1e-4, atol=0)
+    output = sampled_softmax.detailed(step, bag)
+    assert output.draw_counts is not None
+    (counts,) = output.draw_counts
+    assert counts is not None
+    assert counts.shape == (16,)
+    torch.testing.assert_close(float(counts.sum()), 16 * 50.0, rtol=1e-4, atol=0)
     want = dense(bag, step, world.n_items).sum(0)
-    got = torch.zeros(world.n_items, dtype=torch.float64).index_add_(0, step.item_ids, usage.double())
+    got = torch.zeros(world.n_items, dtype=torch.float64).index_add_(0, step.item_ids, counts.double())
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from sparring.core.part import loss_output
 from sparring.core.types import Bag, Candidates, Outcome, Step
 from sparring.losses import sampled_softmax
 from sparring.negatives import Cache, InBatch, Negatives, Popularity, Resample, Sampled, Uniform, Union
@@ -79,8 +80,8 @@ class TestResampledCacheMultinomial(TestResampledCache):
 def outcome(*drawn: tuple[list[int], list[float]]) -> Outcome:
     """What came of a step whose terms drew these items so many times."""
     bags = tuple(
-        Bag((Candidates(torch.tensor(ids), torch.zeros(len(ids), 4), torch.zeros(()), usage=torch.tensor(usage)),))
-        for ids, usage in drawn
+        Bag((Candidates(torch.tensor(ids), torch.zeros(len(ids), 4), torch.zeros(()), drawn=torch.tensor(counts)),))
+        for ids, counts in drawn
     )
     return Outcome(torch.zeros(1), bags)
 
@@ -110,6 +111,23 @@ def test_counts_of_a_whole_step() -> None:
         want = 1.0 * (world.counts > 0) + sum(dense(bag, step, world.n_items).sum(0) for bag in bags)
         cache.observe(step, Outcome(loss.detach(), bags))  # type: ignore[union-attr]
         torch.testing.assert_close(cache.occurrences, want, rtol=1e-4, atol=1e-3)
+
+
+def test_counts_do_not_depend_on_who_wrote_the_loss() -> None:
+    """A cache holds the same occurrences after a loss that returns its draw counts and after a plain function around it."""
+    world = World.build()
+    frequency = Popularity(world.counts)
+    occurrences = []
+    for loss in (sampled_softmax, lambda step, bag: 2 * sampled_softmax(step, bag)):
+        cache = Cache(16, frequency, world.n_items)
+        step = world.step(8, 1)
+        bag = Resample(InBatch(frequency), 20)(step)
+        output = loss_output(loss, step, bag)
+        cache.observe(step, Outcome(output.losses.detach(), (bag,), (output,)))
+        occurrences.append(cache.occurrences)
+        assert (output.draw_counts is None) == (loss is not sampled_softmax)
+    assert float(occurrences[0].sum()) == pytest.approx(8 * 20, rel=1e-4)
+    torch.testing.assert_close(occurrences[0], occurrences[1])
 
 
 def test_draws_of_a_query_of_its_own_count_too() -> None:

@@ -14,7 +14,7 @@ from sparring.core.types import Step
 from sparring.losses import sampled_softmax
 from sparring.models.clusters import Codes
 from sparring.negatives import Interpolated, Negatives, OtherClusters, SameCluster, TowardsPositive, Union
-from sparring.negatives.inclusion import inclusion
+from sparring.negatives.clusters import inclusion
 from sparring.testing import NegativesContract, World, weights
 
 COUNTS = torch.tensor([9, 1, 4, 2, 7, 1, 3, 5, 2, 6, 1, 8, 2, 4, 3, 1, 5, 2, 6, 1, 3, 2, 7, 4])

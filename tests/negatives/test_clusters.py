@@ -15,8 +15,8 @@ from sparring.core.types import Step
 from sparring.losses import sampled_softmax
 from sparring.models.clusters import Codes
 from sparring.negatives import InBatch, Interpolated, Negatives, OtherClusters, SameCluster, TowardsPositive, Union
-from sparring.negatives.base import merged
-from sparring.negatives.inclusion import distinct
+from sparring.negatives.algebra import merged
+from sparring.negatives.clusters import distinct
 from sparring.testing import NegativesContract, World, chi_square, weights
 
 # cluster 3 is empty, cluster 2 is one cell, 5 has two items

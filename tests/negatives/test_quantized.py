@@ -12,7 +12,7 @@ from sparring.core.types import Corpus, Step
 from sparring.losses import sampled_softmax
 from sparring.negatives import InBatch, Negatives, Popularity, QuantizedSoftmax, Union
 from sparring.negatives import quantized as module
-from sparring.negatives.quantized import Codebook, k_means, nearest
+from sparring.negatives.quantized import Codebook
 from sparring.testing import NegativesContract, World, chi_square
 
 
@@ -137,22 +137,6 @@ def test_residual_books_are_closer_than_one() -> None:
     one = (world.items - found.book[0][found.code[0]]).square().sum()
     two = (world.items - found.book[0][found.code[0]] - found.book[1][found.code[1]]).square().sum()
     assert float(two) < float(one) / 2
-
-
-def test_k_means_finds_separate_clumps() -> None:
-    """Five clumps far apart, started from one point in each: the centres are the means of the clumps."""
-    generator = torch.Generator().manual_seed(0)
-    clump = torch.arange(200) % 5
-    points = 100.0 * torch.eye(5)[clump] + torch.randn(200, 5, generator=generator)
-    for seed in range(50):  # a start with a point of each clump comes up in 1 of 26
-        start = clump[torch.randperm(200, generator=torch.Generator().manual_seed(seed))[:5]]
-        if len(start.unique()) == 5:
-            break
-    centres = k_means(points, 5, torch.Generator().manual_seed(seed))
-    own = nearest(points, centres)
-    for z in range(5):
-        assert len(own[clump == z].unique()) == 1
-        torch.testing.assert_close(centres[own[clump == z][0]], points[clump == z].mean(0), rtol=1e-4, atol=1e-4)
 
 
 def test_more_words_than_items() -> None:

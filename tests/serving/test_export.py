@@ -211,8 +211,8 @@ def test_extras_are_named(
 
 
 def test_commands_of_the_guide_parse() -> None:
-    """Every sparring command in docs/serving.md is one that the command line accepts."""
-    text = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
+    """Every sparring command in docs/guide/serving.md is one that the command line accepts."""
+    text = (Path(__file__).parents[2] / "docs" / "guide" / "serving.md").read_text()
     commands = re.findall(r"^sparring .*$", text, re.MULTILINE) + re.findall(r"`(sparring \w+ [^`]*--[^`]*)`", text)
     assert len(commands) >= 9
     for command in commands:

@@ -16,7 +16,7 @@ from rich.progress import TimeRemainingColumn
 from sparring.cli import inputs, screen
 from sparring.cli.modalities import add_modalities, read_modalities
 from sparring.cli.values import count, device, setting, whole
-from sparring.core.errors import UserError
+from sparring.core.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -88,7 +88,7 @@ def cluster(args: Namespace) -> int:
     from sparring.core.devices import pick_device
     from sparring.data.splits import split
     from sparring.experiments.report import clusters
-    from sparring.experiments.report.cluster_tables import labels_of, summary
+    from sparring.experiments.report.clusters import labels_of, summary
     from sparring.models.clusters import MSAC, Codes
 
     device = pick_device(args.device)
@@ -179,7 +179,7 @@ def _check(args: Namespace) -> None:
 def _settings(args: Namespace) -> MSACSettings:
     """The settings of a preset with what was asked for."""
     from sparring.models.clusters import PRESETS, MSACSettings
-    from sparring.recipes.setup import nearest, parse
+    from sparring.recipes.setup import parse
 
     asked: dict[str, object] = dict(args.settings)
     for name in ("k_primary", "k_secondary", "steps", "seed"):
@@ -189,7 +189,7 @@ def _settings(args: Namespace) -> MSACSettings:
     kinds = get_type_hints(MSACSettings)
     for name in asked:
         if name not in kinds:
-            raise UserError(f"unknown setting {name!r}{nearest(name, kinds)}")
+            raise UserError(f"unknown setting {name!r}{did_you_mean(name, kinds)}")
     return dataclasses.replace(
         PRESETS[args.preset or "robust"], **{name: parse(name, value, kinds[name]) for name, value in asked.items()}
     )

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from sparring.core.workers import Failure, Listener
-    from sparring.experiments.comparison import Data, Plan
+    from sparring.experiments.comparison import ComparedData, Comparison
 
 _GENERIC = {"interactions", "data", "pairs", "ratings", "events"}  # file names that say nothing: the folder's name does
 
@@ -110,21 +110,21 @@ def compare(args: Namespace) -> int:
     return closing(show, failures, page, plan.out)
 
 
-def _notes(plan: Plan) -> list[str]:
+def _notes(plan: Comparison) -> list[str]:
     """What is not as the recipes come: texts that are read, classifiers that are left out, arguments that are not tuned."""
     from sparring.experiments.search_space import untuned
     from sparring.recipes import finding, settings
 
     lines = [inputs.TEXTS_READ] if plan.shared.get("encoder") == "auto" else []
     setups = {
-        name: settings.resolve(finding.find(place), plan.settings_of(name), plan.base)[0]
-        for name, place in plan.places.items()
+        name: settings.resolve(finding.find(method.recipe), method.settings, plan.base)[0]
+        for name, method in plan.methods.items()
     }
     staged = [name for name, setup in setups.items() if setup.classifiers.epochs]
     if staged:
         lines.append(f"compared by their towers alone, without classifiers and fusion: {', '.join(staged)}")
     if plan.trials:
-        kept = {name: untuned(place, plan.settings_of(name)) for name, place in plan.places.items()}
+        kept = {name: untuned(method.recipe, method.settings) for name, method in plan.methods.items()}
         words = "; ".join(f"{name}: {', '.join(each)}" for name, each in kept.items() if each)
         lines += [f"not tuned, kept as they come: {words}"] if words else []
     return lines
@@ -146,8 +146,8 @@ def closing(show: Console, failures: Sequence[Failure], page: Path, out: Path) -
     return 1 if failures else 0
 
 
-def _plan(args: Namespace) -> Plan:
-    from sparring.experiments.comparison import Plan, cutoffs
+def _plan(args: Namespace) -> Comparison:
+    from sparring.experiments.comparison import Comparison, cutoffs
     from sparring.recipes import finding, settings
 
     if not args.data:
@@ -162,18 +162,18 @@ def _plan(args: Namespace) -> Plan:
         from sparring.experiments.tuning import require_optuna
 
         require_optuna()
-    plan = Plan(args.out, (), recipes, args.seeds, baseline, args.metrics, base, shared, args.tune, args.device)
-    for recipe, place in plan.places.items():
-        settings.resolve(finding.find(place), plan.settings_of(recipe), base)
+    plan = Comparison(args.out, (), recipes, args.seeds, baseline, args.metrics, base, shared, args.tune, args.device)
+    for method in plan.methods.values():
+        settings.resolve(finding.find(method.recipe), method.settings, base)
     data = tuple(_data(args, where, name) for where, name in zip(args.data, short_names(args.data), strict=True))
     if base is None and inputs.only_texts_help(shared, *(each.split for each in data)):
         shared = {**shared, "encoder": "auto"}
     return dataclasses.replace(plan, data=data, shared=shared)
 
 
-def _data(args: Namespace, where: str, name: str) -> Data:
+def _data(args: Namespace, where: str, name: str) -> ComparedData:
     from sparring.data.splits import split
-    from sparring.experiments.comparison import Data
+    from sparring.experiments.comparison import ComparedData
 
     world = inputs.world(where)
     data = world.interactions if world is not None else inputs.read_data(where, inputs.columns(args))
@@ -181,7 +181,7 @@ def _data(args: Namespace, where: str, name: str) -> Data:
     kept = Namespace(
         **{**vars(args), "data": where, "k": [k for k in (10, 20, 50) if k <= data.n_items] or [data.n_items]}
     )
-    return Data(name, parts, inputs.source(kept, data, args.split_seed), world)
+    return ComparedData(name, parts, inputs.source(kept, data, args.split_seed), world)
 
 
 def short_names(places: list[str]) -> list[str]:

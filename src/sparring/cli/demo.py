@@ -83,7 +83,7 @@ def _popular(folder: Path) -> dict[str, float]:
 
     from sparring.data.splits import split
     from sparring.evaluation.ranking import evaluate
-    from sparring.training.trained import read_meta
+    from sparring.training.folder import read_meta
 
     meta = read_meta(folder)
     parts = split(inputs.read_recorded(meta, folder, None, {}), **meta["source"]["split"])

@@ -51,7 +51,7 @@ def _parts(args: Namespace, meta: dict[str, Any]) -> tuple[Split, str]:
     from sparring.core.types import Positives
     from sparring.data.interactions import Ids, Split
     from sparring.data.pairs import pair_keys
-    from sparring.training.custom_towers import remembered
+    from sparring.training.folder import seen_interactions
 
     if args.data is None or (meta.get("source") or {}).get("data"):
         source = inputs.recorded(meta, args.run)
@@ -59,7 +59,7 @@ def _parts(args: Namespace, meta: dict[str, Any]) -> tuple[Split, str]:
         return inputs.split_as(data, meta, args.run, args.data), ""
     given, ids = inputs.read_data(args.data, {}), Ids.load(args.run)
     tensors, _ = read_tensors(args.run / "seen.safetensors")
-    pairs = remembered(ids, Positives(tensors["start"], tensors["items"]))
+    pairs = seen_interactions(ids, Positives(tensors["start"], tensors["items"]))
     queries = ids.query_ids.encode(given.query_ids.ids)[given.queries]
     items = ids.item_ids.encode(given.item_ids.ids)[given.items]
     known = (queries >= 0) & (items >= 0)
@@ -79,7 +79,7 @@ def diagnose(args: Namespace) -> int:
     from sparring.experiments.diagnose.measures import diagnose as measure
     from sparring.experiments.report import diagnosis
     from sparring.recipes import finding
-    from sparring.training import trained
+    from sparring.training.folder import read_meta
 
     samplers = tuple(dict.fromkeys(name if name == "own" else finding.named(name) for name in args.samplers))
     if args.draws < 2:
@@ -89,17 +89,17 @@ def diagnose(args: Namespace) -> int:
     device = pick_device(args.device)
     if not args.run.is_dir():
         raise UserError(f"no such run folder: {args.run}")
-    meta = trained.read_meta(args.run)
+    meta = read_meta(args.run)
     show = screen.console()
     parts, note = _parts(args, meta)
     world = inputs.world(args.data or meta["source"]["data"])
-    own = opponents.own(args.run, parts, device)
+    own = opponents.load_for_diagnosis(args.run, parts, device)
     if note and not args.json:
         show.print(note, markup=False, soft_wrap=True)
     found = []
     for name in samplers:
         with show.status(f"measuring {finding.short(name)}"):
-            run = own if name == "own" else opponents.opponent(name, own, parts)
+            run = own if name == "own" else opponents.with_negatives_of(name, own, parts)
             found.append(
                 measure(
                     finding.short(name),
@@ -113,7 +113,7 @@ def diagnose(args: Namespace) -> int:
             )
     tables = advice.tables(found)
     lines = advice.advise(found)
-    sample = diagnosis.Sample(min(args.queries, len(parts.train)), args.draws, args.seed)
+    sample = diagnosis.SampleSize(min(args.queries, len(parts.train)), args.draws, args.seed)
     if args.out is not None:
         for name, table in {**tables, "advice": advice.as_table(lines)}.items():
             table.write(args.out, name)

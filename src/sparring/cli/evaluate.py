@@ -51,7 +51,6 @@ def options(parser: ArgumentParser) -> None:
 
 def evaluate(args: Namespace) -> int:
     from sparring.core.devices import pick_device
-    from sparring.core.types import Positives
     from sparring.evaluation.metrics import LIST_METRICS, METRICS, PROPENSITY_METRICS, parse
     from sparring.training import trained as runs
 
@@ -69,7 +68,7 @@ def evaluate(args: Namespace) -> int:
             continue
     from sparring.evaluation.ranking import evaluate as measure
 
-    masked = Positives(seen.start.to(device), seen.items.to(device))
+    masked = seen.to(device)
     how, found = trained.how(args.ranking), {}
     for name, model in (("encoder", trained.model), ("fused", trained.fused)):
         if name in ("encoder", how) and model is not None:

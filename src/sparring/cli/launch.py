@@ -19,7 +19,9 @@ SHUTDOWN_SECONDS = 5  # that processes have to end once another has failed
 
 
 def add_launch(parser: ArgumentParser) -> None:
-    group = parser.add_argument_group("several processes (or start each machine's with torchrun: see docs/scale.md)")
+    group = parser.add_argument_group(
+        "several processes (or start each machine's with torchrun: see docs/guide/scale.md)"
+    )
     group.add_argument(
         "--nproc",
         type=count,

@@ -38,7 +38,7 @@ def recipes(args: Namespace) -> int:
         markup=False,
     )
     show.print(
-        "A recipe of your own is named FILE.py:FUNCTION or MODULE:FUNCTION; see docs/extending.md.", markup=False
+        "A recipe of your own is named FILE.py:FUNCTION or MODULE:FUNCTION; see docs/guide/extend.md.", markup=False
     )
     return 0
 

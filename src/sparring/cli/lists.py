@@ -53,9 +53,9 @@ def recommend_all(args: Namespace) -> int:
         rows = write_lists(trained, args.out, k, args.with_seen, index, tell, args.ranking)
     seconds = time.perf_counter() - began
     tell_left_out(trained)
-    if len(trained.offers.queries):
+    if len(trained.eligibility.queries):
         screen.tell(
-            f"note: {len(trained.offers.queries):,} queries have no training pair: their lists say nothing of them"
+            f"note: {len(trained.eligibility.queries):,} queries have no training pair: their lists say nothing of them"
         )
     if args.json:
         print(json.dumps({"file": str(args.out), "queries": n, "rows": rows, "seconds": round(seconds, 3)}))
@@ -69,7 +69,7 @@ def recommend_all(args: Namespace) -> int:
 
 def tell_left_out(trained: Trained) -> None:
     """How many items no list can hold, if any."""
-    n = len(trained.offers.items)
+    n = len(trained.eligibility.items)
     if n:
         which = f"{n:,} items that have no training pair are" if n > 1 else "1 item that has no training pair is"
         screen.tell(f"note: {which} not recommended")

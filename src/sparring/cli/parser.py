@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import re
-from collections.abc import Iterable
 from typing import NoReturn
 
-from sparring.core.errors import UserError
+from sparring.core.errors import UserError, did_you_mean
 
 
 class Parser(argparse.ArgumentParser):
@@ -35,16 +33,12 @@ class Parser(argparse.ArgumentParser):
         choice = re.search(r"invalid choice: '?(.*?)'? \(choose from (.*)\)", message)
         if choice:
             choices = [name.strip(" '\"") for name in choice[2].split(",")]
-            message = f"{message.split(':')[0]}: {choice[1]!r} is not one of {', '.join(choices)}{nearest(choice[1], choices)}"
+            message = f"{message.split(':')[0]}: {choice[1]!r} is not one of {', '.join(choices)}{did_you_mean(choice[1], choices)}"
         raise UserError(f"{message.replace(chr(10), ' ')}; see {self.prog} --help")
 
     def unknown(self, words: list[str]) -> NoReturn:
         options = [option for action in self._actions for option in action.option_strings]
         word = words[0]
-        self.error(f"unknown argument {word!r}{nearest(word.split('=')[0], options) if word.startswith('-') else ''}")
-
-
-def nearest(name: str, names: Iterable[str]) -> str:
-    """ "; did you mean ...?", or nothing where no name is near."""
-    close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
-    return f"; did you mean {close[0]}?" if close else ""
+        self.error(
+            f"unknown argument {word!r}{did_you_mean(word.split('=')[0], options) if word.startswith('-') else ''}"
+        )

@@ -17,7 +17,7 @@ from sparring.core.errors import UserError
 MSAC = "msac."  # begins the settings of the clusters: --set msac.steps=500
 
 if TYPE_CHECKING:
-    from sparring.experiments.papers import Catalogue, Experiment, Given, Plan
+    from sparring.experiments.papers import Experiment, ItemModalities, PaperDataset, Reproduction
 
 
 def options(parser: ArgumentParser) -> None:
@@ -102,9 +102,9 @@ def _listing() -> int:
     return 0
 
 
-def _plan(args: Namespace) -> Plan:
+def _plan(args: Namespace) -> Reproduction:
     from sparring.cli.compare import short_names
-    from sparring.experiments.papers import Plan, find, seeds
+    from sparring.experiments.papers import Reproduction, find, seeds
 
     experiment = find(args.name)
     for option in ("data", "out"):
@@ -125,27 +125,27 @@ def _plan(args: Namespace) -> Plan:
     )
     settings = {name: value for name, value in settings.items() if not name.startswith(MSAC)}
     command = shlex.join(["sparring", *sys.argv[1:]]) if sys.argv[1:2] == ["reproduce"] else ""
-    return Plan(experiment, args.out, data, seeds(args.seeds), settings, args.device, command, trials=args.tune)
+    return Reproduction(experiment, args.out, data, seeds(args.seeds), settings, args.device, command, trials=args.tune)
 
 
-def _given(args: Namespace, where: str, name: str, experiment: Experiment) -> Given:
-    from sparring.experiments.papers import Given
+def _given(args: Namespace, where: str, name: str, experiment: Experiment) -> PaperDataset:
+    from sparring.experiments.papers import PaperDataset
 
     data = inputs.read_data(where, inputs.columns(args))
     if data.weight is not None:
         data = replace(data, weight=None)  # the papers count every pair once
-    made = {name: value for name, value in experiment.protocol.recorded(0).items() if name != "seed"}
+    made = {name: value for name, value in experiment.protocol.arguments(0).items() if name != "seed"}
     kept = Namespace(**{**vars(args), "data": where, "split": made.pop("how"), **made, "k": []})
-    known_as = experiment.known((data.n_queries, data.n_items, len(data)))
-    return Given(name, data, known_as, inputs.source(kept, data, 0), _catalogue(args, name))
+    known_as = experiment.known_as((data.n_queries, data.n_items, len(data)))
+    return PaperDataset(name, data, known_as, inputs.source(kept, data, 0), _catalogue(args, name))
 
 
-def _catalogue(args: Namespace, name: str) -> Catalogue:
+def _catalogue(args: Namespace, name: str) -> ItemModalities:
     """The modalities that were asked for; behaviour alone where none was."""
     from sparring.data.modalities.sources import parse_modalities
-    from sparring.experiments.papers import Catalogue
+    from sparring.experiments.papers import ItemModalities
 
     own = {key.removeprefix(MSAC): value for key, value in args.settings if key.startswith(MSAC)}
     specs = parse_modalities(args.modality) or {"behaviour": "behaviour"}
     folder = args.out / name / "codes" if args.codes is None else args.codes / name
-    return Catalogue(folder, specs, args.text_encoder, args.cache, own, args.category)
+    return ItemModalities(folder, specs, args.text_encoder, args.cache, own, args.category)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 import warnings
@@ -16,7 +17,7 @@ from rich.text import Text
 
 if TYPE_CHECKING:
     from sparring.evaluation.ranking import Evaluation
-    from sparring.training.fitting import Progress as Listener
+    from sparring.training.loop import TrainingProgress as Listener
     from sparring.training.trained import Trained
 
 _REDRAW = 0.2  # seconds: reading a loss waits for a GPU, so it is read this often at most
@@ -43,10 +44,40 @@ def tell_of_towers(trained: Trained) -> None:
 
 @contextmanager
 def telling() -> Iterator[None]:
-    """What the library warns of meanwhile is told, each in one line."""
-    with warnings.catch_warnings():
-        warnings.showwarning = lambda message, *_, **__: tell(f"warning: {' '.join(str(message).split())}")
+    """Print warnings of the library, and of libraries below it, on stderr, one line each."""
+
+    def warn(message: object, *_: object, **__: object) -> None:
+        tell(f"warning: {' '.join(str(message).split())}")
+
+    with warnings.catch_warnings(), _attached(_Printer(logging.WARNING, warn)):
+        warnings.showwarning = warn
         yield
+
+
+class _Printer(logging.Handler):
+    """Prints the messages of one level and above, or with `most` up to another."""
+
+    def __init__(self, level: int, write: Callable[[str], None], most: int = logging.CRITICAL) -> None:
+        super().__init__(level)
+        self.write, self.most = write, most
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno <= self.most:
+            self.write(record.getMessage())
+
+
+@contextmanager
+def _attached(handler: logging.Handler) -> Iterator[None]:
+    """The handler on the logger of the library, which lets its level pass meanwhile."""
+    logger = logging.getLogger("sparring")
+    level = logger.level
+    logger.setLevel(min(handler.level, logger.getEffectiveLevel()))
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
 
 
 def table(rows: Sequence[Sequence[object]], title: str | None = None, left: int = 1) -> Table:
@@ -122,14 +153,16 @@ def epoch_line(record: Mapping[str, Any]) -> str:
 
 @contextmanager
 def listening(screen: Console, quiet: bool, intro: Sequence[str] = ()) -> Iterator[Listener]:
-    """A listener for `fit` that draws a bar on a terminal and prints a line per epoch anywhere; nothing where quiet."""
-    from sparring.training.fitting import Progress as Listener
+    """Callbacks for `fit`: a bar on a terminal, a line per epoch and the library's log anywhere; nothing where quiet."""
+    from sparring.training.loop import TrainingProgress as Listener
 
     if quiet:
         yield Listener()
         return
     with bar_of(screen, "steps", TimeRemainingColumn()) as bar:
-        yield _Lines(screen, bar, intro).listener()
+        lines = _Lines(screen, bar, intro)
+        with _attached(_Printer(logging.INFO, lines.say, most=logging.INFO)):
+            yield Listener(start=lines.start, step=lines.step, epoch=lines.epoch)
 
 
 def bar_of(screen: Console, unit: str, clock: ProgressColumn) -> Progress:
@@ -156,11 +189,6 @@ class _Lines:
         self.screen, self.bar, self.intro = screen, bar, intro
         self.epochs, self.steps, self.drawn = 0, 0, 0.0
         self.task = bar.add_task("training", total=None, note="", visible=False)
-
-    def listener(self) -> Listener:
-        from sparring.training.fitting import Progress as Listener
-
-        return Listener(start=self.start, step=self.step, epoch=self.epoch, say=self.say)
 
     def start(self, epochs: int, steps: int) -> None:
         self.epochs, self.steps = epochs, steps

@@ -78,11 +78,7 @@ def serve(args: Namespace) -> int:
     except ImportError as error:
         raise UserError(f'`sparring serve` needs {error.name}: pip install "sparring[serve]"') from error
     from sparring.models.fusion import FILE
-    from sparring.serving.http.access_log import Log
-    from sparring.serving.http.limits import Limits
-    from sparring.serving.http.runs import Live
-    from sparring.serving.http.server import run
-    from sparring.serving.http.store import Store
+    from sparring.serving.http import EventLog, Limits, RunRegistry, Store, run
 
     if not 0 <= args.port < 65536:
         raise UserError(f"--port {args.port} is not a port: give one from 0 to 65535")
@@ -93,22 +89,22 @@ def serve(args: Namespace) -> int:
     for folder in args.runs:
         if not folder.is_dir():
             raise UserError(f"no such run folder: {folder}")
-    token, log = _token(args.token_file), Log(os.fdopen(os.dup(2), "wb"), requests=not args.quiet)
+    token, log = _token(args.token_file), EventLog(os.fdopen(os.dup(2), "wb"), requests=not args.quiet)
     own = args.host in _LOOPBACK
     if not own and token is None:
-        log.say("open to the network", host=args.host, advice=f"set {TOKEN} or --token-file")
+        log("open to the network", host=args.host, advice=f"set {TOKEN} or --token-file")
     store = Store(args.store or args.runs[0] / "serve" / "items.sqlite")
-    live = Live(args.runs, store, args.root, log.say, args.as_given)
+    registry = RunRegistry(args.runs, store, args.root, log, args.as_given)
     for folder in args.runs:
         if (folder / FILE).is_file():
-            log.say(
+            log(
                 "towers alone",
                 run=str(folder),
                 left_out="its classifiers, which `sparring recommend` and `evaluate` use",
             )
     limits = Limits(body=args.max_body, seconds=args.timeout)
     run(
-        live,
+        registry,
         args.host,
         args.port,
         limits,

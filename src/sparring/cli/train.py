@@ -70,7 +70,7 @@ def train(args: Namespace) -> int:
     from sparring.core.devices import pick_device
     from sparring.core.ranks import join, leave
     from sparring.recipes import finding, settings
-    from sparring.training.trained import read_meta
+    from sparring.training.folder import read_meta
 
     name = finding.named(args.recipe or "default")
     folder = args.out or Path("runs") / finding.short(name)
@@ -79,6 +79,8 @@ def train(args: Namespace) -> int:
     if args.restarts:
         raise UserError("--restarts needs --nproc: it starts processes again that it started")
     ranks = join(pick_device(args.device))
+    if ranks.rank == 0:
+        _check_free(folder, args.resume, args.overwrite)
     resume = ranks.share(args.resume and (folder / "run.json").is_file())
     if resume:
         run, parts, source = _continued(args, folder)
@@ -92,8 +94,6 @@ def train(args: Namespace) -> int:
         settings.resolve(finding.find(name), asked, _base(args))  # wrong settings are told before a long read
         if args.warm is not None:
             read_meta(args.warm)
-        if ranks.rank == 0:
-            _check_free(folder, args.overwrite, args.resume)
         run, parts, source = _fresh(args, name, asked)
     cutoffs = source["k"]
     fitted = fit_shown(
@@ -130,23 +130,21 @@ def _in_processes(args: Namespace, name: str, folder: Path) -> int:
     """Check what can be checked, then let torchrun start the processes, which go on with what there is in the folder."""
     from sparring.core.types import ALONE
     from sparring.recipes import finding, settings
-    from sparring.training.lock import claimed, delete_run
+    from sparring.training.folder import claimed, delete_run
 
     begun = (folder / "run.json").is_file()
     if not (args.resume and begun):
         if args.data is None:
             raise UserError("--data is needed: a file, or the name of a set")
         settings.resolve(finding.find(name), _settings(args), _base(args))
-        _check_free(folder, args.overwrite, args.resume)
+        _check_free(folder, args.resume, args.overwrite)
         if args.overwrite and args.warm is not None and args.warm.resolve() == folder.resolve():
             raise UserError(
                 f"--warm {args.warm} would be deleted before the processes read it: choose another folder with --out"
             )
         if args.overwrite:  # the processes are told to go on with what there is
-            with claimed(folder, False, True, ALONE):
-                line = delete_run(folder)
-            if line is not None and not args.quiet:
-                screen.console().print(line, markup=False, soft_wrap=True)
+            with screen.listening(screen.console(), args.quiet), claimed(folder, False, True, ALONE):
+                delete_run(folder)
     return launch(args.words, args.nproc, args.restarts)
 
 
@@ -166,17 +164,13 @@ def fit_shown(
     warm: Path | None = None,
 ) -> Fitted:
     """Train with the progress on the screen."""
-    from sparring.core.devices import pick_device
     from sparring.core.ranks import rank
     from sparring.models.build import text_sides
     from sparring.recipes.finding import short
     from sparring.training.eligibility import untrained, untrained_line
-    from sparring.training.stages import fit_stages
-    from sparring.training.step import describe_batch
+    from sparring.training.fitting import fit
     from sparring.training.tensorboard import epoch_writer
 
-    if not quiet:
-        run.modules().to(pick_device(device))  # a transformer would take long to read a batch where it was built
     show = screen.console()
     named = {"train": parts.train, "valid": parts.valid, "test": parts.test}
     sizes = [f"{name} {len(part):,}" for name, part in named.items() if part is not None]
@@ -188,8 +182,7 @@ def fit_shown(
             f"  {side} texts: {' and '.join(getattr(run.setup.text, f'{side}_text'))}"
             for side in text_sides(run.setup.model)
         ),
-        *(f"  {line}" for line in ([] if quiet else describe_batch(run, parts).splitlines())),
-    ]  # on every rank: vectors may lie on others
+    ]
     with screen.telling(), screen.listening(show, quiet or rank() > 0, intro) as progress:
         if tensorboard and rank() == 0:
             progress.epoch = screen.both(progress.epoch, epoch_writer(folder / "tensorboard"))
@@ -201,7 +194,7 @@ def fit_shown(
             "warm": warm,
         }
         try:
-            return fit_stages(run, parts, folder, k=k, progress=progress, source=source, **asked)
+            return fit(run, parts, folder, k=k, progress=progress, source=source, **asked)
         except KeyboardInterrupt:
             saved = any(folder.rglob("checkpoint*.safetensors"))
             what = "goes on from the last checkpoint" if saved else "begins again: no checkpoint was saved yet"
@@ -234,12 +227,9 @@ def _continued(args: Namespace, folder: Path) -> tuple[Run, Split, dict[str, Any
     """The run of a folder as run.json has it; what was asked for on the command line must agree."""
     from sparring.recipes import finding, settings
     from sparring.recipes.setup import flat_name, parse_setup
-    from sparring.training import trained
-    from sparring.training.custom_towers import recipe_of
+    from sparring.training.folder import read_meta, recipe_of
 
-    if args.overwrite:
-        raise UserError("--resume and --overwrite cannot go together")
-    meta = trained.read_meta(folder)
+    meta = read_meta(folder)
     if args.recipe is not None and finding.named(args.recipe) != meta["recipe"]:
         raise UserError(
             f"{folder} was trained with the recipe {meta['recipe']!r}, not {args.recipe!r}: --resume cannot change it"
@@ -268,9 +258,9 @@ def _continued(args: Namespace, folder: Path) -> tuple[Run, Split, dict[str, Any
 
 def _warm(args: Namespace, folder: Path) -> Path | None:
     """The run that a stopped one began with."""
-    from sparring.training import trained
+    from sparring.training.folder import read_meta
 
-    before = trained.read_meta(folder).get("warm", {}).get("run")
+    before = read_meta(folder).get("warm", {}).get("run")
     if args.warm is not None and str(args.warm.resolve()) != before:
         raise UserError(
             f"{folder} was begun {f'with --warm {before}' if before else 'without --warm'}: --resume cannot change it"
@@ -291,21 +281,14 @@ def _settings(args: Namespace) -> dict[str, object]:
     return asked
 
 
-def _check_free(folder: Path, overwrite: bool, resume: bool) -> None:
-    from sparring.training import lock
+def _check_free(folder: Path, resume: bool, overwrite: bool) -> None:
+    """Raise before a long read if training may not write to the folder."""
+    from sparring.core.types import ALONE
+    from sparring.training.folder import claimed
 
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"--out {folder} is a file, not a folder")
-    if (folder / lock.NAME).exists():
-        lock.release(folder, lock.hold(folder))  # or it says who writes there
-    if resume or not folder.exists() or lock.is_free(folder):
-        return
-    if not overwrite:
-        raise UserError(
-            f"--out {folder} is not empty: choose another folder, or use --resume to go on or --overwrite to start again"
-        )
-    if not (folder / "run.json").is_file():
-        raise UserError(f"--out {folder} is not a run folder (no run.json): --overwrite will not delete it")
+    if folder.exists():
+        with claimed(folder, resume, overwrite, ALONE):
+            pass
 
 
 def _check_select(select: str, data: Interactions) -> None:

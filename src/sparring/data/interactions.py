@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,8 @@ import polars as pl
 import torch
 from torch import Tensor
 
-from sparring.core.errors import UserError, first_line
+from sparring.core.errors import UserError
+from sparring.core.files import read_table, write_table
 from sparring.core.types import Positives
 from sparring.data.pairs import csr, occurrences
 
@@ -255,26 +255,3 @@ class Split:
 
 def _take(column: np.ndarray | None, rows: np.ndarray) -> np.ndarray | None:
     return None if column is None else column[rows]
-
-
-def write_table(table: pl.DataFrame, path: str | os.PathLike[str]) -> None:
-    """Write Parquet beside the target, then rename: a reader never sees half a file."""
-    path = Path(path)
-    beside = path.with_name(path.name + ".tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        table.write_parquet(beside)
-        os.replace(beside, path)
-    except (OSError, pl.exceptions.PolarsError) as error:
-        with suppress(OSError):
-            beside.unlink()
-        raise UserError(f"cannot write {path}: {first_line(error)}") from error
-
-
-def read_table(path: str | os.PathLike[str]) -> pl.DataFrame:
-    if not Path(path).is_file():
-        raise UserError(f"no such file: {path}")
-    try:
-        return pl.read_parquet(Path(path))
-    except (OSError, pl.exceptions.PolarsError) as error:
-        raise UserError(f"{path} is not a readable Parquet file: {first_line(error)}") from error

@@ -5,7 +5,6 @@ Nothing is shipped: a set is downloaded from its own home, once, into the cache 
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import polars as pl
 
-from sparring.core.errors import UserError
+from sparring.core.errors import UserError, did_you_mean
 from sparring.data.download import Progress, cache_folder, fetch, unzip
 from sparring.data.interactions import Interactions
 from sparring.data.reading import read
@@ -42,9 +41,8 @@ def find(name: str) -> Source:
     """The source of a name; "demo" is the demo set."""
     name = "completejourney" if name == "demo" else name
     if name not in SOURCES:
-        near = difflib.get_close_matches(name, SOURCES, n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]!r}?" if near else f"choose from {', '.join(SOURCES)}"
-        raise UserError(f"no data set called {name!r}; {hint}")
+        hint = did_you_mean(name, SOURCES) or f"; choose from {', '.join(SOURCES)}"
+        raise UserError(f"no data set called {name!r}{hint}")
     return SOURCES[name]
 
 

@@ -9,9 +9,20 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sparring.kernels import chunked, mixtures_chunked, reference
-from sparring.kernels.reference import Keyed, Mix, Places, logits
+from sparring.kernels.reference import ExcludedKeys, ExcludedPairs, Mix, logits
 
-__all__ = ["Mix", "fuses", "fuses_draws", "fuses_mixtures", "fuses_rows", "gather", "logits", "weighted_logsumexp"]
+__all__ = [
+    "ExcludedKeys",
+    "ExcludedPairs",
+    "Mix",
+    "fuses",
+    "fuses_draws",
+    "fuses_mixtures",
+    "fuses_rows",
+    "gather",
+    "logits",
+    "weighted_logsumexp",
+]
 
 _TRITON = find_spec("triton") is not None
 _WIDEST = 256  # dimensions that the fused kernels hold
@@ -24,9 +35,9 @@ def weighted_logsumexp(
     q: Tensor,
     emb: Tensor,
     log_w: Tensor,
-    places: Places | None = None,
+    places: ExcludedPairs | None = None,
     draws: float | None = None,
-    usage: Tensor | None = None,
+    draw_counts: Tensor | None = None,
     mix: Mix | None = None,
     seed: Tensor | None = None,
 ) -> Tensor:
@@ -38,25 +49,27 @@ def weighted_logsumexp(
             raise ValueError("expected draws and mixtures do not go together: draw from the bag's plain form")
         if plain or log_w.dim() == 2:
             return reference.weighted_logsumexp(q, emb, log_w, places, mix=mix)
-        keyed = all(which is None or isinstance(which, Keyed) for which in (places, mix.places))
+        keyed = all(which is None or isinstance(which, ExcludedKeys) for which in (places, mix.places))
         if fuses(q, emb, log_w, keyed):
             from sparring.kernels import mixtures
 
-            return mixtures.weighted_logsumexp(q, emb, log_w, places if isinstance(places, Keyed) else None, mix)
+            return mixtures.weighted_logsumexp(q, emb, log_w, places if isinstance(places, ExcludedKeys) else None, mix)
         return mixtures_chunked.weighted_logsumexp(q, emb, log_w, places, mix)
-    keys = places if isinstance(places, Keyed) else None
+    keys = places if isinstance(places, ExcludedKeys) else None
     if fuses(q, emb, log_w, places is None or keys is not None):
         from sparring.kernels import fused
 
-        return fused.weighted_logsumexp(q, emb, log_w, keys, draws, usage, seed)
+        return fused.weighted_logsumexp(q, emb, log_w, keys, draws, draw_counts, seed)
     if emb.dim() == 3 and _fuses_own(q, emb, log_w, places):
         from sparring.kernels import per_query
 
-        return per_query.weighted_logsumexp(q, emb, log_w, places if isinstance(places, Tensor) else None, draws, usage)
+        return per_query.weighted_logsumexp(
+            q, emb, log_w, places if isinstance(places, Tensor) else None, draws, draw_counts
+        )
     if seed is not None:
         raise ValueError("draws by a seed need the fused kernel: draw='systematic' or 'multinomial' runs anywhere")
     kernel = reference.weighted_logsumexp if plain else chunked.weighted_logsumexp
-    return kernel(q, emb, log_w, places, draws, usage)
+    return kernel(q, emb, log_w, places, draws, draw_counts)
 
 
 def fuses(q: Tensor, emb: Tensor, log_w: Tensor, keyed: bool) -> bool:
@@ -67,7 +80,7 @@ def fuses(q: Tensor, emb: Tensor, log_w: Tensor, keyed: bool) -> bool:
     return fits and not log_w.requires_grad and q.dtype == emb.dtype and q.dtype in _FLOATS
 
 
-def _fuses_own(q: Tensor, emb: Tensor, log_w: Tensor, places: Places | None) -> bool:
+def _fuses_own(q: Tensor, emb: Tensor, log_w: Tensor, places: ExcludedPairs | None) -> bool:
     """The same for each query's own candidates, where a mask says what does not count."""
     masked = places is None or isinstance(places, Tensor)
     fits = _TRITON and masked and q.is_cuda and 0 < emb.shape[2] <= _WIDEST and min(emb.shape[:2]) > 0

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from sparring.kernels.reference import Keyed, Places
+from sparring.kernels.reference import ExcludedKeys, ExcludedPairs
 
 STORE = 1 << 26  # elements of (B, C) kept for the backward pass: 256 MiB in float32
 LOG2E = math.log2(math.e)
@@ -28,12 +28,12 @@ def weighted_logsumexp(
     q: Tensor,
     emb: Tensor,
     log_w: Tensor,
-    places: Places | None = None,
+    places: ExcludedPairs | None = None,
     draws: float | None = None,
-    usage: Tensor | None = None,
+    draw_counts: Tensor | None = None,
 ) -> Tensor:
     """As in reference.py, for emb (C, D) shared by all queries and a log_w that needs no gradient (per candidate if `draws`)."""
-    return _WeightedLogSumExp.apply(q, emb, log_w, places, draws, usage)  # type: ignore[no-untyped-call, no-any-return]
+    return _WeightedLogSumExp.apply(q, emb, log_w, places, draws, draw_counts)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _Spare:
@@ -68,7 +68,7 @@ class _Blocks:
     exponentials[i, j] = exp(s_ij (+ log_w_ij)) / 2^top_i, squared when the weights are expected counts of draws.
     """
 
-    def __init__(self, q: Tensor, emb: Tensor, log_w: Tensor, places: Places | None, draws: float | None):
+    def __init__(self, q: Tensor, emb: Tensor, log_w: Tensor, places: ExcludedPairs | None, draws: float | None):
         self.q, self.log_w, self.places, self.draws = q * LOG2E, log_w * LOG2E, places, draws
         self.columns = emb.T
         n, c = len(q), len(emb)
@@ -83,7 +83,7 @@ class _Blocks:
             dead = torch.isneginf(flat)
             self.dead = dead if q.device.type != "cpu" or bool(dead.any()) else None
         self.bounds = None
-        if places is not None and not isinstance(places, Tensor | Keyed):
+        if places is not None and not isinstance(places, Tensor | ExcludedKeys):
             edges = torch.tensor([*self.starts, n], device=q.device)
             self.bounds = (
                 torch.searchsorted(places[0].contiguous(), edges).tolist()
@@ -101,7 +101,7 @@ class _Blocks:
             scores += self.log_w[low:high] if self.log_w.dim() == 2 and len(self.log_w) > 1 else self.log_w
         elif self.dead is not None:
             scores.masked_fill_(self.dead, -math.inf)
-        if isinstance(self.places, Keyed):
+        if isinstance(self.places, ExcludedKeys):
             scores.masked_fill_(self.places.mask(low, high), -math.inf)
         elif isinstance(self.places, Tensor):
             scores.masked_fill_(self.places[low:high], -math.inf)
@@ -125,15 +125,15 @@ class _WeightedLogSumExp(torch.autograd.Function):
         q: Tensor,
         emb: Tensor,
         log_w: Tensor,
-        places: Places | None,
+        places: ExcludedPairs | None,
         draws: float | None,
-        usage: Tensor | None,
+        draw_counts: Tensor | None,
     ) -> Tensor:
         blocks = _Blocks(q, emb, log_w, places, draws)
         n, c = len(q), len(emb)
         kept = _spare.take(q, n, c) if n * c <= STORE and any(ctx.needs_input_grad[:2]) else None
         total, result = q.new_empty(n), q.new_empty(n)
-        counted = q.new_zeros(c) if usage is not None and draws is not None else None
+        counted = q.new_zeros(c) if draw_counts is not None and draws is not None else None
         for b, low in enumerate(blocks.starts):
             high = min(low + blocks.rows, n)
             scores, top = blocks.block(b, None if kept is None else kept[low:high])
@@ -151,8 +151,8 @@ class _WeightedLogSumExp(torch.autograd.Function):
                 part_total = part.square_() @ scale
                 result[low:high] = (top + (part_total * share).log2()) * LN2
             total[low:high] = part_total
-        if usage is not None and counted is not None and blocks.column_scale is not None:
-            usage.copy_(counted * blocks.column_scale)
+        if draw_counts is not None and counted is not None and blocks.column_scale is not None:
+            draw_counts.copy_(counted * blocks.column_scale)
         ctx.blocks, ctx.kept, ctx.total = blocks, kept, total
         ctx.save_for_backward(q, emb)
         return result

@@ -79,10 +79,10 @@ def _same(  # type: ignore[no-untyped-def]
 
 
 # ids (B, C); the same with 0 in place of -1; log_w; the cell of each; and (2, B) the cell and the primary cluster of each positive
-Drawn = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+DrawTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
-def _room(items: Tensor, c: int) -> Drawn:
+def _room(items: Tensor, c: int) -> DrawTensors:
     b = len(items)
     ids, real, cells = torch.empty(3, b, c, dtype=torch.int64, device=items.device)
     return (
@@ -104,7 +104,7 @@ def others(
     m_c: int,
     m_o: int,
     seed: Tensor,
-) -> tuple[Drawn, Tensor]:
+) -> tuple[DrawTensors, Tensor]:
     """m_o items of each of m_c clusters for positives (B,), and the clusters (B, m_c); these by the row of `chance` of the positive's own.
 
     seed (2,) is on the device. An id is -1 where there was nothing to draw; to be encoded it is 0, and it weighs -inf.
@@ -119,7 +119,9 @@ def others(
     return room, clusters
 
 
-def same(items: Tensor, cell: Tensor, order: Tensor, pool: Tensor, k_secondary: int, m: int, seed: Tensor) -> Drawn:
+def same(
+    items: Tensor, cell: Tensor, order: Tensor, pool: Tensor, k_secondary: int, m: int, seed: Tensor
+) -> DrawTensors:
     """m items for positives (B,), from the stretch of the sorted catalogue that `pool` has for the positive's cell. seed (1,)."""
     room = _room(items, m)
     if len(items):

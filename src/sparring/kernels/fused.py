@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from triton.runtime.errors import OutOfResources
 
 from sparring.kernels import tiles
-from sparring.kernels.reference import Keyed
+from sparring.kernels.reference import ExcludedKeys
 from sparring.kernels.tiles import GROUP
 
 WIDEST = 256  # dimensions of a vector that a tile holds
@@ -35,18 +35,18 @@ def weighted_logsumexp(
     q: Tensor,
     emb: Tensor,
     log_w: Tensor,
-    keys: Keyed | None = None,
+    keys: ExcludedKeys | None = None,
     draws: float | None = None,
-    usage: Tensor | None = None,
+    draw_counts: Tensor | None = None,
     seed: Tensor | None = None,
 ) -> Tensor:
     """As in reference.py, for emb (C, D) shared by all queries with D <= 256 and a log_w (C,) or (B, C) that needs no gradient.
 
     With `seed`, whole numbers (2,) on the device, the seed and the number of the first query, the `draws` are drawn instead of
     counted in expectation: n_ij = floor(n p_ij + u_ij) with u_ij uniform, so that its mean is n p_ij and it is never as far as 1 away.
-    `usage` is filled by the backward pass, or at once where there will be none. Keys are below 2^31.
+    `draw_counts` is filled by the backward pass, or at once where there will be none. Keys are below 2^31.
     """
-    return _Fused.apply(q, emb, log_w, keys, draws, usage, seed)  # type: ignore[no-untyped-call, no-any-return]
+    return _Fused.apply(q, emb, log_w, keys, draws, draw_counts, seed)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def halves(dtype: torch.dtype) -> bool:
@@ -111,7 +111,7 @@ _plan = lru_cache(_Plan)  # asking a device for its cores takes time
 class _Problem:
     """The tensors that every kernel reads, in the form that `tiles.prepare` makes."""
 
-    def __init__(self, q: Tensor, emb: Tensor, log_w: Tensor, keys: Keyed | None, seed: Tensor | None):
+    def __init__(self, q: Tensor, emb: Tensor, log_w: Tensor, keys: ExcludedKeys | None, seed: Tensor | None):
         self.b, self.c, self.d = len(q), len(emb), q.shape[1]
         self.half = halves(q.dtype)
         self.plan = _plan(self.d, self.half, q.device)
@@ -119,7 +119,7 @@ class _Problem:
         self.precision = "ieee" if self.half or not self.plan.on_gpu else "tf32x3"
         self.pairs = log_w.dim() == 2
         # two keys to a query (mixtures.py): the second is for the candidates from `split` on
-        self.keyed, self.split = (0, 0) if keys is None else (keys.rows.dim(), getattr(keys, "split", 0))
+        self.keyed, self.split = (0, 0) if keys is None else (keys.rows.dim(), keys.split)
         self.log_w = log_w
         groups = _over(self.b, GROUP), _over(self.c, GROUP)
         self.rows, self.columns = (n * GROUP for n in groups)
@@ -183,13 +183,13 @@ class _Problem:
         log_z: Tensor | None,
         log_s: Tensor,
         grad: Tensor | None,
-        usage: Tensor | None,
+        draw_counts: Tensor | None,
         dtype: torch.dtype,
     ) -> Tensor | None:
-        """The gradient by the candidates, where `grad` is given; fills `usage`, where given."""
-        what = ("backward", self.pairs, self.keyed, kind, grad is not None, usage is not None)
+        """The gradient by the candidates, where `grad` is given; fills `draw_counts`, where given."""
+        what = ("backward", self.pairs, self.keyed, kind, grad is not None, draw_counts is not None)
         return self.plan.fitted(
-            what, lambda shape: self._backward(shape, kind, draws, log_z, log_s, grad, usage, dtype)
+            what, lambda shape: self._backward(shape, kind, draws, log_z, log_s, grad, draw_counts, dtype)
         )
 
     def _backward(
@@ -200,7 +200,7 @@ class _Problem:
         log_z: Tensor | None,
         log_s: Tensor,
         grad: Tensor | None,
-        usage: Tensor | None,
+        draw_counts: Tensor | None,
         dtype: torch.dtype,
     ) -> Tensor | None:
         plan = self.plan
@@ -216,17 +216,17 @@ class _Problem:
                 grad, self.q_power, log_s if log_z is None else log_z, log_s, scratch, scratch[self.rows :], self.b, self.rows, log_draws,
                 kind == DRAWN, block, GROUP, num_warps=8,
             )  # fmt: skip
-        if usage is not None:
+        if draw_counts is not None:
             used = self.w.new_empty(parts, self.c)
         tiles.backward[(outer, parts)](
             self.q, self.emb, self.q_power, self.e_power, self.w, self.log_w, self.row_keys, self.column_keys,
             log_s if log_z is None else log_z, log_s, scratch, scratch[self.rows :], out, used,
             self.b, self.c, self.d, self.rows, self.columns, span, self.split, log_draws,
-            shape.stay, shape.by, plan.dims, self.pairs, self.keyed, kind, grad is not None, usage is not None, self.precision, GROUP,
+            shape.stay, shape.by, plan.dims, self.pairs, self.keyed, kind, grad is not None, draw_counts is not None, self.precision, GROUP,
             self.shift, num_warps=shape.warps, num_stages=shape.stages,
         )  # fmt: skip
-        if usage is not None:
-            usage.copy_(used[0] if parts == 1 else used.sum(0))
+        if draw_counts is not None:
+            draw_counts.copy_(used[0] if parts == 1 else used.sum(0))
         if grad is None:
             return None
         return out[0] if parts == 1 else out.sum(0).to(dtype)
@@ -239,9 +239,9 @@ class _Fused(torch.autograd.Function):
         q: Tensor,
         emb: Tensor,
         log_w: Tensor,
-        keys: Keyed | None,
+        keys: ExcludedKeys | None,
         draws: float | None,
-        usage: Tensor | None,
+        draw_counts: Tensor | None,
         seed: Tensor | None,
     ) -> Tensor:
         pairs = log_w.dim() == 2 and len(log_w) > 1
@@ -253,10 +253,10 @@ class _Fused(torch.autograd.Function):
         if kind == DRAWN:  # the chances must be known before anything is drawn
             _, log_z, _, _ = problem.forward(PLAIN, 0.0, None, keep=False)
         value, log_s, log_z, mean = problem.forward(kind, draws or 0.0, log_z, keep)
-        wanted = usage if kind != PLAIN else None
+        wanted = draw_counts if kind != PLAIN else None
         if wanted is not None and not keep:
             problem.backward(kind, draws or 0.0, log_z, log_s, None, wanted, emb.dtype)
-        ctx.problem, ctx.kind, ctx.draws, ctx.log_z, ctx.log_s, ctx.mean, ctx.usage = (
+        ctx.problem, ctx.kind, ctx.draws, ctx.log_z, ctx.log_s, ctx.mean, ctx.draw_counts = (
             problem,
             kind,
             draws,
@@ -273,6 +273,6 @@ class _Fused(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         grad_q = (ctx.mean * grad.unsqueeze(1)).to(ctx.dtypes[0])
         grad_emb = ctx.problem.backward(
-            ctx.kind, ctx.draws or 0.0, ctx.log_z, ctx.log_s, grad.contiguous(), ctx.usage, ctx.dtypes[1]
+            ctx.kind, ctx.draws or 0.0, ctx.log_z, ctx.log_s, grad.contiguous(), ctx.draw_counts, ctx.dtypes[1]
         )
         return grad_q, grad_emb, None, None, None, None, None

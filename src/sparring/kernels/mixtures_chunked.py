@@ -17,12 +17,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from sparring.kernels.chunked import LN2, LOG2E, STORE, _spare
-from sparring.kernels.reference import ALIVE, NEVER, Keyed, Mix, Places
+from sparring.kernels.reference import ALIVE, NEVER, ExcludedKeys, ExcludedPairs, Mix
 
 BLOCK = {"cpu": 1 << 20, "cuda": 1 << 27}  # elements of scores worked on at a time
 
 
-def weighted_logsumexp(q: Tensor, emb: Tensor, log_w: Tensor, places: Places | None, mix: Mix) -> Tensor:
+def weighted_logsumexp(q: Tensor, emb: Tensor, log_w: Tensor, places: ExcludedPairs | None, mix: Mix) -> Tensor:
     """As in reference.py, for emb (C, D) shared by all queries and a log_w per candidate that needs no gradient."""
     return _MixedLogSumExp.apply(q, emb, log_w, places, mix)  # type: ignore[no-untyped-call, no-any-return]
 
@@ -30,7 +30,7 @@ def weighted_logsumexp(q: Tensor, emb: Tensor, log_w: Tensor, places: Places | N
 class _Blocks:
     """One block of groups after another: the scores of its candidates and mixtures, and what of them pulls on each candidate."""
 
-    def __init__(self, q: Tensor, emb: Tensor, log_w: Tensor, places: Places | None, mix: Mix):
+    def __init__(self, q: Tensor, emb: Tensor, log_w: Tensor, places: ExcludedPairs | None, mix: Mix):
         weight = log_w.clamp(min=NEVER).mul(LOG2E).expand(len(emb)).unsqueeze(1).to(emb.dtype)
         self.emb = torch.cat([emb, weight], 1)
         self.q = torch.cat([q * LOG2E, torch.ones_like(q[:, :1])], 1).T
@@ -78,9 +78,9 @@ class _Blocks:
 class _Dropped:
     """Pairs (row, column) that do not count, found for each block of columns; or a mask (B, columns)."""
 
-    def __init__(self, places: Places | None, starts: list[int]):
+    def __init__(self, places: ExcludedPairs | None, starts: list[int]):
         self.starts, self.places = starts, places
-        if places is None or isinstance(places, Tensor | Keyed):
+        if places is None or isinstance(places, Tensor | ExcludedKeys):
             return
         columns, order = torch.sort(places[1])
         self.places = places[0][order], columns
@@ -92,7 +92,7 @@ class _Dropped:
         if self.places is None:
             return
         low = self.starts[b]
-        if isinstance(self.places, Tensor | Keyed):
+        if isinstance(self.places, Tensor | ExcludedKeys):
             some = slice(low, low + len(scores))
             mask = (
                 self.places[:, some].T
@@ -111,7 +111,7 @@ class _Dropped:
 
 class _MixedLogSumExp(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, emb: Tensor, log_w: Tensor, places: Places | None, mix: Mix) -> Tensor:
+    def forward(ctx: Any, q: Tensor, emb: Tensor, log_w: Tensor, places: ExcludedPairs | None, mix: Mix) -> Tensor:
         blocks = _Blocks(q, emb, log_w, places, mix)
         kept = (
             _spare.take(q, len(emb), len(q))

@@ -22,10 +22,10 @@ def weighted_logsumexp(
     log_w: Tensor,
     mask: Tensor | None = None,
     draws: float | None = None,
-    usage: Tensor | None = None,
+    draw_counts: Tensor | None = None,
 ) -> Tensor:
-    """As in reference.py, for emb (B, C, D) with D <= 256 and a log_w without gradient; `mask` (B, C) drops pairs, usage is (B, C)."""
-    return _Own.apply(q, emb, log_w, mask, draws, usage)  # type: ignore[no-untyped-call, no-any-return]
+    """As in reference.py, for emb (B, C, D) with D <= 256 and a log_w without gradient; `mask` (B, C) drops pairs, draw_counts is (B, C)."""
+    return _Own.apply(q, emb, log_w, mask, draws, draw_counts)  # type: ignore[no-untyped-call, no-any-return]
 
 
 @triton.jit
@@ -103,7 +103,13 @@ def _backward(  # type: ignore[no-untyped-def]
 class _Own(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, emb: Tensor, log_w: Tensor, mask: Tensor | None, draws: float | None, usage: Tensor | None
+        ctx: Any,
+        q: Tensor,
+        emb: Tensor,
+        log_w: Tensor,
+        mask: Tensor | None,
+        draws: float | None,
+        draw_counts: Tensor | None,
     ) -> Tensor:
         b, c, d = emb.shape
         q, emb, log_w = q.contiguous(), emb.contiguous(), log_w.expand(b, c)
@@ -116,8 +122,8 @@ class _Own(torch.autograd.Function):
             q, emb, log_w, q if mask is None else mask.contiguous().view(torch.uint8), logits, log_z, log_s, mean, value, c, d,
             *log_w.stride(), 0.0 if draws is None else math.log2(draws), rows, dims, mask is not None, draws is not None, num_warps=4,
         )  # fmt: skip
-        if usage is not None and draws is not None:
-            usage.copy_((logits[0] - log_z.unsqueeze(1)).exp2_() * draws)
+        if draw_counts is not None and draws is not None:
+            draw_counts.copy_((logits[0] - log_z.unsqueeze(1)).exp2_() * draws)
         ctx.save_for_backward(q, logits[-1], log_s, mean)
         ctx.like, ctx.shape = emb.dtype, (b, c, d, rows, dims)
         return value.to(q.dtype)

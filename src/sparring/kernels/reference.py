@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,27 +12,29 @@ NEVER = -1e30  # stands for -inf in a sum of products, where 0 times -inf would 
 ALIVE = -1e15  # no logit lies below it, a share of NEVER does
 
 
-@runtime_checkable
-class Keyed(Protocol):
-    """Pairs that do not count, as keys: candidate j not for query i where columns_j = rows_i."""
+class ExcludedKeys(NamedTuple):
+    """Excluded pairs as keys to compare: candidate j never counts for query i where columns_j = rows_i."""
 
-    @property
-    def columns(self) -> Tensor: ...  # (C,)
-    @property
-    def rows(self) -> Tensor: ...  # (B,)
-    def mask(self, low: int = 0, high: int | None = None) -> Tensor: ...  # of queries low to high, (rows, C)
+    columns: Tensor  # (C,)
+    rows: (
+        Tensor  # (B,), or (2, B): two keys per query, the second for the candidates from `split` on (fused kernel only)
+    )
+    split: int = 0
+
+    def mask(self, low: int = 0, high: int | None = None) -> Tensor:
+        """The pairs of queries low to high as a mask (rows, C)."""
+        return self.rows[low:high].unsqueeze(1) == self.columns
 
 
-Places = (
-    tuple[Tensor, Tensor] | Tensor | Keyed
-)  # pairs that do not count: (rows, columns) with rows ascending, a (B, C) mask, or keys
+ExcludedPairs = tuple[Tensor, Tensor] | Tensor | ExcludedKeys
+"""Pairs (query, candidate) that never count: (rows, columns) with rows ascending, a (B, C) mask, or keys."""
 
 
 class Mix(NamedTuple):
     """Made-up candidates: each group of M consecutive ones gives V mixtures, whose logits mix the logits of the M, weights and all."""
 
     weights: Tensor  # (G, V, M) with C = G M, or (B, G, V, M) where each query has its own candidates; constants
-    places: Places | None = None  # pairs (row, group) whose mixtures do not count
+    places: ExcludedPairs | None = None  # pairs (row, group) whose mixtures do not count
     offset: float = 0.0  # added to the logit of every mixture
 
 
@@ -45,12 +47,12 @@ def logits(q: Tensor, emb: Tensor) -> Tensor:
     return torch.bmm(emb, q.unsqueeze(-1)).squeeze(-1)
 
 
-def drop(log_w: Tensor, shape: torch.Size, places: Places | None) -> Tensor:
+def drop(log_w: Tensor, shape: torch.Size, places: ExcludedPairs | None) -> Tensor:
     """The weights as a (B, C) tensor with -inf at the dropped places."""
     full = log_w.expand(shape)
     if places is None:
         return full
-    if isinstance(places, Keyed):
+    if isinstance(places, ExcludedKeys):
         return full.masked_fill(places.mask(), -math.inf)
     if isinstance(places, Tensor):
         return full.masked_fill(places, -math.inf)
@@ -70,15 +72,15 @@ def weighted_logsumexp(
     q: Tensor,
     emb: Tensor,
     log_w: Tensor,
-    places: Places | None = None,
+    places: ExcludedPairs | None = None,
     draws: float | None = None,
-    usage: Tensor | None = None,
+    draw_counts: Tensor | None = None,
     mix: Mix | None = None,
 ) -> Tensor:
     """log sum_j exp(q_i . e_j + log_w_ij) for every query i, shape (B,).
 
     `places` drops pairs. With `draws` = n the weights are replaced by the constants n * softmax_j(q_i . e_j + log_w_ij), the
-    expected counts of n draws, and `usage` (C,), where given, receives their sum over the queries. No gradient flows
+    expected counts of n draws, and `draw_counts` (C,), where given, receives their sum over the queries. No gradient flows
     through those counts, so the gradient is softmax(2 s + log_w). With `mix` the sum runs over mixtures of the candidates too;
     the two do not go together.
     """
@@ -88,8 +90,8 @@ def weighted_logsumexp(
         with torch.no_grad():
             corrected = scores + weights
             weights = corrected - safe_logsumexp(corrected).nan_to_num(neginf=0.0).unsqueeze(-1) + math.log(draws)
-            if usage is not None:
-                usage.copy_(weights.exp() if usage.dim() == 2 else weights.exp().sum(0))
+            if draw_counts is not None:
+                draw_counts.copy_(weights.exp() if draw_counts.dim() == 2 else weights.exp().sum(0))
     if mix is None:
         return safe_logsumexp(scores + weights)
     return safe_logsumexp(torch.cat([scores + weights, mixed_logits(scores, log_w, mix)], -1))
@@ -100,7 +102,7 @@ def mixed_logits(scores: Tensor, log_w: Tensor, mix: Mix) -> Tensor:
     each = (scores + log_w.clamp(min=NEVER)).unflatten(1, (-1, mix.weights.shape[-1]))
     made = torch.einsum("gvm,bgm->bgv" if mix.weights.dim() == 3 else "bgvm,bgm->bgv", mix.weights, each) + mix.offset
     made = made.masked_fill(made < ALIVE, -math.inf)
-    if isinstance(mix.places, Keyed):
+    if isinstance(mix.places, ExcludedKeys):
         made = made.masked_fill(mix.places.mask().unsqueeze(-1), -math.inf)
     elif isinstance(mix.places, Tensor):
         made = made.masked_fill(mix.places.unsqueeze(-1), -math.inf)

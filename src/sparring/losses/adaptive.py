@@ -8,15 +8,16 @@ from typing import Literal
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from sparring.core.part import Part
 from sparring.core.types import Bag, Batch, Corpus, Outcome, Step
-from sparring.losses.softmax import Loss, above, log_partition, softmax_loss
+from sparring.losses.softmax import Loss, PartitionLoss, above, softmax_loss
 
 _BLOCK = 8192  # queries encoded at a time
 
 
-class AdaTau(nn.Module):
+class AdaTau(Part):
     """A temperature for each query: larger for those that the model fits badly (Adap-tau).
 
         tau_0 = (mu_+ - mu) / log(n m / (2 |D|)),   mu_+ = mean score of known pairs,   mu = mean score of all pairs        (eq. 14)
@@ -91,7 +92,7 @@ class AdaTau(nn.Module):
     def observe(self, step: Step, outcome: Outcome) -> None:
         # as plain candidates: a draw belongs to the step's own temperature
         bag = Bag(
-            tuple(replace(block, draws=None, usage=None) for block in outcome.bags[0].blocks),
+            tuple(replace(block, draws=None, seed=None) for block in outcome.bags[0].blocks),
             outcome.bags[0].log_w_positive,
         )
         common = softmax_loss(replace(step, tau=torch.ones_like(self.tau_0)), bag)
@@ -145,11 +146,12 @@ def adaptive_softmax(temperature: AdaTau) -> Loss:
     Chen et al., Adap-tau: Adaptively Modulating Embedding Magnitude for Recommendation, WWW 2023.
     """
 
-    def adaptive_softmax(step: Step, bag: Bag) -> Tensor:
+    @PartitionLoss
+    def adaptive_softmax(step: Step, bag: Bag, log_z: Tensor) -> Tensor:
         positive = (step.q * step.v).sum(-1) / temperature.tau_0
         if bag.log_w_positive is not None:
             positive = positive + bag.log_w_positive
-        return above(log_partition(step, bag), positive)
+        return above(log_z, positive)
 
     return adaptive_softmax
 

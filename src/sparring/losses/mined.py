@@ -9,14 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sparring.core.types import Bag, Outcome, Step
+from sparring.core.part import Part
+from sparring.core.types import Bag, LossOutput, Outcome, Step
 from sparring.kernels import logits
 from sparring.losses.pairwise import weighed
 
 Reduction = Literal["mean", "sum"]
 
 
-class OnlineHard(nn.Module):
+class OnlineHard(Part):
     """Hinge loss against the k hardest candidates of each query, the harder the more (the triplet loss of NGAME and DEXA).
 
         n_i1 .. n_ik = the k largest q_i . e_j,   h_ij = max(0, n_ij - q_i . v_i + margin)
@@ -56,19 +57,23 @@ class OnlineHard(nn.Module):
         self.constant_weights, self.both_ways = constant_weights, both_ways
         self.register_buffer("violators", torch.zeros((), dtype=torch.float64))
         self.register_buffer("rows", torch.zeros((), dtype=torch.float64))
-        self._last: Tensor | None = None  # violators of the last bag, until it is observed: no state
 
     def forward(self, step: Step, bag: Bag) -> Tensor:
+        return self.detailed(step, bag).losses
+
+    def detailed(self, step: Step, bag: Bag) -> LossOutput:
+        """The losses, and the number of violators of the margin as a note to observe()."""
         positive = (step.q * step.v).sum(-1, keepdim=True)
         scores = masked_scores(step.q, bag)
         loss, violates = self._hinge(scores, positive, step.tau)
-        self._last = violates.sum().detach()
+        notes: dict[nn.Module, Tensor] = {self: violates.sum().detach()}
         if not self.both_ways:
-            return loss
+            return LossOutput(loss, notes=notes)
         if bag.blocks[0].ids is not step.batch.item_ids:
             raise ValueError("both_ways needs the positives of the batch as the first candidates: use InBatch")
         whole = step.batch.gather(scores[:, : len(step.batch)])  # this rank's items against the queries of all
-        return loss + self._hinge(step.batch.own(whole.T), positive, step.tau)[0]
+        loss = loss + self._hinge(step.batch.own(whole.T), positive, step.tau)[0]
+        return LossOutput(loss, notes=notes)
 
     def _hinge(self, scores: Tensor, positive: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
         """The loss of each row of scores (B, C), -inf where a candidate does not count, and who violates the margin (B, K)."""
@@ -83,8 +88,8 @@ class OnlineHard(nn.Module):
         return loss / hinge.shape[1] if self.reduction == "mean" else loss, violates
 
     def observe(self, step: Step, outcome: Outcome) -> None:
-        if self._last is not None:
-            self.violators += step.batch.sum(self._last)
+        for violators in (output.notes[self] for output in outcome.outputs if self in output.notes):
+            self.violators += step.batch.sum(violators)
             self.rows += len(step.batch)
 
     def report(self) -> dict[str, float]:
@@ -118,14 +123,12 @@ class HardPairs(nn.Module):
         self.positives, self.negatives, self.margin = positives, negatives, margin
 
     def forward(self, step: Step, bag: Bag) -> Tensor:
-        if step.positives is None or len(bag.blocks) != 1 or not bag.blocks[0].shared:
-            raise ValueError(
-                "HardPairs needs the known positives and one block of candidates that all queries share: use BatchPositives"
-            )
+        if len(bag.blocks) != 1 or not bag.blocks[0].shared:
+            raise ValueError("HardPairs needs one block of candidates that all queries share: use BatchPositives")
         block = bag.blocks[0]
         scores = logits(step.q, block.emb)
         known = torch.zeros_like(scores, dtype=torch.bool)
-        known[step.positives.of(step.query_ids).hits(block.ids)] = True
+        known[step.known().hits(block.ids)] = True
         c = scores.shape[1]
         low = scores.masked_fill(~known, math.inf).topk(min(self.positives, c), dim=1, largest=False).values
         high = scores.masked_fill(known, -math.inf).topk(min(self.negatives, c), dim=1).values

@@ -9,24 +9,49 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparring.core.types import Bag, Candidates, Step
-from sparring.kernels import Mix, reference, weighted_logsumexp
+from sparring.core.partition import log_partition
+from sparring.core.types import Bag, LossOutput, Step
 
 Loss = Callable[[Step, Bag], Tensor]
 BSLForm = Literal["corrected", "release"]
 
 
-def sampled_softmax(step: Step, bag: Bag) -> Tensor:
+class PartitionLoss:
+    """A loss that is a function of the step, the bag and the log partition function of the bag (B,).
+
+    `detailed` also returns the draw counts, which a closed form has as a by-product.
+
+        @PartitionLoss
+        def my_loss(step, bag, log_z): return log_z - weighted_positive(step, bag)
+    """
+
+    def __init__(self, form: Callable[[Step, Bag, Tensor], Tensor]) -> None:
+        self.form, self.__name__, self.__doc__ = form, form.__name__, form.__doc__
+
+    def __call__(self, step: Step, bag: Bag) -> Tensor:
+        return self.detailed(step, bag).losses
+
+    def detailed(self, step: Step, bag: Bag) -> LossOutput:
+        log_z, counts = log_partition(step, bag)
+        return LossOutput(self.form(step, bag, log_z), counts)
+
+    def __reduce__(self) -> str:
+        return self.__name__  # pickled by name, as a function is
+
+
+@PartitionLoss
+def sampled_softmax(step: Step, bag: Bag, log_z: Tensor) -> Tensor:
     """Minus log probability of the positive against the bag (sampled softmax, InfoNCE).
 
         loss_i = -t_i + log( exp(t_i) + sum_j exp(q_i . e_j / tau_i + log_w_ij) ),   t_i = q_i . v_i / tau_i + log_w_i+
 
     With everything in the bag excluded the loss is 0.
     """
-    return -F.logsigmoid(weighted_positive(step, bag) - log_partition(step, bag))
+    return -F.logsigmoid(weighted_positive(step, bag) - log_z)
 
 
-def softmax_loss(step: Step, bag: Bag) -> Tensor:
+@PartitionLoss
+def softmax_loss(step: Step, bag: Bag, log_z: Tensor) -> Tensor:
     """The softmax loss with the negatives alone under the logarithm (SL, SSM).
 
         loss_i = -t_i + log sum_j exp(q_i . e_j / tau_i + log_w_ij),   t_i = q_i . v_i / tau_i + log_w_i+
@@ -39,7 +64,7 @@ def softmax_loss(step: Step, bag: Bag) -> Tensor:
 
     Wu et al., On the Effectiveness of Sampled Softmax Loss for Item Recommendation, TOIS 2024.
     """
-    return above(log_partition(step, bag), weighted_positive(step, bag))
+    return above(log_z, weighted_positive(step, bag))
 
 
 def bsl(exponent: float = 1.0, form: BSLForm = "corrected") -> Loss:
@@ -61,9 +86,10 @@ def bsl(exponent: float = 1.0, form: BSLForm = "corrected") -> Loss:
     if form not in ("corrected", "release"):
         raise ValueError(f"form must be one of corrected, release; got {form!r}")
 
-    def bsl(step: Step, bag: Bag) -> Tensor:
+    @PartitionLoss
+    def bsl(step: Step, bag: Bag, log_z: Tensor) -> Tensor:
         positive = weighted_positive(step, bag)
-        return above(exponent * log_partition(step, bag), positive * exponent if form == "corrected" else positive)
+        return above(exponent * log_z, positive * exponent if form == "corrected" else positive)
 
     return bsl
 
@@ -73,18 +99,6 @@ def weighted_positive(step: Step, bag: Bag) -> Tensor:
     return step.positive_logits if bag.log_w_positive is None else step.positive_logits + bag.log_w_positive
 
 
-def log_partition(step: Step, bag: Bag) -> Tensor:
-    """log sum_j exp(q_i . e_j / tau_i + log_w_ij) over all blocks of the bag, (B,); -inf where nothing counts."""
-    blocks = [_logsumexp(step, block) for block in bag.blocks]
-    return blocks[0] if len(blocks) == 1 else reference.safe_logsumexp(torch.stack(blocks, -1))
-
-
 def above(negatives: Tensor, positive: Tensor) -> Tensor:
     """negatives - positive, and 0 without gradient where nothing counts against a query."""
     return torch.where(torch.isneginf(negatives), 0.0, negatives - positive)
-
-
-def _logsumexp(step: Step, block: Candidates) -> Tensor:
-    places = block.exclude.places(block.ids) if block.exclude else None
-    mix = Mix(block.mix.weights, block.mix.places(), block.mix.offset) if block.mix else None
-    return weighted_logsumexp(step.scaled, block.emb, block.log_w, places, block.draws, block.usage, mix, block.seed)

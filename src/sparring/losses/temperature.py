@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from sparring.core.part import Part
 from sparring.core.types import Outcome, Step
 
 
@@ -25,7 +26,7 @@ class Fixed(nn.Module):
         return self.tau
 
 
-class Learned(nn.Module):
+class Learned(Part):
     """A temperature trained with the towers, kept within [low, high]: tau = exp(log_tau)."""
 
     def __init__(self, tau: float = 0.1, low: float = 0.02, high: float = 1.0):

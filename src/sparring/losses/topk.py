@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from sparring.core.types import Bag, Corpus, Positives, Step
+from sparring.core.part import Part
+from sparring.core.types import Bag, Corpus, LossOutput, Positives, Step
 from sparring.losses.softmax import softmax_loss
 
 _BLOCK = 1 << 22  # scores worked on at a time
 
 
-class SLatK(nn.Module):
+class SLatK(Part):
     """The softmax loss, each positive weighed by how near it comes to the query's top K (SL@K).
 
         loss_i = sigmoid((s_i+ - beta_i) / tau_w) * log sum_j exp((s_ij - s_i+) / tau + log_w_ij),   s = q . e
@@ -50,9 +51,13 @@ class SLatK(nn.Module):
         self.register_buffer("beta", torch.full((n_queries,), -math.inf))
 
     def forward(self, step: Step, bag: Bag) -> Tensor:
+        return self.detailed(step, bag).losses
+
+    def detailed(self, step: Step, bag: Bag) -> LossOutput:
         score = (step.q * step.v).sum(-1)
         weight = torch.sigmoid((score - self.beta[step.query_ids]) / self.tau_w)
-        return (weight.detach() if self.constant_weight else weight) * softmax_loss(step, bag)
+        output = softmax_loss.detailed(step, bag)
+        return output._replace(losses=(weight.detach() if self.constant_weight else weight) * output.losses)
 
     def refresh(self, corpus: Corpus) -> None:
         if corpus.epoch % self.every:

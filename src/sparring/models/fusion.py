@@ -100,7 +100,7 @@ class Fused(nn.Module):
         if len(queries) > ROWS:
             queries = np.sort(np.random.default_rng(seed).choice(queries, ROWS, replace=False))
         right = held.positives()
-        right = Positives(right.start.to(device), right.items.to(device))
+        right = right.to(device)
         knn, clf = self.knn.item_vectors(), self.clf.item_vectors()
         rows, targets = [], []
         for ids in torch.from_numpy(queries).long().to(device).split(BLOCK):

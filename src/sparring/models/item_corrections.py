@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from sparring.core.part import Part
 from sparring.core.types import Corpus
 from sparring.models.clusters.balanced import balanced_2means
 from sparring.models.clusters.batches import ClusteredBatches
@@ -16,7 +17,7 @@ from sparring.models.towers import IdTower
 _BLOCK = 8192  # items encoded at a time
 
 
-class Augmented(nn.Module):
+class Augmented(Part):
     """An item tower whose vectors are corrected by a free vector of the item's cluster (DEXA).
 
         w_l = E(z_l) + a_c(l),   before any scaling to length 1
@@ -61,6 +62,9 @@ class Augmented(nn.Module):
         vectors: Tensor = self.tower(ids) + self.auxiliary(self.cluster[ids.long()])
         return vectors
 
+    def inner(self) -> nn.Module:
+        return self.tower
+
     def refresh(self, corpus: Corpus) -> None:
         """Build the clusters before the first epoch, from the tower's vectors and the item counts."""
         if not corpus.epoch:
@@ -84,7 +88,7 @@ class Augmented(nn.Module):
         self.cluster[rest] = (private + balanced_2means(points, vectors - private, generator)).to(torch.int32)
 
 
-class Centroids(nn.Module):
+class Centroids(Part):
     """An item tower corrected by the centroid of each item's queries (the label centroids of PRIME).
 
         w_l = E(z_l) + G m_l,   m_l = sum of the vectors of the training queries of l / (their number + `shrink`)
@@ -118,6 +122,9 @@ class Centroids(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         vectors: Tensor = self.tower(ids) + self.mix(self.centroid[ids.long()])
         return vectors
+
+    def inner(self) -> nn.Module:
+        return self.tower
 
     def follow(self, batches: ClusteredBatches) -> None:
         """Read query vectors from the memory of these batches."""

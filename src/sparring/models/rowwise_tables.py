@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from sparring.core.errors import UserError
+from sparring.core.part import Part
 from sparring.core.ranks import Group
 
 _ROWS = 1 << 16  # rows drawn, sent or written at a time; a multiple of 16 numbers for any dim, see `start`
@@ -25,7 +26,7 @@ def require_torchrec() -> None:
         )
 
 
-class RowWiseTable(nn.Module):
+class RowWiseTable(Part):
     """One free vector per id, like IdTower, with rows sharded over the ranks and trained by row-wise Adagrad.
 
         rank r holds rows r ceil(n / ranks) and up, and for each its sum of mean squared gradients:
@@ -40,7 +41,7 @@ class RowWiseTable(nn.Module):
     """
 
     where: Tensor
-    spread = True  # each rank holds some of the rows
+    spread = True
 
     def __init__(
         self, n: int, dim: int, init_std: float, ranks: Group, device: torch.device, eps: float = 1e-8

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sparring.core.errors import UserError
+from sparring.core.part import innermost
 from sparring.core.types import Positives
 from sparring.models.retriever import Retriever
 from sparring.models.towers import IdTower
@@ -14,7 +15,7 @@ from sparring.models.towers import IdTower
 
 def start_from(positives: Positives, model: Retriever, seed: int = 0) -> None:
     """Initialise both id tables of a model from these positives."""
-    table = getattr(model.item, "tower", model.item)  # under auxiliary vectors
+    table = innermost(model.item)  # under auxiliary vectors
     if not isinstance(model.query, IdTower) or not isinstance(table, IdTower):
         raise UserError("init=spectral needs id tables: use query_tower=id and no item_features")
     query, item = spectral(positives.start, positives.items, model.n_items, table.dim, seed=seed)

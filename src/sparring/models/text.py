@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from sparring.core.part import innermost
 from sparring.data.texts.encoder import Pooling, group_sizes, pooled
 from sparring.data.texts.texts import Texts, tokenize
 from sparring.data.texts.tokenizers import Tokenizer
@@ -79,8 +80,7 @@ def _sorted(ids: Tensor) -> tuple[Tensor, Tensor]:
 
 def text_tower(module: nn.Module) -> TextTower | None:
     """The text tower that a tower is or corrects (item_corrections.py), if any."""
-    while not isinstance(module, TextTower) and isinstance(inner := getattr(module, "tower", None), nn.Module):
-        module = inner
+    module = innermost(module)
     return module if isinstance(module, TextTower) else None
 
 

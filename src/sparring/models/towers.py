@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from sparring.core.part import Part
 from sparring.core.sparse_rows import lookup
 from sparring.kernels import gather
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from sparring.data.features import Features, Histories
 
 
-class IdTower(nn.Module):
+class IdTower(Part):
     """One free vector per id: a table of (n, dim), drawn from N(0, init_std^2).
 
     By default init_std = 1 / sqrt(dim), for vectors of length about 1; the XIR release starts from init_std = 1. With
@@ -31,8 +32,6 @@ class IdTower(nn.Module):
 
         IdTower(n=40_988, dim=32)(torch.tensor([3, 7]))     # (2, 32)
     """
-
-    undecayed: bool = False  # exempt from weight decay in the row optimisers
 
     def __init__(self, n: int, dim: int, init_std: float | None = None, sparse: bool = True) -> None:
         super().__init__()

@@ -1,13 +1,15 @@
 """Every way of choosing negatives, as parts that combine."""
 
-from sparring.negatives.base import Correction, Draw, Exclusion, Negatives, Resample, Union
+from sparring.negatives.algebra import DrawMethod, Resample, Union
+from sparring.negatives.base import Correction, ExcludeKind, Negatives
 from sparring.negatives.buckets import HardestBucket
-from sparring.negatives.clusters import CellExclusion, CountCorrection, Distance, OtherClusters, SameCluster
+from sparring.negatives.clusters import CellExcludeKind, CountCorrection, Distance, OtherClusters, SameCluster
 from sparring.negatives.distributions import Distribution, Frequency, Popularity, Streaming, Uniform
 from sparring.negatives.fair import GroupShares, Tilted
-from sparring.negatives.in_batch import Cache, InBatch, Memory
-from sparring.negatives.interpolation import Interpolated, Normalisation, Rule, TowardsPositive
-from sparring.negatives.nearest import BatchPositives, NearestItems
+from sparring.negatives.in_batch import BatchPositives, InBatch
+from sparring.negatives.interpolation import Interpolated, LamRule, Normalisation, TowardsPositive
+from sparring.negatives.memory import Cache, Memory
+from sparring.negatives.nearest import NearestItems
 from sparring.negatives.quantized import QuantizedSoftmax
 from sparring.negatives.sampled import AllItems, Sampled, Shown
 from sparring.negatives.selection import AmongHardest, Hardest, NearestTo
@@ -19,13 +21,13 @@ __all__ = [
     "BatchMix",
     "BatchPositives",
     "Cache",
-    "CellExclusion",
+    "CellExcludeKind",
     "CountCorrection",
     "Correction",
     "Distance",
     "Distribution",
-    "Draw",
-    "Exclusion",
+    "DrawMethod",
+    "ExcludeKind",
     "Frequency",
     "GroupShares",
     "Hardest",
@@ -42,7 +44,7 @@ __all__ = [
     "Popularity",
     "QuantizedSoftmax",
     "Resample",
-    "Rule",
+    "LamRule",
     "SameCluster",
     "Sampled",
     "Shown",

@@ -7,9 +7,9 @@ import math
 import torch
 from torch import Tensor
 
-from sparring.core.types import Bag, Candidates, Step
+from sparring.core.types import Bag, Candidates, Provenance, Step
 from sparring.kernels import reference
-from sparring.negatives.base import Exclusion, Negatives, check_choice
+from sparring.negatives.base import ExcludeKind, Negatives, check_choice
 
 
 class HardestBucket(Negatives):
@@ -30,6 +30,7 @@ class HardestBucket(Negatives):
     """
 
     encodes = True
+    n_items: int
 
     def __init__(
         self,
@@ -38,10 +39,10 @@ class HardestBucket(Negatives):
         buckets: int | None = None,
         queries: int | None = None,
         mix: bool = False,
-        exclude: Exclusion = "positive",
+        exclude: ExcludeKind = "positive",
     ):
         super().__init__()
-        check_choice("exclude", exclude, Exclusion)
+        check_choice("exclude", exclude, ExcludeKind)
         if min(n_items, n, 1 if buckets is None else buckets, 1 if queries is None else queries) < 1:
             raise ValueError(
                 f"HardestBucket needs n_items, n, buckets and queries >= 1, got {n_items}, {n}, {buckets} and {queries}"
@@ -74,7 +75,7 @@ class HardestBucket(Negatives):
         own = emb.index_select(0, bucket)
         source = f"the hardest of {len(items):,} buckets of {members.shape[1]:,} queries"
         masked = {"none": "nothing", "positive": "own positive", "known": "all known positives"}[self.exclude]
-        return Bag((Candidates(ids, own, log_w, source=source, masked=masked),))
+        return Bag((Candidates(ids, own, log_w, provenance=Provenance(source, masked=masked)),))
 
     def fill(self, step: Step) -> tuple[Tensor, Tensor]:
         """The rows of the batch (buckets, queries), of all ranks, and the items (buckets, n) that fall into each bucket."""
@@ -90,15 +91,13 @@ class HardestBucket(Negatives):
         return members, (centres @ vectors.T).topk(min(self.n, self.n_items), 1).indices
 
 
-def _never(step: Step, members: Tensor, items: Tensor, exclude: Exclusion) -> Tensor:
+def _never(step: Step, members: Tensor, items: Tensor, exclude: ExcludeKind) -> Tensor:
     """(buckets, queries, n): which items of its bucket never count against a query."""
     if exclude == "none":
         return torch.zeros((), dtype=torch.bool, device=items.device).expand(*members.shape, items.shape[1])
     if exclude == "positive":
         return items.unsqueeze(1) == step.batch.item_ids[members].unsqueeze(2)
-    if step.positives is None:
-        raise ValueError('exclude="known" needs Step.positives: all known positives of each query')
-    pairs = step.positives.of(step.batch.query_ids[members.flatten()])
+    pairs = step.known(step.batch.query_ids[members.flatten()])
     never = torch.zeros(members.numel(), items.shape[1], dtype=torch.bool, device=items.device)
     never[pairs.hits(items.repeat_interleave(members.shape[1], 0))] = True
     return never.view(*members.shape, -1)

@@ -10,19 +10,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparring.core.types import Bag, Candidates, Exclude, Step
+from sparring.core.types import Bag, Candidates, Exclude, Provenance, Step
 from sparring.kernels import fuses_draws
 from sparring.models.clusters.codes import Codes
 from sparring.negatives.base import Negatives, check_choice
-from sparring.negatives.inclusion import distinct, inclusion
 
 Distance = Literal["cosine", "literal"]
-CellExclusion = Literal["cell", "cluster", "known", "positive", "none"]
+CellExcludeKind = Literal["cell", "cluster", "known", "positive", "none"]
 CountCorrection = Literal["none", "counts"]
 NEAREST = 1e-3  # the least distance between two clusters, so that twins do not take all draws
 
 
-class Drawn(NamedTuple):
+class ClusterDraws(NamedTuple):
     """What the rows of a batch drew, of all ranks; -1 where there was nothing to draw."""
 
     ids: Tensor  # (B, C)
@@ -69,10 +68,10 @@ class ByCluster(Negatives):
     name: str
 
     def __init__(
-        self, codes: Codes, shared: bool, exclude: CellExclusion, correction: CountCorrection, counts: Tensor | None
+        self, codes: Codes, shared: bool, exclude: CellExcludeKind, correction: CountCorrection, counts: Tensor | None
     ):
         super().__init__()
-        check_choice("exclude", exclude, CellExclusion)
+        check_choice("exclude", exclude, CellExcludeKind)
         check_choice("correction", correction, CountCorrection)
         self.shared, self.exclude = shared, exclude
         self.correction: CountCorrection = correction
@@ -110,18 +109,18 @@ class ByCluster(Negatives):
         """The primary cluster of items; -1 for the id -1."""
         return torch.where(items >= 0, self.cell[items.clamp(min=0)] // self.k_secondary, -1)
 
-    def drawn(self, ids: Tensor, cell: Tensor) -> Drawn:
+    def drawn(self, ids: Tensor, cell: Tensor) -> ClusterDraws:
         """With all that follows from the ids (B, ...) drawn for positives in these cells (B,)."""
         ids = ids.flatten(1)
-        return Drawn(ids, ids.clamp(min=0), torch.where(ids >= 0, 0.0, -math.inf), None, cell, cell // self.k_secondary)
+        return ClusterDraws(
+            ids, ids.clamp(min=0), torch.where(ids >= 0, 0.0, -math.inf), None, cell, cell // self.k_secondary
+        )
 
     def excluded(self, step: Step, own: Tensor, drawn: tuple[Tensor, Tensor] | None) -> Exclude | None:
         """What never counts; a query's own draws hold neither its positive nor its cell."""
         also = None
         if self.exclude == "known":
-            if step.positives is None:
-                raise ValueError('exclude="known" needs Step.positives: all known positives of each query')
-            also = step.positives.of(step.query_ids)
+            also = step.known()
         if self.exclude == "none" or not self.shared:
             return also
         if self.exclude == "cluster":
@@ -134,15 +133,15 @@ class ByCluster(Negatives):
             else ExcludeCells(own, code=self.cell, also=also, drawn=drawn)
         )
 
-    def offer(self, step: Step, drawn: Drawn) -> Candidates:
+    def offer(self, step: Step, drawn: ClusterDraws) -> Candidates:
         """What all rows of the batch drew as one block."""
         log_w = drawn.log_w if self.correction == "none" else drawn.log_w - self.log_counts(drawn)
         ids, real, log_w = (x.flatten() if self.shared else step.batch.own(x) for x in (drawn.ids, drawn.real, log_w))
         cells = None if drawn.cells is None or not self.shared else (ids, drawn.cells.flatten())
         exclude = self.excluded(step, step.batch.own(drawn.cell), cells)
-        return Candidates(ids, step.encode(real), log_w, exclude, source=self.name)
+        return Candidates(ids, step.encode(real), log_w, exclude, provenance=Provenance(self.name, sampler=self))
 
-    def log_counts(self, drawn: Drawn) -> Tensor:
+    def log_counts(self, drawn: ClusterDraws) -> Tensor:
         """(B, C) or (B, 1): log E[how often the item is among the candidates] of what was drawn."""
         return self.often[drawn.real] + math.log(len(drawn.ids))  # shared: a count for one row is a table over items
 
@@ -176,7 +175,7 @@ class OtherClusters(ByCluster):
         gamma: float = 1.0,
         distance: Distance = "cosine",
         shared: bool = True,
-        exclude: CellExclusion = "cell",
+        exclude: CellExcludeKind = "cell",
         correction: CountCorrection = "none",
         counts: Tensor | None = None,
     ):
@@ -208,7 +207,7 @@ class OtherClusters(ByCluster):
             count = (share @ count)[primary]
         return tables | {"often": torch.where(count > 0, count, 1.0).log().float()}
 
-    def log_counts(self, drawn: Drawn) -> Tensor:
+    def log_counts(self, drawn: ClusterDraws) -> Tensor:
         if self.shared:
             return super().log_counts(drawn)
         return self.often[drawn.primary.unsqueeze(1), self.cell[drawn.real] // self.k_secondary]
@@ -216,7 +215,7 @@ class OtherClusters(ByCluster):
     def forward(self, step: Step) -> Bag:
         return Bag((self.offer(step, self.draw(step)[0]),))
 
-    def draw(self, step: Step) -> tuple[Drawn, Tensor]:
+    def draw(self, step: Step) -> tuple[ClusterDraws, Tensor]:
         """What was drawn, and from which clusters (B, m_c), -1 where there are too few."""
         items = step.batch.item_ids
         if fuses_draws(items, self.k_primary):
@@ -225,7 +224,7 @@ class OtherClusters(ByCluster):
             seed = torch.randint(1 << 62, (2,), generator=step.generator, device=items.device)
             tables = self.cell, self.order, self.start, self.chance
             (*found, own), clusters = cluster_draws.others(items, *tables, self.k_secondary, self.m_c, self.m_o, seed)
-            return Drawn(*found, *own), clusters
+            return ClusterDraws(*found, *own), clusters
         cell = self.cell[items]
         own = cell // self.k_secondary
         # a race of exponential clocks: the first m_c are a draw without replacement in proportion to their rates
@@ -262,7 +261,7 @@ class SameCluster(ByCluster):
         codes: Codes,
         m_h: int = 5,
         shared: bool = False,
-        exclude: CellExclusion = "cell",
+        exclude: CellExcludeKind = "cell",
         correction: CountCorrection = "none",
         counts: Tensor | None = None,
     ):
@@ -300,20 +299,20 @@ class SameCluster(ByCluster):
         count = (by_cluster[own] - inside)[cell]
         return tables | {"often": torch.where(count > 0, count, 1.0).log().float()}
 
-    def log_counts(self, drawn: Drawn) -> Tensor:
+    def log_counts(self, drawn: ClusterDraws) -> Tensor:
         return super().log_counts(drawn) if self.shared else self.often[drawn.cell].unsqueeze(1)
 
     def forward(self, step: Step) -> Bag:
         return Bag((self.offer(step, self.draw(step)),))
 
-    def draw(self, step: Step) -> Drawn:
+    def draw(self, step: Step) -> ClusterDraws:
         items = step.batch.item_ids
         if fuses_draws(items, 1):
             from sparring.kernels import cluster_draws
 
             seed = torch.randint(1 << 62, (1,), generator=step.generator, device=items.device)
             *found, own = cluster_draws.same(items, self.cell, self.order, self.pool, self.k_secondary, self.m_h, seed)
-            return Drawn(*found, *own)
+            return ClusterDraws(*found, *own)
         cell = self.cell[items]
         begin, size, hole, width = self.pool[cell].unsqueeze(1).unbind(-1)
         at = begin + distinct(size.squeeze(1), self.m_h, step.generator)
@@ -334,3 +333,66 @@ def cluster_chances(codewords: Tensor, sizes: Tensor, gamma: float, distance: Di
         d = torch.where(reach > 0, (inner - low) / reach, 1.0)
     rate = torch.where(possible, d.clamp(NEAREST, 1) ** -gamma, 0.0)
     return (rate / rate.sum(1, keepdim=True).clamp(min=1e-300)).float()
+
+
+def distinct(size: Tensor, m: int, generator: torch.Generator) -> Tensor:
+    """(..., m) whole numbers below size (...), every set of m as likely as any other; with repetition where size < m; 0 where it is 0."""
+    u = torch.rand(*size.shape, m, dtype=torch.float64, generator=generator, device=size.device)
+    # Floyd's algorithm: the k-th draw is below size - m + k + 1, and the last of those where it was drawn before
+    size = size.unsqueeze(-1)
+    enough = size >= m
+    last = torch.where(enough, size - m + torch.arange(m, device=size.device), size - 1).clamp_(min=0)
+    pick = torch.minimum((u * (last + 1)).long(), last)
+    earlier = torch.ones(m, m, dtype=torch.bool, device=size.device).tril_(-1)
+    again = ((pick.unsqueeze(-1) == pick.unsqueeze(-2)) & earlier).any(-1)
+    # a draw also meets the last of an earlier one that was itself drawn before: chains of that are at most m - 1 long
+    met = (pick.unsqueeze(-1) == last.unsqueeze(-2)) & earlier
+    for _ in range(m - 2):
+        again = again | (met & again.unsqueeze(-2)).any(-1)
+    return torch.where(again & enough, last, pick)
+
+
+def inclusion(chance: Tensor, m: int) -> Tensor:
+    """(R, K): the chance that k is among m draws without replacement by the chances (R, K) of a first draw; a row sums to m.
+
+        m = 1: p_k,   m = 2: p_k (1 + sum over l != k of p_l / (1 - p_l)),   else  int of p_k e^(-p_k t) P(fewer than m others by t) dt
+
+    Where a row has m possible draws or fewer, each of them is certain. The integral is of the race of exponential clocks that the draw is;
+    with log t as its variable the trapezoidal rule is exact to 1e-9.
+
+        inclusion(torch.tensor([[0.5, 0.3, 0.2]]), 2)  # 0.8393, 0.6750, 0.4857
+    """
+    p = chance.double()
+    if m == 1:
+        return p
+    if m == 2:
+        odds = torch.where(p > 0, p / (1 - p).clamp(min=1e-300), 0.0)
+        found = p * (1 + odds.sum(1, keepdim=True) - odds)
+    else:
+        found = torch.cat([_raced(rows, m) for rows in p.split(16)])
+    certain = (p > 0) & ((p > 0).sum(1, keepdim=True) <= m)
+    return torch.where(certain, 1.0, found)
+
+
+def _raced(p: Tensor, m: int, step: float = 0.25) -> Tensor:
+    least = float(torch.where(p > 0, p, 1.0).min())
+    t = torch.arange(math.log(1e-10), math.log(50 / least) + step, step, dtype=p.dtype).exp()
+    late = torch.exp(-p.unsqueeze(-1) * t)  # (R, K, T): not yet come at t
+
+    def counted(order: range) -> list[Tensor]:
+        """For each k the chances that 0..m-1 of those before it in this order have come, (m, R, T)."""
+        some = torch.zeros(m, len(p), len(t), dtype=p.dtype)
+        some[0] = 1
+        found = {}
+        for k in order:
+            found[k] = some
+            came = torch.zeros_like(some)
+            came[1:] = some[:-1]
+            some = torch.lerp(came, some, late[:, k])
+        return [found[k] for k in range(len(order))]
+
+    n = p.shape[1]
+    before, after = counted(range(n)), counted(range(n - 1, -1, -1))
+    # i of those before k and at most m - 1 - i of those after it
+    fewer = [(a * b.cumsum(0).flip(0)).sum(0) for a, b in zip(before, after, strict=True)]
+    return step * (p.unsqueeze(-1) * t * late * torch.stack(fewer, 1)).sum(-1)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from sparring.core.part import Part
 from sparring.core.types import Outcome, Step
 
 
-class Frequency(nn.Module):
+class Frequency(Part):
     """An estimate of how likely each item is to be the next candidate: `log_prob(ids)`."""
 
     def log_prob(self, ids: Tensor) -> Tensor:
@@ -29,6 +30,8 @@ class Uniform(Distribution):
 
     Sampled(Uniform(n_items), 1024)
     """
+
+    n_items: int
 
     def __init__(self, n_items: int):
         super().__init__()

@@ -8,8 +8,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from sparring.core.types import Bag, Outcome, Step
-from sparring.negatives.base import Negatives, mask_of, merged
+from sparring.core.types import Bag, Outcome, Provenance, Step
+from sparring.negatives.algebra import merged
+from sparring.negatives.base import Negatives
 from sparring.negatives.distributions import Distribution, draw_from_cdf
 from sparring.negatives.selection import masked_logits
 
@@ -130,7 +131,7 @@ class Tilted(Negatives):
         self.source, self.share, self.temperature = source, share, temperature
 
     def forward(self, step: Step) -> Bag:
-        bag = self.source(step)
+        bag: Bag = self.source(step)
         if self.share == 0:
             return bag
         block = merged(bag, step)
@@ -140,9 +141,7 @@ class Tilted(Negatives):
             counts = dropped.shape[1] - dropped.to(tilt.dtype).sum(1, keepdim=True)
             tilt = torch.softmax(tilt, 1).mul_(self.share * counts).add_(1 - self.share).log_()
             log_w = tilt.add_(block.log_w).masked_fill_(dropped, -math.inf)
-        name = f"{block.source}, {self.share:.0%} by score"
-        weighting = "score" if block.weighting == "none" else f"{block.weighting} + score"
-        return Bag(
-            (replace(block, log_w=log_w, exclude=None, source=name, weighting=weighting, masked=mask_of(block)),),
-            bag.log_w_positive,
-        )
+        old = block.provenance
+        weighting = "score" if old.weighting == "none" else f"{old.weighting} + score"
+        words = Provenance(f"{old.source}, {self.share:.0%} by score", weighting, block.masked)
+        return Bag((replace(block, log_w=log_w, exclude=None, provenance=words),), bag.log_w_positive)

@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from sparring.core.errors import UserError
-from sparring.core.types import Bag, Candidates, Outcome, Step
-from sparring.negatives.base import Correction, Exclusion, Negatives, check_choice, corrected, exclusion
-from sparring.negatives.distributions import Distribution, Frequency, draw_from_cdf
-
-
-def zeros(step: Step) -> Tensor:
-    return torch.zeros((), device=step.q.device)
+from sparring.core.types import Bag, Candidates, Provenance, Step
+from sparring.negatives.base import Correction, ExcludeKind, Negatives, check_choice, corrected, exclude_for, zeros
+from sparring.negatives.distributions import Frequency
 
 
 class InBatch(Negatives):
@@ -32,16 +25,20 @@ class InBatch(Negatives):
     """
 
     def __init__(
-        self, frequency: Frequency | None = None, correction: Correction = "count", exclude: Exclusion = "positive"
+        self, frequency: Frequency | None = None, correction: Correction = "count", exclude: ExcludeKind = "positive"
     ):
         super().__init__()
         check_choice("correction", correction, Correction)
-        check_choice("exclude", exclude, Exclusion)
+        check_choice("exclude", exclude, ExcludeKind)
         self.frequency, self.correction, self.exclude = frequency, correction, exclude
 
     def forward(self, step: Step) -> Bag:
         block = Candidates(
-            step.batch.item_ids, step.batch.v, zeros(step), exclusion(step, self.exclude), source="in-batch"
+            step.batch.item_ids,
+            step.batch.v,
+            zeros(step),
+            exclude_for(step, self.exclude),
+            provenance=Provenance("in-batch"),
         )
         return corrected([block], step, self, "none" if self.frequency is None else self.correction)
 
@@ -53,184 +50,34 @@ class InBatch(Negatives):
         return max(len(step.batch) - 1, 1) if self.exclude != "none" else len(step.batch)
 
 
-class Memory(Negatives):
-    """The last `size` positives of past steps, with the vectors they had then and no gradient (CBNS).
+class BatchPositives(Negatives):
+    """Every item that is positive for some query of the batch, once, whether drawn for it or not.
 
-    A first-in first-out ring; slots not filled yet count nothing. `warmup` steps pass before it starts to fill, because vectors change
-    quickly at first. Unlike Cache the vectors are kept, so nothing is encoded again, but they grow stale. `dim` is what is compared:
-    `width(setup.model, setup.text)` of models.build, which counts an item bias and hidden layers.
+    A query's own known positives never count against it. Unlike InBatch, which has one positive of each query, duplicates and all.
 
-        Union(InBatch(pop), Memory(2432, setup.model.dim, pop))
+        BatchPositives()
 
-    Wang et al., Cross-Batch Negative Sampling, SIGIR 2021.
+    Dahiya et al., NGAME: Negative Mining-aware Mini-batching for Extreme Classification, WSDM 2023, module 4.
     """
 
-    ids: Tensor
-    emb: Tensor
-    cursor: Tensor
-    steps: Tensor
+    encodes = True
 
-    def __init__(
-        self,
-        size: int,
-        dim: int,
-        frequency: Frequency,
-        warmup: int = 0,
-        correction: Correction = "count",
-        exclude: Exclusion = "positive",
-    ):
+    def __init__(self, exclude: ExcludeKind = "known"):
         super().__init__()
-        check_choice("correction", correction, Correction)
-        check_choice("exclude", exclude, Exclusion)
-        if size < 1:
-            raise ValueError(f"Memory needs size >= 1, got {size}")
-        self.frequency, self.warmup, self.correction, self.exclude = frequency, warmup, correction, exclude
-        self.register_buffer("ids", torch.full((size,), -1))
-        self.register_buffer("emb", torch.zeros(size, dim))
-        self.register_buffer("cursor", torch.zeros((), dtype=torch.long))
-        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+        check_choice("exclude", exclude, ExcludeKind)
+        self.exclude = exclude
 
     def forward(self, step: Step) -> Bag:
-        if step.q.shape[-1] != self.emb.shape[1]:
-            widths = f"holds vectors of {self.emb.shape[1]} dimensions, the model compares {step.q.shape[-1]}"
-            raise UserError(f"Memory {widths}: use models.build.width, which counts an item bias and hidden layers")
-        empty = torch.where(self.ids < 0, -math.inf, 0.0)
-        # a copy: the ring is written before the backward pass of a loss that the caller may still hold
-        block = Candidates(self.ids.clone(), self.emb.clone(), empty, exclusion(step, self.exclude), source="memory")
-        return corrected([block], step, self, self.correction)
-
-    def log_count(self, ids: Tensor, step: Step) -> Tensor | None:
-        return torch.as_tensor(self.size(step)).log() + self.frequency.log_prob(ids)
-
-    def size(self, step: Step) -> Tensor:
-        return (self.ids >= 0).sum().float()
-
-    def observe(self, step: Step, outcome: Outcome) -> None:
-        self.steps += 1
-        new = step.batch.item_ids[-len(self.ids) :]
-        at = (self.cursor + torch.arange(len(new), device=new.device)) % len(self.ids)
-        open_now = self.steps > self.warmup
-        self.ids[at] = torch.where(open_now, new, self.ids[at])
-        self.emb[at] = torch.where(open_now, step.batch.v[-len(new) :].detach().to(self.emb.dtype), self.emb[at])
-        self.cursor += open_now * len(new)
-
-
-class Cache(Negatives):
-    """Items that past queries drew most often, encoded anew at each step (the cache of XIR).
-
-        o_j += number of times j was drawn in this step;   the next cache: `size` draws with replacement, P(j) proportional to o_j
-
-    The draws are those of every Resample in the run. pool="all" draws the next cache from the whole catalogue, as the paper's
-    algorithm 2 says; pool="drawn" only from the items drawn in this step, as its release does, where an item stays only by being
-    drawn again and the cache shrinks to a few hundred distinct items. `start` is every item's first occurrence count: 0 in the
-    paper (then the first caches are uniform), 1 in the release. The weight is -log q of the frequency; an item the frequency
-    calls impossible never enters.
-
-        Resample(Cache(2048, pop, n_items), n=1024)
-
-    Chen et al., Cache-Augmented Inbatch Importance Resampling, NeurIPS 2022, algorithm 2.
-    """
-
-    ids: Tensor
-    occurrences: Tensor
-    sums: Tensor
-
-    def __init__(
-        self,
-        size: int,
-        frequency: Distribution,
-        n_items: int,
-        pool: Literal["all", "drawn"] = "all",
-        start: float = 0.0,
-        exclude: Exclusion = "positive",
-        seed: int = 0,
-    ):
-        super().__init__()
-        check_choice("pool", pool, Literal["all", "drawn"])
-        check_choice("exclude", exclude, Exclusion)
-        if size < 1:
-            raise ValueError(f"Cache needs size >= 1, got {size}")
-        self.frequency, self.pool, self.exclude = frequency, pool, exclude
-        device = next(frequency.buffers(), torch.empty(0)).device
-        possible = torch.isfinite(frequency.log_prob(torch.arange(n_items, device=device)))
-        generator = torch.Generator().manual_seed(seed)  # of a CPU: a seed gives the same cache on every device
-        self.register_buffer(
-            "ids", draw_from_cdf(torch.cumsum(possible.double().cpu(), 0), (size,), generator).to(device)
-        )
-        self.register_buffer("occurrences", possible.double() * start)
-        # The occurrences of each block of items, so that a step costs what its batch costs: a few thousand blocks are looked into, and the
-        # sums of all are added up, so that blocks as long as the root of a few thousandths of the catalogue cost least.
-        self.block = (
-            2 ** round(math.log2(n_items / 6000) / 2) if n_items > 1 << 18 else 1
-        )  # small ones are added up as quickly
-        blocks = torch.arange(-(-n_items // self.block) if self.block > 1 else 0, device=device)
-        self.register_buffer("sums", self._of_blocks(blocks).sum(1))
-
-    def forward(self, step: Step) -> Bag:
-        log_w = -self.frequency.log_prob(self.ids)
-        ids = self.ids.clone()
+        known = step.known(step.batch.query_ids).ids
+        ids = torch.unique(torch.cat([known, step.batch.item_ids]))
         return Bag(
             (
                 Candidates(
-                    ids, step.encode(ids), log_w, exclusion(step, self.exclude), source="cache", weighting="-log q"
+                    ids,
+                    step.encode(ids),
+                    zeros(step),
+                    exclude_for(step, self.exclude),
+                    provenance=Provenance("positives of the batch"),
                 ),
             )
         )
-
-    def observe(self, step: Step, outcome: Outcome) -> None:
-        ids, usage = self._drawn(step, outcome)
-        self.occurrences.index_add_(0, ids, usage)
-        if self.block > 1:
-            own = (
-                (ids // self.block).unique() if ids.device.type == "cpu" else ids // self.block
-            )  # counting them would wait for a device
-            self.sums[own] = self._of_blocks(own).sum(1)
-        fresh, some = self._draw(step.generator) if self.pool == "all" else self._draw_from(ids, usage, step.generator)
-        self.ids.copy_(torch.where(some, fresh, self.ids))
-
-    def _drawn(self, step: Step, outcome: Outcome) -> tuple[Tensor, Tensor]:
-        """What the queries of all ranks drew, in every block, and how often."""
-        ids, usage = [self.ids[:1]], [torch.zeros_like(self.occurrences[:1])]
-        for block in (block for bag in outcome.bags for block in bag.blocks):
-            if block.usage is not None:
-                ids.append((block.ids if block.shared else step.batch.gather(block.ids)).flatten())
-                usage.append(
-                    (step.batch.sum(block.usage) if block.shared else step.batch.gather(block.usage)).flatten().double()
-                )
-        which, count = torch.cat(ids), torch.cat(usage)
-        # a term may draw what the frequency calls impossible: its weight here would be infinite
-        possible = (which >= 0) & torch.isfinite(self.frequency.log_prob(which.clamp(min=0)))
-        return which.clamp(min=0), torch.where(possible, count, 0.0)
-
-    def _of_blocks(self, blocks: Tensor) -> Tensor:
-        """(n, block): the occurrences of the items of these blocks."""
-        whole, over = divmod(len(self.occurrences), self.block)
-        full, rest = self.occurrences.split([whole * self.block, over])
-        found = full.view(whole, self.block).index_select(0, blocks.clamp(max=whole - 1))
-        return (
-            torch.where((blocks == whole).unsqueeze(1), F.pad(rest, (0, self.block - over)), found) if over else found
-        )
-
-    def _draw(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Items in proportion to their occurrences: a block by its sum, then an item of it; and whether there is any."""
-        if self.block == 1:
-            cdf = torch.cumsum(self.occurrences, 0)
-            return draw_from_cdf(cdf, (len(self.ids),), generator), cdf[-1] > 0
-        cdf = torch.cumsum(self.sums, 0)
-        u = torch.rand(len(self.ids), dtype=cdf.dtype, generator=generator, device=cdf.device) * cdf[-1]
-        block = torch.minimum(torch.searchsorted(cdf, u, right=True), torch.searchsorted(cdf, cdf[-1:]))
-        inside = torch.cumsum(self._of_blocks(block), 1)
-        rest = (u - (cdf[block] - self.sums[block])).unsqueeze(1)
-        within = torch.minimum(
-            torch.searchsorted(inside, rest, right=True), torch.searchsorted(inside, inside[:, -1:].contiguous())
-        )
-        return (block * self.block + within.squeeze(1)).clamp(max=len(self.occurrences) - 1), cdf[-1] > 0
-
-    def _draw_from(self, ids: Tensor, usage: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """The same from the items drawn in this step alone."""
-        n = len(self.occurrences)
-        drawn = torch.sort(torch.where(usage > 0, ids, n)).values
-        first = torch.ones_like(drawn, dtype=torch.bool)
-        first[1:] = drawn[1:] != drawn[:-1]
-        cdf = torch.cumsum(torch.where(first & (drawn < n), self.occurrences[drawn.clamp(max=n - 1)], 0.0), 0)
-        return drawn[draw_from_cdf(cdf, (len(self.ids),), generator)].clamp(max=n - 1), cdf[-1] > 0

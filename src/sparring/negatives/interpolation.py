@@ -15,7 +15,7 @@ from sparring.negatives.base import Negatives, check_choice
 from sparring.negatives.clusters import OtherClusters, SameCluster
 
 Normalisation = Literal["minmax_block", "minmax_set", "affine", "dirichlet"]
-Rule = Literal["adaptive", "learned"]
+LamRule = Literal["adaptive", "learned"]
 
 
 class Interpolated(Negatives):
@@ -158,7 +158,7 @@ class TowardsPositive(Negatives):
     def __init__(
         self,
         source: SameCluster,
-        lam: float | Rule = 0.1,
+        lam: float | LamRule = 0.1,
         detach_positive: bool = False,
         renorm: bool = False,
         offset: float = 0.0,
@@ -169,7 +169,7 @@ class TowardsPositive(Negatives):
     ):
         super().__init__()
         if isinstance(lam, str):
-            check_choice("lam", lam, Rule)
+            check_choice("lam", lam, LamRule)
         elif not -1 <= lam <= 1:
             raise ValueError(f"lam must lie between -1 and 1, or be adaptive or learned; got {lam}")
         if source.shared:
@@ -198,7 +198,7 @@ class TowardsPositive(Negatives):
         """One block: the candidates, then the mixture of each."""
         ((block,), lam) = self.source(step).blocks, self.lam_of(step)
         v = step.v.detach() if self.detach_positive else step.v
-        source = f"{block.source}, then each mixed with the positive"
+        words = replace(block.provenance, source=f"{block.provenance.source}, then each mixed with the positive")
         if (
             self.layer is None
             and not self.renorm
@@ -208,7 +208,7 @@ class TowardsPositive(Negatives):
             from sparring.kernels import mixtures
 
             emb, log_w, ids = mixtures.towards(block.emb, v, lam, block.log_w, block.ids, self.offset)
-            return Bag((replace(block, ids=ids, emb=emb, log_w=log_w, source=source),))
+            return Bag((replace(block, ids=ids, emb=emb, log_w=log_w, provenance=words),))
         lam, positive = lam.view(-1, 1, 1).to(block.emb.dtype), v.unsqueeze(1)
         if self.layer is None:
             emb = torch.lerp(block.emb, positive, lam)
@@ -222,17 +222,8 @@ class TowardsPositive(Negatives):
         places = block.exclude.places(block.ids) if block.exclude else None
         made = reference.drop(block.log_w, block.ids.shape, places) + self.offset  # a mixture has no id to mask it by
         ids = torch.cat([block.ids, torch.full_like(block.ids, -1)], 1)
-        return Bag(
-            (
-                replace(
-                    block,
-                    ids=ids,
-                    emb=torch.cat([block.emb, emb], 1),
-                    log_w=torch.cat([block.log_w, made], 1),
-                    source=source,
-                ),
-            )
-        )
+        emb, log_w = torch.cat([block.emb, emb], 1), torch.cat([block.log_w, made], 1)
+        return Bag((replace(block, ids=ids, emb=emb, log_w=log_w, provenance=words),))
 
     def lam_of(self, step: Step) -> Tensor:
         """The share of the positive, (1,) or (B,)."""
@@ -253,9 +244,9 @@ class TowardsPositive(Negatives):
             torch.zeros(3, len(self.lam), dtype=self.gap.dtype, device=self.lam.device),
         )
         real = slice(self.source.m_h)
-        for block in (
-            block for bag in outcome.bags for block in bag.blocks if block.source.startswith(self.source.name)
-        ):
+        for block in (block for bag in outcome.bags for block in bag.blocks):
+            if block.provenance.sampler is not self.source:
+                continue
             counts = ~torch.isneginf(block.log_w[:, real])
             gap = torch.where(counts, step.positive_logits.unsqueeze(1) - logits(step.scaled, block.emb[:, real]), 0.0)
             sums.index_add_(1, cluster, torch.stack([counts.sum(1), gap.sum(1), gap.square().sum(1)]).to(sums.dtype))
@@ -281,4 +272,5 @@ def hidden_mixtures(step: Step, ids: Tensor, weights: Tensor, layer: int) -> Ten
 
 def rescaled(emb: Tensor, length: Tensor) -> Tensor:
     """Vectors (..., D) with these lengths (...)."""
-    return emb * (length / emb.norm(dim=-1).clamp(min=1e-12)).unsqueeze(-1)
+    scale: Tensor = length / emb.norm(dim=-1).clamp(min=1e-12)
+    return emb * scale.unsqueeze(-1)

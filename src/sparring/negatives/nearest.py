@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from sparring.core.topk import top_k
-from sparring.core.types import Bag, Candidates, Corpus, Step
-from sparring.negatives.base import Exclusion, Negatives, check_choice, exclusion
-from sparring.negatives.in_batch import zeros
+from sparring.core.types import Bag, Candidates, Corpus, Provenance, Step
+from sparring.negatives.base import ExcludeKind, Negatives, check_choice, exclude_for
 
 _BLOCK = 8192  # queries encoded and ranked at a time
 
@@ -51,11 +50,11 @@ class NearestItems(Negatives):
         every: int = 5,
         start: int = 0,
         per_query: bool = False,
-        exclude: Exclusion = "known",
+        exclude: ExcludeKind = "known",
         delay: int = 0,
     ):
         super().__init__()
-        check_choice("exclude", exclude, Exclusion)
+        check_choice("exclude", exclude, ExcludeKind)
         if min(n_queries, n, k, every) < 1 or min(skip, start) < 0:
             raise ValueError(
                 f"NearestItems needs n, k, every >= 1 and skip, start >= 0, got n={n}, k={k}, every={every}, skip={skip}, start={start}"
@@ -75,7 +74,7 @@ class NearestItems(Negatives):
         if delay:
             self.register_buffer("coming", self.lists.clone())
             self.register_buffer("due", torch.tensor(-1))  # the epoch from which on `coming` holds
-            self.register_state_dict_pre_hook(lambda module, prefix, keep_vars: module.wait())
+            self.register_state_dict_pre_hook(lambda part, *_: part.wait())  # type: ignore[no-untyped-call]
         self._work: _Background | None = None
 
     def forward(self, step: Step) -> Bag:
@@ -87,7 +86,17 @@ class NearestItems(Negatives):
         ids = step.batch.own(ids) if self.per_query else ids.flatten()
         log_w = torch.where(ids >= 0, 0.0, -math.inf)
         emb = step.encode(ids.clamp(min=0))
-        return Bag((Candidates(ids, emb, log_w, exclusion(step, self.exclude), source="nearest items of each query"),))
+        return Bag(
+            (
+                Candidates(
+                    ids,
+                    emb,
+                    log_w,
+                    exclude_for(step, self.exclude),
+                    provenance=Provenance("nearest items of each query"),
+                ),
+            )
+        )
 
     def refresh(self, corpus: Corpus) -> None:
         """New lists from the vectors as they are now, or from those of `delay` epochs ago, where it is time."""
@@ -165,34 +174,3 @@ def spare_device(device: torch.device) -> torch.device | None:
         return device if (os.cpu_count() or 1) > 1 else None
     others = [torch.device("cuda", at) for at in range(torch.cuda.device_count()) if at != (device.index or 0)]
     return others[0] if device.type == "cuda" and others else None
-
-
-class BatchPositives(Negatives):
-    """Every item that is positive for some query of the batch, once, whether drawn for it or not.
-
-    A query's own known positives never count against it. Unlike InBatch, which has one positive of each query, duplicates and all.
-
-        BatchPositives()
-
-    Dahiya et al., NGAME: Negative Mining-aware Mini-batching for Extreme Classification, WSDM 2023, module 4.
-    """
-
-    encodes = True
-
-    def __init__(self, exclude: Exclusion = "known"):
-        super().__init__()
-        check_choice("exclude", exclude, Exclusion)
-        self.exclude = exclude
-
-    def forward(self, step: Step) -> Bag:
-        if step.positives is None:
-            raise ValueError("BatchPositives needs Step.positives: all known positives of each query")
-        known = step.positives.of(step.batch.query_ids).ids
-        ids = torch.unique(torch.cat([known, step.batch.item_ids]))
-        return Bag(
-            (
-                Candidates(
-                    ids, step.encode(ids), zeros(step), exclusion(step, self.exclude), source="positives of the batch"
-                ),
-            )
-        )

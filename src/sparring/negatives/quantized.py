@@ -8,9 +8,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from sparring.core.types import Bag, Candidates, Corpus, Step
-from sparring.negatives.base import Correction, Exclusion, Negatives, check_choice, corrected, exclusion
-from sparring.negatives.in_batch import zeros
+from sparring.core.types import Bag, Candidates, Corpus, Provenance, Step
+from sparring.models.clusters.kmeans import lloyd, nearest
+from sparring.negatives.base import Correction, ExcludeKind, Negatives, check_choice, corrected, exclude_for, zeros
 
 Codebook = Literal["product", "residual"]
 CELLS = 1 << 23  # cells of all queries that are held at once
@@ -47,13 +47,13 @@ class QuantizedSoftmax(Negatives):
         words: int = 32,
         codebook: Codebook = "residual",
         correction: Correction = "count",
-        exclude: Exclusion = "positive",
+        exclude: ExcludeKind = "positive",
         every: int = 1,
     ):
         super().__init__()
         check_choice("codebook", codebook, Codebook)
         check_choice("correction", correction, Correction)
-        check_choice("exclude", exclude, Exclusion)
+        check_choice("exclude", exclude, ExcludeKind)
         if min(n, words, every, n_items, dim) < 1:
             raise ValueError(
                 f"QuantizedSoftmax needs n, words, every, n_items and dim >= 1, got {n}, {words}, {every}, {n_items} and {dim}"
@@ -70,7 +70,9 @@ class QuantizedSoftmax(Negatives):
         with torch.no_grad():
             ids = self.sample(step)
         source = f"drawn from a softmax over {self.book.shape[1]} x {self.book.shape[1]} cells"
-        block = Candidates(ids, step.encode(ids), zeros(step), exclusion(step, self.exclude), source=source)
+        block = Candidates(
+            ids, step.encode(ids), zeros(step), exclude_for(step, self.exclude), provenance=Provenance(source)
+        )
         return corrected([block], step, self, self.correction)
 
     def sample(self, step: Step) -> Tensor:
@@ -127,7 +129,7 @@ class QuantizedSoftmax(Negatives):
         for which in (0, 1):
             if which == 1 and self.codebook == "residual":
                 parts[1] -= self.book[0][self.code[0]]
-            self.book[which] = k_means(parts[which], words, corpus.generator)
+            self.book[which] = _centres(parts[which], words, corpus.generator)
             self.code[which] = nearest(parts[which], self.book[which])
         cell = self.code[0] * words + self.code[1]
         self.items.copy_(torch.argsort(cell, stable=True))
@@ -136,22 +138,8 @@ class QuantizedSoftmax(Negatives):
         self.start.copy_(torch.cumsum(self.size_of, 0) - self.size_of)
 
 
-def k_means(points: Tensor, k: int, generator: torch.Generator, steps: int = 10, sample: int = 256) -> Tensor:
-    """(k, D) centres by Lloyd's steps from k of the points, on at most `sample` points per centre; one that loses all points stays."""
-    order = torch.randperm(len(points), generator=generator, device=points.device)[: k * sample]
+def _centres(points: Tensor, k: int, generator: torch.Generator) -> Tensor:
+    """(k, D) centres by Lloyd's steps from k random points, on at most 256 points per centre; k may exceed their number."""
+    order = torch.randperm(len(points), generator=generator, device=points.device)[: k * 256]
     points = points[order]
-    centres = points[torch.arange(k, device=points.device) % len(points)].clone()
-    for _ in range(steps):
-        own = nearest(points, centres)
-        total = torch.zeros_like(centres).index_add_(0, own, points)
-        count = torch.zeros(k, dtype=points.dtype, device=points.device).index_add_(
-            0, own, torch.ones_like(points[:, 0])
-        )
-        centres = torch.where(count.unsqueeze(1) > 0, total / count.clamp(min=1).unsqueeze(1), centres)
-    return centres
-
-
-def nearest(points: Tensor, centres: Tensor, block: int = 1 << 16) -> Tensor:
-    """(N,) the centre nearest to each point; of equals the first."""
-    half = centres.square().sum(1) / 2
-    return torch.cat([(half - part @ centres.T).argmin(1) for part in points.split(block)])
+    return lloyd(points, points[torch.arange(k, device=points.device) % len(points)], steps=10)

@@ -7,10 +7,9 @@ import math
 import torch
 from torch import Tensor
 
-from sparring.core.types import Bag, Candidates, Positives, Step
-from sparring.negatives.base import Correction, Exclusion, Negatives, check_choice, corrected, exclusion
+from sparring.core.types import Bag, Candidates, Positives, Provenance, Step
+from sparring.negatives.base import Correction, ExcludeKind, Negatives, check_choice, corrected, exclude_for, zeros
 from sparring.negatives.distributions import Distribution
-from sparring.negatives.in_batch import zeros
 
 
 class Sampled(Negatives):
@@ -32,11 +31,11 @@ class Sampled(Negatives):
         n: int,
         per_query: bool = False,
         correction: Correction = "count",
-        exclude: Exclusion = "positive",
+        exclude: ExcludeKind = "positive",
     ):
         super().__init__()
         check_choice("correction", correction, Correction)
-        check_choice("exclude", exclude, Exclusion)
+        check_choice("exclude", exclude, ExcludeKind)
         if n < 1:
             raise ValueError(f"Sampled needs n >= 1, got {n}")
         self.distribution, self.n, self.per_query, self.correction, self.exclude = (
@@ -51,7 +50,9 @@ class Sampled(Negatives):
         ids = self.distribution.sample((len(step.batch), self.n) if self.per_query else (self.n,), step.generator)
         ids = step.batch.own(ids) if self.per_query else ids
         source = f"sampled from {self.distribution}"
-        block = Candidates(ids, step.encode(ids), zeros(step), exclusion(step, self.exclude), source=source)
+        block = Candidates(
+            ids, step.encode(ids), zeros(step), exclude_for(step, self.exclude), provenance=Provenance(source)
+        )
         return corrected([block], step, self, self.correction)
 
     def log_count(self, ids: Tensor, step: Step) -> Tensor | None:
@@ -67,14 +68,26 @@ class AllItems(Negatives):
     AllItems(n_items)
     """
 
-    def __init__(self, n_items: int, exclude: Exclusion = "positive"):
+    n_items: int
+
+    def __init__(self, n_items: int, exclude: ExcludeKind = "positive"):
         super().__init__()
-        check_choice("exclude", exclude, Exclusion)
+        check_choice("exclude", exclude, ExcludeKind)
         self.n_items, self.exclude = n_items, exclude
 
     def forward(self, step: Step) -> Bag:
         ids = torch.arange(self.n_items, device=step.q.device)
-        return Bag((Candidates(ids, step.encode(ids), zeros(step), exclusion(step, self.exclude), source="all items"),))
+        return Bag(
+            (
+                Candidates(
+                    ids,
+                    step.encode(ids),
+                    zeros(step),
+                    exclude_for(step, self.exclude),
+                    provenance=Provenance("all items"),
+                ),
+            )
+        )
 
     def log_count(self, ids: Tensor, step: Step) -> Tensor | None:
         return torch.zeros(ids.shape, device=ids.device)
@@ -95,9 +108,9 @@ class Shown(Negatives):
     start: Tensor
     items: Tensor
 
-    def __init__(self, shown: Positives, n: int, exclude: Exclusion = "positive"):
+    def __init__(self, shown: Positives, n: int, exclude: ExcludeKind = "positive"):
         super().__init__()
-        check_choice("exclude", exclude, Exclusion)
+        check_choice("exclude", exclude, ExcludeKind)
         if n < 1:
             raise ValueError(f"Shown needs n >= 1, got {n}")
         self.n, self.exclude = n, exclude
@@ -118,4 +131,10 @@ class Shown(Negatives):
         )
         log_w = torch.where(ids >= 0, 0.0, -math.inf)
         emb = step.encode(ids.clamp(min=0))
-        return Bag((Candidates(ids, emb, log_w, exclusion(step, self.exclude), source="shown and not taken"),))
+        return Bag(
+            (
+                Candidates(
+                    ids, emb, log_w, exclude_for(step, self.exclude), provenance=Provenance("shown and not taken")
+                ),
+            )
+        )

@@ -8,9 +8,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from sparring.core.types import Bag, Candidates, Keys, Step
-from sparring.kernels import logits
-from sparring.negatives.base import Negatives, mask_of, merged
+from sparring.core.types import Bag, Candidates, Step
+from sparring.kernels import ExcludedKeys, logits
+from sparring.negatives.algebra import merged
+from sparring.negatives.base import Negatives
 
 
 class Selection(Negatives):
@@ -43,8 +44,8 @@ class Selection(Negatives):
             chosen = self.choose(scores, step)
             weights = block.log_w.expand(scores.shape).gather(1, chosen)
             weights = weights.masked_fill(torch.isneginf(scores.gather(1, chosen)), -math.inf)
-        name = f"{self.name} {chosen.shape[1]:,} of {block.source}"
-        kept = replace(block, exclude=None, usage=None, source=name, masked=mask_of(block))
+        words = block.derived(f"{self.name} {chosen.shape[1]:,} of {block.provenance.source}")
+        kept = replace(block, exclude=None, drawn=None, provenance=words)
         if block.shared and chosen.numel() > self.gathered:
             emb = step.encode(block.ids) if self.source.encodes else block.emb
             kept = replace(kept, emb=emb, log_w=scores.fill_(-math.inf).to(weights.dtype).scatter_(1, chosen, weights))
@@ -72,8 +73,8 @@ def masked_logits(q: Tensor, block: Candidates) -> Tensor:
     scores = logits(q, block.emb)
     scores.masked_fill_(torch.isneginf(block.log_w), -math.inf)
     places = block.exclude.places(block.ids) if block.exclude else None
-    if isinstance(places, Tensor | Keys):
-        scores.masked_fill_(places.mask() if isinstance(places, Keys) else places, -math.inf)
+    if isinstance(places, Tensor | ExcludedKeys):
+        scores.masked_fill_(places.mask() if isinstance(places, ExcludedKeys) else places, -math.inf)
     elif places is not None:
         scores.index_put_(places, torch.tensor(-math.inf, dtype=scores.dtype, device=scores.device))
     return scores

@@ -6,13 +6,13 @@ from typing import Literal
 
 import torch
 
-from sparring.core.types import Bag, Candidates, Step
+from sparring.core.types import Bag, Candidates, Provenance, Step
 from sparring.kernels import reference
-from sparring.negatives.base import Negatives, check_choice, mask_of, merged
+from sparring.negatives.algebra import merged
+from sparring.negatives.base import Negatives, check_choice, zeros
 from sparring.negatives.distributions import Frequency
-from sparring.negatives.in_batch import zeros
 
-Mix = Literal["query", "candidate"]
+MixPer = Literal["query", "candidate"]
 
 
 class MixPositive(Negatives):
@@ -29,9 +29,9 @@ class MixPositive(Negatives):
     Huang et al., MixGCF: An Improved Training Method for Graph Neural Network-based Recommender Systems, KDD 2021.
     """
 
-    def __init__(self, source: Negatives, mix: Mix = "query", high: float = 1.0):
+    def __init__(self, source: Negatives, mix: MixPer = "query", high: float = 1.0):
         super().__init__()
-        check_choice("mix", mix, Mix)
+        check_choice("mix", mix, MixPer)
         if not 0 <= high <= 1:
             raise ValueError(f"MixPositive needs 0 <= high <= 1, got {high}")
         self.source, self.mix, self.high = source, mix, high
@@ -47,11 +47,8 @@ class MixPositive(Negatives):
         places = block.exclude.places(block.ids) if block.exclude else None
         log_w = reference.drop(block.log_w, shape, places)  # a mixture has no id to mask it by
         ids = torch.full(shape, -1, device=block.ids.device)
-        name = f"positive mixed into {block.source}"
-        return Bag(
-            (Candidates(ids, emb, log_w, source=name, weighting=block.weighting, masked=mask_of(block)),),
-            bag.log_w_positive,
-        )
+        words = block.derived(f"positive mixed into {block.provenance.source}")
+        return Bag((Candidates(ids, emb, log_w, provenance=words),), bag.log_w_positive)
 
 
 class BatchMix(Negatives):
@@ -85,5 +82,6 @@ class BatchMix(Negatives):
         ).exp_()  # what is left of the softmax is the same for all mixtures: two products instead of a table
         emb = (u @ (share * step.batch.v)) / (u @ share)
         ids = torch.full((self.n,), -1, device=step.q.device)
-        block = Candidates(ids, emb, zeros(step), source=f"mixtures of {len(step.batch):,} in-batch items")
+        words = Provenance(f"mixtures of {len(step.batch):,} in-batch items")
+        block = Candidates(ids, emb, zeros(step), provenance=words)
         return Bag((block,), -step.batch.own(log_q))

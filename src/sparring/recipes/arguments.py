@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from sparring.negatives import Correction, Draw, Exclusion
+from sparring.negatives import Correction, DrawMethod, ExcludeKind
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ Form = Literal["paper", "release"]
 
 AsIn = Annotated[Form, "follow the paper, or its released code where the two differ"]
 Corrected = Annotated[Correction, "correction of logits for how often a candidate is drawn (logQ)"]
-Excluded = Annotated[Exclusion, "excluded from a query's negatives: its positive, all its known positives, or none"]
+Excluded = Annotated[ExcludeKind, "excluded from a query's negatives: its positive, all its known positives, or none"]
 PerQuery = Annotated[bool, "draw for each query instead of once for the batch"]
-Redrawn = Annotated[Draw, "how candidates are redrawn; expected is the closed form"]
+Redrawn = Annotated[DrawMethod, "how candidates are redrawn; expected is the closed form"]
 UniformDraws = Annotated[int, "uniform draws from the catalogue"]

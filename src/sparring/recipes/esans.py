@@ -13,14 +13,14 @@ from sparring.models.clusters.codes import Codes
 from sparring.models.clusters.kmeans import k_means, nearest
 from sparring.models.spectral import spectral
 from sparring.negatives import (
-    CellExclusion,
+    CellExcludeKind,
     CountCorrection,
     Distance,
     Interpolated,
+    LamRule,
     Negatives,
     Normalisation,
     OtherClusters,
-    Rule,
     SameCluster,
     TowardsPositive,
     Union,
@@ -49,7 +49,9 @@ def esans(
     m_c: Annotated[int, "other clusters that easy negatives are drawn from"] = 2,
     m_o: Annotated[int, "easy negatives of a cluster"] = 5,
     m_h: Annotated[int, "hard negatives from the positive's cluster; 0 draws none"] = 5,
-    lam: Annotated[float | Rule, Range(-0.3, 0.5), "share of the positive in a hard mixture, or a rule for it"] = 0.1,
+    lam: Annotated[
+        float | LamRule, Range(-0.3, 0.5), "share of the positive in a hard mixture, or a rule for it"
+    ] = 0.1,
     eta: Annotated[float, "exponent of the mixing shares by similarity to a mixture's anchor"] = 0.6,
     gamma: Annotated[float, "exponent that prefers near clusters; 0 draws all alike"] = 1.0,
     preset: Annotated[Preset, "our reading of equations 9 and 11, or the literal one"] = "ours",
@@ -80,12 +82,12 @@ def esans(
     Xing et al., ESANS: Effective and Semantic-Aware Negative Sampling for Large-Scale Retrieval Systems, WWW 2025.
     """
     ours = preset == "ours"
-    masks: CellExclusion = exclude if exclude != "preset" else "cell" if ours else "positive"
+    masks: CellExcludeKind = exclude if exclude != "preset" else "cell" if ours else "positive"
     near: Distance = distance or ("cosine" if ours else "literal")
     cells = item_codes(data, codes, k_primary, k_secondary, m_o, setup.seed)
     negatives: list[Negatives] = []
     # Corrected hard negatives stand for the rest of the positive's cluster, so the shared ones must not.
-    apart: CellExclusion = "cluster" if correction == "counts" and masks == "cell" and m_h > 0 else masks
+    apart: CellExcludeKind = "cluster" if correction == "counts" and masks == "cell" and m_h > 0 else masks
     rows = positive_counts(data, setup)
     others = OtherClusters(cells, min(m_c, cells.k_primary - 1), m_o, gamma, near, shared, apart, correction, rows)
     if simple_mixtures and m_o > 1:
@@ -102,7 +104,7 @@ def esans(
 def set_codes(run: Run, codes: Codes) -> None:
     """Continue with other codes of the same items, in every part of a run that draws by cluster: no restart is needed.
 
-    fit(run, split, progress=Progress(epoch=lambda record: set_codes(run, msac.update(modalities, ids))))
+    fit(run, split, progress=TrainingProgress(epoch=lambda record: set_codes(run, msac.update(modalities, ids))))
     """
     for module in run.modules().modules():
         if isinstance(module, ByCluster):

@@ -14,10 +14,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import TypeVar, get_type_hints
 
-from sparring.core.errors import UserError
+from sparring.core.errors import UserError, did_you_mean
 from sparring.recipes import RECIPES
 from sparring.recipes.run import Run
-from sparring.recipes.setup import Setup, nearest
+from sparring.recipes.setup import Setup
 
 Recipe = Callable[..., Run]
 T = TypeVar("T")
@@ -43,7 +43,9 @@ def find(recipe: str | Recipe) -> Recipe:
         return _checked(_attempt(packages[recipe].load, f"the recipe {recipe!r} of {source(recipe)}"), recipe)
     if recipe.endswith(".py"):
         raise UserError(f"{recipe!r} names no function: write {recipe}:FUNCTION")
-    raise UserError(f"unknown recipe {recipe!r}{nearest(recipe, [*RECIPES, *packages])}; `sparring recipes` lists them")
+    raise UserError(
+        f"unknown recipe {recipe!r}{did_you_mean(recipe, [*RECIPES, *packages])}; `sparring recipes` lists them"
+    )
 
 
 def named(recipe: str | Recipe) -> str:
@@ -155,7 +157,7 @@ def _imported(name: str) -> Recipe:
         defined = [
             key for key, value in inspect.getmembers(module, inspect.isfunction) if value.__module__ == module.__name__
         ]
-        raise UserError(f"there is no function {function!r} in {module_name}{nearest(function, defined)}")
+        raise UserError(f"there is no function {function!r} in {module_name}{did_you_mean(function, defined)}")
     return recipe  # type: ignore[no-any-return]
 
 

@@ -16,7 +16,7 @@ from sparring.models.build import width
 from sparring.negatives import (
     AmongHardest,
     BatchMix,
-    Exclusion,
+    ExcludeKind,
     GroupShares,
     Hardest,
     HardestBucket,
@@ -30,7 +30,7 @@ from sparring.negatives import (
     Union,
 )
 from sparring.negatives.quantized import Codebook
-from sparring.negatives.synthetic import Mix
+from sparring.negatives.synthetic import MixPer
 from sparring.recipes.arguments import Corrected, Excluded, OneOf, PerQuery, Range, UniformDraws
 from sparring.recipes.in_batch import PAPER, popularity
 from sparring.recipes.run import Run, Term, compose
@@ -85,7 +85,9 @@ def mixgcf(
     *,
     n: UniformDraws = 32,
     k: Annotated[int, Range(1, 16, log=True, whole=True), "hardest draws kept of each query"] = 1,
-    mix: Annotated[Mix, OneOf(), "one mixing share per query, after the choice, or one per draw, before it"] = "query",
+    mix: Annotated[
+        MixPer, OneOf(), "one mixing share per query, after the choice, or one per draw, before it"
+    ] = "query",
     per_query: PerQuery = True,
     exclude: Excluded = "known",
 ) -> Run:
@@ -231,5 +233,5 @@ def column_classes(data: Interactions, column: str) -> Tensor:
     return torch.from_numpy(values.rank("dense").fill_null(0).to_numpy().astype(np.int64))
 
 
-def _pool(data: Interactions, n: int, per_query: bool, exclude: Exclusion) -> Sampled:
+def _pool(data: Interactions, n: int, per_query: bool, exclude: ExcludeKind) -> Sampled:
     return Sampled(Uniform(data.n_items), n, per_query, "none", exclude)

@@ -17,7 +17,7 @@ from sparring.models.build import width
 from sparring.negatives import (
     AllItems,
     Cache,
-    Exclusion,
+    ExcludeKind,
     InBatch,
     Memory,
     Popularity,
@@ -293,6 +293,6 @@ def positive_counts(data: Interactions, setup: Setup) -> Tensor:
     return torch.from_numpy(np.bincount(data.items, weights=share / total[data.queries], minlength=data.n_items))
 
 
-def masking(form: Form) -> Exclusion:
+def masking(form: Form) -> ExcludeKind:
     """The XIR release keeps the query's positive among its negatives; the paper's form excludes it by id."""
     return "none" if form == "release" else "positive"

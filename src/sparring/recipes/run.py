@@ -11,6 +11,7 @@ from torch import nn
 
 from sparring.core.devices import pick_device
 from sparring.core.errors import UserError
+from sparring.core.part import Part
 from sparring.core.ranks import launched
 from sparring.data.batches import RandomBatches
 from sparring.data.features import Histories, histories
@@ -100,9 +101,9 @@ def check_terms(terms: tuple[Term, ...], n_items: int) -> None:
         if not isinstance(term, Term):
             raise UserError(f"compose needs Terms after the setup, got {_short_repr(term)}: write Term(1.0, negatives)")
         for module in term.negatives.modules():
-            size = getattr(module, "n_items", None)
-            if isinstance(size, int) and size > n_items:
-                raise UserError(f"{_short_repr(module)} is over {size:,} items, but the catalogue has {n_items:,}")
+            if isinstance(module, Part) and module.n_items is not None and module.n_items > n_items:
+                size = f"{module.n_items:,} items, but the catalogue has {n_items:,}"
+                raise UserError(f"{_short_repr(module)} is over {size}")
 
 
 def _short_repr(value: object) -> str:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import types
 import typing
@@ -14,7 +13,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from sparring.core.errors import UserError
+from sparring.core.errors import UserError, did_you_mean
 from sparring.models.rowwise_tables import require_torchrec
 from sparring.models.settings import ModelSettings, TextSettings, setting
 
@@ -201,13 +200,7 @@ def unknown_setting(name: str, own: Iterable[str] = ()) -> str:
     if name in GROUPS:
         members = ", ".join(each.name for each in SETTINGS.values() if each.group == name)
         return f"{name} is a group of settings: name one of {members}"
-    return f"unknown setting {name!r}{nearest(name, [*own, *SETTINGS, *_BY_PATH])}"
-
-
-def nearest(name: str, choices: Iterable[str]) -> str:
-    """A suggestion to append to an error, or nothing."""
-    close = difflib.get_close_matches(name.replace("-", "_"), list(choices), n=1, cutoff=0.4)
-    return f": did you mean {close[0]!r}?" if close else ""
+    return f"unknown setting {name!r}{did_you_mean(name, [*own, *SETTINGS, *_BY_PATH])}"
 
 
 def parse_setup(nested: Mapping[str, Any]) -> Setup:

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from sparring.core.part import listeners
 from sparring.core.types import Bag, Candidates, Exclude, Outcome, Step
 from sparring.losses import sampled_softmax
 from sparring.negatives.base import Negatives
@@ -81,9 +82,8 @@ def observe(negatives: Negatives, step: Step) -> None:
     """What the training loop does after a step: every part that observes learns what came of it."""
     bag = negatives(step)
     outcome = Outcome(sampled_softmax(step, bag).detach(), (bag,))
-    for module in negatives.modules():
-        if hasattr(module, "observe"):
-            module.observe(step, outcome)  # type: ignore[operator]
+    for part in listeners(negatives, "observe"):
+        part.observe(step, outcome)
 
 
 def chi_square(observed: Tensor, expected: Tensor) -> float:

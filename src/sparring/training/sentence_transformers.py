@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sparring.core.errors import UserError
-from sparring.core.types import Candidates, Outcome, Positives, Step
+from sparring.core.part import Part, listeners
+from sparring.core.types import Candidates, Outcome, Positives, Provenance, Step
 from sparring.data.interactions import Interactions, Vocabulary
 from sparring.evaluation.ranking import top_k
 from sparring.losses import Loss, sampled_softmax
@@ -64,11 +65,10 @@ class NegativesLoss(nn.Module):
         self.model, self.loss, self.tau, self.prompts, self.seed = model, loss, tau, prompts, seed
         self.data = pairs_of(dataset)
         self.negatives = negatives(self.data)
-        for part in self.negatives.modules():
-            if hasattr(part, "refresh"):
-                raise UserError(
-                    f"{type(part).__name__} is rebuilt from the whole catalogue before each epoch: train with `sparring train`"
-                )
+        for part in listeners(self.negatives, "refresh"):
+            raise UserError(
+                f"{type(part).__name__} is rebuilt from the whole catalogue before each epoch: train with `sparring train`"
+            )
         positives = self.data.positives()
         self.register_buffer("start", positives.start, persistent=False)
         self.register_buffer("items", positives.items, persistent=False)
@@ -92,7 +92,11 @@ class NegativesLoss(nn.Module):
         for columns, vectors in zip(features[2:], given, strict=True):
             ids = self._ids(columns, "item", strict=False)
             block = Candidates(
-                ids, vectors, torch.zeros(len(ids), device=q.device), known.of(query_ids), source="hard negatives given"
+                ids,
+                vectors,
+                torch.zeros(len(ids), device=q.device),
+                known.of(query_ids),
+                provenance=Provenance("hard negatives given"),
             )
             bag = replace(bag, blocks=(*bag.blocks, block))
         losses = self.loss(step, bag)
@@ -116,9 +120,9 @@ class NegativesLoss(nn.Module):
         loss = getattr(self.loss, "__name__", type(self.loss).__name__)
         return {"negatives": type(self.negatives).__name__, "loss": loss, "tau": self.tau}
 
-    def _observers(self) -> list[Any]:
-        parts = [*self.negatives.modules(), *(self.loss.modules() if isinstance(self.loss, nn.Module) else ())]
-        return [part for part in parts if hasattr(part, "observe")]
+    def _observers(self) -> list[Part]:
+        parts = nn.ModuleList([self.negatives, *([self.loss] if isinstance(self.loss, nn.Module) else [])])
+        return listeners(parts, "observe")
 
     def _embed(self, features: Mapping[str, Any]) -> Tensor:
         return F.normalize(self.model(dict(features))["sentence_embedding"].float(), dim=-1)
@@ -205,7 +209,7 @@ def hard_negatives(
         _vectors(model, data.item_ids.ids.to_list(), "item"),
     )
     positives = data.positives()
-    where = Positives(positives.start.to(items.device), positives.items.to(items.device))
+    where = positives.to(items.device)
     scores, found = top_k(
         queries, items, min(skip + pool, data.n_items), where, torch.arange(data.n_queries, device=items.device)
     )

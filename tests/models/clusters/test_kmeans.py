@@ -7,7 +7,7 @@ import pytest
 import torch
 from scipy import stats
 
-from sparring.models.clusters.kmeans import k_means, nearest, plus_plus
+from sparring.models.clusters.kmeans import k_means, lloyd, nearest, plus_plus
 
 
 def test_nearest_is_the_argmin_of_a_loop() -> None:
@@ -57,3 +57,11 @@ def test_fewer_distinct_points_than_centres() -> None:
     assert {tuple(row) for row in centres.tolist()} == {(1.0, 0.0), (0.0, 3.0)}
     with pytest.raises(ValueError, match="got 21"):
         k_means(points, 21, torch.Generator())
+
+
+def test_lloyd_moves_centres_to_the_means_of_their_clumps() -> None:
+    """From one point of each of five separate clumps the centres become the means of the clumps, in the order given."""
+    clump = torch.arange(200) % 5
+    points = 100.0 * torch.eye(5)[clump] + torch.randn(200, 5, generator=torch.Generator().manual_seed(0))
+    means = torch.stack([points[clump == z].mean(0) for z in range(5)])
+    torch.testing.assert_close(lloyd(points, points[:5], steps=3), means, rtol=1e-4, atol=1e-4)

@@ -6,18 +6,19 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import polars as pl
 
+from sparring.core import files
 from sparring.core.errors import UserError, first_line
 from sparring.data.download import cache_folder
 
 Progress = Callable[[str, int, int], None]  # what is encoded, how many so far, how many in all
 
+ADVICE = "choose another folder with --cache"
 _SEGMENT = 16384  # rows encoded between two writes: what a stopped encoding loses at most
 
 
@@ -62,7 +63,8 @@ class Encodings:
 
     def describe(self, settings: Mapping[str, Any]) -> None:
         """Say in encoder.json whose vectors these are."""
-        _write(self.folder / "encoder.json", lambda file: file.write(json.dumps(dict(settings), indent=2).encode()))
+        text = json.dumps(dict(settings), indent=2)
+        files.write(self.folder / "encoder.json", lambda file: file.write_text(text), ADVICE, shared=True)
 
 
 def _find(keys: np.ndarray, segments: list[Path]) -> np.ndarray:
@@ -106,24 +108,8 @@ def hash_of(contents: Iterable[str | bytes | np.ndarray | Path]) -> str:
 
 
 def save_array(path: Path, array: np.ndarray) -> None:
-    """Write a .npy file beside its target, then rename: a reader never sees half a file."""
-    _write(path, lambda file: np.save(file, array, allow_pickle=False))
-
-
-def _write(path: Path, write_to: Callable[[Any], object]) -> None:
-    beside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(beside, "wb") as file:
-            write_to(file)
-        os.replace(beside, path)
-    except OSError as error:
-        raise UserError(
-            f"cannot write {path}: {error.strerror or error}; choose another folder with --cache"
-        ) from error
-    finally:
-        with suppress(OSError):
-            beside.unlink()
+    """Write a .npy file atomically; several processes may write the same one."""
+    files.write_array(path, array, ADVICE, shared=True)
 
 
 def load_array(path: Path) -> np.ndarray:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import os
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import polars as pl
 
+from sparring.core import files
 from sparring.core.errors import UserError
 from sparring.data.columns import find_column
 from sparring.data.interactions import Vocabulary
-from sparring.data.modalities.cache import hash_of, load_array
+from sparring.data.modalities.cache import ADVICE, hash_of, load_array
 from sparring.data.table import reading
 
 _ROWS = 32768  # of a Parquet file held at once (polars also holds the row groups that they lie in)
@@ -78,10 +77,9 @@ def _copy(scan: pl.LazyFrame, target: Path, source: str) -> None:
         raise UserError(f"{source} holds no vector")
     if shortest != longest:
         raise UserError(f"{source} holds lists of {shortest} to {longest} numbers; give vectors of one length")
-    beside = target.with_name(f"{target.name}.{os.getpid()}.tmp")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with open(beside, "wb") as file:
+
+    def write_blocks(path: Path) -> None:
+        with open(path, "wb") as file:
             header = {"descr": "<f4", "fortran_order": False, "shape": (n_rows, longest)}
             np.lib.format.write_array_header_1_0(file, header)
             for start in range(0, n_rows, _ROWS):
@@ -90,14 +88,8 @@ def _copy(scan: pl.LazyFrame, target: Path, source: str) -> None:
                 numbers = lists.drop_nulls().list.explode().fill_null(float("nan")).to_numpy()
                 block[lists.is_not_null().to_numpy()] = numbers.reshape(-1, longest)
                 file.write(block.data)
-        os.replace(beside, target)
-    except OSError as error:
-        raise UserError(
-            f"cannot write {target}: {error.strerror or error}; choose another folder with --cache"
-        ) from error
-    finally:
-        with suppress(OSError):
-            beside.unlink()
+
+    files.write(target, write_blocks, ADVICE, shared=True)
 
 
 def _ids_of(path: Path) -> pl.Series | np.ndarray:

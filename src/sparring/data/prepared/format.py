@@ -14,7 +14,6 @@ Dense ids are places in the ascending order of original ids. Row offsets are int
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -25,7 +24,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from sparring.core.errors import UserError
+from sparring.core.errors import UserError, first_line
+from sparring.core.files import read_json, write_json
 from sparring.core.types import Positives
 from sparring.data.interactions import Ids, Interactions, Split
 
@@ -117,11 +117,11 @@ def read_prepared(folder: str | os.PathLike[str]) -> Prepared:
 def read_description(folder: Path) -> dict[str, Any]:
     """prepared.json, with what it says of the files checked by their sizes."""
     path = folder / NAME
+    meta = read_json(path, "prepare the data again")
     try:
-        meta = json.loads(path.read_text())
         known = meta["format"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is corrupt: {str(error).splitlines()[0]}; prepare the data again") from error
+    except KeyError as error:
+        raise UserError(f"{path} is corrupt: {first_line(error)}; prepare the data again") from error
     if known != FORMAT:
         raise UserError(
             f"{folder} was prepared in format {known}, and this version reads format {FORMAT}: prepare the data again"
@@ -145,10 +145,7 @@ def write_description(folder: Path, meta: Mapping[str, Any]) -> None:
         if path.is_file()
     }
     whole = hashlib.blake2b("".join(facts["blake2b"] for facts in files.values()).encode(), digest_size=8).hexdigest()  # type: ignore[misc]
-    described = {"format": FORMAT, **meta, "files": files, "checksum": whole}
-    beside = folder / f"{NAME}.tmp"
-    beside.write_text(json.dumps(described, indent=2) + "\n")
-    os.replace(beside, folder / NAME)
+    write_json(folder / NAME, {"format": FORMAT, **meta, "files": files, "checksum": whole})
 
 
 def check(folder: str | os.PathLike[str]) -> None:
@@ -168,7 +165,7 @@ def _mapped(path: Path) -> np.ndarray:
     try:
         return np.load(path, mmap_mode="c", allow_pickle=False)
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} is corrupt: {str(error).splitlines()[0]}; prepare the data again") from error
+        raise UserError(f"{path} is corrupt: {first_line(error)}; prepare the data again") from error
 
 
 class Column:

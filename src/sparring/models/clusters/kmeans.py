@@ -17,9 +17,13 @@ def k_means(points: Tensor, k: int, generator: torch.Generator, steps: int = 20)
     """
     if not 1 <= k <= len(points):
         raise ValueError(f"k must be between 1 and the {len(points):,} points, got {k}")
-    centres = plus_plus(
-        points[torch.randperm(len(points), generator=generator)[: k * SEEDED].to(points.device)], k, generator
-    )
+    seeds = points[torch.randperm(len(points), generator=generator)[: k * SEEDED].to(points.device)]
+    return lloyd(points, plus_plus(seeds, k, generator), steps)
+
+
+def lloyd(points: Tensor, centres: Tensor, steps: int) -> Tensor:
+    """(k, D) centres after Lloyd's iterations from these; an empty cluster keeps its centre."""
+    k = len(centres)
     for _ in range(steps):
         own = nearest(points, centres)
         total = torch.zeros_like(centres).index_add_(0, own, points)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sparring.core.errors import UserError
-from sparring.core.tensor_files import Where, load_tensors, save_tensors
+from sparring.core.files import AnyPath, read_section, write_tensors
 from sparring.data.interactions import Vocabulary
 from sparring.models.clusters import learning
 from sparring.models.clusters.codes import Codes
@@ -170,18 +170,18 @@ class MSAC:
         """(n, dim): primary vectors of these items, which are compared with the primary codewords."""
         return learning.vectors_of(self.model, self._stream(modalities), items).cpu()
 
-    def save(self, path: Where, codes: Codes) -> None:
+    def save(self, path: AnyPath, codes: Codes) -> None:
         """Write codes and codebooks to one safetensors file; Codes.load reads the codes alone."""
         tensors, meta = codes.tensors()
         tensors |= {f"msac.{name}": tensor for name, tensor in self.model.state_dict().items()}
         settings = dataclasses.asdict(self.settings)
         own = {"widths": self.model.widths, "settings": settings, "history": self.history, "learned": self.learned}
-        save_tensors(path, tensors, {**meta, "msac": own})
+        write_tensors(path, tensors, {**meta, "msac": own})
 
     @classmethod
-    def load(cls, path: Where, device: str | torch.device = "cpu") -> MSAC:
+    def load(cls, path: AnyPath, device: str | torch.device = "cpu") -> MSAC:
         """Read a file written by `save`."""
-        tensors, meta = load_tensors(path, "msac")
+        tensors, meta = read_section(path, "msac")
         try:
             msac = cls(meta["widths"], MSACSettings(**meta["settings"]), device)
             msac.model.load_state_dict(tensors)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from sparring.core.errors import UserError
+from sparring.core.errors import UserError, first_line
 
 _MOST_INDEXED = 2000  # dimensions that pgvector's hnsw takes
 
@@ -35,7 +35,7 @@ class PostgresItems:
         try:
             self._connection: Any = psycopg.connect(address, autocommit=True)
         except psycopg.Error as error:
-            raise UserError(f"cannot reach PostgreSQL: {_line(error)}") from error
+            raise UserError(f"cannot reach PostgreSQL: {first_line(error)}") from error
         try:
             self._create()
         except UserError:
@@ -138,8 +138,4 @@ class _Told:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, self.kind):
-            raise UserError(f"{self.what}: {_line(error)}") from error
-
-
-def _line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+            raise UserError(f"{self.what}: {first_line(error)}") from error

@@ -11,7 +11,7 @@ import polars as pl
 import torch
 
 from sparring.core.errors import UserError
-from sparring.data.interactions import write_table
+from sparring.core.files import write_table
 from sparring.training.trained import Trained
 
 _BLOCK = 10_000  # items sent at once

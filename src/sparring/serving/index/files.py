@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from sparring.core import files as disk
-from sparring.core.errors import UserError
+from sparring.core.errors import UserError, first_line
 from sparring.serving.index.faiss_backends import KINDS, Effort, require_faiss
 
 META = "index.json"
@@ -92,7 +92,9 @@ def read_meta(folder: Path) -> dict[str, Any]:
         whole = {"vectors", "ids"} <= meta["files"].keys()
         whole &= all({"name", "bytes", "sha256"} <= each.keys() for each in meta["files"].values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path} is corrupt: {_line(error)}; build the index again with `sparring index`") from error
+        raise UserError(
+            f"{path} is corrupt: {first_line(error)}; build the index again with `sparring index`"
+        ) from error
     if not known or not whole or (meta["kind"] != "exact" and "ann" not in meta["files"]):
         raise UserError(f"{path} is not an index that this version can read: build it again with `sparring index`")
     return meta
@@ -118,7 +120,9 @@ def _read(folder: Path, meta: dict[str, Any], check: bool) -> Stored:
         for path in paths.values():
             if not path.exists():  # deleted since its checksum was read
                 raise FileNotFoundError(errno.ENOENT, "missing", str(path)) from error
-        raise UserError(f"{folder} is corrupt: {_line(error)}; build the index again with `sparring index`") from error
+        raise UserError(
+            f"{folder} is corrupt: {first_line(error)}; build the index again with `sparring index`"
+        ) from error
     return Stored(vectors, ids, meta["kind"], ann, Effort(**meta["effort"]), meta)
 
 
@@ -151,7 +155,3 @@ def _clean(folder: Path, names: set[str], kept: set[str]) -> None:
     for name in names - kept:
         with suppress(OSError):
             (folder / Path(name).name).unlink()
-
-
-def _line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:160]

@@ -1,0 +1,65 @@
+"""Locks between processes: a file that one process holds, released by the system when that process ends."""
+
+from __future__ import annotations
+
+import os
+import socket
+from contextlib import suppress
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+_WAIT = 0.1  # seconds: a process that only asks whether a lock is held has it for a moment
+
+
+class HeldError(Exception):
+    """Another holder has the lock; `owner` names it."""
+
+    def __init__(self, owner: str) -> None:
+        super().__init__(owner)
+        self.owner = owner
+
+
+class Lock:
+    """A file that this process holds until `release`.
+
+    try: lock = Lock(folder / ".lock")
+    except HeldError as error: print(error.owner)     # process 4711 on host
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._lock = path, FileLock(path, thread_local=False)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self._lock.acquire(timeout=_WAIT, poll_interval=_WAIT / 4)
+        except Timeout as error:
+            raise HeldError(_owner(path)) from error
+        with suppress(OSError):
+            path.write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
+
+    def release(self) -> None:
+        """Delete the file, then release the lock: a process that opened the file sees that it is gone and retries."""
+        with suppress(OSError):
+            self.path.unlink(missing_ok=True)
+        self._lock.release()
+
+
+def is_held(path: Path) -> bool:
+    """Whether any process holds the lock at this path."""
+    if not path.is_file():
+        return False
+    lock = FileLock(path, thread_local=False)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        return True
+    except OSError:
+        return False
+    lock.release()
+    return False
+
+
+def _owner(path: Path) -> str:
+    with suppress(OSError):
+        return path.read_text().strip() or "another process"
+    return "another process"

@@ -1,0 +1,121 @@
+"""Atomic files: readers see the old version or the new one; errors are one line that names the file."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import pytest
+import torch
+
+from sparring.core import files
+from sparring.core.errors import UserError, did_you_mean, first_line
+from sparring.core.locks import HeldError, Lock, is_held
+
+
+def test_a_failed_write_leaves_the_previous_version(tmp_path: Path) -> None:
+    """Whatever stops a write, the target keeps its content and no temporary file stays behind."""
+    path = tmp_path / "a.json"
+    files.write_json(path, {"x": 1})
+
+    def fail(beside: Path, error: BaseException) -> None:
+        beside.write_text("half")
+        raise error
+
+    for error in (RuntimeError("broken"), KeyboardInterrupt()):
+        with pytest.raises(type(error)):
+            files.write(path, lambda beside, error=error: fail(beside, error))  # type: ignore[misc]
+    with pytest.raises(UserError, match=r"a.json") as caught:
+        files.write(path, lambda beside: fail(beside, OSError(28, "No space left on device")), "free some space")
+    assert "free some space" in str(caught.value)
+    assert files.read_json(path) == {"x": 1}
+    assert [found.name for found in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    """JSON, arrays, tables and tensors come back as they were, from folders that did not exist."""
+    folder = tmp_path / "new" / "folder"
+    files.write_json(folder / "v.json", {"a": [1, 2.5, "é"]})
+    files.write_array(folder / "v.npy", np.arange(6).reshape(2, 3), shared=True)
+    files.write_table(pl.DataFrame({"id": [3, 1]}), folder / "v.parquet")
+    files.write_tensors(folder / "v.safetensors", {"codes.x": torch.arange(3)}, {"codes": {"k": 2}})
+    assert files.read_json(folder / "v.json") == {"a": [1, 2.5, "é"]}
+    assert np.load(folder / "v.npy").tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert files.read_table(folder / "v.parquet")["id"].to_list() == [3, 1]
+    for read in (files.read_tensors, files.map_tensors):
+        tensors, meta = read(folder / "v.safetensors")
+        assert tensors["codes.x"].tolist() == [0, 1, 2]
+        assert meta == {"codes": {"k": 2}}
+    tensors, meta = files.read_section(folder / "v.safetensors", "codes")
+    assert (tensors["x"].tolist(), meta) == ([0, 1, 2], {"k": 2})
+
+
+@pytest.mark.parametrize("content", [None, "{", "[1", "3"])
+def test_unreadable_json(tmp_path: Path, content: str | None) -> None:
+    """A JSON file that is missing, torn or no object is an error of one line with the file and the advice."""
+    path = tmp_path / "a.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(UserError, match=r"a.json") as error:
+        files.read_json(path, "train again")
+    assert str(error.value).endswith("train again")
+    assert len(str(error.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "read", [files.read_tensors, files.map_tensors, lambda path: files.read_section(path, "codes")]
+)
+def test_unreadable_tensors(tmp_path: Path, read) -> None:  # type: ignore[no-untyped-def]
+    """A safetensors file that is missing or torn is an error that names it."""
+    path = tmp_path / "a.safetensors"
+    with pytest.raises(UserError, match=r"a.safetensors"):
+        read(path)
+    files.write_tensors(path, {"x": torch.arange(300)})
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(UserError, match=r"a.safetensors"):
+        read(path)
+
+
+def _try(path: Path, found: multiprocessing.Queue[str]) -> None:
+    try:
+        Lock(path)
+        found.put("held")
+    except HeldError as error:
+        found.put(error.owner)
+
+
+def test_a_lock_excludes_other_processes(tmp_path: Path) -> None:
+    """While one process has the lock another learns who; after release, or death without one, the next process gets it."""
+    path, context = tmp_path / ".lock", multiprocessing.get_context("spawn")
+    found: multiprocessing.Queue[str] = context.Queue()
+
+    def asked() -> str:
+        process = context.Process(target=_try, args=(path, found))
+        process.start()
+        answer = found.get(timeout=60)
+        process.join()
+        return answer
+
+    assert not is_held(path)
+    lock = Lock(path)
+    assert is_held(path)
+    assert asked() == f"process {os.getpid()} on {socket.gethostname()}"
+    lock.release()
+    assert not is_held(path)
+    assert asked() == "held"  # and its process ended without releasing it
+    assert path.is_file()
+    assert not is_held(path)
+    Lock(path).release()
+
+
+def test_hints_of_errors() -> None:
+    """did_you_mean names the nearest choice, or nothing; first_line is never empty and never longer than a line."""
+    assert did_you_mean("bit", ["xir", "bir"]) == "; did you mean 'bir'?"
+    assert did_you_mean("zzz", ["xir", "bir"]) == ""
+    assert first_line(ValueError("  a\nb")) == "a"
+    assert first_line(ValueError()) == "ValueError"
+    assert len(first_line(ValueError("x" * 999))) == 200
