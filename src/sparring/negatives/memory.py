@@ -56,7 +56,7 @@ class Memory(Negatives):
     def forward(self, step: Step) -> Bag:
         if step.q.shape[-1] != self.emb.shape[1]:
             widths = f"holds vectors of {self.emb.shape[1]} dimensions, but the model compares {step.q.shape[-1]}"
-            raise UserError(f"Memory {widths}: pass dim=setup.width, which includes an item bias and hidden layers")
+            raise UserError(f"Memory {widths}: pass dim=models.build.width(...), which includes an item bias and hidden layers")
         empty = torch.where(self.ids < 0, -math.inf, 0.0)
         # a copy: the caller may hold a loss whose backward pass comes after the next write
         block = Candidates(
