@@ -23,7 +23,7 @@ import sparring
 from sparring.cli import arguments, main
 from sparring.core import files
 from sparring.data.synthetic import make_world
-from sparring.recipes import settings
+from sparring.recipes import finding, settings
 from sparring.testing import NegativesContract
 from sparring.training import loop as training
 
@@ -81,7 +81,7 @@ def test_the_pages_commands_parse() -> None:
 
 def test_the_pages_sampler_keeps_the_contract(place: Path) -> None:
     """All tests of the contract pass but one, which is skipped for want of a formula that nobody stated."""
-    settings.find(f"{place / 'mine.py'}:loss_tilted")
+    finding.find(f"{place / 'mine.py'}:loss_tilted")
     proof = sys.modules[str((place / "mine.py").resolve())].TestLossTilted()
     proof.draws = 20_000
     skipped = set()
@@ -252,7 +252,7 @@ def test_towers_of_ones_own_are_named_and_built_again(
     assert main(["evaluate", "runs/layered", "--json"]) == 0
 
     parts = sparring.split(sparring.read("interactions.parquet"), "random", valid=0.1, test=0.2, seed=0)
-    layered = settings.find("mine.py:layered")
+    layered = finding.find("mine.py:layered")
     sparring.fit(layered(parts.train, sparring.Setup.of(dim=4, epochs=1), n=8), parts, "runs/composed", device="cpu")
     refused(["recommend", "runs/composed", "--query", "1003"], "runs/composed", "Layered", "load(folder, model=")
     assert "model=YOUR_RETRIEVER" in Path("runs/composed/README.md").read_text()
@@ -317,7 +317,7 @@ def test_diagnose_a_run_made_in_python(
     assert main(["diagnose", "runs/python", "--data", "interactions.parquet", *words]) == 0
     pl.DataFrame({"user_id": [1, 2], "item_id": [1, 2]}).write_parquet("other.parquet")
     refused(["diagnose", "runs/python", "--data", "other.parquet", *words], "other.parquet holds no pair")
-    run = settings.find("mine.py:loss_tilted")(parts.train, sparring.Setup.of(dim=4, epochs=1), n=8)
+    run = finding.find("mine.py:loss_tilted")(parts.train, sparring.Setup.of(dim=4, epochs=1), n=8)
     sparring.fit(run, parts, "runs/custom", device="cpu")
     refused(
         ["diagnose", "runs/custom", "--data", "interactions.parquet", *words],
