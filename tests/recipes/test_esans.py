@@ -16,7 +16,7 @@ from torch import nn
 from sparring.cli import main
 from sparring.core.errors import UserError
 from sparring.data.interactions import Split, Vocabulary
-from sparring.data.synthetic import World, make_world
+from sparring.data.synthetic import SyntheticWorld, make_world
 from sparring.experiments.diagnose.profile import profile
 from sparring.experiments.search_space import space
 from sparring.models.clusters import Codes
@@ -253,7 +253,7 @@ def test_mixtures_inside_the_item_tower(parts: Split) -> None:
     assert history[-1]["loss"] < history[0]["loss"]
 
 
-def test_what_reads_bags_reads_mixtures(parts: Split, small_world: World) -> None:
+def test_what_reads_bags_reads_mixtures(parts: Split, small_world: SyntheticWorld) -> None:
     """The profile counts 14 mixtures to 5 simple ones and one to each hard one as synthetic; the description names all parts."""
     run = build("esans", parts.train, {**SMALL, "shared": False})
     found = profile(run, parts, batches=2, world=small_world)

@@ -409,7 +409,7 @@ def test_the_memory_of_cbns_opens_in_a_short_training(parts: Split) -> None:
 def test_a_folder_with_arguments_of_older_names_still_answers(parts: Split, tmp_path: Path) -> None:
     """A run folder whose run.json has CBNS's `warmup` of before gives the same recommendations, and diagnosis finds its negatives."""
     fit(
-        build("cbns", parts.train, {"epochs": 1, "batch_size": 64, "dim": 8, "size": 100}),
+        build("cbns", parts.train, {**QUICK, "size": 100}),
         parts,
         tmp_path / "run",
         k=(10,),

@@ -159,8 +159,9 @@ def test_resume_warns_of_a_changed_file(
     file.write_text(f"{FILE}\n# changed\n")
     capsys.readouterr()
     assert main(["train", "--resume", "--quiet", "--device", "cpu", "--out", str(out)]) == 0
-    line = f"sparring: warning: {file.resolve()} has changed since this run was begun: what is left of it is trained as the file is now\n"
-    assert capsys.readouterr().err == (line if recorded else "")
+    warning = capsys.readouterr().err
+    assert (f"{file.resolve()} has changed" in warning) == recorded
+    assert warning.count("\n") == recorded
 
 
 def test_evaluate_recommend_and_diagnose(
@@ -220,9 +221,9 @@ def test_compare_in_processes_of_their_own(
     assert [sorted(trial["settings"]) for trial in trials] == [["alpha", "item_bias", "lr", "tau", "weight_decay"]] * 2
     assert trials[0]["settings"]["alpha"] == 0.5
     shutil.copy("mine.py", "twin.py")
-    refused([*words, "--recipes", "twin.py:loss_tilted,mine.py:layered"], "mine.py:loss_tilted", "twin.py:loss_tilted")
+    refused([*words, "--recipes", "twin.py:loss_tilted,mine.py:layered"], "loss_tilted")
     Path("mine.py").write_text(FILE.replace("0.99", "0.9"))
-    refused([*words, "--recipes", "mine.py:loss_tilted,mine.py:layered"], "mine.py has changed since")
+    refused([*words, "--recipes", "mine.py:loss_tilted,mine.py:layered"], "another source of loss_tilted")
     Path("mine.py").write_text(FILE)
 
 
@@ -319,11 +320,7 @@ def test_diagnose_a_run_made_in_python(
     refused(["diagnose", "runs/python", "--data", "other.parquet", *words], "other.parquet holds no pair")
     run = finding.find("mine.py:loss_tilted")(parts.train, sparring.Setup.of(dim=4, epochs=1), n=8)
     sparring.fit(run, parts, "runs/custom", device="cpu")
-    refused(
-        ["diagnose", "runs/custom", "--data", "interactions.parquet", *words],
-        "composed in Python",
-        "docs/guide/diagnose.md",
-    )
+    refused(["diagnose", "runs/custom", "--data", "interactions.parquet", *words], "composed in Python")
 
 
 @pytest.mark.parametrize("page", ["compare", "diagnose"])

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sparring.core.part import listeners
 from sparring.core.types import Outcome, Step
 from sparring.data.interactions import Interactions
 from sparring.recipes.run import Run
@@ -67,6 +68,5 @@ def check(found: Tensor, expected: Tensor) -> None:
 
 
 def observe(run: Run, step: Step, outcome: Outcome) -> None:
-    for module in run.modules().modules():
-        if hasattr(module, "observe"):
-            module.observe(step, outcome)  # type: ignore[operator]
+    for part in listeners(run.modules(), "observe"):
+        part.observe(step, outcome)

@@ -115,30 +115,34 @@ def _one_recipe(name: str, facts: dict[str, Any]) -> None:
 
 
 def data_list(args: Namespace) -> int:
-    from sparring.data.public_sets import SOURCES
+    from sparring.data.public_sets import PUBLIC_SETS
 
-    rows = [[source.name, source.what, source.size, source.terms] for source in SOURCES.values()]
+    rows = [[public.name, public.summary, public.size, public.terms] for public in PUBLIC_SETS.values()]
     screen.console().print(screen.table([["name", "what", "queries x items, interactions", "terms"], *rows], left=4))
     return 0
 
 
 def data_get(args: Namespace) -> int:
-    from sparring.data import public_sets
+    from sparring.data.public_sets import download_set, find_set
 
-    source = public_sets.find(args.name)
+    source = find_set(args.name)
     show = screen.console()
     show.print(
-        f"{source.name}: {source.what}; {source.home}", f"terms: {source.terms}", sep="\n", markup=False, soft_wrap=True
+        f"{source.name}: {source.summary}; {source.home}",
+        f"terms: {source.terms}",
+        sep="\n",
+        markup=False,
+        soft_wrap=True,
     )
     with inputs.download_bar(source.name) as progress:
-        folder = public_sets.get(source.name, progress)
+        folder = download_set(source.name, progress)
     show.print(f"in {folder}", markup=False, soft_wrap=True)
     return 0
 
 
 def data_show(args: Namespace) -> int:
     from sparring.cli import explanation
-    from sparring.data.reading import describe, roles, show
+    from sparring.data.reading import describe, describe_roles, show
 
     given = inputs.columns(args)
     try:
@@ -154,6 +158,6 @@ def data_show(args: Namespace) -> int:
             f"note: this does not read as interactions, though --items or --queries may take it: {explanation(error)}"
         )
         return 0
-    told = roles(Path(args.data), given) if Path(args.data).exists() else []
+    told = describe_roles(Path(args.data), given) if Path(args.data).exists() else []
     screen.console().print(*told, describe(data), sep="\n", markup=False, soft_wrap=True)
     return 0

@@ -17,7 +17,7 @@ from typing import Any
 from sparring.core.errors import UserError
 from sparring.core.workers import Failure, Listener
 from sparring.data.interactions import Split
-from sparring.data.synthetic import World
+from sparring.data.synthetic import SyntheticWorld
 from sparring.evaluation.metrics import LIST_METRICS, parse
 from sparring.experiments import study
 from sparring.experiments.diagnose.profile import profile
@@ -36,7 +36,7 @@ class ComparedData:
     name: str
     split: Split
     source: dict[str, Any] = field(default_factory=dict)
-    world: World | None = None
+    world: SyntheticWorld | None = None
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def _same(value: Any, seed: int) -> Any:
     return value
 
 
-def _profile(world: World | None, run: Run, split: Split, device: str) -> dict[str, Any]:
+def _profile(world: SyntheticWorld | None, run: Run, split: Split, device: str) -> dict[str, Any]:
     return {"negatives": profile(run, split, world=world)}
 
 

@@ -1,6 +1,6 @@
 """One engine under compare and reproduce: methods x data sets x seeds, each training an ordinary run folder.
 
-    OUT/study.json               what the folder holds, and the settings that must not change when it grows
+    OUT/study.json               the kind of study, and the settings that must not change when it grows
     OUT/DATA/METHOD/SEED/        a run folder, and measured.json: device, peak memory and the study's own figures
     OUT/DATA/METHOD/tune/        trials.jsonl, where the method was tuned
 
@@ -218,8 +218,8 @@ def check_folder(
     if out.exists() and not out.is_dir():
         raise UserError(f"{out} is a file: choose another folder for the {kind}")
     if path.is_file():
+        before = files.read_json(path)
         try:
-            before = json.loads(path.read_text())
             old_kind, old_fixed, old_growing = before["kind"], before["fixed"], before["growing"]
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{path} is corrupt: {first_line(error)}") from error

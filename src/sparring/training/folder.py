@@ -293,7 +293,7 @@ def difference(part: str, old: object, new: object) -> str:
 
 
 def read_run(folder: Path, model: Retriever | None = None) -> tuple[Retriever, Ids, Eligibility, dict[str, Any]]:
-    """The model of a finished run, its ids, its eligible items, and run.json. `model`: custom towers without a recipe."""
+    """The model of a finished run, its ids, its eligibility and run.json. `model`: custom towers without a recipe."""
     if not folder.is_dir():
         raise UserError(f"no such run folder: {folder}")
     meta, ids = read_meta(folder), Ids.load(folder)

@@ -357,8 +357,8 @@ def cluster_settings(modalities: ItemModalities, clustering: Clustering) -> MSAC
         if name not in kinds or name in ("k_primary", "k_secondary"):
             raise UserError(f"no setting of the clusters: msac.{name}{did_you_mean(name, kinds)}")
     changes: dict[str, Any] = {name: parse(name, value, kinds[name]) for name, value in modalities.settings.items()}
-    sizes = {"k_primary": clustering.k_primary, "k_secondary": clustering.k_secondary}
-    return dataclasses.replace(ROBUST, **sizes, **changes)
+    changes |= {"k_primary": clustering.k_primary, "k_secondary": clustering.k_secondary}
+    return dataclasses.replace(ROBUST, **changes)
 
 
 def _modalities(dataset: PaperDataset, protocol: SplitProtocol, names: Sequence[str], device: str) -> Any:

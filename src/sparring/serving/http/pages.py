@@ -2,8 +2,8 @@
 
     app.include_router(pages(registry, read_split))
 
-The registry is read for every request, so swapped runs and changed items show up at once. `read_split` reads the data of
-a run and splits it as training did; without it the page cannot show negatives. These routes change nothing.
+The registry is read for every request, so swapped runs and changed items show up at once. `read_split` reads and
+splits the data of a run as training did; without it the page cannot show negatives. These routes change nothing.
 """
 
 from __future__ import annotations
