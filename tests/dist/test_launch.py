@@ -26,6 +26,7 @@ from sparring.core.devices import pick_device
 from sparring.core.errors import UserError
 from sparring.recipes.settings import build
 from sparring.training.fitting import fit
+from sparring.training.loop import TrainingProgress
 from sparring.core.types import ALONE
 
 KILLS = Path(__file__).parents[2] / "benchmarks" / "kills.py"
@@ -160,8 +161,10 @@ def test_tables_that_do_not_fit_are_told_or_sharded(parts: Split, monkeypatch: p
     assert runs.with_tables(setup.replaced(tables="auto"), 10**6, 10**6) == setup
 
 
-def test_a_torn_checkpoint_costs_one_checkpoint(parts: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cut in half, empty or overwritten while training runs: the one before it is taken, and it is said; with both torn it is an error."""
+def test_a_torn_checkpoint_costs_one_checkpoint(
+    parts: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Cut in half, empty or overwritten: the previous checkpoint is used, with a warning; if both are damaged, an error."""
     run = build("xir", parts.train, {"dim": 8, "batch_size": 61, "epochs": 3, "cache_size": 16, "patience": None})
     linked: list[bool] = []
     real = files.write_tensors
@@ -173,7 +176,7 @@ def test_a_torn_checkpoint_costs_one_checkpoint(parts: Split, tmp_path: Path, mo
         real(path, tensors, meta)
 
     monkeypatch.setattr(files, "write_tensors", write)
-    fit(run, parts, tmp_path / "run", k=(10,), device="cpu")
+    fit(run, parts, tmp_path / "run", k=(10,), device="cpu", progress=TrainingProgress(epoch=lambda record: True))
     folder, path, previous = (
         tmp_path / "run",
         tmp_path / "run" / checkpoint.NAME,
@@ -185,17 +188,18 @@ def test_a_torn_checkpoint_costs_one_checkpoint(parts: Split, tmp_path: Path, mo
     for torn in (whole[: len(whole) // 2], b"", b"\xff" * 100):
         previous.write_bytes(whole)
         path.write_bytes(torn)
-        found = checkpoint.find(folder, ALONE)
-        assert found is not None
-        assert found[0] == path
-        assert "going back" in found[1]
+        caplog.clear()
+        assert checkpoint.find_checkpoint(folder, ALONE) == path
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
+        assert "previous" in caplog.messages[0]
         assert path.read_bytes() == whole
         assert not previous.exists()  # nor can the torn one become it
-        assert checkpoint.find(folder, ALONE) == (path, "")
+        assert checkpoint.find_checkpoint(folder, ALONE) == path
+        assert len(caplog.records) == 1
     path.write_bytes(whole[:50])
     previous.write_bytes(whole[:50])
     with pytest.raises(UserError, match="corrupt"):
-        checkpoint.find(folder, ALONE)
+        checkpoint.find_checkpoint(folder, ALONE)
 
 
 FAULTS = {
