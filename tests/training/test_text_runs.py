@@ -21,7 +21,8 @@ from sparring.core.errors import UserError
 from sparring.data.interactions import Split
 from sparring.experiments.diagnose import samplers
 from sparring.experiments.diagnose.measures import diagnose
-from sparring.recipes.settings import build, find, resolve
+from sparring.recipes.finding import find
+from sparring.recipes.settings import build, resolve
 from sparring.training import trained as runs
 from sparring.training.fitting import fit
 from sparring.training.folder import read_meta
