@@ -21,7 +21,7 @@ from sparring.core.errors import UserError
 from sparring.core.types import Bag, Candidates, Step
 from sparring.core.workers import Listener
 from sparring.data.interactions import Interactions, Split
-from sparring.data.synthetic import World
+from sparring.data.synthetic import SyntheticWorld
 from sparring.evaluation.metrics import popularity_percentile, popularity_strata
 from sparring.experiments import comparison_tables
 from sparring.experiments.comparison import ComparedData, Comparison, check, compare
@@ -41,7 +41,7 @@ WORDS += ["--set", "dim=4", "--set", "batch_size=128", "--set", "n=16", "--devic
 
 
 @pytest.fixture(scope="module")
-def done(tmp_path_factory: pytest.TempPathFactory, small_world: World) -> tuple[Path, list[str]]:
+def done(tmp_path_factory: pytest.TempPathFactory, small_world: SyntheticWorld) -> tuple[Path, list[str]]:
     """A comparison on a file without shown rows, so that the recipe `shown` fails; its folder and its command."""
     folder = tmp_path_factory.mktemp("compare")
     data = small_world.interactions
@@ -173,7 +173,7 @@ def test_bad_input_is_one_line(done: tuple[Path, list[str]], tmp_path: Path, cap
     refused(lambda words: [*words, "--out", str(tmp_path / "full")], "is not empty")
 
 
-def test_an_interrupted_comparison_resumes(parts: Split, small_world: World, tmp_path: Path) -> None:
+def test_an_interrupted_comparison_resumes(parts: Split, small_world: SyntheticWorld, tmp_path: Path) -> None:
     """Interrupted after one training and resumed, a comparison ends with the values of an uninterrupted one."""
     shared = {"dim": 4, "batch_size": 128, "n": 16, "epochs": 2}
     data = (ComparedData("w", parts, world=small_world),)
@@ -200,7 +200,7 @@ def test_an_interrupted_comparison_resumes(parts: Split, small_world: World, tmp
         comparison_tables.quality(dataclasses.replace(whole, metrics=("recall@30",)))
 
 
-def test_tuned_comparison(small_world: World, tmp_path: Path) -> None:
+def test_tuned_comparison(small_world: SyntheticWorld, tmp_path: Path) -> None:
     """With --tune every recipe has the same number of trials, and its final runs have the best settings."""
     pytest.importorskip("optuna")
     words = shlex.split("compare --data world:80x60 --recipes uns,pns --seeds 1 --tune 2 --epochs 1 --metrics ndcg@10")
@@ -260,7 +260,7 @@ def test_workers_survive_their_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert {event.message for event in events if isinstance(event, workers.Said)} >= {5, 0, 2}
 
 
-def test_profile_of_the_complete_catalogue(parts: Split, small_world: World) -> None:
+def test_profile_of_the_complete_catalogue(parts: Split, small_world: SyntheticWorld) -> None:
     """With every item as a candidate of every query, all shares equal counts over the data."""
     run = build("full_softmax", parts.train, {"dim": 4, "batch_size": 10_000})
     found = profile(run, parts, world=small_world)

@@ -19,7 +19,7 @@ from sparring.core.errors import UserError
 from sparring.core.types import Bag, Candidates, Step
 from sparring.data.interactions import Split
 from sparring.data.splits import split
-from sparring.data.synthetic import World, make_world
+from sparring.data.synthetic import SyntheticWorld, make_world
 from sparring.experiments.diagnose import advice, samplers
 from sparring.experiments.diagnose.measures import Diagnosis, DrawSummary, Gradient, compared, diagnose, exact
 from sparring.negatives import AllItems, Hardest, InBatch, Negatives, Popularity, Resample, Sampled, Uniform
@@ -142,7 +142,9 @@ def test_correction_takes_the_bias_out_of_batches_in_a_zipf_world() -> None:
     assert corrected.profile["popularity"] == plain.profile["popularity"] > 0.4
 
 
-def test_closed_form_resampling_points_as_the_softmax_at_half_the_temperature(parts: Split, small_world: World) -> None:
+def test_closed_form_resampling_points_as_the_softmax_at_half_the_temperature(
+    parts: Split, small_world: SyntheticWorld
+) -> None:
     """For BIR over the catalogue, direction, effective sample size and false negatives equal a loop over the pairs."""
     run = run_with(parts, Resample(AllItems(40), 64))
     found = diagnose("bir", run, parts, queries=ALL, draws=2, world=small_world)
@@ -227,7 +229,7 @@ def test_equal_weights_are_all_effective(parts: Split) -> None:
     assert even.ess == pytest.approx(24)
 
 
-def test_hits_and_false_negatives_equal_a_loop(parts: Split, small_world: World) -> None:
+def test_hits_and_false_negatives_equal_a_loop(parts: Split, small_world: SyntheticWorld) -> None:
     """Own positives, other positives and false negatives of fixed lists equal a loop; a synthetic vector is none."""
     run = run_with(parts, Listed())
     found = diagnose("listed", run, parts, queries=ALL, draws=2, world=small_world).draws

@@ -15,7 +15,7 @@ import safetensors.numpy
 
 from sparring.cli import main
 from sparring.data.interactions import Interactions
-from sparring.data.synthetic import World, make_world
+from sparring.data.synthetic import SyntheticWorld, make_world
 from sparring.experiments.papers import (
     EXPERIMENTS,
     PaperDataset,
@@ -38,7 +38,7 @@ FAST = ["--epochs", "2", "--set", "batch_size=128", "--set", "dim=4", "--device"
 
 
 @pytest.fixture(scope="module")
-def world() -> World:
+def world() -> SyntheticWorld:
     return make_world(80, 60, exposure=0.5, relevant=0.4, seed=4)
 
 
@@ -54,7 +54,7 @@ def small(name: str, out: Path, data: Interactions, known_as: str = "", **settin
 
 
 @pytest.fixture(scope="module")
-def done(tmp_path_factory: pytest.TempPathFactory, world: World) -> Path:
+def done(tmp_path_factory: pytest.TempPathFactory, world: SyntheticWorld) -> Path:
     """xir-table2 by the command line, in worker processes, on a file; XIR fails because of lam=2."""
     folder = tmp_path_factory.mktemp("reproduce")
     data = world.interactions
@@ -133,7 +133,7 @@ def test_data_is_matched_by_counts_alone(tmp_path: Path, capsys: pytest.CaptureF
     assert "misprint" in capsys.readouterr().out
 
 
-def test_each_seed_has_its_own_split(tmp_path: Path, world: World, here: None) -> None:
+def test_each_seed_has_its_own_split(tmp_path: Path, world: SyntheticWorld, here: None) -> None:
     """round(0.8 n) of each query's n items train: different ones for each seed, the same for all methods of a seed."""
     plan = small("xir-table6", tmp_path / "out", world.interactions)
     reproduce(plan)
@@ -154,7 +154,7 @@ def test_each_seed_has_its_own_split(tmp_path: Path, world: World, here: None) -
     assert len(seen[10] & seen[20]) < 0.95 * len(seen[10])
 
 
-def test_the_table_equals_the_folders(tmp_path: Path, world: World, here: None) -> None:
+def test_the_table_equals_the_folders(tmp_path: Path, world: SyntheticWorld, here: None) -> None:
     """Rows have the means of result.json by the release's formula, the standard metric and the published figure."""
     plan = small("xir-table2", tmp_path / "out", world.interactions, "Ta-feng", lr=0.1)
     found, page = reproduce(plan)
@@ -183,7 +183,7 @@ def test_the_table_equals_the_folders(tmp_path: Path, world: World, here: None) 
         assert wide["SSL"][f"recall_at_{k}"] == pytest.approx(sum(each) / 2)
 
 
-def test_lambda_is_the_papers_by_default(world: World) -> None:
+def test_lambda_is_the_papers_by_default(world: SyntheticWorld) -> None:
     """lam is 0.2 on Gowalla and 0.5 elsewhere unless --set changes it; every method is in the release's form."""
     used = {}
     for known_as, settings in (("Gowalla", {}), ("Ta-feng", {}), ("", {}), ("Gowalla", {"lam": "0.8"})):
@@ -267,7 +267,7 @@ def test_names_are_listed_and_misspelt_ones_corrected(capsys: pytest.CaptureFixt
     assert "--data is needed" in capsys.readouterr().err
 
 
-def test_curves_are_measured_on_the_test_part(tmp_path: Path, world: World, here: None) -> None:
+def test_curves_are_measured_on_the_test_part(tmp_path: Path, world: SyntheticWorld, here: None) -> None:
     """xir-figure1 measures the first, every eval_every-th and the last epoch; the last equals the result."""
     plan = small("xir-figure1", tmp_path / "out", world.interactions, epochs=5, eval_every=2)
     plan = dataclasses.replace(plan, seeds=(10,))
@@ -282,7 +282,7 @@ def test_curves_are_measured_on_the_test_part(tmp_path: Path, world: World, here
     assert [row["epoch"] for row in curve] == [1, 2, 4, 5]
 
 
-def test_occurrences_are_those_of_the_cache(tmp_path: Path, world: World, here: None) -> None:
+def test_occurrences_are_those_of_the_cache(tmp_path: Path, world: SyntheticWorld, here: None) -> None:
     """xir-figure2's shares are those of the occurrence vector in the checkpoint, items by descending popularity."""
     plan = dataclasses.replace(small("xir-figure2", tmp_path / "out", world.interactions), seeds=(10,))
     reproduce(plan)
@@ -298,7 +298,7 @@ def test_occurrences_are_those_of_the_cache(tmp_path: Path, world: World, here: 
         assert row["interactions"] == pytest.approx(counts[fifth].sum() / counts.sum())
 
 
-def test_sweeps_compare_on_the_same_split(tmp_path: Path, world: World, here: None) -> None:
+def test_sweeps_compare_on_the_same_split(tmp_path: Path, world: SyntheticWorld, here: None) -> None:
     """xir-table5 is relative to BIR seed by seed; xir-figure3 draws B/64 to B items and times the gradient."""
     plan = small("xir-table5", tmp_path / "cache", world.interactions, lr=0.1)
     reproduce(plan)
@@ -320,7 +320,7 @@ def test_sweeps_compare_on_the_same_split(tmp_path: Path, world: World, here: No
         assert rows[name]["gradient_ratio"] == pytest.approx(rows[name]["gradient_ms"] / rows["SSL-Pop"]["gradient_ms"])
 
 
-def test_features_need_columns_of_items(tmp_path: Path, world: World, here: None) -> None:
+def test_features_need_columns_of_items(tmp_path: Path, world: SyntheticWorld, here: None) -> None:
     """xir-table4 takes categorical item columns; without any it gives the reason beside the figures of Tmall."""
     data = world.interactions
     without = PaperDataset("bare", dataclasses.replace(data, item_table=None))
@@ -341,7 +341,7 @@ def test_features_need_columns_of_items(tmp_path: Path, world: World, here: None
 
 
 def test_esans_is_run_if_its_recipe_exists(
-    tmp_path: Path, world: World, here: None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, world: SyntheticWorld, here: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Costs are ratios to UNS of the same seed, without the first epoch; without its recipe ESANS is not run."""
     monkeypatch.setitem(RECIPES, "esans", RECIPES["uns"])

@@ -18,7 +18,7 @@ import scipy.stats
 import torch
 
 from sparring.cli import main
-from sparring.data.synthetic import World, make_world
+from sparring.data.synthetic import SyntheticWorld, make_world
 from sparring.evaluation.statistics import equal_variance_t, summary
 from sparring.experiments.papers import ItemModalities, PaperDataset, Reproduction, find, reproduce
 from sparring.experiments.papers.esans import FIGURE_4, FIVE_RUNS, TABLE_2, TABLE_4, TABLE_5, candidates, five_runs
@@ -34,11 +34,13 @@ THREE = {"image": "image.npy", "text": "text.npy", "behaviour": "behaviour"}
 
 
 @pytest.fixture(scope="module")
-def world() -> World:
+def world() -> SyntheticWorld:
     return make_world(60, 60, exposure=0.5, relevant=0.4, seed=4)
 
 
-def given(world: World, folder: Path, specs: dict[str, str] | None = None, category: bool = True) -> PaperDataset:
+def given(
+    world: SyntheticWorld, folder: Path, specs: dict[str, str] | None = None, category: bool = True
+) -> PaperDataset:
     data = world.interactions
     items = pl.DataFrame({"item": range(60), "category": [f"c{at % 5}" for at in range(60)]})
     data = dataclasses.replace(data, item_table=items if category else None)
@@ -47,7 +49,7 @@ def given(world: World, folder: Path, specs: dict[str, str] | None = None, categ
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory, world: World) -> Path:
+def files(tmp_path_factory: pytest.TempPathFactory, world: SyntheticWorld) -> Path:
     """A world as files: pairs, items with categories, two modalities."""
     folder, data, random = tmp_path_factory.mktemp("esans"), world.interactions, np.random.default_rng(0)
     pl.DataFrame({"user_id": data.queries, "item_id": data.items}).write_parquet(folder / "tiny.parquet")
@@ -172,7 +174,7 @@ def two_way_p(d: np.ndarray) -> float:
     return max(both, scipy.stats.ttest_1samp(rows, 0).pvalue)
 
 
-def test_rows_equal_the_folders(tmp_path: Path, world: World) -> None:
+def test_rows_equal_the_folders(tmp_path: Path, world: SyntheticWorld) -> None:
     """Means, differences, p-values and verdicts equal those computed here from run folders written by hand."""
     one = given(world, tmp_path)
     plan = Reproduction(find("esans-ablation"), tmp_path, (one,), (10, 20, 30))
@@ -215,7 +217,7 @@ def test_rows_equal_the_folders(tmp_path: Path, world: World) -> None:
     assert rows["w/o image"]["verdict"] == "not run: no run has finished"
 
 
-def test_methods_have_equal_candidates_and_the_control_as_many_logits(world: World, tmp_path: Path) -> None:
+def test_methods_have_equal_candidates_and_the_control_as_many_logits(world: SyntheticWorld, tmp_path: Path) -> None:
     """All but MixGCF share 5,120 real candidates per batch of 512; the control has as many logits as ESANS' bags."""
     one = given(world, tmp_path)
     methods = {method.name: method for method in find("esans-main").methods(one, {})}
@@ -237,7 +239,7 @@ def test_methods_have_equal_candidates_and_the_control_as_many_logits(world: Wor
     assert (real, logits) == candidates({"batch_size": 16})
 
 
-def test_the_ablation_has_a_row_for_each_part_and_modality(world: World, tmp_path: Path) -> None:
+def test_the_ablation_has_a_row_for_each_part_and_modality(world: SyntheticWorld, tmp_path: Path) -> None:
     """Every row of table 4 is there, by the names of the modalities, or has the reason why it cannot be run."""
     ablation = find("esans-ablation")
     methods = {method.name: method for method in ablation.methods(given(world, tmp_path), {})}
@@ -279,7 +281,7 @@ def test_the_ablation_has_a_row_for_each_part_and_modality(world: World, tmp_pat
         assert rows["w/o text"]["published"] == pytest.approx(0.3848 / 0.3887 - 1)
 
 
-def test_sweeps_cover_the_papers_settings(world: World, tmp_path: Path) -> None:
+def test_sweeps_cover_the_papers_settings(world: SyntheticWorld, tmp_path: Path) -> None:
     """Sweeps have the paper's settings, default first; impossible sizes have a reason; folders are distinct."""
     one = given(world, tmp_path)
     lams = find("esans-lambda").methods(one, {})
@@ -465,7 +467,7 @@ def test_the_files_own_split_is_kept(files: Path, monkeypatch: pytest.MonkeyPatc
     assert "parted: the file's own split." in (files / "parted-out" / "README.md").read_text()
 
 
-def test_the_cost_of_esans_is_measured(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cost_of_esans_is_measured(world: SyntheticWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The row of ESANS in esans-cost has a time as a ratio to UNS."""
     run_here(monkeypatch)
     quick: dict[str, object] = {"epochs": 2, "batch_size": 64, "dim": 4, "n": 16}
@@ -477,7 +479,7 @@ def test_the_cost_of_esans_is_measured(world: World, tmp_path: Path, monkeypatch
     assert rows["ESANS"]["published"] == 1.18
 
 
-def test_data_without_categories_or_modalities_has_a_reason(world: World, tmp_path: Path) -> None:
+def test_data_without_categories_or_modalities_has_a_reason(world: SyntheticWorld, tmp_path: Path) -> None:
     """Without categories the category control has a reason; without modalities nothing is run."""
     experiment = find("esans-main")
     plan = Reproduction(

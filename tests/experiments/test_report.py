@@ -21,7 +21,7 @@ from sparring.cli import main
 from sparring.core.drawing import INK
 from sparring.core.workers import Failure
 from sparring.data.interactions import Split
-from sparring.data.synthetic import World
+from sparring.data.synthetic import SyntheticWorld
 from sparring.experiments import comparison_tables
 from sparring.experiments.comparison import ComparedData, Comparison, compare
 from sparring.experiments.report import comparison, figures
@@ -97,7 +97,7 @@ def one_page(words: str) -> Page:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory, parts: Split, small_world: World) -> Comparison:
+def made(tmp_path_factory: pytest.TempPathFactory, parts: Split, small_world: SyntheticWorld) -> Comparison:
     """A small comparison whose data set has special characters in its name, and its report."""
     shared: dict[str, object] = {"dim": 4, "batch_size": 128, "n": 16, "epochs": 3}
     data = (ComparedData(NAME, parts, world=small_world),)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
@@ -60,17 +59,21 @@ def _command(line: str) -> None:
 
 
 def _test(folder: Path) -> dict[str, dict[str, float]]:
-    result = json.loads((folder / "result.json").read_text())
+    from sparring.core.files import read_json
+
+    result = read_json(folder / "result.json")
     return dict(result["test"])
 
 
 def _compare(out: Path, names: list[str]) -> None:
+    from sparring.core.files import read_json
+
     metrics = ("recall@20", "ndcg@20", "recall@50", "coverage@20")
     rows: list[list[object]] = [["the same but for the negatives", *metrics, "seconds of training"]]
     popular = _popular(out / names[0])
     rows.append(["most popular products, no training", *(f"{popular[metric]:.4f}" for metric in metrics), "0"])
     for name in names:
-        seconds = json.loads((out / name / "result.json").read_text())["train_seconds"]
+        seconds = read_json(out / name / "result.json")["train_seconds"]
         rows.append([name, *(f"{_test(out / name)['metrics'][metric]:.4f}" for metric in metrics), f"{seconds:.0f}"])
     show = screen.console()
     show.print()

@@ -9,7 +9,8 @@ from sparring.core.errors import UserError
 from sparring.experiments.diagnose.measures import BINS, Diagnosis
 from sparring.experiments.report.tables import Column, Row, Table, text_columns
 from sparring.recipes import RECIPES
-from sparring.recipes.settings import find, own_arguments
+from sparring.recipes.finding import find
+from sparring.recipes.settings import own_arguments
 
 NOISE = 1.0  # above it, the noise of one draw is longer than the gradient
 TIE = 0.01  # cosines that differ by less than this, or by less than two standard errors, are equal

@@ -13,7 +13,7 @@ from torch import Tensor
 from sparring.core.errors import UserError
 from sparring.core.types import Candidates, Outcome, Step
 from sparring.data.interactions import Split
-from sparring.data.synthetic import World
+from sparring.data.synthetic import SyntheticWorld
 from sparring.experiments.diagnose.profile import profile
 from sparring.kernels.reference import logits
 from sparring.models.towers import evaluating
@@ -85,7 +85,14 @@ class Diagnosis:
 
 
 def diagnose(
-    name: str, run: Run, split: Split, *, queries: int = 256, draws: int = 20, seed: int = 0, world: World | None = None
+    name: str,
+    run: Run,
+    split: Split,
+    *,
+    queries: int = 256,
+    draws: int = 20,
+    seed: int = 0,
+    world: SyntheticWorld | None = None,
 ) -> Diagnosis:
     """Measure a run's negatives on a sample of training pairs, with its current towers and temperature.
 
@@ -104,7 +111,9 @@ def diagnose(
         return _measured(name, run, split, queries, draws, seed, world)
 
 
-def _measured(name: str, run: Run, split: Split, queries: int, draws: int, seed: int, world: World | None) -> Diagnosis:
+def _measured(
+    name: str, run: Run, split: Split, queries: int, draws: int, seed: int, world: SyntheticWorld | None
+) -> Diagnosis:
     generator = torch.Generator().manual_seed(seed)
     training = TrainingRows(run, split.train)
     sampled = training.sample(queries, generator)
@@ -200,7 +209,7 @@ def _jackknife(dot: Tensor, norm: Tensor, other: Tensor) -> float:
 class _Counts:
     """Running sums over the draws for a DrawSummary."""
 
-    def __init__(self, edges: Tensor, world: World | None):
+    def __init__(self, edges: Tensor, world: SyntheticWorld | None):
         self.edges, self.world = edges, world
         self.sums: dict[str, float] = defaultdict(float)
         self.bins = torch.zeros(BINS, dtype=torch.float64, device=edges.device)

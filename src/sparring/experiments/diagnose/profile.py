@@ -11,13 +11,13 @@ from torch import Tensor
 from sparring.core.partition import drawn_blocks
 from sparring.core.types import Outcome, Step
 from sparring.data.interactions import Split
-from sparring.data.synthetic import World
+from sparring.data.synthetic import SyntheticWorld
 from sparring.evaluation.metrics import STRATA, popularity_percentile, popularity_strata
 from sparring.recipes.run import Run
 from sparring.training.step import sample_steps
 
 
-def profile(run: Run, split: Split, batches: int = 4, world: World | None = None) -> dict[str, float]:
+def profile(run: Run, split: Split, batches: int = 4, world: SyntheticWorld | None = None) -> dict[str, float]:
     """The negatives of a few training batches, each candidate of a query weighted by its draws.
 
     popularity       mean popularity percentile (0.5: as popular as training positives)

@@ -43,7 +43,7 @@ from sparring.experiments.report.study import tuning_table
 from sparring.experiments.report.tables import Column, Row, Table, text_columns
 from sparring.experiments.report.text import in_words
 from sparring.experiments.study import read_json
-from sparring.recipes import RECIPES, settings
+from sparring.recipes import RECIPES, finding, settings
 from sparring.recipes.setup import Setup
 
 PAPER = "ESANS (Xing et al., WWW 2025)"
@@ -398,7 +398,7 @@ def esans_results(
 
 def _settings_lines(plan: Reproduction) -> list[str]:
     """The settings that were used, and how the data was split."""
-    recipe = settings.find("esans")
+    recipe = finding.find("esans")
     setup, _ = settings.resolve(recipe, settings.known(recipe, plan.settings), plan.experiment.setup)
     if plan.trials:
         first = f"{_first(plan)} alone, whose settings the others use,"

@@ -48,8 +48,8 @@ from sparring.experiments.report.tables import Column, Row, Rows, Table, text_co
 from sparring.experiments.report.text import in_words
 from sparring.experiments.study import read_json
 from sparring.negatives import Cache
-from sparring.recipes import settings
 from sparring.recipes.run import Run
+from sparring.recipes.setup import parse
 from sparring.training.step import sample_steps
 
 PAPER = "XIR (Chen et al., NeurIPS 2022)"
@@ -420,7 +420,7 @@ CHARTED = ("NDCG@10", "RECALL@10")
 
 
 def _batch_size(asked: Mapping[str, object]) -> int:
-    return int(settings.parse("batch_size", asked.get("batch_size", 2048), int))
+    return int(parse("batch_size", asked.get("batch_size", 2048), int))
 
 
 def cache_methods(dataset: PaperDataset, asked: Mapping[str, object]) -> Sequence[PaperMethod]:
