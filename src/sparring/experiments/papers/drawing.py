@@ -7,25 +7,25 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sparring.core.drawing import COLOURS, INK, LINES, MARKERS, blank, legend, style, tidy
+from sparring.core.figure_style import COLOURS, INK, LINES, MARKERS, blank, legend, style, tidy
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from sparring.experiments.report.tables import Rows
+    from sparring.experiments.report.tables import TableRows
 
 FIELDS = ("mean", "std", "published")
 
 
-def _panels(rows: Rows, margin: float, height: float) -> tuple[Figure, list[tuple[Axes, str, Rows]]]:
+def _panels(rows: TableRows, margin: float, height: float) -> tuple[Figure, list[tuple[Axes, str, TableRows]]]:
     """A figure with one panel per metric and one line per method; the panels with their metrics and rows."""
     by_metric = {
         metric: [row for row in rows if row["metric"] == metric]
         for metric in dict.fromkeys(str(row["metric"]) for row in rows)
     }
     figure = blank(margin + sum(height + 0.3 * len(shown) for shown in by_metric.values()))
-    panels: list[tuple[Axes, str, Rows]] = []
+    panels: list[tuple[Axes, str, TableRows]] = []
     column = figure.subplots(len(by_metric), 1, squeeze=False)[:, 0]
     for axes, (metric, shown) in zip(column, by_metric.items(), strict=True):
         axes.set_yticks(range(len(shown)), [str(row["method"]) for row in shown])
@@ -35,7 +35,7 @@ def _panels(rows: Rows, margin: float, height: float) -> tuple[Figure, list[tupl
     return figure, panels
 
 
-def ours_and_theirs(rows: Rows, form: str = ".4f") -> Figure:
+def ours_and_theirs(rows: TableRows, form: str = ".4f") -> Figure:
     """Bars of ours with one deviation over seeds, diamonds at the published figures; one panel per metric."""
     with style():
         figure, panels = _panels(rows, 0.6, 0.75)
@@ -58,7 +58,7 @@ def ours_and_theirs(rows: Rows, form: str = ".4f") -> Figure:
     return figure
 
 
-def gains(rows: Rows, to: str) -> Figure:
+def gains(rows: TableRows, to: str) -> Figure:
     """Ours relative to a reference in percent with intervals, and diamonds at the published gains with their range."""
     marks = (("over", -0.13, COLOURS[0], "o"), ("published", 0.13, COLOURS[1], "D"))
     with style():

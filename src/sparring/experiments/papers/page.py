@@ -9,7 +9,7 @@ import numpy as np
 from sparring import __version__
 from sparring.experiments.papers.paper import Reproduction, Results
 from sparring.experiments.report.html import Code, Facts, Page, Points, Section, Sheet
-from sparring.experiments.report.study import environment, failed_section, settings_of, write_readme
+from sparring.experiments.report.study_parts import environment, failed_section, settings_of, write_readme
 from sparring.experiments.report.tables import Column, Row, Table, text_columns
 from sparring.experiments.report.text import bullets, command_lines, in_words
 
