@@ -141,7 +141,9 @@ def test_correction_takes_the_bias_out_of_batches_in_a_zipf_world() -> None:
     assert corrected.profile["popularity"] == plain.profile["popularity"] > 0.4
 
 
-def test_closed_form_resampling_points_as_the_softmax_at_half_the_temperature(parts: Split, small_world: SyntheticWorld) -> None:
+def test_closed_form_resampling_points_as_the_softmax_at_half_the_temperature(
+    parts: Split, small_world: SyntheticWorld
+) -> None:
     """BIR over the whole catalogue: direction, cosine, effective sample size and false negatives are those of a loop over the pairs."""
     run = run_with(parts, Resample(AllItems(40), 64))
     found = diagnose("bir", run, parts, queries=ALL, draws=2, world=small_world)

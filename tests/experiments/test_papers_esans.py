@@ -37,7 +37,9 @@ def world() -> SyntheticWorld:
     return make_world(60, 60, exposure=0.5, relevant=0.4, seed=4)
 
 
-def given(world: SyntheticWorld, folder: Path, specs: dict[str, str] | None = None, category: bool = True) -> PaperDataset:
+def given(
+    world: SyntheticWorld, folder: Path, specs: dict[str, str] | None = None, category: bool = True
+) -> PaperDataset:
     data = world.interactions
     items = pl.DataFrame({"item": range(60), "category": [f"c{at % 5}" for at in range(60)]})
     data = dataclasses.replace(data, item_table=items if category else None)

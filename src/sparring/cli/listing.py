@@ -126,7 +126,11 @@ def data_get(args: Namespace) -> int:
     source = find_set(args.name)
     show = screen.console()
     show.print(
-        f"{source.name}: {source.summary}; {source.home}", f"terms: {source.terms}", sep="\n", markup=False, soft_wrap=True
+        f"{source.name}: {source.summary}; {source.home}",
+        f"terms: {source.terms}",
+        sep="\n",
+        markup=False,
+        soft_wrap=True,
     )
     with inputs.download_bar(source.name) as progress:
         folder = download_set(source.name, progress)

@@ -84,7 +84,14 @@ class Diagnosis:
 
 
 def diagnose(
-    name: str, run: Run, split: Split, *, queries: int = 256, draws: int = 20, seed: int = 0, world: SyntheticWorld | None = None
+    name: str,
+    run: Run,
+    split: Split,
+    *,
+    queries: int = 256,
+    draws: int = 20,
+    seed: int = 0,
+    world: SyntheticWorld | None = None,
 ) -> Diagnosis:
     """Measure a run's negatives on a sample of training pairs, with its current towers and temperature.
 
@@ -103,7 +110,9 @@ def diagnose(
         return _measured(name, run, split, queries, draws, seed, world)
 
 
-def _measured(name: str, run: Run, split: Split, queries: int, draws: int, seed: int, world: SyntheticWorld | None) -> Diagnosis:
+def _measured(
+    name: str, run: Run, split: Split, queries: int, draws: int, seed: int, world: SyntheticWorld | None
+) -> Diagnosis:
     generator = torch.Generator().manual_seed(seed)
     training = TrainingRows(run, split.train)
     sampled = training.sample(queries, generator)
