@@ -163,9 +163,9 @@ def stepping(run: Run, generator: torch.Generator, positives: Positives | None =
     """A complete training step of a run on pairs (B, 2) of queries and items; recorded on a GPU."""
     import torch
 
-    from sparring.training.cuda_graph import Recorded
+    from sparring.training.cuda_graph import CudaGraphStep
     from sparring.training.optimizers import optimizers
-    from sparring.training.step import contrast
+    from sparring.training.step import training_step
 
     setup, observers = run.setup, [module for module in run.modules().modules() if hasattr(module, "observe")]
     trained = torch.nn.ModuleDict({"model": run.model, "temperature": run.temperature})
@@ -174,7 +174,7 @@ def stepping(run: Run, generator: torch.Generator, positives: Positives | None =
     def work(pairs: Tensor) -> None:
         for rule in rules:
             rule.zero_grad(set_to_none=True)
-        losses, step, outcome = contrast(run, *pairs.T.contiguous(), generator, positives)
+        losses, step, outcome = training_step(run, *pairs.T.contiguous(), generator, positives)
         losses.mean().backward()
         for rule in rules:
             rule.step()
@@ -182,7 +182,7 @@ def stepping(run: Run, generator: torch.Generator, positives: Positives | None =
             for observer in observers:
                 observer.observe(step, outcome)  # type: ignore[operator]
 
-    return Recorded(work, generator) if generator.device.type == "cuda" else work
+    return CudaGraphStep(work, generator) if generator.device.type == "cuda" else work
 
 
 def quality(

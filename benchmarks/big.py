@@ -118,7 +118,8 @@ def run_train(folder: Path, steps: int, dim: int) -> None:
     import torch
 
     from sparring import build, fit, read, split
-    from sparring.training import checkpoint_writer, loop
+    from sparring.training import checkpoint_writer
+    from sparring.training.loop import TrainingProgress
 
     checkpoint_writer.machine_bytes = lambda: (
         0
@@ -131,19 +132,19 @@ def run_train(folder: Path, steps: int, dim: int) -> None:
     watch.tell(f"built: tables of {parts.train.n_queries + parts.train.n_items:,} x {dim}")
     size = run.setup.batches.batch_size
 
-    def step(epoch: int, done: int, loss: Any) -> None:
+    def step(epoch: int, done: int, loss: Any) -> bool:
         if done == 1:
             watch.tell("began: run folder written, first step done")
         if done == steps:
             watch.tell(f"{steps - 1} steps of {size:,}", (steps - 1) * size)
-            loop.CHECKPOINT_SECONDS = -1.0  # pretend that ten minutes have passed: a checkpoint follows this step
         if done > steps:
             saved = (folder / "run" / "checkpoint.safetensors").stat().st_size / 1e9
             watch.tell(f"a checkpoint of {saved:.2f} GB")
             raise _Enough
+        return done == steps  # a checkpoint follows this step
 
     with contextlib.suppress(_Enough):
-        fit(run, parts, folder / "run", overwrite=True, device="cpu", progress=loop.Progress(step=step))
+        fit(run, parts, folder / "run", overwrite=True, device="cpu", progress=TrainingProgress(step=step))
     verdict = "within" if max(watch.own, _status("VmHWM")) < LIMIT else "ABOVE"
     print(f"training: {watch} (GB): {verdict} the {LIMIT:g} GB allowed")
 

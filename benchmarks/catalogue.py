@@ -54,7 +54,7 @@ from sparring.negatives import (
     Uniform,
     Union,
 )
-from sparring.training.cuda_graph import Recorded
+from sparring.training.cuda_graph import CudaGraphStep
 
 FLAT, QUERIES, DIM = 1.3, 10_000, 16
 Build = Callable[["World"], tuple[Negatives, ...]]
@@ -160,7 +160,7 @@ def measured(name: str, worlds: list[World], rounds: int, steps: int) -> list[fl
             took = each.seconds(batches)
             if turn:  # the first warms up
                 times.append(took * 1e3)
-    if isinstance(step := timed[0].step, Recorded) and step.why is not None:
+    if isinstance(step := timed[0].step, CudaGraphStep) and step.why is not None:
         print(f"{name} is not recorded: {step.why}")
     return [min(times) for times in spent]
 

@@ -18,7 +18,7 @@ import torch
 from _shared import Clock, Pairs, cpu_seconds, gowalla_xir, interactions, table
 from sparring import Split, fit, recipes
 from sparring.experiments import bench
-from sparring.training.fitting import Progress
+from sparring.training.loop import TrainingProgress
 
 RECIPES = ("ssl_pop", "bir", "xir", "default")
 
@@ -37,7 +37,7 @@ def per_second(name: str, data: Pairs, batch: int, dim: int, steps: int, threads
             clock = Clock()
         spent = clock.read()
 
-    fit(run, Split(everything.subset(np.sort(rows))), device="cpu", progress=Progress(step=tick))
+    fit(run, Split(everything.subset(np.sort(rows))), device="cpu", progress=TrainingProgress(step=tick))
     return (len(rows) - warm_up * batch) / spent[0 if threads == 1 else 1]
 
 

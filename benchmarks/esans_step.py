@@ -24,7 +24,7 @@ from _shared import Pairs, cpu_seconds, gowalla_xir, interactions, table
 from sparring import Split, fit
 from sparring.models.clusters import Codes
 from sparring.recipes.settings import build
-from sparring.training.fitting import Progress
+from sparring.training.loop import TrainingProgress
 
 B, M_C, M_O, M_H = 512, 2, 5, 5
 REAL = B * (M_C * M_O + M_H)
@@ -67,7 +67,7 @@ def seconds(
                 torch.cuda.synchronize()
             begin, end = (clock(), end) if step == warm_up else (begin, clock())
 
-    fit(run, Split(everything.subset(np.sort(rows))), device=device, progress=Progress(step=tick))
+    fit(run, Split(everything.subset(np.sort(rows))), device=device, progress=TrainingProgress(step=tick))
     return (end - begin) / steps
 
 

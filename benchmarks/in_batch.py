@@ -25,7 +25,7 @@ import torch
 import release_loop
 from _shared import Clock, Pairs, gowalla_xir, interactions, table
 from sparring import Split, fit, recipes
-from sparring.training.fitting import Progress
+from sparring.training.loop import TrainingProgress
 
 # our recipe, its arguments, the method of the release loop, and the least ratio we claim
 COMPARED = [
@@ -61,7 +61,7 @@ def ours(name: str, arguments: dict[str, object], data: Pairs, n_steps: int, war
             clock = Clock()
         spent = clock.read()
 
-    fit(run, Split(everything.subset(np.sort(rows))), device="cpu", progress=Progress(step=tick))
+    fit(run, Split(everything.subset(np.sort(rows))), device="cpu", progress=TrainingProgress(step=tick))
     pairs = len(rows) - warm_up * SETUP.batches.batch_size
     return Cost(spent[0] / pairs, spent[1] / pairs)
 

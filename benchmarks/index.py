@@ -29,6 +29,7 @@ from sparring.models.towers import IdTower
 from sparring.serving.export.lists import write_lists
 from sparring.serving.index import Index, Tuned, files, tune
 from sparring.serving.index.faiss_backends import parameters, require_faiss, widened
+from sparring.training.eligibility import Eligibility
 from sparring.training.trained import Trained
 
 K, BATCH = 100, 64
@@ -56,7 +57,7 @@ def lists(args: argparse.Namespace) -> None:
     taken: dict[str, list[tuple[float, float]]] = {"top_k alone": [], "write_lists": []}  # (CPU, wall) seconds
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "lists.parquet"
-        trained = Trained(Path(folder), model, ids, seen, {})
+        trained = Trained(Path(folder), model, ids, Eligibility(seen), {})
         for _ in range(args.rounds):
             clock = Clock()
             vectors = model.item_vectors()

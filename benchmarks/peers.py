@@ -35,7 +35,7 @@ import torch
 from _shared import RESULTS, Clock, Pairs, gowalla_lightgcn, interactions, quality, table
 from sparring import Run, Setup, Split, Term, build, compose, fit, recipes
 from sparring.negatives import InBatch
-from sparring.training.fitting import Progress
+from sparring.training.loop import TrainingProgress
 
 HERE = Path(__file__).resolve().parent
 MODULE = {"implicit-als": "implicit", "implicit-bpr": "implicit", "recbole-bpr": "recbole"}
@@ -110,7 +110,7 @@ def ours(make: Callable[[], Run], data: Pairs, at: Sequence[float], sample: int)
         return quality(users, run.model.item_vectors(), data, sample=sample)
 
     with contextlib.suppress(Enough):
-        fit(run, Split(interactions(data)), device="cpu", progress=Progress(step=tick))
+        fit(run, Split(interactions(data)), device="cpu", progress=TrainingProgress(step=tick))
     return points
 
 
@@ -134,7 +134,7 @@ def bpr(data: Pairs, epochs: int = 2) -> Point:
         nonlocal spent
         spent = clock.read()[0]
 
-    fit(run, Split(train), device="cpu", progress=Progress(step=tick))
+    fit(run, Split(train), device="cpu", progress=TrainingProgress(step=tick))
     users = run.model.query_vectors(torch.arange(data.n_users))
     return Point(spent, epochs * len(train), quality(users, run.model.item_vectors(), data))
 

@@ -21,7 +21,7 @@ from sparring.data.splits import split
 from sparring.data.synthetic import make_world
 from sparring.evaluation.ranking import evaluate
 from sparring.recipes.settings import build
-from sparring.training.loop import Progress, Trainer
+from sparring.training.loop import Trainer, TrainingProgress
 
 COMMON: dict[str, Any] = {"dim": 16, "batch_size": 128, "epochs": 6, "patience": None, "seed": 5, "lr": 0.01}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -53,7 +53,7 @@ def main() -> None:
             with torch.no_grad():
                 for weight in run.model.parameters():
                     weight *= 1 + torch.finfo(kind).eps * (torch.rand(weight.shape, generator=draw, dtype=kind) - 0.5)
-        trainer = Trainer(run, parts, torch.device("cpu"), None, Progress(), ranks)
+        trainer = Trainer(run, parts, torch.device("cpu"), None, TrainingProgress(), ranks)
         while not trainer.state.done:
             trainer.validate(trainer.epoch())
         result = evaluate(run.model, parts.test, parts.seen_for("test"), (10, 50), ("recall", "ndcg"), ranks=ranks)  # type: ignore[arg-type]

@@ -62,7 +62,7 @@ def work(path: Path, out: Path, steps: int, dim: int) -> None:
     import torch
 
     from sparring import build, evaluate, fit, read, split
-    from sparring.training import loop
+    from sparring.training.loop import TrainingProgress
 
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     began = time.perf_counter()
@@ -82,19 +82,16 @@ def work(path: Path, out: Path, steps: int, dim: int) -> None:
     tell(f"build: tables of {parts.train.n_queries + parts.train.n_items:,} x {dim}")
     first: list[float] = []
 
-    def step(epoch: int, done: int, loss: Any) -> None:
+    def step(epoch: int, done: int, loss: Any) -> bool:
         if not first:
             tell("begin: id maps and seen items written, first step done")
             first.append(time.perf_counter())
-        if done == steps // 2:
-            loop.CHECKPOINT_SECONDS = 0.0  # pretend that ten minutes have passed: a checkpoint follows this step
-        elif done == steps // 2 + 1:
-            loop.CHECKPOINT_SECONDS = 600.0
         if done >= steps:
             raise _Enough
+        return done == steps // 2  # a checkpoint follows this step
 
     try:
-        fit(run, parts, out, overwrite=True, device="cpu", progress=loop.Progress(step=step))
+        fit(run, parts, out, overwrite=True, device="cpu", progress=TrainingProgress(step=step))
     except _Enough:
         rate = (steps - 1) * run.setup.batches.batch_size / (time.perf_counter() - first[0])
         size = (out / "checkpoint.safetensors").stat().st_size / 1e9

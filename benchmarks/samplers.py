@@ -26,7 +26,7 @@ from sparring import Run, Setup, Term, compose, recipes
 from sparring.core.types import Corpus
 from sparring.data.interactions import Interactions
 from sparring.negatives import InBatch, Sampled, Uniform, Union
-from sparring.training.cuda_graph import Recorded
+from sparring.training.cuda_graph import CudaGraphStep
 
 CLAIM = 1.3
 Build = Callable[[Interactions, Setup], Run]
@@ -144,7 +144,7 @@ class Timed:
             model = self.run.model
             for module in self.refreshers:
                 module.refresh(Corpus(0, model.item_vectors(), model.encode_queries, self.positives, self.generator))  # type: ignore[operator]
-        if isinstance(self.step, Recorded):
+        if isinstance(self.step, CudaGraphStep):
             self.step.forget()
         self.wait()
         return time.perf_counter() - began if self.refreshers else 0.0

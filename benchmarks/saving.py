@@ -26,7 +26,7 @@ from sparring.core.devices import pick_device
 from sparring.core.ranks import join, leave
 from sparring.data.interactions import Interactions, Split, Vocabulary
 from sparring.recipes.settings import build
-from sparring.training.loop import Progress, Trainer
+from sparring.training.loop import Trainer, TrainingProgress
 
 
 def main() -> int:
@@ -52,7 +52,7 @@ def main() -> int:
         "item_bias": False,
     }
     settings |= {"init": "normal", "dropout": 0.0, "tables": args.tables, "epochs": 1}
-    trainer = Trainer(build("default", data, settings), Split(data), device, folder, Progress(), ranks)
+    trainer = Trainer(build("default", data, settings), Split(data), device, folder, TrainingProgress(), ranks)
     trainer.set_rate(1.0)
     batches = trainer.batches.epoch(0, 0, device)
 
@@ -69,9 +69,9 @@ def main() -> int:
         before = statistics.median(step() for _ in range(50))
         say = print if ranks.rank == 0 else lambda line: None
         say(f"{ranks.world} rank(s) on {device.type}, tables {args.tables}: a step takes {1e3 * before:.1f} ms")
-        beside = trainer.keeper._place()
+        beside = trainer.checkpoints._place()
         for way, place in (("training waits", "nowhere"), ("beside training", beside)):
-            trainer.keeper._place = lambda place=place: place  # type: ignore[method-assign, misc, assignment]
+            trainer.checkpoints._place = lambda place=place: place  # type: ignore[method-assign, misc, assignment]
             for at in range(args.saves):
                 if ranks.rank == 0:
                     os.sync()  # each save starts with an idle disk
@@ -81,10 +81,10 @@ def main() -> int:
                 trainer.save()
                 stop = time.perf_counter() - began
                 steps = [step()]
-                while ranks.share(trainer.keeper.background.busy()):
+                while ranks.share(trainer.checkpoints.writer.busy()):
                     steps.append(step())
                 whole = time.perf_counter() - began
-                trainer.keeper.check()
+                trainer.checkpoints.check()
                 size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) / 1e9
                 pauses = f"a pause of {stop + steps[0]:.2f} s, then of {max(steps[1:], default=0):.2f} s at most"
                 meanwhile = (
@@ -94,7 +94,7 @@ def main() -> int:
                 say(f"{way}, save {at + 1}: the call {stop:.2f} s, {pauses}; {meanwhile}")
         return 0
     finally:
-        trainer.keeper.background.join()
+        trainer.checkpoints.writer.join()
         leave()
         if ranks.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)

@@ -193,7 +193,7 @@ def worker(names: list[str], out: Path) -> None:
         step()  # lazy state
         dist.barrier()
         ranks.wire, wire = {}, loopback()
-        for spread in trainer.keeper.tables.values():
+        for spread in trainer.checkpoints.tables.values():
             spread.ranks.wire = ranks.wire
         for _ in range(STEPS):
             step()
@@ -205,7 +205,7 @@ def worker(names: list[str], out: Path) -> None:
         wall = _rates.quick(step, time.perf_counter, 9)
         tensors = sum(t.nbytes for t in [*trainer.modules.parameters(), *trainer.modules.buffers()])
         tensors += sum(v.nbytes for o in trainer.optimizers for state in o.state.values() for v in state.values())
-        tensors += sum(t.weight.nbytes + t.sums.nbytes for t in trainer.keeper.tables.values())
+        tensors += sum(t.weight.nbytes + t.sums.nbytes for t in trainer.checkpoints.tables.values())
         found[name] = {"counted": counted, "real": real, "tensors": tensors}
         found[name] |= {"seconds": seconds, "wall": wall, "launch": launch}
         del trainer, step
@@ -221,7 +221,7 @@ def trained(name: str, ranks: Any, n: int, batch: int) -> tuple[Any, Callable[[]
 
     from sparring.data.interactions import Interactions, Split, Vocabulary
     from sparring.recipes.settings import build
-    from sparring.training.loop import Progress, Trainer
+    from sparring.training.loop import Trainer, TrainingProgress
 
     items = np.random.default_rng(0).permutation(2 * n).astype(np.int32) % n
     data = Interactions(np.arange(2 * n, dtype=np.int32) % n, items, Vocabulary(np.arange(n)), Vocabulary(np.arange(n)))
@@ -230,7 +230,7 @@ def trained(name: str, ranks: Any, n: int, batch: int) -> tuple[Any, Callable[[]
     if batch < B:
         settings |= {key: 8 for key in ("n", "cache_size", "size", "k") if key in settings}
     run = build(plan.recipe or name, data, settings)
-    trainer = Trainer(run, Split(data), torch.device("cpu"), None, Progress(), ranks)
+    trainer = Trainer(run, Split(data), torch.device("cpu"), None, TrainingProgress(), ranks)
     trainer.set_rate(1.0)
     trainer.refresh()
     batches = itertools.cycle(

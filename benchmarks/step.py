@@ -19,8 +19,8 @@ import torch
 
 from _shared import gowalla_xir, interactions, table
 from sparring import Split, build
-from sparring.training.cuda_graph import Recorded
-from sparring.training.loop import Progress, Trainer
+from sparring.training.cuda_graph import CudaGraphStep
+from sparring.training.loop import Trainer, TrainingProgress
 
 CLAIMS = {"ssl_pop": 0.30, "bir": 0.35, "xir": 0.6}
 EPOCHS = 5
@@ -39,7 +39,7 @@ def main() -> None:
     for name in given.recipes.split(","):
         run = build(name, split.train, {"epochs": EPOCHS, "patience": None})
         torch.set_float32_matmul_precision("highest" if run.setup.training.precision == "float32" else "high")
-        trainer = Trainer(run, split, torch.device("cuda"), None, Progress())
+        trainer = Trainer(run, split, torch.device("cuda"), None, TrainingProgress())
         times = []
         for _ in range(EPOCHS):
             torch.cuda.synchronize()
@@ -54,7 +54,7 @@ def main() -> None:
                 0,
             )
         step = trainer.step
-        assert isinstance(step, Recorded)
+        assert isinstance(step, CudaGraphStep)
         took, found = statistics.median(times[1:]), launches(step)
         claim = f"at most {CLAIMS[name]:.2f} ms: {'yes' if took <= CLAIMS[name] else 'NO'}" if name in CLAIMS else ""
         about = f"B = {run.setup.batches.batch_size:,}, d = {run.setup.model.dim}, {run.setup.training.optimizer}, {run.setup.training.precision}"
@@ -70,7 +70,7 @@ def main() -> None:
         print("\n".join(listed))
 
 
-def launches(step: Recorded, n: int = 20) -> list[tuple[float, float, str]]:
+def launches(step: CudaGraphStep, n: int = 20) -> list[tuple[float, float, str]]:
     """(microseconds, launches, name) of the kernels of one recorded step, the longest first."""
     from torch.profiler import ProfilerActivity, profile
 

@@ -22,7 +22,8 @@ from sparring.data.reading import read
 from sparring.data.splits import split
 from sparring.models.text import text_tower
 from sparring.recipes.settings import build
-from sparring.training.fitting import Progress, fit
+from sparring.training.fitting import fit
+from sparring.training.loop import TrainingProgress
 
 WARM = 4  # steps before the clock starts
 
@@ -77,7 +78,7 @@ def steps(train: Interactions, args: argparse.Namespace, shared: dict[str, objec
         if cuda:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-        fit(run, Split(some), device=args.device, progress=Progress(step=clock))
+        fit(run, Split(some), device=args.device, progress=TrainingProgress(step=clock))
         each = (clock.at[1] - clock.at[0]) / (clock.last - WARM)
         peak = f", at most {torch.cuda.max_memory_allocated() / 2**30:.2f} GB" if cuda else ""
         print(

@@ -19,7 +19,7 @@ from sparring.data.interactions import Split
 from sparring.data.splits import split
 from sparring.data.synthetic import World, make_world
 from sparring.testing import NegativesContract
-from sparring.training import curve, loop
+from sparring.training import curve
 
 # The same examples every time, however slow the machine: a change fails by its own fault. Others: `pytest --hypothesis-profile default`.
 hypothesis.settings.register_profile("sparring", derandomize=True, deadline=None)
@@ -68,12 +68,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         kept.append(item)
     items[:] = kept
     config.hook.pytest_deselected(items=dropped)
-
-
-@pytest.fixture(autouse=True)
-def _save_after_every_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trainings here take less time than is otherwise left between two checkpoints."""
-    monkeypatch.setattr(loop, "BETWEEN_SECONDS", 0.0)
 
 
 @pytest.fixture

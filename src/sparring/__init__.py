@@ -25,7 +25,7 @@ _HOMES = {
     "compose": "recipes.run",
     "describe_batch": "training.step",
     "evaluate": "evaluation.ranking",
-    "fit": "training.stages",
+    "fit": "training.fitting",
     "load": "training.trained",
     "prepare": "data.prepared.preparation",
     "read": "data.reading",
@@ -39,7 +39,7 @@ def __getattr__(name: str) -> object:
         return import_module(f"sparring.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'sparring' has no attribute {name!r}")
-    value = getattr(import_module(f"sparring.{_HOMES[name]}"), "fit_stages" if name == "fit" else name)
+    value = getattr(import_module(f"sparring.{_HOMES[name]}"), name)
     globals()[name] = value
     return value
 

@@ -12,6 +12,7 @@ from sparring.data.reading import read
 from sparring.data.texts.texts import tokenize
 from sparring.models.text import text_tower
 from sparring.training import trained
+from sparring.training.folder import read_meta
 
 COLOURS = ["red", "blue", "green", "black"]
 THINGS = ["shoe", "hat", "coat", "sock", "glove"]
@@ -56,7 +57,7 @@ def test_texts_on_the_rows_are_read_said_and_recorded(
     assert "note: there is no test part, since no query has enough items" in error
     assert "query texts: query_text" in out
     assert "item texts: item_text" in out
-    setup = trained.read_meta(tmp_path / "run")["setup"]
+    setup = read_meta(tmp_path / "run")["setup"]
     assert (setup["text"]["query_text"], setup["text"]["item_text"]) == (["query_text"], ["item_text"])
     assert words(tmp_path / "run", "query") == tokens(tmp_path / "run", "wanted shoe in red")
     assert words(tmp_path / "run", "item") == tokens(tmp_path / "run", "red shoe")
@@ -149,5 +150,5 @@ def test_a_comparison_reads_texts_too(tmp_path: Path, rows: pl.DataFrame, capsys
     assert "its text is read" in out
     assert "compared by their towers alone, without classifiers and fusion: ngame" in out
     for recipe in ("dpr", "ngame"):
-        setup = trained.read_meta(tmp_path / "compared" / "asked" / recipe / "0")["setup"]
+        setup = read_meta(tmp_path / "compared" / "asked" / recipe / "0")["setup"]
         assert (setup["model"]["query_tower"], setup["text"]["item_text"]) == ("text", ["item_text"])

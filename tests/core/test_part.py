@@ -14,7 +14,7 @@ from sparring.negatives import InBatch, Negatives, Streaming
 from sparring.recipes.run import Setup, Term, compose
 from sparring.training.fitting import fit
 
-QUICK = Setup(dim=8, epochs=2, batch_size=64)
+QUICK = Setup.of(dim=8, epochs=2, batch_size=64)
 
 
 class ReadsPositives(Negatives):
@@ -84,7 +84,7 @@ def test_a_plain_module_takes_part_by_its_methods(parts: Split) -> None:
     """A loss that is a plain nn.Module observes every step, refreshes before every epoch and reports after it."""
     loss = PlainLoss()
     fitted = fit(compose(parts.train, QUICK, Term(1.0, InBatch(), loss)), parts, k=(10,), device="cpu")
-    steps = -(-len(parts.train) // QUICK.batch_size)
+    steps = -(-len(parts.train) // QUICK.batches.batch_size)
     assert loss.calls == ["refresh 0", *["observe"] * steps, "refresh 1", *["observe"] * steps]
     assert [record["calls"] for record in fitted.history] == [1 + steps, 2 + 2 * steps]
 

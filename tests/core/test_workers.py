@@ -13,7 +13,7 @@ import pytest
 
 CALLER = """
 import os, sys, time
-from sparring.workers import Task, run
+from sparring.core.workers import Task, run
 
 
 def work(say):

@@ -25,7 +25,8 @@ from sparring.negatives import InBatch, Popularity
 from sparring.recipes.run import Term, compose
 from sparring.recipes.settings import build
 from sparring.recipes.setup import Setup
-from sparring.training.fitting import Progress, fit
+from sparring.training.fitting import fit
+from sparring.training.loop import TrainingProgress
 
 HOWS: dict[str, dict[str, Any]] = {
     "random": {"how": "random", "valid": 0.2, "test": 0.3, "seed": 7},
@@ -237,7 +238,6 @@ def test_resumed_within_an_epoch_of_blocks(tmp_path: Path, monkeypatch: pytest.M
     """Stopped in the middle of an epoch of many windows, and resumed: the tensors of the undisturbed run."""
     monkeypatch.setattr(batches, "BLOCK", 16)
     monkeypatch.setattr(batches, "WINDOW", 4)
-    monkeypatch.setattr("sparring.training.loop.CHECKPOINT_SECONDS", -1.0)
     parts_of(rows(10, 2000), tmp_path / "parts")
     prepare(tmp_path / "parts", tmp_path / "out")
     parts = split(read(tmp_path / "out"))
@@ -254,7 +254,8 @@ def test_resumed_within_an_epoch_of_blocks(tmp_path: Path, monkeypatch: pytest.M
             parts,
             tmp_path / "stopped",
             device="cpu",
-            progress=Progress(step=stop),
+            progress=TrainingProgress(step=stop),
+            save_seconds=-1.0,
         )
     fit(build("default", parts.train, settings), parts, tmp_path / "stopped", device="cpu", resume=True)
     one, other = (_tensors(tmp_path / name) for name in ("whole", "stopped"))

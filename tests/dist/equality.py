@@ -26,7 +26,7 @@ from sparring.evaluation.ranking import evaluate
 from sparring.training.optimizers import state_tensors
 from sparring.recipes.settings import build
 from support.texts import text_parts
-from sparring.training.loop import Progress, Trainer
+from sparring.training.loop import TrainingProgress, Trainer
 from sparring.core.types import ALONE, Ranks
 
 
@@ -45,7 +45,7 @@ def trained(name: str, parts: Split, ranks: Ranks) -> dict[str, Any]:
         gradients.append(torch.cat([(g.to_dense() if g.is_sparse else g).flatten() for g in some]))
 
     training.sum_gradients = recording
-    trainer = Trainer(run, parts, torch.device("cpu"), None, Progress(), ranks)
+    trainer = Trainer(run, parts, torch.device("cpu"), None, TrainingProgress(), ranks)
     means = []
     try:
         while not trainer.state.done:

@@ -18,7 +18,7 @@ from sparring.data.interactions import Split
 from sparring.core.ranks import Group
 from sparring.evaluation.ranking import evaluate
 from sparring.recipes.settings import build
-from sparring.training.loop import Progress, Trainer
+from sparring.training.loop import TrainingProgress, Trainer
 from sparring.core.types import ALONE, Ranks
 
 SETTINGS: dict[str, Any] = {
@@ -51,10 +51,10 @@ def made(name: str, parts: Split, ranks: Ranks, tables: str) -> Run:
 def train(name: str, parts: Split, ranks: Ranks, tables: str, folder: Path | None, until: int = 9) -> Trainer:
     """Train, from the folder's checkpoint on, and stop after the epoch `until`."""
     run = made(name, parts, ranks, tables)
-    trainer = Trainer(run, parts, torch.device("cpu"), folder, Progress(), ranks, 0.0)
+    trainer = Trainer(run, parts, torch.device("cpu"), folder, TrainingProgress(), ranks, 0.0)
     if folder is not None and ranks.share((folder / checkpoint.NAME).is_file()):
         trainer.load()
-    with trainer.keeper:
+    with trainer.checkpoints:
         while not trainer.state.done and trainer.state.epoch < until:
             trainer.validate(trainer.epoch())
             trainer.save()
@@ -92,7 +92,7 @@ def compared(parts: Split, out: Path, pair: Group, four: Group) -> dict[str, Any
     if four.rank < 2:
         trainer = train("xir", parts, pair, "sharded", folder)
         found["passed on"] = far(whole, results(trainer, parts))
-        trainer.keeper.load_best(trainer.state.best_epoch)
+        trainer.checkpoints.load_best(trainer.state.best_epoch)
         best = results(trainer, parts)
         dist.barrier(pair.group)
         run = made("xir", parts, ALONE, "sharded")  # as whoever serves it reads it

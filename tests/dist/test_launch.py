@@ -19,7 +19,7 @@ from sparring.core import files, ranks
 from sparring.models import rowwise_tables
 from sparring.recipes import run as runs
 from sparring.cli import main
-from sparring.cli.launch import without
+from sparring.cli.train import without_launcher
 from sparring.data.interactions import Split
 from sparring.data.synthetic import make_world
 from sparring.core.devices import pick_device
@@ -89,7 +89,7 @@ def test_the_launchers_words_are_its_own() -> None:
         "--resume",
         "--quiet",
     ]
-    assert without(words) == ["train", "--set", "n=4", "--out", "x", "--quiet"]
+    assert without_launcher(words) == ["train", "--set", "n=4", "--out", "x", "--quiet"]
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def expected(query: str, k: int, left_out: set[int]) -> tuple[list[int], list[fl
 @pytest.mark.parametrize("block", [1, 1 << 24])
 def test_lists_follow_the_formula(k: int, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Scores, order, ties by id, and empty places are those of the formula, however many queries are scored at once."""
-    monkeypatch.setattr("sparring.bm25._BLOCK", block)
+    monkeypatch.setattr("sparring.evaluation.bm25._BLOCK", block)
     lists, scores = bm25(ITEMS, QUERIES, k, stopwords=None)
     for row, query in enumerate(QUERIES):
         ids, values = expected(query, k, set())

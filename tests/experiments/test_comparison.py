@@ -23,7 +23,7 @@ from sparring.data.interactions import Interactions, Split
 from sparring.data.synthetic import World
 from sparring.evaluation.metrics import popularity_percentile, popularity_strata
 from sparring.experiments import comparison_tables
-from sparring.experiments.comparison import Data, Plan, check, compare
+from sparring.experiments.comparison import ComparedData, Comparison, check, compare
 from sparring.experiments.diagnose.profile import profile
 from sparring.negatives import Negatives
 from sparring.recipes.run import Term, compose
@@ -174,9 +174,9 @@ def test_bad_input_is_one_line(done: tuple[Path, list[str]], tmp_path: Path, cap
     refused(with_("--test", "0"), "test part")
     refused(lambda words: [*words, "--set", "lamm=0.5"], "'lamm'")
     refused(lambda words: [*words, "--set", "seed=5"], "--seeds")
-    refused(lambda words: [*words, "--set", "lr=0.5"], "begun without lr=0.5")
-    refused(lambda words: [*words, "--epochs", "7"], "begun with epochs=", "not 7")
-    refused(lambda words: [*words, "--split-seed", "9"], "another tiny")
+    refused(lambda words: [*words, "--set", "lr=0.5"], "without lr=0.5")
+    refused(lambda words: [*words, "--epochs", "7"], "epochs=", "not 7")
+    refused(lambda words: [*words, "--split-seed", "9"], "version or split of tiny")
     assert not list(tmp_path.glob("fresh/*/*"))
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.txt").write_text("")
@@ -186,16 +186,8 @@ def test_bad_input_is_one_line(done: tuple[Path, list[str]], tmp_path: Path, cap
 def test_an_interrupted_comparison_goes_on(parts: Split, small_world: World, tmp_path: Path) -> None:
     """Stopped after its first training and called again, it ends with the same values as one that never stopped."""
     shared = {"dim": 4, "batch_size": 128, "n": 16, "epochs": 2}
-    whole = Plan(
-        tmp_path / "whole",
-        (Data("w", parts, world=small_world),),
-        ("uns", "pns"),
-        2,
-        "",
-        ("ndcg@10",),
-        Setup(),
-        dict(shared),
-    )
+    data = (ComparedData("w", parts, world=small_world),)
+    whole = Comparison(tmp_path / "whole", data, ("uns", "pns"), 2, "", ("ndcg@10",), Setup(), dict(shared))
     stopped = dataclasses.replace(whole, out=tmp_path / "stopped", device="cpu")
 
     def stop(name: str, error: str | None) -> None:
@@ -203,7 +195,7 @@ def test_an_interrupted_comparison_goes_on(parts: Split, small_world: World, tmp
 
     with pytest.raises(KeyboardInterrupt):
         compare(stopped, 1, Listener(ended=stop))
-    assert len(list(comparison_tables.finished_runs(stopped, "w", "uns"))) == 1
+    assert len(stopped.study.runs("w", stopped.methods["uns"])) == 1
     assert compare(stopped, 1) == compare(whole, 1) == []
     for first, second in zip(
         comparison_tables.quality(stopped).rows, comparison_tables.quality(whole).rows, strict=True
@@ -259,15 +251,14 @@ def test_a_recipe_whose_trials_all_failed_does_not_stop_the_others(parts: Split,
     """Its failure is told, now and when the comparison is called again, and the other recipes are trained."""
     pytest.importorskip("optuna")
     shared = {"dim": 4, "batch_size": 128, "epochs": 1}
-    plan = Plan(
-        tmp_path / "out", (Data("w", dataclasses.replace(parts, train=no_shown(parts))),), ("uns", "shown"), 1, trials=1
-    )
+    data = (ComparedData("w", dataclasses.replace(parts, train=no_shown(parts))),)
+    plan = Comparison(tmp_path / "out", data, ("uns", "shown"), 1, trials=1)
     plan = dataclasses.replace(plan, base=Setup(), shared=shared, device="cpu")
     for _ in range(2):
         (failure,) = compare(plan)
         assert (failure.recipe, failure.what) == ("shown", "tuning")
         assert "all 1 trials of shown failed" in failure.error
-    assert len(list(comparison_tables.finished_runs(plan, "w", "uns"))) == 1
+    assert len(plan.study.runs("w", plan.methods["uns"])) == 1
     assert [row["failed"] for row in comparison_tables.tuned(plan).rows] == [0, 1]
 
 

@@ -20,7 +20,7 @@ from sparring.data.interactions import Split
 from sparring.data.splits import split
 from sparring.data.synthetic import World, make_world
 from sparring.experiments.diagnose import advice, samplers
-from sparring.experiments.diagnose.measures import Diagnosis, Drawn, Gradient, compared, diagnose, exact
+from sparring.experiments.diagnose.measures import Diagnosis, DrawSummary, Gradient, compared, diagnose, exact
 from sparring.negatives import AllItems, Hardest, InBatch, Negatives, Popularity, Resample, Sampled, Uniform
 from sparring.recipes import RECIPES
 from sparring.recipes.run import Run, Term, compose
@@ -164,9 +164,9 @@ def test_closed_form_resampling_points_as_the_softmax_at_half_the_temperature(pa
     )
     assert found.gradient.across < found.gradient.cosine
     assert found.gradient.noise < 1e-4
-    assert found.drawn.ess == pytest.approx(np.mean(ess), rel=1e-5)
-    assert found.drawn.false_negatives == pytest.approx(wrong / (64 * len(queries)), rel=1e-5)
-    assert found.drawn.own_positive == 0
+    assert found.draws.ess == pytest.approx(np.mean(ess), rel=1e-5)
+    assert found.draws.false_negatives == pytest.approx(wrong / (64 * len(queries)), rel=1e-5)
+    assert found.draws.own_positive == 0
     pop = Popularity(torch.from_numpy(parts.train.counts()))
     corrected = diagnose("ssl_pop", run_with(parts, InBatch(pop)), parts, queries=60, draws=40)
     resampled = diagnose("bir", run_with(parts, Resample(InBatch(pop))), parts, queries=60, draws=40)
@@ -217,19 +217,19 @@ def test_the_noise_of_few_draws_is_not_taken_for_bias() -> None:
 def test_equal_weights_are_all_effective(parts: Split) -> None:
     """Where all scores and weights are equal the effective sample size is the number of candidates that count; else it is less."""
     run = run_with(parts, Sampled(Uniform(40), 24, per_query=True, exclude="none"))
-    uneven = diagnose("uns", run, parts, queries=20, draws=2).drawn
+    uneven = diagnose("uns", run, parts, queries=20, draws=2).draws
     assert uneven.candidates == 24
     assert 1 < uneven.ess < 20
     with torch.no_grad():
         run.model.query.weight.zero_()
-    even = diagnose("uns", run, parts, queries=20, draws=2).drawn
+    even = diagnose("uns", run, parts, queries=20, draws=2).draws
     assert even.ess == pytest.approx(24)
 
 
 def test_hits_and_false_negatives_equal_a_loop(parts: Split, small_world: World) -> None:
     """Own positives, other known positives and false negatives of known lists, counted place by place; a made-up vector is none of them."""
     run = run_with(parts, Listed())
-    found = diagnose("listed", run, parts, queries=ALL, draws=2, world=small_world).drawn
+    found = diagnose("listed", run, parts, queries=ALL, draws=2, world=small_world).draws
     taken = {(int(q), int(i)) for q, i in zip(parts.train.queries, parts.train.items, strict=True)}
     relevant = small_world.relevant(torch.arange(60)).numpy()
     observed = {
@@ -254,7 +254,7 @@ def test_hits_and_false_negatives_equal_a_loop(parts: Split, small_world: World)
 @pytest.mark.parametrize("exclude", ["none", "positive", "known"])
 def test_what_is_masked_does_not_count(parts: Split, exclude: str) -> None:
     """Over all items, hits are what the data says; masking takes them out of what counts, not out of what was drawn."""
-    found = diagnose("all", run_with(parts, AllItems(40, exclude)), parts, queries=ALL, draws=2).drawn  # type: ignore[arg-type]
+    found = diagnose("all", run_with(parts, AllItems(40, exclude)), parts, queries=ALL, draws=2).draws  # type: ignore[arg-type]
     degree = np.bincount(parts.train.queries, minlength=60)[parts.train.queries]
     assert found.own_positive == pytest.approx(1 / 40)
     assert found.other_positive == pytest.approx((degree - 1).mean() / 40)
@@ -266,17 +266,17 @@ def test_what_is_masked_does_not_count(parts: Split, exclude: str) -> None:
 
 def test_hardness_is_flat_for_uniform_draws_and_at_the_end_for_the_hardest(parts: Split) -> None:
     """Tenths of the catalogue: all items fill them equally, uniform draws within 5 standard errors, the 4 hardest of 40 the last."""
-    every = diagnose("all", run_with(parts, AllItems(40, "none")), parts, queries=30, draws=2).drawn.hardness
+    every = diagnose("all", run_with(parts, AllItems(40, "none")), parts, queries=30, draws=2).draws.hardness
     assert every == pytest.approx([0.1] * 10)
     uniform = diagnose(
         "uns", run_with(parts, Sampled(Uniform(40), 20, per_query=True, exclude="none")), parts, queries=100, draws=20
     )
-    assert sum(uniform.drawn.hardness) == pytest.approx(1)
+    assert sum(uniform.draws.hardness) == pytest.approx(1)
     error = np.sqrt(0.1 * 0.9 / (100 * 20 * 20))
-    assert max(abs(share - 0.1) for share in uniform.drawn.hardness) < 5 * error
+    assert max(abs(share - 0.1) for share in uniform.draws.hardness) < 5 * error
     hardest = diagnose(
         "hardest", run_with(parts, Hardest(AllItems(40, "none"), 4)), parts, queries=30, draws=2
-    ).drawn.hardness
+    ).draws.hardness
     assert hardest == pytest.approx([0.0] * 9 + [1.0])
 
 
@@ -295,13 +295,17 @@ def test_opponents_share_the_model_and_offer_as_many_candidates(parts: Split) ->
     """n is set so that all offer what the run offers; where the batch alone is as much, n is the batch size; memories are filled."""
     run = build("debiased_mns", parts.train, {"n": 16}, SETUP)  # 32 in the batch and 16 more
     for name, expected in {"uns": 48, "mns": 48, "pns": 48, "ssl_pop": 32, "bir": 32, "full_softmax": 40}.items():
-        other = samplers.opponent(name, run, parts)
+        other = samplers.with_negatives_of(name, run, parts)
         assert other.model is run.model
         assert other.temperature is run.temperature
-        assert samplers.offers(other, parts) == (expected, True), name
-    assert samplers.offers(samplers.opponent("mns", build("ssl", parts.train, {}, SETUP), parts), parts) == (64, True)
-    assert samplers.offers(samplers.opponent("dns", run, parts), parts)[1] is False
-    memory = [m for m in samplers.opponent("cbns", run, parts).modules().modules() if type(m).__name__ == "Memory"]
+        assert samplers.candidate_count(other, parts) == (expected, True), name
+    assert samplers.candidate_count(
+        samplers.with_negatives_of("mns", build("ssl", parts.train, {}, SETUP), parts), parts
+    ) == (64, True)
+    assert samplers.candidate_count(samplers.with_negatives_of("dns", run, parts), parts)[1] is False
+    memory = [
+        m for m in samplers.with_negatives_of("cbns", run, parts).modules().modules() if type(m).__name__ == "Memory"
+    ]
     assert int((memory[0].ids >= 0).sum()) > 200  # type: ignore[operator]
 
 
@@ -338,7 +342,7 @@ def made(
     return Diagnosis(
         name,
         Gradient(cosine, error, cosine / 2, across, 0.1, noise, 1.0),
-        Drawn(**{**figures, "hardness": (0.1,) * 10, **drawn}),  # type: ignore[arg-type]
+        DrawSummary(**{**figures, "hardness": (0.1,) * 10, **drawn}),  # type: ignore[arg-type]
         {"popularity": popularity},
     )
 
@@ -375,7 +379,7 @@ def test_advice_names_a_setting_only_where_it_can_be_set(parts: Split) -> None:
     said = {line.sampler: line.text for line in advice.advise(found) if line.kind == "warning"}
     assert set(said) == {", ".join(able), ", ".join([*unable, "own"])}
     assert "(exclude=known masks them)" in said[", ".join(able)]
-    assert f"exclude=known of {', '.join(able)} does" in said[", ".join([*unable, "own"])]
+    assert f"exclude=known of {', '.join(able)}" in said[", ".join([*unable, "own"])]
 
 
 def test_warnings_name_who_breaks_which_rule() -> None:

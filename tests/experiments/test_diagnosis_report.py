@@ -19,9 +19,9 @@ from experiments.test_report import LOADS, NASTY, Seen
 from sparring.cli import main
 from sparring.data.interactions import Split
 from sparring.experiments.diagnose import advice
-from sparring.experiments.diagnose.measures import Diagnosis, Drawn, Gradient
+from sparring.experiments.diagnose.measures import Diagnosis, DrawSummary, Gradient
 from sparring.experiments.report import diagnosis as diagnosis_page
-from sparring.experiments.report.diagnosis import Sample
+from sparring.experiments.report.diagnosis import SampleSize
 
 FIGURES = {"gradient", "sample-size", "popularity", "hardness"}
 META = {
@@ -38,7 +38,7 @@ def diagnosis(name: str, noise: float = 0.5, synthetic: float = 0.0) -> Diagnosi
         if synthetic == 1
         else {"popularity": 0.4, "head": 0.5, "mid": 0.3, "tail": 0.2, "synthetic": synthetic}
     )
-    drawn = Drawn(100.0, 12.5, 0.01, 0.02, 0.03, None, (0.0,) * 8 + (0.25, 0.75))
+    drawn = DrawSummary(100.0, 12.5, 0.01, 0.02, 0.03, None, (0.0,) * 8 + (0.25, 0.75))
     return Diagnosis(name, Gradient(0.9, 0.01, 0.5, 0.95, 0.125, noise, 1.0), drawn, profile)
 
 
@@ -142,7 +142,7 @@ def test_a_scale_of_less_than_a_decade_has_plain_numbers() -> None:
     """The sample sizes of samplers alike: labels are numbers, and there are some."""
     one = diagnosis("own")
     alike = [
-        dataclasses.replace(one, drawn=dataclasses.replace(one.drawn, ess=ess, candidates=256.0))
+        dataclasses.replace(one, draws=dataclasses.replace(one.draws, ess=ess, candidates=256.0))
         for ess in (40.0, 60.0)
     ]
     figure = diagnosis_page.sizes(alike)
@@ -154,13 +154,13 @@ def test_a_scale_of_less_than_a_decade_has_plain_numbers() -> None:
 def test_any_names_and_any_figures_make_a_page(parts: Split, tmp_path: Path) -> None:
     """Names full of signs are shown as they are; one sampler alone, one of made-up vectors only, and one that draws nothing have a page."""
     nothing = Diagnosis(
-        "none", Gradient(0, 0, 0, 0, 0, 0, 0), Drawn(0, 0, 0, 0, 0, None, (0.0,) * 10), {"synthetic": 0.0}
+        "none", Gradient(0, 0, 0, 0, 0, 0, 0), DrawSummary(0, 0, 0, 0, 0, None, (0.0,) * 10), {"synthetic": 0.0}
     )
     for number, found in enumerate(
         ([diagnosis(NASTY)], [diagnosis("own"), diagnosis("made up", synthetic=1.0), nothing], [nothing])
     ):
         path = diagnosis_page.write(
-            tmp_path / str(number), found, advice.advise(found), parts, META, Sample(5, 2, 9), "a machine"
+            tmp_path / str(number), found, advice.advise(found), parts, META, SampleSize(5, 2, 9), "a machine"
         )
         page = path.read_text()
         seen = Seen(page)

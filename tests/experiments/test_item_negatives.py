@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from sparring.cli import main
-from sparring.cli.inputs import read_recorded, split_as
+from sparring.cli.inputs import read_recorded, split_recorded
 from sparring.core.errors import UserError
 from sparring.data.interactions import Split
 from sparring.experiments.diagnose import samplers
-from sparring.experiments.diagnose.item_negatives import met
+from sparring.experiments.diagnose.item_negatives import negatives_of_item
 from sparring.recipes.run import Run
-from sparring.training.trained import read_meta
+from sparring.training.folder import read_meta
 
 
 def trained(folder: Path, recipe: str, *more: str) -> tuple[Run, Split]:
@@ -35,8 +35,8 @@ def trained(folder: Path, recipe: str, *more: str) -> tuple[Run, Split]:
     ]
     assert main([*words, "--set", "batch_size=64", "--set", "dim=8", *more]) == 0
     meta = read_meta(folder)
-    split = split_as(read_recorded(meta, folder, None, {}), meta, folder)
-    return samplers.own(folder, split), split
+    split = split_recorded(read_recorded(meta, folder, None, {}), meta, folder)
+    return samplers.load_for_diagnosis(folder, split), split
 
 
 def rarest(split: Split) -> int:
@@ -50,7 +50,7 @@ def test_against_the_whole_catalogue_shares_are_those_of_the_softmax(tmp_path: P
     run, split = trained(tmp_path / "run", "full_softmax")
     item = rarest(split)
     queries = split.train.queries[split.train.items == item]
-    found = met(run, split, item, limit=100, steps=150, seconds=60)
+    found = negatives_of_item(run, split, item, limit=100, steps=150, seconds=60)
     with torch.no_grad():
         vectors = run.model.item_vectors().double()
         q = run.model.encode_queries(torch.from_numpy(queries).long(), torch.full((len(queries),), item)).double()
@@ -79,14 +79,14 @@ def test_what_is_drawn_is_in_the_catalogue_and_the_run_is_left_as_it_was(tmp_pat
     run, split = trained(tmp_path / "run", recipe)
     before = {name: tensor.clone() for name, tensor in run.modules().state_dict().items()}
     item = rarest(split)
-    found = met(run, split, item, limit=100, steps=5, seconds=60)
+    found = negatives_of_item(run, split, item, limit=100, steps=5, seconds=60)
     assert len(set(found.items)) == len(found.items)
     assert all(0 <= at < split.train.n_items for at in found.items)
     assert all(times > 0 for times in found.times)
     assert sum(found.shares) + found.made_up == pytest.approx(1, abs=1e-6)
     assert (found.made_up > 0) == (recipe == "mixgcf")
     assert len(found.items) == found.distinct
-    assert met(run, split, item, limit=100, steps=5, seconds=60) == found
+    assert negatives_of_item(run, split, item, limit=100, steps=5, seconds=60) == found
     for name, tensor in run.modules().state_dict().items():
         assert torch.equal(tensor, before[name]), name
 
@@ -94,12 +94,12 @@ def test_what_is_drawn_is_in_the_catalogue_and_the_run_is_left_as_it_was(tmp_pat
 def test_it_ends_when_the_time_is_up_and_says_so(tmp_path: Path) -> None:
     """Without time one step is taken; an item that nobody took met nothing, and one that does not exist is refused."""
     run, split = trained(tmp_path / "run", "ssl_pop")
-    found = met(run, split, rarest(split), seconds=0)
+    found = negatives_of_item(run, split, rarest(split), seconds=0)
     assert found.steps == 1
     assert found.cut
     nobody = np.flatnonzero(np.bincount(split.train.items, minlength=split.train.n_items) == 0)
     if len(nobody):
         with pytest.raises(UserError, match="no training pair"):
-            met(run, split, int(nobody[0]))
+            negatives_of_item(run, split, int(nobody[0]))
     with pytest.raises(UserError, match="outside"):
-        met(run, split, split.train.n_items)
+        negatives_of_item(run, split, split.train.n_items)

@@ -7,7 +7,6 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import polars as pl
@@ -17,12 +16,22 @@ import safetensors.numpy
 from sparring.cli import main
 from sparring.data.interactions import Interactions
 from sparring.data.synthetic import World, make_world
-from sparring.experiments.papers import EXPERIMENTS, Given, Method, Plan, esans_cost, find, reproduce, seeds
-from sparring.experiments.papers.cells import beside
-from sparring.experiments.papers.published import XIR_DATA, XIR_TABLE_2, XIR_TABLE_4, Figure, esans_ratios, matching
+from sparring.experiments.papers import (
+    EXPERIMENTS,
+    PaperDataset,
+    PaperMethod,
+    Reproduction,
+    esans,
+    find,
+    reproduce,
+    seeds,
+)
+from sparring.experiments.papers.printed import PublishedFigure
+from sparring.experiments.papers.tables import beside
+from sparring.experiments.papers.xir import DATA, TABLE_2_CELLS, TABLE_4_CELLS
 from sparring.recipes import RECIPES
 from sparring.training import trained
-from support.papers import run_here
+from support.papers import meta, metrics_of, run_here, table
 
 QUICK: dict[str, object] = {"epochs": 2, "batch_size": 128, "dim": 4}
 FAST = ["--epochs", "2", "--set", "batch_size=128", "--set", "dim=4", "--device", "cpu"]
@@ -38,16 +47,10 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
     run_here(monkeypatch)
 
 
-def small(name: str, out: Path, data: Interactions, known_as: str = "", **settings: object) -> Plan:
-    return Plan(find(name), out, (Given("tiny", data, known_as),), seeds(2), {**QUICK, **settings}, "cpu")
-
-
-def table(out: Path, name: str = "table") -> list[dict[str, Any]]:
-    return list(json.loads((out / f"{name}.json").read_text())["rows"])
-
-
-def results(folder: Path) -> dict[str, float]:
-    return dict(json.loads((folder / "result.json").read_text())["test"]["metrics"])
+def small(name: str, out: Path, data: Interactions, known_as: str = "", **settings: object) -> Reproduction:
+    return Reproduction(
+        find(name), out, (PaperDataset("tiny", data, known_as),), seeds(2), {**QUICK, **settings}, "cpu"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -80,15 +83,15 @@ def test_the_verdict_is_that_of_the_relative_difference() -> None:
         ([0.098], 0.1, "within 2 %"),
         ([0.10201], 0.1, "outside 2 %"),
     ):
-        row = beside(values, Figure(printed))
+        row = beside(values, PublishedFigure(printed))
         assert row["verdict"] == verdict
         assert row["difference"] == pytest.approx((values[0] - printed) / printed)
-    row = beside([1.0, 2.0, 6.0], Figure(2.0, 0.5))
+    row = beside([1.0, 2.0, 6.0], PublishedFigure(2.0, 0.5))
     assert (row["mean"], row["std"], row["difference"]) == (3.0, pytest.approx(7**0.5), 0.5)
     assert (row["published"], row["published_std"], row["seeds"]) == (2.0, 0.5, 3)
     assert beside([1.0], None)["difference"] is None
     assert beside([1.0], None)["verdict"] == "not published"
-    missing = beside([], Figure(2.0), "because")
+    missing = beside([], PublishedFigure(2.0), "because")
     assert (missing["mean"], missing["difference"], missing["verdict"]) == (None, None, "not run: because")
 
 
@@ -96,18 +99,18 @@ def test_printed_figures_agree_with_what_the_papers_say_of_them() -> None:
     """The improvements that the text of XIR names follow from its tables as typed here, to rounding; so do the ratios of ESANS' hours."""
     gains = {"BIR": (2.47, 6.57, 6.58, 2.04, 5.17), "XIR": (3.81, 12.23, 15.24, 11.73, 17.12)}
     for method, said in gains.items():
-        for data, gain in zip(XIR_DATA, said, strict=True):
-            best = XIR_TABLE_2[data, "NDCG@10", "MNS"].value
-            assert 100 * (XIR_TABLE_2[data, "NDCG@10", method].value / best - 1) == pytest.approx(gain, abs=0.2)
-    assert len(XIR_TABLE_2) == 5 * 6 * 2
+        for data, gain in zip(DATA, said, strict=True):
+            best = TABLE_2_CELLS[data, "NDCG@10", "MNS"].value
+            assert 100 * (TABLE_2_CELLS[data, "NDCG@10", method].value / best - 1) == pytest.approx(gain, abs=0.2)
+    assert len(TABLE_2_CELLS) == 5 * 6 * 2
     for method, gain in (("BIR", 3.06), ("XIR", 4.87)):
-        found = XIR_TABLE_4["Tmall", "NDCG@10", method].value / XIR_TABLE_4["Tmall", "NDCG@10", "SSL-Pop"].value
+        found = TABLE_4_CELLS["Tmall", "NDCG@10", method].value / TABLE_4_CELLS["Tmall", "NDCG@10", "SSL-Pop"].value
         assert 100 * (found - 1) == pytest.approx(gain, abs=0.1)
-    assert [round(value, 2) for value in esans_ratios().values()] == [1.0, 1.01, 1.14, 1.06, 1.6, 1.42, 1.18]
+    assert [round(value, 2) for value in esans.time_ratios().values()] == [1.0, 1.01, 1.14, 1.06, 1.6, 1.42, 1.18]
     wrong = {
         name
-        for name, row in XIR_DATA.items()
-        if abs(row.interactions / (row.queries * row.items) / row.density - 1) > 0.02
+        for name, row in DATA.items()
+        if abs(row["interactions"] / (row["queries"] * row["items"]) / row["density"] - 1) > 0.02
     }
     assert wrong == {"Ta-feng"}
 
@@ -120,7 +123,7 @@ def test_data_is_matched_by_counts_alone(tmp_path: Path, capsys: pytest.CaptureF
     for rows, known in ((n, "Ta-feng"), (n - 1, "")):
         path = tmp_path / f"gowalla-{rows}.parquet"
         frame.head(rows).write_parquet(path)
-        assert matching((users, items, rows)) == known
+        assert find("xir-table2").known_as((users, items, rows)) == known
         assert main(["reproduce", "xir-table1", "--data", str(path), "--out", str(tmp_path / str(rows))]) == 0
         first = [row for row in table(tmp_path / str(rows)) if row["data"] == (known or path.stem)]
         assert [row["mean"] for row in first[:3]] == [users, items, rows]
@@ -144,13 +147,10 @@ def test_each_seed_is_a_split_of_its_own(tmp_path: Path, world: World, here: Non
             assert sizes.tolist() == [round(0.8 * int(n)) for n in held]
             pairs = set(zip(np.repeat(np.arange(80), sizes).tolist(), stored["items"].tolist(), strict=True))
             assert seen.setdefault(seed, pairs) == pairs
-            meta = json.loads((folder / "run.json").read_text())
-            assert (meta["source"]["split"]["seed"], meta["setup"]["seed"], meta["arguments"]["lam"]) == (
-                seed,
-                seed,
-                float(lam),
-            )
-            assert "valid" not in meta["data"]
+            run = meta(folder)
+            assert (run["source"]["split"]["seed"], run["setup"]["seed"]) == (seed, seed)
+            assert run["arguments"]["lam"] == float(lam)
+            assert "valid" not in run["data"]
     assert len(seen[10] & seen[20]) < 0.95 * len(seen[10])
 
 
@@ -161,7 +161,7 @@ def test_the_table_says_what_the_folders_say(tmp_path: Path, world: World, here:
     rows = {(row["data"], row["metric"], row["method"]): row for row in table(plan.out)}
     printed = {("NDCG@10", "BIR"): 0.0675, ("RECALL@10", "G-Tower"): 0.0415}
     for method in ("SSL", "SSL-Pop", "MNS", "G-Tower", "BIR", "XIR"):
-        each = [results(plan.out / "tiny" / method.lower() / str(seed)) for seed in (10, 20)]
+        each = [metrics_of(plan.out / "tiny" / method.lower() / str(seed)) for seed in (10, 20)]
         for metric, ours, standard in (
             ("NDCG@10", "ndcg_xir_release@10", "ndcg@10"),
             ("RECALL@10", "recall_xir_release@10", "recall@10"),
@@ -179,7 +179,7 @@ def test_the_table_says_what_the_folders_say(tmp_path: Path, world: World, here:
     assert any("XIR with lambda 0.5" in line for line in found.findings)
     wide = {row["method"]: row for row in table(plan.out, "cutoffs")}
     for k in (10, 20, 50):
-        each = [results(plan.out / "tiny" / "ssl" / str(seed))[f"recall@{k}"] for seed in (10, 20)]
+        each = [metrics_of(plan.out / "tiny" / "ssl" / str(seed))[f"recall@{k}"] for seed in (10, 20)]
         assert wide["SSL"][f"recall_at_{k}"] == pytest.approx(sum(each) / 2)
 
 
@@ -201,11 +201,11 @@ def test_a_failed_method_is_told_and_the_others_go_on(done: Path) -> None:
     for row in rows:
         if row["method"] == "XIR":
             assert row["mean"] is None
-            assert row["verdict"].startswith("not run: failed: lam is the weight of the cache term")
+            assert row["verdict"].startswith("not run: failed: lam")
         else:
             assert row["mean"] > 0
             assert row["verdict"] == "not published"
-    assert "XIR seed 10: lam is the weight" in (done / "README.md").read_text()
+    assert "XIR seed 10: lam" in (done / "README.md").read_text()
     assert len(trained.load(done / "tiny" / "ssl-pop" / "10").recommend([3], 5)) == 5
 
 
@@ -213,7 +213,7 @@ def test_data_of_the_paper_that_was_not_given_is_said_and_not_filled_in(done: Pa
     """Every printed figure of the five sets stands in the table without one of ours, and says why."""
     rows = [row for row in table(done) if row["data"] != "tiny"]
     assert {(row["data"], row["metric"], row["method"]): row["published"] for row in rows} == {
-        key: figure.value for key, figure in XIR_TABLE_2.items()
+        key: figure.value for key, figure in TABLE_2_CELLS.items()
     }
     assert {row["verdict"] for row in rows} == {"not run: the data was not given"}
     assert all(row["mean"] is row["difference"] is row["standard"] is None for row in rows)
@@ -238,23 +238,23 @@ def test_the_same_call_again_runs_only_what_is_missing(
     words += ["--out", str(done)]
     folders = [done / "tiny" / name / "10" for name in ("ssl", "ssl-pop", "mns", "g-tower", "bir")]
     before = [(folder / "checkpoint.safetensors").stat().st_mtime_ns for folder in folders]
-    expected = results(folders[1])
+    expected = metrics_of(folders[1])
     (folders[1] / "result.json").unlink()
     assert main(words) == 1
     assert "4 of 6 already done" in capsys.readouterr().out
-    assert results(folders[1]) == expected
+    assert metrics_of(folders[1]) == expected
     assert [(folder / "checkpoint.safetensors").stat().st_mtime_ns for folder in folders] == before
     for more, said in (
-        (["--set", "lr=0.1"], "begun without lr=0.1"),
+        (["--set", "lr=0.1"], "without lr=0.1"),
         (["--set", "seed=3"], "seed cannot be set"),
         (["--set", "lamb=1"], "'lam'"),
     ):
         assert main([*words, *more]) == 2
         assert said in capsys.readouterr().err
     assert main(["reproduce", "xir-table6", *words[2:], "--set", "lam=1"]) == 2
-    assert "lam cannot be set: xir-table6 sets it itself" in capsys.readouterr().err
+    assert "lam cannot be set" in capsys.readouterr().err
     assert main(["reproduce", "xir-table4", *words[2:]]) == 2
-    assert "holds xir-table2" in capsys.readouterr().err
+    assert "xir-table2" in capsys.readouterr().err
 
 
 def test_names_are_listed_and_a_wrong_one_is_told(capsys: pytest.CaptureFixture[str]) -> None:
@@ -278,7 +278,7 @@ def test_curves_are_measured_on_the_test_part(tmp_path: Path, world: World, here
         folder = plan.out / "tiny" / method / "10"
         records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         assert [record["epoch"] for record in records if "test_ndcg_xir_release@10" in record] == [1, 2, 4, 5]
-        assert records[-1]["test_ndcg_xir_release@10"] == pytest.approx(results(folder)["ndcg_xir_release@10"])
+        assert records[-1]["test_ndcg_xir_release@10"] == pytest.approx(metrics_of(folder)["ndcg_xir_release@10"])
         assert json.loads((folder / "result.json").read_text())["best_epoch"] == 5
     curve = [row for row in table(plan.out, "curve") if row["method"] == "SSL"]
     assert [row["epoch"] for row in curve] == [1, 2, 4, 5]
@@ -305,7 +305,7 @@ def test_sweeps_compare_on_the_same_split(tmp_path: Path, world: World, here: No
     plan = small("xir-table5", tmp_path / "cache", world.interactions, lr=0.1)
     reproduce(plan)
     each = {
-        name: [results(plan.out / "tiny" / name / str(seed))["ndcg_xir_release@10"] for seed in (10, 20)]
+        name: [metrics_of(plan.out / "tiny" / name / str(seed))["ndcg_xir_release@10"] for seed in (10, 20)]
         for name in ("bir", "xir-cache-4x")
     }
     ratios = [ours / base - 1 for ours, base in zip(each["xir-cache-4x"], each["bir"], strict=True)]
@@ -325,32 +325,20 @@ def test_sweeps_compare_on_the_same_split(tmp_path: Path, world: World, here: No
 def test_features_need_columns_of_items(tmp_path: Path, world: World, here: None) -> None:
     """xir-table4 takes columns that sort items into classes; without any it says so, beside the printed figures of Tmall."""
     data = world.interactions
-    bare = Plan(
-        find("xir-table4"),
-        tmp_path / "bare",
-        (Given("bare", dataclasses.replace(data, item_table=None)),),
-        (10,),
-        dict(QUICK),
-        "cpu",
-    )
+    without = PaperDataset("bare", dataclasses.replace(data, item_table=None))
+    bare = Reproduction(find("xir-table4"), tmp_path / "bare", (without,), (10,), dict(QUICK), "cpu")
     found, _ = reproduce(bare)
-    assert any("bare: not run: it has no table of items" in line for line in found.findings)
+    assert any("bare: not run" in line for line in found.findings)
     assert {row["data"] for row in table(bare.out)} == {"Tmall"}
     items = pl.DataFrame(
         {"item": range(60), "kind": [at % 5 for at in range(60)], "title": [f"t{at}" for at in range(60)]}
     )
-    plan = Plan(
-        find("xir-table4"),
-        tmp_path / "out",
-        (Given("tiny", dataclasses.replace(data, item_table=items)),),
-        (10,),
-        dict(QUICK),
-        "cpu",
-    )
+    dataset = PaperDataset("tiny", dataclasses.replace(data, item_table=items))
+    plan = Reproduction(find("xir-table4"), tmp_path / "out", (dataset,), (10,), dict(QUICK), "cpu")
     assert {method.settings["item_features"] for method in plan.methods["tiny"]} == {"kind"}
     reproduce(plan)
-    meta = json.loads((plan.out / "tiny" / "bir" / "10" / "run.json").read_text())
-    assert (meta["setup"]["model"]["item_features"], meta["setup"]["model"]["hidden"]) == (["kind"], [32, 16])
+    setup = meta(plan.out / "tiny" / "bir" / "10")["setup"]["model"]
+    assert (setup["item_features"], setup["hidden"]) == (["kind"], [32, 16])
     assert len([row for row in table(plan.out) if row["data"] == "tiny" and row["mean"] is not None]) == 16
 
 
@@ -360,12 +348,12 @@ def test_esans_is_run_where_there_is_a_recipe(
     """Costs are ratios to UNS of the same seed, without the first epoch; ESANS says that it is not there yet until a recipe is."""
     monkeypatch.setitem(RECIPES, "esans", RECIPES["uns"])
     plan = small("esans-cost", tmp_path / "out", world.interactions, n=16)
-    assert Method("ESANS", "esans", {**QUICK, "n": 16}) in plan.methods["tiny"]
+    assert PaperMethod("ESANS", "esans", {**QUICK, "n": 16}) in plan.methods["tiny"]
     monkeypatch.delitem(RECIPES, "esans")
     plan = small("esans-cost", tmp_path / "out", world.interactions, n=16)
     reproduce(plan)
     rows = {row["method"]: row for row in table(plan.out)}
-    assert rows["ESANS"]["verdict"] == "not run: the recipe `esans` is not there yet"
+    assert rows["ESANS"]["verdict"] == "not run: there is no recipe `esans` yet"
     assert (rows["ESANS"]["published"], rows["ESANS"]["mean"]) == (1.18, None)
     times = {}
     for method in ("uns", "fairneg"):
@@ -377,7 +365,7 @@ def test_esans_is_run_where_there_is_a_recipe(
     ratios = [ours / base for ours, base in zip(times["fairneg"], times["uns"], strict=True)]
     assert rows["FairNeg"]["mean"] == pytest.approx(sum(ratios) / 2)
     assert rows["UNS"]["verdict"] == "the reference"
-    assert esans_cost.COST.alone
+    assert esans.COST.alone
 
 
 def test_a_browser_opens_the_page(done: Path, browse: Callable[[Path], tuple[str, str]]) -> None:
@@ -387,8 +375,8 @@ def test_a_browser_opens_the_page(done: Path, browse: Callable[[Path], tuple[str
     assert dom.count("<svg") == 1
     for words in (
         "not run: the data was not given",
-        "10, each with a split of its own",
-        "XIR seed 10: lam is the weight",
+        "10, each with its own split",
+        "XIR seed 10: lam",
         "0.1543 ± 0.00011",
     ):
         assert words in dom

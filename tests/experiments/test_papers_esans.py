@@ -19,16 +19,15 @@ import torch
 from sparring.cli import main
 from sparring.data.synthetic import World, make_world
 from sparring.evaluation.statistics import equal_variance_t, summary
-from sparring.experiments.papers import Catalogue, Given, Plan, find, reproduce
-from sparring.experiments.papers.esans_main import candidates, five_runs
-from sparring.experiments.papers.esans_rows import printed_gain, relative_rows
-from sparring.experiments.papers.published import Figure
-from sparring.experiments.papers.published_esans import ESANS_DATA, FIGURE_4, FIVE_RUNS, TABLE_2, TABLE_4, TABLE_5
+from sparring.experiments.papers import ItemModalities, PaperDataset, Reproduction, find, reproduce
+from sparring.experiments.papers.esans import FIGURE_4, FIVE_RUNS, TABLE_2, TABLE_4, TABLE_5, candidates, five_runs
+from sparring.experiments.papers.printed import PublishedFigure, published_counts
+from sparring.experiments.papers.tables import published_gain, relative_rows
 from sparring.experiments.search_space import space
 from sparring.recipes import settings
 from sparring.recipes.setup import flat
-from sparring.training.step import contrast
-from support.papers import run_here
+from sparring.training.step import training_step
+from support.papers import run_here, table
 
 THREE = {"image": "image.npy", "text": "text.npy", "behaviour": "behaviour"}
 
@@ -38,11 +37,12 @@ def world() -> World:
     return make_world(60, 60, exposure=0.5, relevant=0.4, seed=4)
 
 
-def given(world: World, folder: Path, specs: dict[str, str] | None = None, category: bool = True) -> Given:
+def given(world: World, folder: Path, specs: dict[str, str] | None = None, category: bool = True) -> PaperDataset:
     data = world.interactions
     items = pl.DataFrame({"item": range(60), "category": [f"c{at % 5}" for at in range(60)]})
     data = dataclasses.replace(data, item_table=items if category else None)
-    return Given("tiny", data, catalogue=Catalogue(folder / "tiny" / "codes", THREE if specs is None else specs))
+    modalities = ItemModalities(folder / "tiny" / "codes", THREE if specs is None else specs)
+    return PaperDataset("tiny", data, modalities=modalities)
 
 
 @pytest.fixture(scope="module")
@@ -98,10 +98,6 @@ def done(files: Path) -> Path:
     return files / "main"
 
 
-def table(out: Path, name: str = "table") -> list[dict[str, Any]]:
-    return list(json.loads((out / f"{name}.json").read_text())["rows"])
-
-
 def test_printed_figures_agree_with_what_the_paper_says_of_them() -> None:
     """Gains over UNS as printed, to rounding, and their average; table 4, table 5 and figure 4 repeat table 2 at the defaults."""
     said = {
@@ -109,11 +105,11 @@ def test_printed_figures_agree_with_what_the_paper_says_of_them() -> None:
         "Recall@200": (9.66, 20.11, 13.65, 20.58, 3.92, 5.29, 10.73),
     }
     for metric, gains in said.items():
-        for data, gain in zip(ESANS_DATA, gains, strict=False):
+        for data, gain in zip(published_counts("esans"), gains, strict=False):
             assert 100 * (
                 TABLE_2[data, metric, "ESANS"].value / TABLE_2[data, metric, "UNS"].value - 1
             ) == pytest.approx(gain, abs=0.03)
-        found = printed_gain(TABLE_2, metric, "ESANS", "UNS")
+        found = published_gain(TABLE_2, metric, "ESANS", "UNS")
         assert found is not None
         assert 100 * found.value == pytest.approx(gains[-1], abs=0.03)
         assert (100 * found.low, 100 * found.high) == pytest.approx((min(gains), max(gains[:6])), abs=0.03)
@@ -129,16 +125,16 @@ def test_printed_figures_agree_with_what_the_paper_says_of_them() -> None:
 def test_a_printed_gain_is_that_of_the_means_over_sets() -> None:
     """(0.3 + 0.5) / (0.2 + 0.4) - 1, single sets +50 % and +25 %; one known set alone; none where either figure is missing."""
     values = {"a": (0.3, 0.2), "b": (0.5, 0.4), "c": (0.9, None)}
-    cells = {(data, "m", "x"): Figure(mine) for data, (mine, _) in values.items()}
-    cells |= {(data, "m", "y"): Figure(base) for data, (_, base) in values.items() if base is not None}
-    found = printed_gain(cells, "m", "x", "y")
+    cells = {(data, "m", "x"): PublishedFigure(mine) for data, (mine, _) in values.items()}
+    cells |= {(data, "m", "y"): PublishedFigure(base) for data, (_, base) in values.items() if base is not None}
+    found = published_gain(cells, "m", "x", "y")
     assert found is not None
     assert (found.value, found.low, found.high) == pytest.approx((0.8 / 0.6 - 1, 0.25, 0.5))
-    one = printed_gain(cells, "m", "x", "y", "b")
+    one = published_gain(cells, "m", "x", "y", "b")
     assert one is not None
     assert (one.value, one.low, one.high) == (pytest.approx(0.25), None, None)
-    assert printed_gain(cells, "m", "x", "z") is None
-    assert printed_gain(cells, "other", "x", "y") is None
+    assert published_gain(cells, "m", "x", "z") is None
+    assert published_gain(cells, "other", "x", "y") is None
 
 
 def test_the_authors_test_is_student_s_with_equal_variances() -> None:
@@ -185,7 +181,7 @@ def two_way_p(d: np.ndarray) -> float:
 def test_rows_are_what_the_folders_say(tmp_path: Path, world: World) -> None:
     """Mean, deviation, relative difference, p, Holm's p, the equal-variance p and the verdict, from run folders written by hand."""
     one = given(world, tmp_path)
-    plan = Plan(find("esans-ablation"), tmp_path, (one,), (10, 20, 30))
+    plan = Reproduction(find("esans-ablation"), tmp_path, (one,), (10, 20, 30))
     random = np.random.default_rng(5)
     shift = {"ESANS": 0.0, "w/o MSAC": -0.1, "w/o EDIS": 0.002, "w/o secondary codebook": 0.1, "w/o text": -0.02}
     each: dict[str, np.ndarray] = {}
@@ -193,7 +189,7 @@ def test_rows_are_what_the_folders_say(tmp_path: Path, world: World) -> None:
         method = next(method for method in plan.methods["tiny"] if method.name == name)
         each[name] = (0.5 + by + random.normal(0, 0.03, (3, 40)) + random.normal(0, 0.004, (3, 1))).astype(np.float32)
         for seed, values in zip(plan.seeds, each[name], strict=True):
-            folder = plan.folder(one, method, seed)
+            folder = plan.study.folder("tiny", method, seed)
             folder.mkdir(parents=True)
             pl.DataFrame({"query": range(40), "recall@50": values}).write_parquet(folder / "per_query.parquet")
             (folder / "result.json").write_text(json.dumps({"test": {"metrics": {"recall@50": float(values.mean())}}}))
@@ -222,7 +218,7 @@ def test_rows_are_what_the_folders_say(tmp_path: Path, world: World) -> None:
         assert rows[name]["verdict"] == (sign if worst < 0.05 else "no difference shown")
     assert {rows[name]["verdict"] for name in shift} == {"the reference", "worse", "no difference shown", "better"}
     assert rows["w/o image"]["mean"] is rows["w/o image"]["p"] is None
-    assert rows["w/o image"]["verdict"] == "not run: no run has ended"
+    assert rows["w/o image"]["verdict"] == "not run: no run has finished"
 
 
 def test_methods_have_equal_candidates_and_the_control_as_many_logits(world: World, tmp_path: Path) -> None:
@@ -237,7 +233,7 @@ def test_methods_have_equal_candidates_and_the_control_as_many_logits(world: Wor
     assert find("esans-main").methods(one, {"batch_size": "16"})[1].settings["n"] == 160
     run = settings.build("esans", world.interactions, {"batch_size": 16, "dim": 4, "codes": "random", "k_primary": 6})
     queries, items = (column[:16].long() for column in world.interactions.pairs())
-    _, _, outcome = contrast(run, queries, items, torch.Generator().manual_seed(0))
+    _, _, outcome = training_step(run, queries, items, torch.Generator().manual_seed(0))
     logits = real = 0
     for block in (block for bag in outcome.bags for block in bag.blocks):
         real += block.ids.shape[-1] if block.ids.dim() == 1 else 0
@@ -280,7 +276,7 @@ def test_the_ablation_has_a_row_for_each_part_and_modality(world: World, tmp_pat
             {"w/o multimodal aligning": "no modality is behaviour", "w/o behaviour": "no behaviour"},
         ),
     ):
-        plan = Plan(ablation, tmp_path, (given(world, tmp_path, specs),), (10,))
+        plan = Reproduction(ablation, tmp_path, (given(world, tmp_path, specs),), (10,))
         rows = {row["method"]: row for row in ablation.results(plan).table.rows}
         for name, why in expected.items():
             assert str(rows[name]["verdict"]).startswith("not run: ")
@@ -304,7 +300,7 @@ def test_sweeps_cover_what_the_paper_varies(world: World, tmp_path: Path) -> Non
     ]
     small = [method.name for method in find("esans-codebooks").methods(one, {})]
     assert small == ["K_p=6, K_s=15", "K_s=5", "K_s=10", "K_s=20", "K_s=25"]
-    rows = find("esans-codebooks").results(Plan(find("esans-codebooks"), tmp_path, (one,), (10,))).table.rows
+    rows = find("esans-codebooks").results(Reproduction(find("esans-codebooks"), tmp_path, (one,), (10,))).table.rows
     told = {
         row["method"]: row["verdict"]
         for row in rows
@@ -339,7 +335,9 @@ def test_the_main_table_has_every_method_with_both_gains(done: Path) -> None:
         if name not in ("ESANS", "UNS"):
             assert row["over"] == pytest.approx(means[name] / means["ESANS"] - 1, abs=1e-5)
             assert row["over_uns"] == pytest.approx(means[name] / means["UNS"] - 1, abs=1e-5)
-    printed = [[TABLE_2[data, "Recall@50", who].value for data in ESANS_DATA] for who in ("PNS", "UNS", "ESANS")]
+    printed = [
+        [TABLE_2[data, "Recall@50", who].value for data in published_counts("esans")] for who in ("PNS", "UNS", "ESANS")
+    ]
     assert rows["PNS"]["published_uns"] == pytest.approx(sum(printed[0]) / sum(printed[1]) - 1)
     assert rows["PNS"]["published"] == pytest.approx(sum(printed[0]) / sum(printed[2]) - 1)
     assert rows["BMNS"]["published"] is rows["BMNS"]["published_uns"] is None
@@ -405,9 +403,9 @@ def test_the_same_call_again_runs_nothing(
     assert ran == []
     capsys.readouterr()
     for more, said in (
-        (["--tune", "3"], "2 trials of tuning, not 3"),
-        (["--tune", "2", "--modality", "audio=behaviour:4"], "other modalities of tiny"),
-        (["--tune", "2", "--set", "codes=random"], "codes cannot be set: esans-main sets it itself"),
+        (["--tune", "3"], "trials=2, not 3"),
+        (["--tune", "2", "--modality", "audio=behaviour:4"], "set of modalities of tiny"),
+        (["--tune", "2", "--set", "codes=random"], "codes cannot be set"),
     ):
         assert main([*again, *more]) == 2
         assert said in capsys.readouterr().err
@@ -417,7 +415,7 @@ def test_the_same_call_again_runs_nothing(
         main(["reproduce", "xir-table2", *words(files, "x", "xir")[2:6], "--out", str(files / "xir"), "--tune", "2"])
         == 2
     )
-    assert "keeps the setting of its paper" in capsys.readouterr().err
+    assert "keeps the settings of its paper" in capsys.readouterr().err
 
 
 def test_tables_may_share_their_codes(
@@ -436,10 +434,7 @@ def test_tables_may_share_their_codes(
     assert meta["arguments"]["codes"] == f"{files}/shared/tiny/image+text+behaviour-6x15.safetensors"
     capsys.readouterr()
     assert main(words(files, "esans-negatives", "three", *shared, "--modality", "audio=behaviour:4")) == 2
-    assert (
-        "shared/tiny holds codes of other modalities or settings: choose another folder for --codes"
-        in capsys.readouterr().err
-    )
+    assert "choose another folder for --codes" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["esans-lambda", "esans-negatives", "esans-codebooks", "esans-ablation", "esans-open"])
@@ -483,7 +478,7 @@ def test_the_cost_of_esans_is_measured(world: World, tmp_path: Path, monkeypatch
     """The row of ESANS in esans-cost has a time of its own now, as a ratio to UNS."""
     run_here(monkeypatch)
     quick: dict[str, object] = {"epochs": 2, "batch_size": 64, "dim": 4, "n": 16}
-    plan = Plan(find("esans-cost"), tmp_path / "cost", (given(world, tmp_path),), (10,), quick, "cpu")
+    plan = Reproduction(find("esans-cost"), tmp_path / "cost", (given(world, tmp_path),), (10,), quick, "cpu")
     reproduce(plan)
     rows = {row["method"]: row for row in table(plan.out)}
     assert plan.failures == []
@@ -494,10 +489,12 @@ def test_the_cost_of_esans_is_measured(world: World, tmp_path: Path, monkeypatch
 def test_data_without_categories_or_modalities_is_told(world: World, tmp_path: Path) -> None:
     """Without a column of categories that control is not run; without modalities nothing is."""
     experiment = find("esans-main")
-    plan = Plan(experiment, tmp_path, (given(world, tmp_path, {"behaviour": "behaviour"}, category=False),), (10,))
+    plan = Reproduction(
+        experiment, tmp_path, (given(world, tmp_path, {"behaviour": "behaviour"}, category=False),), (10,)
+    )
     rows = {row["method"]: row for row in experiment.results(plan).table.rows}
     assert rows["ESANS, category clusters"]["verdict"] == "not run: no item column 'category'"
-    bare = dataclasses.replace(plan, data=(Given("tiny", world.interactions),))
+    bare = dataclasses.replace(plan, data=(PaperDataset("tiny", world.interactions),))
     found = experiment.results(bare)
     assert found.table.rows == []
     assert "tiny: not run: its items have no modalities (--modality NAME=SPEC)." in found.findings

@@ -18,13 +18,14 @@ import polars as pl
 import pytest
 
 from sparring.cli import main
+from sparring.core.drawing import INK
 from sparring.core.workers import Failure
 from sparring.data.interactions import Split
 from sparring.data.synthetic import World
 from sparring.experiments import comparison_tables
-from sparring.experiments.comparison import Data, Plan, compare
+from sparring.experiments.comparison import ComparedData, Comparison, compare
 from sparring.experiments.report import comparison, figures
-from sparring.experiments.report.html import Code, Facts, Figures, Page, Points, Section, Sheet, Text
+from sparring.experiments.report.html import Code, Facts, Figures, Page, Paragraph, Points, Section, Sheet
 from sparring.experiments.report.tables import Column, Table
 from sparring.recipes.setup import Setup
 
@@ -81,9 +82,9 @@ def one_page(words: str) -> Page:
     ]
     rows += [{"name": "d", "n": 2.01, "std": 1.0}, {"name": "e", "n": -3.0, "std": None}]
     sheet = Sheet(Table(columns, rows, words), words, {"c": "good", words: "bad"})
-    drawn = figures.Drawn(words, words, '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 1 1"></svg>')
+    drawn = figures.RenderedFigure(words, words, '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 1 1"></svg>')
     parts = (
-        Text(words),
+        Paragraph(words),
         Points([words]),
         Code(words),
         Code(words, words),
@@ -95,11 +96,11 @@ def one_page(words: str) -> Page:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory, parts: Split, small_world: World) -> Plan:
+def made(tmp_path_factory: pytest.TempPathFactory, parts: Split, small_world: World) -> Comparison:
     """A small comparison under a name full of signs, and its report."""
     shared: dict[str, object] = {"dim": 4, "batch_size": 128, "n": 16, "epochs": 3}
-    data = (Data(NAME, parts, world=small_world),)
-    plan = Plan(
+    data = (ComparedData(NAME, parts, world=small_world),)
+    plan = Comparison(
         tmp_path_factory.mktemp("report") / "out",
         data,
         ("uns", "pns", "ssl_pop"),
@@ -133,7 +134,7 @@ def test_no_words_break_the_page() -> None:
     assert one_page(NASTY).html().count("</script>") == 1
 
 
-def test_ids_are_not_used_twice_and_links_lead_somewhere(made: Plan) -> None:
+def test_ids_are_not_used_twice_and_links_lead_somewhere(made: Comparison) -> None:
     """Two sections of one title, and several figures of one library, have ids of their own; every inner link and clip finds its id."""
     for page in (one_page("same").html(), (made.out / "report.html").read_text()):
         ids = re.findall(r'\bid="([^"]*)"', page)
@@ -141,7 +142,7 @@ def test_ids_are_not_used_twice_and_links_lead_somewhere(made: Plan) -> None:
         assert set(re.findall(r'(?:href="#|url\(#)([^")]+)', page)) <= set(ids)
 
 
-def test_the_page_loads_nothing(made: Plan) -> None:
+def test_the_page_loads_nothing(made: Comparison) -> None:
     """No attribute and no style refers to anything outside the page, and a policy forbids it; both colour schemes and print are there."""
     page = (made.out / "report.html").read_text()
     seen = Seen(page)
@@ -167,7 +168,7 @@ def test_the_page_loads_nothing(made: Plan) -> None:
     assert 'name="viewport"' in page
 
 
-def test_the_page_says_what_the_folders_say(made: Plan) -> None:
+def test_the_page_says_what_the_folders_say(made: Comparison) -> None:
     """Means and deviations computed here from the stored values stand in the tables and in the bars; so do commands, versions and seeds."""
     page = (made.out / "report.html").read_text()
     tables = Seen(page).tables
@@ -202,7 +203,7 @@ def test_the_page_says_what_the_folders_say(made: Plan) -> None:
     assert f"{NAME} psl seed 1: {NASTY}" in text
 
 
-def test_figures_are_written_twice_and_take_the_colour_of_the_text(made: Plan) -> None:
+def test_figures_are_written_twice_and_take_the_colour_of_the_text(made: Comparison) -> None:
     """Each figure is a valid SVG and a PNG that is not blank, under one name; in the page it has no background and ink of the text."""
     folder = made.out / "figures"
     names = {f"{NAME}-{kind}" for kind in ("quality", "learning", "time", "negatives")}
@@ -219,7 +220,7 @@ def test_figures_are_written_twice_and_take_the_colour_of_the_text(made: Plan) -
     for svg in re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL):
         ET.fromstring(svg)
         assert "currentColor" in svg
-        assert figures.INK not in svg
+        assert INK not in svg
         assert not re.search(r'id="[^"]*-patch_1"', svg)
 
 
@@ -245,7 +246,7 @@ def test_curves_are_means_over_seeds_as_far_as_all_were_trained() -> None:
 
 def test_a_comparison_without_runs_still_has_a_page(parts: Split, tmp_path: Path) -> None:
     """Where every training failed the page says so, and what failed."""
-    plan = Plan(tmp_path / "out", (Data("w", parts),), ("uns",), 1)
+    plan = Comparison(tmp_path / "out", (ComparedData("w", parts),), ("uns",), 1)
     failures = [Failure("w", "uns", "seed 0", "out of memory")]
     page = comparison.write(plan, comparison_tables.write(plan, failures), failures).read_text()
     assert "nothing to compare" in page
@@ -296,7 +297,7 @@ def test_the_command_writes_the_page_and_says_where(tmp_path: Path, capsys: pyte
         }
 
 
-def test_a_browser_opens_the_page(made: Plan, tmp_path: Path, browse: Callable[[Path], tuple[str, str]]) -> None:
+def test_a_browser_opens_the_page(made: Comparison, tmp_path: Path, browse: Callable[[Path], tuple[str, str]]) -> None:
     """Chromium shows all tables and figures and has nothing to complain of; it would, were there something to load."""
     page = made.out / "report.html"
     dom, said = browse(page)

@@ -14,7 +14,7 @@ import pytest
 from sparring.core.errors import UserError
 from sparring.data.interactions import Split
 from sparring.experiments import tuning
-from sparring.experiments.search_space import OWN, OneOf, Range, begin, defaults, space
+from sparring.experiments.search_space import ARGUMENTS, OneOf, Range, defaults, first_trials, space
 from sparring.experiments.tuning import Trial, best, read_trials, tune
 from sparring.recipes import RECIPES
 from sparring.recipes.settings import find, own_arguments, own_setup
@@ -53,7 +53,7 @@ def test_every_space_fits_its_recipe(name: str) -> None:
 
 def test_every_entry_of_the_table_is_used() -> None:
     """The table of own arguments names nothing that no recipe has."""
-    for name in OWN:
+    for name in ARGUMENTS:
         recipe, _, argument = name.rpartition(".")
         assert any(argument in own_arguments(found) for key, found in RECIPES.items() if recipe in ("", key)), name
 
@@ -103,19 +103,15 @@ def test_every_method_tries_other_temperatures(parts: Split, tmp_path: Path) -> 
 def test_no_setting_is_tried_twice(parts: Split) -> None:
     """A recipe that comes with the strong setting has other temperatures a trial earlier; what it leaves open is filled."""
     choices = space("default")
-    tries = [begin(number, "default", choices, parts.train, None, {}) for number in range(5)]
-    assert tries[0]["tau"] == begin(1, "uns", space("uns"), parts.train, None, {})["tau"]
-    filled = [each for each in tries if each]
-    assert len({json.dumps(each, sort_keys=True) for each in filled}) == len(filled)
-    assert tries[4] == {}
+    trials = first_trials("default", choices, parts.train, None, {})
+    assert trials[0]["tau"] == first_trials("uns", space("uns"), parts.train, None, {})[1]["tau"]
+    assert len({json.dumps(trial, sort_keys=True) for trial in trials}) == len(trials) <= 4
 
 
 def test_temperatures_of_another_unit_are_among_the_first(parts: Split) -> None:
     """BIR at twice tau is as sharp as SSL-Pop at tau, PSL at half of it: every method tries all three, with all else alike."""
     taus = {
-        recipe: [
-            begin(number, recipe, space(recipe, base=QUICK), parts.train, QUICK, {})["tau"] for number in (1, 2, 3)
-        ]
+        recipe: [trial["tau"] for trial in first_trials(recipe, space(recipe, base=QUICK), parts.train, QUICK, {})[1:4]]
         for recipe in ("ssl_pop", "bir", "xir", "psl")
     }
     usual, half, double = taus["ssl_pop"]
@@ -183,7 +179,7 @@ def test_refusals(parts: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_literal_arguments_take_their_declared_values(monkeypatch: pytest.MonkeyPatch) -> None:
     """An entry without values stands for all values of the argument's Literal type."""
-    monkeypatch.setitem(OWN, "form", OneOf())
+    monkeypatch.setitem(ARGUMENTS, "form", OneOf())
     assert space("ssl_pop")["form"] == OneOf(("paper", "release"))
 
 

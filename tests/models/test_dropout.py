@@ -15,9 +15,9 @@ from sparring.data.interactions import Split
 from sparring.models.retriever import Retriever
 from sparring.models.towers import IdTower
 from sparring.recipes.settings import build
-from sparring.training import loop as training
-from sparring.training.fitting import Progress, fit
-from sparring.training.step import contrast
+from sparring.training.fitting import fit
+from sparring.training.loop import TrainingProgress
+from sparring.training.step import training_step
 
 RATE = 0.3
 
@@ -66,7 +66,7 @@ def one_loss(parts: Split, settings: dict[str, object], training: bool = True) -
         torch.from_numpy(parts.train.queries[rows]).long(),
         torch.from_numpy(parts.train.items[rows]).long(),
     )
-    losses, step, _ = contrast(run, queries, items, generator(5))
+    losses, step, _ = training_step(run, queries, items, generator(5))
     (gradient,) = torch.autograd.grad(losses.mean(), run.model.query.weight)  # type: ignore[union-attr]
     return step.q.detach(), gradient
 
@@ -94,9 +94,7 @@ class Stop(Exception):
     pass
 
 
-def test_a_stopped_run_goes_on_as_if_it_had_not_been(
-    parts: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stopped_run_goes_on_as_if_it_had_not_been(parts: Split, tmp_path: Path) -> None:
     """Stopped and resumed, a run with dropout and a bias ends bitwise where the whole run ends, whatever the global generator did."""
     settings = {"epochs": 3, "batch_size": 64, "dim": 8, "n": 30, "dropout": RATE, "item_bias": True}
 
@@ -109,9 +107,9 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(
     )
     fit(whole, parts, k=(10,), device="cpu")
     torch.manual_seed(99)
-    monkeypatch.setattr(training, "CHECKPOINT_SECONDS", -1.0)  # after every step
+    progress = TrainingProgress(step=stop)
     with pytest.raises(Stop):
-        fit(broken, parts, tmp_path / "run", k=(10,), device="cpu", progress=Progress(step=stop))
+        fit(broken, parts, tmp_path / "run", k=(10,), device="cpu", progress=progress, save_seconds=-1.0)
     assert (tmp_path / "run" / "checkpoint.safetensors").is_file()
     torch.manual_seed(7)
     fit(resumed, parts, tmp_path / "run", resume=True, k=(10,), device="cpu")

@@ -17,7 +17,7 @@ from sparring.models.towers import HistoryTower
 from sparring.recipes.settings import build
 from sparring.training import trained as runs
 from sparring.training.fitting import fit
-from sparring.training.step import contrast
+from sparring.training.step import training_step
 
 SMALL = {"dim": 6, "batch_size": 32, "epochs": 2, "item_bias": True, "init_std": 0.7}
 
@@ -64,7 +64,7 @@ def test_a_steps_loss_and_gradient(parts: Split, score: str) -> None:
         torch.from_numpy(parts.train.queries[rows]).long(),
         torch.from_numpy(parts.train.items[rows]).long(),
     )
-    losses, _, _ = contrast(run, queries, items, torch.Generator().manual_seed(0))
+    losses, _, _ = training_step(run, queries, items, torch.Generator().manual_seed(0))
     logits = scores[queries] / 0.4
     torch.testing.assert_close(
         losses.detach().double(), -logits.log_softmax(1)[torch.arange(24), items], rtol=1e-4, atol=1e-5

@@ -16,7 +16,7 @@ from sparring.models.text import text_tower
 from sparring.models.towers import IdTower
 from sparring.recipes.run import build_towers
 from sparring.recipes.setup import Setup
-from sparring.training.fitting import Progress
+from sparring.training.loop import TrainingProgress
 from sparring.training.optimizers import optimizers
 from support.texts import text_parts
 
@@ -168,7 +168,7 @@ def test_prime_takes_the_vectors_that_batches_keep(parts: Split, tmp_path: Path)
         Split(parts.train),
         tmp_path,
         device="cpu",
-        progress=Progress(epoch=lambda record: kept.append(batches.memory.clone())),
+        progress=TrainingProgress(epoch=lambda record: kept.append(batches.memory.clone())),
     )
     for item in range(parts.train.n_items):
         torch.testing.assert_close(tower.centroid[item], by_hand(parts.train.positives(), kept[1], item, 1.0))
@@ -227,7 +227,7 @@ def test_clusters_are_made_once_before_the_first_epoch(parts: Split) -> None:
         second,
         Split(parts.train),
         device="cpu",
-        progress=Progress(epoch=lambda record: seen.append(item.cluster.tolist())),
+        progress=TrainingProgress(epoch=lambda record: seen.append(item.cluster.tolist())),
     )
     assert seen == [first.model.item.cluster.tolist()] * 3
     most = int(parts.train.counts().argmax())

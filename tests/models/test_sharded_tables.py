@@ -13,8 +13,8 @@ from sparring.core.errors import UserError
 from sparring.data.interactions import Split
 from sparring.models.sharded_tables import ShardedTable, dealt
 from sparring.models.towers import IdTower
+from sparring.training.fitting import fit
 from sparring.training.optimizers import optimizers
-from sparring.training.stages import fit_stages
 
 
 def pair(n: int, shards: int) -> tuple[IdTower, ShardedTable]:
@@ -87,7 +87,7 @@ def test_classifiers_in_shards(parts: Split, tmp_path: Path) -> None:
     found = {}
     for shards in (1, 3):
         run = build("ngame", parts.train, {**settings, "clf_shards": shards})
-        fitted = fit_stages(run, parts, tmp_path / str(shards), device="cpu", k=(5,))
+        fitted = fit(run, parts, tmp_path / str(shards), device="cpu", k=(5,))
         found[shards] = {name: test.metrics for name, test in fitted.stages.items()}
         assert isinstance(
             load(tmp_path / str(shards) / "classifiers").model.item, ShardedTable if shards > 1 else IdTower

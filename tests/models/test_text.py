@@ -20,7 +20,7 @@ from sparring.negatives import InBatch, Sampled, Uniform, Union
 from sparring.recipes.run import Term, compose
 from sparring.recipes.setup import Setup
 from sparring.training.optimizers import optimizers
-from sparring.training.step import contrast
+from sparring.training.step import training_step
 from support.texts import text_parts, tiny_bert
 
 STRINGS = ["red shoe", "", "old old lamp", "a chair, small and cold and warm and new", "red shoe", "hat"]
@@ -212,7 +212,7 @@ def test_the_gradient_cache_works_with_texts(bert: Path, encoder: str, chunk: in
         setup = Setup.of(query_tower="text", item_tower="text", encoder=name, dim=8, chunk=size)
         run = compose(parts.train, setup, Term(1.0, negatives))
         queries, items = (column[:20].long() for column in parts.train.pairs())
-        losses, _, _ = contrast(run, queries, items, torch.Generator().manual_seed(3))
+        losses, _, _ = training_step(run, queries, items, torch.Generator().manual_seed(3))
         (losses * torch.linspace(0.5, 2, 20)).mean().backward()
         found.append(
             (losses.detach(), {n: p.grad.to_dense() for n, p in run.model.named_parameters() if p.grad is not None})

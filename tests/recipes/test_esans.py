@@ -25,8 +25,9 @@ from sparring.negatives import Interpolated, OtherClusters, SameCluster, Towards
 from sparring.recipes.esans import clusters, esans, set_codes
 from sparring.recipes.run import Run
 from sparring.recipes.settings import build
-from sparring.training.fitting import Progress, fit
-from sparring.training.step import contrast, describe_batch
+from sparring.training.fitting import fit
+from sparring.training.loop import TrainingProgress
+from sparring.training.step import describe_batch, training_step
 
 SMALL = {**TINY, "k_primary": 4, "k_secondary": 3}
 
@@ -61,7 +62,7 @@ def test_killed_and_resumed_it_ends_where_an_undisturbed_run_ends(
         if (epoch, done) == (1, 2):
             raise Killed
 
-    def train(folder: str, progress: Progress | None = None, resume: bool = False) -> dict[str, Any]:
+    def train(folder: str, progress: TrainingProgress | None = None, resume: bool = False) -> dict[str, Any]:
         run = build(
             "esans", parts.train, {"epochs": 3, "batch_size": 64, "dim": 8, "lr": 0.05, "lam": lam, "patience": None}
         )
@@ -73,7 +74,7 @@ def test_killed_and_resumed_it_ends_where_an_undisturbed_run_ends(
 
     whole = train("whole")
     with pytest.raises(Killed):
-        train("killed", Progress(step=kill))
+        train("killed", TrainingProgress(step=kill))
     assert not (tmp_path / "killed" / "result.json").exists()
     assert train("killed", resume=True) == whole
     assert len(whole["metrics"]) == 3
@@ -218,7 +219,7 @@ def test_new_codes_while_training(parts: Split) -> None:
         cells.append([parts_of(run)[kind].cell.clone() for kind in (OtherClusters, SameCluster)])  # type: ignore[operator, union-attr]
         set_codes(run, new)
 
-    fitted = fit(run, parts, k=(10,), device="cpu", progress=Progress(epoch=replaced))
+    fitted = fit(run, parts, k=(10,), device="cpu", progress=TrainingProgress(epoch=replaced))
     assert all(torch.equal(cell, old.cell_of) for cell in cells[0])
     assert all(torch.equal(cell, new.cell_of) for cell in cells[1])
     assert all(math.isfinite(record["loss"]) for record in fitted.history)
@@ -233,7 +234,7 @@ def test_mixtures_inside_the_item_tower(parts: Split) -> None:
     for layer in (None, 0, 1):
         run = build("esans", parts.train, {**settings, "layer": layer})
         queries, items = (column[:B].long() for column in parts.train.pairs())
-        losses, step, outcome = contrast(run, queries, items, torch.Generator().manual_seed(3))
+        losses, step, outcome = training_step(run, queries, items, torch.Generator().manual_seed(3))
         found[layer] = losses.detach()
         if layer is not None:
             hard = outcome.bags[0].blocks[-1]
@@ -302,7 +303,7 @@ def test_what_a_preset_masks(parts: Split) -> None:
         codes = parts_of(run)[OtherClusters]
         primary, cell = codes.primary(torch.arange(parts.train.n_items)), codes.cell
         queries, items = (column[:40].long() for column in parts.train.pairs())
-        _, _, outcome = contrast(run, queries, items, torch.Generator().manual_seed(1), parts.train.positives())
+        _, _, outcome = training_step(run, queries, items, torch.Generator().manual_seed(1), parts.train.positives())
         (block,) = outcome.bags[0].blocks
         assert block.mix is not None
         real = torch.zeros(40, len(block.ids), dtype=torch.bool)

@@ -27,9 +27,9 @@ from sparring.recipes.run import Run
 from sparring.recipes.settings import build, own_arguments, own_setup, parse_setup, resolve
 from sparring.recipes.setup import Setup
 from sparring.recipes.variant import variant
-from sparring.training import loop as training
-from sparring.training.fitting import Progress, fit
-from sparring.training.step import contrast
+from sparring.training.fitting import fit
+from sparring.training.loop import TrainingProgress
+from sparring.training.step import training_step
 
 NAMES = ("dpr", "ance", "ngame", "dexa", "prime", "dexml")
 
@@ -61,7 +61,7 @@ def test_a_row_is_a_query_with_one_of_its_positives(parts: Split, name: str) -> 
     pairs = set(zip(parts.train.queries.tolist(), parts.train.items.tolist(), strict=True))
     seen: list[list[tuple[int, int]]] = [[]]
     watch(run, lambda step: seen[-1].extend(zip(step.query_ids.tolist(), step.item_ids.tolist(), strict=True)))
-    fit(run, Split(parts.train), device="cpu", progress=Progress(epoch=lambda record: seen.append([])))
+    fit(run, Split(parts.train), device="cpu", progress=TrainingProgress(epoch=lambda record: seen.append([])))
     for epoch in seen[:-1]:
         assert sorted(query for query, _ in epoch) == sorted({query for query, _ in pairs})
         assert set(epoch) <= pairs
@@ -90,7 +90,7 @@ def test_batches_follow_the_vectors_of_the_steps(parts: Split) -> None:
         assert 0 < record["violators"] <= 10
 
     watch(run, look)
-    fit(run, Split(parts.train), device="cpu", progress=Progress(epoch=check))
+    fit(run, Split(parts.train), device="cpu", progress=TrainingProgress(epoch=check))
     assert len(last) == len(np.unique(parts.train.queries))
 
 
@@ -239,7 +239,7 @@ def test_the_corrected_softmax_subtracts_it(parts: Split) -> None:
     """log_w of a candidate is - log((B - 1) q_j); the hinge has no weights, and says so."""
     run = build("dpr", parts.train, {"corrected": True, "dim": 4})
     queries, items = (column[:9].long() for column in parts.train.pairs())
-    bag = contrast(run, queries, items, torch.Generator(), parts.train.positives())[2].bags[0]
+    bag = training_step(run, queries, items, torch.Generator(), parts.train.positives())[2].bags[0]
     q = offered(parts.train, run.setup).double()
     expected = -(8 * q / q.sum()).log()[items]
     torch.testing.assert_close(bag.blocks[0].log_w.expand(9, 9)[0].double(), expected, atol=1e-5, rtol=1e-5)
@@ -253,7 +253,6 @@ def test_lists_in_the_background_change_nothing(
 ) -> None:
     """A training with a delay ends at the same weights whether lists are made in line or beside it, and also when it was stopped while they
     were being made, and resumed."""
-    monkeypatch.setattr(training, "CHECKPOINT_SECONDS", -1.0)
     settings = {
         "dim": 4,
         "epochs": 5,
@@ -282,7 +281,8 @@ def test_lists_in_the_background_change_nothing(
                     folder,
                     resume=True,
                     device="cpu",
-                    progress=Progress(step=step) if at else None,
+                    progress=TrainingProgress(step=step) if at else None,
+                    save_seconds=-1.0,
                 )
             except KeyboardInterrupt:
                 continue

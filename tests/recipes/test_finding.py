@@ -13,7 +13,7 @@ import pytest
 from sparring import Setup, Term, compose
 from sparring.core.errors import UserError
 from sparring.data.interactions import Interactions, Split
-from sparring.experiments.comparison import Plan
+from sparring.experiments.comparison import Comparison
 from sparring.experiments.search_space import OneOf, Range, space, untuned
 from sparring.negatives import Sampled, Uniform
 from sparring.recipes import xir
@@ -140,16 +140,14 @@ def test_what_is_no_run_is_refused(folder: Path, parts: Split) -> None:
 
 
 def test_a_function_stands_for_itself(parts: Split, tmp_path: Path) -> None:
-    """In build and in a Plan; one that no other process could import is refused there, and one of the same name too."""
+    """In build and in a Comparison; one that no other process could import is refused there, and one of the same name too."""
     assert find(here) is here
     run = build(here, parts.train, {"n": 5})
     assert run.recipe == f"{Path(__file__).resolve()}:here"
     assert own_arguments(here) == {"n": (int, 8)}
-    plan = Plan(tmp_path, (), ("ssl-pop", here, xir), baseline=here)
-    assert (plan.recipes, plan.against) == (("ssl_pop", "here", "xir"), "here")
-    assert plan.places["here"] == run.recipe
-    again = Plan(tmp_path, (), plan.recipes, places=plan.places)
-    assert again.places == plan.places
+    plan = Comparison(tmp_path, (), ("ssl-pop", here, xir), baseline=here)
+    assert (plan.names, plan.baseline_name) == (("ssl_pop", "here", "xir"), "here")
+    assert plan.methods["here"].recipe == run.recipe
 
     def inner(data: Interactions, setup: Setup = SETUP) -> Run:
         return here(data, setup)
@@ -157,19 +155,19 @@ def test_a_function_stands_for_itself(parts: Split, tmp_path: Path) -> None:
     with pytest.raises(
         UserError, match="inner is defined in a notebook or inside another function: put it at the top level of a file"
     ):
-        Plan(tmp_path, (), ("uns", inner))
+        Comparison(tmp_path, (), ("uns", inner))
     assert build(inner, parts.train).terms
     with pytest.raises(UserError, match="named twice"):
-        Plan(tmp_path, (), (here, here))
+        Comparison(tmp_path, (), (here, here))
     (tmp_path / "twin.py").write_text(GOOD.replace("mine", "here"))
-    with pytest.raises(UserError, match="have the same name"):
-        Plan(tmp_path, (), (here, f"{tmp_path}/twin.py:here"))
+    with pytest.raises(UserError, match="share a name"):
+        Comparison(tmp_path, (), (here, f"{tmp_path}/twin.py:here"))
 
 
 def test_a_function_of_a_notebook_has_a_name_but_cannot_be_compared(
     parts: Split, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is built and trained where it is; a Plan refuses it, and its recorded name says where it was."""
+    """It is built and trained where it is; a Comparison refuses it, and its recorded name says where it was."""
     monkeypatch.setattr(here, "__module__", "__main__")
     monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)
     assert named(here) == "__main__:here"

@@ -14,7 +14,8 @@ from sparring.data.interactions import Split
 from sparring.negatives import Sampled, Tilted
 from sparring.recipes.hard import column_classes, popularity_classes
 from sparring.recipes.settings import build
-from sparring.training.fitting import Progress, fit
+from sparring.training.fitting import fit
+from sparring.training.loop import TrainingProgress
 from sparring.training.step import describe_batch
 
 KNOWN = ("dns", "ahns", "mixgcf", "fairneg")  # whose authors draw again what the query is known to have
@@ -149,7 +150,7 @@ def test_the_shares_of_fairneg_move_once_an_epoch(parts: Split) -> None:
             moved.append((epoch, step))
             before.copy_(shares)
 
-    fit(run, parts, k=(10,), device="cpu", progress=Progress(step=watch))
+    fit(run, parts, k=(10,), device="cpu", progress=TrainingProgress(step=watch))
     assert moved == [(epoch, -(-len(parts.train) // 64)) for epoch in range(3)]
 
 

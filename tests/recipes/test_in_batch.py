@@ -22,7 +22,7 @@ from sparring.recipes.run import Run, Term, compose
 from sparring.recipes.settings import build
 from sparring.recipes.setup import Setup
 from sparring.training.fitting import Fitted, fit
-from sparring.training.step import contrast, describe_batch
+from sparring.training.step import describe_batch, training_step
 from sparring.training.trained import load
 
 B, DIM, INF = 24, 6, float("inf")
@@ -51,7 +51,9 @@ class Hand:
         self.n_items = data.n_items
 
     def contrast(self, seed: int = 5) -> tuple[Tensor, Step, Outcome]:
-        return contrast(self.run, self.queries, self.items, torch.Generator().manual_seed(seed), self.data.positives())
+        return training_step(
+            self.run, self.queries, self.items, torch.Generator().manual_seed(seed), self.data.positives()
+        )
 
     def other(self, ids: Tensor) -> Tensor:
         """(B, C): 0 where a candidate is not the query's positive, -inf where it is."""
@@ -483,7 +485,7 @@ def test_a_folder_with_arguments_of_older_names_still_answers(parts: Split, tmp_
     meta["arguments"]["warmup"] = 40_000
     file.write_text(json.dumps(meta))
     assert load(tmp_path / "run").recommend(ids, 5).equals(before)
-    again = samplers.own(tmp_path / "run", parts)
+    again = samplers.load_for_diagnosis(tmp_path / "run", parts)
     assert again.setup.training.warmup == 0
     assert any(isinstance(module, Memory) for module in again.modules().modules())
 

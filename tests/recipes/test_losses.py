@@ -15,9 +15,9 @@ from sparring.losses import AdaTau, SLatK
 from sparring.recipes import RECIPES
 from sparring.recipes.run import Run
 from sparring.recipes.settings import build, own_setup
-from sparring.training import loop as training
-from sparring.training.fitting import Progress, fit
-from sparring.training.step import contrast
+from sparring.training.fitting import fit
+from sparring.training.loop import TrainingProgress
+from sparring.training.step import training_step
 
 B, N_DRAWN = 24, 30
 TINY = {"dim": 6, "init_std": 0.7, "batch_size": B, "n": N_DRAWN}
@@ -29,7 +29,7 @@ def one_step(data: Interactions, run: Run) -> tuple[Tensor, Tensor, Tensor, Tens
     """The losses of a batch; by hand, in float64: cosines with the positive (B,), with the drawn items (B, n), what counts, the queries."""
     rows = np.random.default_rng(0).choice(len(data), B, replace=False)
     queries, items = torch.from_numpy(data.queries[rows]).long(), torch.from_numpy(data.items[rows]).long()
-    losses, _, outcome = contrast(run, queries, items, torch.Generator().manual_seed(5), data.positives())
+    losses, _, outcome = training_step(run, queries, items, torch.Generator().manual_seed(5), data.positives())
     (block,) = outcome.bags[0].blocks
     ids = block.ids if block.ids.dim() == 2 else block.ids.expand(B, -1)
     assert ids.shape == (B, N_DRAWN)
@@ -154,7 +154,7 @@ def test_ada_tau_leaves_the_given_gap_in_a_short_training(parts: Split) -> None:
         gaps.append(float(temperature.gap))
         taus.append((record["tau"], sum(temperature.tau.tolist()) / parts.train.n_queries, float(temperature.tau[0])))
 
-    fit(run, parts, k=(10,), device="cpu", progress=Progress(epoch=note))
+    fit(run, parts, k=(10,), device="cpu", progress=TrainingProgress(epoch=note))
     assert [gap == pytest.approx(0.7) for gap in gaps] == [True, True, False, False, False, False]
     for recorded, mean, first in taus[1:]:
         assert recorded == pytest.approx(mean, abs=2e-6)
@@ -170,9 +170,7 @@ class Stop(Exception):
 
 
 @pytest.mark.parametrize("name", ["slatk", "ada_tau"])
-def test_a_stopped_run_goes_on_as_if_it_had_not_been(
-    name: str, parts: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stopped_run_goes_on_as_if_it_had_not_been(name: str, parts: Split, tmp_path: Path) -> None:
     """Stopped after its first epoch and resumed, a run with state in its loss or temperature ends bitwise where the whole run ends."""
     settings = {
         "epochs": 3,
@@ -189,9 +187,9 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(
 
     whole, broken, resumed = (build(name, parts.train, settings) for _ in range(3))
     fit(whole, parts, k=(10,), device="cpu")
-    monkeypatch.setattr(training, "CHECKPOINT_SECONDS", -1.0)  # after every step
+    progress = TrainingProgress(step=stop)
     with pytest.raises(Stop):
-        fit(broken, parts, tmp_path / "run", k=(10,), device="cpu", progress=Progress(step=stop))
+        fit(broken, parts, tmp_path / "run", k=(10,), device="cpu", progress=progress, save_seconds=-1.0)
     assert (tmp_path / "run" / "checkpoint.safetensors").is_file()
     fit(resumed, parts, tmp_path / "run", resume=True, k=(10,), device="cpu")
     want, found = whole.modules().state_dict(), resumed.modules().state_dict()

@@ -1,4 +1,4 @@
-"""A method of one's own, in one file, has every command that ours have: the file of docs/extending.md, from train to compare."""
+"""A method of one's own, in one file, has every command that ours have: the file of docs/guide/extend.md, from train to compare."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import sparring
-from sparring.cli import arguments, main
+from sparring.cli.main import main, parser
 from sparring.core import files
 from sparring.data.synthetic import make_world
 from sparring.recipes import settings
@@ -28,8 +28,8 @@ from sparring.testing import NegativesContract
 from sparring.training import loop as training
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "extending.md").read_text()
-FILE = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)[0]
+PAGE = (ROOT / "docs" / "guide" / "extend.md").read_text()
+FILE = next(block for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if "class LossTilted" in block)
 QUICK = ["--device", "cpu", "--set", "dim=4", "--set", "batch_size=128", "--set", "n=16"]
 
 
@@ -60,15 +60,14 @@ def trained(place: Path) -> Path:
     ]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(place)
-        patch.setattr(training, "BETWEEN_SECONDS", 0.0)
         assert main([*words, *QUICK, "--set", "alpha=0.7"]) == 0
     return place / "runs" / "mine"
 
 
 def test_the_page_is_short_and_linked() -> None:
-    """At most 120 lines, and the README leads there."""
-    assert len(PAGE.splitlines()) <= 120
-    assert "docs/extending.md" in (ROOT / "README.md").read_text()
+    """At most 220 lines, and the README leads there."""
+    assert len(PAGE.splitlines()) <= 220
+    assert "docs/guide/extend.md" in (ROOT / "README.md").read_text()
 
 
 def test_the_pages_commands_parse() -> None:
@@ -76,7 +75,7 @@ def test_the_pages_commands_parse() -> None:
     commands = re.findall(r"^sparring .*$", PAGE, re.MULTILINE)
     assert len(commands) >= 6
     for command in commands:
-        _, rest = arguments.parser()[0].parse_known_args(shlex.split(command)[1:])
+        _, rest = parser()[0].parse_known_args(shlex.split(command)[1:])
         assert not rest
 
 
@@ -105,7 +104,7 @@ def test_train_records_where_the_recipe_is(trained: Path, place: Path) -> None:
 
 
 def stopped(place: Path, file: Path, out: Path) -> None:
-    """Train the file's recipe, interrupted after its first epoch."""
+    """Train the file's recipe, interrupted after its first step."""
     save = training.Trainer.save
 
     def once(self: Any) -> None:
@@ -121,6 +120,8 @@ def stopped(place: Path, file: Path, out: Path) -> None:
         "--epochs",
         "3",
         "--quiet",
+        "--save-seconds",
+        "0",
     ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(training.Trainer, "save", once)
@@ -131,7 +132,7 @@ def stopped(place: Path, file: Path, out: Path) -> None:
 def test_resume_is_as_if_never_stopped(
     trained: Path, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Interrupted after its first epoch and resumed from another folder, by its folder alone, the run ends with the same bits."""
+    """Interrupted after its first step and resumed from another folder, by its folder alone, the run ends with the same bits."""
     out = tmp_path / "run"
     stopped(place, place / "mine.py", out)
     capsys.readouterr()
@@ -319,14 +320,16 @@ def test_diagnose_a_run_made_in_python(
     run = settings.find("mine.py:loss_tilted")(parts.train, sparring.Setup.of(dim=4, epochs=1), n=8)
     sparring.fit(run, parts, "runs/custom", device="cpu")
     refused(
-        ["diagnose", "runs/custom", "--data", "interactions.parquet", *words], "composed in Python", "docs/diagnose.md"
+        ["diagnose", "runs/custom", "--data", "interactions.parquet", *words],
+        "composed in Python",
+        "docs/guide/diagnose.md",
     )
 
 
 @pytest.mark.parametrize("page", ["compare", "diagnose"])
 def test_the_python_of_the_pages_runs(page: str, place: Path) -> None:
-    """The block of docs/compare.md and docs/diagnose.md, as a script beside mine.py, prints its tables."""
-    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / f"{page}.md").read_text(), re.DOTALL)
+    """The block of docs/guide/compare.md and docs/guide/diagnose.md, as a script beside mine.py, prints its tables."""
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "guide" / f"{page}.md").read_text(), re.DOTALL)
     script = place / f"{page}_block.py"
     script.write_text(
         block.replace("seeds=5", "seeds=2").replace('"epochs": 20', '"epochs": 1, "dim": 4, "batch_size": 128, "n": 16')

@@ -14,7 +14,7 @@ import polars as pl
 import pytest
 import torch
 
-from sparring.cli import arguments, main
+from sparring.cli.main import main, parser
 from sparring.core.errors import UserError
 from sparring.data.interactions import Interactions, Split, Vocabulary
 from sparring.recipes.settings import build
@@ -211,12 +211,12 @@ def test_extras_are_named(
 
 
 def test_commands_of_the_guide_parse() -> None:
-    """Every sparring command in docs/serving.md is one that the command line accepts."""
-    text = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
+    """Every sparring command in docs/guide/serving.md is one that the command line accepts."""
+    text = (Path(__file__).parents[2] / "docs" / "guide" / "serving.md").read_text()
     commands = re.findall(r"^sparring .*$", text, re.MULTILINE) + re.findall(r"`(sparring \w+ [^`]*--[^`]*)`", text)
     assert len(commands) >= 9
     for command in commands:
-        _, rest = arguments.parser()[0].parse_known_args(shlex.split(command)[1:])
+        _, rest = parser()[0].parse_known_args(shlex.split(command)[1:])
         assert not rest
 
 

@@ -19,7 +19,7 @@ import torch
 
 from sparring.cli import index as index_command
 from sparring.cli import main
-from sparring.cli.values import size
+from sparring.cli.parsing import size
 from sparring.core import files
 from sparring.core.errors import UserError
 from sparring.data.splits import split
@@ -245,11 +245,11 @@ def test_lists_end_where_unseen_items_do(run: Path, tmp_path: Path) -> None:
     """k of all items: each query's list has all trained items but those that it has in any part of the data, and with --with-seen all."""
     trained = runs.load(run)
     n_items, n_queries = len(trained.ids.item_ids), len(trained.ids.query_ids)
-    assert trained.offers.test is not None
+    assert trained.eligibility.test is not None
     left = np.ones((n_queries, n_items), dtype=bool)
-    for part in (trained.offers.seen, trained.offers.test):
+    for part in (trained.eligibility.seen, trained.eligibility.test):
         left[np.repeat(np.arange(n_queries), np.diff(part.start.numpy())), part.items.numpy()] = False
-    left[:, trained.offers.items.numpy()] = False
+    left[:, trained.eligibility.items.numpy()] = False
     assert main(["recommend", str(run), "--all", "--k", str(n_items), "--out", str(tmp_path / "a.parquet")]) == 0
     lengths = pl.read_parquet(tmp_path / "a.parquet").group_by("query", maintain_order=True).len()["len"].to_numpy()
     assert lengths.tolist() == left.sum(1).tolist()

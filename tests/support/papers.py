@@ -1,9 +1,11 @@
-"""What the tests of `sparring reproduce` share."""
+"""Builders shared by the tests of studies: trainings in this process, tables and results read back."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,7 +14,7 @@ from sparring.training import curve
 
 
 def run_here(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Trainings in this process, one after another, without the picture of each; the names of those that ran."""
+    """Run trainings in this process, one after another, without their plots; the list fills with the tasks that ran."""
     ran: list[str] = []
 
     def run(tasks: Sequence[workers.Task], jobs: int = 1, threads: int | None = None) -> Iterator[workers.Ended]:
@@ -26,3 +28,20 @@ def run_here(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(workers, "run", run)
     monkeypatch.setattr(curve, "training_curve", lambda history, path, title, select: Path(path).touch())
     return ran
+
+
+def table(out: Path, name: str = "table") -> list[dict[str, Any]]:
+    """The rows of a written table."""
+    return list(json.loads((out / f"{name}.json").read_text())["rows"])
+
+
+def result(folder: Path) -> dict[str, Any]:
+    return dict(json.loads((folder / "result.json").read_text()))
+
+
+def metrics_of(folder: Path) -> dict[str, float]:
+    return dict(result(folder)["test"]["metrics"])
+
+
+def meta(folder: Path) -> dict[str, Any]:
+    return dict(json.loads((folder / "run.json").read_text()))

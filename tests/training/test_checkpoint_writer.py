@@ -18,9 +18,9 @@ from sparring.core.errors import UserError
 from sparring.data.interactions import Split
 from sparring.recipes.settings import build
 from sparring.training import checkpoint_writer, curve
-from sparring.training import loop as training
-from sparring.training.checkpoint_writer import Background, Copies
-from sparring.training.fitting import Fitted, Progress, fit
+from sparring.training.checkpoint_writer import BackgroundWriter, Copies
+from sparring.training.fitting import Fitted, fit
+from sparring.training.loop import TrainingProgress
 
 CASES: dict[str, dict[str, Any]] = {
     "xir": {"cache_size": 64, "draw": "multinomial"},
@@ -35,21 +35,22 @@ class Killed(BaseException):
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training, "CHECKPOINT_SECONDS", -1.0)  # a checkpoint after every step
     monkeypatch.setattr(curve, "training_curve", lambda history, path, *_: Path(path).write_bytes(b"no curve"))
 
 
 def train(
-    case: str, parts: Split, out: Path, resume: bool = False, step: Callable[[int], None] = lambda step: None
+    case: str, parts: Split, out: Path, resume: bool = False, step: Callable[[int], bool] = lambda step: True
 ) -> Fitted:
+    """Train with a checkpoint after every epoch, and after each step for which `step` returns True."""
     run = build(case, parts.train, {"dim": 8, "epochs": 3, "batch_size": 64, "patience": None, **CASES[case]})
     taken = [0]
 
-    def count(epoch: int, done: int, loss: Callable[[], float]) -> None:
+    def count(epoch: int, done: int, loss: Callable[[], float]) -> bool:
         taken[0] += 1
-        step(taken[0])
+        return step(taken[0])
 
-    return fit(run, parts, out, resume=resume, k=(10,), device="cpu", progress=Progress(step=count))
+    progress = TrainingProgress(step=count, epoch=lambda record: True)
+    return fit(run, parts, out, resume=resume, k=(10,), device="cpu", progress=progress)
 
 
 def same(one: Path, other: Path) -> bool:
@@ -66,7 +67,6 @@ def test_training_goes_on_while_a_checkpoint_is_written(
 ) -> None:
     """With a disk that takes no byte until two more steps are done, they are done."""
     begun, moved, held, real = threading.Event(), threading.Event(), [], os.fsync
-    monkeypatch.setattr(training, "CHECKPOINT_SECONDS", 600.0)
 
     def fsync(file: int) -> None:
         if threading.current_thread() is not threading.main_thread() and not held:
@@ -74,12 +74,12 @@ def test_training_goes_on_while_a_checkpoint_is_written(
             held.append(moved.wait(60))
         real(file)
 
-    def step(number: int) -> None:
-        training.CHECKPOINT_SECONDS = -1.0 if number == 2 else 600.0
+    def step(number: int) -> bool:
         if number == 3:
             assert begun.wait(60)
         if number == 4:
             moved.set()
+        return number == 2
 
     monkeypatch.setattr(os, "fsync", fsync)
     train("xir", parts, tmp_path / "run", step=step)
@@ -93,19 +93,18 @@ def test_a_checkpoint_is_what_training_was_when_it_was_taken(
     """On a slow disk, steps are taken while tensors wait to be written; stopped and resumed, a run ends bitwise as one left alone."""
     if case == "bpr":
         pytest.importorskip("torchrec")
-    monkeypatch.setattr(training, "CHECKPOINT_SECONDS", 600.0)
-    train(case, parts, tmp_path / "whole")
+    train(case, parts, tmp_path / "whole", step=lambda number: False)
     real, stops = files.write_tensors, [2, 5, 3, 4]
 
     def slow(*arguments: Any) -> None:
         time.sleep(0.03)
         real(*arguments)
 
-    def step(number: int) -> None:
-        training.CHECKPOINT_SECONDS = -1.0 if number % 3 == 1 else 600.0
+    def step(number: int) -> bool:
         if stops and number == stops[0]:
             stops.pop(0)
             raise Killed
+        return number % 3 == 1
 
     monkeypatch.setattr(files, "write_tensors", slow)
     resume = False
@@ -113,7 +112,7 @@ def test_a_checkpoint_is_what_training_was_when_it_was_taken(
         with pytest.raises(Killed):
             train(case, parts, tmp_path / "stopped", resume, step)
         resume = True
-    train(case, parts, tmp_path / "stopped", True)
+    train(case, parts, tmp_path / "stopped", True, lambda number: False)
     assert same(tmp_path / "whole", tmp_path / "stopped")
 
 
@@ -122,7 +121,7 @@ def test_without_room_for_copies_training_waits(parts: Split, tmp_path: Path, mo
     train("xir", parts, tmp_path / "beside")
     started: list[object] = []
     monkeypatch.setattr(checkpoint_writer, "machine_bytes", lambda: 1000)
-    monkeypatch.setattr(Background, "start", lambda self, work: started.append(work))
+    monkeypatch.setattr(BackgroundWriter, "start", lambda self, work: started.append(work))
     train("xir", parts, tmp_path / "waiting")
     assert not started
     assert same(tmp_path / "beside", tmp_path / "waiting")
@@ -138,16 +137,16 @@ def test_an_error_beside_training_is_told_soon(parts: Split, tmp_path: Path, mon
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(to))
         real(source, to)
 
-    def step(number: int) -> None:
+    def step(number: int) -> bool:
         if number == 3:
             while not (tmp_path / "run" / "checkpoint.safetensors").exists():
                 time.sleep(0.005)
             full.set()
         if number > 3:
-            training.CHECKPOINT_SECONDS = 600.0  # no further save tells it
             after.append(number)
             assert failed.wait(60)
             time.sleep(0.05)  # for the thread to end
+        return number <= 3  # no further save raises the error
 
     monkeypatch.setattr(os, "replace", replace)
     with pytest.raises(UserError, match=r"checkpoint\.safetensors: No space left on device") as error:
@@ -159,7 +158,7 @@ def test_an_error_beside_training_is_told_soon(parts: Split, tmp_path: Path, mon
 
 def test_one_at_a_time_and_errors_once() -> None:
     """Work waits for the work before; what it raised is raised again once, by whoever asks next."""
-    work, order = Background(), []
+    work, order = BackgroundWriter(), []
     for number in range(3):
         work.start(lambda number=number: (time.sleep(0.01), order.append(number)))  # type: ignore[misc]
         assert order == list(range(number))

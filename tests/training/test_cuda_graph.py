@@ -10,7 +10,7 @@ from sparring.data.synthetic import make_world
 from sparring.recipes import RECIPES
 from sparring.recipes.settings import build
 from sparring.training import loop as training
-from sparring.training.cuda_graph import PLAIN_STEPS, Recorded
+from sparring.training.cuda_graph import EAGER_STEPS, CudaGraphStep
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 QUICK = {"dim": 8, "epochs": 3, "batch_size": 16, "patience": None}  # a row may be a query, of which there are 60
@@ -19,10 +19,10 @@ NEEDS_MORE = {"shown"}  # columns or files that the small world lacks
 
 def history(
     name: str, parts: Split, recorded: bool, **more: object
-) -> tuple[list[dict[str, float]], torch.Tensor, Recorded | None]:
+) -> tuple[list[dict[str, float]], torch.Tensor, CudaGraphStep | None]:
     run = build(name, parts.train, QUICK | more)
     trainer = training.Trainer(run, parts, torch.device("cuda"), None, training.Progress())
-    step = trainer.step if isinstance(trainer.step, Recorded) else None
+    step = trainer.step if isinstance(trainer.step, CudaGraphStep) else None
     if not recorded:
         trainer.step = trainer.work
     trainer.train()
@@ -69,13 +69,13 @@ def test_work_that_waits_runs_as_it_is() -> None:
     def work(rows: torch.Tensor) -> None:
         total.add_(rows[rows > 2].sum())
 
-    step = Recorded(work, torch.Generator("cuda"))
-    for _ in range(PLAIN_STEPS + 4):
+    step = CudaGraphStep(work, torch.Generator("cuda"))
+    for _ in range(EAGER_STEPS + 4):
         step(torch.arange(6, device="cuda"))
     assert step.graph is None
     assert step.why is not None
     assert "waits" in step.why
-    assert float(total) == (PLAIN_STEPS + 4) * 12
+    assert float(total) == (EAGER_STEPS + 4) * 12
 
 
 def test_other_numbers_of_rows_run_as_they_are() -> None:
@@ -85,9 +85,9 @@ def test_other_numbers_of_rows_run_as_they_are() -> None:
     def work(rows: torch.Tensor) -> None:
         total.add_(rows.sum())
 
-    step = Recorded(work, torch.Generator("cuda"))
-    for _ in range(PLAIN_STEPS + 2):
+    step = CudaGraphStep(work, torch.Generator("cuda"))
+    for _ in range(EAGER_STEPS + 2):
         step(torch.arange(6, device="cuda"))
         step(torch.arange(3, device="cuda"))
     assert step.graph is not None
-    assert float(total) == (PLAIN_STEPS + 2) * (15 + 3)
+    assert float(total) == (EAGER_STEPS + 2) * (15 + 3)

@@ -96,7 +96,7 @@ def test_training_changes_no_word(name: str, parts: Split) -> None:
 
 def test_another_process_says_the_same() -> None:
     """Nothing depends on where objects lie or on the order of a hash."""
-    code = "import torch; from sparring.described import described; from sparring.losses import hinge; from sparring.negatives import *; "
+    code = "import torch; from sparring.training.fingerprint import described; from sparring.losses import hinge; from sparring.negatives import *; "
     code += "print(described(Union(InBatch(Popularity(torch.arange(1, 41))), Sampled(Uniform(40), 8))), described(hinge(0.4)))"
     path = str(Path(__file__).parents[2] / "src")
     for seed in ("1", "2"):

@@ -15,7 +15,7 @@ from sparring.recipes.run import Run, Term, compose
 from sparring.recipes.settings import build
 from sparring.recipes.setup import Setup
 from sparring.training.fitting import fit
-from sparring.training.step import contrast, in_chunks
+from sparring.training.step import in_chunks, training_step
 
 B = 29
 TOWERS: dict[str, Setup] = {
@@ -45,7 +45,7 @@ def gradients(run: Run, parts: Split, chunk: int | None) -> tuple[Tensor, dict[s
     run = Run(run.model, run.terms, run.temperature, run.setup.replaced(chunk=chunk))
     run.model.zero_grad()
     queries, items = (column[:B].long() for column in parts.train.pairs())
-    losses, _, _ = contrast(run, queries, items, torch.Generator().manual_seed(3), parts.train.positives())
+    losses, _, _ = training_step(run, queries, items, torch.Generator().manual_seed(3), parts.train.positives())
     (losses * torch.linspace(0.5, 2, B)).mean().backward()
     found = {name: p.grad for name, p in run.model.named_parameters() if p.grad is not None}
     return losses.detach(), {name: g.to_dense() if g.is_sparse else g for name, g in found.items()}

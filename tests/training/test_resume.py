@@ -31,8 +31,8 @@ from sparring.recipes.run import Term, compose
 from sparring.recipes.settings import build
 from sparring.recipes.setup import Setup
 from sparring.training import curve, trained
-from sparring.training import loop as training
-from sparring.training.fitting import Fitted, Progress, fit
+from sparring.training.fitting import Fitted, fit
+from sparring.training.loop import TrainingProgress
 from support.run_files import contents
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -64,9 +64,11 @@ def train(
     *,
     resume: bool = False,
     overwrite: bool = False,
-    progress: Progress | None = None,
+    progress: TrainingProgress | None = None,
     **more: Any,
 ) -> Fitted:
+    """Train with a checkpoint after every epoch."""
+    progress = progress or TrainingProgress(epoch=lambda record: True)
     settings = {"dim": 8, "epochs": 3, "batch_size": 64, "patience": None, **SETTINGS[case], **more}
     run = build(case.split()[0], parts.train, settings)
     return fit(run, parts, out, resume=resume, overwrite=overwrite, k=(10,), device="cpu", progress=progress)
@@ -79,23 +81,22 @@ def assert_same(one: Path, other: Path) -> None:
         assert torch.equal(value, second[name]) if isinstance(value, torch.Tensor) else value == second[name], name
 
 
-def killing(moments: set[int], checkpoints: random.Random) -> Progress:
-    """Raise at these steps, counted over the whole training; checkpoints after about every third step."""
+def killing(moments: set[int], checkpoints: random.Random) -> TrainingProgress:
+    """Raise at these steps, 100 to an epoch; checkpoints after about every third step and after every epoch."""
 
-    def step(epoch: int, done: int, loss: Callable[[], float]) -> None:
-        training.CHECKPOINT_SECONDS = -1.0 if checkpoints.random() < 0.3 else 600.0
-        now = epoch * 100 + done
+    def step(epoch: int, done: int, loss: Callable[[], float]) -> bool:
+        save, now = checkpoints.random() < 0.3, epoch * 100 + done
         if now in moments:
             moments.remove(now)
             raise Killed
+        return save
 
-    return Progress(step=step)
+    return TrainingProgress(step=step, epoch=lambda record: True)
 
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put back the interval that a test sets, and draw no curves: they take more time than these trainings."""
-    monkeypatch.setattr(training, "CHECKPOINT_SECONDS", 600.0)
+    """Draw no curves: they take more time than these trainings."""
     monkeypatch.setattr(curve, "training_curve", lambda history, path, *_: Path(path).write_bytes(b"no curve"))
 
 
@@ -166,10 +167,8 @@ import os, sys, time
 import matplotlib.figure
 import torch
 import sparring.cli.train
-from sparring import trainer
 from sparring.cli import main
 torch.optim.SGD([torch.zeros(1, requires_grad=True)]).step()  # has imports of its own
-trainer.CHECKPOINT_SECONDS, trainer.BETWEEN_SECONDS = 0.03, 0.0
 flush = os.fsync
 os.fsync = lambda file: (time.sleep(0.01), flush(file))  # a slow disk, so that a kill often falls into saving
 for out in sys.stdin:  # a process for each line: the imports, most of a short run's time, are done once
@@ -222,6 +221,7 @@ def test_killed_by_the_system_and_resumed(parts: Split, tmp_path: Path) -> None:
     rows = {"user_id": parts.train.queries, "item_id": parts.train.items, "timestamp": parts.train.time}
     pl.DataFrame(rows).write_parquet(tmp_path / "pairs.parquet")
     words = ["train", "--data", str(tmp_path / "pairs.parquet"), "--recipe", "xir", "--quiet", "--resume"]
+    words += ["--save-seconds", "0.03"]
     for setting in (
         "draw=multinomial",
         "optimizer=row-adam",
@@ -283,7 +283,7 @@ def test_resuming_a_finished_run_changes_nothing(parts: Split, tmp_path: Path) -
         parts,
         tmp_path / "run",
         resume=True,
-        progress=Progress(step=lambda epoch, step, loss: steps.append(step)),
+        progress=TrainingProgress(step=lambda epoch, step, loss: steps.append(step)),
     )
     assert not steps
     assert again.best_epoch == first.best_epoch
@@ -306,14 +306,14 @@ def test_a_new_run_never_goes_on_from_an_old_ones_checkpoint(parts: Split, tmp_p
 def test_resume_keeps_the_time_spent(parts: Split, tmp_path: Path) -> None:
     """Seconds of training are summed over the parts of a run, those before a stop inside an epoch included."""
 
-    def slow(epoch: int, done: int, loss: Callable[[], float]) -> None:
+    def slow(epoch: int, done: int, loss: Callable[[], float]) -> bool:
         time.sleep(0.02)
-        training.CHECKPOINT_SECONDS = -1.0
         if (epoch, done) == (0, 5):
             raise Killed
+        return True
 
     with pytest.raises(Killed):
-        train("xir", parts, tmp_path / "run", progress=Progress(step=slow), epochs=1)
+        train("xir", parts, tmp_path / "run", progress=TrainingProgress(step=slow), epochs=1)
     found = train("xir", parts, tmp_path / "run", resume=True, epochs=1)
     assert found.seconds > 4 * 0.02
 
@@ -345,7 +345,7 @@ def stopped(parts: Split, out: Path, *terms: Term) -> None:
             raise Killed
 
     with pytest.raises(Killed):
-        fit(compose(parts.train, OWN, *terms), parts, out, k=(10,), device="cpu", progress=Progress(step=step))
+        fit(compose(parts.train, OWN, *terms), parts, out, k=(10,), device="cpu", progress=TrainingProgress(step=step))
 
 
 OWN = Setup.of(dim=8, epochs=3, batch_size=64)
@@ -500,24 +500,24 @@ def test_a_full_disk_loses_nothing(small_disk: Path, parts: Split, tmp_path: Pat
             time.sleep(0.005)  # the one of the first epoch may still be under way
         fill(small_disk)
 
-    def step(epoch: int, done: int, loss: torch.Tensor) -> None:
+    def step(epoch: int, done: int, loss: Callable[[], float]) -> bool:
         if (epoch, done) == (1, 3) and when != "checkpoint":
             fill_up()
-            training.CHECKPOINT_SECONDS = -1.0 if when == "mid epoch" else 600.0
+        return (epoch, done) == (1, 3) and when == "mid epoch"
 
-    def epoch(record: dict[str, Any]) -> None:
+    def epoch(record: dict[str, Any]) -> bool:
         if record["epoch"] == 2 and when == "checkpoint":
             fill_up()
+        return True
 
     with pytest.raises(UserError) as error:
-        train("xir", parts, out, progress=Progress(step=step, epoch=epoch))
+        train("xir", parts, out, progress=TrainingProgress(step=step, epoch=epoch))
     assert str(out) in str(error.value)
     assert "No space left on device" in str(error.value)
     assert len(str(error.value).splitlines()) == 1
     assert not list(out.glob("*.tmp"))
     assert files.read_tensors(out / "checkpoint.safetensors")[1]["epoch"] == 1
     (small_disk / "filler").unlink()
-    training.CHECKPOINT_SECONDS = 600.0
     train("xir", parts, out, resume=True)
     train("xir", parts, tmp_path / "whole")
     assert_same(tmp_path / "whole", out)

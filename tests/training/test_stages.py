@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,9 +22,9 @@ from sparring.models.retriever import Retriever
 from sparring.models.towers import IdTower
 from sparring.recipes.settings import build
 from sparring.training import curve
-from sparring.training import loop as training
-from sparring.training.fitting import Fitted, Progress, fit
-from sparring.training.stages import classifier_run, fit_stages
+from sparring.training.fitting import Fitted, fit
+from sparring.training.loop import TrainingProgress
+from sparring.training.stages import classifier_run
 from sparring.training.trained import load
 from support.texts import text_parts, tiny_bert
 
@@ -52,17 +54,21 @@ class Killed(BaseException):
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training, "CHECKPOINT_SECONDS", 600.0)
-    monkeypatch.setattr(training, "BETWEEN_SECONDS", 0.0)
     monkeypatch.setattr(curve, "training_curve", lambda history, path, *_: Path(path).write_bytes(b"no curve"))
 
 
 def train(
-    recipe: str, parts: Split, out: Path | None, *, resume: bool = False, progress: Progress | None = None, **more: Any
+    recipe: str,
+    parts: Split,
+    out: Path | None,
+    *,
+    resume: bool = False,
+    progress: TrainingProgress | None = None,
+    **more: Any,
 ) -> Fitted:
     extra = {"auxiliary": 4, "private": 3} if recipe == "dexa" else {}
     run = build(recipe, parts.train, {**SETTINGS, **OWN, **extra, **more})
-    return fit_stages(run, parts, out, resume=resume, k=(1, 10), device="cpu", progress=progress)
+    return fit(run, parts, out, resume=resume, k=(1, 10), device="cpu", progress=progress)
 
 
 def figures(folder: Path) -> dict[str, Any]:
@@ -76,24 +82,45 @@ def figures(folder: Path) -> dict[str, Any]:
     return found
 
 
-def killer(stage: int, moment: tuple[int, int] | str) -> Progress:
-    """Raise in the stage (0: towers, 1: classifiers) after this step of this epoch, or when this is said; save after every step."""
+def killer(stage: int, moment: tuple[int, int] | str) -> TrainingProgress:
+    """Raise in the stage (0: towers, 1: classifiers) after this step of this epoch; save after every second step."""
     at = -1
 
     def start(epochs: int, steps: int) -> None:
         nonlocal at
         at += 1
 
-    def step(epoch: int, done: int, loss: Callable[[], float]) -> None:
-        training.CHECKPOINT_SECONDS = -1.0 if done % 2 else 600.0
+    def step(epoch: int, done: int, loss: Callable[[], float]) -> bool:
         if at == stage and (epoch, done) == moment:
             raise Killed
+        return done % 2 == 1
 
-    def say(line: str) -> None:
-        if line.startswith(str(moment)):
+    return TrainingProgress(start=start, step=step, epoch=lambda record: True)
+
+
+class KillAtMessage(logging.Handler):
+    """Raise when the library logs a message that starts with this."""
+
+    def __init__(self, start: str) -> None:
+        super().__init__()
+        self.start = start
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.getMessage().startswith(self.start):
             raise Killed
 
-    return Progress(start=start, step=step, say=say)
+
+@contextmanager
+def logged(handler: logging.Handler) -> Iterator[None]:
+    """The handler receives all messages of the library meanwhile."""
+    log = logging.getLogger("sparring")
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(logging.NOTSET)
 
 
 MOMENTS: list[tuple[int, tuple[int, int] | str]] = [
@@ -123,9 +150,8 @@ def test_killed_in_any_stage_and_resumed(
     parts: Split, whole: dict[str, Path], tmp_path: Path, recipe: str, moment: tuple[int, tuple[int, int] | str]
 ) -> None:
     """Inside the towers' training, between stages, inside the classifiers' and before the fusion: the same figures and tensors, bitwise."""
-    with pytest.raises(Killed):
+    with logged(KillAtMessage(str(moment[1]))), pytest.raises(Killed):
         train(recipe, parts, tmp_path / "run", progress=killer(*moment))
-    training.CHECKPOINT_SECONDS = 600.0
     train(recipe, parts, tmp_path / "run", resume=True)
     first, second = figures(whole[recipe]), figures(tmp_path / "run")
     assert first.keys() == second.keys()
@@ -201,9 +227,9 @@ def test_stages_can_be_left_out(parts: Split, tmp_path: Path) -> None:
     assert not (tmp_path / "towers" / "classifiers").exists()
     assert set(train("ngame", parts, None, clf_fusion=False).stages) == {"knn", "clf"}
     plain = {"dim": 4, "epochs": 1}
-    assert fit_stages(build("ssl", parts.train, plain), parts, k=(10,), device="cpu").stages == {}
+    assert fit(build("ssl", parts.train, plain), parts, k=(10,), device="cpu").stages == {}
     asked = {**plain, "clf_epochs": 1, "clf_batch_size": 16}
-    assert set(fit_stages(build("ssl", parts.train, asked), parts, k=(10,), device="cpu").stages) == {
+    assert set(fit(build("ssl", parts.train, asked), parts, k=(10,), device="cpu").stages) == {
         "knn",
         "clf",
         "fusion",
@@ -229,11 +255,11 @@ def test_text_towers_go_through_all_stages(tmp_path: Path, monkeypatch: pytest.M
         "warmup": 2,
     }
     run = build("dexa", texts.train, settings)
-    fit_stages(run, texts, tmp_path / "whole", k=(1, 10), device="cpu")
+    fit(run, texts, tmp_path / "whole", k=(1, 10), device="cpu")
     for stage, moment in ((0, (1, 1)), (1, (1, 1))):
         again = build("dexa", texts.train, settings)
         with pytest.raises(Killed):
-            fit_stages(
+            fit(
                 again,
                 texts,
                 tmp_path / "run",
@@ -242,8 +268,7 @@ def test_text_towers_go_through_all_stages(tmp_path: Path, monkeypatch: pytest.M
                 device="cpu",
                 progress=killer(stage, moment),
             )
-    training.CHECKPOINT_SECONDS = 600.0
-    fit_stages(build("dexa", texts.train, settings), texts, tmp_path / "run", resume=True, k=(1, 10), device="cpu")
+    fit(build("dexa", texts.train, settings), texts, tmp_path / "run", resume=True, k=(1, 10), device="cpu")
     first, second = figures(tmp_path / "whole"), figures(tmp_path / "run")
     assert first.keys() == second.keys()
     for key, value in first.items():

@@ -13,9 +13,9 @@ from sparring.models.clusters.balanced import balanced_2means
 from sparring.models.tree import grow
 from sparring.training import fitting as train
 from sparring.training import loop
-from sparring.training.cuda_graph import Recorded
-from sparring.training.stages import fit_stages
-from sparring.training.step import contrast
+from sparring.training.cuda_graph import CudaGraphStep
+from sparring.training.fitting import fit
+from sparring.training.step import training_step
 from support.texts import text_parts, tiny_bert
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -48,7 +48,7 @@ def test_a_step_is_that_of_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         queries, items = (column[:20].long().to(device) for column in train.pairs())
         known = train.positives()
         positives = known.to(device)
-        losses = contrast(run, queries, items, torch.Generator(device), positives)[0]
+        losses = training_step(run, queries, items, torch.Generator(device), positives)[0]
         losses.mean().backward()
         grads = [p.grad.to_dense().cpu() for p in run.model.parameters() if p.grad is not None]
         found.append((losses.detach().cpu(), grads))
@@ -73,7 +73,7 @@ def test_all_stages_train_and_load(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     }
     settings |= {"precision": "bf16", "clf_epochs": 2, "clf_batch_size": 16, "clf_shards": 2, "every": 1}
     settings |= {"delay": 1} if recipe == "ance" else {"size": 4}
-    fitted = fit_stages(build(recipe, parts.train, settings), parts, tmp_path / "run", k=(5,), device="cuda")
+    fitted = fit(build(recipe, parts.train, settings), parts, tmp_path / "run", k=(5,), device="cuda")
     assert set(fitted.stages) == {"knn", "clf", "fusion"}
     for test in fitted.stages.values():
         assert 0 <= test.metrics["recall@5"] <= 1
@@ -100,9 +100,9 @@ def test_trees_and_clusters() -> None:
 def test_steps_of_a_transformer_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: str) -> None:
     """As one graph, clusters and lists made anew in between; without dropout the losses are those of steps that are not."""
     monkeypatch.setenv("SPARRING_HOME", str(tmp_path / "home"))
-    kept: list[Recorded] = []
+    kept: list[CudaGraphStep] = []
 
-    class Kept(Recorded):
+    class Kept(CudaGraphStep):
         def __init__(self, *given: Any) -> None:
             super().__init__(*given)
             kept.append(self)

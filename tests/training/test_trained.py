@@ -9,6 +9,7 @@ import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -21,8 +22,6 @@ from sparring.core.files import write, write_tensors
 from sparring.data.interactions import Interactions, Split, Vocabulary
 from sparring.data.synthetic import World
 from sparring.recipes.settings import build
-from sparring.recipes.setup import Setup
-from sparring.training import folder as run_folder
 from sparring.training.fitting import fit
 from sparring.training.trained import Trained, load
 
@@ -304,6 +303,18 @@ def test_a_damaged_run_json_is_named(copy: Path, text: str) -> None:
         load(copy)
 
 
+@pytest.mark.parametrize(
+    ("change", "keyword"), [({"format": None, "versions": {"sparring": "0.1.0"}}, "0.1.0"), ({"format": 3}, "again")]
+)
+def test_a_folder_of_another_version_is_refused(copy: Path, change: dict[str, Any], keyword: str) -> None:
+    """A folder of Sparring 0.1 has no format number, a later one may have another: one line names the version that wrote it."""
+    meta = {**json.loads((copy / "run.json").read_text()), **change}
+    (copy / "run.json").write_text(json.dumps({name: value for name, value in meta.items() if value is not None}))
+    with pytest.raises(UserError, match=keyword) as error:
+        load(copy)
+    assert len(str(error.value).splitlines()) == 1
+
+
 def test_a_model_of_other_towers_is_refused(copy: Path) -> None:
     """run.json and model that disagree (a history tower without histories, another width) are refused by name of file."""
     meta = json.loads((copy / "run.json").read_text())
@@ -375,7 +386,5 @@ def test_a_file_where_the_folder_should_be(named_parts: Split, tmp_path: Path) -
     """Training into a path that is a file is refused before it starts."""
     (tmp_path / "file").write_text("precious")
     with pytest.raises(UserError, match="is a file"):
-        run_folder.write_start(
-            tmp_path / "file", named_parts.train, named_parts.seen_for("test"), {"recipe": "x"}, Setup()
-        )
+        fit(build("ssl", named_parts.train, {}), named_parts, tmp_path / "file", k=(10,), device="cpu")
     assert (tmp_path / "file").read_text() == "precious"

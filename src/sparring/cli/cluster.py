@@ -62,7 +62,7 @@ def cluster(args: Namespace) -> int:
     from sparring.core.devices import pick_device
     from sparring.data.splits import split
     from sparring.experiments.report import clusters
-    from sparring.experiments.report.cluster_tables import labels_of, summary
+    from sparring.experiments.report.clusters import labels_of, summary
     from sparring.models.clusters import MSAC, Codes
 
     device = pick_device(args.device)

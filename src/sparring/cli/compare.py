@@ -28,7 +28,7 @@ from sparring.cli.screen import bar, detail, epoch_line, show, table
 
 if TYPE_CHECKING:
     from sparring.core.workers import Failure, Listener
-    from sparring.experiments.comparison import Data, Plan
+    from sparring.experiments.comparison import ComparedData, Comparison
     from sparring.experiments.report.tables import Table as ReportTable
 
 _GENERIC = {"interactions", "data", "pairs", "ratings", "events"}  # file names that say less than their folder's
@@ -94,21 +94,21 @@ def study_table(report: ReportTable) -> Table:
     return table(report.cells(), report.caption, left=sum(column.text for column in report.columns[:3]))
 
 
-def _notes(plan: Plan) -> list[str]:
+def _notes(plan: Comparison) -> list[str]:
     """Lines about deviations from the recipes: texts that are encoded, classifiers left out, arguments not tuned."""
     from sparring.experiments.search_space import untuned
     from sparring.recipes import settings
 
     lines = [inputs.TEXTS_READ] if plan.shared.get("encoder") == "auto" else []
     setups = {
-        name: settings.resolve(settings.find(place), plan.settings_of(name), plan.base)[0]
-        for name, place in plan.places.items()
+        name: settings.resolve(settings.find(method.recipe), method.settings, plan.base)[0]
+        for name, method in plan.methods.items()
     }
     staged = [name for name, setup in setups.items() if setup.classifiers.epochs]
     if staged:
         lines.append(f"compared by their towers alone, without classifiers and fusion: {', '.join(staged)}")
     if plan.trials:
-        kept = {name: untuned(place, plan.settings_of(name)) for name, place in plan.places.items()}
+        kept = {name: untuned(method.recipe, method.settings) for name, method in plan.methods.items()}
         listed = "; ".join(f"{name}: {', '.join(arguments)}" for name, arguments in kept.items() if arguments)
         lines += [f"not tuned, kept at their defaults: {listed}"] if listed else []
     return lines
@@ -124,31 +124,31 @@ def closing(args: Namespace, failures: Sequence[Failure], page: Path, out: Path)
     return 1 if failures else 0
 
 
-def _plan(args: Namespace) -> Plan:
-    from sparring.experiments.comparison import Plan, cutoffs
+def _plan(args: Namespace) -> Comparison:
+    from sparring.experiments.comparison import Comparison, cutoffs
 
     shared = inputs.settings(args, "epochs")
     if args.tune:
         shared.setdefault("select", args.metrics[-1])  # all recipes are tuned for the same metric
     base = inputs.base_setup(args)
     cutoffs(args.metrics)  # raises for unknown metrics
-    baseline = args.baseline or ""
-    plan = Plan(args.out, (), args.recipes, args.seeds, baseline, args.metrics, base, shared, args.tune, args.device)
-    inputs.check_settings([(place, plan.settings_of(name)) for name, place in plan.places.items()], base, args.tune)
+    recipes, baseline = args.recipes, args.baseline or ""
+    plan = Comparison(args.out, (), recipes, args.seeds, baseline, args.metrics, base, shared, args.tune, args.device)
+    inputs.check_settings([(method.recipe, method.settings) for method in plan.methods.values()], base, args.tune)
     data = tuple(_data(args, where, name) for where, name in zip(args.data, short_names(args.data), strict=True))
     if base is None and inputs.only_texts_help(shared, *(each.split for each in data)):
         shared = {**shared, "encoder": "auto"}
     return dataclasses.replace(plan, data=data, shared=shared)
 
 
-def _data(args: Namespace, where: str, name: str) -> Data:
+def _data(args: Namespace, where: str, name: str) -> ComparedData:
     from sparring.data.splits import split
-    from sparring.experiments.comparison import Data
+    from sparring.experiments.comparison import ComparedData
 
     world, given, how = inputs.world(where), inputs.columns(args), inputs.split_arguments(args, args.split_seed)
     data = inputs.read_data(where, given) if world is None else world.interactions
     record = inputs.source(data, where, given, how, inputs.cutoffs_for(None, data.n_items))
-    return Data(name, split(data, **how), record, world)
+    return ComparedData(name, split(data, **how), record, world)
 
 
 def short_names(places: list[str]) -> list[str]:

@@ -71,13 +71,13 @@ def diagnose(args: Namespace) -> int:
     meta = read_meta(args.run)
     parts = _parts(args, meta)
     world = inputs.world(args.data or meta["source"]["data"])
-    own = opponents.own(args.run, parts, device)
-    sample = diagnosis.Sample(min(args.queries, len(parts.train)), args.draws, args.seed)
+    own = opponents.load_for_diagnosis(args.run, parts, device)
+    sample = diagnosis.SampleSize(min(args.queries, len(parts.train)), args.draws, args.seed)
     how = {"queries": args.queries, "draws": args.draws, "seed": args.seed, "world": world}
     measured = []
     for name in samplers:
         with console().status(f"measuring {settings.short(name)}"):
-            run = own if name == "own" else opponents.opponent(name, own, parts)
+            run = own if name == "own" else opponents.with_negatives_of(name, own, parts)
             measured.append(measure(settings.short(name), run, parts, **how))
     tables, lines = advice.tables(measured), advice.advise(measured)
     shown = [part for each in tables.values() for part in (table(each.cells(), each.caption), "")]

@@ -24,7 +24,9 @@ def add_evaluate(commands: Commands) -> None:
         evaluate,
     )
     add_run(parser)
-    text = "other data: its test part, or all of its pairs, without those of the training (default: the run's test part)"
+    text = (
+        "other data: its test part, or all of its pairs, without those of the training (default: the run's test part)"
+    )
     inputs.add_data(parser, text)
     group = parser.add_argument_group("ranking and metrics")
     text = "part of the run's own data to rank (default: test)"

@@ -80,7 +80,9 @@ def add_device(group: Group) -> None:
     group.add_argument("--device", type=device, default="auto", help="auto, cpu or cuda (default: auto)")
 
 
-def add_set(group: Group, text: str = "change a setting: dim=256 or, with its group, model.dim=256; repeatable") -> None:
+def add_set(
+    group: Group, text: str = "change a setting: dim=256 or, with its group, model.dim=256; repeatable"
+) -> None:
     group.add_argument(
         "--set", type=setting, action="append", default=[], dest="settings", metavar="NAME=VALUE", help=text
     )

@@ -14,7 +14,7 @@ from sparring.cli.screen import detail, show, table
 from sparring.core.errors import UserError
 
 if TYPE_CHECKING:
-    from sparring.experiments.papers import Catalogue, Experiment, Given, Plan
+    from sparring.experiments.papers import Experiment, ItemModalities, PaperDataset, Reproduction
 
 MSAC = "msac."  # prefix of the settings of the clusters: --set msac.steps=500
 
@@ -65,8 +65,8 @@ def reproduce(args: Namespace) -> int:
     return closing(args, plan.failures, page, plan.out)
 
 
-def _plan(args: Namespace) -> Plan:
-    from sparring.experiments.papers import Plan, find, seeds
+def _plan(args: Namespace) -> Reproduction:
+    from sparring.experiments.papers import Reproduction, find, seeds
 
     experiment = find(args.name)
     if not args.data:
@@ -80,27 +80,27 @@ def _plan(args: Namespace) -> Plan:
         _given(args, where, name, experiment) for where, name in zip(args.data, short_names(args.data), strict=True)
     )
     command = command_line(args)
-    return Plan(experiment, args.out, data, seeds(args.seeds), settings, args.device, command, trials=args.tune)
+    return Reproduction(experiment, args.out, data, seeds(args.seeds), settings, args.device, command, trials=args.tune)
 
 
-def _given(args: Namespace, where: str, name: str, experiment: Experiment) -> Given:
-    from sparring.experiments.papers import Given
+def _given(args: Namespace, where: str, name: str, experiment: Experiment) -> PaperDataset:
+    from sparring.experiments.papers import PaperDataset
 
     given = inputs.columns(args)
     data = inputs.read_data(where, given)
     if data.weight is not None:
         data = replace(data, weight=None)  # the papers count every pair once
-    record = inputs.source(data, where, given, {**experiment.protocol.recorded(0), "seed": 0}, [])
-    known_as = experiment.known((data.n_queries, data.n_items, len(data)))
-    return Given(name, data, known_as, record, _catalogue(args, name))
+    record = inputs.source(data, where, given, {**experiment.protocol.arguments(0), "seed": 0}, [])
+    known_as = experiment.known_as((data.n_queries, data.n_items, len(data)))
+    return PaperDataset(name, data, known_as, record, _catalogue(args, name))
 
 
-def _catalogue(args: Namespace, name: str) -> Catalogue:
+def _catalogue(args: Namespace, name: str) -> ItemModalities:
     """The modalities of --modality; behaviour alone by default."""
     from sparring.data.modalities.sources import parse_modalities
-    from sparring.experiments.papers import Catalogue
+    from sparring.experiments.papers import ItemModalities
 
     settings = {key.removeprefix(MSAC): value for key, value in args.settings if key.startswith(MSAC)}
     specs = parse_modalities(args.modality) or {"behaviour": "behaviour"}
     folder = args.out / name / "codes" if args.codes is None else args.codes / name
-    return Catalogue(folder, specs, args.text_encoder, args.cache, settings, args.category)
+    return ItemModalities(folder, specs, args.text_encoder, args.cache, settings, args.category)

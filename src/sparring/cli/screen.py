@@ -20,7 +20,7 @@ from rich.text import Text
 
 if TYPE_CHECKING:
     from sparring.evaluation.ranking import Evaluation
-    from sparring.training.fitting import Progress as TrainingProgress
+    from sparring.training.loop import TrainingProgress
     from sparring.training.trained import Trained
 
 _REDRAW = 0.2  # seconds between two readings of the loss, which wait for a GPU
@@ -205,7 +205,7 @@ def progress(unit: str, quiet: bool = False) -> Iterator[Callable[[str, int, int
 @contextmanager
 def training_progress(quiet: bool) -> Iterator[TrainingProgress]:
     """Callbacks for `fit`: a bar on a terminal and a line per epoch; nothing if quiet."""
-    from sparring.training.fitting import Progress as TrainingProgress
+    from sparring.training.loop import TrainingProgress
 
     if quiet:
         yield TrainingProgress()
@@ -230,4 +230,4 @@ def training_progress(quiet: bool) -> Iterator[TrainingProgress]:
             drawn.reset(task, visible=False)
             show(epoch_line(record))
 
-        yield TrainingProgress(start=start, step=step, epoch=epoch, say=show)
+        yield TrainingProgress(start=start, step=step, epoch=epoch)

@@ -58,30 +58,26 @@ def serve(args: Namespace) -> int:
     for module in ("fastapi", "orjson", "prometheus_client", "uvicorn"):
         optional(module, "serve", "`sparring serve`")
     from sparring.models.fusion import FILE
-    from sparring.serving.http.access_log import Log
-    from sparring.serving.http.limits import Limits
-    from sparring.serving.http.runs import Live
-    from sparring.serving.http.server import run
-    from sparring.serving.http.store import Store
+    from sparring.serving.http import EventLog, Limits, RunRegistry, Store, run
 
     if args.port >= 65536:
         raise UserError(f"--port {args.port} is not a port: give one from 0 to 65535")
     for folder in args.runs:
         if not folder.is_dir():
             raise UserError(f"no such run folder: {folder}")
-    token, log = _token(args.token_file), Log(os.fdopen(os.dup(2), "wb"), requests=not args.quiet)
+    token, log = _token(args.token_file), EventLog(os.fdopen(os.dup(2), "wb"), requests=not args.quiet)
     local = args.host in _LOOPBACK
     if not local and token is None:
-        log.say("open to the network", host=args.host, advice=f"set {TOKEN} or --token-file")
+        log("open to the network", host=args.host, advice=f"set {TOKEN} or --token-file")
     store = Store(args.store or args.runs[0] / "serve" / "items.sqlite")
-    live = Live(args.runs, store, args.root, log.say, args.as_given)
+    registry = RunRegistry(args.runs, store, args.root, log, args.as_given)
     for folder in args.runs:
         if (folder / FILE).is_file():
             unused = "its classifiers, which `sparring recommend` and `evaluate` use"
-            log.say("towers alone", run=str(folder), left_out=unused)
+            log("towers alone", run=str(folder), left_out=unused)
     limits = Limits(body=args.max_body, seconds=args.timeout)
     hosts = list(_LOOPBACK.values()) if local else None
-    run(live, args.host, args.port, limits, token, hosts, log, args.watch, _parts, args.threads)
+    run(registry, args.host, args.port, limits, token, hosts, log, args.watch, _parts, args.threads)
     return 0
 
 

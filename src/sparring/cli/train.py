@@ -73,7 +73,7 @@ def add_train(commands: Commands) -> None:
 
 
 def _add_processes(parser: Parser) -> None:
-    group = parser.add_argument_group("several processes (with torchrun on several machines, see docs/scale.md)")
+    group = parser.add_argument_group("several processes (with torchrun on several machines, see docs/guide/scale.md)")
     text = "train in N processes on this machine, with one GPU each if it has any"
     group.add_argument("--nproc", type=count, metavar="N", help=text)
     text = "the same as --set tables=sharded: each process holds a part of the rows"
@@ -117,9 +117,7 @@ def train(args: Namespace) -> int:
     return 0
 
 
-def _fit(
-    args: Namespace, run: Run, parts: Split, folder: Path, source: dict[str, Any], warm: Path | None
-) -> Fitted:
+def _fit(args: Namespace, run: Run, parts: Split, folder: Path, source: dict[str, Any], warm: Path | None) -> Fitted:
     """Train with the progress on the screen."""
     from sparring.core.ranks import rank
     from sparring.models.build import text_sides
@@ -131,7 +129,9 @@ def _fit(
     named = {"train": parts.train, "valid": parts.valid, "test": parts.test}
     sizes = ", ".join(f"{name} {len(part):,}" for name, part in named.items() if part is not None)
     shape = f"{parts.train.n_queries:,} queries x {parts.train.n_items:,} items"
-    texts = [f"{side} texts: {' and '.join(getattr(run.setup.text, f'{side}_text'))}" for side in text_sides(run.setup.model)]
+    texts = [
+        f"{side} texts: {' and '.join(getattr(run.setup.text, f'{side}_text'))}" for side in text_sides(run.setup.model)
+    ]
     notes = [*parts.train.notes, *filter(None, [untrained_line(untrained(parts))]), *texts]
     with training_progress(args.quiet or rank() > 0) as progress:
         if rank() == 0:

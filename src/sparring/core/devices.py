@@ -1,4 +1,4 @@
-"""Where to compute: a device by its name, and what it is in words."""
+"""Devices by name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sparring.core.ranks import launched, local_rank, local_world
 
 
 def pick_device(name: str) -> torch.device:
-    """The device of this name; "auto" is the first GPU where there is one. Processes that train together have a GPU each."""
+    """The device of this name; "auto" is a GPU if there is one. Processes that train together use one GPU each."""
     several = launched() > 1
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -23,13 +23,14 @@ def pick_device(name: str) -> torch.device:
         raise UserError(f"device {name!r} was asked for, but PyTorch finds no GPU: use --device cpu")
     if device.type == "cuda" and several and (processes := local_world()) > torch.cuda.device_count():
         raise UserError(
-            f"{processes} processes need a GPU each, and this machine has {torch.cuda.device_count()}: start fewer, or --device cpu"
+            f"{processes} processes need a GPU each, and this machine has {torch.cuda.device_count()}: "
+            "start fewer, or use --device cpu"
         )
     return device
 
 
 def hardware(device: torch.device) -> str:
-    """What a training ran on, in words."""
+    """The hardware of a device, in words."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{os.cpu_count()} CPU cores, {torch.get_num_threads()} threads"

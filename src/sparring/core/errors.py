@@ -1,4 +1,4 @@
-"""Errors that are the user's to fix."""
+"""Errors that the user can fix, and helpers for their messages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 
 class UserError(ValueError):
-    """Bad input: one line that names the bad value and says what to do. The command line prints it and exits with code 2.
+    """Bad input: one line that names the bad value and says what to do. The command line prints it and exits with 2.
 
     `argument` names the argument that would fix it, and `value` its value: `str` appends them as Python writes them, and
     the command line as an option.
@@ -24,14 +24,14 @@ class UserError(ValueError):
 
 
 def not_written(error: BaseException) -> bool:
-    """Whether an error that polars met with files is one of writing: a full disk, a quota, a limit on sizes, a disk that is read-only."""
-    found = re.search(r"os error (\d+)", str(error))
-    number = error.errno if isinstance(error, OSError) else int(found[1]) if found else None
+    """Whether an error, also one wrapped by polars, is a full disk, a quota, a size limit or a read-only disk."""
+    match = re.search(r"os error (\d+)", str(error))
+    number = error.errno if isinstance(error, OSError) else int(match[1]) if match else None
     return number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
 
 def disk_full(error: BaseException | None) -> bool:
-    """Whether a full disk is at the root of an error, whoever met it: the system, polars or Spark."""
+    """Whether a full disk caused an error, raised by the system, polars or Spark."""
     while error is not None:
         full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
         if full or "No space left on device" in str(error) or "os error 28" in str(error):
@@ -47,5 +47,5 @@ def did_you_mean(name: str, choices: Iterable[str]) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message: errors for users are one line."""
+    """The first line of an error's message, for an error of one line."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

@@ -1,4 +1,4 @@
-"""What never counts against a query: its own positive, all that is known of it, a class of items; as pairs, keys or a mask.
+"""Exclusions: a query's positive, its other known positives, or a class of items; as index pairs, keys or a mask.
 
 Letters as in types.py.
 """
@@ -15,46 +15,44 @@ from torch import Tensor
 from sparring.kernels import ExcludedKeys, ExcludedPairs
 
 _STRIDE = 1 << 40  # row * _STRIDE + item id is unique for every pair of a batch
-_LOOKED_UP = 1 << 24  # pairs of query and candidate at most; with more, listing the known ones is cheaper than a mask
-_WRITTEN_OUT = 1 << 26  # pairs of any query and item at most that are written out as a table of bytes
+_LOOKED_UP = 1 << 24  # (query, candidate) pairs; beyond this, listing the known pairs is cheaper than a mask
+_WRITTEN_OUT = 1 << 26  # (query, item) pairs that a table of bytes may hold
 
 
 @dataclass(frozen=True)
 class Exclude:
     """Items that never count against a query: pairs (row of the batch, item id), or (row, class of items).
 
-    `rows` ascend, or are None when there is exactly one id per query (its own positive), in row order. With `code` the ids are classes and
-    every item of the class is excluded. `also` excludes more.
+    `rows` ascend; None means one id per query in row order, such as its own positive. With `code` the ids are classes,
+    and every item of the class is excluded. `also` adds a second exclusion.
     """
 
     ids: Tensor  # (P,)
     rows: Tensor | None = None  # (P,), or None: P = B and rows = 0..B-1
-    code: Tensor | None = None  # (N,) the class of each item; None: every item is its own
+    code: Tensor | None = None  # (N,) the class of each item; None: ids are items
     also: Exclude | None = None
 
     @property
     def name(self) -> str:
-        own = (
-            "all known positives"
-            if self.rows is not None
-            else "own positive"
-            if self.code is None
-            else "own positive and its cell"
-        )
-        return own if self.also is None else f"{own}, {self.also.name}"
+        """The excluded items in words."""
+        if self.rows is not None:
+            words = "all known positives"
+        else:
+            words = "own positive" if self.code is None else "own positive and its cell"
+        return words if self.also is None else f"{words}, {self.also.name}"
 
     def keyed(self, ids: Tensor) -> bool:
-        """Whether `places` are keys: on a GPU, where each query excludes one item or class of the shared candidates."""
+        """Whether `places` returns keys: on a GPU, if each query excludes one item or class of shared candidates."""
         return self.rows is None and self.also is None and ids.is_cuda and ids.dim() == 1
 
     def places(self, ids: Tensor) -> ExcludedPairs:
-        """What the kernels take: `hits`; on a GPU, where counting hits would wait for the device, keys to compare, or a (B, C) mask."""
+        """The excluded pairs for a kernel: `hits`; on a GPU keys or a (B, C) mask, to avoid synchronisation."""
         if self.rows is not None or self.also is not None or not ids.is_cuda:
             return self.hits(ids)
         return ExcludedKeys(self._keys(ids), self.ids) if ids.dim() == 1 else self.mask(ids)
 
     def mask(self, ids: Tensor) -> Tensor:
-        """(B, C) bool: the excluded places among candidate ids (C,) or (B, C), where each query excludes one item or class."""
+        """(B, C) bool: the excluded places among candidate ids (C,) or (B, C); one item or class per query."""
         return self._keys(ids) == self.ids.unsqueeze(1)
 
     def hits(self, ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -70,13 +68,12 @@ class Exclude:
 
     def _hits(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         rows = torch.arange(len(self.ids), device=self.ids.device) if self.rows is None else self.rows
-        if ids.dim() == 2:  # one list per query: look each candidate up among the pairs
+        if ids.dim() == 2:  # one list per query: look up each candidate among the pairs
             pairs = torch.sort(rows * _STRIDE + self.ids).values
             keys = torch.arange(len(ids), device=ids.device).unsqueeze(1) * _STRIDE + ids
-            at = torch.searchsorted(pairs, keys).clamp_(max=max(len(pairs) - 1, 0))
-            row, column = torch.nonzero(
-                (pairs[at] == keys) & (ids >= 0) if len(pairs) else torch.zeros_like(keys) > 0, as_tuple=True
-            )
+            place = torch.searchsorted(pairs, keys).clamp_(max=max(len(pairs) - 1, 0))
+            excluded = (pairs[place] == keys) & (ids >= 0) if len(pairs) else torch.zeros_like(keys) > 0
+            row, column = torch.nonzero(excluded, as_tuple=True)
             return row, column
         ordered, order = torch.sort(ids)
         low = torch.searchsorted(ordered, self.ids)
@@ -105,7 +102,7 @@ class Positives:
         return self if self.items.device == device else Positives(self.start.to(device), self.items.to(device))
 
     def of(self, query_ids: Tensor) -> Exclude:
-        """Pairs (row, item) of all known positives of these queries."""
+        """The pairs (row, item) of all known positives of these queries."""
         return KnownPositives(self, query_ids)
 
     @cached_property
@@ -118,7 +115,7 @@ class Positives:
 
     @cached_property
     def table(self) -> Tensor | None:
-        """(queries, largest item + 2) bool, what is known, the last column of no item; None where it would be large, and on a GPU."""
+        """(queries, largest item + 2) bool of known pairs, the last column False; None if large, and on a GPU."""
         queries = len(self.start) - 1
         if self.items.is_cuda or not len(self.items) or queries * (width := int(self.items.max()) + 2) > _WRITTEN_OUT:
             return None
@@ -140,10 +137,11 @@ class _LazyPositives(Positives):
 
 
 class KnownPositives(Exclude):
-    """All known positives of some queries; the pairs are listed only where someone asks for them.
+    """All known positives of some queries, listed only when the pairs are read.
 
-    A query's own candidates are looked up among all known pairs, a mask (B, C). So are shared ones on a GPU, where listing the known pairs
-    would wait for the device, and on a CPU where the data is small enough for a table of all pairs; else listing is many times cheaper.
+    Candidates of one query are looked up among all known pairs, as a mask (B, C). So are shared candidates on a GPU,
+    where listing the known pairs would synchronise, and on a CPU if a table of all pairs is small. Otherwise listing is
+    many times cheaper.
     """
 
     name = "all known positives"
@@ -155,19 +153,18 @@ class KnownPositives(Exclude):
         start, items = self.positives.start, self.positives.items
         begin, count = start[self.query_ids], start[self.query_ids + 1] - start[self.query_ids]
         rows = torch.repeat_interleave(torch.arange(len(self.query_ids), device=count.device), count)
-        ahead = begin - (
-            torch.cumsum(count, 0) - count
-        )  # of a query's first pair in this list, its place in the list of all
+        # the offset between a query's first pair in the list of all pairs and in this one
+        ahead = begin - (torch.cumsum(count, 0) - count)
         return items[torch.arange(len(rows), device=count.device) + ahead[rows]].long(), rows
 
     _pairs = cached_property(_listed)
 
     @property
-    def ids(self) -> Tensor:  # type: ignore[override]
+    def ids(self) -> Tensor:
         return self._pairs[0]
 
     @property
-    def rows(self) -> Tensor:  # type: ignore[override]
+    def rows(self) -> Tensor:
         return self._pairs[1]
 
     def keyed(self, ids: Tensor) -> bool:
@@ -182,9 +179,7 @@ class KnownPositives(Exclude):
             row, column = torch.nonzero(self.mask(ids), as_tuple=True)
             return row, column
         own, rows = self._pairs
-        last = (
-            1 << (16 * len(ids)).bit_length()
-        ) - 1  # most known items differ from all candidates in these bits of their ids
+        last = (1 << (16 * len(ids)).bit_length()) - 1  # most known items differ from all candidates in these bits
         among = torch.zeros(last + 1, dtype=torch.bool, device=ids.device)
         among[ids & last] = True
         near = torch.nonzero(among[own & last]).squeeze(1)
@@ -194,10 +189,10 @@ class KnownPositives(Exclude):
         table = self.positives.table
         if table is not None:
             last = table.shape[1] - 1
-            at = torch.where(ids < 0, last, ids.clamp(max=last))
-            if at.dim() == 1:
-                return table.index_select(0, self.query_ids).index_select(1, at)
-            return table.flatten()[self.query_ids.unsqueeze(1) * (last + 1) + at]
+            column = torch.where(ids < 0, last, ids.clamp(max=last))
+            if column.dim() == 1:
+                return table.index_select(0, self.query_ids).index_select(1, column)
+            return table.flatten()[self.query_ids.unsqueeze(1) * (last + 1) + column]
         keys = self.query_ids.long().unsqueeze(1) * _STRIDE + ids
         known = self.positives.keys
         if not len(known):

@@ -103,7 +103,7 @@ def write_tensors(path: AnyPath, tensors: Mapping[str, Tensor], meta: Mapping[st
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors and the JSON value written with them. The file is opened once: both are of one version while it is replaced."""
+    """Tensors and the JSON value written with them; one read, so both belong to the same version of the file."""
     with _reading(path):
         content = path.read_bytes()
         tensors = safetensors.torch.load(content)
@@ -145,21 +145,20 @@ def read_section(path: AnyPath, name: str) -> tuple[dict[str, Tensor], dict[str,
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
-    """The state of a module under flat names, each shared tensor once."""
-    found: dict[int, str] = {}
+    """The state of a module by name, each shared tensor once."""
+    first: dict[int, str] = {}
     state = module.state_dict(keep_vars=True)
-    return {name: tensor for name, tensor in state.items() if found.setdefault(id(tensor), name) == name}
+    return {name: tensor for name, tensor in state.items() if first.setdefault(id(tensor), name) == name}
 
 
 def load_tensors(module: nn.Module, tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Copy tensors into a module in place; any difference in names or shapes is an error that names the file."""
-    own = tensors_of(module)
-    for name in sorted(own.keys() ^ tensors.keys()):
-        raise UserError(
-            f"{path} does not fit this run: tensor {name!r} is {'missing' if name in own else 'not expected'}"
-        )
+    """Copy tensors into a module in place; a difference in names or shapes is an error that names the file."""
+    state = tensors_of(module)
+    for name in sorted(state.keys() ^ tensors.keys()):
+        problem = "missing" if name in state else "not expected"
+        raise UserError(f"{path} does not fit this run: tensor {name!r} is {problem}")
     with torch.no_grad():
-        for name, tensor in own.items():
+        for name, tensor in state.items():
             if tensor.shape != tensors[name].shape:
                 shapes = f"{tuple(tensors[name].shape)} in the file, {tuple(tensor.shape)} in the run"
                 raise UserError(f"{path} does not fit this run: {name!r} is {shapes}")

@@ -1,4 +1,4 @@
-"""Locks between processes: a file that one process holds. The system releases it when the process ends, however it ends."""
+"""Locks between processes: a file that one process holds, released by the system when that process ends."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Lock:
             path.write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
 
     def release(self) -> None:
-        """Delete the file, then give the lock back: a process that already opened the file finds it deleted and retries."""
+        """Delete the file, then release the lock: a process that opened the file sees that it is gone and retries."""
         with suppress(OSError):
             self.path.unlink(missing_ok=True)
         self._lock.release()

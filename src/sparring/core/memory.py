@@ -6,7 +6,7 @@ import os
 
 
 def resident_bytes() -> int:
-    """What this process holds in memory now; 0 where the system does not tell."""
+    """Resident memory of this process; 0 if the system does not report it."""
     try:
         with open("/proc/self/statm") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -15,7 +15,7 @@ def resident_bytes() -> int:
 
 
 def peak_bytes() -> int:
-    """The most that this process ever held in memory."""
+    """Peak resident memory of this process."""
     import resource
     import sys
 
@@ -24,10 +24,10 @@ def peak_bytes() -> int:
 
 
 def machine_bytes() -> int:
-    """The memory of this machine, or what its container may use of it."""
-    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    """Memory of this machine, or the limit of its container."""
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         with open("/sys/fs/cgroup/memory.max") as file:
-            return min(whole, int(file.read()))
+            return min(physical, int(file.read()))
     except (OSError, ValueError):  # no such limit
-        return whole
+        return physical

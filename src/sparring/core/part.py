@@ -58,7 +58,7 @@ def listeners(root: nn.Module, event: Event) -> list[Part]:
 
 @runtime_checkable
 class DetailedLoss(Protocol):
-    """A loss whose `detailed` returns more than one value per query: the draw counts, or notes for its own observe()."""
+    """A loss whose `detailed` also returns by-products: the draw counts, or notes for its own observe()."""
 
     def __call__(self, step: Step, bag: Bag) -> Tensor: ...
     def detailed(self, step: Step, bag: Bag) -> LossOutput: ...

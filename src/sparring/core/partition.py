@@ -14,16 +14,16 @@ from sparring.kernels import Mix, reference, weighted_logsumexp
 def log_partition(step: Step, bag: Bag) -> tuple[Tensor, DrawCounts]:
     """log sum_j exp(q_i . e_j / tau_i + log_w_ij) over all blocks of the bag, (B,), and the draws of each block.
 
-    The sum is -inf where nothing counts. On a GPU the counts of a closed form are complete after the backward pass.
+    The sum is -inf if nothing counts. On a GPU the counts of a closed form are complete after the backward pass.
     """
     sums, counts = zip(*(_log_sum(step, block) for block in bag.blocks), strict=True)
     return sums[0] if len(sums) == 1 else reference.safe_logsumexp(torch.stack(sums, -1)), counts
 
 
 def drawn_blocks(step: Step, outcome: Outcome) -> Iterator[tuple[Candidates, Tensor | None]]:
-    """Every block of a step with the number of draws of each candidate (as in DrawCounts); None where nothing was drawn.
+    """Every block of a step with the draws of each candidate (see DrawCounts); None if nothing was drawn.
 
-    The counts are those that the loss returned; for a loss that returns none they are computed here.
+    The counts come from the loss. For a loss that returns none they are computed here.
     """
     for i, bag in enumerate(outcome.bags):
         counts = outcome.outputs[i].draw_counts if outcome.outputs else None

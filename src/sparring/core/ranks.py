@@ -1,8 +1,9 @@
-"""Several processes that train as one: who they are, gathers with gradient, sums; on torch.distributed (gloo on CPUs, NCCL on GPUs).
+"""Several processes that train as one, on torch.distributed (gloo on CPUs, NCCL on GPUs): gather with gradient, sum.
 
-Each rank encodes its part of a batch and of the candidates that all queries share, scores its own queries against all of them, and
-hands every gradient of a vector back to the rank that encoded it; gradients of weights are summed. So a step is that of one process on the
-whole batch, and so is all that samplers remember of it. In one process nothing here runs: see types.Ranks.
+Each rank encodes its part of the batch and of the shared candidates, scores its own queries against all candidates, and
+returns the gradient of each vector to the rank that encoded it; gradients of weights are summed. A step therefore
+equals that of one process on the complete batch, and so does the state of every sampler. A single process uses none of
+this: see types.Ranks.
 """
 
 from __future__ import annotations
@@ -21,45 +22,45 @@ from torch.autograd.function import once_differentiable
 from sparring.core.sparse_rows import sum_rows
 from sparring.core.types import ALONE, Ranks
 
-# Both have other names since torch 2.13; the old ones are all that 2.11 knows.
+# torch 2.13 renamed both; 2.11 only has the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def launched() -> int:
-    """How many processes a launcher (torchrun) started for one training; 1 where none did."""
+    """The number of processes that a launcher (torchrun) started for this training; 1 without a launcher."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def local_rank() -> int:
-    """Which of the processes of this machine this one is."""
+    """This process's number among those on this machine."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def local_world() -> int:
-    """How many processes of the training this machine has."""
+    """The number of processes on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def rank() -> int:
-    """This process's number among those of the training; 0 where it is alone."""
+    """This process's number in the training; 0 for a single process."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def leave() -> None:
-    """Close what `join` opened, once all ranks are done."""
+    """Close the process group once all ranks are done."""
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
 
 
 def home() -> torch.device:
-    """The device of this rank: a GPU where the ranks talk through NCCL."""
+    """The device of this rank: a GPU under NCCL, otherwise the CPU."""
     return torch.device("cuda", local_rank()) if "nccl" in str(dist.get_backend_config()) else torch.device("cpu")
 
 
 def join(device: torch.device) -> Ranks:
-    """The ranks of this training: those that a launcher started, or this process alone."""
+    """Join the processes that a launcher started; without a launcher, this process alone."""
     if not dist.is_initialized():
         if launched() == 1:
             return ALONE
@@ -70,7 +71,7 @@ def join(device: torch.device) -> Ranks:
 
 
 def _meeting() -> dict[str, Any]:
-    """Where ranks find each other. A launcher may let them use its own store again after a restart: addresses of the dead lie there."""
+    """The rendezvous store. A launcher may reuse its own after a restart: a prefix hides addresses of dead ranks."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return {}
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), launched(), is_master=False)
@@ -79,9 +80,9 @@ def _meeting() -> dict[str, Any]:
 
 
 class Group(Ranks):
-    """The ranks of a process group; by default of the one that `join` made.
+    """The ranks of a process group, by default the group of `join`.
 
-    With `wire` set to a dictionary, every collective adds the bytes that it hands to this rank from the others.
+    If `wire` is a dictionary, every collective adds the bytes that this rank receives from the others.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None):
@@ -91,12 +92,13 @@ class Group(Ranks):
 
     @cached_property
     def aside(self) -> dist.ProcessGroup:
-        """A second group of these ranks, through gloo, for a thread that writes while they train. All make it at the same time."""
+        """A second group of these ranks on gloo, for a thread that writes during training; all ranks create it together."""
         members = dist.get_process_group_ranks(self.group or dist.distributed_c10d._get_default_group())
-        return dist.new_group(members, backend="gloo", use_local_synchronization=True)
+        group: dist.ProcessGroup = dist.new_group(members, backend="gloo", use_local_synchronization=True)
+        return group
 
     def bounds(self, n: int) -> list[int]:
-        """Where the parts of n rows begin, and where the last ends."""
+        """The first row of each rank's part of n rows, and n."""
         return [n * rank // self.world for rank in range(self.world + 1)]
 
     def own(self, x: Tensor) -> Tensor:
@@ -106,9 +108,10 @@ class Group(Ranks):
     def gather(self, x: Tensor, n: int) -> Tensor:
         if not (torch.is_grad_enabled() and x.is_floating_point()):
             return self.gather_parts(x, self.bounds(n))
-        # The way back is a collective too: a rank whose part happens to need no gradient must take part.
+        # The backward pass is a collective too: a rank whose part needs no gradient must take part in it.
         own = x if x.requires_grad else x.detach().requires_grad_()
-        return _Gather.apply(own, self, self.bounds(n))  # type: ignore[no-untyped-call, no-any-return]
+        gathered: Tensor = _Gather.apply(own, self, self.bounds(n))  # type: ignore[no-untyped-call]
+        return gathered
 
     def sum(self, x: Tensor) -> Tensor:
         total = x.detach().clone(memory_format=torch.contiguous_format)
@@ -126,7 +129,7 @@ class Group(Ranks):
             dist.broadcast(tensor.detach(), group=self.group, group_src=0)
 
     def gather_parts(self, x: Tensor, bounds: Sequence[int]) -> Tensor:
-        """The rows of all ranks, of which rank r has those from bounds[r] to bounds[r + 1]; no gradient."""
+        """Concatenate the parts of all ranks, rank r holding rows bounds[r] to bounds[r + 1]; no gradient."""
         sizes = [high - low for low, high in pairwise(bounds)]
         most = max(sizes)
         whole = x.new_empty(self.world * most, *x.shape[1:])
@@ -137,7 +140,7 @@ class Group(Ranks):
         return torch.cat([whole[rank * most : rank * most + size] for rank, size in enumerate(sizes)])
 
     def scatter_sum(self, x: Tensor, bounds: Sequence[int]) -> Tensor:
-        """This rank's part of the sum over ranks of x, cut at the bounds: the way back of `gather_parts`."""
+        """This rank's part of the sum of x over ranks, cut at the bounds: the backward pass of `gather_parts`."""
         sizes = [high - low for low, high in pairwise(bounds)]
         most = max(sizes)
         if min(sizes) == most:
@@ -166,24 +169,26 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return ctx.ranks.scatter_sum(grad, ctx.bounds), None, None
 
 
 @torch.no_grad()
 def sum_gradients(parameters: Iterable[nn.Parameter], ranks: Ranks) -> None:
-    """Every gradient becomes its sum over ranks; a row-sparse one the rows of all ranks, one rank after the other.
+    """Replace every gradient by its sum over ranks; row-sparse gradients are concatenated in the order of ranks.
 
-    A parameter that has no gradient on any rank has none afterwards. All ranks end with the same bits.
+    A parameter without a gradient on any rank has none afterwards. All ranks end with the same bits.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     if not isinstance(ranks, Group) or not trained:
         return
-    kinds, rows = [], []  # rows of a sparse gradient, -1 for a dense one, 0 for none
+    rows: list[tuple[Tensor, Tensor] | None] = []
+    kinds: list[int] = []  # rows of a sparse gradient, -1 for a dense one, 0 for none
     for parameter in trained:
         grad = parameter.grad
-        rows.append(_rows(grad) if grad is not None and grad.is_sparse else None)
-        kinds.append(0 if grad is None else len(rows[-1][0]) if rows[-1] is not None else -1)  # type: ignore[index]
+        sparse = _rows(grad) if grad is not None and grad.is_sparse else None
+        rows.append(sparse)
+        kinds.append(0 if grad is None else -1 if sparse is None else len(sparse[0]))
     device = trained[0].device
     table = ranks.gather_parts(torch.tensor([kinds], device=device), range(ranks.world + 1)).tolist()
     dense = [p for at, p in enumerate(trained) if min(kind[at] for kind in table) < 0]
@@ -203,5 +208,5 @@ def sum_gradients(parameters: Iterable[nn.Parameter], ranks: Ranks) -> None:
 
 
 def _rows(grad: Tensor) -> tuple[Tensor, Tensor]:
-    """(rows, gradients) of a sparse gradient; on a CPU each row once, so that less is sent."""
+    """(rows, gradients) of a sparse gradient; on a CPU each row once, to send less."""
     return sum_rows(grad) if grad.device.type == "cpu" else (grad._indices()[0], grad._values())

@@ -1,4 +1,4 @@
-"""Exact top k over a whole catalogue, in bounded memory, with equal scores always in the same order."""
+"""Exact top k over a catalogue in bounded memory, with deterministic tie-breaking."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from sparring.core.errors import UserError
 from sparring.core.types import Positives
 
-_TILE = 64  # queries in one matrix product, always: BLAS rounds differently for other shapes, and lists must not depend on `block`
-_GROUP = 32  # items whose maximum is taken before the first selection
-_COLUMNS = 1 << 16  # items scored at once; a larger catalogue is scored in parts, whose lists are merged
+_TILE = 64  # queries per matrix product: BLAS rounds differently for other shapes, and lists must not depend on `block`
+_GROUP = 32  # items reduced to their maximum before the first selection
+_COLUMNS = 1 << 16  # items scored at once; the lists of further parts are merged
 _CUDA_SCORES = 1 << 27  # scores held at once on a GPU by default, 512 MB
 _NEVER = float("-inf")
 _TRITON = find_spec("triton") is not None
@@ -33,34 +33,35 @@ def top_k(
 ) -> tuple[Tensor, Tensor]:
     """The k items with the largest inner product for every query: scores (B, k) and ids (B, k).
 
-    Exact: equal to sorting all N scores by (score descending, id ascending), seen items of `query_ids` left out. Places that no unseen
-    item is left for hold id -1 and score -inf. The result does not depend on `block` (queries scored at once, rounded up to a multiple
-    of 64) nor on the number of threads; memory is bounded by block x min(N, 65536) scores for each thread. On a GPU many queries at once
-    are ranked without writing the scores out at all (kernels/ranked.py), unless `block` is given.
+    Exact: equal to sorting all N scores by (score descending, id ascending), without the seen items of `query_ids`. If
+    fewer than k unseen items are left, the rest holds id -1 and score -inf. The result does not depend on `block`
+    (queries scored at once, rounded up to a multiple of 64) or on the number of threads. Memory is bounded by block x
+    min(N, 65536) scores per thread. On a GPU, unless `block` is given, a fused kernel ranks without storing the scores
+    (kernels/topk.py).
 
         scores, ids = top_k(model.encode_queries(users), model.item_vectors(), 10, train.positives(), users)
 
-    Each run of 32 items is reduced to its maximum first. The k best items lie in the k runs with the largest maxima, so only those
-    are looked into, and the selection costs a fraction of the matrix product.
+    Each group of 32 items is first reduced to its maximum. The k best items are in the k groups with the largest
+    maxima, so only those are searched, and the selection costs a fraction of the matrix product.
     """
     if q.dim() != 2 or items.dim() != 2 or q.shape[1] != items.shape[1]:
         raise ValueError(f"q must be (B, D) and items (N, D), not {tuple(q.shape)} and {tuple(items.shape)}")
     if k < 1 or (block is not None and block < 1):
         raise UserError(f"k and block must be at least 1, not {k} and {block}")
     if seen is not None and (query_ids is None or len(query_ids) != len(q)):
-        raise ValueError("to leave out seen items, give the id of every query")
+        raise ValueError("`seen` needs `query_ids`: the id of every query")
     device = items.device
     dtype = torch.float64 if items.dtype == torch.float64 else torch.float32
     q, items = q.detach().to(device, dtype), items.detach().to(dtype).contiguous()
     if not bool(torch.isfinite(q).all() & torch.isfinite(items).all()):
         raise UserError(
-            "the vectors to rank hold NaN or infinite values: the model has diverged, train with a lower learning rate"
+            "the vectors to rank contain NaN or infinite values: the model diverged, train with a lower learning rate"
         )
     if seen is not None and query_ids is not None:
         query_ids = query_ids.to(device).long()
         if len(query_ids) and int(query_ids.max()) >= len(seen.start) - 1:
             raise UserError(
-                f"query {int(query_ids.max())} is not among the {len(seen.start) - 1} queries whose seen items are known"
+                f"query {int(query_ids.max())} is out of range: seen items are known for {len(seen.start) - 1} queries"
             )
         seen = seen.to(device)
     if _TRITON and block is None and q.is_cuda:
@@ -114,7 +115,7 @@ def _ranked(
         if workers == 1:
             work(0)
         else:
-            # Whole blocks in parallel, each on one thread: threads that share one block mostly wait for each other.
+            # One thread per block: threads that share a block mostly wait for each other.
             with _one_thread_each(), ThreadPoolExecutor(workers) as pool:
                 list(pool.map(work, range(workers)))
     return scores, ids
@@ -123,16 +124,15 @@ def _ranked(
 def _rank_block(
     q: Tensor, items: Tensor, k: int, hidden: tuple[Tensor, Tensor] | None, scratch: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Top k of one block of queries; `hidden` are (row, item) pairs that cannot be listed."""
+    """Top k of one block of queries, without the (row, item) pairs `hidden`."""
     tiles = -(-len(q) // _TILE)
     padded = nn.functional.pad(q, (0, 0, 0, tiles * _TILE - len(q)))
     best: tuple[Tensor, Tensor] | None = None
     for low in range(0, len(items), _COLUMNS):
         part = items[low : low + _COLUMNS]
         size = -(-len(part) // _GROUP) * _GROUP
-        s = scratch[: tiles * size * _TILE].view(
-            tiles, size, _TILE
-        )  # items x queries: reductions over items run along memory
+        # items x queries: reductions over items run along memory
+        s = scratch[: tiles * size * _TILE].view(tiles, size, _TILE)
         s[:, len(part) :] = _NEVER
         for t in range(tiles):
             torch.mm(part, padded[t * _TILE : (t + 1) * _TILE].T, out=s[t, : len(part)])
@@ -142,20 +142,20 @@ def _rank_block(
                 here = (item >= low) & (item < low + _COLUMNS)
                 row, item = row[here], item[here] - low
             s.view(-1).index_fill_(0, (row // _TILE * size + item) * _TILE + row % _TILE, _NEVER)
-        found = _select(s, len(q), k)
-        found = found[0], found[1] + low
+        top = _select(s, len(q), k)
+        top = top[0], top[1] + low
         if best is not None:
-            # Earlier parts hold smaller ids and come first, so a stable sort keeps equal scores in order of id.
-            joined = torch.cat([best[0], found[0]], 1), torch.cat([best[1], found[1]], 1)
+            # Earlier parts have smaller ids and come first, so a stable sort keeps ties in the order of ids.
+            joined = torch.cat([best[0], top[0]], 1), torch.cat([best[1], top[1]], 1)
             ordered = torch.sort(joined[0], dim=1, descending=True, stable=True)
-            found = ordered.values[:, :k], joined[1].gather(1, ordered.indices[:, :k])
-        best = found
+            top = ordered.values[:, :k], joined[1].gather(1, ordered.indices[:, :k])
+        best = top
     assert best is not None
     return best[0], best[1].masked_fill_(torch.isneginf(best[0]), -1)
 
 
 def _select(s: Tensor, n_rows: int, k: int) -> tuple[Tensor, Tensor]:
-    """Top k of the first n_rows queries of s (tiles, items, _TILE), equal scores in order of id."""
+    """Top k of the first n_rows queries of s (tiles, items, _TILE), ties in the order of ids."""
     tiles, size, _ = s.shape
     groups = size // _GROUP
     if groups <= k + 1:
@@ -167,8 +167,8 @@ def _select(s: Tensor, n_rows: int, k: int) -> tuple[Tensor, Tensor]:
         candidates = (chosen.unsqueeze(2) * _GROUP + torch.arange(_GROUP, device=s.device)).view(n_rows, -1)
         row = torch.arange(n_rows, device=s.device)
         scores = s.view(-1)[candidates * _TILE + (row // _TILE * (size * _TILE) + row % _TILE).unsqueeze(1)]
-        value, at = torch.topk(scores, k + 1, dim=1)
-        ids = candidates.gather(1, at)
+        value, column = torch.topk(scores, k + 1, dim=1)
+        ids = candidates.gather(1, column)
     if value.shape[1] <= k:
         short = k + 1 - value.shape[1]
         value, ids = nn.functional.pad(value, (0, short), value=_NEVER), nn.functional.pad(ids, (0, short))
@@ -177,7 +177,7 @@ def _select(s: Tensor, n_rows: int, k: int) -> tuple[Tensor, Tensor]:
     tied = (value[:, :-1] == value[:, 1:]) & (value[:, 1:] > _NEVER)
     value, ids = value[:, :k].contiguous(), ids[:, :k].contiguous()
     if bool(tied.any()):
-        for rows in torch.nonzero(tied[:, -1]).flatten().split(8):  # few at a time: each takes whole rows of scores
+        for rows in torch.nonzero(tied[:, -1]).flatten().split(8):  # few at a time: each copies full rows of scores
             ids[rows] = _first_at_boundary(s[rows // _TILE, :, rows % _TILE], value[rows, -1:], k)
             value[rows] = s[(rows // _TILE).unsqueeze(1), ids[rows], (rows % _TILE).unsqueeze(1)]
         rows = torch.nonzero(tied.any(1)).flatten()
@@ -196,7 +196,7 @@ def _first_at_boundary(scores: Tensor, kth: Tensor, k: int) -> Tensor:
 
 @contextmanager
 def _full_precision(device: torch.device) -> Iterator[None]:
-    """Products in the vectors' own precision, whatever training has allowed (TF32, bfloat16, autocast)."""
+    """Matrix products in the precision of the vectors, regardless of TF32 or autocast."""
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
         before = torch.get_float32_matmul_precision()
         if before == "highest":

@@ -1,4 +1,4 @@
-"""The values that everything passes around: a step, a bag of candidates, what came of the step.
+"""The values that flow through training: a step, its bags of candidates, and its outcome.
 
 Letters: B queries in a batch, C candidates, D dimensions, N items in the catalogue, K kept or returned.
 """
@@ -37,26 +37,27 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Mixtures:
-    """Made-up candidates of a block: each group of M consecutive candidates gives V mixtures of their vectors (dense interpolation).
+    """Synthetic candidates of a block: each group of M consecutive candidates yields V mixtures of their vectors.
 
         logit of mixture v of group g = sum_m weights_gvm (q_i . e_gm / tau + log_w_igm) + offset
 
-    A mixture of vectors is the same mixture of logits, so no made-up vector need exist; its weight is the mixture of its members' weights,
-    and it counts nothing where a member with a share in it has none. The weights are constants.
+    Mixing vectors is the same as mixing logits, so no synthetic vector has to be computed. The log weight of a mixture
+    is the mixture of its members' log weights: it counts nothing if a member with a share in it is dropped. The mixing
+    weights are constants.
     """
 
     weights: Tensor  # (G, V, M) with C = G M, or (B, G, V, M) where each query has its own candidates; rows sum to 1
     groups: Tensor  # (G,) or (B, G): the class of each group
-    exclude: Exclude | None = None  # the class whose mixtures never count against a query, one for each
+    exclude: Exclude | None = None  # for each query, the class whose mixtures never count
     offset: float = 0.0
 
     def places(self) -> ExcludedPairs | None:
-        """(row, group) pairs that do not count, as the kernels take them."""
+        """The excluded (row, group) pairs, in the form of the kernels."""
         return self.exclude.places(self.groups) if self.exclude else None
 
     @property
     def count(self) -> int:
-        """Mixtures that a query meets."""
+        """Mixtures per query."""
         return self.weights.shape[-3] * self.weights.shape[-2]
 
 
@@ -72,17 +73,17 @@ class Provenance:
 
 @dataclass(frozen=True)
 class Candidates:
-    """One block of what the queries are contrasted with; a candidate j counts exp(q_i . e_j / tau + log_w_ij).
+    """One block of negatives: candidate j contributes exp(q_i . e_j / tau + log_w_ij) to query i's partition function.
 
-    With `draws` set, the block stands for that many draws per query in proportion to those terms, taken at their
-    expectation (the closed form of Resample): the weights become the constants draws * softmax_j(q_i . e_j / tau + log_w_ij).
-    With `mix` set, mixtures of the candidates count beside them; `plain` gives them as vectors.
+    `draws` selects the closed form of Resample: the block stands for that many draws per query in proportion to these
+    terms, taken at their expectation, so the weights become the constants draws * softmax_j(q_i . e_j / tau +
+    log_w_ij). With `mix`, mixtures of the candidates count in addition; `plain` turns them into vectors.
     """
 
     ids: Tensor  # (C,) shared by all queries, or (B, C); -1 = synthetic or empty
     emb: Tensor  # (C, D) or (B, C, D)
     log_w: Tensor  # broadcasts to (B, C): -log q corrects, log n counts, -inf drops
-    exclude: Exclude | None = None  # what never counts against a query
+    exclude: Exclude | None = None  # items that never count against a query
     draws: float | None = None  # closed form: draws per query, taken at their expectation
     seed: Tensor | None = None  # (2,) draws inside the kernel: by this seed, and the number of the first row
     drawn: Tensor | None = None  # draws made already, as in DrawCounts; the weights are their logarithms
@@ -103,6 +104,7 @@ class Candidates:
 
     @property
     def shared(self) -> bool:
+        """Whether all queries have the same candidates."""
         return self.ids.dim() == 1
 
     @property
@@ -115,12 +117,12 @@ class Candidates:
         return Provenance(source, self.provenance.weighting, self.masked)
 
     def plain(self) -> tuple[Candidates, ...]:
-        """The block without mixtures and, where it has any, a second block that holds them as vectors with their masks written out."""
+        """The block without mixtures, followed by a block of the mixtures as vectors, with their exclusion in log_w."""
         if self.mix is None:
             return (self,)
         weights, m = self.mix.weights, self.mix.weights.shape[-1]
         emb = (weights @ self.emb.unflatten(-2, (-1, m))).flatten(-3, -2)
-        # -inf times a weight of 0 would be nan
+        # clamped: -inf times a weight of 0 would be nan
         log_w = self.log_w.expand(
             self.ids.shape if self.log_w.dim() < 2 else (*self.log_w.shape[:1], self.ids.shape[-1])
         )
@@ -145,21 +147,17 @@ class Bag:
 
     def __post_init__(self) -> None:
         if not isinstance(self.blocks, tuple) or not all(isinstance(block, Candidates) for block in self.blocks):
-            found = (
-                [type(block).__name__ for block in self.blocks]
-                if isinstance(self.blocks, tuple)
-                else type(self.blocks).__name__
-            )
-            raise ValueError(f"Bag.blocks must be a tuple of Candidates, as in Bag((candidates,)); got {found}")
+            kinds = [type(block).__name__ for block in self.blocks] if isinstance(self.blocks, tuple) else self.blocks
+            raise ValueError(f"Bag.blocks must be a tuple of Candidates, as in Bag((candidates,)); got {kinds}")
 
     def plain(self) -> Bag:
-        """The same bag with mixtures as vectors: for whoever looks at single candidates."""
+        """The same bag with all mixtures as vectors, so that every candidate can be inspected."""
         if all(block.mix is None for block in self.blocks):
             return self
         return replace(self, blocks=tuple(part for block in self.blocks for part in block.plain()))
 
     def describe(self) -> str:
-        """What the queries of this step are contrasted with: one line per block."""
+        """One line per block: its source, size, weights and exclusion."""
         lines = []
         for block in self.blocks:
             real = block.ids >= 0
@@ -179,17 +177,17 @@ class Bag:
 
 
 class Ranks:
-    """The processes that train together: here one, which has everything. dist.py has those of a process group."""
+    """The processes that train together; this class is a single process. core.ranks.Group is a process group."""
 
     rank: int = 0
     world: int = 1
 
     def own(self, x: Tensor) -> Tensor:
-        """The part of a tensor that every rank has whole (n, ...) that is this rank's to work on: equal parts, in order of rank."""
+        """This rank's part of a tensor (n, ...) that every rank holds: equal parts, in the order of ranks."""
         return x
 
     def gather(self, x: Tensor, n: int) -> Tensor:
-        """The whole (n, ...) of which every rank has its part; gradients flow back to the rank that each row came from."""
+        """Concatenate the parts of all ranks to (n, ...); gradients flow back to the rank that holds the row."""
         return x
 
     def sum(self, x: Tensor) -> Tensor:
@@ -197,27 +195,27 @@ class Ranks:
         return x
 
     def share(self, value: Any) -> Any:
-        """What rank 0 has."""
+        """The value of rank 0."""
         return value
 
     def equalise(self, tensors: Iterable[Tensor]) -> None:
-        """Give every rank the values of rank 0, in place."""
+        """Overwrite these tensors on every rank with the values of rank 0."""
 
 
 ALONE = Ranks()
 
 
 class Batch:
-    """The whole batch, of which a step has the rows of one rank; in one process the step's own rows.
+    """The batch of all ranks; a step holds the rows of one rank. In a single process the two are the same.
 
-    What all queries share is drawn and encoded for this: every rank knows the ids, vectors come with gradient from the ranks that encoded
-    them when first asked for. What each query draws for itself is drawn for all rows, and `own` takes those of this rank, so that no draw
-    depends on the number of ranks and the generators of all ranks stay in step.
+    Every rank knows all ids. Vectors are gathered with their gradient when they are first read. Draws are made for the
+    rows of all ranks, and `own` selects this rank's, so that no draw depends on the number of ranks and the generators
+    of all ranks stay in step.
     """
 
     def __init__(self, query_ids: Tensor, item_ids: Tensor, q: Tensor, v: Tensor, ranks: Ranks = ALONE):
         self.query_ids, self.item_ids, self.ranks = query_ids, item_ids, ranks
-        self._q, self._v = q, v  # of this rank's rows
+        self._q, self._v = q, v  # of this rank
 
     def __len__(self) -> int:
         return len(self.item_ids)
@@ -225,7 +223,7 @@ class Batch:
     @cached_property
     def q(self) -> Tensor:
         """(rows of all ranks, D)"""
-        with torch.enable_grad():  # whoever asks first, others may need the gradient
+        with torch.enable_grad():  # the first reader may need no gradient, a later one may
             return self.gather(self._q)
 
     @cached_property
@@ -235,11 +233,11 @@ class Batch:
             return self.gather(self._v)
 
     def own(self, x: Tensor) -> Tensor:
-        """This rank's rows of what all rows have."""
+        """This rank's rows of a tensor over all rows."""
         return self.ranks.own(x)
 
     def gather(self, x: Tensor) -> Tensor:
-        """The rows of all ranks, of what each has for its own."""
+        """The rows of all ranks, from a tensor over this rank's rows."""
         return self.ranks.gather(x, len(self))
 
     def sum(self, x: Tensor) -> Tensor:
@@ -249,20 +247,19 @@ class Batch:
 
 @dataclass(frozen=True)
 class Step:
-    """All that one training step knows: of its own rows, and through `batch` of those of all ranks."""
+    """The inputs of one training step: the rows of this rank, and through `batch` those of all ranks."""
 
     query_ids: Tensor  # (B,)
     item_ids: Tensor  # (B,) the positives
     q: Tensor  # (B, D)
     v: Tensor  # (B, D) vectors of the positives
     tau: Tensor  # () or (B,)
-    encode: Callable[
-        [Tensor], Tensor
-    ]  # item ids -> their vectors (..., D); ids (C,) must be the same on all ranks, which share the work
+    # item ids -> vectors (..., D); ids (C,) must be the same on all ranks, which share the work
+    encode: Callable[[Tensor], Tensor]
     generator: torch.Generator
-    positives: Positives | None = None  # all known positives of every query
-    encode_mixtures: Callable[[Tensor, Tensor, int], Tensor] | None = None  # as Retriever.encode_mixtures
-    whole: Batch | None = None  # the batch of all ranks; None: these rows are all
+    positives: Positives | None = None  # all known positives of every query; training always provides them
+    encode_mixtures: Callable[[Tensor, Tensor, int], Tensor] | None = None  # Retriever.encode_mixtures
+    whole: Batch | None = None  # the batch of all ranks; None: a single process
 
     @property
     def batch(self) -> Batch:
@@ -275,38 +272,38 @@ class Step:
         return self.q / self.tau.unsqueeze(-1)
 
     def known(self, query_ids: Tensor | None = None) -> Exclude:
-        """All known positives of these queries, as pairs (row, item); of the step's own where none are given."""
+        """All known positives of these queries, by default the step's own, as pairs (row, item)."""
         if self.positives is None:
             raise ValueError('exclude="known" needs Step.positives: all known positives of each query')
         return self.positives.of(self.query_ids if query_ids is None else query_ids)
 
     @property
     def positive_logits(self) -> Tensor:
+        """q_i . v_i / tau_i, (B,)."""
         return (self.scaled * self.v).sum(-1)
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """The whole catalogue as the model sees it now: handed, without gradient, to every module that refreshes."""
+    """A snapshot of the catalogue for refresh(): all vectors under the current model, without gradient."""
 
-    epoch: int  # about to begin, from 0
-    item_vectors: Tensor | Callable[[], Tensor]  # (N, D), or what encodes them
+    epoch: int  # the epoch about to start, from 0
+    item_vectors: Tensor | Callable[[], Tensor]  # (N, D), or a function that encodes them
     encode_queries: Callable[[Tensor], Tensor]  # query ids -> (B, D)
     positives: Positives  # all known positives of every query
     generator: torch.Generator
-    ranks: Ranks = ALONE  # who may share the work
-    copied: Callable[[torch.device], Corpus] | None = (
-        None  # the same of a copy of the model on a device: it stays while training goes on
-    )
+    ranks: Ranks = ALONE  # the ranks that may share the work
+    # the same snapshot by a copy of the model on a device, which stays valid while training continues
+    copied: Callable[[torch.device], Corpus] | None = None
 
     @cached_property
     def items(self) -> Tensor:
-        """(N, D): encoded when first asked for, since a catalogue of texts takes long."""
+        """(N, D), encoded when first read: a catalogue of texts takes long."""
         return self.item_vectors if isinstance(self.item_vectors, Tensor) else self.item_vectors()
 
 
 DrawCounts = tuple[Tensor | None, ...]
-"""Draws of each candidate, one tensor per block of a bag, shaped as its ids: summed over the queries where they share them."""
+"""Draws of each candidate: one tensor per block, shaped like its ids; shared candidates are summed over the queries."""
 
 
 class LossOutput(NamedTuple):

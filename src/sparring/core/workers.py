@@ -1,4 +1,4 @@
-"""Work in processes of its own: one fresh process per task, some at once; a task that fails, or is killed, harms no other."""
+"""A pool of processes, one fresh process per task: a task that fails or is killed harms no other."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from typing import Any
 
+from sparring.core.errors import first_line
+
 Say = Callable[[object], None]
-# Imported once by the server: what takes seconds to import (torch._dynamo comes with the first optimiser) and starts no threads. Not
-# polars: its threads would be missing in every process that the server forks.
+# Slow imports without threads, done once by the fork server (the first optimiser imports torch._dynamo). Not polars:
+# its threads would be missing in every forked process.
 _PRELOADED = ["torch", "torch._dynamo", "matplotlib.figure", "matplotlib.backends.backend_agg"]
 
 
 @dataclass(frozen=True)
 class Task:
-    """A function at the top level of a module, called as work(say, *arguments); what it says reaches the caller while it runs."""
+    """A module-level function, called as work(say, *arguments); messages passed to say() reach the caller at once."""
 
     name: str
     work: Callable[..., Any]
@@ -39,7 +41,7 @@ class Said:
 
 @dataclass(frozen=True)
 class Ended:
-    """The value that a task returned, or in one line why it did not."""
+    """The value that a task returned, or a one-line error."""
 
     name: str
     value: Any
@@ -48,7 +50,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class Failure:
-    """A training or tuning that did not end well."""
+    """A training or tuning that failed."""
 
     data: str
     recipe: str
@@ -58,7 +60,7 @@ class Failure:
 
 @dataclass
 class Listener:
-    """Called as tasks go on; every method does nothing unless replaced."""
+    """Callbacks on the progress of tasks; each does nothing by default."""
 
     begin: Callable[[str, int, int], None] = lambda phase, done, total: None
     said: Callable[[str, Any], None] = lambda task, message: None
@@ -66,11 +68,11 @@ class Listener:
 
 
 def run(tasks: Sequence[Task], jobs: int = 1, threads: int | None = None) -> Iterator[Said | Ended]:
-    """Run every task, at most `jobs` at once, and tell what they say and how they end, as it happens.
+    """Run every task, at most `jobs` at once, and yield their messages and results as they arrive.
 
-    A task starts from a server that has only imported libraries, so it starts in a moment and holds no memory of an earlier one and no
-    half-used thread pool. `threads` is what each may use of the CPU. Leaving the iteration early (Ctrl-C) ends what still runs, and so does
-    a caller that is killed.
+    A task is forked from a server that has only imported libraries: it starts at once and inherits neither memory of an
+    earlier task nor a broken thread pool. `threads` limits the CPU threads of each task. Leaving the iteration early
+    (Ctrl-C) ends all running tasks, and so does the death of the caller.
 
         for event in run([Task("a", train_one, (1,)), Task("b", train_one, (2,))], jobs=2): ...
     """
@@ -92,7 +94,7 @@ def run(tasks: Sequence[Task], jobs: int = 1, threads: int | None = None) -> Ite
                 task, child = running[pipe]
                 try:
                     event = pipe.recv()
-                except EOFError:  # it died without a word: out of memory, a signal
+                except EOFError:  # it died without a message: out of memory, or a signal
                     child.join()
                     event = Ended(
                         task.name, None, f"its process ended with code {child.exitcode}: killed, or out of memory"
@@ -118,14 +120,14 @@ def _begin(pipe: Connection, threads: int | None, task: Task) -> None:
     try:
         value = task.work(lambda message: pipe.send(Said(task.name, message)), *task.arguments)
         pipe.send(Ended(task.name, value, None))
-    except KeyboardInterrupt:  # the caller has been interrupted too, and says so
+    except KeyboardInterrupt:  # the caller was interrupted too, and reports it
         os._exit(130)
     except Exception as error:
         if os.environ.get("SPARRING_DEBUG", "") not in ("", "0"):
             import traceback
 
             traceback.print_exc()
-        text = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        text = first_line(error)
         pipe.send(Ended(task.name, None, text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"))
 
 
@@ -137,7 +139,7 @@ def _end_with_caller() -> None:
 
 
 def perform(tasks: Tasks, total: int, phase: str, jobs: int, listener: Listener) -> list[Failure]:
-    """Run tasks in processes of their own, tell the listener, and give back what failed; `total` counts those done before too."""
+    """Run tasks, notify the listener, and return the failures; `total` includes tasks finished earlier."""
     failures: list[Failure] = []
     where = {task.name: key for key, task in tasks.items()}
     listener.begin(phase, total - len(tasks), total)

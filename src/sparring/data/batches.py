@@ -49,6 +49,22 @@ class RandomBatches(Part):
         for step in range(start_step, len(self)):
             yield order[step * self.batch_size : (step + 1) * self.batch_size].long()
 
+    def around(self, rows: Tensor, size: int, generator: torch.Generator) -> Tensor:
+        """Row indices (at most `size`,) of a batch that starts with `rows` (CPU, distinct); the others are as an epoch mixes them.
+
+        Other rows are distinct, except where there are so many that two of them hardly ever coincide.
+        """
+        if self.n_rows <= 1 << 20:
+            others = torch.randperm(self.n_rows, generator=generator)[:size]
+        else:
+            others = torch.randint(self.n_rows, (size,), generator=generator)
+        return torch.cat([rows, others[~torch.isin(others, rows)]])[: max(size, len(rows))]
+
+    @property
+    def largest_group(self) -> int:
+        """The most rows that always share a batch."""
+        return 1
+
     def _order(self, epoch: int) -> Tensor:
         kind = torch.int32 if self.n_rows < 2**31 else torch.int64
         return torch.randperm(self.n_rows, generator=self._generator(epoch), dtype=kind)
@@ -161,6 +177,17 @@ class QueryRows:
 
     def __len__(self) -> int:
         return len(self.queries)
+
+    def chances(self) -> Tensor:
+        """(pairs,) the probability that the row of a pair draws this pair, float64."""
+        drawn = torch.repeat_interleave(1.0 / self.count.double(), self.count)
+        if self.mass is not None:
+            which = torch.repeat_interleave(torch.arange(len(self), device=self.mass.device), self.count)
+            below = self.mass - which
+            drawn = below.diff(prepend=below[:1]).where(
+                torch.arange(len(below), device=below.device) != self.start[which], below
+            )
+        return torch.empty_like(drawn).index_copy_(0, self.order, drawn)
 
     def pairs(self, rows: Tensor, generator: torch.Generator) -> Tensor:
         """(B,) one pair of each of these rows."""

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from sparring.core.choices import SPLITS
 from sparring.core.errors import UserError
 from sparring.data.interactions import TEST, TRAIN, VALID, Interactions, Split
 from sparring.data.pairs import CHUNK, chunks, is_canonical, pair_keys
 from sparring.data.prepared.format import Prepared
 
-HOW = ("auto", "file", "random", "temporal", "leave-last-out")
 
 
 def split(data: Interactions, how: str = "auto", valid: float = 0.1, test: float = 0.2, seed: int = 0) -> Split:
@@ -42,8 +42,8 @@ def split(data: Interactions, how: str = "auto", valid: float = 0.1, test: float
 
 def check_split(how: str, valid: float, test: float, timed: bool, parted: bool) -> None:
     """What cannot be done is told in one line: an unknown way, a wrong share, a way that needs a column which the data has not."""
-    if how not in HOW:
-        raise UserError(f"no split called {how!r}; choose from {', '.join(HOW)}")
+    if how not in SPLITS:
+        raise UserError(f"no split called {how!r}; choose from {', '.join(SPLITS)}")
     for name, share in (("valid", valid), ("test", test)):
         if not 0 <= share < 1:
             raise UserError(f"{name} is {share}; a share must be at least 0 and below 1")

@@ -45,12 +45,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from sparring.core.choices import DIALECTS
 from sparring.core.errors import UserError
 
 METRICS = ("recall", "precision", "hit", "mrr", "map", "ndcg")
 PROPENSITY_METRICS = ("psp", "psndcg")
 LIST_METRICS = ("coverage", "popularity")
-DIALECTS = ("standard", "trec", "rectools", "lenskit", "xir-release", "xc")
 STRATA = ("head", "mid", "tail")
 _ONLY = {"xir-release": ("recall", "ndcg"), "xc": ("recall", "precision", "ndcg")}  # all that these define
 

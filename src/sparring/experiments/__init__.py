@@ -1,0 +1,10 @@
+"""Experiments over many trainings: comparing, tuning, diagnosing, reproducing papers, and their reports.
+
+Experiments train through `sparring.training`; nothing below them knows that they exist.
+"""
+
+from sparring.experiments.comparison import ComparedData, Comparison, compare
+from sparring.experiments.comparison_tables import quality
+from sparring.experiments.search_space import OneOf, Range
+
+__all__ = ["ComparedData", "Comparison", "OneOf", "Range", "compare", "quality"]

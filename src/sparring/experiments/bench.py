@@ -1,4 +1,4 @@
-"""How fast the weighted log-sum-exp is on this machine: ours, PyTorch's own forms, and the matrix products that no form can do without.
+"""Speed of the weighted log-sum-exp on this machine: ours, PyTorch's own forms, and the products that all of them need.
 
 for row in measure(torch.device("cuda"), [8192, 65536]): print(row)
 """
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from sparring import kernels
+from sparring.core.drawing import COLOURS, INK, blank, legend, style, tidy
 from sparring.core.errors import UserError
 from sparring.core.types import Exclude
 from sparring.kernels import chunked
@@ -23,21 +24,21 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Precision = Literal["float32", "tf32", "bf16"]
-Form = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+LossForm = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 PLAIN, EXPECTED, DRAWN = "in-batch softmax", "BIR, closed form", "BIR, drawn"
 FLOOR = "three products"
 
 
 @dataclass(frozen=True)
-class Row:
+class Timing:
     """Forward and backward of one form over B queries and B candidates."""
 
     size: int
     method: str
     form: str
-    ms: float | None  # of the best round; None: it did not fit
-    mib: float | None  # beyond inputs and gradients; None where it is not measured (on a CPU)
+    ms: float | None  # of the best round; None if it did not fit
+    mib: float | None  # beyond inputs and gradients; None on a CPU, where it is not measured
     floor_ms: float  # of three products of B x B x D in the same precision
 
     @property
@@ -46,7 +47,7 @@ class Row:
 
 
 def eager(q: Tensor, emb: Tensor, log_w: Tensor, ids: Tensor) -> Tensor:
-    """What PyTorch code writes: the whole matrix of scores, masked, then logsumexp."""
+    """The usual PyTorch code: the complete matrix of scores, masked, then logsumexp."""
     return torch.logsumexp((q @ emb.T + log_w).masked_fill(ids.unsqueeze(1) == ids, -math.inf), 1)
 
 
@@ -60,7 +61,7 @@ def eager_expected(q: Tensor, emb: Tensor, log_w: Tensor, ids: Tensor) -> Tensor
 
 
 def eager_drawn(q: Tensor, emb: Tensor, log_w: Tensor, ids: Tensor) -> Tensor:
-    """As many draws as candidates for each query, gathered: the published form."""
+    """As many draws as candidates for each query, gathered, as published."""
     scores = q @ emb.T
     with torch.no_grad():
         chance = torch.softmax((scores + log_w).masked_fill(ids.unsqueeze(1) == ids, -math.inf), 1)
@@ -68,7 +69,7 @@ def eager_drawn(q: Tensor, emb: Tensor, log_w: Tensor, ids: Tensor) -> Tensor:
     return torch.logsumexp(scores.gather(1, drawn), 1)
 
 
-def ours(draws: bool, seed: Tensor | None = None) -> Form:
+def ours(draws: bool, seed: Tensor | None = None) -> LossForm:
     def form(q: Tensor, emb: Tensor, log_w: Tensor, ids: Tensor) -> Tensor:
         places = Exclude(ids).places(ids)
         return kernels.weighted_logsumexp(q, emb, log_w, places, float(len(emb)) if draws else None, seed=seed)
@@ -80,8 +81,8 @@ def without_triton(q: Tensor, emb: Tensor, log_w: Tensor, ids: Tensor) -> Tensor
     return chunked.weighted_logsumexp(q, emb, log_w, Exclude(ids).places(ids))
 
 
-def forms(device: torch.device, compiled: bool) -> Iterator[tuple[str, str, Form]]:
-    """(method, form, function) of everything that can be measured here."""
+def forms(device: torch.device, compiled: bool) -> Iterator[tuple[str, str, LossForm]]:
+    """(method, form, function) of everything that this device can run."""
     yield PLAIN, "ours", ours(False)
     if device.type == "cuda":
         yield PLAIN, "ours, without Triton", without_triton
@@ -103,10 +104,11 @@ def measure(
     rounds: int = 5,
     compiled: bool = False,
     most_gib: float = 100.0,
-) -> Iterator[Row]:
-    """Forward and backward of every form at each size, B = C, unit vectors at tau = 0.1; forms that would not fit are told without a time.
+) -> Iterator[Timing]:
+    """Forward and backward of every form at each size, B = C, unit vectors at tau = 0.1; no time if it does not fit.
 
-    The floor is three products of B x B x D in the same precision, some rows at a time: the scores, and the gradients of both sides.
+    The floor is three products of B x B x D in the same precision, some rows at a time: the scores, and the gradients
+    of both sides.
     """
     if device.type == "cpu" and precision != "float32":
         raise UserError(f"precision {precision} is for a GPU: use float32 on a CPU")
@@ -116,17 +118,17 @@ def measure(
         for size in sizes:
             q, emb, log_w, ids = problem(size, dim, torch.bfloat16 if precision == "bf16" else torch.float32, device)
             floor, _ = timed(lambda q=q, emb=emb: products(q.detach(), emb.detach()), device, rounds)  # type: ignore[misc]
-            yield Row(size, FLOOR, "", floor, None, floor)
+            yield Timing(size, FLOOR, "", floor, None, floor)
             for method, name, form in forms(device, compiled):
                 fits = "ours" in name or size**2 * 4 * (3 if name == "torch.compile" else 8) < most_gib * 2**30
                 ms, mib = run(form, q, emb, log_w, ids, rounds) if fits else (None, None)
-                yield Row(size, method, name, ms, mib, floor)
+                yield Timing(size, method, name, ms, mib, floor)
     finally:
         torch.set_float32_matmul_precision(before)
 
 
 def problem(size: int, dim: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Queries and candidates with gradient, log weights, and ids of which some repeat."""
+    """Queries and candidates with gradient, log weights, and ids, some of them repeated."""
     g = torch.Generator(device).manual_seed(0)
     emb = torch.nn.functional.normalize(torch.randn(size, dim, device=device, generator=g))
     q = 10 * torch.nn.functional.normalize(torch.randn(size, dim, device=device, generator=g) + emb)
@@ -138,7 +140,7 @@ def problem(size: int, dim: int, dtype: torch.dtype, device: torch.device) -> tu
 
 
 def products(q: Tensor, emb: Tensor) -> None:
-    """Three products of the size of the scores, a part of the rows at a time so that they fit."""
+    """Three products of the size of the scores, in parts that fit in memory."""
     step = max(1, (1 << 32 if q.is_cuda else 1 << 22) // len(emb))
     for low in range(0, len(q), step):
         part = q[low : low + step]
@@ -148,9 +150,9 @@ def products(q: Tensor, emb: Tensor) -> None:
 
 
 def run(
-    form: Form, q: Tensor, emb: Tensor, log_w: Tensor, ids: Tensor, rounds: int
+    form: LossForm, q: Tensor, emb: Tensor, log_w: Tensor, ids: Tensor, rounds: int
 ) -> tuple[float | None, float | None]:
-    """Milliseconds and MiB of a form; (None, None) where it does not fit."""
+    """Milliseconds and MiB of a form; (None, None) if it does not fit."""
     upstream = torch.full((len(q),), 1 / len(q), device=q.device)
 
     def work() -> None:
@@ -169,14 +171,14 @@ def run(
 
 
 def timed(work: Callable[[], object], device: torch.device, rounds: int) -> tuple[float, float | None]:
-    """Milliseconds of the best round after one that is not counted, and on a GPU the most memory beyond what was held before, in MiB."""
+    """Milliseconds of the best round after a warm-up and, on a GPU, the peak of additional memory in MiB."""
     work()
     if device.type != "cuda":
         times = []
         for _ in range(rounds):
-            began = time.perf_counter()
+            started = time.perf_counter()
             work()
-            times.append(time.perf_counter() - began)
+            times.append(time.perf_counter() - started)
         return min(times) * 1e3, None
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats(device)
@@ -191,7 +193,7 @@ def timed(work: Callable[[], object], device: torch.device, rounds: int) -> tupl
     return best, (torch.cuda.max_memory_allocated(device) - held) / 2**20
 
 
-def cells(rows: Sequence[Row]) -> list[list[str]]:
+def cells(rows: Sequence[Timing]) -> list[list[str]]:
     """The rows as a table of text, header first."""
     table = [["B = C", "method", "form", "ms", "of three products", "MiB beyond inputs and gradients"]]
     for row in rows:
@@ -201,22 +203,16 @@ def cells(rows: Sequence[Row]) -> list[list[str]]:
     return table
 
 
-def record(rows: Sequence[Row]) -> list[dict[str, Any]]:
+def record(rows: Sequence[Timing]) -> list[dict[str, Any]]:
     """The rows as plain values, for JSON."""
     return [asdict(row) | {"ratio": row.ratio} for row in rows]
 
 
-def figure(rows: Sequence[Row]) -> Figure:
-    """Time and, where it was measured, memory against B, both axes logarithmic; the floor is the dotted line."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
+def figure(rows: Sequence[Timing]) -> Figure:
+    """Time and, if measured, memory against B, both axes logarithmic; the dotted line is the floor."""
     with_memory = any(row.mib is not None for row in rows)
-    drawn = Figure(figsize=(11.5 if with_memory else 7.0, 4.0), layout="constrained")
-    FigureCanvasAgg(drawn)
-    axes = drawn.subplots(1, 2 if with_memory else 1, squeeze=False)[0]
-    names = list(dict.fromkeys((row.method, row.form) for row in rows))
-    colours = {PLAIN: "#0072b2", EXPECTED: "#009e73", DRAWN: "#d55e00", FLOOR: "#20242b"}
+    drawn = blank(4.0, 11.5 if with_memory else 7.0)
+    colours = {PLAIN: COLOURS[0], EXPECTED: COLOURS[2], DRAWN: COLOURS[1], FLOOR: INK}
     styles = {
         "ours": ("-", "o"),
         "ours, without Triton": ("-.", "v"),
@@ -224,29 +220,28 @@ def figure(rows: Sequence[Row]) -> Figure:
         "torch.compile": (":", "^"),
         "": (":", None),
     }
-    for method, form in names:
-        line, marker = styles[form]
-        for at, value in zip(axes, ("ms", "mib"), strict=False):
-            points = [
-                (row.size, getattr(row, value))
-                for row in rows
-                if (row.method, row.form) == (method, form) and getattr(row, value)
-            ]
-            if points:
-                label = f"{method}: {form}" if form else method
-                at.plot(
-                    *zip(*points, strict=True),
+    sizes = sorted({row.size for row in rows})
+    with style():
+        panels = drawn.subplots(1, 2 if with_memory else 1, squeeze=False)[0]
+        labels = {"ms": "ms, forward and backward", "mib": "MiB beyond inputs and gradients"}
+        for axes, (value, label) in zip(panels, labels.items(), strict=False):
+            for method, form in dict.fromkeys((row.method, row.form) for row in rows):
+                own = [row for row in rows if (row.method, row.form) == (method, form) and getattr(row, value)]
+                if not own:
+                    continue
+                line, marker = styles[form]
+                axes.plot(
+                    [row.size for row in own],
+                    [getattr(row, value) for row in own],
                     color=colours[method],
                     linestyle=line,
                     marker=marker,
                     markersize=4,
-                    label=label,
+                    label=f"{method}: {form}" if form else method,
                 )
-    for at, label in zip(axes, ("ms, forward and backward", "MiB beyond inputs and gradients"), strict=False):
-        at.set(xscale="log", yscale="log", xlabel="queries = candidates", ylabel=label)
-        sizes = sorted({row.size for row in rows})
-        at.set_xticks(sizes, [f"{size:,}" for size in sizes])
-        at.minorticks_off()
-        at.grid(alpha=0.3, which="major")
-    drawn.legend(*axes[0].get_legend_handles_labels(), fontsize=8, frameon=False, loc="outside right upper")
+            axes.set(xscale="log", yscale="log", xlabel="queries = candidates", ylabel=label)
+            axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
+            axes.minorticks_off()
+            tidy(axes, "both")
+        legend(drawn, panels[0])
     return drawn

@@ -1,43 +1,37 @@
-"""A fair comparison: recipes x seeds x data on the same parts, optionally after equal tuning, as ordinary run folders that resume.
+"""A fair comparison: recipes x seeds x data on the same split, optionally after equal tuning.
 
-    OUT/comparison.json              what is compared, and what must not change when more is added
-    OUT/DATA/RECIPE/tune/            trials.jsonl, where tuned
-    OUT/DATA/RECIPE/SEED/            a run folder (see runs.py), and measured.json: memory, device, what its negatives were
-    OUT/quality.*, OUT/negatives.*   the tables of results.py as md, csv, tex and json
-    OUT/report.html, OUT/figures/    one page with all of it, and its figures as svg and png
+    OUT/study.json, OUT/DATA/RECIPE/...    the study (see study.py); measured.json also profiles the negatives
+    OUT/quality.*, OUT/negatives.*         the tables of comparison_tables.py, as md, csv, tex and json
+    OUT/report.html, OUT/figures/          one page with everything, and its figures as svg and png
 
-The split is the same for every recipe and seed, so values are paired by query and by seed. Each training has a process of its own: one
-that fails or is killed is reported, and the others go on. The same call again runs only what is missing, so recipes and seeds may be added.
+Every recipe and seed has the same split, so values are paired by query and by seed. Recipes and seeds may be added.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from sparring.core import files, memory, workers
-from sparring.core.devices import hardware
-from sparring.core.errors import UserError, first_line
-from sparring.core.workers import Failure, Listener, Tasks, perform
+from sparring.core.errors import UserError
+from sparring.core.workers import Failure, Listener
 from sparring.data.interactions import Split
 from sparring.data.synthetic import World
+from sparring.evaluation.metrics import LIST_METRICS, parse
+from sparring.experiments import study
+from sparring.experiments.diagnose.profile import profile
+from sparring.experiments.study import Dataset, Method, Study, Training
 from sparring.recipes import settings
-from sparring.recipes.finding import source_digest
-from sparring.recipes.setup import Setup, find_setting, flat_name, unknown_setting
-from sparring.training import folder as run_folder
-
-if TYPE_CHECKING:
-    pass
-
-SINGLE = ("recall", "ndcg", "hit", "mrr", "map", "precision", "coverage", "popularity")  # measured of every run
+from sparring.recipes.finding import Recipe, source_digest
+from sparring.recipes.run import Run
+from sparring.recipes.setup import Setup
+from sparring.training.fitting import METRICS
 
 
 @dataclass(frozen=True)
-class Data:
-    """One data set of a comparison: its parts, where they came from (for run.json), and the truth where it is known."""
+class ComparedData:
+    """A data set of a comparison: its split, its source for run.json, and the true preferences where they are known."""
 
     name: str
     split: Split
@@ -46,96 +40,123 @@ class Data:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What is compared. `base` gives every recipe the same towers and optimiser; `shared` are settings of all recipes that know them.
+class Comparison:
+    """Recipes to compare.
 
-    A recipe is named as in settings.find, or is a function of your own; `recipes` becomes their short names, for tables and folders, and
-    `places` tells where each is found again by the processes that train.
+    `base` gives all of them the same towers and optimiser; `shared` are settings for every recipe that has them.
 
-        Plan(Path("compare/a"), (Data("demo", parts),), ("uns", "ssl_pop", my_recipe), seeds=5)
+    A recipe is a name (see settings.find) or a function that worker processes can import.
+
+        Comparison(Path("compare/a"), (ComparedData("demo", split),), ("uns", "ssl_pop", my_recipe), seeds=5)
     """
 
     out: Path
-    data: tuple[Data, ...]
-    recipes: tuple[Any, ...]  # names or functions, once made: short names
+    data: tuple[ComparedData, ...]
+    recipes: tuple[str | Recipe, ...]
     seeds: int = 5
-    baseline: Any = ""  # uns where it is compared, else the first recipe
+    baseline: str | Recipe = ""  # by default uns if it is compared, else the first recipe
     metrics: tuple[str, ...] = ("recall@20", "ndcg@20")
     base: Setup | None = None
     shared: dict[str, object] = field(default_factory=dict)
     trials: int = 0
     device: str = "auto"
-    places: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        places: dict[str, str] = {}
+        _ = self.methods  # an unknown recipe, or two of one name, is an error here
+
+    @cached_property
+    def methods(self) -> dict[str, Method]:
+        """The recipes by their short names, which tables and folders use, with the shared settings that they have."""
+        methods: dict[str, Method] = {}
         for recipe in self.recipes:
-            place = self.places[recipe] if recipe in self.places else settings.lasting(recipe)
+            place = settings.lasting(recipe)
             name = settings.short(place)
-            if name in places:
+            if name in methods:
+                same = methods[name].recipe == place
                 twice = (
-                    f"recipe {name!r} is named twice"
-                    if places[name] == place
-                    else f"{places[name]} and {place} have the same name"
+                    f"recipe {name!r} is named twice" if same else f"{methods[name].recipe} and {place} share a name"
                 )
                 raise UserError(f"{twice}: rename one, or leave it out")
-            places[name] = place
-        baseline = self.baseline
-        if baseline and baseline not in places:
-            baseline = settings.short(settings.named(baseline))
-        for name, value in {"recipes": tuple(places), "places": places, "baseline": baseline}.items():
-            object.__setattr__(self, name, value)
+            methods[name] = Method(name, place, study.known_settings(place, self.shared), name)
+        return methods
 
     @property
-    def against(self) -> str:
-        return self.baseline or ("uns" if "uns" in self.recipes else self.recipes[0])
+    def names(self) -> tuple[str, ...]:
+        return tuple(self.methods)
 
-    def folder(self, data: str, recipe: str, seed: int) -> Path:
-        return self.out / data / recipe / str(seed)
+    @property
+    def baseline_name(self) -> str:
+        if not self.baseline:
+            return "uns" if "uns" in self.methods else self.names[0]
+        if isinstance(self.baseline, str) and self.baseline in self.methods:
+            return self.baseline
+        return settings.short(settings.named(self.baseline))
 
-    def tuning(self, data: str, recipe: str) -> Path:
-        return self.out / data / recipe / "tune"
+    @cached_property
+    def study(self) -> Study:
+        names = (*METRICS, *(metric.split("@")[0] for metric in self.metrics))
+        training = Training(self.base, metrics=tuple(dict.fromkeys(names)), device=self.device)
+        methods = {data.name: tuple(self.methods.values()) for data in self.data}
+        data = tuple(self._dataset(data) for data in self.data)
+        return Study(self.out, data, methods, range(self.seeds), training, self.trials)
 
-    def settings_of(self, recipe: str) -> dict[str, object]:
-        """Those of the shared settings that this recipe knows."""
-        return settings.known(settings.find(self.places[recipe]), self.shared)
+    def _dataset(self, data: ComparedData) -> Dataset:
+        usual = [k for k in (10, 20, 50) if k <= data.split.train.n_items]
+        k = sorted({*cutoffs(self.metrics), *usual})
+        measure = partial(_profile, data.world)
+        return Dataset(data.name, partial(_same, data.split), partial(_same, data.source), k, measure)
 
 
-def check(plan: Plan) -> None:
-    """Refuse, before anything is trained, what could not be compared."""
-    for recipe in plan.recipes:
-        settings.resolve(settings.find(plan.places[recipe]), plan.settings_of(recipe), plan.base)
-    if plan.against not in plan.recipes:
+def _same(value: Any, seed: int) -> Any:
+    return value
+
+
+def _profile(world: World | None, run: Run, split: Split, device: str) -> dict[str, Any]:
+    return {"negatives": profile(run, split, world=world)}
+
+
+def check(comparison: Comparison) -> None:
+    """Raise before any training if recipes, metrics or data cannot be compared, or the folder holds another study."""
+    methods, names = list(comparison.methods.values()), comparison.names
+    if comparison.baseline_name not in names:
         raise UserError(
-            f"the baseline {plan.against!r} is not among the recipes {', '.join(plan.recipes)}: add it, or choose one of them"
+            f"the baseline {comparison.baseline_name!r} is not among the recipes {', '.join(names)}: add it"
         )
-    own = {name for recipe in plan.recipes for name in settings.own_arguments(settings.find(plan.places[recipe]))}
-    for name in plan.shared:
-        if flat_name(name) == "seed":
-            raise UserError("seed cannot be set: a comparison runs every recipe with the seeds 0, 1, ... (--seeds N)")
-        if name not in own and find_setting(name) is None:
-            raise UserError(f"no compared recipe knows it: {unknown_setting(name, own)}")
-    cutoffs(plan.metrics)
-    for data in plan.data:
+    study.check_settings(comparison.shared, methods, "comparison", "0, 1, ...", comparison.base)
+    largest = max(cutoffs(comparison.metrics))
+    for data in comparison.data:
         if data.split.test is None:
             raise UserError(f"{data.name} has no test part: use --test with a share above 0")
-        if plan.trials and data.split.valid is None:
-            raise UserError(
-                f"tuning needs a validation part, and {data.name} has none: use --valid with a larger share"
-            )
-        most = max(cutoffs(plan.metrics))
-        if most > data.split.train.n_items:
-            raise UserError(
-                f"cutoff {most} is larger than the catalogue of {data.name}, {data.split.train.n_items:,} items"
-            )
-    _check_same(plan)
+        if comparison.trials and data.split.valid is None:
+            need = f"tuning needs a validation part, and {data.name} has none"
+            raise UserError(f"{need}: use --valid with a larger share")
+        if largest > data.split.train.n_items:
+            raise UserError(f"cutoff {largest} exceeds the {data.split.train.n_items:,} items of {data.name}")
+    sources = {method.name: [method.recipe, source_digest(method.recipe)] for method in methods}
+    study.check_folder(
+        comparison.out,
+        "comparison",
+        {
+            "setup": None if comparison.base is None else comparison.base.flat(),
+            "settings": comparison.shared,
+            "trials": comparison.trials,
+        },
+        {
+            "version or split": {data.name: data.source or _sizes(data.split) for data in comparison.data},
+            "source": {name: source for name, source in sources.items() if name != source[0]},  # not our recipes
+        },
+        {
+            "recipes": names,
+            "seeds": comparison.seeds,
+            "baseline": comparison.baseline_name,
+            "metrics": comparison.metrics,
+        },
+    )
 
 
 def cutoffs(metrics: tuple[str, ...]) -> list[int]:
     """The cutoffs of metrics such as recall@20."""
-    from sparring.evaluation.metrics import LIST_METRICS, parse
-
-    found = set()
+    numbers = set()
     for metric in metrics:
         name, _, k = metric.partition("@")
         if not k.isdigit() or int(k) < 1:
@@ -144,200 +165,22 @@ def cutoffs(metrics: tuple[str, ...]) -> list[int]:
             raise UserError(
                 f"{metric!r} has no value for single queries: compare by recall, ndcg, mrr, map, hit or precision"
             )
-        found.add(int(k))
-    if not found:
+        numbers.add(int(k))
+    if not numbers:
         raise UserError("there is no metric to compare by: name some, such as recall@20,ndcg@20")
-    return sorted(found)
-
-
-def _check_same(plan: Plan) -> None:
-    """A folder may grow by recipes, seeds and data, but what its runs share must stay."""
-    now = {
-        "setup": None if plan.base is None else plan.base.flat(),
-        "settings": plan.shared,
-        "trials": plan.trials,
-        "data": {data.name: data.source or _sizes(data.split) for data in plan.data},
-    }
-    now = json.loads(json.dumps(now, default=str))
-    places = {
-        name: [place, source_digest(place)] for name, place in plan.places.items() if name != place
-    }  # of recipes that are not ours
-    path = plan.out / "comparison.json"
-    if plan.out.exists() and not plan.out.is_dir():
-        raise UserError(f"{plan.out} is a file: choose another folder for the comparison")
-    if path.is_file():
-        try:
-            before = json.loads(path.read_text())
-            old_data = before["data"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{path} is corrupt: {first_line(error)}") from error
-        for name in ("setup", "settings", "trials"):
-            if before.get(name) != now[name]:
-                what = run_folder.difference(name, before.get(name), now[name])
-                raise UserError(f"{plan.out} was begun {what}: choose another folder, or ask for the same as then")
-        for name, source in now["data"].items():
-            if old_data.get(name, source) != source:
-                raise UserError(
-                    f"{plan.out} was begun with another {name}, or another split of it: choose another folder"
-                )
-        for name, (place, digest) in before.get("places", {}).items():
-            now_place, now_digest = places.get(name, (place, digest))
-            if now_place != place:
-                what = f"was begun with {place} as {name!r}, not {now_place}"
-                raise UserError(f"{plan.out} {what}: choose another folder, or rename one")
-            if now_digest != digest:
-                what = f"{place.rpartition(':')[0]} has changed since {name!r} was first trained in {plan.out}"
-                raise UserError(f"{what}: choose another folder, or delete this one")
-        now["data"] = {**old_data, **now["data"]}
-        places = {**before.get("places", {}), **places}
-    elif plan.out.is_dir() and any(plan.out.iterdir()):
-        raise UserError(f"{plan.out} is not empty and holds no comparison: choose another folder")
-    asked = {
-        "recipes": plan.recipes,
-        "places": places,
-        "seeds": plan.seeds,
-        "baseline": plan.against,
-        "metrics": plan.metrics,
-    }
-    files.write_json(path, {**now, **asked})
+    return sorted(numbers)
 
 
 def _sizes(split: Split) -> dict[str, int]:
     parts = {"train": split.train, "valid": split.valid, "test": split.test}
-    return {
-        "queries": split.train.n_queries,
-        "items": split.train.n_items,
-        **{name: len(part) for name, part in parts.items() if part},
-    }
+    sizes = {name: len(part) for name, part in parts.items() if part}
+    return {"queries": split.train.n_queries, "items": split.train.n_items, **sizes}
 
 
-def compare(plan: Plan, jobs: int = 1, listener: Listener | None = None) -> list[Failure]:
-    """Tune (where asked) and train all that is missing; what failed. The tables are made of the folders by results.py.
+def compare(comparison: Comparison, jobs: int = 1, listener: Listener | None = None) -> list[Failure]:
+    """Tune (where asked) and train what is missing; return the failures. comparison_tables.py reads the folders.
 
-    failures = compare(plan, jobs=2);  quality(plan).markdown()
+    failures = compare(comparison, jobs=2);  quality(comparison).markdown()
     """
-    listener = listener or Listener()
-    check(plan)
-    failures: list[Failure] = []
-    if plan.trials:
-        failures += perform(_tunings(plan), len(plan.data) * len(plan.recipes), "tuning", jobs, listener)
-    untuned = {(failure.data, failure.recipe) for failure in failures}
-    for data in plan.data:
-        for recipe in plan.recipes:
-            if (data.name, recipe) in untuned:
-                continue
-            try:
-                tuned_settings(plan, data.name, recipe)
-            except UserError as error:  # an earlier call has used up all its trials in vain
-                failures.append(Failure(data.name, recipe, "tuning", str(error)))
-                untuned.add((data.name, recipe))
-    total = len(plan.data) * len(plan.recipes) * plan.seeds
-    return failures + perform(_trainings(plan, untuned), total, "training", jobs, listener)
-
-
-def _tunings(plan: Plan) -> Tasks:
-    from sparring.experiments.tuning import read_trials
-
-    tasks = {}
-    for data in plan.data:
-        for recipe in plan.recipes:
-            folder = plan.tuning(data.name, recipe)
-            if len(read_trials(folder / "trials.jsonl")) < plan.trials:
-                work = (
-                    data.split,
-                    plan.places[recipe],
-                    plan.trials,
-                    folder,
-                    plan.base,
-                    plan.settings_of(recipe),
-                    plan.device,
-                )
-                tasks[data.name, recipe, "tuning"] = workers.Task(f"{data.name} {recipe} tuning", _tune_one, work)
-    return tasks
-
-
-def _trainings(plan: Plan, untuned: set[tuple[str, str]]) -> Tasks:
-    """Seed by seed, so that an early stop leaves every recipe with about as many."""
-    tasks = {}
-    for data in plan.data:
-        k = sorted({*cutoffs(plan.metrics), *(k for k in (10, 20, 50) if k <= data.split.train.n_items)})
-        for seed in range(plan.seeds):
-            for recipe in plan.recipes:
-                folder = plan.folder(data.name, recipe, seed)
-                if finished(folder) or (data.name, recipe) in untuned:
-                    continue
-                asked = {**plan.settings_of(recipe), **tuned_settings(plan, data.name, recipe), "seed": seed}
-                names = tuple(dict.fromkeys([*SINGLE, *(metric.split("@")[0] for metric in plan.metrics)]))
-                work = (folder, data, plan.places[recipe], asked, plan.base, k, names, plan.device)
-                tasks[data.name, recipe, f"seed {seed}"] = workers.Task(
-                    f"{data.name} {recipe} seed {seed}", _train_one, work
-                )
-    return tasks
-
-
-def finished(folder: Path) -> bool:
-    return (folder / "result.json").is_file() and (folder / "measured.json").is_file()
-
-
-def tuned_settings(plan: Plan, data: str, recipe: str) -> dict[str, Any]:
-    """What tuning found best for a recipe; nothing where there was none."""
-    from sparring.experiments.tuning import best, read_trials
-
-    return (
-        best(recipe, read_trials(plan.tuning(data, recipe) / "trials.jsonl")[: plan.trials]).settings
-        if plan.trials
-        else {}
-    )
-
-
-def _tune_one(
-    say: workers.Say,
-    split: Split,
-    recipe: str,
-    trials: int,
-    folder: Path,
-    base: Setup | None,
-    fixed: Mapping[str, object],
-    device: str,
-) -> None:
-    from sparring.experiments.tuning import tune
-
-    tune(recipe, split, trials, folder, base=base, fixed=fixed, device=device, say=say)
-
-
-def _train_one(
-    say: workers.Say,
-    folder: Path,
-    data: Data,
-    recipe: str,
-    asked: Mapping[str, object],
-    base: Setup | None,
-    k: list[int],
-    metrics: tuple[str, ...],
-    device: str,
-) -> None:
-    import torch
-
-    from sparring.core.devices import pick_device
-    from sparring.experiments.diagnose.profile import profile
-    from sparring.training.fitting import Progress, fit
-
-    run = settings.build(recipe, data.split.train, asked, base)
-    where, before = pick_device(device), memory.resident_bytes()
-    on_gpu, peak = where.type == "cuda", None
-
-    def epoch(record: dict[str, Any]) -> None:
-        nonlocal peak  # of training and its validation, not of the test and the figures after it
-        peak = torch.cuda.max_memory_allocated(where) if on_gpu else memory.peak_bytes() - before
-        say(record)
-
-    progress = Progress(epoch=epoch)
-    fitted = fit(
-        run, data.split, folder, resume=True, device=device, k=k, metrics=metrics, progress=progress, source=data.source
-    )
-    measured = {
-        "peak_bytes": peak,
-        "device": hardware(where),
-        "negatives": profile(fitted.run, data.split, world=data.world),
-    }
-    files.write_json(folder / "measured.json", measured)
+    check(comparison)
+    return study.run(comparison.study, jobs, listener)

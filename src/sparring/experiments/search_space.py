@@ -1,4 +1,4 @@
-"""What is tuned of a recipe, over what, and which settings every method tries first."""
+"""The search space of a recipe, and the settings that every method tries first."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sparring.recipes.setup import Setup, flat_name
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers from low to high, evenly or by their logarithm."""
+    """Numbers from low to high, uniform or log-uniform."""
 
     low: float
     high: float
@@ -28,16 +28,19 @@ class Range:
 
 @dataclass(frozen=True)
 class OneOf:
-    """Values without an order that matters; of an argument declared as a Literal, all of them when left empty."""
+    """Unordered values; when left empty, all values of an argument declared as a Literal."""
 
     values: tuple[Any, ...] = ()
 
 
 def shared(setup: Setup) -> dict[str, Range | OneOf]:
-    """Every recipe's common space. Cosines lie in [-1, 1], inner products grow as they need, so their temperatures differ; a decoupled
-    decay (row rules) is multiplied by the learning rate, a coupled one (adam) by the gradient's scale. A decay of exactly 0 must be in
-    reach, which no logarithm has. An item bias is what popularity-heavy data needs, whatever the negatives. A pretrained transformer
-    forgets at rates that a table of vectors needs."""
+    """The settings that every recipe shares.
+
+    Cosines are in [-1, 1] and inner products grow as needed, so their temperatures differ. A decoupled decay (row
+    optimisers) is multiplied by the learning rate, a coupled one (adam) by the scale of the gradient; 0 must be among
+    the values, and no logarithmic range contains it. Popularity-heavy data needs an item bias, whatever the negatives.
+    A pretrained transformer forgets at the learning rates that a table of vectors needs.
+    """
     decays = (0.0, 1e-6, 1e-5, 1e-4, 1e-3) if setup.training.optimizer == "adam" else (0.0, 1e-4, 0.01, 0.1, 1.0)
     return {
         "lr": Range(1e-5, 1e-3, log=True) if _transformer(setup) else Range(1e-4, 0.05, log=True),
@@ -49,16 +52,13 @@ def shared(setup: Setup) -> dict[str, Range | OneOf]:
 
 def _transformer(setup: Setup) -> bool:
     """Whether a tower reads texts with a pretrained transformer."""
-    return (
-        "text" in (setup.model.query_tower, setup.model.item_tower)
-        and setup.text.encoder is not None
-        and not is_bag(setup.text.encoder)
-    )
+    encoder = setup.text.encoder
+    return "text" in (setup.model.query_tower, setup.model.item_tower) and encoder is not None and not is_bag(encoder)
 
 
-# A method's own arguments, by name or by recipe and name. What is not here stays as it is, and so does everything that says how many
-# candidates are scored (n, cache_size, size): more of them would be a larger budget, not a better method.
-OWN: dict[str, Range | OneOf] = {
+# Arguments of our recipes, by name or by recipe and name. Others keep their defaults, and so does every number of
+# candidates (n, cache_size, size): more of them would be a larger budget, not a better method.
+ARGUMENTS: dict[str, Range | OneOf] = {
     "lam": Range(0.0, 1.0),
     "esans.lam": Range(-0.3, 0.5),
     "mix": OneOf(),
@@ -81,40 +81,40 @@ OWN: dict[str, Range | OneOf] = {
 }
 
 
-# What a method does not use: a trial of it would be one less for the rest.
+# Settings that a method ignores: tuning them would waste trials.
 UNUSED = {"ada_tau": {"tau"}, "ccl": {"tau"}}
 
 
 def space(
     recipe: str | Recipe, fixed: Mapping[str, object] | None = None, base: Setup | None = None
 ) -> dict[str, Range | OneOf]:
-    """What is tuned of a recipe, by name of the setting, with these towers and optimiser; `fixed` settings are not.
+    """The range of each tuned setting of a recipe with the towers and optimiser of `base`, except for `fixed` settings.
 
-    An argument of a recipe of your own is tuned where its type says over what: `alpha: Annotated[float, Range(0.0, 1.0)] = 0.5`.
+    An argument of a custom recipe is tuned if its type declares a range: `alpha: Annotated[float, Range(0, 1)] = 0.5`.
 
         space("xir")  # lr, tau, weight_decay, item_bias, lam
     """
-    found = shared(resolve(find(recipe), fixed or {}, base)[0]) | _own_space(find(recipe))
+    entries = shared(resolve(find(recipe), fixed or {}, base)[0]) | _argument_space(find(recipe))
     left_out = {*map(flat_name, fixed or {}), *UNUSED.get(named(recipe), ())}
-    return {name: entry for name, entry in found.items() if name not in left_out}
+    return {name: entry for name, entry in entries.items() if name not in left_out}
 
 
 def untuned(recipe: str | Recipe, fixed: Mapping[str, object] | None = None) -> list[str]:
-    """The recipe's own arguments that stay as they come while the rest is tuned."""
-    tuned = {*_own_space(find(recipe)), *(fixed or {})}
+    """The recipe's own arguments that keep their defaults during tuning."""
+    tuned = {*_argument_space(find(recipe)), *(fixed or {})}
     return [name for name in own_arguments(find(recipe)) if name not in tuned]
 
 
-def _own_space(recipe: Recipe) -> dict[str, Range | OneOf]:
-    """By what the type of each argument says; of our own recipes by the table above."""
-    found: dict[str, Range | OneOf] = {}
-    hints, name_of = get_type_hints(recipe, include_extras=True), recipe.__name__
-    ours = RECIPES.get(name_of) is recipe
+def _argument_space(recipe: Recipe) -> dict[str, Range | OneOf]:
+    """The ranges of a recipe's own arguments: from their types, or from ARGUMENTS for our own recipes."""
+    entries: dict[str, Range | OneOf] = {}
+    hints, recipe_name = get_type_hints(recipe, include_extras=True), recipe.__name__
+    ours = RECIPES.get(recipe_name) is recipe
     for name, (kind, _) in own_arguments(recipe).items():
-        said = getattr(hints[name], "__metadata__", ())
-        entry = next((each for each in said if isinstance(each, Range | OneOf)), None)
+        declared = getattr(hints[name], "__metadata__", ())
+        entry = next((value for value in declared if isinstance(value, Range | OneOf)), None)
         if entry is None and ours:
-            entry = OWN.get(f"{name_of}.{name}", OWN.get(name))
+            entry = ARGUMENTS.get(f"{recipe_name}.{name}", ARGUMENTS.get(name))
         if isinstance(entry, OneOf):
             entry = entry if entry.values else OneOf(get_args(kind))
             for value in entry.values:
@@ -122,45 +122,42 @@ def _own_space(recipe: Recipe) -> dict[str, Range | OneOf]:
         if isinstance(entry, Range):
             entry = replace(entry, whole=entry.whole or kind is int)
             if not entry.low < entry.high or (entry.log and entry.low <= 0):
-                raise UserError(
-                    f"{name} of {name_of} cannot be tuned over {entry}: low must be below high, and above 0 where log is set"
-                )
+                rule = "low must be below high, and above 0 where log is set"
+                raise UserError(f"{name} of {recipe_name} cannot be tuned over {entry}: {rule}")
         if entry is not None and (isinstance(entry, Range) or entry.values):
-            found[name] = entry
-    return found
+            entries[name] = entry
+    return entries
 
 
-def begin(
-    number: int,
+def first_trials(
     recipe: str | Recipe,
     choices: Mapping[str, Range | OneOf],
     train: Interactions,
     base: Setup | None,
     fixed: Mapping[str, object],
     taus: Sequence[float] = (),
-) -> dict[str, Any]:
-    """What every method tries first, by number of the trial; {} where the sampler is to choose.
+) -> list[dict[str, Any]]:
+    """The settings that every method tries first; the sampler chooses those of later trials.
 
-    The recipe as it comes; what it shares with the others at the values that `default` has; that at the temperatures `taus`, or without
-    them at half and at twice its temperature. So no method is compared at a setting that is known to be poor because a handful of trials
-    missed a good one, or because its temperature has another unit: resampling (BIR, XIR) doubles logits, PSL halves cosines.
+    They are the recipe's defaults; the shared settings at the values of `default`; and these at the temperatures
+    `taus`, by default half and twice its own. So no method is compared at a setting known to be poor because a handful
+    of trials missed a good one, or because its temperature has another unit: resampling (BIR, XIR) doubles logits, PSL
+    halves cosines.
     """
     setup = resolve(find(recipe), fixed, base)[0]
     usual = {"tau": tau_of(train)} if setup.model.score == "cosine" else {}
-    first = _inside(choices, usual | defaults(recipe, choices, base, fixed))
-    strong: dict[str, Any] = {"weight_decay": 0.0, "item_bias": True, **usual} | (
-        {} if _transformer(setup) else {"lr": 3e-3}
-    )
-    second = first | _inside(choices, strong)
-    tries = [first, second]
+    first = _clipped(choices, usual | defaults(recipe, choices, base, fixed))
+    strong: dict[str, Any] = {"weight_decay": 0.0, "item_bias": True, **usual}
+    strong |= {} if _transformer(setup) else {"lr": 3e-3}
+    second = first | _clipped(choices, strong)
+    trials = [first, second]
     if "tau" in second:
-        tries += [second | _inside(choices, {"tau": tau}) for tau in taus or (second["tau"] / 2, 2 * second["tau"])]
-    tries = [each for place, each in enumerate(tries) if each not in tries[:place]]
-    return tries[number] if number < len(tries) else {}
+        trials += [second | _clipped(choices, {"tau": tau}) for tau in taus or (second["tau"] / 2, 2 * second["tau"])]
+    return [trial for number, trial in enumerate(trials) if trial not in trials[:number]]
 
 
-def _inside(choices: Mapping[str, Range | OneOf], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the values that are tuned, moved into their ranges."""
+def _clipped(choices: Mapping[str, Range | OneOf], values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of tuned settings, clipped to their ranges."""
     ranges = {name: (entry.low, entry.high) for name, entry in choices.items() if isinstance(entry, Range)}
     kept = {name: value for name, value in values.items() if name in choices}
     return {
@@ -172,12 +169,11 @@ def _inside(choices: Mapping[str, Range | OneOf], values: Mapping[str, Any]) -> 
 def defaults(
     recipe: str | Recipe, choices: Mapping[str, Range | OneOf], base: Setup | None, fixed: Mapping[str, object]
 ) -> dict[str, Any]:
-    """The recipe as it comes, moved into the space where it lies outside; without what it leaves open."""
-    found = find(recipe)
-    values = resolve(found, fixed, base)[0].flat() | {
-        name: default for name, (_, default) in own_arguments(found).items()
-    }
-    known = _inside(choices, {name: value for name, value in values.items() if value is not None})
+    """The recipe's defaults clipped to the search space; settings whose default is None are omitted."""
+    function = find(recipe)
+    values = resolve(function, fixed, base)[0].flat()
+    values |= {name: default for name, (_, default) in own_arguments(function).items()}
+    known = _clipped(choices, {name: value for name, value in values.items() if value is not None})
     return {
         name: value
         for name, value in known.items()

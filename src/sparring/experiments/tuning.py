@@ -1,9 +1,9 @@
-"""The same budget for every recipe: N trials each of learning rate, temperature, weight decay and what the method itself leaves open.
+"""Equal tuning: the same number of trials for every recipe.
 
-What is compared after tuning differs in its negatives and losses, not in whose author tried more learning rates. Trials are scored on the
-validation part alone; the test part is not even handed to them. The first trial is the recipe as it comes, the second has what all recipes
-share at values known to be strong, the next two have half and twice its temperature; over what is tuned, space.py says. A trial that fails
-counts: a method that diverges easily must not get more tries than one that does not.
+After tuning, methods differ in their negatives and losses, not in how many learning rates their authors tried. Trials
+are scored on the validation part alone and never receive the test part. The first trial has the recipe's defaults, the
+second the shared settings at values known to be strong, the next two half and twice its temperature; search_space.py
+defines the ranges. A failed trial counts: a method that diverges easily gets no extra trials.
 """
 
 from __future__ import annotations
@@ -13,28 +13,26 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from sparring.core import files
 from sparring.core.errors import UserError, first_line
 from sparring.data.interactions import Split
-from sparring.experiments.search_space import OneOf, Range, begin, space, untuned
+from sparring.experiments.search_space import OneOf, Range, first_trials, space
 from sparring.recipes.finding import Recipe
 from sparring.recipes.settings import build, named
 from sparring.recipes.setup import Setup
 from sparring.training.fitting import fit
 
-__all__ = ["OneOf", "Range", "Trial", "Tuned", "best", "read_trials", "require_optuna", "space", "tune", "untuned"]
-
-RANDOM = 4  # trials before the sampler starts to learn from those before
-TUNING_SEED = 10_000  # of every trial; the final runs count from 0, so that none of them was tuned for
+RANDOM = 4  # trials before the sampler learns from earlier ones
+TUNING_SEED = 10_000  # of every trial; final runs use 0, 1, ..., so none of them was tuned for
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One try: its settings, and its best validation score or why there is none."""
+    """The settings of one trial, and its best validation score or the reason why there is none."""
 
     number: int
     settings: dict[str, Any]
@@ -44,8 +42,8 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Tuned:
-    """The best settings found, their validation score, and every trial."""
+class TuningResult:
+    """The best settings, their validation score, and every trial."""
 
     settings: dict[str, Any]
     value: float
@@ -68,12 +66,13 @@ def tune(
     seed: int = 0,
     taus: Sequence[float] = (),
     say: Callable[[Trial], None] = lambda trial: None,
-) -> Tuned:
-    """Try `trials` settings of a recipe on the validation part and return the best; goes on where an earlier call stopped.
+) -> TuningResult:
+    """Try `trials` settings of a recipe on the validation part and return the best; resumes an interrupted call.
 
-    The trials after the second are the second at the temperatures `taus` (half and twice its own where none are given), then of the
-    sampler's choice. Each finished trial is a line of FOLDER/trials.jsonl. The sampler (TPE) starts each trial from (seed, number of the
-    trial) and the trials before it, so a study that was stopped ends exactly as one that was not. Needs the extra `tune` (Optuna).
+    After the first two trials come the second's settings at the temperatures `taus` (half and twice its own by
+    default), then the sampler's choices. Each finished trial is a line of FOLDER/trials.jsonl. The sampler (TPE) is
+    seeded with (seed, trial number) and reads the earlier trials, so a resumed call ends exactly like an uninterrupted
+    one. Needs the extra `tune` (Optuna).
 
         tune("xir", split, 20, "compare/a/tune").settings
 
@@ -82,59 +81,49 @@ def tune(
     optuna = require_optuna()
     if split.valid is None:
         raise UserError("tuning needs a validation part, and the split has none: use --valid with a share above 0")
-    path = Path(folder) / "trials.jsonl"
+    path, fixed = Path(folder) / "trials.jsonl", fixed or {}
     choices = space(recipe, fixed, base)
     distributions = {name: _distribution(optuna, entry) for name, entry in choices.items()}
     done = read_trials(path)
     for trial in done:
         if trial.settings.keys() != choices.keys():
-            raise UserError(
-                f"{path} holds trials over {', '.join(trial.settings)}, not {', '.join(choices)}: choose another folder"
-            )
+            tuned, now = ", ".join(trial.settings), ", ".join(choices)
+            raise UserError(f"{path} holds trials over {tuned}, not {now}: choose another folder")
     parts = Split(split.train, split.valid, None)
+    first = first_trials(recipe, choices, parts.train, base, fixed, taus)
     while len(done) < trials:
         number = len(done)
-        settings = _ask(
-            optuna,
-            done,
-            distributions,
-            number,
-            seed,
-            begin(number, recipe, choices, parts.train, base, fixed or {}, taus),
-        )
-        began = time.perf_counter()
+        settings = _ask(optuna, done, distributions, seed, first[number] if number < len(first) else {})
+        started = time.perf_counter()
         value, error = None, None
         try:
-            run = build(recipe, parts.train, {**(fixed or {}), **settings, "seed": TUNING_SEED}, base)
-            history = fit(run, parts, device=device).history
-            value = max(
-                float(record[run.setup.validation.select])
-                for record in history
-                if run.setup.validation.select in record
-            )
+            run = build(recipe, parts.train, {**fixed, **settings, "seed": TUNING_SEED}, base)
+            towers = replace(run, setup=run.setup.replaced(clf_epochs=0))  # trials are judged by the towers alone
+            history = fit(towers, parts, device=device).history
+            select = run.setup.validation.select
+            value = max(float(record[select]) for record in history if select in record)
         except (ValueError, RuntimeError, ArithmeticError, MemoryError) as failure:
-            error = (str(failure).strip().splitlines() or [type(failure).__name__])[0]
-        done.append(Trial(number, settings, value, round(time.perf_counter() - began, 3), error))
+            error = first_line(failure)
+        done.append(Trial(number, settings, value, round(time.perf_counter() - started, 3), error))
         lines = "".join(json.dumps(asdict(trial)) + "\n" for trial in done)
-        files.write(path, lambda file, lines=lines: file.write_text(lines))  # type: ignore[misc]
+        files.write_text(path, lines)
         say(done[-1])
     return best(named(recipe), done[:trials])
 
 
-def best(recipe: str, trials: list[Trial]) -> Tuned:
-    """The best of the trials; of equal ones the first."""
+def best(recipe: str, trials: list[Trial]) -> TuningResult:
+    """The best of the trials, the earliest in a tie."""
     scored = [trial for trial in trials if trial.value is not None and math.isfinite(trial.value)]
     if not scored:
-        raise UserError(
-            f"all {len(trials)} trials of {recipe} failed; the last: {trials[-1].error if trials else 'none was made'}"
-        )
+        last = trials[-1].error if trials else "none was made"
+        raise UserError(f"all {len(trials)} trials of {recipe} failed; the last: {last}")
     winner = max(scored, key=lambda trial: (trial.value, -trial.number))
     assert winner.value is not None
-    return Tuned(winner.settings, winner.value, tuple(trials))
+    return TuningResult(winner.settings, winner.value, tuple(trials))
 
 
 def read_trials(path: Path) -> list[Trial]:
-    """The trials of a file, none where there is no file."""
+    """The trials of a file; none where the file does not exist."""
     if not path.is_file():
         return []
     try:
@@ -144,10 +133,10 @@ def read_trials(path: Path) -> list[Trial]:
 
 
 def _ask(
-    optuna: Any, done: list[Trial], distributions: dict[str, Any], number: int, seed: int, given: dict[str, Any]
+    optuna: Any, done: list[Trial], distributions: dict[str, Any], seed: int, preset: dict[str, Any]
 ) -> dict[str, Any]:
-    """The settings of the next trial, given those before it, and some of its own."""
-    sampler = optuna.samplers.TPESampler(n_startup_trials=RANDOM, seed=seed * 1_000_003 + number)
+    """The settings of the next trial: `preset`, completed by the sampler, which knows the earlier trials."""
+    sampler = optuna.samplers.TPESampler(n_startup_trials=RANDOM, seed=seed * 1_000_003 + len(done))
     study = optuna.create_study(direction="maximize", sampler=sampler)
     states = optuna.trial.TrialState
     for trial in done:
@@ -157,8 +146,8 @@ def _ask(
                 params=trial.settings, distributions=distributions, value=trial.value, state=state
             )
         )
-    if given:
-        study.enqueue_trial(given)
+    if preset:
+        study.enqueue_trial(preset)
     return dict(study.ask(distributions).params)
 
 
@@ -172,7 +161,7 @@ def _distribution(optuna: Any, entry: Range | OneOf) -> Any:
 
 
 def require_optuna() -> Any:
-    """Optuna, quiet; an error that names the extra where it is not installed."""
+    """Optuna with its log silenced; raises an error that names the extra where it is not installed."""
     try:
         import optuna
     except ImportError:

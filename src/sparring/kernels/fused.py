@@ -119,7 +119,7 @@ class _Problem:
         self.precision = "ieee" if self.half or not self.plan.on_gpu else "tf32x3"
         self.pairs = log_w.dim() == 2
         # two keys to a query (mixtures.py): the second is for the candidates from `split` on
-        self.keyed, self.split = (0, 0) if keys is None else (keys.rows.dim(), getattr(keys, "split", 0))
+        self.keyed, self.split = (0, 0) if keys is None else (keys.rows.dim(), keys.split)
         self.log_w = log_w
         groups = _over(self.b, GROUP), _over(self.c, GROUP)
         self.rows, self.columns = (n * GROUP for n in groups)

@@ -8,7 +8,7 @@ one launch more. Random sets come from a counter, (seed, group, size, member).
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -21,19 +21,6 @@ from sparring.kernels.reference import ExcludedKeys, Mix
 from sparring.kernels.tiles import GROUP
 
 KINDS = {"minmax_block": 0, "minmax_set": 1, "affine": 2, "dirichlet": 3}
-
-
-class TwoKeys(NamedTuple):
-    """Pairs that do not count, by one key of a query for the candidates before `split` and by another for those from there on."""
-
-    columns: Tensor  # (C,)
-    rows: Tensor  # (2, B)
-    split: int  # a whole number of groups of 128
-
-    def mask(self, low: int = 0, high: int | None = None) -> Tensor:
-        """The pairs of queries low to high as a mask (rows, C)."""
-        first, second = (key[low:high].unsqueeze(1) == self.columns for key in self.rows)
-        return torch.cat([first[:, : self.split], second[:, self.split :]], 1)
 
 
 @triton.jit
@@ -227,10 +214,10 @@ def weighted_logsumexp(q: Tensor, emb: Tensor, log_w: Tensor, keys: ExcludedKeys
     assert classes is None or isinstance(classes, ExcludedKeys)
     columns = (None if keys is None else keys.columns), (None if classes is None else classes.columns)
     vectors, weights, joined = _Join.apply(emb, log_w, mix.weights, *columns, mix.offset)  # type: ignore[no-untyped-call]
-    both: TwoKeys | None = None
+    both: ExcludedKeys | None = None
     if keys is not None or classes is not None:
         rows = [of.rows for of in (keys or classes, classes or keys) if of is not None]
-        both = TwoKeys(joined, torch.stack(rows), len(weights) - mix.weights.shape[0] * mix.weights.shape[1])
+        both = ExcludedKeys(joined, torch.stack(rows), len(weights) - mix.weights.shape[0] * mix.weights.shape[1])
     return fused.weighted_logsumexp(q, vectors, weights, both)
 
 

@@ -16,7 +16,10 @@ class ExcludedKeys(NamedTuple):
     """Excluded pairs as keys to compare: candidate j never counts for query i where columns_j = rows_i."""
 
     columns: Tensor  # (C,)
-    rows: Tensor  # (B,)
+    rows: (
+        Tensor  # (B,), or (2, B): two keys per query, the second for the candidates from `split` on (fused kernel only)
+    )
+    split: int = 0
 
     def mask(self, low: int = 0, high: int | None = None) -> Tensor:
         """The pairs of queries low to high as a mask (rows, C)."""

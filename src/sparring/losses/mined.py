@@ -66,7 +66,7 @@ class OnlineHard(Part):
         positive = (step.q * step.v).sum(-1, keepdim=True)
         scores = masked_scores(step.q, bag)
         loss, violates = self._hinge(scores, positive, step.tau)
-        notes = {self: violates.sum().detach()}
+        notes: dict[nn.Module, Tensor] = {self: violates.sum().detach()}
         if not self.both_ways:
             return LossOutput(loss, notes=notes)
         if bag.blocks[0].ids is not step.batch.item_ids:

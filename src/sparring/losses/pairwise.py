@@ -110,7 +110,7 @@ class _LogSumSigma(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         slope, bends, share = ctx.saved_tensors
         rows = grad.unsqueeze(-1)
         pull = slope * rows

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -15,7 +16,7 @@ from sparring.core.part import Part
 from sparring.core.types import ALONE, Ranks
 from sparring.models.towers import FeatureTower, HistoryTower, IdTower, evaluating, width_of
 
-_NORM_EPS = 1e-6  # shorter vectors are scaled by 1 / _NORM_EPS: zero stays zero and its gradient finite
+NORM_EPS = 1e-6  # a shorter vector is scaled by 1 / NORM_EPS, so that zero stays zero and its gradient finite
 
 
 class Retriever(nn.Module):
@@ -133,8 +134,15 @@ class Retriever(nn.Module):
         """Vectors of these queries (n, D), without gradient, in evaluation mode, `block` at a time."""
         return self._in_blocks(self.encode_queries, ids.to(self.device), block)
 
+    def table_queries(self, ids: np.ndarray) -> np.ndarray:
+        """`query_vectors` of an IdTower by numpy: every call of torch releases the interpreter lock, which threads wait for."""
+        vectors: np.ndarray = self.query.weight.detach().numpy()[ids]  # type: ignore[union-attr, operator]
+        if self.score == "cosine":
+            vectors /= np.maximum(np.sqrt(np.einsum("nd,nd->n", vectors, vectors)), NORM_EPS)[:, None]
+        return vectors if self.item_bias is None else np.concatenate([vectors, np.ones_like(vectors[:, :1])], 1)
+
     def _scaled(self, vectors: Tensor) -> Tensor:
-        return F.normalize(vectors, dim=-1, eps=_NORM_EPS) if self.score == "cosine" else vectors
+        return F.normalize(vectors, dim=-1, eps=NORM_EPS) if self.score == "cosine" else vectors
 
     def _finished(self, vectors: Tensor) -> Tensor:
         """Output of a query tower, scaled and with the bias dimension."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from sparring.core.types import Bag, Batch, Candidates, Exclude, Provenance, Step
 from sparring.kernels import fuses, logits, reference
 from sparring.negatives.base import Correction, Negatives, check_choice, corrected
+from sparring.negatives.distributions import Frequency
 
 DrawMethod = Literal["expected", "multinomial", "systematic", "rounded"]
 
@@ -31,7 +32,7 @@ class Union(Negatives):
     Yang et al., Mixed Negative Sampling, WWW 2020 companion, equation 5.
     """
 
-    def __init__(self, *sources: Negatives, correction: Correction = "count", positive: nn.Module | None = None):
+    def __init__(self, *sources: Negatives, correction: Correction = "count", positive: Frequency | None = None):
         super().__init__()
         if len(sources) < 2:
             raise ValueError(f"Union needs at least two sources, got {len(sources)}")
@@ -40,8 +41,12 @@ class Union(Negatives):
         self.correction: Correction = correction
         self.positive = positive
 
+    @property
+    def _sources(self) -> list[Negatives]:
+        return [source for source in self.sources if isinstance(source, Negatives)]
+
     def forward(self, step: Step) -> Bag:
-        bags = [source(step) for source in self.sources]
+        bags = [source(step) for source in self._sources]
         blocks = [block for bag in bags for block in bag.blocks]
         if self.log_count(step.item_ids, step) is None:
             weighed = [bag.log_w_positive for bag in bags if bag.log_w_positive is not None]
@@ -52,18 +57,16 @@ class Union(Negatives):
             return Bag(tuple(blocks), weighed[0] if weighed else None)
         bag = corrected(blocks, step, self, self.correction)
         if self.positive is not None and bag.log_w_positive is not None:
-            bag = replace(bag, log_w_positive=-self.positive.log_prob(step.item_ids))  # type: ignore[operator]
+            bag = replace(bag, log_w_positive=-self.positive.log_prob(step.item_ids))
         return bag
 
     def log_count(self, ids: Tensor, step: Step) -> Tensor | None:
-        counts = [source.log_count(ids, step) for source in self.sources]  # type: ignore[operator]
-        if any(count is None for count in counts):
-            return None
-        counts = list(torch.broadcast_tensors(*counts))
-        return torch.logsumexp(torch.stack(counts), 0)
+        counts = [source.log_count(ids, step) for source in self._sources]
+        known = [count for count in counts if count is not None]
+        return torch.logsumexp(torch.stack(torch.broadcast_tensors(*known)), 0) if len(known) == len(counts) else None
 
     def size(self, step: Step) -> float | Tensor:
-        return sum(source.size(step) for source in self.sources)  # type: ignore[operator, misc]
+        return sum(source.size(step) for source in self._sources)
 
 
 class Resample(Negatives):

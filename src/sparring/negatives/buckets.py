@@ -30,6 +30,7 @@ class HardestBucket(Negatives):
     """
 
     encodes = True
+    n_items: int
 
     def __init__(
         self,

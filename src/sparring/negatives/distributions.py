@@ -31,6 +31,8 @@ class Uniform(Distribution):
     Sampled(Uniform(n_items), 1024)
     """
 
+    n_items: int
+
     def __init__(self, n_items: int):
         super().__init__()
         if n_items < 1:

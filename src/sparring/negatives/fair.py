@@ -131,7 +131,7 @@ class Tilted(Negatives):
         self.source, self.share, self.temperature = source, share, temperature
 
     def forward(self, step: Step) -> Bag:
-        bag = self.source(step)
+        bag: Bag = self.source(step)
         if self.share == 0:
             return bag
         block = merged(bag, step)

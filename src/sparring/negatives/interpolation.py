@@ -272,4 +272,5 @@ def hidden_mixtures(step: Step, ids: Tensor, weights: Tensor, layer: int) -> Ten
 
 def rescaled(emb: Tensor, length: Tensor) -> Tensor:
     """Vectors (..., D) with these lengths (...)."""
-    return emb * (length / emb.norm(dim=-1).clamp(min=1e-12)).unsqueeze(-1)
+    scale: Tensor = length / emb.norm(dim=-1).clamp(min=1e-12)
+    return emb * scale.unsqueeze(-1)

@@ -74,7 +74,7 @@ class NearestItems(Negatives):
         if delay:
             self.register_buffer("coming", self.lists.clone())
             self.register_buffer("due", torch.tensor(-1))  # the epoch from which on `coming` holds
-            self.register_state_dict_pre_hook(lambda module, prefix, keep_vars: module.wait())
+            self.register_state_dict_pre_hook(lambda part, *_: part.wait())  # type: ignore[no-untyped-call]
         self._work: _Background | None = None
 
     def forward(self, step: Step) -> Bag:

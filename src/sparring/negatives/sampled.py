@@ -68,6 +68,8 @@ class AllItems(Negatives):
     AllItems(n_items)
     """
 
+    n_items: int
+
     def __init__(self, n_items: int, exclude: ExcludeKind = "positive"):
         super().__init__()
         check_choice("exclude", exclude, ExcludeKind)

@@ -1,7 +1,7 @@
 """One function per published setting, each returning a complete Run.
 
 A recipe takes the training interactions, a Setup (what every recipe shares: towers, optimiser, schedule) and its own arguments. Where a
-paper and its released code differ, `form` chooses; docs/methods.md tells the difference. A variant is a call with other arguments.
+paper and its released code differ, `form` chooses; docs/methods/ tells the difference. A variant is a call with other arguments.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ def esans(
 def set_codes(run: Run, codes: Codes) -> None:
     """Go on with other codes of the same items, in every part of a run that draws by cluster: at any time, without a restart.
 
-    fit(run, split, progress=Progress(epoch=lambda record: set_codes(run, msac.update(modalities, data.item_ids))))
+    fit(run, split, progress=TrainingProgress(epoch=lambda record: set_codes(run, msac.update(modalities, data.item_ids))))
     """
     for module in run.modules().modules():
         if isinstance(module, ByCluster):

@@ -53,7 +53,7 @@ PAPER = Setup.of(
 )  # Chen et al. 2022, section 4 and appendix; tables start at N(0, 1)
 
 
-# Chosen on validation parts of four data sets (docs/results.md): a bias per item lets unit vectors say what is popular, a little dropout
+# Chosen on validation parts of four data sets (docs/lab/results.md): a bias per item lets unit vectors say what is popular, a little dropout
 # keeps queries from being learned by heart, and a low rate that falls to zero ends where a constant one does not.
 DEFAULT = Setup.of(tau=None, item_bias=True, dropout=0.1, init_std=0.01, epochs=60, lr=3e-3, schedule="cosine")
 

@@ -1,0 +1,19 @@
+"""A trained run in use: an index of its items, lists and vectors for other systems, and the HTTP service.
+
+Serving reads run folders and never trains.
+"""
+
+from sparring.serving.export import MilvusItems, PostgresItems, write_lists, write_onnx, write_vectors
+from sparring.serving.index import Index
+from sparring.serving.index.run_index import build_index, open_index
+
+__all__ = [
+    "Index",
+    "MilvusItems",
+    "PostgresItems",
+    "build_index",
+    "open_index",
+    "write_lists",
+    "write_onnx",
+    "write_vectors",
+]

@@ -1,37 +1,285 @@
-"""The checkpoint of a training: one file, and until the training is done the one before it, for when the last is torn.
+"""Checkpoints of a training, and the best model so far: written while training runs, read on resume.
 
     checkpoint.safetensors, checkpoint.previous.safetensors    modules, optimisers, generators and state
-    checkpoint.EPOCH.STEP.tables/, best.EPOCH.tables/          with tables=sharded: by torch.distributed.checkpoint, each rank its rows
+    checkpoint.EPOCH.STEP.tables/, best.EPOCH.tables/          with tables=sharded: one part per rank
 
-What is written with one number of ranks is read with any other. Files name the folders that belong to them and are written after these.
+Until training is done, the previous checkpoint is kept as a fallback for a damaged one. Sharded tables are written by
+torch.distributed.checkpoint. Whatever one number of ranks writes, any other can read. A checkpoint file names the
+folders that belong to it and is written after them.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import logging
+import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from sparring.core import files
 from sparring.core.errors import UserError, first_line
-from sparring.core.ranks import Group
+from sparring.core.ranks import Group, local_world
 from sparring.core.types import Ranks
 from sparring.models.rowwise_tables import RowWiseTable
+from sparring.models.towers import IdTower
+from sparring.recipes.run import Run
+from sparring.training.checkpoint_writer import BackgroundWriter, Copies, Place, place_for
+from sparring.training.optimizers import load_state_tensors, state_tensors
+from sparring.training.row_optimizers import RowAdagrad
+
+log = logging.getLogger(__name__)
 
 NAME, PREVIOUS = "checkpoint.safetensors", "checkpoint.previous.safetensors"
-_ROWS = 1 << 16  # of a table that are sent and written at a time
+_ROWS = 1 << 16  # rows of a table that are sent and written at a time
 
 
-def write(folder: Path, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-    """Write a checkpoint, keeping the one before it unless the training is done."""
+@dataclass
+class State:
+    """The progress of a training, apart from its tensors; part of every checkpoint."""
+
+    epoch: int = 0
+    step: int = 0  # within the epoch
+    rows: int = 0  # of the epoch so far
+    best: float = -math.inf
+    best_epoch: int = -1
+    stale: int = 0  # validations since the best
+    seconds: float = 0.0
+    history: list[dict[str, Any]] = field(default_factory=list)
+    tables: str = ""  # the folder of sharded tables that goes with the checkpoint
+    done: bool = False
+
+
+class CheckpointManager:
+    """Saves and restores the state of one training in its folder; without a folder, keeps the best model in memory.
+
+    Everything is copied at once and written by a thread while training continues: the best model, the checkpoint that
+    refers to it, then the metrics. Only one write runs at a time: the next one waits for it, and so does leaving the
+    `with` block. The next `check` raises its error. If memory has no room for copies (checkpoint_writer.SHARE),
+    training waits for the write.
+
+    With tables=sharded every rank writes its rows of the tables to folders, in one process too, so that training can
+    resume with any number of ranks. All other state is equal on every rank, and rank 0 writes it.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        modules: nn.Module,
+        optimizers: list[Optimizer],
+        generator: torch.Generator,
+        folder: Path | None,
+        ranks: Ranks,
+    ):
+        self.model, self.modules, self.optimizers, self.generator, self.folder, self.ranks = (
+            run.model, modules, optimizers, generator, folder, ranks
+        )  # fmt: skip
+        self.sharded = run.setup.model.tables == "sharded"
+        self.tables = {name: module for name, module in run.model.named_modules() if isinstance(module, RowWiseTable)}
+        self.whole = {name: m for name, m in run.model.named_modules() if self.sharded and isinstance(m, IdTower)}
+        if self.sharded and folder is not None and isinstance(ranks, Group):
+            _ = ranks.aside  # created here: all ranks must do so together, and threads are not in step
+        self.best: dict[str, Tensor] | None = None  # the best model, without a folder
+        self.unwritten: tuple[int, dict[str, Tensor]] | None = None  # the best epoch and its model
+        self.random: dict[str, Tensor] = {}  # states of the global generators at the checkpoint
+        self.writer = BackgroundWriter()
+        self.copies = Copies(), Copies()  # of the best model and of the state
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.writer.join()
+        if kind is None:
+            self.writer.check()
+
+    def check(self) -> None:
+        """Raise the error of the last write, if it failed."""
+        self.writer.check()
+
+    def keep(self, epoch: int) -> None:
+        """Copy the current model as the best so far; the next checkpoint writes it."""
+        if self.folder is None:
+            self.best = {name: tensor.detach().clone() for name, tensor in self._model().items()}
+        elif self.sharded or self.ranks.rank == 0:
+            self.writer.wait()  # it may still be writing the previous best
+            place = self._place()
+            self.unwritten = epoch, self._spread(self.copies[0].take(self._model(), place))
+            if place == "nowhere":
+                self._write_best()
+
+    def load_best(self, epoch: int) -> None:
+        """Restore the best model; sharded tables are also written as one model.safetensors."""
+        if self.folder is None:
+            for name, tensor in self._model().items():
+                if self.best is not None:
+                    tensor.copy_(self.best[name])
+            return
+        path = self.folder / "model.safetensors"
+        if self.sharded:
+            read_tables(self.folder, best_tables(epoch), self._spread(self._model()), self.ranks)
+            tables = {f"{name}.weight": table for name, table in self.tables.items()}
+            write_model(path, files.tensors_of(self.model), tables, {"epoch": epoch}, self.ranks)
+            return
+        if self.ranks.rank == 0:
+            files.load_tensors(self.model, files.map_tensors(path)[0], path)
+        self.ranks.equalise(files.tensors_of(self.model).values())
+
+    def save(self, state: State, total: Tensor) -> None:
+        """Save a checkpoint: modules, optimisers, generators and state in one file that names the folder of sharded tables.
+
+        `total` and the states of the global generators differ between ranks: row r belongs to rank r.
+        """
+        assert self.folder is not None
+        local = {"loss": total, "random": torch.get_rng_state()}
+        if total.is_cuda:
+            local["random_cuda"] = torch.cuda.get_rng_state(total.device)
+        with torch.no_grad():
+            rows = {
+                name: self.ranks.gather(tensor[None].to(total.device), self.ranks.world)
+                for name, tensor in local.items()
+            }
+        self.writer.wait()
+        tensors: dict[str, Tensor] = {}
+        if self.sharded:
+            state.tables = f"checkpoint.{state.epoch}.{state.step}.tables"
+            tensors = self._model() | self._sums()
+        tables = set(tensors)
+        if self.ranks.rank == 0:
+            tensors |= {f"module.{name}": tensor for name, tensor in self._state_of_modules().items()}
+            tensors |= {f"optimizer.{name}": tensor for name, tensor in state_tensors(self._plain_optimizers()).items()}
+            tensors |= {"generator": self.generator.get_state(), **rows}
+        place = self._place()
+        copies = self.copies[1].take(tensors, place)
+        fields = dataclasses.asdict(state)
+
+        def write() -> None:
+            assert self.folder is not None
+            self._write_best()
+            if self.sharded:
+                parts = self._spread({name: copies[name] for name in tables})
+                write_tables(self.folder, fields["tables"], parts, self.ranks)
+            if self.ranks.rank == 0:
+                write_checkpoint(
+                    self.folder, {name: copy for name, copy in copies.items() if name not in tables}, fields
+                )
+                self.write_metrics(fields["history"])
+            for copied in self.copies:
+                copied.drop()
+
+        if place == "nowhere":
+            write()
+        elif copies:
+            self.writer.start(partial(_on_a_stream, write, total.device))
+
+    def write_metrics(self, history: list[dict[str, Any]]) -> None:
+        """Write metrics.jsonl, one line per epoch."""
+        assert self.folder is not None
+        lines = "".join(json.dumps(record) + "\n" for record in history)
+        files.write_text(self.folder / "metrics.jsonl", lines)
+
+    def _write_best(self) -> None:
+        if self.unwritten is None:
+            return
+        assert self.folder is not None
+        (epoch, tensors), self.unwritten = self.unwritten, None
+        if self.sharded:
+            write_tables(self.folder, best_tables(epoch), tensors, self.ranks)
+        else:
+            files.write_tensors(self.folder / "model.safetensors", tensors, {"epoch": epoch})
+
+    def _place(self) -> Place:
+        """Where copies of the model and of all state fit."""
+        tensors = [
+            *self._model().values(),
+            *files.tensors_of(self.modules).values(),
+            *state_tensors(self.optimizers).values(),
+        ]
+        needed = sum(tensor.nbytes for tensor in tensors) + sum(
+            t.weight.nbytes + t.sums.nbytes for t in self.tables.values()
+        )
+        return place_for(tensors[0].device, needed, local_world() if self.sharded else 1)
+
+    def load(self, total: Tensor) -> State | None:
+        """Restore the last undamaged checkpoint, written by any number of ranks; None if there is none."""
+        assert self.folder is not None
+        path = find_checkpoint(self.folder, self.ranks)
+        if path is None:
+            return None
+        tensors, fields = files.map_tensors(path)
+        modules = {name.removeprefix("module."): t for name, t in tensors.items() if name.startswith("module.")}
+        saved = {name.removeprefix("optimizer."): t for name, t in tensors.items() if name.startswith("optimizer.")}
+        tables = {f"model.{name}.weight": module.weight for name, module in self.whole.items()}
+        files.load_tensors(self.modules, modules | tables, path)
+        try:
+            load_state_tensors(self._plain_optimizers(), saved)
+            self.generator.set_state(tensors["generator"])
+            rank, same = self.ranks.rank, len(tensors["loss"]) == self.ranks.world
+            # with another number of ranks, random streams start anew and rank 0 takes over the loss of all
+            total.copy_(tensors["loss"][rank] if same else tensors["loss"].sum() * (rank == 0))
+            # copies: torch.set_rng_state crashes on a row inside a larger tensor
+            self.random = (
+                {name: tensors[name][rank].clone() for name in ("random", "random_cuda") if name in tensors}
+                if same
+                else {}
+            )
+            state = State(**fields)
+        except (ValueError, KeyError, TypeError, RuntimeError, IndexError) as error:
+            raise UserError(f"{path} does not fit this run: {first_line(error)}") from error
+        if self.sharded:
+            read_tables(self.folder, state.tables, self._spread(self._model() | self._sums()), self.ranks)
+        return state
+
+    def _model(self) -> dict[str, Tensor]:
+        """The tensors of the model; of sharded tables this rank's rows."""
+        rows = {f"{name}.weight": table.weight for name, table in self.tables.items()}
+        return {name: tensor.detach() for name, tensor in files.tensors_of(self.model).items()} | rows
+
+    def _sums(self) -> dict[str, Tensor]:
+        """The accumulators of row-wise Adagrad for sharded tables; in one process RowAdagrad has them."""
+        sums = {f"{name}.sum": table.sums for name, table in self.tables.items()}
+        for name, module in self.whole.items():
+            state = next(o for o in self.optimizers if isinstance(o, RowAdagrad)).state[module.weight]
+            if not state:
+                state["sum"] = torch.zeros_like(module.weight[:, 0])
+            sums[f"{name}.sum"] = state["sum"]
+        return sums
+
+    def _spread(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors, with rows of sharded tables as distributed tensors."""
+        tables = {f"{name}.{what}": table for name, table in self.tables.items() for what in ("weight", "sum")}
+        return {name: rows_of(tables[name], tensor) if name in tables else tensor for name, tensor in tensors.items()}
+
+    def _state_of_modules(self) -> dict[str, Tensor]:
+        tables = {f"model.{name}.weight" for name in self.whole}
+        return {name: tensor for name, tensor in files.tensors_of(self.modules).items() if name not in tables}
+
+    def _plain_optimizers(self) -> list[Optimizer]:
+        return [o for o in self.optimizers if not (self.sharded and isinstance(o, RowAdagrad))]
+
+
+def _on_a_stream(work: Callable[[], None], device: torch.device) -> None:
+    """Run `work` on a CUDA stream of its own, so that reading the copies does not delay training."""
+    with torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext():
+        work()
+
+
+# Files
+
+
+def write_checkpoint(folder: Path, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+    """Write a checkpoint; until training is done, keep the previous one."""
     path, previous = folder / NAME, folder / PREVIOUS
     if path.is_file():
         with suppress(OSError):  # a file system without hard links has no previous one
@@ -39,9 +287,7 @@ def write(folder: Path, tensors: Mapping[str, Tensor], state: Mapping[str, Any])
             beside.unlink(missing_ok=True)
             os.link(path, beside)
             os.replace(beside, previous)
-            beside.unlink(
-                missing_ok=True
-            )  # two links of one file are not renamed: so after a kill between here and the next line
+            beside.unlink(missing_ok=True)  # os.replace leaves it if both are links of one file, as after a kill
     files.write_tensors(path, tensors, state)
     if state["done"]:
         previous.unlink(missing_ok=True)
@@ -50,43 +296,43 @@ def write(folder: Path, tensors: Mapping[str, Tensor], state: Mapping[str, Any])
         _forget(folder, "best.*.tables", {best_tables(state["best_epoch"])})
 
 
-def find(folder: Path, ranks: Ranks) -> tuple[Path, str] | None:
-    """The newest checkpoint that is whole, as rank 0 finds it, and what to say of it; None where there is none. A torn one is replaced."""
-    found: tuple[Path, str] | UserError | None = None
+def find_checkpoint(folder: Path, ranks: Ranks) -> Path | None:
+    """The newest undamaged checkpoint as rank 0 sees it, or None; a damaged one is replaced by the previous one."""
+    newest: Path | UserError | None = None
     if ranks.rank == 0:
         try:
-            found = _find(folder)
+            newest = _newest(folder)
         except UserError as error:
-            found = error
-    found = ranks.share(found)
-    if isinstance(found, UserError):
-        raise found
-    return found
+            newest = error
+    newest = ranks.share(newest)
+    if isinstance(newest, UserError):
+        raise newest
+    return newest
 
 
-def _find(folder: Path) -> tuple[Path, str] | None:
+def _newest(folder: Path) -> Path | None:
     path, previous = folder / NAME, folder / PREVIOUS
     if not path.is_file():
-        return (previous, "") if previous.is_file() else None
+        return previous if previous.is_file() else None
     try:
-        if _check_whole(path).get("done"):
-            previous.unlink(missing_ok=True)  # a kill came before it was
+        if _check_complete(path).get("done"):
+            previous.unlink(missing_ok=True)  # a kill may have come before this
     except UserError as error:
         if not previous.is_file():
             raise
-        _check_whole(previous)
-        os.replace(previous, path)  # a torn file must not become the one before the next
-        return path, f"{str(error).split(';')[0]}; going back to the checkpoint before it"
-    return path, ""
+        _check_complete(previous)
+        os.replace(previous, path)  # so that the damaged file does not become the next previous one
+        log.warning("%s; falling back to the previous checkpoint", str(error).split(";")[0])
+    return path
 
 
-def _check_whole(path: Path) -> dict[str, Any]:
-    """The state in a checkpoint, or an error that names what is torn."""
+def _check_complete(path: Path) -> dict[str, Any]:
+    """The state in a checkpoint; raises if its file or its tables are damaged."""
     state = files.map_tensors(path)[1]
     tables = state.get("tables")
     if tables and not (path.parent / tables / ".metadata").is_file():
         raise UserError(
-            f"{path.parent / tables} is corrupt: it has no .metadata; train again, or restore it from a copy"
+            f"{path.parent / tables} is corrupt: it has no .metadata; train again, or restore it from a backup"
         )
     return state
 
@@ -103,28 +349,26 @@ def _forget(folder: Path, pattern: str, kept: set[str]) -> None:
             shutil.rmtree(old, ignore_errors=True)
 
 
-def clear(folder: Path) -> None:
-    """Delete the tables that an earlier run left."""
+def clear_tables(folder: Path) -> None:
+    """Delete the sharded tables of an earlier run."""
     _forget(folder, "*.tables", set())
 
 
 def write_tables(folder: Path, name: str, tensors: Mapping[str, Tensor], ranks: Ranks) -> None:
-    """Write tensors, of which each rank may have its rows (`rows_of`), as a folder; every rank writes its own part. May run in a thread."""
+    """Write tensors, or this rank's rows of them (`rows_of`), to a folder; every rank writes its part. Thread-safe."""
     from torch.distributed import checkpoint as dcp
 
     group = ranks.aside if isinstance(ranks, Group) else None
     try:
         dcp.save(dict(tensors), checkpoint_id=folder / name, no_dist=group is None, process_group=group)
     except (dcp.CheckpointException, OSError) as error:
-        line = next(
-            (line for line in str(error).splitlines() if "Error" in line or "No space" in line),
-            first_line(error),
-        )
-        raise UserError(f"cannot write {folder / name}: {line.strip()}; what was saved before is untouched") from error
+        causes = (line for line in str(error).splitlines() if "Error" in line or "No space" in line)
+        cause = next(causes, first_line(error)).strip()
+        raise UserError(f"cannot write {folder / name}: {cause}; earlier checkpoints are untouched") from error
 
 
 def read_tables(folder: Path, name: str, tensors: Mapping[str, Tensor], ranks: Ranks) -> None:
-    """Fill tensors, whole or rows of this rank, from such a folder, whatever number of ranks wrote it."""
+    """Fill tensors, or this rank's rows of them, from such a folder, whatever number of ranks wrote it."""
     from torch.distributed import checkpoint as dcp
 
     group = ranks.group if isinstance(ranks, Group) else None
@@ -135,12 +379,12 @@ def read_tables(folder: Path, name: str, tensors: Mapping[str, Tensor], ranks: R
 
 
 def best_tables(epoch: int) -> str:
-    """The folder of the model of the best epoch."""
+    """The folder with the sharded tables of the best epoch."""
     return f"best.{epoch}.tables"
 
 
 def rows_of(table: RowWiseTable, local: Tensor) -> Tensor:
-    """The rows of this rank as a part of the whole (n, ...), as torch.distributed.checkpoint knows it."""
+    """This rank's rows as part of the complete (n, ...), a distributed tensor."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Shard
 
@@ -152,14 +396,17 @@ def rows_of(table: RowWiseTable, local: Tensor) -> Tensor:
 def write_model(
     path: Path, tensors: Mapping[str, Tensor], tables: Mapping[str, RowWiseTable], meta: object, ranks: Ranks
 ) -> None:
-    """model.safetensors with the whole tables, of which rank 0 never holds more than a block; `tensors` are those that every rank has."""
+    """Write model.safetensors with complete tables, of which rank 0 holds one block at a time.
+
+    `tensors` are those that every rank has.
+    """
     if ranks.rank:
         for table in tables.values():
             for _ in _blocks(table):
                 pass
         return
     header: dict[str, Any] = {"__metadata__": {"state": json.dumps(meta)}}
-    at = 0
+    offset = 0
     shapes = {name: list(tensor.shape) for name, tensor in tensors.items()} | {
         name: [t.n, t.dim] for name, t in tables.items()
     }
@@ -167,8 +414,8 @@ def write_model(
     for name, shape in shapes.items():
         kind = tensors[name].dtype if name in tensors else tables[name].weight.dtype
         size = int(torch.tensor(shape).prod()) * kind.itemsize
-        header[name] = {"dtype": kinds[kind], "shape": shape, "data_offsets": [at, at + size]}
-        at += size
+        header[name] = {"dtype": kinds[kind], "shape": shape, "data_offsets": [offset, offset + size]}
+        offset += size
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
 
@@ -185,7 +432,7 @@ def write_model(
 
 
 def _blocks(table: RowWiseTable) -> Iterator[Tensor]:
-    """The rows of a table from the first on, some at a time, on rank 0; the other ranks send theirs."""
+    """All rows of a table in order, block by block, on rank 0; the other ranks send theirs."""
     ranks = table.ranks
     for source in range(ranks.world):
         low, high = table.bounds[source : source + 2]

@@ -1,4 +1,4 @@
-"""Writing beside training: tensors are copied where they are between two steps, and a thread writes the copies while training goes on."""
+"""Writing while training runs: tensors are copied between two steps, and a thread writes the copies."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import Tensor
 from sparring.core.memory import machine_bytes
 
 Place = Literal["device", "memory", "nowhere"]
-SHARE = 8  # copies take at most this part of the machine's memory; a larger state is written while training waits
+SHARE = 8  # copies take at most 1 / SHARE of the machine's memory; a larger state is written while training waits
 
 
-class Background:
-    """One piece of work at a time in a thread. What it raised is raised again by the next `check`, `wait` or `start`.
+class BackgroundWriter:
+    """Runs one piece of work at a time in a thread. The next `check`, `wait` or `start` raises its error.
 
-    background.start(lambda: write(path, copies));   ...;   background.wait()
+    writer.start(lambda: write(path, copies));   ...;   writer.wait()
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class Background:
         self._error: BaseException | None = None
 
     def start(self, work: Callable[[], object]) -> None:
-        """Wait for the work before, then begin this."""
+        """Wait for the previous work, then start this."""
         self.wait()
         self._thread = threading.Thread(target=self._run, args=(work,), name="sparring-saving")
         self._thread.start()
@@ -35,13 +35,13 @@ class Background:
         return self._thread is not None and self._thread.is_alive()
 
     def check(self) -> None:
-        """Raise what went wrong, once it has."""
+        """Raise the error of the last work, if it failed."""
         error, self._error = self._error, None
         if error is not None:
             raise error
 
     def join(self) -> None:
-        """Wait for the work to end, however it does."""
+        """Wait for the work to end; its error stays for `check`."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -53,42 +53,42 @@ class Background:
     def _run(self, work: Callable[[], object]) -> None:
         try:
             work()
-        except BaseException as error:  # whatever it is, training must hear of it
+        except BaseException as error:  # of any kind: training must not continue without it
             self._error = error
 
 
 class Copies:
-    """Copies of tensors. On a CPU their memory is kept for the next ones: touching it anew takes five times as long as copying.
+    """Copies of tensors. Host memory is reused: touching new memory takes five times as long as copying.
 
-    On a GPU with room they stay there until `drop`, so that taking them costs no transfer; else they go to the machine's memory.
+    On a GPU with room, copies stay there until `drop`, which saves the transfer; otherwise they go to host memory.
     """
 
     def __init__(self) -> None:
-        self._kept: dict[str, Tensor] = {}
+        self._copies: dict[str, Tensor] = {}
 
     def take(self, tensors: Mapping[str, Tensor], where: Place) -> dict[str, Tensor]:
-        """What the tensors are now; with nowhere to copy them, the tensors themselves."""
+        """Copies of the tensors; with nowhere to copy them, the tensors themselves."""
         if where == "nowhere":
             return dict(tensors)
         copies: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
             device = tensor.device if where == "device" else torch.device("cpu")
-            copy = self._kept.get(name)
+            copy = self._copies.get(name)
             if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype or copy.device != device:
                 copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
             copies[name] = copy.copy_(tensor.detach())
         if any(tensor.is_cuda for tensor in tensors.values()):
             torch.cuda.synchronize()  # another stream reads them next
-        self._kept = copies
+        self._copies = copies
         return dict(copies)
 
     def drop(self) -> None:
-        """Forget those that lie on a GPU."""
-        self._kept = {name: copy for name, copy in self._kept.items() if not copy.is_cuda}
+        """Free the copies on a GPU."""
+        self._copies = {name: copy for name, copy in self._copies.items() if not copy.is_cuda}
 
 
-def place(device: torch.device, needed: int, processes: int = 1) -> Place:
-    """Where copies of so many bytes may lie, when so many processes of this machine make some."""
+def place_for(device: torch.device, needed: int, processes: int = 1) -> Place:
+    """Where to copy `needed` bytes: the GPU, host memory (shared by `processes`), or nowhere (write synchronously)."""
     if device.type == "cuda" and 2 * needed < torch.cuda.mem_get_info(device)[0]:
         return "device"
     return "memory" if SHARE * needed * processes <= machine_bytes() else "nowhere"

@@ -1,7 +1,7 @@
-"""A training step as a CUDA graph: recorded once, launched as a whole.
+"""A training step as a CUDA graph: captured once, then launched in one call.
 
-A step over a few thousand rows is a hundred or more small kernels, and a GPU finishes each before the host has launched the next. Recorded,
-they are launched together: a step that takes 3 to 5 ms launch by launch takes 0.3 to 0.8.
+A step over a few thousand rows has a hundred or more small kernels, and the GPU finishes each one before the host has
+launched the next. As a graph they are launched together: a step of 3 to 5 ms then takes 0.3 to 0.8 ms.
 """
 
 from __future__ import annotations
@@ -14,40 +14,40 @@ from torch import Tensor
 
 from sparring.core.errors import first_line
 
-PLAIN_STEPS = (
-    3  # run as they are before one is recorded: they allocate optimiser state, load kernels, and show whether any waits
+EAGER_STEPS = (
+    3  # before the capture: they allocate optimiser state, load kernels, and show whether the step synchronises
 )
 
 
-class Recorded:
-    """`work(rows)`, replayed as a graph after its first calls; with rows of another number, or where it cannot be recorded, as it is.
+class CudaGraphStep:
+    """`work(rows)`, replayed as a graph after its first calls; run eagerly if the number of rows differs or capture fails.
 
-    A graph repeats what was launched when it was recorded, on the same memory. So the work must keep all state in tensors that it changes
-    in place and must draw from `generator` alone; a module that replaces a tensor between calls needs `forget()`. Work that waits for
-    the device (its shapes depend on values) cannot be recorded: that is found out while it runs as it is, and `why` then says so.
+    A graph repeats the captured launches on the same memory. The work must therefore keep all state in tensors that it
+    changes in place, and must draw from `generator` alone; after a module replaces a tensor, call `forget()`. Work that
+    waits for the device (its shapes depend on values) cannot be captured; the eager steps detect it, and `why` says so.
 
-        step = Recorded(work, generator);  step(rows)
+        step = CudaGraphStep(work, generator);  step(rows)
     """
 
     def __init__(self, work: Callable[[Tensor], None], generator: torch.Generator):
         self.work, self.generator = work, generator
         self.stream = torch.cuda.Stream(generator.device)
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.rows: Tensor | None = None  # what the graph reads
-        self.plain = 0  # steps run as they are
-        self.why: str | None = None  # it is not recorded
+        self.rows: Tensor | None = None  # the input of the graph
+        self.eager = 0  # eager steps so far
+        self.why: str | None = None  # why it is not captured
 
     def forget(self) -> None:
-        """Record again at the next call."""
+        """Capture again at the next call."""
         self.graph = None
 
     def __call__(self, rows: Tensor) -> None:
         if self.why is not None or (self.rows is not None and len(rows) != len(self.rows)):
             self.work(rows)
-        elif self.plain < PLAIN_STEPS:
-            self._run_plain(rows)
+        elif self.eager < EAGER_STEPS:
+            self._run_eagerly(rows)
         else:
-            if self.graph is None and not self._record():
+            if self.graph is None and not self._capture():
                 self.work(rows)
                 return
             assert self.graph is not None
@@ -55,15 +55,15 @@ class Recorded:
             self.rows.copy_(rows)
             self.graph.replay()
 
-    def _run_plain(self, rows: Tensor) -> None:
+    def _run_eagerly(self, rows: Tensor) -> None:
         if self.rows is None:
             self.rows = rows.clone()
-        self.plain += 1
+        self.eager += 1
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream), warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             before = torch.cuda.get_sync_debug_mode()
-            torch.cuda.set_sync_debug_mode("warn" if self.plain == PLAIN_STEPS else before)
+            torch.cuda.set_sync_debug_mode("warn" if self.eager == EAGER_STEPS else before)
             try:
                 self.work(rows)
             finally:
@@ -75,21 +75,19 @@ class Recorded:
             elif "Synchronization debug mode" not in str(warning.message):
                 warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
 
-    def _record(self) -> bool:
+    def _capture(self) -> bool:
         assert self.rows is not None
         graph = torch.cuda.CUDAGraph()
-        shared = torch.cuda.default_generators[self.stream.device.index]  # of dropout
+        shared = torch.cuda.default_generators[self.stream.device.index]  # used by dropout
         before, shared_before = self.generator.clone_state(), shared.clone_state()
         try:
             graph.register_generator_state(self.generator)
             with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
                 self.work(self.rows)
-        except RuntimeError as error:  # nothing has run: the step is done as it is
+        except RuntimeError as error:  # nothing has run: the step is done eagerly
             self.why = first_line(error)
             torch.cuda.synchronize()
-            self.generator.graphsafe_set_state(
-                before
-            )  # those that the failed recording holds can no longer be drawn from
+            self.generator.graphsafe_set_state(before)  # the failed capture still holds the current one
             shared.graphsafe_set_state(shared_before)
             return False
         self.graph = graph

@@ -1,4 +1,4 @@
-"""Figures of a run, as PNG files."""
+"""The training curve of a run as a PNG file."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any
 
 from sparring.core import files
 
-_SHOWN_METRICS = 4  # more lines than this cannot be told apart
+_SHOWN_METRICS = 4  # more lines than this are hard to distinguish
 
 
 def training_curve(
     history: Sequence[Mapping[str, Any]], path: str | os.PathLike[str], title: str = "", select: str = "ndcg@10"
 ) -> None:
-    """Draw the loss and the validation metrics of every epoch, with the best epoch marked; written atomically.
+    """Draw the loss and the validation metrics of every epoch, and mark the best epoch by `select`.
 
-    `history` holds one mapping per epoch, as metrics.jsonl does: `epoch`, `loss`, and validation metrics whose names hold an "@"
-    ("recall@20"). An epoch without a validation simply has no point there. `select` is drawn first and its best epoch is marked.
+    `history` has one mapping per epoch, as metrics.jsonl: `epoch`, `loss`, and validation metrics such as "recall@20".
+    Epochs without validation have no point.
 
         training_curve(fitted.history, "runs/a/curve.png", "xir", select="ndcg@10")
     """
-    # imported here because matplotlib takes half a second, and Figure rather than pyplot because it holds no global state
+    # matplotlib takes half a second to import; unlike pyplot, Figure has no global state
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -34,12 +34,12 @@ def training_curve(
     left.plot(epochs, losses, color="black", marker="o" if len(epochs) < 30 else None, markersize=3)
     left.set(xlabel="epoch", ylabel="training loss", title=title)
     for name in metric_names(history, select)[:_SHOWN_METRICS]:
-        at, values = _series(history, name)
-        (line,) = right.plot(at, values, label=name, marker="o" if len(at) < 30 else None, markersize=3)
+        epochs, values = _series(history, name)
+        (line,) = right.plot(epochs, values, label=name, marker="o" if len(epochs) < 30 else None, markersize=3)
         if name == select and values:
             best = max(range(len(values)), key=values.__getitem__)
-            line.set_label(f"{name}, best {values[best]:.4f} in epoch {at[best]}")
-            right.axvline(at[best], color=line.get_color(), linestyle=":", linewidth=1)
+            line.set_label(f"{name}, best {values[best]:.4f} in epoch {epochs[best]}")
+            right.axvline(epochs[best], color=line.get_color(), linestyle=":", linewidth=1)
     right.set(xlabel="epoch", ylabel="validation")
     if right.lines:
         right.legend(fontsize=8, loc="best")
@@ -50,7 +50,7 @@ def training_curve(
 
 
 def metric_names(history: Sequence[Mapping[str, Any]], select: str) -> list[str]:
-    """Validation metrics of a history in order of appearance, `select` first."""
+    """The validation metrics of a history in order of appearance, `select` first."""
     names = dict.fromkeys(
         name for row in history for name, value in row.items() if "@" in name and isinstance(value, (int, float))
     )

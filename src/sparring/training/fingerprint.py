@@ -1,4 +1,4 @@
-"""What a run contrasts and how, in words that are the same in every process: what `resume` compares."""
+"""A canonical description of a run's terms, compared on resume to detect a changed method."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from torch import nn
 from sparring.losses.softmax import PartitionLoss
 from sparring.recipes.run import Run
 
-_MANY = 32  # values of a list that are written out
+_MANY = 32  # the most values of a list that are written out
 
 
 def method(run: Run) -> dict[str, str]:
-    """The terms of a run and its temperature: names of classes and functions, and the arguments that they were made with."""
+    """The terms and the temperature of a run: the names of classes and functions with their arguments."""
     terms = {
         f"term {i}": f"{float(t.weight):g} x {described(t.loss)} over {described(t.negatives)}"
         for i, t in enumerate(run.terms, 1)
@@ -28,10 +28,10 @@ def method(run: Run) -> dict[str, str]:
 
 
 def described(value: object) -> str:
-    """A sampler, a loss or an argument in words: no tensors, no addresses, nothing that training changes.
+    """A sampler, a loss or an argument as text, equal in every process: no tensors, no addresses, no trained state.
 
-    Of a module, the arguments of its __init__ that it keeps under their names (or with an underscore), and the modules in it; of a function
-    that another made, what it was made with.
+    For a module: the arguments of __init__ that it has as attributes (with or without an underscore), and its submodules.
+    For a closure: the values it holds.
 
         described(Sampled(Uniform(40), 8))   # Sampled(distribution=Uniform(n_items=40), n=8, per_query=False, ...)
     """
@@ -40,13 +40,11 @@ def described(value: object) -> str:
     if isinstance(value, PartitionLoss):
         return described(value.form)
     if isinstance(value, partial):
-        return f"{described(value.func)}({_listed([*(('', each) for each in value.args), *value.keywords.items()])})"
+        return f"{described(value.func)}({_listed([*(('', argument) for argument in value.args), *value.keywords.items()])})"
     if isinstance(value, FunctionType):
         cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
-        made_with = [
-            (name, cell.cell_contents) for name, cell in cells if not isinstance(cell.cell_contents, FunctionType)
-        ]
-        return f"{value.__name__}({_listed(made_with)})" if made_with else value.__name__
+        held = [(name, cell.cell_contents) for name, cell in cells if not isinstance(cell.cell_contents, FunctionType)]
+        return f"{value.__name__}({_listed(held)})" if held else value.__name__
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, str | int | float | bool | type(None)):
@@ -56,18 +54,19 @@ def described(value: object) -> str:
     if isinstance(value, Mapping):
         return f"{{{_listed(value.items())}}}" if len(value) <= _MANY else f"{len(value):,} values"
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return f"{type(value).__name__}({_listed((field.name, getattr(value, field.name)) for field in dataclasses.fields(value))})"
+        fields = ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value))
+        return f"{type(value).__name__}({_listed(fields)})"
     return getattr(value, "__name__", type(value).__name__)
 
 
 def _arguments(module: nn.Module) -> dict[str, Any]:
-    kept = {**vars(module), **module._modules}
-    found: dict[str, Any] = {}
+    attributes = {**vars(module), **module._modules}
+    arguments: dict[str, Any] = {}
     for name in inspect.signature(type(module)).parameters:
-        place = name if name in kept else f"_{name}"
-        if place in kept:
-            found[name] = kept.pop(place)
-    return {**found, **{name: child for name, child in module._modules.items() if name in kept}}
+        attribute = name if name in attributes else f"_{name}"
+        if attribute in attributes:
+            arguments[name] = attributes.pop(attribute)
+    return {**arguments, **{name: child for name, child in module._modules.items() if name in attributes}}
 
 
 def _listed(items: Iterable[tuple[object, object]]) -> str:

@@ -1,10 +1,11 @@
-"""Training from start to end: a folder is claimed, the loop of trainer.py runs or goes on, the best epoch is tested."""
+"""Training from start to end: the folder is claimed, the towers are trained or resumed and tested, then later stages."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,32 +14,31 @@ import torch
 from sparring.core.devices import pick_device
 from sparring.core.errors import UserError
 from sparring.core.ranks import join
-from sparring.data.interactions import Split
-from sparring.evaluation.metrics import PROPENSITY_METRICS
-from sparring.evaluation.ranking import Evaluation, evaluate
+from sparring.core.types import ALONE, Ranks
+from sparring.data.interactions import Interactions, Split
+from sparring.evaluation.metrics import PROPENSITY_METRICS, parse
+from sparring.evaluation.ranking import Encoder, Evaluation, Lister, evaluate
 from sparring.recipes.run import Run
-from sparring.training import checkpoint, trained
+from sparring.training import checkpoint
 from sparring.training import folder as run_folder
-from sparring.training.lock import claimed, delete_run
-from sparring.training.loop import Progress, Trainer
-from sparring.training.validation import check_cutoffs, check_given
+from sparring.training.loop import Trainer, TrainingProgress, selected
+from sparring.training.stages import classifier_run, fuse
 from sparring.training.warm_start import warm_start
 
 METRICS = ("recall", "ndcg", "hit", "mrr", "map", "precision", "coverage", "popularity")
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """What training gave: the model of the chosen epoch, one record per epoch, and the test metrics."""
+    """A trained run: the model of the chosen epoch, one record per epoch, and the test metrics."""
 
     run: Run
     history: list[dict[str, Any]]
     best_epoch: int
     test: Evaluation | None
     seconds: float
-    stages: dict[str, Evaluation] = field(
-        default_factory=dict
-    )  # test metrics of each ranking, where there are several (stages.py)
+    stages: dict[str, Evaluation] = field(default_factory=dict)  # test metrics of knn, clf and fusion (stages.py)
 
 
 def fit(
@@ -51,72 +51,144 @@ def fit(
     device: str = "auto",
     k: Sequence[int] = (10, 20, 50),
     metrics: Sequence[str] = METRICS,
-    progress: Progress | None = None,
+    progress: TrainingProgress | None = None,
     source: Mapping[str, Any] | None = None,
     save_seconds: float | None = None,
     warm: str | Path | None = None,
 ) -> Fitted:
-    """Train the towers of a run on a split; keep the epoch that does best on the validation part (the last one where there is none).
+    """Train a run on a split and keep the epoch that does best on the validation part (without one, the last epoch).
 
-    What a run asks for on top, classifiers and their fusion, stages.py trains, which is what `sparring.fit` calls.
+    With `out` everything is written to that folder (folder.py), which must be new or empty. `resume` continues from its
+    last checkpoint; on the same CPU the result is bitwise that of an uninterrupted run. `overwrite` deletes the run in
+    it. `source` is recorded in run.json: where the data came from. `warm` is an earlier run whose vectors the towers
+    start with. A checkpoint is saved when `save_seconds` have passed since the last one (default: 600 within an epoch,
+    10 after it). Where torchrun started several processes, all of them train the run as one would, and rank 0 writes.
 
-    With `out` everything goes to that folder (see runs.py), which must be empty or new: `resume` goes on from its last checkpoint, bitwise
-    as if never stopped on the same CPU, and `overwrite` deletes the run that is there, with its index. `source` is recorded in run.json:
-    where the data came from. `warm` is an earlier run whose vectors this one begins with (warm.py). Called in each of the processes that
-    torchrun started, all of them train the run as one process would, batch by batch; rank 0 writes. A checkpoint is saved once
-    `save_seconds` have passed since the last: by default 600 inside an epoch, 10 at its end.
+    If the run has classifiers, they are trained after the towers, and `stages` of the result has the test metrics of
+    each ranking: knn (towers), clf (classifiers) and fusion (stages.py).
 
-        fitted = fit(recipes.xir(split.train), split, "runs/xir");  print(fitted.test)
+        fitted = sparring.fit(recipes.xir(split.train), split, "runs/xir");  print(fitted.test)
     """
-    check_given(run, split)
+    _check(run, split, k, metrics)
     if (resume or overwrite) and out is None:
-        raise UserError(f"{'resume' if resume else 'overwrite'} needs `out`: the folder of the run")
-    progress = progress or Progress()
-    where = pick_device(device)
+        raise UserError(f"{'resume' if resume else 'overwrite'} needs `out`, the folder of the run")
+    where, folder = pick_device(device), None if out is None else Path(out)
     ranks = join(where)
-    if ranks.rank:
-        progress = Progress()  # one of them tells
-    folder = Path(out) if out is not None else None
+    progress = TrainingProgress() if progress is None or ranks.rank else progress  # rank 0 reports
     if where.type == "cuda":
         torch.set_float32_matmul_precision("highest" if run.setup.training.precision == "float32" else "high")
-    check_cutoffs(run, split, k, metrics)
-    saved = (
-        resume and folder is not None and any(folder.glob("checkpoint*.safetensors"))
-    )  # then the vectors come from there
-    began = None if warm is None or saved else warm_start(run.model, split, warm)
-    with nullcontext() if folder is None else claimed(folder, resume, overwrite, ranks):
+    with nullcontext() if folder is None else run_folder.claimed(folder, resume, overwrite, ranks):
         trainer = Trainer(run, split, where, folder, progress, ranks, save_seconds)
-        if folder is not None:
-            described = run_folder.description(run, split, source) | (
-                {} if began is None else {"warm": began.described()}
-            )
-            if ranks.share(resume and (folder / "run.json").is_file()):
-                run_folder.check_same(folder, described, run.setup)
-                if not saved and trained.read_meta(folder).get("warm") != described.get("warm"):
-                    raise UserError(
-                        f"{folder} was begun from another run's vectors than warm={warm}: resume cannot change that"
-                    )
-                trainer.load()
-            elif ranks.rank == 0:
-                if overwrite and (line := delete_run(folder)) is not None:
-                    progress.say(line)
-                checkpoint.clear(folder)
-                given = None if began is None else {"queries": began.queries, "items": began.items}
-                run_folder.write_start(
-                    folder, split.train, split.seen_for("test"), described, run.setup, run.model, split.test, given
-                )
-        if began is not None:
-            progress.say(str(began))
-        with trainer.keeper:
+        batch = _start(trainer, resume, overwrite, source, warm)
+        progress.start(run.setup.training.epochs, len(trainer.rows.batches))
+        for line in batch:
+            log.info("  %s", line)
+        with trainer.checkpoints:
             trainer.train()
-        trainer.keeper.load_best(trainer.state.best_epoch)
+        state = trainer.state
+        trainer.checkpoints.load_best(state.best_epoch)
         test = None
         if split.test is not None:
-            progress.say("ranking the whole catalogue for every test query")
-            metrics = (*metrics, *(PROPENSITY_METRICS if split.test.propensity is not None else ()))
-            seen = split.seen_for("test").to(trainer.device)
-            test = evaluate(run.model, split.test, seen, k, metrics, counts=split.train.counts(), ranks=ranks)
-        fitted = Fitted(run, trainer.state.history, trainer.state.best_epoch, test, trainer.state.seconds)
+            log.info("ranking the complete catalogue for every test query")
+            test = _test(run.model, split, k, metrics, where, ranks)
+        fitted = Fitted(run, state.history, state.best_epoch, test, state.seconds)
         if folder is not None and ranks.rank == 0:
-            run_folder.write_end(folder, run, fitted.history, fitted.best_epoch, fitted.seconds, test)
-        return fitted
+            run_folder.write_end(folder, run, state.history, state.best_epoch, state.seconds, test)
+        if run.classifiers is None:
+            return fitted
+        log.info("classifiers: one vector for each of %s items over frozen query vectors", f"{split.train.n_items:,}")
+        second = fit(
+            classifier_run(run, split),
+            split,
+            None if folder is None else folder / "classifiers",
+            resume=resume,
+            device=device,
+            k=k,
+            metrics=metrics,
+            progress=progress,
+            source=source,
+            save_seconds=save_seconds,
+        )
+        tests = {"knn": test, "clf": second.test}
+        if run.classifiers.fusion:
+            fused = fuse(run, second.run, split, where, folder)
+            if split.test is not None:
+                log.info("ranking by towers and classifiers for every test query")
+                tests["fusion"] = _test(fused, split, k, metrics, where)
+        stages = {name: result for name, result in tests.items() if result is not None}
+        if folder is not None and ranks.rank == 0:
+            run_folder.write_stages(folder, stages, state.history)
+        return replace(fitted, stages=stages)
+
+
+def _check(run: object, split: object, k: Sequence[int], metrics: Sequence[str]) -> None:
+    """Fail before training if training or the evaluation after it would fail."""
+    if not isinstance(run, Run):
+        raise UserError(f"fit trains a Run, from compose(...) or a recipe; got {type(run).__name__}")
+    if not isinstance(split, Split):
+        hint = ": pass sparring.split(data), or Split(data) to train on all of it" * isinstance(split, Interactions)
+        raise UserError(f"fit needs a Split, got {type(split).__name__}{hint}")
+    weight, n_items = split.train.weight, split.train.n_items
+    if weight is not None and len(weight) and not weight.any():
+        raise UserError(
+            'the weights of the training pairs are all 0: nothing to learn; name another column, or weight="" for none'
+        )
+    select = run.setup.validation.select
+    metric, cutoff = selected(select)
+    for name in (metric, *metrics):
+        parse(name)
+    if split.valid is not None and cutoff > n_items:
+        raise UserError(f"the cutoff of select={select} exceeds the {n_items:,} items: choose a smaller one")
+    if split.test is not None and (not k or min(k) < 1 or max(k) > n_items):
+        raise UserError(f"the cutoffs k={tuple(k)} must be between 1 and the {n_items:,} items of the catalogue")
+
+
+def _start(
+    trainer: Trainer, resume: bool, overwrite: bool, source: Mapping[str, Any] | None, warm: str | Path | None
+) -> list[str]:
+    """Prepare the first step: copy the vectors of a warm start, then resume the run in the folder or begin one.
+
+    Returns the description of the first batch where there is a folder.
+    """
+    run, split, folder, ranks = trainer.run, trainer.split, trainer.folder, trainer.ranks
+    saved = resume and folder is not None and any(folder.glob("checkpoint*.safetensors"))  # it has the vectors
+    began = None if warm is None or saved else warm_start(run.model, split, warm)
+    if folder is None:
+        if began is not None:
+            began.report()
+        return []
+    described = run_folder.description(run, split, source)
+    if began is not None:
+        described["warm"] = began.described()
+    if ranks.share(resume and (folder / "run.json").is_file()):
+        run_folder.check_same(folder, described, run.setup)
+        if not saved and run_folder.read_meta(folder).get("warm") != described.get("warm"):
+            raise UserError(
+                f"{folder} was begun from other vectors than those of warm={warm}: resume cannot change that"
+            )
+        trainer.load()
+    elif ranks.rank == 0:
+        if overwrite:
+            run_folder.delete_run(folder)
+        checkpoint.clear_tables(folder)
+        ids = None if began is None else {"queries": began.queries, "items": began.items}
+        seen = split.seen_for("test")
+        run_folder.write_start(folder, split.train, seen, described, run.setup, run.model, split.test, ids)
+    if began is not None:
+        began.report()
+    batch: list[str] = described["batch"]
+    return batch
+
+
+def _test(
+    model: Encoder | Lister,
+    split: Split,
+    k: Sequence[int],
+    metrics: Sequence[str],
+    device: torch.device,
+    ranks: Ranks = ALONE,
+) -> Evaluation:
+    assert split.test is not None
+    metrics = (*metrics, *(PROPENSITY_METRICS if split.test.propensity is not None else ()))
+    seen = split.seen_for("test").to(device)
+    return evaluate(model, split.test, seen, k, metrics, counts=split.train.counts(), ranks=ranks)

@@ -1,113 +1,148 @@
-"""What a training writes into its run folder, before its first step and after its last; runs.py says what is in it, and reads it back."""
+"""The run folder: the files that training writes, and how they are read back.
+
+    run.json            format number, recipe, arguments, setup, data source, versions: enough to train the run again
+    metrics.jsonl       one line per epoch
+    result.json         the test metrics of the chosen epoch
+    per_query.parquet   the same for every test query, float32, for paired tests: query, recall@10, ndcg@10, ...
+    model.safetensors   the towers of the chosen epoch
+    checkpoint.safetensors   everything that a resumed training needs (checkpoint.py)
+    seen.safetensors    the items each query has taken, the test part apart; queries and items that were never trained
+    *_ids.parquet, *_table.parquet   id maps, titles and other columns
+    encoder/, query_texts/, item_texts/   text towers: a folder for transformers (or a bag's own), the tokens of all texts
+    classifiers/, fusion.safetensors, fusion_per_query.parquet   later stages, where the run has them (stages.py)
+    curve.png, README.md   the training curve and a short model card
+
+Every file is written beside its target and renamed, so a kill or a full disk leaves the last good one. Tensors are
+safetensors: nothing executable is ever loaded from the folder. Custom towers are built by the recipe named in run.json.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import platform
-import warnings
-from collections.abc import Mapping
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import polars as pl
 
-from sparring.core import files
+from sparring.core import files, locks
 from sparring.core.errors import UserError
 from sparring.core.files import write_table
+from sparring.core.locks import HeldError, Lock
 from sparring.core.ranks import rank
-from sparring.core.types import Positives
-from sparring.data.interactions import Interactions, Split, Vocabulary
+from sparring.core.types import Positives, Ranks
+from sparring.data.features import Histories
+from sparring.data.interactions import Ids, Interactions, Split, Vocabulary
 from sparring.evaluation.metrics import LIST_METRICS
 from sparring.evaluation.ranking import Evaluation
 from sparring.models.build import encoder_folder
 from sparring.models.encoders import save_encoder
 from sparring.models.retriever import Retriever
 from sparring.models.text import text_tower
+from sparring.recipes import settings
 from sparring.recipes.finding import source_digest
-from sparring.recipes.run import Run
-from sparring.recipes.settings import short
-from sparring.recipes.setup import Setup, flat
-from sparring.training.custom_towers import own_towers
-from sparring.training.eligibility import kept, untrained
+from sparring.recipes.run import Run, build_towers
+from sparring.recipes.setup import Setup, flat, parse_setup
+from sparring.training import checkpoint
+from sparring.training.eligibility import Eligibility, seen_tensors, untrained
 from sparring.training.fingerprint import method
+from sparring.training.model_card import model_card
 from sparring.training.step import describe_batch
-from sparring.training.trained import read_meta
+
+log = logging.getLogger(__name__)
+
+FORMAT = 2  # of run.json and the files beside it; Sparring 0.1 wrote none
+LOCK = ".lock"
+SERVICE = "serve"  # the folder of a service's acknowledged changes: no training may delete it
+RESULTS = ("metrics.jsonl", "result.json", "per_query.parquet", "measured.json", "curve.png", "README.md")
 
 
-def check_same(folder: Path, meta: Mapping[str, Any], setup: Setup) -> None:
-    """Refuse to go on with a run under other settings than it was begun with; warn where the file of its recipe is another."""
-    before = read_meta(folder)
-    before["setup"] = flat(before["setup"])
-    now = json.loads(json.dumps({**meta, "setup": setup.flat()}, default=str))
-    for part in ("recipe", "arguments", "setup", "method", "data"):
-        old, new = before.get(part), now[part]
-        if old == new or (part == "method" and old is None):  # folders of before it was recorded
-            continue
-        raise UserError(f"{folder} was begun {difference(part, old, new)}: resume cannot change it")
-    digest = now.get("recipe_digest")
-    if rank() == 0 and before.get("recipe_digest", digest) != digest:
-        file = now["recipe"].rpartition(":")[0]
-        warnings.warn(
-            f"{file} has changed since this run was begun: what is left of it is trained as the file is now",
-            stacklevel=1,
-        )
+# Who may write
 
 
-def difference(part: str, old: object, new: object) -> str:
-    """What differs between two settings, or the first of several in a dict, in words that go on from "was begun"."""
-    if not (isinstance(old, dict) and isinstance(new, dict)):
-        return (
-            f"with other {part}" if isinstance(old, dict) or isinstance(new, dict) else f"with {part}={old}, not {new}"
-        )
-    name = next(name for name in {**old, **new} if name not in old or name not in new or old[name] != new[name])
-    if name not in old:
-        return f"without {name}={new[name]}"
-    return f"with {name}={old[name]}" + (f", not {new[name]}" if name in new else ", which is missing now")
+@contextmanager
+def claimed(folder: Path, resume: bool, overwrite: bool, ranks: Ranks) -> Iterator[None]:
+    """Lock the run folder on rank 0, if training may write there; if that fails, every rank raises."""
+    held: Lock | None = None
+    refusal: UserError | None = None
+    if ranks.rank == 0:
+        try:
+            held = hold(folder)
+            check_free(folder, resume, overwrite)
+        except UserError as error:
+            refusal = error
+    refusal = ranks.share(refusal)
+    try:
+        if refusal is not None:
+            raise refusal
+        yield
+    finally:
+        if held is not None:
+            held.release()
 
 
-def write_start(
-    folder: Path,
-    data: Interactions,
-    seen: Positives,
-    meta: Mapping[str, Any],
-    setup: Setup,
-    model: Retriever | None = None,
-    test: Interactions | None = None,
-    began: Mapping[str, np.ndarray] | None = None,
-) -> None:
-    """What is known before the first step: the resolved run, the id maps, what each query has seen, and what it takes in the test part."""
+def hold(folder: Path) -> Lock:
+    """Lock a run folder for this process; the error names the process that holds it."""
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is a file: choose another folder for the run")
-    # what an earlier run left here must not be resumed, or taken for the result, of this one
-    results = ("metrics.jsonl", "result.json", "per_query.parquet", "measured.json", "curve.png", "README.md")
-    for name in (
-        "run.json",
-        "checkpoint.safetensors",
-        "checkpoint.previous.safetensors",
-        "model.safetensors",
-        *results,
-    ):
-        (folder / name).unlink(missing_ok=True)
-    data.save_ids(folder)
-    if model is not None:
-        _write_encoders(folder, model, setup, weights=False)
-    files.write_tensors(folder / "seen.safetensors", kept(data, seen, test, model, began))
-    files.write_json(folder / "run.json", {**meta, "setup": dataclasses.asdict(setup)})
+    try:
+        return Lock(folder / LOCK)
+    except HeldError as error:
+        raise UserError(
+            f"another training ({error.owner}) writes to {folder}: wait for it, or choose another folder"
+        ) from error
+    except OSError as error:
+        raise UserError(f"cannot write {folder / LOCK}: {error.strerror}") from error
 
 
-def _write_encoders(folder: Path, model: Retriever, setup: Setup, weights: bool) -> None:
-    """What text towers need to be built again; with `weights` the encoders are whole, and of use outside this folder."""
-    for side, module in (("query", model.query), ("item", model.item)):
-        tower = text_tower(module)
-        if tower is not None:
-            tower.texts.save(folder / f"{side}_texts")
-            save_encoder(tower.encoder, folder / encoder_folder(setup.text, side), weights)
+def is_held(folder: Path) -> bool:
+    """Whether a training is writing to a run folder."""
+    return locks.is_held(folder / LOCK)
+
+
+def check_free(folder: Path, resume: bool, overwrite: bool) -> None:
+    """Raise unless the folder is empty, or a run in it is to be resumed or overwritten. A service's changes may stay."""
+    if resume and overwrite:
+        raise UserError("resume and overwrite cannot be combined: choose one")
+    if resume or all(path.name in (LOCK, SERVICE) for path in folder.iterdir()):
+        return
+    if not overwrite:
+        raise UserError(f"{folder} is not empty: choose another folder, or resume or overwrite the run in it")
+    if not (folder / "run.json").is_file():
+        raise UserError(f"{folder} is not a run folder (no run.json), so overwrite does not delete it")
+
+
+def delete_run(folder: Path) -> bool:
+    """Delete a run and its index, except a service's changes; False, and nothing deleted, where the folder has no run.
+
+    run.json goes last: if interrupted, the rest is still recognised as that run.
+    """
+    if not (folder / "run.json").is_file():
+        return False
+    index = " and its index" if (folder / "index").is_dir() else ""
+    kept = f"; kept the changes of a service in {folder / SERVICE}" if (folder / SERVICE).is_dir() else ""
+    for path in sorted(folder.iterdir(), key=lambda path: path.name == "run.json"):
+        if path.name == SERVICE:
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path.name != LOCK:
+            path.unlink()
+    log.info("deleted the run in %s%s%s", folder, index, kept)
+    return True
+
+
+# Writing
 
 
 def description(run: Run, split: Split, source: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The resolved run for run.json: enough to run it again."""
+    """The resolved run for run.json: enough to train it again. One training step is run to describe its batch."""
     from importlib.metadata import version
 
     from sparring import __version__
@@ -118,7 +153,7 @@ def description(run: Run, split: Split, source: Mapping[str, Any] | None) -> dic
         "arguments": run.arguments or {},
         **({"recipe_digest": digest} if (digest := source_digest(run.recipe)) else {}),
         "method": method(run),
-        **({"towers": towers} if (towers := own_towers(run.model)) else {}),
+        **({"towers": towers} if (towers := custom_towers(run.model)) else {}),
         "source": dict(source or {}),
         "data": {
             "queries": split.train.n_queries,
@@ -135,35 +170,203 @@ def description(run: Run, split: Split, source: Mapping[str, Any] | None) -> dic
     }
 
 
+def write_start(
+    folder: Path,
+    data: Interactions,
+    seen: Positives,
+    meta: Mapping[str, Any],
+    setup: Setup,
+    model: Retriever | None = None,
+    test: Interactions | None = None,
+    warm: Mapping[str, np.ndarray] | None = None,
+) -> None:
+    """Write all that is known before the first step; results of an earlier run are deleted first.
+
+    `warm` has the dense ids of `queries` and `items` that start with the trained vectors of an earlier run.
+    """
+    for name in ("run.json", checkpoint.NAME, checkpoint.PREVIOUS, "model.safetensors", *RESULTS):
+        (folder / name).unlink(missing_ok=True)
+    data.save_ids(folder)
+    if model is not None:
+        _write_encoders(folder, model, setup, weights=False)
+    files.write_tensors(folder / "seen.safetensors", seen_tensors(data, seen, test, model, warm))
+    files.write_json(folder / "run.json", {"format": FORMAT, **meta, "setup": dataclasses.asdict(setup)})
+
+
+def _write_encoders(folder: Path, model: Retriever, setup: Setup, weights: bool) -> None:
+    """Write what rebuilds the text towers; with `weights` the encoders are complete and usable outside this folder."""
+    for side, module in (("query", model.query), ("item", model.item)):
+        tower = text_tower(module)
+        if tower is not None:
+            tower.texts.save(folder / f"{side}_texts")
+            save_encoder(tower.encoder, folder / encoder_folder(setup.text, side), weights)
+
+
 def write_end(
     folder: Path, run: Run, history: list[dict[str, Any]], best_epoch: int, seconds: float, test: Evaluation | None
 ) -> None:
-    """The result, the values of single queries, the curve and the model card."""
+    """Write the result, the metrics of every test query, the curve and the model card."""
     from sparring.training.curve import training_curve
-    from sparring.training.model_card import model_card
 
     meta = read_meta(folder)
     result: dict[str, Any] = {"best_epoch": best_epoch, "epochs": len(history), "train_seconds": round(seconds, 3)}
-    result |= {"untrained": meta["untrained"]} if "untrained" in meta else {}
+    result["untrained"] = meta["untrained"]
     if test is not None:
-        result |= {"test": test.to_dict()}
-        write_table(
-            _single_queries(folder, test), folder / "per_query.parquet"
-        )  # before the result: who sees that one finds this
+        result["test"] = test.to_dict()
+        _write_queries(folder, "per_query.parquet", test)  # first: readers of result.json expect it
     _write_encoders(folder, run.model, run.setup, weights=True)
     files.write_json(folder / "result.json", result)
-    files.write(
-        folder / "curve.png", lambda file: training_curve(history, file, short(run.recipe), run.setup.validation.select)
-    )
-    files.write(folder / "README.md", lambda file: file.write_text(model_card(meta, result, history)))
+    title = settings.short(run.recipe)
+    training_curve(history, folder / "curve.png", title, run.setup.validation.select)
+    files.write_text(folder / "README.md", model_card(meta, result, history))
 
 
-def _single_queries(folder: Path, test: Evaluation) -> pl.DataFrame:
-    """One row per test query, by its original id; what describes lists rather than how good they are is left out."""
-    ids = Vocabulary.load(folder / "query_ids.parquet").decode(test.query_ids)
-    ranked = {
+def write_stages(folder: Path, stages: Mapping[str, Evaluation], history: list[dict[str, Any]]) -> None:
+    """Add the test metrics of later stages to the result and the model card."""
+    if "fusion" in stages:
+        _write_queries(folder, "fusion_per_query.parquet", stages["fusion"])
+    path = folder / "result.json"
+    result = files.read_json(path) | {"stages": {name: test.to_dict() for name, test in stages.items()}}
+    files.write_json(path, result)
+    files.write_text(folder / "README.md", model_card(read_meta(folder), result, history))
+
+
+def _write_queries(folder: Path, name: str, test: Evaluation) -> None:
+    """One row per test query, by its original id; metrics that describe lists rather than their quality are left out."""
+    queries = Vocabulary.load(folder / "query_ids.parquet").decode(test.query_ids)
+    metrics = {
         key: values.astype(np.float32)
         for key, values in test.per_query.items()
         if key.split("@")[0] not in LIST_METRICS
     }
-    return pl.DataFrame({"query": ids, **ranked})
+    write_table(pl.DataFrame({"query": queries, **metrics}), folder / name)
+
+
+# Reading
+
+
+def read_meta(folder: Path) -> dict[str, Any]:
+    """run.json of a run folder; folders of other versions of Sparring are refused."""
+    from sparring import __version__
+
+    path = folder / "run.json"
+    if not path.is_file():
+        raise UserError(f"{folder} is not a run folder: it has no run.json")
+    meta = files.read_json(path, "train the run again")
+    if meta.get("format") != FORMAT:
+        version = (meta.get("versions") or {}).get("sparring")
+        writer = f"Sparring {version}" if version else "another version of Sparring"
+        raise UserError(f"{path} was written by {writer}; Sparring {__version__} cannot read it: train the run again")
+    for key in ("setup", "recipe"):
+        if key not in meta:
+            raise UserError(f"{path} is corrupt: it has no {key}")
+    return meta
+
+
+def check_same(folder: Path, meta: Mapping[str, Any], setup: Setup) -> None:
+    """Raise if a run is to be resumed with another method, settings or data; warn if the file of its recipe has changed."""
+    before = read_meta(folder)
+    before["setup"] = flat(before["setup"])
+    now = json.loads(json.dumps({**meta, "setup": setup.flat()}, default=str))
+    for part in ("recipe", "arguments", "setup", "method", "data"):
+        if before.get(part) != now[part]:
+            raise UserError(
+                f"{folder} was begun {difference(part, before.get(part), now[part])}: resume cannot change it"
+            )
+    digest = now.get("recipe_digest")
+    if rank() == 0 and before.get("recipe_digest", digest) != digest:
+        file = now["recipe"].rpartition(":")[0]
+        log.warning("%s has changed since this run started; the remaining epochs use the current version", file)
+
+
+def difference(part: str, old: object, new: object) -> str:
+    """The first difference between two settings, or two mappings of them, as the end of a sentence: "with lr=0.1, not 0.2"."""
+    if not (isinstance(old, dict) and isinstance(new, dict)):
+        mapping = isinstance(old, dict) or isinstance(new, dict)
+        return f"with other {part}" if mapping else f"with {part}={old}, not {new}"
+    name = next(name for name in {**old, **new} if name not in old or name not in new or old[name] != new[name])
+    if name not in old:
+        return f"without {name}={new[name]}"
+    if name not in new:
+        return f"with {name}={old[name]}, which is missing now"
+    return difference(name, old[name], new[name])
+
+
+def read_run(folder: Path, model: Retriever | None = None) -> tuple[Retriever, Ids, Eligibility, dict[str, Any]]:
+    """The model of a finished run, its ids, what it may recommend, and run.json. `model` has custom towers without a recipe."""
+    if not folder.is_dir():
+        raise UserError(f"no such run folder: {folder}")
+    meta, ids = read_meta(folder), Ids.load(folder)
+    path = folder / "model.safetensors"
+    tensors, _ = files.read_tensors(path)
+    eligibility = Eligibility.read(files.read_tensors(folder / "seen.safetensors")[0])
+    own = model is not None
+    if model is None and meta.get("towers"):
+        model = _custom_model(folder, meta, ids, eligibility.seen)
+    if model is None:
+        setup = parse_setup(meta["setup"])
+        past = None
+        if setup.model.query_tower == "history":
+            if not {"query.start", "query.items"} <= tensors.keys():
+                raise UserError(f"{path} does not fit this run: it has no histories for the history tower")
+            past = Histories(tensors["query.start"], tensors["query.items"])
+        model = build_towers(setup, ids, past, folder)
+    try:
+        files.load_tensors(model, tensors, path)
+    except UserError as error:
+        if own or meta["recipe"] != "custom":
+            raise
+        hint = "if its Setup does not describe the model, pass that: sparring.load(folder, model=...)"
+        raise UserError(f"{error}; {hint}") from error
+    return model.eval(), ids, eligibility, meta
+
+
+# Custom towers
+
+
+def custom_towers(model: Retriever) -> dict[str, str]:
+    """The parts of a model that are not of this package, as MODULE:CLASS; a Setup describes all others."""
+    parts = {"model": model, "query": model.query, "item": model.item, "item_bias": model.item_bias}
+    kinds = {name: type(part) for name, part in parts.items() if part is not None}
+    return {
+        name: f"{kind.__module__}:{kind.__qualname__}"
+        for name, kind in kinds.items()
+        if kind.__module__.split(".")[0] != "sparring"
+    }
+
+
+def _custom_model(folder: Path, meta: Mapping[str, Any], ids: Ids, seen: Positives) -> Retriever:
+    """The model of a run with custom towers as its recipe builds it, before its weights are read."""
+    if meta["recipe"] == "custom":
+        names = ", ".join(dict.fromkeys(kind.rpartition(":")[2] for kind in meta["towers"].values()))
+        hint = (
+            "pass the model, sparring.load(folder, model=...), or train it by a recipe of your own (docs/guide/extend.md)"
+        )
+        raise UserError(f"{folder} has custom towers ({names}) and no recipe that builds them: {hint}")
+    setup = parse_setup(meta["setup"])
+    data = seen_interactions(ids, seen)
+    return settings.build(recipe_of(folder, meta), data, meta["arguments"], setup=setup).model
+
+
+def recipe_of(folder: Path, meta: Mapping[str, Any]) -> str:
+    """The recipe named in run.json. Its file is imported, so it must be a full path outside the folder, as we write it.
+
+    A folder from elsewhere can therefore not bring code that runs when it is read.
+    """
+    name = str(meta["recipe"])
+    file = name.rpartition(":")[0]
+    if file.endswith(".py") and (not Path(file).is_absolute() or Path(file).resolve().is_relative_to(folder.resolve())):
+        raise UserError(
+            f"{folder / 'run.json'} names the recipe {name!r}, which is not imported: "
+            "write its full path, outside the folder"
+        )
+    return name
+
+
+def seen_interactions(ids: Ids, seen: Positives) -> Interactions:
+    """The training and validation pairs in a run folder, without times and weights."""
+    queries = np.repeat(np.arange(len(ids.query_ids), dtype=np.int32), seen.start.diff().numpy())
+    items = seen.items.numpy().astype(np.int32)
+    return Interactions(
+        queries, items, ids.query_ids, ids.item_ids, query_table=ids.query_table, item_table=ids.item_table
+    )

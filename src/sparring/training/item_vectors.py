@@ -1,4 +1,4 @@
-"""Vectors of the items of a run: all of them, kept beside it where a text encoder made them; and what stands for several at once."""
+"""Item vectors of a run, cached where a text encoder computes them; and the mean of several items as one vector."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _FOLDER = "vectors"
 def item_vectors(model: Retriever, folder: Path) -> Tensor:
     """All item vectors (N, D) of the model in a run folder.
 
-    Those of text towers are kept in `vectors/items-HASH.npy`, with the hash of the model's file and of the texts: another model, or other
-    texts, never finds them. What is damaged or cannot be written is computed, as it was the first time.
+    Those of text towers are cached in `vectors/items-HASH.npy`, with the hash of the model file and of the texts, so that
+    another model or other texts never match. A damaged cache is recomputed; one that cannot be written is left out.
     """
     if text_tower(model.item) is None:
         return model.item_vectors()
     path = folder / _FOLDER / f"items-{_key(folder)}.npy"
     with suppress(OSError, ValueError, EOFError):
-        kept = np.load(path, allow_pickle=False)
-        if kept.shape == (model.n_items, model.dim) and kept.dtype == np.float32:
-            return torch.from_numpy(kept)
+        cached = np.load(path, allow_pickle=False)
+        if cached.shape == (model.n_items, model.dim) and cached.dtype == np.float32:
+            return torch.from_numpy(cached)
     vectors = model.item_vectors().float().cpu()
     with suppress(OSError, UserError):  # a folder that cannot be written is no error: the vectors are computed again
         files.write_array(path, vectors.numpy(), shared=True)
@@ -40,18 +40,18 @@ def item_vectors(model: Retriever, folder: Path) -> Tensor:
 
 
 def mean_item(model: Retriever, vectors: np.ndarray) -> np.ndarray:
-    """(D,): the mean of vectors (n, D) of items, at their usual length: 1 under cosine, else the mean of theirs. So is a bias the mean."""
+    """(D,) the mean of item vectors (n, D) scaled to length 1 under cosine, else to their mean length; biases are averaged."""
     mean = vectors.mean(0)
     width = model.dim - (model.item_bias is not None)
-    own, length = mean[:width], float(np.linalg.norm(mean[:width]))
+    vector, length = mean[:width], float(np.linalg.norm(mean[:width]))
     wanted = 1.0 if model.score == "cosine" else float(np.linalg.norm(vectors[:, :width], axis=1).mean())
     if length > 1e-12:
-        own = own * (wanted / length)
-    return np.concatenate([own, mean[width:]]).astype(np.float32)
+        vector = vector * (wanted / length)
+    return np.concatenate([vector, mean[width:]]).astype(np.float32)
 
 
 def mean_query(model: Retriever, vectors: np.ndarray) -> np.ndarray:
-    """(1, D): `mean_item` as a query, for a history that no tower reads; how popular items are counts in full."""
+    """(1, D) `mean_item` as a query, for a history that no tower reads; item biases count in full."""
     query = mean_item(model, vectors)[None]
     if model.item_bias is not None:
         query[:, -1] = 1.0

@@ -1,8 +1,9 @@
-"""The training loop: encode, contrast, step, observe; validate, checkpoint, stop early, resume."""
+"""The training loop: step, observe; validate, save checkpoints, stop early, resume."""
 
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import time
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -18,35 +20,34 @@ from sparring.core.errors import UserError
 from sparring.core.part import Part, listeners
 from sparring.core.ranks import sum_gradients
 from sparring.core.types import ALONE, Corpus, Positives, Ranks
-from sparring.data.batches import batches_for, query_rows
-from sparring.data.interactions import Split
+from sparring.data.interactions import Interactions, Split
 from sparring.evaluation.ranking import evaluate
 from sparring.recipes.run import Run
-from sparring.training.checkpoint_manager import Keeper, State
-from sparring.training.cuda_graph import Recorded
+from sparring.training.checkpoint import CheckpointManager, State
+from sparring.training.cuda_graph import CudaGraphStep
 from sparring.training.optimizers import Schedule, clip_gradients, fitting_warmup, optimizers, set_lr
-from sparring.training.step import contrast
-from sparring.training.validation import sample_queries, selected
+from sparring.training.step import TrainingRows, training_step
 
-CHECKPOINT_SECONDS = 600.0  # how much work a kill inside a long epoch may cost
-ASK_STEPS = 16  # between two questions of several ranks whether it is time
-BETWEEN_SECONDS = 10.0  # and after short ones: a checkpoint can take longer than an epoch
+WITHIN_EPOCH, AFTER_EPOCH = (
+    600.0,
+    10.0,
+)  # seconds between checkpoints unless save_seconds is given: saving takes a while
+ASK_STEPS = 16  # steps after which several ranks agree on whether to save
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
-class Progress:
-    """Called as training goes on; every method does nothing unless replaced."""
+class TrainingProgress:
+    """Callbacks of a training; each does nothing unless it is replaced. `step` and `epoch` may return True to save now."""
 
     start: Callable[[int, int], None] = lambda epochs, steps: None
-    step: Callable[[int, int, Callable[[], float]], None] = lambda epoch, step, loss: (
-        None
-    )  # calling loss() waits for the device
-    epoch: Callable[[dict[str, Any]], None] = lambda record: None
-    say: Callable[[str], None] = lambda line: None
+    step: Callable[[int, int, Callable[[], float]], bool | None] = lambda epoch, step, loss: None  # loss() waits
+    epoch: Callable[[dict[str, Any]], bool | None] = lambda record: None
 
 
 class Trainer:
-    """The moving parts of one training: tensors on the device, optimisers, generator, state."""
+    """The state of one training: rows on the device, optimisers, generator, progress, checkpoints."""
 
     def __init__(
         self,
@@ -54,19 +55,13 @@ class Trainer:
         split: Split,
         device: torch.device,
         folder: Path | None,
-        progress: Progress,
+        progress: TrainingProgress,
         ranks: Ranks = ALONE,
         save_seconds: float | None = None,
     ):
-        self.run, self.setup, self.split, self.device, self.folder, self.progress = (
-            run,
-            run.setup,
-            split,
-            device,
-            folder,
-            progress,
-        )
-        self.ranks, self.save_seconds, setup = ranks, save_seconds, run.setup
+        self.run, self.split, self.device, self.folder = run, split, device, folder
+        self.progress, self.ranks, self.save_seconds = progress, ranks, save_seconds
+        self.setup = setup = run.setup
         self.modules = run.modules().to(device)
         trained = nn.ModuleDict({"model": run.model, "temperature": run.temperature})
         self.trained = list(trained.parameters())
@@ -76,15 +71,11 @@ class Trainer:
         self.reporters = listeners(self.modules, "report")
         self.generator = torch.Generator(device).manual_seed(setup.seed)
         train = split.train
-        self.queries, self.items = (column.to(device) for column in train.pairs())
         self.weight = None if train.weight is None else torch.from_numpy(train.weight).to(device)
         self.mean_weight = 1.0 if train.weight is None else float(train.weight.mean())
         self.positives = Positives.lazy(lambda: train.positives().to(device))
-        self.rows = query_rows(train, setup.batches.draw, device) if setup.batches.rows == "queries" else None
-        self.batches = (
-            batches_for(train, self.rows, setup.batches.batch_size, setup.seed) if run.batches is None else run.batches
-        )
-        total = setup.training.epochs * len(self.batches)
+        self.rows = TrainingRows(run, train, device)
+        total = setup.training.epochs * len(self.rows.batches)
         self.schedule = Schedule(
             setup.training.schedule,
             fitting_warmup(setup.training.warmup, total),
@@ -92,39 +83,36 @@ class Trainer:
             setup.training.lr_decay_every,
             total,
         )
-        self.valid = (
-            None if split.valid is None else sample_queries(split.valid, setup.validation.valid_queries, setup.seed)
-        )
+        most = setup.validation.valid_queries
+        self.valid = None if split.valid is None else sample_queries(split.valid, most, setup.seed)
         self.seen = split.seen_for("valid").to(device) if self.valid is not None else None
-        self.keeper = Keeper(run, self.modules, self.optimizers, self.generator, folder, ranks)
+        self.checkpoints = CheckpointManager(run, self.modules, self.optimizers, self.generator, folder, ranks)
         self.state = State()
-        self.total = torch.zeros(
-            (), device=device, dtype=torch.float64
-        )  # loss over this rank's rows of the epoch so far
-        self.factor: float | None = None  # on the learning rates, as set last
-        self.saved = time.monotonic()
-        # the gradient cache asks for the state of dropout's generator, which cannot be recorded
-        recorded = device.type == "cuda" and ranks.world == 1 and setup.batches.chunk is None
-        self.step: Callable[[Tensor], None] = Recorded(self.work, self.generator) if recorded else self.work
+        self.total = torch.zeros((), device=device, dtype=torch.float64)  # this rank's summed loss of the epoch so far
+        self.factor: float | None = None  # the last factor on the learning rates
+        self.saved, self.save_asked = time.monotonic(), False
+        # the gradient cache reads the state of the global generator, which a graph cannot capture
+        captured = device.type == "cuda" and ranks.world == 1 and setup.batches.chunk is None
+        self.step: Callable[[Tensor], None] = CudaGraphStep(self.work, self.generator) if captured else self.work
 
     def train(self) -> None:
-        self.progress.start(self.setup.training.epochs, len(self.batches))
-        if self.schedule.warmup < self.setup.training.warmup:
-            steps = f"{self.schedule.total:,} steps: {self.schedule.warmup} of them warm up"
-            self.progress.say(f"warmup={self.setup.training.warmup} is more than half of a training of {steps}")
+        """Train until the last epoch, or until the validation metric stops improving."""
+        asked, warmup, total = self.setup.training.warmup, self.schedule.warmup, f"{self.schedule.total:,}"
+        if warmup < asked:
+            log.info("warmup=%s exceeds half of the %s steps: %s steps warm up", asked, total, warmup)
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
             self.set_random()
             while not self.state.done:
                 self.validate(self.epoch())
-                wait = BETWEEN_SECONDS if self.save_seconds is None else self.save_seconds
-                if self.state.done or self.ranks.share(time.monotonic() - self.saved >= wait):
+                wait = AFTER_EPOCH if self.save_seconds is None else self.save_seconds
+                if self.state.done or self.ranks.share(self.save_asked or time.monotonic() - self.saved >= wait):
                     self.save()
                 else:
                     self.write_metrics()
 
     def set_random(self) -> None:
-        """Begin, or go on, with the random numbers that are not ours to draw: dropout inside a transformer."""
-        random = self.keeper.random
+        """Seed or restore torch's global generator, which dropout inside transformers uses."""
+        random = self.checkpoints.random
         if not random:
             torch.manual_seed(self.setup.seed + self.ranks.rank)
             return
@@ -133,19 +121,19 @@ class Trainer:
             torch.cuda.set_rng_state(random["random_cuda"], self.device)
 
     def epoch(self) -> float:
-        """The rest of the current epoch; its mean loss."""
+        """Train the rest of the current epoch; returns its mean loss."""
         state = self.state
         began = time.monotonic()
         if state.step == 0:
             self.total.zero_()
             self.refresh()
-        for rows in self.batches.epoch(state.epoch, state.step, self.device):
-            self.set_rate(self.schedule.lr_at(state.epoch * len(self.batches) + state.step, state.epoch))
+        for rows in self.rows.batches.epoch(state.epoch, state.step, self.device):
+            self.set_rate(self.schedule.lr_at(state.epoch * len(self.rows.batches) + state.step, state.epoch))
             self.step(rows)
             state.rows += len(rows)
             state.step += 1
-            self.progress.step(state.epoch, state.step, self.mean)
-            self.keeper.check()
+            self.save_asked |= bool(self.progress.step(state.epoch, state.step, self.mean))
+            self.checkpoints.check()
             if self.folder is not None and self.due(time.monotonic() - max(began, self.saved)):
                 self._finite()
                 state.seconds += time.monotonic() - began
@@ -156,14 +144,13 @@ class Trainer:
         return mean
 
     def work(self, rows: Tensor) -> None:
-        """One step on these rows of the training data; everything stays on the device, and nothing is read back."""
-        for (
-            optimizer
-        ) in self.optimizers:  # before the step: a recording that failed leaves gradients that were never computed
+        """One step on these rows of the training data; nothing waits for the device."""
+        for optimizer in self.optimizers:  # first, because a failed graph capture leaves gradients without values
             optimizer.zero_grad(set_to_none=True)
-        pairs = rows if self.rows is None else self.rows.pairs(rows, self.generator)
-        queries, items = self.queries[pairs].long(), self.items[pairs].long()
-        losses, step, outcome = contrast(self.run, queries, items, self.generator, self.positives, self.ranks)
+        pairs = self.rows.pairs(rows, self.generator)
+        losses, step, outcome = training_step(
+            self.run, *self.rows.ids(pairs), self.generator, self.positives, self.ranks
+        )
         weighed = losses if self.weight is None else losses * self.ranks.own(self.weight[pairs] / self.mean_weight)
         (weighed.sum() / len(pairs)).backward()
         sum_gradients(self.trained, self.ranks)
@@ -171,7 +158,7 @@ class Trainer:
             clip_gradients(self.modules.parameters(), self.setup.training.clip)
         for optimizer in self.optimizers:
             optimizer.step()
-        for table in self.keeper.tables.values():
+        for table in self.checkpoints.tables.values():
             table.step(self.setup.training.lr * (1.0 if self.factor is None else self.factor))
         with torch.no_grad():
             for observer in self.observers:
@@ -179,16 +166,16 @@ class Trainer:
         self.total += outcome.loss.sum()
 
     def mean(self) -> float:
-        """The mean loss of this rank's part of the epoch so far; waits for the device."""
+        """The mean loss of this rank's rows of the epoch so far; waits for the device."""
         return float(self.total) * self.ranks.world / max(self.state.rows, 1)
 
     def due(self, seconds: float) -> bool:
-        """Whether it is time to save within an epoch, as rank 0 sees it; several ranks ask it now and then only."""
-        due = seconds > (CHECKPOINT_SECONDS if self.save_seconds is None else self.save_seconds)
+        """Whether to save within an epoch. Rank 0 decides; several ranks agree on it every ASK_STEPS steps."""
+        due = self.save_asked or seconds > (WITHIN_EPOCH if self.save_seconds is None else self.save_seconds)
         if self.ranks.world == 1:
             return due
-        asked = torch.tensor(int(due and self.ranks.rank == 0), device=self.device)
-        return self.state.step % ASK_STEPS == 0 and bool(self.ranks.sum(asked))
+        first = torch.tensor(int(due and self.ranks.rank == 0), device=self.device)
+        return self.state.step % ASK_STEPS == 0 and bool(self.ranks.sum(first))
 
     def set_rate(self, factor: float) -> None:
         if factor != self.factor:
@@ -196,7 +183,7 @@ class Trainer:
             self.factor = factor
 
     def _finite(self) -> float:
-        """The summed loss as a number; a run that has diverged must not replace the last good checkpoint."""
+        """The summed loss; raises if training has diverged, before that replaces the last good checkpoint."""
         value = float(self.ranks.sum(self.total))
         if not math.isfinite(value):
             raise UserError(
@@ -206,7 +193,7 @@ class Trainer:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Before an epoch: let every module that keeps something of the whole catalogue rebuild it."""
+        """Before an epoch, let every module rebuild its state from the complete catalogue."""
         if not self.refreshers:
             return
         model = self.run.model
@@ -216,20 +203,19 @@ class Trainer:
         )
         for module in self.refreshers:
             module.refresh(corpus)
-            self.ranks.equalise(module.buffers())  # sums on a GPU may end in other bits on each
-        if isinstance(self.step, Recorded) and not all(
+            self.ranks.equalise(module.buffers())  # sums on several GPUs may differ in the last bits
+        if isinstance(self.step, CudaGraphStep) and not all(
             isinstance(module, Part) and module.in_place for module in self.refreshers
         ):
-            self.step.forget()  # what was rebuilt may lie elsewhere
+            self.step.forget()  # rebuilt tensors may have other addresses
 
     def copied(self, device: torch.device) -> Corpus:
-        """The catalogue by a copy of the model as it is now, for work beside training."""
-        model = copy.deepcopy(self.run.model).to(device)
-        positives = self.positives.to(device)
+        """The catalogue under a copy of the current model, for work that runs beside training."""
+        model, positives = copy.deepcopy(self.run.model).to(device), self.positives.to(device)
         return Corpus(self.state.epoch, model.item_vectors, model.query_vectors, positives, self.generator)
 
     def validate(self, loss: float) -> None:
-        """Close the epoch: measure on the validation part, keep the best model, decide whether to go on."""
+        """End the epoch: evaluate on the validation part, keep the best model, decide whether to stop."""
         state, setup = self.state, self.setup
         record: dict[str, Any] = {"epoch": state.epoch + 1, "loss": loss, "seconds": round(state.seconds, 3)}
         last = state.epoch + 1 >= setup.training.epochs
@@ -242,47 +228,66 @@ class Trainer:
             state.stale = 0 if score > state.best else state.stale + 1
             if score > state.best:
                 state.best, state.best_epoch = score, state.epoch + 1
-                self.keeper.keep(state.best_epoch)
+                self.checkpoints.keep(state.best_epoch)
         elif last and self.valid is None:
             state.best_epoch = state.epoch + 1
-            self.keeper.keep(state.best_epoch)
+            self.checkpoints.keep(state.best_epoch)
         record["tau"] = round(self.tau(), 6)
         for module in self.reporters:
             record |= module.report()
         state.history.append(record)
         stopped = setup.validation.patience is not None and state.stale >= setup.validation.patience
         if stopped:
-            self.progress.say(
-                f"no better {setup.validation.select} for {state.stale} validations: stopping at epoch {state.epoch + 1}"
+            epoch = state.epoch + 1
+            log.info(
+                "no better %s for %s validations: stopping at epoch %s", setup.validation.select, state.stale, epoch
             )
         state.epoch, state.step, state.rows, state.done = state.epoch + 1, 0, 0, last or stopped
-        self.progress.epoch(record)
+        self.save_asked |= bool(self.progress.epoch(record))
 
     @torch.no_grad()
     def tau(self) -> float:
-        """The temperature; where each query has its own, their mean over all queries."""
+        """The temperature; if it depends on the query, its mean over all queries."""
         tau: Tensor = self.run.temperature(torch.zeros(1, dtype=torch.long, device=self.device))
         if tau.dim():
             tau = self.run.temperature(torch.arange(self.split.train.n_queries, device=self.device))
         return float(tau.mean())
 
     def save(self) -> None:
-        """The checkpoint, then the metrics as lines."""
+        """Save a checkpoint, where there is a folder."""
         if self.folder is not None:
-            self.saved = time.monotonic()
-            self.keeper.save(self.state, self.total)
+            self.saved, self.save_asked = time.monotonic(), False
+            self.checkpoints.save(self.state, self.total)
 
     def write_metrics(self) -> None:
-        """The metrics as lines; while a checkpoint is written they wait for the next time."""
-        if self.folder is not None and self.ranks.rank == 0 and not self.keeper.background.busy():
-            self.keeper.write_metrics(self.state.history)
+        """Write the metrics of all epochs, unless a checkpoint is being written, which does so too."""
+        if self.folder is not None and self.ranks.rank == 0 and not self.checkpoints.writer.busy():
+            self.checkpoints.write_metrics(self.state.history)
 
     def load(self) -> None:
-        """Go on from the last checkpoint; from the beginning where the run was stopped before its first."""
-        state = self.keeper.load(self.total, self.progress.say)
+        """Resume from the last checkpoint; without one, training starts from the beginning."""
+        state = self.checkpoints.load(self.total)
         if state is None:
-            self.progress.say(f"{self.folder} has no checkpoint yet: starting from the beginning")
+            log.info("%s has no checkpoint yet: starting from the beginning", self.folder)
             return
         self.state = state
-        self.write_metrics()  # a kill may have come between the checkpoint and its lines
-        self.progress.say(f"going on from epoch {self.state.epoch + 1}, step {self.state.step}")
+        self.write_metrics()  # a kill may have come between the checkpoint and the metrics
+        log.info("resuming from epoch %s, step %s", state.epoch + 1, state.step)
+
+
+def selected(select: str) -> tuple[str, int]:
+    """The metric and the cutoff that choose the best epoch: ndcg@10 -> ("ndcg", 10)."""
+    metric, _, cutoff = select.partition("@")
+    if not cutoff.isdigit() or int(cutoff) < 1:
+        raise UserError(f"select must name a metric and a cutoff such as ndcg@10, got {select!r}")
+    return metric, int(cutoff)
+
+
+def sample_queries(valid: Interactions, most: int, seed: int) -> Interactions:
+    """At most this many queries of the validation part, the same in every epoch."""
+    present = np.unique(valid.queries)
+    if len(present) <= most:
+        return valid
+    keep = np.zeros(valid.n_queries, dtype=bool)
+    keep[np.random.default_rng(seed).choice(present, most, replace=False)] = True
+    return valid.subset(keep[valid.queries])

@@ -1,4 +1,4 @@
-"""The choice of rule for each parameter, clipping, learning-rate schedules, and optimiser state as plain tensors."""
+"""The update rule of each parameter, clipping, learning-rate schedules, and optimiser state as plain tensors."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Rule = Literal["row-adam", "row-adagrad", "adam"]
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
-    """Scale all gradients, dense and sparse, so that their joint Euclidean norm is at most max_norm; returns the norm before.
+    """Scale all gradients, dense and sparse, to a joint Euclidean norm of at most max_norm; returns the original norm.
 
-    A sparse gradient is replaced by its coalesced form, because duplicated rows must be summed before a norm means anything
-    (on CUDA this waits for the device once per table).
+    Sparse gradients are coalesced, because a norm needs the sum over duplicate rows. On CUDA this waits for the device
+    once per table.
     """
     parts: list[Tensor] = []
     for parameter in parameters:
@@ -54,17 +54,17 @@ def optimizers(
     eps: float = 1e-8,
     dense_lr: float | None = None,
 ) -> list[Optimizer]:
-    """The optimisers of a model: tables with sparse gradients by the row rule, all else by AdamW; or all of it by dense Adam.
+    """The optimisers of a model: the row rule for tables with sparse gradients, AdamW for the rest; or dense Adam for all.
 
-    "row-adam" and "row-adagrad" decay decoupled, and of the dense parameters only matrices (biases and a learned temperature are left
-    alone, and so is a table whose module is `undecayed`); `dense_lr` is the rate of the dense parameters where it differs. "adam" is
-    torch.optim.Adam on everything with coupled L2, as in the XIR release: every row decays in every step, so the towers must be built
-    with sparse=False.
+    "row-adam" and "row-adagrad" use decoupled weight decay. Of the dense parameters only matrices decay: biases, a learned
+    temperature and tables whose module is `undecayed` do not. `dense_lr` is the rate of the dense parameters, by default
+    lr. "adam" is torch.optim.Adam with coupled L2 on everything, as in the XIR release: every row decays in every step,
+    so the towers must be built with sparse=False.
 
         for optimizer in optimizers(model, "row-adam", lr=1e-2): optimizer.step()
     """
     if rule not in ("row-adam", "row-adagrad", "adam"):
-        raise ValueError(f"optimiser rule {rule!r} is not known: use 'row-adam', 'row-adagrad' or 'adam'")
+        raise ValueError(f"unknown optimiser rule {rule!r}: use 'row-adam', 'row-adagrad' or 'adam'")
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     marked = {
         id(module.weight)
@@ -73,14 +73,15 @@ def optimizers(
     }
     tables = {name: parameter for name, parameter in trained.items() if id(parameter) in marked}
     dense = [parameter for name, parameter in trained.items() if name not in tables]
-    found: list[Optimizer] = []
+    built: list[Optimizer] = []
     if rule == "adam":
         if tables:
             raise ValueError(
-                f"rule 'adam' needs dense gradients, but {next(iter(tables))} is sparse: build the tower with sparse=False"
+                f"rule 'adam' needs dense gradients, but {next(iter(tables))} is sparse: "
+                "build the tower with sparse=False"
             )
         if dense:
-            found.append(
+            built.append(
                 torch.optim.Adam(dense, lr, betas, eps, weight_decay, fused=_fused(dense), capturable=_on_cuda(dense))
             )
     else:
@@ -89,25 +90,25 @@ def optimizers(
             ([p for p in tables.values() if id(p) not in free], weight_decay),
             ([p for p in tables.values() if id(p) in free], 0.0),
         )
-        # a group for each device: its rate lies there
+        # one group per device, which holds its learning rate
         rows: Any = [
-            {"params": params, "weight_decay": decay} for every, decay in kinds for params in _by_device(every)
+            {"params": params, "weight_decay": decay} for members, decay in kinds for params in _by_device(members)
         ]
         if rows and rule == "row-adam":
-            found.append(RowAdam(rows, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
+            built.append(RowAdam(rows, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
         elif rows:
-            found.append(RowAdagrad(rows, lr=lr, eps=eps, weight_decay=weight_decay))
+            built.append(RowAdagrad(rows, lr=lr, eps=eps, weight_decay=weight_decay))
         plain = [p for p in dense if p.dim() < 2 or id(p) in free]
         split = (([p for p in dense if p.dim() > 1 and id(p) not in free], weight_decay), (plain, 0.0))
         groups = [{"params": params, "weight_decay": decay} for params, decay in split if params]
         if groups:
             rate = lr if dense_lr is None else dense_lr
-            found.append(torch.optim.AdamW(groups, rate, betas, eps, fused=_fused(dense), capturable=_on_cuda(dense)))
-    for group in _groups(found):
+            built.append(torch.optim.AdamW(groups, rate, betas, eps, fused=_fused(dense), capturable=_on_cuda(dense)))
+    for group in _groups(built):
         group["initial_lr"] = group["lr"]
-        if _on_cuda(group["params"]):  # a recorded step (recorded.py) reads the rate from where it lies
+        if _on_cuda(group["params"]):  # a captured step reads the rate on the device
             group["lr"] = torch.tensor(group["lr"], dtype=torch.float32, device=group["params"][0].device)
-    return found
+    return built
 
 
 def set_lr(optimizers: Sequence[Optimizer], factor: float) -> None:
@@ -118,7 +119,7 @@ def set_lr(optimizers: Sequence[Optimizer], factor: float) -> None:
 
 @dataclass(frozen=True)
 class Schedule:
-    """How the learning rate changes: a pure function of the step and the epoch, both counted from 0.
+    """The factor on the learning rate: a pure function of the step and the epoch, both counted from 0.
 
         constant  1
         step      gamma ^ (epoch // every)                                      (0.95 every 5 epochs: the XIR setting)
@@ -162,7 +163,7 @@ class Schedule:
 
 
 def fitting_warmup(warmup: int, total: int) -> int:
-    """The warm-up that a training of `total` steps has: as asked for, or a tenth of a training that it would take more than half of.
+    """The warm-up steps of a training of `total` steps: `warmup`, or a tenth of all steps if it exceeds half of them.
 
     >>> fitting_warmup(100, 1000), fitting_warmup(100, 40)
     (100, 4)
@@ -171,23 +172,22 @@ def fitting_warmup(warmup: int, total: int) -> int:
 
 
 def state_tensors(optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
-    """All that the optimisers remember, as tensors under flat names: `0.rate.0` (group), `0.state.3.mean` (parameter)."""
+    """The state of the optimisers as tensors by flat names: `0.rate.0` (group), `0.state.3.mean` (parameter)."""
     tensors: dict[str, Tensor] = {}
-    for at, optimizer in enumerate(optimizers):
+    for i, optimizer in enumerate(optimizers):
         for number, group in enumerate(optimizer.param_groups):
-            tensors[f"{at}.rate.{number}"] = torch.tensor(float(group["lr"]), dtype=torch.float64)
+            tensors[f"{i}.rate.{number}"] = torch.tensor(float(group["lr"]), dtype=torch.float64)
         for number, parameter in enumerate(_parameters(optimizer)):
             for name, value in optimizer.state.get(parameter, {}).items():
                 if not isinstance(value, Tensor):
-                    raise ValueError(
-                        f"{type(optimizer).__name__} keeps {name} as {type(value).__name__}, and only tensors can be saved"
-                    )
-                tensors[f"{at}.state.{number}.{name}"] = value.detach()
+                    kind = type(value).__name__
+                    raise ValueError(f"{type(optimizer).__name__} has {name} as a {kind}; only tensors can be saved")
+                tensors[f"{i}.state.{number}.{name}"] = value.detach()
     return tensors
 
 
 def load_state_tensors(optimizers: Sequence[Optimizer], tensors: dict[str, Tensor]) -> None:
-    """Put back what `state_tensors` gave, bitwise, into optimisers built over the same parameters in the same order."""
+    """Restore `state_tensors` bitwise into optimisers over the same parameters in the same order."""
     params = [list(_parameters(optimizer)) for optimizer in optimizers]
     rates = {f"{at}.rate.{n}": group for at, o in enumerate(optimizers) for n, group in enumerate(o.param_groups)}
     missing = sorted(rates.keys() - tensors.keys())
@@ -207,9 +207,8 @@ def load_state_tensors(optimizers: Sequence[Optimizer], tensors: dict[str, Tenso
         )
         parameter = params[int(at)][int(number)] if known else None
         if parameter is None or (value.dim() and value.shape not in (parameter.shape, parameter.shape[:1])):
-            raise ValueError(
-                f"the saved optimiser state {key} of shape {tuple(value.shape)} fits no parameter: it is of another model"
-            )
+            shape = tuple(value.shape)
+            raise ValueError(f"the saved optimiser state {key} of shape {shape} fits no parameter of this model")
         device = parameter.device if value.dim() or _on_device(optimizers[int(at)]) else torch.device("cpu")
         fresh[int(at)].setdefault(int(number), {})[name] = value.detach().to(device, copy=True)
     for key, group in rates.items():
@@ -238,10 +237,10 @@ def _put_lr(group: dict[str, Any], rate: float) -> None:
 
 
 def _by_device(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
-    found: dict[torch.device, list[nn.Parameter]] = {}
+    groups: dict[torch.device, list[nn.Parameter]] = {}
     for parameter in parameters:
-        found.setdefault(parameter.device, []).append(parameter)
-    return list(found.values())
+        groups.setdefault(parameter.device, []).append(parameter)
+    return list(groups.values())
 
 
 def _on_cuda(parameters: Sequence[Tensor]) -> bool:

@@ -1,7 +1,7 @@
 """Optimisers that touch only the rows of a batch.
 
-An embedding table of N rows receives, per step, gradients for the few rows of the batch. The row rules read and write those rows and
-their state, and nothing else: the cost of a step follows the batch, not the catalogue.
+In one step an embedding table of N rows receives gradients for the few rows of the batch. The row rules read and write
+only those rows and their state: the cost of a step depends on the batch, not on the catalogue.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch.optim import Optimizer
 from sparring.core.sparse_rows import sum_rows
 from sparring.kernels import fuses_rows
 
-_BLOCK = 1 << 16  # elements of a table that are updated together on a CPU: with their moments they stay in the L2 cache
+_BLOCK = 1 << 16  # elements updated at a time on a CPU: with their moments they fit into the L2 cache
 
 if not torch.sparse.check_sparse_tensor_invariants.is_enabled():
-    torch.sparse.check_sparse_tensor_invariants.disable()  # as it is; left unsaid, some versions warn at the first sparse gradient
+    torch.sparse.check_sparse_tensor_invariants.disable()  # the default; unless set, some versions of torch warn
 
 
 class RowOptimizer(Optimizer, ABC):
-    """What the row rules share: finding the rows of each gradient, and walking over them in blocks."""
+    """The base of the row rules: finds the rows of each gradient and updates them in blocks."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -40,27 +40,28 @@ class RowOptimizer(Optimizer, ABC):
                 if not table.grad.is_sparse or table.dim() != 2:
                     kind = f"a {'sparse' if table.grad.is_sparse else 'dense'} gradient of shape {tuple(table.shape)}"
                     raise ValueError(
-                        f"{type(self).__name__} got {kind}: it needs a sparse one of an (N, D) table (IdTower(sparse=True))"
+                        f"{type(self).__name__} got {kind}: "
+                        "it needs a sparse gradient of an (N, D) table (IdTower(sparse=True))"
                     )
                 state = self.state[table]
                 if not state:
                     state.update(self._fresh(table, group))
                 self._begin(state)
                 if fuses_rows(table) and table.grad._nnz():
-                    with torch.cuda.device_of(table):  # a kernel runs where we are, and a shard may lie on another GPU
+                    with torch.cuda.device_of(table):  # a kernel runs on the current GPU, a shard may be on another
                         self._fuse(table, table.grad._indices()[0], table.grad._values(), state, group)
                     continue
                 rows, grad = sum_rows(table.grad)
-                for some, part in _blocks(rows, grad):
-                    self._update(table, some, part, state, group)
+                for block, part in _blocks(rows, grad):
+                    self._update(table, block, part, state, group)
         return loss
 
     @abstractmethod
     def _fresh(self, table: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
-        """The state of a table before its first step."""
+        """The initial state of a table."""
 
     def _begin(self, state: dict[str, Tensor]) -> None:
-        """Once per table and step, before its rows are updated."""
+        """Called once per table and step, before its rows are updated."""
 
     @abstractmethod
     def _update(
@@ -72,7 +73,7 @@ class RowOptimizer(Optimizer, ABC):
     def _fuse(
         self, table: Tensor, index: Tensor, values: Tensor, state: dict[str, Tensor], group: dict[str, Any]
     ) -> None:
-        """All of it in one kernel on the GPU, from the places of a batch as they come."""
+        """The update in one GPU kernel, from the rows of a batch with duplicates."""
 
 
 class RowAdam(RowOptimizer):
@@ -81,10 +82,11 @@ class RowAdam(RowOptimizer):
         m_r = b1 m_r + (1 - b1) g_r,   v_r = b2 v_r + (1 - b2) g_r^2,   t_r = t_r + 1
         p_r = (1 - lr wd) p_r - lr (m_r / (1 - b1^t_r)) / (sqrt(v_r / (1 - b2^t_r)) + eps)
 
-    g_r is the sum over all places of row r in the batch. A row outside the batch keeps its value and moments bitwise; a row that is in
-    every batch moves as under AdamW. With `bias="row"` t_r counts the updates of the row, so its first step has length lr whenever it
-    comes; with `bias="step"` t counts all steps, as in torch.optim.SparseAdam, and the first step of a row that comes late is up to
-    (1 - b1) / sqrt(1 - b2) = 3.2 times as long. Repeated runs agree bitwise; on CUDA a step never waits for the device.
+    g_r is the sum over all occurrences of row r in the batch. A row outside the batch keeps its value and moments bitwise;
+    a row in every batch is updated as under AdamW. With `bias="row"` t_r counts the updates of the row, so its first step
+    has length lr whenever it occurs; with `bias="step"` t counts all steps, as in torch.optim.SparseAdam, and the first
+    step of a row that occurs late is up to (1 - b1) / sqrt(1 - b2) = 3.2 times as long. Repeated runs agree bitwise; on
+    CUDA a step never waits for the device.
 
         RowAdam([tower.weight], lr=1e-3)
 
@@ -102,9 +104,9 @@ class RowAdam(RowOptimizer):
     ) -> None:
         _check(lr, eps, weight_decay)
         if not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"betas {betas} must lie in [0, 1)")
+            raise ValueError(f"betas {betas} must be in [0, 1)")
         if bias not in ("row", "step"):
-            raise ValueError(f"bias {bias!r} is not known: use 'row' or 'step'")
+            raise ValueError(f"unknown bias {bias!r}: use 'row' or 'step'")
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "bias": bias})
 
     def _fresh(self, table: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
@@ -158,8 +160,8 @@ class RowAdagrad(RowOptimizer):
 
         a_r = a_r + mean_d(g_rd^2),   p_r = (1 - lr wd) p_r - lr g_r / (sqrt(a_r) + eps)
 
-    g_r is the sum over all places of row r in the batch. State is N numbers where RowAdam keeps N (2 D + 1). Rows outside the batch
-    stay bitwise as they are.
+    g_r is the sum over all occurrences of row r in the batch. The state is N numbers, where RowAdam has N (2 D + 1). Rows
+    outside the batch stay bitwise unchanged.
 
         RowAdagrad([tower.weight], lr=0.05)
 
@@ -197,7 +199,7 @@ class RowAdagrad(RowOptimizer):
 
 
 def _blocks(rows: Tensor, grad: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
-    if rows.device.type != "cpu":  # rows may repeat there (sum_rows): all must be read before one is written
+    if rows.device.type != "cpu":  # with duplicate rows (sum_rows), all must be read before one is written
         return [(rows, grad)]
     size = max(1, _BLOCK // max(1, grad.shape[1]))
     return zip(rows.split(size), grad.split(size), strict=True)

@@ -1,8 +1,13 @@
-"""One training step of a run, up to its loss; and what its batch contains, in words."""
+"""One training step of a run up to its loss, and the steps of an epoch: the one place where a batch is drawn.
+
+    rows of an epoch (`TrainingRows.batches`) -> one pair for each row (`TrainingRows.pairs`) -> `training_step`
+
+The trainer takes this path, and so does everything that reports on a run's batches (`sample_steps`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -12,11 +17,11 @@ from sparring.core.errors import UserError
 from sparring.core.part import loss_output
 from sparring.core.types import ALONE, Bag, Batch, LossOutput, Outcome, Positives, Ranks, Step
 from sparring.data.batches import batches_for, query_rows
-from sparring.data.interactions import Split
+from sparring.data.interactions import Interactions, Split
 from sparring.recipes.run import Run, Term
 
 
-def contrast(
+def training_step(
     run: Run,
     query_ids: Tensor,
     item_ids: Tensor,
@@ -24,9 +29,9 @@ def contrast(
     positives: Positives | None = None,
     ranks: Ranks = ALONE,
 ) -> tuple[Tensor, Step, Outcome]:
-    """One step's loss per query (B,), with what observers are told: encode, gather each term's bag, score it.
+    """The loss of each query (B,), with the step and its outcome for observers: encode, gather each term's bag, score it.
 
-    The ids are those of the whole batch, the same on every rank; the losses are of this rank's rows.
+    The ids are those of the complete batch, the same on every rank; the losses are those of this rank's rows.
     """
     model, setup = run.model, run.setup
 
@@ -39,11 +44,11 @@ def contrast(
         with half:
             return as_compared(in_chunks(setup.batches.chunk, model.encode_items, ids))
 
-    def encode(ids: Tensor) -> Tensor:  # negatives call it, later
+    def encode(ids: Tensor) -> Tensor:  # for negatives
         return ranks.gather(encoded(ranks.own(ids)), len(ids)) if ids.dim() == 1 else encoded(ids)
 
     def encode_mixtures(ids: Tensor, weights: Tensor, layer: int) -> Tensor:
-        if ids.dim() > 2:  # each query's own
+        if ids.dim() > 2:  # per query: nothing to share among ranks
             return model.encode_mixtures(ids, weights, layer)
         return ranks.gather(model.encode_mixtures(ranks.own(ids), ranks.own(weights), layer), len(ids))
 
@@ -75,32 +80,33 @@ def contrast(
 
 
 def _check_bag(term: Term, bag: object) -> None:
-    """Refuse what a sampler of one's own gave, by its type; here and below nothing waits for the device."""
+    """Raise if a custom sampler returned no Bag. Neither this nor `_check_losses` waits for the device."""
     if not isinstance(bag, Bag):
         raise UserError(
-            f"{type(term.negatives).__name__}.forward gave a {type(bag).__name__}; it must give a Bag: Bag((candidates,))"
+            f"{type(term.negatives).__name__}.forward returned a {type(bag).__name__}; "
+            "it must return a Bag: Bag((candidates,))"
         )
 
 
 def _check_losses(term: Term, losses: object, rows: torch.Size) -> None:
-    """The same of a loss, by its shape: a mean over the queries would train too, as something else."""
+    """Raise if a custom loss returned anything but one value per query: a mean over the queries would train another method."""
     if not isinstance(losses, Tensor) or losses.shape != rows:
         name = getattr(term.loss, "__name__", type(term.loss).__name__)
-        found = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else f"a {type(losses).__name__}"
-        raise UserError(f"the loss {name} gave {found}; it must give one value per query, shape {tuple(rows)}")
+        returned = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else f"a {type(losses).__name__}"
+        raise UserError(f"the loss {name} returned {returned}; it must return one value per query, shape {tuple(rows)}")
 
 
 def as_compared(vectors: Tensor) -> Tensor:
-    """Vectors of autocast are compared in float32; those of a float64 model stay."""
+    """Vectors as they are compared: float32 after autocast; float64 models keep their precision."""
     return vectors if vectors.dtype == torch.float64 else vectors.float()
 
 
 def in_chunks(size: int | None, encode: Callable[..., Tensor], *ids: Tensor) -> Tensor:
-    """Encode ids (of one shape, several columns) `size` at a time, keeping only the vectors (gradient cache); None: all at once.
+    """Encode columns of ids `size` at a time, keeping only the vectors (gradient cache); None: all at once.
 
-    The backward pass hands each chunk its part of the gradient of the vectors, encodes it again, the random state as before, and goes on
-    into the tower; so what a tower keeps for its gradient never exceeds one chunk, at the price of a second forward pass. The gradient is
-    that of encoding all at once.
+    The backward pass encodes each chunk again, with the same random state, and passes its part of the vectors' gradient
+    into the tower. Activations therefore never exceed one chunk, at the cost of a second forward pass. The gradient equals
+    that of encoding everything at once.
 
     Gao et al., Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup, RepL4NLP 2021.
     """
@@ -111,20 +117,71 @@ def in_chunks(size: int | None, encode: Callable[..., Tensor], *ids: Tensor) -> 
     return vectors.unflatten(0, ids[0].shape)
 
 
-def describe_batch(run: Run, split: Split) -> str:
-    """What one training batch of this run contains, term by term: sources, counts, corrections, masks. It draws from its own generator."""
-    setup, (queries, items) = run.setup, split.train.pairs()
+class TrainingRows:
+    """The rows of a run's training data on a device: which rows share a batch, and the pair that each row stands for.
+
+    A row is a pair of the training data, or with rows=queries a query, for which one of its pairs is drawn each time.
+    Batches are `run.batches` where the run composes its own (NGAME), else random.
+
+        rows = TrainingRows(run, split.train)
+        for batch in rows.batches.epoch(0): query_ids, item_ids = rows.ids(rows.pairs(batch, generator))
+    """
+
+    def __init__(self, run: Run, train: Interactions, device: torch.device | str = "cpu") -> None:
+        setup = run.setup
+        self.queries, self.items = (column.to(device) for column in train.pairs())
+        self.drawn = query_rows(train, setup.batches.draw, device) if setup.batches.rows == "queries" else None
+        if run.batches is None:
+            self.batches = batches_for(train, self.drawn, setup.batches.batch_size, setup.seed)
+        else:
+            self.batches = run.batches
+
+    def pairs(self, rows: Tensor, generator: torch.Generator) -> Tensor:
+        """(B,) the index of one training pair for each row."""
+        return rows if self.drawn is None else self.drawn.pairs(rows, generator)
+
+    def ids(self, pairs: Tensor) -> tuple[Tensor, Tensor]:
+        """The queries and the items (B,) of these pairs."""
+        return self.queries[pairs].long(), self.items[pairs].long()
+
+    def sample(self, n: int, generator: torch.Generator) -> Tensor:
+        """(at most n,) pairs of distinct random rows, as an epoch would meet them; rows on the CPU only."""
+        return self.pairs(torch.randperm(self.batches.n_rows, generator=generator)[:n], generator)
+
+    def around(self, pairs: Tensor, size: int, generator: torch.Generator) -> Tensor:
+        """Pairs of a batch of `size` that starts with these (of distinct rows), in company they meet in training; CPU only."""
+        if self.drawn is None:
+            return self.batches.around(pairs, size, generator)
+        rows = self.batches.around(torch.searchsorted(self.drawn.queries, self.queries[pairs]), size, generator)
+        return torch.cat([pairs, self.drawn.pairs(rows[len(pairs) :], generator)])
+
+
+def sample_steps(
+    run: Run, split: Split, epoch: int = 0, *, seed: int | None = None, batches: Iterable[Tensor] | None = None
+) -> Iterator[tuple[Tensor, Step, Outcome]]:
+    """The steps of an epoch as training takes them, on the model as it is; nothing is updated, refreshed or observed.
+
+    Their rows, the pairs drawn for them and the order are the trainer's for this epoch, given what `run.batches` holds now.
+    Random draws come from a generator seeded with `seed`, by default the run's: in epoch 0 the trainer's own numbers,
+    unless a refresh before it draws some. `batches` replaces the epoch's batches by other training pairs (B,).
+
+        for losses, step, outcome in islice(sample_steps(run, split), 4): outcome.bags[0].describe()
+    """
     device = run.model.device
-    generator = torch.Generator(device).manual_seed(setup.seed)
-    drawn = query_rows(split.train, setup.batches.draw) if setup.batches.rows == "queries" else None
-    rows = next(batches_for(split.train, drawn, setup.batches.batch_size, setup.seed).epoch(0))
-    if drawn is not None:
-        rows = drawn.pairs(rows, torch.Generator().manual_seed(setup.seed))
+    generator = torch.Generator(device).manual_seed(run.setup.seed if seed is None else seed)
+    rows = TrainingRows(run, split.train, device)
     positives = split.train.positives().to(device)
+    if batches is None:
+        batches = (rows.pairs(batch, generator) for batch in rows.batches.epoch(epoch, device=device))
+    for pairs in batches:
+        yield training_step(run, *rows.ids(pairs.to(device)), generator, positives)
+
+
+def describe_batch(run: Run, split: Split) -> str:
+    """The first training batch of a run, term by term: sources, counts, corrections, masks; the run is left as it is."""
+    device = run.model.device
     with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
-        _, _, outcome = contrast(
-            run, queries[rows].long().to(device), items[rows].long().to(device), generator, positives
-        )
+        _, _, outcome = next(sample_steps(run, split))
     lines: list[str] = []
     for term, bag in zip(run.terms, outcome.bags, strict=True):
         name = getattr(term.loss, "__name__", type(term.loss).__name__)

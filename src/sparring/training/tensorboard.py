@@ -19,7 +19,7 @@ def epoch_writer(folder: Path) -> Callable[[Mapping[str, Any]], None]:
 
     def write(record: Mapping[str, Any]) -> None:
         nonlocal writer
-        if writer is None:  # it makes the folder, which a training that begins must find empty
+        if writer is None:  # it creates the folder, which must be empty when training starts
             writer = SummaryWriter(str(folder))  # type: ignore[no-untyped-call]
         for name, value in record.items():
             if name != "epoch":

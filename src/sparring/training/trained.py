@@ -1,24 +1,8 @@
-"""The run folder: what training leaves behind, and how it is read back.
-
-    run.json            recipe, arguments, setup, data source, versions: enough to run it again
-    metrics.jsonl       one line per epoch
-    result.json         the test metrics of the chosen epoch
-    per_query.parquet   the same of every single test query, float32, for paired tests: query, recall@10, ndcg@10, ...
-    model.safetensors   the towers of the chosen epoch
-    checkpoint.safetensors   everything that training needs to go on
-    seen.safetensors    what each query has already taken, the test part by itself; queries and items that were never trained
-    *_ids.parquet, *_table.parquet   id maps, titles and other columns
-    encoder/, query_texts/, item_texts/   of text towers: a folder that transformers reads (or a bag's own), and the tokens of all texts
-    curve.png, README.md   the training curve and a short model card
-
-Every file is written beside its target and renamed, so a kill or a full disk leaves the last good one. Tensors are safetensors:
-nothing executable is ever loaded from the folder. Towers of your own are built by the recipe that run.json names (rebuilt.py).
-"""
+"""A finished run: recommendations for known queries, histories and texts."""
 
 from __future__ import annotations
 
-import json
-import warnings
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -30,10 +14,8 @@ import polars as pl
 import torch
 from torch import Tensor
 
-from sparring.core import files
-from sparring.core.errors import UserError, first_line
+from sparring.core.errors import UserError
 from sparring.core.types import Positives
-from sparring.data.features import Histories
 from sparring.data.interactions import Ids, Split
 from sparring.data.pairs import pair_keys
 from sparring.data.texts.texts import as_series
@@ -41,80 +23,72 @@ from sparring.models.fusion import FILE, Fused
 from sparring.models.retriever import Retriever
 from sparring.models.text import text_tower
 from sparring.models.towers import HistoryTower
-from sparring.recipes.run import build_towers
-from sparring.recipes.setup import parse_setup
-from sparring.training.custom_towers import own_model
-from sparring.training.eligibility import FusedRanking, Offers, Ranking
+from sparring.training.eligibility import Eligibility, FusedRanking, Ranking
+from sparring.training.folder import read_run
 from sparring.training.item_vectors import item_vectors, mean_query
 
 How = Literal["fused", "encoder"]
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A finished run, ready to recommend: towers, id maps, titles, what each query has seen.
-
-    `seen` is what evaluation leaves out, the training and validation parts; lists leave out the test part too (`offers`).
-    """
+    """A finished run, ready to recommend: towers, id maps, titles, and the items that each query has taken."""
 
     folder: Path
     model: Retriever
     ids: Ids
-    seen: Positives
+    eligibility: Eligibility
     meta: dict[str, Any]
-    offers: Offers
+
+    @property
+    def seen(self) -> Positives:
+        """The training and validation pairs, which evaluation excludes; recommendations exclude the test part too."""
+        return self.eligibility.seen
 
     def recommend(
         self, queries: Sequence[object] | str | int, k: int = 10, with_seen: bool = False, ranking: How | None = None
     ) -> pl.DataFrame:
         """The k best items of each query (original ids): query, rank, item, title where known, score.
 
-        What the data knows a query to have is left out, and so are items that were never trained; a warning names such queries. `ranking`
-        is "encoder", the towers alone, or "fused", towers and classifiers together: the default where the run has them (stages.py).
+        Items that a query is known to have taken and untrained items are left out; a warning names untrained queries.
+        `ranking` is "encoder", the towers alone, or "fused", towers and classifiers together: the default if the run has
+        classifiers (stages.py).
         """
         asked = _listed(queries)
         dense = self.ids.query_ids.encode(asked)
         if (dense < 0).any():
-            stranger = asked[int(np.argmax(dense < 0))]
-            new = (
-                "its text (recommend_text, --text)"
-                if text_tower(self.model.query) is not None
-                else "its history of items"
-            )
+            unknown = asked[int(np.argmax(dense < 0))]
+            reads_text = text_tower(self.model.query) is not None
+            how = "its text (recommend_text, --text)" if reads_text else "its history of items"
             raise UserError(
-                f"query {stranger!r} is not in the training data of {self.folder}; a new one is known by {new}"
+                f"query {unknown!r} is not in the training data of {self.folder}; describe a new one by {how}"
             )
-        at = torch.from_numpy(dense)
-        blank = np.isin(dense, self.offers.queries.numpy())
+        rows = torch.from_numpy(dense)
+        blank = np.isin(dense, self.eligibility.queries.numpy())
         if blank.any():
-            warnings.warn(
-                f"no training pair, so a list that says nothing of who asks: query {_some(asked, blank)}", stacklevel=2
-            )
-        scores, items = self._best(
-            self.model.query_vectors(at), k, None if with_seen else self.offers.taken(at), ranking
-        )
+            log.warning("no training interactions, so not personalised: query %s", _first_few(asked, blank))
+        taken = None if with_seen else self.eligibility.taken(rows)
+        scores, items = self._best(self.model.query_vectors(rows), k, taken, ranking)
         return self._named(np.asarray(asked), scores, items)
 
     def recommend_history(
         self, items: Sequence[object] | str | int, k: int = 10, with_seen: bool = False, ranking: How | None = None
     ) -> pl.DataFrame:
-        """The k best items for a new query known only by its items, oldest first; a warning names those that the run does not know.
+        """The k best items for a new query that is given by its items, oldest first; a warning names unknown items.
 
-        Through the query tower where it reads histories, else by the mean of the items' vectors (see `reads_histories`).
+        The query tower encodes them if it reads histories; otherwise the mean of their vectors is the query.
         """
         asked = _listed(items)
         dense = self.ids.item_ids.encode(asked)
-        strange = (dense < 0) | np.isin(dense, self.offers.items.numpy())
-        known = torch.from_numpy(dense[~strange])
+        unknown = (dense < 0) | np.isin(dense, self.eligibility.items.numpy())
+        known = torch.from_numpy(dense[~unknown])
         if not len(known):
-            raise UserError(
-                f"no item of the history ({_some(asked, strange)}) is in the training data of {self.folder}"
-            )
-        if strange.any():
-            warnings.warn(
-                f"left out of the history, since {self.folder} was not trained on them: {_some(asked, strange)}",
-                stacklevel=2,
-            )
+            names = _first_few(asked, unknown)
+            raise UserError(f"no item of the history ({names}) is in the training data of {self.folder}")
+        if unknown.any():
+            names = _first_few(asked, unknown)
+            log.warning("left out of the history, because %s was not trained on them: %s", self.folder, names)
         with torch.no_grad():
             if self.reads_histories:
                 vector = self.model.encode_histories(known.unsqueeze(0))
@@ -126,21 +100,21 @@ class Trained:
 
     @property
     def reads_histories(self) -> bool:
-        """Whether a history goes through the query tower; if not, the mean of its items' vectors stands for it."""
+        """Whether the query tower encodes histories; if not, the mean of the items' vectors is the query."""
         return isinstance(self.model.query, HistoryTower)
 
     def recommend_text(self, texts: Sequence[str], k: int = 10, ranking: How | None = None) -> pl.DataFrame:
-        """The k best items for new queries known only by their texts; needs a query tower that reads text."""
+        """The k best items for new queries that are given by their texts; needs a text query tower."""
         texts = [texts] if isinstance(texts, str) else texts
         scores, best = self._best(self.encode_texts(texts, "query"), k, None, ranking)
         return self._named(np.asarray(texts), scores, best)
 
     def item_vectors(self) -> Tensor:
-        """Vectors (N, D) of all items; those of text towers are computed once and kept beside the run."""
+        """Vectors (N, D) of all items; those of text towers are computed once and cached in the run folder."""
         return item_vectors(self.model, self.folder)
 
     def encode_texts(self, texts: Sequence[str], side: Literal["query", "item"]) -> Tensor:
-        """Vectors (n, D) of new queries or new items known only by their texts, as they are compared; a query must say something."""
+        """Vectors (n, D) of new queries or items from their texts, as they are compared; a query needs a known token."""
         if side not in ("query", "item"):
             raise UserError(f'side is {side!r}; it must be "query" or "item"')
         try:
@@ -150,31 +124,29 @@ class Trained:
         empty = (as_series(texts).str.strip_chars() == "").to_numpy() | ~vectors.any(1).cpu().numpy()
         if side == "query" and empty.any():
             text = texts[int(np.argmax(empty))]
-            raise UserError(f"the text {text!r} is empty to the query tower: any item would be as near as any other")
+            raise UserError(f"the text {text!r} has no known tokens, so it cannot be encoded")
         return vectors
 
     @cached_property
     def fused(self) -> Fused | None:
-        """Towers and classifiers ranked together, where all stages of the run were trained (stages.py); None where not."""
+        """The fused ranking of towers and classifiers; None if the run has no later stages (stages.py)."""
         if not (self.folder / FILE).is_file():
             return None
         return Fused.load(self.folder, self.model, load(self.folder / "classifiers").model)
 
     def how(self, asked: How | None = None) -> How:
-        """The ranking asked for; without one, fused where the run has that."""
+        """The ranking asked for; by default fused if the run has it."""
         if asked not in (None, "fused", "encoder"):
             raise UserError(f'ranking is {asked!r}; it must be "fused" or "encoder"')
         if asked == "fused" and self.fused is None:
-            raise UserError(
-                f"{self.folder} has no fused ranking: that needs clf_epochs=N and clf_fusion=true in training"
-            )
+            raise UserError(f"{self.folder} has no fused ranking: train it with clf_epochs=N and clf_fusion=true")
         return asked or ("encoder" if self.fused is None else "fused")
 
     def ranking(self, asked: How | None = None) -> Ranking | FusedRanking:
-        """What ranks all items for vectors of queries: see `recommend`."""
+        """Ranks all items for vectors of queries; see `recommend`."""
         if self.how(asked) == "encoder" or self.fused is None:
-            return self.offers.ranking(self.item_vectors())
-        return FusedRanking(self.fused, self.item_vectors(), self.offers.items)
+            return self.eligibility.ranking(self.item_vectors())
+        return FusedRanking(self.fused, self.item_vectors(), self.eligibility.items)
 
     def _best(self, q: Tensor, k: int, taken: Positives | None, how: How | None) -> tuple[Tensor, Tensor]:
         if not 1 <= k <= self.model.n_items:
@@ -191,83 +163,48 @@ class Trained:
 
 
 def _listed(ids: Sequence[object] | str | int) -> list[object]:
-    """Ids as a list; one by itself is a list of one."""
+    """Ids as a list; a single id is a list of one."""
     return [ids] if isinstance(ids, (str, int, np.integer)) else list(ids)
 
 
-def _some(asked: Sequence[object], which: np.ndarray) -> str:
-    """The first few of these ids, to name them in a line."""
-    at = np.flatnonzero(which)
-    return ", ".join([repr(asked[place]) for place in at[:5]] + (["..."] if len(at) > 5 else []))
+def _first_few(ids: Sequence[object], which: np.ndarray) -> str:
+    """The first five of the ids that `which` marks, in one line."""
+    rows = np.flatnonzero(which)
+    return ", ".join([repr(ids[row]) for row in rows[:5]] + (["..."] if len(rows) > 5 else []))
 
 
 def load(folder: str | Path, model: Retriever | None = None) -> Trained:
-    """Read a finished run. Towers of your own are built by the run's recipe, or where it had none are given as `model`, as for training.
+    """Read a finished run. Its recipe builds custom towers; if it has none, pass the `model` that was trained.
 
     load("runs/xir").recommend([1042], k=10)
     """
     folder = Path(folder)
-    if not folder.is_dir():
-        raise UserError(f"no such run folder: {folder}")
-    meta = read_meta(folder)
-    ids = Ids.load(folder)
-    tensors, _ = files.read_tensors(folder / "model.safetensors")
-    taken, _ = files.read_tensors(folder / "seen.safetensors")
-    offers = Offers.read(taken)
-    seen = offers.seen
-    given = model is not None
-    if model is None and meta.get("towers"):
-        model = own_model(folder, meta, ids, seen)
-    if model is None:
-        setup = parse_setup(meta["setup"])
-        past = None
-        if setup.model.query_tower == "history":
-            if not {"query.start", "query.items"} <= tensors.keys():
-                raise UserError(
-                    f"{folder / 'model.safetensors'} does not fit this run: it has no histories for the history tower"
-                )
-            past = Histories(tensors["query.start"], tensors["query.items"])
-        model = build_towers(setup, ids, past, folder)
-    try:
-        files.load_tensors(model, tensors, folder / "model.safetensors")
-    except UserError as error:
-        if given or meta["recipe"] != "custom":
-            raise
-        raise UserError(
-            f"{error}; a model that is not as its Setup says is given as sparring.load(folder, model=...)"
-        ) from error
-    return Trained(folder, model.eval(), ids, seen, meta, offers)
-
-
-def read_meta(folder: Path) -> dict[str, Any]:
-    path = folder / "run.json"
-    if not path.is_file():
-        raise UserError(f"{folder} is not a run folder: it has no run.json")
-    try:
-        meta = json.loads(path.read_text())
-        meta["setup"], meta["recipe"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is corrupt: {first_line(error)}") from error
-    return dict(meta)
+    return Trained(folder, *read_run(folder, model))
 
 
 def run_vectors(folder: str | Path, split: Split) -> tuple[np.ndarray, np.ndarray]:
-    """Item vectors of a finished run, and the row of each item of this data in them (-1 where the run did not know it).
+    """Item vectors of a finished run, and the row in them of each item of this data (-1 for unknown items).
 
-    A run that was trained on pairs of this split's test part is refused: its vectors would tell what is tested.
+    A run that was trained on test pairs of this split is refused: its vectors would leak the test part.
     """
-    trained, data = load(folder), split.train
-    item = trained.ids.item_ids.encode(data.item_ids.ids)
-    if split.test is not None and len(split.test):
-        query = trained.ids.query_ids.encode(data.query_ids.ids)
-        tested = query[split.test.queries], item[split.test.items]
-        known = (tested[0] >= 0) & (tested[1] >= 0)
-        n_items = len(trained.ids.item_ids)
-        taken = np.repeat(np.arange(len(trained.seen.start) - 1), trained.seen.start.diff().numpy())
-        seen = pair_keys(taken, trained.seen.items.numpy(), n_items)
-        leaked = int(np.isin(pair_keys(tested[0][known], tested[1][known], n_items), seen).sum())
-        if leaked:
-            raise UserError(
-                f"{folder} was trained on {leaked:,} pairs that are tested here: train it with the same split and seed"
-            )
-    return trained.model.item_vectors().detach().cpu().numpy(), item
+    trained = load(folder)
+    leaked = leaked_pairs(trained, split)
+    if leaked:
+        raise UserError(
+            f"{folder} was trained on {leaked:,} test pairs of this data: train it with the same split and seed"
+        )
+    rows = trained.ids.item_ids.encode(split.train.item_ids.ids)
+    return trained.model.item_vectors().detach().cpu().numpy(), rows
+
+
+def leaked_pairs(trained: Trained, split: Split) -> int:
+    """The number of test pairs of a split that a run was trained on or chosen by."""
+    if split.test is None:
+        return 0
+    ids, seen, n_items = trained.ids, trained.seen, len(trained.ids.item_ids)
+    queries = ids.query_ids.encode(split.test.query_ids.ids)[split.test.queries]
+    items = ids.item_ids.encode(split.test.item_ids.ids)[split.test.items]
+    known = (queries >= 0) & (items >= 0)
+    owners = np.repeat(np.arange(len(seen.start) - 1), seen.start.diff().numpy())
+    tested, taken = pair_keys(queries[known], items[known], n_items), pair_keys(owners, seen.items.numpy(), n_items)
+    return int(np.isin(tested, taken).sum())

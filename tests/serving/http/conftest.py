@@ -14,7 +14,7 @@ pytest.importorskip("orjson", reason="the extra `serve` is not installed")
 from fastapi.testclient import TestClient
 
 from sparring.serving.http.app import Service
-from sparring.serving.http.runs import Live
+from sparring.serving.http.runs import RunRegistry
 from sparring.serving.http.store import Store
 from support.made_run import MadeRun, make_run
 
@@ -32,8 +32,8 @@ def serving() -> Iterator[Callable[..., TestClient]]:
     def started(
         *folders: Path, store: Path | None = None, roots: Any = (), as_given: bool = False, **options: Any
     ) -> TestClient:
-        live = Live(folders, Store(store or folders[0] / "serve" / "items.sqlite"), roots, as_given=as_given)
-        service = Service(live, **options)
+        registry = RunRegistry(folders, Store(store or folders[0] / "serve" / "items.sqlite"), roots, as_given=as_given)
+        service = Service(registry, **options)
         client = TestClient(service.gate, raise_server_exceptions=False)
         client.service = service  # type: ignore[attr-defined]
         client.stop = lambda: services.pop(next(at for at, (_, each) in enumerate(services) if each is client))[

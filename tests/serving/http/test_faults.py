@@ -28,7 +28,7 @@ KILLS = int(os.environ.get("SPARRING_KILLS", "4"))
 SAVE = """
 import sys, time
 from pathlib import Path
-from sparring.index import Index
+from sparring.serving.index import Index
 index = Index.load(sys.argv[1])
 while True:
     index.save(sys.argv[1])

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from fastapi.testclient import TestClient
 
-from sparring.serving.http.access_log import Log
-from sparring.serving.http.limits import Limits
+from sparring.serving.http.metrics import EventLog
+from sparring.serving.http.schema import Limits
 from support.made_run import MadeRun
 
 ASK = {"user": "user-01", "k": 3}
@@ -174,14 +174,14 @@ def test_an_answer_that_takes_too_long_is_given_up(
 ) -> None:
     """503 in time, and the service goes on; what waits beyond the limit is refused at once."""
     client = serving(truth.folder, limits=Limits(seconds=0.3, waiting=5))
-    index, hold = client.service.live.served().index, threading.Event()  # type: ignore[attr-defined]
+    index, hold = client.service.registry.served().index, threading.Event()  # type: ignore[attr-defined]
     search = index.search
     monkeypatch.setattr(index, "search", lambda *given: (hold.wait(20), search(*given))[1])
     slow = client.post("/v1/recommend", json=ASK)
     assert (slow.status_code, slow.headers["retry-after"]) == (503, "1")
     assert "0.3 seconds" in slow.json()["detail"]
     many = client.post("/v1/recommend", json={"users": ["user-01"] * 6})
-    assert (many.status_code, "wait already" in many.json()["detail"]) == (503, True)
+    assert (many.status_code, "waiting" in many.json()["detail"]) == (503, True)
     hold.set()
     assert client.post("/v1/recommend", json=ASK).status_code == 200
 
@@ -191,8 +191,8 @@ def test_a_fault_of_ours_is_told_as_such(
 ) -> None:
     """500 without what went wrong inside, which goes to the log; the next request is answered."""
     lines = io.BytesIO()
-    client = serving(truth.folder, log=Log(lines, requests=False))
-    index = client.service.live.served().index  # type: ignore[attr-defined]
+    client = serving(truth.folder, log=EventLog(lines, requests=False))
+    index = client.service.registry.served().index  # type: ignore[attr-defined]
     with monkeypatch.context() as patch:
         patch.setattr(index, "search", lambda *given: np.linalg.inv(np.zeros((2, 2))))
         answer = client.post("/v1/recommend", json=ASK)
@@ -228,7 +228,7 @@ def test_metrics_count_what_was_answered(truth: MadeRun, client: TestClient) -> 
 def test_the_log_is_json_a_line(truth: MadeRun, serving: Callable[..., TestClient]) -> None:
     """Method, path, status and milliseconds of every request; never a body or a token."""
     lines = io.BytesIO()
-    client = serving(truth.folder, log=Log(lines), token="secret-token")
+    client = serving(truth.folder, log=EventLog(lines), token="secret-token")
     client.post("/v1/recommend", json=ASK, headers={"Authorization": "Bearer secret-token"})
     client.post("/v1/recommend", json=ASK, headers={"Authorization": "Bearer guessed-token"})
     told: list[dict[str, Any]] = [json.loads(line) for line in lines.getvalue().splitlines()]

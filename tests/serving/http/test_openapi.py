@@ -9,8 +9,8 @@ import pytest
 from fastapi.testclient import TestClient
 
 from sparring.serving.http.app import Service
-from sparring.serving.http.limits import Limits
-from sparring.serving.http.runs import Live
+from sparring.serving.http.runs import RunRegistry
+from sparring.serving.http.schema import Limits
 from sparring.serving.http.store import Store
 from support.made_run import MadeRun, make_run
 
@@ -73,7 +73,7 @@ def test_made_up_requests_are_never_a_5xx(tmp_path: Path, mode: str) -> None:
     from schemathesis.generation import GenerationMode
 
     truth = make_run(tmp_path / "run", 1)
-    service = Service(Live([truth.folder], Store(tmp_path / "items.sqlite")), Limits(seconds=30))
+    service = Service(RunRegistry([truth.folder], Store(tmp_path / "items.sqlite")), Limits(seconds=30))
     seen: dict[str, int] = {}
 
     def ask(case: Any) -> None:

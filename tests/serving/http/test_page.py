@@ -25,7 +25,7 @@ from sparring.experiments.report.html import Page, Section, Sheet
 from sparring.experiments.report.tables import Column, Table
 from sparring.recipes.settings import build
 from sparring.serving.http.app import Service
-from sparring.serving.http.runs import Live
+from sparring.serving.http.runs import RunRegistry
 from sparring.serving.http.store import Store
 from sparring.training import curve
 from sparring.training import trained as runs
@@ -92,7 +92,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, runs.Trained]
     columns = Column("recipe", "{recipe}", text=True), Column("recall", "{recall:.2f}")
     compared = Table(columns, [{"recipe": "uns", "recall": 0.2}, {"recipe": "bir", "recall": 0.4}])
     Page("Comparison", "two recipes", (Section("Quality", (Sheet(compared),)),)).write(root / "runs" / "report.html")
-    (root / "runs" / "comparison.json").write_text("{}")
+    (root / "runs" / "study.json").write_text("{}")
     return found
 
 
@@ -112,15 +112,17 @@ def running(service: Service) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def served(trained: dict[str, runs.Trained], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    live = Live([each.folder for each in trained.values()], Store(tmp_path_factory.mktemp("store") / "items.sqlite"))
-    yield from running(Service(live, parts=_parts))
+    registry = RunRegistry(
+        [each.folder for each in trained.values()], Store(tmp_path_factory.mktemp("store") / "items.sqlite")
+    )
+    yield from running(Service(registry, read_split=_parts))
 
 
 @pytest.fixture(scope="module")
 def guarded(trained: dict[str, runs.Trained], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """One run behind a token, by a service that cannot read its data again."""
-    live = Live([trained["uns"].folder], Store(tmp_path_factory.mktemp("store") / "items.sqlite"))
-    yield from running(Service(live, token=TOKEN))
+    registry = RunRegistry([trained["uns"].folder], Store(tmp_path_factory.mktemp("store") / "items.sqlite"))
+    yield from running(Service(registry, token=TOKEN))
 
 
 @pytest.fixture(scope="module")
@@ -131,8 +133,8 @@ def reading(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, run
     for name, tower in {"words": {"encoder": "bag"}, "past": {"query_tower": "history"}}.items():
         made = build("ssl_pop", parts.train, {**tower, "dim": 8, "epochs": 1, "batch_size": 64})
         fit(made, parts, root / name, device="cpu", k=(10,))
-    live = Live([root / "words", root / "past"], Store(root / "items.sqlite"))
-    for base in running(Service(live)):
+    registry = RunRegistry([root / "words", root / "past"], Store(root / "items.sqlite"))
+    for base in running(Service(registry)):
         yield base, runs.load(root / "words"), runs.load(root / "past")
 
 
@@ -197,7 +199,7 @@ def of_user(
 
 def seen(run: runs.Trained, user: str) -> np.ndarray:
     at = int(run.ids.query_ids.encode([user])[0])
-    parts = [part for part in (run.offers.seen, run.offers.test) if part is not None]
+    parts = [part for part in (run.eligibility.seen, run.eligibility.test) if part is not None]
     return np.sort(np.concatenate([part.items[part.start[at] : part.start[at + 1]].long().numpy() for part in parts]))
 
 

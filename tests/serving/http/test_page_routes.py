@@ -207,7 +207,7 @@ def test_data_that_is_gone_is_said_and_a_slow_read_is_waited_for(
         raise UserError("the data is no longer there")
 
     monkeypatch.setattr(pages, "WAIT", 0.05)
-    client = serving(truth.folder, parts=slow)
+    client = serving(truth.folder, read_split=slow)
     states = []
     while not states or (states[-1]["state"] == "working" and len(states) < 100):
         states.append(client.get("/page/negatives", params={"item": "1000"}).json())

@@ -15,7 +15,7 @@ from sparring.core.errors import UserError
 from sparring.data.interactions import Vocabulary
 from sparring.models.retriever import Retriever
 from sparring.recipes.settings import build
-from sparring.serving.http.names import Names
+from sparring.serving.http.catalogue import IdLookup
 from sparring.serving.http.store import Change, Store
 from sparring.training import item_vectors, trained
 from sparring.training.fitting import fit
@@ -28,22 +28,22 @@ from support.texts import text_parts, tiny_bert
 )
 def test_numbers_are_found_where_the_vocabulary_has_them(ids: list[int], others: list[int]) -> None:
     """As numbers and as the text that spells them; what is not there is -1."""
-    names, order = Names(Vocabulary(ids)), sorted(ids)
+    names, order = IdLookup(Vocabulary(ids)), sorted(ids)
     for asked in [*ids, *others]:
         expected = order.index(asked) if asked in order else -1
         assert names.find_one(asked) == names.find_one(str(asked)) == expected
-    assert names.of(np.arange(len(ids))) == order
+    assert names.original(np.arange(len(ids))) == order
     assert names.find(["x", "", "-", "1.0", " 1", "007", "\u0663", "1_0"]).tolist() == [-1] * 8
 
 
 @given(st.lists(st.text(max_size=6), min_size=1, max_size=30, unique=True), st.lists(st.text(max_size=6), max_size=10))
 def test_texts_are_found_where_the_vocabulary_has_them(ids: list[str], others: list[str]) -> None:
     """Any text; a number finds the text that spells it."""
-    names = Names(Vocabulary([*ids, "5x", "17"]))
+    names = IdLookup(Vocabulary([*ids, "5x", "17"]))
     known = Vocabulary([*ids, "5x", "17"]).ids.to_list()
     for asked in [*known, *others]:
         assert names.find_one(asked) == (known.index(asked) if asked in known else -1)
-    assert names.of(np.arange(len(known))) == known
+    assert names.original(np.arange(len(known))) == known
     assert names.find_one(17) == known.index("17")
 
 

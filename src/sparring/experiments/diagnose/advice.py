@@ -1,22 +1,22 @@
-"""What a diagnosis says: its tables, and which negatives to train with, by stated rules."""
+"""The tables of a diagnosis, and its advice on which negatives to train with, by stated rules."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from sparring.core.errors import UserError
 from sparring.experiments.diagnose.measures import BINS, Diagnosis
-from sparring.experiments.report.tables import Cell, Column, Table
+from sparring.experiments.report.tables import Column, Row, Table, text_columns
 from sparring.recipes import RECIPES
 from sparring.recipes.settings import find, own_arguments
 
-NOISE = 1.0  # above it, the noise of one draw is longer than the gradient that it hides
-TIE = 0.01  # cosines nearer than this, or than two standard errors, are alike
-ACROSS = 0.9  # below it, the negatives push elsewhere than those of the full softmax would
-ESS = 0.05  # share of the candidates below which most are scored for nothing
-HITS = 0.01  # share of known positives among what counts
-POPULARITY = (0.2, 0.8)  # 0.5: as popular as what people take
+NOISE = 1.0  # above it, the noise of one draw is longer than the gradient
+TIE = 0.01  # cosines that differ by less than this, or by less than two standard errors, are equal
+ACROSS = 0.9  # below it, the negatives push in another direction than those of the full softmax
+ESS = 0.05  # share of the candidates below which most are wasted
+HITS = 0.01  # share of known positives among unmasked candidates
+POPULARITY = (0.2, 0.8)  # 0.5: as popular as training positives
 FALSE = 0.05
 HARDEST = 0.5  # share of the negatives in the hardest tenth
 
@@ -30,125 +30,127 @@ class Advice:
     text: str
 
 
-def advise(found: Sequence[Diagnosis]) -> list[Advice]:
+def advise(diagnoses: Sequence[Diagnosis]) -> list[Advice]:
     """The recommendation, its reasons, and warnings.
 
-    1. Only samplers whose noise is at most NOISE are considered; where there is none, the one with the largest step_cosine is taken.
-    2. Of those, the largest cosine to the full softmax wins; within max(TIE, 2 standard errors) of it the run's own negatives win,
-       else the least noise.
-    3. Warnings: `across` below 0.9; effective sample size below 5 % of the candidates; more than 1 % known positives among what counts;
-       popularity outside 0.2 to 0.8; more than 5 % false negatives, where the truth is known; more than half of the negatives in the
-       hardest tenth.
+    1. Only samplers whose noise is at most NOISE are considered; if there is none, the largest step_cosine wins.
+    2. Of those, the largest cosine to the full softmax wins. Within max(TIE, 2 standard errors) of it the run's own
+       negatives win, otherwise the least noise.
+    3. Warnings: `across` below 0.9; effective sample size below 5 % of the candidates; more than 1 % known positives
+       among unmasked candidates; popularity outside 0.2 to 0.8; more than 5 % false negatives, if the truth is known;
+       more than half of the negatives in the hardest tenth.
     """
-    alike: list[Diagnosis] = []
-    quiet = [each for each in found if each.gradient.noise <= NOISE]
-    if quiet:
-        best = max(quiet, key=lambda each: each.gradient.cosine)
-        margin = max(TIE, 2 * best.gradient.error)
-        alike = [each for each in quiet if each.gradient.cosine >= best.gradient.cosine - margin]
-        chosen = next(
-            (each for each in alike if each.sampler == "own"), min(alike, key=lambda each: each.gradient.noise)
-        )
+    tied: list[Diagnosis] = []
+    eligible = [diagnosis for diagnosis in diagnoses if diagnosis.gradient.noise <= NOISE]
+    if eligible:
+        best = max(eligible, key=lambda diagnosis: diagnosis.gradient.cosine).gradient
+        margin = max(TIE, 2 * best.error)
+        tied = [diagnosis for diagnosis in eligible if diagnosis.gradient.cosine >= best.cosine - margin]
+        quietest = min(tied, key=lambda diagnosis: diagnosis.gradient.noise)
+        chosen = next((diagnosis for diagnosis in tied if diagnosis.sampler == "own"), quietest)
     else:
-        chosen = max(found, key=lambda each: each.gradient.step_cosine)
-    g = chosen.gradient
+        chosen = max(diagnoses, key=lambda diagnosis: diagnosis.gradient.step_cosine)
     text = "keep the run's own negatives" if chosen.sampler == "own" else f"train with {chosen.sampler}"
     lines = [Advice("recommendation", chosen.sampler, text)]
-    reason = f"the mean gradient of {chosen.sampler} has cosine {g.cosine:.3f} ± {g.error:.3f} with the full softmax, noise {g.noise:.2f}"
-    reason += f", {chosen.drawn.candidates:,.0f} candidates"
-    if not quiet:
-        reason += f"; the noise of every sampler is above {NOISE:g}, and one step of this one points best (cosine {g.step_cosine:.3f})"
-    else:
-        others = [each.sampler for each in alike if each is not chosen]
-        reason += (
-            f"; {', '.join(others)} {'is' if len(others) == 1 else 'are'} no different within {margin:.3f}"
-            if others
-            else ""
-        )
+    reason = f"the mean gradient of {_summary(chosen, ' with the full softmax')}"
+    others = [diagnosis.sampler for diagnosis in tied if diagnosis is not chosen]
+    if not eligible:
+        step = f"a single step of this one has the best direction (cosine {chosen.gradient.step_cosine:.3f})"
+        reason += f"; the noise of every sampler is above {NOISE:g}, and {step}"
+    elif others:
+        reason += f"; {', '.join(others)} {'is' if len(others) == 1 else 'are'} no different within {margin:.3f}"
     lines.append(Advice("reason", chosen.sampler, reason))
-    worse = [each for each in found if each is not chosen and each not in alike]
-    lines += [Advice("reason", each.sampler, _against(each)) for each in worse]
-    lines += [
-        Advice("warning", ", ".join(shown), f"{text}: {', '.join(f'{k} {v}' for k, v in shown.items())}")
-        for text, shown in warnings(found)
-    ]
-    note = "this says how well each estimates the full softmax on this model, not which ranks best in the end: sparring compare tells that"
+    for diagnosis in diagnoses:
+        if diagnosis is not chosen and diagnosis not in tied:
+            noisy = f": more noise than gradient (above {NOISE:g})" if diagnosis.gradient.noise > NOISE else ""
+            lines.append(Advice("reason", diagnosis.sampler, f"{_summary(diagnosis)}{noisy}"))
+    for problem, values in warnings(diagnoses):
+        text = f"{problem}: {', '.join(f'{sampler} {value}' for sampler, value in values.items())}"
+        lines.append(Advice("warning", ", ".join(values), text))
+    note = (
+        "a diagnosis says how well each sampler estimates the full softmax on this model; `sparring compare` says "
+        "which one ranks best after training"
+    )
     return [*lines, Advice("note", "", note)]
 
 
-def _against(each: Diagnosis) -> str:
-    g = each.gradient
-    text = f"{each.sampler} has cosine {g.cosine:.3f} ± {g.error:.3f}, noise {g.noise:.2f}, {each.drawn.candidates:,.0f} candidates"
-    return text + (f": more noise than gradient (above {NOISE:g})" if g.noise > NOISE else "")
+def _summary(diagnosis: Diagnosis, reference: str = "") -> str:
+    g = diagnosis.gradient
+    cosine = f"cosine {g.cosine:.3f} ± {g.error:.3f}{reference}"
+    return f"{diagnosis.sampler} has {cosine}, noise {g.noise:.2f}, {diagnosis.draws.candidates:,.0f} candidates"
 
 
-def warnings(found: Sequence[Diagnosis]) -> list[tuple[str, dict[str, str]]]:
-    """Each rule that some sampler breaks: what is wrong, and the figure of each sampler of which it is true."""
+def warnings(diagnoses: Sequence[Diagnosis]) -> list[tuple[str, dict[str, str]]]:
+    """Each rule that some sampler breaks: the problem, and the value of each sampler that has it."""
+    rows = [row(diagnosis) for diagnosis in diagnoses]
+
+    def broken(field: str, form: str, wrong: Callable[[float], bool]) -> dict[str, str]:
+        values = {str(each["sampler"]): each.get(field) for each in rows}
+        return {
+            name: format(value, form) for name, value in values.items() if isinstance(value, float) and wrong(value)
+        }
+
     low, high = POPULARITY
-    popularity = {each.sampler: each.profile["popularity"] for each in found if "popularity" in each.profile}
-    false = {each.sampler: each.drawn.false_negatives for each in found if each.drawn.false_negatives is not None}
-    few = {each.sampler: each.drawn.ess / each.drawn.candidates for each in found if each.drawn.candidates > 0}
     rules = [
         (
-            f"apart from the pull to the positive, the gradient points elsewhere (cosine below {ACROSS:g})",
-            {each.sampler: f"{each.gradient.across:.2f}" for each in found if each.gradient.across < ACROSS},
+            f"without the pull to the positive, the gradient has another direction (cosine below {ACROSS:g})",
+            broken("across", ".2f", lambda value: value < ACROSS),
         ),
-        (
-            f"the gradient rests on fewer than {ESS:.0%} of the candidates",
-            {k: f"{v:.1%}" for k, v in few.items() if v < ESS},
-        ),
-        *_known_positives(found),
+        (f"fewer than {ESS:.0%} of the candidates carry the gradient", broken("ess_share", ".1%", lambda v: v < ESS)),
+        *_known_positives(diagnoses),
         (
             "the negatives are mostly rare items (popularity; 0.5 is usual)",
-            {k: f"{v:.2f}" for k, v in popularity.items() if v < low},
+            broken("popularity", ".2f", lambda value: value < low),
         ),
         (
             "the negatives are mostly popular items (popularity; 0.5 is usual)",
-            {k: f"{v:.2f}" for k, v in popularity.items() if v > high},
+            broken("popularity", ".2f", lambda value: value > high),
         ),
         (
-            f"more than {FALSE:.0%} of what counts as negative the query would like",
-            {k: f"{v:.1%}" for k, v in false.items() if v > FALSE},
+            f"the query would like more than {FALSE:.0%} of its negatives",
+            broken("false_negatives", ".1%", lambda value: value > FALSE),
         ),
         (
-            f"more than {HARDEST:.0%} of the negatives are in the hardest tenth of the catalogue, where unknown positives are",
-            {each.sampler: f"{each.drawn.hardness[-1]:.0%}" for each in found if each.drawn.hardness[-1] > HARDEST},
+            f"more than {HARDEST:.0%} of the negatives are in the hardest tenth of the catalogue, like unknown "
+            "positives",
+            broken(f"hardness_{BINS}", ".0%", lambda value: value > HARDEST),
         ),
     ]
-    return [(text, shown) for text, shown in rules if shown]
+    return [(problem, values) for problem, values in rules if values]
 
 
-def _known_positives(found: Sequence[Diagnosis]) -> list[tuple[str, dict[str, str]]]:
-    """Two rules, since only some recipes have a setting that masks them."""
-    what = f"known positives of the query are more than {HITS:.0%} of what counts as negative"
+def _known_positives(diagnoses: Sequence[Diagnosis]) -> list[tuple[str, dict[str, str]]]:
+    """Two rules, because only some recipes have a setting that masks them."""
+    what = f"more than {HITS:.0%} of the negatives are known positives of the query"
     able = ", ".join(name for name in RECIPES if _can_mask(name))
-    others = f"no setting of these masks them: exclude=known of {able} does, and in Python that of InBatch, Sampled and others"
+    others = f"no setting of these recipes masks them: use exclude=known of {able}, or in Python of InBatch or Sampled"
     shown: list[dict[str, str]] = [{}, {}]
-    for each in found:
-        if each.drawn.unmasked > HITS:
-            shown[_can_mask(each.recipe)][each.sampler] = f"{each.drawn.unmasked:.1%}"
+    for diagnosis in diagnoses:
+        if diagnosis.draws.unmasked > HITS:
+            shown[_can_mask(diagnosis.recipe)][diagnosis.sampler] = f"{diagnosis.draws.unmasked:.1%}"
     return [(f"{what} (exclude=known masks them)", shown[True]), (f"{what} ({others})", shown[False])]
 
 
 def _can_mask(recipe: str) -> bool:
     try:
         return "exclude" in own_arguments(find(recipe))
-    except UserError:  # composed in Python: there is no recipe of that name
+    except UserError:  # composed in Python, without a recipe
         return False
 
 
-def row(each: Diagnosis) -> dict[str, Cell]:
-    """Every figure of a diagnosis under a flat name."""
-    drawn = {key: value for key, value in asdict(each.drawn).items() if key != "hardness"}
-    share = each.drawn.ess / each.drawn.candidates if each.drawn.candidates else None
-    bins = {f"hardness_{i + 1}": value for i, value in enumerate(each.drawn.hardness)}
-    return {"sampler": each.sampler, **asdict(each.gradient), **drawn, "ess_share": share, **each.profile, **bins}
+def row(diagnosis: Diagnosis) -> Row:
+    """All values of a diagnosis under flat names."""
+    draws = {key: value for key, value in asdict(diagnosis.draws).items() if key != "hardness"}
+    share = diagnosis.draws.ess / diagnosis.draws.candidates if diagnosis.draws.candidates else None
+    bins = {f"hardness_{i + 1}": value for i, value in enumerate(diagnosis.draws.hardness)}
+    measured = {**asdict(diagnosis.gradient), **draws, "ess_share": share, **diagnosis.profile, **bins}
+    return {"sampler": diagnosis.sampler, **measured}
 
 
-def tables(found: Sequence[Diagnosis]) -> dict[str, Table]:
+def tables(diagnoses: Sequence[Diagnosis]) -> dict[str, Table]:
     """gradient, negatives, hardness: one row per sampler."""
-    rows = [row(each) for each in found]
-    name = Column("sampler", "{sampler}", text=True)
+    rows = [row(diagnosis) for diagnosis in diagnoses]
+    (name,) = text_columns("sampler")
     gradient = (
         Column("cosine", "{cosine:.4f} ± {error:.4f}"),
         Column("of one step", "{step_cosine:.4f}"),
@@ -169,7 +171,7 @@ def tables(found: Sequence[Diagnosis]) -> dict[str, Table]:
         *(Column(stratum, f"{{{stratum}:.1%}}") for stratum in ("head", "mid", "tail")),
         Column("synthetic", "{synthetic:.1%}"),
     )
-    if all(each.drawn.false_negatives is None for each in found):
+    if all(diagnosis.draws.false_negatives is None for diagnosis in diagnoses):
         negatives = tuple(column for column in negatives if column.title != "false negatives")
     steps = tuple(
         Column(f"{100 * i // BINS}-{100 * (i + 1) // BINS} %", f"{{hardness_{i + 1}:.1%}}") for i in range(BINS)
@@ -178,7 +180,7 @@ def tables(found: Sequence[Diagnosis]) -> dict[str, Table]:
         "gradient": Table(
             (name, *gradient), _picked(rows, gradient), "Gradient by query vectors, against the full softmax"
         ),
-        "negatives": Table((name, *negatives), _picked(rows, negatives), "What is drawn as negative"),
+        "negatives": Table((name, *negatives), _picked(rows, negatives), "Profile of the negatives"),
         "hardness": Table(
             (name, *steps), _picked(rows, steps), "Share of the negatives by the rank of their score in the catalogue"
         ),
@@ -186,18 +188,14 @@ def tables(found: Sequence[Diagnosis]) -> dict[str, Table]:
 
 
 def as_table(lines: Sequence[Advice]) -> Table:
-    """Advice as rows."""
-    columns = (
-        Column("kind", "{kind}", text=True),
-        Column("sampler", "{sampler}", text=True),
-        Column("advice", "{text}", text=True),
-    )
+    """The advice as a table."""
+    columns = (*text_columns("kind", "sampler"), Column("advice", "{text}", text=True))
     return Table(columns, [asdict(line) for line in lines], "Advice")
 
 
-def _picked(rows: Sequence[dict[str, Cell]], columns: Sequence[Column]) -> list[dict[str, Cell]]:
-    """The fields that a table shows."""
+def _picked(rows: Sequence[Row], columns: Sequence[Column]) -> list[Row]:
+    """The rows with only the fields that a table shows."""
     return [
-        {key: value for key, value in each.items() if key == "sampler" or any(f"{{{key}:" in c.form for c in columns)}
-        for each in rows
+        {key: value for key, value in row.items() if key == "sampler" or any(f"{{{key}:" in c.form for c in columns)}
+        for row in rows
     ]

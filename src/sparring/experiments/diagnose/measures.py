@@ -1,4 +1,4 @@
-"""How well a run's negatives stand for the whole catalogue: gradients against the full softmax, effective sample size, hits, hardness."""
+"""How well negatives represent the catalogue: gradient against the full softmax, sample size, hits, hardness."""
 
 from __future__ import annotations
 
@@ -17,24 +17,25 @@ from sparring.experiments.diagnose.profile import profile
 from sparring.kernels.reference import logits
 from sparring.models.towers import evaluating
 from sparring.recipes.run import Run
-from sparring.training.step import contrast
+from sparring.training.step import TrainingRows, sample_steps
 
 BINS = 10
-_SHARE = 8  # at most 1 / _SHARE of a batch are sampled pairs: the others are drawn anew for each draw
+_SHARE = 8  # at most 1 / _SHARE of a batch are sampled pairs; each draw has other rows beside them
 
 
 @dataclass(frozen=True)
 class Gradient:
-    """What a sampler's gradient with respect to the query vectors is, against that of the full softmax, over all sampled pairs together.
+    """A sampler's gradient with respect to the query vectors against that of the full softmax, over all sampled pairs.
 
     With t the exact gradients, g_d those of draw d of R and m their mean, each stacked over the sampled pairs:
 
-        bias = |m - t| / |t|,   noise = sqrt(E |g_d - m|^2) / |t|,   cosine = m . t / (|m| |t|),   length = m . t / |t|^2
+        bias = |m - t| / |t|,         noise = sqrt(E |g_d - m|^2) / |t|
+        cosine = m . t / (|m| |t|),   length = m . t / |t|^2
 
-    What R draws leave of the noise in |m - t|^2 and |m|^2, the variance over R, is taken out. `error` is the jackknife standard error of
-    the cosine over the pairs; `step_cosine` is the cosine of one draw, which a training step sees. The pull to the positive is common to
-    all and most of the length; `across` is the cosine without it, of the parts at right angles to each pair's positive, which the
-    negatives alone make.
+    The variance of the mean of R draws is subtracted from |m - t|^2 and |m|^2. `error` is the jackknife standard error
+    of the cosine over the pairs; `step_cosine` is the cosine of a single draw, as in a training step. The pull to the
+    positive is common to all samplers and most of the length; `across` is the cosine without it, of the parts
+    orthogonal to each pair's positive, to which only the negatives contribute.
     """
 
     cosine: float
@@ -47,17 +48,19 @@ class Gradient:
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """What was drawn for the sampled pairs, each place counted as often as it was drawn; shares are of the places that hold an item.
+class DrawSummary:
+    """The candidates of the sampled pairs, weighted by their draws; shares are of those that are items.
 
-    candidates       that count against a query, in the mean
-    ess              (sum w)^2 / sum w^2 of w_ij = exp(q_i . e_j / tau + log_w_ij), the terms of the partition function, in the mean: how
-                     many candidates carry the gradient
-    own_positive     share that is the query's own positive, before any is masked; in a batch its own column is one
-    other_positive   share that is another known positive of the query, before any is masked
-    unmasked         share of what counts that is the query's own or another known positive
-    false_negatives  share of what counts that the query would like and never took; None unless a world tells
-    hardness         share of what counts by the rank of its score among the query's scores of the whole catalogue, lowest tenth first
+    candidates       unmasked candidates of a query, on average
+    ess              (sum w)^2 / sum w^2 of w_ij = exp(q_i . e_j / tau + log_w_ij), the terms of the partition function,
+                     on average: the number of candidates that carry the gradient
+    own_positive     share of the query's own positive, before masking; in a batch, its own column is one
+    other_positive   share of other known positives of the query, before masking
+    unmasked         share of both among unmasked candidates
+    false_negatives  share of items that the query would like and never took among unmasked candidates; None unless a
+                     world has the truth
+    hardness         shares of unmasked candidates by the rank of their score among the query's scores of the complete
+                     catalogue, lowest tenth first
     """
 
     candidates: float
@@ -71,11 +74,11 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """One sampler on one model: its gradient, its draws, and the profile of what it draws (see draws.profile)."""
+    """One sampler on one model: its gradient, its draws, and the profile of its negatives (see profile.profile)."""
 
     sampler: str
     gradient: Gradient
-    drawn: Drawn
+    draws: DrawSummary
     profile: dict[str, float]
     recipe: str = "custom"
 
@@ -83,11 +86,12 @@ class Diagnosis:
 def diagnose(
     name: str, run: Run, split: Split, *, queries: int = 256, draws: int = 20, seed: int = 0, world: World | None = None
 ) -> Diagnosis:
-    """Measure a run's negatives on some training pairs, with the towers and the temperature as they are; the run is left as it was found.
+    """Measure a run's negatives on a sample of training pairs, with its current towers and temperature.
 
-    Each draw puts every sampled pair into a batch of the run's size, the rest of which is drawn anew from the training pairs. Two runs
-    with the same seed and batch size meet the same batches. What negatives remember (a cache, a memory) stays as it is, so that the chance
-    in it shows as bias, not as noise. `world` tells the truth that the data was made from.
+    Each draw puts every sampled pair into a batch of the run's size with other rows, drawn as in training: at random,
+    or from its cluster if the run composes its batches (NGAME). Two runs with the same seed, batch size and kind of rows
+    and batches have the same batches. Caches and memories keep their content, so its randomness shows as bias, not as
+    noise. The run is left unchanged. `world` has the true preferences.
 
         diagnose("own", run, split).gradient.cosine
     """
@@ -95,44 +99,43 @@ def diagnose(
         raise UserError(f"draws is {draws}: a variance needs at least 2")
     if queries < 1:
         raise UserError(f"queries is {queries}: sample at least 1 training pair")
-    with evaluating(run.modules()):  # a run that has just been trained would still drop some of its dimensions
+    with evaluating(run.modules()):  # a run that was just trained would still apply dropout
         return _measured(name, run, split, queries, draws, seed, world)
 
 
 def _measured(name: str, run: Run, split: Split, queries: int, draws: int, seed: int, world: World | None) -> Diagnosis:
     generator = torch.Generator().manual_seed(seed)
-    rows = torch.randperm(len(split.train), generator=generator)[:queries]
-    target, edges = exact(run, split, rows)
+    training = TrainingRows(run, split.train)
+    sampled = training.sample(queries, generator)
+    target, edges = exact(run, split, sampled)
     if not float(target.norm()) > 0:
         raise UserError(
-            "the gradient of the full softmax is 0: this model has nothing left to learn, or the catalogue holds one item"
+            "the gradient of the full softmax is 0: the model has nothing left to learn, or the catalogue has one item"
         )
     counts = _Counts(edges, world)
     device = target.device
-    found = torch.zeros(draws, *target.shape, dtype=torch.float64, device=device)
-    own = torch.Generator(device).manual_seed(seed + 1)
-    pairs, positives = _pairs(split, device), split.train.positives().to(device)
-    for draw, places, batch in _batches(len(split.train), run.setup.batches.batch_size, rows, draws, generator):
-        at = batch.to(device)
-        losses, step, outcome = contrast(run, pairs[0][at], pairs[1][at], own, positives)
-        found[draw, places] = _query_gradient(losses[: len(places)], step)[: len(places)]
+    gradients = torch.zeros(draws, *target.shape, dtype=torch.float64, device=device)
+    planned = list(_batches(training, run.setup.batches.batch_size, sampled, draws, generator))
+    steps = sample_steps(run, split, seed=seed + 1, batches=(batch for _, _, batch in planned))
+    for (draw, places, _), (losses, step, outcome) in zip(planned, steps, strict=True):
+        gradients[draw, places] = _query_gradient(losses[: len(places)], step)[: len(places)]
         with torch.no_grad():
             counts.add(run, step, outcome, places.to(device))
-    positive = run.model.item_vectors()[pairs[1][rows.to(device)]].double()
-    return Diagnosis(name, compared(found, target, positive), counts.result(), profile(run, split), run.recipe)
+    positive = run.model.item_vectors()[training.ids(sampled)[1].to(device)].double()
+    return Diagnosis(name, compared(gradients, target, positive), counts.result(), profile(run, split), run.recipe)
 
 
 @torch.no_grad()
 def exact(run: Run, split: Split, rows: Tensor, block: int = 64) -> tuple[Tensor, Tensor]:
-    """Of training pairs: the gradient (Q, D) of the full softmax with respect to the query vector, and the edges (Q, 9) of the tenths
-    of each query's logits over the catalogue; float64.
+    """The gradient (Q, D) of the full softmax with respect to the query vector of each training pair, and the edges
+    (Q, 9) of the tenths of each query's logits over the catalogue; float64.
 
         loss_i = -log softmax_j(q_i . e_j / tau_i)[+],   gradient = (sum_j p_ij e_j - e_+) / tau_i,   the positive counted once
     """
     vectors = run.model.item_vectors().double()
     n = len(vectors)
     queries, items = _pairs(split, vectors.device)
-    # an edge lies midway between the scores on its two sides, so that a score computed in another order falls on the same side
+    # midway between the scores on both sides: a score computed in another order falls on the same side
     below = torch.tensor([-(-k * n // BINS) for k in range(1, BINS)], device=vectors.device)
     gradients, edges = [], []
     for at in rows.to(vectors.device).split(block):
@@ -147,14 +150,14 @@ def exact(run: Run, split: Split, rows: Tensor, block: int = 64) -> tuple[Tensor
 
 def _query_gradient(losses: Tensor, step: Step) -> Tensor:
     """d loss_i / d q_i, every other vector held fixed."""
-    if not losses.requires_grad:  # a bag in which nothing counts
+    if not losses.requires_grad:  # every candidate is masked
         return torch.zeros_like(step.q, dtype=torch.float64)
     (gradient,) = torch.autograd.grad(losses.sum(), step.q, allow_unused=True)
     return torch.zeros_like(step.q).double() if gradient is None else gradient.double()
 
 
 def compared(found: Tensor, target: Tensor, positive: Tensor) -> Gradient:
-    """Gradients of R draws (R, Q, D) against the exact ones (Q, D); `positive` (Q, D) are the vectors of the positives."""
+    """Gradients of R draws (R, Q, D) against the exact ones (Q, D); `positive` (Q, D) are the positives' vectors."""
     variance = found.var(0).sum(-1)
     dot, norm, exact_norm = _products(found, target)
     wrong = (found.mean(0) - target).square().sum(-1) - variance / len(found)
@@ -174,10 +177,10 @@ def compared(found: Tensor, target: Tensor, positive: Tensor) -> Gradient:
 
 
 def _products(found: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """m . t, |m|^2 without the noise that is left in it, and |t|^2, each (Q,)."""
+    """m . t, |m|^2 without the variance of the mean, and |t|^2, each (Q,)."""
     mean, left = found.mean(0), found.var(0).sum(-1) / len(found)
     norm = mean.square().sum(-1) - left
-    if not float(norm.sum()) > 0:  # nothing but noise
+    if not float(norm.sum()) > 0:  # pure noise
         norm = norm + left
     return (mean * target).sum(-1), norm, target.square().sum(-1)
 
@@ -192,7 +195,7 @@ def _jackknife(dot: Tensor, norm: Tensor, other: Tensor) -> float:
 
 
 class _Counts:
-    """Running sums over the draws of what Drawn tells."""
+    """Running sums over the draws for a DrawSummary."""
 
     def __init__(self, edges: Tensor, world: World | None):
         self.edges, self.world = edges, world
@@ -202,13 +205,13 @@ class _Counts:
         self.bins = torch.zeros(BINS, dtype=torch.float64, device=edges.device)
 
     def add(self, run: Run, step: Step, outcome: Outcome, places: Tensor) -> None:
-        """The sampled pairs are the first rows of the batch; `places` are theirs among all sampled pairs."""
+        """Add a step: its first rows are the sampled pairs at `places`."""
         c = len(places)
         shares, sums = [], self.sums
         for term, bag in zip(run.terms, outcome.bags, strict=True):
             terms = []
             for block in bag.plain().blocks:
-                ids, scores, weight, drawn, counted = offered(step, block, c)
+                ids, scores, weight, drawn, counted = block_terms(step, block, c)
                 terms.append(weight)
                 self._hits(step, ids, drawn, counted)
                 bin_of = torch.searchsorted(self.edges[places], scores, right=True)
@@ -237,9 +240,9 @@ class _Counts:
             wrong = self.world.false_negatives(step.query_ids[:c].cpu(), ids.cpu())
             self.sums["false"] += float(counted.cpu()[wrong].sum())
 
-    def result(self) -> Drawn:
+    def result(self) -> DrawSummary:
         sums, real, counted = self.sums, max(self.sums["real"], 1e-300), max(self.sums["counted"], 1e-300)
-        return Drawn(
+        return DrawSummary(
             candidates=sums["candidates"] / sums["rows"],
             ess=sums["ess"] / sums["rows"],
             own_positive=sums["own"] / real,
@@ -250,8 +253,8 @@ class _Counts:
         )
 
 
-def offered(step: Step, block: Candidates, c: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Of the first c queries, each (c, C): ids, logits, logits with their weights, how often drawn, and how often of that it counts."""
+def block_terms(step: Step, block: Candidates, c: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """For the first c queries, each (c, C): ids, logits, weighted logits, draws, and draws that are not masked."""
     shape = (len(step.q), block.ids.shape[-1])
     ids = block.ids.long().expand(shape)[:c]
     scores = logits(step.scaled[:c].double(), (block.emb if block.emb.dim() == 2 else block.emb[:c]).double())
@@ -264,21 +267,19 @@ def offered(step: Step, block: Candidates, c: int) -> tuple[Tensor, Tensor, Tens
     if block.draws is not None:
         drawn = block.draws * weighed.softmax(-1).nan_to_num(nan=0.0)
         return ids, scores, scores + drawn.log(), drawn, drawn
-    # draws of a shared bag are known in sum only; each query's own counts are its weights
+    # the draws of a shared bag are known in sum only; the counts of a query are its weights
     drawn = log_w.exp() if block.drawn is not None else (~torch.isneginf(log_w)).double()
     return ids, scores, weighed, drawn, drawn.masked_fill(masked, 0.0)
 
 
 def _batches(
-    n: int, size: int, rows: Tensor, draws: int, generator: torch.Generator
+    training: TrainingRows, size: int, sampled: Tensor, draws: int, generator: torch.Generator
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """(draw, which of the sampled rows, the batch: those first): every draw meets each sampled row once, in new company."""
-    most = max(1, min(size // _SHARE, -(-len(rows) // 2)))
+    """(draw, places of sampled pairs, the batch with these first): each draw has every sampled pair once."""
+    most = max(1, min(size // max(_SHARE, training.batches.largest_group), -(-len(sampled) // 2)))
     for draw in range(draws):
-        for places in torch.randperm(len(rows), generator=generator).split(most):
-            others = torch.randperm(n, generator=generator)[:size]
-            others = others[~torch.isin(others, rows[places])][: max(size - len(places), 0)]
-            yield draw, places, torch.cat([rows[places], others])
+        for places in torch.randperm(len(sampled), generator=generator).split(most):
+            yield draw, places, training.around(sampled[places], size, generator)
 
 
 def _pairs(split: Split, device: torch.device) -> tuple[Tensor, Tensor]:

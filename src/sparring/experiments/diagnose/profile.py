@@ -1,4 +1,4 @@
-"""What a run's negatives are: how popular, how often something the query took and, where the truth is known, how often a false negative."""
+"""The profile of a run's negatives: popularity, accidental hits and, if the truth is known, false negatives."""
 
 from __future__ import annotations
 
@@ -10,50 +10,44 @@ from torch import Tensor
 
 from sparring.core.partition import drawn_blocks
 from sparring.core.types import Outcome, Step
-from sparring.data.batches import RandomBatches
 from sparring.data.interactions import Split
 from sparring.data.synthetic import World
 from sparring.evaluation.metrics import STRATA, popularity_percentile, popularity_strata
 from sparring.recipes.run import Run
-from sparring.training.step import contrast
+from sparring.training.step import sample_steps
 
 Places = tuple[Tensor, Tensor]  # ids, shared (C,) or (B, C), and the weight (B, C) of each place
 
 
 def profile(run: Run, split: Split, batches: int = 4, world: World | None = None) -> dict[str, float]:
-    """The negatives of a few batches, each (query, candidate) place counted as often as it was drawn.
+    """The negatives of a few training batches, each candidate of a query weighted by its draws.
 
-    popularity       mean popularity percentile (0.5: as popular as what people take; see metrics.popularity_percentile)
-    head, mid, tail  share of each stratum, each of which took a third of the training interactions
-    accidental       share of places that hold an item which the query took in training, before the method masks any by id
-    synthetic        share of places that hold no item of the catalogue, but a made-up vector
-    false_negatives  share of places that hold an item which the query would like and never took; only where `world` tells
+    popularity       mean popularity percentile (0.5: as popular as training positives)
+    head, mid, tail  share of each stratum, each of which has a third of the training interactions
+    accidental       share of known positives of the query, before the method masks any by id
+    synthetic        share of synthetic vectors, which are no items of the catalogue
+    false_negatives  share of items that the query would like and never took; only if `world` has the truth
 
-    Shares but `synthetic` are of the places that hold an item, and absent where none does. Where draws are known only in sum over the
-    queries of a batch (closed-form resampling), each query is taken to have drawn an equal part. The run is left as it was found.
+    All shares but `synthetic` are of items, and absent if there are none. If draws are known only in sum over the
+    queries of a batch (closed-form resampling), each query is assigned an equal part. The run is left unchanged.
 
         profile(fitted.run, split)["popularity"]
     """
     device = next(run.model.parameters()).device
     percentile = torch.from_numpy(popularity_percentile(split.train.counts())).to(device)
     stratum = torch.from_numpy(popularity_strata(split.train.counts())).to(device)
-    positives = split.train.positives().to(device)
-    queries, items = (column.long().to(device) for column in split.train.pairs())
-    generator = torch.Generator(device).manual_seed(run.setup.seed)
     total = torch.zeros(
         4 + len(STRATA), dtype=torch.float64, device=device
     )  # popularity, accidental, false, synthetic, strata
     real = 0.0
-    rows = RandomBatches(len(split.train), run.setup.batches.batch_size, run.setup.seed).epoch(0)
     with torch.no_grad():
-        for index in islice(rows, batches):
-            at = index.to(device)
-            _, step, outcome = contrast(run, queries[at], items[at], generator, positives)
+        for _, step, outcome in islice(sample_steps(run, split), batches):
+            assert step.positives is not None
             for ids, weight in _places(step, outcome):
                 mass = weight.sum(0) if ids.dim() == 1 else weight
                 known, mass = ids >= 0, mass.double()
                 found, mass_known = ids[known], mass[known]
-                row, column = positives.of(step.query_ids).hits(ids)
+                row, column = step.positives.of(step.query_ids).hits(ids)
                 real += float(mass_known.sum())
                 total[0] += (percentile[found] * mass_known).sum()
                 total[1] += weight[row, column].double().sum()

@@ -1,8 +1,7 @@
-"""What `sparring diagnose` measures: a run as its folder left it, and other recipes' negatives put in place of its own."""
+"""The runs that `sparring diagnose` measures: one from its folder, and its towers with other recipes' negatives."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -14,30 +13,29 @@ from torch import nn
 from sparring.core import files
 from sparring.core.errors import UserError
 from sparring.core.part import listeners
-from sparring.core.types import Corpus, Outcome, Step
-from sparring.data.batches import RandomBatches
+from sparring.core.types import Corpus
 from sparring.data.interactions import Split
+from sparring.models.clusters.batches import ClusteredBatches
 from sparring.recipes import settings
 from sparring.recipes.finding import Recipe
 from sparring.recipes.run import Run
-from sparring.training import trained
-from sparring.training.custom_towers import recipe_of
-from sparring.training.step import contrast
+from sparring.training.folder import read_meta, recipe_of
+from sparring.training.step import sample_steps
 
-WARM_STEPS = 50  # after which a cache or a memory holds what it would in training, and a streaming estimate knows the usual items
+WARM_STEPS = 50  # fill a cache or a memory as in training, and let a streaming estimate see the usual items
 
 
-def own(folder: Path, split: Split, device: torch.device | str = "cpu") -> Run:
-    """A run as its folder has it: the towers of the chosen epoch, where there is one, else of the checkpoint; the rest of the checkpoint.
+def load_for_diagnosis(folder: Path, split: Split, device: torch.device | str = "cpu") -> Run:
+    """A run from its folder: the towers of the chosen epoch, or of the checkpoint, and the checkpoint's other state.
 
-    Without a checkpoint, what its negatives remember is filled anew (see `warm`).
+    Without a checkpoint, the caches and memories of its negatives are refilled (see `warm_up`).
     """
-    meta = trained.read_meta(folder)
+    meta = read_meta(folder)
     setup = settings.parse_setup(meta["setup"])
     if meta["recipe"] == "custom":
-        how = "diagnose it there (docs/diagnose.md), or train it by a recipe of your own (docs/extending.md)"
-        raise UserError(f"{folder} was composed in Python, and no recipe can be found that makes its negatives: {how}")
-    # whatever the towers start from is overwritten, so they need no costly start
+        how = "diagnose it in Python, or train it with a custom recipe"
+        raise UserError(f"{folder} was composed in Python, so no recipe builds its negatives: {how}")
+    # the initial values of the towers are overwritten, so they need no costly initialisation
     run = settings.build(recipe_of(folder, meta), split.train, meta["arguments"], setup=setup.replaced(init="normal"))
     run = replace(run, setup=setup)
     model, checkpoint = folder / "model.safetensors", folder / "checkpoint.safetensors"
@@ -52,49 +50,51 @@ def own(folder: Path, split: Split, device: torch.device | str = "cpu") -> Run:
     if model.is_file():
         files.load_tensors(run.model, files.read_tensors(model)[0], model)
     run.modules().to(device).eval()
-    warm(run, split, 0 if checkpoint.is_file() else WARM_STEPS)
+    warm_up(run, split, 0 if checkpoint.is_file() else WARM_STEPS)
     return run
 
 
-def opponent(name: str | Recipe, run: Run, split: Split, steps: int = WARM_STEPS) -> Run:
-    """The negatives and the loss of a recipe, by name or itself, on the towers, temperature and batch size of a run.
+def with_negatives_of(name: str | Recipe, run: Run, split: Split, steps: int = WARM_STEPS) -> Run:
+    """A run with the negatives and the loss of a recipe, on the towers, temperature and batch size of another run.
 
-    Where the recipe has a number n of shared candidates it is set so that both offer equally many, at most four batches full; where that
-    cannot be, because a batch alone holds as many, to the batch size. Candidates drawn for each query keep the recipe's own number.
+    If the recipe has a number n of shared candidates, it is set so that both runs have equally many, at most four
+    batches full; if a batch alone has as many, n is the batch size. Candidates drawn for each query keep the recipe's
+    number.
     """
     recipe = settings.find(name)
     arguments = settings.own_arguments(recipe)
-    given: dict[str, Any] = {"opens": 0} if "opens" in arguments else {}
-    found = _on(run, name, split, given)
+    chosen: dict[str, Any] = {"opens": 0} if "opens" in arguments else {}
+    built = _on(run, name, split, chosen)
     default = arguments.get("n", (int, None))[1]
-    offered, shared = offers(found, split)
+    candidates, shared = candidate_count(built, split)
     if isinstance(default, int) and shared:
         size = min(run.setup.batches.batch_size, len(split.train))
-        most, alike = offers(run, split)
-        wanted = default + (min(most, 4 * size) if alike else size) - offered
-        given["n"] = wanted if wanted >= 1 else size
-        found = _on(run, name, split, given)
-    warm(found, split, steps)
-    return found
+        most, both_shared = candidate_count(run, split)
+        wanted = default + (min(most, 4 * size) if both_shared else size) - candidates
+        chosen["n"] = wanted if wanted >= 1 else size
+        built = _on(run, name, split, chosen)
+    warm_up(built, split, steps)
+    return built
 
 
-def _on(run: Run, name: str | Recipe, split: Split, given: dict[str, Any]) -> Run:
-    made = settings.build(name, split.train, given, setup=run.setup.replaced(init="normal"))
-    made = replace(made, model=run.model, temperature=run.temperature, setup=run.setup)
-    made.modules().to(next(run.model.parameters()).device).eval()
-    return made
+def _on(run: Run, name: str | Recipe, split: Split, chosen: dict[str, Any]) -> Run:
+    built = settings.build(name, split.train, chosen, setup=run.setup.replaced(init="normal"))
+    built = replace(built, model=run.model, temperature=run.temperature, setup=run.setup)
+    built.modules().to(next(run.model.parameters()).device).eval()
+    return built
 
 
-def offers(run: Run, split: Split) -> tuple[int, bool]:
-    """How many candidates a batch offers to a query, and whether all queries share them."""
-    _, outcome = next(_steps(run, split))
+def candidate_count(run: Run, split: Split) -> tuple[int, bool]:
+    """The number of candidates of a query in a batch, and whether all queries share them."""
+    with torch.no_grad():
+        _, _, outcome = next(sample_steps(run, split))
     blocks = [block for bag in outcome.bags for block in bag.plain().blocks]
     return sum(block.ids.shape[-1] for block in blocks), all(block.shared for block in blocks)
 
 
 @torch.no_grad()
-def warm(run: Run, split: Split, steps: int) -> None:
-    """Let the negatives and losses of a run rebuild what they keep of the catalogue, then remember `steps` batches; nothing is trained."""
+def warm_up(run: Run, split: Split, steps: int) -> None:
+    """Refresh the negatives and losses of a run, then let them observe `steps` batches; nothing is trained."""
     parts = nn.ModuleList(
         [term.negatives for term in run.terms] + [term.loss for term in run.terms if isinstance(term.loss, nn.Module)]
     )
@@ -103,23 +103,16 @@ def warm(run: Run, split: Split, steps: int) -> None:
     corpus = Corpus(
         0, run.model.item_vectors(), run.model.encode_queries, split.train.positives().to(device), generator
     )
+    if steps and isinstance(run.batches, ClusteredBatches):  # the first clusters, of the current query vectors
+        if run.batches.keeps:
+            everyone = torch.arange(split.train.n_queries, device=device)
+            run.batches.memory.copy_(run.model.query_vectors(everyone))
+        run.batches.refresh(replace(corpus, epoch=run.batches.start))
     for module in listeners(parts, "refresh"):
         module.refresh(corpus)
     observers = listeners(parts, "observe")
     if not observers:
         return
-    for step, outcome in islice(_steps(run, split), steps):
+    for _, step, outcome in islice(sample_steps(run, split), steps):
         for observer in observers:
             observer.observe(step, outcome)
-
-
-@torch.no_grad()
-def _steps(run: Run, split: Split) -> Iterator[tuple[Step, Outcome]]:
-    device = next(run.model.parameters()).device
-    queries, items = (column.long().to(device) for column in split.train.pairs())
-    generator = torch.Generator(device).manual_seed(run.setup.seed)
-    positives = split.train.positives().to(device)
-    for rows in RandomBatches(len(split.train), run.setup.batches.batch_size, run.setup.seed).epoch(0):
-        at = rows.to(device)
-        _, step, outcome = contrast(run, queries[at], items[at], generator, positives)
-        yield step, outcome

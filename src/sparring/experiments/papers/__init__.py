@@ -1,4 +1,7 @@
-"""The tables and figures of the papers, on any data, beside the published figures."""
+"""The tables and figures of papers, reproduced on any data beside the published figures (published/*.toml).
+
+An experiment is a plan over experiments.study and a function from its runs to tables; nothing here trains by itself.
+"""
 
 from __future__ import annotations
 
@@ -6,24 +9,26 @@ from pathlib import Path
 
 from sparring.core.errors import UserError, did_you_mean
 from sparring.core.workers import Listener
-from sparring.experiments.papers import page
-from sparring.experiments.papers.esans_cost import COST
-from sparring.experiments.papers.esans_main import ABLATION, MAIN
-from sparring.experiments.papers.esans_sweeps import CODEBOOKS, COUNTS, LAMBDA, OPEN
-from sparring.experiments.papers.ngame import NGAME_DEXA
-from sparring.experiments.papers.plan import Catalogue, Experiment, Given, Method, Plan, Results, Unsuited, seeds
-from sparring.experiments.papers.trainings import train
-from sparring.experiments.papers.xir import TABLE_1, TABLE_2, TABLE_4
-from sparring.experiments.papers.xir_curves import FIGURE_1, FIGURE_2
-from sparring.experiments.papers.xir_sweeps import FIGURE_3, TABLE_5, TABLE_6
+from sparring.experiments.papers import esans, ngame, page, xir
+from sparring.experiments.papers.paper import (
+    Experiment,
+    ItemModalities,
+    PaperDataset,
+    PaperMethod,
+    Reproduction,
+    Results,
+    Unsuited,
+    seeds,
+    train,
+)
 
 __all__ = [
     "EXPERIMENTS",
-    "Catalogue",
     "Experiment",
-    "Given",
-    "Method",
-    "Plan",
+    "ItemModalities",
+    "PaperDataset",
+    "PaperMethod",
+    "Reproduction",
     "Results",
     "Unsuited",
     "find",
@@ -32,25 +37,22 @@ __all__ = [
 ]
 
 EXPERIMENTS: dict[str, Experiment] = {
-    each.name: each for each in (TABLE_1, TABLE_2, TABLE_4, TABLE_5, TABLE_6, FIGURE_1, FIGURE_2, FIGURE_3)
+    experiment.name: experiment for paper in (xir, esans, ngame) for experiment in paper.EXPERIMENTS
 }
-EXPERIMENTS |= {each.name: each for each in (MAIN, ABLATION, LAMBDA, COUNTS, CODEBOOKS, OPEN, COST)}
-EXPERIMENTS |= {NGAME_DEXA.name: NGAME_DEXA}
 
 
 def find(name: str) -> Experiment:
     """The experiment of this name."""
     if name not in EXPERIMENTS:
-        raise UserError(
-            f"unknown reproduction {name!r}{did_you_mean(name, EXPERIMENTS)}; `sparring reproduce` lists them"
-        )
+        hint = did_you_mean(name, EXPERIMENTS)
+        raise UserError(f"unknown reproduction {name!r}{hint}; `sparring reproduce` lists them")
     return EXPERIMENTS[name]
 
 
-def reproduce(plan: Plan, jobs: int = 1, listener: Listener | None = None) -> tuple[Results, Path]:
-    """Train what is missing and write table.*, figures and the page; what was found, and where the page is.
+def reproduce(plan: Reproduction, jobs: int = 1, listener: Listener | None = None) -> tuple[Results, Path]:
+    """Train what is missing and write table.*, figures and the page; return the results and the page's path.
 
-    results, where = reproduce(Plan(find("xir-table2"), Path("out"), (given,)), jobs=2)
+    results, page = reproduce(Reproduction(find("xir-table2"), Path("out"), (dataset,)), jobs=2)
     """
     train(plan, jobs, listener)
     results = plan.experiment.results(plan)

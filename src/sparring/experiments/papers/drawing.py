@@ -1,4 +1,4 @@
-"""Figures of a reproduction, in the style of figures.py."""
+"""Figures of a reproduction, in the common style."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sparring.experiments.report.figures import COLOURS, INK, LINES, MARKERS, blank, legend, style, tidy
+from sparring.core.drawing import COLOURS, INK, LINES, MARKERS, blank, legend, style, tidy
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -16,43 +16,43 @@ if TYPE_CHECKING:
 
 
 def ours_and_theirs(rows: Sequence[Mapping[str, Cell]], form: str = ".4f") -> Figure:
-    """Bars of ours, with one deviation over seeds, and diamonds at the published figures; one panel per metric, one bar per method."""
+    """Bars of ours with one deviation over seeds, diamonds at the published figures; one panel per metric."""
     metrics = list(dict.fromkeys(str(row["metric"]) for row in rows))
     figure = blank(0.6 + sum(0.75 + 0.3 * sum(row["metric"] == metric for row in rows) for metric in metrics))
     with style():
         panels = figure.subplots(len(metrics), 1, squeeze=False)[:, 0]
         for axes, metric in zip(panels, metrics, strict=True):
-            some = [row for row in rows if row["metric"] == metric]
-            most = max([float(row[name] or 0) for row in some for name in ("mean", "published")]) or 1.0
-            for at, row in enumerate(some):
+            shown = [row for row in rows if row["metric"] == metric]
+            most = max([float(row[name] or 0) for row in shown for name in ("mean", "published")]) or 1.0
+            for y, row in enumerate(shown):
                 label = []
                 if row["mean"] is not None:
-                    axes.barh(at, float(row["mean"]), 0.62, color=COLOURS[0])
+                    axes.barh(y, float(row["mean"]), 0.62, color=COLOURS[0])
                     label.append(format(float(row["mean"]), form))
                 if row["std"] is not None:
                     axes.errorbar(
-                        float(row["mean"] or 0), at, xerr=float(row["std"]), color=INK, capsize=3, linewidth=1.1
+                        float(row["mean"] or 0), y, xerr=float(row["std"]), color=INK, capsize=3, linewidth=1.1
                     )
                 if row["published"] is not None:
-                    axes.plot(float(row["published"]), at, "D", color=COLOURS[1], markersize=6, markeredgecolor="white")
+                    axes.plot(float(row["published"]), y, "D", color=COLOURS[1], markersize=6, markeredgecolor="white")
                     label.append(f"({format(float(row['published']), form)})")
-                axes.text(1.42 * most, at, " ".join(label), va="center", ha="right", fontsize=9)
-            axes.set_yticks(range(len(some)), [str(row["method"]) for row in some])
-            axes.set(xlim=(0, 1.42 * most), ylim=(len(some) - 0.4, -0.6))
+                axes.text(1.42 * most, y, " ".join(label), va="center", ha="right", fontsize=9)
+            axes.set_yticks(range(len(shown)), [str(row["method"]) for row in shown])
+            axes.set(xlim=(0, 1.42 * most), ylim=(len(shown) - 0.4, -0.6))
             axes.set_title(metric, loc="left", fontsize=11, fontweight="bold")
             tidy(axes, "x")
     return figure
 
 
 def gains(rows: Sequence[Mapping[str, Cell]], to: str) -> Figure:
-    """Ours relative to a reference in percent, with its interval, and diamonds at the published gains, with their range over data sets."""
+    """Ours relative to a reference in percent with intervals, and diamonds at the published gains with their range."""
     metrics = list(dict.fromkeys(str(row["metric"]) for row in rows))
     figure = blank(0.7 + sum(0.85 + 0.3 * sum(row["metric"] == metric for row in rows) for metric in metrics))
     with style():
         panels = figure.subplots(len(metrics), 1, squeeze=False)[:, 0]
         for axes, metric in zip(panels, metrics, strict=True):
-            some = [row for row in rows if row["metric"] == metric]
-            for at, row in enumerate(some):
+            shown = [row for row in rows if row["metric"] == metric]
+            for y, row in enumerate(shown):
                 for name, shift, colour, marker in (
                     ("over", -0.13, COLOURS[0], "o"),
                     ("published", 0.13, COLOURS[1], "D"),
@@ -60,19 +60,19 @@ def gains(rows: Sequence[Mapping[str, Cell]], to: str) -> Figure:
                     value, low, high = (row[field] for field in (name, f"{name}_low", f"{name}_high"))
                     if value is not None:
                         axes.plot(
-                            100 * float(value), at + shift, marker, color=colour, markersize=6, markeredgecolor="white"
+                            100 * float(value), y + shift, marker, color=colour, markersize=6, markeredgecolor="white"
                         )
                     if low is not None and high is not None:
                         axes.plot(
                             [100 * float(low), 100 * float(high)],
-                            [at + shift] * 2,
+                            [y + shift] * 2,
                             color=colour,
                             linewidth=1.4,
                             zorder=0,
                         )
             axes.axvline(0, color=INK, linestyle=":", linewidth=1)
-            axes.set_yticks(range(len(some)), [str(row["method"]) for row in some])
-            axes.set(ylim=(len(some) - 0.4, -0.6), xlabel=f"{metric} relative to {to}, %")
+            axes.set_yticks(range(len(shown)), [str(row["method"]) for row in shown])
+            axes.set(ylim=(len(shown) - 0.4, -0.6), xlabel=f"{metric} relative to {to}, %")
             tidy(axes, "x")
     return figure
 
@@ -82,17 +82,17 @@ def lines(
 ) -> Figure:
     """Lines of means with one deviation: series -> place on the x axis -> values over seeds.
 
-    `log2` puts each doubling at the same distance; `zero` draws the line of no difference.
+    `log2` scales the x axis by doublings; `zero` draws the line of no difference.
     """
     figure = blank(3.6)
     with style():
         axes = figure.subplots()
-        for at, (name, points) in enumerate(series.items()):
+        for number, (name, points) in enumerate(series.items()):
             places = sorted(points)
             mean = [float(np.mean(points[place])) for place in places]
             std = [float(np.std(points[place], ddof=1)) if len(points[place]) > 1 else 0.0 for place in places]
-            colour, marker = COLOURS[at % len(COLOURS)], MARKERS[at % len(MARKERS)]
-            line = LINES[at // len(COLOURS) % len(LINES)]
+            colour, marker = COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)]
+            line = LINES[number // len(COLOURS) % len(LINES)]
             axes.errorbar(
                 places,
                 mean,
@@ -119,20 +119,20 @@ def lines(
 
 
 def shares(series: Mapping[str, Sequence[float]], x: str, y: str) -> Figure:
-    """Shares by bin of items, on a logarithmic axis, one line per series; a bin without any has no point."""
+    """Shares by bin of items, on a logarithmic axis, one line per series; an empty bin has no point."""
     from matplotlib.ticker import FuncFormatter, NullFormatter
 
     figure = blank(3.6)
     with style():
         axes = figure.subplots()
-        for at, (name, values) in enumerate(series.items()):
+        for number, (name, values) in enumerate(series.items()):
             share = np.array(values, dtype=float)
             places = 100 * (np.arange(len(share)) + 0.5) / len(share)
             axes.plot(
                 places,
                 np.where(share > 0, share, np.nan),
-                LINES[at % len(LINES)],
-                color=COLOURS[at % len(COLOURS)],
+                LINES[number % len(LINES)],
+                color=COLOURS[number % len(COLOURS)],
                 label=name,
             )
         axes.set_yscale("log")

@@ -1,8 +1,7 @@
-"""Figures of a comparison: bars with errors, learning curves, quality against time, what is drawn; each as SVG, PNG and for a page.
+"""Figures of a comparison: bars with errors, learning curves, quality against time, popularity of negatives.
 
-A figure takes plain rows, as the tables of results.py hold them, so anything that has such rows can draw it. A recipe keeps its colour,
-marker and line from figure to figure, by its place in `names`. In a page the ink takes the colour of the text, so that one figure
-reads well on light and on dark.
+A figure takes plain rows, such as those of a table. A recipe keeps its colour, marker and line style in all figures, by
+its place in `names`. In a page the ink takes the colour of the text, so a figure reads well on light and dark.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,65 +16,41 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sparring.core import files
+from sparring.core.drawing import BASE, COLOURS, INK, LINES, MARKERS, blank, legend, style, tidy
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
-    from sparring.experiments.report.tables import Cell
+    from sparring.experiments.report.tables import Cell, Rows
 
-INK = "#20242b"  # stands for the colour of the text around a figure
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#b5569a", "#b08a00", "#3f9fd8", "#8c564b", "#7a68c4")
-BASE = "#868e96"  # the baseline's
-MARKERS, LINES = "osD^vPX<", ("-", "--", ":", "-.")
 STRATA = {"head": "#08519c", "mid": "#4292c6", "tail": "#a6cdea", "synthetic": "#e6a23c"}
-WIDTH = 6.4  # inches
-
-Rows = Sequence[Mapping[str, "Cell"]]
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """A figure that was written as NAME.svg and NAME.png: its caption, and its SVG as a page holds it (markup, not escaped again)."""
+class RenderedFigure:
+    """A figure written as NAME.svg and NAME.png: its caption, and its SVG as markup for a page."""
 
     name: str
     caption: str
     svg: str
 
 
-def style() -> AbstractContextManager[Any]:
-    """What holds while a figure is drawn and saved: text stays text in SVG, "$" is a plain sign, the ids of a figure never change."""
-    import matplotlib
-
-    settings: dict[Any, Any] = dict.fromkeys(
-        ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK
-    )
-    settings |= {
-        "svg.fonttype": "none",
-        "svg.hashsalt": "sparring",
-        "text.parse_math": False,
-        "font.size": 10,
-        "legend.frameon": False,
-    }
-    return matplotlib.rc_context(settings)
-
-
-def save(figure: Figure, folder: Path, name: str, caption: str) -> Drawn:
-    """Write folder/name.svg and folder/name.png on white, and give the figure back for a page."""
+def save(figure: Figure, folder: Path, name: str, caption: str) -> RenderedFigure:
+    """Write folder/name.svg and folder/name.png on white; return the figure for a page."""
     out = io.StringIO()
     with style():
         figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
-        files.write(folder / f"{name}.svg", lambda path: path.write_text(out.getvalue(), encoding="utf-8"))
+        files.write_text(folder / f"{name}.svg", out.getvalue())
         files.write(
             folder / f"{name}.png",
             lambda path: figure.savefig(path, format="png", dpi=150, metadata={"Software": None}),
         )
-    return Drawn(name, caption, inline(out.getvalue(), name))
+    return RenderedFigure(name, caption, inline(out.getvalue(), name))
 
 
 def inline(svg: str, name: str) -> str:
-    """An SVG file of matplotlib as a part of a page: no prolog, no background, ink of the text's colour, ids that no other figure has."""
+    """An SVG file of matplotlib for a page: no prolog or background, ink in the colour of the text, unique ids."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>\s*", "", svg, flags=re.DOTALL)
     svg = re.sub(r'<g id="patch_1">.*?</g>\s*', "", svg, count=1, flags=re.DOTALL)
@@ -85,9 +59,9 @@ def inline(svg: str, name: str) -> str:
 
 
 def bars(rows: Rows, names: Sequence[str], baseline: str) -> Figure:
-    """Mean and deviation over seeds of every recipe, one panel per metric; the baseline is grey, and a dotted line carries its mean on.
+    """Mean and deviation over seeds of every recipe, one panel per metric; grey bar and dotted line: the baseline.
 
-    bars(quality(plan).rows, plan.recipes, plan.against)
+    bars(quality(comparison).rows, comparison.names, comparison.baseline_name)
     """
     metrics = list(dict.fromkeys(str(row["metric"]) for row in rows))
     shown = [name for name in names if any(row["recipe"] == name for row in rows)]
@@ -102,21 +76,21 @@ def bars(rows: Rows, names: Sequence[str], baseline: str) -> Figure:
 
 
 def _bars_of(
-    axes: Axes, found: Mapping[str, Mapping[str, Cell]], shown: list[str], names: Sequence[str], baseline: str
+    axes: Axes, by_name: Mapping[str, Mapping[str, Cell]], shown: list[str], names: Sequence[str], baseline: str
 ) -> None:
-    most = max((_number(row["mean"]) + _number(row["std"]) for row in found.values()), default=0.0) or 1.0
-    right = 1.42 * most  # room for the figures beside the longest bar
-    for at, name in enumerate(shown):
-        if name not in found:
+    most = max((_number(row["mean"]) + _number(row["std"]) for row in by_name.values()), default=0.0) or 1.0
+    right = 1.42 * most  # leaves room for the numbers beside the longest bar
+    for y, name in enumerate(shown):
+        if name not in by_name:
             continue
-        mean, std = _number(found[name]["mean"]), found[name]["std"]
-        axes.barh(at, mean, 0.62, color=_colour(name, names, baseline))
+        mean, std = _number(by_name[name]["mean"]), by_name[name]["std"]
+        axes.barh(y, mean, 0.62, color=_colour(name, names, baseline))
         if std is not None:
-            axes.errorbar(mean, at, xerr=_number(std), color=INK, capsize=3, linewidth=1.1)
+            axes.errorbar(mean, y, xerr=_number(std), color=INK, capsize=3, linewidth=1.1)
         label = f"{mean:.4f}" + (f" ± {_number(std):.4f}" if std is not None else "")
-        axes.text(right, at, label, va="center", ha="right", fontsize=9)
-    if baseline in found:
-        axes.axvline(_number(found[baseline]["mean"]), color=INK, linestyle=":", linewidth=1)
+        axes.text(right, y, label, va="center", ha="right", fontsize=9)
+    if baseline in by_name:
+        axes.axvline(_number(by_name[baseline]["mean"]), color=INK, linestyle=":", linewidth=1)
     axes.set_yticks(range(len(shown)), [f"{name} (baseline)" if name == baseline else name for name in shown])
     axes.set(xlim=(0, right), ylim=(len(shown) - 0.4, -0.6))
     tidy(axes, "x")
@@ -129,7 +103,7 @@ def curves(
     baseline: str,
     label: str = "",
 ) -> Figure:
-    """A validation metric, or what `label` says, by epoch: the mean over seeds with a band of one deviation, as far as all were trained.
+    """A metric by epoch: the mean over seeds with a band of one deviation, up to the last epoch of all seeds.
 
     curves({"uns": [history of seed 0, history of seed 1]}, "ndcg@10", ("uns",), "uns")
     """
@@ -165,9 +139,9 @@ def curves(
 
 
 def quality_by_time(rows: Rows, names: Sequence[str], baseline: str, metric: str) -> Figure:
-    """Each recipe's quality (mean and deviation) against its training time; rows have recipe, mean, std and seconds. Up and left is better.
+    """Each recipe's quality (mean and deviation) against its training time; rows have recipe, mean, std and seconds.
 
-    The axis of time is logarithmic where the slowest takes more than eight times as long as the fastest.
+    The time axis is logarithmic if the slowest recipe takes more than eight times as long as the fastest.
     """
     from matplotlib.ticker import FuncFormatter, NullFormatter
 
@@ -203,23 +177,23 @@ def quality_by_time(rows: Rows, names: Sequence[str], baseline: str, metric: str
 
 
 def popularity(rows: Rows, names: Sequence[str], baseline: str) -> Figure:
-    """What each recipe's negatives are: shares of head, mid and tail items, and of made-up vectors, as stacked bars."""
-    found = {str(row["recipe"]): row for row in rows}
-    shown = [name for name in names if name in found]
-    made_up = any(found[name]["synthetic"] for name in shown)
+    """Shares of head, mid and tail items and of synthetic vectors among each recipe's negatives, as stacked bars."""
+    by_name = {str(row["recipe"]): row for row in rows}
+    shown = [name for name in names if name in by_name]
+    synthetic = any(by_name[name]["synthetic"] for name in shown)
     figure = blank(1.15 + 0.4 * len(shown))
     with style():
         axes = figure.subplots()
         left = np.zeros(len(shown))
         for part, colour in STRATA.items():
-            if part == "synthetic" and not made_up:
+            if part == "synthetic" and not synthetic:
                 continue
-            share = np.array([_share(found[name], part) for name in shown])
+            share = np.array([_share(by_name[name], part) for name in shown])
             axes.barh(range(len(shown)), share, 0.66, left=left, color=colour, label=part)
-            for at, (start, width) in enumerate(zip(left, share, strict=True)):
+            for y, (start, width) in enumerate(zip(left, share, strict=True)):
                 if width >= 0.06:
                     tone = "#ffffff" if part in ("head", "mid") else "#111111"
-                    axes.text(start + width / 2, at, f"{width:.0%}", ha="center", va="center", color=tone, fontsize=9)
+                    axes.text(start + width / 2, y, f"{width:.0%}", ha="center", va="center", color=tone, fontsize=9)
             left += share
         axes.set_yticks(range(len(shown)), [f"{name} (baseline)" if name == baseline else name for name in shown])
         axes.set(xlim=(0, 1), ylim=(len(shown) - 0.4, -0.6))
@@ -230,18 +204,9 @@ def popularity(rows: Rows, names: Sequence[str], baseline: str) -> Figure:
 
 
 def _share(row: Mapping[str, Cell], part: str) -> float:
-    """Strata are shares of the places that hold an item: here, of all."""
-    made_up = _number(row["synthetic"])
-    return made_up if part == "synthetic" else _number(row[part]) * (1 - made_up)
-
-
-def blank(height: float) -> Figure:
-    """An empty figure of the common width, for what is drawn elsewhere in the same style."""
-    from matplotlib.figure import (
-        Figure,  # imported late because matplotlib takes half a second; not pyplot, which holds global state
-    )
-
-    return Figure(figsize=(WIDTH, height), layout="constrained", facecolor="white")
+    """A share of all negatives; the strata of a row are shares of real items."""
+    synthetic = _number(row["synthetic"])
+    return synthetic if part == "synthetic" else _number(row[part]) * (1 - synthetic)
 
 
 def _colour(name: str, names: Sequence[str], baseline: str) -> str:
@@ -250,30 +215,8 @@ def _colour(name: str, names: Sequence[str], baseline: str) -> str:
 
 
 def _marker(name: str, names: Sequence[str]) -> str:
-    at = names.index(name)
-    return MARKERS[(at + at // len(MARKERS)) % len(MARKERS)]  # a colour that comes again has another marker
-
-
-def legend(figure: Figure, axes: Axes) -> None:
-    """What the lines are, to the right of them."""
-    handles, labels = axes.get_legend_handles_labels()
-    if handles:
-        figure.legend(handles, labels, loc="outside right upper", fontsize=9)
-
-
-def tidy(axes: Axes, grid: str) -> None:
-    """The frame that all figures share; `grid` is "x", "y", "both" or "none"."""
-    axes.set_facecolor("none")
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    if grid != "none":
-        axes.grid(axis=grid, color="#808080", alpha=0.25, linewidth=0.8)  # type: ignore[arg-type]
-
-
-def by_decades(axis: Axis) -> None:
-    """Numbers at 1, 2 and 5 times the powers of ten of a logarithmic axis, so that a short one has some too."""
-    for put in (axis.set_major_formatter, axis.set_minor_formatter):
-        put(lambda value, _: (f"{value:,.0f}" if value >= 1 else f"{value:g}") if f"{value:e}"[0] in "125" else "")
+    place = names.index(name)
+    return MARKERS[(place + place // len(MARKERS)) % len(MARKERS)]  # a repeated colour has another marker
 
 
 def _number(value: Cell) -> float:

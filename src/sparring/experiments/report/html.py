@@ -1,10 +1,11 @@
-"""One self-contained HTML page of tables that sort, figures, text and commands; it opens from disk and asks the network for nothing.
+"""One self-contained HTML page of sortable tables, figures, text and commands; it needs no network.
 
-    page = Page("Comparison", "three recipes", (Section("Quality", (Sheet(table), Figures((drawn,)), Text("..."))),))
+    quality = Section("Quality", (Sheet(table), Figures((figure,)), Paragraph("...")))
+    page = Page("Comparison", "three recipes", (quality,))
     page.write(Path("out/report.html"))
 
-All words are escaped, whatever they hold; only the SVG of a figure, which figures.py made, is markup. A policy in the page forbids the
-browser to load anything from anywhere, so a page that shows all it has is known to need nothing else.
+All text is escaped; only the SVG of a figure, made by figures.py, is markup. A content security policy forbids the
+browser to load anything, so a page that shows all of its content is known to be self-contained.
 """
 
 from __future__ import annotations
@@ -15,40 +16,40 @@ import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
-from importlib.resources import files
+from importlib import resources
 from pathlib import Path
 
-from sparring.core import files as disk
-from sparring.experiments.report.figures import Drawn
+from sparring.core import files
+from sparring.experiments.report.figures import RenderedFigure
 from sparring.experiments.report.tables import Cell, Column, Table, shown
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
-_LONG = 48  # letters after which the words of a cell may wrap
+_LONG = 48  # characters from which the text of a cell may wrap
 
 
 @dataclass(frozen=True)
-class Text:
-    """A paragraph."""
+class Paragraph:
+    """A paragraph of text."""
 
-    words: str
+    text: str
 
     def html(self) -> str:
-        return f"<p>{escape(self.words)}</p>"
+        return f"<p>{escape(self.text)}</p>"
 
 
 @dataclass(frozen=True)
 class Points:
     """A list of short findings."""
 
-    each: Sequence[str]
+    lines: Sequence[str]
 
     def html(self) -> str:
-        return "<ul>" + "".join(f"<li>{escape(one)}</li>" for one in self.each) + "</ul>"
+        return "<ul>" + "".join(f"<li>{escape(line)}</li>" for line in self.lines) + "</ul>"
 
 
 @dataclass(frozen=True)
 class Code:
-    """A command, or other text in its own lines; under a fold where it has a title."""
+    """A command or other preformatted text; folded if it has a title."""
 
     text: str
     title: str = ""
@@ -60,31 +61,28 @@ class Code:
 
 @dataclass(frozen=True)
 class Facts:
-    """Names and what they are: versions, hardware, seeds."""
+    """Names and values: versions, hardware, seeds."""
 
-    each: Mapping[str, str]
+    facts: Mapping[str, str]
 
     def html(self) -> str:
-        return (
-            "<dl>"
-            + "".join(f"<dt>{escape(name)}</dt><dd>{escape(words)}</dd>" for name, words in self.each.items())
-            + "</dl>"
-        )
+        pairs = (f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in self.facts.items())
+        return "<dl>" + "".join(pairs) + "</dl>"
 
 
 @dataclass(frozen=True)
 class Figures:
-    """Figures side by side where there is room."""
+    """Figures, side by side where they fit."""
 
-    each: Sequence[Drawn]
+    figures: Sequence[RenderedFigure]
 
     def html(self) -> str:
-        return '<div class="figures">' + "".join(map(_figure, self.each)) + "</div>"
+        return '<div class="figures">' + "".join(map(_figure, self.figures)) + "</div>"
 
 
 @dataclass(frozen=True)
 class Sheet:
-    """A table whose headings sort it, by the full figures and not by the rounded ones; `tones` marks words as good, bad or plain.
+    """A table that its headings sort, by unrounded values; `tones` marks words as good, bad or plain.
 
     Sheet(table, title="recall@20", tones={"better": "good", "worse": "bad", "baseline": "plain"})
     """
@@ -96,24 +94,21 @@ class Sheet:
     def html(self) -> str:
         head = "".join(
             f'<th{_text(column)} scope="col"><button type="button">{escape(column.title)}</button></th>'
-            for column in self.columns
+            for column in self.table.columns
         )
         body = "".join(
-            "<tr>" + "".join(self._cell(column, row) for column in self.columns) + "</tr>\n" for row in self.table.rows
+            "<tr>" + "".join(self._cell(column, row) for column in self.table.columns) + "</tr>\n"
+            for row in self.table.rows
         )
         name = (f"<b>{escape(self.title)}</b> " if self.title else "") + escape(self.table.caption)
         label = escape(" ".join(filter(None, (self.title, self.table.caption))) or "table")
+        # outside the table, since a table that scrolls would cut its caption
+        caption = f'<p class="caption">{name}</p>' if name else ""
         return (
-            (
-                f'<p class="caption">{name}</p>' if name else ""
-            )  # not in the table, whose captions would be cut where it scrolls
-            + f'<div class="scroll" tabindex="0" role="region" aria-label="{label}"><table class="sorts" aria-label="{label}">'
+            f'{caption}<div class="scroll" tabindex="0" role="region" aria-label="{label}">'
+            f'<table class="sorts" aria-label="{label}">'
             f"<thead><tr>{head}</tr></thead>\n<tbody>\n{body}</tbody></table></div>"
         )
-
-    @property
-    def columns(self) -> tuple[Column, ...]:
-        return self.table.columns
 
     def _cell(self, column: Column, row: Mapping[str, Cell]) -> str:
         words = shown(column.form, row)
@@ -124,15 +119,15 @@ class Sheet:
         return f"<td{_text(column, len(words) > _LONG)}{known}>{inner}</td>"
 
 
-Part = Text | Points | Code | Facts | Figures | Sheet
+Block = Paragraph | Points | Code | Facts | Figures | Sheet
 
 
 @dataclass(frozen=True)
 class Section:
-    """A heading and what stands under it."""
+    """A heading and the blocks under it."""
 
     title: str
-    parts: Sequence[Part]
+    parts: Sequence[Block]
 
     def html(self) -> str:
         return "\n".join([f"<h2>{escape(self.title)}</h2>", *(part.html() for part in self.parts)])
@@ -140,15 +135,15 @@ class Section:
 
 @dataclass(frozen=True)
 class Page:
-    """A whole page; see the module."""
+    """A complete page; see the module."""
 
     title: str
     lead: str
     sections: Sequence[Section]
 
     def html(self) -> str:
-        """The page; the same parts give the same bytes."""
-        here = files("sparring.experiments.report")
+        """The page; equal parts give equal bytes."""
+        here = resources.files("sparring.experiments.report")
         css, script = ((here / f"report.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
         anchors = [
             f"s{at}-{re.sub(r'[^a-z0-9]+', '-', section.title.lower()).strip('-')}"
@@ -176,7 +171,7 @@ class Page:
 <main>
 {body}
 </main>
-<footer>Written by Sparring. Everything is in this file; a click on a heading sorts its table.</footer>
+<footer>Written by Sparring. Everything is in this file; click a heading to sort its table.</footer>
 <script>
 {script}</script>
 </body>
@@ -184,21 +179,21 @@ class Page:
 """
 
     def write(self, path: Path) -> None:
-        """Write the page; a reader sees the old file or the new one, never half."""
-        disk.write(path, lambda file: file.write_text(self.html(), encoding="utf-8"))
+        """Write the page atomically."""
+        files.write_text(path, self.html())
 
 
 def sort_value(column: Column, row: Mapping[str, Cell]) -> float | None:
-    """The number that a cell is sorted by: that of the first field of its column's format; None where it has none."""
+    """The number that a cell is sorted by: the first field of its column's format; None if it is no number."""
     names = [name for _, name, _, _ in string.Formatter().parse(re.sub(r"\[\[|\]\]", "", column.form)) if name]
     value = row.get(names[0]) if names else None
     return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
 
 
-def _figure(drawn: Drawn) -> str:
-    svg = drawn.svg.replace("<svg", f'<svg role="img" aria-label="{escape(drawn.caption)}"', 1)
-    scroll = f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(drawn.name)}">{svg}</div>'
-    return f"<figure>{scroll}<figcaption>{escape(drawn.caption)}</figcaption></figure>"
+def _figure(figure: RenderedFigure) -> str:
+    svg = figure.svg.replace("<svg", f'<svg role="img" aria-label="{escape(figure.caption)}"', 1)
+    scroll = f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(figure.name)}">{svg}</div>'
+    return f"<figure>{scroll}<figcaption>{escape(figure.caption)}</figcaption></figure>"
 
 
 def _text(column: Column, long: bool = False) -> str:

@@ -1,4 +1,4 @@
-"""One table, four ways to write it: Markdown and LaTeX for people, CSV and JSON, with every figure in full, for programs."""
+"""One table in four formats: Markdown and LaTeX for people; CSV and JSON, with full precision, for programs."""
 
 from __future__ import annotations
 
@@ -9,20 +9,22 @@ import math
 import re
 import string
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from sparring.core import files
 
 Cell = str | float | int | bool | None
+Row = dict[str, Cell]
+Rows = Sequence[Mapping[str, Cell]]
 SUFFIXES = ("md", "csv", "tex", "json")
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column as people see it: its heading, and a format over the fields of a row, such as "{mean:.4f} ± {std:.4f}".
+    """A heading, and a format over the fields of a row such as "{mean:.4f} ± {std:.4f}".
 
-    A piece of the format in [[ ]] is left out where one of its fields is None; a cell whose other fields are None is empty.
+    A part of the format in [[ ]] is left out if one of its fields is None; a cell is empty if any other field is None.
     """
 
     title: str
@@ -30,27 +32,32 @@ class Column:
     text: bool = False  # left-aligned
 
 
+def text_columns(*fields: str) -> tuple[Column, ...]:
+    """Columns of text, each headed by the name of its field."""
+    return tuple(Column(name, f"{{{name}}}", text=True) for name in fields)
+
+
 @dataclass(frozen=True)
 class Table:
-    """Tidy rows (one mapping from field to value per row) and the columns under which people see them.
+    """Tidy rows, one mapping from field to value each, and the columns that people see.
 
-    table = Table((Column("recipe", "{recipe}", text=True), Column("recall", "{mean:.4f}[[ ± {std:.4f}]]")), rows, "Gowalla")
+    table = Table((*text_columns("recipe"), Column("recall", "{mean:.4f}[[ ± {std:.4f}]]")), rows, "Gowalla")
     print(table.markdown());  table.write(Path("out"), "quality")  # quality.md, .csv, .tex, .json
     """
 
     columns: tuple[Column, ...]
-    rows: Sequence[Mapping[str, Cell]]
+    rows: Rows
     caption: str = ""
 
     def cells(self) -> list[list[str]]:
-        """What people see, heading first."""
+        """The cells that people see, headings first."""
         return [
             [column.title for column in self.columns],
             *([shown(column.form, row) for column in self.columns] for row in self.rows),
         ]
 
     def markdown(self) -> str:
-        """A Markdown table, padded so that it also reads well as plain text."""
+        """A Markdown table, padded to read well as plain text too."""
         cells = [[cell.replace("\\", "\\\\").replace("|", "\\|") for cell in line] for line in self.cells()]
         widths = [max(len(line[i]) for line in cells) for i in range(len(self.columns))]
         rule = [
@@ -93,25 +100,17 @@ class Table:
         return out.getvalue()
 
     def json(self) -> str:
-        """{"caption", "columns", "rows"}; what is not a finite number is null, so that any reader takes it."""
+        """{"caption", "columns", "rows"}; NaN and infinity are null, as strict JSON readers require."""
         rows = [{key: _finite(value) for key, value in row.items()} for row in self.rows]
-        columns = [{"title": column.title, "form": column.form, "text": column.text} for column in self.columns]
-        return (
-            json.dumps(
-                {"caption": self.caption, "columns": columns, "rows": rows},
-                indent=2,
-                ensure_ascii=False,
-                allow_nan=False,
-            )
-            + "\n"
-        )
+        content = {"caption": self.caption, "columns": [asdict(column) for column in self.columns], "rows": rows}
+        return json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
     def fields(self) -> list[str]:
         """The fields of the rows, in order of appearance."""
         return list(dict.fromkeys(key for row in self.rows for key in row))
 
     def write(self, folder: Path, name: str) -> list[Path]:
-        """name.md, name.csv, name.tex and name.json in a folder."""
+        """Write name.md, name.csv, name.tex and name.json."""
         texts = (self.markdown(), self.csv(), self.latex(), self.json())
         paths = [folder / f"{name}.{suffix}" for suffix in SUFFIXES]
         for path, text in zip(paths, texts, strict=True):
@@ -120,7 +119,7 @@ class Table:
 
 
 def shown(form: str, row: Mapping[str, Cell]) -> str:
-    """A row under a column's format; see Column."""
+    """A cell: a row in the format of a column."""
     kept = re.sub(r"\[\[(.*?)\]\](?!\])", lambda part: part[1] if _complete(part[1], row) else "", form)
     return kept.format_map(row) if _complete(kept, row) else ""
 
@@ -130,7 +129,7 @@ def _complete(form: str, row: Mapping[str, Cell]) -> bool:
 
 
 def escaped(text: str) -> str:
-    """Text as LaTeX shows it."""
+    """Text escaped for LaTeX."""
     special = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$"}
     special |= {"<": r"$<$", ">": r"$>$", "|": r"$|$"} | {sign: "\\" + sign for sign in "&%$#_{}"}
     return "".join(special.get(sign, sign) for sign in text)

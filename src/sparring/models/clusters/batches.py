@@ -84,6 +84,18 @@ class ClusteredBatches(RandomBatches):
         spent, self.seconds = self.seconds, 0.0
         return {"cluster_seconds": round(spent, 3)}
 
+    def around(self, rows: Tensor, size: int, generator: torch.Generator) -> Tensor:
+        """Row indices of a batch that starts with `rows`, followed by the rest of their clusters, then by other clusters."""
+        cluster = self.cluster.long().cpu()
+        place = torch.randperm(self.n_rows, generator=generator)
+        place[cluster[rows]] -= self.n_rows
+        order = torch.sort(place[cluster], stable=True).indices
+        return torch.cat([rows, order[~torch.isin(order, rows)]])[: max(size, len(rows))]
+
+    @property
+    def largest_group(self) -> int:
+        return int(torch.bincount(self.cluster.long()).max())
+
     def _order(self, epoch: int) -> Tensor:
         order = super()._order(epoch)
         rank = torch.empty_like(order)

@@ -42,11 +42,11 @@ def write_lists(
     block = max(64, min(_BLOCK, (1 << 19) // k))
     queries, items = trained.ids.query_ids.ids, trained.ids.item_ids.ids
     ranking = trained.ranking(how) if index is None else None
-    untrained = trained.offers.items.numpy() if len(trained.offers.items) else None
+    untrained = trained.eligibility.items.numpy() if len(trained.eligibility.items) else None
     rows = 0
 
     def ranked(at: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-        q, taken = trained.model.query_vectors(at), None if with_seen else trained.offers.taken(at)
+        q, taken = trained.model.query_vectors(at), None if with_seen else trained.eligibility.taken(at)
         if ranking is not None:
             scores, best = ranking.best(q, k, taken)
             return scores.cpu().numpy(), best.cpu().numpy()

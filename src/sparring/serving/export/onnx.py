@@ -22,12 +22,11 @@ from torch import Tensor, nn
 
 from sparring.core import files
 from sparring.core.errors import UserError
-from sparring.models.retriever import Retriever
+from sparring.models.retriever import NORM_EPS, Retriever
 from sparring.models.towers import FeatureTower, HistoryTower, IdTower
 from sparring.serving.export.graph import Graph, require_onnx
 from sparring.training.trained import Trained
 
-_NORM_EPS = 1e-6  # as the Retriever has it
 _LIMIT = 2_000_000_000  # bytes: an ONNX file can hold no more
 _CHECKED = 1000  # ids that are compared
 _TOLERANCE = 1e-5
@@ -88,7 +87,7 @@ def _graph(model: Retriever, side: str) -> Graph:
         vectors = _tower(graph, tower, ids)
     if model.score == "cosine":
         length = graph.node("ReduceL2", vectors, graph.constant(np.array([-1])), keepdims=1)
-        vectors = graph.node("Div", vectors, graph.node("Max", length, graph.constant(np.float32(_NORM_EPS))))
+        vectors = graph.node("Div", vectors, graph.node("Max", length, graph.constant(np.float32(NORM_EPS))))
     if model.item_bias is not None:
         if side == "item":
             last = _tower(graph, model.item_bias, ids)

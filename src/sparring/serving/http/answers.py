@@ -1,116 +1,183 @@
-"""From a request to its answer: ids looked up, filters resolved, the search asked for, its result written as JSON."""
+"""From a request to its response: look up ids, resolve filters, search, and write the result as JSON."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import orjson
 
-from sparring.core.errors import UserError
-from sparring.serving.http.filters import Conditions
-from sparring.serving.http.limits import Refused
-from sparring.serving.http.runs import Live
-from sparring.serving.http.schema import Asked, Recommend, Similar
-from sparring.serving.http.search import Ask, Searcher
-from sparring.serving.http.served_run import Served
+from sparring import __version__
+from sparring.recipes.settings import short
+from sparring.serving.http import schema as s
+from sparring.serving.http.conditions import Conditions, check_column
+from sparring.serving.http.runs import RunRegistry
+from sparring.serving.http.schema import Query, Recommend, RequestError, Similar
+from sparring.serving.http.searcher import Searcher, SearchJob
+from sparring.serving.http.served_run import ServedRun
 
+_Q = TypeVar("_Q", Recommend, Similar)
 _NONE = np.empty(0, np.int64)
-_WAYS = ("user", "users", "history", "text", "texts")
+_KINDS = ("user", "users", "history", "text", "texts")
 
 
 class Answering:
-    """Questions to the runs that are served now. Whatever may take more than a moment is done off the event loop: encoding a text or a
-    history by `encoder`, filters by `sieve` (one thread each), searching by `searcher`."""
+    """Answers queries to the runs that are served now.
 
-    def __init__(self, live: Live, searcher: Searcher, encoder: Executor, sieve: Executor) -> None:
-        self.live, self.searcher, self.encoder, self.sieve = live, searcher, encoder, sieve
+    Slow work leaves the event loop: one thread (`encoder`) encodes texts and histories, another (`filterer`) resolves
+    filters, and `searcher` searches.
+    """
 
-    def plain(self, asked: Asked) -> Ask | None:
-        """The search that a question comes down to where no filter, history or text has to be worked out first; None for the others."""
-        if asked.allow is not None or asked.deny or asked.where:
+    def __init__(self, registry: RunRegistry, searcher: Searcher, encoder: Executor, filterer: Executor) -> None:
+        self.registry, self.searcher, self.encoder, self.filterer = registry, searcher, encoder, filterer
+
+    def plain_recommend(self, body: bytes) -> Awaitable[bytes] | None:
+        """The response to a request about known users without filters; None for any other, which `recommend` answers."""
+        query = _parsed(Recommend, body)
+        if query is None or _filtered(query) or _kinds(query) not in (["user"], ["users"]):
             return None
-        if isinstance(asked, Recommend):
-            return self._of_users(asked) if _given(asked) in (["user"], ["users"]) else None
-        return self._of_items(asked) if isinstance(asked, Similar) else None
+        return self.searcher.submit(self._user_job(query))
 
-    async def recommend(self, asked: Recommend) -> bytes:
-        """The best items of users, of a history or of texts; JSON as `Answers` describes it."""
-        given = _given(asked)
-        if len(given) != 1:
-            both = f", not {' and '.join(given)} at once" if given else ""
-            raise Refused(422, f"give one of {', '.join(_WAYS)}{both}")
-        if given[0] == "history":
-            ask = await self._of_history(asked, asked.history or [])
-        elif given[0] in ("text", "texts"):
-            ask = await self._of_texts(asked, [asked.text or ""] if asked.texts is None else asked.texts)
+    def plain_similar(self, body: bytes) -> Awaitable[bytes] | None:
+        """The response to a request without filters; None for any other, which `similar` answers."""
+        query = _parsed(Similar, body)
+        return None if query is None or _filtered(query) else self.searcher.submit(self._item_job(query))
+
+    async def recommend(self, query: Recommend) -> bytes:
+        """The best items for users, for a history or for texts; the JSON of `Answers`."""
+        kinds = _kinds(query)
+        if len(kinds) != 1:
+            both = f", not {' and '.join(kinds)} together" if kinds else ""
+            raise RequestError(422, f"give one of {', '.join(_KINDS)}{both}")
+        if kinds[0] == "history":
+            job = await self._history_job(query, query.history or [])
+        elif kinds[0] in ("text", "texts"):
+            job = await self._text_job(query, [query.text or ""] if query.texts is None else query.texts)
         else:
-            ask = self._of_users(asked)
-        return await self._searched(asked, ask)
+            job = self._user_job(query)
+        return await self._search(query, job)
 
-    async def similar(self, asked: Similar) -> bytes:
-        """The items nearest to each of some items, themselves left out."""
-        return await self._searched(asked, self._of_items(asked))
+    async def similar(self, query: Similar) -> bytes:
+        """The nearest neighbours of each item, without the item itself."""
+        return await self._search(query, self._item_job(query))
 
-    def _of_users(self, asked: Recommend) -> Ask:
-        served = self.live.served(asked.run)
-        queries = [asked.user] if asked.user is not None else asked.users or []
-        users, missing = _known(served.users.find_one, queries, "user", served)
-        exclude = [served.seen(user) for user in users] if asked.exclude_seen else [_NONE] * len(users)
-        return Ask(served, queries, users, None, asked.k, exclude, fields=_fields(served, asked), missing=missing)
+    def _user_job(self, query: Recommend) -> SearchJob:
+        served = self.registry.served(query.run)
+        queries = [query.user] if query.user is not None else query.users or []
+        users, missing = _find_known(served.users.find_one, queries, "user", served)
+        exclude = [served.seen(user) for user in users] if query.exclude_seen else [_NONE] * len(users)
+        return SearchJob(served, queries, users, None, query.k, exclude, fields=_fields(served, query), missing=missing)
 
-    def _of_items(self, asked: Similar) -> Ask:
-        served = self.live.served(asked.run)
-        if (asked.item is None) == (asked.items is None):
-            raise Refused(422, "give one of item, items")
-        queries = [asked.item] if asked.item is not None else asked.items or []
-        found, missing = _known(served.catalogue.find_one, queries, "item", served)
-        items = np.array(found, np.int64)
-        vectors, fields = served.item_queries(items), _fields(served, asked)
-        return Ask(served, queries, None, vectors, asked.k, list(items[:, None]), fields=fields, missing=missing)
+    def _item_job(self, query: Similar) -> SearchJob:
+        served = self.registry.served(query.run)
+        if (query.item is None) == (query.items is None):
+            raise RequestError(422, "give one of item, items")
+        queries = [query.item] if query.item is not None else query.items or []
+        known, missing = _find_known(served.catalogue.find_one, queries, "item", served)
+        items = np.array(known, np.int64)
+        vectors, fields = served.item_queries(items), _fields(served, query)
+        return SearchJob(served, queries, None, vectors, query.k, list(items[:, None]), fields=fields, missing=missing)
 
-    async def _of_history(self, asked: Recommend, history: list[int | str]) -> Ask:
-        served = self.live.served(asked.run)
+    async def _history_job(self, query: Recommend, history: list[int | str]) -> SearchJob:
+        served = self.registry.served(query.run)
         items = served.catalogue.find(history)
-        read = served.readable(items)
-        if not read.any():
-            raise Refused(404, f"none of the {len(history)} items of the history is known to {served.name}")
-        vector = await self._encoded(served.history_vector, items[read])
-        exclude = [items[items >= 0] if asked.exclude_seen else _NONE]
-        unknown = [history[at] for at in np.flatnonzero(~read).tolist()]
-        return Ask(served, [history], None, vector, asked.k, exclude, fields=_fields(served, asked), unknown=unknown)
+        usable = served.usable_in_history(items)
+        if not usable.any():
+            raise RequestError(404, f"run {served.name} knows none of the {len(history)} items in the history")
+        vector = await self._encode(served.history_vector, items[usable])
+        exclude = [items[items >= 0] if query.exclude_seen else _NONE]
+        unknown = [history[row] for row in np.flatnonzero(~usable).tolist()]
+        fields = _fields(served, query)
+        return SearchJob(served, [history], None, vector, query.k, exclude, fields=fields, unknown=unknown)
 
-    async def _of_texts(self, asked: Recommend, texts: list[str]) -> Ask:
-        served = self.live.served(asked.run)
+    async def _text_job(self, query: Recommend, texts: list[str]) -> SearchJob:
+        served = self.registry.served(query.run)
         if "text" not in served.answers:
-            raise Refused(422, f"the query tower of {served.name} reads no texts: ask for a user or a history")
-        vectors = await self._encoded(_text_vectors, served, texts)
-        return Ask(served, texts, None, vectors, asked.k, [_NONE] * len(texts), fields=_fields(served, asked))
+            message = f"the query tower of run {served.name} does not read texts: ask for a user or a history"
+            raise RequestError(422, message)
+        vectors = await self._encode(_text_vectors, served, texts)
+        return SearchJob(served, texts, None, vectors, query.k, [_NONE] * len(texts), fields=_fields(served, query))
 
-    async def _encoded(self, encode: Any, *given: Any) -> np.ndarray:
-        try:
-            return np.asarray(await asyncio.get_running_loop().run_in_executor(self.encoder, encode, *given))
-        except UserError as error:
-            raise Refused(422, str(error)) from error
+    async def _encode(self, encode: Callable[..., np.ndarray], *arguments: Any) -> np.ndarray:
+        return await asyncio.get_running_loop().run_in_executor(self.encoder, encode, *arguments)
 
-    async def _searched(self, asked: Asked, ask: Ask) -> bytes:
-        if asked.allow is not None or asked.deny or asked.where:
-            ask.allow, ask.deny, ask.filters = await asyncio.get_running_loop().run_in_executor(
-                self.sieve, _filters, ask.served, asked
+    async def _search(self, query: Query, job: SearchJob) -> bytes:
+        if _filtered(query):
+            job.allow, job.deny, job.filters = await asyncio.get_running_loop().run_in_executor(
+                self.filterer, _filters, job.served, query
             )
-        return await self.searcher.search(ask)
+        return await self.searcher.submit(job)
+
+    def info(self, limits: s.Limits) -> s.Info:
+        """The runs, the item columns and the limits."""
+        default = self.registry.served()
+        changed, deleted = self.registry.store.counts()
+        return s.Info(
+            version=__version__,
+            run=_run_info(default),
+            runs=[_run_info(served) for served in self.registry.runs],
+            columns=[
+                s.ColumnInfo(name=name, type=kind, dtype=dtype) for name, kind, dtype in default.catalogue.columns
+            ],
+            changed=changed,
+            deleted=deleted,
+            limits={
+                "k": s.MAX_K,
+                "queries": s.MAX_QUERIES,
+                "ids": s.MAX_IDS,
+                "items": s.MAX_ITEMS,
+                "body": limits.body,
+                "seconds": limits.seconds,
+            },
+        )
+
+    def item(self, id: str, run: str | None) -> s.ItemInfo:
+        """One item with all its columns."""
+        served = self.registry.served(run)
+        catalogue, dense = served.catalogue, served.find_item(id)
+        listed = served.listed(dense)
+        if not listed and dense in served.moved:
+            raise RequestError(404, f"item {id[:200]!r} was deleted")
+        columns = {name: _json_value(value) for name, value in catalogue.row(dense).items() if name != "title"}
+        one = np.array([dense])
+        changed = dense in catalogue.changed or dense in served.moved
+        source: Any = "added" if dense >= len(catalogue.base) else "changed" if changed else "run"
+        title = catalogue.values(one, "title")[0]
+        return s.ItemInfo(id=catalogue.original(one)[0], title=title, columns=columns, source=source, placed=listed)
+
+    def user(self, id: str, run: str | None, limit: int) -> s.UserInfo:
+        """One user: history and columns."""
+        served = self.registry.served(run)
+        dense = served.users.find_one(id)
+        if dense < 0:
+            raise RequestError(404, f"run {served.name} does not know user {id[:200]!r}")
+        items, ordered = served.history(dense)
+        last = items[-limit:].astype(np.int64)
+        named = zip(served.catalogue.original(last), served.catalogue.values(last, "title"), strict=True)
+        table = served.trained.ids.query_table
+        row = {} if table is None else table.row(dense, named=True)
+        return s.UserInfo(
+            id=served.users.original(np.array([dense]))[0],
+            history=[s.HistoryItem(id=item, title=title) for item, title in named],
+            total=len(items),
+            ordered=ordered,
+            columns={name: _json_value(value) for name, value in row.items()},
+        )
 
 
-def written(asks: Sequence[Ask], scores: np.ndarray, found: np.ndarray) -> list[bytes]:
-    """The answers as JSON: for every query its items with id, title, score and the columns asked for. Looked up for all at once."""
-    served, fields = asks[0].served, asks[0].fields
-    inside = found >= 0
-    dense = found[inside]
-    columns: list[list[Any]] = [served.catalogue.names(dense), served.catalogue.values(dense, "title")]
-    columns.append(scores[inside].astype(np.float64).round(6).tolist())
+def write_responses(jobs: Sequence[SearchJob], scores: np.ndarray, items: np.ndarray) -> list[bytes]:
+    """The responses of a batch as JSON: per query its items with id, title, score and the requested columns.
+
+    Ids, titles and columns are looked up once for the whole batch.
+    """
+    served, fields = jobs[0].served, jobs[0].fields
+    present = items >= 0
+    dense = items[present]
+    columns: list[list[Any]] = [served.catalogue.original(dense), served.catalogue.values(dense, "title")]
+    columns.append(scores[present].astype(np.float64).round(6).tolist())
     columns += [served.catalogue.values(dense, name) for name in fields]
     rows: list[dict[str, Any]]
     if not fields:
@@ -118,71 +185,115 @@ def written(asks: Sequence[Ask], scores: np.ndarray, found: np.ndarray) -> list[
     else:
         keys = ("id", "title", "score", *fields)
         rows = [dict(zip(keys, row, strict=True)) for row in zip(*columns, strict=True)]
-    ends = inside.sum(1).cumsum().tolist()
-    answers, query, at = [], 0, 0
-    for ask in asks:
+    ends = present.sum(1).cumsum().tolist()
+    responses, query, start = [], 0, 0
+    for job in jobs:
         results: list[dict[str, Any]] = []
-        for each in ask.queries:
-            if ask.missing and each in ask.missing:
-                results.append({"query": each, "items": [], "unknown": [each]})
+        for asked in job.queries:
+            if job.missing and asked in job.missing:
+                results.append({"query": asked, "items": [], "unknown": [asked]})
                 continue
-            results.append({"query": each, "items": rows[at : ends[query]]})
-            query, at = query + 1, ends[query]
-        if ask.unknown:
-            results[0]["unknown"] = ask.unknown
-        answers.append(
-            orjson.dumps({"results": results, "run": served.name, "generation": served.generation}, default=str)
-        )
-    return answers
+            results.append({"query": asked, "items": rows[start : ends[query]]})
+            query, start = query + 1, ends[query]
+        if job.unknown:
+            results[0]["unknown"] = job.unknown
+        response = {"results": results, "run": served.name, "generation": served.generation}
+        responses.append(orjson.dumps(response, default=str))
+    return responses
 
 
-def _given(asked: Recommend) -> list[str]:
-    return [name for name in _WAYS if getattr(asked, name) is not None]
+def _parsed(kind: type[_Q], body: bytes) -> _Q | None:
+    try:
+        return kind.model_validate_json(body)
+    except ValueError:  # the application reports what is wrong
+        return None
 
 
-def _known(
-    find: Callable[[int | str], int], asked: Sequence[int | str], what: str, served: Served
+def _filtered(query: Query) -> bool:
+    return query.allow is not None or bool(query.deny) or bool(query.where)
+
+
+def _kinds(query: Recommend) -> list[str]:
+    return [name for name in _KINDS if getattr(query, name) is not None]
+
+
+def _find_known(
+    find: Callable[[int | str], int], asked: Sequence[int | str], what: str, served: ServedRun
 ) -> tuple[list[int], frozenset[int | str]]:
-    """(dense ids, those that are not known); refused where none is known."""
-    dense = [find(each) for each in asked]
+    """(dense ids of the known ones, the unknown ones); an error if none is known."""
+    dense = [find(id) for id in asked]
     if -1 not in dense:
         return dense, frozenset()
-    found = [each for each in dense if each >= 0]
-    if not found:
-        raise Refused(404, f"{what} {str(asked[0])[:200]!r} is not known to {served.name}")
-    return found, frozenset(each for each, at in zip(asked, dense, strict=True) if at < 0)
+    known = [row for row in dense if row >= 0]
+    if not known:
+        raise RequestError(404, f"run {served.name} does not know {what} {str(asked[0])[:200]!r}")
+    return known, frozenset(id for id, row in zip(asked, dense, strict=True) if row < 0)
 
 
-def _fields(served: Served, asked: Asked) -> tuple[str, ...]:
-    for name in asked.fields or ():
-        if name not in served.catalogue.schema:
-            raise Refused(422, f"there is no item column {name!r}: there are {', '.join(served.catalogue.schema)}")
-    return tuple(asked.fields or ())
+def _fields(served: ServedRun, query: Query) -> tuple[str, ...]:
+    for name in query.fields or ():
+        check_column(name, served.catalogue.schema)
+    return tuple(query.fields or ())
 
 
-def _filters(served: Served, asked: Asked) -> tuple[np.ndarray | None, np.ndarray | None, Any]:
-    """(allow, deny, key): dense ids, and what is equal where they are."""
+def _filters(served: ServedRun, query: Query) -> tuple[np.ndarray | None, np.ndarray | None, Any]:
+    """(allow, deny, key): dense ids, and a key that is equal if they are."""
     catalogue = served.catalogue
     where: Conditions = tuple(
-        (each.column, each.op, tuple(each.value) if isinstance(each.value, list) else each.value)
-        for each in asked.where or ()
+        (
+            condition.column,
+            condition.op,
+            tuple(condition.value) if isinstance(condition.value, list) else condition.value,
+        )
+        for condition in query.where or ()
     )
-    allow = None if asked.allow is None else _of(catalogue.find(asked.allow))
-    deny = None if not asked.deny else _of(catalogue.find(asked.deny))
+    allow = None if query.allow is None else _known(catalogue.find(query.allow))
+    deny = None if not query.deny else _known(catalogue.find(query.deny))
+    key = (
+        where,
+        None if allow is None else allow.tobytes(),
+        None if deny is None else deny.tobytes(),
+        catalogue.version,
+    )
     if where:
         passing = catalogue.passing(where)
         allow = passing if allow is None else np.intersect1d(allow, passing)
-    key = (
-        where,
-        None if asked.allow is None else allow.tobytes() if allow is not None else None,
-        None if deny is None else deny.tobytes(),
-    )
-    return allow, deny, (*key, -1 if allow is None else len(allow))
+    return allow, deny, key
 
 
-def _of(dense: np.ndarray) -> np.ndarray:
+def _known(dense: np.ndarray) -> np.ndarray:
     return np.unique(dense[dense >= 0])
 
 
-def _text_vectors(served: Served, texts: list[str]) -> np.ndarray:
+def _text_vectors(served: ServedRun, texts: list[str]) -> np.ndarray:
     return served.trained.encode_texts(texts, "query").float().numpy()
+
+
+def _run_info(served: ServedRun) -> s.RunInfo:
+    measured = served.index.meta.get("measured") or {}
+    return s.RunInfo(
+        name=served.name,
+        folder=str(served.folder),
+        recipe=short(str(served.trained.meta.get("recipe", ""))),
+        items=len(served.index),
+        queries=len(served.users),
+        dim=served.index.dim,
+        score=served.trained.model.score,
+        index=served.index.kind,
+        recall=1.0 if served.index.kind == "exact" else measured.get("recall"),
+        answers=served.answers,
+        history_by="tower" if served.by_history else "mean",
+        places_by=served.placer.ways,
+        generation=served.generation,
+        notes=served.notes,
+        waiting=len(served.waiting),
+    )
+
+
+def _json_value(value: Any) -> Any:
+    """A value as JSON; long lists of numbers, such as image features, are truncated."""
+    if isinstance(value, float) and not np.isfinite(value):
+        return None
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    return [_json_value(part) for part in value[:64]] if isinstance(value, (list, tuple)) else str(value)

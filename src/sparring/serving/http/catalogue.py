@@ -1,7 +1,8 @@
-"""The items that are served: their ids, titles and columns, as the run has them and as they were changed since."""
+"""The items of a served run: ids, titles and columns, as trained and as changed since."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal
@@ -9,179 +10,235 @@ from typing import Any, Literal
 import numpy as np
 import polars as pl
 
-from sparring.data.interactions import Ids
-from sparring.serving.http.filters import Conditions, expression
-from sparring.serving.http.limits import Refused
-from sparring.serving.http.names import Names
+from sparring.data.interactions import Ids, Vocabulary
+from sparring.serving.http.conditions import Conditions, check_column, expression
+from sparring.serving.http.schema import RequestError
 
-_KEPT = 64  # filters whose answer is remembered
+_CACHED = 64  # filters whose result is cached
 _STRINGS = np.dtypes.StringDType(na_object=None)
-Kind = Literal["text", "number", "boolean", "time", "list"]
+_CONVERSION_ERRORS = (pl.exceptions.PolarsError, OverflowError, TypeError, ValueError)
+ColumnKind = Literal["text", "number", "boolean", "time", "list"]
+
+
+class IdLookup:
+    """Dense ids of a vocabulary, for a few original ids at a time.
+
+    As in Vocabulary, a text that spells an integer finds it, and an integer finds the text that spells it. Integers are
+    found by bisection, texts by bisection of their hashes: 16 bytes per id.
+
+        IdLookup(Vocabulary(["a", "b"])).find(["b", "z"])      # array([1, -1])
+    """
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.ids = vocabulary.ids
+        if vocabulary.kind == "int":
+            self._keys, self._order = self.ids.to_numpy(), None
+        else:
+            hashes = np.fromiter(map(hash, self.ids), np.int64, len(self.ids))
+            self._order = np.argsort(hashes, kind="stable")
+            self._keys = hashes[self._order]
+        self._sorted = memoryview(self._keys.data)  # bisected in Python: numpy would release the interpreter lock
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def find(self, ids: Sequence[int | str]) -> np.ndarray:
+        """Dense ids, -1 where unknown."""
+        return np.fromiter(map(self.find_one, ids), np.int64, len(ids))
+
+    def find_one(self, id: int | str) -> int:
+        if self._order is None:
+            number = id if isinstance(id, int) else _integer(id)
+            if number is None or not len(self._sorted) or number > self._sorted[-1]:
+                return -1
+            row = number - self._sorted[0]  # a first guess: ids are often consecutive
+            if not 0 <= row < len(self._sorted) or self._sorted[row] != number:
+                row = bisect_left(self._sorted, number)
+            return row if self._sorted[row] == number else -1
+        text = str(id)
+        key = hash(text)
+        row = bisect_left(self._sorted, key)
+        while row < len(self._sorted) and self._sorted[row] == key:
+            dense = int(self._order[row])
+            if self.ids[dense] == text:
+                return dense
+            row += 1
+        return -1
+
+    def original(self, dense: np.ndarray) -> list[int | str]:
+        """Original ids of dense ids."""
+        if self._order is None:
+            return self._keys[dense].tolist()  # type: ignore[no-any-return]
+        return self.ids.gather(pl.Series(dense)).to_list()
+
+
+def _integer(text: str) -> int | None:
+    """The integer that a text spells in Python's own notation; '007' and ' 7' are texts."""
+    if len(text) > 20 or not text.lstrip("-").isdecimal() or not text.isascii():
+        return None
+    number = int(text) if text.count("-") <= 1 and text[0] in "-0123456789" else None
+    return number if number is not None and str(number) == text else None
 
 
 class Catalogue:
-    """Items by dense id: 0..N-1 are the run's, later ones were added. One thread changes it, many read.
+    """Items by dense id: the run has 0..N-1, added items follow. One thread writes, many read.
 
-    catalogue.find(["espresso"]);  catalogue.put("espresso", {"title": "Espresso", "price": 2.5});  catalogue.passing((("price", "<", 3),))
+    catalogue.find(["espresso"])
+    catalogue.put("espresso", {"title": "Espresso", "price": 2.5})
+    catalogue.passing((("price", "<", 3),))
     """
 
     def __init__(self, ids: Ids) -> None:
-        self.base = Names(ids.item_ids)
+        self.base = IdLookup(ids.item_ids)
         self.table = ids.item_table
         self.schema: dict[str, Any] = dict(self.table.schema) if self.table is not None else {}
-        # numpy's own strings: for the few of one search they are read ten times as fast as from a polars column
+        # numpy strings: ten times as fast as a polars column for the few titles of one search
         self.titles = (
             np.array(self.table["title"].cast(pl.String).to_list(), _STRINGS)
             if self.table is not None and "title" in self.schema
             else None
         )
         self.schema.setdefault("title", pl.String)
-        self.changed: dict[int, dict[str, Any]] = {}  # whole rows
+        self.changed: dict[int, dict[str, Any]] = {}  # complete rows
+        self.version = 0  # grows with every change of a column
         self._added: dict[str, int] = {}
-        self._names: list[int | str] = []  # of the added, from N on
-        self._version = 0
+        self._added_ids: list[int | str] = []  # of dense ids from N on
         self._base_masks: dict[Conditions, np.ndarray] = {}
-        self._answers: dict[Conditions, tuple[int, np.ndarray]] = {}
+        self._passing: dict[Conditions, tuple[int, np.ndarray]] = {}
 
     def __len__(self) -> int:
-        return len(self.base) + len(self._names)
+        return len(self.base) + len(self._added_ids)
 
     @property
-    def columns(self) -> list[tuple[str, Kind, str]]:
+    def columns(self) -> list[tuple[str, ColumnKind, str]]:
         """(name, kind, type) of every column that a filter may use."""
         return [(name, _kind(dtype), str(dtype)) for name, dtype in self.schema.items()]
 
     def find_one(self, item: int | str) -> int:
-        """The dense id of an item, -1 where it was never known."""
-        at = self.base.find_one(item)
-        return at if at >= 0 else self._added.get(str(item), -1)
+        """The dense id of an item, -1 if it was never known."""
+        dense = self.base.find_one(item)
+        return dense if dense >= 0 else self._added.get(str(item), -1)
 
     def find(self, items: Sequence[int | str]) -> np.ndarray:
         return np.fromiter(map(self.find_one, items), np.int64, len(items))
 
-    def names(self, dense: np.ndarray) -> list[int | str]:
-        """Original ids, of any shape flattened."""
+    def original(self, dense: np.ndarray) -> list[int | str]:
+        """Original ids of dense ids (n,)."""
         n = len(self.base)
-        if not self._names or not len(dense) or int(dense.max()) < n:
-            return self.base.of(dense)
-        new = dense >= n
-        names: list[int | str] = self.base.of(np.where(new, 0, dense)) if n else [0] * len(dense)
-        for at in np.flatnonzero(new).tolist():
-            names[at] = self._names[int(dense[at]) - n]
-        return names
+        if not self._added_ids or not len(dense) or int(dense.max()) < n:
+            return self.base.original(dense)
+        added = dense >= n
+        ids: list[int | str] = self.base.original(np.where(added, 0, dense)) if n else [0] * len(dense)
+        for row in np.flatnonzero(added).tolist():
+            ids[row] = self._added_ids[int(dense[row]) - n]
+        return ids
 
     def values(self, dense: np.ndarray, column: str) -> list[Any]:
-        """One column of these items, None where nothing is known."""
+        """The values of one column for these items, None where missing."""
         n = len(self.base)
-        own = dense if not self._names else np.where(dense < n, dense, 0)
+        rows = dense if not self._added_ids else np.where(dense < n, dense, 0)
         if column == "title" and self.titles is not None and n:
-            values: list[Any] = self.titles[own].tolist()
+            values: list[Any] = self.titles[rows].tolist()
         elif self.table is not None and column in self.table.columns and n:
-            values = _plainly(self.table[column].gather(pl.Series(own))).to_list()
+            values = _shortest(self.table[column].gather(pl.Series(rows))).to_list()
         else:
             values = [None] * len(dense)
         if self.changed:
-            for at, item in enumerate(dense.tolist()):
+            for position, item in enumerate(dense.tolist()):
                 row = self.changed.get(item)
                 if row is not None:
-                    values[at] = row.get(column)
+                    values[position] = row.get(column)
         return values
 
     def row(self, dense: int) -> dict[str, Any]:
-        """All columns of one item, as they are now."""
+        """All columns of one item, with its changes."""
         row = self.changed.get(dense)
         if row is not None:
             return row
         if self.table is not None and dense < len(self.base):
-            return {name: _plainly(self.table[name].slice(dense, 1))[0] for name in self.table.columns}
+            return {name: _shortest(self.table[name].slice(dense, 1))[0] for name in self.table.columns}
         return {}
 
     def check(self, columns: Mapping[str, Any]) -> None:
-        """Refuse columns that the table does not have, and values that are not of their kind."""
+        """Raise RequestError for unknown columns and for values of the wrong type."""
         for name, value in columns.items():
-            if name not in self.schema:
-                raise Refused(422, f"there is no item column {name!r}: there are {', '.join(self.schema)}")
+            check_column(name, self.schema)
             if value is None:
                 continue
             wanted = _kind(self.schema[name])
             given = "boolean" if isinstance(value, bool) else "number" if isinstance(value, (int, float)) else "text"
             if wanted == "list" or (wanted != given and not (wanted == "time" and given == "text")):
-                raise Refused(422, f"item column {name!r} holds {wanted}, and {str(value)[:80]!r} is {given}")
+                raise RequestError(422, f"item column {name!r} expects a {wanted}, not the {given} {str(value)[:80]!r}")
             try:
-                _typed(name, value, self.schema[name])
-            except (pl.exceptions.PolarsError, OverflowError, TypeError, ValueError) as error:
-                raise Refused(
-                    422, f"{str(value)[:80]!r} is no value of item column {name!r}, which is {self.schema[name]}"
-                ) from error
+                _converted(name, value, self.schema[name])
+            except _CONVERSION_ERRORS as error:
+                message = f"{str(value)[:80]!r} is not a valid {self.schema[name]} for item column {name!r}"
+                raise RequestError(422, message) from error
 
     def put(self, item: int | str, columns: Mapping[str, Any]) -> int:
-        """Set columns of an item, which is added where it is new; its dense id."""
+        """Set columns of an item, adding it if it is new; returns its dense id."""
         dense = self.find_one(item)
         if dense < 0:
             dense = len(self)
-            self._names.append(item)
+            self._added_ids.append(item)
             self._added[str(item)] = dense
-        typed = {}
+        converted = {}
         for name, value in columns.items():
-            with suppress(
-                pl.exceptions.PolarsError, OverflowError, TypeError, ValueError
-            ):  # put under another run, whose column differs
+            with suppress(*_CONVERSION_ERRORS):  # stored under another run, whose column has another type
                 if name in self.schema:
-                    typed[name] = _typed(name, value, self.schema[name])
-        if typed or dense >= len(self.base):
-            self.changed[dense] = {**self.row(dense), **typed}
-            self._version += 1
+                    converted[name] = _converted(name, value, self.schema[name])
+        if converted or dense >= len(self.base):
+            self.changed[dense] = {**self.row(dense), **converted}
+            self.version += 1
         return dense
 
     def forget(self, dense: int) -> None:
-        """Drop what was said of an item that is deleted: put again, it is as the run has it, and what is said then."""
+        """Drop the changes of a deleted item: if it is put again, it starts from the values of the run."""
         if self.changed.pop(dense, None) is not None:
-            self._version += 1
+            self.version += 1
 
     def passing(self, where: Conditions) -> np.ndarray:
-        """Dense ids of the items for which all conditions hold, ascending."""
-        version, known = self._version, self._answers.get(where)
-        if known is not None and known[0] == version:
-            return known[1]
+        """Dense ids of the items that meet all conditions, ascending."""
+        version, cached = self.version, self._passing.get(where)
+        if cached is not None and cached[0] == version:
+            return cached[1]
         test = expression(where, self.schema)
         mask = self._base_masks.get(where)
         if mask is None:
-            mask = self._tested(self.table, test, len(self.base))
-            _remember(self._base_masks, where, mask)
+            mask = _evaluate(self.table, test, len(self.base))
+            _cache(self._base_masks, where, mask)
         changed = dict(self.changed)
         if changed:
             rows = pl.DataFrame(list(changed.values()), schema=self.schema, orient="row")
-            passed = self._tested(rows, test, len(rows))
             dense = np.fromiter(changed, np.int64, len(changed))
-            whole = np.zeros(max(len(mask), int(dense.max()) + 1), dtype=bool)
-            whole[: len(mask)] = mask
-            whole[dense] = passed
-            mask = whole
-        allowed = np.flatnonzero(mask)
-        _remember(self._answers, where, (version, allowed))
-        return allowed
-
-    @staticmethod
-    def _tested(table: pl.DataFrame | None, test: pl.Expr, n: int) -> np.ndarray:
-        if table is None:  # no columns at all: only a condition on the title comes so far, and no item has one
-            table = pl.DataFrame({"title": pl.Series([None] * n, dtype=pl.String)})
-        elif "title" not in table.columns:
-            table = table.with_columns(title=pl.lit(None, pl.String))
-        return table.select(test.fill_null(False)).to_series().to_numpy()
+            base, mask = mask, np.zeros(max(len(mask), int(dense.max()) + 1), dtype=bool)
+            mask[: len(base)] = base
+            mask[dense] = _evaluate(rows, test, len(rows))
+        passing = np.flatnonzero(mask)
+        _cache(self._passing, where, (version, passing))
+        return passing
 
 
-def _remember(kept: dict[Conditions, Any], key: Conditions, value: Any) -> None:
-    if len(kept) >= _KEPT:
-        kept.pop(next(iter(kept)), None)
-    kept[key] = value
+def _evaluate(table: pl.DataFrame | None, test: pl.Expr, n: int) -> np.ndarray:
+    if table is None:  # the only column that a condition can name is then the title, and no item has one
+        table = pl.DataFrame({"title": pl.Series([None] * n, dtype=pl.String)})
+    elif "title" not in table.columns:
+        table = table.with_columns(title=pl.lit(None, pl.String))
+    return table.select(test.fill_null(False)).to_series().to_numpy()
 
 
-def _plainly(column: pl.Series) -> pl.Series:
-    """A column to be shown: single precision as it is written, 5.95 rather than 5.949999809265137."""
+def _cache(cache: dict[Conditions, Any], key: Conditions, value: Any) -> None:
+    if len(cache) >= _CACHED:
+        cache.pop(next(iter(cache)), None)
+    cache[key] = value
+
+
+def _shortest(column: pl.Series) -> pl.Series:
+    """Single-precision numbers in their shortest notation: 5.95 rather than 5.949999809265137."""
     return column.cast(pl.String).cast(pl.Float64) if column.dtype == pl.Float32 else column
 
 
-def _kind(dtype: Any) -> Kind:
+def _kind(dtype: Any) -> ColumnKind:
     if isinstance(dtype, (pl.List, pl.Array, pl.Struct)):
         return "list"
     if dtype == pl.Boolean:
@@ -191,11 +248,10 @@ def _kind(dtype: Any) -> Kind:
     return "time" if dtype.is_temporal() else "text"
 
 
-def _typed(name: str, value: Any, dtype: Any) -> Any:
-    """A value as the column holds it."""
+def _converted(name: str, value: Any, dtype: Any) -> Any:
+    """A value with the type of its column."""
     if value is None or dtype == pl.String:
         return value
     series = pl.Series(name, [value])
-    return _plainly(
-        series.str.strptime(dtype) if dtype.is_temporal() and isinstance(value, str) else series.cast(dtype)
-    )[0]
+    parse = dtype.is_temporal() and isinstance(value, str)
+    return _shortest(series.str.strptime(dtype) if parse else series.cast(dtype))[0]

@@ -1,91 +1,105 @@
-"""What every request passes first: size, token, host and time limits, the log and the counters."""
+"""The ASGI entry point: size, token, host and time limits, the log and the metrics, in front of the application."""
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Collection, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import orjson
 
-from sparring.serving.http.access_log import Log
-from sparring.serving.http.deadlines import Deadlines
-from sparring.serving.http.limits import Limits, Refused
-from sparring.serving.http.metrics import Metrics
+from sparring.core.errors import UserError
+from sparring.serving.http.metrics import EventLog, Metrics
+from sparring.serving.http.schema import Limits, RequestError
 
 Scope = Any
 Receive = Callable[[], Awaitable[Any]]
 Send = Callable[[Any], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 Headers = Iterable[tuple[bytes, bytes]]
+Plain = Callable[[bytes], Awaitable[bytes] | None]  # request body -> response body; None: ask the application
 
-OPEN = frozenset({"/", "/healthz", "/readyz"})  # without a token: state, and the page, which asks for it
-OPEN_UNDER = "/page/files/"
-FAULT = Refused(500, "the service has a fault: its log says more")
-_JSON = (b"content-type", b"application/json")
-_SNIFF = (b"x-content-type-options", b"nosniff")
+OPEN_PATHS = frozenset({"/", "/healthz", "/readyz"})  # need no token: health, and the page, which asks for the token
+OPEN_PREFIX = "/page/files/"
+SLOW_PATHS = frozenset({"/v1/reload", "/v1/items"})  # have no time limit
+INTERNAL_ERROR = RequestError(500, "internal error; see the log of the service")
 POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: https:; font-src 'self'; connect-src 'self'; "
-    "frame-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'self'"
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: https:; font-src 'self'; "
+    "connect-src 'self'; frame-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'self'"
 )
-_ALWAYS = [_SNIFF, (b"referrer-policy", b"no-referrer"), (b"content-security-policy", POLICY.encode())]
+_JSON = (b"content-type", b"application/json")
+_SECURITY_HEADERS = [
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"content-security-policy", POLICY.encode()),
+]
 
 
 class Gate:
-    """ASGI around the application."""
+    """The path of every request: check its head, read its body, answer it within the time limit, count and log it.
+
+    FastAPI costs more per request than a search does. `plain` has, by path, functions that answer the most frequent
+    requests (known users or items, no filters) without it. For other requests, malformed ones included, they return
+    None and the application answers.
+    """
 
     def __init__(
         self,
         app: App,
+        plain: Mapping[str, Plain],
         metrics: Metrics,
-        log: Log,
+        log: EventLog,
         limits: Limits,
         token: str | None = None,
         hosts: Collection[str] | None = None,
-        slow_paths: Collection[str] = ("/v1/reload", "/v1/items"),
     ) -> None:
-        self.app, self.metrics, self.log, self.limits = app, metrics, log, limits
+        self.app, self.plain, self.metrics, self.log, self.limits = app, plain, metrics, log, limits
         self.token = None if token is None else f"Bearer {token}".encode()
         self.hosts = None if hosts is None else {host.lower().encode() for host in hosts}
-        self.slow_paths = frozenset(slow_paths)
-        self.deadlines = Deadlines()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        began, path, told = time.perf_counter(), scope["path"], _Told(send)
+        began, method, path, response = time.perf_counter(), scope["method"], scope["path"], ResponseRecorder(send)
         try:
-            self.admit(scope["method"], path, scope["headers"])
-            with self.deadlines.within(None if path in self.slow_paths else self.limits.seconds):
-                body = await self._body(receive)
-                await self.app(scope, _replay(body, receive), told)
-        except Refused as refused:
-            await _refuse(told, refused)
+            self._check_head(method, path, scope["headers"])
+            async with asyncio.timeout(None if path in SLOW_PATHS else self.limits.seconds):
+                body = await self._read_body(receive)
+                plain = self.plain.get(path) if method == "POST" else None
+                if plain:
+                    response.route = path
+                answer = plain(body) if plain else None
+                if answer is None:
+                    await self.app(scope, _replay(body, receive), response)
+                else:
+                    await response.send_json(200, await answer)
+        except RequestError as error:
+            await response.send_error(error)
+        except UserError as error:
+            await response.send_error(RequestError(422, " ".join(str(error).split())))
         except TimeoutError:
-            await _refuse(told, self.late())
+            await response.send_error(
+                RequestError(503, f"no answer within {self.limits.seconds:g} seconds; try again later")
+            )
         except Exception:
-            self.log.say("fault", method=scope["method"], path=path, trace=traceback.format_exc())
-            await _refuse(told, FAULT)
+            self.log("fault", method=method, path=path, trace=traceback.format_exc())
+            await response.send_error(INTERNAL_ERROR)
         finally:
-            route = getattr(scope.get("route"), "path", None) or "other"
-            client = scope.get("client") or ("", 0)
-            self.answered(scope["method"], path, route, told.status, time.perf_counter() - began, client[0])
+            seconds = time.perf_counter() - began
+            route = getattr(scope.get("route"), "path", response.route)
+            self.metrics.count(route, response.status, seconds)
+            if self.log.requests or response.status >= 500:
+                client = (scope.get("client") or ("", 0))[0]
+                milliseconds = round(seconds * 1e3, 3)
+                self.log("request", method=method, path=path, status=response.status, ms=milliseconds, client=client)
 
-    def answered(self, method: str, path: str, route: str, status: int, seconds: float, client: str) -> None:
-        """Count a request, and write its line."""
-        self.metrics.answered(route, status, seconds)
-        if self.log.requests or status >= 500:
-            self.log.say("request", method=method, path=path, status=status, ms=round(seconds * 1e3, 3), client=client)
-
-    def late(self) -> Refused:
-        return Refused(503, f"no answer within {self.limits.seconds:g} seconds: try again later")
-
-    def admit(self, method: str, path: str, headers: Headers) -> None:
-        """Refuse a request for what its head says."""
-        length = token = host = kind = None
+    def _check_head(self, method: str, path: str, headers: Headers) -> None:
+        """Raise RequestError if the headers alone rule the request out."""
+        length = token = host = content_type = None
         for name, value in headers:
             if name == b"content-length":
                 length = value
@@ -94,91 +108,96 @@ class Gate:
             elif name == b"host":
                 host = value
             elif name == b"content-type":
-                kind = value
-        if self.hosts is not None and host is not None and _bare(host) not in self.hosts:
-            raise Refused(
-                421, "this service answers to its own address only: bind it with --host to the address that you use"
-            )
+                content_type = value
+        if self.hosts is not None and host is not None and _without_port(host) not in self.hosts:
+            raise RequestError(421, "unknown host name: start the service with --host and the address that you use")
         if (
             self.token is not None
-            and path not in OPEN
-            and not path.startswith(OPEN_UNDER)
+            and path not in OPEN_PATHS
+            and not path.startswith(OPEN_PREFIX)
             and not hmac.compare_digest(token or b"", self.token)
         ):
-            raise Refused(401, "give the right token: Authorization: Bearer TOKEN")
+            raise RequestError(401, "missing or wrong token: send the header Authorization: Bearer TOKEN")
         if length is not None and (not length.isdigit() or int(length) > self.limits.body):
-            raise Refused(413, f"the body is larger than the {self.limits.body:,} bytes that are taken")
-        if method in ("POST", "PUT", "DELETE", "PATCH") and kind is not None and not _is_json(kind):
-            raise Refused(415, "send JSON: Content-Type: application/json")
+            raise self._too_large()
+        if method in ("POST", "PUT", "DELETE", "PATCH") and content_type is not None and not _is_json(content_type):
+            raise RequestError(415, "send JSON with the header Content-Type: application/json")
 
-    async def _body(self, receive: Receive) -> bytes:
-        parts, size = [], 0
+    async def _read_body(self, receive: Receive) -> bytes:
+        chunks, size = [], 0
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
-                raise Refused(400, "the client has gone")
-            part = message.get("body", b"")
-            size += len(part)
+                raise RequestError(400, "the client disconnected")
+            chunk = message.get("body", b"")
+            size += len(chunk)
             if size > self.limits.body:
-                raise Refused(413, f"the body is larger than the {self.limits.body:,} bytes that are taken")
-            parts.append(part)
+                raise self._too_large()
+            chunks.append(chunk)
             if not message.get("more_body"):
-                return parts[0] if len(parts) == 1 else b"".join(parts)
+                return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+    def _too_large(self) -> RequestError:
+        return RequestError(413, f"the request body exceeds the limit of {self.limits.body:,} bytes")
 
 
-class _Told:
-    """What is sent, with the headers that every answer of the application gets, and the status that it had."""
+class ResponseRecorder:
+    """Sends a response, adds the security headers to those of the application, and records status and route."""
 
     def __init__(self, send: Send) -> None:
-        self.send, self.status, self.begun = send, 500, False
+        self._send = send
+        self.status, self.started, self.route = 500, False, "other"
 
     async def __call__(self, message: Any) -> None:
         if message["type"] == "http.response.start":
-            self.status, self.begun = message["status"], True
-            here = {name for name, _ in message["headers"]}
-            message["headers"] = [*message["headers"], *(pair for pair in _ALWAYS if pair[0] not in here)]
-        await self.send(message)
+            self.status, self.started = message["status"], True
+            present = {name for name, _ in message["headers"]}
+            missing = (header for header in _SECURITY_HEADERS if header[0] not in present)
+            message["headers"] = [*message["headers"], *missing]
+        await self._send(message)
+
+    async def send_json(self, status: int, body: bytes, headers: Headers = ()) -> None:
+        self.status, self.started = status, True
+        headers = [_JSON, (b"content-length", b"%d" % len(body)), *headers]
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def send_error(self, error: RequestError) -> None:
+        if not self.started:  # too late to change a response that has started
+            body, headers = error_response(error)
+            await self.send_json(error.status, body, [*headers, *_SECURITY_HEADERS])
+
+
+def error_response(error: RequestError) -> tuple[bytes, list[tuple[bytes, bytes]]]:
+    """(body, headers other than type and length) of an error."""
+    headers = []
+    if error.status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    if error.status in (413, 421):  # the rest of the request is not read
+        headers.append((b"connection", b"close"))
+    if error.status == 503:
+        headers.append((b"retry-after", b"1"))
+    return orjson.dumps({"detail": error.message}), headers
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    given = False
+    """A `receive` that returns a body that was already read."""
+    sent = False
 
-    async def again() -> Any:
-        nonlocal given
-        if given:
+    async def replay() -> Any:
+        nonlocal sent
+        if sent:
             return await receive()
-        given = True
+        sent = True
         return {"type": "http.request", "body": body, "more_body": False}
 
-    return again
+    return replay
 
 
-def refusal(refused: Refused) -> tuple[list[tuple[bytes, bytes]], bytes]:
-    """(headers, body) of a refusal."""
-    body = orjson.dumps({"detail": refused.line})
-    headers = [_JSON, (b"content-length", b"%d" % len(body))]
-    if refused.status == 401:
-        headers.append((b"www-authenticate", b"Bearer"))
-    if refused.status in (413, 421):  # what is left of the request is not read
-        headers.append((b"connection", b"close"))
-    if refused.status == 503:
-        headers.append((b"retry-after", b"1"))
-    return headers, body
-
-
-async def _refuse(send: _Told, refused: Refused) -> None:
-    if send.begun:  # an answer that has begun cannot be taken back
-        return
-    headers, body = refusal(refused)
-    await send({"type": "http.response.start", "status": refused.status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
-
-
-def _bare(host: bytes) -> bytes:
-    """A Host header without its port."""
+def _without_port(host: bytes) -> bytes:
     return (host.partition(b"]")[0] + b"]" if host.startswith(b"[") else host.partition(b":")[0]).lower()
 
 
-def _is_json(kind: bytes) -> bool:
-    plain = kind.partition(b";")[0].strip().lower()
-    return plain == b"application/json" or (plain.startswith(b"application/") and plain.endswith(b"+json"))
+def _is_json(content_type: bytes) -> bool:
+    media = content_type.partition(b";")[0].strip().lower()
+    return media == b"application/json" or (media.startswith(b"application/") and media.endswith(b"+json"))

@@ -1,26 +1,28 @@
-"""What only the page of the service needs: its files, search as you type, curves, reports, images, and the negatives an item met.
+"""Routes that only the page needs: its files, search as you type, curves, reports, images and the negatives of an item.
 
-    app.include_router(pages(live, parts))
+    app.include_router(pages(registry, read_split))
 
-`live` is asked at every request, so a run that is swapped in and items that are changed are seen at once. `parts` reads a run's data again,
-split as its training split it; without it the page says that negatives cannot be shown. Nothing here changes anything.
+The registry is read for every request, so swapped runs and changed items show up at once. `read_split` reads the data of
+a run and splits it as training did; without it the page cannot show negatives. These routes change nothing.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as Late
+from concurrent.futures import TimeoutError as NotReady
 from contextlib import asynccontextmanager
+from dataclasses import asdict
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
 import polars as pl
-from fastapi import APIRouter, FastAPI, Query
+from fastapi import APIRouter, FastAPI
+from fastapi import Query as Parameter
 from fastapi.responses import FileResponse, Response
 
 from sparring.core.errors import UserError
@@ -28,131 +30,177 @@ from sparring.data.interactions import Split
 from sparring.recipes.run import Run
 from sparring.recipes.settings import short
 from sparring.recipes.setup import flat
-from sparring.serving.http.finding import Finder, Kind, finder, label
-from sparring.serving.http.limits import ID, Refused
-from sparring.serving.http.runs import Live
-from sparring.serving.http.served_run import Served
+from sparring.serving.http.conditions import check_column
+from sparring.serving.http.runs import RunRegistry
+from sparring.serving.http.schema import MAX_ID, RequestError
+from sparring.serving.http.served_run import ServedRun
 from sparring.training.trained import Trained
 
-Parts = Callable[[Trained], Split]
+ReadSplit = Callable[[Trained], Split]
+Side = Literal["user", "item"]
 
 FILES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 IMAGES = {".png": "image/png", ".jpg": "image/jpeg", ".jpeg": "image/jpeg", ".gif": "image/gif", ".webp": "image/webp"}
-# a report holds its own style and script; the sandbox keeps them away from this page, its token and its answers
+# a report brings its own style and script; the sandbox separates them from this page, its token and its responses
 REPORT_POLICY = (
     "sandbox allow-scripts allow-popups; default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 )
-MOST_PAIRS = 20_000_000  # of training data that is read again for an item's negatives
-WAIT = 2.0  # seconds that a request waits for negatives before it is told to ask again
-QUEUED, KEPT = 8, 256  # items whose negatives are still to be worked out, and items in all
+LABELS = ("title", "name", "text")  # the first of these columns labels a user or an item
+MAX_PAIRS = 20_000_000  # training pairs that are read again to find an item's negatives
+WAIT = 2.0  # seconds that a request waits for negatives before the page has to ask again
+QUEUED, CACHED = 8, 256  # items whose negatives are being computed, and items in all
+_NO_MATCH = 4
 
-RunName = Annotated[str | None, Query(max_length=ID)]
-ItemId = Annotated[str, Query(min_length=1, max_length=ID)]
+RunName = Annotated[str | None, Parameter(max_length=MAX_ID)]
+ItemId = Annotated[str, Parameter(min_length=1, max_length=MAX_ID)]
 
 
-class Shown:
-    """What the page's routes keep between requests, for each run that is served; made anew when a newer run takes its place."""
+class Finder:
+    """Search as you type, over the ids and titles of users or items.
 
-    def __init__(self, parts: Parts | None) -> None:
-        self.parts = parts
+    The order is: equal id, id prefix, title prefix, title with all the words; within each, most interactions first.
+    """
+
+    def __init__(self, ids: pl.Series, titles: pl.Series | None, counts: np.ndarray) -> None:
+        self.ids, self.titles, self.counts = ids, titles, counts
+        self._lower_ids = ids.cast(pl.String).str.to_lowercase()
+        self._lower_titles = None if titles is None else titles.str.to_lowercase().fill_null("")
+
+    @classmethod
+    def of_run(cls, served: ServedRun, side: Side) -> Finder:
+        """The users or items of a run, without later changes."""
+        ids = served.trained.ids
+        if side == "item":
+            counts = np.bincount(served.seen_items, minlength=len(ids.item_ids))
+            return cls(ids.item_ids.ids, _titles(ids.item_table), counts)
+        return cls(ids.query_ids.ids, _titles(ids.query_table), np.diff(served.seen_start))
+
+    def find(self, text: str, limit: int, without: np.ndarray) -> tuple[list[tuple[int, dict[str, Any]]], int]:
+        """(at most `limit` pairs of match quality (0 is best) and row, number of matches)."""
+        quality = np.full(len(self.ids), _NO_MATCH if text else 0, dtype=np.int8)
+        if text:
+            if self._lower_titles is not None:
+                all_words = np.ones(len(self.ids), dtype=bool)
+                for word in text.split():
+                    all_words &= self._lower_titles.str.contains(word, literal=True).to_numpy()
+                quality[all_words] = 3
+                quality[self._lower_titles.str.starts_with(text).to_numpy()] = 2
+            quality[self._lower_ids.str.starts_with(text).to_numpy()] = 1
+            quality[(self._lower_ids == text).to_numpy()] = 0
+        quality[without] = _NO_MATCH
+        rows = np.flatnonzero(quality < _NO_MATCH)
+        total = len(rows)
+        if total > limit:  # avoid sorting the many matches of a short text
+            most = int(self.counts.max(initial=0))
+            key = (quality[rows].astype(np.int64) * (most + 1) + most - self.counts[rows]) * len(self.ids) + rows
+            rows = rows[np.argpartition(key, limit - 1)[:limit]]
+        rows = rows[np.lexsort((rows, -self.counts[rows], quality[rows]))]
+        return list(zip(quality[rows].tolist(), self.named(rows), strict=True)), total
+
+    def named(self, rows: np.ndarray) -> list[dict[str, Any]]:
+        titles = [None] * len(rows) if self.titles is None else self.titles.gather(pl.Series(rows)).to_list()
+        ids, counts = self.ids.gather(pl.Series(rows)).to_list(), self.counts[rows].tolist()
+        return [
+            {"id": id, "title": title, "count": count} for id, title, count in zip(ids, titles, counts, strict=True)
+        ]
+
+
+class PageState:
+    """Caches of the page's routes, per served run; rebuilt when a newer run replaces it."""
+
+    def __init__(self, read_split: ReadSplit | None) -> None:
+        self.read_split = read_split
         self.worker = ThreadPoolExecutor(1, "negatives")
-        self.finders: dict[tuple[str, Kind], tuple[Served, Finder]] = {}
-        self.built: dict[str, tuple[Served, Run, Split]] = {}
-        self.asked: dict[tuple[str, int], tuple[Served, Future[dict[str, Any]]]] = {}
+        self.finders: dict[tuple[str, Side], tuple[ServedRun, Finder]] = {}
+        self.runs: dict[str, tuple[ServedRun, Run, Split]] = {}
+        self.jobs: dict[tuple[str, int], tuple[ServedRun, Future[dict[str, Any]]]] = {}
 
-    def finder(self, served: Served, kind: Kind) -> Finder:
-        known = self.finders.get((served.name, kind))
-        if known is None or known[0] is not served:
-            known = self.finders[served.name, kind] = served, finder(served, kind)
-        return known[1]
+    def finder(self, served: ServedRun, side: Side) -> Finder:
+        cached = self.finders.get((served.name, side))
+        if cached is None or cached[0] is not served:
+            cached = self.finders[served.name, side] = served, Finder.of_run(served, side)
+        return cached[1]
 
-    def search(self, served: Served, kind: Kind, text: str, limit: int) -> dict[str, Any]:
-        """What matches, with the items as they are now: changed ones by their new titles, deleted ones not at all."""
-        text, changed = " ".join(text.lower().split()), dict(served.catalogue.changed) if kind == "item" else {}
-        base = self.finder(served, kind)
-        left_out = {*changed, *(at for at in tuple(served.moved) if not served.listed(at))} if kind == "item" else set()
-        without = np.array(sorted(at for at in left_out if at < len(base.ids)), dtype=np.int64)
-        found, total = base.find(text, limit, without)
-        now = [at for at in changed if served.listed(at)]
-        if now:
-            ids = pl.Series([str(name) for name in served.catalogue.names(np.array(now))])
-            titles = pl.Series([label(changed[at]) for at in now], dtype=pl.String)
-            counts = np.array([base.counts[at] if at < len(base.counts) else 0 for at in now])
+    def search(self, served: ServedRun, side: Side, text: str, limit: int) -> dict[str, Any]:
+        """Matches among the current items: changed items by their new titles, deleted items not at all."""
+        text, changed = " ".join(text.lower().split()), dict(served.catalogue.changed) if side == "item" else {}
+        base = self.finder(served, side)
+        deleted = [item for item in tuple(served.moved) if not served.listed(item)] if side == "item" else []
+        without = np.array(sorted(item for item in {*changed, *deleted} if item < len(base.ids)), dtype=np.int64)
+        matches, total = base.find(text, limit, without)
+        listed = [item for item in changed if served.listed(item)]
+        if listed:
+            ids = pl.Series([str(id) for id in served.catalogue.original(np.array(listed))])
+            titles = pl.Series([_label(changed[item]) for item in listed], dtype=pl.String)
+            counts = np.array([base.counts[item] if item < len(base.counts) else 0 for item in listed])
             more, number = Finder(ids, titles, counts).find(text, limit, np.empty(0, np.int64))
-            found, total = (
-                sorted([*found, *more], key=lambda each: (each[0], -each[1]["count"]))[:limit],
-                total + number,
-            )
-        return {"found": [row for _, row in found], "total": total}
+            matches = sorted([*matches, *more], key=lambda match: (match[0], -match[1]["count"]))[:limit]
+            total += number
+        return {"found": [row for _, row in matches], "total": total}
 
-    def negatives(self, served: Served, item: int) -> dict[str, Any]:
-        """What an item met, worked out by one thread, one item at a time, and kept; asked for again until it is there."""
+    def negatives(self, served: ServedRun, item: int) -> dict[str, Any]:
+        """The negatives of an item, computed by one thread and cached; the page asks again until they are ready."""
         key = (served.name, item)
-        known = self.asked.get(key)
-        if known is None or known[0] is not served:
-            done = [each for each, (_, future) in list(self.asked.items()) if future.done()]
-            if len(self.asked) - len(done) >= QUEUED:
+        cached = self.jobs.get(key)
+        if cached is None or cached[0] is not served:
+            done = [other for other, (_, future) in list(self.jobs.items()) if future.done()]
+            if len(self.jobs) - len(done) >= QUEUED:
                 return {"state": "working"}
-            for each in done[: max(0, len(self.asked) + 1 - KEPT)]:
-                self.asked.pop(each, None)
-            known = self.asked[key] = served, self.worker.submit(self._met, served, item)
+            for other in done[: max(0, len(self.jobs) + 1 - CACHED)]:
+                self.jobs.pop(other, None)
+            cached = self.jobs[key] = served, self.worker.submit(self._negatives, served, item)
         try:
-            return known[1].result(WAIT)
-        except Late:
+            return cached[1].result(WAIT)
+        except NotReady:
             return {"state": "working"}
         except (UserError, OSError, RuntimeError, ValueError, KeyError, TypeError, MemoryError) as error:
-            self.asked.pop(key, None)  # what is wrong may be put right: it is tried again when it is asked for again
+            self.jobs.pop(key, None)  # the cause may be fixed before the next request
             return {"state": "absent", "why": " ".join(str(error).split()) or type(error).__name__}
 
-    def _met(self, served: Served, item: int) -> dict[str, Any]:
-        from dataclasses import asdict
-
-        from sparring.experiments.diagnose.item_negatives import met
+    def _negatives(self, served: ServedRun, item: int) -> dict[str, Any]:
+        from sparring.experiments.diagnose.item_negatives import negatives_of_item
 
         ids = served.trained.ids.item_ids
         if item >= len(ids):
-            raise UserError("it was added after the training, and met no negatives")
-        _, run, split = self._built(served)
-        found = asdict(met(run, split, int(split.train.item_ids.encode([ids.decode([item])[0]])[0])))
-        dense = ids.encode(split.train.item_ids.decode(np.array(found.pop("items"), dtype=np.int64)))
-        rows = zip(self.finder(served, "item").named(dense), found.pop("times"), found.pop("shares"), strict=True)
-        items = [
-            {"id": each["id"], "title": each["title"], "times": times, "share": share} for each, times, share in rows
-        ]
-        return {"state": "ready", "items": items, "sampler": served.trained.meta.get("batch", []), **found}
+            raise UserError("this item was added after training, so it has no negatives")
+        _, run, split = self._training(served)
+        facts = asdict(negatives_of_item(run, split, int(split.train.item_ids.encode([ids.decode([item])[0]])[0])))
+        dense = ids.encode(split.train.item_ids.decode(np.array(facts.pop("items"), dtype=np.int64)))
+        rows = zip(self.finder(served, "item").named(dense), facts.pop("times"), facts.pop("shares"), strict=True)
+        items = [{"id": row["id"], "title": row["title"], "times": times, "share": share} for row, times, share in rows]
+        return {"state": "ready", "items": items, "sampler": served.trained.meta.get("batch", []), **facts}
 
-    def _built(self, served: Served) -> tuple[Served, Run, Split]:
+    def _training(self, served: ServedRun) -> tuple[ServedRun, Run, Split]:
+        """The run and the split that the served model was trained on."""
         from sparring.experiments.diagnose import samplers
 
-        known = self.built.get(served.name)
-        if known is not None and known[0] is served:
-            return known
+        cached = self.runs.get(served.name)
+        if cached is not None and cached[0] is served:
+            return cached
         pairs = int(served.trained.meta.get("data", {}).get("train", 0))
-        if self.parts is None:
-            raise UserError("this service was started without the means to read the data of its runs again")
-        if pairs > MOST_PAIRS:
-            raise UserError(
-                f"the {pairs:,} training pairs are too many to be read again here, where {MOST_PAIRS:,} are the most"
-            )
-        split = self.parts(served.trained)
-        self.built.pop(served.name, None)
-        while len(self.built) > 1:  # two runs side by side
-            self.built.pop(next(iter(self.built)))
-        self.built[served.name] = served, samplers.own(served.folder, split), split
-        return self.built[served.name]
+        if self.read_split is None:
+            raise UserError("this service cannot read the training data, so negatives are not available")
+        if pairs > MAX_PAIRS:
+            raise UserError(f"negatives are not available for {pairs:,} training pairs; the limit is {MAX_PAIRS:,}")
+        split = self.read_split(served.trained)
+        self.runs.pop(served.name, None)
+        while len(self.runs) > 1:  # keep two, for runs side by side
+            self.runs.pop(next(iter(self.runs)))
+        self.runs[served.name] = served, samplers.load_for_diagnosis(served.folder, split), split
+        return self.runs[served.name]
 
     def close(self) -> None:
         self.worker.shutdown(wait=False, cancel_futures=True)
 
 
-def pages(live: Live, parts: Parts | None = None) -> APIRouter:
-    """The router of the page: `/`, and what it asks for under `/page/`."""
-    shown = Shown(parts)
+def pages(registry: RunRegistry, read_split: ReadSplit | None = None) -> APIRouter:
+    """The router of the page: `/`, and its requests under `/page/`."""
+    state = PageState(read_split)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
-        shown.close()
+        state.close()
 
     router = APIRouter(include_in_schema=False, lifespan=lifespan)
 
@@ -166,82 +214,69 @@ def pages(live: Live, parts: Parts | None = None) -> APIRouter:
 
     @router.get("/page/search")
     def search(
-        text: Annotated[str, Query(max_length=200)] = "",
-        kind: Kind = "item",
-        limit: Annotated[int, Query(ge=1, le=50)] = 8,
+        text: Annotated[str, Parameter(max_length=200)] = "",
+        kind: Side = "item",
+        limit: Annotated[int, Parameter(ge=1, le=50)] = 8,
         run: RunName = None,
     ) -> dict[str, Any]:
-        return shown.search(live.served(run), kind, text, limit)
+        return state.search(registry.served(run), kind, text, limit)
 
     @router.get("/page/values")
-    def values(column: Annotated[str, Query(max_length=ID)], run: RunName = None) -> dict[str, Any]:
-        return {"values": _values(live.served(run), column)}
+    def values(column: Annotated[str, Parameter(max_length=MAX_ID)], run: RunName = None) -> dict[str, Any]:
+        return {"values": _values(registry.served(run), column)}
 
     @router.get("/page/runs")
     def training() -> dict[str, Any]:
-        return {"runs": [_training(served) for served in live.runs]}
+        return {"runs": [_training(served) for served in registry.runs]}
 
     @router.get("/page/report")
     def report(which: Literal["comparison", "index"] = "comparison", run: RunName = None) -> Response:
-        served = live.served(run)
+        served = registry.served(run)
         path = _reports(served.folder).get(which)
         if path is None:
-            raise Refused(404, f"no {which} report lies with {served.name}")
-        return Response(
-            path.read_bytes(), media_type="text/html; charset=utf-8", headers={"Content-Security-Policy": REPORT_POLICY}
-        )
+            raise RequestError(404, f"run {served.name} has no {which} report")
+        headers = {"Content-Security-Policy": REPORT_POLICY}
+        return Response(path.read_bytes(), media_type="text/html; charset=utf-8", headers=headers)
 
     @router.get("/page/image")
     def image(item: ItemId, run: RunName = None) -> Response:
-        served = live.served(run)
-        path = _image(served, _dense(served, item))
-        return FileResponse(
-            path, media_type=IMAGES[path.suffix.lower()], headers={"Cache-Control": "private, max-age=3600"}
-        )
+        served = registry.served(run)
+        path = _image(served, served.find_item(item))
+        headers = {"Cache-Control": "private, max-age=3600"}
+        return FileResponse(path, media_type=IMAGES[path.suffix.lower()], headers=headers)
 
     @router.get("/page/negatives")
     def negatives(item: ItemId, run: RunName = None) -> dict[str, Any]:
-        served = live.served(run)
-        return shown.negatives(served, _dense(served, item))
+        served = registry.served(run)
+        return state.negatives(served, served.find_item(item))
 
     return router
 
 
 def _file(name: str) -> Response:
     kind = FILES.get(name.rpartition(".")[2])
-    found = {
-        each.name: each for each in (files("sparring.serving.http") / "page").iterdir()
-    }  # never a path made of what a request says
-    if kind is None or name not in found:
-        raise Refused(404, f"the page has no file {name[:200]!r}")
-    return Response(
-        found[name].read_bytes(), media_type=f"{kind}; charset=utf-8", headers={"Cache-Control": "no-cache"}
-    )
+    page = {path.name: path for path in (files("sparring.serving.http") / "page").iterdir()}  # names, never a path
+    if kind is None or name not in page:
+        raise RequestError(404, f"the page has no file {name[:200]!r}")
+    headers = {"Cache-Control": "no-cache"}
+    return Response(page[name].read_bytes(), media_type=f"{kind}; charset=utf-8", headers=headers)
 
 
-def _dense(served: Served, item: str) -> int:
-    at = served.catalogue.find_one(item)
-    if at < 0:
-        raise Refused(404, f"item {item[:200]!r} is not known to {served.name}")
-    return at
-
-
-def _values(served: Served, column: str) -> list[dict[str, Any]]:
-    """The most frequent values of an item column, to choose a filter from."""
-    if column not in served.catalogue.schema:
-        raise Refused(404, f"there is no item column {column[:200]!r}: there are {', '.join(served.catalogue.schema)}")
+def _values(served: ServedRun, column: str) -> list[dict[str, Any]]:
+    """The most frequent values of an item column, as choices for a filter."""
+    check_column(column, served.catalogue.schema, status=404)
     table, dtype = served.catalogue.table, served.catalogue.schema[column]
-    few = dtype in (pl.String, pl.Boolean, pl.Categorical, pl.Enum) or dtype.is_integer()
-    if table is None or column not in table.columns or not few:
+    discrete = dtype in (pl.String, pl.Boolean, pl.Categorical, pl.Enum) or dtype.is_integer()
+    if table is None or column not in table.columns or not discrete:
         return []
     counts = table[column].drop_nulls().value_counts(sort=True).head(200)
     return [{"value": value, "count": count} for value, count in counts.iter_rows()]
 
 
-def _training(served: Served) -> dict[str, Any]:
-    """What a run's folder says of its training; a file that is not there, or is being written, leaves its part empty."""
+def _training(served: ServedRun) -> dict[str, Any]:
+    """The training of a run, read from its folder; missing or unfinished files leave their part empty."""
     meta, setup = served.trained.meta, flat(served.trained.meta.get("setup", {}))
-    result = (_lines(served.folder / "result.json", whole=True) or [{}])[0]
+    result = next(iter(_objects(_text(served.folder / "result.json"))), {})
     about = {
         "name": served.name,
         "recipe": short(meta["recipe"]),
@@ -249,7 +284,7 @@ def _training(served: Served) -> dict[str, Any]:
         "data": {"name": Path(str(meta.get("source", {}).get("data", "its own data"))).name, **meta.get("data", {})},
         "setup": {key: setup.get(key) for key in ("dim", "score", "tau", "batch_size", "optimizer", "lr", "seed")},
         "select": setup.get("select", "ndcg@10"),
-        "epochs": _lines(served.folder / "metrics.jsonl"),
+        "epochs": _objects(*_text(served.folder / "metrics.jsonl").splitlines()),
         "best_epoch": result.get("best_epoch"),
         "seconds": result.get("train_seconds"),
         "test": result.get("test", {}).get("metrics", {}),
@@ -259,44 +294,48 @@ def _training(served: Served) -> dict[str, Any]:
     return {name: _finite(value) for name, value in about.items()}
 
 
-def _lines(path: Path, whole: bool = False) -> list[dict[str, Any]]:
-    """The objects of a file of JSON lines, or of one JSON file; those that cannot be read are left out."""
-    found: list[dict[str, Any]] = []
+def _text(path: Path) -> str:
     try:
-        text = path.read_text()
+        return path.read_text()
     except OSError:
-        return found
-    for line in [text] if whole else text.splitlines():
+        return ""
+
+
+def _objects(*texts: str) -> list[dict[str, Any]]:
+    """The JSON objects among these texts; the others are skipped."""
+    values = []
+    for text in texts:
         try:
-            value = json.loads(line)
+            values.append(json.loads(text))
         except ValueError:
             continue
-        found += [value] if isinstance(value, dict) else []
-    return found
+    return [value for value in values if isinstance(value, dict)]
 
 
 def _finite(value: Any) -> Any:
-    """The same with null for what JSON has no number for."""
+    """The value with null for NaN and infinity, which JSON lacks."""
     if isinstance(value, dict):
-        return {key: _finite(each) for key, each in value.items()}
+        return {key: _finite(part) for key, part in value.items()}
     if isinstance(value, list):
-        return [_finite(each) for each in value]
+        return [_finite(part) for part in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _reports(folder: Path) -> dict[str, Path]:
-    """The reports that lie with a run: of the comparison it was trained for, in one of the three folders above it; and of its index."""
-    above = [place / "report.html" for place in folder.resolve().parents[:3] if (place / "comparison.json").is_file()]
-    found = {"comparison": above[0]} if above else {}
-    found["index"] = folder / "index" / "report" / "report.html"
-    return {which: path for which, path in found.items() if path.is_file()}
+    """The reports of a run: of its comparison, up to three folders above it, and of its index."""
+    above = [
+        parent / "report.html" for parent in folder.resolve().parents[:3] if (parent / "study.json").is_file()
+    ]
+    reports = {"comparison": above[0]} if above else {}
+    reports["index"] = folder / "index" / "report" / "report.html"
+    return {which: path for which, path in reports.items() if path.is_file()}
 
 
-def _image(served: Served, item: int) -> Path:
-    """The file in the item's column `image`, below the run's folder or below that of its data; nothing else is ever served."""
+def _image(served: ServedRun, item: int) -> Path:
+    """The file in the item's column `image`, inside the folder of the run or of its data; no other file is served."""
     value = served.catalogue.row(item).get("image")
     if not isinstance(value, str) or not value:
-        raise Refused(404, "this item has no image")
+        raise RequestError(404, "this item has no image")
     data = Path(str(served.trained.meta.get("source", {}).get("data", "")))
     roots = [served.folder.resolve()]
     if data.is_absolute() and data.exists():
@@ -306,6 +345,15 @@ def _image(served: Served, item: int) -> Path:
             path = (root / value).resolve()
             if path.is_relative_to(root) and path.suffix.lower() in IMAGES and path.is_file():
                 return path
-        except (OSError, ValueError, RuntimeError):  # a name too long, a zero byte, links that go round
+        except (OSError, ValueError, RuntimeError):  # a name that is too long, a zero byte, a loop of links
             continue
-    raise Refused(404, "the image of this item is no picture below the folder of its run or of its data")
+    raise RequestError(404, "the image of this item is not a picture inside the folder of its run or of its data")
+
+
+def _label(row: Mapping[str, Any]) -> str | None:
+    return next((str(row[name]) for name in LABELS if row.get(name) is not None), None)
+
+
+def _titles(table: pl.DataFrame | None) -> pl.Series | None:
+    name = next((name for name in LABELS if table is not None and name in table.columns), None)
+    return None if table is None or name is None else table[name].cast(pl.String)

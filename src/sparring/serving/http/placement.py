@@ -1,4 +1,4 @@
-"""Vectors of items that a run was not trained on: given, from their text, from items that they are like, or from their features."""
+"""Vectors of items that a run was not trained on: given, or from a text, similar items or item columns."""
 
 from __future__ import annotations
 
@@ -20,30 +20,28 @@ from sparring.training.item_vectors import mean_item
 from sparring.training.trained import Trained
 
 
-class Placing:
-    """What a new item may be placed by in the space of one run.
+class ItemPlacer:
+    """Places new items in the vector space of one run.
 
-    - vector: as given, where it was given for this very model;
-    - text: through the item tower, where that reads texts, after the columns that the run read before it (such as a title);
-    - like: the mean of the items that it is like, of their usual length where lengths are free;
-    - features: through the item tower, where that reads columns; for the id, which no new item has, the mean of all ids.
+    - vector: the given vector, if it was given for this very model;
+    - text: encoded by the item tower, if it reads texts, after the columns that it reads first (such as a title);
+    - like: the mean of similar items, rescaled to their mean length unless vectors have length 1;
+    - features: encoded by the item tower, if it reads columns; the mean of all id vectors replaces the missing one.
 
-    A bias that the run has learned for every item is the mean of those that it is like, or of all.
+    If the run has item biases, the bias is the mean of those of the similar items, or of all items.
     """
 
     def __init__(self, trained: Trained, model: str) -> None:
         self.trained, self.model = trained, model
-        self.cosine = trained.model.score == "cosine"
-        self.biased = trained.model.item_bias is not None
         item = trained.model.item
         self.ways = ["vector", "like"]
         if isinstance(item, TextTower):
             self.ways.append("text")
-        self._before: list[str] = list(trained.meta["setup"]["text"]["item_text"] or ())[:-1]
-        self._columns: _Columns | None = None
+        self._text_columns: list[str] = list(trained.meta["setup"]["text"]["item_text"] or ())[:-1]
+        self._features: _FeatureEncoder | None = None
         if isinstance(item, FeatureTower) and trained.ids.item_table is not None:
             names = trained.meta["setup"]["model"]["item_features"] or ()
-            self._columns = _Columns(item, trained.ids.item_table, tuple(names))
+            self._features = _FeatureEncoder(item, trained.ids.item_table, tuple(names))
             self.ways.append("features")
 
     @property
@@ -51,7 +49,7 @@ class Placing:
         return self.trained.model.dim
 
     def given(self, change: Change) -> np.ndarray | None:
-        """The vector that was given, where it is of this model; None where not."""
+        """The given vector, if it is of this model; else None."""
         if change.vector is None or change.model != self.model or len(change.vector) != self.dim:
             return None
         return change.vector
@@ -59,27 +57,26 @@ class Placing:
     def from_text(self, text: str, columns: Mapping[str, Any]) -> np.ndarray | None:
         if "text" not in self.ways:
             return None
-        whole = joined_text([_text(columns.get(name)) for name in self._before] + [text])
-        return self.trained.encode_texts([whole], "item")[0].float().numpy()
+        joined = joined_text([_text(columns.get(name)) for name in self._text_columns] + [text])
+        return self.trained.encode_texts([joined], "item")[0].float().numpy()
 
     def from_like(self, vectors: np.ndarray) -> np.ndarray:
-        """The mean of vectors (n, D), scaled as items are."""
+        """The mean of vectors (n, D), scaled like an item."""
         return mean_item(self.trained.model, vectors)
 
     def from_columns(self, row: Mapping[str, Any]) -> np.ndarray | None:
-        if self._columns is None:
+        if self._features is None:
             return None
         with torch.no_grad():
-            vector = self._columns.vector(row)
-            vector = F.normalize(vector, dim=0) if self.cosine else vector
-            bias = self.trained.model.item_bias
-            if bias is not None:
-                vector = torch.cat([vector, bias(torch.arange(self.trained.model.n_items)).mean(0)])
+            model, vector = self.trained.model, self._features.vector(row)
+            vector = F.normalize(vector, dim=0) if model.score == "cosine" else vector
+            if model.item_bias is not None:
+                vector = torch.cat([vector, model.item_bias(torch.arange(model.n_items)).mean(0)])
         return vector.float().numpy()
 
 
-class _Columns:
-    """The inputs of a feature tower for a row that it was not built from: coded and scaled as its own rows are."""
+class _FeatureEncoder:
+    """Encodes a new row with a feature tower: its columns are coded and scaled like the rows of the training table."""
 
     def __init__(self, tower: FeatureTower, table: pl.DataFrame, names: tuple[str, ...]) -> None:
         self.tower, self.table = tower, table
@@ -88,12 +85,11 @@ class _Columns:
         self.scaled = [name for name in names if name in dense]
         offsets = tower.categorical.min(0).values if self.coded else torch.empty(0)
         self.codes: list[dict[str, int]] = []
-        for at, name in enumerate(self.coded):
+        for column, name in enumerate(self.coded):
             pairs = pl.DataFrame(
-                {"value": table[name].cast(pl.String), "code": tower.categorical[:, at].numpy()}
+                {"value": table[name].cast(pl.String), "code": tower.categorical[:, column].numpy()}
             ).unique()
-            known = {value: code for value, code in pairs.iter_rows() if value}
-            self.codes.append(known)
+            self.codes.append({value: code for value, code in pairs.iter_rows() if value})
         self.missing = [
             min(known.values(), default=int(low) + 1) - 1
             for known, low in zip(self.codes, offsets.tolist(), strict=True)
@@ -110,7 +106,7 @@ class _Columns:
             ]
             parts.append(self.tower.values(torch.tensor([codes])).flatten(1))
         if self.scaled:
-            # the row stands last in the table: a single one moves the mean and the deviation by next to nothing
+            # appended to the table: one row hardly changes the mean and the deviation that columns are scaled by
             new = pl.DataFrame(
                 [{name: row.get(name) for name in self.scaled}], schema={n: self.table.schema[n] for n in self.scaled}
             )

@@ -1,73 +1,100 @@
-"""What requests hold and what answers look like: the types that the OpenAPI description is made from."""
+"""Requests and responses: their types, from which the OpenAPI description is generated, their limits, and the error a request gets."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr
 
-from sparring.serving.http import limits
+MAX_K = 1000  # items in one list
+MAX_QUERIES = 256  # users, texts or items in one request
+MAX_IDS = 10_000  # ids in a history, an allow list or a deny list
+MAX_ITEMS = 1000  # items put or deleted by one request
+MAX_CONDITIONS = 16  # in one filter
+MAX_FIELDS = 32  # item columns in one response
+MAX_TEXT = 10_000  # characters of a text, a title or a value
+MAX_ID = 1024  # characters of an id
+MAX_DIM = 65_536  # numbers in a vector
 
-Text = Annotated[StrictStr, Field(max_length=limits.TEXT)]
-Name = Annotated[StrictStr, Field(max_length=limits.ID)]
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits set by the operator: bytes of a request body, seconds per request, and queries waiting to be searched."""
+
+    body: int = 8 * 2**20
+    seconds: float = 10.0
+    waiting: int = 4096
+
+
+class RequestError(Exception):
+    """A request that fails with this HTTP status and a one-line message."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status, self.message = status, message
+
+
+Text = Annotated[StrictStr, Field(max_length=MAX_TEXT)]
+Name = Annotated[StrictStr, Field(max_length=MAX_ID)]
 Id = StrictInt | Name
-Ids = Annotated[list[Id], Field(max_length=limits.IDS)]
-Queries = Annotated[list[Id], Field(min_length=1, max_length=limits.QUERIES)]
+Ids = Annotated[list[Id], Field(max_length=MAX_IDS)]
+Queries = Annotated[list[Id], Field(min_length=1, max_length=MAX_QUERIES)]
 Scalar = StrictBool | StrictInt | StrictFloat | Text
-Vector = Annotated[list[float], Field(min_length=1, max_length=limits.DIM)]
+Vector = Annotated[list[float], Field(min_length=1, max_length=MAX_DIM)]
 Op = Literal["=", "!=", "<", "<=", ">", ">=", "in", "not in", "contains"]
 
 
 class Condition(BaseModel):
-    """One condition on an item column: {"column": "price", "op": "<", "value": 10}."""
+    """A condition on an item column: {"column": "price", "op": "<", "value": 10}."""
 
     model_config = ConfigDict(extra="forbid")
     column: Name
     op: Op
-    value: Scalar | Annotated[list[Scalar], Field(max_length=limits.IDS)]
+    value: Scalar | Annotated[list[Scalar], Field(max_length=MAX_IDS)]
 
 
-class Asked(BaseModel):
-    """What every question may say: how many items, which may be listed, which of their columns to give."""
+class Query(BaseModel):
+    """Fields that every query has: the length of the list, filters, and the item columns to return."""
 
     model_config = ConfigDict(extra="forbid")
-    k: Annotated[StrictInt, Field(ge=1, le=limits.K)] = 10
-    allow: Ids | None = Field(None, description="only these items may be listed")
-    deny: Ids | None = Field(None, description="these items may not be listed")
-    # null by default, not a list: a list would be copied for every request
-    where: Annotated[list[Condition], Field(max_length=limits.CONDITIONS)] | None = Field(
-        None, description="conditions that must all hold"
+    k: Annotated[StrictInt, Field(ge=1, le=MAX_K)] = 10
+    allow: Ids | None = Field(None, description="list only these items")
+    deny: Ids | None = Field(None, description="never list these items")
+    # null by default rather than []: pydantic would copy a list for every request
+    where: Annotated[list[Condition], Field(max_length=MAX_CONDITIONS)] | None = Field(
+        None, description="conditions on item columns; all must hold"
     )
-    fields: Annotated[list[Name], Field(max_length=limits.FIELDS)] | None = Field(
-        None, description="item columns to give beside the title"
+    fields: Annotated[list[Name], Field(max_length=MAX_FIELDS)] | None = Field(
+        None, description="item columns to return in addition to the title"
     )
-    run: Name | None = Field(None, description="name of one of the runs served; the first one by default")
+    run: Name | None = Field(None, description="name of the run to query; the first one by default")
 
 
-class Recommend(Asked):
-    """The best items for one of: known users, a history of items, texts."""
+class Recommend(Query):
+    """The best items for known users, for a history of items, or for texts. Give exactly one of these."""
 
     user: Id | None = None
     users: Queries | None = None
-    history: Annotated[list[Id], Field(min_length=1, max_length=limits.IDS)] | None = Field(
+    history: Annotated[list[Id], Field(min_length=1, max_length=MAX_IDS)] | None = Field(
         None, description="item ids, oldest first"
     )
     text: Text | None = None
-    texts: Annotated[list[Text], Field(min_length=1, max_length=limits.QUERIES)] | None = None
+    texts: Annotated[list[Text], Field(min_length=1, max_length=MAX_QUERIES)] | None = None
     exclude_seen: StrictBool = Field(
-        True, description="leave out what the user has already taken, or what the history holds"
+        True, description="leave out the items the user has interacted with, or the items in the history"
     )
 
 
-class Similar(Asked):
-    """The items nearest to one or several items, each by itself."""
+class Similar(Query):
+    """The nearest neighbours of one or more items, each searched separately."""
 
     item: Id | None = None
     items: Queries | None = None
 
 
 class Listed(BaseModel):
-    """An item of a list; columns that were asked for in `fields` stand beside these."""
+    """An item in a list, with the columns requested in `fields`."""
 
     model_config = ConfigDict(extra="allow")
     id: int | str
@@ -76,10 +103,10 @@ class Listed(BaseModel):
 
 
 class Answer(BaseModel):
-    query: Any = Field(description="the user, text or item asked for, or the history")
+    query: Any = Field(description="the user, text, item or history of the request")
     items: list[Listed]
     unknown: list[int | str] = Field(
-        [], description="ids that the run does not know: of a history, left out of it, or the query itself"
+        [], description="ids unknown to the run: items ignored in a history, or the query itself"
     )
 
 
@@ -90,43 +117,43 @@ class Answers(BaseModel):
 
 
 class Item(BaseModel):
-    """An item to add or change: any column of the item table may be given beside these, and what is not given stays as it is."""
+    """An item to add or change. Any column of the item table may be given; columns left out keep their values."""
 
     model_config = ConfigDict(extra="allow")
     id: Id
     title: Text | None = None
-    text: Text | None = Field(None, description="read by the item tower, where that reads texts")
-    vector: Vector | None = Field(None, description="in the space of the default run's item vectors")
-    like: Annotated[list[Id], Field(min_length=1, max_length=limits.IDS)] | None = Field(
-        None, description="items whose mean it gets"
+    text: Text | None = Field(None, description="encoded by the item tower, if it reads texts")
+    vector: Vector | None = Field(None, description="in the vector space of the default run's items")
+    like: Annotated[list[Id], Field(min_length=1, max_length=MAX_IDS)] | None = Field(
+        None, description="place the item at the mean of these items"
     )
     __pydantic_extra__: dict[str, Scalar | None]
 
 
 class PutItems(BaseModel):
     model_config = ConfigDict(extra="forbid")
-    items: Annotated[list[Item], Field(min_length=1, max_length=limits.ITEMS)]
+    items: Annotated[list[Item], Field(min_length=1, max_length=MAX_ITEMS)]
 
 
 class DeleteItems(BaseModel):
     model_config = ConfigDict(extra="forbid")
-    ids: Annotated[list[Id], Field(min_length=1, max_length=limits.ITEMS)]
+    ids: Annotated[list[Id], Field(min_length=1, max_length=MAX_ITEMS)]
 
 
 class Written(BaseModel):
-    """What was made durable before this answer was sent."""
+    """Changes that were durable before this response was sent."""
 
     count: int
-    sequence: int = Field(description="number of the last change in the store")
+    sequence: int = Field(description="sequence number of the last change in the store")
     waiting: dict[str, list[int | str]] = Field(
-        description="run -> items that it cannot place: they are kept, and not listed there"
+        description="run -> items that it cannot place; they are stored but not listed by that run"
     )
 
 
 class Reload(BaseModel):
     model_config = ConfigDict(extra="forbid")
-    run: Text | None = Field(None, description="folder of the run to load; that of now by default")
-    name: Name | None = Field(None, description="which of the runs served it replaces; the first one by default")
+    run: Text | None = Field(None, description="run folder to load; the current one by default")
+    name: Name | None = Field(None, description="name of the served run to replace; the first one by default")
 
 
 class Reloaded(BaseModel):
@@ -147,18 +174,18 @@ class RunInfo(BaseModel):
     dim: int
     score: str
     index: str = Field(description="exact, hnsw, ivf, ...")
-    recall: float | None = Field(description="of the index, as `sparring index` measured it")
-    answers: list[str] = Field(description="kinds of question: user, history, text, similar")
+    recall: float | None = Field(description="recall of the index, as measured by `sparring index`")
+    answers: list[str] = Field(description="supported queries: user, history, text, similar")
     history_by: str | None = Field(
-        description='"tower", or "mean" of the item vectors where the query tower reads no histories'
+        description='"tower", or "mean" of the item vectors if the query tower does not read histories'
     )
-    places_by: list[str] = Field(description="what a new item may be placed by: vector, like, text, features")
+    places_by: list[str] = Field(description="ways to place a new item: vector, like, text, features")
     generation: int
     notes: list[str]
     waiting: int
 
 
-class Column(BaseModel):
+class ColumnInfo(BaseModel):
     name: str
     type: Literal["text", "number", "boolean", "time", "list"]
     dtype: str
@@ -170,8 +197,8 @@ class Info(BaseModel):
     version: str
     run: RunInfo
     runs: list[RunInfo]
-    columns: list[Column]
-    changed: int = Field(description="items added or changed since the run was made")
+    columns: list[ColumnInfo]
+    changed: int = Field(description="items added or changed since the run was trained")
     deleted: int
     limits: dict[str, float]
 
@@ -181,17 +208,17 @@ class ItemInfo(BaseModel):
     title: str | None
     columns: dict[str, Any]
     source: Literal["run", "changed", "added"]
-    placed: bool = Field(description="whether it can be listed by this run")
+    placed: bool = Field(description="whether this run can list the item")
 
 
-class Taken(BaseModel):
+class HistoryItem(BaseModel):
     id: int | str
     title: str | None
 
 
 class UserInfo(BaseModel):
     id: int | str
-    history: list[Taken]
+    history: list[HistoryItem]
     total: int
     ordered: bool = Field(description="whether the history is in time order")
     columns: dict[str, Any]

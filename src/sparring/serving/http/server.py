@@ -1,4 +1,4 @@
-"""The service as a process: uvicorn, threads, the watch over the run folders, a clean stop."""
+"""The service as a process: uvicorn, the watch on run folders, and a graceful shutdown."""
 
 from __future__ import annotations
 
@@ -11,24 +11,23 @@ from collections.abc import Callable
 import uvicorn
 
 from sparring.core.errors import UserError
-from sparring.serving.http.access_log import Log
 from sparring.serving.http.app import Service
-from sparring.serving.http.limits import Limits, Refused
-from sparring.serving.http.pages import Parts
-from sparring.serving.http.quick import Connection, Shortcut
-from sparring.serving.http.runs import Live
+from sparring.serving.http.metrics import EventLog
+from sparring.serving.http.pages import ReadSplit
+from sparring.serving.http.runs import RunRegistry
+from sparring.serving.http.schema import Limits, RequestError
 from sparring.serving.http.served_run import signature
-from sparring.training.lock import is_held
+from sparring.training.folder import is_held
 
 
 class _Server(uvicorn.Server):
-    """uvicorn that tells when it takes requests."""
+    """uvicorn with a callback for the moment when it accepts connections."""
 
-    when_ready: Callable[[], None] = staticmethod(lambda: None)
+    on_ready: Callable[[], None] = staticmethod(lambda: None)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        self.when_ready()
+        self.on_ready()
 
 
 def configured(service: Service, host: str, port: int) -> uvicorn.Config:
@@ -36,7 +35,7 @@ def configured(service: Service, host: str, port: int) -> uvicorn.Config:
         service.gate,
         host=host,
         port=port,
-        http=type("Connection", (Connection,), {"shortcut": Shortcut(service)}),
+        http="httptools",
         log_config=None,
         access_log=False,
         server_header=False,
@@ -47,70 +46,65 @@ def configured(service: Service, host: str, port: int) -> uvicorn.Config:
 
 
 def run(
-    live: Live,
+    registry: RunRegistry,
     host: str,
     port: int,
     limits: Limits,
     token: str | None = None,
     hosts: list[str] | None = None,
-    log: Log | None = None,
+    log: EventLog | None = None,
     watch: float | None = None,
-    parts: Parts | None = None,
+    read_split: ReadSplit | None = None,
     threads: int | None = None,
 ) -> None:
-    """Serve until SIGINT or SIGTERM; requests that have begun are answered first."""
-    log = log or Log()
-    service = Service(live, limits, token, hosts, log, parts, threads or len(os.sched_getaffinity(0)))
+    """Serve until SIGINT or SIGTERM, then finish the requests in progress."""
+    log = log or EventLog()
+    service = Service(registry, limits, token, hosts, log, read_split, threads or len(os.sched_getaffinity(0)))
     config = configured(service, host, port)
     server = _Server(config)
     stop = threading.Event()
-    for number in (
-        signal.SIGINT,
-        signal.SIGTERM,
-    ):  # uvicorn sees to them while it runs; one that comes earlier counts too
+    for number in (signal.SIGINT, signal.SIGTERM):  # a signal may arrive before uvicorn installs its own handlers
         signal.signal(number, lambda *_: setattr(server, "should_exit", True))
     try:
-        bound_to = config.bind_socket()
+        listener = config.bind_socket()
     except SystemExit as error:
-        raise UserError(
-            f"cannot listen on {host}:{port}: the address is in use, or not this machine's; give another with --port"
-        ) from error
-    name, bound = bound_to.getsockname()[:2]
-    shown = f"[{name}]" if ":" in name else name
-    _say_notes(live, log)
-    facts = {"runs": [served.name for served in live.runs], "items": len(live.served().index), "pid": os.getpid()}
-    server.when_ready = lambda: log.say("serving", url=f"http://{shown}:{bound}/", **facts)
-    watcher = threading.Thread(target=_watch, args=(live, watch, stop), name="watch", daemon=True)
+        why = "the address is in use or does not belong to this machine; choose another with --host or --port"
+        raise UserError(f"cannot listen on {host}:{port}: {why}") from error
+    name, bound_port = listener.getsockname()[:2]
+    address = f"[{name}]" if ":" in name else name
+    _log_notes(registry, log)
+    names, items = [served.name for served in registry.runs], len(registry.served().index)
+    server.on_ready = lambda: log(
+        "serving", url=f"http://{address}:{bound_port}/", runs=names, items=items, pid=os.getpid()
+    )
     if watch is not None:
-        watcher.start()
+        threading.Thread(target=_watch, args=(registry, watch, stop), name="watch", daemon=True).start()
     try:
-        server.run(sockets=[bound_to])
+        server.run(sockets=[listener])
     finally:
         stop.set()
         service.close()
-        log.say("stopped")
+        log("stopped")
 
 
-def _say_notes(live: Live, log: Log) -> None:
-    """By itself: a name in a function that lasts would keep the run in memory after another has taken its place."""
-    for served in live.runs:
+def _log_notes(registry: RunRegistry, log: EventLog) -> None:
+    """A function of its own: a local variable of `run` would keep a replaced run in memory."""
+    for served in registry.runs:
         for note in served.notes:
-            log.say("note", run=served.name, note=note)
+            log("note", run=served.name, note=note)
 
 
-def _watch(live: Live, seconds: float, stop: threading.Event) -> None:
-    """Reload runs whose files have changed, once no training writes there; one that is refused waits until it changes again."""
-    refused: dict[str, object] = {}
+def _watch(registry: RunRegistry, seconds: float, stop: threading.Event) -> None:
+    """Reload runs whose files have changed, once no training writes there. A rejected run is retried when it changes."""
+    rejected: dict[str, object] = {}
     while not stop.wait(seconds):
-        for name, folder, loaded in [(served.name, served.folder, served.sign) for served in live.runs]:
-            sign = signature(folder)
-            if (
-                sign == loaded or refused.get(name) == sign or is_held(folder)
-            ):  # the best epoch so far is no finished run
+        for name, folder, loaded in [(served.name, served.folder, served.signature) for served in registry.runs]:
+            current = signature(folder)
+            if current == loaded or rejected.get(name) == current or is_held(folder):  # held: training is in progress
                 continue
-            if stop.wait(min(seconds, 1.0)) or signature(folder) != sign:  # still being written
+            if stop.wait(min(seconds, 1.0)) or signature(folder) != current:  # still being written
                 continue
             try:
-                live.reload(None, name)
-            except Refused:
-                refused[name] = sign
+                registry.reload(None, name)
+            except RequestError:
+                rejected[name] = current

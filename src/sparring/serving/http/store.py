@@ -1,4 +1,4 @@
-"""What was put and deleted while serving, in SQLite: a change is acknowledged only when it is on the disk."""
+"""Items put and deleted while serving, in SQLite: a change is acknowledged only when it is on disk."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import orjson
 
 from sparring.core.errors import UserError
 from sparring.core.locks import HeldError, Lock
-from sparring.serving.http.limits import Refused
+from sparring.serving.http.schema import RequestError
 
 _TABLES = """
-CREATE TABLE IF NOT EXISTS items (id TEXT PRIMARY KEY, sequence INTEGER NOT NULL, deleted INTEGER NOT NULL, said TEXT NOT NULL,
+CREATE TABLE IF NOT EXISTS items (id TEXT PRIMARY KEY, sequence INTEGER NOT NULL, deleted INTEGER NOT NULL, content TEXT NOT NULL,
                                   vector BLOB, model TEXT);
 CREATE INDEX IF NOT EXISTS by_sequence ON items (sequence);
 CREATE TABLE IF NOT EXISTS state (key TEXT PRIMARY KEY, value TEXT NOT NULL);
@@ -25,24 +25,25 @@ CREATE TABLE IF NOT EXISTS state (key TEXT PRIMARY KEY, value TEXT NOT NULL);
 
 @dataclass(frozen=True)
 class Change:
-    """All that was ever said of one item: its columns, how it is placed, or that it is deleted."""
+    """The merged changes of one item: its columns and placement, or its deletion."""
 
     id: int | str
     columns: dict[str, Any] = field(default_factory=dict)
     text: str | None = None
     like: list[int | str] | None = None
     vector: np.ndarray | None = None
-    model: str | None = None  # the model (SHA-256 of its file) under which it was placed, in whose space a vector lies
+    model: str | None = None  # SHA-256 of the model file under which it was placed; a vector is in its space
     deleted: bool = False
 
 
 class Store:
-    """Changes of items, one row for each, in the order of their last change.
+    """Changes of items, one row per item, ordered by the last change.
 
-    SQLite in WAL mode with synchronous=FULL: once `write` returns, neither a kill nor a power cut loses it. One service at a time: the
-    lock goes with the process.
+    SQLite in WAL mode with synchronous=FULL: once `write` returns, neither a kill nor a power cut loses the change. Only
+    one service may open it; the lock ends with the process.
 
-        store = Store("runs/first/serve/items.sqlite");  store.write([Change("espresso", {"title": "Espresso"}, like=["ristretto"])])
+        store = Store("runs/first/serve/items.sqlite")
+        store.write([Change("espresso", {"title": "Espresso"}, like=["ristretto"])])
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -51,25 +52,26 @@ class Store:
             self._lock = Lock(self.path.with_name(self.path.name + ".lock"))
         except HeldError as error:
             raise UserError(
-                f"{self.path} is in use by another service: stop it, or give this one its own with --store FILE"
+                f"{self.path} is in use by another service: stop it, or choose another file with --store FILE"
             ) from error
         except OSError as error:
             raise UserError(
-                f"cannot keep changes in {self.path}: {error.strerror}; give another place with --store FILE"
+                f"cannot store changes in {self.path}: {error.strerror}; choose another file with --store FILE"
             ) from error
         try:
             self._db = sqlite3.connect(self.path, check_same_thread=False, isolation_level=None)
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=FULL")
             self._db.executescript(_TABLES)
+            self._db.execute("SELECT content FROM items LIMIT 0")  # fails on a store of another version
             self.sequence = int(self._db.execute("SELECT coalesce(max(sequence), 0) FROM items").fetchone()[0])
         except sqlite3.Error as error:
             raise UserError(
-                f"{self.path} cannot be used: {error}; restore it from a copy, or give another with --store FILE"
+                f"{self.path} cannot be opened: {error}; restore it from a backup, or choose another file with --store FILE"
             ) from error
 
     def write(self, changes: Sequence[Change]) -> int:
-        """Keep these changes, all or none; the number of the last one. They are on the disk when it returns."""
+        """Store these changes, all or none; returns the sequence number of the last. They are on disk when it returns."""
         rows = [
             (
                 str(change.id),
@@ -89,22 +91,24 @@ class Store:
         return self.sequence
 
     def get(self, item: int | str) -> Change | None:
-        row = self._db.execute("SELECT deleted, said, vector, model FROM items WHERE id = ?", (str(item),)).fetchone()
+        row = self._db.execute(
+            "SELECT deleted, content, vector, model FROM items WHERE id = ?", (str(item),)
+        ).fetchone()
         return None if row is None else _change(*row)
 
     def since(self, sequence: int) -> Iterator[Change]:
-        """Changes after that number, oldest first."""
+        """Changes after this sequence number, oldest first."""
         rows = self._db.execute(
-            "SELECT deleted, said, vector, model FROM items WHERE sequence > ? ORDER BY sequence", (sequence,)
+            "SELECT deleted, content, vector, model FROM items WHERE sequence > ? ORDER BY sequence", (sequence,)
         )
         return (_change(*row) for row in rows.fetchall())
 
     def counts(self) -> tuple[int, int]:
-        """(items that were added or changed, items that are deleted)."""
-        put, gone = self._db.execute(
+        """(items added or changed, items deleted)."""
+        put, deleted = self._db.execute(
             "SELECT coalesce(sum(1 - deleted), 0), coalesce(sum(deleted), 0) FROM items"
         ).fetchone()
-        return int(put), int(gone)
+        return int(put), int(deleted)
 
     def read_state(self, key: str) -> str | None:
         row = self._db.execute("SELECT value FROM state WHERE key = ?", (key,)).fetchone()
@@ -125,10 +129,10 @@ class Store:
         except sqlite3.Error as error:
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
-            raise Refused(507, f"the change was not kept: {error}") from error
+            raise RequestError(507, f"the change was not stored: {error}") from error
 
 
-def _change(deleted: int, said: str, vector: bytes | None, model: str | None) -> Change:
-    about = orjson.loads(said)
+def _change(deleted: int, content: str, vector: bytes | None, model: str | None) -> Change:
+    fields = orjson.loads(content)
     numbers = None if vector is None else np.frombuffer(vector, "<f4")
-    return Change(about["id"], about["columns"], about["text"], about["like"], numbers, model, bool(deleted))
+    return Change(fields["id"], fields["columns"], fields["text"], fields["like"], numbers, model, bool(deleted))

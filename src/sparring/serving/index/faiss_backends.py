@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from sparring.core.choices import INDEX_KINDS as KINDS
 from sparring.core.errors import UserError
 
-KINDS = ("exact", "hnsw", "ivf", "ivfsq", "ivfpq")
 _LINKS = 32  # neighbours of a node of the graph; twice as many on its lowest level
 _BUILD = 100  # candidates looked at while a node is linked
 _POINTS = 64  # vectors per cell that k-means learns from

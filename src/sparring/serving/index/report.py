@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from sparring.core.drawing import COLOURS, INK, MARKERS, blank, by_decades, legend, style, tidy
 from sparring.experiments.report import figures
-from sparring.experiments.report.figures import COLOURS, INK, MARKERS, Drawn, blank, by_decades, legend, style, tidy
+from sparring.experiments.report.figures import RenderedFigure
 from sparring.experiments.report.html import Facts, Figures, Page, Points, Section, Sheet
 from sparring.experiments.report.tables import Cell, Column, Table
 from sparring.serving.index.faiss_backends import KINDS
@@ -56,7 +57,7 @@ def _best(points: tuple[Point, ...], target: float, chosen: Point) -> list[Point
     return best
 
 
-def draw(tuned: Tuned, target: float, folder: Path, k: int) -> Drawn:
+def draw(tuned: Tuned, target: float, folder: Path, k: int) -> RenderedFigure:
     """Recall against queries per second, one line per kind, the chosen point ringed."""
 
     figure = blank(3.8)

@@ -1,0 +1,2 @@
+"""Descriptions of the recipes' own arguments."""
+def description(recipe, name): return ""

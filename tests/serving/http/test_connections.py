@@ -1,0 +1,369 @@
+"""Requests over real sockets: in pieces, pipelined, too large, too slow, malformed, and during shutdown."""
+
+from __future__ import annotations
+
+import io
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import uvicorn
+
+from sparring.serving.http.app import Service
+from sparring.serving.http.metrics import EventLog
+from sparring.serving.http.runs import RunRegistry
+from sparring.serving.http.schema import Limits
+from sparring.serving.http.server import configured
+from sparring.serving.http.store import Store
+from support.made_run import MadeRun
+
+QUERY = {"user": "user-01", "k": 3}
+
+
+class Listening:
+    """A service that listens, in a thread of this process."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+        config = configured(service, "127.0.0.1", 0)
+        listener = config.bind_socket()
+        self.server = uvicorn.Server(config)
+        self.thread = threading.Thread(target=self.server.run, args=([listener],), daemon=True)
+        self.address: tuple[str, int] = listener.getsockname()
+        self.thread.start()
+        while not self.server.started:
+            time.sleep(0.01)
+
+    def connect(self) -> Connection:
+        return Connection(self.address)
+
+    def ask(self, *parts: bytes) -> tuple[int, dict[str, str], bytes]:
+        with self.connect() as connection:
+            for part in parts:
+                connection.send(part)
+                time.sleep(0.02 if len(parts) > 1 else 0)
+            return connection.response()
+
+    def stop(self) -> None:
+        self.server.should_exit = True
+        self.thread.join(20)
+        self.service.close()
+
+
+class Connection:
+    """A client that sees every byte."""
+
+    def __init__(self, address: tuple[str, int]) -> None:
+        self.socket = socket.create_connection(address, timeout=20)
+        self.buffer = b""
+
+    def __enter__(self) -> Connection:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.socket.close()
+
+    def send(self, data: bytes) -> None:
+        self.socket.sendall(data)
+
+    def read(self) -> None:
+        data = self.socket.recv(65_536)
+        if not data:
+            raise ConnectionError("closed")
+        self.buffer += data
+
+    def response(self) -> tuple[int, dict[str, str], bytes]:
+        """(status, headers, body) of the next response."""
+        while b"\r\n\r\n" not in self.buffer:
+            self.read()
+        head, _, rest = self.buffer.partition(b"\r\n\r\n")
+        lines = head.decode().split("\r\n")
+        headers = dict(line.lower().split(": ", 1) for line in lines[1:])
+        length = int(headers["content-length"])
+        while len(rest) < length:
+            self.read()
+            rest = self.buffer.partition(b"\r\n\r\n")[2]
+        self.buffer = rest[length:]
+        return int(lines[0].split()[1]), headers, rest[:length]
+
+
+def request(body: bytes | dict[str, Any], *headers: str, path: str = "/v1/recommend", length: int = -1) -> bytes:
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    lines = [f"POST {path} HTTP/1.1", "Host: 127.0.0.1", "Content-Type: application/json"]
+    lines += [f"Content-Length: {len(data) if length < 0 else length}", *headers]
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + data
+
+
+@pytest.fixture
+def listening(truth: MadeRun) -> Iterator[Callable[..., Listening]]:
+    started: list[Listening] = []
+
+    def start(**options: Any) -> Listening:
+        registry = RunRegistry([truth.folder], Store(truth.folder / "serve" / "items.sqlite"))
+        started.append(Listening(Service(registry, **options)))
+        return started[-1]
+
+    yield start
+    for service in started:
+        service.stop()
+
+
+@pytest.fixture
+def in_application(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Paths of the requests that reached FastAPI."""
+    from fastapi import FastAPI
+
+    paths: list[str] = []
+    call = FastAPI.__call__
+
+    async def recorded(self: FastAPI, scope: Any, receive: Any, send: Any) -> None:
+        paths.extend([scope["path"]] if scope["type"] == "http" else [])
+        await call(self, scope, receive, send)
+
+    monkeypatch.setattr(FastAPI, "__call__", recorded)
+    return paths
+
+
+def held_search(service: Listening, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Searches wait until the event is set."""
+    index, release = service.service.registry.served().index, threading.Event()
+    search = index.search
+    monkeypatch.setattr(index, "search", lambda *arguments: (release.wait(20), search(*arguments))[1])
+    return release
+
+
+def expected(truth: MadeRun, row: int, k: int) -> list[int]:
+    return [item for item, _ in truth.best(truth.users[row], k, truth.seen[row].tolist())]
+
+
+def ids(body: bytes, query: int = 0) -> list[int]:
+    return [item["id"] for item in json.loads(body)["results"][query]["items"]]
+
+
+def test_plain_requests_skip_the_application(
+    truth: MadeRun, listening: Callable[..., Listening], in_application: list[str]
+) -> None:
+    """For one user, several users and items, on one connection; the lists are those of brute force."""
+    with listening().connect() as connection:
+        for row in range(20):
+            k = 1 + row % 5
+            connection.send(request({"user": truth.user(row), "k": k}))
+            status, headers, body = connection.response()
+            assert (status, headers["content-type"], ids(body)) == (200, "application/json", expected(truth, row, k))
+        connection.send(request({"users": [truth.user(3), truth.user(9)], "k": 4, "fields": ["year"]}))
+        body = connection.response()[2]
+        assert [ids(body, 0), ids(body, 1)] == [expected(truth, 3, 4), expected(truth, 9, 4)]
+        assert all("year" in item for item in json.loads(body)["results"][0]["items"])
+        connection.send(request({"item": truth.item_ids[7], "k": 4}, path="/v1/similar"))
+        assert ids(connection.response()[2]) == [item for item, _ in truth.best(truth.items[7], 4, {7})]
+    assert not in_application
+
+
+def test_filters_and_histories_reach_the_application(
+    truth: MadeRun, listening: Callable[..., Listening], in_application: list[str]
+) -> None:
+    """Between plain requests on the same connection."""
+    others: list[dict[str, Any]] = [
+        QUERY | {"deny": [truth.item_ids[0]]},
+        QUERY | {"where": [{"column": "year", "op": ">", "value": 2030}]},
+        {"history": truth.item_ids[:2], "k": 3},
+    ]
+    with listening().connect() as connection:
+        for number, query in enumerate(others, 1):
+            connection.send(request(query))
+            assert connection.response()[0] == 200
+            assert len(in_application) == number
+            connection.send(request(QUERY))
+            assert ids(connection.response()[2]) == expected(truth, 1, 3)
+    assert len(in_application) == 3
+
+
+BODIES: list[bytes] = [
+    b'{"user": "user-01", "k": 0}',
+    b'{"user": "nobody"}',
+    b'{"user": "user-01", "run": "none"}',
+    b'{"user": "user-01", "fields": ["none"]}',
+    b'{"user": "user-01", "users": ["user-01"]}',
+    b'{"user": "user-01", "text": "x"}',
+    b'{"user": "user-01", "more": 1}',
+    b'{"history": ["nothing"]}',
+    b'{"user": 1e999}',
+    b'{"user"',
+    b"[]",
+    b"\xff",
+]
+
+
+def test_a_bad_request_leaves_the_connection_usable(listening: Callable[..., Listening]) -> None:
+    """A 4xx with one line, then a good request on the same connection."""
+    with listening().connect() as connection:
+        for bad in BODIES:
+            connection.send(request(bad))
+            status, _, body = connection.response()
+            assert status in (400, 404, 422), body
+            assert len(json.loads(body)["detail"].splitlines()) == 1
+            connection.send(request(QUERY))
+            assert connection.response()[0] == 200
+
+
+def test_a_request_may_arrive_in_pieces(truth: MadeRun, listening: Callable[..., Listening]) -> None:
+    """Cut at any byte, it gets the same response."""
+    service, data = listening(), request(QUERY)
+    head = data.index(b"\r\n\r\n") + 4
+    assert ids(service.ask(data[:head], data[head : head + 4], data[head + 4 :])[2]) == expected(truth, 1, 3)
+    for cut in (1, 10, head - 6, head - 2, head):
+        assert ids(service.ask(data[:cut], data[cut:])[2]) == expected(truth, 1, 3), cut
+
+
+def test_pipelined_requests_are_answered_in_order(
+    truth: MadeRun, listening: Callable[..., Listening], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plain and filtered requests mixed, sent in one piece or several."""
+    service = listening()
+    index = service.service.registry.served().index
+    search = index.search
+    monkeypatch.setattr(index, "search", lambda *arguments: (time.sleep(0.03), search(*arguments))[1])
+    queries = [{"user": truth.user(row), "k": 2, "deny": [] if row % 3 else [truth.item_ids[-1]]} for row in range(9)]
+    for pieces in (1, 3, 9):
+        with service.connect() as connection:
+            for start in range(0, 9, 9 // pieces):
+                connection.send(b"".join(request(query) for query in queries[start : start + 9 // pieces]))
+                time.sleep(0.005)
+            for query in queries:
+                assert json.loads(connection.response()[2])["results"][0]["query"] == query["user"], pieces
+
+
+def test_a_body_is_never_parsed_as_a_request(listening: Callable[..., Listening]) -> None:
+    """A body that looks like a request, and arrives after its head was rejected, is not executed."""
+    service = listening(token="secret")
+    inner = request(QUERY, "Authorization: Bearer secret")
+    with service.connect() as connection:
+        connection.send(request(b"", length=len(inner)))
+        assert connection.response()[0] == 401
+        connection.send(inner)
+        connection.send(request(QUERY, "Authorization: Bearer secret"))
+        assert connection.response()[0] == 200
+        connection.socket.settimeout(0.3)
+        with pytest.raises(TimeoutError):
+            connection.response()
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        (["Authorization: Bearer secret"], 200),
+        (["Authorization: Bearer wrong"], 401),
+        (["X-Nothing: 1"], 401),
+        (["Authorization: Bearer secret", "Host: evil.example"], 421),
+        (["Authorization: Bearer secret", "Content-Type: text/plain"], 415),
+    ],
+)
+def test_headers_are_checked_for_every_request(
+    listening: Callable[..., Listening], headers: list[str], status: int
+) -> None:
+    """Token, host and type, also after a good request."""
+    service = listening(token="secret", hosts=["127.0.0.1"])
+    assert service.ask(request(QUERY, "Authorization: Bearer secret"))[0] == 200
+    assert service.ask(request(QUERY, *headers))[0] == status
+
+
+def test_body_size_and_chunked_bodies(listening: Callable[..., Listening]) -> None:
+    """413 for a body that is too large; a chunked one is read."""
+    service = listening(limits=Limits(body=100))
+    assert service.ask(request(json.dumps(QUERY).encode().ljust(101)))[0] == 413
+    head = b"POST /v1/recommend HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+    body = json.dumps(QUERY).encode()
+    chunked = b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
+    assert service.ask(head + chunked)[0] == 200
+
+
+def test_time_and_queue_limits(listening: Callable[..., Listening], monkeypatch: pytest.MonkeyPatch) -> None:
+    """503 with Retry-After within the time limit, for slow searches, a full queue and half a request."""
+    service = listening(limits=Limits(seconds=0.4, waiting=3))
+    release = held_search(service, monkeypatch)
+    with service.connect() as connection:
+        for query, word in ((QUERY, "0.4 seconds"), ({"users": ["user-01"] * 4}, "waiting")):
+            began = time.perf_counter()
+            connection.send(request(query))
+            status, headers, body = connection.response()
+            assert (status, headers["retry-after"], word in json.loads(body)["detail"]) == (503, "1", True)
+            assert time.perf_counter() - began < 10
+        release.set()
+        connection.send(request(QUERY))
+        assert connection.response()[0] == 200
+    assert service.ask(request(QUERY)[:-5])[0] == 503
+
+
+def test_an_internal_error_is_logged_not_shown(
+    listening: Callable[..., Listening], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """500 without details, the traceback in the log, and a connection that stays usable."""
+    lines = io.BytesIO()
+    service = listening(log=EventLog(lines, requests=False))
+    index = service.service.registry.served().index
+    with service.connect() as connection:
+        with monkeypatch.context() as patch:
+            patch.setattr(index, "search", lambda *arguments: 1 / 0)
+            connection.send(request(QUERY))
+            status, _, body = connection.response()
+        assert (status, "zero" in body.decode(), list(json.loads(body))) == (500, False, ["detail"])
+        connection.send(request(QUERY))
+        assert connection.response()[0] == 200
+        assert b"ZeroDivisionError" in lines.getvalue()
+
+
+def test_every_request_is_counted_and_logged_once(listening: Callable[..., Listening]) -> None:
+    """One line and one count each, with the address of the client."""
+    lines = io.BytesIO()
+    service = listening(log=EventLog(lines))
+    service.ask(request(QUERY))
+    service.ask(request(QUERY | {"user": "nobody"}))
+    logged = [json.loads(line) for line in lines.getvalue().splitlines()]
+    assert [(line["method"], line["path"], line["status"], line["client"]) for line in logged] == [
+        ("POST", "/v1/recommend", 200, "127.0.0.1"),
+        ("POST", "/v1/recommend", 404, "127.0.0.1"),
+    ]
+    assert 'sparring_requests_total{path="/v1/recommend",status="200"} 1.0' in service.service.metrics.text().decode()
+
+
+def test_shutdown_finishes_requests_in_progress(
+    truth: MadeRun, listening: Callable[..., Listening], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The response arrives, then the connection closes; a client that has disconnected does no harm."""
+    service = listening()
+    release = held_search(service, monkeypatch)
+    with service.connect() as gone:
+        gone.send(request(QUERY))
+        time.sleep(0.1)
+    with service.connect() as connection:
+        connection.send(request(QUERY))
+        time.sleep(0.2)
+        service.server.should_exit = True
+        time.sleep(0.4)
+        release.set()
+        status, _, body = connection.response()
+        assert (status, ids(body)) == (200, expected(truth, 1, 3))
+        with pytest.raises(ConnectionError):
+            connection.read()
+    service.thread.join(20)
+    assert not service.thread.is_alive()
+
+
+def test_a_client_that_does_not_read_fills_no_memory(listening: Callable[..., Listening]) -> None:
+    """Of 40 responses of half a megabyte only a few are buffered; all arrive once the client reads."""
+    service = listening()
+    with service.connect() as connection:
+        buffered, large = 0, request({"users": ["user-01"] * 256, "k": 50})
+        for _ in range(40):
+            connection.send(large)
+            time.sleep(0.05)
+            sizes = [c.transport.get_write_buffer_size() for c in list(service.server.server_state.connections)]
+            buffered = max([buffered, *sizes])
+        responses = [connection.response() for _ in range(40)]
+    assert {status for status, _, _ in responses} == {200}
+    assert len(responses[0][2]) > 400_000
+    assert 0 < buffered < 3 * len(responses[0][2])

@@ -1,0 +1,54 @@
+"""Every example runs as a script, in an empty folder, on a CPU, without network."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = sorted(ROOT.glob("examples/*.py"))
+NEEDS = {"serve": ("faiss", "fastapi", "uvicorn"), "text": ("tokenizers",)}  # packages of the extras
+PRINTS = {
+    "quickstart": ("in-batch and uniform: recall@20", "title"),
+    "own_sampler": ("positive: one per query", "recall"),
+    "own_recipe_compare": ("robust", "uns"),
+    "text": ("harbour",),
+    "serve": ('"results"', '"score"'),
+}
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_the_script_runs(path: Path, tmp_path: Path) -> None:
+    """It ends well and prints what it promises."""
+    for package in NEEDS.get(path.stem, ()):
+        if find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, str(path)],
+        cwd=tmp_path,
+        env={**environment, "SPARRING_HOME": str(tmp_path / "cache")},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    for words in PRINTS[path.stem]:
+        assert words in done.stdout
+
+
+def test_the_notebook_was_executed() -> None:
+    """Its cells were run in order, none of them failed, and together they show output."""
+    cells = json.loads((ROOT / "examples" / "tour.ipynb").read_text())["cells"]
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
+    outputs = [output for cell in code for output in cell["outputs"]]
+    assert outputs
+    assert all(output["output_type"] != "error" for output in outputs)
