@@ -6,6 +6,8 @@ import json
 from argparse import Namespace
 from pathlib import Path
 
+from rich.console import RenderableType
+
 from sparring.cli.parsing import Commands, add_device, add_json, count, counts
 from sparring.cli.screen import detail, result, table
 
@@ -51,7 +53,7 @@ def bench(args: Namespace) -> int:
         detail(args, f"B = {row.size:,}  {row.method}{', ' if row.form else ''}{row.form}: {took}")
     record = {"hardware": hardware(device), "dim": args.dim, "precision": precision, "rows": measuring.record(rows)}
     title = f"weighted log-sum-exp, forward and backward, d = {args.dim}, {precision}, {record['hardware']}"
-    parts = ["", table(measuring.cells(rows), title=title, left=3)]
+    parts: list[RenderableType] = ["", table(measuring.cells(rows), title=title, left=3)]
     if args.out is not None:
         args.out.mkdir(parents=True, exist_ok=True)
         (args.out / "bench.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")

@@ -236,7 +236,7 @@ def cutoffs_for(asked: tuple[int, ...] | None, n_items: int) -> list[int]:
 
 
 def settings(args: Namespace, *short: str) -> dict[str, object]:
-    """The settings of --set by flat name, and of options such as --epochs N that abbreviate it; none may occur twice."""
+    """The settings of --set by flat name, and of short forms such as --epochs N; none may occur twice."""
     from sparring.recipes.setup import flat_name
 
     asked: dict[str, object] = {flat_name(name): value for name, value in args.settings}
@@ -280,7 +280,7 @@ def check_settings(
 
 
 def only_texts_help(asked: Mapping[str, object], *data: Split) -> bool:
-    """Whether ids are useless: no tower is chosen, both sides have texts, and no test query is trained on, in any data."""
+    """Whether only texts can help: no tower is chosen, both sides have texts, and no test query is trained on."""
     import numpy as np
 
     from sparring.data.texts.texts import has_texts

@@ -127,7 +127,7 @@ def explanation(error: Exception) -> str | None:
 
 
 def _fail_on_rank(error: Exception, line: str | None) -> int:
-    """Report the error of one of several processes: once per machine, and not as the loss of a rank that failed itself."""
+    """Report the error of one of several processes once per machine; a rank that only lost another says so."""
     rank, first = os.environ.get("RANK", "0"), os.environ.get("LOCAL_RANK", "0") == "0"
     lost = r"[Cc]onnection (closed|reset)|gloo|NCCL|Broken pipe"
     if line is None and type(error) is RuntimeError and re.search(lost, str(error)):

@@ -1,4 +1,4 @@
-"""Parsing of the command line: a parser with one-line errors, types of values, and options that several commands share."""
+"""The parser: one-line errors, types of values, and options that several commands share."""
 
 from __future__ import annotations
 

@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sparring.cli.parsing import Commands, add_json, add_ranking, add_run, count
+from rich.table import Table
+
+from sparring.cli.parsing import Commands, add_ranking, add_run, count
 from sparring.cli.screen import console, note, note_towers, progress, result, table
 from sparring.core.errors import UserError
 
@@ -70,7 +72,7 @@ def recommend(args: Namespace) -> int:
     return result(args, list(best.iter_rows(named=True)), _table(best if several else best.drop("query")))
 
 
-def _table(best: pl.DataFrame) -> object:
+def _table(best: pl.DataFrame) -> Table:
     rows = [
         [f"{cell:.4f}" if isinstance(cell, float) else "" if cell is None else cell for cell in row]
         for row in best.iter_rows()

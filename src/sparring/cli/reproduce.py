@@ -53,8 +53,8 @@ def reproduce(args: Namespace) -> int:
     from sparring.experiments.papers import reproduce as run_all
 
     if args.name is None:
-        rows = [[each.name, each.line, each.source] for each in EXPERIMENTS.values()]
-        show(table([["name", "result", "paper"], *rows], left=3))
+        listed = [[each.name, each.line, each.source] for each in EXPERIMENTS.values()]
+        show(table([["name", "result", "paper"], *listed], left=3))
         return 0
     plan = _plan(args)
     with listening(args.quiet) as listener:

@@ -1,4 +1,4 @@
-"""The screen: lines and tables on stdout, notes and warnings on stderr, progress bars on a terminal, the log of the library."""
+"""The screen: lines and tables on stdout, notes on stderr, progress bars on a terminal, the log of the library."""
 
 from __future__ import annotations
 
