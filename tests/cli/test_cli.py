@@ -78,7 +78,7 @@ def test_training_leaves_a_complete_run_folder(world: Path) -> None:
 
 
 def test_train_shows_epochs_and_metrics(world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Training prints a line per epoch, the content of a batch and the test metrics; with --quiet only the last line."""
+    """Training prints a line per epoch, the content of a batch and test metrics; with --quiet only the last line."""
     words = ["train", "--data", str(world / "pairs.parquet"), "--recipe", "uns", "--epochs", "2", *QUICK]
     assert main([*words, "--out", str(tmp_path / "a")]) == 0
     shown = capsys.readouterr().out
@@ -261,7 +261,7 @@ def fail_from(patch: pytest.MonkeyPatch, name: str, error: BaseException, after:
 
 
 def test_ctrl_c_says_how_to_continue(world: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """An interrupted training exits with 130 and says whether --resume continues or, without checkpoint, starts again."""
+    """An interrupted training exits with 130 and says whether --resume continues or starts again."""
     for after, keyword in ((1, "continues"), (0, "starts again")):
         with pytest.MonkeyPatch.context() as patch:
             fail_from(patch, "checkpoint.safetensors", KeyboardInterrupt(), after=after)
@@ -483,7 +483,7 @@ def test_as_a_program(tmp_path: Path) -> None:
 
 
 def test_setup_takes_all_but_the_negatives_from_another_recipe(world: Path, tmp_path: Path) -> None:
-    """--setup default gives ssl_pop, whose own setup has inner products and dense Adam, cosine scores and row updates."""
+    """--setup default gives ssl_pop, whose own setup has inner products and dense Adam, cosines and row updates."""
     words = [
         "train",
         "--data",
