@@ -204,7 +204,7 @@ def test_what_fails_in_the_background_is_raised_in_front(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("delay", [-1, 6])
 def test_a_delay_beyond_the_next_lists_is_refused(delay: int) -> None:
     """They would be replaced before they were used."""
-    with pytest.raises(ValueError, match="delay must lie between 0 and every=5"):
+    with pytest.raises(ValueError, match="delay"):
         NearestItems(10, delay=delay)
 
 

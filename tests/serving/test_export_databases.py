@@ -88,7 +88,7 @@ def check_ranking(store: Any, kept: dict[Any, np.ndarray], k: int = 7) -> None:
 
 
 def test_put_in_replace_delete(opened: Open) -> None:
-    """After each step the store holds and ranks exactly what a dictionary does; awkward text survives."""
+    """After each step the store has and ranks exactly the content of a dictionary; awkward texts survive."""
     store = opened("steps")
     ids = pl.Series([f"i{n}" for n in range(200)] + [name or " " for name in NASTY])
     first = vectors(len(ids), 1)
@@ -117,7 +117,7 @@ def test_whole_numbers_as_ids(opened: Open) -> None:
 
 
 def test_vectors_are_kept_to_the_last_bit(postgres: str) -> None:
-    """What PostgreSQL gives back is the float32 that went in, however small or long; titles and missing titles too."""
+    """PostgreSQL returns the exact float32 values, titles and missing titles."""
     import psycopg
 
     store = PostgresItems(postgres, "bits", D, True)
@@ -135,9 +135,9 @@ def test_vectors_are_kept_to_the_last_bit(postgres: str) -> None:
 
 
 def test_a_failed_upsert_changes_nothing(postgres: str) -> None:
-    """A zero byte, which PostgreSQL refuses, in the last of many items: one line, and none of them is there."""
+    """A zero byte, which PostgreSQL rejects, in the last of many items: one line, and none of them is stored."""
     store = PostgresItems(postgres, "whole", D, True)
-    with pytest.raises(UserError, match="refused to upsert"):
+    with pytest.raises(UserError, match="upsert"):
         store.upsert(pl.Series([*(f"i{n}" for n in range(50)), "zero\0byte"]), vectors(51, 5))
     assert len(store.ids()) == 0
     store.upsert(pl.Series(["good"]), vectors(1, 6))
@@ -146,7 +146,7 @@ def test_a_failed_upsert_changes_nothing(postgres: str) -> None:
 
 
 def test_the_approximate_index_of_postgres(postgres: str) -> None:
-    """With hnsw built, long lists are long all the same, nearly all right, and follow changes."""
+    """With hnsw, long lists are complete, nearly exact, and follow changes."""
     store = PostgresItems(postgres, "public.many", D, False)
     many = vectors(1500, 7)
     store.upsert(pl.Series(range(1500)), many)
@@ -165,7 +165,7 @@ def test_the_approximate_index_of_postgres(postgres: str) -> None:
 
 
 def test_other_tables_are_refused(opened: Open) -> None:
-    """Another width, other ids: named, and nothing is changed."""
+    """Another dimension or id type: reported, and nothing changes."""
     opened("mine")
     with pytest.raises(UserError, match="mine"):
         opened("mine", dim=D + 1)

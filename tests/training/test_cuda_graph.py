@@ -21,7 +21,7 @@ def history(
     name: str, parts: Split, recorded: bool, **more: object
 ) -> tuple[list[dict[str, float]], torch.Tensor, CudaGraphStep | None]:
     run = build(name, parts.train, QUICK | more)
-    trainer = training.Trainer(run, parts, torch.device("cuda"), None, training.Progress())
+    trainer = training.Trainer(run, parts, torch.device("cuda"), None, training.TrainingProgress())
     step = trainer.step if isinstance(trainer.step, CudaGraphStep) else None
     if not recorded:
         trainer.step = trainer.work

@@ -338,14 +338,15 @@ def test_resume_cannot_change_a_run(
 
 
 def stopped(parts: Split, out: Path, *terms: Term) -> None:
-    """A run of one's own that is stopped in its second epoch."""
+    """A custom run that is stopped in its second epoch, after a checkpoint."""
 
     def step(epoch: int, done: int, loss: Callable[[], float]) -> None:
         if epoch == 1:
             raise Killed
 
+    progress = TrainingProgress(step=step, epoch=lambda record: True)
     with pytest.raises(Killed):
-        fit(compose(parts.train, OWN, *terms), parts, out, k=(10,), device="cpu", progress=TrainingProgress(step=step))
+        fit(compose(parts.train, OWN, *terms), parts, out, k=(10,), device="cpu", progress=progress)
 
 
 OWN = Setup.of(dim=8, epochs=3, batch_size=64)
@@ -359,7 +360,7 @@ CHANGED: dict[str, tuple[Callable[[], Term], list[str]]] = {
 
 @pytest.mark.parametrize("case", CHANGED)
 def test_resume_cannot_change_the_terms(parts: Split, tmp_path: Path, case: str) -> None:
-    """A run of one's own goes on with the terms that it began with, or not at all: half of each would be neither."""
+    """A custom run resumes with the terms that it began with, or not at all."""
     term, mentions = CHANGED[case]
     stopped(parts, tmp_path / "run", Term(1.0, Sampled(Uniform(40), 8)))
     before = (tmp_path / "run" / "checkpoint.safetensors").read_bytes()
@@ -373,20 +374,15 @@ def test_resume_cannot_change_the_terms(parts: Split, tmp_path: Path, case: str)
         fit(more, parts, tmp_path / "run", resume=True, k=(10,), device="cpu")
 
 
-def test_a_run_of_ones_own_resumes(parts: Split, tmp_path: Path) -> None:
-    """The same terms made again go on, also in a folder of before the terms, or a field of the Setup, were recorded."""
+def test_a_custom_run_resumes(parts: Split, tmp_path: Path) -> None:
+    """The same terms, composed again, continue the run."""
     whole = fit(compose(parts.train, OWN, Term(1.0, InBatch(), hinge(0.4))), parts, k=(10,), device="cpu")
-    for name in ("now", "then"):
-        stopped(parts, tmp_path / name, Term(1.0, InBatch(), hinge(0.4)))
-        path = tmp_path / name / "run.json"
-        meta = json.loads(path.read_text())
-        assert meta["method"]["term 1"].startswith("1 x hinge(margin=0.4) over InBatch(")
-        if name == "then":
-            del meta["method"]
-            path.write_text(json.dumps(meta))
-        again = compose(parts.train, OWN, Term(1.0, InBatch(), hinge(0.4)))
-        found = fit(again, parts, tmp_path / name, resume=True, k=(10,), device="cpu")
-        assert [record["loss"] for record in found.history] == [record["loss"] for record in whole.history]
+    stopped(parts, tmp_path / "run", Term(1.0, InBatch(), hinge(0.4)))
+    meta = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert meta["method"]["term 1"].startswith("1 x hinge(margin=0.4) over InBatch(")
+    again = compose(parts.train, OWN, Term(1.0, InBatch(), hinge(0.4)))
+    resumed = fit(again, parts, tmp_path / "run", resume=True, k=(10,), device="cpu")
+    assert [record["loss"] for record in resumed.history] == [record["loss"] for record in whole.history]
 
 
 def test_resume_cannot_change_the_data(parts: Split, tmp_path: Path) -> None:

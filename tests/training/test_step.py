@@ -31,17 +31,16 @@ class Recorder(Negatives):
 
     def __init__(self, inner: Negatives) -> None:
         super().__init__()
-        self.inner, self.batches = inner, list[tuple[list[int], list[int]]]()
+        self.recorded, self.batches = inner, list[tuple[list[int], list[int]]]()
 
     def forward(self, step: Step) -> Bag:
         self.batches.append((step.query_ids.tolist(), step.item_ids.tolist()))
-        return self.inner(step)
+        return self.recorded(step)
 
 
 def recorded(recipe: str, parts: Split, settings: dict[str, object]) -> tuple[Run, Recorder]:
     run = build(recipe, parts.train, settings)
     recorder = Recorder(run.terms[0].negatives)
-    recorder.exclude = "known"  # type: ignore[assignment]
     return replace(run, terms=(replace(run.terms[0], negatives=recorder),)), recorder
 
 

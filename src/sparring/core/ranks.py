@@ -92,7 +92,7 @@ class Group(Ranks):
 
     @cached_property
     def aside(self) -> dist.ProcessGroup:
-        """A second group of these ranks on gloo, for a thread that writes during training; all ranks create it together."""
+        """A second group of these ranks on gloo, for a thread that writes during training; created by all together."""
         members = dist.get_process_group_ranks(self.group or dist.distributed_c10d._get_default_group())
         group: dist.ProcessGroup = dist.new_group(members, backend="gloo", use_local_synchronization=True)
         return group

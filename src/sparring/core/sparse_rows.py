@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 
 def lookup(table: Tensor, ids: Tensor) -> Tensor:
-    """table[ids] (..., D); the backward pass appends one row per id to the sparse gradient table.grad of the table (N, D).
+    """table[ids] (..., D); the backward pass appends one row per id to the sparse gradient of the table (N, D).
 
     Several lookups of one table, such as positives and negatives, are concatenated; the row optimisers sum duplicates.
     PyTorch's own sum of sparse gradients sorts them if they have more rows than the table has numbers, as with an item

@@ -1,4 +1,7 @@
-"""One operation under every softmax-type method: the weighted log-sum-exp, by the kernel that fits the device and the shape."""
+"""The weighted log-sum-exp behind every softmax-type method, dispatched by device and shape.
+
+Kernels import only torch and triton, and know nothing of samplers, losses or training.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +28,9 @@ __all__ = [
 ]
 
 _TRITON = find_spec("triton") is not None
-_WIDEST = 256  # dimensions that the fused kernels hold
-_MIXED = 16  # members of a group that share out their mixtures inside a kernel
-_CLUSTERS = 8192  # that one program draws from
+_WIDEST = 256  # dimensions that fit a fused kernel
+_MIXED = 16  # members of a group that a mixture kernel holds
+_CLUSTERS = 8192  # clusters that one program can draw from
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -41,12 +44,12 @@ def weighted_logsumexp(
     mix: Mix | None = None,
     seed: Tensor | None = None,
 ) -> Tensor:
-    """log sum_j exp(q_i . e_j + log_w_ij), (B,); see kernels/reference.py for the meaning of each argument, fused.py for that of `seed`."""
-    # expected counts with a weight per pair, a learned weight or a query's own candidates are rare: the plain form serves them
+    """log sum_j exp(q_i . e_j + log_w_ij), (B,). Arguments as in reference.py; `seed` as in fused.py."""
+    # weights per pair with expected draws, learned weights and per-query candidates are rare: the reference serves them
     plain = emb.dim() == 3 or log_w.requires_grad or (draws is not None and log_w.dim() == 2)
     if mix is not None:
         if draws is not None:
-            raise ValueError("expected draws and mixtures do not go together: draw from the bag's plain form")
+            raise ValueError("expected draws do not support mixtures: resample the plain form of the bag")
         if plain or log_w.dim() == 2:
             return reference.weighted_logsumexp(q, emb, log_w, places, mix=mix)
         keyed = all(which is None or isinstance(which, ExcludedKeys) for which in (places, mix.places))
@@ -67,13 +70,13 @@ def weighted_logsumexp(
             q, emb, log_w, places if isinstance(places, Tensor) else None, draws, draw_counts
         )
     if seed is not None:
-        raise ValueError("draws by a seed need the fused kernel: draw='systematic' or 'multinomial' runs anywhere")
+        raise ValueError("seeded draws need the fused kernel: use draw='systematic' or 'multinomial'")
     kernel = reference.weighted_logsumexp if plain else chunked.weighted_logsumexp
     return kernel(q, emb, log_w, places, draws, draw_counts)
 
 
 def fuses(q: Tensor, emb: Tensor, log_w: Tensor, keyed: bool) -> bool:
-    """Whether the Triton kernel serves this: a GPU, shared candidates of up to 256 dimensions, constant weights, pairs left out by key."""
+    """Whether the Triton kernel applies: a GPU, shared candidates, up to 256 dimensions, constant weights, keys."""
     fits = (
         _TRITON and keyed and q.is_cuda and emb.dim() == 2 and 0 < emb.shape[1] <= _WIDEST and min(len(q), len(emb)) > 0
     )
@@ -81,24 +84,24 @@ def fuses(q: Tensor, emb: Tensor, log_w: Tensor, keyed: bool) -> bool:
 
 
 def _fuses_own(q: Tensor, emb: Tensor, log_w: Tensor, places: ExcludedPairs | None) -> bool:
-    """The same for each query's own candidates, where a mask says what does not count."""
+    """Whether the Triton kernel for per-query candidates applies; it takes exclusions as a mask."""
     masked = places is None or isinstance(places, Tensor)
     fits = _TRITON and masked and q.is_cuda and 0 < emb.shape[2] <= _WIDEST and min(emb.shape[:2]) > 0
     return fits and not log_w.requires_grad and q.dtype in _FLOATS and emb.dtype in _FLOATS
 
 
 def fuses_mixtures(emb: Tensor, m: int) -> bool:
-    """Whether the Triton kernels make mixtures of m of these vectors (..., D): on a GPU, up to 16 of up to 256 dimensions."""
+    """Whether the Triton kernels can mix m of these vectors (..., D): a GPU, m up to 16, up to 256 dimensions."""
     return _TRITON and emb.is_cuda and emb.dtype in _FLOATS and 1 <= m <= _MIXED and 0 < emb.shape[-1] <= _WIDEST
 
 
 def fuses_draws(items: Tensor, clusters: int) -> bool:
-    """Whether the Triton kernels draw by cluster for these items: on a GPU, among up to 8,192 clusters."""
+    """Whether the Triton kernels can draw by cluster for these items: a GPU, up to 8,192 clusters."""
     return _TRITON and items.is_cuda and clusters <= _CLUSTERS
 
 
 def fuses_rows(table: Tensor) -> bool:
-    """Whether the Triton kernels serve the rows of this table: on a GPU, in float32, of up to 256 dimensions."""
+    """Whether the Triton kernels can update the rows of this table: a GPU, float32, up to 256 dimensions."""
     fits = _TRITON and table.is_cuda and table.dtype == torch.float32 and table.dim() == 2 and table.shape[1] <= _WIDEST
     return fits and table.is_contiguous()
 

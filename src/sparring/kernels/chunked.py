@@ -1,9 +1,9 @@
-"""Weighted log-sum-exp over shared candidates, one pass of exp, a block of queries at a time.
+"""Weighted log-sum-exp over shared candidates, with one pass of exponentials, in blocks of queries.
 
-A block of scores stays in the processor's cache between the product, the exponential and the sums. The backward pass is two
-products: row scales are folded into q and column scales into the candidates, so the matrix of coefficients is never formed.
-The (B, C) exponentials are kept for it while they fit in STORE elements and computed again beyond that, so memory is bounded.
-Logits are in powers of 2: on a CPU exp2 takes a third of the time of exp.
+A block of scores stays in the processor's cache between the product, the exponential and the sums. The backward pass is
+two products: row scales are folded into q and column scales into the candidates, so the matrix of coefficients is never
+formed. Up to STORE elements the (B, C) exponentials are kept for the backward pass; beyond that they are recomputed,
+which bounds memory. Logits are in powers of 2: on a CPU exp2 takes a third of the time of exp.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sparring.kernels.reference import ExcludedKeys, ExcludedPairs
 STORE = 1 << 26  # elements of (B, C) kept for the backward pass: 256 MiB in float32
 LOG2E = math.log2(math.e)
 LN2 = math.log(2)
-BLOCK = {"cpu": 1 << 19, "cuda": 1 << 27}  # elements of scores worked on at a time
+BLOCK = {"cpu": 1 << 19, "cuda": 1 << 27}  # scores per block
 
 
 def weighted_logsumexp(
@@ -32,12 +32,12 @@ def weighted_logsumexp(
     draws: float | None = None,
     draw_counts: Tensor | None = None,
 ) -> Tensor:
-    """As in reference.py, for emb (C, D) shared by all queries and a log_w that needs no gradient (per candidate if `draws`)."""
+    """As in reference.py, for shared emb (C, D) and a log_w without gradient; with `draws` one weight per candidate."""
     return _WeightedLogSumExp.apply(q, emb, log_w, places, draws, draw_counts)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _Spare:
-    """Freed (B, C) buffers of a CPU, used again: fresh pages would cost a tenth of the step."""
+    """Freed (B, C) buffers on the CPU, for reuse: fresh pages would cost a tenth of the step."""
 
     def __init__(self, most: int) -> None:
         self.buffers: list[Tensor] = []
@@ -63,7 +63,7 @@ _spare = _Spare(most=4)
 
 
 class _Blocks:
-    """The exponentials of one block of rows after another, and what is folded out of them.
+    """The exponentials of the blocks of rows, and the scales folded out of them.
 
     exponentials[i, j] = exp(s_ij (+ log_w_ij)) / 2^top_i, squared when the weights are expected counts of draws.
     """
@@ -74,12 +74,12 @@ class _Blocks:
         n, c = len(q), len(emb)
         self.rows = max(1, min(n, BLOCK.get(q.device.type, 1 << 19) // max(c, 1)))
         self.starts = list(range(0, n, self.rows))
-        # expected counts weigh each exponential once before it is squared, so the weights stay outside, as a column scale
+        # expected counts weight each exponential once and then square it, so the weights stay outside as a column scale
         self.column_scale: Tensor | None = None
         if draws is not None:
             flat = log_w.expand(c)
             self.column_scale = (flat - flat.amax()).exp().nan_to_num(0.0).to(q.dtype)
-            # a column without weight must not set a row's maximum: everything else could vanish beside it
+            # a dropped column must not set the maximum of a row: all other terms could underflow
             dead = torch.isneginf(flat)
             self.dead = dead if q.device.type != "cpu" or bool(dead.any()) else None
         self.bounds = None
@@ -92,7 +92,7 @@ class _Blocks:
             )
 
     def block(self, b: int, out: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Logits of block b in powers of 2, weighted and masked, minus their row maximum: (rows, C) and the maximum (rows,)."""
+        """Masked logits of block b in powers of 2 (rows, C), minus their row maximum, and the maximum (rows,)."""
         low, high = self.starts[b], min(self.starts[b] + self.rows, len(self.q))
         scores = (
             torch.mm(self.q[low:high], self.columns, out=out) if out is not None else self.q[low:high] @ self.columns
@@ -114,7 +114,7 @@ class _Blocks:
 
 
 def _normal_squares(part: Tensor) -> Tensor:
-    """Zero, in place, what would be a denormal number when squared: products with those run several times slower on a CPU."""
+    """Zero, in place, numbers whose square is denormal: on a CPU products with those are several times slower."""
     return F.threshold(part, 1e-19, 0.0, inplace=True)
 
 
@@ -183,5 +183,5 @@ class _WeightedLogSumExp(torch.autograd.Function):
             columns.mul_(blocks.column_scale)
         if ctx.kept is not None:
             _spare.give(ctx.kept)
-            ctx.kept = None  # a second backward pass computes the exponentials again
+            ctx.kept = None  # a second backward pass recomputes the exponentials
         return grad_q.mul_(scale), columns.T.contiguous(), None, None, None, None

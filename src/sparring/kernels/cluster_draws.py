@@ -1,7 +1,8 @@
-"""Draws by cluster as Triton kernels: one program a query, from the cluster of its positive to the ids it is given.
+"""Draws by cluster in Triton: one program per query, from the cluster of its positive to the drawn ids.
 
-In PyTorch these are dozens of small launches over a few thousand numbers. Random numbers come from a counter, (seed, row of the batch,
-place of the draw), so that every rank that has the seed draws the same. negatives/clusters.py says what is drawn.
+In PyTorch these are dozens of small launches over a few thousand numbers. Random numbers come from the counter (seed,
+row of the batch, number of the draw), so all ranks with the same seed draw the same. negatives/clusters.py defines the
+draws.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from torch import Tensor
 
 @triton.jit
 def _distinct(seed, counter, size, m, slot):  # type: ignore[no-untyped-def]
-    """m whole numbers below size, every set as likely as any other, in the first m of the slots; with repetition where size < m."""
+    """m integers below size in the first m slots, uniform without replacement; with replacement if size < m."""
     enough = size >= m
     last = tl.maximum(tl.where(enough, size - m + slot, size - 1), 0)
     pick = tl.umulhi(tl.randint(seed, counter + slot), (last + 1).to(tl.uint32)).to(tl.int64)
-    # Floyd's algorithm: the k-th draw is below size - m + k + 1, and the last of those where it was drawn before
+    # Floyd's algorithm: the k-th draw is below size - m + k + 1; a duplicate is replaced by the last of that range
     for k in range(1, m):
         drawn = tl.sum(tl.where(slot == k, pick, 0), 0)
         before = tl.sum(((pick == drawn) & (slot < k)).to(tl.int32), 0) > 0
@@ -28,7 +29,7 @@ def _distinct(seed, counter, size, m, slot):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _give(IDS, REAL, LW, CELLS, CELL, ORDER, to, at, inside):  # type: ignore[no-untyped-def]
-    """Write the items at these places of the sorted catalogue; -1 is none."""
+    """Write the items at these places of the sorted catalogue; -1 if there is none."""
     item = tl.load(ORDER + at, mask=inside & (at >= 0), other=-1)
     tl.store(IDS + to, item, mask=inside)
     tl.store(REAL + to, tl.maximum(item, 0), mask=inside)
@@ -49,7 +50,7 @@ def _others(  # type: ignore[no-untyped-def]
     k = tl.arange(0, KP)
     slot = tl.arange(0, MP)
     chance = tl.load(CHANCE + own * K + k, mask=k < K, other=0.0)
-    # a race of exponential clocks: the first m_c are a draw without replacement in proportion to their rates
+    # exponential clocks: the first m_c to ring are drawn without replacement in proportion to their rates
     clock = -tl.log(tl.maximum(tl.rand(tl.load(SEED), row * KP + k), 1e-30))
     time = tl.where(chance > 0, clock / chance, float("inf"))
     for c in range(m_c):
@@ -78,7 +79,7 @@ def _same(  # type: ignore[no-untyped-def]
     _give(IDS, REAL, LW, CELLS, CELL, ORDER, row * m + slot, tl.where(size > 0, at, -1), slot < m)
 
 
-# ids (B, C); the same with 0 in place of -1; log_w; the cell of each; and (2, B) the cell and the primary cluster of each positive
+# ids (B, C), ids with 0 for -1, log_w, cells, and (2, B) the cell and the primary cluster of each positive
 DrawTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
@@ -105,7 +106,7 @@ def others(
     m_o: int,
     seed: Tensor,
 ) -> tuple[DrawTensors, Tensor]:
-    """m_o items of each of m_c clusters for positives (B,), and the clusters (B, m_c); these by the row of `chance` of the positive's own.
+    """m_o items of each of m_c clusters for positives (B,), and the clusters (B, m_c), drawn by `chance`.
 
     seed (2,) is on the device. An id is -1 where there was nothing to draw; to be encoded it is 0, and it weighs -inf.
     """
@@ -113,7 +114,8 @@ def others(
     if len(items):
         sizes = triton.next_power_of_2(len(chance)), triton.next_power_of_2(m_o)
         _others[(len(items),)](
-            items.contiguous(), cell, order, start, chance, seed, *room, clusters, len(items), len(chance), k_secondary, m_c, m_o, *sizes,
+            items.contiguous(), cell, order, start, chance, seed, *room, clusters, len(items), len(chance),
+            k_secondary, m_c, m_o, *sizes,
             num_warps=max(1, min(8, sizes[0] // 256)),
         )  # fmt: skip
     return room, clusters
@@ -122,7 +124,7 @@ def others(
 def same(
     items: Tensor, cell: Tensor, order: Tensor, pool: Tensor, k_secondary: int, m: int, seed: Tensor
 ) -> DrawTensors:
-    """m items for positives (B,), from the stretch of the sorted catalogue that `pool` has for the positive's cell. seed (1,)."""
+    """m items for positives (B,), from the range of the sorted catalogue in `pool` of its cell; seed (1,)."""
     room = _room(items, m)
     if len(items):
         _same[(len(items),)](

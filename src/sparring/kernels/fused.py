@@ -1,12 +1,13 @@
-"""Weighted log-sum-exp over shared candidates as Triton kernels: the (B, C) scores exist only as tiles on the chip.
+"""Weighted log-sum-exp over shared candidates in Triton: the (B, C) scores exist only as tiles on the chip.
 
-The forward pass goes over the candidates once, with a running maximum and sum for each query, and keeps beside them the mean candidate
-that the softmax points at, sum_j p_ij e_j. That mean is the gradient by the query, so the backward pass needs one more pass alone, for
-the candidates: four products of the size of the scores in all, where writing them out takes three and moves (B, C) several times.
+The forward pass reads the candidates once, with a running maximum and sum per query, and accumulates the mean candidate
+of the softmax, sum_j p_ij e_j. That mean is the gradient of the query, so the backward pass only has to visit the
+candidates. The total is four products of the size of the scores; storing the scores takes three and moves (B, C)
+several times.
 
-Where PyTorch would multiply in TF32, tiles are multiplied as 16-bit floats that share a power of 2 (tiles.py): the same 10 bits, twice as
-fast. Pairs that do not count are found by comparing keys inside the kernel. Random counts come from a counter, (seed, query, candidate), so
-that the backward pass makes the same ones again.
+Where PyTorch would multiply in TF32, tiles are multiplied as 16-bit floats that share a power of 2 (tiles.py): the same
+10 bits, twice as fast. Excluded pairs are found by comparing keys inside the kernel. Random counts come from the
+counter (seed, query, candidate), so the backward pass reproduces them.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from sparring.kernels import tiles
 from sparring.kernels.reference import ExcludedKeys
 from sparring.kernels.tiles import GROUP
 
-WIDEST = 256  # dimensions of a vector that a tile holds
+WIDEST = 256  # dimensions that fit a tile
 PLAIN, EXPECTED, DRAWN = 0, 1, 2
 T = TypeVar("T")
 SHIFT = 14.0  # 16-bit floats hold shares down to 2^-28 in full: 2^14 times a share is at most 2^14
@@ -40,22 +41,22 @@ def weighted_logsumexp(
     draw_counts: Tensor | None = None,
     seed: Tensor | None = None,
 ) -> Tensor:
-    """As in reference.py, for emb (C, D) shared by all queries with D <= 256 and a log_w (C,) or (B, C) that needs no gradient.
+    """As in reference.py, for shared emb (C, D) with D <= 256 and a log_w (C,) or (B, C) without gradient.
 
-    With `seed`, whole numbers (2,) on the device, the seed and the number of the first query, the `draws` are drawn instead of
-    counted in expectation: n_ij = floor(n p_ij + u_ij) with u_ij uniform, so that its mean is n p_ij and it is never as far as 1 away.
-    `draw_counts` is filled by the backward pass, or at once where there will be none. Keys are below 2^31.
+    With `seed`, integers (2,) on the device, the seed and the number of the first query, the `draws` are random instead
+    of expected: n_ij = floor(n p_ij + u_ij) with u_ij uniform, within 1 of its mean n p_ij. `draw_counts` is filled by
+    the backward pass, or at once if there is none. Keys are below 2^31.
     """
     return _Fused.apply(q, emb, log_w, keys, draws, draw_counts, seed)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def halves(dtype: torch.dtype) -> bool:
-    """Whether tiles are multiplied as 16-bit floats: where PyTorch's own product of such matrices would keep no more than 10 bits."""
+    """Whether tiles are multiplied as 16-bit floats: if PyTorch's own product would keep at most 10 bits."""
     return dtype != torch.float32 or torch.get_float32_matmul_precision() != "highest"
 
 
 class _Shape(NamedTuple):
-    """A tile: rows that stay, rows that pass by, warps, stages of the pipeline."""
+    """A tile: rows held, rows streamed, warps, pipeline stages."""
 
     stay: int
     by: int
@@ -69,7 +70,7 @@ def _over(n: int, step: int) -> int:
 
 
 class _Plan:
-    """Shapes of tiles, and into how many parts the inner loop is split so that a small problem still fills the device."""
+    """Tile shapes, and the number of parts of the inner loop, so that a small problem still fills the device."""
 
     def __init__(self, d: int, half: bool, device: torch.device):
         self.dims = max(16, 1 << (d - 1).bit_length())
@@ -79,12 +80,12 @@ class _Plan:
 
         wide = self.dims > 128
         by = (64 if wide else 128) if half else (32 if wide else 64)
-        # the first as measured on an H200: larger tiles run out of registers, more stages out of programs that run side by side
+        # measured on an H200: larger tiles run out of registers, more stages reduce occupancy
         self.shapes = [_Shape(64, by, 4, 2), _Shape(64, by, 4, 1), _Shape(64, by // 2, 4, 1), _Shape(32, 16, 4, 1)]
-        self.fits: dict[Hashable, int] = {}  # the first of them that this device holds
+        self.fits: dict[Hashable, int] = {}  # the first that fits this device
 
     def fitted(self, what: Hashable, work: Callable[[_Shape], T]) -> T:
-        """`work` with the largest tiles that fit into the device's shared memory: a kernel that asks for too much is not launched."""
+        """Run `work` with the largest tiles that fit the shared memory: a kernel that needs more is not launched."""
         first = self.fits.get(what, 0)
         for at, shape in enumerate(self.shapes[first:], first):
             try:
@@ -98,18 +99,18 @@ class _Plan:
         return found
 
     def parts(self, outer: int, inner: int, step: int) -> tuple[int, int]:
-        """Parts of the inner loop, and how long each is; `outer` programs run anyway."""
+        """The number of parts of the inner loop and their length, given `outer` parallel programs."""
         most = _over(inner, 2 * step) if self.on_gpu else min(2, _over(inner, GROUP))
         wanted = max(1, min(2 * self.cores // max(outer, 1) if self.on_gpu else 2, most))
         span = _over(_over(inner, wanted), step) * step
         return _over(inner, span), span
 
 
-_plan = lru_cache(_Plan)  # asking a device for its cores takes time
+_plan = lru_cache(_Plan)  # querying device properties is slow
 
 
 class _Problem:
-    """The tensors that every kernel reads, in the form that `tiles.prepare` makes."""
+    """The inputs of all kernels in the form of `tiles.prepare`."""
 
     def __init__(self, q: Tensor, emb: Tensor, log_w: Tensor, keys: ExcludedKeys | None, seed: Tensor | None):
         self.b, self.c, self.d = len(q), len(emb), q.shape[1]
@@ -118,7 +119,7 @@ class _Problem:
         self.shift = SHIFT if self.half else 0.0
         self.precision = "ieee" if self.half or not self.plan.on_gpu else "tf32x3"
         self.pairs = log_w.dim() == 2
-        # two keys to a query (mixtures.py): the second is for the candidates from `split` on
+        # mixtures.py has two keys per query: the second is for the candidates from `split` on
         self.keyed, self.split = (0, 0) if keys is None else (keys.rows.dim(), keys.split)
         self.log_w = log_w
         groups = _over(self.b, GROUP), _over(self.c, GROUP)
@@ -136,7 +137,8 @@ class _Problem:
         self.row_keys, self.column_keys = keys_of.split([2 * self.rows, 2 * self.columns])
         row, column = (q, q) if keys is None else (keys.rows.contiguous(), keys.columns.contiguous())
         tiles.prepare[(sum(groups),)](
-            q.contiguous(), emb.contiguous(), log_w, row, column, q if seed is None else seed, self.q, self.emb, self.q_power, self.e_power,
+            q.contiguous(), emb.contiguous(), log_w, row, column, q if seed is None else seed, self.q, self.emb,
+            self.q_power, self.e_power,
             self.w, self.row_keys, self.column_keys, self.b, self.c, self.d, groups[0], self.columns,
             dims, self.pairs, self.keyed, seed is not None, self.half, GROUP, num_warps=8,
         )  # fmt: skip
@@ -144,8 +146,10 @@ class _Problem:
     def forward(
         self, kind: int, draws: float, log_z: Tensor | None, keep: bool
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """The value (B,); log2 of the sum of 2^t, and of the plain logits where counts are expected, +inf where nothing counts;
-        and, to `keep`, the mean candidate (B, D)."""
+        """The value (B,), log2 sums of 2^t and, for expected counts, of the plain logits (+inf if nothing counts).
+
+        With `keep`, also the mean candidate (B, D).
+        """
         what = ("forward", self.pairs, self.keyed, kind, keep)
         return self.plan.fitted(what, lambda shape: self._forward(shape, kind, draws, log_z, keep))
 
@@ -160,18 +164,20 @@ class _Problem:
         log_draws = math.log2(draws) if draws else 0.0
         tiles.forward[(outer, parts)](
             self.q, self.emb, self.q_power, self.e_power, self.w, self.log_w, self.row_keys, self.column_keys,
-            sums if log_z is None else log_z, sums, mean, self.b, self.c, self.rows, self.columns, span, self.split, log_draws,
+            sums if log_z is None else log_z, sums, mean, self.b, self.c, self.rows, self.columns, span, self.split,
+            log_draws,
             shape.stay, shape.by, plan.dims, self.pairs, self.keyed, kind, keep, self.precision, GROUP, self.shift,
             num_warps=shape.warps, num_stages=shape.stages,
         )  # fmt: skip
         value, log_s = self.w.new_empty(self.b), self.w.new_empty(self.rows)
         if kind == EXPECTED:
             log_z = self.w.new_empty(self.rows)
-        in_place = parts == 1 and plan.dims == self.d  # a tile is read whole before it is written
+        in_place = parts == 1 and plan.dims == self.d  # a tile is read completely before it is written
         out = (mean[0, : self.b] if in_place else self.w.new_empty(self.b, self.d)) if keep else None
         size = max(1, min(64, 4096 // plan.dims))
         tiles.join[(self.rows // size,)](
-            sums, mean, log_s, sums if log_z is None else log_z, value, sums if out is None else out, self.b, self.d, self.rows,
+            sums, mean, log_s, sums if log_z is None else log_z, value, sums if out is None else out, self.b, self.d,
+            self.rows,
             parts, log_draws, size, plan.dims, kind, keep, self.shift, num_warps=4,
         )  # fmt: skip
         return value, log_s, log_z, out
@@ -186,7 +192,7 @@ class _Problem:
         draw_counts: Tensor | None,
         dtype: torch.dtype,
     ) -> Tensor | None:
-        """The gradient by the candidates, where `grad` is given; fills `draw_counts`, where given."""
+        """The gradient of the candidates if `grad` is given; fills `draw_counts` if given."""
         what = ("backward", self.pairs, self.keyed, kind, grad is not None, draw_counts is not None)
         return self.plan.fitted(
             what, lambda shape: self._backward(shape, kind, draws, log_z, log_s, grad, draw_counts, dtype)
@@ -213,7 +219,8 @@ class _Problem:
             out = self.w.new_empty(parts, self.c, self.d, dtype=dtype if parts == 1 else torch.float32)
             block = min(4096, 1 << (self.rows - 1).bit_length())
             tiles.fractions[(1,)](
-                grad, self.q_power, log_s if log_z is None else log_z, log_s, scratch, scratch[self.rows :], self.b, self.rows, log_draws,
+                grad, self.q_power, log_s if log_z is None else log_z, log_s, scratch, scratch[self.rows :], self.b,
+                self.rows, log_draws,
                 kind == DRAWN, block, GROUP, num_warps=8,
             )  # fmt: skip
         if draw_counts is not None:
@@ -222,7 +229,8 @@ class _Problem:
             self.q, self.emb, self.q_power, self.e_power, self.w, self.log_w, self.row_keys, self.column_keys,
             log_s if log_z is None else log_z, log_s, scratch, scratch[self.rows :], out, used,
             self.b, self.c, self.d, self.rows, self.columns, span, self.split, log_draws,
-            shape.stay, shape.by, plan.dims, self.pairs, self.keyed, kind, grad is not None, draw_counts is not None, self.precision, GROUP,
+            shape.stay, shape.by, plan.dims, self.pairs, self.keyed, kind, grad is not None, draw_counts is not None,
+            self.precision, GROUP,
             self.shift, num_warps=shape.warps, num_stages=shape.stages,
         )  # fmt: skip
         if draw_counts is not None:
@@ -250,7 +258,7 @@ class _Fused(torch.autograd.Function):
         problem = _Problem(q, emb, log_w, keys, seed)
         keep = any(ctx.needs_input_grad[:2])
         log_z = None
-        if kind == DRAWN:  # the chances must be known before anything is drawn
+        if kind == DRAWN:  # probabilities must be known before drawing
             _, log_z, _, _ = problem.forward(PLAIN, 0.0, None, keep=False)
         value, log_s, log_z, mean = problem.forward(kind, draws or 0.0, log_z, keep)
         wanted = draw_counts if kind != PLAIN else None

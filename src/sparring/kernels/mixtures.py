@@ -1,8 +1,8 @@
-"""Mixtures as Triton kernels: the shares of each group's members, and real and made-up vectors as one block for fused.py or own.py.
+"""Mixtures in Triton: shares of group members, and real and mixed vectors as one block for fused.py or per_query.py.
 
-On a GPU a vector of a mixture costs less than the passes over (queries, mixtures) that mixing logits takes: a few thousand vectors are made
-in one launch, and the fused kernel never writes a score out. The backward pass brings the gradients of mixtures back onto their members in
-one launch more. Random sets come from a counter, (seed, group, size, member).
+On a GPU mixing vectors is cheaper than mixing logits, which needs passes over (queries, mixtures): one launch mixes a
+few thousand vectors, and the fused kernel stores no scores. One more launch adds the gradients of mixtures to their
+members. Random sets come from the counter (seed, group, size, member).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ KINDS = {"minmax_block": 0, "minmax_set": 1, "affine": 2, "dirichlet": 3}
 def _shares(  # type: ignore[no-untyped-def]
     E, SEED, OUT, first, M, D, V, eta, NP: tl.constexpr, MP: tl.constexpr, DC: tl.constexpr, KIND: tl.constexpr
 ):  # fmt: skip
-    """One program a group: for every size n a random order of the members, whose first n are the set; each of these is the anchor once."""
+    """One program per group: for each size n a random order of the members; the first n form a set of anchors."""
     g = tl.program_id(0).to(tl.int64)
     n = 2 + tl.arange(0, NP)
     i = tl.arange(0, MP)
@@ -62,7 +62,7 @@ def _shares(  # type: ignore[no-untyped-def]
         else:
             low = tl.min(tl.min(tl.where(pairs, x, float("inf")), 2), 1)
             high = tl.max(tl.max(tl.where(pairs, x, float("-inf")), 2), 1)
-            # no set is larger than the group: where n is, nothing is stored
+            # nothing is stored for sets larger than the group
             low = tl.where(n <= M, low, 0.0)
             high = tl.where(n <= M, high, 1.0)
             x = (x - low[:, None, None]) / (high - low + 1e-6)[:, None, None]
@@ -75,10 +75,10 @@ def _shares(  # type: ignore[no-untyped-def]
 
 
 def shares(emb: Tensor, seed: Tensor, first: int, eta: float, kind: str) -> Tensor:
-    """(..., V, M) float32: what each of the M <= 16 vectors (..., M, D) of a group contributes to its V mixtures; a row sums to 1.
+    """(..., V, M) float32: the shares of the M <= 16 vectors (..., M, D) of a group in its V mixtures; rows sum to 1.
 
-    For negatives/edis.py, which says how. `seed` (1,) is on the device; `first` is the number of the first group, so that groups drawn
-    in parts are drawn as in one.
+    Defined in negatives/interpolation.py. `seed` (1,) is on the device; `first` is the number of the first group, so
+    that groups drawn in parts get the same draws.
     """
     m, d = emb.shape[-2:]
     v = (m + 2) * (m - 1) // 2
@@ -100,7 +100,7 @@ def _join(  # type: ignore[no-untyped-def]
     E, LW, SHARE, KEY, CLASS, OUT, OUT_LW, OUT_KEY, groups, split, M, D, V, offset,
     MP: tl.constexpr, VP: tl.constexpr, BD: tl.constexpr, KEYED: tl.constexpr, CLASSED: tl.constexpr,
 ):  # fmt: skip
-    """One program a group: its vectors, weights and keys, then those of its mixtures; a last one for what fills up to the split."""
+    """One program per group: vectors, weights and keys of its members and mixtures; the last pads to the split."""
     g = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, MP)
     d = tl.arange(0, BD)
@@ -143,7 +143,7 @@ def _join(  # type: ignore[no-untyped-def]
 def _join_backward(  # type: ignore[no-untyped-def]
     GRAD, SHARE, OUT, split, M, D, V, MP: tl.constexpr, BD: tl.constexpr
 ):  # fmt: skip
-    """One program a group: the gradient of each member, its own and what its mixtures hand back by its shares."""
+    """One program per group: the gradient of each member, its own plus its share in those of its mixtures."""
     g = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, MP)
     d = tl.arange(0, BD)
@@ -180,13 +180,15 @@ class _Join(torch.autograd.Function):
         out_keys = torch.empty(c, dtype=torch.int32, device=emb.device)
         members, dims = triton.next_power_of_2(m), triton.next_power_of_2(d)
         _join[(groups + 1,)](
-            emb, log_w, weights, weights if keys is None else keys.contiguous(), weights if classes is None else classes.contiguous(),
-            out, out_w, out_keys, groups, split, m, d, v, offset, members, 16, dims, keys is not None, classes is not None,
+            emb, log_w, weights, weights if keys is None else keys.contiguous(),
+            weights if classes is None else classes.contiguous(),
+            out, out_w, out_keys, groups, split, m, d, v, offset, members, 16, dims, keys is not None,
+            classes is not None,
             num_warps=_warps(16 * dims),
         )  # fmt: skip
         ctx.save_for_backward(weights)
         ctx.split, ctx.like = split, emb.dtype
-        ctx.set_materialize_grads(False)  # of weights and keys there is none
+        ctx.set_materialize_grads(False)  # weights and keys have no gradient
         ctx.mark_non_differentiable(out_w, out_keys)
         return out, out_w, out_keys
 
@@ -204,20 +206,21 @@ class _Join(torch.autograd.Function):
 
 
 def _warps(size: int) -> int:
-    """Of a program that holds so many numbers at a time."""
+    """Warps of a program that holds `size` numbers."""
     return max(1, min(8, size // 1024))
 
 
 def weighted_logsumexp(q: Tensor, emb: Tensor, log_w: Tensor, keys: ExcludedKeys | None, mix: Mix) -> Tensor:
-    """As in reference.py, for emb (C, D) shared by all queries with D <= 256, a log_w per candidate that needs no gradient, and keys."""
+    """As in reference.py, for shared emb (C, D) with D <= 256, a log_w (C,) without gradient, and keys."""
     classes = mix.places
     assert classes is None or isinstance(classes, ExcludedKeys)
     columns = (None if keys is None else keys.columns), (None if classes is None else classes.columns)
-    vectors, weights, joined = _Join.apply(emb, log_w, mix.weights, *columns, mix.offset)  # type: ignore[no-untyped-call]
+    joined = _Join.apply(emb, log_w, mix.weights, *columns, mix.offset)  # type: ignore[no-untyped-call]
+    vectors, weights, keyed = joined
     both: ExcludedKeys | None = None
     if keys is not None or classes is not None:
         rows = [of.rows for of in (keys or classes, classes or keys) if of is not None]
-        both = ExcludedKeys(joined, torch.stack(rows), len(weights) - mix.weights.shape[0] * mix.weights.shape[1])
+        both = ExcludedKeys(keyed, torch.stack(rows), len(weights) - mix.weights.shape[0] * mix.weights.shape[1])
     return fused.weighted_logsumexp(q, vectors, weights, both)
 
 
@@ -225,7 +228,7 @@ def weighted_logsumexp(q: Tensor, emb: Tensor, log_w: Tensor, keys: ExcludedKeys
 def _towards(  # type: ignore[no-untyped-def]
     E, V, LAM, LW, IDS, OUT, OUT_LW, OUT_IDS, m, D, of_row, offset, MP: tl.constexpr, BD: tl.constexpr
 ):  # fmt: skip
-    """One program a query: its candidates, then each with a share of the positive."""
+    """One program per query: its candidates, then each mixed with the positive."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, MP)
     d = tl.arange(0, BD)
@@ -276,12 +279,13 @@ class _Towards(torch.autograd.Function):
         ctx.of_row = 0 if lam.numel() == 1 else 1
         if b:
             _towards[(b,)](
-                emb, v, lam, log_w.float().contiguous(), ids.contiguous(), out, out_w, out_ids, m, d, ctx.of_row, offset, *ctx.tile,
+                emb, v, lam, log_w.float().contiguous(), ids.contiguous(), out, out_w, out_ids, m, d, ctx.of_row,
+                offset, *ctx.tile,
                 num_warps=_warps(math.prod(ctx.tile)),
             )  # fmt: skip
         ctx.save_for_backward(lam)
         ctx.dtypes = emb.dtype, v.dtype
-        ctx.set_materialize_grads(False)  # of weights and keys there is none
+        ctx.set_materialize_grads(False)  # weights and keys have no gradient
         ctx.mark_non_differentiable(out_w, out_ids)
         return out, out_w, out_ids
 
@@ -310,8 +314,8 @@ class _Towards(torch.autograd.Function):
 def towards(
     emb: Tensor, v: Tensor, lam: Tensor, log_w: Tensor, ids: Tensor, offset: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(B, 2 M, D), (B, 2 M), (B, 2 M): each query's candidates (B, M, D) and then lam v + (1 - lam) e of each; weights and ids of both.
+    """Each query's candidates (B, M, D), then lam v + (1 - lam) e of each, with weights and ids: 2 M per query.
 
-    lam () or (B,); a mixture weighs what its candidate weighs, times e^offset, and has the id -1.
+    lam () or (B,). A mixture has the weight of its candidate times e^offset, and the id -1.
     """
     return _Towards.apply(emb, v, lam, log_w.expand(ids.shape), ids, offset)  # type: ignore[no-untyped-call, no-any-return]

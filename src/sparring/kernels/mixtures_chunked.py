@@ -1,10 +1,10 @@
 """Weighted log-sum-exp over shared candidates and mixtures of them, a block of candidates at a time.
 
-Scores stand candidates first, (C, B), so that the mixtures of all groups are one batched product, and real and made-up scores of a block
-lie side by side: one maximum, one exponential, one sum. Weights ride along as one more dimension of the vectors, so a mixture's weight is
-the mixture of its members' by the same product. The exponentials of a block, still in the processor's cache, are gathered back onto the
-real candidates at once, so that the backward pass needs (C, B) of them and never meets a mixture; beyond STORE they are computed again.
-Logits are in powers of 2: on a CPU exp2 takes a third of the time of exp.
+Scores are stored candidates first, (C, B): the mixtures of all groups are one batched product, and the real and mixed
+scores of a block are contiguous, with one maximum, one exponential and one sum. Weights are one more dimension of the
+vectors, so the same product mixes them. The exponentials of a block are added back onto the real candidates while they
+are in the processor's cache, so the backward pass needs only (C, B) of them and no mixture; beyond STORE elements they
+are recomputed. Logits are in powers of 2: on a CPU exp2 takes a third of the time of exp.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from torch.autograd.function import once_differentiable
 from sparring.kernels.chunked import LN2, LOG2E, STORE, _spare
 from sparring.kernels.reference import ALIVE, NEVER, ExcludedKeys, ExcludedPairs, Mix
 
-BLOCK = {"cpu": 1 << 20, "cuda": 1 << 27}  # elements of scores worked on at a time
+BLOCK = {"cpu": 1 << 20, "cuda": 1 << 27}  # scores per block
 
 
 def weighted_logsumexp(q: Tensor, emb: Tensor, log_w: Tensor, places: ExcludedPairs | None, mix: Mix) -> Tensor:
-    """As in reference.py, for emb (C, D) shared by all queries and a log_w per candidate that needs no gradient."""
+    """As in reference.py, for shared emb (C, D) and a log_w (C,) without gradient."""
     return _MixedLogSumExp.apply(q, emb, log_w, places, mix)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _Blocks:
-    """One block of groups after another: the scores of its candidates and mixtures, and what of them pulls on each candidate."""
+    """The blocks of groups: scores of candidates and mixtures, and their pull on each candidate."""
 
     def __init__(self, q: Tensor, emb: Tensor, log_w: Tensor, places: ExcludedPairs | None, mix: Mix):
         weight = log_w.clamp(min=NEVER).mul(LOG2E).expand(len(emb)).unsqueeze(1).to(emb.dtype)
@@ -48,14 +48,15 @@ class _Blocks:
         return slice(self.starts[b] * self.size, min(self.starts[b] + self.step, self.groups) * self.size)
 
     def scratch(self) -> tuple[Tensor, Tensor]:
-        """Room for the real and the made-up scores of a block; to be given back."""
+        """A buffer for the real and mixed scores of a block; to be returned."""
         b = self.q.shape[1]
         return _spare.take(self.q, self.step * self.size, b), _spare.take(self.q, self.step * self.made, b)
 
     def block(self, b: int, real: Tensor, made: Tensor) -> tuple[Tensor, Tensor]:
-        """The maximum of block b for each query and the sum of its exponentials less that, (B,) both.
+        """The maximum of block b for each query, and the sum of its exponentials relative to it, (B,) both.
 
-        `real` (columns, B) is left with how much of the sum each candidate carries, itself and by its shares in mixtures.
+        `real` (columns, B) is left with how much of the sum each candidate carries, itself and by its shares in
+        mixtures.
         """
         columns = self.columns(b)
         n = (columns.stop - columns.start) // self.size
@@ -76,7 +77,7 @@ class _Blocks:
 
 
 class _Dropped:
-    """Pairs (row, column) that do not count, found for each block of columns; or a mask (B, columns)."""
+    """Excluded pairs (row, column) by block of columns, or a mask (B, columns)."""
 
     def __init__(self, places: ExcludedPairs | None, starts: list[int]):
         self.starts, self.places = starts, places
@@ -88,7 +89,7 @@ class _Dropped:
         self.bounds = [0, *torch.searchsorted(columns, edges).tolist(), len(columns)]
 
     def fill(self, b: int, scores: Tensor) -> None:
-        """Put -inf into scores (columns, B) or (columns, V, B) of block b."""
+        """Write -inf into the scores (columns, B) or (columns, V, B) of block b."""
         if self.places is None:
             return
         low = self.starts[b]
@@ -150,5 +151,5 @@ class _MixedLogSumExp(torch.autograd.Function):
             grad_q.addcmul_(emb[columns].T @ pull, scale[b])
         for buffer in again or (ctx.kept,):
             _spare.give(buffer)
-        ctx.kept = None  # a second backward pass computes the exponentials again
+        ctx.kept = None  # a second backward pass recomputes the exponentials
         return grad_q.T.contiguous(), grad_emb, None, None, None

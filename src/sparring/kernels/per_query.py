@@ -1,7 +1,8 @@
-"""Weighted log-sum-exp over each query's own candidates as Triton kernels: vectors (B, C, D) are read once, their gradient written once.
+"""Weighted log-sum-exp over per-query candidates in Triton: vectors (B, C, D) are read once, gradients written once.
 
-One program a query. The forward pass keeps the logits (B, C), a D-th of what it reads, and the mean candidate, which is the gradient by the
-query; the backward pass then needs no vector of a candidate again, since each one's gradient is a multiple of the query.
+One program per query. The forward pass keeps the logits (B, C), 1 / D of its input, and the mean candidate, which is
+the gradient of the query. The backward pass reads no candidate vector, since the gradient of each is a multiple of the
+query.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def weighted_logsumexp(
     draws: float | None = None,
     draw_counts: Tensor | None = None,
 ) -> Tensor:
-    """As in reference.py, for emb (B, C, D) with D <= 256 and a log_w without gradient; `mask` (B, C) drops pairs, draw_counts is (B, C)."""
+    """As in reference.py, for emb (B, C, D), D <= 256, a log_w without gradient, a mask (B, C), draw_counts (B, C)."""
     return _Own.apply(q, emb, log_w, mask, draws, draw_counts)  # type: ignore[no-untyped-call, no-any-return]
 
 
@@ -67,7 +68,7 @@ def _forward(  # type: ignore[no-untyped-def]
         total = total * fade + tl.sum(p, 0)
         mean = mean * fade + tl.sum(p[:, None] * e, 0)
         top = new
-        # of expected counts twice what counts once, less the weight: both are needed again
+        # expected counts: twice the logit minus the weight; the backward pass needs both
         tl.store(LOGIT + (tl.num_programs(0).to(tl.int64) * C if EXPECTED else 0) + row * C + col, t, mask=inside)
     some = total > 0
     log_s = tl.where(some, top + tl.log2(tl.where(some, total, 1.0)), float("inf"))
@@ -119,8 +120,10 @@ class _Own(torch.autograd.Function):
         dims = triton.next_power_of_2(d)
         rows = max(1, min(triton.next_power_of_2(c), 4096 // dims))
         _forward[(b,)](
-            q, emb, log_w, q if mask is None else mask.contiguous().view(torch.uint8), logits, log_z, log_s, mean, value, c, d,
-            *log_w.stride(), 0.0 if draws is None else math.log2(draws), rows, dims, mask is not None, draws is not None, num_warps=4,
+            q, emb, log_w, q if mask is None else mask.contiguous().view(torch.uint8), logits, log_z, log_s, mean,
+            value, c, d,
+            *log_w.stride(), 0.0 if draws is None else math.log2(draws), rows, dims, mask is not None,
+            draws is not None, num_warps=4,
         )  # fmt: skip
         if draw_counts is not None and draws is not None:
             draw_counts.copy_((logits[0] - log_z.unsqueeze(1)).exp2_() * draws)

@@ -1,8 +1,8 @@
-"""Triton kernels for what a batch does to an embedding table: sum the gradients of each row, and move the row and its moments.
+"""Triton kernels that update an embedding table: sum the gradients of each row, and update the row and its moments.
 
-One program for each place of the batch; that of a row's first place does the work for all of them, in batch order, and writes the row once:
-repeated runs agree bitwise, and nothing waits for the device. A small batch is searched through for the places of a row; the places of a
-large one are sorted by row first.
+One program per place of the batch. The program of a row's first place does the work for all its places, in batch order,
+and writes the row once: repeated runs agree bitwise, and nothing synchronises. In a small batch the places of a row are
+found by a linear search; a large batch is first sorted by row.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-SEARCHED = 2048  # places that are searched through: beyond, the square of their number costs more than sorting
-_WARPS = 1  # a second warp could read a row's count after the first has written it
+SEARCHED = 2048  # places up to which a search is cheaper than sorting
+_WARPS = 1  # a second warp could read the count of a row after the first wrote it
 
 
 @triton.jit
 def _part(ROW, ORDER, VALUES, row, at, n, D, d, SOME: tl.constexpr, SORTED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The gradients of the row among the places from `at` on, summed, and how many there are."""
+    """The summed gradients of the row among the places from `at` on, and their number."""
     place = at + tl.arange(0, SOME)
     here = tl.load(ROW + place, mask=place < n, other=-1) == row
     if SORTED:
@@ -33,7 +33,7 @@ def _part(ROW, ORDER, VALUES, row, at, n, D, d, SOME: tl.constexpr, SORTED: tl.c
 
 @triton.jit
 def _summed(ROW, ORDER, VALUES, row, p, n, D, d, BD: tl.constexpr, SOME: tl.constexpr, SORTED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The gradient of the row at place p, summed over its places from p on, and whether p is its first place."""
+    """The gradient of the row at place p, summed over its places from p on, and whether p is the first."""
     total = tl.zeros([BD], tl.float32)
     if SORTED:
         first = tl.load(ROW + p - 1, mask=p > 0, other=-1) != row
@@ -61,7 +61,7 @@ def _summed(ROW, ORDER, VALUES, row, p, n, D, d, BD: tl.constexpr, SOME: tl.cons
 
 @triton.jit
 def _unbias(x):  # type: ignore[no-untyped-def]
-    """1 - exp(x) for x < 0, without the cancellation close to 0."""
+    """1 - exp(x) for x < 0, without cancellation near 0."""
     return tl.where(x > -0.02, -x * (1 + x * (0.5 + x * (0.16666667 + x * 0.041666667))), 1 - tl.exp(x))
 
 
@@ -125,7 +125,7 @@ def _scatter(ROW, ORDER, VALUES, OUT, n, D, BD: tl.constexpr, SOME: tl.constexpr
 
 
 def _places(index: Tensor) -> tuple[Tensor, Tensor, bool]:
-    """Rows and, where they are sorted, the places they come from."""
+    """Rows and, if sorted, their original places."""
     if len(index) <= SEARCHED:
         return index.contiguous(), index, False
     rows, order = torch.sort(index.int(), stable=True)  # a table has fewer than 2^31 rows
@@ -133,7 +133,7 @@ def _places(index: Tensor) -> tuple[Tensor, Tensor, bool]:
 
 
 def _tile(d: int) -> tuple[int, int]:
-    """Dimensions of a tile, and how many rows are summed at once: as many as the registers of one warp hold."""
+    """Dimensions of a tile, and the number of rows summed at once: as many as the registers of one warp hold."""
     dims = triton.next_power_of_2(d)
     return dims, max(4, min(32, 1024 // dims))
 
@@ -148,12 +148,13 @@ def row_adam(
     eps: float,
     weight_decay: float,
 ) -> None:
-    """RowAdam (rows.py) on the rows `index` (n,) with gradients `values` (n, D), in place; lr () on the device."""
+    """RowAdam on the rows `index` (n,) with gradients `values` (n, D), in place; lr () is on the device."""
     rows, order, by_row = _places(index)
     n, d = values.shape
     logs = (math.log(beta) if beta else -math.inf for beta in betas)
     _adam[(n,)](
-        rows, order, values.contiguous(), table, state["mean"], state["square"], state["count"], lr, n, d, *betas, *logs, eps, weight_decay,
+        rows, order, values.contiguous(), table, state["mean"], state["square"], state["count"], lr, n, d, *betas,
+        *logs, eps, weight_decay,
         *_tile(d), state["count"].dim() > 0, by_row, num_warps=_WARPS,
     )  # fmt: skip
 
@@ -161,7 +162,7 @@ def row_adam(
 def row_adagrad(
     table: Tensor, index: Tensor, values: Tensor, total: Tensor, lr: Tensor, eps: float, weight_decay: float
 ) -> None:
-    """RowAdagrad (rows.py) on the rows `index` (n,) with gradients `values` (n, D), in place; lr () on the device."""
+    """RowAdagrad on the rows `index` (n,) with gradients `values` (n, D), in place; lr () is on the device."""
     rows, order, by_row = _places(index)
     n, d = values.shape
     _adagrad[(n,)](
@@ -170,7 +171,7 @@ def row_adagrad(
 
 
 def gather(table: Tensor, ids: Tensor) -> Tensor:
-    """table[ids] (..., D) with a dense gradient, each row of which is summed in batch order: repeated runs agree bitwise."""
+    """table[ids] (..., D) with a dense gradient, summed in batch order: repeated runs agree bitwise."""
     return _Gather.apply(table, ids)  # type: ignore[no-untyped-call, no-any-return]
 
 

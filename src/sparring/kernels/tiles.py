@@ -1,8 +1,9 @@
-"""The Triton kernels of the fused weighted log-sum-exp (fused.py): what each program does with its tiles.
+"""The Triton programs of the fused weighted log-sum-exp (fused.py), tile by tile.
 
-Queries and candidates come to the loops in one form, made by `prepare`: rows filled up to whole groups of 128, dimensions to a power of 2,
-queries times log2(e), and each group divided by a power of 2 that brings its largest entry below 1. So no loop needs a mask, everything is
-in powers of 2, and 16-bit floats hold the entries with the 10 bits that TF32 keeps. The power of 2 of a group costs one number for a tile.
+`prepare` brings queries and candidates into one form: rows padded to groups of 128, dimensions to a power of 2, queries
+times log2(e), and each group divided by a power of 2 that brings its largest entry below 1. So no loop needs a mask,
+logits are in powers of 2, and 16-bit floats hold the entries with the 10 bits of TF32. The power of 2 of a group is one
+number per tile.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def _odd(seed, counter):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _unweighted(w):  # type: ignore[no-untyped-def]
-    """What takes the weight out of a chance. Candidates whose weights lie 2^80 apart are not drawn side by side."""
+    """The factor that removes the weight from a probability. Weights more than 2^80 apart are not drawn together."""
     return tl.exp2(tl.minimum(tl.maximum(-w, -80.0), 80.0))
 
 
@@ -45,8 +46,9 @@ def _unweighted(w):  # type: ignore[no-untyped-def]
 def _count(chance, own, each):  # type: ignore[no-untyped-def]
     """floor(chance + u) with u in [0, 1) from the random keys of a query and a candidate, two odd numbers.
 
-    An odd number times another, of 32 bits, is any odd number as likely as any other, whatever the first; so u is uniform, and the u of
-    any three pairs are independent. u - 1/2 is added, and 1.5 x 2^23, beyond which a float32 has no fraction, rounds the sum.
+    The product of two odd 32-bit numbers is uniform over odd numbers, whatever the first; so u is uniform, and the u of
+    any three pairs are independent. u - 1/2 is added, and adding 1.5 x 2^23, beyond which a float32 has no fraction,
+    rounds.
     """
     return (chance + (own * each).to(tl.float32) * 2.3283064365386963e-10 + 12582912.0) - 12582912.0
 
@@ -54,9 +56,10 @@ def _count(chance, own, each):  # type: ignore[no-untyped-def]
 @triton.jit
 def prepare(  # type: ignore[no-untyped-def]
     Q, E, LW, ROW, COL, SEED, QS, ES, QPOWER, EPOWER, W, ROWKEY, COLKEY, B, C, D, q_groups, columns,
-    BD: tl.constexpr, PAIRS: tl.constexpr, KEYED: tl.constexpr, DRAWN: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr,
+    BD: tl.constexpr, PAIRS: tl.constexpr, KEYED: tl.constexpr, DRAWN: tl.constexpr, HALF: tl.constexpr,
+    GROUP: tl.constexpr,
 ):  # fmt: skip
-    """One program a group of queries, then one a group of candidates: entries, powers, weights, keys and random keys."""
+    """One program per group of queries, then of candidates: entries, powers, weights, keys and random keys."""
     pid = tl.program_id(0)
     if pid < q_groups:
         row = _powers(Q, QS, QPOWER, B, D, pid, 1.4426950408889634, BD, HALF, GROUP)
@@ -87,7 +90,7 @@ def forward(  # type: ignore[no-untyped-def]
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, PAIRS: tl.constexpr, KEYED: tl.constexpr, KIND: tl.constexpr,
     KEEP: tl.constexpr, PRECISION: tl.constexpr, GROUP: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
-    """A tile of queries against a span of the candidates: running maximum and sum of 2^t, and sum_j 2^(t - maximum) e_j."""
+    """A tile of queries against a span of candidates: running maximum and sum of 2^t, and sum_j 2^(t - maximum) e_j."""
     first = tl.program_id(0) * BM
     row = first + tl.arange(0, BM)
     part = tl.program_id(1)
@@ -117,7 +120,7 @@ def forward(  # type: ignore[no-untyped-def]
             t += tl.load(LW + row[:, None].to(tl.int64) * C + col[None, :], mask=inside, other=0.0) * 1.4426950408889634
         if KEYED:
             each = tl.load(COLKEY + col)
-            if KEYED == 2:  # of candidates from the split on, by the second key
+            if KEYED == 2:  # the second key, for candidates from the split on
                 own = tl.load(ROWKEY + tl.where(begin < split, 0, rows) + row)
             t = tl.where(own[:, None] == each[None, :], float("-inf"), t)
         if KIND == 1:
@@ -137,7 +140,7 @@ def forward(  # type: ignore[no-untyped-def]
             new = tl.maximum(top, tl.log2(tl.max(drawn, 1)) + power)
             p = drawn * tl.exp2(tl.minimum(power + SHIFT - new, 126.0))[:, None]
         else:
-            # the power of the group goes into the unit that the sums are kept in
+            # the power of the group becomes part of the unit of the sums
             new = tl.maximum(top, tl.max(t, 1) + power)
             p = tl.exp2(t - (new - power - SHIFT)[:, None])
         fade = tl.exp2(top - new)
@@ -160,7 +163,7 @@ def forward(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _log_total(SUMS, row, rows, parts, shift):  # type: ignore[no-untyped-def]
-    """log2 of the sums of all parts together, -inf where they are 0; the maxima of all parts come first, then the sums."""
+    """log2 of the total over all parts, -inf for 0; the maxima of all parts come first, then the sums."""
     top = tl.load(SUMS + row)
     for part in range(1, parts):
         top = tl.maximum(top, tl.load(SUMS + part * rows + row))
@@ -175,7 +178,7 @@ def join(  # type: ignore[no-untyped-def]
     SUMS, MEAN, LOGS, LOGZ, VALUE, OUT, B, D, rows, parts, log_draws,
     BM: tl.constexpr, BD: tl.constexpr, KIND: tl.constexpr, KEEP: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
-    """The parts of each query put together: its value, the logarithms that the backward pass needs, and the mean candidate (B, D)."""
+    """Join the parts of each query: its value, the logarithms for the backward pass, and the mean candidate (B, D)."""
     row = tl.program_id(0) * BM + tl.arange(0, BM)
     inside = row < B
     log_s = _log_total(SUMS, row, rows, parts, SHIFT)
@@ -183,7 +186,7 @@ def join(  # type: ignore[no-untyped-def]
     if KIND == 1:
         log_z = _log_total(SUMS + 2 * parts * rows, row, rows, parts, 0)
         value = tl.where(log_z == float("-inf"), float("-inf"), log_s - log_z + log_draws)
-        # where nothing counts, what makes every share 0
+        # if nothing counts, a value that makes every share 0
         tl.store(LOGZ + row, tl.where((log_z == float("-inf")) | (row >= B), float("inf"), log_z))
     log_s = tl.where((log_s == float("-inf")) | (row >= B), float("inf"), log_s)
     tl.store(LOGS + row, log_s)
@@ -200,11 +203,12 @@ def join(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def fractions(  # type: ignore[no-untyped-def]
-    GRAD, QPOWER, LOGZ, LOGS, OUT, LARGEST, B, rows, log_draws, DRAWN: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr
+    GRAD, QPOWER, LOGZ, LOGS, OUT, LARGEST, B, rows, log_draws, DRAWN: tl.constexpr, BLOCK: tl.constexpr,
+    GROUP: tl.constexpr
 ):  # fmt: skip
     """The gradient of each query's value times the power of its group, as a fraction of the largest: one program.
 
-    Of drawn counts also times what makes a chance without its weight, times the count, a share."""
+    With drawn counts, also times the factor that turns an unweighted probability times its count into a share."""
     largest = 0.0
     for begin in range(0, rows, BLOCK):
         row = begin + tl.arange(0, BLOCK)
@@ -228,11 +232,12 @@ def fractions(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def backward(  # type: ignore[no-untyped-def]
-    QS, ES, QPOWER, EPOWER, W, LW, ROWKEY, COLKEY, LOGZ, LOGS, GRAD, LARGEST, OUT, USAGE, B, C, D, rows, columns, span, split, log_draws,
+    QS, ES, QPOWER, EPOWER, W, LW, ROWKEY, COLKEY, LOGZ, LOGS, GRAD, LARGEST, OUT, COUNTS, B, C, D, rows, columns, span,
+    split, log_draws,
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, PAIRS: tl.constexpr, KEYED: tl.constexpr, KIND: tl.constexpr,
     PULL: tl.constexpr, COUNT: tl.constexpr, PRECISION: tl.constexpr, GROUP: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
-    """A tile of candidates against a span of the queries: sum_i g_i p_ij q_i, and how often each candidate was drawn."""
+    """A tile of candidates against a span of queries: sum_i g_i p_ij q_i, and the draws of each candidate."""
     first = tl.program_id(0) * BM
     col = first + tl.arange(0, BM)
     part = tl.program_id(1)
@@ -292,4 +297,4 @@ def backward(  # type: ignore[no-untyped-def]
             mask=(col[:, None] < C) & (d[None, :] < D),
         )
     if COUNT:
-        tl.store(USAGE + at, used, mask=col < C)
+        tl.store(COUNTS + at, used, mask=col < C)

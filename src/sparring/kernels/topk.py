@@ -1,9 +1,9 @@
-"""Exact top k of inner products as Triton kernels: the scores of all items exist only as tiles on the chip.
+"""Exact top k of inner products in Triton: the scores of all items exist only as tiles on the chip.
 
-The first kernel writes the largest score of each group of items alone, from 16-bit floats, which are off by at most `slack`; items that a
-query has seen are left out. The k best items lie in the groups with the largest of these. The second kernel computes the scores of the
-chosen groups in full precision, and whoever is not among the chosen is then known to lie below the k-th; or, rarely, is not: the answer
-says for which queries.
+The first kernel writes only the largest score of each group of items, without seen items, from 16-bit floats with an
+error of at most `slack`. The k best items are in the groups with the largest maxima. The second kernel computes the
+scores of the chosen groups in full precision. All other items are then proven to score below the k-th, except for rare
+queries, which the result marks as not `sure`.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from torch import Tensor
 from sparring.kernels.tiles import GROUP, _powers
 
 WIDTH = 64  # items of a group
-SPARE = 24  # groups looked into beyond the k that hold the answer if nothing is rounded
+SPARE = 24  # groups searched beyond the k that hold the answer without rounding
 _LAST = tl.constexpr(2147483647)
 _LIMIT = 1 << 26  # group maxima held at once
 
 
 class Best(NamedTuple):
-    """The k best items of each query, in order of score and then of id; where there are none, -inf and -1."""
+    """The k best items of each query, ordered by score and then id; -inf and -1 if there are fewer."""
 
     scores: Tensor  # (B, k)
     ids: Tensor  # (B, k) int64
-    sure: Tensor  # (B,) bool: proven to be the best
+    sure: Tensor  # (B,) bool: proven exact
 
 
 @triton.jit
@@ -57,7 +57,7 @@ def _maxima(  # type: ignore[no-untyped-def]
         s = tl.dot(q, tl.trans(e)) * tl.exp2(q_power + tl.load(EPOWER + begin // GROUP))
         s = tl.where((col < N)[None, :], s, float("-inf"))
         if MASKED:
-            # each query walks along its own list; one that is not in order costs certainty, never a wrong answer
+            # each query walks along its sorted list; an unsorted list makes a result unsure, never wrong
             while tl.min(coming, 0) < begin + BN:
                 s = tl.where(col[None, :] == coming[:, None], float("-inf"), s)
                 passed = coming < begin + BN
@@ -70,9 +70,10 @@ def _maxima(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _scores(  # type: ignore[no-untyped-def]
-    Q, E, CHOSEN, START, SEEN, WHO, OUT, N, D, m, BN: tl.constexpr, BD: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
+    Q, E, CHOSEN, START, SEEN, WHO, OUT, N, D, m, BN: tl.constexpr, BD: tl.constexpr, BLOCK: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
-    """One chosen group of one query: its scores in full precision, as keys that order by score and then by smaller id."""
+    """Scores of one chosen group of one query in full precision, as keys that order by score and then smaller id."""
     row = tl.program_id(0)
     place = row.to(tl.int64) * m + tl.program_id(1)
     col = tl.load(CHOSEN + place) * BN + tl.arange(0, BN)
@@ -95,13 +96,13 @@ def _scores(  # type: ignore[no-untyped-def]
 
 
 def fits(q: Tensor, items: Tensor, k: int) -> bool:
-    """Whether this is the way to rank: float32 on a GPU, enough queries to fill it, and few groups among many to look into."""
+    """Whether this kernel applies: float32 on a GPU, enough queries to fill it, few of many groups to search."""
     many = len(q) >= 512 and len(items) >= 8 * WIDTH * (k + SPARE)
     return many and q.is_cuda and q.dtype == torch.float32 and q.shape[1] <= 256 and len(items) < 2**31 - WIDTH
 
 
 def top_k(q: Tensor, items: Tensor, k: int, start: Tensor | None, seen: Tensor | None, who: Tensor | None) -> Best:
-    """The k largest inner products of each query with items (N, D), its seen items seen[start[who] : start[who + 1]] left out."""
+    """The k largest inner products of each query with items (N, D), without seen[start[who] : start[who + 1]]."""
     prepared = _halves(items)
     longest = float(torch.linalg.vector_norm(items, dim=1).max())
     block = max(GROUP, min(len(q), _LIMIT // triton.cdiv(len(items), WIDTH)) // GROUP * GROUP)
@@ -162,7 +163,7 @@ def _block(
     high = (top >> 32).int()
     scores = torch.where(high < 0, high ^ 0x7FFFFFFF, high).view(torch.float32)
     ids = torch.where(torch.isneginf(scores), -1, 0x7FFFFFFF - (top & 0xFFFFFFFF))
-    # half a unit in the last of 11 bits for either factor, and a little for what is added up and for numbers too small for 16 bits
+    # half a unit in the last of 11 bits per factor, plus a margin for the sum and for numbers too small for 16 bits
     slack = torch.linalg.vector_norm(q, dim=1) * (longest * 1.05 * 2**-10)
     sure = (
         best[:, -1] + slack < scores[:, -1] if m * WIDTH < columns else torch.ones(b, dtype=torch.bool, device=q.device)

@@ -1,4 +1,7 @@
-"""Losses: functions of a step and a bag, or modules where they keep state, that give one value per query; and temperatures."""
+"""Losses, functions or modules of (step, bag) with one value per query, and temperatures.
+
+Nothing here draws candidates: that is the task of `negatives`.
+"""
 
 from sparring.losses.adaptive import AdaTau, adaptive_softmax
 from sparring.losses.mined import HardPairs, OnlineHard, Reduction

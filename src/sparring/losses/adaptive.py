@@ -1,4 +1,4 @@
-"""Ada-tau: a temperature for each query that follows how well the query is fitted, and the loss that goes with it."""
+"""Ada-tau: a temperature per query that follows how well the model fits it, and its loss."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ _BLOCK = 8192  # queries encoded at a time
 
 
 class AdaTau(Part):
-    """A temperature for each query: larger for those that the model fits badly (Adap-tau).
+    """A temperature for each query, larger for queries that the model fits badly (Adap-tau).
 
-        tau_0 = (mu_+ - mu) / log(n m / (2 |D|)),   mu_+ = mean score of known pairs,   mu = mean score of all pairs        (eq. 14)
-        tau_u = tau_0 exp(W(max(-1/e, (L(u) - centre) / (2 beta)))),   W = Lambert's function                          (eq. 15, 16)
+        tau_0 = (mu_+ - mu) / log(n m / (2 |D|)),   mu_+, mu = mean score of known pairs, of all pairs          (eq. 14)
+        tau_u = tau_0 exp(W(max(-1/e, (L(u) - centre) / (2 beta)))),   W = Lambert's function               (eq. 15, 16)
 
-    For cosine scores. L(u) is the mean of u's softmax_loss at temperature 1 over the epoch before; `centre` is the mean of L, or its
-    quantile where one is given; a query not seen yet has tau_0. n queries, m items and |D| pairs count the `counts` (interactions of each
-    query) above their 20 % quantile. For the first `settle` epochs mu_+ - mu is taken to be `gap`: the scores of an untrained model say
-    nothing. means="epoch" then measures it on all pairs before each epoch; "running" keeps an average over batches instead, which needs
-    no pass over the data. tau_0 never falls below `low`. No gradient flows through a temperature.
+    For cosine scores. L(u) is the mean softmax_loss of u at temperature 1 over the previous epoch; `centre` is the mean
+    of L, or its `quantile`. A query not seen yet has tau_0. n queries, m items and |D| pairs refer to the queries whose
+    `counts` (interactions per query) are above the 20 % quantile. For the first `settle` epochs mu_+ - mu is `gap`,
+    because the scores of an untrained model say nothing. After that, means="epoch" measures it on all pairs before each
+    epoch, and "running" averages over batches, which needs no pass over the data. tau_0 is at least `low`. No gradient
+    flows through a temperature.
 
         temperature = AdaTau(counts, n_items);   Term(1.0, negatives, adaptive_softmax(temperature))
 
@@ -58,16 +59,14 @@ class AdaTau(Part):
         if not beta > 0 or not gap > 0 or not low > 0:
             raise ValueError(f"Ada-tau needs positive beta, gap and low, got {beta}, {gap}, {low}")
         if quantile is not None and not 0 < quantile <= 1:
-            raise ValueError(f"quantile must lie in (0, 1], got {quantile}")
+            raise ValueError(f"quantile must be in (0, 1], got {quantile}")
         if means not in ("epoch", "running"):
             raise ValueError(f"means must be one of epoch, running; got {means!r}")
         active = counts > float(np.quantile(counts.numpy(), 0.2))
         active = active if bool(active.any()) else counts > 0
         ratio = float(active.sum()) * n_items / (2 * max(float(counts[active].sum()), 1.0))
         if ratio <= 1:
-            raise ValueError(
-                "Ada-tau is for sparse data: here more than half of all pairs of a query and an item are positive"
-            )
+            raise ValueError("Ada-tau is for sparse data: here more than half of all (query, item) pairs are positive")
         self.beta, self.quantile, self.settle, self.means, self.momentum, self.low = (
             beta,
             quantile,
@@ -90,7 +89,7 @@ class AdaTau(Part):
         return self.tau[query_ids]
 
     def observe(self, step: Step, outcome: Outcome) -> None:
-        # as plain candidates: a draw belongs to the step's own temperature
+        # without draws, which belong to the temperature of the step
         bag = Bag(
             tuple(replace(block, draws=None, seed=None) for block in outcome.bags[0].blocks),
             outcome.bags[0].log_w_positive,
@@ -134,12 +133,12 @@ class AdaTau(Part):
 
 
 def adaptive_softmax(temperature: AdaTau) -> Loss:
-    """The softmax loss with the common temperature for the positive and each query's own for the negatives (the loss of Adap-tau).
+    """The softmax loss with the common temperature for positives and a query's own for negatives (loss of Adap-tau).
 
         loss_i = -q_i . v_i / tau_0 + log sum_j exp(q_i . e_j / tau_u + log_w_ij)
 
-    The form of the authors' code. A weight counts a candidate that many times; with everything in the bag excluded the loss is 0. The run's
-    temperature must be the same object.
+    The form of the authors' code. A weight w counts a candidate w times. If everything in the bag is excluded, the loss
+    is 0. The run must use the same temperature object.
 
         adaptive_softmax(temperature)
 
@@ -162,7 +161,8 @@ def lambert_w(x: Tensor) -> Tensor:
     lambert_w(torch.tensor([-1 / math.e, 0.0, math.e]))     # -1, 0, 1
     """
     wide = x.double()
-    # first guesses: a series in p about the branch point -1/e, where W has a vertical tangent, and a logarithm away from it
+    # initial values: a series in p near the branch point -1/e, where W has a vertical tangent, and a logarithm
+    # elsewhere
     p = (2 * (math.e * wide + 1)).clamp(min=0).sqrt()
     log = wide.clamp(min=0).log1p()
     w = torch.where(wide < 0.25, -1 + p - p**2 / 3 + 11 / 72 * p**3, log * (1 - log.log1p() / (2 + log)))
@@ -171,14 +171,13 @@ def lambert_w(x: Tensor) -> Tensor:
         error = w * e - wide
         slope = e * (w + 1)
         update = error / (slope - (w + 2) * error / (2 * w + 2))
-        w = torch.where(
-            p > 1e-5, w - update, w
-        )  # nearer to the branch point the series is exact and the slope vanishes
+        # nearer to the branch point the series is exact and the slope vanishes
+        w = torch.where(p > 1e-5, w - update, w)
     return w.to(x.dtype)
 
 
 def _mean_score(q: Tensor, bag: Bag, batch: Batch) -> Tensor:
-    """The weighted mean of all scores of the batch with the bag, as if queries and candidates were independent."""
+    """The weighted mean score of the batch and the bag, treating queries and candidates as independent."""
     total, mass, middle = q.new_zeros(()), q.new_zeros(()), batch.sum(q.sum(0)) / len(batch)
     for block in bag.plain().blocks:
         weights = block.log_w.exp().to(block.emb.dtype)

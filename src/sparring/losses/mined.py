@@ -1,4 +1,4 @@
-"""Hinge losses against the hardest of what a batch offers: OnlineHard (NGAME's encoder), HardPairs (its classifiers)."""
+"""Hinge losses against the hardest candidates: OnlineHard (NGAME's encoder), HardPairs (its classifiers)."""
 
 from __future__ import annotations
 
@@ -18,20 +18,23 @@ Reduction = Literal["mean", "sum"]
 
 
 class OnlineHard(Part):
-    """Hinge loss against the k hardest candidates of each query, the harder the more (the triplet loss of NGAME and DEXA).
+    """Hinge loss against the k hardest candidates of each query, harder ones weighted more (loss of NGAME and DEXA).
 
         n_i1 .. n_ik = the k largest q_i . e_j,   h_ij = max(0, n_ij - q_i . v_i + margin)
-        loss_i = sum_j p_ij h_ij  ("sum"),  or that over k  ("mean"),   p_i = softmax of n_ij / tau over the j with h_ij > 0
+        loss_i = sum_j p_ij h_ij  ("sum"),  or that over k  ("mean")
+        p_i = softmax of n_ij / tau over the j with h_ij > 0
 
-    For cosine scores; tau is the step's. A weight of 0 drops a candidate, other weights play no part. The gradient flows through p too,
-    as in the release, unless constant_weights. "mean" is the release's, "sum" that of its successors: k times as large, which AdamW
-    notices by its eps alone. With `least` the margin of a pair is |q_i . v_i - n_ij|, a constant, kept between least and margin; with
-    both_ways the same loss of the row's item against the queries of the batch that do not have it is added (both as in PRIME).
-    Each epoch's record has `violators`: how many of the k violate the margin, per row.
+    For cosine scores; tau is the step's. A weight of 0 drops a candidate; other weights are ignored. The gradient also
+    flows through p, as in the release, unless constant_weights. The release uses "mean", its successors "sum", which is
+    k times as large; AdamW notices only through its eps. With `least`, the margin of a pair is the constant |q_i . v_i
+    - n_ij|, clamped to [least, margin]. With both_ways, the loss of the row's item against the queries of the batch
+    that do not have it is added (both as in PRIME). Each epoch reports `violators`: how many of the k violate the
+    margin, per row.
 
         Term(1.0, InBatch(exclude="known"), OnlineHard(k=10, margin=0.3))
 
-    Dahiya et al., NGAME: Negative Mining-aware Mini-batching for Extreme Classification, WSDM 2023; weights as in the code of DEXA.
+    Dahiya et al., NGAME: Negative Mining-aware Mini-batching for Extreme Classification, WSDM 2023; weights as in the
+    code of DEXA.
     """
 
     violators: Tensor
@@ -52,7 +55,7 @@ class OnlineHard(Part):
         if reduction not in ("mean", "sum"):
             raise ValueError(f"reduction must be one of mean, sum; got {reduction!r}")
         if least is not None and not 0 <= least <= margin:
-            raise ValueError(f"least must lie between 0 and margin={margin}, got {least}")
+            raise ValueError(f"least must be between 0 and margin={margin}, got {least}")
         self.k, self.margin, self.reduction, self.least = k, margin, reduction, least
         self.constant_weights, self.both_ways = constant_weights, both_ways
         self.register_buffer("violators", torch.zeros((), dtype=torch.float64))
@@ -70,13 +73,13 @@ class OnlineHard(Part):
         if not self.both_ways:
             return LossOutput(loss, notes=notes)
         if bag.blocks[0].ids is not step.batch.item_ids:
-            raise ValueError("both_ways needs the positives of the batch as the first candidates: use InBatch")
-        whole = step.batch.gather(scores[:, : len(step.batch)])  # this rank's items against the queries of all
-        loss = loss + self._hinge(step.batch.own(whole.T), positive, step.tau)[0]
+            raise ValueError("both_ways needs the positives of the batch as first candidates: use InBatch")
+        square = step.batch.gather(scores[:, : len(step.batch)])  # this rank's items against the queries of all ranks
+        loss = loss + self._hinge(step.batch.own(square.T), positive, step.tau)[0]
         return LossOutput(loss, notes=notes)
 
     def _hinge(self, scores: Tensor, positive: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
-        """The loss of each row of scores (B, C), -inf where a candidate does not count, and who violates the margin (B, K)."""
+        """The loss of each row of scores (B, C), -inf for dropped ones, and its violators of the margin (B, K)."""
         hardest = scores.topk(min(self.k, scores.shape[1]), dim=1).values
         margin: float | Tensor = self.margin
         if self.least is not None:
@@ -103,11 +106,11 @@ class OnlineHard(Part):
 class HardPairs(nn.Module):
     """Hinge loss of each query's hardest positives against its hardest negatives (the classifiers of NGAME).
 
-        h_ipn = max(0, s_in - s_ip + margin)   over the `positives` lowest known positives p and the `negatives` highest others n
-        loss_i = sum_pn w_ipn h_ipn / (positives * negatives),   w_i = softmax of the h_ipn themselves over those above 0
+        h_ipn = max(0, s_in - s_ip + margin)   for the lowest known positives p and the highest other items n
+        loss_i = sum_pn w_ipn h_ipn / (positives * negatives),   w_i = softmax of the positive h_ipn
 
-    The bag offers positives of many queries, and for each query what Step.positives knows of it is positive; the step's own positive is
-    one among them. A query with fewer positives has fewer pairs, and pairs that do not exist count 0 in the mean.
+    The bag holds positives of many queries. Those that Step.positives lists for a query are its positives, and all
+    others its negatives. A query with fewer positives has fewer pairs; missing pairs count 0 in the mean.
 
         Term(1.0, BatchPositives(), HardPairs(3, 5, margin=0.2))
 
@@ -118,7 +121,7 @@ class HardPairs(nn.Module):
         super().__init__()
         if positives < 1 or negatives < 1 or not margin > 0:
             raise ValueError(
-                f"HardPairs needs positives, negatives >= 1 and margin > 0, got {positives}, {negatives}, {margin}"
+                f"HardPairs needs positives, negatives >= 1 and margin > 0; got {positives}, {negatives}, {margin}"
             )
         self.positives, self.negatives, self.margin = positives, negatives, margin
 
@@ -139,12 +142,12 @@ class HardPairs(nn.Module):
 
 
 def masked_scores(q: Tensor, bag: Bag) -> Tensor:
-    """(B, C): q_i . e_j of all candidates of the bag, -inf where one does not count."""
+    """(B, C): q_i . e_j of all candidates of the bag, -inf for dropped and excluded ones."""
     parts = [scores.masked_fill(torch.isneginf(log_w), -math.inf) for scores, log_w in weighed(q, bag)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
 def masked_softmax(x: Tensor, mask: Tensor) -> Tensor:
-    """The softmax of each row over the places of the mask, 0 elsewhere; a row without any is 0."""
+    """The softmax of each row over the masked-in places, 0 elsewhere; an empty row is 0."""
     x = torch.where(mask, x, torch.finfo(x.dtype).min)
     return torch.softmax(x, 1) * mask

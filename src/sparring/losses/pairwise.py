@@ -1,4 +1,4 @@
-"""Losses that look at one pair (positive, candidate), or one candidate, at a time: BPR, hinge, PSL, CCL."""
+"""Losses over single pairs (positive, candidate) or single candidates: BPR, hinge, PSL, CCL."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def psl(surrogate: Surrogate = "relu") -> Loss:
         loss_i = log sum_j w_ij sigma(d_ij)^(1 / tau_i),   d_ij = (q_i . e_j - q_i . v_i) / 2
         sigma(d) = 1 + tanh d   |   1 + atan d   |   max(0, 1 + d)
 
-    For cosine scores, where d lies in [-1, 1]; sigma = exp would be softmax_loss at twice tau. A weight counts a candidate that many times;
-    the positive's own weight plays no part. A sigma of 0 counts as the smallest positive number. With everything in the bag excluded the
-    loss is 0.
+    For cosine scores, with d in [-1, 1]; sigma = exp would be softmax_loss at twice tau. A weight w counts a candidate
+    w times; the positive's own weight is ignored. A sigma of 0 counts as the smallest positive number. If everything in
+    the bag is excluded, the loss is 0.
 
         psl("relu")
 
@@ -67,12 +67,12 @@ def psl(surrogate: Surrogate = "relu") -> Loss:
 
 
 def ccl(margin: float = 0.9, weight: float = 150.0) -> Loss:
-    """Cosine contrastive loss: the positive's distance, and the mean excess of negatives over a margin (CCL, the loss of SimpleX).
+    """Cosine contrastive loss: the positive's distance plus the mean excess of negatives over a margin (CCL, SimpleX).
 
         loss_i = (1 - q_i . v_i) + weight * sum_j w_ij max(0, q_i . e_j - margin) / sum_j w_ij
 
-    For cosine scores; tau plays no part, nor does the positive's own weight. A candidate's weight is its share in the mean. Positive and
-    negatives do not compete, so with everything in the bag excluded the positive's part remains.
+    For cosine scores; tau and the positive's own weight are ignored. A candidate's weight is its share in the mean.
+    Positive and negatives do not compete: if everything in the bag is excluded, the positive's part remains.
 
         Term(1.0, Sampled(Uniform(n_items), 1000, correction="none"), ccl(margin=0.9, weight=150))
 
@@ -89,7 +89,7 @@ def ccl(margin: float = 0.9, weight: float = 150.0) -> Loss:
 
 
 class _LogSumSigma(torch.autograd.Function):
-    """log sum_j w_ij sigma(s_ij - s_i+)^sharpness_i, (B,); its gradient is taken in the forward pass, so that one (B, C) matrix is kept."""
+    """log sum_j w_ij sigma(s_ij - s_i+)^sharpness_i, (B,); the gradient is computed in forward: one (B, C) matrix."""
 
     @staticmethod
     def forward(
@@ -131,7 +131,7 @@ def _log_sigma(surrogate: Surrogate, d: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def weighed(q: Tensor, bag: Bag) -> Iterator[tuple[Tensor, Tensor]]:
-    """Inner products with q and log weights, -inf where a candidate does not count: (B, C) each, block by block."""
+    """Inner products with q, and log weights, -inf for excluded candidates: (B, C) each, block by block."""
     for block in bag.plain().blocks:
         if block.draws is not None:
             raise ValueError("a pairwise loss needs drawn negatives: give Resample draw='multinomial' or 'systematic'")
@@ -141,7 +141,7 @@ def weighed(q: Tensor, bag: Bag) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _mean(q: Tensor, bag: Bag, penalty: Callable[[Tensor], Tensor]) -> Tensor:
-    """The weighted mean of penalty(q_i . e_j) over the bag, (B,); 0 where nothing counts."""
+    """The weighted mean of penalty(q_i . e_j) over the bag, (B,); 0 if nothing counts."""
     total, mass = torch.zeros_like(q[:, 0]), torch.zeros_like(q[:, 0])
     for scores, log_w in weighed(q, bag):
         weights = log_w.exp()

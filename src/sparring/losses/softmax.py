@@ -45,7 +45,7 @@ def sampled_softmax(step: Step, bag: Bag, log_z: Tensor) -> Tensor:
 
         loss_i = -t_i + log( exp(t_i) + sum_j exp(q_i . e_j / tau_i + log_w_ij) ),   t_i = q_i . v_i / tau_i + log_w_i+
 
-    With everything in the bag excluded the loss is 0.
+    If everything in the bag is excluded, the loss is 0.
     """
     return -F.logsigmoid(weighted_positive(step, bag) - log_z)
 
@@ -56,9 +56,9 @@ def softmax_loss(step: Step, bag: Bag, log_z: Tensor) -> Tensor:
 
         loss_i = -t_i + log sum_j exp(q_i . e_j / tau_i + log_w_ij),   t_i = q_i . v_i / tau_i + log_w_i+
 
-    A weight counts a candidate that many times. Unlike sampled_softmax it never saturates: a positive far above its negatives is still
-    pushed up, and a factor common to all weights (the log n of a correction) changes the loss by a constant and no gradient. It may be
-    negative. With everything in the bag excluded it is 0.
+    A weight w counts a candidate w times. Unlike sampled_softmax it never saturates: a positive far above its negatives
+    is still pushed up, and a factor common to all weights (the log n of a correction) adds a constant and changes no
+    gradient. It may be negative. If everything in the bag is excluded, it is 0.
 
         Term(1.0, Sampled(Uniform(n_items), 800, correction="none"), softmax_loss)
 
@@ -68,14 +68,15 @@ def softmax_loss(step: Step, bag: Bag, log_z: Tensor) -> Tensor:
 
 
 def bsl(exponent: float = 1.0, form: BSLForm = "corrected") -> Loss:
-    """The softmax loss with temperatures of their own for positives and negatives (BSL, bilateral softmax loss).
+    """The softmax loss with separate temperatures for positives and negatives (BSL, bilateral softmax loss).
 
-        corrected   loss_i = -q_i . v_i / tau_1 + (tau_2 / tau_1) L_i,   tau_2 = the step's tau,   tau_2 / tau_1 = exponent
-        release     loss_i = -q_i . v_i / tau + exponent L_i,            L_i = log sum_j exp(q_i . e_j / tau_i + log_w_ij)
+        corrected   loss_i = -q_i . v_i / tau_1 + (tau_2 / tau_1) L_i,   tau_2 = step.tau,  tau_2 / tau_1 = exponent
+        release     loss_i = -q_i . v_i / tau + exponent L_i
+        L_i = log sum_j exp(q_i . e_j / tau_i + log_w_ij)
 
-    With one positive to a query the corrected form is `exponent` times softmax_loss at tau_2, so under Adam without weight decay it trains
-    as that does. The authors' scripts run the other: an exponent above 1 pushes negatives away harder than it pulls the positive in.
-    With exponent 1 both are softmax_loss. Weights, and a bag with everything excluded, as there.
+    With one positive per query the corrected form is `exponent` times softmax_loss at tau_2, so Adam without weight
+    decay trains the same model. The authors' scripts run the release form: an exponent above 1 pushes negatives away
+    harder than it pulls the positive in. With exponent 1 both are softmax_loss. Weights and exclusion as there.
 
         bsl(1.22, form="release")
 
@@ -100,5 +101,5 @@ def weighted_positive(step: Step, bag: Bag) -> Tensor:
 
 
 def above(negatives: Tensor, positive: Tensor) -> Tensor:
-    """negatives - positive, and 0 without gradient where nothing counts against a query."""
+    """negatives - positive; 0 without gradient if nothing counts against a query."""
     return torch.where(torch.isneginf(negatives), 0.0, negatives - positive)

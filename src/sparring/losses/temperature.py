@@ -1,4 +1,4 @@
-"""Temperatures: modules that give tau for each query of a batch."""
+"""Temperatures: modules that map query ids to tau."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sparring.core.types import Outcome, Step
 
 
 class Fixed(nn.Module):
-    """A temperature that stays: tau for every query."""
+    """A constant temperature."""
 
     tau: Tensor
 
@@ -27,7 +27,7 @@ class Fixed(nn.Module):
 
 
 class Learned(Part):
-    """A temperature trained with the towers, kept within [low, high]: tau = exp(log_tau)."""
+    """A temperature trained with the towers and kept in [low, high]: tau = exp(log_tau)."""
 
     def __init__(self, tau: float = 0.1, low: float = 0.02, high: float = 1.0):
         super().__init__()
@@ -37,9 +37,9 @@ class Learned(Part):
         self.log_tau = nn.Parameter(torch.tensor(math.log(tau)))
 
     def forward(self, query_ids: Tensor) -> Tensor:
-        # straight through: a gradient that leads back inside is never lost at the bound
+        # straight-through clamp: a gradient that points back inside survives at the bound
         inside = self.log_tau.clamp(math.log(self.low), math.log(self.high)).detach()
         return (inside + self.log_tau - self.log_tau.detach()).exp()
 
     def observe(self, step: Step, outcome: Outcome) -> None:
-        self.log_tau.clamp_(math.log(self.low), math.log(self.high))  # so that it need not come back from far outside
+        self.log_tau.clamp_(math.log(self.low), math.log(self.high))  # or the way back would be long

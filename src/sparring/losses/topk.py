@@ -1,4 +1,4 @@
-"""SL@K: a softmax loss that cares for the positives near the top of each query's list."""
+"""SL@K: a softmax loss focused on positives near the top of each query's list."""
 
 from __future__ import annotations
 
@@ -15,20 +15,22 @@ _BLOCK = 1 << 22  # scores worked on at a time
 
 
 class SLatK(Part):
-    """The softmax loss, each positive weighed by how near it comes to the query's top K (SL@K).
+    """The softmax loss with each positive weighted by its distance to the query's top K (SL@K).
 
         loss_i = sigmoid((s_i+ - beta_i) / tau_w) * log sum_j exp((s_ij - s_i+) / tau + log_w_ij),   s = q . e
-        beta_i = the K-th largest score among all positives of query i and n items drawn uniformly, without its positives
+        beta_i = the K-th largest score among all positives of query i and n other items drawn uniformly
 
-    The thresholds beta are kept for every query and rebuilt before every `every`-th epoch, all from one draw of n items; with n = N they
-    are exact; no gradient runs through them. It runs through the weight as in the formula, and so pulls a positive down by L / tau_w times
-    the sigmoid's slope, L the logarithm: where L stays large beside tau_w / tau (a dense small world, many negatives) the loss falls by
-    giving positives up. constant_weight=True takes the weight as a number instead. A query with fewer than K scores, and every query before
-    the first refresh, has weight 1: softmax_loss, with its weights and exclusion; but a factor common to all weights matters here, in L.
+    The thresholds beta are rebuilt before every `every`-th epoch, for all queries from one draw of n items; with n = N
+    they are exact. No gradient flows through them. It flows through the weight, as in the formula, and pulls a positive
+    down by L / tau_w times the slope of the sigmoid, where L is the logarithm. If L stays large compared with tau_w /
+    tau (a small dense data set, many negatives), the loss can fall by giving positives up; constant_weight=True treats
+    the weight as a constant. A query with fewer than K scores, and every query before the first refresh, has weight 1:
+    softmax_loss, with its weights and exclusion. A factor common to all weights matters here, through L.
 
         Term(1.0, Sampled(Uniform(n_items), 1000, correction="none"), SLatK(n_queries, k=20))
 
-    Yang et al., Breaking the Top-K Barrier: Advancing Top-K Ranking Metrics Optimization in Recommender Systems, KDD 2025.
+    Yang et al., Breaking the Top-K Barrier: Advancing Top-K Ranking Metrics Optimization in Recommender Systems, KDD
+    2025.
     """
 
     beta: Tensor
@@ -44,7 +46,7 @@ class SLatK(Part):
     ):
         super().__init__()
         if not 1 <= k <= n:
-            raise ValueError(f"SL@K needs 1 <= k <= n items to find the k-th largest of, got k={k}, n={n}")
+            raise ValueError(f"SL@K needs 1 <= k <= n, got k={k}, n={n}")
         if every < 1 or not tau_w > 0:
             raise ValueError(f"SL@K needs every >= 1 and tau_w > 0, got every={every}, tau_w={tau_w}")
         self.k, self.n, self.every, self.tau_w, self.constant_weight = k, n, every, tau_w, constant_weight
@@ -74,7 +76,7 @@ class SLatK(Part):
 
 
 def _thresholds(q: Tensor, ids: Tensor, items: Tensor, drawn: Tensor, positives: Positives, k: int) -> Tensor:
-    """The k-th largest of each query's scores with its positives and with those of the drawn items that are not; -inf where fewer."""
+    """The k-th largest score of each query over its positives and the other drawn items; -inf if there are fewer."""
     known = positives.of(ids)
     assert known.rows is not None
     others = q @ items[drawn].T

@@ -23,9 +23,9 @@ class Union(Negatives):
 
         log_w_j = -log sum_s E[count of j in source s]     (correction="count"; the other corrections as in `corrected`)
 
-    A candidate's weight depends on how often all sources together offer it, not on the source it came from. Where a source does not
-    know its counts (Resample, Hardest, an uncorrected InBatch), each source keeps its own weights. `positive` replaces the
-    mixture as the frequency that weighs the positive under correction="both", as the XIR release does.
+    A candidate's weight depends on how often all sources together offer it, not on the source it came from. If a source
+    does not know its counts (Resample, Hardest, an uncorrected InBatch), every source keeps its own weights. `positive`
+    replaces the mixture as the frequency that weights the positive under correction="both", as in the XIR release.
 
         Union(InBatch(Popularity(counts)), Sampled(Uniform(n_items), 1024))
 
@@ -52,7 +52,7 @@ class Union(Negatives):
             weighed = [bag.log_w_positive for bag in bags if bag.log_w_positive is not None]
             if len(weighed) > 1:
                 raise ValueError(
-                    "two sources of a Union both weigh the positive: give at most one of them correction='both' or 'refined'"
+                    "two sources of a Union weight the positive: give at most one correction='both' or 'refined'"
                 )
             return Bag(tuple(blocks), weighed[0] if weighed else None)
         bag = corrected(blocks, step, self, self.correction)
@@ -74,13 +74,15 @@ class Resample(Negatives):
 
         p_ij = softmax_j(q_i . e_j / tau + log_w_ij),   n_i ~ Multinomial(n, p_i),   log_w'_ij = log n_ij
 
-    The drawn multiset follows the query's softmax restricted to the bag. No gradient flows through the draw. Unlike Hardest, every
-    candidate keeps a chance of being drawn. draw="expected" puts E n_ij = n p_ij in place of the counts, which needs no draw
-    at all and removes its noise; the gradient is then softmax(2 s + log_w): the published estimator, which weighs drawn items by
-    e^s once more, is in-batch softmax at half the temperature. "systematic" draws counts within 1 of n p_ij by one uniform
-    number per query; "rounded" by one for each pair, n_ij = floor(n p_ij + u_ij), which on a GPU are made inside the kernel, so that
-    no (B, C) matrix is written: their sum is n on average. n=None draws as many as the bag holds. Drawn items are no longer weighed by the
-    source's correction, so the positive is not either, as published.
+    The drawn multiset follows the query's softmax restricted to the bag. No gradient flows through the draw. Unlike
+    Hardest, every candidate keeps a chance of being drawn. n=None draws as many as the bag holds. Drawn items lose the
+    source's correction, and so does the positive, as published.
+
+    draw="expected" replaces the counts by E n_ij = n p_ij: no draw, no noise. The gradient is then softmax(2 s +
+    log_w): the published estimator, which weights drawn items by e^s once more, is in-batch softmax at half the
+    temperature. "systematic" draws counts within 1 of n p_ij by one uniform number per query. "rounded" uses one number
+    per pair, n_ij = floor(n p_ij + u_ij), with a sum of n on average; on a GPU the kernel draws them and stores no (B,
+    C) matrix.
 
         Resample(InBatch(Popularity(counts)), n=1024)
 
@@ -106,7 +108,7 @@ class Resample(Negatives):
             step.q, block.emb, block.log_w, block.exclude is None or block.exclude.keyed(block.ids)
         ):
             seed = torch.randint(1 << 62, (2,), generator=step.generator, device=step.q.device)
-            seed[1:].fill_(step.batch.ranks.rank * len(step.q))  # seed[1] = ... would wait for the device
+            seed[1:].fill_(step.batch.ranks.rank * len(step.q))  # seed[1] = ... would synchronise
             return Bag((replace(closed, seed=seed),))
         with torch.no_grad():
             scores = logits(step.scaled, block.emb)
@@ -121,27 +123,29 @@ class Resample(Negatives):
 
 
 def multinomial_counts(p: Tensor, n: int, generator: torch.Generator, batch: Batch | None = None) -> Tensor:
-    """Counts (B, C) of n independent draws from each row; a row of zeros draws nothing. `batch`: whose rows these are."""
+    """Counts (B, C) of n independent draws from each row; a row of zeros draws nothing. `batch`: their batch."""
     cdf = torch.cumsum(p.double(), -1)
-    some = cdf[:, -1:] > 0
+    possible = cdf[:, -1:] > 0
     u = _uniform(len(p), n, generator, batch) * cdf[:, -1:]
-    # as in draw_from_cdf: right=True skips what has no probability, the bound guards the rounding of u * total up to the total
+    # as in draw_from_cdf: right=True skips entries of probability 0, the bound guards against rounding up to the total
     last = torch.searchsorted(cdf, cdf[:, -1:].contiguous())
     drawn = torch.minimum(torch.searchsorted(cdf, u, right=True), last)
-    counts = torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32))  # 8 bits count to 256
-    return counts.scatter_add_(1, drawn, torch.ones((), dtype=counts.dtype, device=p.device).expand(drawn.shape)) * some
+    counts = torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32))  # bfloat16 counts to 256
+    return (
+        counts.scatter_add_(1, drawn, torch.ones((), dtype=counts.dtype, device=p.device).expand(drawn.shape))
+        * possible
+    )
 
 
 def systematic_counts(p: Tensor, n: int, generator: torch.Generator, batch: Batch | None = None) -> Tensor:
-    """Counts (B, C) with mean n * p and less than 1 away from it: floor(n F_j + u) - floor(n F_{j-1} + u), F the row's CDF."""
+    """Counts (B, C) within 1 of their mean n p: floor(n F_j + u) - floor(n F_{j-1} + u), F the CDF of the row."""
     u = _uniform(len(p), 1, generator, batch)
     counts = torch.empty_like(p)
-    rows = max(
-        1, (_BLOCK if p.device.type == "cpu" else p.numel()) // p.shape[1]
-    )  # of a CPU's cache: many times as fast as all at once
-    for some, start, out in zip(p.split(rows), u.split(rows), counts.split(rows), strict=True):
-        # float64: at float32 the CDF of a few thousand candidates loses whole counts
-        cdf = torch.cumsum(some, -1, dtype=torch.float64)
+    # blocks that fit the cache of a CPU are many times as fast as all rows at once
+    rows = max(1, (_BLOCK if p.device.type == "cpu" else p.numel()) // p.shape[1])
+    for part, start, out in zip(p.split(rows), u.split(rows), counts.split(rows), strict=True):
+        # float64: in float32 the CDF of a few thousand candidates is off by whole counts
+        cdf = torch.cumsum(part, -1, dtype=torch.float64)
         cdf /= cdf[:, -1:].clone().clamp_(min=1e-300)
         edges = torch.floor(cdf * n + start)
         out[:, :1] = edges[:, :1]
@@ -150,7 +154,7 @@ def systematic_counts(p: Tensor, n: int, generator: torch.Generator, batch: Batc
 
 
 def _uniform(rows: int, n: int, generator: torch.Generator, batch: Batch | None) -> Tensor:
-    """(rows, n) numbers from [0, 1), float64; drawn for the rows of all ranks."""
+    """(rows, n) uniform numbers in float64, drawn for the rows of all ranks."""
     u = torch.rand(
         rows if batch is None else len(batch), n, dtype=torch.float64, generator=generator, device=generator.device
     )
@@ -158,7 +162,7 @@ def _uniform(rows: int, n: int, generator: torch.Generator, batch: Batch | None)
 
 
 def rounded_counts(p: Tensor, n: int, generator: torch.Generator, batch: Batch | None = None) -> Tensor:
-    """Counts (B, C) with mean n * p and less than 1 away from it, each by itself: floor(n p_ij + u_ij)."""
+    """Counts (B, C) within 1 of their mean n p, independent of each other: floor(n p_ij + u_ij)."""
     return torch.floor(p * n + _uniform(len(p), p.shape[1], generator, batch)).to(p.dtype)
 
 
@@ -166,10 +170,10 @@ _DRAWS = {"multinomial": multinomial_counts, "systematic": systematic_counts, "r
 
 
 def merged(bag: Bag, step: Step) -> Candidates:
-    """The bag as one block, so that candidates of several sources can be drawn or ranked together."""
+    """The bag as one block, so that candidates of several sources can be resampled or ranked together."""
     if any(block.draws is not None for block in bag.blocks):
         raise ValueError(
-            "expected draws cannot be drawn or ranked again: give the inner Resample draw='multinomial' or 'systematic'"
+            "expected draws cannot be resampled or ranked: give the inner Resample draw='multinomial' or 'systematic'"
         )
     bag = bag.plain()
     if len(bag.blocks) == 1:
@@ -183,7 +187,7 @@ def merged(bag: Bag, step: Step) -> Candidates:
     ]
     exclude, masked = bag.blocks[0].exclude, "nothing"
     if any(_kind(block.exclude) != _kind(exclude) for block in bag.blocks):
-        # sources that mask differently: write each mask into its weights
+        # the sources have different exclusions: write each into the weights
         dropped = [block.exclude.places(block.ids) if block.exclude else None for block in bag.blocks]
         weights = [
             reference.drop(w, torch.Size((b, c)), places) for w, c, places in zip(weights, rows, dropped, strict=True)

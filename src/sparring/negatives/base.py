@@ -17,32 +17,40 @@ ExcludeKind = Literal["positive", "known", "none"]
 
 
 class Negatives(Part):
-    """Who a query is contrasted with, and with what weight.
+    """A sampler: the candidates that each query is contrasted with, and their weights.
 
-    `forward(step)` gives the bag and never changes state. Where it is known, `log_count(ids, step)` is the log of how often each id is
-    expected among the `size(step)` candidates; it is what a correction divides by and what Union adds up. A source whose counts depend
-    on the query answers (B, C), for ids (C,) or (B, C).
-    `observe(step, outcome)`, called after each step, updates buffers; a module that defines `refresh(corpus)` is called before each
-    epoch with all item vectors, to rebuild what it keeps. `encodes` says that every vector of its bag is step.encode(id) and no other.
+    `forward(step)` returns the bag and never changes state. State changes only in the events of Part: `observe` after
+    each step, `refresh` before each epoch.
+
+        class FirstItems(Negatives):
+            def forward(self, step):
+                ids = torch.arange(100, device=step.q.device)
+                return Bag((Candidates(ids, step.encode(ids), zeros(step), Exclude(step.item_ids)),))
     """
 
-    encodes: bool = False
+    encodes: bool = False  # every vector of the bag is step.encode(id)
 
     def forward(self, step: Step) -> Bag:
         raise TypeError(f"{type(self).__name__} must define forward(step)")
 
     def log_count(self, ids: Tensor, step: Step) -> Tensor | None:
+        """Log of the expected number of occurrences of each id among the `size(step)` candidates; None if unknown.
+
+        Corrections divide by the count, and Union adds counts up. If it depends on the query, the result is (B, C), for
+        ids (C,) or (B, C).
+        """
         return None
 
     def size(self, step: Step) -> float | Tensor:
+        """The number of candidates of a query; needed with log_count."""
         raise TypeError(f"{type(self).__name__} defines log_count, so it must define size(step)")
 
 
-def exclude_for(step: Step, what: ExcludeKind) -> Exclude | None:
-    """The pairs that never count: the query's own positive, all its known positives, or nothing."""
-    if what == "none":
+def exclude_for(step: Step, kind: ExcludeKind) -> Exclude | None:
+    """The exclusion of a step: each query's own positive, all its known positives, or nothing."""
+    if kind == "none":
         return None
-    if what == "positive":
+    if kind == "positive":
         return Exclude(step.item_ids)
     return step.known()
 
@@ -53,20 +61,22 @@ def zeros(step: Step) -> Tensor:
 
 
 def check_choice(name: str, value: str, choices: object) -> None:
+    """Raise ValueError unless the value is one of the choices of a Literal."""
     if value not in get_args(choices):
         raise ValueError(f"{name} must be one of {', '.join(get_args(choices))}; got {value!r}")
 
 
 def corrected(blocks: list[Candidates], step: Step, source: Negatives, correction: Correction) -> Bag:
-    """Weigh candidates by how often the source offers them: count_j = source.log_count, q_j = count_j / source.size.
+    """Weight candidates by how often the source offers them: count_j from log_count, q_j = count_j / size.
 
-        count      log_w_j = -log count_j                              sums are right: E sum_j w_j e^s_j = sum over the catalogue
-        negatives  log_w_j = -log q_j                                  the same without log n: the negatives weigh n times too much
-        both       log_w_j = -log q_j, positive too -log q_+           the textbook logQ (Yi et al. 2019)
-        refined    as count, positive -log(1 - q_+)                    the negatives come from a catalogue without the positive
+        count      log_w_j = -log count_j                      unbiased: E sum_j w_j e^s_j = the sum over the catalogue
+        negatives  log_w_j = -log q_j                          count without log n: negatives weigh n times too much
+        both       log_w_j = -log q_j, positive -log q_+       the textbook logQ (Yi et al. 2019)
+        refined    as count, positive -log(1 - q_+)            negatives from a catalogue without the positive
         none       log_w_j = 0
 
-    The gradient of `refined` is that of the published -sg(1 - P)[s_+ - log sum_j exp(s_j - log Q'_j)], Q' = Q / (1 - Q_+).
+    The gradient of `refined` equals that of the published -sg(1 - P)[s_+ - log sum_j exp(s_j - log Q'_j)] with
+    Q' = Q / (1 - Q_+).
     """
     if correction == "none":
         return Bag(tuple(blocks))
@@ -88,17 +98,18 @@ def corrected(blocks: list[Candidates], step: Step, source: Negatives, correctio
         weighed.append(replace(block, log_w=log_w, provenance=words))
     positive = None
     if correction in ("both", "refined"):
-        own_count = log_count(step.item_ids.unsqueeze(1)).squeeze(1)  # a column: a source may answer for each query
+        # a column, since counts may depend on the query
+        positive_count = log_count(step.item_ids.unsqueeze(1)).squeeze(1)
     if correction == "both":
-        positive = log_size - own_count
+        positive = log_size - positive_count
     elif correction == "refined":
-        # the published form divides by the negatives that are left when those equal to the positive are taken out
+        # the published form divides by the number of negatives that differ from the positive
         kept = torch.zeros(len(step.q), device=step.q.device)
         for block in blocks:
             hit = torch.bincount(Exclude(step.item_ids).hits(block.ids)[0], minlength=len(kept))
             kept += (~torch.isneginf(block.log_w)).expand(block.ids.shape).sum(-1) - hit
         log_kept = kept.clamp(min=1).log() - log_size
-        positive = log_kept - torch.log1p(-(own_count - log_size).exp().clamp(max=1 - 1e-6))
-    if positive is not None:  # nan: a source that holds nothing yet has no frequency
+        positive = log_kept - torch.log1p(-(positive_count - log_size).exp().clamp(max=1 - 1e-6))
+    if positive is not None:  # nan: an empty source has no frequency
         positive = positive.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf)
     return Bag(tuple(weighed), positive)

@@ -1,4 +1,4 @@
-"""Negatives from random buckets of queries and items that point the same way: HardestBucket (SCE)."""
+"""Negatives from random buckets of queries and items with similar directions: HardestBucket (SCE)."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ from sparring.negatives.base import ExcludeKind, Negatives, check_choice
 
 
 class HardestBucket(Negatives):
-    """For each query the n items of a random bucket, the hardest of those that the query falls into (SCE, scalable cross-entropy).
+    """For each query the n items of the hardest random bucket that contains the query (SCE, scalable cross-entropy).
 
-        bucket b:  r_b ~ N(0, I);   its queries: the `queries` of the batch with the largest q_i . r_b;   its items: the n with the largest
-        e_j . r_b of the whole catalogue;   query i gets the items of the bucket with the largest sum_j exp(q_i . e_j / tau)
+        bucket b:   r_b ~ N(0, I)
+        queries:    the `queries` of the batch with the largest q_i . r_b
+        items:      the n of the catalogue with the largest e_j . r_b
+        query i:    the items of its bucket with the largest sum_j exp(q_i . e_j / tau), without excluded items
 
-    The sum leaves out what is excluded. Cross-entropy grows with that sum, so sampled_softmax against this bag is the published loss: the
-    largest over a query's buckets of the cross-entropy inside. A query in no bucket gets candidates that count nothing. What is left is no
-    sample of the catalogue, so there is no correction. mix=True takes r_b = sum_i w_bi q_i, w ~ N(0, 1), so that buckets lie where queries
-    are. Each step looks at all item vectors, without gradient; only items in a bucket are encoded for one. `buckets` and `queries`
-    are 2 sqrt(B) unless given. On CUDA nothing waits for the device, unless exclude="known".
+    Cross-entropy grows with that sum, so sampled_softmax over this bag is the published loss: the largest cross-entropy
+    over the query's buckets. A query in no bucket gets candidates that count nothing. The items are not a sample of the
+    catalogue, so there is no correction. mix=True uses r_b = sum_i w_bi q_i, w ~ N(0, 1), which places buckets near the
+    queries. Each step reads all item vectors without gradient; only items in a bucket are encoded with gradient.
+    `buckets` and `queries` default to 2 sqrt(B). On CUDA nothing synchronises, unless exclude="known".
 
         Term(1.0, HardestBucket(n_items, 256), sampled_softmax)
 
@@ -71,14 +73,14 @@ class HardestBucket(Negatives):
             bucket = place // members.shape[1]
             ids = torch.where(inside.unsqueeze(1), items[bucket], -1)
             log_w = torch.where(inside.unsqueeze(1) & ~never.flatten(0, 1)[place], 0.0, -math.inf)
-        # index_select: its gradient adds whole buckets, where that of plain indexing sorts first
-        own = emb.index_select(0, bucket)
+        # index_select: its backward pass adds whole buckets, that of plain indexing sorts first
+        emb = emb.index_select(0, bucket)
         source = f"the hardest of {len(items):,} buckets of {members.shape[1]:,} queries"
         masked = {"none": "nothing", "positive": "own positive", "known": "all known positives"}[self.exclude]
-        return Bag((Candidates(ids, own, log_w, provenance=Provenance(source, masked=masked)),))
+        return Bag((Candidates(ids, emb, log_w, provenance=Provenance(source, masked=masked)),))
 
     def fill(self, step: Step) -> tuple[Tensor, Tensor]:
-        """The rows of the batch (buckets, queries), of all ranks, and the items (buckets, n) that fall into each bucket."""
+        """The rows of the batch (buckets, queries), over all ranks, and the items (buckets, n) in each bucket."""
         q = step.batch.q.detach()
         b, dim = q.shape
         usual = max(round(2 * math.sqrt(b)), 1)
@@ -92,7 +94,7 @@ class HardestBucket(Negatives):
 
 
 def _never(step: Step, members: Tensor, items: Tensor, exclude: ExcludeKind) -> Tensor:
-    """(buckets, queries, n): which items of its bucket never count against a query."""
+    """(buckets, queries, n) bool: the items of a bucket that never count against a query."""
     if exclude == "none":
         return torch.zeros((), dtype=torch.bool, device=items.device).expand(*members.shape, items.shape[1])
     if exclude == "positive":
@@ -104,11 +106,11 @@ def _never(step: Step, members: Tensor, items: Tensor, exclude: ExcludeKind) -> 
 
 
 def _best_place(sums: Tensor, members: Tensor, b: int) -> Tensor:
-    """(B,) where among all places (buckets, queries) each row of the batch has its largest sum; -1 where it has none, or only -inf."""
+    """(B,): the place (buckets, queries) of the largest sum of each row of the batch; -1 if it has none above -inf."""
     table = torch.full((b, len(members)), -math.inf, dtype=sums.dtype, device=sums.device).scatter_(
         0, members.T, sums.T
     )
     places = torch.arange(members.numel(), device=sums.device).view_as(members)
-    at = torch.zeros((b, len(members)), dtype=torch.long, device=sums.device).scatter_(0, members.T, places.T)
+    place = torch.zeros((b, len(members)), dtype=torch.long, device=sums.device).scatter_(0, members.T, places.T)
     best = table.max(1)
-    return torch.where(torch.isneginf(best.values), -1, at.gather(1, best.indices.unsqueeze(1)).squeeze(1))
+    return torch.where(torch.isneginf(best.values), -1, place.gather(1, best.indices.unsqueeze(1)).squeeze(1))

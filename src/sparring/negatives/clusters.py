@@ -1,4 +1,4 @@
-"""Negatives by the cluster of the positive: OtherClusters, easy ones from clusters nearby; SameCluster, hard ones from its own (ESANS)."""
+"""Negatives by the positive's cluster (ESANS): OtherClusters, from nearby clusters; SameCluster, from its own."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from sparring.negatives.base import Negatives, check_choice
 Distance = Literal["cosine", "literal"]
 CellExcludeKind = Literal["cell", "cluster", "known", "positive", "none"]
 CountCorrection = Literal["none", "counts"]
-NEAREST = 1e-3  # the least distance between two clusters, so that twins do not take all draws
+NEAREST = 1e-3  # the smallest distance between clusters, so that near duplicates do not get all draws
 
 
 class ClusterDraws(NamedTuple):
-    """What the rows of a batch drew, of all ranks; -1 where there was nothing to draw."""
+    """The draws of all rows of a batch, over all ranks; -1 if there was nothing to draw."""
 
     ids: Tensor  # (B, C)
-    real: Tensor  # (B, C) to be encoded: 0 in place of -1
-    log_w: Tensor  # (B, C) 0, or -inf where nothing was drawn
-    cells: Tensor | None  # (B, C) the cell of each, where it is known already
+    real: Tensor  # (B, C) the ids to encode, with 0 for -1
+    log_w: Tensor  # (B, C) 0, or -inf if nothing was drawn
+    cells: Tensor | None  # (B, C) the cell of each item, if already known
     cell: Tensor  # (B,) of the positive
     primary: Tensor  # (B,) of the positive
 
 
 @dataclass(frozen=True)
 class ExcludeCells(Exclude):
-    """A cell or cluster for each query, which knows those of the candidates that were drawn with it."""
+    """One excluded cell or cluster per query; it knows those of the candidates it was drawn with."""
 
     drawn: tuple[Tensor, Tensor] | None = None  # ids and their cells or clusters
     what: str = "cell"
@@ -48,14 +48,15 @@ class ExcludeCells(Exclude):
 
 
 class ByCluster(Negatives):
-    """What both samplers share: the codes as buffers, the masks, and items drawn from one stretch of the sorted catalogue.
+    """The base of both samplers: codes as buffers, exclusions, and draws from a range of the sorted catalogue.
 
-    An item of the positive's own cell (same primary and same secondary cluster) is taken for a false negative. By construction no query
-    draws one for itself; where candidates are shared, the draws of other queries are masked; exclude="cluster" masks all of its primary
-    cluster. Everything has a fixed shape and nothing waits for the device, unless exclude="known".
+    An item in the positive's own cell (same primary and secondary cluster) is considered a false negative. A query
+    never draws one for itself; among shared candidates they are masked. exclude="cluster" masks the complete primary
+    cluster. All shapes are fixed and nothing synchronises, unless exclude="known".
 
-    correction="counts" weighs each candidate by 1 / E[how often its item is among the candidates], so that the sum over them has the
-    expectation of the sum over the items they stand for; shared draws need the training pairs of each item (counts) for it.
+    correction="counts" weights each candidate by 1 / E[occurrences of its item among the candidates], so that the
+    expected sum over candidates is the sum over the items they represent. Shared draws need `counts`, the training
+    pairs per item.
     """
 
     cell: Tensor
@@ -78,9 +79,9 @@ class ByCluster(Negatives):
         self.k_primary, self.k_secondary = codes.k_primary, codes.k_secondary
         if correction == "counts" and shared:
             if counts is None or counts.shape != (len(codes),):
-                found = None if counts is None else tuple(counts.shape)
+                shape = None if counts is None else tuple(counts.shape)
                 raise ValueError(
-                    f'correction="counts" of shared draws needs the training pairs of each of {len(codes)} items; got {found}'
+                    f'correction="counts" with shared draws needs counts of {len(codes)} items; got {shape}'
                 )
             self.register_buffer("popularity", (counts.double() / counts.sum().clamp(min=1)).float())
 
@@ -89,19 +90,16 @@ class ByCluster(Negatives):
             self.register_buffer(name, tensor.clone())
 
     def tables(self, codes: Codes) -> dict[str, Tensor]:
-        """The buffers that follow from the codes."""
-        found = {"cell": codes.cell_of, "order": codes.order, "start": codes.start, "cell_start": codes.cell_start}
-        return found | ({"cluster": codes.primary.long()} if self.exclude == "cluster" else {})
+        """The buffers derived from the codes."""
+        tables = {"cell": codes.cell_of, "order": codes.order, "start": codes.start, "cell_start": codes.cell_start}
+        return tables | ({"cluster": codes.primary.long()} if self.exclude == "cluster" else {})
 
     @torch.no_grad()
     def set_codes(self, codes: Codes) -> None:
-        """Go on with other codes of the same items, in place: clusters may follow the catalogue while training runs."""
-        found, own = (
-            (len(codes), codes.k_primary, codes.k_secondary),
-            (len(self.cell), self.k_primary, self.k_secondary),
-        )
-        if found != own:
-            raise ValueError(f"codes of (items, primary, secondary) {own} cannot become {found}: begin a new run")
+        """Replace the codes of the same items in place, so that clusters can follow the catalogue during training."""
+        new, old = (len(codes), codes.k_primary, codes.k_secondary), (len(self.cell), self.k_primary, self.k_secondary)
+        if new != old:
+            raise ValueError(f"codes of (items, primary, secondary) {old} cannot become {new}: start a new run")
         for name, tensor in self.tables(codes).items():
             self.get_buffer(name).copy_(tensor)
 
@@ -110,14 +108,14 @@ class ByCluster(Negatives):
         return torch.where(items >= 0, self.cell[items.clamp(min=0)] // self.k_secondary, -1)
 
     def drawn(self, ids: Tensor, cell: Tensor) -> ClusterDraws:
-        """With all that follows from the ids (B, ...) drawn for positives in these cells (B,)."""
+        """ClusterDraws from ids (B, ...) drawn for positives in these cells (B,)."""
         ids = ids.flatten(1)
         return ClusterDraws(
             ids, ids.clamp(min=0), torch.where(ids >= 0, 0.0, -math.inf), None, cell, cell // self.k_secondary
         )
 
     def excluded(self, step: Step, own: Tensor, drawn: tuple[Tensor, Tensor] | None) -> Exclude | None:
-        """What never counts; a query's own draws hold neither its positive nor its cell."""
+        """The exclusion of a block; a query's own draws contain neither its positive nor its cell."""
         also = None
         if self.exclude == "known":
             also = step.known()
@@ -134,7 +132,7 @@ class ByCluster(Negatives):
         )
 
     def offer(self, step: Step, drawn: ClusterDraws) -> Candidates:
-        """What all rows of the batch drew as one block."""
+        """The draws of all rows of the batch as one block."""
         log_w = drawn.log_w if self.correction == "none" else drawn.log_w - self.log_counts(drawn)
         ids, real, log_w = (x.flatten() if self.shared else step.batch.own(x) for x in (drawn.ids, drawn.real, log_w))
         cells = None if drawn.cells is None or not self.shared else (ids, drawn.cells.flatten())
@@ -142,23 +140,26 @@ class ByCluster(Negatives):
         return Candidates(ids, step.encode(real), log_w, exclude, provenance=Provenance(self.name, sampler=self))
 
     def log_counts(self, drawn: ClusterDraws) -> Tensor:
-        """(B, C) or (B, 1): log E[how often the item is among the candidates] of what was drawn."""
-        return self.often[drawn.real] + math.log(len(drawn.ids))  # shared: a count for one row is a table over items
+        """(B, C) or (B, 1): log E[occurrences of the item among the candidates] of each drawn item."""
+        return self.often[drawn.real] + math.log(len(drawn.ids))  # shared: `often` holds counts per row, by item
 
 
 class OtherClusters(ByCluster):
-    """For each positive m_o items of each of m_c other primary clusters, near ones more often (the simple negatives of ESANS).
+    """For each positive m_o items from each of m_c other primary clusters, mostly near ones (simple ones of ESANS).
 
-        P(cluster k | positive in c) = d(z_c, z_k)^-gamma / sum over the others,   d(a, b) = (1 - cos(a, b)) / 2 in [0.001, 1]
+        P(cluster k | positive in c) = d(z_c, z_k)^-gamma / sum over the others
+        d(a, b) = (1 - cos(a, b)) / 2 in [0.001, 1]
 
-    Clusters are drawn without replacement, items in a cluster too where it has m_o; an empty cluster is never drawn. gamma = 0 draws
-    clusters alike. distance="literal" is equation 9 to the letter, d = the inner product of codewords scaled to [0, 1], which prefers
-    clusters far away. The B m_c m_o items serve all queries (shared), those of a query's own cell masked, or only the query they were
-    drawn for. Where too few clusters hold items the rest counts nothing. The paper weighs all alike; correction="counts" is ours:
+    Clusters are drawn without replacement, and so are items in a cluster that has m_o; an empty cluster is never drawn.
+    gamma = 0 draws clusters uniformly. distance="literal" is equation 9 verbatim, d = the inner product of codewords
+    scaled to [0, 1], which prefers distant clusters. The B m_c m_o items are shared by all queries, except those in the
+    query's own cell, or belong to the query they were drawn for. If too few clusters have items, the rest counts
+    nothing. The paper weights all items equally; correction="counts" is ours. For shared items
 
-        E[count of j] = B sum_c p(c) P(cluster of j among the m_c | c) m_o / |cluster of j|,   p(c) = share of training pairs in cluster c
+        E[count of j] = B sum_c p(c) P(cluster of j among the m_c | c) m_o / |cluster of j|
+        p(c) = share of training pairs in cluster c
 
-    where they are shared, and what the positive's own c says where they are not.
+    and for items of one query the term of its positive's cluster c.
 
         OtherClusters(codes, m_c=2, m_o=5)
 
@@ -182,7 +183,8 @@ class OtherClusters(ByCluster):
         check_choice("distance", distance, Distance)
         if not 1 <= m_c < codes.k_primary or m_o < 1 or not gamma >= 0:
             raise ValueError(
-                f"OtherClusters needs 1 <= m_c < {codes.k_primary} clusters, m_o >= 1, gamma >= 0; got {m_c}, {m_o}, {gamma}"
+                f"OtherClusters needs 1 <= m_c < {codes.k_primary} clusters, m_o >= 1, gamma >= 0; "
+                f"got {m_c}, {m_o}, {gamma}"
             )
         super().__init__(codes, shared, exclude, correction, counts)
         self.m_c, self.m_o, self.gamma = m_c, m_o, gamma
@@ -196,9 +198,8 @@ class OtherClusters(ByCluster):
         }
         if self.correction == "none":
             return tables
-        count = (
-            inclusion(tables["chance"], self.m_c) * self.m_o / codes.sizes.clamp(min=1)
-        )  # (K, K): of an item of k, by a positive in c
+        # (K, K): expected count of an item of cluster k for a positive in c
+        count = inclusion(tables["chance"], self.m_c) * self.m_o / codes.sizes.clamp(min=1)
         if self.shared:
             primary = codes.primary.long()
             share = torch.zeros(self.k_primary, dtype=torch.float64).index_add_(
@@ -216,7 +217,7 @@ class OtherClusters(ByCluster):
         return Bag((self.offer(step, self.draw(step)[0]),))
 
     def draw(self, step: Step) -> tuple[ClusterDraws, Tensor]:
-        """What was drawn, and from which clusters (B, m_c), -1 where there are too few."""
+        """The draws, and the clusters they come from (B, m_c), -1 if there are too few."""
         items = step.batch.item_ids
         if fuses_draws(items, self.k_primary):
             from sparring.kernels import cluster_draws
@@ -227,27 +228,27 @@ class OtherClusters(ByCluster):
             return ClusterDraws(*found, *own), clusters
         cell = self.cell[items]
         own = cell // self.k_secondary
-        # a race of exponential clocks: the first m_c are a draw without replacement in proportion to their rates
+        # exponential clocks: the first m_c to ring are drawn without replacement in proportion to their rates
         clock = torch.rand(len(own), self.k_primary, generator=step.generator, device=own.device).log_().neg_()
         first = (clock / self.chance[own]).topk(self.m_c, dim=1, largest=False)
         begin = self.start[first.indices]
         within = distinct(self.start[first.indices + 1] - begin, self.m_o, step.generator)
-        at = (begin.unsqueeze(-1) + within).clamp(max=len(self.order) - 1)
-        some = torch.isfinite(first.values)
-        return self.drawn(torch.where(some.unsqueeze(-1), self.order[at], -1), cell), torch.where(
-            some, first.indices, -1
-        )
+        place = (begin.unsqueeze(-1) + within).clamp(max=len(self.order) - 1)
+        possible = torch.isfinite(first.values)
+        ids = torch.where(possible.unsqueeze(-1), self.order[place], -1)
+        return self.drawn(ids, cell), torch.where(possible, first.indices, -1)
 
 
 class SameCluster(ByCluster):
-    """For each positive m_h items of its primary cluster but of another secondary one (the hard negatives of ESANS).
+    """For each positive m_h items of its primary cluster outside its secondary cluster (the hard negatives of ESANS).
 
         r uniform in [0, |cluster| - |cell|),   item = r-th of the cluster with the cell cut out
 
-    No draw is ever rejected; without replacement where that many are left. Where the cell is all there is of the cluster, the items come
-    from the nearest other primary cluster. Per query; shared=True offers every query the draws of all, its own cell masked. With
-    correction="counts" (ours) those of a query stand for the rest of its cluster, (|cluster| - |cell|) / m_h each, and for nothing where
-    there is no rest; shared ones for all items that the positives of a batch could draw.
+    No draw is rejected; draws are without replacement if enough items are left. If the cell is the complete cluster,
+    items come from the nearest other primary cluster. Items belong to their query; shared=True offers them to all
+    queries, except those in the query's own cell. With correction="counts" (ours) the items of a query represent the
+    rest of its cluster, (|cluster| - |cell|) / m_h each, or nothing if there is no rest; shared items represent all
+    items that the positives of the batch could draw.
 
         SameCluster(codes, m_h=5)
 
@@ -273,7 +274,7 @@ class SameCluster(ByCluster):
         self.register(codes)
 
     def tables(self, codes: Codes) -> dict[str, Tensor]:
-        """`pool` has for each cell where its draws begin in the sorted catalogue, among how many, and the hole in them with its width."""
+        """`pool` holds for each cell the start and size of its range in the sorted catalogue, and the gap to skip."""
         tables = super().tables(codes)
         start, hole = tables["start"], tables["cell_start"][:-1]
         own = torch.arange(len(hole)) // codes.k_secondary
@@ -291,7 +292,9 @@ class SameCluster(ByCluster):
             return tables | {"often": math.log(self.m_h) - left.float().log()}
         cell = tables["cell"]
         share = torch.zeros(len(hole), dtype=torch.float64).index_add_(0, cell, self.popularity.cpu().double())
-        each = self.m_h * share / tables["pool"][:, 1].clamp(min=1)  # of an item of its pool, by positives of the cell
+        each = (
+            self.m_h * share / tables["pool"][:, 1].clamp(min=1)
+        )  # expected count of an item of the pool, by the cell
         inside = torch.where(left > 0, each, 0.0)
         by_cluster = torch.zeros(self.k_primary, dtype=torch.float64).index_add_(
             0, torch.where(left > 0, own, there), each
@@ -315,13 +318,13 @@ class SameCluster(ByCluster):
             return ClusterDraws(*found, *own)
         cell = self.cell[items]
         begin, size, hole, width = self.pool[cell].unsqueeze(1).unbind(-1)
-        at = begin + distinct(size.squeeze(1), self.m_h, step.generator)
-        at = at + torch.where(at >= hole, width, 0)
-        return self.drawn(torch.where(size > 0, self.order[at.clamp(max=len(self.order) - 1)], -1), cell)
+        place = begin + distinct(size.squeeze(1), self.m_h, step.generator)
+        place = place + torch.where(place >= hole, width, 0)
+        return self.drawn(torch.where(size > 0, self.order[place.clamp(max=len(self.order) - 1)], -1), cell)
 
 
 def cluster_chances(codewords: Tensor, sizes: Tensor, gamma: float, distance: Distance) -> Tensor:
-    """(K, K): the chance to draw cluster k first for a positive in cluster c; 0 for its own and for empty ones (equation 9)."""
+    """(K, K): the probability of drawing cluster k first for a positive in c; 0 for c and empty ones (equation 9)."""
     possible = (sizes > 0).unsqueeze(0) & ~torch.eye(len(sizes), dtype=torch.bool)
     if distance == "cosine":
         unit = F.normalize(codewords.double(), dim=1)
@@ -329,23 +332,23 @@ def cluster_chances(codewords: Tensor, sizes: Tensor, gamma: float, distance: Di
     else:
         inner = codewords.double() @ codewords.double().T
         low = inner.masked_fill(~possible, math.inf).amin(1, keepdim=True)
-        reach = inner.masked_fill(~possible, -math.inf).amax(1, keepdim=True) - low
-        d = torch.where(reach > 0, (inner - low) / reach, 1.0)
+        span = inner.masked_fill(~possible, -math.inf).amax(1, keepdim=True) - low
+        d = torch.where(span > 0, (inner - low) / span, 1.0)
     rate = torch.where(possible, d.clamp(NEAREST, 1) ** -gamma, 0.0)
     return (rate / rate.sum(1, keepdim=True).clamp(min=1e-300)).float()
 
 
 def distinct(size: Tensor, m: int, generator: torch.Generator) -> Tensor:
-    """(..., m) whole numbers below size (...), every set of m as likely as any other; with repetition where size < m; 0 where it is 0."""
+    """(..., m) integers below size (...), uniform without replacement; with replacement if size < m; 0 if size is 0."""
     u = torch.rand(*size.shape, m, dtype=torch.float64, generator=generator, device=size.device)
-    # Floyd's algorithm: the k-th draw is below size - m + k + 1, and the last of those where it was drawn before
+    # Floyd's algorithm: the k-th draw is below size - m + k + 1; a duplicate is replaced by the last of that range
     size = size.unsqueeze(-1)
     enough = size >= m
     last = torch.where(enough, size - m + torch.arange(m, device=size.device), size - 1).clamp_(min=0)
     pick = torch.minimum((u * (last + 1)).long(), last)
     earlier = torch.ones(m, m, dtype=torch.bool, device=size.device).tril_(-1)
     again = ((pick.unsqueeze(-1) == pick.unsqueeze(-2)) & earlier).any(-1)
-    # a draw also meets the last of an earlier one that was itself drawn before: chains of that are at most m - 1 long
+    # a draw may also equal the replacement of an earlier duplicate: such chains have at most m - 1 links
     met = (pick.unsqueeze(-1) == last.unsqueeze(-2)) & earlier
     for _ in range(m - 2):
         again = again | (met & again.unsqueeze(-2)).any(-1)
@@ -353,12 +356,14 @@ def distinct(size: Tensor, m: int, generator: torch.Generator) -> Tensor:
 
 
 def inclusion(chance: Tensor, m: int) -> Tensor:
-    """(R, K): the chance that k is among m draws without replacement by the chances (R, K) of a first draw; a row sums to m.
+    """(R, K): the probability that k is among m draws without replacement, from that of a first draw; rows sum to m.
 
-        m = 1: p_k,   m = 2: p_k (1 + sum over l != k of p_l / (1 - p_l)),   else  int of p_k e^(-p_k t) P(fewer than m others by t) dt
+        m = 1:   p_k
+        m = 2:   p_k (1 + sum over l != k of p_l / (1 - p_l))
+        else     int of p_k e^(-p_k t) P(fewer than m others by t) dt
 
-    Where a row has m possible draws or fewer, each of them is certain. The integral is of the race of exponential clocks that the draw is;
-    with log t as its variable the trapezoidal rule is exact to 1e-9.
+    If a row has at most m possible draws, each of them is certain. The integral describes the draw as a race of
+    exponential clocks; in the variable log t the trapezoidal rule is exact to 1e-9.
 
         inclusion(torch.tensor([[0.5, 0.3, 0.2]]), 2)  # 0.8393, 0.6750, 0.4857
     """
@@ -367,32 +372,32 @@ def inclusion(chance: Tensor, m: int) -> Tensor:
         return p
     if m == 2:
         odds = torch.where(p > 0, p / (1 - p).clamp(min=1e-300), 0.0)
-        found = p * (1 + odds.sum(1, keepdim=True) - odds)
+        chances = p * (1 + odds.sum(1, keepdim=True) - odds)
     else:
-        found = torch.cat([_raced(rows, m) for rows in p.split(16)])
+        chances = torch.cat([_raced(rows, m) for rows in p.split(16)])
     certain = (p > 0) & ((p > 0).sum(1, keepdim=True) <= m)
-    return torch.where(certain, 1.0, found)
+    return torch.where(certain, 1.0, chances)
 
 
 def _raced(p: Tensor, m: int, step: float = 0.25) -> Tensor:
     least = float(torch.where(p > 0, p, 1.0).min())
     t = torch.arange(math.log(1e-10), math.log(50 / least) + step, step, dtype=p.dtype).exp()
-    late = torch.exp(-p.unsqueeze(-1) * t)  # (R, K, T): not yet come at t
+    late = torch.exp(-p.unsqueeze(-1) * t)  # (R, K, T): probability of not having rung by t
 
     def counted(order: range) -> list[Tensor]:
-        """For each k the chances that 0..m-1 of those before it in this order have come, (m, R, T)."""
-        some = torch.zeros(m, len(p), len(t), dtype=p.dtype)
-        some[0] = 1
-        found = {}
+        """For each k the probabilities that 0..m-1 of those before it in this order have rung, (m, R, T)."""
+        rung = torch.zeros(m, len(p), len(t), dtype=p.dtype)
+        rung[0] = 1
+        before = {}
         for k in order:
-            found[k] = some
-            came = torch.zeros_like(some)
-            came[1:] = some[:-1]
-            some = torch.lerp(came, some, late[:, k])
-        return [found[k] for k in range(len(order))]
+            before[k] = rung
+            one_more = torch.zeros_like(rung)
+            one_more[1:] = rung[:-1]
+            rung = torch.lerp(one_more, rung, late[:, k])
+        return [before[k] for k in range(len(order))]
 
     n = p.shape[1]
     before, after = counted(range(n)), counted(range(n - 1, -1, -1))
-    # i of those before k and at most m - 1 - i of those after it
+    # i of those before k, and at most m - 1 - i of those after it
     fewer = [(a * b.cumsum(0).flip(0)).sum(0) for a, b in zip(before, after, strict=True)]
     return step * (p.unsqueeze(-1) * t * late * torch.stack(fewer, 1)).sum(-1)

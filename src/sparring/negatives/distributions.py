@@ -1,4 +1,4 @@
-"""How often an item is offered: what a sampler draws from, and what a correction divides by."""
+"""Item frequencies: samplers draw from them, and corrections divide by them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Distribution(Frequency):
 
 
 class Uniform(Distribution):
-    """Every item alike: q_j = 1 / N.
+    """The uniform distribution: q_j = 1 / N.
 
     Sampled(Uniform(n_items), 1024)
     """
@@ -52,8 +52,8 @@ class Uniform(Distribution):
 class Popularity(Distribution):
     """Items by how often they occur in the training data: q_j = count_j^alpha / sum_k count_k^alpha (PNS).
 
-    An item that never occurs has q_j = 0, is never drawn and has log_prob -inf. alpha = 1 is what a batch of training pairs
-    draws from, 0.75 the word2vec convention, 0 uniform over the items that occur.
+    An item that never occurs has q_j = 0 and log_prob -inf, and is never drawn. alpha = 1 is the distribution of items
+    in a batch of training pairs, 0.75 the word2vec convention, and 0 uniform over the items that occur.
 
         InBatch(Popularity(train.counts()))
     """
@@ -65,7 +65,7 @@ class Popularity(Distribution):
         super().__init__()
         counts = torch.as_tensor(counts, dtype=torch.float64)
         if not bool((counts >= 0).all()) or float(counts.sum()) <= 0:
-            raise ValueError("Popularity needs counts that are not negative and not all zero")
+            raise ValueError("Popularity needs non-negative counts with a positive sum")
         mass = torch.where(counts > 0, counts**alpha, 0.0)
         self.alpha, self.n_items = alpha, len(counts)
         self.register_buffer("log_p", (mass / mass.sum()).log().float(), persistent=False)
@@ -84,12 +84,13 @@ class Popularity(Distribution):
 class Streaming(Frequency):
     """Item frequency from the gaps between its occurrences, with no counting pass over the data (G-Tower).
 
-        at step t, for every item of the batch and every array h:   gap_h <- (1 - alpha) gap_h + alpha (t - last_h),  last_h <- t
+        at step t, for every item of the batch and every array h:
+            gap_h <- (1 - alpha) gap_h + alpha (t - last_h),   last_h <- t
         q_j = 1 / max_h gap_h(j)
 
-    gap_h and last_h are arrays indexed by (id + 1) mod size_h; a collision can only shorten a gap, hence the maximum. The gap counts
-    steps, so 1 / gap is a chance per batch; log_prob divides by the batch size to give the chance per draw. The first
-    estimates are poor: every gap starts at `start`.
+    gap_h and last_h are arrays indexed by (id + 1) mod size_h; a collision can only shorten a gap, hence the maximum. A
+    gap counts steps, so 1 / gap is a probability per batch; log_prob divides by the batch size to get the probability
+    per draw. Early estimates are poor: every gap starts at `start`.
 
         InBatch(Streaming(sizes=(n_items,), alpha=0.01))
 
@@ -126,10 +127,10 @@ class Streaming(Frequency):
 
     def observe(self, step: Step, outcome: Outcome) -> None:
         self.time += 1
-        at = self.buckets(step.batch.item_ids).flatten()
-        # items of one bucket write the same value, so duplicates in the batch do no harm
-        self.gap[at] = (1 - self.alpha) * self.gap[at] + self.alpha * (self.time - self.last[at]).float()
-        self.last[at] = self.time
+        bucket = self.buckets(step.batch.item_ids).flatten()
+        # items of one bucket write the same value, so duplicates in the batch are harmless
+        self.gap[bucket] = (1 - self.alpha) * self.gap[bucket] + self.alpha * (self.time - self.last[bucket]).float()
+        self.last[bucket] = self.time
         self.draws.clamp_(min=len(step.batch))
 
     def extra_repr(self) -> str:
@@ -137,8 +138,8 @@ class Streaming(Frequency):
 
 
 def draw_from_cdf(cdf: Tensor, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Indices drawn in proportion to the steps of a cumulative sum (float64, any number of categories); a step of 0 is never drawn."""
+    """Indices drawn in proportion to the increments of a cumulative sum (float64); an increment of 0 is never drawn."""
     u = torch.rand(shape, dtype=cdf.dtype, generator=generator, device=cdf.device) * cdf[-1]
-    # right=True skips steps of 0; the clamp guards the rounding of u * cdf[-1] up to cdf[-1] itself
+    # right=True skips increments of 0; the minimum guards against u * cdf[-1] rounding up to cdf[-1]
     last = torch.searchsorted(cdf, cdf[-1:])
     return torch.minimum(torch.searchsorted(cdf, u, right=True), last)

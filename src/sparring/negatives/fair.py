@@ -1,4 +1,4 @@
-"""Negatives that serve groups of items alike: GroupShares (FairNeg), and Tilted, which leans a pool towards what a query scores high."""
+"""Group fairness: GroupShares (FairNeg), and Tilted, which weights a pool by the query's scores."""
 
 from __future__ import annotations
 
@@ -16,18 +16,20 @@ from sparring.negatives.selection import masked_logits
 
 
 class GroupShares(Distribution):
-    """First a group of items by its share, then an item of the group; shares fall where the group's own loss is high (FairNeg).
+    """Draw a group of items by its share, then an item of the group; a group with a high loss loses share (FairNeg).
 
-        q_j = p_z(j) / |z(j)|;   every `every` steps   m_z <- momentum m_z + (1 - momentum) (L_z - mean L),   p <- project(p - lr m)
+        q_j = p_z(j) / |z(j)|
+        every `every` steps   m_z <- momentum m_z + (1 - momentum) (L_z - mean L),   p <- project(p - lr m)
 
-    L_z is the mean loss of the positives in group z, past steps counting `decay` as much as the next ones. The projection is the nearest
-    point with shares that sum to 1, none below floor / groups. Shares begin at each group's part of the catalogue: uniform sampling.
-    `groups` (N,) names the group of each item: a column, or cluster ids. A correction by log_prob undoes what the shares do to the mean of
-    the gradient: use correction="none" to train with them.
+    L_z is the mean loss of the positives in group z, with a weight that decays by `decay` per step. The projection is
+    the nearest point with shares that sum to 1, none below floor / groups. Shares start at each group's part of the
+    catalogue, which is uniform sampling. `groups` (N,) is the group of each item: a column, or cluster ids. A
+    correction by log_prob would cancel the effect of the shares on the expected gradient: use correction="none".
 
         Sampled(GroupShares(category_ids), 2048, correction="none")
 
-    Chen et al., Fairly Adaptive Negative Sampling for Recommendations, WWW 2023; running losses instead of a pass over all pairs.
+    Chen et al., Fairly Adaptive Negative Sampling for Recommendations, WWW 2023; running losses instead of a pass over
+    all pairs.
     """
 
     group: Tensor
@@ -53,7 +55,7 @@ class GroupShares(Distribution):
         groups = torch.as_tensor(groups)
         if groups.dim() != 1 or len(groups) < 1 or groups.is_floating_point():
             raise ValueError(
-                f"GroupShares needs one whole number per item, got {groups.dtype} of shape {tuple(groups.shape)}"
+                f"GroupShares needs one integer per item, got {groups.dtype} of shape {tuple(groups.shape)}"
             )
         if not lr >= 0 or not 0 <= momentum < 1 or not 0 <= decay < 1 or every < 1 or not 0 <= floor <= 1:
             raise ValueError(
@@ -85,14 +87,14 @@ class GroupShares(Distribution):
     def observe(self, step: Step, outcome: Outcome) -> None:
         z = self.group[step.batch.item_ids]
         self.steps += 1
-        # sums and rows fade alike, so their ratio is a mean from the first step on, and stays for a group that no row of a batch is in
+        # both sums decay alike, so their ratio is a mean from the first step on, also for a group absent from the batch
         self.loss.mul_(self.decay).index_add_(0, z, step.batch.gather(outcome.loss).double())
         self.rows.mul_(self.decay).index_add_(0, z, torch.ones_like(z, dtype=torch.float64))
         seen = self.rows > 0
         mean = self.loss / torch.where(seen, self.rows, 1.0)
         gradient = torch.where(seen, mean - mean.sum() / seen.sum().clamp(min=1), 0.0)
         drift = self.momentum * self.drift + (1 - self.momentum) * gradient
-        now = self.steps % self.every == 0  # a tensor: asking it would wait for the device
+        now = self.steps % self.every == 0  # a tensor: reading it would synchronise
         self.drift.copy_(torch.where(now, drift, self.drift))
         self.shares.copy_(
             torch.where(now, to_simplex(self.shares - self.lr * drift, self.floor / len(drift)), self.shares)
@@ -103,25 +105,27 @@ class GroupShares(Distribution):
 
 
 def to_simplex(x: Tensor, floor: float) -> Tensor:
-    """The nearest point whose coordinates sum to 1, none below `floor`: max(floor, x - t) for the t that makes the sum right."""
+    """The nearest point whose coordinates sum to 1 and are at least `floor`: max(floor, x - t) for the right t."""
     free = 1 - floor * len(x)
     ordered = torch.sort(x - floor, descending=True).values
     excess = (torch.cumsum(ordered, 0) - free) / torch.arange(1, len(x) + 1, device=x.device)
     last = (ordered > excess).sum().clamp(min=1) - 1
-    return floor + (x - floor - excess.index_select(0, last[None])).clamp(min=0)  # excess[last] would wait for a device
+    return floor + (x - floor - excess.index_select(0, last[None])).clamp(min=0)  # no sync
 
 
 class Tilted(Negatives):
-    """The candidates of a pool, weighed partly by how high the query scores them (the importance part of FairNeg).
+    """The candidates of a pool, weighted in part by the query's scores (the importance part of FairNeg).
 
-        w'_ij = w_ij (1 - share + share C_i softmax_j(q_i . e_j / temperature)),   C_i = candidates that count
+        w'_ij = w_ij (1 - share + share C_i softmax_j(q_i . e_j / temperature)),   C_i = number of candidates that count
 
-    What C_i draws from the pool count in expectation, each with chance `share` from the softmax and else uniform. Scores are taken
-    without the temperature of the loss; no gradient flows through the weights. share = 0 is the pool itself.
+    The weights are the expected counts of C_i draws from the pool, each from the softmax with probability `share` and
+    uniform otherwise. Scores are divided by `temperature`, not by the temperature of the loss. No gradient flows
+    through the weights. share = 0 is the pool itself.
 
         Tilted(Sampled(GroupShares(category_ids), 2048, correction="none"), share=0.1)
 
-    Chen et al., Fairly Adaptive Negative Sampling for Recommendations, WWW 2023; the softmax over a pool instead of the catalogue.
+    Chen et al., Fairly Adaptive Negative Sampling for Recommendations, WWW 2023; the softmax over a pool instead of the
+    catalogue.
     """
 
     def __init__(self, source: Negatives, share: float = 0.1, temperature: float = 0.4):

@@ -1,4 +1,4 @@
-"""Negatives that cost no further encoding or come from steps before: InBatch, Memory, Cache."""
+"""Negatives from the batch: InBatch, its positives; BatchPositives, all known positives of its queries."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from sparring.negatives.distributions import Frequency
 
 
 class InBatch(Negatives):
-    """The positives of the other queries in the batch (SSL; with a frequency SSL-Pop, or G-Tower when that is Streaming).
+    """The positives of the other queries in the batch (SSL; with a frequency SSL-Pop, with Streaming G-Tower).
 
         expected count of j = (B - 1) q_j,   since the query's own column never counts against it
 
-    Without a frequency the candidates are uncorrected, and popular items are over-represented by how often they occur.
+    Without a frequency the candidates are uncorrected: popular items are over-represented.
 
         InBatch(Popularity(train.counts()))
 
@@ -46,14 +46,14 @@ class InBatch(Negatives):
         return None if self.frequency is None else math.log(self.size(step)) + self.frequency.log_prob(ids)
 
     def size(self, step: Step) -> float:
-        # its own column never counts against a query, unless nothing is excluded
+        # a query's own column does not count, unless nothing is excluded
         return max(len(step.batch) - 1, 1) if self.exclude != "none" else len(step.batch)
 
 
 class BatchPositives(Negatives):
-    """Every item that is positive for some query of the batch, once, whether drawn for it or not.
+    """All known positives of the queries in the batch, each item once.
 
-    A query's own known positives never count against it. Unlike InBatch, which has one positive of each query, duplicates and all.
+    A query's own known positives never count against it. InBatch instead holds one positive per query, with duplicates.
 
         BatchPositives()
 

@@ -1,4 +1,4 @@
-"""Made-up negatives (EDIS): Interpolated, between items of a cluster; TowardsPositive, between a hard negative and the positive."""
+"""Interpolated negatives (EDIS): Interpolated, between items of a cluster; TowardsPositive, towards the positive."""
 
 from __future__ import annotations
 
@@ -19,16 +19,18 @@ LamRule = Literal["adaptive", "learned"]
 
 
 class Interpolated(Negatives):
-    """Simple negatives and, for each cluster drawn, mixtures of its m_o items near each of them (simple interpolation of EDIS).
+    """Simple negatives and, for each cluster drawn, mixtures of its m_o items (simple interpolation of EDIS).
 
-        for n = 2..m_o, one random set of n of the items, every a in it:   e'_a = sum_i alpha_i e_i,   alpha_i ~ d(e_a, e_i)^eta
+        for n = 2..m_o, one random set of n items, and each anchor a in it
+        e'_a = sum_i alpha_i e_i,   alpha_i ~ d(e_a, e_i)^eta
 
-    So (m_o + 2)(m_o - 1) / 2 mixtures of each cluster. d is the inner product scaled to [0, 1]: by the least and largest of all m_o items
-    ("minmax_block"), of the set ("minmax_set": then every pair repeats its anchors), as (1 + cos) / 2 ("affine": nearly all mixtures are
-    the mean), or random shares ("dirichlet", not the paper's). The shares are constants. On a CPU scores are mixed instead of vectors,
-    which is equal, unless `renorm` gives each mixture the mean length of its members or `layer` mixes what the item tower holds after that
-    many of its layers. A mixture is never harder than its hardest member. Those of a query's own primary cluster are masked. `offset` is
-    added to their logits: log(5 / 14) would let 14 of them weigh as 5.
+    That is (m_o + 2)(m_o - 1) / 2 mixtures per cluster. d is the inner product scaled to [0, 1]: by the range over all
+    m_o items ("minmax_block") or over the set ("minmax_set": every pair then repeats its anchors), as (1 + cos) / 2
+    ("affine": nearly all mixtures are the mean), or random shares ("dirichlet", not in the paper). The shares are
+    constants. On a CPU scores are mixed instead of vectors, which is equivalent, unless `renorm` scales each mixture to
+    the mean length of its members or `layer` mixes the hidden state of the item tower after that many layers. A mixture
+    is never harder than its hardest member. Mixtures of a query's own primary cluster are masked. `offset` is added to
+    the logits of mixtures: log(5 / 14) gives 14 of them the weight of 5.
 
         Interpolated(OtherClusters(codes, m_c=2, m_o=5), eta=0.6)
 
@@ -73,19 +75,19 @@ class Interpolated(Negatives):
         block = replace(block, mix=Mixtures(weights, groups, exclude, self.offset))
         if self.layer is None and not self.renorm:
             return Bag((block,))
-        real, made = block.plain()
+        real, mixed = block.plain()
         if self.layer is not None:
             ids = block.ids.clamp(min=0).unflatten(-1, (-1, m_o))
-            made = replace(made, emb=hidden_mixtures(step, ids, weights, self.layer).flatten(-3, -2))
+            mixed = replace(mixed, emb=hidden_mixtures(step, ids, weights, self.layer).flatten(-3, -2))
         if self.renorm:
             length = (weights @ real.emb.norm(dim=-1).unflatten(-1, (-1, m_o)).unsqueeze(-1)).flatten(-3)
-            made = replace(made, emb=rescaled(made.emb, length))
-        return Bag((real, made))
+            mixed = replace(mixed, emb=rescaled(mixed.emb, length))
+        return Bag((real, mixed))
 
     def shares(self, emb: Tensor, generator: torch.Generator, batch: Batch | None = None) -> Tensor:
-        """(..., V, M): what each of the M vectors (..., M, D) of a group contributes to its mixtures; a row sums to 1.
+        """(..., V, M): the shares of the M vectors (..., M, D) of a group in its mixtures; rows sum to 1.
 
-        With `batch` the first dimension is of its rows, and draws are made for those of all ranks.
+        With `batch` the first dimension is the rows of this rank, and draws are made for those of all ranks.
         """
         m = emb.shape[-2]
         if fuses_mixtures(emb, m):
@@ -95,7 +97,7 @@ class Interpolated(Negatives):
             first = 0 if batch is None else batch.ranks.rank * emb.shape[:-2].numel()
             return mixtures.shares(emb, seed, first, self.eta, self.normalisation).to(emb.dtype)
         groups = emb.shape[:-2] if batch is None else (len(batch), *emb.shape[1:-2])
-        # one random order for each n; doubles, of which no two are equal, so that a rank is a count: cheaper than to sort a handful
+        # one random order for each n; doubles have no ties, so a rank is a count, which is cheaper than a sort
         key = torch.rand(*groups, m - 1, m, dtype=torch.float64, generator=generator, device=emb.device)
         key = key if batch is None else batch.own(key)
         rank = (key.unsqueeze(-1) > key.unsqueeze(-2)).sum(-1)
@@ -116,14 +118,14 @@ class Interpolated(Negatives):
             elif self.normalisation == "minmax_block":
                 gram = _to_unit(gram, gram.amin((-2, -1), keepdim=True), gram.amax((-2, -1), keepdim=True))
             else:
-                each = torch.arange(2, m + 1, device=emb.device).view(-1, 1)
-                both = (rank < each).unsqueeze(-1) & (rank < each).unsqueeze(-2)  # (..., n, M, M)
+                size = torch.arange(2, m + 1, device=emb.device).view(-1, 1)
+                both = (rank < size).unsqueeze(-1) & (rank < size).unsqueeze(-2)  # (..., n, M, M)
                 gram = gram.unsqueeze(-3)
                 low = gram.masked_fill(~both, math.inf).amin((-2, -1), keepdim=True)
                 high = gram.masked_fill(~both, -math.inf).amax((-2, -1), keepdim=True)
                 gram = _to_unit(gram, low, high)[..., self.sizes - 2, :, :]  # (..., V, M, M)
             near = gram.clamp(min=1e-6) ** self.eta
-            pick = anchor.to(near.dtype)  # of the anchor to each of the group
+            pick = anchor.to(near.dtype)  # the row of the anchor
             d = pick @ near if near.dim() == pick.dim() else (pick.unsqueeze(-2) @ near).squeeze(-2)
         d = d * member
         return d / d.sum(-1, keepdim=True)
@@ -138,14 +140,16 @@ class TowardsPositive(Negatives):
 
         e'_ih = lam v_i + (1 - lam) e_ih,   so that   s'_ih = lam s_i+ + (1 - lam) s_ih
 
-    0 < lam < 1 makes them harder, lam < 0 easier. A mixture weakens the pull on the positive by lam times its own share of the softmax;
-    detach_positive=True keeps the pull. `renorm`, `offset` and `layer` as in Interpolated; a mixture weighs what its candidate weighs.
+    0 < lam < 1 makes them harder, lam < 0 easier. A mixture weakens the pull on the positive by lam times its own share
+    of the softmax; detach_positive=True keeps the pull. `renorm`, `offset` and `layer` as in Interpolated. A mixture
+    has the weight of its candidate.
 
-    lam="adaptive" holds the mean advantage of the mixtures at `margin` nats: lam = margin / mean(s_i+ - s_ih), a running mean of logits. A
-    fixed lam adds lam (s_i+ - s_ih), which grows from nothing to many nats as the model learns; so it is too little early, and 0.5 is too
-    much late. margin = log 2 lets a mixture count about twice as much as the negative that it was made of; lam stays below `high`.
-    lam="learned" fits a lam to each primary cluster, by running least squares of lam (s_i+ - s_ih) to margin: the training loss itself
-    cannot teach lam, since easier negatives always lower it.
+    lam="adaptive" keeps the mean advantage of the mixtures at `margin` nats: lam = margin / mean(s_i+ - s_ih), a
+    running mean of logits. A fixed lam adds lam (s_i+ - s_ih), which grows from zero to many nats as the model learns:
+    too little at first, and with 0.5 too much later. margin = log 2 lets a mixture count about twice as much as the
+    negative it was made from; lam stays below `high`. lam="learned" fits one lam per primary cluster, by running least
+    squares of lam (s_i+ - s_ih) to margin. The training loss itself cannot teach lam, since easier negatives always
+    lower it.
 
         TowardsPositive(SameCluster(codes, m_h=5), lam=0.1)
 
@@ -171,12 +175,12 @@ class TowardsPositive(Negatives):
         if isinstance(lam, str):
             check_choice("lam", lam, LamRule)
         elif not -1 <= lam <= 1:
-            raise ValueError(f"lam must lie between -1 and 1, or be adaptive or learned; got {lam}")
+            raise ValueError(f"lam must be between -1 and 1, or adaptive or learned; got {lam}")
         if source.shared:
-            raise ValueError("each query mixes its own positive: give SameCluster shared=False")
+            raise ValueError("TowardsPositive mixes each query's own positive: give SameCluster shared=False")
         if not 0 < high <= 1 or not 0 <= momentum < 1 or not abs(margin) > 0:
             raise ValueError(
-                f"needs high in (0, 1], momentum in [0, 1) and a margin that is not 0; got {high}, {momentum}, {margin}"
+                f"needs high in (0, 1], momentum in [0, 1) and a non-zero margin; got {high}, {momentum}, {margin}"
             )
         self.source, self.detach_positive, self.renorm, self.offset, self.layer = (
             source,
@@ -187,12 +191,11 @@ class TowardsPositive(Negatives):
         )
         self.rule = lam if isinstance(lam, str) else None
         self.margin, self.high, self.momentum = margin, high, momentum
-        begin = lam if not isinstance(lam, str) else math.copysign(min(0.1, high), margin)
-        self.register_buffer("lam", torch.full((source.k_primary if lam == "learned" else 1,), float(begin)))
+        initial = lam if not isinstance(lam, str) else math.copysign(min(0.1, high), margin)
+        self.register_buffer("lam", torch.full((source.k_primary if lam == "learned" else 1,), float(initial)))
         gap = abs(margin) / min(0.1, high)
-        self.register_buffer(
-            "gap", torch.tensor([[gap], [gap**2]]).repeat(1, len(self.lam))
-        )  # running means of the gap and its square
+        # running means of the gap and its square
+        self.register_buffer("gap", torch.tensor([[gap], [gap**2]]).repeat(1, len(self.lam)))
 
     def forward(self, step: Step) -> Bag:
         """One block: the candidates, then the mixture of each."""
@@ -220,16 +223,18 @@ class TowardsPositive(Negatives):
             lengths = block.emb.norm(dim=-1), positive.norm(dim=-1)
             emb = rescaled(emb, lengths[0] + lam.squeeze(-1) * (lengths[1] - lengths[0]))
         places = block.exclude.places(block.ids) if block.exclude else None
-        made = reference.drop(block.log_w, block.ids.shape, places) + self.offset  # a mixture has no id to mask it by
+        mixed_log_w = (
+            reference.drop(block.log_w, block.ids.shape, places) + self.offset
+        )  # a mixture has no id to exclude
         ids = torch.cat([block.ids, torch.full_like(block.ids, -1)], 1)
-        emb, log_w = torch.cat([block.emb, emb], 1), torch.cat([block.log_w, made], 1)
+        emb, log_w = torch.cat([block.emb, emb], 1), torch.cat([block.log_w, mixed_log_w], 1)
         return Bag((replace(block, ids=ids, emb=emb, log_w=log_w, provenance=words),))
 
     def lam_of(self, step: Step) -> Tensor:
         """The share of the positive, (1,) or (B,)."""
         if self.rule == "learned":
             return self.lam[self.source.primary(step.item_ids)]
-        return self.lam if self.rule is None else self.lam.clone()  # which changes before a second backward pass
+        return self.lam if self.rule is None else self.lam.clone()  # it may change before a second backward pass
 
     def observe(self, step: Step, outcome: Outcome) -> None:
         if self.rule is not None:
@@ -237,7 +242,7 @@ class TowardsPositive(Negatives):
                 self.adapt(step, outcome)
 
     def adapt(self, step: Step, outcome: Outcome) -> None:
-        """Follow how far the hard negatives of this step lie below the positives."""
+        """Update lam from the gap between positives and hard negatives of this step."""
         cluster = self.source.primary(step.item_ids) if self.rule == "learned" else torch.zeros_like(step.item_ids)
         sign, sums = (
             math.copysign(1.0, self.margin),
@@ -262,10 +267,10 @@ class TowardsPositive(Negatives):
 
 
 def hidden_mixtures(step: Step, ids: Tensor, weights: Tensor, layer: int) -> Tensor:
-    """(..., V, D): items (..., M) mixed by weights (..., V, M) after `layer` layers of the item tower, then sent through the rest of it."""
+    """(..., V, D): items (..., M) mixed by weights (..., V, M) after `layer` layers of the item tower."""
     if step.encode_mixtures is None:
         raise ValueError(
-            f"layer={layer} mixes inside the item tower, but this step can only encode items: set Step.encode_mixtures"
+            f"layer={layer} mixes inside the item tower and needs Step.encode_mixtures, which this step lacks"
         )
     return step.encode_mixtures(ids, weights, layer)
 

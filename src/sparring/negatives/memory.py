@@ -17,11 +17,11 @@ from sparring.negatives.distributions import Distribution, Frequency, draw_from_
 
 
 class Memory(Negatives):
-    """The last `size` positives of past steps, with the vectors they had then and no gradient (CBNS).
+    """The last `size` positives of past steps with the vectors they had then, without gradient (CBNS).
 
-    A first-in first-out ring; slots not filled yet count nothing. `warmup` steps pass before it starts to fill, because vectors change
-    quickly at first. Unlike Cache the vectors are kept, so nothing is encoded again, but they grow stale. `dim` is what is compared:
-    `Setup.width`, which counts an item bias and hidden layers.
+    A first-in first-out ring; empty slots count nothing. It starts to fill after `warmup` steps, because vectors change
+    quickly at first. Unlike Cache it stores vectors, so nothing is encoded again, but they grow stale. `dim` is the
+    dimension of the compared vectors, `Setup.width`, which includes an item bias and hidden layers.
 
         Union(InBatch(pop), Memory(2432, setup.width, pop))
 
@@ -55,10 +55,10 @@ class Memory(Negatives):
 
     def forward(self, step: Step) -> Bag:
         if step.q.shape[-1] != self.emb.shape[1]:
-            widths = f"holds vectors of {self.emb.shape[1]} dimensions, the model compares {step.q.shape[-1]}"
-            raise UserError(f"Memory {widths}: make it with setup.width, which counts an item bias and hidden layers")
+            widths = f"holds vectors of {self.emb.shape[1]} dimensions, but the model compares {step.q.shape[-1]}"
+            raise UserError(f"Memory {widths}: pass dim=setup.width, which includes an item bias and hidden layers")
         empty = torch.where(self.ids < 0, -math.inf, 0.0)
-        # a copy: the ring is written before the backward pass of a loss that the caller may still hold
+        # a copy: the caller may hold a loss whose backward pass comes after the next write
         block = Candidates(
             self.ids.clone(), self.emb.clone(), empty, exclude_for(step, self.exclude), provenance=Provenance("memory")
         )
@@ -73,23 +73,23 @@ class Memory(Negatives):
     def observe(self, step: Step, outcome: Outcome) -> None:
         self.steps += 1
         new = step.batch.item_ids[-len(self.ids) :]
-        at = (self.cursor + torch.arange(len(new), device=new.device)) % len(self.ids)
-        open_now = self.steps > self.warmup
-        self.ids[at] = torch.where(open_now, new, self.ids[at])
-        self.emb[at] = torch.where(open_now, step.batch.v[-len(new) :].detach().to(self.emb.dtype), self.emb[at])
-        self.cursor += open_now * len(new)
+        slots = (self.cursor + torch.arange(len(new), device=new.device)) % len(self.ids)
+        filling = self.steps > self.warmup
+        self.ids[slots] = torch.where(filling, new, self.ids[slots])
+        self.emb[slots] = torch.where(filling, step.batch.v[-len(new) :].detach().to(self.emb.dtype), self.emb[slots])
+        self.cursor += filling * len(new)
 
 
 class Cache(Negatives):
-    """Items that past queries drew most often, encoded anew at each step (the cache of XIR).
+    """Items that past queries drew most often, encoded again at each step (the cache of XIR).
 
-        o_j += number of times j was drawn in this step;   the next cache: `size` draws with replacement, P(j) proportional to o_j
+        o_j += draws of j in this step;   the next cache: `size` draws with replacement, P(j) proportional to o_j
 
-    The draws are those of every Resample in the run. pool="all" draws the next cache from the whole catalogue, as the paper's
-    algorithm 2 says; pool="drawn" only from the items drawn in this step, as its release does, where an item stays only by being
-    drawn again and the cache shrinks to a few hundred distinct items. `start` is every item's first occurrence count: 0 in the
-    paper (then the first caches are uniform), 1 in the release. The weight is -log q of the frequency; an item the frequency
-    calls impossible never enters.
+    Draws of every Resample in the run count. pool="all" draws the next cache from the complete catalogue, as in the
+    paper's algorithm 2. pool="drawn" draws it only from the items drawn in this step, as in the release: an item stays
+    only if it is drawn again, and the cache shrinks to a few hundred distinct items. `start` is the initial occurrence
+    count of every item: 0 in the paper (the first caches are then uniform), 1 in the release. The weight is -log q of
+    the frequency; an item of frequency 0 never enters.
 
         Resample(Cache(2048, pop, n_items), n=1024)
 
@@ -118,16 +118,15 @@ class Cache(Negatives):
         self.frequency, self.pool, self.exclude = frequency, pool, exclude
         device = next(frequency.buffers(), torch.empty(0)).device
         possible = torch.isfinite(frequency.log_prob(torch.arange(n_items, device=device)))
-        generator = torch.Generator().manual_seed(seed)  # of a CPU: a seed gives the same cache on every device
+        generator = torch.Generator().manual_seed(seed)  # on the CPU: a seed gives the same cache on every device
         self.register_buffer(
             "ids", draw_from_cdf(torch.cumsum(possible.double().cpu(), 0), (size,), generator).to(device)
         )
         self.register_buffer("occurrences", possible.double() * start)
-        # The occurrences of each block of items, so that a step costs what its batch costs: a few thousand blocks are looked into, and the
-        # sums of all are added up, so that blocks as long as the root of a few thousandths of the catalogue cost least.
-        self.block = (
-            2 ** round(math.log2(n_items / 6000) / 2) if n_items > 1 << 18 else 1
-        )  # small ones are added up as quickly
+        # Occurrences summed over blocks of items, so that the cost of a step depends on its batch and not on the
+        # catalogue. A step reads a few thousand blocks and adds up the sums of all, which is cheapest for blocks of
+        # about sqrt(N / 6000) items. A small catalogue needs no blocks.
+        self.block = 2 ** round(math.log2(n_items / 6000) / 2) if n_items > 1 << 18 else 1
         blocks = torch.arange(-(-n_items // self.block) if self.block > 1 else 0, device=device)
         self.register_buffer("sums", self._of_blocks(blocks).sum(1))
 
@@ -150,36 +149,35 @@ class Cache(Negatives):
         ids, count = self._drawn(step, outcome)
         self.occurrences.index_add_(0, ids, count)
         if self.block > 1:
-            own = (
-                (ids // self.block).unique() if ids.device.type == "cpu" else ids // self.block
-            )  # counting them would wait for a device
-            self.sums[own] = self._of_blocks(own).sum(1)
-        fresh, some = self._draw(step.generator) if self.pool == "all" else self._draw_from(ids, count, step.generator)
-        self.ids.copy_(torch.where(some, fresh, self.ids))
+            # unique() would synchronise a GPU
+            changed = (ids // self.block).unique() if ids.device.type == "cpu" else ids // self.block
+            self.sums[changed] = self._of_blocks(changed).sum(1)
+        fresh, possible = (
+            self._draw(step.generator) if self.pool == "all" else self._draw_from(ids, count, step.generator)
+        )
+        self.ids.copy_(torch.where(possible, fresh, self.ids))
 
     def _drawn(self, step: Step, outcome: Outcome) -> tuple[Tensor, Tensor]:
-        """What the queries of all ranks drew, in every block, and how often."""
+        """The candidates of all blocks that were resampled, and the draws of each over all ranks."""
         ids, counts = [self.ids[:1]], [torch.zeros_like(self.occurrences[:1])]
         for block, drawn in drawn_blocks(step, outcome):
             if drawn is not None:
                 ids.append((block.ids if block.shared else step.batch.gather(block.ids)).flatten())
                 counts.append((step.batch.sum(drawn) if block.shared else step.batch.gather(drawn)).flatten().double())
         which, count = torch.cat(ids), torch.cat(counts)
-        # a term may draw what the frequency calls impossible: its weight here would be infinite
+        # another term may draw items of frequency 0: their weight here would be infinite
         possible = (which >= 0) & torch.isfinite(self.frequency.log_prob(which.clamp(min=0)))
         return which.clamp(min=0), torch.where(possible, count, 0.0)
 
     def _of_blocks(self, blocks: Tensor) -> Tensor:
         """(n, block): the occurrences of the items of these blocks."""
-        whole, over = divmod(len(self.occurrences), self.block)
-        full, rest = self.occurrences.split([whole * self.block, over])
-        found = full.view(whole, self.block).index_select(0, blocks.clamp(max=whole - 1))
-        return (
-            torch.where((blocks == whole).unsqueeze(1), F.pad(rest, (0, self.block - over)), found) if over else found
-        )
+        n_full, over = divmod(len(self.occurrences), self.block)
+        full, rest = self.occurrences.split([n_full * self.block, over])
+        rows = full.view(n_full, self.block).index_select(0, blocks.clamp(max=n_full - 1))
+        return torch.where((blocks == n_full).unsqueeze(1), F.pad(rest, (0, self.block - over)), rows) if over else rows
 
     def _draw(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Items in proportion to their occurrences: a block by its sum, then an item of it; and whether there is any."""
+        """Items drawn in proportion to their occurrences, a block and then an item of it; and whether any occurred."""
         if self.block == 1:
             cdf = torch.cumsum(self.occurrences, 0)
             return draw_from_cdf(cdf, (len(self.ids),), generator), cdf[-1] > 0
@@ -194,7 +192,7 @@ class Cache(Negatives):
         return (block * self.block + within.squeeze(1)).clamp(max=len(self.occurrences) - 1), cdf[-1] > 0
 
     def _draw_from(self, ids: Tensor, count: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """The same from the items drawn in this step alone."""
+        """The same among the items drawn in this step."""
         n = len(self.occurrences)
         drawn = torch.sort(torch.where(count > 0, ids, n)).values
         first = torch.ones_like(drawn, dtype=torch.bool)

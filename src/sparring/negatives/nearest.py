@@ -1,4 +1,4 @@
-"""Negatives by what the model itself retrieves, or what a batch knows: NearestItems (ANCE), BatchPositives (NGAME's classifiers)."""
+"""Negatives retrieved by the model itself: NearestItems (ANCE)."""
 
 from __future__ import annotations
 
@@ -20,23 +20,25 @@ _BLOCK = 8192  # queries encoded and ranked at a time
 
 
 class NearestItems(Negatives):
-    """Items near each query as the model ranked the whole catalogue some epochs ago (ANCE).
+    """The items nearest to each query in an exact ranking of the catalogue by a recent model (ANCE).
 
-    Every `every` epochs, beginning with the epoch `start` counted from 0, all queries that have positives are encoded and their k best
-    items, known positives left out, are listed, exactly; the first `skip` of them are dropped: some are right and only unknown.
-    A step draws n of its query's list, with replacement. They are shared by all queries of the batch, or with per_query=True count
-    against the query of the list alone. Before the first lists they count nothing. Lists take 4 k bytes a query.
+    Every `every` epochs, from epoch `start` (counted from 0), all queries with positives are encoded and their k best
+    items are listed, without known positives. The first `skip` of a list are dropped: some are relevant but unknown. A
+    step draws n items of its query's list with replacement. They are shared by all queries of the batch; with
+    per_query=True they count only against the query of the list. Before the first lists they count nothing. Lists take
+    4 k bytes per query.
 
-    With `delay` the lists made of the vectors at the beginning of epoch e hold from epoch e + delay on, and meanwhile a copy of the
-    model makes them in the background: on a second GPU, or beside training on a CPU of several cores. Where nothing is free they are made
-    in line. Who makes them changes nothing: the same epochs have the same lists, and a checkpoint waits for them.
+    With `delay`, lists built from the vectors at the start of epoch e are used from epoch e + delay on. Meanwhile a
+    copy of the model builds them in the background: on a second GPU, or on a CPU with several cores. If nothing is free
+    they are built in line. The result is the same: an epoch has the same lists either way, and a checkpoint waits for
+    them.
 
         Union(InBatch(), NearestItems(n_queries, n=1, k=200))
 
     Xiong et al., Approximate Nearest Neighbor Negative Contrastive Learning for Dense Text Retrieval, ICLR 2021.
     """
 
-    in_place = True  # what refresh makes lies where it lay: a recorded step holds
+    in_place = True
     lists: Tensor
     coming: Tensor
     due: Tensor
@@ -57,10 +59,11 @@ class NearestItems(Negatives):
         check_choice("exclude", exclude, ExcludeKind)
         if min(n_queries, n, k, every) < 1 or min(skip, start) < 0:
             raise ValueError(
-                f"NearestItems needs n, k, every >= 1 and skip, start >= 0, got n={n}, k={k}, every={every}, skip={skip}, start={start}"
+                f"NearestItems needs n, k, every >= 1 and skip, start >= 0; "
+                f"got n={n}, k={k}, every={every}, skip={skip}, start={start}"
             )
         if not 0 <= delay <= every:
-            raise ValueError(f"delay must lie between 0 and every={every} epochs, got {delay}")
+            raise ValueError(f"delay must be between 0 and every={every} epochs, got {delay}")
         self.n, self.skip, self.every, self.start, self.per_query, self.exclude = (
             n,
             skip,
@@ -73,16 +76,16 @@ class NearestItems(Negatives):
         self.register_buffer("lists", torch.full((n_queries, k), -1, dtype=torch.int32))
         if delay:
             self.register_buffer("coming", self.lists.clone())
-            self.register_buffer("due", torch.tensor(-1))  # the epoch from which on `coming` holds
+            self.register_buffer("due", torch.tensor(-1))  # the first epoch that uses `coming`
             self.register_state_dict_pre_hook(lambda part, *_: part.wait())  # type: ignore[no-untyped-call]
         self._work: _Background | None = None
 
     def forward(self, step: Step) -> Bag:
         lists = self.lists[step.batch.query_ids]
-        filled = (lists >= 0).sum(1, keepdim=True)  # places without an item are the last
+        filled = (lists >= 0).sum(1, keepdim=True)  # empty places come last
         u = torch.rand(len(lists), self.n, dtype=torch.float64, generator=step.generator, device=lists.device)
-        at = torch.minimum((u * filled).long(), (filled - 1).clamp(min=0))
-        ids = lists.gather(1, at).long()
+        place = torch.minimum((u * filled).long(), (filled - 1).clamp(min=0))
+        ids = lists.gather(1, place).long()
         ids = step.batch.own(ids) if self.per_query else ids.flatten()
         log_w = torch.where(ids >= 0, 0.0, -math.inf)
         emb = step.encode(ids.clamp(min=0))
@@ -99,7 +102,7 @@ class NearestItems(Negatives):
         )
 
     def refresh(self, corpus: Corpus) -> None:
-        """New lists from the vectors as they are now, or from those of `delay` epochs ago, where it is time."""
+        """Rebuild the lists when they are due, from the current vectors or those of `delay` epochs ago."""
         since, began = corpus.epoch - self.start, time.perf_counter()
         if self.delay and int(self.due) == corpus.epoch:
             self.wait()
@@ -107,7 +110,7 @@ class NearestItems(Negatives):
             self.due.fill_(-1)
         if since >= 0 and not since % self.every:
             if not self.delay:
-                self.lists.copy_(self._made(corpus))
+                self.lists.copy_(self._build(corpus))
             else:
                 self._begin(corpus)
         if self.lists.is_cuda:
@@ -115,51 +118,50 @@ class NearestItems(Negatives):
         self.seconds += time.perf_counter() - began
 
     def _begin(self, corpus: Corpus) -> None:
-        """Make the lists that hold `delay` epochs from now, in the background where something is free."""
+        """Build the lists for `delay` epochs from now, in the background if a device is free."""
         self.wait()
         self.due.fill_(corpus.epoch + self.delay)
         spare = spare_device(self.lists.device) if corpus.copied is not None and corpus.ranks.world == 1 else None
         if spare is None or corpus.copied is None:
-            self.coming.copy_(self._made(corpus))
+            self.coming.copy_(self._build(corpus))
         else:
-            self._work = _Background(self._made, corpus.copied(spare))
+            self._work = _Background(self._build, corpus.copied(spare))
 
     def wait(self) -> None:
-        """Until lists that are being made are there."""
+        """Wait for lists that are being built."""
         if self._work is not None:
             work, self._work = self._work, None
             self.coming.copy_(work.result())
 
-    def _made(self, corpus: Corpus) -> Tensor:
-        """(n_queries, k): lists by the vectors of a corpus, on its device."""
-        some = torch.nonzero(corpus.positives.start.diff()).flatten()
+    def _build(self, corpus: Corpus) -> Tensor:
+        """(n_queries, k): lists from the vectors of a corpus, on its device."""
+        queries = torch.nonzero(corpus.positives.start.diff()).flatten()
         k = min(self.lists.shape[1] + self.skip, len(corpus.items))
-        lists = torch.full(self.lists.shape, -1, dtype=torch.int32, device=some.device)
-        for ids in some.split(_BLOCK * corpus.ranks.world):
+        lists = torch.full(self.lists.shape, -1, dtype=torch.int32, device=queries.device)
+        for ids in queries.split(_BLOCK * corpus.ranks.world):
             own = corpus.ranks.own(ids)
-            found = top_k(corpus.encode_queries(own).float(), corpus.items.float(), k, corpus.positives, own)[1][
-                :, self.skip :
-            ]
-            lists[ids, : found.shape[1]] = corpus.ranks.gather(found.to(torch.int32), len(ids))
+            best = top_k(corpus.encode_queries(own).float(), corpus.items.float(), k, corpus.positives, own)[1]
+            kept = best[:, self.skip :].to(torch.int32)
+            lists[ids, : kept.shape[1]] = corpus.ranks.gather(kept, len(ids))
         return lists
 
     def report(self) -> dict[str, float]:
-        """Seconds that lists took since the last report: what mining costs."""
+        """Seconds spent on lists since the last report."""
         spent, self.seconds = self.seconds, 0.0
         return {"list_seconds": round(spent, 3)}
 
 
 class _Background:
-    """A piece of work in a thread of its own; `result` waits for it, and raises what it raised."""
+    """Work in a background thread; `result` waits for it and re-raises its exception."""
 
     def __init__(self, work: Callable[[Corpus], Tensor], corpus: Corpus) -> None:
         self._future: Future[Tensor] = Future()
 
         def run() -> None:
             try:
-                with torch.no_grad(), torch.cuda.device_of(corpus.positives.start):  # both hold for one thread only
+                with torch.no_grad(), torch.cuda.device_of(corpus.positives.start):  # both are per thread
                     self._future.set_result(work(corpus))
-            except BaseException as error:  # told to whoever waits
+            except BaseException as error:  # raised by `result`
                 self._future.set_exception(error)
 
         Thread(target=run, name="nearest items", daemon=True).start()
@@ -169,8 +171,8 @@ class _Background:
 
 
 def spare_device(device: torch.device) -> torch.device | None:
-    """Where work can be done beside training on a device: another GPU, or on a CPU another core; None where there is none."""
+    """A device that is free during training: another GPU, or the CPU if it has several cores; None otherwise."""
     if device.type == "cpu":
         return device if (os.cpu_count() or 1) > 1 else None
-    others = [torch.device("cuda", at) for at in range(torch.cuda.device_count()) if at != (device.index or 0)]
+    others = [torch.device("cuda", i) for i in range(torch.cuda.device_count()) if i != (device.index or 0)]
     return others[0] if device.type == "cuda" and others else None

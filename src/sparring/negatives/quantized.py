@@ -1,4 +1,4 @@
-"""Negatives for each query from a quantised copy of its softmax: QuantizedSoftmax (MIDX)."""
+"""Negatives drawn from a quantised copy of the query's softmax: QuantizedSoftmax (MIDX)."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from sparring.models.clusters.kmeans import lloyd, nearest
 from sparring.negatives.base import Correction, ExcludeKind, Negatives, check_choice, corrected, exclude_for, zeros
 
 Codebook = Literal["product", "residual"]
-CELLS = 1 << 23  # cells of all queries that are held at once
+CELLS = 1 << 23  # cells of all queries held at once
 
 
 class QuantizedSoftmax(Negatives):
     """n items for each query, drawn from the softmax over quantised item vectors (MIDX).
 
-        e~_j = c_a(j) + d_b(j),   q(j | i) = exp(q_i . e~_j / tau) / sum over the catalogue,   expected count of j = n q(j | i)
+        e~_j = c_a(j) + d_b(j)
+        q(j | i) = exp(q_i . e~_j / tau) / sum over the catalogue,   expected count of j = n q(j | i)
 
-    Two codebooks of `words` vectors each: of the two halves of the vectors ("product"), or of the vectors and of what the first book leaves
-    over ("residual", closer). Items of one cell (a, b) look alike, so a draw is a cell, by score times size, then any item in it:
-    words^2 operations per query, however large the catalogue; B * n items are encoded, as by Sampled for each query. The chances are those
-    of the codebooks of the last refresh and exact, so the correction is too, though vectors move on meanwhile. Before the first refresh all
-    items share a cell: uniform.
+    Two codebooks of `words` vectors each: of the two halves of the vectors ("product"), or of the vectors and their
+    residuals ("residual", more accurate). All items of a cell (a, b) have the same quantised vector, so a draw picks a
+    cell by score times size and then any item in it: words^2 operations per query for any size of the catalogue. B * n
+    items are encoded, as with Sampled(per_query=True). Probabilities follow the codebooks of the last refresh exactly,
+    so the correction is exact while vectors change. Before the first refresh all items share one cell: uniform.
 
         QuantizedSoftmax(n_items, dim, n=64)
 
@@ -56,7 +57,8 @@ class QuantizedSoftmax(Negatives):
         check_choice("exclude", exclude, ExcludeKind)
         if min(n, words, every, n_items, dim) < 1:
             raise ValueError(
-                f"QuantizedSoftmax needs n, words, every, n_items and dim >= 1, got {n}, {words}, {every}, {n_items} and {dim}"
+                f"QuantizedSoftmax needs n, words, every, n_items and dim >= 1; "
+                f"got {n}, {words}, {every}, {n_items} and {dim}"
             )
         self.n, self.codebook, self.correction, self.exclude, self.every = n, codebook, correction, exclude, every
         self.register_buffer("book", torch.zeros(2, words, dim))
@@ -83,8 +85,8 @@ class QuantizedSoftmax(Negatives):
         u = step.batch.own(u.transpose(0, 1)).transpose(0, 1)
         block = max(CELLS // len(self.size_of), 1)
         cells = [
-            self._cells(first[at : at + block], second[at : at + block], u[0, at : at + block])
-            for at in range(0, shape[0], block)
+            self._cells(first[low : low + block], second[low : low + block], u[0, low : low + block])
+            for low in range(0, shape[0], block)
         ]
         cell = torch.cat(cells)
         size = self.size_of[cell]
@@ -93,23 +95,23 @@ class QuantizedSoftmax(Negatives):
     def _cells(self, first: Tensor, second: Tensor, u: Tensor) -> Tensor:
         mass = (first.exp().unsqueeze(2) * second.exp().unsqueeze(1)).flatten(1).mul_(self.size_of)
         cdf = torch.cumsum(mass, 1)
-        # as in draw_from_cdf: right=True skips empty cells, the bound guards the rounding of u * total up to the total
+        # as in draw_from_cdf: right=True skips empty cells, the bound guards against rounding up to the total
         last = torch.searchsorted(cdf, cdf[:, -1:].contiguous())
         return torch.minimum(torch.searchsorted(cdf, u * cdf[:, -1:], right=True), last)
 
     def _word_logits(self, step: Step) -> tuple[Tensor, Tensor]:
-        """(B, words) each: q . word / tau up to a constant of the query; float64, or a cell far below the best would have no mass."""
+        """(B, words) each: q . word / tau up to a constant per query; float64, so that weak cells keep their mass."""
         scores = step.scaled.detach().double() @ self.book.flatten(0, 1).double().T
         first, second = scores.chunk(2, 1)
         return torch.log_softmax(first, 1), torch.log_softmax(second, 1)
 
     def log_prob(self, ids: Tensor, step: Step) -> Tensor:
-        """(B, C): log q(j | i) of items (C,), the same for all queries, or (B, C)."""
+        """(B, C): log q(j | i) of items (C,) or (B, C)."""
         first, second = self._word_logits(step)
         counts = self.size_of.double().view(self.book.shape[1], -1)
         total = ((first.exp() @ counts) * second.exp()).sum(1, keepdim=True)
-        at = self.code[:, ids.expand(len(first), -1)]
-        return (first.gather(1, at[0]) + second.gather(1, at[1]) - total.log()).float()
+        words = self.code[:, ids.expand(len(first), -1)]
+        return (first.gather(1, words[0]) + second.gather(1, words[1]) - total.log()).float()
 
     def log_count(self, ids: Tensor, step: Step) -> Tensor | None:
         return math.log(self.n) + self.log_prob(ids, step)
@@ -118,7 +120,7 @@ class QuantizedSoftmax(Negatives):
         return self.n
 
     def refresh(self, corpus: Corpus) -> None:
-        """New codebooks from the item vectors as they are now, every `every` epochs."""
+        """Rebuild the codebooks from the current item vectors, every `every` epochs."""
         if corpus.epoch % self.every:
             return
         items, words = corpus.items.to(self.book.dtype), self.book.shape[1]
@@ -133,13 +135,13 @@ class QuantizedSoftmax(Negatives):
             self.code[which] = nearest(parts[which], self.book[which])
         cell = self.code[0] * words + self.code[1]
         self.items.copy_(torch.argsort(cell, stable=True))
-        # scatter_add, not bincount: that would wait for the device
+        # scatter_add: bincount would synchronise
         self.size_of.zero_().scatter_add_(0, cell, torch.ones_like(cell))
         self.start.copy_(torch.cumsum(self.size_of, 0) - self.size_of)
 
 
 def _centres(points: Tensor, k: int, generator: torch.Generator) -> Tensor:
-    """(k, D) centres by Lloyd's steps from k random points, on at most 256 points per centre; k may exceed their number."""
+    """(k, D) centres from k random points, on at most 256 points per centre; k may exceed the number of points."""
     order = torch.randperm(len(points), generator=generator, device=points.device)[: k * 256]
     points = points[order]
     return lloyd(points, points[torch.arange(k, device=points.device) % len(points)], steps=10)

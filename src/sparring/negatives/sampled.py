@@ -1,4 +1,4 @@
-"""Negatives from the whole catalogue: Sampled, AllItems; and Shown, from what a query saw and passed over."""
+"""Negatives from the catalogue: Sampled, AllItems; and Shown, items that the query was shown and did not take."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Sampled(Negatives):
 
         expected count of j = n q_j
 
-    Shared negatives are encoded once and cost one row of a matrix product each; per_query=True encodes B * n of them. Of a small catalogue
-    many of those are the same item, whose row is fetched and updated once: the cost grows until they are all different.
+    Shared negatives are encoded once and cost one row of a matrix product each; per_query=True encodes B * n of them.
+    In a small catalogue many of these are duplicates, whose rows are fetched and updated once.
 
         Sampled(Uniform(n_items), 1024)
     """
@@ -63,7 +63,7 @@ class Sampled(Negatives):
 
 
 class AllItems(Negatives):
-    """Every item of the catalogue once: the full softmax, the oracle of the tests and affordable up to some 100,000 items.
+    """Every item of the catalogue once: the full softmax. Affordable up to some 100,000 items; the oracle of the tests.
 
     AllItems(n_items)
     """
@@ -99,8 +99,9 @@ class AllItems(Negatives):
 class Shown(Negatives):
     """n items per query that it was shown and did not take (explicit negatives, impressions without a click).
 
-    Drawn with replacement from the query's own list, so each weighs 1; a query without a list gets candidates that count nothing. Usually
-    one part of a Union, which then keeps each part's own weights: these are not a sample of the catalogue.
+    Drawn with replacement from the query's own list, each with weight 1; a query without a list gets candidates that
+    count nothing. Usually one source of a Union, which then keeps each source's own weights: these items are not a
+    sample of the catalogue.
 
         Union(InBatch(pop), Shown(train.shown_lists(), 4))
     """
@@ -123,12 +124,10 @@ class Shown(Negatives):
         u = torch.rand(len(step.batch), self.n, generator=step.generator, device=step.q.device, dtype=torch.float64)
         u = step.batch.own(u)
         within = torch.minimum((u * count).long(), (count - 1).clamp(min=0))
-        at = (begin + within).clamp(max=max(len(self.items) - 1, 0))
-        ids = (
-            torch.where(count > 0, self.items[at].long(), -1)
-            if len(self.items)
-            else torch.full(at.shape, -1, device=at.device)
-        )
+        place = (begin + within).clamp(max=max(len(self.items) - 1, 0))
+        ids = torch.full_like(place, -1)
+        if len(self.items):
+            ids = torch.where(count > 0, self.items[place].long(), ids)
         log_w = torch.where(ids >= 0, 0.0, -math.inf)
         emb = step.encode(ids.clamp(min=0))
         return Bag(

@@ -1,4 +1,4 @@
-"""Negatives chosen from a bag by their scores: Hardest, AmongHardest, NearestTo."""
+"""Candidates selected from a bag by their scores: Hardest, AmongHardest, NearestTo."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from sparring.negatives.base import Negatives
 
 
 class Selection(Negatives):
-    """Some columns of a bag for each query, with their weights, by a rule on their logits: `choose(scores, step)`.
+    """A subset of a bag for each query, with the weights of the bag, chosen by `choose(scores, step)`.
 
-    `scores` (B, C) are q_i . e_j / tau, -inf where a candidate never counts; `choose` gives columns (B, K). No gradient flows through the
-    choice. A candidate that never counts is chosen only where too few others are left, and counts nothing then.
+    `scores` (B, C) are q_i . e_j / tau, or -inf for an excluded candidate; `choose` returns columns (B, K). No gradient
+    flows through the choice. An excluded candidate is chosen only if too few others are left, and counts nothing.
     """
 
     name = "selected"
-    # vectors gathered for all queries at most; a shared block beyond it keeps its columns and drops the others by weight
+    # most vectors gathered per batch; beyond this a shared block keeps all columns and drops the others by weight
     gathered = 1 << 16
 
     def __init__(self, source: Negatives, k: int):
@@ -35,7 +35,7 @@ class Selection(Negatives):
         raise TypeError(f"{type(self).__name__} must define choose(scores, step)")
 
     def forward(self, step: Step) -> Bag:
-        # where vectors can be had again only the kept ones are encoded for the gradient: the others would be rows to update by nothing
+        # encode only the selected items with gradient, if they can be encoded again: the others would get zero updates
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.source.encodes):
             bag = self.source(step)
             block = merged(bag, step)
@@ -63,13 +63,13 @@ class Selection(Negatives):
 def _columns(emb: Tensor, chosen: Tensor) -> Tensor:
     """(B, K, D): the chosen vectors of each query."""
     if emb.dim() == 2:
-        # index_select: its gradient adds rows in order, where that of plain indexing sorts them first
+        # index_select: its backward pass adds rows in order, that of plain indexing sorts them first
         return emb.index_select(0, chosen.flatten()).view(*chosen.shape, -1)
     return emb[torch.arange(len(chosen), device=chosen.device).unsqueeze(1), chosen]
 
 
 def masked_logits(q: Tensor, block: Candidates) -> Tensor:
-    """(B, C): q_i . e_j, -inf where a candidate never counts against a query; written in place, a table of weights would cost as much."""
+    """(B, C): q_i . e_j, or -inf for a dropped or excluded candidate; in place, to save a (B, C) table of weights."""
     scores = logits(q, block.emb)
     scores.masked_fill_(torch.isneginf(block.log_w), -math.inf)
     places = block.exclude.places(block.ids) if block.exclude else None
@@ -83,8 +83,8 @@ def masked_logits(q: Tensor, block: Candidates) -> Tensor:
 class Hardest(Selection):
     """Keep the k highest-scoring candidates of each query, with their weights (online hard negatives, DNS, AMNS).
 
-    Deterministic where Resample is random: a candidate outside the top k has no chance. Candidates that never count are never kept, unless
-    fewer than k are left; those count nothing.
+    Deterministic, unlike Resample: a candidate outside the top k is never used. Excluded candidates are kept only if
+    fewer than k others are left, and count nothing.
 
         Hardest(Sampled(Uniform(n_items), 64, per_query=True), 1)
 
@@ -98,10 +98,10 @@ class Hardest(Selection):
 
 
 class AmongHardest(Selection):
-    """Keep k of the m highest-scoring candidates of each query, every set of k as likely as any other (DNS(M, N)).
+    """Keep k of the m highest-scoring candidates of each query, chosen uniformly without replacement (DNS(M, N)).
 
-    m / (size of the bag) sets how hard the negatives are, and with bpr which part of the ROC curve is optimised; m = k is Hardest. Where
-    fewer than m candidates count, the choice is among those. Draws of one item twice are two candidates.
+    m / (size of the bag) sets how hard the negatives are, and with bpr which part of the ROC curve is optimised; m = k
+    is Hardest. If fewer than m candidates count, the choice is among those. An item drawn twice is two candidates.
 
         AmongHardest(Sampled(Uniform(n_items), 64, per_query=True), m=4)
 
@@ -129,8 +129,8 @@ class NearestTo(Selection):
 
         target_i = beta (s_i+ + alpha)^(p + 1),   s = q . e without the temperature;   p = -2: beta / (s_i+ + alpha)
 
-    A positive that already scores high gets easier negatives, against false negatives; one that scores low gets harder ones. Where
-    s_i+ + alpha <= 0 and p < -1, the target is the limit from above: the hardest candidates.
+    A positive with a high score gets easier negatives, to avoid false negatives; one with a low score gets harder ones.
+    If s_i+ + alpha <= 0 and p < -1, the target is its limit from above: the hardest candidates.
 
         NearestTo(Sampled(Uniform(n_items), 32, per_query=True), alpha=1.0, beta=0.1)
 
@@ -147,7 +147,7 @@ class NearestTo(Selection):
 
     def choose(self, scores: Tensor, step: Step) -> Tensor:
         base = (step.q * step.v).sum(-1, keepdim=True) + self.alpha
-        # in logits, as the scores are, and no higher than they: far above them the differences to the target would round to ties
+        # in logits and at most the highest score: distances to a much higher target would round to ties
         target = self.beta * base.clamp(min=1e-12) ** (self.p + 1) / step.tau.reshape(-1, 1)
         high = scores.amax(1, keepdim=True)
         distance = (scores - torch.minimum(target, high.masked_fill(torch.isneginf(high), 0.0))).abs_()

@@ -1,4 +1,4 @@
-"""Negatives that are no item: MixPositive (MixGCF), BatchMix (BMNS)."""
+"""Synthetic negatives: MixPositive (MixGCF), BatchMix (BMNS)."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ MixPer = Literal["query", "candidate"]
 class MixPositive(Negatives):
     """Every candidate moved towards the query's positive by a random share (positive mixing of MixGCF).
 
-        e'_im = a v_i + (1 - a) e_m,   a ~ U(0, high),   one draw per query (mix="query") or per candidate (mix="candidate")
+        e'_im = a v_i + (1 - a) e_m,   a ~ U(0, high),   one draw per query or per candidate (`mix`)
 
-    So s'_im = a s_i+ + (1 - a) s_im: never harder than the positive where s_im is below it. With one draw per query the order of candidates
-    stays, so Hardest(MixPositive(x), k) is MixPositive(Hardest(x, k)), which makes k vectors per query instead of all; with one per
-    candidate it is not. What never counts against a query still does not; gradients flow to the positive too, not through a.
+    So s'_im = a s_i+ + (1 - a) s_im: never harder than the positive if s_im is below it. One draw per query keeps the
+    order of candidates, so Hardest(MixPositive(x), k) equals MixPositive(Hardest(x, k)), which mixes only k vectors per
+    query. With one draw per candidate it does not. Exclusions still hold. Gradients flow to the positive, not through
+    a.
 
         MixPositive(Hardest(Sampled(Uniform(n_items), 32, per_query=True), 1))
 
@@ -45,7 +46,7 @@ class MixPositive(Negatives):
         a = (self.high * a).to(step.q.dtype).unsqueeze(-1)
         emb = torch.lerp(block.emb.expand(*shape, -1), step.v.unsqueeze(1).expand(*shape, -1), a.expand(*shape, 1))
         places = block.exclude.places(block.ids) if block.exclude else None
-        log_w = reference.drop(block.log_w, shape, places)  # a mixture has no id to mask it by
+        log_w = reference.drop(block.log_w, shape, places)  # a mixture has no id to exclude
         ids = torch.full(shape, -1, device=block.ids.device)
         words = block.derived(f"positive mixed into {block.provenance.source}")
         return Bag((Candidates(ids, emb, log_w, provenance=words),), bag.log_w_positive)
@@ -54,11 +55,12 @@ class MixPositive(Negatives):
 class BatchMix(Negatives):
     """n random mixtures of all items of the batch, shared by the queries (the mixed negatives of BMNS).
 
-        W_k = softmax_j((u_kj - log q_j) / temperature),  u ~ U(0, 1);   e_k = sum_j W_kj v_j,  so that  q_i . e_k = (S W^T)_ik
+        W_k = softmax_j((u_kj - log q_j) / temperature),   u ~ U(0, 1)
+        e_k = sum_j W_kj v_j,   so q_i . e_k = (S W^T)_ik
 
-    Unpopular items of the batch weigh more in each mixture. The weights W are constants. The positive's own term is -log q_+; the mixtures
-    weigh 1, and hold a share of every query's own positive, which nothing masks. Mixing vectors is the same as mixing logits and
-    costs n B D instead of n B B.
+    Unpopular items of the batch weigh more in each mixture. The weights W are constants. The positive's log weight is
+    -log q_+. The mixtures weigh 1 and contain a share of every query's own positive, which is not masked. Mixing
+    vectors is the same as mixing logits and costs n B D instead of n B B.
 
         BatchMix(Popularity(train.counts()), 2048)
 
@@ -77,9 +79,8 @@ class BatchMix(Negatives):
         log_q = self.frequency.log_prob(step.batch.item_ids)
         share = torch.softmax(-log_q / self.temperature, 0).to(step.v.dtype).unsqueeze(1)
         u = torch.rand(self.n, len(log_q), generator=step.generator, device=step.q.device).to(step.v.dtype)
-        u.div_(
-            self.temperature
-        ).exp_()  # what is left of the softmax is the same for all mixtures: two products instead of a table
+        # the other factors of the softmax are the same for all mixtures: two products instead of a table
+        u.div_(self.temperature).exp_()
         emb = (u @ (share * step.batch.v)) / (u @ share)
         ids = torch.full((self.n,), -1, device=step.q.device)
         words = Provenance(f"mixtures of {len(step.batch):,} in-batch items")

@@ -1,4 +1,4 @@
-"""Prove a sampler: a tiny world whose truth is known, a plain reading of a bag, and the contract that every sampler keeps.
+"""Test a sampler: a small world with known truth, a brute-force reading of a bag, and the contract of all samplers.
 
 class TestMine(NegativesContract):
     make = lambda self, world: MySampler(world.n_items)

@@ -1,4 +1,4 @@
-"""What a bag means, read slowly: the weight of each pair and the loss in float64, by tables of all pairs."""
+"""The meaning of a bag by brute force: the weight of each pair and the loss in float64, by tables of all pairs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sparring.negatives.base import Negatives
 
 
 def weights(block: Candidates, step: Step) -> Tensor:
-    """(B, C) float64: what each candidate of a block counts for, by a table of all pairs; no gradient."""
+    """(B, C) float64: the weight of each candidate of a block, by a table of all pairs; no gradient."""
     n = len(step.q)
     ids = block.ids.expand(n, -1)
     log_w = block.log_w.detach().double().expand(ids.shape).clone()
@@ -27,7 +27,7 @@ def weights(block: Candidates, step: Step) -> Tensor:
 
 
 def _never(exclude: Exclude | None, ids: Tensor) -> Tensor:
-    """(B, C) bool: which candidates (B, C) never count, by a table of all pairs (row, item) or (row, class)."""
+    """(B, C) bool: the excluded candidates (B, C), by a table of all pairs (row, item) or (row, class)."""
     if exclude is None:
         return torch.zeros_like(ids, dtype=torch.bool)
     rows = torch.arange(len(ids)) if exclude.rows is None else exclude.rows
@@ -38,7 +38,7 @@ def _never(exclude: Exclude | None, ids: Tensor) -> Tensor:
 
 
 def _mixed(block: Candidates, step: Step) -> Tensor:
-    """(B, G, V) float64: the terms of the partition function that are mixtures, vector by vector."""
+    """(B, G, V) float64: the terms of the mixtures in the partition function, vector by vector."""
     assert block.mix is not None
     n, (v, m) = len(step.q), block.mix.weights.shape[-2:]
     share = block.mix.weights.double().expand(n, -1, v, m)
@@ -52,7 +52,7 @@ def _mixed(block: Candidates, step: Step) -> Tensor:
 
 
 def dense(bag: Bag, step: Step, n_items: int) -> Tensor:
-    """(B, N) float64: the total weight of every item against every query; candidates without an id are left out."""
+    """(B, N) float64: the total weight of every item for every query; synthetic candidates are ignored."""
     total = torch.zeros(len(step.q), n_items, dtype=torch.float64)
     for block in bag.blocks:
         ids = block.ids.expand(len(step.q), -1)
@@ -79,7 +79,7 @@ def _scores(block: Candidates, step: Step) -> Tensor:
 
 
 def observe(negatives: Negatives, step: Step) -> None:
-    """What the training loop does after a step: every part that observes learns what came of it."""
+    """Observe a step as the training loop does: every part that observes receives the outcome."""
     bag = negatives(step)
     outcome = Outcome(sampled_softmax(step, bag).detach(), (bag,))
     for part in listeners(negatives, "observe"):
@@ -87,10 +87,10 @@ def observe(negatives: Negatives, step: Step) -> None:
 
 
 def chi_square(observed: Tensor, expected: Tensor) -> float:
-    """p-value of the counts against expected counts, scaled to the same total; cells that expect fewer than 5 are pooled."""
+    """p-value of counts against expected counts scaled to the same total; cells that expect fewer than 5 are pooled."""
     expected = expected.double() * (observed.sum() / expected.sum())
     assert not bool((observed[expected == 0] > 0).any()), (
-        f"drawn, though impossible: {observed[expected == 0].tolist()}"
+        f"drawn despite probability 0: {observed[expected == 0].tolist()}"
     )
     large = expected >= 5
     o = torch.cat([observed[large].double(), observed[~large].sum().double().reshape(1)])

@@ -12,10 +12,10 @@ from sparring.core.types import Positives, Step
 
 @dataclass(frozen=True)
 class World:
-    """A catalogue small enough to sum over: item and query vectors, how popular items are, what queries know and were shown.
+    """A small catalogue: item and query vectors, popularity, known positives, and items shown and not taken.
 
-    Popularity falls as 1 / rank and the last item never occurs. The positives of a step are independent draws by popularity, so an
-    in-batch sampler meets exactly the distribution that its correction assumes.
+    Popularity falls as 1 / rank, and the last item never occurs. The positives of a step are independent draws by
+    popularity, so an in-batch sampler sees exactly the distribution that its correction assumes.
 
         world = World.build(n_items=30)
         step = world.step(16, seed=1)
@@ -24,8 +24,8 @@ class World:
     counts: Tensor  # (N,) interactions per item; the last is 0
     items: Tensor  # (N, D)
     queries: Tensor  # (Q, D)
-    known: Tensor  # (Q, N) bool: the positives that a query is known to have
-    shown: Positives  # what each query was shown and did not take; query 0 saw nothing
+    known: Tensor  # (Q, N) bool: known positives
+    shown: Positives  # items shown to each query and not taken; none for query 0
     tau: float = 0.7
 
     @classmethod
@@ -55,16 +55,17 @@ class World:
 
     @property
     def popularity(self) -> Tensor:
-        """(N,) float64: the chance that the positive of a row is item j."""
+        """(N,) float64: the probability that the positive of a row is item j."""
         return self.counts.double() / self.counts.sum()
 
     def step(self, batch: int, seed: int, *, first: int | None = None, table: Tensor | None = None) -> Step:
         """One training step: rows and positives follow `seed`, and so does the generator that samplers draw from.
 
-        `first` replaces the positive of row 0; `table` (N, D) replaces the item vectors, as a leaf to take gradients of.
+        `first` replaces the positive of row 0; `table` (N, D) replaces the item vectors, as a leaf to take gradients
+        of.
         """
         source = torch.Generator().manual_seed(2 * seed + 1)
-        # no query twice: what it knows would then depend on who else is in the batch
+        # no query twice: its known positives would then depend on the rest of the batch
         query_ids = torch.randperm(len(self.queries), generator=source)[:batch]
         item_ids = torch.multinomial(self.counts.double(), batch, replacement=True, generator=source)
         if first is not None:

@@ -137,7 +137,7 @@ class CheckpointManager:
         self.ranks.equalise(files.tensors_of(self.model).values())
 
     def save(self, state: State, total: Tensor) -> None:
-        """Save a checkpoint: modules, optimisers, generators and state in one file that names the folder of sharded tables.
+        """Save a checkpoint: modules, optimisers, generators and state in one file; tables in a folder.
 
         `total` and the states of the global generators differ between ranks: row r belongs to rank r.
         """

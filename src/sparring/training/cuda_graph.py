@@ -20,7 +20,7 @@ EAGER_STEPS = (
 
 
 class CudaGraphStep:
-    """`work(rows)`, replayed as a graph after its first calls; run eagerly if the number of rows differs or capture fails.
+    """`work(rows)`, replayed as a graph after its first calls; eager if the number of rows differs or capture fails.
 
     A graph repeats the captured launches on the same memory. The work must therefore keep all state in tensors that it
     changes in place, and must draw from `generator` alone; after a module replaces a tensor, call `forget()`. Work that

@@ -1,6 +1,6 @@
-"""Eligibility: a run recommends no item that a query is known to have taken, and no item whose vector was never trained.
+"""Eligibility: a run recommends neither items that a query has taken nor items whose vectors were never trained.
 
-Evaluation differs: it ranks the complete catalogue and excludes only the items taken before its part (`Split.seen_for`).
+Evaluation differs: it ranks the complete catalogue and excludes only items taken earlier (`Split.seen_for`).
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ def method(run: Run) -> dict[str, str]:
 def described(value: object) -> str:
     """A sampler, a loss or an argument as text, equal in every process: no tensors, no addresses, no trained state.
 
-    For a module: the arguments of __init__ that it has as attributes (with or without an underscore), and its submodules.
-    For a closure: the values it holds.
+    For a module: the arguments of __init__ that it has as attributes (with or without an underscore), and its
+    submodules. For a closure: the values it holds.
 
         described(Sampled(Uniform(40), 8))   # Sampled(distribution=Uniform(n_items=40), n=8, per_query=False, ...)
     """
@@ -40,7 +40,8 @@ def described(value: object) -> str:
     if isinstance(value, PartitionLoss):
         return described(value.form)
     if isinstance(value, partial):
-        return f"{described(value.func)}({_listed([*(('', argument) for argument in value.args), *value.keywords.items()])})"
+        arguments = [*(("", argument) for argument in value.args), *value.keywords.items()]
+        return f"{described(value.func)}({_listed(arguments)})"
     if isinstance(value, FunctionType):
         cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
         held = [(name, cell.cell_contents) for name, cell in cells if not isinstance(cell.cell_contents, FunctionType)]

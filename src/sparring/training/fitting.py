@@ -1,4 +1,4 @@
-"""Training from start to end: the folder is claimed, the towers are trained or resumed and tested, then later stages."""
+"""Training from start to end: claim the folder, train or resume the towers, test them, then run later stages."""
 
 from __future__ import annotations
 

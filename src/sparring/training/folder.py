@@ -8,7 +8,7 @@
     checkpoint.safetensors   everything that a resumed training needs (checkpoint.py)
     seen.safetensors    the items each query has taken, the test part apart; queries and items that were never trained
     *_ids.parquet, *_table.parquet   id maps, titles and other columns
-    encoder/, query_texts/, item_texts/   text towers: a folder for transformers (or a bag's own), the tokens of all texts
+    encoder/, query_texts/, item_texts/   text towers: a transformers folder (or a bag), and the tokens
     classifiers/, fusion.safetensors, fusion_per_query.parquet   later stages, where the run has them (stages.py)
     curve.png, README.md   the training curve and a short model card
 
@@ -107,7 +107,7 @@ def is_held(folder: Path) -> bool:
 
 
 def check_free(folder: Path, resume: bool, overwrite: bool) -> None:
-    """Raise unless the folder is empty, or a run in it is to be resumed or overwritten. A service's changes may stay."""
+    """Raise unless the folder is empty (but for a service's changes), or its run is to be resumed or overwritten."""
     if resume and overwrite:
         raise UserError("resume and overwrite cannot be combined: choose one")
     if resume or all(path.name in (LOCK, SERVICE) for path in folder.iterdir()):
@@ -232,7 +232,7 @@ def write_stages(folder: Path, stages: Mapping[str, Evaluation], history: list[d
 
 
 def _write_queries(folder: Path, name: str, test: Evaluation) -> None:
-    """One row per test query, by its original id; metrics that describe lists rather than their quality are left out."""
+    """One row per test query, by its original id, with the metrics of quality (not those that describe lists)."""
     queries = Vocabulary.load(folder / "query_ids.parquet").decode(test.query_ids)
     metrics = {
         key: values.astype(np.float32)
@@ -264,7 +264,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
 
 
 def check_same(folder: Path, meta: Mapping[str, Any], setup: Setup) -> None:
-    """Raise if a run is to be resumed with another method, settings or data; warn if the file of its recipe has changed."""
+    """Raise if a run would resume with another method, settings or data; warn if its recipe's file has changed."""
     before = read_meta(folder)
     before["setup"] = flat(before["setup"])
     now = json.loads(json.dumps({**meta, "setup": setup.flat()}, default=str))
@@ -280,7 +280,7 @@ def check_same(folder: Path, meta: Mapping[str, Any], setup: Setup) -> None:
 
 
 def difference(part: str, old: object, new: object) -> str:
-    """The first difference between two settings, or two mappings of them, as the end of a sentence: "with lr=0.1, not 0.2"."""
+    """The first difference between two settings or mappings, to end a sentence: "with lr=0.1, not 0.2"."""
     if not (isinstance(old, dict) and isinstance(new, dict)):
         mapping = isinstance(old, dict) or isinstance(new, dict)
         return f"with other {part}" if mapping else f"with {part}={old}, not {new}"
@@ -293,7 +293,7 @@ def difference(part: str, old: object, new: object) -> str:
 
 
 def read_run(folder: Path, model: Retriever | None = None) -> tuple[Retriever, Ids, Eligibility, dict[str, Any]]:
-    """The model of a finished run, its ids, what it may recommend, and run.json. `model` has custom towers without a recipe."""
+    """The model of a finished run, its ids, its eligible items, and run.json. `model`: custom towers without a recipe."""
     if not folder.is_dir():
         raise UserError(f"no such run folder: {folder}")
     meta, ids = read_meta(folder), Ids.load(folder)
@@ -339,9 +339,7 @@ def _custom_model(folder: Path, meta: Mapping[str, Any], ids: Ids, seen: Positiv
     """The model of a run with custom towers as its recipe builds it, before its weights are read."""
     if meta["recipe"] == "custom":
         names = ", ".join(dict.fromkeys(kind.rpartition(":")[2] for kind in meta["towers"].values()))
-        hint = (
-            "pass the model, sparring.load(folder, model=...), or train it by a recipe of your own (docs/guide/extend.md)"
-        )
+        hint = "pass the model, sparring.load(folder, model=...), or train it by a recipe of your own (docs/guide/extend.md)"
         raise UserError(f"{folder} has custom towers ({names}) and no recipe that builds them: {hint}")
     setup = parse_setup(meta["setup"])
     data = seen_interactions(ids, seen)

@@ -21,8 +21,9 @@ _FOLDER = "vectors"
 def item_vectors(model: Retriever, folder: Path) -> Tensor:
     """All item vectors (N, D) of the model in a run folder.
 
-    Those of text towers are cached in `vectors/items-HASH.npy`, with the hash of the model file and of the texts, so that
-    another model or other texts never match. A damaged cache is recomputed; one that cannot be written is left out.
+    Those of text towers are cached in `vectors/items-HASH.npy`, with the hash of the model file and of the texts, so
+    that another model or other texts never match. A damaged cache is recomputed; one that cannot be written is left
+    out.
     """
     if text_tower(model.item) is None:
         return model.item_vectors()
@@ -40,7 +41,7 @@ def item_vectors(model: Retriever, folder: Path) -> Tensor:
 
 
 def mean_item(model: Retriever, vectors: np.ndarray) -> np.ndarray:
-    """(D,) the mean of item vectors (n, D) scaled to length 1 under cosine, else to their mean length; biases are averaged."""
+    """(D,) the mean of item vectors (n, D), scaled to length 1 under cosine, else to their mean length; the mean bias."""
     mean = vectors.mean(0)
     width = model.dim - (model.item_bias is not None)
     vector, length = mean[:width], float(np.linalg.norm(mean[:width]))

@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class TrainingProgress:
-    """Callbacks of a training; each does nothing unless it is replaced. `step` and `epoch` may return True to save now."""
+    """Callbacks of a training; each does nothing unless replaced. `step` and `epoch` may return True to save now."""
 
     start: Callable[[int, int], None] = lambda epochs, steps: None
     step: Callable[[int, int, Callable[[], float]], bool | None] = lambda epoch, step, loss: None  # loss() waits
@@ -187,7 +187,8 @@ class Trainer:
         value = float(self.ranks.sum(self.total))
         if not math.isfinite(value):
             raise UserError(
-                f"the loss is {value} in epoch {self.state.epoch + 1}: lower lr (now {self.setup.training.lr}) or set clip"
+                f"the loss is {value} in epoch {self.state.epoch + 1}: "
+                f"lower lr (now {self.setup.training.lr}) or set clip"
             )
         return value
 

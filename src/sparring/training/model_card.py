@@ -1,4 +1,4 @@
-"""The model card of a run: what was trained, on what, how well it does, how to use it."""
+"""The model card of a run: data, training, test metrics, use and limits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def model_card(meta: Mapping[str, Any], result: Mapping[str, Any], history: Sequ
 
     model_card(read_meta(folder), {"best_epoch": 7, "epochs": 12, "train_seconds": 41.2}, history)
     """
-    setup, data, source = flat(meta["setup"]), meta.get("data", {}), meta.get("source", {})
+    setup, data, source = flat(meta["setup"]), meta["data"], meta["source"]
     parts = ", ".join(f"{data[name]:,} {name}" for name in ("train", "valid", "test") if name in data)
     origin = Path(source["data"]).name if source.get("data") else "not recorded"
     own = ", model=YOUR_RETRIEVER" if meta.get("towers") and meta["recipe"] == "custom" else ""
@@ -23,12 +23,12 @@ def model_card(meta: Mapping[str, Any], result: Mapping[str, Any], history: Sequ
         f"# A retriever trained with `{meta['recipe'].rpartition(':')[2]}`",
         "",
         f"{_tower(meta, 'query')} query tower, {_tower(meta, 'item')} item tower, "
-        f"{setup['dim']} dimensions, {setup['score']} score. Trained with Sparring {meta.get('versions', {}).get('sparring', '')}.",
+        f"{setup['dim']} dimensions, {setup['score']} score. Trained with Sparring {meta['versions']['sparring']}.",
         "",
         "## Data",
-        f"{data.get('queries', 0):,} queries x {data.get('items', 0):,} items; interactions: {parts}. Source: {origin}"
+        f"{data['queries']:,} queries x {data['items']:,} items; interactions: {parts}. Source: {origin}"
         + (f", split {_split(source['split'])}." if source.get("split") else ".")
-        + (f" {line}." if (line := untrained_line(meta.get("untrained", {}))) else ""),
+        + (f" {line}." if (line := untrained_line(meta["untrained"])) else ""),
         "",
         "## Training",
         f"Epoch {result['best_epoch']} of {result['epochs']} was kept, by {setup['select']} on the validation part."
@@ -39,10 +39,10 @@ def model_card(meta: Mapping[str, Any], result: Mapping[str, Any], history: Sequ
         "",
         "Each query of a batch was contrasted with:",
         "```",
-        *meta.get("batch", []),
+        *meta["batch"],
         "```",
         "Settings: "
-        + ", ".join(f"{name}={_text(value)}" for name, value in {**meta.get("arguments", {}), **setup}.items())
+        + ", ".join(f"{name}={_text(value)}" for name, value in {**meta["arguments"], **setup}.items())
         + ".",
         "",
         "## Test",
@@ -64,24 +64,24 @@ def model_card(meta: Mapping[str, Any], result: Mapping[str, Any], history: Sequ
     return "\n".join(lines) + "\n"
 
 
-_NEW = {  # how a query tower knows queries that were not there
+_NEW = {  # how a query tower encodes new queries
     "history": " (new queries by their items: `recommend_history`).",
     "text": ", and new queries by their texts: `recommend_text`.",
 }
 
 
 def _tower(meta: Mapping[str, Any], side: str) -> str:
-    """What a tower is, in a word or two."""
+    """The kind of a tower in a word or two."""
     if side in meta.get("towers", {}):
         return f"`{meta['towers'][side].rpartition(':')[2]}`"
     setup = flat(meta["setup"])
     if side == "item":
-        return "features and id" if setup["item_features"] else str(setup.get("item_tower", "id"))
+        return "features and id" if setup["item_features"] else str(setup["item_tower"])
     return str(setup["query_tower"])
 
 
 def _tests(result: Mapping[str, Any]) -> list[str]:
-    """The test of the ranking that is recommended by; where that is of towers and classifiers fused, of the towers alone too."""
+    """The test metrics of the ranking that recommends; if that is the fused one, those of the towers too."""
     fused, towers = result.get("stages", {}).get("fusion"), result.get("test")
     if not fused or not towers:
         return _test(towers)
@@ -90,7 +90,7 @@ def _tests(result: Mapping[str, Any]) -> list[str]:
     figures = ", ".join(
         f"{name}@{k} {_figure(towers['metrics'].get(f'{name}@{k}'))}" for name in ("recall", "ndcg", "precision")
     )
-    also = 'An index, the service and exports rank by the towers alone, as `recommend` does with `ranking="encoder"`'
+    also = 'An index, the service and exports rank by the towers alone, as does `recommend` with `ranking="encoder"`'
     return ["Ranked by towers and classifiers fused.", "", *_test(fused), "", f"{also}: {figures}."]
 
 
@@ -101,7 +101,7 @@ def _test(test: Mapping[str, Any] | None) -> list[str]:
     cutoffs = sorted({int(name.split("@")[1]) for name in metrics})
     labels = dict.fromkeys(name.split("@")[0] for name in metrics)
     lines = [
-        f"Full ranking of the catalogue for {test['queries']:,} queries, with what each had already taken left out.",
+        f"Full ranking of the catalogue for {test['queries']:,} queries, without items they had already taken.",
         "",
         "| metric | " + " | ".join(f"@{k}" for k in cutoffs) + " |",
         "|---|" + "---:|" * len(cutoffs),

@@ -54,12 +54,12 @@ def optimizers(
     eps: float = 1e-8,
     dense_lr: float | None = None,
 ) -> list[Optimizer]:
-    """The optimisers of a model: the row rule for tables with sparse gradients, AdamW for the rest; or dense Adam for all.
+    """The optimisers of a model: a row rule for tables with sparse gradients, AdamW for the rest; or dense Adam for all.
 
-    "row-adam" and "row-adagrad" use decoupled weight decay. Of the dense parameters only matrices decay: biases, a learned
-    temperature and tables whose module is `undecayed` do not. `dense_lr` is the rate of the dense parameters, by default
-    lr. "adam" is torch.optim.Adam with coupled L2 on everything, as in the XIR release: every row decays in every step,
-    so the towers must be built with sparse=False.
+    "row-adam" and "row-adagrad" use decoupled weight decay. Of the dense parameters only matrices decay: biases, a
+    learned temperature and tables whose module is `undecayed` do not. `dense_lr` is the rate of the dense parameters,
+    by default lr. "adam" is torch.optim.Adam with coupled L2 on everything, as in the XIR release: every row decays in
+    every step, so the towers must be built with sparse=False.
 
         for optimizer in optimizers(model, "row-adam", lr=1e-2): optimizer.step()
     """
@@ -123,8 +123,8 @@ class Schedule:
 
         constant  1
         step      gamma ^ (epoch // every)                                      (0.95 every 5 epochs: the XIR setting)
-        cosine    floor + (1 - floor) (1 + cos(pi (step - warmup) / (total - warmup))) / 2, and floor from step `total` on
-        linear    floor + (1 - floor) (total - step) / (total - warmup), and floor from step `total` on
+        cosine    floor + (1 - floor) (1 + cos(pi (step - warmup) / (total - warmup))) / 2, then floor from step `total`
+        linear    floor + (1 - floor) (total - step) / (total - warmup), then floor from step `total`
 
     times (step + 1) / warmup in the first `warmup` steps.
 

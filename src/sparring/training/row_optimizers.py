@@ -82,11 +82,11 @@ class RowAdam(RowOptimizer):
         m_r = b1 m_r + (1 - b1) g_r,   v_r = b2 v_r + (1 - b2) g_r^2,   t_r = t_r + 1
         p_r = (1 - lr wd) p_r - lr (m_r / (1 - b1^t_r)) / (sqrt(v_r / (1 - b2^t_r)) + eps)
 
-    g_r is the sum over all occurrences of row r in the batch. A row outside the batch keeps its value and moments bitwise;
-    a row in every batch is updated as under AdamW. With `bias="row"` t_r counts the updates of the row, so its first step
-    has length lr whenever it occurs; with `bias="step"` t counts all steps, as in torch.optim.SparseAdam, and the first
-    step of a row that occurs late is up to (1 - b1) / sqrt(1 - b2) = 3.2 times as long. Repeated runs agree bitwise; on
-    CUDA a step never waits for the device.
+    g_r is the sum over all occurrences of row r in the batch. A row outside the batch keeps its value and moments
+    bitwise; a row in every batch is updated as under AdamW. With `bias="row"` t_r counts the updates of the row, so its
+    first step has length lr whenever it occurs; with `bias="step"` t counts all steps, as in torch.optim.SparseAdam,
+    and the first step of a row that occurs late is up to (1 - b1) / sqrt(1 - b2) = 3.2 times as long. Repeated runs
+    agree bitwise; on CUDA a step never waits for the device.
 
         RowAdam([tower.weight], lr=1e-3)
 
@@ -160,8 +160,8 @@ class RowAdagrad(RowOptimizer):
 
         a_r = a_r + mean_d(g_rd^2),   p_r = (1 - lr wd) p_r - lr g_r / (sqrt(a_r) + eps)
 
-    g_r is the sum over all occurrences of row r in the batch. The state is N numbers, where RowAdam has N (2 D + 1). Rows
-    outside the batch stay bitwise unchanged.
+    g_r is the sum over all occurrences of row r in the batch. The state is N numbers, where RowAdam has N (2 D + 1).
+    Rows outside the batch stay bitwise unchanged.
 
         RowAdagrad([tower.weight], lr=0.05)
 

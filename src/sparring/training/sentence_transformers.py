@@ -1,7 +1,7 @@
-"""For users of sentence-transformers: any negatives as a loss of SentenceTransformerTrainer, and hard negatives in its data format.
+"""For users of sentence-transformers: any negatives as a loss of its trainer, and hard negatives in its data format.
 
-loss = NegativesLoss(model, dataset)                                                        # corrected in-batch negatives
-loss = NegativesLoss(model, dataset, lambda data: Resample(InBatch(popularity(data))))      # BIR
+loss = NegativesLoss(model, dataset)                                                      # corrected in-batch negatives
+loss = NegativesLoss(model, dataset, lambda data: Resample(InBatch(popularity(data))))    # BIR
 SentenceTransformerTrainer(model=model, train_dataset=dataset, loss=loss).train()
 """
 
@@ -25,26 +25,28 @@ from sparring.evaluation.ranking import top_k
 from sparring.losses import Loss, sampled_softmax
 from sparring.negatives import InBatch, Negatives, Popularity
 
-_BASE = 6364136223846793005  # odd, so that powers of it modulo 2^64 lose nothing
-_BATCH = 1024  # texts that are tokenised together
-_LABELS = ("label", "labels", "score", "scores", "dataset_name")  # columns that are no texts
+_BASE = 6364136223846793005  # odd, so that multiplication modulo 2^64 is invertible
+_BATCH = 1024  # texts tokenised at a time
+_LABELS = ("label", "labels", "score", "scores", "dataset_name")  # columns without texts
 
 
 def in_batch(data: Interactions) -> Negatives:
-    """The other positives of the batch, corrected by how often each occurs (logQ); everything an anchor goes with is left out."""
+    """The other positives of the batch, corrected by frequency (logQ); known positives of an anchor are excluded."""
     return InBatch(Popularity(torch.from_numpy(data.counts())), exclude="known")
 
 
 class NegativesLoss(nn.Module):
-    """A loss of sentence-transformers whose negatives are Sparring's.
+    """A loss for sentence-transformers with Sparring's negatives.
 
-    `dataset` holds what is trained on: its first column the anchors, its second the positives, any further ones hard negatives, as
-    sentence-transformers has it. The distinct positives are the catalogue; `negatives` makes any Negatives from the pairs as Interactions
-    (queries are the anchors), so that draws from the catalogue, corrections by popularity and masks of known positives all work. Texts are
-    recognised by their tokens: give the `prompts` of anchors and positives where the trainer has any. Hard negatives of the dataset count
-    for the whole batch, uncorrected. Scores are cosines over `tau`.
+    `dataset` is the training data: anchors in its first column, positives in its second, hard negatives in any others,
+    as sentence-transformers expects. The distinct positives are the catalogue. `negatives` builds any Negatives from
+    the pairs as Interactions (anchors are queries), so draws from the catalogue, corrections by popularity and
+    exclusion of known positives all work. Texts are recognised by their tokens: pass the `prompts` of anchors and
+    positives if the trainer uses any. Hard negatives of the dataset are shared by the batch, uncorrected. Scores are
+    cosines over `tau`.
 
-    Negatives that rebuild themselves from the whole catalogue before each epoch are refused: only Sparring's own loop calls them.
+    Negatives that are rebuilt from the complete catalogue before each epoch are refused: only Sparring's loop does
+    that.
 
         loss = NegativesLoss(model, dataset, lambda data: Union(in_batch(data), Sampled(Uniform(data.n_items), 256)))
     """
@@ -67,7 +69,7 @@ class NegativesLoss(nn.Module):
         self.negatives = negatives(self.data)
         for part in listeners(self.negatives, "refresh"):
             raise UserError(
-                f"{type(part).__name__} is rebuilt from the whole catalogue before each epoch: train with `sparring train`"
+                f"{type(part).__name__} is rebuilt from the catalogue before each epoch: train with `sparring train`"
             )
         positives = self.data.positives()
         self.register_buffer("start", positives.start, persistent=False)
@@ -79,7 +81,7 @@ class NegativesLoss(nn.Module):
         self._generators: dict[torch.device, torch.Generator] = {}
 
     def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None) -> Tensor:
-        """The mean loss of a batch; in training the negatives then take note of it (a cache, a memory)."""
+        """The mean loss of a batch; in training the negatives then observe it (a cache, a memory)."""
         features = list(sentence_features)
         if len(features) < 2:
             raise UserError(f"the dataset has {len(features)} columns of text: give anchors and positives")
@@ -107,7 +109,7 @@ class NegativesLoss(nn.Module):
         return losses.mean()
 
     def encode_items(self, ids: Tensor) -> Tensor:
-        """Vectors (..., D) of positives of the catalogue, each distinct one read once."""
+        """Vectors (..., D) of positives of the catalogue; each distinct one is encoded once."""
         distinct, which = torch.unique(ids, return_inverse=True)
         texts = self.data.item_ids.decode(distinct.cpu()).tolist()
         features = self.model.preprocess(texts, prompt=self.prompts[1])
@@ -116,7 +118,7 @@ class NegativesLoss(nn.Module):
         )
 
     def get_config_dict(self) -> dict[str, Any]:
-        """What sentence-transformers writes into its model card."""
+        """The entries of this loss in the model card of sentence-transformers."""
         loss = getattr(self.loss, "__name__", type(self.loss).__name__)
         return {"negatives": type(self.negatives).__name__, "loss": loss, "tau": self.tau}
 
@@ -131,16 +133,17 @@ class NegativesLoss(nn.Module):
         return self.prompts[0] if side == "query" else self.prompts[1]
 
     def _ids(self, features: Mapping[str, Tensor], side: str, strict: bool = True) -> Tensor:
-        """Dense ids (B,) of the texts of a column, by their tokens; -1 for an unknown one where that is allowed."""
+        """Dense ids (B,) of the texts of a column by their tokens; -1 for unknown texts unless `strict`."""
         keys, asked = self.get_buffer(f"{side}_keys"), row_keys(features["input_ids"], features["attention_mask"])
-        at = torch.searchsorted(keys, asked).clamp(max=len(keys) - 1)
-        found = torch.where(keys[at] == asked, self.get_buffer(f"{side}_order")[at], -1)
-        if strict and bool((found < 0).any()):
+        place = torch.searchsorted(keys, asked).clamp(max=len(keys) - 1)
+        ids = torch.where(keys[place] == asked, self.get_buffer(f"{side}_order")[place], -1)
+        if strict and bool((ids < 0).any()):
             which = "an anchor" if side == "query" else "a positive"
             raise UserError(
-                f"{which} of this batch is not in the dataset of NegativesLoss: give it all rows, and the trainer's prompts"
+                f"{which} of this batch is not in the dataset of NegativesLoss: "
+                "pass it all rows and the trainer's prompts"
             )
-        return found
+        return ids
 
     def _keys_of(self, texts: list[str], prompt: str | None) -> Tensor:
         keys = []
@@ -156,7 +159,7 @@ class NegativesLoss(nn.Module):
 
 
 def row_keys(tokens: Tensor, mask: Tensor) -> Tensor:
-    """A 64-bit hash (B,) of each row's tokens, wherever its padding is."""
+    """A 64-bit hash (B,) of each row's tokens, independent of its padding."""
     place = mask.long().cumsum(1)
     powers = torch.full((tokens.shape[1] + 1,), _BASE, dtype=torch.long, device=tokens.device)
     powers[0] = 1
@@ -164,15 +167,14 @@ def row_keys(tokens: Tensor, mask: Tensor) -> Tensor:
 
 
 def pairs_of(dataset: Any) -> Interactions:
-    """The pairs of a dataset (a `datasets.Dataset`, or a mapping of columns): distinct texts as ids, one row per row of it."""
+    """The pairs of a dataset (`datasets.Dataset` or mapping of columns): one pair per row, distinct texts as ids."""
     names = [name for name in getattr(dataset, "column_names", None) or list(dataset) if name not in _LABELS]
     if len(names) < 2:
-        raise UserError(
-            f"the dataset has the columns {', '.join(names) or 'none'}: give anchors and positives, in this order"
-        )
+        listed = ", ".join(names) or "none"
+        raise UserError(f"the dataset has the columns {listed}: pass anchors and positives, in this order")
     columns = [pl.Series(list(dataset[name]), dtype=pl.String) for name in names[:2]]
     if not len(columns[0]) or any(column.null_count() for column in columns):
-        raise UserError(f"every row of the dataset needs a text in {names[0]} and in {names[1]}, and there must be one")
+        raise UserError(f"the dataset needs at least one row, and a text in {names[0]} and {names[1]} of every row")
     anchors, positives = (Vocabulary(column) for column in columns)
     rows = [ids.encode(column).astype(np.int32) for ids, column in zip((anchors, positives), columns, strict=True)]
     return Interactions(rows[0], rows[1], anchors, positives)
@@ -190,51 +192,49 @@ def hard_negatives(
     tau: float = 0.05,
     seed: int = 0,
 ) -> pl.DataFrame:
-    """Rows (anchor, positive, negative_1 .. negative_n), as sentence-transformers takes them; one per row of the dataset.
+    """Rows (anchor, positive, negative_1 .. negative_n) for sentence-transformers, one per row of the dataset.
 
-    Candidates are the positives of other anchors, ranked exactly by the cosine to the anchor; whatever goes with the anchor is left out,
-    then the first `skip`, and the next `pool` remain; with `margin`, only those that score less than the positive by that much.
-    how="top" takes the first n of them, "draw" draws n without repetition in proportion to exp(cosine / tau), as BIR does from a batch.
-    Rows with fewer than n left are dropped. `model` is a SentenceTransformer, or a run of ours (`sparring.load`) that reads text.
+    Candidates are the positives of other anchors, ranked exactly by the cosine to the anchor. Known positives of the
+    anchor are excluded, then the first `skip` candidates; the next `pool` remain, with `margin` only those that score
+    at least that much below the positive. how="top" takes the first n of them; "draw" draws n without replacement in
+    proportion to exp(cosine / tau), as BIR does from a batch. Rows with fewer than n candidates are dropped. `model` is
+    a SentenceTransformer, or a run (`sparring.load`) with text towers.
 
-        hard_negatives(model, dataset, n=5, skip=3).write_ndjson("mined.jsonl");   load_dataset("json", data_files="mined.jsonl")
+        hard_negatives(model, dataset, n=5, skip=3).write_ndjson("mined.jsonl")
+        load_dataset("json", data_files="mined.jsonl")
     """
     if n < 1 or skip < 0 or pool < n:
-        raise UserError(
-            f"n={n}, skip={skip}, pool={pool} leave nothing to choose: n must be at least 1, skip at least 0, pool at least n"
-        )
+        raise UserError(f"n={n}, skip={skip}, pool={pool}: n must be at least 1, skip at least 0, pool at least n")
     data = pairs_of(dataset)
     queries, items = (
         _vectors(model, data.query_ids.ids.to_list(), "query"),
         _vectors(model, data.item_ids.ids.to_list(), "item"),
     )
-    positives = data.positives()
-    where = positives.to(items.device)
-    scores, found = top_k(
-        queries, items, min(skip + pool, data.n_items), where, torch.arange(data.n_queries, device=items.device)
-    )
+    everyone = torch.arange(data.n_queries, device=items.device)
+    known = data.positives().to(items.device)
+    scores, ids = top_k(queries, items, min(skip + pool, data.n_items), known, everyone)
     pair_queries, pair_items = (column.long().to(items.device) for column in data.pairs())
-    scores, found = scores[:, skip:][pair_queries], found[:, skip:][pair_queries]
-    usable = found >= 0
+    scores, ids = scores[:, skip:][pair_queries], ids[:, skip:][pair_queries]
+    usable = ids >= 0
     if margin is not None:
-        own = (queries[pair_queries] * items[pair_items]).sum(1, keepdim=True)
-        usable &= scores < own - margin
+        positive = (queries[pair_queries] * items[pair_items]).sum(1, keepdim=True)
+        usable &= scores < positive - margin
     order = scores
-    if how == "draw":  # the largest of logits with Gumbel noise are a draw without repetition
+    if how == "draw":  # the largest logits with Gumbel noise are a draw without replacement
         uniform = torch.rand(scores.shape, generator=torch.Generator().manual_seed(seed)).to(scores.device)
         order = scores / tau - torch.log(-torch.log(uniform.clamp(min=1e-20)))
     best = order.masked_fill(~usable, -torch.inf).topk(min(n, order.shape[1]), dim=1).indices
-    whole = (usable.sum(1) >= n).cpu().numpy()
-    chosen = data.item_ids.decode(found.gather(1, best).cpu().numpy()[whole])
-    table = {"anchor": data.query_ids.decode(data.queries[whole]), "positive": data.item_ids.decode(data.items[whole])}
-    return pl.DataFrame({**table, **{f"negative_{j + 1}": chosen[:, j] for j in range(n if whole.any() else 0)}})
+    full = (usable.sum(1) >= n).cpu().numpy()
+    chosen = data.item_ids.decode(ids.gather(1, best).cpu().numpy()[full])
+    table = {"anchor": data.query_ids.decode(data.queries[full]), "positive": data.item_ids.decode(data.items[full])}
+    return pl.DataFrame({**table, **{f"negative_{j + 1}": chosen[:, j] for j in range(n if full.any() else 0)}})
 
 
 def _vectors(model: Any, texts: Sequence[str], side: Literal["query", "item"]) -> Tensor:
     """Vectors (n, D) of length 1."""
     if hasattr(model, "encode_texts"):
-        found: Tensor = model.encode_texts(texts, side)
+        vectors: Tensor = model.encode_texts(texts, side)
     else:
         encode = model.encode_query if side == "query" else model.encode_document
-        found = encode(list(texts), convert_to_tensor=True, show_progress_bar=False)
-    return F.normalize(found.float(), dim=-1)
+        vectors = encode(list(texts), convert_to_tensor=True, show_progress_bar=False)
+    return F.normalize(vectors.float(), dim=-1)

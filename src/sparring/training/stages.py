@@ -1,4 +1,4 @@
-"""The stages after the towers: one classifier per item over frozen query vectors, then both rankings fused (NGAME, DEXA).
+"""Stages after the towers: one classifier per item over frozen query vectors, then both rankings fused (NGAME, DEXA).
 
     M1  the run itself, in the run's folder
     M3  transfer: the vectors of all queries are frozen, and an item's classifier starts as the item tower's vector
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 def classifier_run(run: Run, split: Split) -> Run:
-    """The run that trains classifiers over the frozen query vectors of a trained run, from its item vectors (M3, M4)."""
+    """The run that trains classifiers over frozen query vectors of a trained run, from its item vectors (M3, M4)."""
     wanted, setup, train, model = run.classifiers, run.setup, split.train, run.model
     assert wanted is not None
     rows = torch.unique(train.pairs()[0])
@@ -85,7 +85,7 @@ def classifier_run(run: Run, split: Split) -> Run:
 
 
 def fuse(run: Run, classifiers: Run, split: Split, device: torch.device, folder: Path | None) -> Fused:
-    """The fused ranking, learnt from the validation part; without one from the training part, which favours classifiers."""
+    """The fused ranking, learnt from the validation part; without one from the training part (too optimistic)."""
     wanted, train, weights = run.classifiers, split.train, split.train.propensity
     assert wanted is not None
     if weights is None:

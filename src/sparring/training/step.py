@@ -29,7 +29,7 @@ def training_step(
     positives: Positives | None = None,
     ranks: Ranks = ALONE,
 ) -> tuple[Tensor, Step, Outcome]:
-    """The loss of each query (B,), with the step and its outcome for observers: encode, gather each term's bag, score it.
+    """The loss of each query (B,), with step and outcome for observers: encode, gather each term's bag, score it.
 
     The ids are those of the complete batch, the same on every rank; the losses are those of this rank's rows.
     """
@@ -89,7 +89,7 @@ def _check_bag(term: Term, bag: object) -> None:
 
 
 def _check_losses(term: Term, losses: object, rows: torch.Size) -> None:
-    """Raise if a custom loss returned anything but one value per query: a mean over the queries would train another method."""
+    """Raise unless a custom loss returned one value per query: a mean over queries would train another method."""
     if not isinstance(losses, Tensor) or losses.shape != rows:
         name = getattr(term.loss, "__name__", type(term.loss).__name__)
         returned = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else f"a {type(losses).__name__}"
@@ -105,8 +105,8 @@ def in_chunks(size: int | None, encode: Callable[..., Tensor], *ids: Tensor) -> 
     """Encode columns of ids `size` at a time, keeping only the vectors (gradient cache); None: all at once.
 
     The backward pass encodes each chunk again, with the same random state, and passes its part of the vectors' gradient
-    into the tower. Activations therefore never exceed one chunk, at the cost of a second forward pass. The gradient equals
-    that of encoding everything at once.
+    into the tower. Activations therefore never exceed one chunk, at the cost of a second forward pass. The gradient
+    equals that of encoding everything at once.
 
     Gao et al., Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup, RepL4NLP 2021.
     """
@@ -149,7 +149,7 @@ class TrainingRows:
         return self.pairs(torch.randperm(self.batches.n_rows, generator=generator)[:n], generator)
 
     def around(self, pairs: Tensor, size: int, generator: torch.Generator) -> Tensor:
-        """Pairs of a batch of `size` that starts with these (of distinct rows), in company they meet in training; CPU only."""
+        """A batch of `size` pairs that starts with these (of distinct rows), with rows they meet in training; CPU only."""
         if self.drawn is None:
             return self.batches.around(pairs, size, generator)
         rows = self.batches.around(torch.searchsorted(self.drawn.queries, self.queries[pairs]), size, generator)
@@ -161,7 +161,7 @@ def sample_steps(
 ) -> Iterator[tuple[Tensor, Step, Outcome]]:
     """The steps of an epoch as training takes them, on the model as it is; nothing is updated, refreshed or observed.
 
-    Their rows, the pairs drawn for them and the order are the trainer's for this epoch, given what `run.batches` holds now.
+    Rows, the pairs drawn for them and their order are the trainer's for this epoch, given the current `run.batches`.
     Random draws come from a generator seeded with `seed`, by default the run's: in epoch 0 the trainer's own numbers,
     unless a refresh before it draws some. `batches` replaces the epoch's batches by other training pairs (B,).
 
@@ -178,7 +178,7 @@ def sample_steps(
 
 
 def describe_batch(run: Run, split: Split) -> str:
-    """The first training batch of a run, term by term: sources, counts, corrections, masks; the run is left as it is."""
+    """The first training batch of a run, term by term: sources, counts, corrections, masks. The run is unchanged."""
     device = run.model.device
     with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
         _, _, outcome = next(sample_steps(run, split))

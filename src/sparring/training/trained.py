@@ -52,8 +52,8 @@ class Trained:
         """The k best items of each query (original ids): query, rank, item, title where known, score.
 
         Items that a query is known to have taken and untrained items are left out; a warning names untrained queries.
-        `ranking` is "encoder", the towers alone, or "fused", towers and classifiers together: the default if the run has
-        classifiers (stages.py).
+        `ranking` is "encoder", the towers alone, or "fused", towers and classifiers together: the default if the run
+        has classifiers (stages.py).
         """
         asked = _listed(queries)
         dense = self.ids.query_ids.encode(asked)
@@ -114,7 +114,7 @@ class Trained:
         return item_vectors(self.model, self.folder)
 
     def encode_texts(self, texts: Sequence[str], side: Literal["query", "item"]) -> Tensor:
-        """Vectors (n, D) of new queries or items from their texts, as they are compared; a query needs a known token."""
+        """Vectors (n, D) of new queries or items from their texts, normalised as scored; a query needs a known token."""
         if side not in ("query", "item"):
             raise UserError(f'side is {side!r}; it must be "query" or "item"')
         try:

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class WarmStart:
-    """The run that a model started from, and the dense ids of the queries and items whose vectors that run had trained."""
+    """The run that a model started from, and dense ids of the queries and items that take its trained vectors."""
 
     run: Path
     model: str  # SHA-256 of the run's model file
@@ -50,11 +50,11 @@ class WarmStart:
 
 
 def warm_start(model: Retriever, split: Split, run: str | Path) -> WarmStart:
-    """Copy the vectors of an earlier run into new towers by original id; rows that it does not know or never trained stay.
+    """Copy the vectors of an earlier run into new towers by original id; other rows stay.
 
     For id towers, query towers that read histories over one, and the item bias. Optimiser state is not copied.
 
-        run = recipes.default(split.train);   warm_start(run.model, split, "runs/yesterday");   fit(run, split, "runs/today")
+        warm_start(run.model, split, "runs/yesterday");   fit(run, split, "runs/today")
     """
     before = trained.load(run)
     old, ids, train = before.model, before.ids, split.train

@@ -1,4 +1,4 @@
-"""Answers over HTTP are the ranking of the whole catalogue, by brute force, with what may not be listed left out."""
+"""Responses over HTTP equal the brute-force ranking of the catalogue, with filters applied."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_several_users_are_answered_in_their_order(truth: MadeRun, client: TestC
 def test_requests_at_the_same_time_each_get_their_own_answer(
     truth: MadeRun, client: TestClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """200 requests at once, of several kinds and lengths, are searched together and told apart."""
+    """200 concurrent requests of several kinds and lengths share batches and get their own lists."""
     gate = client.service.gate  # type: ignore[attr-defined]
     index, waits = client.service.registry.served().index, iter([1.0])  # type: ignore[attr-defined]
     search = index.search
@@ -148,7 +148,7 @@ FILTERS: list[tuple[str, str, Any, Callable[[dict[str, Any]], bool]]] = [
 def test_filters_hold_for_every_item_listed(
     truth: MadeRun, client: TestClient, column: str, op: str, value: Any, passes: Callable[[dict[str, Any]], bool]
 ) -> None:
-    """Any column, any comparison: exactly the items that a loop over the rows lets through, in order of score."""
+    """Any column, any operator: exactly the items that a loop over the rows accepts, in order of score."""
     only = {row for row, about in enumerate(truth.table.iter_rows(named=True)) if passes(about)}
     where = [{"column": column, "op": op, "value": value}]
     answer = client.post("/v1/recommend", json={"user": truth.user(5), "k": 60, "where": where})
@@ -156,7 +156,7 @@ def test_filters_hold_for_every_item_listed(
 
 
 def test_allow_deny_and_conditions_hold_together(truth: MadeRun, client: TestClient) -> None:
-    """All of them at once, and the columns asked for stand beside each item."""
+    """All filters combined; each item has the requested columns."""
     allow, deny = truth.item_ids[:40], truth.item_ids[10:20]
     where = [{"column": "price", "op": "<", "value": 15}, {"column": "stock", "op": "=", "value": True}]
     body = {
@@ -221,7 +221,7 @@ BAD: list[tuple[str, dict[str, Any], int, str]] = [
 def test_a_bad_question_is_refused_in_one_line(
     client: TestClient, path: str, body: dict[str, Any], status: int, word: str
 ) -> None:
-    """A clear 4xx that names what is wrong."""
+    """A 4xx whose message contains the offending value or field."""
     answer = client.post(path, json=body)
     assert (answer.status_code, word in answer.json()["detail"]) == (status, True), answer.text
     assert len(answer.json()["detail"].splitlines()) == 1
@@ -239,7 +239,7 @@ def test_two_runs_answer_by_their_names(tmp_path: Path, serving: Callable[..., T
 
 
 def test_a_run_without_a_table_answers_with_ids(tmp_path: Path, serving: Callable[..., TestClient]) -> None:
-    """Titles are null, and a condition on one lets nothing through."""
+    """Titles are null, and a condition on the title matches nothing."""
     truth = make_run(tmp_path / "run", with_table=False)
     client = serving(truth.folder)
     answer = client.post("/v1/recommend", json={"user": "user-03", "k": 4})
@@ -287,7 +287,7 @@ def test_users_and_items_are_described(truth: MadeRun, client: TestClient) -> No
 def test_one_unknown_query_does_not_refuse_the_others(
     truth: MadeRun, client: TestClient, path: str, one: str, several: str
 ) -> None:
-    """In a batch it has a result of its own, without items and named as unknown; the others are answered as if asked alone, in order."""
+    """It gets a result without items, listed as unknown; the others are answered in order, as if sent alone."""
     known = ["user-01", "user-05"] if one == "user" else truth.item_ids[1:3]
     answer = client.post(path, json={several: ["nobody", known[0], "no one", known[1], "nobody"], "k": 3})
     assert answer.status_code == 200, answer.text

@@ -1,4 +1,4 @@
-"""kill -9 while items are put, runs swapped and indexes saved: the next start serves the last good state, with all that was acknowledged.
+"""kill -9 during puts, swaps and index saves: the next start serves the last good state and every acknowledged change.
 
 SPARRING_KILLS=50 kills more often.
 """
@@ -128,7 +128,7 @@ class Doings:
 @pytest.mark.slow
 @pytest.mark.timeout(60 * (KILLS + 2))
 def test_nothing_acknowledged_is_lost_by_a_kill(tmp_path: Path) -> None:
-    """Service and saver are killed at any moment, again and again; every start finds a whole state, with all that was acknowledged."""
+    """After every kill the next start finds a consistent state with all acknowledged changes."""
     runs = [make_run(tmp_path / "runs" / name, seed) for name, seed in (("a", 1), ("b", 2))]
     for run in runs:
         vectors = load(run.folder).model.item_vectors().numpy()

@@ -1,4 +1,4 @@
-"""What every request passes: token, size, type, host and time; and what operators read: health, metrics, logs."""
+"""Checks on every request: token, size, type, host and time; and monitoring: health, metrics, log."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ASK = {"user": "user-01", "k": 3}
     ],
 )
 def test_a_wrong_token_is_refused(truth: MadeRun, serving: Callable[..., TestClient], header: str | None) -> None:
-    """401 for every way to get it wrong, on everything but state and the files of the page."""
+    """401 for every wrong header, on every path but health and the files of the page."""
     client = serving(truth.folder, token="secret")
     headers = {} if header is None else {"Authorization": header.encode()}
     for method, path in (
@@ -59,7 +59,7 @@ def test_the_right_token_is_let_in(truth: MadeRun, serving: Callable[..., TestCl
 
 
 def test_a_body_may_not_be_too_large(truth: MadeRun, serving: Callable[..., TestClient]) -> None:
-    """413, whether its length is told or found out; one just within is read."""
+    """413, with and without a Content-Length; a body of exactly the limit is accepted."""
     client = serving(truth.folder, limits=Limits(body=1000))
     assert (
         client.post("/v1/recommend", content=b" " * 1001, headers={"content-type": "application/json"}).status_code
@@ -113,12 +113,12 @@ def test_a_body_that_is_no_question_is_refused(client: TestClient, body: bytes) 
     ],
 )
 def test_only_json_is_taken(client: TestClient, kind: str) -> None:
-    """A form on another page could send any of these without asking first."""
+    """A form on another site could send any of these without a preflight request."""
     assert client.post("/v1/reload", content=b"{}", headers={"content-type": kind}).status_code == 415
 
 
 def test_another_host_is_refused_where_hosts_are_known(truth: MadeRun, serving: Callable[..., TestClient]) -> None:
-    """A name that was made to point at this machine cannot be used to read from it."""
+    """DNS rebinding: a foreign name that resolves to this machine is rejected."""
     client = serving(truth.folder, hosts=["127.0.0.1", "localhost", "[::1]"])
     for host, status in (
         ("127.0.0.1:8000", 200),
@@ -172,7 +172,7 @@ def test_a_wrong_method_is_refused(client: TestClient, method: str, path: str) -
 def test_an_answer_that_takes_too_long_is_given_up(
     truth: MadeRun, serving: Callable[..., TestClient], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """503 in time, and the service goes on; what waits beyond the limit is refused at once."""
+    """503 within the limit, after which the service still answers; a full queue is rejected at once."""
     client = serving(truth.folder, limits=Limits(seconds=0.3, waiting=5))
     index, hold = client.service.registry.served().index, threading.Event()  # type: ignore[attr-defined]
     search = index.search
@@ -189,7 +189,7 @@ def test_an_answer_that_takes_too_long_is_given_up(
 def test_a_fault_of_ours_is_told_as_such(
     truth: MadeRun, serving: Callable[..., TestClient], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """500 without what went wrong inside, which goes to the log; the next request is answered."""
+    """500 without details, which go to the log; the next request is answered."""
     lines = io.BytesIO()
     client = serving(truth.folder, log=EventLog(lines, requests=False))
     index = client.service.registry.served().index  # type: ignore[attr-defined]

@@ -31,7 +31,7 @@ def put(client: TestClient, *items: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_a_new_item_by_its_vector_is_ranked_among_the_others(truth: MadeRun, client: TestClient) -> None:
-    """Its score is the inner product, its title and columns are its own, filters see it; others keep their places."""
+    """Its score is the inner product, it has its own title and columns, filters see it; other items stay the same."""
     vector = (truth.users[3] * 0.8).tolist()
     put(client, {"id": "fresh", "title": "Fresh", "price": 0.5, "vector": vector})
     answer = client.post("/v1/recommend", json={"user": "user-03", "k": 5, "fields": ["price", "category"]}).json()[
@@ -64,7 +64,7 @@ def test_a_new_item_like_others_gets_their_mean(truth: MadeRun, client: TestClie
 
 
 def test_what_is_not_said_stays(truth: MadeRun, client: TestClient) -> None:
-    """A put of one column leaves the vector and the other columns as they are, for items of the run and for new ones."""
+    """A put of one column keeps the vector and the other columns, of trained and of added items."""
     item = truth.item_ids[7]
     before = ids(client, {"item": item, "k": 60})
     put(client, {"id": item, "price": 99.5})
@@ -89,7 +89,7 @@ def test_what_is_not_said_stays(truth: MadeRun, client: TestClient) -> None:
 
 
 def test_a_deleted_item_is_gone_until_it_is_put_again(truth: MadeRun, client: TestClient) -> None:
-    """Of the run or added: not listed, not described, not asked for; a put brings the run's own vector and columns back."""
+    """Trained or added, it is no longer listed or described; a put restores the trained vector and columns."""
     item, other = truth.item_ids[7], truth.item_ids[8]
     put(client, {"id": "new", "like": [item], "title": "New"}, {"id": item, "price": 1000.0})
     answer = client.request("DELETE", "/v1/items", json={"ids": [item, "new"]})
@@ -104,7 +104,7 @@ def test_a_deleted_item_is_gone_until_it_is_put_again(truth: MadeRun, client: Te
 
 
 def test_changes_are_there_after_a_restart(truth: MadeRun, serving: Callable[..., TestClient]) -> None:
-    """Another process's view: a new service over the same store answers the same."""
+    """A new service over the same store gives the same responses."""
     first = serving(truth.folder)
     put(
         first, {"id": "new", "title": "New", "like": [truth.item_ids[0]]}, {"id": truth.item_ids[1], "title": "Renamed"}
@@ -147,7 +147,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 def test_a_bad_item_is_refused_with_all_of_its_request(
     truth: MadeRun, client: TestClient, item: dict[str, Any], word: str
 ) -> None:
-    """422 with the reason; the good item beside it is not kept either."""
+    """422 with a reason; the good item in the same request is not stored either."""
     answer = client.put("/v1/items", json={"items": [{"id": "good", "like": [1000]}, item]})
     assert (answer.status_code, word in answer.json()["detail"]) == (422, True), answer.text
     assert client.get("/v1/items/good").status_code == 404
@@ -165,7 +165,7 @@ def test_deleting_what_never_was_is_refused(truth: MadeRun, client: TestClient) 
 def test_a_full_disk_refuses_and_changes_nothing(
     truth: MadeRun, client: TestClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What could not be kept is not acknowledged, and not listed."""
+    """A change that cannot be stored is neither acknowledged nor listed."""
     store = client.service.registry.store  # type: ignore[attr-defined]
     store._db.execute("PRAGMA max_page_count=1")
     answer = client.put(
@@ -180,7 +180,7 @@ def test_a_full_disk_refuses_and_changes_nothing(
 def test_new_items_of_a_second_run_wait_where_it_cannot_place_them(
     tmp_path: Path, serving: Callable[..., TestClient]
 ) -> None:
-    """A vector is of one model: the other run says that it waits; `like` places it in both."""
+    """A vector belongs to one model: the other run reports the item as waiting; `like` places it in both."""
     one, two = make_run(tmp_path / "one", 1), make_run(tmp_path / "two", 2, dim=5)
     client = serving(one.folder, two.folder)
     answer = put(client, {"id": "v", "vector": [1.0] * DIM}, {"id": "l", "like": [1000]})
@@ -212,8 +212,8 @@ def text_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Split]:
 def test_texts_are_queries_and_new_items(
     text_run: tuple[Path, Split], serving: Callable[..., TestClient], tmp_path: Path
 ) -> None:
-    """A text asked for gets what the model ranks; a new item of a known item's title and text stands beside it with its score, of its text
-    alone elsewhere; a text that says nothing is refused."""
+    """A text query gets the ranking of the model; a new item with the title and text of a known one gets its score,
+    with the text alone another; an empty text is an error."""
     folder, parts = text_run
     client = serving(folder, store=tmp_path / "items.sqlite")
     trained = client.service.registry.served().trained  # type: ignore[attr-defined]
@@ -244,7 +244,7 @@ def test_texts_are_queries_and_new_items(
 def test_features_place_a_new_item_through_the_tower(
     parts: Split, serving: Callable[..., TestClient], tmp_path: Path
 ) -> None:
-    """Two new items of the same category lie in one place, of another in another; a category never seen is one that is missing."""
+    """New items of one category share a vector, those of another have another; an unseen category counts as missing."""
     folder = tmp_path / "run"
     fit(
         build("ssl_pop", parts.train, {"dim": 8, "epochs": 1, "item_features": "category"}),
@@ -273,7 +273,7 @@ def test_features_place_a_new_item_through_the_tower(
 
 
 def test_a_history_tower_reads_the_history(parts: Split, serving: Callable[..., TestClient], tmp_path: Path) -> None:
-    """What is asked for by a user's own history is what the user would get; histories are in time order."""
+    """A query by a user's own history gives the user's list; histories are in time order."""
     folder = tmp_path / "run"
     fit(
         build("ssl_pop", parts.train, {"dim": 8, "epochs": 1, "query_tower": "history"}),
@@ -305,7 +305,7 @@ def test_a_history_tower_reads_the_history(parts: Split, serving: Callable[..., 
 
 
 def test_no_item_is_like_itself(truth: MadeRun, client: TestClient) -> None:
-    """It would have no place in the next run; refused, though it has one now."""
+    """Rejected: the next run could not place it, even if this one can."""
     put(client, {"id": 900, "like": [truth.item_ids[0]]})
     for like in ([900], [truth.item_ids[1], "900"]):
         answer = client.put("/v1/items", json={"items": [{"id": 900, "like": like}]})
@@ -313,7 +313,7 @@ def test_no_item_is_like_itself(truth: MadeRun, client: TestClient) -> None:
 
 
 def test_an_item_may_be_like_one_that_was_changed_since(truth: MadeRun, serving: Callable[..., TestClient]) -> None:
-    """Changes are kept in the order of the last of each: what an item is like may come after it, and is placed all the same."""
+    """Changes are ordered by the last one of each item: an item may precede the items it is like, and is placed."""
     client = serving(truth.folder)
     put(client, {"id": 1, "like": [truth.item_ids[5]]})
     put(client, {"id": 2, "like": [1]})

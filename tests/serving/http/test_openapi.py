@@ -1,4 +1,4 @@
-"""The OpenAPI description: complete, and whatever is made up after it is never answered with a 5xx."""
+"""The OpenAPI description is complete, and generated requests never cause a 5xx."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_every_route_is_described(client: TestClient) -> None:
 
 
 def test_an_answer_is_as_described(truth: MadeRun, client: TestClient) -> None:
-    """The answer of the short way and its described type agree."""
+    """Responses match their described type."""
     from sparring.serving.http.schema import Answers
 
     for asked, unknown in (({"user": "user-01"}, []), ({"history": [truth.item_ids[0], "no such"]}, ["no such"])):
@@ -67,7 +67,7 @@ def test_an_answer_is_as_described(truth: MadeRun, client: TestClient) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("mode", ["POSITIVE", "NEGATIVE"])
 def test_made_up_requests_are_never_a_5xx(tmp_path: Path, mode: str) -> None:
-    """schemathesis: requests as described, and requests that are not, of every operation."""
+    """schemathesis: valid and invalid requests to every operation."""
     schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not installed: pip install schemathesis")
     from hypothesis import HealthCheck, Phase, given, settings
     from schemathesis.generation import GenerationMode

@@ -1,4 +1,4 @@
-"""The page of the service in a browser: what it shows is what the run says, it can be used with keys alone, and it says what is wrong."""
+"""The page in a browser: it shows the data of the runs, works by keyboard alone, and reports errors."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ K = 10
 
 @pytest.fixture(scope="module", autouse=True)
 def _no_curves(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Curves as pictures take more time than these trainings; tokens go to a cache of this test's own."""
+    """Skip the curve images, which take longer than these trainings; use a private token cache."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(curve, "training_curve", lambda history, path, *_: Path(path).write_bytes(b"no curve"))
         patch.setenv("SPARRING_HOME", str(tmp_path_factory.mktemp("home")))
@@ -54,7 +54,7 @@ def _no_curves(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, runs.Trained]:
-    """Two runs on the same data: 60 users, 40 items with title, category, price and image, one user without any training item."""
+    """Two runs on the same data: 60 users, 40 items with four columns, one user without training items."""
     root = tmp_path_factory.mktemp("page")
     world = make_world(60, 40, exposure=0.5, relevant=0.4, seed=3).interactions
     part = np.where(np.arange(len(world)) % 10 == 0, "test", "train")
@@ -153,7 +153,7 @@ Open = Callable[..., Any]
 
 @pytest.fixture
 def visit(browser: Any, served: str) -> Iterator[Open]:
-    """Opens a view; at the end, no script had failed and nothing was asked of anyone but the service."""
+    """Opens a view; at the end no script has failed and only the service was contacted."""
     complaints: list[str] = []
     contexts = []
 
@@ -179,7 +179,7 @@ def visit(browser: Any, served: str) -> Iterator[Open]:
 
 
 def best(run: runs.Trained, query: np.ndarray, allowed: np.ndarray, k: int = K) -> list[int]:
-    """Dense items by inner product, the best first, by sorting them all."""
+    """Dense item ids by inner product, best first, by a full sort."""
     items = run.model.item_vectors().detach().numpy()
     scores = items @ query
     order = [int(at) for at in np.lexsort((np.arange(len(scores)), -scores)) if allowed[at]]
@@ -208,7 +208,7 @@ def titles(run: runs.Trained, dense: Any) -> list[str]:
 
 
 def until(page: Any, expression: str) -> None:
-    """Wait for an expression to hold. The page's policy forbids it to evaluate strings, so it is asked from outside."""
+    """Wait for an expression to hold; evaluated from outside because of the page's content policy."""
     end = time.monotonic() + 10
     while not page.evaluate(expression):
         assert time.monotonic() < end, f"never held: {expression}"
@@ -216,7 +216,7 @@ def until(page: Any, expression: str) -> None:
 
 
 def listed(page: Any, panel: str, expected: list[str] | None = None) -> list[str]:
-    """The titles of a list, once they are as expected or time is up; without an expectation, once there are any."""
+    """The titles of a list, once they are as expected or time is up; without an expectation, once there are some."""
     region = page.get_by_role("region", name=panel, exact=True)
     end = time.monotonic() + 8
     while True:
@@ -231,13 +231,13 @@ def settled(page: Any) -> None:
 
 
 def matches(page: Any) -> list[str]:
-    """What the search offers, once it has answered to what was typed."""
+    """The matches of the search, once it has responded to the input."""
     page.locator("#matches-note", has_text="match").wait_for()
     return [text.split("\n")[0] for text in page.locator("#matches .title").all_inner_texts()]
 
 
 def busiest(run: runs.Trained) -> list[str]:
-    """Users by how many items they took, then as they are ordered."""
+    """Users by number of items, then by id."""
     count = np.diff(run.seen.start.numpy())
     return [str(id) for id in run.ids.query_ids.decode(np.lexsort((np.arange(len(count)), -count)))]
 
@@ -245,7 +245,7 @@ def busiest(run: runs.Trained) -> list[str]:
 def test_a_user_is_found_by_typing_and_shown_with_history_and_recommendations(
     visit: Open, trained: dict[str, runs.Trained]
 ) -> None:
-    """The id typed leads to the user; the history is what the run's data knows, the list is the k best of all the others."""
+    """Typing the id opens the user; the history is that of the data, the list has the k best other items."""
     run, user = trained["ssl_pop"], busiest(trained["ssl_pop"])[0]
     page = visit()
     page.get_by_role("combobox", name="Find a user").fill(user)
@@ -265,7 +265,7 @@ def test_a_user_is_found_by_typing_and_shown_with_history_and_recommendations(
 
 
 def test_an_item_is_found_by_words_of_its_title_with_keys_alone(visit: Open, trained: dict[str, runs.Trained]) -> None:
-    """/ goes to the search, arrows walk through the matches and around, Enter opens one, and its neighbours are those of its vector."""
+    """/ focuses the search, arrows cycle through the matches, Enter opens one, and its neighbours are correct."""
     run = trained["ssl_pop"]
     page = visit()
     page.get_by_role("heading", name="Explore").wait_for()
@@ -306,7 +306,7 @@ def test_an_item_is_found_by_words_of_its_title_with_keys_alone(visit: Open, tra
 
 
 def test_filters_keep_what_passes_and_can_be_taken_off(visit: Open, trained: dict[str, runs.Trained]) -> None:
-    """A category and a price leave exactly the items of both, best first; a chip removes its condition; seen items are marked."""
+    """A category and a price keep exactly the matching items; a chip removes its condition; seen items are marked."""
     run, user = trained["ssl_pop"], busiest(trained["ssl_pop"])[1]
     table = run.ids.item_table
     page = visit(f"user/{user}")
@@ -350,7 +350,7 @@ def test_filters_keep_what_passes_and_can_be_taken_off(visit: Open, trained: dic
 def test_two_runs_side_by_side_tell_what_moved_is_new_and_is_missing(
     visit: Open, trained: dict[str, runs.Trained]
 ) -> None:
-    """The marks are those that the two lists give when they are compared place by place."""
+    """The marks equal a position-by-position comparison of the two lists."""
     user = busiest(trained["uns"])[2]
     page = visit(f"user/{user}")
     settled(page)
@@ -378,7 +378,7 @@ def test_two_runs_side_by_side_tell_what_moved_is_new_and_is_missing(
     both = len(set(first) & set(second))
     moved = sum(mark[:1] in ("↑", "↓") for mark in expected)
     counted = f"{both} of {K} in both · {moved} moved · {K - both} new · {K - both} missing"
-    assert page.locator(".summary").inner_text() == f"uns against ssl_pop{counted}"
+    assert page.locator(".summary").inner_text() == f"uns compared with ssl_pop{counted}"
     page.reload()
     settled(page)
     assert listed(page, "Recommended, uns", second) == second
@@ -387,7 +387,7 @@ def test_two_runs_side_by_side_tell_what_moved_is_new_and_is_missing(
 def test_a_text_is_answered_and_a_history_is_shown_latest_first(
     visit: Open, reading: tuple[str, runs.Trained, runs.Trained]
 ) -> None:
-    """Where a tower reads texts, one can be typed, and gets the items nearest to it; an ordered history begins with the last item."""
+    """A text query lists its nearest items if a tower reads texts; an ordered history starts with the last item."""
     base, words, past = reading
     page = visit(base=base)
     page.get_by_text("Text", exact=True).click()
@@ -398,7 +398,7 @@ def test_a_text_is_answered_and_a_history_is_shown_latest_first(
     expected = titles(words, best(words, vector, np.ones(40, dtype=bool)))
     assert listed(page, "Recommended, words", expected) == expected
     page.get_by_label("Run", exact=True).select_option("past")
-    page.locator("main").get_by_text("reads no texts").wait_for()
+    page.locator("main").get_by_text("does not read texts").wait_for()
     user = int(past.ids.query_ids.decode([1])[0])
     page.evaluate("hash => { location.hash = hash; }", f"#/user/{user}?run=past")
     start = past.model.query.start.tolist()
@@ -410,7 +410,7 @@ def test_a_text_is_answered_and_a_history_is_shown_latest_first(
 def test_an_item_shows_its_columns_its_picture_and_the_negatives_it_met(
     visit: Open, trained: dict[str, runs.Trained]
 ) -> None:
-    """Facts are those of the table, markup in a title is text, and negatives come with shares that fall and never the item's own."""
+    """Columns match the table, markup in a title stays text, and negatives have falling shares."""
     run = trained["ssl_pop"]
     item = str(run.ids.item_ids.decode([7])[0])
     page = visit(f"item/{item}?with=uns")
@@ -419,7 +419,7 @@ def test_an_item_shows_its_columns_its_picture_and_the_negatives_it_met(
     row = run.ids.item_table.row(7, named=True)
     assert facts == ["id", item, "category", str(row["category"]), "price", f"{row['price']:g}"]
     until(page, "document.querySelector('.picture.wide img').naturalWidth === 1")
-    page.get_by_role("button", name="Work them out").click()
+    page.get_by_role("button", name="Compute").click()
     for name in trained:
         panel = page.get_by_role("region", name=f"Negatives, {name}")
         panel.locator(".item").first.wait_for()
@@ -432,7 +432,7 @@ def test_an_item_shows_its_columns_its_picture_and_the_negatives_it_met(
 
 
 def test_what_is_not_there_is_said(visit: Open) -> None:
-    """No such user or item, no match, nothing left by the filters, and a user without a history each have their own words."""
+    """Unknown user or item, no match, empty filter result and empty history each have their own message."""
     page = visit("user/nobody")
     page.get_by_text("No user has the id “nobody”").wait_for()
     page.locator("#text").fill("zzz")
@@ -446,7 +446,7 @@ def test_what_is_not_there_is_said(visit: Open) -> None:
     page.get_by_label("Condition").select_option("<")
     page.get_by_label("Value").fill("-1")
     page.keyboard.press("Enter")
-    page.get_by_text("No item passes the filters").wait_for()
+    page.get_by_text("No item matches the filters").wait_for()
     page.get_by_role("button", name="Remove the filters").click()
     assert len(listed(page, "Recommended, ssl_pop")) == K
 
@@ -454,41 +454,41 @@ def test_what_is_not_there_is_said(visit: Open) -> None:
 def test_a_server_that_refuses_or_is_gone_is_said_and_asked_again(
     visit: Open, trained: dict[str, runs.Trained]
 ) -> None:
-    """The line of a refusal is shown as it came; without a server the page says so, and goes on when it is back."""
+    """The server's message is shown; without a server the page says so, and recovers when it is back."""
     user = busiest(trained["uns"])[0]
     where = json.dumps([{"column": "nope", "op": "=", "value": 1}])
     page = visit(f"user/{user}?where={where}")
-    page.get_by_role("alert").get_by_text("there is no item column 'nope'").wait_for()
+    page.get_by_role("alert").get_by_text("unknown item column 'nope'").wait_for()
     page.get_by_role("button", name="Remove the filter nope is 1").click()
-    page.get_by_role("alert").get_by_text("there is no item column 'nope'").wait_for(state="detached")
+    page.get_by_role("alert").get_by_text("unknown item column 'nope'").wait_for(state="detached")
     settled(page)
     page.context.set_offline(True)
     page.get_by_label("How many").select_option("5")
-    page.locator("main").get_by_text("The server does not answer").wait_for()
+    page.locator("main").get_by_text("The server does not respond").wait_for()
     page.get_by_role("combobox", name="Find").fill("1")
-    page.locator("#matches-note", has_text="The server does not answer.").wait_for()
+    page.locator("#matches-note", has_text="The server does not respond.").wait_for()
     page.context.set_offline(False)
     page.get_by_role("button", name="Try again").click()
-    page.locator("main").get_by_text("The server does not answer").wait_for(state="detached")
+    page.locator("main").get_by_text("The server does not respond").wait_for(state="detached")
     assert len(listed(page, "Recommended, ssl_pop")) == 5
 
 
 def test_a_token_is_asked_for_and_kept_for_the_session(
     visit: Open, guarded: str, trained: dict[str, runs.Trained]
 ) -> None:
-    """Without the token nothing is shown; a wrong one is said; the right one opens the page, pictures included, and outlives a reload."""
+    """Nothing is shown without the token or with a wrong one; the right one opens the page and survives a reload."""
     item = str(trained["uns"].ids.item_ids.decode([0])[0])
     page = visit(f"item/{item}", base=guarded)
-    page.get_by_label("This service asks for a token.").fill("guess")
+    page.get_by_label("This service requires a token.").fill("guess")
     page.keyboard.press("Enter")
-    page.get_by_label("The token is not the right one.").fill(TOKEN)
+    page.get_by_label("Wrong token.").fill(TOKEN)
     page.keyboard.press("Enter")
     assert len(listed(page, "Similar items, uns")) == K
     until(page, "document.querySelector('.picture.wide img').src.startsWith('data:image/png')")
     page.reload()
     assert len(listed(page, "Similar items, uns")) == K
-    page.get_by_role("button", name="Work them out").click()
-    page.locator("main").get_by_text("without the means to read the data").wait_for()
+    page.get_by_role("button", name="Compute").click()
+    page.locator("main").get_by_text("cannot read the training data").wait_for()
     page.get_by_role("link", name="Training").click()
     with page.expect_download() as saving:
         page.get_by_role("button", name="Save the comparison report").click()
@@ -496,7 +496,7 @@ def test_a_token_is_asked_for_and_kept_for_the_session(
 
 
 def test_curves_test_figures_and_the_report(visit: Open, trained: dict[str, runs.Trained]) -> None:
-    """One line for each run with a point for each epoch, the figures of result.json, and the report opens shut off, its script at work."""
+    """One curve per run with a point per epoch, the metrics of result.json, and a sandboxed report with its script."""
     page = visit("training")
     page.locator(".plot svg").first.wait_for()
     for plot in page.locator(".plot").all():
@@ -523,7 +523,7 @@ def test_curves_test_figures_and_the_report(visit: Open, trained: dict[str, runs
 
 
 def test_a_phone_needs_no_scrolling_sideways(visit: Open, trained: dict[str, runs.Trained]) -> None:
-    """360 pixels hold every view; what can be touched is at least 32 pixels high."""
+    """Every view fits into 360 pixels; controls are at least 32 pixels high."""
     user, item = busiest(trained["uns"])[0], str(trained["uns"].ids.item_ids.decode([7])[0])
     page = visit(width=360)
     for path, ready in {
@@ -543,7 +543,7 @@ def test_a_phone_needs_no_scrolling_sideways(visit: Open, trained: dict[str, run
 
 
 def test_light_and_dark_follow_the_system_until_chosen(visit: Open) -> None:
-    """The system's dark is dark; the button chooses light, which outlives a reload; text stands out from its ground in both."""
+    """Dark follows the system; the button chooses light, which survives a reload; contrast is high in both."""
     page = visit(colours="dark")
     page.get_by_role("heading", name="Explore").wait_for()
 
@@ -559,8 +559,8 @@ def test_light_and_dark_follow_the_system_until_chosen(visit: Open) -> None:
         return (max(light) + 0.05) / (min(light) + 0.05) * (1 if light[1] > light[0] else -1)
 
     assert contrast() < -7
-    page.get_by_role("button", name="Colours: auto").click()
+    page.get_by_role("button", name="Theme: auto").click()
     assert contrast() > 7
     page.reload()
-    page.get_by_role("button", name="Colours: light").click()
+    page.get_by_role("button", name="Theme: light").click()
     assert contrast() < -7

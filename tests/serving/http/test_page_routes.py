@@ -1,4 +1,4 @@
-"""What the page asks the service for: matches in the promised order, items as they are now, and no file but those that are meant."""
+"""The routes of the page: files, search, values, reports, images and negatives; and what they must not serve."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def found(client: TestClient, kind: str, text: str, limit: int = 8) -> list[Any]
 
 
 def matching(truth: MadeRun, text: str) -> list[int]:
-    """Item ids by how they match, then by how often they were taken, then by id; in a plain loop."""
+    """Item ids by match quality, then count, then id, in a plain loop."""
     taken = np.bincount(truth.seen.ravel(), minlength=len(truth.item_ids))
     keys = []
     for row, (id, title) in enumerate(zip(truth.item_ids, truth.table["title"], strict=True)):
@@ -42,7 +42,7 @@ def matching(truth: MadeRun, text: str) -> list[int]:
 
 @pytest.mark.parametrize("text", ["1007", "10", "thing 1", "1 thing", "THING  5", "hing", "9", "none", "[", "%", "\\"])
 def test_matches_are_those_of_a_plain_loop_in_its_order(client: TestClient, truth: MadeRun, text: str) -> None:
-    """Equal ids, then ids and titles that begin so, then titles with all the words; often taken first; whatever the letters."""
+    """Equal ids, id prefixes, title prefixes, titles with all words; frequent ones first; case does not matter."""
     answer = client.get("/page/search", params={"kind": "item", "text": text, "limit": 50}).json()
     expected = matching(truth, text.lower() if text != "THING  5" else "thing 5")
     assert [each["id"] for each in answer["found"]] == expected[:50]
@@ -51,7 +51,7 @@ def test_matches_are_those_of_a_plain_loop_in_its_order(client: TestClient, trut
 
 
 def test_without_a_text_the_most_active_come_first(client: TestClient, truth: MadeRun) -> None:
-    """Items by how often they were taken; users all took five, so they come in the order of their ids."""
+    """Items by count; all users have five items, so they are in id order."""
     taken = np.bincount(truth.seen.ravel(), minlength=len(truth.item_ids))
     assert found(client, "item", "", limit=5) == [
         truth.item_ids[at] for at in np.lexsort((np.arange(len(taken)), -taken))[:5]
@@ -61,7 +61,7 @@ def test_without_a_text_the_most_active_come_first(client: TestClient, truth: Ma
 
 
 def test_search_sees_items_as_they_are_now(client: TestClient, truth: MadeRun) -> None:
-    """A new item is found at once, a renamed one by its new title only, a deleted one no more."""
+    """A new item is found at once, a renamed one only by its new title, a deleted one no longer."""
     renamed, deleted = truth.item_ids[0], truth.item_ids[1]
     items = [{"id": 5, "title": "brand new lamp", "like": [truth.item_ids[3]]}, {"id": renamed, "title": "old lamp"}]
     assert client.put("/v1/items", json={"items": items}).status_code == 200
@@ -87,14 +87,14 @@ def test_search_sees_items_as_they_are_now(client: TestClient, truth: MadeRun) -
     ],
 )
 def test_files_are_served_by_their_names_only(client: TestClient, path: str) -> None:
-    """No trick with a path leads to anything but a line that says no."""
+    """No path trick opens a file."""
     answer = client.get(f"/page/files/{path}")
     assert answer.status_code == 404
     assert "detail" in answer.json()
 
 
 def test_the_page_and_its_files_are_there(client: TestClient) -> None:
-    """Every file that the page and its scripts name is served, with its type, and may load nothing from elsewhere."""
+    """Every file that the page refers to is served with its type and loads nothing from other hosts."""
     start = client.get("/")
     assert start.status_code == 200
     assert "default-src 'none'" in start.headers["content-security-policy"]
@@ -130,7 +130,7 @@ IMAGES = {
 
 
 def test_images_lie_below_the_run_or_they_are_not_served(tmp_path: Path, serving: Callable[..., TestClient]) -> None:
-    """Pictures below the run's folder come with their type; what lies outside, by dots, by a full path or by a link, does not."""
+    """Images inside the run folder are served with their type; files outside, by .., full path or link, are not."""
     truth = make_run(tmp_path / "runs" / "first")
     folder = truth.folder
     (folder / "deep").mkdir()
@@ -171,7 +171,7 @@ def test_images_lie_below_the_run_or_they_are_not_served(tmp_path: Path, serving
     ],
 )
 def test_bad_questions_get_one_line(client: TestClient, path: str, values: dict[str, str], status: int) -> None:
-    """Each is refused with its status and one line."""
+    """Each gets its status and one line."""
     answer = client.get(f"/page/{path}", params=values)
     assert answer.status_code == status
     assert len(answer.json()["detail"].splitlines()) == 1
@@ -186,7 +186,7 @@ def test_values_of_a_column_are_counted(client: TestClient) -> None:
 
 
 def test_a_run_that_is_still_written_shows_what_there_is(truth: MadeRun, serving: Callable[..., TestClient]) -> None:
-    """Half a line of metrics is left out, a value that is no number is null, and no result is no figures."""
+    """An incomplete line is skipped, NaN becomes null, and a missing result leaves the metrics empty."""
     lines = [{"epoch": 1, "loss": float("nan"), "ndcg@10": 0.1}, {"epoch": 2, "loss": 0.5, "ndcg@10": 0.2}]
     (truth.folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + '\n{"epoch": 3, "lo')
     (run,) = serving(truth.folder).get("/page/runs").json()["runs"]
@@ -199,7 +199,7 @@ def test_a_run_that_is_still_written_shows_what_there_is(truth: MadeRun, serving
 def test_data_that_is_gone_is_said_and_a_slow_read_is_waited_for(
     truth: MadeRun, serving: Callable[..., TestClient], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While the data is read the answer is to ask again; when that fails, the reason."""
+    """The page is told to ask again while the data is read, and gets the reason if that fails."""
     from sparring.core.errors import UserError
 
     def slow(trained: Any) -> Any:

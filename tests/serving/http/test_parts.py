@@ -1,4 +1,4 @@
-"""The parts of the service by themselves: ids, the store, the kept vectors of text towers."""
+"""Parts of the service: id lookup, the store, cached vectors of text towers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from support.texts import text_parts, tiny_bert
     st.lists(st.integers(-(2**70), 2**70), max_size=10),
 )
 def test_numbers_are_found_where_the_vocabulary_has_them(ids: list[int], others: list[int]) -> None:
-    """As numbers and as the text that spells them; what is not there is -1."""
+    """As numbers and as their texts; -1 for others."""
     names, order = IdLookup(Vocabulary(ids)), sorted(ids)
     for asked in [*ids, *others]:
         expected = order.index(asked) if asked in order else -1
@@ -48,7 +48,7 @@ def test_texts_are_found_where_the_vocabulary_has_them(ids: list[str], others: l
 
 
 def test_the_store_keeps_the_last_word_on_every_item(tmp_path: Path) -> None:
-    """In the order of the last changes, with vectors bit by bit; synchronous=FULL and WAL are on."""
+    """Ordered by last change, with bit-exact vectors; synchronous=FULL and WAL are on."""
     store = Store(tmp_path / "s" / "items.sqlite")
     vector = np.array([0.1, -3e-20, 7.0], np.float32)
     assert (
@@ -66,7 +66,7 @@ def test_the_store_keeps_the_last_word_on_every_item(tmp_path: Path) -> None:
     assert store.counts() == (2, 1)
     assert store._db.execute("PRAGMA journal_mode").fetchone()[0] == "wal"
     assert store._db.execute("PRAGMA synchronous").fetchone()[0] == 2
-    with pytest.raises(UserError, match="in use by another service"):
+    with pytest.raises(UserError, match="in use"):
         Store(tmp_path / "s" / "items.sqlite")
     store.close()
     again = Store(tmp_path / "s" / "items.sqlite")
@@ -88,7 +88,7 @@ def test_a_store_that_cannot_be_opened_is_told(tmp_path: Path) -> None:
 def test_item_vectors_of_a_transformer_are_computed_once(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Then they are read; computed again for another model or a damaged file; a folder that cannot be written is no fault."""
+    """Then they are read; recomputed for another model or a damaged file; an unwritable folder is no error."""
     pytest.importorskip("transformers")
     parts = text_parts()
     bert = tiny_bert(tmp_path_factory.mktemp("bert"))

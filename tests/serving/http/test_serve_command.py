@@ -22,7 +22,7 @@ def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 def test_what_cannot_be_served_is_told_in_one_line(
     truth: MadeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Folders that are no runs, ports and times that are none, tokens that cannot be read."""
+    """Folders without runs, invalid ports and times, unreadable tokens."""
     run, empty = str(truth.folder), tmp_path / "empty"
     empty.touch()
     for words, word in (
@@ -46,7 +46,7 @@ def test_what_cannot_be_served_is_told_in_one_line(
 
 
 def test_a_port_in_use_is_told(truth: MadeRun, capsys: pytest.CaptureFixture[str]) -> None:
-    """Which port, and what to do."""
+    """The message has the port and a remedy."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -56,7 +56,7 @@ def test_a_port_in_use_is_told(truth: MadeRun, capsys: pytest.CaptureFixture[str
 def test_an_empty_token_is_not_taken_for_none(
     truth: MadeRun, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A variable that was meant to hold one and does not must not open the service."""
+    """An empty variable must not open the service."""
     monkeypatch.setenv("SPARRING_TOKEN", " ")
     assert "SPARRING_TOKEN" in refused([str(truth.folder)], capsys)
 

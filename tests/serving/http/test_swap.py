@@ -46,7 +46,7 @@ def expected(truth: MadeRun, row: int = 2, k: int = 4) -> list[int]:
 
 
 def test_a_newer_run_answers_after_the_reload(tmp_path: Path, serving: Callable[..., TestClient]) -> None:
-    """By another folder, and by the same folder written again; the generation rises."""
+    """By another folder, and by the same folder after it was rewritten; the generation rises."""
     old, new = make_run(tmp_path / "old", 1), make_run(tmp_path / "new", 2)
     client = serving(old.folder)
     assert best(client) == expected(old)
@@ -60,8 +60,8 @@ def test_a_newer_run_answers_after_the_reload(tmp_path: Path, serving: Callable[
 
 
 def test_changes_fit_a_run_of_another_shape(tmp_path: Path, serving: Callable[..., TestClient]) -> None:
-    """The folder is written again with other dimensions and another kind of column: what was put `like` others gets a new place, what was
-    put by a vector waits, values that the column cannot hold are left out, and the log says who waits."""
+    """The folder is rewritten with other dimensions and another type of column: items put by `like` move, items put
+    by vector wait, values of the wrong type are dropped, and the log names the waiting items."""
     old = make_run(tmp_path / "run", 1)
     client = serving(old.folder)
     items = [{"id": 1, "like": [old.item_ids[3]], "year": 1999, "category": "tea"}, {"id": 2, "vector": [1.0] * DIM}]
@@ -87,7 +87,7 @@ def test_changes_fit_a_run_of_another_shape(tmp_path: Path, serving: Callable[..
 
 
 def test_no_request_is_dropped_or_mixed_during_swaps(tmp_path: Path, serving: Callable[..., TestClient]) -> None:
-    """While two runs take turns, every answer is whole and of the run that its generation says."""
+    """While two runs alternate, every response is complete and comes from the run of its generation."""
     runs = [make_run(tmp_path / "a", 1), make_run(tmp_path / "b", 2)]
     client = serving(runs[0].folder)
     wrong: list[str] = []
@@ -150,7 +150,7 @@ def flip(path: Path) -> None:
 def test_a_broken_run_is_refused_and_the_last_good_one_answers(
     tmp_path: Path, serving: Callable[..., TestClient], damage: str
 ) -> None:
-    """422 in one line that names the folder; the generation stays, answers stay, and a good run can still be loaded."""
+    """422 with the folder in the message; generation and responses stay, and a good run can still be loaded."""
     good, bad = make_run(tmp_path / "good", 1), make_run(tmp_path / "bad", 2)
     index_of(bad)
     client = serving(good.folder)
@@ -167,7 +167,7 @@ def test_a_broken_run_is_refused_and_the_last_good_one_answers(
 
 
 def test_a_diverged_model_is_refused(tmp_path: Path, serving: Callable[..., TestClient]) -> None:
-    """NaN in the vectors is found before anything is swapped."""
+    """NaN in the vectors is detected before the swap."""
     good, bad = make_run(tmp_path / "good", 1), make_run(tmp_path / "bad", 2)
     tensors = safetensors.torch.load_file(bad.folder / "model.safetensors")
     tensors["item.weight"] = torch.full_like(tensors["item.weight"], float("nan"))
@@ -201,8 +201,8 @@ def test_runs_are_loaded_from_the_allowed_folders_only(
 
 
 def test_changes_go_with_the_swap(tmp_path: Path, serving: Callable[..., TestClient]) -> None:
-    """In a new model: `like` is worked out anew, a vector waits, an item that the run now knows gets the run's vector and keeps the columns
-    that were put, a deleted one stays deleted. Back in the old model, the vector is there again."""
+    """In a new model `like` is recomputed, a vector waits, an item that was trained meanwhile gets its trained vector
+    and keeps its columns, a deleted one stays deleted. Back in the old model the vector is restored."""
     old, new = make_run(tmp_path / "old", 1, items=60), make_run(tmp_path / "new", 2, items=70)
     client = serving(old.folder)
     known_later = new.item_ids[65]
@@ -229,7 +229,7 @@ def test_changes_go_with_the_swap(tmp_path: Path, serving: Callable[..., TestCli
 
 
 def test_an_item_that_the_new_run_knows_gets_its_vector(tmp_path: Path, serving: Callable[..., TestClient]) -> None:
-    """What training learned counts more than what stood in for it."""
+    """A trained vector replaces a provisional one."""
     old, new = make_run(tmp_path / "old", 1, items=60), make_run(tmp_path / "new", 2, items=70)
     client = serving(old.folder)
     item = new.item_ids[65]
@@ -242,7 +242,7 @@ def test_an_item_that_the_new_run_knows_gets_its_vector(tmp_path: Path, serving:
 
 
 def test_a_swap_is_remembered(tmp_path: Path, serving: Callable[..., TestClient]) -> None:
-    """Started again as before, the service comes back with it; asked to, or where it is gone, with the run given."""
+    """A restart serves the swapped run, or the given one on request or if the swapped one is gone."""
     old, new = make_run(tmp_path / "old", 1), make_run(tmp_path / "new", 2)
     first = serving(old.folder)
     first.post("/v1/reload", json={"run": str(new.folder)})
@@ -258,7 +258,7 @@ def test_a_swap_is_remembered(tmp_path: Path, serving: Callable[..., TestClient]
 
 
 def test_a_run_that_changes_on_disk_is_swapped_in(tmp_path: Path) -> None:
-    """The watch loads a folder that was written again, and leaves a broken one alone until it changes again."""
+    """The watch reloads a rewritten folder, and retries a broken one only after it changes."""
     truth = make_run(tmp_path / "run", 1)
     registry = RunRegistry([truth.folder], Store(tmp_path / "items.sqlite"))
     stop = threading.Event()
@@ -292,7 +292,7 @@ def wait(until: Callable[[], bool]) -> None:
 
 
 def test_the_run_of_before_leaves_the_memory(tmp_path: Path, serving: Callable[..., TestClient]) -> None:
-    """Nothing keeps it once its requests are answered: not the searcher, not the routes, not the counters."""
+    """Searcher, routes and metrics hold no reference once its requests are answered."""
     old, new = make_run(tmp_path / "old", 1), make_run(tmp_path / "new", 2)
     client = serving(old.folder)
     best(client)
@@ -307,7 +307,7 @@ def test_the_run_of_before_leaves_the_memory(tmp_path: Path, serving: Callable[.
 def test_serving_leaves_out_the_test_part_and_what_was_never_trained(
     tmp_path: Path, serving: Callable[..., TestClient]
 ) -> None:
-    """As a run folder names them: the lists of a user, with an index and without, hold neither, and the run says how many."""
+    """A user's lists, with and without an index, contain neither; the run reports how many items are untrained."""
     truth = make_run(tmp_path / "run", 4)
     taken, blank = [int(row) for row in range(60) if row not in truth.seen[2].tolist()][:5], [40, 41]
     tensors = safetensors.torch.load_file(truth.folder / "seen.safetensors")
@@ -338,7 +338,7 @@ def test_serving_leaves_out_the_test_part_and_what_was_never_trained(
 
 
 def test_an_item_that_was_never_trained_can_be_put(tmp_path: Path, serving: Callable[..., TestClient]) -> None:
-    """Columns alone leave it unlisted; like others it is listed, and so it is in the next run that has not trained it either."""
+    """Columns alone do not list it; `like` does, also in the next run that has not trained on it."""
     old, new = make_run(tmp_path / "old", 4), make_run(tmp_path / "new", 5)
     for truth in (old, new):
         tensors = safetensors.torch.load_file(truth.folder / "seen.safetensors")

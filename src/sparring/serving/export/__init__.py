@@ -1,4 +1,7 @@
-"""A run for other programs: vectors and lists as Parquet, towers as ONNX, items in Milvus or in PostgreSQL with pgvector."""
+"""Exports of a run: vectors and lists as files, towers as ONNX, items to Milvus or to PostgreSQL with pgvector.
+
+Everything here reads a trained run. Serving it over HTTP and building indexes are elsewhere.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The best items of every query of a run as one Parquet or CSV file, written while they are found."""
+"""The best items for every query of a run as one Parquet or CSV file, streamed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sparring.core.errors import UserError
 from sparring.serving.index.search import Index
 from sparring.training.trained import How, Trained
 
-_BLOCK = 4096  # queries ranked at once; each block is a row group
+_BLOCK = 4096  # queries per block and row group
 
 
 def write_lists(
@@ -27,11 +27,11 @@ def write_lists(
     progress: Callable[[int, int], None] | None = None,
     how: How | None = None,
 ) -> int:
-    """Write query, rank, item, score of the k best items of every query, best first; the number of rows.
+    """Write query, rank, item and score of the k best items for every query, best first; returns the number of rows.
 
-    Exact, or through an index, which has the towers alone; `how` is the ranking of `Trained.recommend`. Blocks of queries are ranked and
-    written in turn, so memory does not grow with the number of queries. The file appears under its name when it is whole; a stop before
-    leaves what was there. CSV where the name ends in .csv, Parquet where it ends in .parquet. `progress(done, total)` counts queries.
+    Exact, or with an index, which uses the towers alone; `how` is the ranking of `Trained.recommend`. Queries are
+    ranked and written in blocks, so memory does not grow with their number. The file is written atomically, as CSV or
+    Parquet according to its suffix. `progress(done, total)` counts queries.
 
         write_lists(load("runs/first"), Path("lists.parquet"), k=100)
     """
@@ -43,61 +43,61 @@ def write_lists(
     queries, items = trained.ids.query_ids.ids, trained.ids.item_ids.ids
     ranking = trained.ranking(how) if index is None else None
     untrained = trained.eligibility.items.numpy() if len(trained.eligibility.items) else None
-    rows = 0
+    total = 0
 
-    def ranked(at: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-        q, taken = trained.model.query_vectors(at), None if with_seen else trained.eligibility.taken(at)
+    def ranked(rows: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+        q, seen = trained.model.query_vectors(rows), None if with_seen else trained.eligibility.taken(rows)
         if ranking is not None:
-            scores, best = ranking.best(q, k, taken)
+            scores, best = ranking.best(q, k, seen)
             return scores.cpu().numpy(), best.cpu().numpy()
         assert index is not None
-        return index.search(q.float().cpu().numpy(), k, taken, deny=untrained)
+        return index.search(q.float().cpu().numpy(), k, seen, deny=untrained)
 
     def tables() -> Iterator[pl.DataFrame]:
-        nonlocal rows
+        nonlocal total
         ranks = np.arange(1, k + 1, dtype=np.int32)
         for begin in range(0, n_queries, block):
-            at = torch.arange(begin, min(begin + block, n_queries))
-            scores, best = ranked(at)
+            rows = torch.arange(begin, min(begin + block, n_queries))
+            scores, best = ranked(rows)
             table = {
-                "query": queries.gather(np.repeat(at.numpy(), k)),
-                "rank": np.tile(ranks, len(at)),
+                "query": queries.gather(np.repeat(rows.numpy(), k)),
+                "rank": np.tile(ranks, len(rows)),
                 "item": items.gather(best.ravel().clip(min=0)),
                 "score": scores.astype(np.float32, copy=False).ravel(),
             }
-            found = pl.DataFrame(table)
+            lists = pl.DataFrame(table)
             if best[:, -1].min(initial=0) < 0:  # some query has fewer than k unseen items
-                found = found.filter(pl.Series(best.ravel() >= 0))
-            rows += len(found)
+                lists = lists.filter(pl.Series(best.ravel() >= 0))
+            total += len(lists)
             if progress is not None:
                 progress(min(begin + block, n_queries), n_queries)
-            yield found
+            yield lists
 
     schema = {"query": queries.dtype, "rank": pl.Int32, "item": items.dtype, "score": pl.Float32}
     csv = path.suffix.lower() == ".csv"
     files.write(path, lambda file: _stream(tables, schema, file, csv, block * k))
-    return rows
+    return total
 
 
 def check_file(path: Path) -> None:
-    """Refuse a name that no lists can be written under."""
+    """Raise UserError unless lists can be written to this file."""
     if path.is_dir():
         raise UserError(f"{path} is a folder: give the name of a file, such as {path / 'lists.parquet'}")
     if path.suffix.lower() not in (".parquet", ".csv"):
-        raise UserError(f"{path} does not say what to write: end its name in .parquet or .csv")
+        raise UserError(f"{path} has no known format: use a name that ends in .parquet or .csv")
 
 
 def _stream(
     tables: Callable[[], Iterator[pl.DataFrame]], schema: Mapping[str, object], path: Path, csv: bool, group: int
 ) -> None:
-    """One file from tables as they come; no more than a few are in memory."""
+    """Stream tables into one file, with only a few of them in memory."""
 
     failed: list[Exception] = []
 
     def source(columns: object, predicate: object, n_rows: object, size: object) -> Iterator[pl.DataFrame]:
         try:
             yield from tables()
-        except Exception as error:  # polars would make it one of its own
+        except Exception as error:  # polars would replace it by one of its own
             failed.append(error)
             raise
 

@@ -1,4 +1,4 @@
-"""The items of a run in Milvus: Milvus Lite in a file of its own, or a server or cluster by its address."""
+"""The items of a run in Milvus: in a file by Milvus Lite, or on a server or cluster."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ _BATCH = 1000
 
 
 class MilvusItems:
-    """A collection of items: id (whole numbers or text), vector, title; searched by inner product.
+    """A collection of items: id (integer or text), vector, title; searched by inner product.
 
-    `address` is a file that ends in .db, which Milvus Lite opens in this process, or a server's address. The collection is made where it
-    is missing; one of other ids or another width is refused.
+    `address` is a file that ends in .db, which Milvus Lite opens in this process, or the address of a server. A missing
+    collection is created; one with another type of ids or another dimension raises UserError.
 
         store = MilvusItems("items.db", "items", dim=64, text_ids=True)
-        store.upsert(ids, vectors);  store.search(q, k=10);  store.delete(ids)
+        store.upsert(ids, vectors)
+        store.search(q, k=10)
     """
 
     def __init__(self, address: str, collection: str, dim: int, text_ids: bool, token: str = "") -> None:
@@ -30,10 +31,7 @@ class MilvusItems:
             from pymilvus import MilvusClient, MilvusException
         except ImportError as error:
             raise UserError('Milvus needs pymilvus: pip install "sparring[milvus]"') from error
-        for name in (
-            "pymilvus",
-            "grpc._server",
-        ):  # errors are told in one line, and Milvus Lite complains of what only a cluster has
+        for name in ("pymilvus", "grpc._server"):  # Milvus Lite logs errors about features that only a cluster has
             logging.getLogger(name).setLevel(logging.CRITICAL)
         self._error, self.name, self.dim, self.text_ids = MilvusException, collection, dim, text_ids
         try:
@@ -45,7 +43,7 @@ class MilvusItems:
         except UserError:
             raise
         except Exception as error:  # a wrong address, file or token raises many kinds
-            raise self._told(error, f"cannot open collection {collection!r} of Milvus at {address}") from error
+            raise self._user_error(error, f"cannot open collection {collection!r} of Milvus at {address}") from error
 
     def _create(self) -> None:
         from pymilvus import DataType
@@ -67,25 +65,23 @@ class MilvusItems:
         fields = {field["name"]: field for field in about["fields"]}
         if not {"id", "vector", "title"} <= fields.keys():
             raise UserError(
-                f"collection {self.name!r} has the fields {', '.join(fields)}; id, vector and title are needed: name another"
+                f"collection {self.name!r} has fields {', '.join(fields)}, not id, vector and title: choose another"
             )
         if int(fields["vector"]["params"]["dim"]) != self.dim:
             width = fields["vector"]["params"]["dim"]
-            raise UserError(
-                f"collection {self.name!r} holds vectors of {width} dimensions, the run's have {self.dim}: name another"
-            )
+            raise UserError(f"collection {self.name!r} has {width} dimensions, the run has {self.dim}: choose another")
         if (fields["id"]["type"] == DataType.VARCHAR) != self.text_ids:
-            kinds = ("whole numbers", "text") if self.text_ids else ("text", "whole numbers")
+            kinds = ("integers", "text") if self.text_ids else ("text", "integers")
             raise UserError(
-                f"the ids of collection {self.name!r} are {kinds[0]}, the run's are {kinds[1]}: name another"
+                f"the ids of collection {self.name!r} are {kinds[0]}, the run has {kinds[1]}: choose another"
             )
 
     def upsert(self, ids: pl.Series, vectors: np.ndarray, titles: pl.Series | None = None) -> None:
-        """Put items in, or replace those that are there."""
+        """Insert or replace items."""
         titles = pl.Series("title", [None] * len(ids), dtype=pl.String) if titles is None else titles.cast(pl.String)
         longest = max(ids.str.len_bytes().to_list(), default=0) if self.text_ids else 0
         if longest > _TEXT_ID:
-            raise UserError(f"an id has {longest} bytes; in Milvus at most {_TEXT_ID} are kept")
+            raise UserError(f"an id has {longest} bytes; the limit in Milvus is {_TEXT_ID}")
         table = pl.DataFrame({"id": ids, "title": titles.str.slice(0, _TITLE // 4)})
         for begin in range(0, len(ids), _BATCH):
             part = slice(begin, begin + _BATCH)
@@ -95,33 +91,36 @@ class MilvusItems:
             self._do("upsert", lambda rows=rows: self._client.upsert(self.name, rows))
 
     def delete(self, ids: pl.Series) -> int:
-        """Delete items; how many of them there were."""
-        there = 0
+        """Delete items; returns how many were present."""
+        present = 0
         for begin in range(0, len(ids), _BATCH):
-            # written out here: with ids=... the client puts text between quotes as it is, and an id with a quote becomes an expression
-            those = f"id in {json.dumps(ids[begin : begin + _BATCH].to_list(), ensure_ascii=False)}"
-            there += len(
+            # not ids=...: the client does not escape quotes, so an id with a quote would become an expression
+            expression = f"id in {json.dumps(ids[begin : begin + _BATCH].to_list(), ensure_ascii=False)}"
+            present += len(
                 self._do(
-                    "delete", lambda those=those: self._client.query(self.name, filter=those, output_fields=["id"])
+                    "delete",
+                    lambda expression=expression: self._client.query(
+                        self.name, filter=expression, output_fields=["id"]
+                    ),
                 )
             )
-            self._do("delete", lambda those=those: self._client.delete(self.name, filter=those))
-        return there
+            self._do("delete", lambda expression=expression: self._client.delete(self.name, filter=expression))
+        return present
 
     def ids(self) -> pl.Series:
-        """All ids that are there."""
+        """All ids in the collection."""
         kind = pl.String if self.text_ids else pl.Int64
-        found: list[Any] = []
+        ids: list[Any] = []
         pages = self._do(
             "read ids", lambda: self._client.query_iterator(self.name, batch_size=_BATCH, output_fields=["id"])
         )
         while page := self._do("read ids", pages.next):
-            found += [row["id"] for row in page]
+            ids += [row["id"] for row in page]
         pages.close()
-        return pl.Series("id", found, dtype=kind)
+        return pl.Series("id", ids, dtype=kind)
 
     def search(self, q: np.ndarray, k: int) -> list[list[tuple[Any, float]]]:
-        """(id, score) of the k best items of each query (B, D), best first."""
+        """(id, score) of the k best items for each query (B, D), best first."""
         hits = self._do(
             "search",
             lambda: self._client.search(self.name, data=q.tolist(), limit=k, search_params={"metric_type": "IP"}),
@@ -135,10 +134,10 @@ class MilvusItems:
         try:
             return call()
         except self._error as error:
-            raise self._told(error, f"Milvus refused to {what} in {self.name!r}") from error
+            raise self._user_error(error, f"Milvus could not {what} in {self.name!r}") from error
 
     @staticmethod
-    def _told(error: Exception, what: str) -> UserError:
+    def _user_error(error: Exception, what: str) -> UserError:
         return UserError(
             f"{what}: {(str(getattr(error, 'message', '') or error).splitlines() or ['unknown'])[0][:200]}"
         )

@@ -1,12 +1,13 @@
-"""The towers of a run as ONNX files, each run once and compared with the model before it is kept.
+"""The towers of a run as ONNX files, each verified against the model before it is kept.
 
-    query.onnx   input `ids` (B,) int64: dense ids of queries; for a history tower `histories` (B, L) int64: dense ids of items, oldest
-                 first, -1 where there is none
+    query.onnx   input `ids` (B,) int64: dense ids of queries; for a history tower `histories` (B, L) int64: dense ids
+                 of items, oldest first, padded with -1
     item.onnx    input `ids` (B,) int64: dense ids of items
-    *_ids.parquet   row i is the original id of dense id i
+    *_ids.parquet   row i has the original id of dense id i
 
-Output `vectors` (B, D) float32 as they are compared: the score is the inner product. Id, feature and history towers can be written; text
-towers and your own modules cannot.
+The output `vectors` (B, D) float32 is scaled: the score is the inner product. Id, feature and history towers are
+supported, text towers and custom modules are not. The graphs are built node by node: the exporter of torch needs the
+package onnxscript.
 """
 
 from __future__ import annotations
@@ -24,56 +25,56 @@ from sparring.core import files
 from sparring.core.errors import UserError
 from sparring.models.retriever import NORM_EPS, Retriever
 from sparring.models.towers import FeatureTower, HistoryTower, IdTower
-from sparring.serving.export.graph import Graph, require_onnx
 from sparring.training.trained import Trained
 
-_LIMIT = 2_000_000_000  # bytes: an ONNX file can hold no more
-_CHECKED = 1000  # ids that are compared
+_OPSET, _VERSION = 18, 10  # operators and file format; ONNX Runtime 1.19 and later read them
+_LIMIT = 2_000_000_000  # bytes: the maximum size of an ONNX file
+_CHECKED = 1000  # ids that are verified
 _TOLERANCE = 1e-5
 
 
 def write_onnx(trained: Trained, folder: Path) -> tuple[list[Path], list[str]]:
-    """Write the towers that can be written and the ids they take: (files, a line for each tower that cannot).
+    """Export the supported towers and the id maps: (files, a line for each unsupported tower).
 
-    Every file is run by ONNX Runtime on a thousand ids (all, where fewer) before it gets its name, and must give the model's vectors to
-    1e-5 of the largest of them.
+    ONNX Runtime runs every file on up to a thousand ids before it gets its name; the vectors must equal those of the
+    model within 1e-5 of the largest value.
 
-        files, cannot = write_onnx(load("runs/first"), Path("onnx"))
+        files, unsupported = write_onnx(load("runs/first"), Path("onnx"))
     """
     require_onnx()
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is a file: give a folder for the towers")
-    model, paths, cannot = trained.model, [], []
+    model, paths, unsupported = trained.model, [], []
     for side in ("query", "item"):
         tower: nn.Module = getattr(model, side)
-        why = _why_not(tower)
+        why = _unsupported(tower)
         if why:
-            cannot.append(f"the {side} tower cannot be written as ONNX: {why}")
+            unsupported.append(f"the {side} tower cannot be written as ONNX: {why}")
             continue
         size = sum(
             tensor.numel() * tensor.element_size()
             for tensor in {id(t): t for t in tower.state_dict().values()}.values()
         )
         if size > _LIMIT:
-            cannot.append(
-                f"the {side} tower cannot be written as ONNX: its {size / 1e9:.1f} GB are more than a file can hold"
+            unsupported.append(
+                f"the {side} tower cannot be written as ONNX: {size / 1e9:.1f} GB exceed the limit of the format"
             )
             continue
         paths.append(folder / f"{side}.onnx")
         files.write(paths[-1], partial(_write, _graph(model, side), trained, side))
     if not paths:
-        raise UserError(f"{trained.folder}: {'; '.join(cannot)}")
+        raise UserError(f"{trained.folder}: {'; '.join(unsupported)}")
     for name, vocabulary in (("query", trained.ids.query_ids), ("item", trained.ids.item_ids)):
         vocabulary.save(folder / f"{name}_ids.parquet")
         paths.append(folder / f"{name}_ids.parquet")
-    return paths, cannot
+    return paths, unsupported
 
 
-def _why_not(tower: nn.Module) -> str:
+def _unsupported(tower: nn.Module) -> str:
     inner = tower.item if isinstance(tower, HistoryTower) else tower
     if isinstance(inner, IdTower | FeatureTower | nn.Embedding):
         return ""
-    return f"it is of type {type(inner).__name__}; only id, feature and history towers can"
+    return f"{type(inner).__name__} is not supported, only id, feature and history towers are"
 
 
 def _graph(model: Retriever, side: str) -> Graph:
@@ -122,21 +123,21 @@ def _tower(graph: Graph, tower: nn.Module, ids: str) -> str:
 
 
 def _history(graph: Graph, tower: HistoryTower, items: str) -> str:
-    """Histories (B, L) -> vectors (B, D): the last items' mean or attention, the learned vector where there is none."""
+    """Histories (B, L) -> vectors (B, D): mean or attention over the last items; a learned vector if there is none."""
 
-    def whole(value: int) -> str:
+    def integer(value: int) -> str:
         return graph.constant(np.int64(value))
 
     def number(value: float) -> str:
         return graph.constant(np.float32(value))
 
-    known = graph.node("GreaterOrEqual", items, whole(0))
+    known = graph.node("GreaterOrEqual", items, integer(0))
     age = graph.node(
-        "Sub", graph.node("CumSum", graph.node("Cast", known, to=7), whole(1), reverse=1), whole(1)
+        "Sub", graph.node("CumSum", graph.node("Cast", known, to=7), integer(1), reverse=1), integer(1)
     )  # 7 = int64
-    present = graph.node("And", known, graph.node("Less", age, whole(tower.last)))
-    flat = graph.node("Reshape", graph.node("Where", present, items, whole(0)), graph.constant(np.array([-1])))
-    # 0 keeps B; L is read from the input, since a batch without rows leaves nothing to infer it from
+    present = graph.node("And", known, graph.node("Less", age, integer(tower.last)))
+    flat = graph.node("Reshape", graph.node("Where", present, items, integer(0)), graph.constant(np.array([-1])))
+    # the shape is read from the input: an empty batch leaves nothing to infer L from
     shape = graph.node("Concat", graph.node("Shape", items), graph.constant(np.array([tower.dim])), axis=0)
     vectors = graph.node("Reshape", _tower(graph, tower.item, flat), shape, allowzero=1)
     mask = graph.node("Cast", present, to=1)  # 1 = float32
@@ -147,7 +148,7 @@ def _history(graph: Graph, tower: HistoryTower, items: str) -> str:
         key = graph.node("MatMul", vectors, graph.table(tower.key.weight.detach().T))
         key = graph.node("Tanh", graph.node("Add", key, graph.table(tower.key.bias)))
         score = graph.node("MatMul", key, graph.table(tower.context))
-        young = graph.node("Min", graph.node("Max", age, whole(0)), whole(tower.last - 1))
+        young = graph.node("Min", graph.node("Max", age, integer(0)), integer(tower.last - 1))
         score = graph.node("Add", score, graph.node("Gather", graph.table(tower.recency), young))
         logits = graph.node("Where", present, score, number(float(np.finfo(np.float32).min)))
         weights = graph.node("Mul", graph.node("Softmax", logits, axis=1), mask)
@@ -157,7 +158,7 @@ def _history(graph: Graph, tower: HistoryTower, items: str) -> str:
 
 
 def _write(graph: Graph, trained: Trained, side: str, path: Path) -> None:
-    """Write the file and run it; vectors that differ from the model's leave no file."""
+    """Write the file and verify it; it is deleted if its vectors differ from those of the model."""
     graph.save(path)
     given, expected = _sample(trained.model, side)
     vectors = run_onnx(path, given)
@@ -166,23 +167,23 @@ def _write(graph: Graph, trained: Trained, side: str, path: Path) -> None:
     if vectors.shape != expected.shape or not worst <= _TOLERANCE * most:
         path.unlink()
         raise UserError(
-            f"the ONNX file of the {side} tower does not give the model's vectors: they differ by {worst:g}; nothing was kept"
+            f"the ONNX file of the {side} tower was deleted: its vectors differ from those of the model by {worst:g}"
         )
 
 
 def run_onnx(path: Path, ids: np.ndarray) -> np.ndarray:
-    """Vectors (B, D) that an ONNX tower gives for dense ids (B,), or for histories (B, L)."""
+    """Vectors (B, D) of an ONNX tower for dense ids (B,) or histories (B, L)."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
     session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    found: Sequence[Any] = session.run(None, {session.get_inputs()[0].name: ids})
-    return np.asarray(found[0])
+    outputs: Sequence[Any] = session.run(None, {session.get_inputs()[0].name: ids})
+    return np.asarray(outputs[0])
 
 
 def _sample(model: Retriever, side: str) -> tuple[np.ndarray, np.ndarray]:
-    """Inputs of a tower and the vectors that the model gives for them."""
+    """Inputs of a tower, and the vectors of the model for them."""
     tower: nn.Module = getattr(model, side)
     with torch.no_grad():
         if isinstance(tower, HistoryTower):
@@ -195,10 +196,89 @@ def _sample(model: Retriever, side: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _histories(tower: HistoryTower) -> Tensor:
-    """What a thousand queries of the run have taken, filled up with -1 at the front, and one query without any."""
+    """Histories of up to a thousand queries, left-padded with -1, and an empty one."""
     rows = torch.from_numpy(np.unique(np.linspace(0, tower.n - 1, min(tower.n, _CHECKED)).astype(np.int64)))
     longest = int(tower.start.diff().max())
     at = tower.start[rows + 1].unsqueeze(1) - torch.arange(longest, 0, -1)
     items = tower.items[at.clamp(min=0)].long() if longest else at
     items = items.masked_fill(at < tower.start[rows].unsqueeze(1), -1)
     return torch.cat([items, torch.full((1, items.shape[1]), -1)])
+
+
+def require_onnx() -> None:
+    """UserError that names the extra if ONNX or its runtime is missing."""
+    try:
+        import onnx
+        import onnxruntime  # noqa: F401
+    except ImportError as error:
+        raise UserError('ONNX files need onnx and onnxruntime: pip install "sparring[onnx]"') from error
+    del onnx
+
+
+class Graph:
+    """Builds an ONNX model from nodes, constants and tables; values are referred to by name.
+
+    graph = Graph("doubled")
+    x = graph.input("x", ("B",))
+    graph.output("y", graph.node("Add", x, x), ("B",))
+    graph.save(path)
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._nodes: list[Any] = []
+        self._tables: dict[int, tuple[str, np.ndarray]] = {}
+        self._inputs: list[Any] = []
+        self._outputs: list[Any] = []
+
+    def input(self, name: str, shape: tuple[str | int, ...]) -> str:
+        """An int64 input."""
+        from onnx import TensorProto, helper
+
+        self._inputs.append(helper.make_tensor_value_info(name, TensorProto.INT64, shape))
+        return name
+
+    def output(self, name: str, value: str, shape: tuple[str | int, ...]) -> None:
+        """A float32 output."""
+        from onnx import TensorProto, helper
+
+        self._nodes.append(helper.make_node("Identity", [value], [name]))
+        self._outputs.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, shape))
+
+    def node(self, kind: str, *inputs: str, **attributes: Any) -> str:
+        """Add an operator on named values; returns the name of its output."""
+        from onnx import helper
+
+        name = f"{kind.lower()}_{len(self._nodes)}"
+        self._nodes.append(helper.make_node(kind, list(inputs), [name], **attributes))
+        return name
+
+    def table(self, tensor: Tensor) -> str:
+        """Add a parameter or buffer of the model, once even if it is used twice."""
+        at = tensor.data_ptr()
+        if at not in self._tables:
+            self._tables[at] = (f"table_{len(self._tables)}", tensor.detach().cpu().contiguous().numpy())
+        return self._tables[at][0]
+
+    def constant(self, value: np.ndarray | np.generic) -> str:
+        """Add a small constant."""
+        array = np.asarray(value)
+        name = f"constant_{len(self._tables)}"
+        self._tables[-1 - len(self._tables)] = (name, array)
+        return name
+
+    def save(self, path: Path) -> None:
+        """Validate the graph and write it."""
+        import onnx
+        from onnx import helper, numpy_helper
+
+        tables = [
+            numpy_helper.from_array(np.ascontiguousarray(array).reshape(array.shape), name)
+            for name, array in self._tables.values()
+        ]
+        graph = helper.make_graph(self._nodes, self.name, self._inputs, self._outputs, tables)
+        model = helper.make_model(
+            graph, opset_imports=[helper.make_opsetid("", _OPSET)], ir_version=_VERSION, producer_name="sparring"
+        )
+        onnx.checker.check_model(model)
+        path.write_bytes(model.SerializeToString())

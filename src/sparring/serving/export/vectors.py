@@ -1,4 +1,4 @@
-"""Vectors and ids of a run: to Parquet, and to any store of items."""
+"""Vectors and ids of a run: to Parquet, and to vector databases."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sparring.core.errors import UserError
 from sparring.core.files import write_table
 from sparring.training.trained import Trained
 
-_BLOCK = 10_000  # items sent at once
+_BLOCK = 10_000  # items per request
 
 
 class Items(Protocol):
@@ -26,9 +26,9 @@ class Items(Protocol):
 
 
 def write_vectors(trained: Trained, folder: Path) -> list[Path]:
-    """items.parquet and queries.parquet: id (as in the data), vector (an array of D float32), and the title of items where known.
+    """Write items.parquet and queries.parquet: original id, vector (an array of D float32), and the titles of items.
 
-    Vectors are as they are compared: an item's score is the inner product.
+    The vectors are scaled: the score of an item is the inner product.
 
         write_vectors(load("runs/first"), Path("vectors"))
     """
@@ -52,9 +52,9 @@ def write_vectors(trained: Trained, folder: Path) -> list[Path]:
 
 
 def send(trained: Trained, store: Items, progress: Callable[[int, int], None] | None = None) -> tuple[int, int]:
-    """Make a store hold exactly the items of a run: all are put in, then those of it that the run does not have are deleted.
+    """Replace the items of a store by those of a run: (items written, items deleted).
 
-    (items put in, items deleted). While it runs, readers of the store find old and new vectors side by side.
+    Items are written first, then those unknown to the run are deleted. Meanwhile readers see old and new vectors.
     """
     ids, vectors, titles = store_ids(trained), trained.item_vectors().float().cpu().numpy(), titles_of(trained)
     for begin in range(0, len(ids), _BLOCK):
@@ -68,12 +68,12 @@ def send(trained: Trained, store: Items, progress: Callable[[int, int], None] | 
 
 
 def store_ids(trained: Trained) -> pl.Series:
-    """Item ids as databases take them: Int64, else text (whole numbers beyond Int64 too)."""
+    """Item ids for a database: Int64, else text (also for integers beyond Int64)."""
     ids = trained.ids.item_ids.ids
     return ids if ids.dtype == pl.Int64 else ids.cast(pl.String)
 
 
 def titles_of(trained: Trained) -> pl.Series | None:
-    """Titles of the items as text, where the run has them."""
+    """Titles of the items, None if the run has none."""
     table = trained.ids.item_table
     return table["title"].cast(pl.String) if table is not None and "title" in table.columns else None

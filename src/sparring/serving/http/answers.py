@@ -35,14 +35,14 @@ class Answering:
         self.registry, self.searcher, self.encoder, self.filterer = registry, searcher, encoder, filterer
 
     def plain_recommend(self, body: bytes) -> Awaitable[bytes] | None:
-        """The response to a request about known users without filters; None for any other, which `recommend` answers."""
+        """The response to a request for known users without filters; None for any other: `recommend` answers it."""
         query = _parsed(Recommend, body)
         if query is None or _filtered(query) or _kinds(query) not in (["user"], ["users"]):
             return None
         return self.searcher.submit(self._user_job(query))
 
     def plain_similar(self, body: bytes) -> Awaitable[bytes] | None:
-        """The response to a request without filters; None for any other, which `similar` answers."""
+        """The response to a request without filters; None for any other: `similar` answers it."""
         query = _parsed(Similar, body)
         return None if query is None or _filtered(query) else self.searcher.submit(self._item_job(query))
 

@@ -2,8 +2,8 @@
 
     app.include_router(pages(registry, read_split))
 
-The registry is read for every request, so swapped runs and changed items show up at once. `read_split` reads the data of
-a run and splits it as training did; without it the page cannot show negatives. These routes change nothing.
+The registry is read for every request, so swapped runs and changed items show up at once. `read_split` reads and
+splits the data of a run as training did; without it the page cannot show negatives. These routes change nothing.
 """
 
 from __future__ import annotations
@@ -323,9 +323,7 @@ def _finite(value: Any) -> Any:
 
 def _reports(folder: Path) -> dict[str, Path]:
     """The reports of a run: of its comparison, up to three folders above it, and of its index."""
-    above = [
-        parent / "report.html" for parent in folder.resolve().parents[:3] if (parent / "study.json").is_file()
-    ]
+    above = [parent / "report.html" for parent in folder.resolve().parents[:3] if (parent / "study.json").is_file()]
     reports = {"comparison": above[0]} if above else {}
     reports["index"] = folder / "index" / "report" / "report.html"
     return {which: path for which, path in reports.items() if path.is_file()}

@@ -24,9 +24,9 @@ _DRAIN_SECONDS = 2.0  # after a swap, until the memory of the replaced run is re
 class RunRegistry:
     """The served runs by name; the first is the default.
 
-    A request holds one `ServedRun` until it is answered, so a swap neither drops requests nor mixes two runs. Changes of
-    items go to the store first, then to every run; a run that is loaded later applies them before it serves. Writes are
-    serialised.
+    A request holds one `ServedRun` until it is answered, so a swap neither drops requests nor mixes runs. Changes of
+    items go to the store first, then to every run; a run that is loaded later applies them before it serves. Writes
+    are serialised.
 
         registry = RunRegistry([Path("runs/first")], Store("runs/first/serve/items.sqlite"))
         registry.served().catalogue
@@ -67,7 +67,7 @@ class RunRegistry:
         return list(self._runs.values())
 
     def put(self, items: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, list[int | str]]]:
-        """Add or change items, all or none: (sequence number, items that a run cannot place). Durable when it returns."""
+        """Add or change items, all or none: (sequence number, items that runs cannot place). Durable on return."""
         with self._writing:
             default = self.served()
             changes: dict[str, Change] = {}
@@ -79,7 +79,7 @@ class RunRegistry:
             return self._commit(list(changes.values()))
 
     def delete(self, ids: Sequence[int | str]) -> tuple[int, dict[str, list[int | str]]]:
-        """Delete items, all or none; an item that no run ever knew is an error. Durable when it returns."""
+        """Delete items, all or none; an item that no run ever knew is an error. Durable on return."""
         with self._writing:
             for item in ids:
                 if all(served.catalogue.find_one(item) < 0 and str(item) not in served.waiting for served in self.runs):
@@ -143,7 +143,7 @@ class RunRegistry:
             new.generation = self._generation
             self._runs[new.name] = new
         if new.waiting:
-            why = "the run was not trained on them, has none of the items they are like, and cannot use another model's vectors"
+            why = "unknown to this run: no training data, no known items they are like, and a vector of another model"
             self.log(
                 "items wait", run=new.name, items=len(new.waiting), first=next(iter(new.waiting.values())), why=why
             )

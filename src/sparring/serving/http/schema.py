@@ -1,4 +1,4 @@
-"""Requests and responses: their types, from which the OpenAPI description is generated, their limits, and the error a request gets."""
+"""Types of requests and responses, from which the OpenAPI description is generated; limits; the error of a request."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ _MIN_SHARE = 8  # queries below which splitting the work over a second thread do
 
 @dataclass(eq=False)
 class SearchJob:
-    """The search behind one request: users by dense id, or query vectors; the filters; and the data its response needs."""
+    """The search behind one request: users by dense id, or query vectors; filters; and data for the response."""
 
     served: ServedRun
     queries: Sequence[Any]  # as given in the request
@@ -82,7 +82,7 @@ class Searcher:
         return not self._closed and all(thread.is_alive() for thread in self._threads)
 
     def submit(self, job: SearchJob) -> asyncio.Future[bytes]:
-        """Queue a search; the future holds the response. Call it on the event loop; cancel the future to drop the job."""
+        """Queue a search and return the future response. Call it on the event loop; cancelling drops the job."""
         loop = asyncio.get_running_loop()
         job.response = loop.create_future()
         with self._wake:

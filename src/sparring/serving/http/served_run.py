@@ -127,7 +127,7 @@ class ServedRun:
         return self.index.has(dense)
 
     def place(self, change: Change) -> np.ndarray | None:
-        """The vector that a change gives an item; None if the item keeps its trained vector; RequestError if there is none.
+        """The vector that a change gives an item; None to keep the trained vector; RequestError if there is none.
 
         An item in the training data keeps its trained vector unless the change was made under this very model.
         """
@@ -214,7 +214,7 @@ def signature(folder: Path) -> tuple[Any, ...]:
 
 
 def load_served(folder: Path, name: str) -> ServedRun:
-    """Load a run with its index and probe them: finite vectors, an index that matches the model, searches that find items.
+    """Load a run with its index and probe them: finite vectors, an index of this model, searches that find items.
 
     A run without an index is searched exactly. A damaged index, or that of another model, raises UserError.
     """

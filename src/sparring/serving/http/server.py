@@ -95,7 +95,7 @@ def _log_notes(registry: RunRegistry, log: EventLog) -> None:
 
 
 def _watch(registry: RunRegistry, seconds: float, stop: threading.Event) -> None:
-    """Reload runs whose files have changed, once no training writes there. A rejected run is retried when it changes."""
+    """Reload runs whose files change, unless training is in progress. A rejected run waits for its next change."""
     rejected: dict[str, object] = {}
     while not stop.wait(seconds):
         for name, folder, loaded in [(served.name, served.folder, served.signature) for served in registry.runs]:

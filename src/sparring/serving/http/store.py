@@ -16,8 +16,10 @@ from sparring.core.locks import HeldError, Lock
 from sparring.serving.http.schema import RequestError
 
 _TABLES = """
-CREATE TABLE IF NOT EXISTS items (id TEXT PRIMARY KEY, sequence INTEGER NOT NULL, deleted INTEGER NOT NULL, content TEXT NOT NULL,
-                                  vector BLOB, model TEXT);
+CREATE TABLE IF NOT EXISTS items (
+    id TEXT PRIMARY KEY, sequence INTEGER NOT NULL, deleted INTEGER NOT NULL, content TEXT NOT NULL,
+    vector BLOB, model TEXT
+);
 CREATE INDEX IF NOT EXISTS by_sequence ON items (sequence);
 CREATE TABLE IF NOT EXISTS state (key TEXT PRIMARY KEY, value TEXT NOT NULL);
 """
@@ -39,8 +41,8 @@ class Change:
 class Store:
     """Changes of items, one row per item, ordered by the last change.
 
-    SQLite in WAL mode with synchronous=FULL: once `write` returns, neither a kill nor a power cut loses the change. Only
-    one service may open it; the lock ends with the process.
+    SQLite in WAL mode with synchronous=FULL: once `write` returns, neither a kill nor a power cut loses the change.
+    Only one service may open it; the lock ends with the process.
 
         store = Store("runs/first/serve/items.sqlite")
         store.write([Change("espresso", {"title": "Espresso"}, like=["ristretto"])])
@@ -66,12 +68,11 @@ class Store:
             self._db.execute("SELECT content FROM items LIMIT 0")  # fails on a store of another version
             self.sequence = int(self._db.execute("SELECT coalesce(max(sequence), 0) FROM items").fetchone()[0])
         except sqlite3.Error as error:
-            raise UserError(
-                f"{self.path} cannot be opened: {error}; restore it from a backup, or choose another file with --store FILE"
-            ) from error
+            how = "restore it from a backup, or choose another file with --store FILE"
+            raise UserError(f"{self.path} cannot be opened: {error}; {how}") from error
 
     def write(self, changes: Sequence[Change]) -> int:
-        """Store these changes, all or none; returns the sequence number of the last. They are on disk when it returns."""
+        """Store changes, all or none; returns the sequence number of the last. Durable on return."""
         rows = [
             (
                 str(change.id),

@@ -1,4 +1,7 @@
-"""Indexes of item vectors: exact, or approximate through FAISS, tuned for a recall and a memory limit; saved beside a run."""
+"""Indexes of item vectors: exact, or approximate by FAISS, tuned for a recall and a memory limit, saved beside a run.
+
+Searches, filters, changes in memory, files and tuning are here. The HTTP service and the command line are not.
+"""
 
 from __future__ import annotations
 

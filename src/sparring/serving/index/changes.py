@@ -1,4 +1,4 @@
-"""What was added to an index and removed from it since it was built."""
+"""Additions to and removals from an index since it was built."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import torch
 
 from sparring.serving.index.filters import Hidden, Lists, pairs, positions
 
-_BESIDE = 1 << 22  # scores of added items held at once
+_SCORES = 1 << 22  # scores of added items in memory at once
 
 
 @dataclass(frozen=True)
 class Changes:
-    """Rows of the index that are gone, and items beside it; never changed in place, so that a search sees one state."""
+    """Removed rows and added items; immutable, so that a search sees one state."""
 
-    gone: np.ndarray  # rows of the index that were removed or replaced, ascending
-    ids: np.ndarray  # added, ascending
-    vectors: np.ndarray  # theirs
+    gone: np.ndarray  # removed or replaced rows of the index, ascending
+    ids: np.ndarray  # added items, ascending
+    vectors: np.ndarray  # of the added items
 
     @classmethod
     def none(cls, dim: int) -> Changes:
@@ -28,12 +28,12 @@ class Changes:
         return np.union1d(self.gone, rows) if len(rows) else self.gone
 
     def without(self, ids: np.ndarray, rows: np.ndarray) -> Changes:
-        """These items removed, which stand in these rows of the index where it has them."""
+        """Remove items, which are in these rows of the index, if any."""
         kept = ~np.isin(self.ids, ids)
         return Changes(self.with_gone(rows), self.ids[kept], self.vectors[kept])
 
     def with_added(self, ids: np.ndarray, vectors: np.ndarray, rows: np.ndarray) -> Changes:
-        """These items added, in the place of those that stand in these rows of the index."""
+        """Add items, replacing those in these rows of the index."""
         rest = self.without(ids, rows)
         joined = np.concatenate([rest.ids, ids])
         order = np.argsort(joined)
@@ -48,15 +48,15 @@ class Changes:
         allow: np.ndarray | None,
         denied: np.ndarray,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Lists (B, k) with the added items in their places. Most have none, so only what beats a list's last is looked at further."""
+        """Merge the added items into lists (B, k). Only items that beat the last of a list are considered further."""
         ids, vectors = self.ids, self.vectors
         if allow is not None or len(denied):
-            here = np.ones(len(ids), bool) if allow is None else np.isin(ids, np.asarray(allow, dtype=np.int64))
-            here &= ~np.isin(ids, denied)
-            ids, vectors = ids[here], vectors[here]
-        k, step = scores.shape[1], max(1, _BESIDE // max(1, len(q)))
+            kept = np.ones(len(ids), bool) if allow is None else np.isin(ids, np.asarray(allow, dtype=np.int64))
+            kept &= ~np.isin(ids, denied)
+            ids, vectors = ids[kept], vectors[kept]
+        k, step = scores.shape[1], max(1, _SCORES // max(1, len(q)))
         for begin in range(0, len(ids), step):
-            # by torch: numpy's own threads burn a core each while they wait for a product as small as this
+            # torch: the threads of numpy's BLAS spin while they wait, which costs more than this small product
             more = (torch.from_numpy(q) @ torch.from_numpy(vectors[begin : begin + step]).T).numpy()
             better = np.flatnonzero((more > scores[:, -1:]).any(0))
             if not len(better):

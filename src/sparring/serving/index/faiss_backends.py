@@ -1,11 +1,11 @@
-"""The approximate kinds of index, made by FAISS: how each is built, how large it becomes, and how hard a search may look.
+"""Approximate indexes by FAISS: how each is built, its size in memory, and its search parameters.
 
     hnsw     a graph of neighbours over the full vectors
-    ivf      cells of k-means, full vectors in them: a search looks into the nearest cells
+    ivf      k-means cells with full vectors: a search visits the nearest cells
     ivfsq    the same with one byte per dimension
-    ivfpq    the same with product codes, the smallest
+    ivfpq    the same with product quantisation, the smallest
 
-Vectors are compared by inner product throughout.
+All kinds compare vectors by inner product.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ import numpy as np
 from sparring.core.choices import INDEX_KINDS as KINDS
 from sparring.core.errors import UserError
 
-_LINKS = 32  # neighbours of a node of the graph; twice as many on its lowest level
-_BUILD = 100  # candidates looked at while a node is linked
-_POINTS = 64  # vectors per cell that k-means learns from
-_CODES = 40  # vectors per code word that product codes are learned from
+_LINKS = 32  # neighbours of a graph node; twice as many on the lowest level
+_BUILD = 100  # candidates per node during construction
+_POINTS = 64  # training vectors of k-means per cell
+_CODES = 40  # training vectors of product quantisation per code word
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How hard a search looks: into `width` cells, or with `width` candidates in the graph; `refine` x k are then ranked by exact scores.
+    """Search effort: `width` cells to visit, or graph candidates; then `refine` x k results are rescored exactly.
 
-    A refine of 1 ranks by the scores of the index, which are exact for hnsw and ivf.
+    With refine 1 the scores of the index are final; they are exact for hnsw and ivf.
     """
 
     width: int = 1
@@ -37,7 +37,7 @@ class Effort:
 
 
 def require_faiss() -> Any:
-    """The module faiss, or an error that names the extra."""
+    """The module faiss; UserError names the missing extra."""
     try:
         import faiss
     except ImportError as error:
@@ -46,17 +46,17 @@ def require_faiss() -> Any:
 
 
 def n_cells(n: int) -> int:
-    """Cells for n vectors: a power of two near 4 sqrt(n)."""
+    """Number of cells for n vectors: a power of two near 4 sqrt(n)."""
     return 1 << max(2, min(16, round(math.log2(4 * math.sqrt(max(n, 1))))))
 
 
 def code_sizes(dim: int) -> tuple[int, ...]:
-    """Bytes per vector that product codes may take, most first: two, four or eight dimensions to a byte."""
+    """Possible bytes per product code, largest first: two, four or eight dimensions per byte."""
     return tuple(dict.fromkeys(-(-dim // per) for per in (2, 4, 8)))
 
 
 def estimated_bytes(kind: str, n: int, dim: int, code: int = 0) -> int:
-    """What an index of this kind keeps in memory, before it is built."""
+    """Estimated memory of an index in bytes."""
     if kind == "exact":
         return 4 * n * dim
     if kind == "hnsw":
@@ -66,7 +66,7 @@ def estimated_bytes(kind: str, n: int, dim: int, code: int = 0) -> int:
 
 
 def cells(vectors: np.ndarray, seed: int) -> Any:
-    """The cells that all IVF kinds share: a trained coarse quantiser."""
+    """The coarse quantiser that all IVF kinds share."""
     faiss = require_faiss()
     n, dim = vectors.shape
     count = n_cells(n)
@@ -87,7 +87,7 @@ def cells(vectors: np.ndarray, seed: int) -> Any:
 
 
 def make(kind: str, vectors: np.ndarray, quantizer: Any = None, code: int = 0, seed: int = 0) -> Any:
-    """A FAISS index of these vectors (N, D) float32; its ids are 0..N-1. IVF kinds take the `cells` to use.
+    """A FAISS index of vectors (N, D) float32 with ids 0..N-1. IVF kinds need the coarse quantiser of `cells`.
 
     make("ivfsq", vectors, cells(vectors, seed=0))
     """
@@ -103,7 +103,7 @@ def make(kind: str, vectors: np.ndarray, quantizer: Any = None, code: int = 0, s
     elif kind == "ivfsq":
         made = faiss.IndexIVFScalarQuantizer(quantizer, dim, quantizer.ntotal, faiss.ScalarQuantizer.QT_8bit, inner)
     elif kind == "ivfpq":
-        wide = -(-dim // code) * code  # product codes split a vector into equal parts: it is filled up with zeros
+        wide = -(-dim // code) * code  # product quantisation splits a vector into equal parts: pad it with zeros
         made = faiss.IndexIVFPQ(_widened(quantizer, wide), wide, quantizer.ntotal, code, 8, inner)
         made.pq.cp.niter, made.pq.cp.min_points_per_centroid, made.pq.cp.max_points_per_centroid = 10, 1, _CODES
         made.pq.cp.seed = seed
@@ -117,7 +117,7 @@ def make(kind: str, vectors: np.ndarray, quantizer: Any = None, code: int = 0, s
 
 
 def widened(vectors: np.ndarray, wide: int) -> np.ndarray:
-    """Vectors with zeros added up to `wide` dimensions, which leaves every inner product as it is; contiguous."""
+    """Contiguous vectors padded with zeros to `wide` dimensions; inner products stay the same."""
     if vectors.shape[1] == wide:
         return np.ascontiguousarray(vectors)
     out = np.zeros((len(vectors), wide), dtype=np.float32)
@@ -126,7 +126,7 @@ def widened(vectors: np.ndarray, wide: int) -> np.ndarray:
 
 
 def parameters(kind: str, effort: Effort, fetch: int, selector: Any = None) -> Any:
-    """What one FAISS search of `fetch` results is told: how hard to look, and which ids may be found."""
+    """FAISS parameters of a search for `fetch` results: the effort, and the ids that may be found."""
     faiss = require_faiss()
     if kind == "hnsw":
         return faiss.SearchParametersHNSW(sel=selector, efSearch=max(effort.width, fetch))
@@ -134,7 +134,7 @@ def parameters(kind: str, effort: Effort, fetch: int, selector: Any = None) -> A
 
 
 def only_these(rows: np.ndarray, n: int) -> Any:
-    """A FAISS selector of exactly these of the ids 0..n-1."""
+    """A FAISS selector of these ids out of 0..n-1."""
     faiss = require_faiss()
     chosen = np.zeros(n, dtype=bool)
     chosen[rows] = True
@@ -142,7 +142,7 @@ def only_these(rows: np.ndarray, n: int) -> Any:
 
 
 def all_but(rows: np.ndarray, n: int) -> Any:
-    """A FAISS selector of all ids 0..n-1 but these."""
+    """A FAISS selector of all ids 0..n-1 except these."""
     return require_faiss().IDSelectorNot(only_these(rows, n))
 
 

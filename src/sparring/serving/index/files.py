@@ -1,11 +1,11 @@
-"""An index on disk: files whose names are never used again, and index.json, which names them and is written last.
+"""An index on disk: files with unique names, and index.json, which lists them and is written last.
 
-    index.json           kind, effort, figures, the name, size and SHA-256 of each file
+    index.json           kind, effort, measurements; name, size and SHA-256 of each file
     vectors-*.npy        (N, D) float32
     ids-*.npy            (N,) int64
-    ann-*.faiss          what FAISS made; none where the index is exact
+    ann-*.faiss          the FAISS index; absent if the index is exact
 
-A save that is killed at any moment leaves index.json as it was, naming files that are still there; a damaged file fails its checksum.
+A save that is killed at any moment leaves the old index.json and its files intact. A damaged file fails its checksum.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from sparring.serving.index.faiss_backends import KINDS, Effort, require_faiss
 
 META = "index.json"
 _PARTS = ("vectors", "ids", "ann")
-_ABANDONED = 3600.0  # seconds after which a file that no index.json names was left by a save that did not end
+_ABANDONED = 3600.0  # seconds after which a file that is not in index.json belongs to an interrupted save
 
 
 @dataclass(eq=False)
 class Stored:
-    """What an index is made of, and what its files hold."""
+    """The parts of an index that are saved."""
 
-    vectors: np.ndarray  # (N, D) float32, may be mapped from a file
+    vectors: np.ndarray  # (N, D) float32, possibly memory-mapped
     ids: np.ndarray  # (N,) int64, ascending
     kind: str = "exact"
-    ann: Any = None  # the FAISS index over rows 0..N-1; None where exact
+    ann: Any = None  # the FAISS index over rows 0..N-1; None if exact
     effort: Effort = field(default_factory=Effort)
     meta: dict[str, Any] = field(default_factory=dict)
 
@@ -48,10 +48,7 @@ class Stored:
 
 
 def write(index: Stored, folder: Path) -> None:
-    """Save what an index was built from and how it is searched; a reader finds the index of before, or this one, whole.
-
-    What was added or removed since is no part of it.
-    """
+    """Save an index as it was built. Readers see either the old index or the new one, never a mix."""
     token = secrets.token_hex(4)
     paths = {"vectors": folder / f"vectors-{token}.npy", "ids": folder / f"ids-{token}.npy"}
     before = _named_files(folder)
@@ -69,33 +66,33 @@ def write(index: Stored, folder: Path) -> None:
 
 
 def read(folder: Path, check: bool = True) -> Stored:
-    """The index of a folder, its vectors and lists mapped into memory."""
+    """The index of a folder, memory-mapped."""
     for attempt in (1, 2):
         meta = read_meta(folder)
         try:
             return _read(folder, meta, check)
-        except FileNotFoundError as error:  # a newer index may have taken its place since index.json was read
+        except FileNotFoundError as error:  # a newer index may have replaced it since index.json was read
             if attempt == 2:
                 raise UserError(f"{error.filename} is missing: build the index again with `sparring index`") from error
     raise AssertionError
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
-    """What index.json says of an index."""
+    """The content of index.json."""
     path = folder / META
     if not path.is_file():
-        raise UserError(f"{folder} holds no index: build one with `sparring index`")
+        raise UserError(f"{folder} contains no index: build one with `sparring index`")
     try:
         meta = dict(json.loads(path.read_text()))
         known = meta["format"] == 1 and meta["kind"] in KINDS
         Effort(**meta["effort"])
-        whole = {"vectors", "ids"} <= meta["files"].keys()
-        whole &= all({"name", "bytes", "sha256"} <= each.keys() for each in meta["files"].values())
+        complete = {"vectors", "ids"} <= meta["files"].keys()
+        complete &= all({"name", "bytes", "sha256"} <= entry.keys() for entry in meta["files"].values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
             f"{path} is corrupt: {first_line(error)}; build the index again with `sparring index`"
         ) from error
-    if not known or not whole or (meta["kind"] != "exact" and "ann" not in meta["files"]):
+    if not known or not complete or (meta["kind"] != "exact" and "ann" not in meta["files"]):
         raise UserError(f"{path} is not an index that this version can read: build it again with `sparring index`")
     return meta
 
@@ -105,10 +102,12 @@ def _read(folder: Path, meta: dict[str, Any], check: bool) -> Stored:
     for part, about in meta["files"].items():
         path = folder / Path(str(about["name"])).name
         if path.stat().st_size != about["bytes"] or (check and sha256(path) != about["sha256"]):
-            raise UserError(f"{path} is corrupt: it is not what was saved; build the index again with `sparring index`")
+            raise UserError(
+                f"{path} is corrupt: its checksum does not match; build the index again with `sparring index`"
+            )
         paths[part] = path
     try:
-        # "c": changes would stay in memory, and none is made; torch refuses arrays that it may not write to
+        # "c" (copy on write): torch rejects read-only arrays, and nothing writes to this one
         vectors, ids = np.load(paths["vectors"], mmap_mode="c"), np.load(paths["ids"])
         ann = None
         if meta["kind"] != "exact":

@@ -1,4 +1,4 @@
-"""What the tuning of an index found: a table, a figure of recall against speed, and a page."""
+"""The report of an index tuning: a table, a figure of recall against speed, and a page."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sparring.serving.index.tuning import Point, Tuned
 
 _COLUMNS = (
     Column("kind", "{kind}", text=True),
-    Column("looks at", "{setting}", text=True),
+    Column("effort", "{setting}", text=True),
     Column("recall", "{recall:.4f}"),
     Column("queries/s", "{speed:,.0f}"),
     Column("x exact", "{times:.1f}"),
@@ -24,7 +24,7 @@ _COLUMNS = (
 
 
 def table(tuned: Tuned, target: float, best_only: bool = False) -> Table:
-    """All points that were measured, by kind and effort; `best_only`: of each kind the fastest that meets the target, or its best."""
+    """All measured points by kind and effort; with `best_only` the fastest sufficient one of each kind, or its best."""
     order = sorted(
         tuned.points, key=lambda point: (KINDS.index(point.kind), point.memory, point.effort.refine, point.effort.width)
     )
@@ -85,26 +85,26 @@ def draw(tuned: Tuned, target: float, folder: Path, k: int) -> RenderedFigure:
         axes.set(xlabel=f"recall@{k} of the exact answer", ylabel="queries per second")
         tidy(axes, "both")
         legend(figure, axes)
-    caption = f"Recall@{k} against speed of every index that was tried; dotted: the recall asked for."
+    caption = f"Recall@{k} against speed of every measured index; dotted line: the requested recall."
     return figures.save(figure, folder, "recall_speed", caption)
 
 
 def write(tuned: Tuned, target: float, memory: int | None, k: int, folder: Path, facts: dict[str, str]) -> Path:
     """report.html, the figure, and the table as .md, .csv, .tex and .json; the page's path."""
     drawn = draw(tuned, target, folder, k)
-    whole = table(tuned, target)
-    whole.write(folder, "points")
+    points = table(tuned, target)
+    points.write(folder, "points")
     chosen = tuned.chosen
     asked = f"recall@{k} of at least {target:g}" + ("" if memory is None else f" within {memory / 1e6:,.0f} MB")
-    lead = f"Asked for: {asked}. Chosen: {describe(chosen)}, recall {tuned.recall:.4f} on queries that chose nothing."
+    lead = f"Requested: {asked}. Chosen: {describe(chosen)}, recall {tuned.recall:.4f} on held-out queries."
     how = [
-        "Half of the sampled queries set how hard each index looks; the other half confirmed the recall of the chosen one.",
-        "Speed is that of searching 64 queries at a time, with all threads, no filters; memory leaves out vectors that are read from disk.",
+        "Half of the sampled queries tuned the effort of each index; the other half confirmed the recall.",
+        "Speed: batches of 64 queries, all threads, no filters. Memory: without vectors that are read from disk.",
         *(f"not tried: {line}" for line in tuned.left_out),
     ]
     sections = (
         Section("Recall against speed", (Figures((drawn,)),)),
-        Section("Every point", (Sheet(whole, tones={"chosen": "good", "below the target": "plain"}),)),
+        Section("Every point", (Sheet(points, tones={"chosen": "good", "below the target": "plain"}),)),
         Section("How it was measured", (Points(how), Facts(facts))),
     )
     path = folder / "report.html"
@@ -113,5 +113,6 @@ def write(tuned: Tuned, target: float, memory: int | None, k: int, folder: Path,
 
 
 def describe(point: Point) -> str:
-    """A point in words."""
-    return f"{point.kind}{f' ({point.setting})' if point.setting else ''}, {point.speed:,.0f} queries/s, {point.memory / 1e6:,.1f} MB"
+    """One line about a point."""
+    setting = f" ({point.setting})" if point.setting else ""
+    return f"{point.kind}{setting}, {point.speed:,.0f} queries/s, {point.memory / 1e6:,.1f} MB"

@@ -1,4 +1,4 @@
-"""The index of a run, in the folder `index` beside its model: built from the item tower, tuned on the run's own queries."""
+"""The index of a run, in its subfolder `index`: built from the item tower, tuned on queries of the run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def build_index(
     seed: int = 0,
     say: Callable[[str], None] = lambda line: None,
 ) -> Tuned:
-    """Tune an index for a run and save it beside the run; see `tune`.
+    """Tune an index for a run and save it in the run folder; see `tune`.
 
     build_index(load("runs/first"), recall=0.99, memory=500_000_000)
     """
@@ -38,7 +38,7 @@ def build_index(
     asked = trained.model.query_vectors(torch.from_numpy(chosen)).float().cpu().numpy()
     if not np.isfinite(vectors).all() or not np.isfinite(asked).all():
         raise UserError(
-            f"the vectors of {trained.folder} hold NaN or infinite values: the model has diverged, train it again"
+            f"the vectors of {trained.folder} contain NaN or infinite values: the model has diverged, train it again"
         )
     tuned = tune(vectors, asked, k, recall, memory, kind, seed, say)
     figures = {
@@ -57,7 +57,7 @@ def build_index(
 
 
 def open_index(run: str | Path, check: bool = True) -> Index:
-    """The index of a run folder; one that was made from another model is refused.
+    """The index of a run folder; the index of another model raises UserError.
 
     open_index("runs/first").search(q, k=10)
     """
@@ -69,6 +69,6 @@ def open_index(run: str | Path, check: bool = True) -> Index:
     model = run / "model.safetensors"
     if model.is_file() and index.meta.get("model") != files.sha256(model):
         raise UserError(
-            f"{folder} was made from another model than {model}: build it again with `sparring index {run}`"
+            f"{folder} was built from another model than {model}: build it again with `sparring index {run}`"
         )
     return index

@@ -1,4 +1,4 @@
-"""An index of item vectors: the best items of a query, exactly or nearly so, without those that it may not have."""
+"""An index of item vectors: the best items for a query, exact or approximate, with exact filters."""
 
 from __future__ import annotations
 
@@ -17,48 +17,47 @@ from sparring.core.types import Positives
 from sparring.serving.index import faiss_backends
 from sparring.serving.index.changes import Changes
 from sparring.serving.index.files import Stored, read, write
-from sparring.serving.index.filters import Hidden, Lists, found, pairs, positions
+from sparring.serving.index.filters import Hidden, Lists, pairs, positions, present
 
-_FEW = 8  # queries: below this a product with all items costs less than the exact ranking, which works on 64 at a time
-_SMALL = 20_000  # an allow list up to this long, or a twentieth of the catalogue, is ranked exactly
-_TOGETHER = 32  # hidden items up to which queries are searched together
-_SCORED = 1 << 24  # numbers gathered at once when candidates are ranked again
+_FEW = 8  # queries: for fewer, one product with all items is faster than the blockwise exact ranking
+_SMALL = 20_000  # an allow list of this length, or of a twentieth of the items, is ranked exactly
+_EXTRA = 32  # hidden items up to which queries are searched in one batch
+_SCORED = 1 << 24  # numbers gathered at once when candidates are rescored
 
 
 @dataclass(eq=False)
 class Index(Stored):
     """Item vectors by id, searched by inner product: exact, or through FAISS (hnsw, ivf, ivfsq, ivfpq).
 
-    Filters are exact for every kind: an item that a query excludes, that is denied or not allowed, is never returned, and a list is
-    shorter than k only where no more items are left. What was added is searched exactly beside the index, so that adding and removing
-    take effect at once and for every kind; build the index anew when much has changed. Searches and changes may run in many threads.
+    Filters are exact for every kind: an excluded, denied or not allowed item is never returned, and a list is shorter
+    than k only if there are no more items. Added items are searched exactly, besides the index, so additions and
+    removals take effect at once; rebuild the index after many changes. Searches and changes are thread-safe.
 
         index = Index.load("runs/first/index")
-        scores, ids = index.search(q, k=10, exclude=[[3, 17]], allow=ids_in_stock)      # (B, 10) each; -1 where no item is left
+        scores, ids = index.search(q, k=10, exclude=[[3, 17]], allow=ids_in_stock)     # (B, 10) each
 
-    Ids are whole numbers, for the items of a run their dense ids (`Trained.ids.item_ids` names them).
+    Ids are integers; for the items of a run they are dense ids (`Trained.ids.item_ids` has the original ones).
     """
 
     def __post_init__(self) -> None:
         if len(self.vectors) != len(self.ids):
-            raise ValueError(f"there are {len(self.vectors)} vectors for {len(self.ids)} ids")
+            raise ValueError(f"{len(self.vectors)} vectors for {len(self.ids)} ids")
         if bool((self.ids[1:] <= self.ids[:-1]).any()):
-            raise ValueError("ids must ascend, each once")
+            raise ValueError("ids must be distinct and ascend")
         self._lock = threading.Lock()
         self._selector: tuple[np.ndarray, Any] | None = None
-        self._told: tuple[int, Any, Any] | None = None
-        self._counted = (
-            len(self.ids) > 0 and int(self.ids[0]) == 0 and int(self.ids[-1]) == len(self.ids) - 1
-        )  # a row is its id
+        self._cached_parameters: tuple[int, Any, Any] | None = None
+        n = len(self.ids)
+        self._ids_are_rows = n > 0 and int(self.ids[0]) == 0 and int(self.ids[-1]) == n - 1
         self._changes = Changes.none(self.dim)
 
     @classmethod
     def load(cls, folder: str | Path, check: bool = True) -> Index:
-        """Read a saved index, mapped into memory; with `check`, checksums of all its files are compared first."""
+        """Memory-map a saved index; with `check`, verify the checksums of all its files first."""
         return cls(**vars(read(Path(folder), check)))
 
     def save(self, folder: str | Path) -> None:
-        """Write the index, whole or not at all, without what was added or removed since it was built."""
+        """Write the index atomically, without additions and removals since it was built."""
         write(self, Path(folder))
 
     def __len__(self) -> int:
@@ -66,33 +65,33 @@ class Index(Stored):
         return len(self.ids) - len(changes.gone) + len(changes.ids)
 
     def add(self, ids: np.ndarray, vectors: np.ndarray) -> None:
-        """Add items, or replace those that are there, from the next search on. In memory only."""
+        """Add or replace items, from the next search on. In memory only."""
         ids, vectors = np.atleast_1d(np.asarray(ids, dtype=np.int64)), self._checked(np.atleast_2d(vectors))
         if len(ids) != len(vectors) or len(np.unique(ids)) < len(ids) or (len(ids) and ids.min() < 0):
             raise UserError(
-                f"to add items, give distinct ids from 0 and one vector each, not {len(ids)} ids and {len(vectors)} vectors"
+                f"cannot add {len(ids)} ids with {len(vectors)} vectors: give distinct ids from 0 and one vector each"
             )
         with self._lock:
-            self._changes = self._changes.with_added(ids, vectors, found(self.ids, ids))
+            self._changes = self._changes.with_added(ids, vectors, present(self.ids, ids))
 
     def remove(self, ids: np.ndarray) -> int:
-        """Remove items from the next search on; how many of them there were. In memory only."""
+        """Remove items, from the next search on; returns how many were present. In memory only."""
         ids = np.unique(np.asarray(ids, dtype=np.int64))
         with self._lock:
             before = len(self)
-            self._changes = self._changes.without(ids, found(self.ids, ids))
+            self._changes = self._changes.without(ids, present(self.ids, ids))
             return before - len(self)
 
     def has(self, item: int) -> bool:
-        """Whether a search may find an item."""
-        asked, changes = np.array([item], dtype=np.int64), self._changes
-        base = int(positions(self.ids, asked)[0])
-        return int(positions(changes.ids, asked)[0]) >= 0 or (
+        """Whether a search can find an item."""
+        one, changes = np.array([item], dtype=np.int64), self._changes
+        base = int(positions(self.ids, one)[0])
+        return int(positions(changes.ids, one)[0]) >= 0 or (
             base >= 0 and int(positions(changes.gone, np.array([base]))[0]) < 0
         )
 
     def vectors_of(self, ids: np.ndarray) -> np.ndarray:
-        """Vectors (n, D) of items, as they are now; an unknown id is an error that names it."""
+        """Current vectors (n, D) of items; an unknown id raises UserError."""
         ids, changes = np.asarray(ids, dtype=np.int64), self._changes
         base, new = positions(self.ids, ids), positions(changes.ids, ids)
         for item in ids[(new < 0) & ((base < 0) | np.isin(base, changes.gone))].tolist():
@@ -109,15 +108,15 @@ class Index(Stored):
         allow: np.ndarray | None = None,
         deny: np.ndarray | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The k best items of queries (B, D): scores (B, k), and ids (B, k) with -1 where no item is left.
+        """The k best items for queries (B, D): scores (B, k), and ids (B, k), -1 where there are no more items.
 
-        `exclude` has one list of ids for each query (or Positives, row i for query i); `allow` and `deny` hold for all of them. Ids
-        that the index does not know are ignored.
+        `exclude` has one list of ids per query (or Positives, row i for query i); `allow` and `deny` apply to all.
+        Unknown ids are ignored.
         """
         if k < 1:
             raise UserError(f"k must be at least 1, not {k}")
         q, changes = self._checked(q), self._changes
-        best = self._simply(q, k, exclude, changes.gone) if allow is None and deny is None else None
+        best = self._search_few(q, k, exclude, changes.gone) if allow is None and deny is None else None
         denied = np.empty(0, np.int64) if deny is None else np.asarray(deny, dtype=np.int64)
         if best is None:
             rows, items = pairs(exclude, len(q))
@@ -128,22 +127,22 @@ class Index(Stored):
             best = changes.joined(q, *best, exclude, allow, denied)
         return best
 
-    def _simply(
+    def _search_few(
         self, q: np.ndarray, k: int, exclude: Lists | None, gone: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray] | None:
-        """What most requests of a service ask: few queries, each hiding a few of all items. None where it is not as simple as that.
+        """The most frequent search of a service: few queries, each with few excluded items. None if it does not apply.
 
-        Told apart in Python: for so few, each of the dozen calls of numpy that any other search takes would cost more.
+        The general search calls numpy a dozen times more, about 0.1 ms per batch: as much as FAISS takes for a query.
         """
-        if self.ann is None or self.effort.refine > 1 or not self._counted or len(q) > 2 * _TOGETHER:
+        if self.ann is None or self.effort.refine > 1 or not self._ids_are_rows or len(q) > 2 * _EXTRA:
             return None
         if isinstance(exclude, Positives) or (exclude is not None and len(exclude) != len(q)):
             return None
-        hidden = [np.asarray(each).tolist() for each in exclude or ()]
+        hidden = [np.asarray(items).tolist() for items in exclude or ()]
         most = max(map(len, hidden), default=0)
-        if most > _TOGETHER or k + most > len(self.ids) or 2 * len(gone) > len(self.ids):
+        if most > _EXTRA or k + most > len(self.ids) or 2 * len(gone) > len(self.ids):
             return None
-        fetch = k + _TOGETHER if most else k
+        fetch = k + _EXTRA if most else k
         scores, at = self.ann.search(
             faiss_backends.widened(q, self.ann.d), fetch, params=self._parameters(fetch, self._all_but(gone))
         )
@@ -163,8 +162,8 @@ class Index(Stored):
     def _scope(
         self, changes: Changes, allow: np.ndarray | None, deny: np.ndarray
     ) -> tuple[np.ndarray | None, np.ndarray]:
-        """(the only rows that may be found, or None for all; rows that may not be)."""
-        gone = changes.with_gone(found(self.ids, deny)) if len(deny) else changes.gone
+        """(rows that may be found, None for all; rows that may not be found)."""
+        gone = changes.with_gone(present(self.ids, deny)) if len(deny) else changes.gone
         if allow is None and 2 * len(gone) <= len(self.ids):
             return None, gone
         kept = np.full(len(self.ids), allow is None)
@@ -194,7 +193,7 @@ class Index(Stored):
         return scores, at
 
     def _all_but(self, gone: np.ndarray) -> Any:
-        """The selector of what is not gone; the last one is kept, since building it reads a bit for every item."""
+        """The FAISS selector of all rows but these; cached, since it has a bit per item."""
         if not len(gone):
             return None
         kept = self._selector
@@ -203,10 +202,14 @@ class Index(Stored):
         return kept[1]
 
     def _parameters(self, fetch: int, selector: Any) -> Any:
-        """What FAISS is told; the last of it is kept."""
-        kept = self._told
+        """The FAISS search parameters; the last ones are cached."""
+        kept = self._cached_parameters
         if kept is None or kept[0] != fetch or kept[1] is not selector:
-            self._told = kept = (fetch, selector, faiss_backends.parameters(self.kind, self.effort, fetch, selector))
+            self._cached_parameters = kept = (
+                fetch,
+                selector,
+                faiss_backends.parameters(self.kind, self.effort, fetch, selector),
+            )
         return kept[2]
 
     def _found_exactly(
@@ -218,21 +221,21 @@ class Index(Stored):
         return scores, np.where(at >= 0, only[at.clip(min=0)], -1) if len(only) else at
 
     def _nearly(self, q: np.ndarray, k: int, hidden: Hidden, selector: Any) -> tuple[np.ndarray, np.ndarray]:
-        """Through FAISS: what each query hides is fetched on top and dropped, queries that hide about as much together."""
+        """Search with FAISS: fetch k plus the number of hidden items, then drop the hidden ones; by similar numbers."""
         n = len(self.ids)
         scores, at = np.full((len(q), k), -np.inf, np.float32), np.full((len(q), k), -1, np.int64)
-        for more, rows in _alike(hidden):
-            fetch = min(n, int(np.ceil((k + more) * self.effort.refine)))
-            told = self._parameters(fetch, selector)
-            score, found_at = self.ann.search(faiss_backends.widened(q[rows], self.ann.d), fetch, params=told)
+        for extra, rows in _by_hidden_count(hidden):
+            fetch = min(n, int(np.ceil((k + extra) * self.effort.refine)))
+            parameters = self._parameters(fetch, selector)
+            score, found_at = self.ann.search(faiss_backends.widened(q[rows], self.ann.d), fetch, params=parameters)
             score[found_at < 0] = -np.inf
-            dropped = hidden.of(rows).mask(found_at) if more else None
+            dropped = hidden.of(rows).mask(found_at) if extra else None
             if self.effort.refine > 1:
                 score = self._rescored(q[rows], found_at, score)
-            some = dropped is not None and bool(dropped.any())
-            if some:
+            drops = dropped is not None and bool(dropped.any())
+            if drops:
                 score[dropped] = -np.inf
-            if some or self.effort.refine > 1:
+            if drops or self.effort.refine > 1:
                 order = np.argsort(-score, axis=1, kind="stable")[:, :k]
                 score, found_at = np.take_along_axis(score, order, 1), np.take_along_axis(found_at, order, 1)
             kept = min(k, score.shape[1])
@@ -253,34 +256,30 @@ class Index(Stored):
     def _checked(self, q: np.ndarray) -> np.ndarray:
         q = np.ascontiguousarray(q, dtype=np.float32)
         if q.ndim != 2 or q.shape[1] != self.dim:
-            raise UserError(
-                f"vectors are {tuple(q.shape)}; this index holds vectors of {self.dim} dimensions: give (n, {self.dim})"
-            )
+            raise UserError(f"vectors have shape {tuple(q.shape)}; this index needs (n, {self.dim})")
         if not np.isfinite(q).all():
-            raise UserError("the vectors hold NaN or infinite values")
+            raise UserError("the vectors contain NaN or infinite values")
         return q
 
 
-def _alike(hidden: Hidden) -> Iterator[tuple[int, np.ndarray]]:
-    """(at most so many hidden, rows): queries by how much they hide, up to powers of two."""
+def _by_hidden_count(hidden: Hidden) -> Iterator[tuple[int, np.ndarray]]:
+    """(bound on the hidden items, rows): queries grouped by their number of hidden items, in powers of two."""
     count = hidden.counts()
     if not len(hidden):
         yield 0, np.arange(len(count))
         return
-    extra = np.where(count > 0, 1 << np.ceil(np.log2(np.maximum(count, _TOGETHER))).astype(np.int64), 0)
-    if (
-        len(count) <= 4 * _TOGETHER and int(extra.max()) == _TOGETHER
-    ):  # one search of few costs less than telling them apart
-        yield _TOGETHER, np.arange(len(count))
+    extra = np.where(count > 0, 1 << np.ceil(np.log2(np.maximum(count, _EXTRA))).astype(np.int64), 0)
+    if len(count) <= 4 * _EXTRA and int(extra.max()) == _EXTRA:  # for few queries one search is faster than two
+        yield _EXTRA, np.arange(len(count))
         return
-    for more in np.unique(extra).tolist():
-        yield more, np.nonzero(extra == more)[0]
+    for bound in np.unique(extra).tolist():
+        yield bound, np.nonzero(extra == bound)[0]
 
 
 def _exact(
     q: np.ndarray, k: int, vectors: np.ndarray, hidden: Hidden, gone: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Scores and rows of the k best of all vectors, without what is hidden from a query or gone for all."""
+    """Scores and rows of the k best vectors, without rows hidden from a query or removed."""
     if not len(vectors) or not len(q):
         return np.full((len(q), k), -np.inf, np.float32), np.full((len(q), k), -1, np.int64)
     asked, items = torch.from_numpy(q), torch.from_numpy(vectors)

@@ -1,6 +1,6 @@
 """The index that answers most queries per second among those that are good and small enough: built, measured, chosen.
 
-Recall is the share of the exact k best items that an index finds. Speed is that of `Index.search` on 64 queries at a time.
+Recall is the share of the exact k best items that an index finds. Speed is measured on batches of 64 queries.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from sparring.serving.index import faiss_backends
 from sparring.serving.index.faiss_backends import Effort, cells, code_sizes, estimated_bytes, make, n_cells
 from sparring.serving.index.search import Index
 
-SMALL = 2_000  # items up to which only the exact index is worth a thought
-GRAPH = 250_000  # items up to which a graph is built unasked: beyond, building takes many minutes
+SMALL = 2_000  # up to this many items only the exact index is considered
+GRAPH = 250_000  # up to this many items `auto` builds a graph; beyond, that takes many minutes
 _BATCH = 64
 _REFINE = {"hnsw": (1.0,), "ivf": (1.0,), "ivfsq": (1.0, 1.5), "ivfpq": (2.0, 5.0)}
-_LEAST = 0.15  # seconds that a speed is measured for, at least
+_LEAST = 0.15  # shortest measurement in seconds
 
 
 @dataclass(frozen=True)
 class Point:
-    """One way to search, measured."""
+    """A measured configuration."""
 
     kind: str
     effort: Effort
     recall: float
     speed: float  # queries per second
-    memory: int  # bytes that a search keeps in memory; vectors that are only read again to refine stay on disk
+    memory: int  # bytes; vectors that are only read to refine stay on disk
 
     @property
     def setting(self) -> str:
@@ -44,13 +44,13 @@ class Point:
 
 @dataclass(frozen=True)
 class Tuned:
-    """The chosen index, all points that were measured, and the recall of the chosen one on queries that chose nothing."""
+    """The chosen index, all measured points, and the recall of the chosen one on held-out queries."""
 
     index: Index
     chosen: Point
     points: tuple[Point, ...]
     recall: float
-    left_out: tuple[str, ...]  # kinds that were not measured, and why
+    left_out: tuple[str, ...]  # kinds that were not measured, with the reason
 
 
 def tune(
@@ -63,33 +63,31 @@ def tune(
     seed: int = 0,
     say: Callable[[str], None] = lambda line: None,
 ) -> Tuned:
-    """Build indexes of item vectors (N, D), measure them on query vectors (n, D), and keep the fastest that is good enough.
+    """Build indexes of item vectors (N, D), measure them on query vectors (n, D), and return the fastest good one.
 
-    Half of the queries set how hard each index looks; the other half must confirm the recall. `memory` (bytes) bounds what a search
-    keeps in memory. Where no index reaches the recall within it, the error names the best that was found.
+    Half of the queries tune the effort of each index; the other half must confirm the recall. `memory` bounds the bytes
+    that a search keeps in memory. If no index reaches the recall within it, the error names the best one.
 
-        tuned = tune(model.item_vectors().numpy(), model.query_vectors(ids).numpy(), k=100, recall=0.99, memory=500_000_000)
+        tuned = tune(model.item_vectors().numpy(), queries, k=100, recall=0.99, memory=500_000_000)
     """
     n, dim = vectors.shape
     if kind not in ("auto", *faiss_backends.KINDS):
         raise UserError(f"kind {kind!r} is not one of auto, {', '.join(faiss_backends.KINDS)}")
     if not 0 < recall <= 1:
-        raise UserError(f"recall {recall} is not a share: it must be above 0 and at most 1")
+        raise UserError(f"recall {recall} must be above 0 and at most 1")
     if len(queries) < 2:
-        raise UserError(f"recall is measured on queries, half of them held out: {len(queries)} are too few")
+        raise UserError(f"tuning needs at least 2 queries, not {len(queries)}: half of them are held out")
     k = min(k, n)
     half = len(queries) // 2
     exact = Index(np.ascontiguousarray(vectors, dtype=np.float32), np.arange(n))
     truth = exact.search(queries, k)[1]
-    own = Point("exact", Effort(), 1.0, _speed(exact, queries[:half], k), estimated_bytes("exact", n, dim))
-    fits = memory is None or own.memory <= memory
-    points = [own] if fits and kind in ("auto", "exact") else []
+    baseline = Point("exact", Effort(), 1.0, _speed(exact, queries[:half], k), estimated_bytes("exact", n, dim))
+    fits = memory is None or baseline.memory <= memory
+    points = [baseline] if fits and kind in ("auto", "exact") else []
     indexes, left_out = {"exact": exact}, list[str]()
-    say(f"exact: {own.speed:,.0f} queries/s, {own.memory / 1e6:,.1f} MB")
-    quantizer, slowest = (
-        None,
-        own.speed if points else 0.0,
-    )  # where exact search is a choice, one that is far slower is none
+    say(f"exact: {baseline.speed:,.0f} queries/s, {baseline.memory / 1e6:,.1f} MB")
+    quantizer = None
+    slowest = baseline.speed if points else 0.0  # if exact search is allowed, a far slower index is useless
     for name, code in _wanted(kind, n, dim, memory, left_out):
         began = time.perf_counter()
         if name.startswith("ivf") and quantizer is None:
@@ -104,9 +102,8 @@ def tune(
             measured,
             key=lambda point: (point.recall >= recall, point.speed if point.recall >= recall else point.recall),
         )
-        say(
-            f"{name}: built in {seconds:.1f} s, {size / 1e6:,.1f} MB, recall {best.recall:.4f} at {best.speed:,.0f} queries/s"
-        )
+        figures = f"recall {best.recall:.4f} at {best.speed:,.0f} queries/s"
+        say(f"{name}: built in {seconds:.1f} s, {size / 1e6:,.1f} MB, {figures}")
     good = sorted((point for point in points if point.recall >= recall), key=lambda point: -point.speed)
     for point in good:
         index = replace(indexes[point.kind], effort=point.effort)
@@ -115,7 +112,7 @@ def tune(
             return Tuned(index, point, tuple(points), held, tuple(left_out))
     limit = "" if memory is None else f" within {memory / 1e6:,.1f} MB"
     if not points:
-        left_out = left_out or [f"exact takes {own.memory / 1e6:,.1f} MB"]
+        left_out = left_out or [f"exact takes {baseline.memory / 1e6:,.1f} MB"]
         raise UserError(f"no index of {n:,} x {dim} vectors fits{limit}: {'; '.join(left_out)}")
     if good:
         raise UserError(
@@ -127,15 +124,15 @@ def tune(
 
 
 def _wanted(kind: str, n: int, dim: int, memory: int | None, left_out: list[str]) -> Iterator[tuple[str, int]]:
-    """Approximate kinds to build, with the bytes of a product code; those left out are told."""
+    """Approximate kinds to build, with the bytes of a product code; `left_out` gets the reasons of the others."""
     for name in faiss_backends.KINDS[1:]:
         if kind not in ("auto", name):
             continue
         if kind == "auto" and n <= SMALL:
-            left_out.append(f"{name} is for more than {SMALL:,} items")
+            left_out.append(f"{name} is only for more than {SMALL:,} items")
             continue
         if kind == "auto" and name == "hnsw" and n > GRAPH:
-            left_out.append(f"hnsw takes minutes to build for {n:,} items: ask for it with --kind hnsw")
+            left_out.append(f"hnsw takes minutes to build for {n:,} items: request it with --kind hnsw")
             continue
         codes = code_sizes(dim) if name == "ivfpq" else (0,)
         fitting = [code for code in codes if memory is None or estimated_bytes(name, n, dim, code) <= memory]
@@ -148,7 +145,7 @@ def _wanted(kind: str, n: int, dim: int, memory: int | None, left_out: list[str]
 def _sweep(
     index: Index, queries: np.ndarray, truth: np.ndarray, k: int, target: float, size: int, slowest: float
 ) -> Iterator[Point]:
-    """Points of rising effort until the target is met or exact search is faster; then the least effort that meets it."""
+    """Points of rising effort until the target is reached or exact search is faster; then bisect for the least."""
 
     def at(effort: Effort) -> Point:
         tried = replace(index, effort=effort)
@@ -158,21 +155,19 @@ def _sweep(
     n = len(index.ids)
     most = n if index.kind == "hnsw" else n_cells(n)
     for refine in _REFINE[index.kind]:
-        # fewer cells than hold twice what is fetched leave lists short, which a search then makes exactly
+        # with fewer cells lists stay short, and the search falls back to exact ranking
         least = k if index.kind == "hnsw" else math.ceil(2 * k * refine * most / n)
         low, high, reached, before = 0, min(least, most), False, -1.0
         while True:
             point = at(Effort(high, refine))
             yield point
             reached = point.recall >= target
-            stuck = (
-                point.recall - before < 1e-4 and high > 8
-            )  # codes too coarse: looking into more cells finds nothing more
+            stuck = point.recall - before < 1e-4 and high > 8  # the codes are too coarse: more cells do not help
             if reached or high >= most or point.speed < slowest / 4 or stuck:
                 break
             low, high, before = high, min(2 * high, most), point.recall
         if reached and not low and high < most:
-            yield at(Effort(min(2 * high, most), refine))  # the held-out queries may need more
+            yield at(Effort(min(2 * high, most), refine))  # held-out queries may need more
         while reached and high - low > max(1, high // 8):
             middle = (low + high) // 2
             point = at(Effort(middle, refine))
@@ -181,14 +176,14 @@ def _sweep(
 
 
 def _recall(found: np.ndarray, truth: np.ndarray) -> float:
-    """Mean share of the true items that were found; rows hold distinct ids."""
+    """Mean share of the true items that were found; ids are distinct within a row."""
     base = int(max(found.max(), truth.max())) + 2
     row = np.arange(len(truth))[:, None] * base
     return float(np.isin(truth + row, found + row).sum() / truth.size)
 
 
 def _speed(index: Index, queries: np.ndarray, k: int) -> float:
-    """Queries per second by the median batch, which others on the machine disturb least."""
+    """Queries per second of the median batch, which is robust to other load on the machine."""
     batches = [queries[begin : begin + _BATCH] for begin in range(0, len(queries), _BATCH)]
     each: list[float] = []  # seconds per query
     start = time.perf_counter()

@@ -1,17 +1,17 @@
-// Questions to the service. A failure carries the one line that the server gave, or says that nobody answered.
+// Requests to the service. A Failure carries the server's message, or says that there was no response.
 
 const KEY = "sparring-token";
 let token = "";
 try {
   token = sessionStorage.getItem(KEY) || "";
 } catch {
-  /* kept for this page only */
+  /* storage is blocked: keep the token in memory */
 }
 
 export class Failure extends Error {
   constructor(words, status) {
     super(words);
-    this.status = status; // 0: no answer at all
+    this.status = status; // 0: no response
   }
 }
 
@@ -22,7 +22,7 @@ export function setToken(value) {
   try {
     sessionStorage.setItem(KEY, value);
   } catch {
-    /* as above */
+    /* storage is blocked */
   }
 }
 
@@ -34,7 +34,7 @@ async function request(path, { body, signal } = {}) {
     answer = await fetch(path, { method: body ? "POST" : "GET", headers, body: body && JSON.stringify(body), signal });
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new Failure("The server does not answer.", 0);
+    throw new Failure("The server does not respond.", 0);
   }
   if (answer.ok) return answer;
   throw new Failure(await line(answer), answer.status);
@@ -46,9 +46,9 @@ async function line(answer) {
     if (typeof detail === "string") return detail;
     if (Array.isArray(detail)) return detail.map((each) => `${(each.loc || []).slice(1).join(".")}: ${each.msg}`).join("; ");
   } catch {
-    /* no JSON: the status must do */
+    /* not JSON: report the status */
   }
-  return `The server answered ${answer.status} ${answer.statusText}.`;
+  return `The server responded with ${answer.status} ${answer.statusText}.`;
 }
 
 export async function ask(path, options) {
@@ -57,7 +57,7 @@ export async function ask(path, options) {
     return await answer.json();
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new Failure("The server's answer broke off.", 0);
+    throw new Failure("The response was cut off.", 0);
   }
 }
 
@@ -66,7 +66,7 @@ export const address = (path, values) => {
   return kept.length ? `${path}?${new URLSearchParams(kept)}` : path;
 };
 
-// An address for what a tag or a link must load by itself, which cannot send a token: with one, the content as a data URL.
+// The address of an image. An <img> cannot send a token, so with a token its content is returned as a data URL.
 export async function content(path, signal) {
   if (!token) return path;
   const blob = await (await request(path, { signal })).blob();

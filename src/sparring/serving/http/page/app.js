@@ -1,4 +1,4 @@
-// The frame: which view is shown, which runs are looked at, and what is said when the server refuses or is gone.
+// The frame: the current view, the selected runs, and the token prompt.
 
 import { ask, hasToken, setToken } from "./api.js";
 import { byId, h, put } from "./dom.js";
@@ -23,7 +23,7 @@ const search = startSearch({
   failed,
 });
 
-// The runs that are looked at: one, or two that differ.
+// The selected runs: one, or two different ones.
 function chosen(route) {
   const names = info ? info.runs.map((run) => run.name) : [];
   const first = names.includes(route.run) ? route.run : names[0];
@@ -44,7 +44,7 @@ function askToken() {
     put(notice);
     begin();
   };
-  const words = hasToken() ? "The token is not the right one." : "This service asks for a token.";
+  const words = hasToken() ? "Wrong token." : "This service requires a token.";
   put(notice, h("form", { on: { submit } }, h("label", { for: "token" }, words), field, h("button", { type: "submit" }, "Continue")));
   notice.hidden = false;
   field.focus();
@@ -79,7 +79,7 @@ async function show() {
 }
 
 async function begin() {
-  put(main, working("One moment…"));
+  put(main, working("Loading…"));
   try {
     info = await ask("v1/info");
   } catch (error) {

@@ -1,4 +1,4 @@
-// A line chart as SVG, drawn anew for the width it has; the arrow keys walk along it as the pointer does.
+// A line chart as SVG, redrawn when its width changes; the arrow keys move the cursor like the pointer.
 
 import { figure, h, put, svg } from "./dom.js";
 
@@ -8,7 +8,7 @@ const HEIGHT = 230,
   LEFT = 52,
   RIGHT = 14;
 
-// `series`: [{name, points: [[x, y], ...], best: x or null}]; the colour is that of its place.
+// `series`: [{name, points: [[x, y], ...], best: x or null}]; the colour follows the position.
 export function chart({ title, across, series }) {
   const xs = [...new Set(series.flatMap((each) => each.points.map(([x]) => x)))].sort((a, b) => a - b);
   const ys = series.flatMap((each) => each.points.map(([, y]) => y));
@@ -16,7 +16,7 @@ export function chart({ title, across, series }) {
     class: "plot",
     tabindex: "0",
     role: "img",
-    "aria-label": `${title} by ${across}: ${series.map(summary).join("; ")}. The arrow keys walk along it.`,
+    "aria-label": `${title} by ${across}: ${series.map(summary).join("; ")}. Use the arrow keys to read values.`,
   });
   const readout = h("p", { class: "readout number", role: "status" });
   const [low, high, step] = ticks(Math.min(...ys), Math.max(...ys));
@@ -68,7 +68,7 @@ export function chart({ title, across, series }) {
     put(
       readout,
       series.map((each, index) => key(each.name, index)),
-      h("span", { class: "quiet" }, series.some((each) => each.best) ? "ring: the epoch that was kept" : ""),
+      h("span", { class: "quiet" }, series.some((each) => each.best) ? "ring: selected epoch" : ""),
     );
   }
 

@@ -1,4 +1,4 @@
-// Elements without markup: every word of the data becomes a text node, so nothing in it can be taken for HTML.
+// Elements without markup: data only ever becomes text nodes, so none of it is parsed as HTML.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -23,9 +23,9 @@ export function put(element, ...children) {
   return element;
 }
 
-// For those who listen: one short sentence on what has changed.
+// Announce a change to screen readers.
 export function say(words) {
-  byId("said").textContent = words;
+  byId("announcement").textContent = words;
 }
 
 export const count = (number) => Number(number).toLocaleString("en");

@@ -1,4 +1,4 @@
-// Which items may be listed: conditions on item columns, seen items or not, how many.
+// Filters: conditions on item columns, seen items, and the length of the list.
 
 import { address, ask } from "./api.js";
 import { h, plural, put } from "./dom.js";
@@ -18,7 +18,7 @@ const LENGTHS = [5, 10, 20, 50, 100];
 
 export const inWords = ({ column, op, value }) => `${column} ${ORDER[op] || op} ${Array.isArray(value) ? value.join(", ") : value}`;
 
-// `seen`: whether hiding seen items makes sense here. The bar stays as it is while the lists below it change, so the focus stays too.
+// `seen`: whether to offer "Hide seen items". The bar is not rebuilt when the lists change, so it keeps the focus.
 export function filterBar({ columns, seen }) {
   const first = telling(columns);
   const place = ({ name }) => (first.includes(name) ? first.indexOf(name) : first.length);
@@ -56,20 +56,20 @@ export function filterBar({ columns, seen }) {
         answer.values.map((each) => h("option", { value: String(each.value), label: plural(each.count, "item") })),
       );
     } catch {
-      /* without suggestions any value can still be typed */
+      /* suggestions are optional: any value can be typed */
     }
   }
 
   function typed() {
     const text = value.value.trim();
-    if (!text) throw new Error("Type a value to filter by.");
+    if (!text) throw new Error("Enter a value to filter by.");
     if (type() === "number") {
       const number = Number(text.replace(",", "."));
-      if (!Number.isFinite(number)) throw new Error(`${column.value} is a number; “${text}” is not.`);
+      if (!Number.isFinite(number)) throw new Error(`${column.value} is a number; “${text}” is not one.`);
       return number;
     }
     if (type() === "boolean") {
-      if (!/^(true|false)$/i.test(text)) throw new Error(`${column.value} is true or false.`);
+      if (!/^(true|false)$/i.test(text)) throw new Error(`${column.value} must be true or false.`);
       return /^true$/i.test(text);
     }
     return text;

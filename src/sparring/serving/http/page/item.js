@@ -1,4 +1,4 @@
-// An item: what is known of it, what is like it, and which negatives it met in training.
+// An item: its columns, similar items, and its negatives in training.
 
 import { address, ask } from "./api.js";
 import { count, figure, h, percent, plural, put, say } from "./dom.js";
@@ -7,7 +7,7 @@ import { hasImages, itemList, picture, twins } from "./lists.js";
 import { sides } from "./sides.js";
 import { empty, failure, working } from "./states.js";
 
-const AGAIN = 1500; // milliseconds before a server that is still working is asked again
+const AGAIN = 1500; // milliseconds between polls while the server is working
 
 export function itemView({ id, info, failed }) {
   const bar = filterBar({ columns: info.columns, seen: false });
@@ -31,7 +31,7 @@ export function itemView({ id, info, failed }) {
       put(
         unknown,
         error.status === 404
-          ? empty(`No item has the id “${id}”`, "Search above: an item is found by id or by title.")
+          ? empty(`No item has the id “${id}”`, "Search above by id or title.")
           : failure(error, () => describe(run)),
       );
       return error.status !== 404;
@@ -49,7 +49,7 @@ export function itemView({ id, info, failed }) {
       h("dt", null, name.replaceAll("_", " ")),
       h("dd", null, figure(value)),
     ]);
-    const note = item.placed ? null : h("p", { class: "quiet" }, "This run cannot place the item: it is kept, and not listed.");
+    const note = item.placed ? null : h("p", { class: "quiet" }, "This run cannot place the item, so it is stored but not listed.");
     put(about, hasImages(info.columns) && item.columns.image && picture(item.id, run, true), h("dl", null, facts), note);
     return true;
   }
@@ -68,12 +68,12 @@ export function itemView({ id, info, failed }) {
   };
 }
 
-// Worked out only when asked for: the server reads the run's data again and takes some training steps.
+// Computed on demand: the server reads the training data and takes some training steps.
 function negatives(id, failed) {
-  const button = h("button", { type: "button", on: { click: () => start() } }, "Work them out");
-  const intro = h("p", { class: "quiet" }, "What the sampler set against this item when it was the positive of a training pair.");
+  const button = h("button", { type: "button", on: { click: () => start() } }, "Compute");
+  const intro = h("p", { class: "quiet" }, "The items that the sampler drew as negatives when this item was the positive of a training pair.");
   const panels = h("div", { class: "sides" });
-  const element = h("section", { class: "negatives" }, h("h2", null, "Negatives it met"), intro, button, panels);
+  const element = h("section", { class: "negatives" }, h("h2", null, "Negatives in training"), intro, button, panels);
   twins(panels);
   let runs = [],
     begun = false,
@@ -104,14 +104,14 @@ function negatives(id, failed) {
     try {
       let answer = await ask(address("page/negatives", { item: id, run }), { signal });
       while (answer.state === "working") {
-        put(inner, working("Reading the data and drawing training batches. The first time takes longest…"));
+        put(inner, working("Reading the data and drawing training batches. The first time takes longer…"));
         await new Promise((resolve) => setTimeout(resolve, AGAIN));
         answer = await ask(address("page/negatives", { item: id, run }), { signal });
       }
       put(
         inner,
         answer.state === "absent"
-          ? empty("They cannot be shown", `${answer.why[0].toUpperCase()}${answer.why.slice(1)}.`)
+          ? empty("Not available", `${answer.why[0].toUpperCase()}${answer.why.slice(1)}.`)
           : shown(answer, run),
       );
       say(answer.state === "absent" ? answer.why : `${run}: ${plural(answer.items.length, "negative")}`);
@@ -134,22 +134,22 @@ function negatives(id, failed) {
 }
 
 function shown(answer, run) {
-  const steps = `${plural(answer.steps, "step")} of ${count(answer.batch)} pairs${answer.cut ? " (the time was up)" : ""}`;
-  const candidates = `${count(Math.round(answer.candidates))} candidates counted per step, ${plural(answer.distinct, "item")} in all`;
+  const steps = `${plural(answer.steps, "step")} of ${count(answer.batch)} pairs${answer.cut ? " (time limit reached)" : ""}`;
+  const candidates = `${count(Math.round(answer.candidates))} candidates per step, ${plural(answer.distinct, "distinct item")}`;
   const lines = [
     `${steps}, each with one of the ${plural(answer.pairs, "training pair")} of this item: ${candidates}.`,
-    answer.made_up > 0 && `${percent(answer.made_up)} of the sum are made-up vectors, which are no items.`,
-    "The share is each one's part of the sum that the item is held against: the larger, the harder it pushes.",
+    answer.made_up > 0 && `${percent(answer.made_up)} of the sum comes from synthetic vectors, which are not items.`,
+    "The share is a candidate's part of the loss's sum over negatives: a larger share means a stronger gradient.",
   ];
   const items = answer.items.map((each) => ({
     ...each,
     often: `${each.times >= 0.995 ? each.times.toFixed(1) : each.times.toFixed(2)} per step`,
   }));
   const list = items.length
-    ? itemList(items, { run, told: ["often"], bars: true })
-    : empty("No item of the catalogue", "All that counted were made-up vectors, or nothing did.");
+    ? itemList(items, { run, details: ["often"], bars: true })
+    : empty("No items", "All negatives were synthetic vectors, or there were none.");
   const sampler =
     answer.sampler.length > 0 &&
-    h("details", null, h("summary", null, "What a batch of this run holds"), h("pre", null, answer.sampler.join("\n")));
+    h("details", null, h("summary", null, "Composition of a training batch"), h("pre", null, answer.sampler.join("\n")));
   return [h("p", { class: "quiet small" }, lines.filter(Boolean).join(" ")), list, sampler];
 }

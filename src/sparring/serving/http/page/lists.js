@@ -1,19 +1,19 @@
-// Lists of items, one or two side by side, and what differs between them.
+// Lists of items, one or two side by side, and their differences.
 
 import { address, content } from "./api.js";
 import { count, figure, h, percent } from "./dom.js";
 import { link } from "./route.js";
 
 const FIRST = ["category", "genre", "genres", "price", "brand", "year"];
-const UNTOLD = new Set(["title", "image", "text", "description"]);
+const HIDDEN = new Set(["title", "image", "text", "description"]);
 
-// The columns that stand in small letters under a title: few, the telling ones first.
+// The columns shown under a title: at most two, the most informative first.
 export function telling(columns) {
-  const names = columns.filter((each) => each.type !== "list" && !UNTOLD.has(each.name)).map((each) => each.name);
+  const names = columns.filter((each) => each.type !== "list" && !HIDDEN.has(each.name)).map((each) => each.name);
   return [...FIRST.filter((name) => names.includes(name)), ...names.filter((name) => !FIRST.includes(name))].slice(0, 2);
 }
 
-// What an item is called: its title, else its text, else its id.
+// The name of an item: its title, else its text, else its id.
 export const nameOf = (item) => item.title ?? item.text ?? String(item.id);
 
 export const hasImages = (columns) => columns.some((each) => each.name === "image");
@@ -29,7 +29,7 @@ export function picture(id, run, wide) {
   return frame;
 }
 
-// For each item where it stands in both lists: {here, there}, ranks from 1, 0 where it is not.
+// For each item its ranks in both lists: {here, there}, from 1; 0 if absent.
 export function moves(items, others) {
   const there = new Map(others.map((item, at) => [String(item.id), at + 1]));
   return items.map((item, at) => ({ here: at + 1, there: there.get(String(item.id)) || 0 }));
@@ -48,16 +48,16 @@ function mark({ here, there }, second) {
   );
 }
 
-// `told`: columns under the title; `moved`: as `moves` gives it, where another list stands beside; `second`: this is the one beside;
-// `taken`: ids of items that the user has already.
+// `details`: columns under the title; `moved`: the result of `moves` if there is another list; `second`: this is the other list;
+// `taken`: ids of the items in the user's history.
 export function itemList(
   items,
-  { run, told = [], images = false, moved = null, second = false, taken = null, ranked = true, bars = false },
+  { run, details = [], images = false, moved = null, second = false, taken = null, ranked = true, bars = false },
 ) {
   const most = bars ? Math.max(...items.map((each) => each.share), 1e-12) : 1;
   const rows = items.map((item, at) => {
     const small =
-      told
+      details
         .map((name) => figure(item[name]))
         .filter(Boolean)
         .join(" · ") || (ranked && nameOf(item) !== String(item.id) ? String(item.id) : "");
@@ -93,7 +93,7 @@ function share(item, most) {
   );
 }
 
-// Pointing at an item shows it in the other lists too.
+// Hovering over an item highlights it in the other lists too.
 export function twins(element) {
   const light = (event, on) => {
     const id = event.target.closest?.(".item")?.dataset.id;

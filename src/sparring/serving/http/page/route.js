@@ -1,4 +1,4 @@
-// The address is the state: #/user/1042?run=a&with=b&k=20. What is seen can be sent as a link, and the browser's back button works.
+// The URL is the state: #/user/1042?run=a&with=b&k=20. Views can be shared as links, and the back button works.
 
 const DEFAULTS = { run: "", with: "", k: "10", seen: "hide", where: "[]" };
 const VIEWS = new Set(["user", "item", "text", "training"]);
@@ -38,7 +38,7 @@ export const go = (changes) => {
   location.hash = write({ ...read(), ...changes });
 };
 
-// A link to a user or an item, with the runs that are looked at now; filters stay with what they were set for.
+// A link to a user or an item that keeps the selected runs; filters belong to one view.
 export const link = (view, id) => {
   const { run, with: other, k } = read();
   return write({ ...DEFAULTS, view, id: String(id), run, with: other, k, where: [] });

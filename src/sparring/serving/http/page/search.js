@@ -1,9 +1,9 @@
-// Find a user or an item as you type: a combobox whose list is walked with the arrow keys.
+// Search as you type for a user or an item: a combobox with arrow-key navigation.
 
 import { address, ask } from "./api.js";
 import { byId, count, h, plural, put } from "./dom.js";
 
-const WAIT = 120; // milliseconds without a key before the server is asked
+const WAIT = 120; // milliseconds after the last key before the server is queried
 const LIMIT = 8;
 
 export function startSearch({ run, open, failed }) {
@@ -62,8 +62,8 @@ export function startSearch({ run, open, failed }) {
     found = answer.found;
     put(list, found.map(option));
     const what = kind();
-    if (!answer.total) note.textContent = text ? `No ${what} matches “${text}”.` : `This run knows no ${what}s.`;
-    else if (!text) note.textContent = what === "user" ? "Users who took most" : "Items taken most";
+    if (!answer.total) note.textContent = text ? `No ${what} matches “${text}”.` : `This run has no ${what}s.`;
+    else if (!text) note.textContent = what === "user" ? "Most active users" : "Most popular items";
     else if (answer.total > found.length) note.textContent = `${count(found.length)} of ${count(answer.total)} matches`;
     else note.textContent = answer.total === 1 ? "1 match" : `${count(answer.total)} matches`;
     point(-1);
@@ -71,7 +71,7 @@ export function startSearch({ run, open, failed }) {
   }
 
   function option(each, at) {
-    const times = kind() === "user" ? plural(each.count, "item") : `taken ${count(each.count)} ${each.count === 1 ? "time" : "times"}`;
+    const times = kind() === "user" ? plural(each.count, "item") : plural(each.count, "user");
     return h(
       "li",
       {
@@ -122,7 +122,7 @@ export function startSearch({ run, open, failed }) {
       if (popup.hidden) show(true);
       point(active < 0 ? (step > 0 ? 0 : found.length - 1) : (active + step + found.length) % found.length);
     } else if (event.key === "Escape" && !popup.hidden) {
-      event.preventDefault(); // else the browser empties the field too
+      event.preventDefault(); // otherwise the browser would also clear the field
       show(false);
     }
   });

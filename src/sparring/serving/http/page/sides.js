@@ -1,4 +1,4 @@
-// One question put to one run or two: their lists side by side, with what moved, is new or is missing.
+// One query to one or two runs: their lists side by side, with moved, new and missing items marked.
 
 import { ask } from "./api.js";
 import { h, plural, put, say } from "./dom.js";
@@ -7,7 +7,7 @@ import { difference, hasImages, itemList, moves, telling, twins } from "./lists.
 import { go } from "./route.js";
 import { empty, failure } from "./states.js";
 
-// `what`: how the list is called; `question(run)` gives the path and the body that it is asked with.
+// `what`: the heading of the list; `question(run)`: the path and the body of the request.
 export function sides({ what, info, question, failed }) {
   const element = h("div", { class: "sides" });
   const summary = h("p", { class: "summary", hidden: true });
@@ -22,14 +22,14 @@ export function sides({ what, info, question, failed }) {
     if (element.childElementCount !== runs.length) {
       put(
         element,
-        runs.map(() => h("section", { class: "panel" }, h("h2", null, what), h("p", { class: "working" }, "One moment…"))),
+        runs.map(() => h("section", { class: "panel" }, h("h2", null, what), h("p", { class: "working" }, "Loading…"))),
       );
     }
-    const told = telling(info.columns);
+    const details = telling(info.columns);
     const body = {
       k: route.k,
       where: route.where,
-      fields: info.columns.some((each) => each.name === "text") ? [...told, "text"] : told,
+      fields: info.columns.some((each) => each.name === "text") ? [...details, "text"] : details,
     };
     const answers = await Promise.all(
       runs.map(async (run) => {
@@ -47,7 +47,7 @@ export function sides({ what, info, question, failed }) {
     const lists = answers.map((each) => each.items);
     const both = lists.length === 2 && lists.every(Boolean);
     summary.hidden = !both;
-    if (both) put(summary, h("b", null, `${runs[1]} against ${runs[0]}`), difference(lists[0], lists[1]));
+    if (both) put(summary, h("b", null, `${runs[1]} compared with ${runs[0]}`), difference(lists[0], lists[1]));
     put(
       element,
       answers.map(({ run, items, error }, at) => {
@@ -58,7 +58,7 @@ export function sides({ what, info, question, failed }) {
             ? nothing(route)
             : itemList(items, {
                 run,
-                told,
+                details,
                 images: hasImages(info.columns),
                 moved: other && moves(items, other),
                 second: at === 1,
@@ -74,7 +74,7 @@ export function sides({ what, info, question, failed }) {
             h(
               "p",
               { class: "quiet small" },
-              `No more items ${route.where.length ? "pass the filters" : "are left"}: ${plural(items.length, "item")} in all.`,
+              `Only ${plural(items.length, "item")} ${route.where.length ? "match the filters" : "can be listed"}.`,
             ),
         );
       }),
@@ -86,11 +86,11 @@ export function sides({ what, info, question, failed }) {
 }
 
 function nothing(route) {
-  if (!route.where.length) return empty("Nothing to list", "No item is left that could be listed here.");
+  if (!route.where.length) return empty("No items", "There are no items to list here.");
   return h(
     "div",
     { class: "empty" },
-    h("p", { class: "empty-title" }, "No item passes the filters"),
+    h("p", { class: "empty-title" }, "No item matches the filters"),
     h("p", null, route.where.map(inWords).join(", ")),
     h("button", { type: "button", on: { click: () => go({ where: [] }) } }, "Remove the filters"),
   );

@@ -1,4 +1,4 @@
-// What stands here before anyone has searched: the runs in a few figures, and some users and items to begin with.
+// The start view: the size of the data, and the most active users and most popular items.
 
 import { address, ask } from "./api.js";
 import { h, plural, put } from "./dom.js";
@@ -33,12 +33,12 @@ export function startView({ info, failed }) {
           { class: "names" },
           h("a", { href: link(kind, each.id) }, each.title ?? (kind === "user" ? `User ${each.id}` : String(each.id))),
         ),
-        h("span", { class: "number quiet" }, plural(each.count, kind === "user" ? "item" : "time")),
+        h("span", { class: "number quiet" }, plural(each.count, kind === "user" ? "item" : "user")),
       );
     put(
       panel,
       h("h2", null, words),
-      found.length ? h("ul", { class: "items" }, found.map(row)) : empty(`No ${kind}s`, `This run knows no ${kind}s.`),
+      found.length ? h("ul", { class: "items" }, found.map(row)) : empty(`No ${kind}s`, `This run has no ${kind}s.`),
     );
   }
 
@@ -48,8 +48,8 @@ export function startView({ info, failed }) {
     name: "Explore",
     async update(_, runs) {
       const first = info.runs.find((each) => each.name === runs[0]);
-      lead.textContent = `${plural(first.queries, "user")} and ${plural(first.items, "item")}. Search above, or begin here.`;
-      await Promise.all([list(users, "user", "Users who took most", runs[0]), list(items, "item", "Items taken most", runs[0])]);
+      lead.textContent = `${plural(first.queries, "user")} and ${plural(first.items, "item")}. Search above, or start here.`;
+      await Promise.all([list(users, "user", "Most active users", runs[0]), list(items, "item", "Most popular items", runs[0])]);
     },
   };
 }

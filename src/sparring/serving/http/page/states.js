@@ -1,4 +1,4 @@
-// What stands where a list would: nothing there, something wrong, still working.
+// Placeholders for a list: empty, failed, loading.
 
 import { h } from "./dom.js";
 
@@ -15,8 +15,8 @@ export function failure(error, again) {
   return h(
     "div",
     { class: "empty wrong-box", role: "alert" },
-    h("p", { class: "empty-title" }, gone ? "The server does not answer" : error.status === 404 ? "Not found" : "That did not work"),
-    h("p", null, gone ? "It may have been stopped, or the connection is gone." : error.message),
+    h("p", { class: "empty-title" }, gone ? "The server does not respond" : error.status === 404 ? "Not found" : "The request failed"),
+    h("p", null, gone ? "It may have stopped, or the connection is down." : error.message),
     again && h("button", { type: "button", on: { click: again } }, "Try again"),
   );
 }

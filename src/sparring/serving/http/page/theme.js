@@ -1,5 +1,5 @@
 "use strict";
-// Not a module, so that it runs before the first paint: a chosen theme never flashes in the other one.
+// Not a module, so it runs before the first paint and the other theme never flashes.
 (() => {
   const root = document.documentElement;
   const kept = () => {
@@ -20,14 +20,14 @@
       const now = root.getAttribute("data-theme") || "";
       button.firstElementChild.textContent = signs[now];
       button.lastElementChild.textContent = words[now];
-      button.setAttribute("aria-label", `Colours: ${words[now].toLowerCase()}`);
+      button.setAttribute("aria-label", `Theme: ${words[now].toLowerCase()}`);
     };
     button.addEventListener("click", () => {
       const theme = next[root.getAttribute("data-theme") || ""];
       try {
         localStorage.setItem("theme", theme);
       } catch {
-        /* a browser that keeps nothing still changes its colours */
+        /* storage is blocked: the theme still changes */
       }
       apply(theme);
       show();

@@ -1,4 +1,4 @@
-// How the runs were trained: curves, test figures, settings, and the reports that lie with them.
+// The training of the runs: curves, test metrics, settings and reports.
 
 import { address, ask, blob, hasToken } from "./api.js";
 import { chart } from "./chart.js";
@@ -10,7 +10,7 @@ const REPORTS = { comparison: "Comparison report", index: "Index report" };
 
 export function trainingView({ failed }) {
   const title = h("h1", { tabindex: "-1" }, "Training");
-  const body = h("div", null, working("One moment…"));
+  const body = h("div", null, working("Loading…"));
   return {
     element: h("div", null, title, body),
     title,
@@ -45,16 +45,16 @@ function curves(runs) {
     ["Training loss", series("loss").map((each) => ({ ...each, best: null }))],
   ];
   const drawn = plots.filter(([, lines]) => lines.length).map(([name, lines]) => chart({ title: name, across: "epoch", series: lines }));
-  if (!drawn.length) return empty("No curves", "The folders of these runs hold no metrics.jsonl with epochs.");
+  if (!drawn.length) return empty("No curves", "These runs have no metrics.jsonl with epochs.");
   const note =
     runs.length > 1 &&
-    h("p", { class: "quiet small" }, "Losses of different recipes are not on one scale: compare runs by the validation metric.");
+    h("p", { class: "quiet small" }, "Losses of different recipes are not comparable: compare runs by the validation metric.");
   return h("section", { "aria-label": "Curves" }, h("div", { class: "figures" }, drawn), note);
 }
 
 function tests(runs) {
   const tested = runs.filter((run) => Object.keys(run.test).length);
-  if (!tested.length) return empty("No test figures", "None of these runs was measured on a test part.");
+  if (!tested.length) return empty("No test metrics", "None of these runs was evaluated on a test split.");
   const names = SHOWN.filter((name) => tested.some((run) => Number.isFinite(run.test[name])));
   const best = Object.fromEntries(names.map((name) => [name, Math.max(...tested.map((run) => run.test[name] ?? -Infinity))]));
   const cell = (run, name) =>
@@ -88,7 +88,7 @@ function tests(runs) {
     "section",
     null,
     h("h2", null, "Test"),
-    h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Test figures" }, table),
+    h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Test metrics" }, table),
   );
 }
 
@@ -113,18 +113,18 @@ function details(run) {
       null,
       facts.map(([name, words]) => [h("dt", null, name), h("dd", null, words)]),
     ),
-    run.batch.length > 0 && h("details", null, h("summary", null, "What a batch of this run holds"), h("pre", null, run.batch.join("\n"))),
+    run.batch.length > 0 && h("details", null, h("summary", null, "Composition of a training batch"), h("pre", null, run.batch.join("\n"))),
     run.reports.length > 0
       ? h(
           "ul",
           { class: "links" },
           run.reports.map((which) => h("li", null, report(run.name, which))),
         )
-      : h("p", { class: "quiet small" }, "No comparison or index report lies with this run: see sparring compare and sparring index."),
+      : h("p", { class: "quiet small" }, "This run has no comparison or index report. Create one with sparring compare or sparring index."),
   );
 }
 
-// A link cannot send a token, so with one the report is fetched and saved; it opens from disk.
+// A link cannot send a token, so with a token the report is downloaded instead.
 function report(run, which) {
   const path = address("page/report", { run, which });
   if (!hasToken())

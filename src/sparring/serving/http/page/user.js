@@ -1,4 +1,4 @@
-// A user: what they took, and what one run or two recommend; or the same for a text.
+// A user: the history, and the recommendations of one or two runs; or the recommendations for a text.
 
 import { address, ask } from "./api.js";
 import { figure, h, plural, put } from "./dom.js";
@@ -31,7 +31,7 @@ export function userView({ id, info, failed }) {
       failed(error);
       if (error.status === 404) {
         for (const each of [bar.element, grid, facts]) each.hidden = true;
-        put(unknown, empty(`No user has the id “${id}”`, "Search above: a user is found by id, or by name where the data has names."));
+        put(unknown, empty(`No user has the id “${id}”`, "Search above by id, or by name if the data has names."));
         return false;
       }
       put(
@@ -55,7 +55,7 @@ export function userView({ id, info, failed }) {
 
   function pastOf(user, run) {
     const head = h("h2", null, "History", h("span", { class: "of" }, user.total ? plural(user.total, "item") : ""));
-    if (!user.total) return [head, empty("No items yet", "This run has seen nothing that this user took.")];
+    if (!user.total) return [head, empty("No items yet", "This user has no interactions in the data of this run.")];
     const options = { run, images: hasImages(info.columns), ranked: false };
     const items = user.ordered ? user.history.toReversed() : user.history;
     const rest = items.length - SHORT;
@@ -70,7 +70,7 @@ export function userView({ id, info, failed }) {
     const cut =
       user.history.length < user.total &&
       h("p", { class: "quiet small" }, `The last ${plural(user.history.length, "item")} of ${user.total}.`);
-    return [head, h("p", { class: "quiet small" }, user.ordered ? "Latest first." : "In no order of time."), list, button, cut];
+    return [head, h("p", { class: "quiet small" }, user.ordered ? "Latest first." : "Not in time order."), list, button, cut];
   }
 
   return {
