@@ -23,9 +23,7 @@ def parsed(*words: str) -> Namespace:
     return parser.parse_args(words)
 
 
-def test_modalities_of_a_command_line(
-    parts: Split, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_modalities_of_a_command_line(parts: Split, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Repeated options give the modalities in their order, and a printed line each; --quiet prints none."""
     array = np.random.default_rng(0).normal(size=(parts.train.n_items, 3)).astype(np.float32)
     np.save(tmp_path / "image.npy", array)

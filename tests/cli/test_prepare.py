@@ -78,8 +78,8 @@ def test_refused_input(parts: Path, tmp_path: Path, refused: Callable[..., None]
     """Missing columns, no files, nulls only, empty files, parts that do not fit together: one line each, and nothing is left behind."""
     out = ["--out", tmp_path / "out"]
     refused(["prepare", parts, "--query-column", "who", *out], "no column 'who' for the query")
-    refused(["prepare", parts, "--split", "file", *out], "no split column", "--split-column ...")
-    refused(["prepare", parts, "--time-column", "", "--split", "temporal", *out], "needs a time column")
+    refused(["prepare", parts, "--split", "file", *out], "no split column", "--split-column")
+    refused(["prepare", parts, "--time-column", "", "--split", "temporal", *out], "--time-column")
     refused(["prepare", tmp_path / "nowhere", *out], "no such file or folder")
     refused(["prepare", tmp_path / "parts" / "*.pq", *out], "no such file or folder")
     refused(["prepare", parts, "--valid", "1.5", *out], "not a share")

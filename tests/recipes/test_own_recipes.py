@@ -159,8 +159,9 @@ def test_resume_warns_of_a_changed_file(
     file.write_text(f"{FILE}\n# changed\n")
     capsys.readouterr()
     assert main(["train", "--resume", "--quiet", "--device", "cpu", "--out", str(out)]) == 0
-    line = f"sparring: warning: {file.resolve()} has changed since this run was begun: what is left of it is trained as the file is now\n"
-    assert capsys.readouterr().err == (line if recorded else "")
+    error = capsys.readouterr().err
+    assert error.startswith(f"sparring: warning: {file.resolve()} has changed" if recorded else "")
+    assert error.count("\n") == recorded
 
 
 def test_evaluate_recommend_and_diagnose(
@@ -316,7 +317,7 @@ def test_diagnose_a_run_made_in_python(
     refused(["diagnose", "runs/python", *words], "give --data")
     assert main(["diagnose", "runs/python", "--data", "interactions.parquet", *words]) == 0
     pl.DataFrame({"user_id": [1, 2], "item_id": [1, 2]}).write_parquet("other.parquet")
-    refused(["diagnose", "runs/python", "--data", "other.parquet", *words], "other.parquet holds no pair")
+    refused(["diagnose", "runs/python", "--data", "other.parquet", *words], "other.parquet holds no training pair")
     run = settings.find("mine.py:loss_tilted")(parts.train, sparring.Setup.of(dim=4, epochs=1), n=8)
     sparring.fit(run, parts, "runs/custom", device="cpu")
     refused(

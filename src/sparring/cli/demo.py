@@ -9,6 +9,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from rich.text import Text
+
 from sparring.cli.inputs import read_recorded, split_recorded
 from sparring.cli.parsing import Commands, count
 from sparring.cli.screen import show, table
@@ -41,7 +43,7 @@ def demo(args: Namespace, execute: Callable[[list[str]], int]) -> int:
     """Each step is a command that is printed before it runs, so that a reader can run it again."""
 
     def run(line: str) -> None:
-        show("", f"$ sparring {line}")
+        show("", Text(f"$ sparring {line}", style="bold"))
         execute(shlex.split(line))
 
     show("Real grocery purchases of about 2,450 households, and two recipes that differ only in their negatives.")

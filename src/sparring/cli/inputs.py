@@ -30,7 +30,7 @@ COLUMNS = {
     "label": "1 for a positive, 0 for an item that was shown and not taken",
     "split": "train, valid or test",
 }
-DATA = "a file, a folder of Parquet parts, or the name of a data set"
+DATA = "a file, a folder of Parquet parts or the name of a data set"
 TEXTS_READ = "no test query is in the training part, so the texts are encoded (--set encoder=auto)"
 
 
@@ -45,7 +45,7 @@ def add_data(parser: ArgumentParser, text: str = DATA, **options: Any) -> None:
 
 def add_several(parser: ArgumentParser, required: bool = True) -> None:
     """--data, repeatable, with the options of its columns."""
-    text = f"{DATA}, or world:QUERIESxITEMS, a synthetic world with known truth; repeatable"
+    text = f"{DATA}; or world:QUERIESxITEMS, a synthetic world with known truth; repeatable"
     add_data(parser, text, action="append", default=[], required=required)
 
 

@@ -89,7 +89,7 @@ def add_set(
 
 
 def add_jobs(group: Group) -> None:
-    text = "number of parallel trainings; more than one use one thread each (default: 1)"
+    text = "parallel trainings, with one thread each if more than one (default: 1)"
     group.add_argument("--jobs", type=count, default=1, metavar="N", help=text)
 
 

@@ -32,7 +32,7 @@ def add_recommend(commands: Commands) -> None:
     add_run(parser)
     group = parser.add_argument_group("queries (one of these)")
     group.add_argument("--query", action="append", default=[], metavar="ID", help="query of the data; repeatable")
-    text = "items that stand for a new query, oldest first; repeatable, also for an ID that has a comma"
+    text = "items of a new query, oldest first; repeat the option for ids that contain a comma"
     group.add_argument("--history", action="append", default=[], metavar="ID,ID", help=text)
     text = "text of a new query, for text towers; repeatable"
     group.add_argument("--text", action="append", default=[], metavar="TEXT", help=text)

@@ -43,7 +43,7 @@ def add_train(commands: Commands) -> None:
         "sparring train --data demo --recipe ssl_pop --epochs 3 --out runs/first",
         train,
     )
-    text = f"{inputs.DATA}, or a folder of prepared data; optional with --resume"
+    text = f"{inputs.DATA}; or a folder of prepared data; optional with --resume"
     inputs.add_data(parser, text)
     inputs.add_split(parser)
     group = parser.add_argument_group("training")

@@ -66,14 +66,12 @@ def find_column(
         names = tier.split()
         found = [column for column in columns if _plain(column) in names]
         if len(found) > 1:
-            off = "" if required else f', or {role}="" for none'
-            raise UserError(
-                f"{' and '.join(map(repr, found))} could each be the {role}; name it with {role}=...{off}: {listed}"
-            )
+            off = "" if required else ', or "" for none'
+            raise UserError(f"{' and '.join(map(repr, found))} could each be the {role}{off}: {listed}", role)
         if found:
             return found[0]
     if required:
-        raise UserError(f"cannot tell which column is the {role}; name it with {role}=...: {listed}")
+        raise UserError(f"cannot tell which column is the {role}: {listed}", role)
     return None
 
 

@@ -14,7 +14,6 @@ from sparring.data.pairs import CHUNK, chunks, is_canonical, pair_keys
 from sparring.data.prepared.format import Prepared
 
 
-
 def split(data: Interactions, how: str = "auto", valid: float = 0.1, test: float = 0.2, seed: int = 0) -> Split:
     """Parts of the data; every row is in exactly one, and (data, how, shares, seed) decide which, not the order of rows.
 
@@ -49,10 +48,10 @@ def check_split(how: str, valid: float, test: float, timed: bool, parted: bool) 
             raise UserError(f"{name} is {share}; a share must be at least 0 and below 1")
     if how in ("temporal", "leave-last-out") and not timed:
         raise UserError(
-            f"the split {how!r} needs a time column, and the data has none; name it with time=..., or split at random"
+            f"the split {how!r} needs a time column, and the data has none: split at random, or name it", "time"
         )
     if how == "file" and not parted:
-        raise UserError("the data has no split column; name it with split=..., or choose another split")
+        raise UserError("the data has no split column: choose another split, or name it", "split")
 
 
 def check_parts(how: str, sizes: Sequence[int], valid: float, test: float) -> None:
