@@ -277,7 +277,8 @@ def test_full_disk_is_one_line_and_keeps_the_last_checkpoint(
     with pytest.MonkeyPatch.context() as patch:
         fail_from(patch, "checkpoint.safetensors", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(out)), after=1)
         refused(words, "no space left", "--resume", str(out))
-    files.read_tensors(out / "checkpoint.safetensors")
+    _, state = files.read_tensors(out / "checkpoint.safetensors")
+    assert (state["epoch"], state["step"]) == (0, 1)
     assert not list(out.glob("*.tmp"))
     assert main(["train", "--resume", "--out", str(out), "--quiet"]) == 0
     assert len((out / "metrics.jsonl").read_text().splitlines()) == 3

@@ -1,4 +1,4 @@
-"""Negatives drawn from the whole catalogue: Sampled, AllItems, Shown."""
+"""Negatives from the catalogue: Sampled, AllItems, Shown."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class TestUniform(NegativesContract):
 
 
 class TestTwoLines(NegativesContract):
-    """What the documentation promises: two lines are a test."""
+    """Two lines make a complete test, as documented."""
 
     make = lambda self, world: Sampled(Uniform(world.n_items), 64)  # noqa: E731
 
@@ -61,7 +61,7 @@ class TestPerQuery(NegativesContract):
         return 200 * world.popularity
 
     def test_queries_draw_independently(self) -> None:
-        """Each query has a draw of its own: equal rows would be one shared draw in disguise."""
+        """Queries have independent draws: equal rows would be one shared draw in disguise."""
         world = World.build()
         ids = self.make(world)(world.step(16, 1)).blocks[0].ids
         assert ids.shape == (16, 200)
@@ -116,7 +116,7 @@ class TestAllItems(NegativesContract):
         return torch.ones(world.n_items)
 
     def test_is_the_full_softmax(self) -> None:
-        """The loss is the cross entropy over the whole catalogue, as PyTorch computes it."""
+        """The loss is the cross-entropy over the catalogue, as PyTorch computes it."""
         world = World.build()
         step = world.step(16, 1)
         full = torch.nn.functional.cross_entropy(step.q @ world.items.T / world.tau, step.item_ids, reduction="none")

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from sparring.core.errors import UserError
+from sparring.core.part import listeners
 from sparring.core.types import Outcome, Step
 from sparring.data.interactions import Interactions, Split
 from sparring.experiments.diagnose import samplers
@@ -84,9 +85,8 @@ def check(found: Tensor, expected: Tensor) -> None:
 
 
 def observe(run: Run, step: Step, outcome: Outcome) -> None:
-    for module in run.modules().modules():
-        if hasattr(module, "observe"):
-            module.observe(step, outcome)  # type: ignore[operator]
+    for part in listeners(run.modules(), "observe"):
+        part.observe(step, outcome)
 
 
 @pytest.fixture(scope="module")

@@ -142,7 +142,7 @@ def _check(args: Namespace, folder: Path) -> None:
 def _settings(args: Namespace) -> MSACSettings:
     """The settings of the preset, with those given on the command line."""
     from sparring.models.clusters import PRESETS, MSACSettings
-    from sparring.recipes.settings import parse
+    from sparring.recipes.setup import parse
 
     asked: dict[str, object] = dict(args.settings)
     for name in ("k_primary", "k_secondary", "steps", "seed"):

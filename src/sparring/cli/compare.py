@@ -97,12 +97,12 @@ def study_table(report: ReportTable) -> Table:
 def _notes(plan: Comparison) -> list[str]:
     """Lines about deviations from the recipes: texts that are encoded, classifiers left out, arguments not tuned."""
     from sparring.experiments.search_space import untuned
-    from sparring.recipes import settings
+    from sparring.recipes.finding import find
+    from sparring.recipes.settings import resolve
 
     lines = [inputs.TEXTS_READ] if plan.shared.get("encoder") == "auto" else []
     setups = {
-        name: settings.resolve(settings.find(method.recipe), method.settings, plan.base)[0]
-        for name, method in plan.methods.items()
+        name: resolve(find(method.recipe), method.settings, plan.base)[0] for name, method in plan.methods.items()
     }
     staged = [name for name, setup in setups.items() if setup.classifiers.epochs]
     if staged:

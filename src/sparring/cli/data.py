@@ -26,26 +26,26 @@ def add_data(commands: Commands) -> None:
 
 
 def list_data(args: Namespace) -> int:
-    from sparring.data.public_sets import SOURCES
+    from sparring.data.public_sets import PUBLIC_SETS
 
-    rows = [[source.name, source.what, source.size, source.terms] for source in SOURCES.values()]
+    rows = [[each.name, each.summary, each.size, each.terms] for each in PUBLIC_SETS.values()]
     show(table([["name", "content", "queries x items, interactions", "terms"], *rows], left=4))
     return 0
 
 
 def get_data(args: Namespace) -> int:
-    from sparring.data import public_sets
+    from sparring.data.public_sets import download_set, find_set
 
-    source = public_sets.find(args.name)
-    show(f"{source.name}: {source.what}; {source.home}", f"terms: {source.terms}")
+    source = find_set(args.name)
+    show(f"{source.name}: {source.summary}; {source.home}", f"terms: {source.terms}")
     with progress("bytes") as update:
-        folder = public_sets.get(source.name, lambda done, total: update(source.name, done, total))
+        folder = download_set(source.name, lambda done, total: update(source.name, done, total))
     show(f"in {folder}")
     return 0
 
 
 def show_data(args: Namespace) -> int:
-    from sparring.data.reading import describe, roles
+    from sparring.data.reading import describe, describe_roles
     from sparring.data.reading import show as first_rows
 
     given, path = inputs.columns(args), Path(args.data)
@@ -57,5 +57,5 @@ def show_data(args: Namespace) -> int:
         show(first_rows(args.data).rpartition("\n")[0])  # the last line says that it holds no interactions
         note(f"not a file of interactions, though --items or --queries may take it: {inputs.message(error)}")
         return 0
-    show(*(roles(path, given) if path.exists() else []), describe(data))
+    show(*(describe_roles(path, given) if path.exists() else []), describe(data))
     return 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from argparse import Namespace
 from collections.abc import Callable
@@ -41,6 +40,7 @@ def add_demo(commands: Commands, execute: Callable[[list[str]], int]) -> None:
 
 def demo(args: Namespace, execute: Callable[[list[str]], int]) -> int:
     """Each step is a command that is printed before it runs, so that a reader can run it again."""
+    from sparring.core.files import read_json
 
     def run(line: str) -> None:
         show("", Text(f"$ sparring {line}", style="bold"))
@@ -52,7 +52,7 @@ def demo(args: Namespace, execute: Callable[[list[str]], int]) -> int:
     for name, folder in folders.items():
         options = f"{RECIPES[name]} {SHARED} --epochs {args.epochs} --out {shlex.quote(str(folder))} --overwrite"
         run(f"train --data demo --recipe {name} {options}")
-    results = {name: json.loads((folder / "result.json").read_text()) for name, folder in folders.items()}
+    results = {name: read_json(folder / "result.json") for name, folder in folders.items()}
     metrics = ("recall@20", "ndcg@20", "recall@50", "coverage@20")
     rows = {"most popular products, no training": (_popular(folders["default"]), 0.0)}
     rows |= {name: (result["test"]["metrics"], result["train_seconds"]) for name, result in results.items()}

@@ -57,10 +57,10 @@ def diagnose(args: Namespace) -> int:
     from sparring.experiments.diagnose import samplers as opponents
     from sparring.experiments.diagnose.measures import diagnose as measure
     from sparring.experiments.report import diagnosis
-    from sparring.recipes import settings
+    from sparring.recipes.finding import named, short
     from sparring.training.folder import read_meta
 
-    samplers = tuple(dict.fromkeys(name if name == "own" else settings.named(name) for name in args.samplers))
+    samplers = tuple(dict.fromkeys(name if name == "own" else named(name) for name in args.samplers))
     if args.draws < 2:
         raise UserError(f"--draws {args.draws} is too few: a variance needs at least 2")
     if args.out is not None and args.out.exists() and not args.out.is_dir():
@@ -76,9 +76,9 @@ def diagnose(args: Namespace) -> int:
     how = {"queries": args.queries, "draws": args.draws, "seed": args.seed, "world": world}
     measured = []
     for name in samplers:
-        with console().status(f"measuring {settings.short(name)}"):
+        with console().status(f"measuring {short(name)}"):
             run = own if name == "own" else opponents.with_negatives_of(name, own, parts)
-            measured.append(measure(settings.short(name), run, parts, **how))
+            measured.append(measure(short(name), run, parts, **how))
     tables, lines = advice.tables(measured), advice.advise(measured)
     shown = [part for each in tables.values() for part in (table(each.cells(), each.caption), "")]
     shown += [f"{line.kind}: {line.text}" for line in lines]

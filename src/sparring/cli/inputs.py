@@ -17,7 +17,7 @@ from sparring.core.errors import UserError
 if TYPE_CHECKING:
     from sparring.data.interactions import Interactions, Split
     from sparring.data.modalities.modalities import Modalities
-    from sparring.data.synthetic import World
+    from sparring.data.synthetic import SyntheticWorld
     from sparring.recipes.run import Run
     from sparring.recipes.setup import Setup
 
@@ -126,16 +126,16 @@ def read_data(where: str, given: Mapping[str, Any]) -> Interactions:
         return synthetic.interactions
     if Path(where).suffix or "/" in where:
         raise UserError(f"no such file or folder: {where}")
-    from sparring.data import public_sets
+    from sparring.data.public_sets import find_set, load_set
 
-    name = public_sets.find(where).name
+    name = find_set(where).name
     if given:
         raise UserError(f"{option(min(given))} is for files: the columns of the data set {name!r} are known")
     with progress("bytes") as update:
-        return public_sets.load(name, lambda done, total: update(name, done, total))
+        return load_set(name, lambda done, total: update(name, done, total))
 
 
-def world(where: str) -> World | None:
+def world(where: str) -> SyntheticWorld | None:
     """The synthetic world named world:QUERIESxITEMS or world:QUERIESxITEMS:SEED; None for any other name."""
     if not where.startswith("world:") or Path(where).exists():
         return None
@@ -260,7 +260,8 @@ def build(name: str, data: Interactions, asked: Mapping[str, object], **setup: S
 
 def base_setup(args: Namespace) -> Setup | None:
     """The Setup of the recipe that --setup names."""
-    from sparring.recipes.settings import find, own_setup
+    from sparring.recipes.finding import find
+    from sparring.recipes.settings import own_setup
 
     return None if args.setup is None else own_setup(find(args.setup))
 
@@ -269,7 +270,8 @@ def check_settings(
     recipes: Iterable[tuple[str, Mapping[str, object]]], base: Setup | None = None, trials: int = 0
 ) -> None:
     """Raise for wrong settings of a recipe, or a missing tuner, before the data is read."""
-    from sparring.recipes.settings import find, resolve
+    from sparring.recipes.finding import find
+    from sparring.recipes.settings import resolve
 
     for name, asked in recipes:
         resolve(find(name), asked, base)

@@ -26,7 +26,7 @@ def add_recipes(commands: Commands) -> None:
 
 
 def recipes(args: Namespace) -> int:
-    from sparring.recipes.settings import named
+    from sparring.recipes.finding import named
 
     if args.name is not None:
         name = named(args.name)
@@ -60,9 +60,9 @@ def _one(name: str, facts: dict[str, Any]) -> Iterator[Any]:
 def _usable() -> Iterator[tuple[str, dict[str, Any]]]:
     """Our recipes and those of installed packages, by name; a warning for each that cannot be used."""
     from sparring.recipes import RECIPES
-    from sparring.recipes.finding import offered
+    from sparring.recipes.finding import installed
 
-    for name in (*RECIPES, *offered()):
+    for name in (*RECIPES, *installed()):
         try:
             yield name, recipe_facts(name)
         except UserError as error:
@@ -72,20 +72,20 @@ def _usable() -> Iterator[tuple[str, dict[str, Any]]]:
 def recipe_facts(name: str) -> dict[str, Any]:
     """A recipe's summary, paper, origin, arguments and settings, each with its type, default and description."""
     from sparring.recipes import settings
-    from sparring.recipes.arguments import description
-    from sparring.recipes.finding import source
+    from sparring.recipes.finding import find, source
     from sparring.recipes.setup import SETTINGS
 
-    recipe = settings.find(name)
+    recipe = find(name)
     lines = (inspect.getdoc(recipe) or "no docstring").splitlines()
-    setup = settings.own_setup(recipe).flat()
+    setup, metadata = settings.own_setup(recipe).flat(), settings.argument_metadata(recipe)
+    descriptions = {key: next((x for x in each if isinstance(x, str)), "") for key, each in metadata.items()}
     return {
         "summary": lines[0],
         "notes": [line for line in lines[1:-1] if line],
         "paper": lines[-1] if len(lines) > 1 else "",
         "source": source(name),
         "arguments": {
-            key: {"path": key, **_type(kind, default), "description": description(recipe, key)}
+            key: {"path": key, **_type(kind, default), "description": descriptions[key]}
             for key, (kind, default) in settings.own_arguments(recipe).items()
         },
         "setup": {
@@ -97,7 +97,7 @@ def recipe_facts(name: str) -> dict[str, Any]:
 
 def _type(kind: Any, default: object) -> dict[str, str]:
     """The type of a value and its default, as --set takes them."""
-    from sparring.recipes.settings import type_name
+    from sparring.recipes.setup import type_name
 
     if isinstance(default, tuple):
         text = ",".join(map(str, default)) or "empty"

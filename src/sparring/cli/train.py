@@ -87,10 +87,10 @@ def _add_processes(parser: Parser) -> None:
 def train(args: Namespace) -> int:
     from sparring.core.devices import pick_device
     from sparring.core.ranks import join, leave
-    from sparring.recipes import settings
+    from sparring.recipes.finding import named, short
 
-    name = settings.named(args.recipe or "default")
-    folder = args.out or Path("runs") / settings.short(name)
+    name = named(args.recipe or "default")
+    folder = args.out or Path("runs") / short(name)
     if args.nproc is not None:
         return _launch(args, name, folder)
     if args.restarts:
@@ -121,7 +121,7 @@ def _fit(args: Namespace, run: Run, parts: Split, folder: Path, source: dict[str
     """Train with the progress on the screen."""
     from sparring.core.ranks import rank
     from sparring.models.build import text_sides
-    from sparring.recipes.settings import short
+    from sparring.recipes.finding import short
     from sparring.training.eligibility import untrained, untrained_line
     from sparring.training.fitting import fit
     from sparring.training.tensorboard import epoch_writer
@@ -193,8 +193,9 @@ def _fresh(args: Namespace, name: str, folder: Path) -> tuple[Run, Split, dict[s
 
 def _resumed(args: Namespace, folder: Path) -> tuple[Run, Split, dict[str, Any], Path | None]:
     """The run in a folder as run.json records it, with which the command line must agree; and its warm start."""
-    from sparring.recipes import settings
-    from sparring.recipes.setup import flat_name
+    from sparring.recipes.finding import find, named
+    from sparring.recipes.settings import resolve
+    from sparring.recipes.setup import flat_name, parse_setup
     from sparring.training.folder import read_meta, recipe_of
 
     meta = read_meta(folder)
@@ -202,14 +203,14 @@ def _resumed(args: Namespace, folder: Path) -> tuple[Run, Split, dict[str, Any],
     def fixed(before: object, now: object) -> UserError:
         return UserError(f"{folder} was trained with {before}, not {now}: --resume cannot change it")
 
-    if args.recipe is not None and settings.named(args.recipe) != meta["recipe"]:
+    if args.recipe is not None and named(args.recipe) != meta["recipe"]:
         raise fixed(f"the recipe {meta['recipe']!r}", repr(args.recipe))
     warm = meta.get("warm", {}).get("run")
     if args.warm is not None and str(args.warm.resolve()) != warm:
         raise fixed(f"--warm {warm}" if warm else "no warm start", f"--warm {args.warm}")
-    recorded, recipe, base = settings.parse_setup(meta["setup"]), recipe_of(folder, meta), inputs.base_setup(args)
+    recorded, recipe, base = parse_setup(meta["setup"]), recipe_of(folder, meta), inputs.base_setup(args)
     asked = _settings(args)
-    setup, arguments = settings.resolve(settings.find(recipe), asked, base, recorded if base is None else None)
+    setup, arguments = resolve(find(recipe), asked, base, recorded if base is None else None)
     if base is not None and setup != recorded:
         raise fixed("other settings", f"those of --setup {args.setup}")
     for name in asked:

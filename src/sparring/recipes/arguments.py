@@ -1,117 +1,38 @@
-"""One line about every argument of a recipe, for `sparring recipes NAME` and the reference."""
+"""Types of recipe arguments: descriptions, ranges for tuning, and the arguments that many recipes share.
+
+alpha: Annotated[float, Range(0.0, 1.0), "exponent of the item counts"] = 1.0
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, get_type_hints
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
-# By name, or by recipe and name where a recipe gives the name another meaning.
-DESCRIPTIONS = {
-    "alpha": "exponent of the item count in the sampling probability",
-    "g_tower.alpha": "step size of the frequency estimate; none takes that of the form",
-    "ahns.alpha": "offset of the positive's score in the target hardness",
-    "ahns.beta": "factor of the target hardness",
-    "ada_tau.beta": "damping of a query's temperature: smaller values follow its loss more closely",
-    "both_ways": "add the loss of each item against the queries of the batch",
-    "buckets": "number of buckets; none derives it from the batch size",
-    "cache_size": "number of items in the cache of frequent draws",
-    "codebook": "codebooks of the halves of a vector (product), or of a vector and its residual (residual)",
-    "codes": "clusters: a file of `sparring cluster`, behaviour, random, shuffled:FILE or column:NAME",
-    "column": "column of the items that names their group; none uses classes of popularity",
-    "constant_weight": "treat the weight of a positive as a constant in the gradient",
-    "constant_weights": "treat the weights of the negatives as constants in the gradient",
-    "corrected": "correct each logit by the log of the item's expected count in a batch",
-    "correction": "logQ correction: of the negatives, of the positive too (both, refined), or none",
-    "decay": "weight of past steps in the running loss of a group",
-    "delay": "epochs that the ranking may lag behind training, which it then runs beside; 0 waits for it",
-    "detach_positive": "keep the gradient of the mixtures away from the positive",
-    "distance": "distance between clusters; none takes that of the preset",
-    "draw": "sampled draws, or their expectation in closed form (expected)",
-    "dynamic": "choose the margin of each pair by its scores, from 0.1 to margin",
-    "eta": "exponent of the similarity in the shares of a mixture",
-    "every": "epochs between two refreshes",
-    "fairneg.every": "steps between two updates of the group shares; none updates once an epoch",
-    "exclude": "candidates that never count against a query: its positive, all its known items, or none",
-    "esans.exclude": "candidates that never count against a query; preset takes the choice of the preset",
-    "exponent": "ratio of the temperature of the negatives to that of the positives",
-    "floor": "least share of a group, relative to equal shares",
-    "form": "which form of the method: the paper's or the authors' code's",
-    "bsl.form": "which form of the loss: that of later benchmarks (corrected) or of the authors' code (release)",
-    "gamma": "exponent of the distance in the choice of clusters; 0 chooses uniformly",
-    "gap": "assumed difference of positive and mean score until scores are informative",
-    "groups": "number of popularity classes if no column is given",
-    "grow": "epochs from which the clusters are twice as large",
-    "hard_mixtures": "mix hard negatives with the positive",
-    "importance": "share of the negatives' weight that follows the query's scores",
-    "k": "number of hardest candidates that count",
-    "slatk.k": "cutoff of the top-k metric that the loss aims at",
-    "ance.k": "number of nearest items that negatives are drawn from",
-    "k_primary": "number of primary clusters if codes=behaviour",
-    "k_secondary": "number of secondary clusters if codes=behaviour",
-    "lam": "weight of the cache term; the in-batch term has weight 1 - lam",
-    "esans.lam": "share of the positive in a hard mixture, or adaptive, or learned",
-    "layer": "mix the vectors after this layer of the item tower; none mixes its output",
-    "loss": "softmax, or the hinge loss of NGAME",
-    "lr_shares": "learning rate of the group shares",
-    "m": "size of the hardest candidates from which k are drawn",
-    "m_c": "number of other clusters drawn for each positive",
-    "m_h": "hard negatives from the positive's own cluster; 0 uses none",
-    "m_o": "items drawn from each other cluster",
-    "margin": "margin of the hinge loss",
-    "ccl.margin": "score above which a negative counts",
-    "means": "measure mean scores on all pairs before each epoch, or as a running average",
-    "mix": "one mixing share per query, or one per candidate",
-    "sce.mix": "draw the bucket centres as random mixtures of the batch's query vectors",
-    "momentum": "momentum of the group shares",
-    "n": "number of negatives",
-    "mns.n": "number of uniform negatives beside those of the batch",
-    "debiased_mns.n": "number of uniform negatives beside those of the batch",
-    "bir.n": "draws per query; none takes as many as the batch has items",
-    "xir.n": "draws per query from the batch and from the cache; none takes half the cache size",
-    "shown.n": "items per query that were shown and not taken",
-    "dns.n": "uniform draws among which the hardest are chosen",
-    "ahns.n": "uniform draws among which the negative is chosen",
-    "mixgcf.n": "uniform draws among which the hardest are chosen",
-    "amns.n": "number of uniform candidates beside those of the batch",
-    "bmns.n": "number of mixtures",
-    "midx.n": "number of negatives per query",
-    "sce.n": "number of items in a bucket",
-    "ance.n": "number of negatives per query among its nearest items",
-    "normalisation": "scaling of similarities to shares of a mixture; none takes that of the preset",
-    "offset": "added to the logits of the mixtures",
-    "opens": "steps before the memory is used; none is a tenth of all steps, at most 40,000",
-    "p": "exponent of the target hardness",
-    "per_query": "draw negatives for each query instead of sharing them in the batch",
-    "ance.per_query": "each query's negatives count for that query only, not for the complete batch",
-    "preset": "our reading of the method, or the paper's equations to the letter",
-    "quantile": "quantile of the losses that has the base temperature; none takes the mean",
-    "queries": "queries of a bucket; none derives it from the batch size",
-    "reduction": "sum or mean over the hardest candidates",
-    "renorm": "scale each mixture to the mean length of its members",
-    "sample": "items that the thresholds are estimated from",
-    "settle": "epochs in which gap is assumed; none is a quarter of the training, at most 100",
-    "share": "weight of the in-batch term",
-    "shared": "share the drawn items of other clusters among all queries of the batch",
-    "simple_mixtures": "add mixtures of the items of each other cluster",
-    "size": "number of vectors in the memory",
-    "ngame.size": "queries of a cluster; 1 gives random batches",
-    "dexa.size": "queries of a cluster; 1 gives random batches",
-    "prime.size": "queries of a cluster; 1 gives random batches",
-    "sizes": "sizes of the arrays of the frequency estimate; empty takes those of the form",
-    "skip": "ranks dropped from the top of each query's nearest items",
-    "start": "epoch of the first refresh",
-    "surrogate": "function that replaces the exponential",
-    "tau_w": "temperature of the weight of a positive",
-    "temperature": "temperature of the scores in the weights",
-    "bmns.temperature": "temperature of the random shares of a mixture",
-    "weight": "weight of the negatives",
-    "words": "vectors of each codebook",
-}
+from sparring.negatives import Correction, DrawMethod, ExcludeKind
 
 
-def description(recipe: Callable[..., Any], name: str) -> str:
-    """One line about an argument of a recipe; of a custom recipe the string in `Annotated[int, "..."]`, if any."""
-    if recipe.__module__.startswith("sparring.recipes."):
-        return DESCRIPTIONS.get(f"{recipe.__name__}.{name}") or DESCRIPTIONS.get(name, "")
-    metadata = getattr(get_type_hints(recipe, include_extras=True)[name], "__metadata__", ())
-    return next((text for text in metadata if isinstance(text, str)), "")
+@dataclass(frozen=True)
+class Range:
+    """Numbers from low to high, uniform or log-uniform."""
+
+    low: float
+    high: float
+    log: bool = False
+    whole: bool = False
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """Unordered values; when left empty, all values of an argument declared as a Literal."""
+
+    values: tuple[Any, ...] = ()
+
+
+Form = Literal["paper", "release"]
+
+AsIn = Annotated[Form, "follow the paper, or its released code where the two differ"]
+Corrected = Annotated[Correction, "correction of logits for how often a candidate is drawn (logQ)"]
+Excluded = Annotated[ExcludeKind, "excluded from a query's negatives: its positive, all its known positives, or none"]
+PerQuery = Annotated[bool, "draw for each query instead of once for the batch"]
+Redrawn = Annotated[DrawMethod, "how candidates are redrawn; expected is the closed form"]
+UniformDraws = Annotated[int, "uniform draws from the catalogue"]
