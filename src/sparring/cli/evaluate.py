@@ -93,7 +93,7 @@ def _propensity(data: Interactions, constants: tuple[float, float] | None) -> An
 
 
 def _to_rank(trained: Trained, data: Interactions, args: Namespace) -> tuple[Any, Any, Any, str, int | None]:
-    """The pairs to rank, exclusions, training counts if known, a title, and the number of queries without a training pair.
+    """The pairs to rank, exclusions, training counts if known, a title, and how many queries have no training pair.
 
     Of the run's own data this is the part that its training held out. Of other data it is the test part, or every pair,
     without those trained on, in the ids of the run.

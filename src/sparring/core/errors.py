@@ -11,8 +11,8 @@ from collections.abc import Iterable
 class UserError(ValueError):
     """Bad input: one line that names the bad value and says what to do. The command line prints it and exits with 2.
 
-    `argument` names the argument that would fix it, and `value` its value: `str` appends them as Python writes them, and
-    the command line as an option.
+    `argument` names the argument that would fix it, and `value` its value: `str` appends them as Python code, and the
+    command line as an option.
     """
 
     def __init__(self, message: str, argument: str = "", value: str = "...") -> None:
