@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import sparring
-from sparring.cli import arguments
+from sparring.cli.main import parser
 from sparring.data import Interactions, Vocabulary, make_world
 from sparring.testing import NegativesContract
 
@@ -64,7 +64,7 @@ def test_commands_parse(page: Path) -> None:
     """Every sparring command of a page is one that the command line accepts."""
     text = page.read_text().replace("\\\n", " ")
     for command in re.findall(r"^ *(sparring .*)$", text, re.MULTILINE):
-        _, unknown = arguments.parser()[0].parse_known_args(shlex.split(command, comments=True)[1:])
+        _, unknown = parser()[0].parse_known_args(shlex.split(command, comments=True)[1:])
         assert not unknown, command
 
 

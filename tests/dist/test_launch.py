@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sparring.cli import main
-from sparring.cli.launch import without
+from sparring.cli.train import without_launcher
 from sparring.core import files, ranks
 from sparring.core.devices import pick_device
 from sparring.core.errors import UserError
@@ -90,7 +90,7 @@ def test_the_launchers_words_are_its_own() -> None:
         "--resume",
         "--quiet",
     ]
-    assert without(words) == ["train", "--set", "n=4", "--out", "x", "--quiet"]
+    assert without_launcher(words) == ["train", "--set", "n=4", "--out", "x", "--quiet"]
 
 
 @pytest.mark.parametrize(

@@ -481,5 +481,5 @@ def test_bad_input_is_one_line(trained: Path, tmp_path: Path, capsys: pytest.Cap
     refused([trained, "--out", tmp_path / "file"], str(tmp_path / "file"))
     refused([tmp_path / "none"], "no such run folder")
     refused([tmp_path / "empty"], "run.json")
-    refused([trained, "--data", "world:80x50:2"], "is not what")
+    refused([trained, "--data", "world:80x50:2"], "is not the training data")
     refused([trained, "--data", tmp_path / "gone.parquet"], "gone.parquet")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sparring.cli import main
-from sparring.cli.inputs import read_recorded, split_as
+from sparring.cli.inputs import read_recorded, split_recorded
 from sparring.core.errors import UserError
 from sparring.data.interactions import Split
 from sparring.experiments.diagnose import samplers
@@ -35,7 +35,7 @@ def trained(folder: Path, recipe: str, *more: str) -> tuple[Run, Split]:
     ]
     assert main([*words, "--set", "batch_size=64", "--set", "dim=8", *more]) == 0
     meta = read_meta(folder)
-    split = split_as(read_recorded(meta, folder, None, {}), meta, folder)
+    split = split_recorded(read_recorded(meta, folder, None, {}), meta, folder)
     return samplers.load_for_diagnosis(folder, split), split
 
 

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import sparring
-from sparring.cli import arguments, main
+from sparring.cli.main import main, parser
 from sparring.core import files
 from sparring.data.synthetic import make_world
 from sparring.recipes import finding, settings
@@ -75,7 +75,7 @@ def test_the_pages_commands_parse() -> None:
     commands = re.findall(r"^sparring .*$", PAGE, re.MULTILINE)
     assert len(commands) >= 6
     for command in commands:
-        _, rest = arguments.parser()[0].parse_known_args(shlex.split(command)[1:])
+        _, rest = parser()[0].parse_known_args(shlex.split(command)[1:])
         assert not rest
 
 
@@ -317,7 +317,7 @@ def test_diagnose_a_run_made_in_python(
     refused(["diagnose", "runs/python", *words], "give --data")
     assert main(["diagnose", "runs/python", "--data", "interactions.parquet", *words]) == 0
     pl.DataFrame({"user_id": [1, 2], "item_id": [1, 2]}).write_parquet("other.parquet")
-    refused(["diagnose", "runs/python", "--data", "other.parquet", *words], "other.parquet holds no pair")
+    refused(["diagnose", "runs/python", "--data", "other.parquet", *words], "other.parquet holds no training pair")
     run = finding.find("mine.py:loss_tilted")(parts.train, sparring.Setup.of(dim=4, epochs=1), n=8)
     sparring.fit(run, parts, "runs/custom", device="cpu")
     refused(["diagnose", "runs/custom", "--data", "interactions.parquet", *words], "composed in Python")

@@ -185,7 +185,7 @@ def test_the_command_begins_and_goes_on(
     wanted = (tmp_path / "today" / "model.safetensors").read_bytes()
     for name in ("checkpoint.safetensors", "model.safetensors", "result.json"):
         (tmp_path / "today" / name).unlink()
-    refused([*words, "--resume", "--warm", str(tmp_path)], f"was begun with --warm {old.resolve()}")
+    refused([*words, "--resume", "--warm", str(tmp_path)], f"--warm {old.resolve()}")
     assert main(["train", "--resume", "--out", str(tmp_path / "today"), "--quiet"]) == 0
     assert (tmp_path / "today" / "model.safetensors").read_bytes() == wanted
     refused([*words, "--overwrite", "--warm", str(tmp_path / "none")], "is not a run folder")

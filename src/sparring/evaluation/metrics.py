@@ -49,6 +49,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from sparring.core.choices import DIALECTS
 from sparring.core.errors import UserError
 
 DESCRIPTIONS = {
@@ -66,7 +67,6 @@ DESCRIPTIONS = {
 METRICS = ("recall", "precision", "hit", "mrr", "map", "ndcg")
 PROPENSITY_METRICS = ("psp", "psndcg")
 LIST_METRICS = ("coverage", "popularity")
-DIALECTS = ("standard", "trec", "rectools", "lenskit", "xir-release", "xc")
 STRATA = ("head", "mid", "tail")
 _ONLY = {"xir-release": ("recall", "ndcg"), "xc": ("recall", "precision", "ndcg")}  # the metrics they define
 
