@@ -62,7 +62,7 @@ def test_the_first_method_may_tune_for_all(tmp_path: Path) -> None:
 
 
 def test_values_average_to_the_reported_metric() -> None:
-    """A metric over all queries is scaled to its reported mean; others are returned unchanged; unknown ones are errors."""
+    """A metric over all queries is scaled to its reported mean; others stay unchanged; unknown ones are errors."""
     frame = pl.DataFrame({"query": [1, 2], "recall@5": [0.5, 1.0], "recall_xir_release@5": [0.5, 1.0]})
     metrics = {"recall@5": 0.75, "recall_xir_release@5": 0.6}
     assert query_values(frame, metrics, "recall@5").tolist() == [0.5, 1.0]
