@@ -46,7 +46,7 @@ def main() -> None:
             began = time.perf_counter()
             trainer.epoch()
             torch.cuda.synchronize()
-            times.append((time.perf_counter() - began) / len(trainer.batches) * 1e3)
+            times.append((time.perf_counter() - began) / len(trainer.rows.batches) * 1e3)
             trainer.state.epoch, trainer.state.step, trainer.state.loss_sum, trainer.state.rows = (
                 trainer.state.epoch + 1,
                 0,

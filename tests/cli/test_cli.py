@@ -220,7 +220,7 @@ def test_resume_continues_and_refuses_changes(world: Path, tmp_path: Path, refus
     assert main([*words, "--epochs", "4", "--out", str(whole)]) == 0
     with pytest.MonkeyPatch.context() as patch:
         fail_from(patch, "checkpoint.safetensors", KeyboardInterrupt(), after=2)
-        assert main([*words, "--epochs", "4", "--out", str(stopped)]) == 130
+        assert main([*words, "--epochs", "4", "--save-seconds", "0", "--out", str(stopped)]) == 130
     refused(["train", "--resume", "--out", stopped, "--set", "lr=0.5"], "lr", "0.5")
     refused(["train", "--resume", "--out", stopped, "--recipe", "xir"], "'xir'", "'default'")
     refused(["train", "--resume", "--out", stopped, "--data", world / "items.parquet"], "items.parquet")
@@ -266,6 +266,8 @@ def test_ctrl_c_says_how_to_go_on(world: Path, tmp_path: Path, capfd: pytest.Cap
                         "--out",
                         str(tmp_path / str(after)),
                         "--quiet",
+                        "--save-seconds",
+                        "0",
                         *QUICK,
                     ]
                 )
@@ -282,9 +284,9 @@ def test_full_disk_is_one_line_and_keeps_the_last_checkpoint(
     words = ["train", "--data", world / "pairs.parquet", "--epochs", "3", "--out", out, "--quiet", *QUICK]
     with pytest.MonkeyPatch.context() as patch:
         fail_from(patch, "checkpoint.safetensors", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(out)), after=1)
-        refused(words, "no space left", "--resume", str(out))
+        refused([*words, "--save-seconds", "0"], "no space left", "--resume", str(out))
     _, state = files.read_tensors(out / "checkpoint.safetensors")
-    assert state["epoch"] == 1
+    assert (state["epoch"], state["step"]) == (0, 1)
     assert not list(out.glob("*.tmp"))
     assert main(["train", "--resume", "--out", str(out), "--quiet"]) == 0
     assert len((out / "metrics.jsonl").read_text().splitlines()) == 3
@@ -395,14 +397,14 @@ def test_out_folder_is_never_overwritten_unasked(world: Path, tmp_path: Path, re
     ]
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.txt").write_text("precious")
-    refused(train, str(tmp_path / "out"), "--overwrite")
+    refused(train, str(tmp_path / "out"), "overwrite")
     refused([*train, "--overwrite"], str(tmp_path / "out"), "not a run folder")
     assert (tmp_path / "out" / "thesis.txt").read_text() == "precious"
     (tmp_path / "out" / "thesis.txt").unlink()
     assert main([str(word) for word in train]) == 0
-    refused(train, "--resume")
+    refused(train, "resume")
     assert main([*map(str, train), "--overwrite"]) == 0
-    refused([*train, "--overwrite", "--resume"], "--overwrite")
+    refused([*train, "--overwrite", "--resume"], "overwrite")
     (tmp_path / "file").write_text("")
     refused([*train[:-1], tmp_path / "file"], str(tmp_path / "file"))
 

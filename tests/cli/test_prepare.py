@@ -20,7 +20,7 @@ import pytest
 from sparring.cli import main
 from sparring.data import read, split
 from sparring.data.prepared import buckets
-from sparring.data.prepared.format import Column
+from sparring.data.prepared.format import ColumnWriter
 
 QUICK = ["--quiet", "--device", "cpu", "--epochs", "1", "--set", "dim=4", "--set", "batch_size=64", "--set", "n=8"]
 
@@ -148,7 +148,7 @@ def test_existing_folders(parts: Path, tmp_path: Path, refused: Callable[..., No
     out.mkdir()
     assert main(["prepare", str(parts), "--out", str(out), "--quiet"]) == 0
     refused(["prepare", parts, "--out", out], "not empty", "--overwrite")
-    refused(["prepare", out, "--out", tmp_path / "twice"], "needs no preparing")
+    refused(["prepare", out, "--out", tmp_path / "twice"], "no preparation")
     assert main(["prepare", str(parts), "--out", str(out), "--overwrite", "--seed", "4", "--quiet"]) == 0
     assert json.loads((out / "prepared.json").read_text())["split"]["seed"] == 4
 
@@ -190,7 +190,7 @@ def test_not_enough_disk(
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    for where, name in ((Column, "put"), (buckets.Merged, "add")):
+    for where, name in ((ColumnWriter, "put"), (buckets.MergedPairs, "add")):
         with monkeypatch.context() as patched:
             patched.setattr(where, name, full)
             refused(["prepare", parts, "--out", tmp_path / "out"], "is full", "prepare again")
@@ -214,7 +214,7 @@ def test_a_write_that_polars_cannot_do(
 def test_killed_and_run_again(parts: Path, tmp_path: Path) -> None:
     """A kill at any moment leaves no folder that could be taken for prepared data; the same command then gives the undisturbed files."""
     words = ["-m", "sparring", "prepare", str(parts), "--out", str(tmp_path / "out"), "--quiet"]
-    slow = "import sys, time; from sparring.data import prepare as p; old = p.write_parts\n"
+    slow = "import sys, time; from sparring.data.prepared import preparation as p; old = p.write_parts\n"
     slow += "def wait(*a):\n    done = old(*a); print('here', flush=True); time.sleep(60); return done\n"
     slow += f"p.write_parts = wait; p.prepare({str(parts)!r}, {str(tmp_path / 'out')!r})"
     child = subprocess.Popen([sys.executable, "-c", slow], stdout=subprocess.PIPE, env=os.environ)
@@ -236,7 +236,7 @@ def test_interrupted(parts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Column, "close", interrupt)
+    monkeypatch.setattr(ColumnWriter, "close", interrupt)
     assert main(["prepare", str(parts), "--out", str(tmp_path / "out")]) == 130
     assert left(tmp_path) == []
 

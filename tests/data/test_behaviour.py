@@ -15,7 +15,7 @@ from sparring.data.interactions import Interactions, Split
 from sparring.data.modalities import behaviour
 from sparring.data.modalities.behaviour import cached_cooccurrence, cooccurrence
 from sparring.data.splits import split
-from sparring.data.synthetic import World
+from sparring.data.synthetic import SyntheticWorld
 from sparring.data.table import from_frame
 from sparring.recipes import RECIPES
 from sparring.recipes.setup import Setup
@@ -46,7 +46,7 @@ def ppmi_by_loop(data: Interactions) -> np.ndarray:
     return made
 
 
-def test_inner_products_are_the_best_of_their_rank(small_world: World) -> None:
+def test_inner_products_are_the_best_of_their_rank(small_world: SyntheticWorld) -> None:
     """With signs given back, the vectors' inner products are the best approximation of the matrix, of that rank, by numpy's own SVD."""
     data = small_world.interactions
     want = ppmi_by_loop(data)
@@ -60,7 +60,7 @@ def test_inner_products_are_the_best_of_their_rank(small_world: World) -> None:
     np.testing.assert_allclose(vectors @ vectors.T, magnitude, atol=0.1 * np.abs(magnitude).max())
 
 
-def test_all_dimensions_give_the_matrix_back(small_world: World) -> None:
+def test_all_dimensions_give_the_matrix_back(small_world: SyntheticWorld) -> None:
     """With as many dimensions as items nothing is cut: the absolute values of all eigenvalues come out exactly."""
     data = small_world.interactions
     vectors = cooccurrence(data, dim=data.n_items)
@@ -68,7 +68,7 @@ def test_all_dimensions_give_the_matrix_back(small_world: World) -> None:
     np.testing.assert_allclose(np.square(vectors).sum(0), want, atol=1e-3)
 
 
-def test_blocks_do_not_change_it(small_world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_do_not_change_it(small_world: SyntheticWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counting a few co-occurrences at a time gives the same vectors as all at once."""
     whole = cooccurrence(small_world.interactions, dim=6)
     monkeypatch.setattr(behaviour, "_PAIRS", 50)
@@ -123,7 +123,7 @@ def test_it_is_computed_once_per_content(parts: Split, tmp_path: Path) -> None:
 
 
 def test_vectors_of_a_run_are_found_by_id_and_never_tell_the_test(
-    small_world: World, parts: Split, tmp_path: Path
+    small_world: SyntheticWorld, parts: Split, tmp_path: Path
 ) -> None:
     """A run's item vectors are matched by original id; a run trained under another split is refused because it saw tested pairs."""
     run = RECIPES["ssl"](parts.train, Setup.of(dim=4, epochs=1, batch_size=64))

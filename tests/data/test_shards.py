@@ -17,7 +17,7 @@ from sparring.data import RandomBatches
 from sparring.data.batches import BlockBatches, batches_for
 from sparring.data.interactions import Interactions, Vocabulary
 from sparring.data.pairs import offsets
-from sparring.data.prepared.format import Column
+from sparring.data.prepared.format import ColumnWriter
 
 quick = settings(max_examples=60)
 FAR = 2_500_000_000  # a row number that int32 cannot hold
@@ -108,7 +108,7 @@ def test_row_numbers_beyond_int32() -> None:
 
 def test_columns_beyond_int32(tmp_path: Path) -> None:
     """A column of three billion rows is written and mapped, and a query whose items lie beyond row 2^31 finds them."""
-    column = Column(
+    column = ColumnWriter(
         tmp_path / "items.npy", np.dtype(np.int32), 3_000_000_000
     )  # sparse: it takes a few blocks of the disk
     column.put(FAR, np.array([3, 5, 8], dtype=np.int32))

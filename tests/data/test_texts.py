@@ -179,7 +179,7 @@ def test_unknown_tokenizers_and_texts_are_named(tmp_path: Path) -> None:
     wrong = (
         ("no-such-thing", "pip install no-such-thing"),
         (tmp_path, "no tokenizer.json"),
-        (tmp_path / "bad.json", "no tokenizer"),
+        (tmp_path / "bad.json", "bad.json"),
     )
     for where, words in wrong:
         with pytest.raises(UserError, match=words):

@@ -12,8 +12,8 @@ import pytest
 
 from sparring.core.errors import UserError
 from sparring.data import read, show, split
-from sparring.data.formats.lines import read_lines, read_pairs
 from sparring.data.formats.xc import read_labels, read_xc
+from sparring.data.lines import read_lines, read_pairs
 from sparring.data.propensity import propensity_constants
 from sparring.data.texts.texts import text_of, tokenize
 
@@ -153,7 +153,7 @@ def test_lines_do_not_depend_on_chunks(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "a.txt").write_bytes("é\n\nüü\n\U0001f600\n".encode() + b"\xff\nlast")
     expected = ["é", "", "üü", "\U0001f600", "\ufffd", "last"]
     for size in (1, 2, 3, 7, 100):
-        monkeypatch.setattr("sparring.data.formats.lines._CHUNK", size)
+        monkeypatch.setattr("sparring.data.lines._CHUNK", size)
         found, note = read_lines(tmp_path / "a.txt")
         assert found.to_list() == expected
         assert note == "replaced invalid UTF-8 in 1 lines of a.txt, first in line 5"
@@ -167,7 +167,7 @@ def test_lines_do_not_depend_on_chunks(tmp_path: Path, monkeypatch: pytest.Monke
         ("filter_labels_train.txt", b"0 3\n", "a label below 3"),
         ("Y.txt", b"one\ntwo\n", "there are 2 labels"),
         ("tst_X.txt", b"one\n", "1 test texts and 2 rows"),
-        ("Y.trn.npz", b"no matrix", "is no sparse matrix"),
+        ("Y.trn.npz", b"no matrix", "sparse matrix"),
         ("trn_X.txt.gz", b"\x1f\x8b\x08\x00 broken", "cannot read"),
     ],
 )

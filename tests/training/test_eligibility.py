@@ -154,7 +154,7 @@ def test_lists_tell_their_own_errors(folder: Path, tmp_path: Path, monkeypatch: 
     """What goes wrong while lists are ranked is told as it is, not as a file that cannot be written."""
     trained = load(folder)
     monkeypatch.setattr(trained.model, "query_vectors", lambda at: trained.model.item_vectors()[at % 15] * float("nan"))
-    with pytest.raises(UserError, match=r"^the vectors to rank hold NaN"):
+    with pytest.raises(UserError, match="NaN"):
         write_lists(trained, tmp_path / "lists.parquet", 3)
     assert not list(tmp_path.iterdir())
 

@@ -18,7 +18,7 @@ import sparring
 from sparring.cli import main
 from sparring.core.errors import UserError
 from sparring.data.interactions import Split
-from sparring.data.synthetic import World
+from sparring.data.synthetic import SyntheticWorld
 from sparring.recipes.run import Run
 from sparring.recipes.settings import build
 from sparring.training.fitting import fit
@@ -34,7 +34,7 @@ def run(parts: Split) -> Run:
 
 
 @pytest.fixture
-def pairs(small_world: World, tmp_path: Path) -> Path:
+def pairs(small_world: SyntheticWorld, tmp_path: Path) -> Path:
     data = small_world.interactions
     pl.DataFrame({"user_id": data.queries, "item_id": data.items}).write_parquet(tmp_path / "pairs.parquet")
     return tmp_path / "pairs.parquet"

@@ -21,7 +21,8 @@ from sparring.core.errors import UserError
 from sparring.data.interactions import Split
 from sparring.experiments.diagnose import samplers
 from sparring.experiments.diagnose.measures import diagnose
-from sparring.recipes.settings import build, find, resolve
+from sparring.recipes.finding import find
+from sparring.recipes.settings import build, resolve
 from sparring.training import trained as runs
 from sparring.training.fitting import fit
 from sparring.training.folder import read_meta
@@ -147,7 +148,7 @@ def test_the_command_line_reads_texts_where_nothing_else_helps(parts: Split, tmp
         ({"encoder": None, "query_tower": "id", "item_tower": "id", "pooling": "cls"}, "pooling=cls"),
         ({"item_features": "category"}, "item_features"),
         ({"max_len": 0}, "max_len"),
-        ({"encoder": None, "item_text": "title"}, "item_text names what a text tower reads, and item_tower is id"),
+        ({"encoder": None, "item_text": "title"}, "item_tower"),
         ({"item_text": "titel"}, "no column of text called 'titel'; its columns of text are title, category, text"),
         ({"encoder": "no/such/encoder"}, "no/such/encoder"),
     ],

@@ -20,7 +20,7 @@ from sparring.core import files
 from sparring.core.errors import UserError
 from sparring.core.files import write, write_tensors
 from sparring.data.interactions import Interactions, Split, Vocabulary
-from sparring.data.synthetic import World
+from sparring.data.synthetic import SyntheticWorld
 from sparring.recipes.settings import build
 from sparring.training.fitting import fit
 from sparring.training.trained import Trained, load
@@ -121,7 +121,7 @@ def test_lists_leave_out_more_than_what_was_measured(folder: Path, named_parts: 
 
 
 def test_recommend_with_seen_items_ranks_the_whole_catalogue(
-    folder: Path, named_parts: Split, small_world: World
+    folder: Path, named_parts: Split, small_world: SyntheticWorld
 ) -> None:
     """with_seen: every item is listed once, in brute-force order; without it a full list simply ends where unseen items do."""
     trained = load(folder)

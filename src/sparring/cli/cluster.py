@@ -179,7 +179,7 @@ def _check(args: Namespace) -> None:
 def _settings(args: Namespace) -> MSACSettings:
     """The settings of a preset with what was asked for."""
     from sparring.models.clusters import PRESETS, MSACSettings
-    from sparring.recipes.settings import parse
+    from sparring.recipes.setup import parse
 
     asked: dict[str, object] = dict(args.settings)
     for name in ("k_primary", "k_secondary", "steps", "seed"):

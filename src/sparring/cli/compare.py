@@ -113,11 +113,11 @@ def compare(args: Namespace) -> int:
 def _notes(plan: Comparison) -> list[str]:
     """What is not as the recipes come: texts that are read, classifiers that are left out, arguments that are not tuned."""
     from sparring.experiments.search_space import untuned
-    from sparring.recipes import settings
+    from sparring.recipes import finding, settings
 
     lines = [inputs.TEXTS_READ] if plan.shared.get("encoder") == "auto" else []
     setups = {
-        name: settings.resolve(settings.find(method.recipe), method.settings, plan.base)[0]
+        name: settings.resolve(finding.find(method.recipe), method.settings, plan.base)[0]
         for name, method in plan.methods.items()
     }
     staged = [name for name, setup in setups.items() if setup.classifiers.epochs]
@@ -148,7 +148,7 @@ def closing(show: Console, failures: Sequence[Failure], page: Path, out: Path) -
 
 def _plan(args: Namespace) -> Comparison:
     from sparring.experiments.comparison import Comparison, cutoffs
-    from sparring.recipes import settings
+    from sparring.recipes import finding, settings
 
     if not args.data:
         raise UserError("--data is needed: a file, or the name of a set; repeat it for several")
@@ -156,7 +156,7 @@ def _plan(args: Namespace) -> Comparison:
     shared = inputs.settings(args, "epochs")
     if args.tune:
         shared.setdefault("select", args.metrics[-1])  # equal tuning includes what it aims at
-    base = None if args.setup is None else settings.own_setup(settings.find(args.setup))
+    base = None if args.setup is None else settings.own_setup(finding.find(args.setup))
     cutoffs(args.metrics)  # wrong metrics are told before a long read
     if args.tune:
         from sparring.experiments.tuning import require_optuna
@@ -164,7 +164,7 @@ def _plan(args: Namespace) -> Comparison:
         require_optuna()
     plan = Comparison(args.out, (), recipes, args.seeds, baseline, args.metrics, base, shared, args.tune, args.device)
     for method in plan.methods.values():
-        settings.resolve(settings.find(method.recipe), method.settings, base)
+        settings.resolve(finding.find(method.recipe), method.settings, base)
     data = tuple(_data(args, where, name) for where, name in zip(args.data, short_names(args.data), strict=True))
     if base is None and inputs.only_texts_help(shared, *(each.split for each in data)):
         shared = {**shared, "encoder": "auto"}

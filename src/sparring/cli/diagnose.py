@@ -78,10 +78,10 @@ def diagnose(args: Namespace) -> int:
     from sparring.experiments.diagnose import samplers as opponents
     from sparring.experiments.diagnose.measures import diagnose as measure
     from sparring.experiments.report import diagnosis
-    from sparring.recipes import settings
+    from sparring.recipes import finding
     from sparring.training.folder import read_meta
 
-    samplers = tuple(dict.fromkeys(name if name == "own" else settings.named(name) for name in args.samplers))
+    samplers = tuple(dict.fromkeys(name if name == "own" else finding.named(name) for name in args.samplers))
     if args.draws < 2:
         raise UserError(f"--draws {args.draws} is too few: a variance needs at least 2")
     if args.out is not None and args.out.exists() and not args.out.is_dir():
@@ -98,11 +98,11 @@ def diagnose(args: Namespace) -> int:
         show.print(note, markup=False, soft_wrap=True)
     found = []
     for name in samplers:
-        with show.status(f"measuring {settings.short(name)}"):
+        with show.status(f"measuring {finding.short(name)}"):
             run = own if name == "own" else opponents.with_negatives_of(name, own, parts)
             found.append(
                 measure(
-                    settings.short(name),
+                    finding.short(name),
                     run,
                     parts,
                     queries=args.queries,

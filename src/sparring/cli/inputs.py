@@ -15,7 +15,7 @@ from sparring.core.errors import UserError
 
 if TYPE_CHECKING:
     from sparring.data.interactions import Interactions, Split
-    from sparring.data.synthetic import World
+    from sparring.data.synthetic import SyntheticWorld
 
 SPLITS = ("auto", "file", "random", "temporal", "leave-last-out")
 COLUMNS = {
@@ -90,17 +90,17 @@ def read_data(where: str, given: Mapping[str, Any]) -> Interactions:
         return made.interactions
     if Path(where).suffix or "/" in where:
         raise UserError(f"no such file or folder: {where}")
-    from sparring.data import public_sets
+    from sparring.data.public_sets import find_set, load_set
 
-    name = public_sets.find(where).name
+    name = find_set(where).name
     if given:
         option = f"--{min(given).replace('_', '-')}" + ("-column" if min(given) in COLUMNS else "")
         raise UserError(f"{option} is for files: the columns of the data set {name!r} are known")
     with download_bar(name) as progress:
-        return public_sets.load(name, progress)
+        return load_set(name, progress)
 
 
-def world(where: str) -> World | None:
+def world(where: str) -> SyntheticWorld | None:
     """The made-up world, with its truth, that world:QUERIESxITEMS or world:QUERIESxITEMS:SEED names; None for any other name."""
     if not where.startswith("world:") or Path(where).exists():
         return None

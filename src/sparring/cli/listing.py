@@ -16,10 +16,10 @@ from sparring.core.errors import UserError
 
 
 def recipes(args: Namespace) -> int:
-    from sparring.recipes import settings
+    from sparring.recipes import finding
     from sparring.recipes.setup import SETTINGS
 
-    found = _usable() if args.name is None else ((name, recipe_facts(name)) for name in [settings.named(args.name)])
+    found = _usable() if args.name is None else ((name, recipe_facts(name)) for name in [finding.named(args.name)])
     if args.json:
         print(json.dumps(dict(found), indent=2))
         return 0
@@ -46,9 +46,9 @@ def recipes(args: Namespace) -> int:
 def _usable() -> Iterator[tuple[str, dict[str, Any]]]:
     """Our recipes and those of installed packages, by name; a warning says why one of theirs cannot be used."""
     from sparring.recipes import RECIPES
-    from sparring.recipes.finding import offered
+    from sparring.recipes.finding import installed
 
-    for name in (*RECIPES, *offered()):
+    for name in (*RECIPES, *installed()):
         try:
             facts = recipe_facts(name)
         except UserError as error:
@@ -59,19 +59,22 @@ def _usable() -> Iterator[tuple[str, dict[str, Any]]]:
 
 def recipe_facts(name: str) -> dict[str, Any]:
     """What a recipe is, its paper, where it comes from, its own arguments and the settings it shares, with types and defaults."""
-    from sparring.recipes import settings
+    from sparring.recipes import finding, settings
     from sparring.recipes.finding import source
     from sparring.recipes.setup import SETTINGS
 
-    recipe = settings.find(name)
+    recipe = finding.find(name)
     lines = (inspect.getdoc(recipe) or "no docstring").splitlines()
-    setup = settings.own_setup(recipe).flat()
+    setup, metadata = settings.own_setup(recipe).flat(), settings.argument_metadata(recipe)
     return {
         "summary": lines[0],
         "notes": [line for line in lines[1:-1] if line],
         "paper": lines[-1] if len(lines) > 1 else "",
         "source": source(name),
-        "arguments": {key: _kind(kind, default) for key, (kind, default) in settings.own_arguments(recipe).items()},
+        "arguments": {
+            key: {**_kind(kind, default), "description": next((x for x in metadata[key] if isinstance(x, str)), "")}
+            for key, (kind, default) in settings.own_arguments(recipe).items()
+        },
         "setup": {
             name: {"group": each.group, **_kind(each.kind, setup[name]), "description": each.description}
             for name, each in SETTINGS.items()
@@ -80,7 +83,7 @@ def recipe_facts(name: str) -> dict[str, Any]:
 
 
 def _kind(kind: Any, default: object) -> dict[str, str]:
-    from sparring.recipes.settings import type_name
+    from sparring.recipes.setup import type_name
 
     if isinstance(default, tuple):
         written = ",".join(map(str, default)) or "empty"
@@ -105,38 +108,41 @@ def _one_recipe(name: str, facts: dict[str, Any]) -> None:
     ):
         if facts[key]:
             rows = [
-                [setting, kind["default"], kind["type"], kind.get("description", "")]
-                for setting, kind in facts[key].items()
+                [setting, kind["default"], kind["type"], kind["description"]] for setting, kind in facts[key].items()
             ]
             show.print()
             show.print(screen.table([[title, "default", "type", "description"], *rows], left=4))
 
 
 def data_list(args: Namespace) -> int:
-    from sparring.data.public_sets import SOURCES
+    from sparring.data.public_sets import PUBLIC_SETS
 
-    rows = [[source.name, source.what, source.size, source.terms] for source in SOURCES.values()]
+    rows = [[public.name, public.summary, public.size, public.terms] for public in PUBLIC_SETS.values()]
     screen.console().print(screen.table([["name", "what", "queries x items, interactions", "terms"], *rows], left=4))
     return 0
 
 
 def data_get(args: Namespace) -> int:
-    from sparring.data import public_sets
+    from sparring.data.public_sets import download_set, find_set
 
-    source = public_sets.find(args.name)
+    source = find_set(args.name)
     show = screen.console()
     show.print(
-        f"{source.name}: {source.what}; {source.home}", f"terms: {source.terms}", sep="\n", markup=False, soft_wrap=True
+        f"{source.name}: {source.summary}; {source.home}",
+        f"terms: {source.terms}",
+        sep="\n",
+        markup=False,
+        soft_wrap=True,
     )
     with inputs.download_bar(source.name) as progress:
-        folder = public_sets.get(source.name, progress)
+        folder = download_set(source.name, progress)
     show.print(f"in {folder}", markup=False, soft_wrap=True)
     return 0
 
 
 def data_show(args: Namespace) -> int:
     from sparring.cli import explanation
-    from sparring.data.reading import describe, roles, show
+    from sparring.data.reading import describe, describe_roles, show
 
     given = inputs.columns(args)
     try:
@@ -152,6 +158,6 @@ def data_show(args: Namespace) -> int:
             f"note: this does not read as interactions, though --items or --queries may take it: {explanation(error)}"
         )
         return 0
-    told = roles(Path(args.data), given) if Path(args.data).exists() else []
+    told = describe_roles(Path(args.data), given) if Path(args.data).exists() else []
     screen.console().print(*told, describe(data), sep="\n", markup=False, soft_wrap=True)
     return 0

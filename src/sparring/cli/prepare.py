@@ -13,7 +13,7 @@ from sparring.cli import inputs, screen
 from sparring.cli.values import whole
 
 if TYPE_CHECKING:
-    from sparring.data.prepared.encoding import Tell
+    from sparring.data.prepared.buckets import StageProgress
 
 
 def options(parser: ArgumentParser) -> None:
@@ -69,7 +69,7 @@ def prepare(args: Namespace) -> int:
 
 
 @contextmanager
-def _bar(quiet: bool) -> Iterator[Tell]:
+def _bar(quiet: bool) -> Iterator[StageProgress]:
     """A bar for each stage on a terminal; nothing elsewhere."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 

@@ -69,11 +69,11 @@ def options(parser: ArgumentParser) -> None:
 def train(args: Namespace) -> int:
     from sparring.core.devices import pick_device
     from sparring.core.ranks import join, leave
-    from sparring.recipes import settings
+    from sparring.recipes import finding, settings
     from sparring.training.folder import read_meta
 
-    name = settings.named(args.recipe or "default")
-    folder = args.out or Path("runs") / settings.short(name)
+    name = finding.named(args.recipe or "default")
+    folder = args.out or Path("runs") / finding.short(name)
     if args.nproc is not None:
         return _in_processes(args, name, folder)
     if args.restarts:
@@ -91,7 +91,7 @@ def train(args: Namespace) -> int:
                 f"nothing to resume in {folder}: it has no run.json; to begin, {needed}" if args.resume else needed
             )
         asked = _settings(args)
-        settings.resolve(settings.find(name), asked, _base(args))  # wrong settings are told before a long read
+        settings.resolve(finding.find(name), asked, _base(args))  # wrong settings are told before a long read
         if args.warm is not None:
             read_meta(args.warm)
         run, parts, source = _fresh(args, name, asked)
@@ -129,14 +129,14 @@ def train(args: Namespace) -> int:
 def _in_processes(args: Namespace, name: str, folder: Path) -> int:
     """Check what can be checked, then let torchrun start the processes, which go on with what there is in the folder."""
     from sparring.core.types import ALONE
-    from sparring.recipes import settings
+    from sparring.recipes import finding, settings
     from sparring.training.folder import claimed, delete_run
 
     begun = (folder / "run.json").is_file()
     if not (args.resume and begun):
         if args.data is None:
             raise UserError("--data is needed: a file, or the name of a set")
-        settings.resolve(settings.find(name), _settings(args), _base(args))
+        settings.resolve(finding.find(name), _settings(args), _base(args))
         _check_free(folder, args.resume, args.overwrite)
         if args.overwrite and args.warm is not None and args.warm.resolve() == folder.resolve():
             raise UserError(
@@ -166,7 +166,7 @@ def fit_shown(
     """Train with the progress on the screen."""
     from sparring.core.ranks import rank
     from sparring.models.build import text_sides
-    from sparring.recipes.settings import short
+    from sparring.recipes.finding import short
     from sparring.training.eligibility import untrained, untrained_line
     from sparring.training.fitting import fit
     from sparring.training.tensorboard import epoch_writer
@@ -225,21 +225,19 @@ def _fresh(args: Namespace, name: str, asked: dict[str, object]) -> tuple[Run, S
 
 def _continued(args: Namespace, folder: Path) -> tuple[Run, Split, dict[str, Any]]:
     """The run of a folder as run.json has it; what was asked for on the command line must agree."""
-    from sparring.recipes import settings
-    from sparring.recipes.setup import flat_name
+    from sparring.recipes import finding, settings
+    from sparring.recipes.setup import flat_name, parse_setup
     from sparring.training.folder import read_meta, recipe_of
 
     meta = read_meta(folder)
-    if args.recipe is not None and settings.named(args.recipe) != meta["recipe"]:
+    if args.recipe is not None and finding.named(args.recipe) != meta["recipe"]:
         raise UserError(
             f"{folder} was trained with the recipe {meta['recipe']!r}, not {args.recipe!r}: --resume cannot change it"
         )
-    recorded = settings.parse_setup(meta["setup"])
+    recorded = parse_setup(meta["setup"])
     recipe = recipe_of(folder, meta)
     base = _base(args)
-    setup, arguments = settings.resolve(
-        settings.find(recipe), _settings(args), base, recorded if base is None else None
-    )
+    setup, arguments = settings.resolve(finding.find(recipe), _settings(args), base, recorded if base is None else None)
     if args.setup is not None and setup != recorded:
         raise UserError(
             f"{folder} was trained with other settings than those of --setup {args.setup}: --resume cannot change them"
@@ -271,9 +269,9 @@ def _warm(args: Namespace, folder: Path) -> Path | None:
 
 
 def _base(args: Namespace) -> Setup | None:
-    from sparring.recipes import settings
+    from sparring.recipes import finding, settings
 
-    return None if args.setup is None else settings.own_setup(settings.find(args.setup))
+    return None if args.setup is None else settings.own_setup(finding.find(args.setup))
 
 
 def _settings(args: Namespace) -> dict[str, object]:

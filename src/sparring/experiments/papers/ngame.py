@@ -155,8 +155,8 @@ def quality_rows(plan: Reproduction, dataset: PaperDataset) -> list[Row]:
 
 
 def _quality_row(plan: Reproduction, dataset: PaperDataset, ranking: str, method: PaperMethod) -> Row:
-    first = next(each for each in plan.methods[dataset.name] if each.name == RANDOM)
-    values, base = (by_seed(plan, dataset, each, ranking, "P@1") for each in (method, first))
+    first = next(other for other in plan.methods[dataset.name] if other.name == RANDOM)
+    values, base = (by_seed(plan, dataset, own, ranking, "P@1") for own in (method, first))
     runs = plan.runs(dataset, method)
     measured = [own[ranking] for run in runs if ranking in (own := evaluations(run))]
     row = relative_row(values, base, method.name == RANDOM, "" if values else plan.error(dataset, method))
@@ -289,9 +289,9 @@ def findings(quality: Rows, claims: Rows) -> list[str]:
             lines.append(f"{row['data']}, {row['ranking']}, P@1: {claim}.")
     for row in quality:
         if row["mining"] is not None and row["method"] in SLIDES["overhead"] and row["ranking"] == "encoder":
-            said = f"the slides say {SLIDES['overhead'][row['method']]:.0%}"
+            slides = f"the slides say {SLIDES['overhead'][row['method']]:.0%}"
             adds = f"mining of {row['method']} adds {row['mining']:.1%} to the rest of its training"
-            lines.append(f"{row['data']}: {adds}; {said}.")
+            lines.append(f"{row['data']}: {adds}; {slides}.")
     return lines
 
 

@@ -23,7 +23,7 @@ from sparring.experiments.report.figures import RenderedFigure
 from sparring.experiments.report.html import Code, Facts, Figures, Page, Paragraph, Points, Section, Sheet
 from sparring.experiments.report.tables import Row
 from sparring.experiments.report.text import command_lines, in_words
-from sparring.recipes.settings import short
+from sparring.recipes.finding import short
 from sparring.recipes.setup import flat
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ import torch
 from sparring.core.errors import UserError
 from sparring.data import batches, pairs, read, splits
 from sparring.data.interactions import Interactions
-from sparring.data.prepared import encoding
-from sparring.data.prepared.format import Prepared, check
+from sparring.data.prepared import buckets
+from sparring.data.prepared.format import Prepared, check_prepared
 from sparring.data.prepared.preparation import prepare
 from sparring.data.splits import kth_smallest, split
 from sparring.negatives import InBatch, Popularity
@@ -41,7 +41,7 @@ HOWS: dict[str, dict[str, Any]] = {
 @pytest.fixture(autouse=True)
 def _many_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small data in many buckets and chunks."""
-    monkeypatch.setattr(encoding, "BUCKET", 40)
+    monkeypatch.setattr(buckets, "BUCKET", 40)
     monkeypatch.setattr(pairs, "CHUNK", 64)
     monkeypatch.setattr(splits, "CHUNK", 64)
 
@@ -302,12 +302,12 @@ def test_checksums_notice_a_change(tmp_path: Path) -> None:
     """A byte that changed on disk is found by checking, and a file of another size when the folder is opened."""
     parts_of(rows(11), tmp_path / "parts")
     prepare(tmp_path / "parts", tmp_path / "out")
-    check(tmp_path / "out")
+    check_prepared(tmp_path / "out")
     content = bytearray((tmp_path / "out" / "items.npy").read_bytes())
     content[-1] ^= 1
     (tmp_path / "out" / "items.npy").write_bytes(content)
     with pytest.raises(UserError, match=r"items\.npy has changed"):
-        check(tmp_path / "out")
+        check_prepared(tmp_path / "out")
     (tmp_path / "out" / "items.npy").write_bytes(content[:-4])
     with pytest.raises(UserError, match=r"items\.npy has .* bytes, expected"):
         read(tmp_path / "out")
