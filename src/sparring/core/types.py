@@ -147,8 +147,9 @@ class Bag:
 
     def __post_init__(self) -> None:
         if not isinstance(self.blocks, tuple) or not all(isinstance(block, Candidates) for block in self.blocks):
-            kinds = [type(block).__name__ for block in self.blocks] if isinstance(self.blocks, tuple) else self.blocks
-            raise ValueError(f"Bag.blocks must be a tuple of Candidates, as in Bag((candidates,)); got {kinds}")
+            kinds = [type(block).__name__ for block in self.blocks] if isinstance(self.blocks, tuple) else []
+            got = kinds or type(self.blocks).__name__
+            raise ValueError(f"Bag.blocks must be a tuple of Candidates, as in Bag((candidates,)); got {got}")
 
     def plain(self) -> Bag:
         """The same bag with all mixtures as vectors, so that every candidate can be inspected."""
