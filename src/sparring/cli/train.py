@@ -79,8 +79,6 @@ def train(args: Namespace) -> int:
     if args.restarts:
         raise UserError("--restarts needs --nproc: it starts processes again that it started")
     ranks = join(pick_device(args.device))
-    if ranks.rank == 0:
-        _check_free(folder, args.resume, args.overwrite)
     resume = ranks.share(args.resume and (folder / "run.json").is_file())
     if resume:
         run, parts, source = _continued(args, folder)
@@ -94,6 +92,8 @@ def train(args: Namespace) -> int:
         settings.resolve(finding.find(name), asked, _base(args))  # wrong settings are told before a long read
         if args.warm is not None:
             read_meta(args.warm)
+        if ranks.rank == 0:
+            _check_free(folder, args.resume, args.overwrite)
         run, parts, source = _fresh(args, name, asked)
     cutoffs = source["k"]
     fitted = fit_shown(
