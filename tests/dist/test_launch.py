@@ -227,7 +227,7 @@ def test_faults_cost_nothing(fault: str) -> None:
     command = [sys.executable, str(KILLS), *FAULTS[fault].split()]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert ("of those of the run left alone" if "--gone" in FAULTS[fault] else "equal bit by bit") in done.stdout
+    assert ("of the uninterrupted run" if "--gone" in FAULTS[fault] else "equal bit by bit") in done.stdout
 
 
 def may_mount() -> bool:

@@ -96,11 +96,11 @@ def train(args: Namespace) -> int:
     if args.restarts:
         raise UserError("--restarts needs --nproc, which starts the processes")
     ranks = join(pick_device(args.device))
-    if ranks.rank == 0:
-        _check_folder(folder, args)
     if ranks.share(args.resume and (folder / "run.json").is_file()):
         run, parts, source, warm = _resumed(args, folder)
     else:
+        if ranks.rank == 0:
+            _check_folder(folder, args)
         run, parts, source = _fresh(args, name, folder)
         warm = args.warm
     fitted = _fit(args, run, parts, folder, source, warm)
