@@ -21,7 +21,7 @@ from torch import Tensor
 from _shared import table
 from sparring.core.types import Step
 from sparring.data.modalities.modalities import Modalities
-from sparring.data.synthetic import World, make_world
+from sparring.data.synthetic import SyntheticWorld, make_world
 from sparring.models.clusters import Codes
 from sparring.models.clusters.msac import MSAC
 from sparring.models.clusters.quantizer import ROBUST
@@ -51,7 +51,7 @@ def dealt(codes: Codes, seed: int) -> Codes:
     return Codes(codes.primary, secondary, codes.codewords, codes.k_secondary)
 
 
-def measure(world: World, negatives: Negatives, rounds: int, batch: int = 512) -> tuple[float, float, float]:
+def measure(world: SyntheticWorld, negatives: Negatives, rounds: int, batch: int = 512) -> tuple[float, float, float]:
     """Over all draws: share of false negatives, mean probability of being liked, mean cosine to the positive."""
     queries, items = (column.long() for column in world.interactions.pairs())
     generator, vectors = torch.Generator().manual_seed(1), world.item_vectors

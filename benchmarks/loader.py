@@ -24,7 +24,7 @@ from torch import Tensor
 
 from _shared import table
 from sparring.data.batches import BlockBatches, RandomBatches
-from sparring.data.prepared.format import Column
+from sparring.data.prepared.format import ColumnWriter
 
 GOAL = 5e6  # rows per second of a core
 
@@ -32,7 +32,7 @@ GOAL = 5e6  # rows per second of a core
 def write(folder: Path, rows: int) -> None:
     """Two columns as `sparring prepare` writes them: queries ascending, about 20 items each."""
     random, step = np.random.default_rng(0), 1 << 24
-    columns = {name: Column(folder / f"{name}.npy", np.dtype(np.int32), rows) for name in ("queries", "items")}
+    columns = {name: ColumnWriter(folder / f"{name}.npy", np.dtype(np.int32), rows) for name in ("queries", "items")}
     for first in range(0, rows, step):
         n = min(step, rows - first)
         columns["queries"].put(first, (np.arange(first, first + n) // 20).astype(np.int32))

@@ -17,11 +17,12 @@ if not torch.cuda.is_available():
 
 from sparring.data.interactions import Split
 from sparring.data.splits import split
-from sparring.data.synthetic import World, make_world
+from sparring.data.synthetic import SyntheticWorld, make_world
 from sparring.testing import NegativesContract
 from sparring.training import curve
 
-# The same examples every time, however slow the machine: a change fails by its own fault. Others: `pytest --hypothesis-profile default`.
+# The same examples every time, however slow the machine: a change fails by its own fault. Others: `pytest
+# --hypothesis-profile default`.
 hypothesis.settings.register_profile("sparring", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("sparring")
 
@@ -29,7 +30,7 @@ hypothesis.settings.load_profile("sparring")
 # Tests that kill processes, open browsers, start databases or Spark, or train on several ranks: `make test-slow`.
 SLOW = (
     "cli/test_prepare.py::test_killed",
-    "data/test_prepare_spark.py",
+    "data/test_prepared_spark.py",
     "dist/",
     "serving/http/test_faults.py",
     "serving/http/test_openapi.py",
@@ -78,13 +79,13 @@ def quick_texts(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPa
 
 
 @pytest.fixture(scope="session")
-def small_world() -> World:
+def small_world() -> SyntheticWorld:
     """60 queries, 40 items with titles and categories, about 500 interactions, shown pairs, times."""
     return make_world(60, 40, exposure=0.5, relevant=0.4, seed=3)
 
 
 @pytest.fixture(scope="session")
-def parts(small_world: World) -> Split:
+def parts(small_world: SyntheticWorld) -> Split:
     """The small world split at random: 72 % train, 8 % valid, 20 % test."""
     return split(small_world.interactions, "random", valid=0.1, test=0.2, seed=1)
 

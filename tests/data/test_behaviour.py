@@ -15,7 +15,7 @@ from sparring.data.interactions import Interactions, Split
 from sparring.data.modalities import behaviour
 from sparring.data.modalities.behaviour import cached_cooccurrence, cooccurrence
 from sparring.data.splits import split
-from sparring.data.synthetic import World
+from sparring.data.synthetic import SyntheticWorld
 from sparring.data.table import from_frame
 from sparring.recipes import RECIPES
 from sparring.recipes.setup import Setup
@@ -46,8 +46,8 @@ def ppmi_by_loop(data: Interactions) -> np.ndarray:
     return made
 
 
-def test_inner_products_are_the_best_of_their_rank(small_world: World) -> None:
-    """With signs given back, the vectors' inner products are the best approximation of the matrix, of that rank, by numpy's own SVD."""
+def test_inner_products_are_the_best_of_their_rank(small_world: SyntheticWorld) -> None:
+    """With their signs, the vectors' inner products are the best approximation of that rank by numpy's SVD."""
     data = small_world.interactions
     want = ppmi_by_loop(data)
     value, vector = np.linalg.eigh(want)
@@ -60,7 +60,7 @@ def test_inner_products_are_the_best_of_their_rank(small_world: World) -> None:
     np.testing.assert_allclose(vectors @ vectors.T, magnitude, atol=0.1 * np.abs(magnitude).max())
 
 
-def test_all_dimensions_give_the_matrix_back(small_world: World) -> None:
+def test_all_dimensions_give_the_matrix_back(small_world: SyntheticWorld) -> None:
     """With as many dimensions as items nothing is cut: the absolute values of all eigenvalues come out exactly."""
     data = small_world.interactions
     vectors = cooccurrence(data, dim=data.n_items)
@@ -68,7 +68,7 @@ def test_all_dimensions_give_the_matrix_back(small_world: World) -> None:
     np.testing.assert_allclose(np.square(vectors).sum(0), want, atol=1e-3)
 
 
-def test_blocks_do_not_change_it(small_world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_do_not_change_it(small_world: SyntheticWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counting a few co-occurrences at a time gives the same vectors as all at once."""
     whole = cooccurrence(small_world.interactions, dim=6)
     monkeypatch.setattr(behaviour, "_PAIRS", 50)
@@ -80,7 +80,7 @@ def test_blocks_do_not_change_it(small_world: World, monkeypatch: pytest.MonkeyP
 
 
 def test_items_taken_together_are_near_and_lonely_ones_missing() -> None:
-    """Two groups of items that never share a query point apart; an item that no query shares with another has a row of zeros."""
+    """Two groups of items that never share a query point apart; an item that shares no query has a row of zeros."""
     rows = [(u, i) for u in range(12) for i in ((0, 1, 2, 3) if u % 2 else (4, 5, 6, 7))] + [(99, 8)]
     data = from_frame(pl.DataFrame({"user": [u for u, _ in rows], "item": [i for _, i in rows]}))
     vectors = cooccurrence(data, dim=2)
@@ -93,7 +93,7 @@ def test_items_taken_together_are_near_and_lonely_ones_missing() -> None:
 
 
 def test_of_a_long_history_the_latest_count() -> None:
-    """With `longest` 2, a query that took a, b, c, d in this order pairs c with d only; without times it still gives two items."""
+    """With `longest` 2, a query with a, b, c, d in this order pairs only c and d; without times, any two of them."""
     rows = [(u, item, t) for u in range(5) for t, item in enumerate([3, 1, 0, 2])] + [
         (u, u % 4 + 4, 0) for u in range(5, 9)
     ]
@@ -123,9 +123,9 @@ def test_it_is_computed_once_per_content(parts: Split, tmp_path: Path) -> None:
 
 
 def test_vectors_of_a_run_are_found_by_id_and_never_tell_the_test(
-    small_world: World, parts: Split, tmp_path: Path
+    small_world: SyntheticWorld, parts: Split, tmp_path: Path
 ) -> None:
-    """A run's item vectors are matched by original id; a run trained under another split is refused because it saw tested pairs."""
+    """A run's item vectors are matched by original id; a run trained on another split is refused: it saw test pairs."""
     run = RECIPES["ssl"](parts.train, Setup.of(dim=4, epochs=1, batch_size=64))
     fitted = fit(run, parts, tmp_path / "run", k=(5, 10))
     vectors, at = run_vectors(tmp_path / "run", parts)

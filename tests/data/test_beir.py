@@ -43,7 +43,7 @@ def pairs_of(part: Interactions | None) -> list[tuple[str, str]]:
 
 
 def test_a_folder_with_all_parts(folder: Path) -> None:
-    """Every document can be recommended, each part has its own pairs, a score of 0 is no pair, a document's text is title and text."""
+    """Every document can be recommended, each part has its pairs, a score of 0 is no pair, a text is title and text."""
     data = read(folder)
     parts = split(data)
     assert pairs_of(parts.train) == [("q0", "d1"), ("q0", "d2"), ("q1", "d2")]
@@ -61,18 +61,15 @@ def test_without_a_validation_part_whole_queries_are_held_out(folder: Path) -> N
 
 
 def test_only_a_test_part_and_unknown_ids(folder: Path) -> None:
-    """Without train.tsv the pairs have no parts; judgements of documents that are not there are dropped, and both are told."""
+    """Without train.tsv the pairs have no split; judgements of unknown documents are dropped; notes report both."""
     for name in ("train", "dev"):
         (folder / "qrels" / f"{name}.tsv").unlink()
     (folder / "qrels" / "test.tsv").write_text("q0 0 d1 1\nq1 0 d2 1\nq1 0 gone 1\n")  # TREC's form, without a header
     data = read(folder)
     assert data.split is None
     assert pairs_of(data) == [("q0", "d1"), ("q1", "d2")]
-    assert data.notes[:3] == (
-        "dropped 1 judgements of the unknown item 'gone' and the like",
-        "left out 3 queries without a relevant document",
-        "qrels has no train.tsv: the pairs have no parts of their own",
-    )
+    for note, keyword in zip(data.notes[:3], ("'gone'", "3 queries", "train.tsv"), strict=True):
+        assert keyword in note
 
 
 @pytest.mark.parametrize(
@@ -109,22 +106,18 @@ def test_ids_may_hold_spaces(folder: Path) -> None:
     assert pairs_of(parts.test) == [("q3", "doc 1")]
 
 
-def test_what_is_left_out_is_said(folder: Path) -> None:
-    """Grades, queries that nothing is relevant to, documents without a text, lines that are there twice: counted in the notes."""
+def test_notes_count_what_is_dropped(folder: Path) -> None:
+    """Notes count grades, queries without a relevant document, documents without a text, and repeated lines."""
     more = [{"_id": "d4", "title": " ", "text": ""}, CORPUS[0]]
     (folder / "corpus.jsonl").write_text("".join(json.dumps(each) + "\n" for each in [*CORPUS, *more]))
     data = read(folder)
     assert data.n_items == 4
-    assert data.notes[:4] == (
-        "dropped 1 lines of corpus.jsonl that are there already",
-        "1 judgements have grades other than 1 (up to 2): all count as 1",
-        "left out 1 queries without a relevant document",
-        "1 documents have no text: a text tower gives all of them one and the same vector",
-    )
+    for note, keyword in zip(data.notes[:4], ("1 repeated", "up to 2", "1 queries", "1 documents"), strict=True):
+        assert keyword in note
 
 
 def test_texts_in_the_interactions_make_tables(tmp_path: Path) -> None:
-    """A table of (query, product, title) rows is enough: the titles become the items' texts, the queries are their own."""
+    """A table of (query, product, title) rows suffices: titles are the items' texts, queries their own texts."""
     rows = pl.DataFrame(
         {"query": ["red shoes", "hat", "hat"], "product_id": [7, 8, 7], "product_title": ["Shoe", "Hat", "Shoe"]}
     )
@@ -138,7 +131,7 @@ def test_texts_in_the_interactions_make_tables(tmp_path: Path) -> None:
 
 
 def test_tables_of_texts_beside_the_interactions(tmp_path: Path) -> None:
-    """A folder with interactions, queries and items has the texts of both, also where a text spans lines or is empty."""
+    """A folder with interactions, queries and items has the texts of both, also if a text spans lines or is empty."""
     pl.DataFrame({"query_id": [1, 1, 2], "item_id": ["a", "b", "b"]}).write_csv(tmp_path / "interactions.csv")
     pl.DataFrame({"query_id": [1, 2], "text": ["two\nlines, \U0001f600", ""]}).write_csv(tmp_path / "queries.csv")
     pl.DataFrame({"item_id": ["b", "a"], "text": ["B", "A"]}).write_parquet(tmp_path / "items.parquet")

@@ -48,7 +48,7 @@ def test_categorical_codes_equal_a_loop(min_count: int) -> None:
 
 
 def test_codes_do_not_depend_on_the_text_type() -> None:
-    """Categorical, Enum and String columns of the same values get the same codes, and row order does not change a value's code."""
+    """Categorical, Enum and String columns with the same values get the same codes, whatever the order of rows."""
     frame = pl.DataFrame({"c": ["b", "a", "b", "c", "a", None]})
     want = Features.from_table(frame, ["c"]).categorical
     for dtype in (pl.Categorical, pl.Enum(["c", "b", "a"])):
@@ -124,8 +124,8 @@ def test_bad_input_is_one_line(tmp_path: Path) -> None:
         (lambda: Features.from_table(TABLE, {"shop": "text"}), "cannot be 'text'"),  # type: ignore[dict-item]
         (lambda: Features.from_table(pl.DataFrame({"v": [[1.0], [1.0, 2.0]]}), ["v"]), "2 different lengths"),
         (lambda: Features.from_table(pl.DataFrame({"v": [["a"], ["b"]]}), ["v"]), "holds no vectors"),
-        (lambda: Features.from_array(tmp_path / "no.npy"), "there is no file"),
-        (lambda: Features.from_array(tmp_path / "text.npy"), "no plain .npy array"),
+        (lambda: Features.from_array(tmp_path / "no.npy"), "no.npy"),
+        (lambda: Features.from_array(tmp_path / "text.npy"), "text.npy"),
         (lambda: Features.from_array(np.zeros(3)), "one row per id"),
         (lambda: Features.from_array(np.array([[1.0], [np.nan]])), "not finite in row 1"),
         (
@@ -152,7 +152,7 @@ class Log:
 @pytest.mark.parametrize("last", [None, 1, 3, 100])
 @pytest.mark.parametrize("timed", [True, False])
 def test_histories_equal_a_loop(timed: bool, last: int | None) -> None:
-    """Items of each query oldest first, ties and untimed rows as they come, the last ones kept, queries without rows empty."""
+    """Items of each query come oldest first, ties and untimed rows in row order; the last are kept, some are empty."""
     rng = np.random.default_rng(0)
     queries, items = rng.integers(0, 9, 60).astype(np.int32), rng.integers(0, 20, 60).astype(np.int32)
     time = rng.integers(0, 15, 60) if timed else None

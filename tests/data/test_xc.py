@@ -12,8 +12,8 @@ import pytest
 
 from sparring.core.errors import UserError
 from sparring.data import read, show, split
-from sparring.data.formats.lines import read_lines, read_pairs
 from sparring.data.formats.xc import read_labels, read_xc
+from sparring.data.lines import read_lines, read_pairs
 from sparring.data.propensity import propensity_constants
 from sparring.data.texts.texts import text_of, tokenize
 
@@ -84,7 +84,7 @@ def test_texts_and_matrices(folder: Path) -> None:
 
 
 def test_filters_are_hidden_in_their_own_part(folder: Path) -> None:
-    """What is masked for a test point is its own filter; for a training point, its labels and its filter: neither file leaks."""
+    """A test point masks its filter, a training point its labels and its filter: neither file leaks into the other."""
     parts = split(read(folder), valid=0)
     assert seen(parts, "test", 4) == {0}
     assert seen(parts, "test", 5) == set()
@@ -102,7 +102,7 @@ def test_filters_are_hidden_in_their_own_part(folder: Path) -> None:
 
 
 def test_every_layout_gives_the_same_data(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Sparse text, JSON lines, and matrices by column or coordinate hold the same pairs, texts and filters as the first layout."""
+    """Sparse text, JSON lines and matrices by column or coordinate hold the same pairs, texts and filters."""
     expected = read_xc(folder)
     text, objects = tmp_path_factory.mktemp("text"), tmp_path_factory.mktemp("objects")
     for name in ("trn_X.txt.gz", "tst_X.txt", "Y.txt"):
@@ -141,7 +141,7 @@ def test_test_points_without_labels_are_counted(folder: Path) -> None:
 
 
 def test_bytes_that_are_no_text_are_replaced_and_told(folder: Path) -> None:
-    """Invalid UTF-8 becomes U+FFFD, and a note names the file, how many lines and the first; ends of lines are only line feeds."""
+    """Invalid UTF-8 becomes U+FFFD with a note of the file, the number of lines and the first; only \\n ends a line."""
     (folder / "tst_X.txt").write_bytes(b"\xef\xbb\xbfblue\r\ncaf\xe9 \x00")
     data = read(folder)
     assert text_of(data, "query").to_list()[4:] == ["blue", "caf\ufffd \x00"]
@@ -153,7 +153,7 @@ def test_lines_do_not_depend_on_chunks(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "a.txt").write_bytes("é\n\nüü\n\U0001f600\n".encode() + b"\xff\nlast")
     expected = ["é", "", "üü", "\U0001f600", "\ufffd", "last"]
     for size in (1, 2, 3, 7, 100):
-        monkeypatch.setattr("sparring.data.formats.lines._CHUNK", size)
+        monkeypatch.setattr("sparring.data.lines._CHUNK", size)
         found, note = read_lines(tmp_path / "a.txt")
         assert found.to_list() == expected
         assert note == "replaced invalid UTF-8 in 1 lines of a.txt, first in line 5"
@@ -167,7 +167,7 @@ def test_lines_do_not_depend_on_chunks(tmp_path: Path, monkeypatch: pytest.Monke
         ("filter_labels_train.txt", b"0 3\n", "a label below 3"),
         ("Y.txt", b"one\ntwo\n", "there are 2 labels"),
         ("tst_X.txt", b"one\n", "1 test texts and 2 rows"),
-        ("Y.trn.npz", b"no matrix", "is no sparse matrix"),
+        ("Y.trn.npz", b"no matrix", "sparse matrix"),
         ("trn_X.txt.gz", b"\x1f\x8b\x08\x00 broken", "cannot read"),
     ],
 )

@@ -14,8 +14,8 @@ from torch import Tensor
 from sparring.core.errors import UserError
 from sparring.core.types import Positives
 from sparring.data import split
-from sparring.data.formats.lines import read_pairs
 from sparring.data.formats.xc import read_labels, read_xc
+from sparring.data.lines import read_pairs
 from sparring.data.propensity import inverse_propensities
 from sparring.evaluation.metrics import parse, popularity_bins
 from sparring.evaluation.ranking import evaluate, evaluate_lists

@@ -1,4 +1,4 @@
-"""Which rows share a training batch, and what a row is: a pair, or a query with one of its pairs."""
+"""Training batches: which rows share one. A row is a pair, or a query with one of its pairs."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from sparring.core.part import Part
 from sparring.data.interactions import Interactions
 from sparring.data.propensity import inverse_propensities
 
-BLOCK = 1 << 14  # rows that are read together: 64 KB of a column
-WINDOW = 512  # blocks that are shuffled together: 8 million rows
+BLOCK = 1 << 14  # rows read together: 64 KB of a column
+WINDOW = 512  # blocks shuffled together: 8 million rows
 
 
 class RandomBatches(Part):
     """Every row once per epoch, in an order that depends on (seed, epoch) only.
 
-    An epoch is a permutation cut into slices, so a run that stopped at (epoch, step) goes on with exactly the batches that
-    it would have had. The permutation takes 4 bytes a row (8 above 2^31 rows), 200 MB and about a second at 50 million.
+    An epoch is a permutation cut into slices, so a run resumed at (epoch, step) gets the batches of an uninterrupted
+    run. The permutation takes 4 bytes a row (8 above 2^31 rows), 200 MB and about a second at 50 million.
 
         batches = RandomBatches(len(train), 2048, seed=0)
         for rows in batches.epoch(3, start_step=17): ...
@@ -42,7 +42,7 @@ class RandomBatches(Part):
         return self.n_rows // self.batch_size if self.drop_last else -(-self.n_rows // self.batch_size)
 
     def epoch(self, epoch: int, start_step: int = 0, device: torch.device | str = "cpu") -> Iterator[Tensor]:
-        """Row indices (B,) int64 of each step of an epoch, from start_step on; on a device, all of them are copied there at once."""
+        """Row indices (B,) int64 of each step from start_step on, copied to the device once per epoch."""
         if not 0 <= start_step <= len(self):
             raise UserError(f"start_step is {start_step}; an epoch has {len(self)} steps")
         order = self._order(epoch).to(device)
@@ -50,7 +50,7 @@ class RandomBatches(Part):
             yield order[step * self.batch_size : (step + 1) * self.batch_size].long()
 
     def around(self, rows: Tensor, size: int, generator: torch.Generator) -> Tensor:
-        """Row indices (at most `size`,) of a batch that starts with `rows` (CPU, distinct); the others are as an epoch mixes them.
+        """Row indices (at most `size`,) of a batch that starts with `rows` (CPU, distinct), mixed as in an epoch.
 
         Other rows are distinct, except where there are so many that two of them hardly ever coincide.
         """
@@ -80,15 +80,16 @@ class RandomBatches(Part):
 
 
 class BlockBatches(RandomBatches):
-    """Every row once per epoch, for columns that lie in files: blocks of rows in random order, rows shuffled within a window of blocks.
+    """Every row once per epoch, for memory-mapped columns: random blocks, rows shuffled within windows of blocks.
 
-    An epoch is a random permutation of the blocks of `block` consecutive rows. The rows of each `window` blocks that follow one another
-    in it are shuffled together and cut into batches, so that only their pages of the files are in use, and a block is read as a whole.
+    An epoch is a random permutation of the blocks of `block` consecutive rows. The rows of `window` successive blocks
+    are shuffled together and cut into batches, so that only their pages are in use, and each block is read once.
 
-    Guaranteed: every row once per epoch; all of it decided by (seed, epoch), so a run resumes at any step, and that costs one window;
-    every order of the blocks, and within a window every order of its rows, is as likely as any other. Not guaranteed: rows of one block
-    are always in the same window, so rows of one query, which lie together, meet in a batch `n_rows / (block * window)` times as often
-    as in a full shuffle. Where all rows fit into one window it is RandomBatches to the bit.
+    Guaranteed: every row comes once per epoch; (seed, epoch) decide the order, so a run resumes at any step at the cost
+    of one window; all orders of the blocks, and within a window all orders of its rows, are equally likely. Not
+    guaranteed: rows of one block are always in the same window, so rows of one query, which are adjacent, share a batch
+    `n_rows / (block * window)` times as often as in a full shuffle. If all rows fit into one window, it equals
+    RandomBatches bit for bit.
 
         batches = BlockBatches(10**9, 2048, seed=0);   for rows in batches.epoch(3, start_step=17): ...
     """
@@ -108,14 +109,14 @@ class BlockBatches(RandomBatches):
             raise UserError(f"block is {block} rows and window {window} blocks; both must be at least 1")
 
     def epoch(self, epoch: int, start_step: int = 0, device: torch.device | str = "cpu") -> Iterator[Tensor]:
-        """Row indices (B,) int64 of each step of an epoch, from start_step on; on a device, those of a window are copied there at once."""
+        """Row indices (B,) int64 of each step from start_step on, copied to the device once per window."""
         if self.n_rows <= self.block * self.window:
             yield from super().epoch(epoch, start_step, device)
             return
         if not 0 <= start_step <= len(self):
             raise UserError(f"start_step is {start_step}; an epoch has {len(self)} steps")
         skip, left = start_step * self.batch_size, len(self) - start_step
-        kept = torch.empty(0, dtype=torch.int64, device=device)  # the end of a window, which begins the next batch
+        kept = torch.empty(0, dtype=torch.int64, device=device)  # the rest of a window, which starts the next batch
         for window in self._windows(epoch, skip):
             rows = window.to(device)
             if len(kept):
@@ -132,14 +133,14 @@ class BlockBatches(RandomBatches):
             yield kept
 
     def _windows(self, epoch: int, skip: int) -> Iterator[Tensor]:
-        """The rows of each window, shuffled, without the first `skip` rows of the epoch; windows before those are not even made."""
+        """The shuffled rows of each window, without the first `skip` of the epoch; skipped windows cost nothing."""
         n_blocks = -(-self.n_rows // self.block)
         order = torch.randperm(n_blocks, generator=self._generator(epoch))
         for number, first in enumerate(range(0, n_blocks, self.window)):
             blocks = order[first : first + self.window]
             size = len(blocks) * self.block
             short = blocks == n_blocks - 1
-            if bool(short.any()):  # to the end of its window, so that places beyond the last row can be left off
+            if bool(short.any()):  # to the end of its window, so that positions beyond the last row can be cut off
                 blocks = torch.cat([blocks[~short], blocks[short]])
                 size -= n_blocks * self.block - self.n_rows
             if skip >= size:
@@ -147,16 +148,16 @@ class BlockBatches(RandomBatches):
                 continue
             kind = torch.int32 if size < 2**31 else torch.int64
             place = torch.randperm(size, generator=self._generator(epoch, number + 1), dtype=kind)[skip:]
-            # from a few hundred blocks, which stay in the cache, rather than from a list of all rows
+            # Looked up in a few hundred blocks, which stay in the cache, rather than in a list of all rows.
             yield blocks[place // self.block].mul_(self.block).add_(place % self.block)
             skip = 0
 
 
 class QueryRows:
-    """Training rows that are queries: each time a row comes up, one of the query's pairs is drawn for it.
+    """Training rows that are queries: for each row of a batch, one of the query's pairs is drawn.
 
-    Drawn with equal chances, or in proportion to `weight` (of each pair; inverse propensities favour the tail). Queries without pairs are
-    no rows. The draw comes from the generator of the step, and nothing waits for the device.
+    Pairs are drawn uniformly, or in proportion to the `weight` of each pair (inverse propensities favour the tail).
+    Queries without pairs are not rows. The draw uses the generator of the step, without a device synchronisation.
 
         rows = QueryRows(train.pairs()[0]);   pairs = rows.pairs(batch, generator);   train.items[pairs]
     """
@@ -167,7 +168,7 @@ class QueryRows:
         self.start = torch.cumsum(self.count, 0) - self.count
         self.mass: Tensor | None = None
         if weight is not None:
-            # of a query's pairs up to each, beginning at a whole number of its own: one search serves all queries
+            # Cumulative share within each query, offset by the query's number: one search serves all queries.
             mass = weight[self.order].double()
             which = torch.repeat_interleave(torch.arange(len(self.queries), device=queries.device), self.count)
             total = torch.zeros(len(self.queries), dtype=mass.dtype, device=mass.device).index_add_(0, which, mass)
@@ -190,33 +191,32 @@ class QueryRows:
         return torch.empty_like(drawn).index_copy_(0, self.order, drawn)
 
     def pairs(self, rows: Tensor, generator: torch.Generator) -> Tensor:
-        """(B,) one pair of each of these rows."""
+        """(B,) a pair drawn for each row."""
         u = torch.rand(len(rows), dtype=torch.float64, generator=generator, device=rows.device)
         first, last = self.start[rows], self.start[rows] + self.count[rows] - 1
         if self.mass is None:
-            at = first + (u * self.count[rows]).long()
+            chosen = first + (u * self.count[rows]).long()
         else:
-            at = torch.maximum(torch.searchsorted(self.mass, rows + u, right=True), first)
-        return self.order[torch.minimum(at, last)]
+            chosen = torch.maximum(torch.searchsorted(self.mass, rows + u, right=True), first)
+        return self.order[torch.minimum(chosen, last)]
 
 
 def query_rows(train: Interactions, draw: str, device: torch.device | str = "cpu") -> QueryRows:
-    """The queries of training data as rows, their pairs drawn with equal chances, or by the inverse propensity of the item."""
+    """The queries of training data as rows, with pairs drawn uniformly or by the item's inverse propensity."""
     weight = None
     if draw == "propensity":
-        weight = torch.from_numpy(inverse_propensities(train.counts(), len(np.unique(train.queries)))[train.items]).to(
-            device
-        )
+        weights = inverse_propensities(train.counts(), len(np.unique(train.queries)))
+        weight = torch.from_numpy(weights[train.items]).to(device)
     return QueryRows(train.pairs()[0].to(device), weight)
 
 
 def batches_for(train: Interactions, rows: QueryRows | None, batch_size: int, seed: int = 0) -> RandomBatches:
-    """Batches of the pairs of training data, or of its queries: fully shuffled, or by blocks where the pairs lie in files."""
+    """Batches of the pairs or queries of training data: fully shuffled, or by blocks for memory-mapped pairs."""
     if rows is None and isinstance(train.queries, np.memmap):
         return BlockBatches(len(train), batch_size, seed)
     return RandomBatches(len(train if rows is None else rows), batch_size, seed)
 
 
 def epoch_steps(train: Interactions, rows: str, batch_size: int) -> int:
-    """Steps of an epoch over the pairs of training data, or over its queries: what a recipe counts by."""
+    """Steps of an epoch over the pairs of training data, or over its queries."""
     return -(-(len(train) if rows == "pairs" else len(np.unique(train.queries))) // batch_size)

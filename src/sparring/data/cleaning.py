@@ -1,166 +1,220 @@
-"""Rows as they come from a file: columns typed, rows that cannot be used dropped, and a note for each kind of dropped row."""
+"""Cleaning rules: how raw rows become interactions, stated once for polars and Spark.
+
+A rule is an SQL expression over the short column names q, i, t, w, r, s, l. Both engines evaluate the same expressions,
+so a file is cleaned alike on one machine and on a cluster.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol, Self, TypeVar
 
 import numpy as np
 import polars as pl
 
 from sparring.core.errors import UserError
+from sparring.data.columns import Columns
 
-PARTS = {
-    "train": 0,
-    "training": 0,
-    "0": 0,
-    "valid": 1,
-    "val": 1,
-    "validation": 1,
-    "dev": 1,
-    "1": 1,
-    "test": 2,
-    "testing": 2,
-    "2": 2,
-}
-CLICKS = {"1": 1, "true": 1, "0": 0, "false": 0}
 SHORT = {"query": "q", "item": "i", "time": "t", "weight": "w", "rating": "r", "split": "s", "label": "l"}
+CODES = {
+    "split": {"train": 0, "training": 0, "0": 0, "valid": 1, "val": 1, "validation": 1, "dev": 1, "1": 1}
+    | {"test": 2, "testing": 2, "2": 2},
+    "label": {"1": 1, "true": 1, "0": 0, "false": 0},
+}
+_EXPECTED = {"split": "train, valid, test or 0, 1, 2", "label": "1 (clicked) and 0 (shown, not clicked)"}
+_NAN = "CAST('NaN' AS DOUBLE)"
+_NO_ID = "(q IS NULL OR i IS NULL)"
 
 
-def clean(
-    lazy: pl.LazyFrame, found: dict[str, str], min_rating: float | None, source: str, guessed_time: bool
-) -> tuple[pl.LazyFrame, list[str]]:
-    """Typed columns, rows without ids, times or a sufficient rating dropped, and a note for each kind of dropped row."""
-    schema = lazy.collect_schema()
-    for name in ("q", "i"):
-        if schema[name].is_nested():
-            raise UserError(
-                f"column {found['query' if name == 'q' else 'item']!r} of {source} holds {schema[name]}, not ids"
-            )
-    lazy = lazy.with_columns(pl.col(name).fill_nan(None) for name in ("q", "i") if schema[name].is_float())
-    if "time" in found:
-        lazy = _typed_time(lazy, found["time"], source)
-    for role in ("weight", "rating"):
-        if role in found:
-            lazy = _typed_number(lazy, SHORT[role], found[role], source)
-    for role, codes in (("split", PARTS), ("label", CLICKS)):
-        if role in found:
-            lazy = _typed_codes(lazy, role, found[role], codes, source)
-    no_id = pl.col("q").is_null() | pl.col("i").is_null()
-    low = pl.col("r").is_null() | (pl.col("r") < min_rating) if min_rating is not None else pl.lit(False)
-    timed = "time" in found
-    no_time = pl.col("t").is_null() if timed else pl.lit(False)
-    keep = ~no_id & ~low
-    counts = lazy.select(
-        pl.len().alias("rows"),
-        no_id.sum().alias("without_id"),
-        (~no_id & low).sum().alias("below"),
-        (keep & no_time).sum().alias("untimed"),
-        keep.sum().alias("left"),
-        (keep & pl.col("w").is_null()).sum().alias("unweighted")
-        if "weight" in found
-        else pl.lit(0).alias("unweighted"),
-    )
-    notes, timed = tell_dropped(
-        counts.collect(engine="streaming").row(0, named=True), found, min_rating, source, guessed_time
-    )
-    if timed:
-        lazy = lazy.filter(keep & ~no_time)
-    else:
-        lazy = lazy.filter(keep).drop("t", strict=False)
-    return lazy.drop("r", strict=False), notes
+class RawRows(Protocol):
+    """Unread rows of an engine, with short column names. Expressions and conditions are SQL."""
+
+    id_kinds: ClassVar[tuple[str, ...]]  # kinds of columns that may hold ids
+    microseconds: ClassVar[str]  # the expression for a date or timestamp `t` in microseconds since 1970
+
+    def kind(self, name: str) -> tuple[str, object]:
+        """integer, float, decimal, text, boolean, date, timestamp, null, nested or other; and the engine's own type."""
+        ...
+
+    def with_column(self, name: str, expression: str) -> Self: ...
+    def with_parsed_text(self, name: str, holds: str) -> Self: ...
+    def with_codes(self, name: str, codes: Mapping[str, int]) -> Self: ...
+    def where(self, condition: str) -> Self: ...
+    def drop(self, name: str) -> Self: ...
+
+    def distinct(self, name: str) -> list[str | None]:
+        """The distinct values of a column, as text."""
+        ...
+
+    def first(self, expression: str, condition: str) -> Any:
+        """The value of an expression in some row that meets a condition; None where no row does."""
+        ...
+
+    def count(self, conditions: Mapping[str, str]) -> Mapping[str, int]:
+        """The number of rows that meet each condition, and under `rows` that of all rows."""
+        ...
 
 
-def tell_dropped(
-    counts: Mapping[str, int], found: Mapping[str, str], min_rating: float | None, source: str, guessed_time: bool
+Rows = TypeVar("Rows", bound=RawRows)
+
+
+def clean(rows: Rows, roles: Mapping[str, str], columns: Columns, source: str) -> tuple[Rows, list[str]]:
+    """Typed rows with ids, times and a sufficient rating, and a note for each kind of dropped row.
+
+    `roles` maps each role to its column, `columns` are the caller's arguments, and `source` names the table in errors.
+    """
+    for role, column in roles.items():
+        rows = _typed(rows, role, f"the {role} column {column!r} of {source} holds")
+    keep = f"NOT {_NO_ID}"
+    counted = {"without_id": _NO_ID}
+    if (lowest := columns.get("min_rating")) is not None:
+        low = f"(r IS NULL OR r < CAST('{float(lowest)!r}' AS DOUBLE))"
+        counted["below"] = f"{keep} AND {low}"
+        keep = f"{keep} AND NOT {low}"
+    counted |= {f"without_{role}": f"{keep} AND {SHORT[role]} IS NULL" for role in ("time", "weight") if role in roles}
+    counts = rows.count({**counted, "left": keep})
+    notes, timed = _notes(counts, roles, columns, source)
+    rows = rows.where(f"{keep} AND t IS NOT NULL" if timed else keep)
+    unused = ["t"] * ("time" in roles and not timed) + ["r"] * ("rating" in roles)
+    for name in unused:
+        rows = rows.drop(name)
+    return rows, notes
+
+
+def _typed(rows: Rows, role: str, holds: str) -> Rows:
+    """The rows with the column of a role typed: ids without NaN, int64 or float64 times, float64 numbers, codes."""
+    name = SHORT[role]
+    kind, dtype = rows.kind(name)
+    if role in ("query", "item"):
+        if kind not in rows.id_kinds:
+            raise UserError(f"{holds} {dtype}, not ids: give whole numbers or text")
+        return rows.with_column(name, f"NULLIF({name}, {_NAN})") if kind == "float" else rows
+    if role in CODES:
+        return _coded(rows, role, holds)
+    if kind == "text":
+        rows = rows.with_parsed_text(name, holds)
+        kind, dtype = rows.kind(name)
+    if role == "time" and kind in ("date", "timestamp"):
+        return rows.with_column(name, rows.microseconds)
+    if role == "time" and kind in ("integer", "null"):
+        return rows.with_column(name, f"CAST({name} AS BIGINT)")
+    if role == "time" and kind != "float":
+        raise UserError(f"{holds} {dtype}; expected numbers or dates")
+    if kind not in ("integer", "float", "decimal", "boolean", "null"):
+        raise UserError(f"{holds} {dtype}; expected numbers")
+    rows = rows.with_column(name, f"NULLIF(CAST({name} AS DOUBLE), {_NAN})")
+    if role == "weight":
+        wrong = rows.first(name, f"{name} < 0 OR {name} = CAST('Infinity' AS DOUBLE)")
+        if wrong is not None:
+            raise UserError(f"{holds} {wrong:g}; weights must be finite and not negative")
+    return rows
+
+
+def _coded(rows: Rows, role: str, holds: str) -> Rows:
+    """The rows with the words of a split or label column as codes; case, spaces and a final .0 do not matter."""
+    words = rows.distinct(SHORT[role])
+    codes = {word: CODES[role].get(word.strip().lower().removesuffix(".0")) for word in words if word is not None}
+    unknown = ["null"] * (None in words) + sorted(repr(word) for word, code in codes.items() if code is None)
+    if unknown:
+        shown = ", ".join(unknown[:3]) + ", ..." * (len(unknown) > 3)
+        raise UserError(f'{holds} {shown}; expected {_EXPECTED[role]}, or pass {role}="" to leave it out')
+    return rows.with_codes(SHORT[role], {word: code for word, code in codes.items() if code is not None})
+
+
+def _notes(
+    counts: Mapping[str, int], roles: Mapping[str, str], columns: Columns, source: str
 ) -> tuple[list[str], bool]:
-    """A note for each kind of dropped row, and whether the rows have times after all; an error where no row is left."""
+    """A note for each kind of dropped row, and whether the rows have times; an error where no row is left."""
+    lowest = columns.get("min_rating")
     if not counts["rows"]:
         raise UserError(f"{source} is empty: it has no rows")
     if counts["without_id"] == counts["rows"]:
         raise UserError(
-            f"all {counts['rows']:,} rows of {source} have a null in {found['query']!r} or {found['item']!r}"
+            f"all {counts['rows']:,} rows of {source} have a null in {roles['query']!r} or {roles['item']!r}"
         )
     if not counts["left"]:
-        raise UserError(f"no row of {source} has a {found['rating']!r} of at least {min_rating}")
-    notes, timed = [], "time" in found
+        raise UserError(f"no row of {source} has a {roles['rating']!r} of at least {lowest}")
+    notes, timed = [], "time" in roles
     if counts["without_id"]:
         notes.append(f"dropped {counts['without_id']:,} rows with null ids")
-    if counts["below"]:
-        notes.append(f"dropped {counts['below']:,} rows with {found['rating']} below {min_rating:g}")
-    if timed and counts["untimed"] == counts["left"]:
-        if not guessed_time:
-            raise UserError(f"the time column {found['time']!r} of {source} holds nulls only")
-        notes.append(f"ignored the column {found['time']}: it holds nulls only")
+    if counts.get("below"):
+        notes.append(f"dropped {counts['below']:,} rows with {roles['rating']} below {lowest:g}")
+    if timed and counts["without_time"] == counts["left"]:
+        if columns.get("time") is not None:
+            raise UserError(f"the time column {roles['time']!r} of {source} holds nulls only")
+        notes.append(f"ignored the column {roles['time']}: it holds nulls only")
         timed = False
-    elif counts["untimed"]:
-        notes.append(f"dropped {counts['untimed']:,} rows with a null {found['time']}")
-    if counts["unweighted"]:
-        notes.append(f"counted {counts['unweighted']:,} rows with a null {found['weight']} as weight 1")
+    elif counts.get("without_time"):
+        notes.append(f"dropped {counts['without_time']:,} rows with a null {roles['time']}")
+    if counts.get("without_weight"):
+        notes.append(f"counted {counts['without_weight']:,} rows with a null {roles['weight']} as weight 1")
     return notes, timed
 
 
-def _typed_time(lazy: pl.LazyFrame, column: str, source: str) -> pl.LazyFrame:
-    kind = lazy.collect_schema()["t"]
-    time = pl.col("t")
-    if kind.is_integer():
-        return lazy.with_columns(time.cast(pl.Int64))
-    if kind.is_float():
-        return lazy.with_columns(time.cast(pl.Float64).fill_nan(None))
-    if isinstance(kind, (pl.Date, pl.Datetime)):
-        return lazy.with_columns(time.dt.timestamp("us"))
-    if kind == pl.Null:
-        return lazy.with_columns(time.cast(pl.Int64))
-    if kind != pl.String:
-        raise UserError(f"the time column {column!r} of {source} holds {kind}; expected numbers or dates")
-    moment = time.str.to_datetime(strict=False, time_unit="us", time_zone="UTC").dt.timestamp("us")
-    readings = [time.cast(pl.Int64, strict=False), time.cast(pl.Float64, strict=False), moment]
-    wrong = lazy.select((time.is_not_null() & each.is_null()).sum().alias(str(n)) for n, each in enumerate(readings))
-    failures = wrong.collect(engine="streaming").row(0)
-    if min(failures):
-        best = readings[int(np.argmin(failures))]
-        value = lazy.filter(time.is_not_null() & best.is_null()).select("t").head(1).collect().item()
-        known = "write dates as 2022-02-23, 2022-02-23 14:05:00 or 23.02.2022"
-        raise UserError(
-            f"the time column {column!r} of {source} holds {value!r}, neither a number nor a date that is read: {known}"
-        )
-    return lazy.with_columns(readings[failures.index(0)])
+@dataclass(frozen=True)
+class PolarsRows:
+    """Unread rows of polars; every probe is one pass of the streaming engine."""
 
+    frame: pl.LazyFrame
 
-def _typed_number(lazy: pl.LazyFrame, name: str, column: str, source: str) -> pl.LazyFrame:
-    kind = lazy.collect_schema()[name]
-    number = pl.col(name).cast(pl.Float64, strict=False).fill_nan(None)
-    if not kind.is_numeric():
-        wrong = lazy.filter(pl.col(name).is_not_null() & pl.col(name).cast(pl.Float64, strict=False).is_null())
-        value = wrong.select(name).head(1).collect(engine="streaming")
-        if len(value):
-            raise UserError(f"column {column!r} of {source} holds {value.item()!r}, not a number")
-    if name == "w":
-        wrong = lazy.filter((number < 0) | number.is_infinite()).select(number).head(1)
-        value = wrong.collect(engine="streaming")
-        if len(value):
-            raise UserError(
-                f"the weight column {column!r} of {source} holds {value.item():g}; weights must be finite and not negative"
-            )
-    return lazy.with_columns(number)
+    id_kinds: ClassVar[tuple[str, ...]] = (
+        "integer",
+        "float",
+        "decimal",
+        "text",
+        "boolean",
+        "date",
+        "timestamp",
+        "null",
+        "other",
+    )
+    microseconds: ClassVar[str] = "CAST(CAST(t AS TIMESTAMP) AS BIGINT)"
 
+    def kind(self, name: str) -> tuple[str, object]:
+        dtype = self.frame.collect_schema()[name]
+        kinds = {pl.String: "text", pl.Boolean: "boolean", pl.Date: "date", pl.Datetime: "timestamp", pl.Null: "null"}
+        if dtype.is_integer() or dtype.is_float() or dtype.is_decimal():
+            return "integer" if dtype.is_integer() else "float" if dtype.is_float() else "decimal", dtype
+        return "nested" if dtype.is_nested() else kinds.get(dtype.base_type(), "other"), dtype
 
-def _typed_codes(lazy: pl.LazyFrame, role: str, column: str, codes: dict[str, int], source: str) -> pl.LazyFrame:
-    name = SHORT[role]
-    plain = pl.col(name).cast(pl.String).str.strip_chars().str.to_lowercase().str.replace(r"\.0$", "")
-    lazy = lazy.with_columns(plain)
-    values = lazy.select(name).unique().collect(engine="streaming")[name]
-    check_codes(values.to_list(), role, column, codes, source)
-    return lazy.with_columns(pl.col(name).replace_strict(codes, return_dtype=pl.UInt8))
+    def with_column(self, name: str, expression: str) -> PolarsRows:
+        return PolarsRows(self.frame.with_columns(pl.sql_expr(expression).alias(name)))
 
+    def with_parsed_text(self, name: str, holds: str) -> PolarsRows:
+        """Text in the first form that fits every row: times are whole numbers, numbers or dates; the rest numbers."""
+        text = pl.col(name)
+        forms = [text.cast(pl.Float64, strict=False)]
+        if name == "t":
+            moment = text.str.to_datetime(strict=False, time_unit="us", time_zone="UTC").dt.timestamp("us")
+            forms = [text.cast(pl.Int64, strict=False), *forms, moment]
+        failed = [text.is_not_null() & form.is_null() for form in forms]
+        sums = self.frame.select(wrong.sum().alias(str(n)) for n, wrong in enumerate(failed))
+        failures = sums.collect(engine="streaming").row(0)
+        if min(failures):
+            value = self.frame.filter(failed[int(np.argmin(failures))]).select(name).head(1).collect().item()
+            dates = ", neither a number nor a date: write dates as 2022-02-23, 2022-02-23 14:05:00 or 23.02.2022"
+            raise UserError(f"{holds} {value!r}{dates if name == 't' else ', not a number'}")
+        return PolarsRows(self.frame.with_columns(forms[failures.index(0)]))
 
-def check_codes(values: Iterable[str | None], role: str, column: str, codes: Mapping[str, int], source: str) -> None:
-    """Every distinct value of a column of parts or labels must be one of the words that say so."""
-    unknown = sorted((value for value in values if value not in codes), key=lambda value: (value is not None, value))
-    if unknown:
-        shown = ", ".join("null" if value is None else repr(value) for value in unknown[:3]) + (
-            ", ..." if len(unknown) > 3 else ""
-        )
-        expected = "train, valid, test or 0, 1, 2" if role == "split" else "1 (clicked) and 0 (shown, not clicked)"
-        raise UserError(
-            f'the {role} column {column!r} of {source} holds {shown}; expected {expected}, or pass {role}="" to leave it out'
-        )
+    def with_codes(self, name: str, codes: Mapping[str, int]) -> PolarsRows:
+        coded = pl.col(name).cast(pl.String).replace_strict(dict(codes), return_dtype=pl.UInt8)
+        return PolarsRows(self.frame.with_columns(coded))
+
+    def where(self, condition: str) -> PolarsRows:
+        return PolarsRows(self.frame.filter(pl.sql_expr(condition)))
+
+    def drop(self, name: str) -> PolarsRows:
+        return PolarsRows(self.frame.drop(name))
+
+    def distinct(self, name: str) -> list[str | None]:
+        return self.frame.select(pl.col(name).cast(pl.String)).unique().collect(engine="streaming")[name].to_list()
+
+    def first(self, expression: str, condition: str) -> Any:
+        rows = self.frame.filter(pl.sql_expr(condition)).select(pl.sql_expr(expression).alias("value")).head(1)
+        value = rows.collect(engine="streaming")
+        return value.item() if len(value) else None
+
+    def count(self, conditions: Mapping[str, str]) -> Mapping[str, int]:
+        sums = (pl.sql_expr(condition).sum().alias(name) for name, condition in conditions.items())
+        return self.frame.select(pl.len().alias("rows"), *sums).collect(engine="streaming").row(0, named=True)

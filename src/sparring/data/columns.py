@@ -1,25 +1,47 @@
-"""Which column of a table is the query, the item, the time: guessed from common names, or named by the user."""
+"""The roles of a table's columns (query, item, time, ...): guessed from common names, or named by the user."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict
 
 import polars as pl
 
 from sparring.core.errors import UserError
 
-# For each role, tiers of names in lower case without punctuation: an earlier tier beats a later one; two in one tier are ambiguous.
+
+class Columns(TypedDict, total=False):
+    """The columns of interactions by role, as the caller names them, and the lowest rating of a positive.
+
+    A role that is absent or None is guessed from common names; "" leaves an optional one out. `min_rating` drops the
+    rows rated lower; without it every row is a positive. `label` is 1 for a positive and 0 for an item shown and not
+    clicked.
+    """
+
+    query: str | None
+    item: str | None
+    time: str | None
+    weight: str | None
+    rating: str | None
+    split: str | None
+    label: str | None
+    min_rating: float | None
+
+
+# Tiers of names for each role, lower case, no punctuation. An earlier tier wins; two names of one tier are ambiguous.
 _NAMES: dict[str, tuple[str, ...]] = {
     "query": (
-        "userid uid queryid qid customerid custid householdid memberid visitorid reviewerid accountid personid buyerid shopperid",
+        "userid uid queryid qid customerid custid householdid memberid visitorid reviewerid accountid personid buyerid "
+        "shopperid",
         "user query customer household member visitor reviewer account person buyer shopper",
         "sessionid session",
     ),
     "item": (
-        "itemid iid productid movieid sku asin articleid trackid songid bookid isbn videoid newsid docid documentid businessid "
-        "stockcode locationid poiid artistid adid gameid recipeid labelid",
-        "item product movie article track song book video news doc document business location poi artist game recipe parentasin",
+        "itemid iid productid movieid sku asin articleid trackid songid bookid isbn videoid newsid docid documentid "
+        "businessid stockcode locationid poiid artistid adid gameid recipeid labelid",
+        "item product movie article track song book video news doc document business location poi artist game recipe "
+        "parentasin",
     ),
     "time": (
         "timestamp ts time datetime unixtime unixreviewtime eventtime transactiontimestamp createdat ratedat",
@@ -31,16 +53,20 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "label": ("label click clicked isclick",),
 }
 # Columns of interactions that repeat the text of their query or item on every row.
-_TEXTS = {
+_INLINE_TEXTS = {
     "query": "querytext querytitle question questiontext",
-    "item": "itemtext itemtitle itemname producttitle productname producttext movietitle booktitle doctitle doctext documenttitle "
-    "documenttext passage passagetext labeltext labeltitle title text body content abstract description productdescription",
+    "item": "itemtext itemtitle itemname producttitle productname producttext movietitle booktitle doctitle doctext "
+    "documenttitle documenttext passage passagetext labeltext labeltitle title text body content abstract description "
+    "productdescription",
 }
-# Columns of a table of queries or items that say what it is, best first: a text is the first of the titles and the first of the bodies.
-_HEADS = "title {0}title producttitle movietitle booktitle doctitle documenttitle labeltitle headline name {0}name productname labelname"
+# Columns of a table of queries or items, best first: its text is the first of the titles and the first of the bodies.
+_HEADS = (
+    "title {0}title producttitle movietitle booktitle doctitle documenttitle labeltitle headline name {0}name "
+    "productname labelname"
+)
 _BODIES = (
-    "text {0}text producttext doctext documenttext passagetext questiontext labeltext body content contents passage document abstract "
-    "description {0}description productdescription summary question query sentence utterance"
+    "text {0}text producttext doctext documenttext passagetext questiontext labeltext body content contents passage "
+    "document abstract description {0}description productdescription summary question query sentence utterance"
 )
 _TITLES = (
     "title itemtitle producttitle movietitle booktitle name itemname productname description productdescription text"
@@ -54,7 +80,7 @@ def _plain(name: str) -> str:
 def find_column(
     role: str, columns: Sequence[str], named: str | None, source: str, required: bool = False
 ) -> str | None:
-    """The column that plays a role: the one named, none for the empty name, else the best guess."""
+    """The column of a role: the named one, None for the empty name, otherwise the best guess."""
     listed = f"{source} has the columns {', '.join(columns)}"
     if named == "" and not required:
         return None
@@ -63,58 +89,60 @@ def find_column(
             raise UserError(f"no column {named!r} for the {role}: {listed}")
         return named
     for tier in _NAMES[role]:
-        names = tier.split()
-        found = [column for column in columns if _plain(column) in names]
-        if len(found) > 1:
-            off = "" if required else f', or {role}="" for none'
-            raise UserError(
-                f"{' and '.join(map(repr, found))} could each be the {role}; name it with {role}=...{off}: {listed}"
-            )
-        if found:
-            return found[0]
+        matches = [column for column in columns if _plain(column) in tier.split()]
+        if len(matches) > 1:
+            off = "" if required else ', or "" for none'
+            raise UserError(f"{' and '.join(map(repr, matches))} could each be the {role}{off}: {listed}", role)
+        if matches:
+            return matches[0]
     if required:
-        raise UserError(f"cannot tell which column is the {role}; name it with {role}=...: {listed}")
+        raise UserError(f"cannot tell which column is the {role}: {listed}", role)
     return None
 
 
-def find_columns(columns: Sequence[str], named: Mapping[str, str | None], source: str, rated: bool) -> dict[str, str]:
-    """Role -> column, for the roles that the table has. The rating matters only where there is a threshold."""
-    found: dict[str, str] = {}
+def find_roles(names: Sequence[str], columns: Columns, source: str) -> dict[str, str]:
+    """{role: column} for the roles that a table with columns `names` has. Ratings matter only with a threshold."""
+    unknown = next((name for name in columns if name not in Columns.__annotations__), None)
+    if unknown is not None:
+        raise UserError(f"there is no argument {unknown!r}; the columns are {', '.join(Columns.__annotations__)}")
+    given: Mapping[str, Any] = columns
+    rated = columns.get("min_rating") is not None
+    roles: dict[str, str] = {}
     for role in _NAMES:
-        if role == "rating" and not rated and named.get(role) is None:
+        if role == "rating" and not rated and given.get(role) is None:
             continue
         required = role in ("query", "item") or (role == "rating" and rated)
-        column = find_column(role, columns, named.get(role), source, required)
+        column = find_column(role, names, given.get(role), source, required)
         if column is None:
             continue
-        twice = [other for other, taken in found.items() if taken == column]
-        if twice:
-            listed = f"{source} has the columns {', '.join(columns)}"
-            raise UserError(f"column {column!r} cannot be both the {twice[0]} and the {role}; {listed}")
-        found[role] = column
-    return found
+        other = next((other for other, taken in roles.items() if taken == column), None)
+        if other is not None:
+            listed = f"{source} has the columns {', '.join(names)}"
+            raise UserError(f"column {column!r} cannot be both the {other} and the {role}; {listed}")
+        roles[role] = column
+    return roles
 
 
-def unused_ratings(columns: Sequence[str], named: str | None) -> list[str]:
-    """The columns of ratings that a reading without a threshold leaves alone."""
-    guessed = [column for column in columns if _plain(column) in _NAMES["rating"][0].split()]
+def unused_ratings(names: Sequence[str], named: str | None) -> list[str]:
+    """The rating columns that are ignored when there is no threshold."""
+    guessed = [column for column in names if _plain(column) in _NAMES["rating"][0].split()]
     return guessed if named is None else [named] if named else []
 
 
-def text_columns(role: str, columns: Sequence[str]) -> list[str]:
-    """The columns of interactions that hold a text of the query or item."""
-    return [column for column in columns if _plain(column) in _TEXTS[role].split()]
+def inline_text_columns(role: str, names: Sequence[str]) -> list[str]:
+    """The columns of interactions that hold a text of their query or item."""
+    return [column for column in names if _plain(column) in _INLINE_TEXTS[role].split()]
 
 
-def texts_of_table(role: str, columns: Sequence[str]) -> tuple[str, ...]:
-    """The columns of a table of queries or items that make its text: a title, a body, or both; empty where no name is known."""
-    plain = {_plain(column): column for column in reversed(columns)}
+def table_text_columns(role: str, names: Sequence[str]) -> tuple[str, ...]:
+    """The text columns of a table of queries or items: a title, a body, or both; empty where no name is known."""
+    plain = {_plain(column): column for column in reversed(names)}
     tiers = ([plain[name] for name in tier.format(role).split() if name in plain] for tier in (_HEADS, _BODIES))
     return tuple(tier[0] for tier in tiers if tier)
 
 
 def with_title(table: pl.DataFrame) -> pl.DataFrame:
-    """The table with a column `title`, where one of its columns is a title by another name."""
+    """The table with a column `title`, copied from a title column with another name."""
     if "title" in table.columns:
         return table
     plain = {_plain(column): column for column in reversed(table.columns)}

@@ -13,16 +13,17 @@ import torch
 from torch import Tensor
 
 from sparring.core.errors import UserError
+from sparring.data.cache import load_array
 
 if TYPE_CHECKING:
     from sparring.data.interactions import Interactions
 
-Kind = Literal["categorical", "numeric", "vector"]
+FeatureKind = Literal["categorical", "numeric", "vector"]
 
 
 @dataclass(frozen=True)
 class Features:
-    """What is known of each of n ids beside the id: categorical codes and dense numbers; row i describes dense id i.
+    """Categorical codes and dense numbers of n ids; row i describes dense id i.
 
     Code 0 of a categorical column stands for a missing or rare value. Features of the same ids are joined with `+`.
 
@@ -39,13 +40,14 @@ class Features:
 
     @classmethod
     def from_table(
-        cls, table: pl.DataFrame, columns: Sequence[str] | Mapping[str, Kind], min_count: int = 1
+        cls, table: pl.DataFrame, columns: Sequence[str] | Mapping[str, FeatureKind], min_count: int = 1
     ) -> Features:
         """Features from columns of a table.
 
-        By type: text, booleans and whole numbers are categorical (coded from 1 by falling frequency, values seen fewer than min_count
-        times are rare); other numbers and dates are standardised to mean 0 and deviation 1, with 0 where missing; lists of numbers
-        are vectors, taken as they are, with 0 where missing. Pass {column: kind} where the type misleads, as for a whole-numbered price.
+        By type: text, booleans and whole numbers are categorical (coded from 1 by falling frequency; values seen fewer
+        than min_count times are rare); other numbers and dates are standardised to mean 0 and deviation 1; lists of
+        numbers are unchanged vectors. Missing numbers are 0. Pass {column: kind} where the type misleads, as for a
+        whole-numbered price.
         """
         kinds = dict(columns) if isinstance(columns, Mapping) else dict.fromkeys(columns)
         for name in kinds:
@@ -74,8 +76,8 @@ class Features:
 
     @classmethod
     def from_array(cls, array: np.ndarray | str | Path, name: str = "vector") -> Features:
-        """Dense vectors (n, Fd) of any number type, or the path of a `.npy` file that holds them; taken as they are, in float32."""
-        raw = array if isinstance(array, np.ndarray) else _load(Path(array))
+        """Dense vectors (n, Fd) of any number type, or the path of a `.npy` file of them; converted to float32."""
+        raw = array if isinstance(array, np.ndarray) else load_array(Path(array))
         if raw.ndim != 2 or raw.dtype.kind not in "fiub":
             raise UserError(
                 f"{name} must be a table of numbers with one row per id, not {raw.dtype} of shape {raw.shape}"
@@ -90,12 +92,12 @@ class Features:
         """Both sets of columns, for the same ids."""
         if len(self) != len(other):
             raise UserError(f"features of {len(self):,} ids cannot be joined with features of {len(other):,}")
-        own, others = len(self.cardinalities), len(other.cardinalities)
+        first, second = len(self.cardinalities), len(other.cardinalities)
         return Features(
             categorical=np.concatenate([self.categorical, other.categorical], axis=1),
             cardinalities=self.cardinalities + other.cardinalities,
             dense=np.concatenate([self.dense, other.dense], axis=1),
-            names=self.names[:own] + other.names[:others] + self.names[own:] + other.names[others:],
+            names=self.names[:first] + other.names[:second] + self.names[first:] + other.names[second:],
         )
 
 
@@ -108,10 +110,10 @@ class Histories:
 
 
 def histories(interactions: Interactions, last: int | None = None) -> Histories:
-    """The items of each query in time order: by the time column; ties, and all where there is none, in the order of the rows.
+    """The items of each query in time order; ties, and rows without times, in the order of the rows.
 
-    With `last` only the most recent ones of each query are kept. A HistoryTower(last=n) reads n + 1 in training, because one of
-    them may be the positive that it leaves out.
+    With `last`, only the most recent items of each query are kept. A HistoryTower(last=n) reads n + 1 in training,
+    because one of them may be the positive, which it leaves out.
     """
     if last is not None and last < 1:
         raise UserError(f"last {last} must be at least 1 item of history")
@@ -130,19 +132,7 @@ def histories(interactions: Interactions, last: int | None = None) -> Histories:
     return Histories(torch.from_numpy(np.concatenate([[0], end])), torch.from_numpy(items))
 
 
-def _load(path: Path) -> np.ndarray:
-    if not path.is_file():
-        raise UserError(f"there is no file {path}: give a .npy file with one row per id")
-    try:
-        loaded = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError) as error:
-        raise UserError(f"{path} is no plain .npy array: save it with numpy.save") from error
-    if not isinstance(loaded, np.ndarray):
-        raise UserError(f"{path} holds several arrays: save one with numpy.save")
-    return loaded
-
-
-def _kind(column: pl.Series) -> Kind:
+def _kind(column: pl.Series) -> FeatureKind:
     dtype: Any = column.dtype
     if isinstance(dtype, (pl.List, pl.Array)):
         return "vector"
@@ -168,7 +158,7 @@ def _codes(column: pl.Series, min_count: int) -> np.ndarray:
 
 
 def _standardised(column: pl.Series) -> np.ndarray:
-    """(n, 1) float32 of mean 0 and deviation 1 over what is present and finite; 0 elsewhere."""
+    """(n, 1) float32 of mean 0 and deviation 1 over the finite values; 0 elsewhere."""
     if not (column.dtype.is_numeric() or column.dtype.is_temporal() or column.dtype == pl.Boolean):
         raise UserError(f"column {column.name!r} of type {column.dtype} cannot be numeric: give numbers or dates")
     number = column.dt.epoch("us") if column.dtype in (pl.Date, pl.Datetime) else column

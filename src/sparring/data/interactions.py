@@ -24,9 +24,9 @@ TRAIN, VALID, TEST = 0, 1, 2  # codes of the split column
 class Vocabulary:
     """Original ids, sorted, and their dense ids 0..n-1.
 
-    Sorted means that the dense id of an original id depends on the set of ids only, never on the order of rows.
-    Integers stay integers, everything else is text. Text that spells an integer finds it ("1042" finds 1042), and
-    the other way round, because a command line knows text only.
+    Because they are sorted, dense ids depend on the set of ids only, never on the order of rows. Integers stay
+    integers, everything else is text. Text that spells an integer matches it ("1042" matches 1042) and vice versa,
+    because a command line has text only.
 
         ids = Vocabulary(["b", "a"]);  ids.encode(["a", "z"])  -> [0, -1];  ids.decode([1])  -> ["b"]
     """
@@ -54,19 +54,20 @@ class Vocabulary:
 
     def encode(self, ids: pl.Series | np.ndarray | Sequence[Any]) -> np.ndarray:
         """Dense int64 ids of original ids, -1 where unknown or null."""
-        asked = _id_series(ids).alias("id")
-        if asked.dtype != self._ids.dtype:
-            asked = asked.cast(pl.String).cast(self._ids.dtype, strict=False)
+        wanted = _id_series(ids).alias("id")
+        if wanted.dtype != self._ids.dtype:
+            wanted = wanted.cast(pl.String).cast(self._ids.dtype, strict=False)
         known = pl.DataFrame({"id": self._ids, "dense": np.arange(len(self), dtype=np.int64)})
-        found = asked.to_frame().join(known, on="id", how="left", maintain_order="left")["dense"]
-        return found.fill_null(-1).to_numpy(writable=True)
+        joined = wanted.to_frame().join(known, on="id", how="left", maintain_order="left")
+        return joined["dense"].fill_null(-1).to_numpy(writable=True)
 
     def decode(self, dense: np.ndarray | Tensor | Sequence[int]) -> np.ndarray:
         """Original ids of dense ids, in the same shape: an integer array, or an object array of text."""
-        at = np.asarray(dense, dtype=np.int64)
-        if at.size and (at.min() < 0 or at.max() >= len(self)):
-            raise UserError(f"dense id {at.min() if at.min() < 0 else at.max()} is outside 0..{len(self) - 1}")
-        return self._ids.gather(at.ravel()).to_numpy().reshape(at.shape)
+        index = np.asarray(dense, dtype=np.int64)
+        if index.size and (index.min() < 0 or index.max() >= len(self)):
+            wrong = index.min() if index.min() < 0 else index.max()
+            raise UserError(f"dense id {wrong} is outside 0..{len(self) - 1}")
+        return self._ids.gather(index.ravel()).to_numpy().reshape(index.shape)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write as Parquet, one column `id` in dense order; atomic."""
@@ -104,10 +105,10 @@ def _id_series(ids: pl.Series | np.ndarray | Sequence[Any]) -> pl.Series:
 
 @dataclass(frozen=True, eq=False)
 class Interactions:
-    """(query, item) pairs in dense ids, with what is known about pairs, items and queries.
+    """(query, item) pairs in dense ids, with times, weights, parts, and tables of items and queries.
 
-    What `read` and `from_frame` return holds each pair once, sorted by (query, item), so nothing made from it depends on
-    the order of rows in a file. The columns are plain contiguous arrays: `pairs()` gives them to torch without a copy.
+    `read` and `from_frame` return each pair once, sorted by (query, item), so no result depends on the order of rows in
+    a file. The columns are plain contiguous arrays: `pairs()` passes them to torch without a copy.
 
         data = read("interactions.parquet");  data.n_queries, data.n_items, len(data);  data.positives()
     """
@@ -124,12 +125,10 @@ class Interactions:
     shown_split: np.ndarray | None = None  # of the shown pairs, like split
     item_table: pl.DataFrame | None = None  # row i describes dense item i
     query_table: pl.DataFrame | None = None
-    hidden: tuple[np.ndarray, np.ndarray] | None = (
-        None  # (queries, items) that may never be recommended, int32: neither right nor wrong
-    )
+    hidden: tuple[np.ndarray, np.ndarray] | None = None  # (queries, items) never recommended nor scored, int32
     empty: int = 0  # test queries without any item, which some metrics count as 0
     propensity: np.ndarray | None = None  # (N,) inverse propensities, where the data has a convention for them
-    notes: tuple[str, ...] = ()  # what the reader dropped or merged
+    notes: tuple[str, ...] = ()  # the rows that the reader dropped or merged
 
     def __post_init__(self) -> None:
         for name in ("items", "time", "weight", "split"):
@@ -173,7 +172,7 @@ class Interactions:
         return csr(self.queries, self.items, self.n_queries, self.n_items)
 
     def shown_lists(self) -> Positives | None:
-        """Every query's shown and not clicked items, in the same form as `positives()`; None where nothing is known."""
+        """Every query's shown and not clicked items, in the same form as `positives()`; None where unknown."""
         return None if self.shown is None else csr(*self.shown, self.n_queries, self.n_items)
 
     def subset(self, rows: np.ndarray) -> Interactions:
@@ -197,7 +196,7 @@ class Interactions:
 
 @dataclass(frozen=True, eq=False)
 class Ids:
-    """The id maps and tables of a run folder: all that is needed to name queries and items without the interactions.
+    """The id maps and tables of a run folder: they name queries and items without the interactions.
 
     data.save_ids("runs/a");  ids = Ids.load("runs/a");  ids.item_ids.decode([3, 1]);  ids.item_table
     """
@@ -234,10 +233,10 @@ class Split:
     train: Interactions
     valid: Interactions | None = None
     test: Interactions | None = None
-    seen: Positives | None = None  # of train and valid together, where that was made beforehand (prepared data)
+    seen: Positives | None = None  # of train and valid together, where precomputed (prepared data)
 
     def seen_for(self, part: str) -> Positives:
-        """What is masked when `part` is ranked: train for "valid", train and valid together for "test"; and the hidden pairs."""
+        """The pairs masked when `part` is ranked: train for "valid", train and valid for "test", and hidden pairs."""
         if part not in ("valid", "test"):
             raise UserError(f'part is {part!r}; it must be "valid" or "test"')
         if part == "test" and self.seen is not None:

@@ -1,84 +1,74 @@
-"""Where rows lie: files and folders of many kinds as one unread frame, with the tables of items and queries that come with them."""
+"""Files and folders of many layouts as one unread table, with the tables of items and queries beside them."""
 
 from __future__ import annotations
 
 import gzip
 import os
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from glob import glob
 from pathlib import Path
 
 import polars as pl
 
 from sparring.core.errors import UserError
-from sparring.data.columns import find_column, text_columns
-from sparring.data.formats.lines import check_utf8
-from sparring.data.table import reading
+from sparring.data.columns import Columns, find_column, inline_text_columns
+from sparring.data.lines import check_utf8
+from sparring.data.table import OpenTable, read_errors
 
 _PARQUET = (".parquet", ".pq")
 _TEXT = (".csv", ".tsv", ".txt", ".csv.gz", ".tsv.gz", ".txt.gz")
 _PARTS = {"train": ("train",), "valid": ("valid", "val"), "test": ("test",)}
 
 
-@dataclass(frozen=True)
-class Opened:
-    """Rows of a file or folder, unread, and the tables that lie beside them."""
-
-    frame: pl.LazyFrame
-    text: bool  # every column came as text
-    items: pl.DataFrame | None = None
-    queries: pl.DataFrame | None = None
-    files: tuple[Path, ...] = ()  # Parquet parts, where it is made of those
-
-
 def open_table(
     source: Path | pl.LazyFrame,
-    query: str | None = None,
-    item: str | None = None,
+    columns: Columns,
     items: str | os.PathLike[str] | pl.DataFrame | None = None,
     queries: str | os.PathLike[str] | pl.DataFrame | None = None,
-    inner: bool = True,
-) -> Opened:
-    """The rows of a file, folder or frame, unread; and the tables of items and queries: given, beside them or, with `inner`, in them."""
-    name = str(source) if isinstance(source, Path) else "the table"
-    with reading(name):
-        opened = open_rows(source) if isinstance(source, Path) else Opened(source, text=False)
+    inline: bool = True,
+) -> OpenTable:
+    """The rows of a file, folder or frame, unread, with their tables of items and queries.
+
+    A table is the given one, otherwise the one beside the rows, otherwise, with `inline`, the texts in the rows.
+    """
+    opened = open_rows(source) if isinstance(source, Path) else OpenTable(source, {})
+    opened = replace(opened, columns=columns)
+    with read_errors(opened.source):
         tables: dict[str, pl.DataFrame | None] = {}
-        for role, named, given, beside in (
-            ("item", item, items, opened.items),
-            ("query", query, queries, opened.queries),
-        ):
-            tables[role] = _table(given, role, named) if given is not None else beside
-            if inner and tables[role] is None:
-                tables[role] = _inner_table(opened.frame, role, named, name)
+        for role, given, beside in (("item", items, opened.items), ("query", queries, opened.queries)):
+            tables[role] = beside if given is None else _table(given, role, columns.get(role))  # type: ignore[arg-type]
+            if inline and tables[role] is None:
+                tables[role] = _inline_table(opened, role)
     return replace(opened, items=tables["item"], queries=tables["query"])
 
 
-def _inner_table(frame: pl.LazyFrame, role: str, named: str | None, source: str) -> pl.DataFrame | None:
-    """The texts of items or queries that the interactions themselves repeat on every row, as a table; None where they have none."""
-    key, texts = inner_texts(frame, role, named, source)
+def _inline_table(table: OpenTable, role: str) -> pl.DataFrame | None:
+    """The texts that interactions repeat on every row for an item or a query, as a table; None where there are none."""
+    key, texts = inline_texts(table, role)
     if not texts:
         return None
-    # The smallest text, where an id has several: not by order, since the rows are read in any.
-    return (
-        frame.filter(pl.col(key).is_not_null())
-        .group_by(key)
-        .agg(pl.col(name).min() for name in texts)
-        .collect(engine="streaming")
-    )
+    # An id with several texts gets the smallest: rows are read in any order.
+    rows = table.frame.filter(pl.col(key).is_not_null())
+    return rows.group_by(key).agg(pl.col(name).min() for name in texts).collect(engine="streaming")
 
 
-def inner_texts(frame: pl.LazyFrame, role: str, named: str | None, source: str) -> tuple[str, list[str]]:
-    """The id column of a role and the columns that repeat its texts; none where the rows have none."""
-    schema = frame.collect_schema()
+def inline_texts(table: OpenTable, role: str) -> tuple[str, list[str]]:
+    """The id column of a role, and the columns that repeat its texts; empty where there are none."""
+    schema = table.frame.collect_schema()
     names = schema.names()
-    key = named or find_column(role, names, None, source)
+    key = table.columns.get(role) or find_column(role, names, None, table.source)  # type: ignore[call-overload]
     if key is None or key not in names:
         return "", []
-    return key, [name for name in text_columns(role, names) if name != key and schema[name] == pl.String]
+    return key, [name for name in inline_text_columns(role, names) if name != key and schema[name] == pl.String]
 
 
-def open_rows(path: Path) -> Opened:
+def open_rows(path: Path) -> OpenTable:
+    """The rows of a file, a folder or a glob, unread, and the tables beside them."""
+    with read_errors(str(path)):
+        return replace(_open(path), source=str(path))
+
+
+def _open(path: Path) -> OpenTable:
     if not path.exists():
         files = [Path(file) for file in sorted(glob(str(path)))]
         if not files:
@@ -98,13 +88,13 @@ def open_rows(path: Path) -> Opened:
     if name == "train.txt":
         return _lightgcn(path.parent)
     if name.endswith(_PARQUET):
-        return Opened(pl.scan_parquet(path), text=False, files=(path,))
+        return OpenTable(pl.scan_parquet(path), {}, files=(path,))
     if name.endswith(_TEXT):
-        return Opened(_scan_text(path), text=True)
+        return OpenTable(_scan_text(path), {}, text=True)
     raise UserError(f"{path}: unknown kind of file; expected {', '.join((*_PARQUET, *_TEXT, '.inter'))} or a folder")
 
 
-def _open_folder(folder: Path) -> Opened:
+def _open_folder(folder: Path) -> OpenTable:
     if (folder / "train.txt").exists():
         return _lightgcn(folder)
     atomic = sorted(folder.glob("*.inter"))
@@ -123,7 +113,7 @@ def _open_folder(folder: Path) -> Opened:
         return _recbole(folder, {None: atomic[0]}, atomic[0].name[: -len(".inter")])
     main = _beside(folder, "interactions")
     if main is not None:
-        opened = open_rows(main)
+        opened = _open(main)
         tables = [_table(file, role) if (file := _first(folder, names)) else None for role, names in _TABLES.items()]
         return replace(opened, items=tables[0], queries=tables[1])
     files = sorted(
@@ -136,19 +126,18 @@ def _open_folder(folder: Path) -> Opened:
     return _open_parts(files)
 
 
-def _open_parts(files: list[Path]) -> Opened:
+def _open_parts(files: list[Path]) -> OpenTable:
     scans = [pl.scan_parquet(file) for file in files]
     for file, scan in zip(files, scans, strict=True):
-        with reading(str(file)):
+        with read_errors(str(file)):
             missing = set(scans[0].collect_schema().names()) - set(scan.collect_schema().names())
         if missing:
             raise UserError(
                 f"{file} lacks the column {min(missing)!r} that {files[0]} has; all parts must have the same columns"
             )
     columns = scans[0].collect_schema().names()
-    return Opened(
-        pl.concat([scan.select(columns) for scan in scans], how="vertical_relaxed"), text=False, files=tuple(files)
-    )
+    frame = pl.concat([scan.select(columns) for scan in scans], how="vertical_relaxed")
+    return OpenTable(frame, {}, files=tuple(files))
 
 
 _TABLES = {"item": ("items",), "query": ("queries", "users")}
@@ -165,7 +154,7 @@ def _first(folder: Path, stems: tuple[str, ...]) -> Path | None:
 
 
 def _separator(path: Path) -> str:
-    """The separator of a text table, from its first line."""
+    """The separator of a text table, guessed from its first line."""
     try:
         with (
             gzip.open(path, "rt", errors="replace")
@@ -185,7 +174,7 @@ def _scan_text(path: Path) -> pl.LazyFrame:
 
 
 def _scan_lines(path: Path) -> pl.LazyFrame:
-    """Whole lines in a column `line`: the separator is a character that no text file has."""
+    """Complete lines in a column `line`: the separator is a character that no text file has."""
     return pl.scan_csv(
         path,
         has_header=False,
@@ -204,7 +193,7 @@ def _table(table: str | os.PathLike[str] | pl.DataFrame, role: str, key: str | N
     path = Path(table)
     if not path.is_file():
         raise UserError(f"no such {role} table: {path}")
-    with reading(str(path)):
+    with read_errors(str(path)):
         if path.name.lower().endswith(_PARQUET):
             return pl.read_parquet(path)
         if path.suffix in (".item", ".user"):
@@ -221,38 +210,36 @@ def _table(table: str | os.PathLike[str] | pl.DataFrame, role: str, key: str | N
 
 
 def _atomic(path: Path) -> pl.LazyFrame:
-    """A RecBole atomic file: tab-separated, headers such as `user_id:token`; floats typed, all else text."""
+    """A RecBole atomic file: tab-separated, headers such as `user_id:token`; floats are numbers, the rest text."""
     scan = pl.scan_csv(path, separator="\t", infer_schema=False, quote_char=None, encoding="utf8-lossy")
     headers = [(header, *header.partition(":")[::2]) for header in scan.collect_schema().names()]
     wrong = [header for header, _, kind in headers if kind not in ("token", "token_seq", "float", "float_seq")]
     if wrong:
-        raise UserError(
-            f"{path} has the header {wrong[0]!r}; RecBole's are NAME:token, NAME:token_seq, NAME:float or NAME:float_seq"
-        )
-    floats = (
-        {"float"} if path.suffix != ".inter" else set()
-    )  # numbers of interactions are parsed later, with errors that name them
+        known = "NAME:token, NAME:token_seq, NAME:float or NAME:float_seq"
+        raise UserError(f"{path} has the header {wrong[0]!r}; RecBole's are {known}")
+    # Numbers of interactions are parsed later, with errors that name them.
+    numbers = {"float"} if path.suffix != ".inter" else set()
     return scan.select(
-        pl.col(header).cast(pl.Float64 if kind in floats else pl.String).alias(name) for header, name, kind in headers
+        pl.col(header).cast(pl.Float64 if kind in numbers else pl.String).alias(name) for header, name, kind in headers
     )
 
 
-def _recbole(folder: Path, parts: dict[str | None, Path], stem: str) -> Opened:
+def _recbole(folder: Path, parts: dict[str | None, Path], stem: str) -> OpenTable:
     scans = []
     for part, file in parts.items():
-        with reading(str(file)):
+        with read_errors(str(file)):
             scan = _atomic(file)
             scans.append(scan if part is None else scan.with_columns(pl.lit(part).alias("split")))
     tables: dict[str, pl.DataFrame | None] = {}
     for kind in ("item", "user"):
         file = folder / f"{stem}.{kind}"
-        with reading(str(file)):
+        with read_errors(str(file)):
             tables[kind] = _atomic(file).collect() if file.is_file() else None
-    return Opened(pl.concat(scans), text=True, items=tables["item"], queries=tables["user"])
+    return OpenTable(pl.concat(scans), {}, text=True, items=tables["item"], queries=tables["user"])
 
 
-def _lightgcn(folder: Path) -> Opened:
-    """LightGCN's lists: each line `user item item ...`; the file's name is the part."""
+def _lightgcn(folder: Path) -> OpenTable:
+    """LightGCN's lists: lines of `user item item ...`; the name of the file is the part."""
     scans = []
     for part, names in _PARTS.items():
         file = next((folder / f"{name}.txt" for name in names if (folder / f"{name}.txt").is_file()), None)
@@ -264,4 +251,4 @@ def _lightgcn(folder: Path) -> Opened:
         ids = ids.filter(pl.col("line").list.len() > 1)
         pairs = ids.select(pl.col("line").list.first().alias("user_id"), pl.col("line").list.slice(1).alias("item_id"))
         scans.append(pairs.explode("item_id").with_columns(pl.lit(part).alias("split")))
-    return Opened(pl.concat(scans), text=True)
+    return OpenTable(pl.concat(scans), {}, text=True)

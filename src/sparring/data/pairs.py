@@ -1,4 +1,4 @@
-"""Pairs of dense ids as arrays: sorted, merged, counted, offsets by query; in bounded memory where columns lie in files."""
+"""Pairs of dense ids as arrays: sorted, merged, counted, with offsets by query; memory-mapped columns stay on disk."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from sparring.core.types import Positives
 
-CHUNK = 1 << 24  # rows looked at at once: a copy of a whole column may not fit into memory
+CHUNK = 1 << 24  # rows per pass: a copy of an entire column may not fit into memory
 
 
 def chunks(n: int, size: int | None = None) -> Iterator[slice]:
@@ -23,11 +23,11 @@ def occurrences(ids: np.ndarray, n: int) -> np.ndarray:
     """(n,) int64: how often each of the ids 0..n-1 occurs."""
     if len(ids) <= CHUNK:
         return np.bincount(ids, minlength=n).astype(np.int64, copy=False)
-    found = np.zeros(n, dtype=np.int64)
+    counts = np.zeros(n, dtype=np.int64)
     for rows in chunks(len(ids)):
         part = np.bincount(ids[rows])
-        found[: len(part)] += part
-    return found
+        counts[: len(part)] += part
+    return counts
 
 
 def offsets(counts: np.ndarray) -> np.ndarray:
@@ -38,7 +38,7 @@ def offsets(counts: np.ndarray) -> np.ndarray:
 
 
 def csr(queries: np.ndarray, items: np.ndarray, n_queries: int, n_items: int) -> Positives:
-    """Positives of dense pairs: sorted within each query, duplicates removed; O(n) where sorted already, else O(n log n)."""
+    """Positives of dense pairs: sorted within each query, without duplicates; O(n) if sorted, else O(n log n)."""
     if not is_canonical(queries, items):
         key = pair_keys(queries, items, n_items)
         key.sort()
@@ -49,7 +49,7 @@ def csr(queries: np.ndarray, items: np.ndarray, n_queries: int, n_items: int) ->
 
 
 def is_canonical(queries: np.ndarray, items: np.ndarray) -> bool:
-    """Are the pairs strictly increasing by (query, item)?"""
+    """Whether the pairs are strictly increasing by (query, item)."""
     for rows in chunks(len(queries) - 1):
         after = slice(rows.start + 1, rows.stop + 1)
         step = queries[after] - queries[rows]
@@ -73,10 +73,10 @@ def unpack_keys(key: np.ndarray, n_items: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def merge_pairs(columns: dict[str, np.ndarray], n_items: int) -> dict[str, np.ndarray]:
-    """One row per (q, i), sorted: the last time `t`, the summed weight `w`, the first part `s`. Takes the arrays over.
+    """One row per (q, i), sorted: the last time `t`, the summed weight `w`, the first part `s`. Empties `columns`.
 
-    Weights are sorted before they are summed, so that not even a rounding depends on the order of rows. A pair that a file has in both
-    train and test counts as train: a seen item is masked, so it could never be found.
+    Weights are sorted before they are summed, so that not even rounding depends on the order of rows. A pair that a
+    file has in both train and test counts as train: a seen item is masked, so it could never be found.
     """
     queries, items = columns.pop("q"), columns.pop("i")
     if is_canonical(queries, items):
@@ -107,14 +107,14 @@ def merge_pairs(columns: dict[str, np.ndarray], n_items: int) -> dict[str, np.nd
 _REDUCE = {"t": np.maximum.reduceat, "w": np.add.reduceat, "s": np.minimum.reduceat}
 
 
-def taken_and_shown(
+def positive_and_shown(
     columns: dict[str, np.ndarray], n_items: int
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray] | None]:
-    """Pairs that were taken (all, without a label `l`) and pairs only ever shown, each once; None where nothing was shown."""
-    clicked = columns.pop("l", None)
-    if clicked is None or clicked.all():
+    """The positives (all rows, without a label `l`) and the pairs only ever shown, each once; None where none were."""
+    label = columns.pop("l", None)
+    if label is None or label.all():
         return merge_pairs(columns, n_items), None
-    shown = merge_pairs({name: column[clicked == 0] for name, column in columns.items() if name != "w"}, n_items)
-    taken = merge_pairs({name: column[clicked == 1] for name, column in columns.items()}, n_items)
-    fresh = ~np.isin(pair_keys(shown["q"], shown["i"], n_items), pair_keys(taken["q"], taken["i"], n_items))
-    return taken, {name: column[fresh] for name, column in shown.items()}
+    shown = merge_pairs({name: column[label == 0] for name, column in columns.items() if name != "w"}, n_items)
+    positive = merge_pairs({name: column[label == 1] for name, column in columns.items()}, n_items)
+    fresh = ~np.isin(pair_keys(shown["q"], shown["i"], n_items), pair_keys(positive["q"], positive["i"], n_items))
+    return positive, {name: column[fresh] for name, column in shown.items()}

@@ -1,26 +1,27 @@
-"""Read interactions: Parquet, CSV, folders of parts, tables in memory; the layouts of RecBole, LightGCN, BEIR, extreme classification."""
+"""Reading interactions: files, folders and tables in memory, in every supported layout; and descriptions of them."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack, cast
 
 import numpy as np
 import polars as pl
 import torch
 
 from sparring.core.errors import UserError
-from sparring.data.columns import find_columns, unused_ratings
+from sparring.data.columns import Columns, unused_ratings
 from sparring.data.formats.beir import is_beir, read_beir
 from sparring.data.formats.xc import is_xc, read_xc
 from sparring.data.interactions import Interactions
 from sparring.data.opening import open_rows, open_table
 from sparring.data.pairs import occurrences
 from sparring.data.prepared.format import is_prepared, read_prepared
-from sparring.data.table import Table, as_frame, from_frame, reading
+from sparring.data.table import Table, as_frame, read_errors, to_interactions
 from sparring.data.texts.texts import ROLES, find_texts, has_texts, text_of
 
 _YEAR = 365.25 * 24 * 3600  # seconds
@@ -29,102 +30,75 @@ _YEAR = 365.25 * 24 * 3600  # seconds
 def read(
     source: str | os.PathLike[str] | Table,
     *,
-    query: str | None = None,
-    item: str | None = None,
-    time: str | None = None,
-    weight: str | None = None,
-    rating: str | None = None,
-    min_rating: float | None = None,
-    split: str | None = None,
-    label: str | None = None,
     items: str | os.PathLike[str] | Table | None = None,
     queries: str | os.PathLike[str] | Table | None = None,
     catalogue: bool = False,
+    **columns: Unpack[Columns],
 ) -> Interactions:
-    """Interactions of a file, a folder or a table in memory, with only the needed columns ever read.
+    """Interactions of a file, a folder or a table in memory; only the columns in use are read.
 
-    `source`: a table of polars, pandas or anything else that gives its columns as Arrow does; or a path. That may be Parquet; CSV or
-    TSV, gzipped or not; a folder of Parquet parts; a folder with `interactions.parquet` (or .csv) and perhaps `items.*` and
-    `queries.*`; RecBole's `.inter` file or its folder (with `.item` and `.user`, or in `.train.inter`, `.valid.inter`, `.test.inter`
-    parts); LightGCN's folder of `train.txt` and `test.txt`; BEIR's folder (see `read_beir`); a folder of the extreme-classification
-    repository (see `read_xc`); a glob of Parquet parts; or a folder that `sparring prepare` wrote.
+    `source` is a table of polars, pandas or anything else that exports Arrow, or a path: Parquet; CSV or TSV, gzipped
+    or not; a folder or a glob of Parquet parts; a folder with `interactions.parquet` (or .csv) and perhaps `items.*`
+    and `queries.*`; RecBole's `.inter` file or its folder (with `.item` and `.user`, or in `.train.inter`,
+    `.valid.inter`, `.test.inter` parts); LightGCN's folder of `train.txt` and `test.txt`; BEIR's folder (see
+    `read_beir`); a folder of the extreme-classification repository (see `read_xc`); or a folder that `sparring prepare`
+    wrote.
 
-    Columns are guessed from common names; a name sets one, and "" leaves an optional one out. Rows with a null id are dropped;
-    with `min_rating`, so are rows rated lower; without it every row is a positive. `label` 1 is a positive, 0 is shown and not
-    clicked. A pair that occurs more than once is kept once, with its last time and summed weight. `items` and `queries` are
-    tables (paths, or in memory) that describe them; items that only the table has join the catalogue when `catalogue` is true.
-    Without such a table, a column of the interactions themselves that is named like a text of items (`title`, `item_text`, ...) or
-    queries (`query_text`, ...) makes one. `notes` of the result tells what was dropped or merged.
+    The columns `query`, `item`, `time`, `weight`, `rating`, `split` and `label` are guessed from common names. A name
+    sets one, and "" leaves an optional one out. Rows with a null id are dropped. With `min_rating`, so are rows rated
+    lower; without it every row is a positive. `label` is 1 for a positive and 0 for an item shown and not clicked. A
+    pair that occurs more than once is kept once, with its last time and the sum of its weights.
+
+    `items` and `queries` are tables (paths, or in memory) that describe them; with `catalogue`, items that only the
+    table has are kept too. Without such a table, a column of the interactions that is named like a text of items
+    (`title`, `item_text`, ...) or queries (`query_text`, ...) makes one. `notes` of the result lists the dropped and
+    merged rows.
 
         read("ratings.csv", min_rating=4, items="movies.csv");  read(frame, query="customer", item="sku")
     """
     rows = Path(source) if isinstance(source, (str, os.PathLike)) else as_frame(source)
-    named = {
-        "query": query,
-        "item": item,
-        "time": time,
-        "weight": weight,
-        "rating": rating,
-        "split": split,
-        "label": label,
-    }
-    if isinstance(rows, Path) and (known := _layout(rows)) is not None:
-        others = {"min_rating": min_rating, "items": items, "queries": queries}
-        given = next((name for name, value in {**named, **others}.items() if value is not None), None)
+    if isinstance(rows, Path) and (layout := _layout(rows)) is not None:
+        arguments = {**columns, "items": items, "queries": queries}
+        given = next((name for name, value in arguments.items() if value is not None), None)
         if given is not None:
-            raise UserError(f"{given} is for tables: the files of {rows} are known")
-        return known(rows)
-    opened = open_table(rows, query, item, _table(items), _table(queries))
-    return from_frame(
-        opened.frame,
-        **named,
-        min_rating=min_rating,
-        items=opened.items,
-        queries=opened.queries,
-        catalogue=catalogue,
-        source=str(rows) if isinstance(rows, Path) else "the table",
-        text=opened.text,
-    )
+            raise UserError(f"{given} is for tables: the files of {rows} have a fixed layout")
+        return layout(rows)
+    return to_interactions(open_table(rows, columns, _table(items), _table(queries)), catalogue)
 
 
 def show(path: str | os.PathLike[str], rows: int = 5) -> str:
-    """What a file or folder holds: its columns with types, its first rows, its size where it reads as interactions."""
+    """A summary of a file or folder: its columns with types, its first rows, and its size if it holds interactions."""
     path = Path(path)
-    known = _layout(path)
-    if known is not None:
-        return f"{path}\n{describe(known(path))}"
-    with reading(str(path)):
-        frame = open_rows(path).frame
-        head = frame.head(rows).collect()
+    layout = _layout(path)
+    if layout is not None:
+        return f"{path}\n{describe(layout(path))}"
+    with read_errors(str(path)):
+        head = open_rows(path).frame.head(rows).collect()
     lines = [str(path), "columns: " + ", ".join(f"{name} ({kind})" for name, kind in head.schema.items()), _grid(head)]
     try:
-        lines += [*roles(path, {}), describe(read(path))]
+        lines += [*describe_roles(path, {}), describe(read(path))]
     except UserError as error:
         lines.append(f"does not read as interactions: {error}")
     return "\n".join(lines)
 
 
-def roles(path: Path, given: Mapping[str, Any]) -> list[str]:
-    """Which column of a file is taken for what by `read` with these arguments; and that ratings are there, where nothing asks for them."""
+def describe_roles(path: Path, columns: Mapping[str, Any]) -> list[str]:
+    """The role of each column when `read` gets these arguments, and a line on ratings that would be ignored."""
     if _layout(path) is not None:
         return []
-    columns = open_rows(path).frame.collect_schema().names()
+    given = cast(Columns, {name: value for name, value in columns.items() if name in Columns.__annotations__})
+    table = replace(open_rows(path), columns=given)
     rated = given.get("min_rating") is not None
-    found = find_columns(columns, given, str(path), rated)
-    lines = [
-        "columns: "
-        + ", ".join(f"{column} is the {role}" for role, column in found.items() if rated or role != "rating")
-    ]
-    unused = [] if rated else unused_ratings(columns, given.get("rating"))
+    roles = [f"{column} is the {role}" for role, column in table.roles().items() if rated or role != "rating"]
+    unused = [] if rated else unused_ratings(table.frame.collect_schema().names(), given.get("rating"))
+    lines = [f"columns: {', '.join(roles)}"]
     if unused:
-        lines.append(
-            f"ratings ({', '.join(unused)}) are ignored, so that every row is a positive, unless min_rating is given"
-        )
+        lines.append(f"ratings ({', '.join(unused)}) are ignored: every row is a positive, unless min_rating is given")
     return lines
 
 
 def describe(data: Interactions) -> str:
-    """A few lines on interactions: sizes, density, items per query, what is known, what was dropped."""
+    """A few lines on interactions: sizes, density, items per query, times, tables, texts, dropped rows."""
     per_query = torch.from_numpy(occurrences(data.queries, data.n_queries))
     active = per_query[per_query > 0].double()
     density = len(data) / max(data.n_queries * data.n_items, 1)
@@ -145,25 +119,25 @@ def describe(data: Interactions) -> str:
             lines.append(f"{name} table: " + ", ".join(table.columns))
     if len(data) and has_texts(data, "query") and has_texts(data, "item"):
         texts = (text_of(data, "query")[int(data.queries[0])], text_of(data, "item")[int(data.items[0])])
-        read = (" and ".join(find_texts(data, role)) for role in ROLES)
-        lines.append("read as texts, with an encoder: {} of the queries, {} of the items".format(*read))
+        names = (" and ".join(find_texts(data, role)) for role in ROLES)
+        lines.append("read as texts, with an encoder: {} of the queries, {} of the items".format(*names))
         lines.append("for example: " + " -> ".join(repr(text[:100]) for text in texts))
     return "\n".join([*lines, *data.notes])
 
 
 def _layout(path: Path) -> Callable[[Path], Interactions] | None:
-    """The reader of a folder whose layout is known as a whole."""
+    """The reader of a folder with a fixed layout."""
     if not path.is_dir():
         return None
     return read_prepared if is_prepared(path) else read_xc if is_xc(path) else read_beir if is_beir(path) else None
 
 
 def _span(time: np.ndarray) -> str:
-    """The first and the last time: as dates where both are of our days in some unit since 1970, which is said; else as they are."""
+    """The first and the last time, as dates if some unit since 1970 puts both between 1980 and 2100."""
     low, high = float(time.min()), float(time.max())
     for unit, second in (("seconds", 1), ("milliseconds", 10**3), ("microseconds", 10**6), ("nanoseconds", 10**9)):
         if low / second > 10 * _YEAR and high / second < 130 * _YEAR:
-            dates = [f"{datetime.fromtimestamp(at / second, UTC):%Y-%m-%d %H:%M}" for at in (low, high)]
+            dates = [f"{datetime.fromtimestamp(value / second, UTC):%Y-%m-%d %H:%M}" for value in (low, high)]
             return f"{dates[0]} to {dates[1]} ({unit} since 1970, UTC)"
     return f"{time.min()} to {time.max()}"
 

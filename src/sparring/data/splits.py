@@ -1,4 +1,4 @@
-"""Train, validation and test parts of interactions: the file's own, random per query, by time, or each query's last."""
+"""Train, validation and test parts of interactions: from the file, random per query, by time, or each query's last."""
 
 from __future__ import annotations
 
@@ -7,26 +7,27 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from sparring.core.choices import SPLITS
 from sparring.core.errors import UserError
 from sparring.data.interactions import TEST, TRAIN, VALID, Interactions, Split
 from sparring.data.pairs import CHUNK, chunks, is_canonical, pair_keys
 from sparring.data.prepared.format import Prepared
 
-HOW = ("auto", "file", "random", "temporal", "leave-last-out")
-
 
 def split(data: Interactions, how: str = "auto", valid: float = 0.1, test: float = 0.2, seed: int = 0) -> Split:
-    """Parts of the data; every row is in exactly one, and (data, how, shares, seed) decide which, not the order of rows.
+    """Parts of the data; every row is in exactly one, decided by (data, how, shares, seed), not by the order of rows.
 
-    "file": the file's own parts. "random": of a query's n items, round((1 - test) n) train, drawn at random (the XIR
-    protocol). "temporal": the latest `test` share of all rows, by one cut in time; equal times stay together. "leave-last-out":
-    each query's last item is test and the one before valid; queries with fewer than 3 train. "auto": the file's own where it
-    has one, else random. `valid` is the share of the training part held out for validation, in the same way (at random for a
-    file without a valid part), leaving each query at least one item; 0 gives none. Where no test query of the file trains, as
-    with texts, whole queries are held out instead. A part without rows is None.
+    "file": the parts in the file. "random": of a query's n items, round((1 - test) n) train, drawn at random (the XIR
+    protocol). "temporal": the latest `test` share of all rows, by one cut in time; equal times stay together.
+    "leave-last-out": each query's last item is test and the one before valid; queries with fewer than 3 items only
+    train. "auto": the parts in the file if it has them, otherwise random.
 
-    Shown pairs go to the training part, save those that the file or the times place outside it. Prepared data was split when it was
-    prepared: "auto" and "file" give those parts, and anything else must be what they were made with.
+    `valid` is the share of the training part held out for validation in the same way (at random for a file without a
+    valid part), leaving each query at least one item; 0 gives none. If no test query of the file trains, as with texts,
+    complete queries are held out instead. A part without rows is None.
+
+    Shown pairs go to the training part, except those that the file or the times place outside it. Prepared data is
+    already split: "auto" and "file" return its parts, and any other arguments must be those of its preparation.
 
         parts = split(data, "random", valid=0, test=0.2, seed=10);  parts.train, parts.test
     """
@@ -35,28 +36,28 @@ def split(data: Interactions, how: str = "auto", valid: float = 0.1, test: float
     check_split(how, valid, test, data.time is not None, data.split is not None)
     if how == "auto":
         how = "random" if data.split is None else "file"
-    part, keep_shown = rule(data, how, valid, test, seed)(Rows.of(data))
+    part, keep_shown = split_rule(data, how, valid, test, seed)(SplitRows.of(data))
     check_parts(how, np.bincount(part, minlength=3).tolist(), valid, test)
     return _parts(data, part, keep_shown)
 
 
 def check_split(how: str, valid: float, test: float, timed: bool, parted: bool) -> None:
-    """What cannot be done is told in one line: an unknown way, a wrong share, a way that needs a column which the data has not."""
-    if how not in HOW:
-        raise UserError(f"no split called {how!r}; choose from {', '.join(HOW)}")
+    """Refuse an unknown way to split, a share outside [0, 1), and a way that needs a column which the data lacks."""
+    if how not in SPLITS:
+        raise UserError(f"no split called {how!r}; choose from {', '.join(SPLITS)}")
     for name, share in (("valid", valid), ("test", test)):
         if not 0 <= share < 1:
             raise UserError(f"{name} is {share}; a share must be at least 0 and below 1")
     if how in ("temporal", "leave-last-out") and not timed:
         raise UserError(
-            f"the split {how!r} needs a time column, and the data has none; name it with time=..., or split at random"
+            f"the split {how!r} needs a time column, and the data has none: split at random, or name it", "time"
         )
     if how == "file" and not parted:
-        raise UserError("the data has no split column; name it with split=..., or choose another split")
+        raise UserError("the data has no split column: choose another split, or name it", "split")
 
 
 def check_parts(how: str, sizes: Sequence[int], valid: float, test: float) -> None:
-    """A split must leave something to train on; one that holds out each query's last, something held out."""
+    """Refuse a split without training rows, and leave-last-out without held-out rows."""
     if how == "leave-last-out" and not any(sizes[1:]):
         raise UserError(
             "no query has 3 interactions or more, so leave-last-out has nothing to hold out; split another way"
@@ -66,8 +67,8 @@ def check_parts(how: str, sizes: Sequence[int], valid: float, test: float) -> No
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
-    """All rows of consecutive queries: what a rule assigns to parts at once. Queries count from `first`."""
+class SplitRows:
+    """All rows of consecutive queries, which a rule assigns to parts together. Queries are numbered from `first`."""
 
     queries: np.ndarray
     items: np.ndarray
@@ -81,21 +82,21 @@ class Rows:
     first: int = 0
 
     @classmethod
-    def of(cls, data: Interactions) -> Rows:
+    def of(cls, data: Interactions) -> SplitRows:
         shown = None if data.shown is None else data.shown[0]
         columns = (data.time, data.split, shown, data.shown_time, data.shown_split)
         return cls(data.queries, data.items, data.n_queries, data.n_items, *columns)
 
 
-Rule = Callable[
-    [Rows], tuple[np.ndarray, np.ndarray | None]
+SplitRule = Callable[
+    [SplitRows], tuple[np.ndarray, np.ndarray | None]
 ]  # -> part of each row, which shown pairs train (None: all)
 
 
-def rule(data: Interactions, how: str, valid: float, test: float, seed: int) -> Rule:
-    """What assigns rows to parts, given all of the data, which may lie in files: it is looked at a chunk at a time.
+def split_rule(data: Interactions, how: str, valid: float, test: float, seed: int) -> SplitRule:
+    """The function that assigns rows to parts. The data may be memory-mapped: it is read a chunk at a time.
 
-    Called on the rows of all queries, or on those of some after the other in ascending order: the parts are the same.
+    The parts are the same if it is called on all rows at once or on successive queries in ascending order.
     """
     random = np.random.default_rng(seed)
     if how == "file":
@@ -126,7 +127,7 @@ def _parts(data: Interactions, part: np.ndarray, keep_shown: np.ndarray | None) 
     return Split(train, held[0], held[1])
 
 
-def _file(data: Interactions, valid: float, seed: int, random: np.random.Generator) -> Rule:
+def _file(data: Interactions, valid: float, seed: int, random: np.random.Generator) -> SplitRule:
     assert data.split is not None
     trains, tests = np.zeros(data.n_queries, dtype=bool), np.zeros(data.n_queries, dtype=bool)
     has_valid = False
@@ -137,52 +138,52 @@ def _file(data: Interactions, valid: float, seed: int, random: np.random.Generat
         has_valid |= bool((part == VALID).any())
     if not trains.any():
         raise UserError("the data's split column has no training rows")
-    held: np.ndarray | None = None  # whole queries that validate
+    held: np.ndarray | None = None  # the queries held out completely for validation
     if valid and not has_valid and tests.any() and not (trains & tests).any():
         held = np.zeros(data.n_queries, dtype=bool)
-        held[_some(np.flatnonzero(trains), valid, seed)] = True
+        held[_sample_queries(np.flatnonzero(trains), valid, seed)] = True
 
-    def assign(rows: Rows) -> tuple[np.ndarray, np.ndarray | None]:
+    def assign(rows: SplitRows) -> tuple[np.ndarray, np.ndarray | None]:
         assert rows.split is not None
         part = np.array(rows.split)
-        at = np.flatnonzero(part == TRAIN)
+        train = np.flatnonzero(part == TRAIN)
         if held is not None:
-            part[at[held[rows.first + rows.queries[at]]]] = VALID
+            part[train[held[rows.first + rows.queries[train]]]] = VALID
         elif valid and not has_valid:
-            place, count = _shuffled(replace(rows, queries=rows.queries[at], items=rows.items[at]), random)
-            part[at[place < _held(count, valid)]] = VALID
+            place, count = _shuffled(replace(rows, queries=rows.queries[train], items=rows.items[train]), random)
+            part[train[place < _n_held_out(count, valid)]] = VALID
         return part, None if rows.shown_split is None else rows.shown_split == TRAIN
 
     return assign
 
 
-def _some(queries: np.ndarray, share: float, seed: int) -> np.ndarray:
+def _sample_queries(queries: np.ndarray, share: float, seed: int) -> np.ndarray:
     """A share of the queries, at random, but never all of them."""
     n = min(round(share * len(queries)), len(queries) - 1)
     return np.random.default_rng(seed).permutation(queries)[:n]
 
 
-def _random(rows: Rows, valid: float, test: float, random: np.random.Generator) -> np.ndarray:
+def _random(rows: SplitRows, valid: float, test: float, random: np.random.Generator) -> np.ndarray:
     place, count = _shuffled(rows, random)
     n_train = np.rint((1 - test) * count)
     part = np.full(len(place), TRAIN, dtype=np.uint8)
     part[place >= n_train] = TEST
-    part[place < _held(n_train, valid)] = VALID
+    part[place < _n_held_out(n_train, valid)] = VALID
     return part
 
 
-def _held(count: np.ndarray, share: float) -> np.ndarray:
-    """How many of each query's items validate: their share, rounded, but never all of them."""
+def _n_held_out(count: np.ndarray, share: float) -> np.ndarray:
+    """The number of each query's items that are held out: their share, rounded, but never all of them."""
     return np.minimum(np.rint(share * count), np.maximum(count - 1, 0))
 
 
-def _shuffled(rows: Rows, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Each row's place 0..n-1 in a random order of its query's rows, and n."""
+def _shuffled(rows: SplitRows, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Each row's position 0..n-1 in a random order of its query's rows, and n."""
     queries, items = rows.queries, rows.items
     by_pair = (
         None if is_canonical(queries, items) else np.argsort(pair_keys(queries, items, rows.n_items), kind="stable")
     )
-    # 32 random bits below the query: one sort orders rows by query and, within it, at random; ties fall to the row's rank.
+    # 32 random bits below the query: one sort orders rows by query and, within it, at random; ties keep the order.
     key = (queries if by_pair is None else queries[by_pair]).astype(np.int64) << 32
     key |= random.integers(0, 2**32, len(key), dtype=np.uint32)
     order = np.argsort(key, kind="stable")
@@ -190,8 +191,8 @@ def _shuffled(rows: Rows, random: np.random.Generator) -> tuple[np.ndarray, np.n
     return _places(rows, order if by_pair is None else by_pair[order])
 
 
-def _places(rows: Rows, order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Place within the query, and the query's count, of each row, for an order that sorts rows by query."""
+def _places(rows: SplitRows, order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Each row's position within its query, and the query's count, for an order that sorts rows by query."""
     count = np.bincount(rows.queries, minlength=rows.n_queries)
     start = np.cumsum(count) - count
     place = np.empty(len(order), dtype=np.int32)
@@ -199,22 +200,21 @@ def _places(rows: Rows, order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return place, count.astype(np.int32)[rows.queries]
 
 
-def _temporal(time: np.ndarray, valid: float, test: float) -> Rule:
+def _temporal(time: np.ndarray, valid: float, test: float) -> SplitRule:
     cuts: list[tuple[int, np.generic]] = []
-    n, latest = len(time), time.max()  # of the rows that train so far
+    n, latest = len(time), time.max()  # of the rows not yet held out
     for code, name, share in ((TEST, "test", test), (VALID, "valid", valid)):
         keep = round((1 - share) * n)
         if not share or keep == n:
             continue
         last = kth_smallest(time, max(keep - 1, 0))
         if not latest > last:
-            raise UserError(
-                f"no row is later than the cut for {name}={share}: too many rows share the time {last}; split another way"
-            )
+            shared = f"too many rows share the time {last}"
+            raise UserError(f"no row is later than the cut for {name}={share}: {shared}; split another way")
         cuts.append((code, last))
         n, latest = sum(int((time[rows] <= last).sum()) for rows in chunks(len(time))), last
 
-    def assign(rows: Rows) -> tuple[np.ndarray, np.ndarray | None]:
+    def assign(rows: SplitRows) -> tuple[np.ndarray, np.ndarray | None]:
         assert rows.time is not None
         part = np.full(len(rows.time), TRAIN, dtype=np.uint8)
         for code, last in reversed(cuts):
@@ -225,21 +225,21 @@ def _temporal(time: np.ndarray, valid: float, test: float) -> Rule:
 
 
 def kth_smallest(values: np.ndarray, k: int) -> np.generic:
-    """The k-th smallest, from 0, of many int64 or float64 values without a copy of them: 16 bits are settled in each of four passes."""
+    """The k-th smallest, from 0, of int64 or float64 values, without a copy: each of four passes fixes 16 bits."""
     if len(values) <= CHUNK:
         return np.partition(values, k)[k]
     sign, prefix = np.uint64(1 << 63), np.uint64(0)
     floats = values.dtype.kind == "f"
     for shift in (48, 32, 16, 0):
-        found = np.zeros(1 << 16, dtype=np.int64)
+        histogram = np.zeros(1 << 16, dtype=np.int64)
         for rows in chunks(len(values)):
             key = values[rows].view(np.uint64)
-            # an order-preserving code: negative floats descend in their bits, all else needs its sign turned
+            # An order-preserving code: the bits of negative floats descend, any other value needs its sign bit flipped.
             key = np.where(key >= sign, ~key, key | sign) if floats else key ^ sign
             if shift < 48:
                 key = key[key >> np.uint64(shift + 16) == prefix]
-            found += np.bincount((key >> np.uint64(shift)) & np.uint64(0xFFFF), minlength=1 << 16)
-        below = np.cumsum(found)
+            histogram += np.bincount((key >> np.uint64(shift)) & np.uint64(0xFFFF), minlength=1 << 16)
+        below = np.cumsum(histogram)
         digit = int(np.searchsorted(below, k, side="right"))
         k -= int(below[digit - 1]) if digit else 0
         prefix = np.uint64((int(prefix) << 16) | digit)
@@ -247,7 +247,7 @@ def kth_smallest(values: np.ndarray, k: int) -> np.generic:
     return np.array([code]).view(values.dtype)[0]
 
 
-def _leave_last_out(rows: Rows, valid: float, test: float) -> tuple[np.ndarray, np.ndarray | None]:
+def _leave_last_out(rows: SplitRows, valid: float, test: float) -> tuple[np.ndarray, np.ndarray | None]:
     assert rows.time is not None
     # Equal times are ordered by item, so that the order of rows never matters.
     place, count = _places(rows, np.lexsort((rows.items, rows.time, rows.queries)))

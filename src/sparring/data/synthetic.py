@@ -1,4 +1,4 @@
-"""Worlds whose truth is known: interactions drawn from a latent model, so that false negatives can be counted exactly."""
+"""Synthetic worlds: interactions drawn from a known latent model, so that false negatives can be counted exactly."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from sparring.core.errors import UserError
 from sparring.data.interactions import Interactions, Vocabulary
 
-_KINDS = (
+_KINDS = [
     "apple",
     "bread",
     "candle",
@@ -25,19 +25,20 @@ _KINDS = (
     "jacket",
     "kettle",
     "lamp",
-)
-_LOOKS = ("amber", "blue", "coral", "dark", "early", "faded", "green", "heavy", "ivory", "jade", "light", "small")
+]
+_LOOKS = ["amber", "blue", "coral", "dark", "early", "faded", "green", "heavy", "ivory", "jade", "light", "small"]
 _BLOCK = 1 << 22  # pairs per block while drawing: bounds memory at large worlds
 
 
 @dataclass(frozen=True, eq=False)
-class World:
-    """Queries and items with known relevance, and what was observed of it.
+class SyntheticWorld:
+    """Queries and items with known relevance, and the interactions observed from it.
 
-    A query i likes an item j with p_ij = sigmoid(sharpness * cos(u_i, v_j) - shift), exactly known for all pairs. Whether it
-    likes the item is drawn once; whether it ever saw the item depends on the item's popularity alone:
-    e_j = min(1, exposure * N * pop_j), pop_j proportional to rank_j^-zipf. Seen and liked: an interaction. Seen and not liked:
-    `shown`. Not seen: unknown, and if p_ij is high, a false negative to whoever samples it.
+    A query i likes an item j with p_ij = sigmoid(sharpness * cos(u_i, v_j) - shift), known exactly for all pairs.
+    Whether it likes the item is drawn once; whether it ever saw the item depends on the item's popularity alone: e_j =
+    min(1, exposure * N * pop_j), pop_j proportional to rank_j^-zipf. A pair seen and liked is an interaction, a pair
+    seen and not liked is in `shown`, and an unseen pair is unknown: with a high p_ij, it is a false negative when
+    sampled.
 
         world = make_world(queries=40, items=50, seed=0);  world.interactions;  world.relevance(torch.tensor([0, 3]))
     """
@@ -84,7 +85,7 @@ class World:
         return known
 
     def false_negatives(self, query_ids: Tensor, candidates: Tensor, threshold: float = 0.5) -> Tensor:
-        """(B, C) bool: candidates, shared (C,) or per query (B, C), that are relevant but were not observed; ids below 0 never are."""
+        """(B, C) bool: candidates, shared (C,) or per query (B, C), relevant but not observed; never ids below 0."""
         wrong = self.relevant(query_ids, threshold) & ~self.observed(query_ids)
         ids = candidates.long().expand(len(query_ids), -1)
         return wrong.gather(1, ids.clamp(min=0)) & (ids >= 0)
@@ -105,13 +106,13 @@ def make_world(
     image_dim: int = 16,
     noise: float = 0.3,
     seed: int = 0,
-) -> World:
+) -> SyntheticWorld:
     """Draw a world.
 
-    `zipf` is the popularity exponent (0: all items equally popular), `exposure` the mean share of the catalogue that a query
-    sees, `sharpness` how decided tastes are, `relevant` the mean relevance over all pairs (the shift is solved for it), `spread`
-    how far items and queries lie from their category's centre, `noise` the noise of text and image views relative to their
-    signal. Every query and every item has at least one interaction.
+    `zipf` is the popularity exponent (0: all items equally popular), `exposure` the mean share of the catalogue that a
+    query sees, `sharpness` the steepness of tastes, `relevant` the mean relevance over all pairs (the shift is solved
+    for it), `spread` the distance of items and queries from the centre of their category, `noise` the noise of text and
+    image views relative to their signal. Every query and every item has at least one interaction.
     """
     for name, value in (("queries", queries), ("items", items)):
         if value < 2:
@@ -151,7 +152,7 @@ def make_world(
         item_table=table,
     )
     text_vectors, image_vectors = (_view(item_vectors, width, noise, random) for width in (text_dim, image_dim))
-    return World(
+    return SyntheticWorld(
         interactions=interactions,
         query_vectors=u,
         item_vectors=v,
@@ -179,7 +180,7 @@ def _likes(u: Tensor, v: Tensor, sharpness: float, shift: float) -> Tensor:
 
 
 def _exposure(popularity: np.ndarray, mean: float) -> np.ndarray:
-    """min(1, scale * popularity), with the scale for which the mean is as asked."""
+    """min(1, scale * popularity), with the scale that gives the requested mean."""
     low, high = 0.0, 1.0 / popularity.min()
     for _ in range(50):
         middle = (low + high) / 2
@@ -188,7 +189,7 @@ def _exposure(popularity: np.ndarray, mean: float) -> np.ndarray:
 
 
 def _shift(u: Tensor, v: Tensor, sharpness: float, mean: float, random: np.random.Generator) -> float:
-    """The shift for which the mean relevance is as asked, by bisection on at most 256 x 512 pairs."""
+    """The shift that gives the requested mean relevance, by bisection on at most 256 x 512 pairs."""
     rows, columns = random.permutation(len(u))[:256], random.permutation(len(v))[:512]
     score = sharpness * (u[rows] @ v[columns].T)
     low, high = -2 * sharpness - 20, 2 * sharpness + 20
@@ -215,7 +216,7 @@ def _draw(
 
 
 def _matches(liked: np.ndarray, u: Tensor, v: Tensor) -> np.ndarray:
-    """Pairs that give each query, then each item, without an interaction its best match."""
+    """The best match of each query, then of each item, without an interaction."""
     n = len(v)
     lonely = np.flatnonzero(np.bincount(liked // n, minlength=len(u)) == 0)
     best = (u[lonely] @ v.T).argmax(1).numpy() if len(lonely) else np.empty(0, dtype=np.int64)

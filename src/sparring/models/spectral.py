@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from sparring.core.errors import UserError
 from sparring.core.part import innermost
 from sparring.core.types import Positives
+from sparring.data.spectral import orthonormal_basis, sparse_product
 from sparring.models.retriever import Retriever
 from sparring.models.towers import IdTower
 
@@ -52,22 +52,10 @@ def spectral(
     generator = torch.Generator().manual_seed(seed)
     basis = torch.randn(n_items, dim, generator=generator)
     for _ in range(rounds):
-        basis = _orthonormal(_times(turned, _orthonormal(_times(matrix, basis))))
-    image = _times(matrix, basis)
+        basis = orthonormal_basis(sparse_product(*turned, orthonormal_basis(sparse_product(*matrix, basis))))
+    image = sparse_product(*matrix, basis)
     square, turn = torch.linalg.eigh(image.T @ image)
     root = square.clamp(min=1e-12) ** 0.25  # S^1/2
     query = image @ turn / root
     item = basis @ turn * root * degree_i.unsqueeze(1) ** 0.25
     return query / query.norm(dim=1).mean(), item / item.norm(dim=1).mean()
-
-
-def _times(matrix: tuple[Tensor, Tensor, Tensor], dense: Tensor) -> Tensor:
-    """The product of a sparse matrix (columns, row starts, values) and a dense one."""
-    columns, begin, value = matrix
-    return F.embedding_bag(columns, dense, begin, mode="sum", per_sample_weights=value)
-
-
-def _orthonormal(tall: Tensor) -> Tensor:
-    """An orthonormal basis of the columns, from the small Gram matrix."""
-    square, turn = torch.linalg.eigh((tall.T @ tall).double())
-    return tall @ (turn / square.clamp(min=1e-10 * float(square[-1])).sqrt()).float()

@@ -8,8 +8,8 @@ from pathlib import Path
 import polars as pl
 
 from sparring.core.errors import UserError
-from sparring.data.formats.lines import find_file, read_json_lines, read_lines
 from sparring.data.interactions import Interactions
+from sparring.data.lines import find_file, read_json_lines, read_lines
 from sparring.data.table import from_frame
 
 _PARTS = {"train": "train", "dev": "valid", "valid": "valid", "test": "test"}
@@ -21,12 +21,13 @@ def is_beir(folder: Path) -> bool:
 
 
 def read_beir(folder: str | Path) -> Interactions:
-    """The data set of a folder: queries and documents with their texts, and the pairs judged relevant (a score above 0).
+    """The data set of a folder: queries and documents with their texts, and the pairs judged relevant (score above 0).
 
-    `corpus.jsonl` has `_id`, `text` and perhaps `title` (text towers read both), `queries.jsonl` has `_id` and `text`, and
-    `qrels/train.tsv`, `dev.tsv` and `test.tsv` have a header, then query, document and score, tabs between them; without tabs, spaces.
-    The parts are the files' own where there is a train.tsv; else the pairs have none. All documents can be recommended; queries without a
-    relevant one are left out, grades above 0 all count as 1, and a line that is there twice is read once. Notes say how many of each.
+    `corpus.jsonl` has `_id`, `text` and perhaps `title` (text towers read both), `queries.jsonl` has `_id` and `text`,
+    and `qrels/train.tsv`, `dev.tsv` and `test.tsv` have a header, then query, document and score, separated by tabs or
+    spaces. The files are the split if there is a train.tsv; otherwise the pairs have none. All documents can be
+    recommended. Queries without a relevant document are dropped, all grades above 0 count as 1, and repeated lines are
+    read once; notes report the number of each.
 
         data = read_beir("scifact")
     """
@@ -43,7 +44,7 @@ def read_beir(folder: str | Path) -> Interactions:
         if not known.all():
             missing = judged.filter(~known)
             notes.append(
-                f"dropped {len(missing):,} judgements of the unknown {column} {missing[column][0]!r} and the like"
+                f"dropped {len(missing):,} judgements of unknown ids, such as the {column} {missing[column][0]!r}"
             )
             judged = judged.filter(known)
     right = judged.filter(pl.col("score") > 0)
@@ -51,7 +52,7 @@ def read_beir(folder: str | Path) -> Interactions:
         raise UserError(f"{folder} has no query with a relevant document: no score in qrels is above 0")
     notes += _left_out(corpus, queries, right)
     if "train" not in files:
-        notes.append("qrels has no train.tsv: the pairs have no parts of their own")
+        notes.append("qrels has no train.tsv: the pairs have no split")
         right = right.drop("split")
     tables = {name: table.rename({"_id": name}) for name, table in (("query", queries), ("item", corpus))}
     pairs, source = right.drop("score"), str(folder)
@@ -75,7 +76,7 @@ def _texts(folder: Path, name: str, notes: list[str]) -> pl.DataFrame:
     notes += [note] if note else []
     table, before = table.unique(maintain_order=True), len(table)
     if len(table) < before:
-        notes.append(f"dropped {before - len(table):,} lines of {file.name} that are there already")
+        notes.append(f"dropped {before - len(table):,} repeated lines of {file.name}")
     if table["_id"].n_unique() < len(table):
         twice = table["_id"].filter(table["_id"].is_duplicated())[0]
         raise UserError(f"{file} has the _id {twice!r} more than once, with different texts")
@@ -84,25 +85,25 @@ def _texts(folder: Path, name: str, notes: list[str]) -> pl.DataFrame:
 
 
 def _left_out(corpus: pl.DataFrame, queries: pl.DataFrame, right: pl.DataFrame) -> list[str]:
-    """What is not as the files have it: grades, queries that nothing is relevant to, documents that say nothing."""
+    """Notes on grades, on queries without a relevant document, and on documents without text."""
     notes = []
     graded = right["score"].filter(right["score"] != 1).to_numpy()
     if len(graded):
         notes.append(f"{len(graded):,} judgements have grades other than 1 (up to {graded.max():g}): all count as 1")
     idle = len(queries) - right["query"].n_unique()
     if idle:
-        notes.append(f"left out {idle:,} queries without a relevant document")
+        notes.append(f"dropped {idle:,} queries without a relevant document")
     texts = [name for name in ("title", "text") if name in corpus.columns]
     empty = corpus.select(pl.all_horizontal(pl.col(texts).is_null()).sum()).item()
     if empty:
-        notes.append(f"{empty:,} documents have no text: a text tower gives all of them one and the same vector")
+        notes.append(f"{empty:,} documents have no text: a text tower gives them all the same vector")
     return notes
 
 
 def _judgements(file: Path) -> pl.DataFrame:
-    """Columns query, item, score of a qrels file; also of one in TREC's form, with a 0 in the second column, and without a header.
+    """Columns query, item, score of a qrels file, also in TREC's form: a 0 in the second column, and no header.
 
-    Where a line has tabs they separate, so that an id may hold spaces.
+    A line with tabs is split at tabs, so that an id may hold spaces.
     """
     lines, _ = read_lines(file)
     names = ("query", "item", "score")
@@ -116,7 +117,6 @@ def _judgements(file: Path) -> pl.DataFrame:
     wrong = (table["score"].is_null() & (lines.str.strip_chars() != "")).arg_true()
     wrong = wrong.filter(wrong > 0)  # the first line is a header
     if len(wrong):
-        raise UserError(
-            f"{file} line {int(wrong[0]) + 1:,} is {lines[int(wrong[0])][:60]!r}; expected a query, a document and a score"
-        )
+        line = f"{file} line {int(wrong[0]) + 1:,} is {lines[int(wrong[0])][:60]!r}"
+        raise UserError(f"{line}; expected a query, a document and a score")
     return table.drop_nulls()

@@ -12,8 +12,8 @@ import polars as pl
 
 from sparring.core.errors import UserError, first_line
 from sparring.data.columns import with_title
-from sparring.data.formats.lines import find_file, read_json_lines, read_lines, read_pairs
 from sparring.data.interactions import TEST, TRAIN, Interactions, Vocabulary
+from sparring.data.lines import find_file, read_json_lines, read_lines, read_pairs
 from sparring.data.pairs import csr
 from sparring.data.propensity import inverse_propensities, propensity_constants
 
@@ -41,11 +41,10 @@ class Labels:
 
     @classmethod
     def of(cls, rows: np.ndarray, labels: np.ndarray, n_rows: int, n_labels: int) -> Labels:
-        """From pairs in any order, perhaps repeated."""
+        """From pairs in any order, with or without duplicates."""
         merged = csr(rows, labels, n_rows, n_labels)
-        return cls(
-            np.repeat(np.arange(n_rows, dtype=np.int32), merged.start.diff()), merged.items.numpy(), n_rows, n_labels
-        )
+        sorted_rows = np.repeat(np.arange(n_rows, dtype=np.int32), merged.start.diff())
+        return cls(sorted_rows, merged.items.numpy(), n_rows, n_labels)
 
 
 def is_xc(folder: Path) -> bool:
@@ -59,11 +58,12 @@ def is_xc(folder: Path) -> bool:
 def read_xc(folder: str | Path) -> Interactions:
     """The data set of a folder in a layout of the extreme-classification repository, with its split, texts and filters.
 
-    Labels come from `Y.trn.npz` and `Y.tst.npz`, else `trn_X_Y.txt` and `tst_X_Y.txt`, else the `target_ind` of `trn.json` and
-    `tst.json`; texts from `trn_X.txt`, `tst_X.txt` and `Y.txt`, one on each line, else from the titles and contents of `trn.json`,
-    `tst.json` and `lbl.json`; any of the text files may be gzipped. Queries are the points, numbered by line, the test points after the
-    training points; items are the labels. The pairs of `filter_labels_train.txt` and `filter_labels_test.txt` (or
-    `trn_filter_labels.txt`, `tst_filter_labels.txt`) are hidden: never recommended, whether they are known to be right or not.
+    Labels come from `Y.trn.npz` and `Y.tst.npz`, else `trn_X_Y.txt` and `tst_X_Y.txt`, else the `target_ind` of
+    `trn.json` and `tst.json`; texts from `trn_X.txt`, `tst_X.txt` and `Y.txt`, one per line, else from the titles and
+    contents of `trn.json`, `tst.json` and `lbl.json`. Text files may be gzipped. Queries are the points, numbered by
+    line, the test points after the training points; items are the labels. The pairs of `filter_labels_train.txt` and
+    `filter_labels_test.txt` (or `trn_filter_labels.txt`, `tst_filter_labels.txt`) are hidden: never recommended,
+    relevant or not.
 
         data = read_xc("LF-AmazonTitles-131K");  parts = split(data);  parts.test
     """
@@ -105,7 +105,7 @@ def read_xc(folder: str | Path) -> Interactions:
 
 
 def read_labels(file: Path) -> Labels:
-    """The labels of a .npz file of scipy, or of a text file: a line "rows labels", then for each row its "label:value" pairs."""
+    """Labels of a .npz file of scipy, or of a text file: a line "rows labels", then a line of "label:value" per row."""
     return _npz(file) if file.name.endswith(".npz") else _sparse_text(file)
 
 
@@ -131,7 +131,7 @@ def _npz(file: Path) -> Labels:
         return Labels.of(rows, columns, n_rows, n_labels)
     except (OSError, ValueError, KeyError, IndexError, EOFError, zipfile.BadZipFile) as error:
         raise UserError(
-            f"{file} is no sparse matrix as scipy.sparse.save_npz writes it: {first_line(error)}"
+            f"{file} is not a sparse matrix written by scipy.sparse.save_npz: {first_line(error)}"
         ) from error
 
 
@@ -148,9 +148,9 @@ def _sparse_text(file: Path) -> Labels:
         body = body[:-1]
     if len(body) != n_rows:
         raise UserError(f"{file} says {n_rows:,} rows, but {len(body):,} lines follow its first")
-    each = body.str.strip_chars().str.replace_all(r"\s+", " ").str.split(" ")
+    row_pairs = body.str.strip_chars().str.replace_all(r"\s+", " ").str.split(" ")
     pairs = (
-        pl.DataFrame({"row": np.arange(n_rows, dtype=np.int32), "pair": each})
+        pl.DataFrame({"row": np.arange(n_rows, dtype=np.int32), "pair": row_pairs})
         .explode("pair")
         .filter(pl.col("pair") != "")
     )
@@ -175,20 +175,20 @@ def _part_labels(folder: Path, name: str, table: pl.DataFrame | None, n_labels: 
         return read_labels(file)
     if table is None or "target_ind" not in table.columns:
         return None
-    each = table.select(row=pl.int_range(pl.len(), dtype=pl.Int32), label="target_ind").explode("label").drop_nulls()
-    most = n_labels if n_labels is not None else int(each["label"].to_numpy().max(initial=-1)) + 1
-    wrong = each.filter((pl.col("label") < 0) | (pl.col("label") >= most))
+    pairs = table.select(row=pl.int_range(pl.len(), dtype=pl.Int32), label="target_ind").explode("label").drop_nulls()
+    most = n_labels if n_labels is not None else int(pairs["label"].to_numpy().max(initial=-1)) + 1
+    wrong = pairs.filter((pl.col("label") < 0) | (pl.col("label") >= most))
     if len(wrong):
         row, label = wrong["row"][0], wrong["label"][0]
         raise UserError(
             f"{folder / name}.json has the label {label} in its point {row + 1:,}, but there are {most:,} labels"
         )
-    return Labels.of(each["row"].to_numpy(), each["label"].cast(pl.Int32).to_numpy(writable=True), len(table), most)
+    return Labels.of(pairs["row"].to_numpy(), pairs["label"].cast(pl.Int32).to_numpy(writable=True), len(table), most)
 
 
 def _texts(folder: Path, name: str, notes: list[str]) -> pl.DataFrame | None:
-    """One row per point or label with its text, and what else is known; None where there are no texts."""
-    file = next((found for place in (folder, folder / "raw") if (found := find_file(place, *_TEXTS[name]))), None)
+    """One row per point or label, with its text and its other fields; None where there are no texts."""
+    file = next((file for place in (folder, folder / "raw") if (file := find_file(place, *_TEXTS[name]))), None)
     if file is not None:
         lines, note = read_lines(file)
         notes += [note] if note else []
@@ -210,9 +210,8 @@ def _check(folder: Path, name: str, table: pl.DataFrame | None, labels: Labels |
     if labels is None:
         return
     if labels.n_labels != n_labels:
-        raise UserError(
-            f"{folder}: the {_WORDS[name]} labels are columns 0..{labels.n_labels - 1:,}, but there are {n_labels:,} labels"
-        )
+        columns = f"the {_WORDS[name]} labels are columns 0..{labels.n_labels - 1:,}"
+        raise UserError(f"{folder}: {columns}, but there are {n_labels:,} labels")
     if table is not None and len(table) != labels.n_rows:
         raise UserError(
             f"{folder} has {len(table):,} {_WORDS[name]} texts and {labels.n_rows:,} rows of {_WORDS[name]} labels"
@@ -220,13 +219,13 @@ def _check(folder: Path, name: str, table: pl.DataFrame | None, labels: Labels |
 
 
 def _filters(folder: Path, n_train: int, n_test: int, n_labels: int) -> tuple[np.ndarray, np.ndarray] | None:
-    """Hidden pairs in dense ids: those of the training points and, after them, those of the test points."""
-    found = []
+    """Hidden pairs in dense ids: those of the training points, then those of the test points."""
+    hidden = []
     for name, n_rows, before in (("trn", n_train, 0), ("tst", n_test, n_train)):
         file = find_file(folder, *_FILTERS[name])
         if file is not None:
-            found.append(read_pairs(file, n_rows, n_labels) + np.array([before, 0]))
-    pairs = np.concatenate(found) if found else np.zeros((0, 2), dtype=np.int64)
+            hidden.append(read_pairs(file, n_rows, n_labels) + np.array([before, 0]))
+    pairs = np.concatenate(hidden) if hidden else np.zeros((0, 2), dtype=np.int64)
     return (pairs[:, 0].astype(np.int32), pairs[:, 1].astype(np.int32)) if len(pairs) else None
 
 

@@ -1,6 +1,9 @@
-"""Vectors of items from files, texts, pictures and behaviour."""
+"""Modalities: vectors of items from files, texts, pictures and behaviour, computed once and read in blocks.
 
-from sparring.data.modalities.modalities import Modalities
-from sparring.data.modalities.sources import load_modalities
+Encoders only encode here; nothing is trained.
+"""
 
-__all__ = ["Modalities", "load_modalities"]
+from sparring.data.modalities.modalities import Modalities, Modality
+from sparring.data.modalities.sources import load_modalities, parse_modalities
+
+__all__ = ["Modalities", "Modality", "load_modalities", "parse_modalities"]

@@ -1,4 +1,4 @@
-"""Item vectors from what queries took: from co-occurrence in the training interactions, or from a retriever that was trained before."""
+"""Item vectors from behaviour: co-occurrence of items in the training interactions."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from sparring.core.errors import UserError
+from sparring.data.cache import hash_of, load_array, save_array
 from sparring.data.features import histories
 from sparring.data.interactions import Interactions
-from sparring.data.modalities.cache import hash_of, load_array, save_array
+from sparring.data.spectral import orthonormal_basis, sparse_product
 
 _PAIRS = 20_000_000  # co-occurrences counted at once
 _EXTRA = 16  # columns beyond those kept: the last ones of a power iteration converge slowly
@@ -29,47 +29,47 @@ def cooccurrence(
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> np.ndarray:
-    """(N, dim) float32 item vectors: a truncated SVD of the positive pointwise mutual information of items that share queries.
+    """(N, dim) float32 item vectors: a truncated SVD of the items' positive pointwise mutual information.
 
         C_ij = sum over queries with i and j of 1 / (n - 1),   c_i = sum_j C_ij,   n = items of the query
-        M_ij = max(0, log C_ij + log sum_k c_k^a - (1 + a)/2 (log c_i + log c_j)),  a = 0.75,   M ~ U S U',  vectors = U |S|^1/2
+        M_ij = max(0, log C_ij + log sum_k c_k^a - (1 + a)/2 (log c_i + log c_j)),  a = 0.75
+        M ~ U S U',   vectors = U |S|^1/2
 
-    A query counts in proportion to its items, not to its pairs; a < 1 keeps rare items from being everyone's neighbour. Of a query
-    with more than `longest` items the latest are taken (any, where no time is known). An item that shares no query has a row of
-    zeros. Use training interactions only: pairs that are tested later must not be in them.
+    A query counts in proportion to its items, not to its pairs; a < 1 keeps rare items from being everyone's neighbour.
+    Of a query with more than `longest` items the latest count (random ones without times). An item that shares no query
+    has a row of zeros. Use training interactions only: pairs of the test part must not be in them.
 
         cooccurrence(split.train, dim=128)
 
-    Levy and Goldberg, Neural Word Embedding as Implicit Matrix Factorization, NIPS 2014, section 5; Levy et al., TACL 2015, section 3.
+    Levy and Goldberg, Neural Word Embedding as Implicit Matrix Factorization, NIPS 2014, section 5; Levy et al., TACL
+    2015, section 3.
     """
     generator = torch.Generator().manual_seed(seed)
     start, items = _baskets(train, longest, generator)
     columns, begin, value = _ppmi(start, items, train.n_items, progress)
     basis = torch.randn(train.n_items, min(dim + _EXTRA, train.n_items), generator=generator)
     for _ in range(_ROUNDS):
-        basis = _orthonormal(_times(columns, begin, value, basis))
-    square, turn = torch.linalg.eigh((basis.T @ _times(columns, begin, value, basis)).double())
+        basis = orthonormal_basis(sparse_product(columns, begin, value, basis), passes=2, floor=1e-14)
+    square, turn = torch.linalg.eigh((basis.T @ sparse_product(columns, begin, value, basis)).double())
     best = square.abs().argsort(descending=True)[:dim]
     vectors = basis @ (turn[:, best] * square[best].abs().sqrt()).float()
-    vectors[begin.diff(append=torch.tensor([len(columns)])) == 0] = (
-        0.0  # not merely small, so that they count as missing
-    )
+    lonely = begin.diff(append=torch.tensor([len(columns)])) == 0
+    vectors[lonely] = 0.0  # exactly zero, which marks a missing vector
     return vectors.numpy()
 
 
 def _baskets(train: Interactions, longest: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """The items of each query as (start, items), at most `longest` of each."""
     if train.time is None:  # rows are in the order of ids: the last ones would favour some items
-        order = torch.randperm(len(train), generator=generator).numpy()
-        train = train.subset(order)
-    kept = histories(train, longest)
-    return kept.start, kept.items.long()
+        train = train.subset(torch.randperm(len(train), generator=generator).numpy())
+    latest = histories(train, longest)
+    return latest.start, latest.items.long()
 
 
 def _ppmi(
     start: Tensor, items: Tensor, n_items: int, progress: Callable[[int, int], None] | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The sparse matrix M: columns, where each row begins, values."""
+    """The sparse matrix M: columns, row starts, values."""
     size = start.diff()
     query = torch.repeat_interleave(torch.arange(len(size)), size)
     other = (size - 1)[query]
@@ -81,31 +81,31 @@ def _ppmi(
         torch.stack([query, items]), torch.ones(len(items)), (len(size), n_items), check_invariants=False
     )
     matrix = matrix.coalesce()
-    found_rows, found_columns, found_values = [], [], []
-    for first, last, block in _turned(query, items, other, n_items, len(size)):
+    row_sizes, all_columns, all_values = [], [], []
+    for first, last, block in _transposed_blocks(query, items, other, n_items, len(size)):
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # PyTorch says once that sparse products are in beta
+            warnings.simplefilter("ignore")  # PyTorch warns once that sparse products are in beta
             product = torch.sparse.mm(block, matrix).coalesce()
         (row, column), value = product.indices(), product.values()
         row = row + first
         value = value.log() + smoothed - 0.875 * (log_count[row] + log_count[column])
         keep = (value > 0) & (row != column)
-        found_rows.append(torch.bincount(row[keep] - first, minlength=last - first))
-        found_columns.append(column[keep].int())
-        found_values.append(value[keep])
+        row_sizes.append(torch.bincount(row[keep] - first, minlength=last - first))
+        all_columns.append(column[keep].int())
+        all_values.append(value[keep])
         if progress is not None:
             progress(last, n_items)
-    per_row = torch.cat(found_rows)
-    columns = torch.cat(found_columns)
+    per_row = torch.cat(row_sizes)
+    columns = torch.cat(all_columns)
     if not len(columns):
         raise UserError("no two items share a query more often than by chance: leave the modality behaviour out")
-    return columns, torch.cumsum(per_row, 0) - per_row, torch.cat(found_values)
+    return columns, torch.cumsum(per_row, 0) - per_row, torch.cat(all_values)
 
 
-def _turned(
+def _transposed_blocks(
     query: Tensor, items: Tensor, other: Tensor, n_items: int, n_queries: int
 ) -> Iterator[tuple[int, int, Tensor]]:
-    """Blocks of the transposed matrix, 1 / (n - 1) in each place, of at most so many co-occurrences each: first and last item, block."""
+    """(first item, end, block) of the transposed matrix of weights 1 / (n - 1), at most _PAIRS co-occurrences each."""
     order = torch.argsort(items, stable=True)
     query, items, other = query[order], items[order], other[order]
     work = torch.bincount(items, weights=other.double(), minlength=n_items).cumsum(0)
@@ -123,29 +123,13 @@ def _turned(
         first, done = last, end
 
 
-def _times(columns: Tensor, begin: Tensor, value: Tensor, dense: Tensor) -> Tensor:
-    return F.embedding_bag(columns, dense, begin.int(), mode="sum", per_sample_weights=value)
-
-
-def _orthonormal(tall: Tensor) -> Tensor:
-    """An orthonormal basis of the columns, from their Gram matrix: many times as fast as a QR decomposition of a million rows."""
-    for _ in range(2):  # the second time makes up for what rounding left of the first
-        gram = sum(
-            (part.T @ part for part in (rows.double() for rows in tall.split(1 << 16))),
-            torch.zeros((), dtype=torch.float64),
-        )
-        square, turn = torch.linalg.eigh(gram)
-        tall = tall @ (turn / square.clamp(min=1e-14 * float(square[-1])).sqrt()).float()
-    return tall
-
-
 def cached_cooccurrence(
     train: Interactions, folder: Path, dim: int = 128, progress: Callable[[int, int], None] | None = None
 ) -> tuple[np.ndarray, bool]:
-    """`cooccurrence`, from disk where the same interactions were seen before; and whether it was."""
+    """`cooccurrence`, read from the cache for interactions seen before; and whether it was cached."""
     time = [] if train.time is None else [train.time]
     path = folder / f"{hash_of([f'behaviour 1 {train.n_items} {dim}', train.queries, train.items, *time])}.npy"
-    known = path.is_file()
-    if not known:
+    cached = path.is_file()
+    if not cached:
         save_array(path, cooccurrence(train, dim, progress=progress))
-    return load_array(path), known
+    return load_array(path), cached

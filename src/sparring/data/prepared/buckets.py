@@ -1,39 +1,103 @@
-"""From buckets of rows to the columns of prepared data: each bucket sorted and merged, every row assigned to its part, and written."""
+"""Rows in buckets of complete queries: ids numbered, each bucket sorted and merged, every row assigned to its part.
+
+An engine (polars on one machine, Spark on many) leaves the same rows in the same buckets. Their order within a bucket
+is up to the engine, and no file written from them depends on it.
+"""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
+import polars as pl
 
 from sparring.core.errors import UserError
-from sparring.data.interactions import TRAIN, VALID, Interactions
-from sparring.data.pairs import chunks, occurrences, offsets, taken_and_shown
-from sparring.data.prepared.encoding import Encoded, Tell
-from sparring.data.prepared.format import Column
-from sparring.data.splits import Rows, check_parts, rule
+from sparring.data.interactions import TRAIN, VALID, Interactions, Vocabulary
+from sparring.data.pairs import chunks, occurrences, offsets, positive_and_shown
+from sparring.data.prepared.format import ColumnWriter
+from sparring.data.splits import SplitRows, check_parts, split_rule
+from sparring.data.table import OpenTable, check_ids, to_arrays, vocabulary_of
+
+BUCKET = 1 << 22  # rows sorted at once
+MAX_BUCKETS = 1024  # more would be too many open files
+StageProgress = Callable[[str, int, int | None], None]  # stage, done, total where known
 
 
-class Merged:
-    """All pairs once, sorted by (query, item), in raw files, with where each bucket begins."""
+@dataclass(frozen=True)
+class Buckets:
+    """Numbered ids, and for each bucket a Parquet folder `b=K` of rows: q, i, and t, w, s, l where present."""
 
-    def __init__(self, folder: Path, encoded: Encoded) -> None:
-        self.folder, self.encoded = folder, encoded
+    folder: Path
+    query_ids: Vocabulary
+    item_ids: Vocabulary
+    first: np.ndarray  # (buckets + 1,) the first query of each bucket, and the number of queries
+    roles: dict[str, str]
+    notes: list[str] = field(default_factory=list)
+    items: pl.DataFrame | None = None
+    queries: pl.DataFrame | None = None
+
+    def rows(self, bucket: int) -> dict[str, np.ndarray]:
+        """The columns of a bucket, its rows in any order."""
+        rows = pl.read_parquet(self.folder / f"b={bucket}" / "*.parquet", hive_partitioning=False)
+        return to_arrays(rows.with_columns(pl.col(name).cast(pl.UInt8) for name in ("s", "l") if name in rows.columns))
+
+
+@dataclass(frozen=True)
+class Numbering:
+    """Vocabularies of both sides, and tables for the engine to join: numbers of raw ids, buckets of queries."""
+
+    query_ids: Vocabulary
+    item_ids: Vocabulary
+    first: np.ndarray
+    queries: pl.DataFrame  # q (raw), dense, b
+    items: pl.DataFrame  # i (raw), dense
+
+
+def number_ids(queries: pl.DataFrame, items: pl.Series, table: OpenTable, roles: dict[str, str]) -> Numbering:
+    """Number the distinct raw ids in ascending order, and cut the queries into buckets with about equally many rows.
+
+    `queries` has the columns q and n, the number of rows of each query. A bucket ends where its rows reach its size.
+    """
+    query_ids = vocabulary_of(queries["q"], roles["query"], table.text, None, table.source)
+    item_ids = vocabulary_of(items, roles["item"], table.text, None, table.source)
+    check_ids(query_ids, item_ids, table.source)
+    dense = query_ids.encode(queries["q"])
+    rows = np.zeros(len(query_ids), dtype=np.int64)
+    np.add.at(rows, dense, queries["n"].to_numpy())  # two raw ids may be one: 1 and 1.0
+    ends = np.cumsum(rows)
+    size = max(BUCKET, -(-int(ends[-1]) // MAX_BUCKETS))
+    bucket = np.unique((ends - 1) // size, return_inverse=True)[1].astype(np.int32)
+    first = np.searchsorted(bucket, np.arange(int(bucket[-1]) + 2))
+    return Numbering(
+        query_ids,
+        item_ids,
+        first,
+        pl.DataFrame({"q": queries["q"], "dense": dense.astype(np.int32), "b": bucket[dense]}),
+        pl.DataFrame({"i": items, "dense": item_ids.encode(items).astype(np.int32)}),
+    )
+
+
+class MergedPairs:
+    """Every pair once, sorted by (query, item), in raw files, with the offset of each bucket."""
+
+    def __init__(self, folder: Path, source: Buckets) -> None:
+        self.folder, self.source = folder, source
         self.files: dict[str, BinaryIO] = {}
-        self.kinds: dict[str, np.dtype[Any]] = {}
+        self.dtypes: dict[str, np.dtype[Any]] = {}
         self.begin: dict[str, list[int]] = {"": [0], "shown_": [0]}
 
     def add(self, rows: dict[str, np.ndarray] | None, kind: str = "") -> None:
-        """The rows of the next bucket."""
+        """Append the rows of the next bucket."""
         for name, column in (rows or {}).items():
-            if kind + name not in self.files:
-                self.files[kind + name], self.kinds[kind + name] = open(self.folder / (kind + name), "wb"), column.dtype  # noqa: SIM115
-            self.files[kind + name].write(np.ascontiguousarray(column).data)
+            file = kind + name
+            if file not in self.files:
+                self.files[file], self.dtypes[file] = open(self.folder / file, "wb"), column.dtype  # noqa: SIM115
+            self.files[file].write(np.ascontiguousarray(column).data)
         self.begin[kind].append(self.begin[kind][-1] + (0 if rows is None else len(rows["q"])))
 
     def close(self) -> None:
@@ -42,11 +106,11 @@ class Merged:
 
     def column(self, name: str) -> np.ndarray | None:
         path = self.folder / name
-        return np.memmap(path, self.kinds[name], "r") if name in self.kinds and path.stat().st_size else None
+        return np.memmap(path, self.dtypes[name], "r") if name in self.dtypes and path.stat().st_size else None
 
     @property
     def data(self) -> Interactions:
-        """All of them, memory-mapped."""
+        """All pairs, memory-mapped."""
         q, i = self.column("q"), self.column("i")
         assert q is not None
         assert i is not None
@@ -54,11 +118,11 @@ class Merged:
         shown = None if shown_q is None or shown_i is None else (shown_q, shown_i)
         named = {"time": self.column("t"), "weight": self.column("w"), "split": self.column("s"), "shown": shown}
         named |= {"shown_time": self.column("shown_t"), "shown_split": self.column("shown_s")}
-        return Interactions(q, i, self.encoded.query_ids, self.encoded.item_ids, **named)  # type: ignore[arg-type]
+        return Interactions(q, i, self.source.query_ids, self.source.item_ids, **named)  # type: ignore[arg-type]
 
-    def buckets(self, data: Interactions) -> Iterator[tuple[int, Rows]]:
-        """Of each bucket how many pairs were only shown, and what a rule sees of its rows."""
-        first = self.encoded.first.tolist()
+    def buckets(self, data: Interactions) -> Iterator[tuple[int, SplitRows]]:
+        """For each bucket, the number of shown pairs and the rows as a split rule reads them."""
+        first = self.source.first.tolist()
         for k in range(len(first) - 1):
             rows, shown = (slice(begin[k], begin[k + 1]) for begin in self.begin.values())
 
@@ -66,50 +130,55 @@ class Merged:
                 return None if column is None else np.asarray(column[rows])
 
             queries, items = np.asarray(data.queries[rows]) - np.int32(first[k]), np.asarray(data.items[rows])
-            bare = Rows(
-                queries, items, first[k + 1] - first[k], data.n_items, of(data.time), of(data.split), first=first[k]
-            )
+            n_queries, time, part = first[k + 1] - first[k], of(data.time), of(data.split)
+            bucket = SplitRows(queries, items, n_queries, data.n_items, time, part, first=first[k])
             if data.shown is not None:
-                asked = np.asarray(data.shown[0][shown]) - np.int32(first[k])
-                bare = replace(
-                    bare, shown=asked, shown_time=of(data.shown_time, shown), shown_split=of(data.shown_split, shown)
-                )
-            yield shown.stop - shown.start, bare
+                shown_queries = np.asarray(data.shown[0][shown]) - np.int32(first[k])
+                times, parts = of(data.shown_time, shown), of(data.shown_split, shown)
+                bucket = replace(bucket, shown=shown_queries, shown_time=times, shown_split=parts)
+            yield shown.stop - shown.start, bucket
 
 
-def merge(encoded: Encoded, folder: Path, source: str, tell: Tell) -> Merged:
-    """Each bucket sorted, its duplicates merged."""
+def merge(buckets: Buckets, folder: Path, source: str, progress: StageProgress) -> MergedPairs:
+    """Sort each bucket, merge its duplicates, and delete it."""
     folder.mkdir()
-    merged, buckets, before = Merged(folder, encoded), len(encoded.first) - 1, 0
-    for k in range(buckets):
-        tell("sorting", k, buckets)
-        columns = encoded.bucket(k)
-        before += int(columns["l"].sum()) if "l" in columns else len(columns["q"])
-        taken, shown = taken_and_shown(columns, len(encoded.item_ids))
-        merged.add(taken)
+    merged, n_buckets, n_positive = MergedPairs(folder, buckets), len(buckets.first) - 1, 0
+    for k in range(n_buckets):
+        progress("sorting", k, n_buckets)
+        columns = buckets.rows(k)
+        n_positive += int(columns["l"].sum()) if "l" in columns else len(columns["q"])
+        positive, shown = positive_and_shown(columns, len(buckets.item_ids))
+        merged.add(positive)
         merged.add(shown, "shown_")
-        shutil.rmtree(encoded.folder / f"b={k}")
+        shutil.rmtree(buckets.folder / f"b={k}")
     merged.close()
-    if not before:
+    if not n_positive:
         raise UserError(f"no row of {source} is labelled 1: there are no positives")
-    if merged.begin[""][-1] < before:
-        encoded.notes.append(f"merged {before - merged.begin[''][-1]:,} duplicates")
+    if merged.begin[""][-1] < n_positive:
+        buckets.notes.append(f"merged {n_positive - merged.begin[''][-1]:,} duplicates")
     return merged
 
 
 def write_parts(
-    merged: Merged, data: Interactions, folder: Path, how: str, valid: float, test: float, seed: int, tell: Tell
+    merged: MergedPairs,
+    data: Interactions,
+    folder: Path,
+    how: str,
+    valid: float,
+    test: float,
+    seed: int,
+    progress: StageProgress,
 ) -> dict[str, int]:
-    """Every row to its part; the columns, and the offsets and counts of the training part; how many rows each part has."""
-    part, keep, sizes = _assigned(merged, data, how, valid, test, seed, tell)
+    """Write the columns in the order of parts, and the training part's offsets and counts; {part: number of rows}."""
+    part, keep, sizes = _assign_parts(merged, data, how, valid, test, seed, progress)
     check_parts(how, sizes, valid, test)
     named = {"queries": data.queries, "items": data.items, "time": data.time, "weight": data.weight, "split": part}
     for done, (name, column) in enumerate(named.items()):
-        tell("writing", done, len(named))
+        progress("writing", done, len(named))
         if column is not None:
             _write_column(folder / f"{name}.npy", column, part, sizes, merged.begin[""])
     if sizes[VALID]:
-        seen = Column(folder / "seen_items.npy", data.items.dtype, sizes[TRAIN] + sizes[VALID])
+        seen = ColumnWriter(folder / "seen_items.npy", data.items.dtype, sizes[TRAIN] + sizes[VALID])
         counts = np.zeros(data.n_queries, dtype=np.int64)
         for rows in chunks(len(data)):
             chosen = part[rows] <= VALID
@@ -119,7 +188,7 @@ def write_parts(
         np.save(folder / "seen_start.npy", offsets(counts))
     if data.shown is not None and keep is not None and keep.any():
         for name, values in zip(("queries", "items"), data.shown, strict=True):
-            shown = Column(folder / f"shown_{name}.npy", values.dtype, int(keep.sum()))
+            shown = ColumnWriter(folder / f"shown_{name}.npy", values.dtype, int(keep.sum()))
             for rows in chunks(len(values)):
                 shown.append(values[rows][keep[rows]])
             shown.close()
@@ -129,15 +198,15 @@ def write_parts(
     return dict(zip(("train", "valid", "test"), sizes, strict=True))
 
 
-def _assigned(
-    merged: Merged, data: Interactions, how: str, valid: float, test: float, seed: int, tell: Tell
+def _assign_parts(
+    merged: MergedPairs, data: Interactions, how: str, valid: float, test: float, seed: int, progress: StageProgress
 ) -> tuple[np.ndarray, np.ndarray | None, list[int]]:
-    """The part of each row, which shown pairs train (None where nothing was shown), both in files, and the sizes of the parts."""
-    assign, sizes = rule(data, how, valid, test, seed), np.zeros(3, dtype=np.int64)
+    """The part of each row and the mask of shown pairs that train (None without any), in files; the parts' sizes."""
+    assign, sizes = split_rule(data, how, valid, test, seed), np.zeros(3, dtype=np.int64)
     paths = merged.folder / "parts", merged.folder / "keep"
     with open(paths[0], "wb") as parts, open(paths[1], "wb") as keeps:
         for k, (shown, rows) in enumerate(merged.buckets(data)):
-            tell("splitting", k, len(merged.begin[""]) - 1)
+            progress("splitting", k, len(merged.begin[""]) - 1)
             part, keep = assign(rows)
             sizes += np.bincount(part, minlength=3)
             parts.write(part.data)
@@ -147,13 +216,13 @@ def _assigned(
 
 
 def _write_column(path: Path, values: np.ndarray, part: np.ndarray, sizes: list[int], begin: list[int]) -> None:
-    """The values in the order of parts, and within each as they are."""
-    column = Column(path, values.dtype, len(values))
-    at = [0, sizes[TRAIN], sizes[TRAIN] + sizes[VALID]]
+    """Write the values in the order of parts, keeping their order within each part."""
+    column = ColumnWriter(path, values.dtype, len(values))
+    position = [0, sizes[TRAIN], sizes[TRAIN] + sizes[VALID]]
     for first, last in pairwise(begin):
-        some, codes = np.asarray(values[first:last]), np.asarray(part[first:last])
+        block, codes = np.asarray(values[first:last]), np.asarray(part[first:last])
         for code in range(3):
-            chosen = some[codes == code]
-            column.put(at[code], chosen)
-            at[code] += len(chosen)
+            chosen = block[codes == code]
+            column.put(position[code], chosen)
+            position[code] += len(chosen)
     column.close()

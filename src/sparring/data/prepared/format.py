@@ -1,14 +1,15 @@
-"""Prepared data: interactions in a folder of memory-mapped columns, already split, so that training never holds them in memory.
+"""Prepared data: a folder of memory-mapped columns, already split, so that training never holds them in memory.
 
-    prepared.json          format, sizes, columns, split, checksums; written last, so a folder without it is not prepared data
-    queries.npy, items.npy, split.npy   int32, int32, uint8: one row per pair, sorted by (part, query, item); parts are train, valid, test
-    time.npy, weight.npy   int64 or float64, float32; where the data has them
-    start.npy, counts.npy  int64: where the training rows of each query begin (and the end of the last); training pairs of each item
-    seen_start.npy, seen_items.npy      the pairs of train and valid together, by query: what is masked when test is ranked
-    shown_queries.npy, shown_items.npy  pairs shown and not taken, in the training part, where the data has labels
+    prepared.json           format, sizes, columns, split, checksums; written last: without it, a folder is not prepared
+    queries.npy, items.npy  int32: one row per pair, sorted by (part, query, item); the parts are train, valid, test
+    split.npy               uint8: the part of each row
+    time.npy, weight.npy    int64 or float64, float32; where the data has them
+    start.npy, counts.npy   int64: offsets of each query's training rows; training pairs of each item
+    seen_start.npy, seen_items.npy      pairs of train and valid, by query: masked when the test part is ranked
+    shown_queries.npy, shown_items.npy  pairs shown and not clicked, in the training part, where the data has labels
     *_ids.parquet, *_table.parquet      id maps, and tables of items and queries
 
-Dense ids are places in the ascending order of original ids. Row offsets are int64 everywhere; only ids are int32.
+Dense ids are positions in the ascending order of original ids. Row offsets are int64 everywhere; only ids are int32.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ from sparring.data.interactions import Ids, Interactions, Split
 
 FORMAT = 1
 NAME = "prepared.json"
-SHARES = {"valid": 0.1, "test": 0.2}  # what `split` is called with when nobody says otherwise
+SHARES = {"valid": 0.1, "test": 0.2}  # the defaults of `split`
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Mapped(Interactions):
-    """Interactions whose columns lie in files, with the offsets and counts that were made beforehand: nothing is copied or sorted."""
+    """Interactions with memory-mapped columns, offsets and counts: nothing is copied or sorted."""
 
     start: np.ndarray = field(default_factory=lambda: np.zeros(1, dtype=np.int64))  # (queries + 1,)
     item_counts: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))  # (N,)
@@ -49,12 +50,12 @@ class Mapped(Interactions):
 
     def subset(self, rows: np.ndarray) -> Interactions:
         """The given rows, in memory."""
-        return Interactions(**{each.name: getattr(self, each.name) for each in fields(Interactions)}).subset(rows)
+        return Interactions(**{column.name: getattr(self, column.name) for column in fields(Interactions)}).subset(rows)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Prepared(Interactions):
-    """All rows of a prepared folder, as `read` gives them; `split` gives the parts that were made when it was prepared.
+    """All rows of a prepared folder, as `read` returns them; `split` returns the parts fixed by the preparation.
 
     data = read("prepared");  parts = split(data);  parts.train.queries  # a memory-mapped column
     """
@@ -64,9 +65,9 @@ class Prepared(Interactions):
     checksum: str = ""
 
     def parts_for(self, how: str, valid: float, test: float, seed: int) -> Split:
-        """The parts, where they are what is asked for; they cannot be made anew."""
+        """The parts, if they are those asked for; prepared data cannot be split again."""
         assert self.parts is not None
-        asked = {"how": how, "valid": valid, "test": test, "seed": seed}
+        asked: dict[str, Any] = {"how": how, "valid": valid, "test": test, "seed": seed}
         wrong = {name: asked[name] for name in SHARES if asked[name] not in (SHARES[name], self.rule[name])}
         if how not in ("auto", "file"):
             wrong |= {name: value for name, value in asked.items() if value != self.rule[name]}
@@ -115,7 +116,7 @@ def read_prepared(folder: str | os.PathLike[str]) -> Prepared:
 
 
 def read_description(folder: Path) -> dict[str, Any]:
-    """prepared.json, with what it says of the files checked by their sizes."""
+    """The content of prepared.json, with the size of every listed file checked."""
     path = folder / NAME
     meta = read_json(path, "prepare the data again")
     try:
@@ -129,13 +130,13 @@ def read_description(folder: Path) -> dict[str, Any]:
     for name, facts in meta["files"].items():
         size = (folder / name).stat().st_size if (folder / name).is_file() else None
         if size != facts["bytes"]:
-            found = "is missing" if size is None else f"has {size:,} bytes"
-            raise UserError(f"{folder / name} {found}, expected {facts['bytes']:,} bytes: prepare the data again")
+            state = "is missing" if size is None else f"has {size:,} bytes"
+            raise UserError(f"{folder / name} {state}, expected {facts['bytes']:,} bytes: prepare the data again")
     return dict(meta)
 
 
 def write_description(folder: Path, meta: Mapping[str, Any]) -> None:
-    """prepared.json over all files of the folder, which are flushed to the disk first, with a checksum of each, and one of all."""
+    """Flush all files of the folder to disk, then write prepared.json with a checksum of each and one of all."""
     for path in folder.iterdir():
         with open(path, "rb") as file:
             os.fsync(file.fileno())
@@ -148,7 +149,7 @@ def write_description(folder: Path, meta: Mapping[str, Any]) -> None:
     write_json(folder / NAME, {"format": FORMAT, **meta, "files": files, "checksum": whole})
 
 
-def check(folder: str | os.PathLike[str]) -> None:
+def check_prepared(folder: str | os.PathLike[str]) -> None:
     """Read every file of a prepared folder and compare it with its checksum."""
     for name, facts in read_description(Path(folder))["files"].items():
         if _checksum(Path(folder) / name) != facts["blake2b"]:
@@ -161,31 +162,30 @@ def _checksum(path: Path) -> str:
 
 
 def _mapped(path: Path) -> np.ndarray:
-    """Copy on write: torch wants arrays that may be written to, and the file must stay as it is."""
+    """A copy-on-write map: torch wants writable arrays, and the file must not change."""
     try:
         return np.load(path, mmap_mode="c", allow_pickle=False)
     except (OSError, ValueError) as error:
         raise UserError(f"{path} is corrupt: {first_line(error)}; prepare the data again") from error
 
 
-class Column:
-    """A column of known length that is being written, at several places of it in turn. Plain writes, so that a full disk is an error."""
+class ColumnWriter:
+    """A .npy column of known length, written at several positions in turn. Plain writes, so a full disk is an error."""
 
     def __init__(self, path: Path, dtype: np.dtype[Any], n: int) -> None:
         self.dtype, self.file = dtype, open(path, "wb")  # noqa: SIM115
-        np.lib.format.write_array_header_1_0(
-            self.file, {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (n,)}
-        )
+        header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (n,)}
+        np.lib.format.write_array_header_1_0(self.file, header)
         self.head, self.end = self.file.tell(), 0
 
-    def put(self, at: int, rows: np.ndarray) -> None:
-        """Write rows from row number `at` on."""
-        self.file.seek(self.head + at * self.dtype.itemsize)
+    def put(self, start: int, rows: np.ndarray) -> None:
+        """Write rows from row `start` on."""
+        self.file.seek(self.head + start * self.dtype.itemsize)
         self.file.write(np.ascontiguousarray(rows, dtype=self.dtype).data)
-        self.end = at + len(rows)
+        self.end = start + len(rows)
 
     def append(self, rows: np.ndarray) -> None:
-        """Write rows after those written last."""
+        """Write rows after the last ones written."""
         self.put(self.end, rows)
 
     def close(self) -> None:

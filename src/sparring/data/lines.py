@@ -1,4 +1,4 @@
-"""Lines of text files, gzipped or not, whatever bytes they hold; and the numbers in them, with errors that name the line."""
+"""Lines of text files, gzipped or not, with any bytes; and the JSON objects or numbers in them, with errors by line."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _CHUNK = 1 << 26  # bytes decoded at once
 
 
 def find_file(folder: Path, *names: str) -> Path | None:
-    """The first of the names that the folder holds, as it is or with .gz."""
+    """The first of the files that exists in the folder, plain or with .gz."""
     return next((file for name in names for end in ("", ".gz") if (file := folder / (name + end)).is_file()), None)
 
 
 def read_lines(file: Path) -> tuple[pl.Series, str | None]:
     """The lines of a file, and a note where bytes had to be replaced.
 
-    Only a line feed ends a line, so control characters and odd spaces stay inside a text; a carriage return before it is dropped, and
-    so is a byte order mark. Bytes that are no UTF-8 become U+FFFD.
+    Only a line feed ends a line, so control characters and odd spaces stay inside a text. A carriage return before it
+    and a byte order mark are dropped. Bytes that are not UTF-8 become U+FFFD.
     """
     parts: list[pl.Series] = []
     wrong: list[int] = []  # lines with invalid UTF-8, from 1
@@ -52,9 +52,9 @@ def read_lines(file: Path) -> tuple[pl.Series, str | None]:
 
 
 def check_utf8(ids: pl.Series, column: str, source: str) -> None:
-    """Refuse ids in which bytes that are no UTF-8 became U+FFFD: ids that differ only there would be one and the same.
+    """Refuse ids with bytes that became U+FFFD because they were not UTF-8: ids that differ only there would be equal.
 
-    `source` is the file or folder that they came from. A file that is UTF-8 and holds U+FFFD itself is taken as it is.
+    `source` is their file or folder. A UTF-8 file that itself holds U+FFFD is accepted.
     """
     wrong = ids.filter(ids.str.contains("\ufffd", literal=True))
     if not len(wrong):
@@ -96,7 +96,7 @@ def _valid(line: bytes) -> bool:
 def read_json_lines(
     file: Path, fields: dict[str, pl.DataType | type[pl.DataType]], required: str
 ) -> tuple[pl.DataFrame, str | None]:
-    """The fields of the JSON object on each line (null where it has none); each must have the required one. Blank lines are skipped."""
+    """The fields of the JSON object on each line, null where absent; one is required. Blank lines are skipped."""
     lines, note = read_lines(file)
     number = (lines.str.strip_chars() != "").arg_true()
     lines = lines.gather(number)
@@ -115,7 +115,7 @@ def read_json_lines(
 def _first_bad(
     file: Path, lines: pl.Series, number: pl.Series, fields: dict[str, pl.DataType | type[pl.DataType]]
 ) -> str:
-    """Which line is the first that cannot be read: by halves, because the reader does not say."""
+    """An error line for the first line that cannot be read, found by bisection: the reader does not name it."""
     low, high = 0, len(lines)  # the first bad line is in [low, high)
     while high - low > 1:
         middle = (low + high) // 2
@@ -129,7 +129,7 @@ def _first_bad(
 
 
 def read_pairs(file: Path, n_rows: int, n_columns: int) -> np.ndarray:
-    """(n, 2) int64 pairs "row column" of a file with one on each line, within the shape; an empty file has none."""
+    """(n, 2) int64 pairs "row column" of a file, one per line, within the shape; an empty file has none."""
     lines, _ = read_lines(file)
     numbers = lines.str.strip_chars().str.extract_groups(r"^(\d+)\s+(\d+)$").struct.unnest()
     if not numbers.width:

