@@ -271,7 +271,7 @@ def test_an_item_is_found_by_words_of_its_title_with_keys_alone(visit: Open, tra
     page.get_by_role("heading", name="Explore").wait_for()
     settled(page)
     page.keyboard.press("Tab")
-    assert page.evaluate("document.activeElement.textContent") == "Skip to the content"
+    assert page.evaluate("document.activeElement.textContent") == "Skip to content"
     page.keyboard.press("/")
     page.keyboard.press("Shift+Tab")
     page.keyboard.press("ArrowRight")  # users, items

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from sparring.models.retriever import Retriever
 from sparring.recipes.settings import build
 from sparring.serving.http.catalogue import IdLookup
 from sparring.serving.http.store import Change, Store
-from sparring.training import item_vectors, trained
+from sparring.training import trained
 from sparring.training.fitting import fit
 from support.texts import text_parts, tiny_bert
 
@@ -108,7 +109,7 @@ def test_item_vectors_of_a_transformer_are_computed_once(
     path.write_bytes(path.read_bytes()[:200])
     assert trained.load(tmp_path / "run").recommend_text(["some words"], 3).equals(first)
     assert len(calls) == 2
-    monkeypatch.setattr(item_vectors.os, "replace", _full)
+    monkeypatch.setattr(os, "replace", _full)
     path.unlink()
     assert trained.load(tmp_path / "run").recommend_text(["some words"], 3).equals(first)
     assert len(calls) == 3
