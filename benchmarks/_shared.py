@@ -163,11 +163,12 @@ def stepping(run: Run, generator: torch.Generator, positives: Positives | None =
     """A complete training step of a run on pairs (B, 2) of queries and items; recorded on a GPU."""
     import torch
 
+    from sparring.core.part import listeners
     from sparring.training.cuda_graph import CudaGraphStep
     from sparring.training.optimizers import optimizers
     from sparring.training.step import training_step
 
-    setup, observers = run.setup, [module for module in run.modules().modules() if hasattr(module, "observe")]
+    setup, observers = run.setup, listeners(run.modules(), "observe")
     trained = torch.nn.ModuleDict({"model": run.model, "temperature": run.temperature})
     rules = optimizers(trained, setup.training.optimizer, setup.training.lr, setup.training.weight_decay)
 
@@ -180,7 +181,7 @@ def stepping(run: Run, generator: torch.Generator, positives: Positives | None =
             rule.step()
         with torch.no_grad():
             for observer in observers:
-                observer.observe(step, outcome)  # type: ignore[operator]
+                observer.observe(step, outcome)
 
     return CudaGraphStep(work, generator) if generator.device.type == "cuda" else work
 

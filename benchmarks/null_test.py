@@ -71,7 +71,8 @@ def trained(number: int, seeds: int, recipe: str, metric: str, epochs: int) -> n
     """(seeds, queries) values of freshly trained models in the world of this number."""
     from sparring.data.splits import split
     from sparring.data.synthetic import make_world
-    from sparring.recipes.settings import build, find, own_arguments
+    from sparring.recipes.finding import find
+    from sparring.recipes.settings import build, own_arguments
     from sparring.training.fitting import fit
 
     world = make_world(200, 100, exposure=0.3, relevant=0.3, seed=number)

@@ -23,6 +23,7 @@ import torch
 
 from _shared import cpu_seconds, gowalla_xir, interactions, stepping, table
 from sparring import Run, Setup, Term, compose, recipes
+from sparring.core.part import listeners
 from sparring.core.types import Corpus
 from sparring.data.interactions import Interactions
 from sparring.negatives import InBatch, Sampled, Uniform, Union
@@ -131,7 +132,7 @@ class Timed:
         self.method, self.device = method, device
         self.run = method.build(data, setup)
         self.modules = self.run.modules().to(device)
-        self.refreshers = [module for module in self.modules.modules() if hasattr(module, "refresh")]
+        self.refreshers = listeners(self.modules, "refresh")
         self.generator = torch.Generator(device).manual_seed(0)
         known = data.positives()
         self.positives = known.to(device)
@@ -143,7 +144,7 @@ class Timed:
         with torch.no_grad():
             model = self.run.model
             for module in self.refreshers:
-                module.refresh(Corpus(0, model.item_vectors(), model.encode_queries, self.positives, self.generator))  # type: ignore[operator]
+                module.refresh(Corpus(0, model.item_vectors(), model.encode_queries, self.positives, self.generator))
         if isinstance(self.step, CudaGraphStep):
             self.step.forget()
         self.wait()

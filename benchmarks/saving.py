@@ -54,7 +54,7 @@ def main() -> int:
     settings |= {"init": "normal", "dropout": 0.0, "tables": args.tables, "epochs": 1}
     trainer = Trainer(build("default", data, settings), Split(data), device, folder, TrainingProgress(), ranks)
     trainer.set_rate(1.0)
-    batches = trainer.batches.epoch(0, 0, device)
+    batches = trainer.rows.batches.epoch(0, 0, device)
 
     def step() -> float:
         began = time.perf_counter()

@@ -234,7 +234,7 @@ def trained(name: str, ranks: Any, n: int, batch: int) -> tuple[Any, Callable[[]
     trainer.set_rate(1.0)
     trainer.refresh()
     batches = itertools.cycle(
-        [rows for rows in trainer.batches.epoch(0) if len(rows) == batch]
+        [rows for rows in trainer.rows.batches.epoch(0) if len(rows) == batch]
     )  # the last of an epoch is shorter
     return trainer, lambda: trainer.work(next(batches))
 

@@ -90,9 +90,9 @@ def _value(value: object) -> str:
 
 
 def _commands() -> str:
-    from sparring.cli import arguments
+    from sparring.cli.main import parser as command_parsers
 
-    _, commands = arguments.parser()
+    _, commands = command_parsers()
     lines = [
         "# Commands",
         "",

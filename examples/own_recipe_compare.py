@@ -1,4 +1,4 @@
-"""A recipe of your own, compared with two others over three seeds. Open compare/report.html afterwards."""
+"""A recipe of your own, compared with uniform negatives over two seeds. Open compare/report.html afterwards."""
 
 from pathlib import Path
 
@@ -27,8 +27,8 @@ if __name__ == "__main__":  # each training runs in a process that imports this 
     comparison = Comparison(
         Path("compare"),
         (ComparedData("world", parts),),
-        ("uns", "ssl_pop", robust),
-        seeds=3,
+        ("uns", robust),
+        seeds=2,
         base=SETUP,
         shared={"epochs": 3, "n": 64},
         device="cpu",

@@ -36,7 +36,7 @@ def test_the_script_runs(path: Path, tmp_path: Path) -> None:
         env={**environment, "SPARRING_HOME": str(tmp_path / "cache")},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=280,
         check=False,
     )
     assert done.returncode == 0, done.stderr

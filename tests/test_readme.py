@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import sparring
-from sparring.cli import arguments
+from sparring.cli.main import parser
 from sparring.data import Interactions, Vocabulary, make_world
 from sparring.testing import NegativesContract
 
@@ -24,7 +24,7 @@ PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/guide/*.md")), ROOT / "docs
 
 @pytest.fixture(scope="module")
 def names(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """All Python of the README, run in order in one namespace; a small world with the same kind of ids replaces the demo set."""
+    """All Python of the README, run in order in one namespace; a small world with such ids replaces the demo set."""
     data = make_world(queries=60, items=80, exposure=0.4, seed=1).interactions
     world: Interactions = replace(data, query_ids=Vocabulary(list(range(1000, 1060))))
     namespace: dict[str, Any] = {"__name__": "readme"}
@@ -64,7 +64,7 @@ def test_commands_parse(page: Path) -> None:
     """Every sparring command of a page is one that the command line accepts."""
     text = page.read_text().replace("\\\n", " ")
     for command in re.findall(r"^ *(sparring .*)$", text, re.MULTILINE):
-        _, unknown = arguments.parser()[0].parse_known_args(shlex.split(command, comments=True)[1:])
+        _, unknown = parser()[0].parse_known_args(shlex.split(command, comments=True)[1:])
         assert not unknown, command
 
 

@@ -1,9 +1,10 @@
-"""The command line does what it says, and says in one line what is wrong."""
+"""The command line: what its commands print and write, and its one-line errors."""
 
 from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import shlex
 import subprocess
@@ -16,17 +17,19 @@ import numpy as np
 import polars as pl
 import pytest
 
-from sparring.cli import arguments, inputs, main
-from sparring.cli.evaluate import DIALECTS
+from sparring.cli.inputs import message
+from sparring.cli.main import main, parser
+from sparring.cli.screen import logged
 from sparring.core import files
-from sparring.data import splits
-from sparring.evaluation import metrics
+from sparring.core.choices import DIALECTS
+from sparring.core.errors import UserError
 from sparring.recipes import RECIPES
 from sparring.training import trained as runs
 from sparring.training.tensorboard import epoch_writer
 
 QUERIES, ITEMS = 60, 40
 QUICK = ["--set", "dim=8", "--set", "batch_size=64", "--set", "n=16", "--device", "cpu"]
+SAVING = ["--save-seconds", "0"]  # a checkpoint after every step
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +78,7 @@ def test_training_leaves_a_complete_run_folder(world: Path) -> None:
 
 
 def test_train_shows_epochs_and_metrics(world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Without --quiet there is a line per epoch, what a batch holds, and the test metrics; with it only the last line."""
+    """Training prints a line per epoch, the content of a batch and test metrics; with --quiet only the last line."""
     words = ["train", "--data", str(world / "pairs.parquet"), "--recipe", "uns", "--epochs", "2", *QUICK]
     assert main([*words, "--out", str(tmp_path / "a")]) == 0
     shown = capsys.readouterr().out
@@ -87,7 +90,7 @@ def test_train_shows_epochs_and_metrics(world: Path, tmp_path: Path, capsys: pyt
 
 
 def test_evaluate_repeats_the_figures_of_the_training(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The run's own test part is found again from run.json and gives the same metrics; --data with the same file changes nothing."""
+    """The run's test part, rebuilt from run.json, gives the same metrics; --data with the same file changes nothing."""
     then = json.loads((world / "run" / "result.json").read_text())["test"]["metrics"]
     for extra in ([], ["--data", str(world / "pairs.parquet")]):
         assert main(["evaluate", str(world / "run"), "--k", "10,20", "--json", *extra]) == 0
@@ -98,7 +101,7 @@ def test_evaluate_repeats_the_figures_of_the_training(world: Path, capsys: pytes
     assert f"{then['ndcg@10']:.4f}" in capsys.readouterr().out
 
 
-def test_evaluate_on_other_data_leaves_out_what_was_trained_on(
+def test_evaluate_on_other_data_leaves_out_training_pairs(
     world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Of another file, only pairs with known ids that training did not see are ranked."""
@@ -125,8 +128,8 @@ def test_evaluate_in_another_dialect(world: Path, capsys: pytest.CaptureFixture[
         assert ("ndcg@10" if dialect == "standard" else f"ndcg_{dialect.replace('-', '_')}@10") in names
 
 
-def test_data_show_tells_what_was_taken_for_what(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Columns by their roles, and ratings that nothing asked for; with a threshold they have a role too."""
+def test_data_show_names_the_role_of_each_column(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Columns are printed with their roles, and ratings as ignored; with a threshold ratings have a role too."""
     words = ["data", "show", str(world / "pairs.parquet")]
     assert main(words) == 0
     shown = capsys.readouterr().out
@@ -139,7 +142,7 @@ def test_data_show_tells_what_was_taken_for_what(world: Path, capsys: pytest.Cap
 
 
 def test_recommend_leaves_out_seen_items_and_names_titles(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Recommendations are new to the query unless asked otherwise, ranked by score, with titles; several queries at once work."""
+    """Recommendations are new to the query unless --with-seen, ordered by score, with titles, for several queries."""
     seen = runs.load(world / "run").seen
     already = {f"i{i}" for i in range(ITEMS)} & {
         str(name)
@@ -160,7 +163,7 @@ def test_recommend_leaves_out_seen_items_and_names_titles(world: Path, capsys: p
 
 
 def test_recommend_for_a_history(world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With a history tower, a list of items is enough, and they are not recommended again."""
+    """With a history tower a list of items is a query, and its items are not recommended again."""
     words = [
         "train",
         "--data",
@@ -181,22 +184,27 @@ def test_recommend_for_a_history(world: Path, tmp_path: Path, capsys: pytest.Cap
 
 
 def test_recipes_lists_every_recipe_with_its_arguments(capsys: pytest.CaptureFixture[str]) -> None:
-    """Each recipe has a summary, a last line that names its source, and all its arguments with defaults."""
+    """Each recipe has a summary, its paper, and every argument and setting with type, default and description."""
     assert main(["recipes", "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)
     assert listed.keys() == RECIPES.keys()
-    assert listed["xir"]["arguments"]["lam"] == {"type": "a number", "default": "0.5"}
+    assert listed["xir"]["arguments"]["lam"].items() >= {"type": "a number", "default": "0.5"}.items()
+    for facts in listed.values():
+        described = {**facts["arguments"], **facts["setup"]}
+        assert [name for name, each in described.items() if not each["description"]] == []
     assert "NeurIPS 2022" in listed["xir"]["paper"]
     assert main(["recipes"]) == 0
     shown = capsys.readouterr().out
     assert all(name in shown and facts["summary"] in shown for name, facts in listed.items())
     assert main(["recipes", "xir"]) == 0
     shown = capsys.readouterr().out
-    assert all(word in shown for word in ("cache_size", "2048", "weight_decay", "row-adagrad"))
+    lines = shown.splitlines()
+    for each in (*listed["xir"]["arguments"].values(), *listed["xir"]["setup"].values()):
+        assert sum(line.split()[:2] == [each["path"], each["default"]] for line in lines) == 1, each
 
 
 def test_data_commands(world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`data list` names sets with their terms, `data show` tells sizes, and of a table of items its columns and first rows."""
+    """`data list` prints names and terms, `data show` sizes, or the columns and first rows of a table of items."""
     assert main(["data", "list"]) == 0
     assert "gowalla" in capsys.readouterr().out
     pairs = len(pl.read_parquet(world / "pairs.parquet"))
@@ -210,14 +218,14 @@ def test_data_commands(world: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "item_id (Int64), stock_code (String), title (String)" in shown.out
     assert "six" in shown.out
     assert len(shown.err.splitlines()) == 1
-    assert "does not read as interactions" in shown.err
+    assert "not a file of interactions" in shown.err
 
 
 def test_resume_continues_and_refuses_changes(world: Path, tmp_path: Path, refused: Callable[..., str]) -> None:
-    """After an interruption --resume alone ends where an uninterrupted run ends; other settings are refused."""
-    words = ["train", "--data", str(world / "pairs.parquet"), "--quiet", *QUICK]
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    assert main([*words, "--epochs", "4", "--out", str(whole)]) == 0
+    """After an interruption --resume gives the result of an uninterrupted run; other settings are refused."""
+    words = ["train", "--data", str(world / "pairs.parquet"), "--quiet", *QUICK, *SAVING]
+    complete, stopped = tmp_path / "complete", tmp_path / "stopped"
+    assert main([*words, "--epochs", "4", "--out", str(complete)]) == 0
     with pytest.MonkeyPatch.context() as patch:
         fail_from(patch, "checkpoint.safetensors", KeyboardInterrupt(), after=2)
         assert main([*words, "--epochs", "4", "--out", str(stopped)]) == 130
@@ -226,19 +234,15 @@ def test_resume_continues_and_refuses_changes(world: Path, tmp_path: Path, refus
     refused(["train", "--resume", "--out", stopped, "--data", world / "items.parquet"], "items.parquet")
     fewer = tmp_path / "fewer.parquet"
     pl.read_parquet(world / "pairs.parquet").head(200).write_parquet(fewer)
-    refused(
-        ["train", "--resume", "--out", stopped, "--data", fewer],
-        f"{fewer} is not what {stopped}",
-        str(world / "pairs.parquet"),
-    )
+    refused(["train", "--resume", "--out", stopped, "--data", fewer], str(fewer), str(world / "pairs.parquet"))
     assert main(["train", "--resume", "--out", str(stopped), "--quiet", "--device", "cpu"]) == 0
-    assert (stopped / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
-    results = [json.loads((folder / "result.json").read_text())["test"]["metrics"] for folder in (whole, stopped)]
+    assert (stopped / "model.safetensors").read_bytes() == (complete / "model.safetensors").read_bytes()
+    results = [json.loads((folder / "result.json").read_text())["test"]["metrics"] for folder in (complete, stopped)]
     assert results[0] == results[1]
 
 
 def fail_from(patch: pytest.MonkeyPatch, name: str, error: BaseException, after: int) -> None:
-    """Let the writing of this file fail with the error from the (after + 1)-th time on, once its bytes are half on the disk."""
+    """Make writing this file fail from the (after + 1)-th time on, when half of its bytes are on the disk."""
     calls, rename = 0, os.replace
 
     def replace(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
@@ -252,46 +256,36 @@ def fail_from(patch: pytest.MonkeyPatch, name: str, error: BaseException, after:
     patch.setattr(os, "replace", replace)
 
 
-def test_ctrl_c_says_how_to_go_on(world: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """An interrupted training exits with 130 and says what --resume would do: go on, or begin again where nothing was saved."""
-    for after, said in ((1, "goes on from the last checkpoint"), (0, "begins again: no checkpoint was saved yet")):
+def test_ctrl_c_says_how_to_continue(world: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """An interrupted training exits with 130 and says whether --resume continues or starts again."""
+    for after, keyword in ((1, "continues"), (0, "starts again")):
         with pytest.MonkeyPatch.context() as patch:
             fail_from(patch, "checkpoint.safetensors", KeyboardInterrupt(), after=after)
-            assert (
-                main(
-                    [
-                        "train",
-                        "--data",
-                        str(world / "pairs.parquet"),
-                        "--out",
-                        str(tmp_path / str(after)),
-                        "--quiet",
-                        *QUICK,
-                    ]
-                )
-                == 130
-            )
-        assert capfd.readouterr().err == f"sparring: interrupted: the same command with --resume {said}\n"
+            words = ["train", "--data", str(world / "pairs.parquet"), "--quiet", *QUICK, *SAVING]
+            assert main([*words, "--out", str(tmp_path / str(after))]) == 130
+        (line,) = capfd.readouterr().err.splitlines()
+        assert line.startswith("sparring: interrupted; ")
+        assert f"--resume {keyword}" in line
 
 
 def test_full_disk_is_one_line_and_keeps_the_last_checkpoint(
     world: Path, tmp_path: Path, refused: Callable[..., str]
 ) -> None:
-    """A disk that fills up while saving loses nothing that was saved: the run can be resumed to its end."""
+    """A disk that fills up during a save loses no earlier checkpoint: the run can be resumed to its end."""
     out = tmp_path / "run"
-    words = ["train", "--data", world / "pairs.parquet", "--epochs", "3", "--out", out, "--quiet", *QUICK]
+    words = ["train", "--data", world / "pairs.parquet", "--epochs", "3", "--out", out, "--quiet", *QUICK, *SAVING]
     with pytest.MonkeyPatch.context() as patch:
         fail_from(patch, "checkpoint.safetensors", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(out)), after=1)
         refused(words, "no space left", "--resume", str(out))
     _, state = files.read_tensors(out / "checkpoint.safetensors")
-    assert state["epoch"] == 1
+    assert (state["epoch"], state["step"]) == (0, 1)
     assert not list(out.glob("*.tmp"))
     assert main(["train", "--resume", "--out", str(out), "--quiet"]) == 0
     assert len((out / "metrics.jsonl").read_text().splitlines()) == 3
 
 
 def test_bad_files_are_refused(world: Path, tmp_path: Path, refused: Callable[..., str]) -> None:
-    """Missing, empty, unreadable or useless data: one line that names the file or column."""
+    """Missing, empty, unreadable or useless data is refused in one line that names the file or column."""
 
     def train(name: str, *extra: object) -> list[object]:
         return ["train", "--data", tmp_path / name, "--out", tmp_path / "out", *extra]
@@ -322,7 +316,7 @@ def test_bad_files_are_refused(world: Path, tmp_path: Path, refused: Callable[..
 
 
 def test_bad_arguments_are_refused(world: Path, tmp_path: Path, refused: Callable[..., str]) -> None:
-    """Wrong names and types: one line that names the value, and the nearest right name where there is one."""
+    """Wrong names and types are refused in one line that names the value, and the closest valid name if any."""
     train: list[object] = ["train", "--data", world / "pairs.parquet", "--out", tmp_path / "out"]
     refused([*train, "--recipe", "xri"], "'xri'", "'xir'")
     refused([*train, "--set", "learning=1"], "'learning'", "sparring recipes")
@@ -335,6 +329,7 @@ def test_bad_arguments_are_refused(world: Path, tmp_path: Path, refused: Callabl
     refused([*train, "--epochs", "many"], "--epochs", "'many'")
     refused([*train, "--epochs", "0"], "--epochs", "'0'")
     refused([*train, "--epochs", "2", "--set", "epochs=3"], "epochs", "twice")
+    refused([*train, "--epochs", "2", "--set", "training.epochs=3"], "epochs", "twice")
     refused([*train, "--seed", "-1"], "--seed")
     refused([*train, "--test", "1.5"], "--test", "'1.5'")
     refused([*train, "--min-rating", "high"], "--min-rating", "'high'")
@@ -353,7 +348,7 @@ def test_bad_arguments_are_refused(world: Path, tmp_path: Path, refused: Callabl
 
 
 def test_bad_runs_are_refused(world: Path, tmp_path: Path, refused: Callable[..., str]) -> None:
-    """A folder that is no run, a damaged model or checkpoint, an unknown query, a cutoff beyond the catalogue."""
+    """A folder without a run, a corrupt model or checkpoint, an unknown query and too large a cutoff are refused."""
     refused(["evaluate", tmp_path / "missing"], "missing")
     refused(["evaluate", tmp_path], str(tmp_path))
     refused(["evaluate", world / "run", "--k", "1000"], "1000", str(ITEMS))
@@ -381,7 +376,7 @@ def test_bad_runs_are_refused(world: Path, tmp_path: Path, refused: Callable[...
 
 
 def test_out_folder_is_never_overwritten_unasked(world: Path, tmp_path: Path, refused: Callable[..., str]) -> None:
-    """A folder with anything in it is refused; --overwrite deletes a run, and nothing that is not one."""
+    """A folder that is not empty is refused; --overwrite deletes a run, and nothing else."""
     train: list[object] = [
         "train",
         "--data",
@@ -395,41 +390,67 @@ def test_out_folder_is_never_overwritten_unasked(world: Path, tmp_path: Path, re
     ]
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.txt").write_text("precious")
-    refused(train, str(tmp_path / "out"), "--overwrite")
-    refused([*train, "--overwrite"], str(tmp_path / "out"), "not a run folder")
+    refused(train, str(tmp_path / "out"), "overwrite")
+    refused([*train, "--overwrite"], str(tmp_path / "out"), "run.json")
     assert (tmp_path / "out" / "thesis.txt").read_text() == "precious"
     (tmp_path / "out" / "thesis.txt").unlink()
     assert main([str(word) for word in train]) == 0
-    refused(train, "--resume")
+    refused(train, "resume")
     assert main([*map(str, train), "--overwrite"]) == 0
-    refused([*train, "--overwrite", "--resume"], "--overwrite")
+    refused([*train, "--overwrite", "--resume"], "overwrite")
     (tmp_path / "file").write_text("")
     refused([*train[:-1], tmp_path / "file"], str(tmp_path / "file"))
 
 
 def test_help_ends_with_an_example_that_parses(capsys: pytest.CaptureFixture[str]) -> None:
-    """The help of every command ends with an example, and the example is a valid command."""
-    _, named = arguments.parser()
-    assert set(arguments.EXAMPLES) == set(named) - {"data"}
-    for key, parser in named.items():
-        examples = [line.strip() for line in parser.format_help().splitlines() if line.startswith("  sparring ")]
-        assert parser.format_help().rstrip().endswith(examples[-1])
-        for example in examples:
-            words = shlex.split(example)
-            args, rest = arguments.parser()[0].parse_known_args(words[1:])
-            assert not rest
-            assert args.key.startswith(key)
+    """The help of every command has one sentence, a line for every argument, and a valid command as an example."""
+    root, named = parser()
+    for name, command in named.items():
+        assert command.description is not None
+        assert command.description.count(".") == command.description.endswith(".")
+        assert all(action.help for action in command._actions if action.option_strings)
+        example = command.format_help().rstrip().splitlines()[-1].strip()
+        assert example.startswith(f"sparring {name}")
+        args, rest = root.parse_known_args(shlex.split(example)[1:])
+        assert not rest
+        assert args.command is not None
         with pytest.raises(SystemExit) as stop:
-            main([*key.split(), "--help"])
+            main([*name.split(), "--help"])
         assert stop.value.code == 0
     assert main([]) == 0
     assert main(["--version"]) == 0
 
 
-def test_choices_agree_with_the_library() -> None:
-    """The command line's lists, kept apart so that --help is quick, are those of the library."""
-    assert DIALECTS == metrics.DIALECTS
-    assert inputs.SPLITS == splits.HOW
+def test_help_imports_nothing_heavy() -> None:
+    """The help of a command is printed without torch, polars or numpy, so it takes a fraction of a second."""
+    code = "import sys; from sparring.cli.main import parser; parser()[1]['train'].format_help(); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not {"torch", "polars", "numpy"} & set(done.stdout.split())
+
+
+def test_errors_name_the_option_of_an_argument(world: Path, refused: Callable[..., str]) -> None:
+    """An error that carries an argument of the library is printed with the option of the command line."""
+    assert str(UserError("no weights", "weight", '""')) == 'no weights; set weight=""'
+    assert message(UserError("no weights", "weight", '""')) == 'no weights; use --weight-column ""'
+    assert message(UserError("no ratings", "min_rating")) == "no ratings; use --min-rating NAME"
+    assert message(UserError("no such file")) == "no such file"
+    pl.read_parquet(world / "pairs.parquet").drop("timestamp").write_parquet(world / "timeless.parquet")
+    line = refused(["train", "--data", world / "timeless.parquet", "--split", "temporal"], "--time-column NAME")
+    assert "time=" not in line
+
+
+def test_log_of_the_library_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
+    """INFO goes to stdout unless quiet, warnings go to stderr with their level; a nested command prints each once."""
+    log = logging.getLogger("sparring.training.fitting")
+    for quiet in (False, True):
+        with logged(quiet=False), logged(quiet=quiet):
+            log.info("  indented %s", "line")
+            log.warning("odd\n  data")
+        out, err = capfd.readouterr()
+        assert out == ("" if quiet else "  indented line\n")
+        assert err == "sparring: warning: odd data\n"
+    log.info("nobody listens")
+    assert capfd.readouterr() == ("", "")
 
 
 def test_as_a_program(tmp_path: Path) -> None:
@@ -437,14 +458,16 @@ def test_as_a_program(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "sparring", "recommend", str(tmp_path / "none"), "--query", "1"]
     plain = subprocess.run(words, capture_output=True, text=True, env={**os.environ, "SPARRING_DEBUG": ""})
     assert plain.returncode == 2
-    assert plain.stderr == f"sparring: error: no such run folder: {tmp_path / 'none'}\n"
+    assert plain.stderr.startswith("sparring: error: ")
+    assert plain.stderr.count("\n") == 1
+    assert str(tmp_path / "none") in plain.stderr
     assert plain.stdout == ""
     debug = subprocess.run(words, capture_output=True, text=True, env={**os.environ, "SPARRING_DEBUG": "1"})
     assert "Traceback" in debug.stderr
 
 
 def test_setup_takes_all_but_the_negatives_from_another_recipe(world: Path, tmp_path: Path) -> None:
-    """--setup default gives ssl_pop, which comes with inner products and dense Adam, cosine scores and row-sparse updates."""
+    """--setup default gives ssl_pop, whose own setup has inner products and dense Adam, cosines and row updates."""
     words = [
         "train",
         "--data",
@@ -476,7 +499,7 @@ def test_setup_takes_all_but_the_negatives_from_another_recipe(world: Path, tmp_
 def test_tensorboard_names_its_extra(
     world: Path, tmp_path: Path, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without the package, --tensorboard is refused before training, and the line says what to install."""
+    """Without the package, --tensorboard is refused before training, and the line names the extra to install."""
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     words = [
         "train",
@@ -493,16 +516,16 @@ def test_tensorboard_names_its_extra(
     assert not (tmp_path / "run" / "run.json").exists()
 
 
-def test_tensorboard_is_told_every_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensorboard_gets_every_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each number of a record becomes a scalar at its epoch."""
-    told: list[tuple[str, float, int]] = []
+    records: list[tuple[str, float, int]] = []
 
     class SummaryWriter:
         def __init__(self, folder: str) -> None:
             assert folder == str(tmp_path)
 
         def add_scalar(self, name: str, value: float, epoch: int) -> None:
-            told.append((name, value, epoch))
+            records.append((name, value, epoch))
 
         def flush(self) -> None:
             pass
@@ -511,4 +534,4 @@ def test_tensorboard_is_told_every_epoch(tmp_path: Path, monkeypatch: pytest.Mon
     module.SummaryWriter = SummaryWriter  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
     epoch_writer(tmp_path)({"epoch": 3, "loss": 0.5, "ndcg@10": 0.25})
-    assert told == [("loss", 0.5, 3), ("ndcg_at_10", 0.25, 3)]
+    assert records == [("loss", 0.5, 3), ("ndcg_at_10", 0.25, 3)]

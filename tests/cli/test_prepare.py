@@ -1,4 +1,4 @@
-"""`sparring prepare` on the command line: what it prints, what it refuses in one line, and what an interruption leaves behind."""
+"""sparring prepare: its output, its one-line errors, and interruptions, which leave nothing behind."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def left(folder: Path) -> list[str]:
 
 
 def test_prepare_train_evaluate_resume(parts: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """The folder is taken by train, by evaluate and by a resume; the last line tells the sizes; data show describes it."""
+    """train, evaluate and --resume take the folder; the last line has the sizes; data show describes it."""
     out, run = tmp_path / "out", tmp_path / "run"
     assert main(["prepare", str(parts), "--out", str(out), "--split", "leave-last-out"]) == 0
     said = capfd.readouterr().out
@@ -75,11 +75,11 @@ def test_prepare_train_evaluate_resume(parts: Path, tmp_path: Path, capfd: pytes
 
 
 def test_refused_input(parts: Path, tmp_path: Path, refused: Callable[..., None]) -> None:
-    """Missing columns, no files, nulls only, empty files, parts that do not fit together: one line each, and nothing is left behind."""
+    """Missing columns, missing or empty files and parts that do not match are refused, and nothing is left behind."""
     out = ["--out", tmp_path / "out"]
     refused(["prepare", parts, "--query-column", "who", *out], "no column 'who' for the query")
-    refused(["prepare", parts, "--split", "file", *out], "no split column", "--split-column ...")
-    refused(["prepare", parts, "--time-column", "", "--split", "temporal", *out], "needs a time column")
+    refused(["prepare", parts, "--split", "file", *out], "no split column", "--split-column")
+    refused(["prepare", parts, "--time-column", "", "--split", "temporal", *out], "--time-column")
     refused(["prepare", tmp_path / "nowhere", *out], "no such file or folder")
     refused(["prepare", tmp_path / "parts" / "*.pq", *out], "no such file or folder")
     refused(["prepare", parts, "--valid", "1.5", *out], "not a share")
@@ -103,7 +103,7 @@ def test_refused_input(parts: Path, tmp_path: Path, refused: Callable[..., None]
 
 
 def test_some_null_ids_are_dropped_and_told(parts: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Rows with a null id are left out, as in training from the file, and counted in the output and in prepared.json."""
+    """Rows with a null id are dropped, as in training from the file, and counted in the output and in prepared.json."""
     frame = pl.read_parquet(parts / "0.parquet").with_columns(
         pl.when(pl.col("user_id") > 2).then("user_id").alias("user_id")
     )
@@ -117,7 +117,7 @@ def test_some_null_ids_are_dropped_and_told(parts: Path, tmp_path: Path, capfd: 
 
 @pytest.mark.parametrize("how", ["cut", "garbled", "not parquet"])
 def test_a_corrupt_part_is_named(how: str, parts: Path, tmp_path: Path, refused: Callable[..., None]) -> None:
-    """A part that was cut off, whose pages were overwritten, or that is something else, is named."""
+    """A part that is truncated, overwritten or not Parquet is named."""
     path = parts / "1.parquet"
     content = path.read_bytes()
     if how == "cut":
@@ -136,7 +136,7 @@ def test_a_corrupt_part_is_named(how: str, parts: Path, tmp_path: Path, refused:
 
 
 def test_existing_folders(parts: Path, tmp_path: Path, refused: Callable[..., None]) -> None:
-    """What is there is left alone, unless it was prepared and --overwrite is given."""
+    """An existing folder is kept, unless it holds prepared data and --overwrite is given."""
     out = tmp_path / "out"
     out.mkdir()
     (out / "mine.txt").write_text("precious")
@@ -154,7 +154,7 @@ def test_existing_folders(parts: Path, tmp_path: Path, refused: Callable[..., No
 
 
 def test_prepared_data_that_cannot_be_used(parts: Path, tmp_path: Path, refused: Callable[..., None]) -> None:
-    """Another format, a broken description, a missing column, another split, columns by name: each in one line."""
+    """Another format, a corrupt description, a missing column, another split and named columns are refused."""
     out, train = tmp_path / "out", ["train", "--data", tmp_path / "out", "--out", tmp_path / "run", *QUICK]
     assert main(["prepare", str(parts), "--out", str(out), "--quiet"]) == 0
     refused([*train, "--split", "temporal"], "was split when it was prepared", "how=random")
@@ -181,7 +181,7 @@ class _Usage(NamedTuple):
 def test_not_enough_disk(
     parts: Path, tmp_path: Path, refused: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Too little room is told before the rows are copied; a disk that fills up later is told too, and nothing is left behind."""
+    """Too small a disk is refused before rows are copied; if it fills up later, nothing is left behind."""
     with monkeypatch.context() as patched:
         patched.setattr(shutil, "disk_usage", lambda path: _Usage())
         refused(["prepare", parts, "--out", tmp_path / "out"], "0.0 GB free", "900 rows")
@@ -201,7 +201,7 @@ def test_not_enough_disk(
 def test_a_write_that_polars_cannot_do(
     parts: Path, tmp_path: Path, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the buckets cannot be written, that is what is told: the input is not blamed."""
+    """If the buckets cannot be written, the error says so and does not blame the input."""
 
     def too_large(*_: Any, **__: Any) -> None:
         raise pl.exceptions.ComputeError("underlying IO error: File too large (os error 27)")
@@ -212,7 +212,7 @@ def test_a_write_that_polars_cannot_do(
 
 
 def test_killed_and_run_again(parts: Path, tmp_path: Path) -> None:
-    """A kill at any moment leaves no folder that could be taken for prepared data; the same command then gives the undisturbed files."""
+    """A kill leaves no folder that looks like prepared data; the same command then writes the undisturbed files."""
     words = ["-m", "sparring", "prepare", str(parts), "--out", str(tmp_path / "out"), "--quiet"]
     slow = "import sys, time; from sparring.data.prepared import preparation as p; old = p.write_parts\n"
     slow += "def wait(*a):\n    done = old(*a); print('here', flush=True); time.sleep(60); return done\n"
@@ -242,7 +242,7 @@ def test_interrupted(parts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_help_is_clear(capsys: pytest.CaptureFixture[str]) -> None:
-    """The help names what is read, where it goes and what comes next."""
+    """The help names the input, the output and the next command."""
     with pytest.raises(SystemExit) as stopped:
         main(["prepare", "--help"])
     assert stopped.value.code == 0

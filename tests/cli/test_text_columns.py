@@ -1,4 +1,4 @@
-"""Which columns a text tower reads: found or named, said and recorded; never ids in silence."""
+"""The columns that a text tower reads: found or named, printed and recorded; never ids without notice."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ QUICK = ["--set=encoder=bag", "--set=dim=8", "--set=batch_size=16", "--epochs=1"
 
 @pytest.fixture
 def rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pl.DataFrame:
-    """Pairs of ids that say nothing, with the texts of both on every row: 20 items, each asked for twice."""
+    """Pairs of meaningless ids, with both texts on every row: 20 items with two queries each."""
     monkeypatch.setenv("SPARRING_HOME", str(tmp_path / "home"))
     items = [(colour, thing) for colour in COLOURS for thing in THINGS]
     table = {
@@ -50,7 +50,7 @@ def train(path: Path, *more: str) -> int:
 def test_texts_on_the_rows_are_read_said_and_recorded(
     rows: pl.DataFrame, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """query_text and item_text, not the ids; the screen and run.json say so, and so does `data show`."""
+    """The towers read query_text and item_text, not the ids; the screen, run.json and `data show` say so."""
     rows.write_parquet(tmp_path / "pairs.parquet")
     assert train(tmp_path / "pairs.parquet") == 0
     out, error = capsys.readouterr()
@@ -68,7 +68,7 @@ def test_texts_on_the_rows_are_read_said_and_recorded(
 
 
 def test_columns_can_be_named(rows: pl.DataFrame, tmp_path: Path) -> None:
-    """Whatever they are called, several joined in this order; a resumed run reads the same."""
+    """Named columns are read in the given order, and by a resumed run too."""
     items = rows.select("item_id", blurb="item_text", shop=pl.lit("corner")).unique("item_id")
     items.write_parquet(tmp_path / "items.parquet")
     rows.drop("item_text").write_parquet(tmp_path / "pairs.parquet")
@@ -79,7 +79,7 @@ def test_columns_can_be_named(rows: pl.DataFrame, tmp_path: Path) -> None:
 
 
 def test_title_and_body_are_one_text(rows: pl.DataFrame, tmp_path: Path) -> None:
-    """As in BEIR: a document is its title and its text."""
+    """As in BEIR, a document is its title and its text."""
     items = rows.select("item_id", title="item_text", body=pl.lit("of wool")).unique("item_id")
     items.write_parquet(tmp_path / "items.parquet")
     rows.drop("item_text").write_parquet(tmp_path / "pairs.parquet")
@@ -115,7 +115,7 @@ def test_without_a_text_training_does_not_begin(
     named: list[str],
     message: str,
 ) -> None:
-    """One line says which columns there are and how to name one; ids are read only when that is asked for."""
+    """The error lists the columns and how to name one; ids are read only on request."""
     rows.drop(dropped).write_parquet(tmp_path / "pairs.parquet")
     assert train(tmp_path / "pairs.parquet", *named) == 2
     *notes, error = capsys.readouterr().err.splitlines()
@@ -133,7 +133,7 @@ def test_ids_are_texts_when_asked_for(rows: pl.DataFrame, tmp_path: Path) -> Non
 
 
 def test_a_comparison_reads_texts_too(tmp_path: Path, rows: pl.DataFrame, capsys: pytest.CaptureFixture[str]) -> None:
-    """Where no test query is trained on, compare reads the texts as train does, and says so; and that classifiers are left out."""
+    """If no test query is trained on, compare encodes the texts like train, and notes that classifiers are left out."""
     parts = ["train"] * 28 + ["valid"] * 4 + ["test"] * 8
     rows.with_columns(split=pl.Series(parts)).write_parquet(tmp_path / "asked.parquet")
     quick = [
@@ -147,7 +147,7 @@ def test_a_comparison_reads_texts_too(tmp_path: Path, rows: pl.DataFrame, capsys
     ]
     assert main(["compare", "--data", str(tmp_path / "asked.parquet"), "--recipes=dpr,ngame", *quick]) == 0
     out = capsys.readouterr().out
-    assert "its text is read" in out
+    assert "encoder=auto" in out
     assert "compared by their towers alone, without classifiers and fusion: ngame" in out
     for recipe in ("dpr", "ngame"):
         setup = read_meta(tmp_path / "compared" / "asked" / recipe / "0")["setup"]

@@ -89,7 +89,7 @@ def _try(path: Path, found: multiprocessing.Queue[str]) -> None:
 
 
 def test_a_lock_excludes_other_processes(tmp_path: Path) -> None:
-    """While one process has the lock another learns who; after release, or death without one, the next process gets it."""
+    """A second process learns who holds a lock; after release, or death of the holder, the next process gets it."""
     path, context = tmp_path / ".lock", multiprocessing.get_context("spawn")
     found: multiprocessing.Queue[str] = context.Queue()
 

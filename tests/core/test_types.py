@@ -24,7 +24,7 @@ def pairs(exclude: Exclude, ids: Tensor) -> list[tuple[int, int]]:
 @settings(max_examples=150)
 @given(st.lists(ITEM, min_size=1, max_size=6), st.lists(st.integers(-1, 6), max_size=8))
 def test_own_positive_among_shared_candidates(own: list[int], candidates: list[int]) -> None:
-    """Every place that holds the row's own positive, duplicates included, each once and in row order; empty places never."""
+    """Every place of the row's own positive, duplicates included, exactly once in row order; empty places never."""
     got = pairs(Exclude(torch.tensor(own)), torch.tensor(candidates, dtype=torch.long))
     want = [(row, column) for row, item in enumerate(own) for column, other in enumerate(candidates) if item == other]
     assert sorted(got) == want
@@ -34,7 +34,7 @@ def test_own_positive_among_shared_candidates(own: list[int], candidates: list[i
 @settings(max_examples=150)
 @given(st.lists(st.tuples(ITEM, st.lists(st.integers(-1, 6), min_size=3, max_size=3)), min_size=1, max_size=6))
 def test_own_positive_among_a_querys_own_candidates(rows: list[tuple[int, list[int]]]) -> None:
-    """The same where each query has a list of its own."""
+    """The same with per-query candidates."""
     own, candidates = [item for item, _ in rows], [ids for _, ids in rows]
     got = pairs(Exclude(torch.tensor(own)), torch.tensor(candidates))
     want = [(row, column) for row, item in enumerate(own) for column in range(3) if candidates[row][column] == item]
@@ -60,7 +60,7 @@ def test_known_positives_among_shared_candidates(known: list[set[int]], candidat
 @settings(max_examples=150)
 @given(st.lists(st.tuples(st.sets(ITEM), st.lists(st.integers(-1, 6), min_size=4, max_size=4)), min_size=1, max_size=5))
 def test_known_positives_among_a_querys_own_candidates(rows: list[tuple[set[int], list[int]]]) -> None:
-    """Any number of excluded items per row, each query with a list of its own."""
+    """Any number of excluded items per row, with per-query candidates."""
     ids = [item for items, _ in rows for item in sorted(items)]
     at = [row for row, (items, _) in enumerate(rows) for _ in items]
     exclude = Exclude(torch.tensor(ids, dtype=torch.long), torch.tensor(at, dtype=torch.long))
@@ -83,7 +83,7 @@ def test_positives_of_queries(lists: list[set[int]], data: st.DataObject) -> Non
 
 
 def test_large_ids_do_not_collide() -> None:
-    """Pairs are told apart for a thousand million items and any row."""
+    """Pairs stay distinct for a billion items and any row."""
     ids = torch.tensor([[10**9, 5], [5, 10**9]])
     assert pairs(Exclude(torch.tensor([10**9, 10**9])), ids) == [(0, 0), (1, 1)]
 
@@ -98,7 +98,7 @@ def test_a_step_scales_by_one_temperature_or_by_one_per_query() -> None:
 
 
 def test_a_bag_says_what_it_holds() -> None:
-    """describe() counts candidates, distinct items, empty places, dropped ones, masked places, and names weights and sources."""
+    """describe() counts candidates, distinct items, empty, dropped and masked places, and names weights and sources."""
     block = Candidates(
         torch.tensor([4, 4, -1, 7]),
         torch.zeros(4, 2),
@@ -164,7 +164,7 @@ def test_a_union_describes_each_source() -> None:
 def test_classes_of_items_and_known_positives(
     code: list[int], own: list[int], known: list[set[int]], candidates: list[int]
 ) -> None:
-    """Every place that holds an item of the own positive's class, and with `also` every known positive; rows ascend; empty places never."""
+    """Every place of the positive's class and, with `also`, of known positives; rows ascend; empty places never."""
     known = known[: len(own)]
     rows = [row for row, items in enumerate(known) for _ in items]
     listed = torch.tensor([item for items in known for item in sorted(items)], dtype=torch.long)
@@ -189,8 +189,7 @@ def test_classes_of_items_and_known_positives(
 
 @pytest.mark.parametrize("written_out", [1 << 26, 0])
 def test_known_positives_are_looked_up_as_they_are_listed(written_out: int) -> None:
-    """Shared candidates or each query's own, repeated, empty and never known ones too: mask, hits and places are those of every pair
-    (query, item), whether a table of all pairs is written out or not."""
+    """For shared and per-query candidates, repeated, empty or unknown, mask, hits and places equal a loop."""
     draw = torch.Generator().manual_seed(0)
     table = torch.rand(30, 5000, generator=draw) < 0.1
     table[:, 0], table[:, 4000:], table[3] = True, False, False

@@ -1,4 +1,4 @@
-"""Processes of their own end with whoever asked for them."""
+"""Worker processes end with their caller."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if __name__ == "__main__":
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc to see which processes live")
 def test_a_killed_caller_takes_its_processes_along(tmp_path: Path) -> None:
-    """Killed with SIGKILL, which no clean-up survives: none of its trainings goes on in the dark."""
+    """If the caller is killed with SIGKILL, none of its workers keeps running."""
     (tmp_path / "caller.py").write_text(CALLER)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     with subprocess.Popen(

@@ -6,7 +6,7 @@ from sparring.experiments.report.clusters import learning
 
 
 def test_a_single_modality_has_no_panel_of_alignment() -> None:
-    """Nothing to align with: one panel instead of an empty one above it; with an alignment loss there are two."""
+    """A single modality has no alignment loss and one panel; with an alignment loss there are two."""
     rows = [
         {"phase": "learning", "epoch": e, "align": 0.0, "primary_error": 1.0 / e, "secondary_error": 0.5 / e}
         for e in (1.0, 2.0, 3.0)

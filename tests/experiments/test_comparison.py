@@ -1,9 +1,10 @@
-"""Comparisons: ordinary run folders, paired by query and seed; what failed is told, what is missing is done, nothing is done twice."""
+"""Comparisons: ordinary run folders, paired by query and seed; failures are reported, only missing runs are trained."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 
@@ -30,21 +31,12 @@ from sparring.recipes.run import Term, compose
 from sparring.recipes.settings import build
 from sparring.recipes.setup import Setup, flat
 from sparring.training import trained as runs
+from support.papers import result_json, run_json, table
 
 SEEDS = 3
-WORDS = [
-    "compare",
-    "--recipes",
-    "uns,ssl_pop,shown",
-    "--seeds",
-    str(SEEDS),
-    "--setup",
-    "default",
-    "--epochs",
-    "2",
-    "--metrics",
-    "recall@5,ndcg@10",
-]
+WORDS = shlex.split(
+    f"compare --recipes uns,ssl_pop,shown --seeds {SEEDS} --setup default --epochs 2 --metrics recall@5,ndcg@10"
+)
 WORDS += ["--set", "dim=4", "--set", "batch_size=128", "--set", "n=16", "--device", "cpu", "--jobs", "2"]
 
 
@@ -60,14 +52,14 @@ def done(tmp_path_factory: pytest.TempPathFactory, small_world: SyntheticWorld) 
 
 
 def stored(out: Path, recipe: str, metric: str) -> np.ndarray:
-    """(seeds, queries) values as the run folders hold them."""
+    """(seeds, queries) values from the run folders."""
     frames = [pl.read_parquet(out / "tiny" / recipe / str(seed) / "per_query.parquet") for seed in range(SEEDS)]
     assert all(frame["query"].to_list() == frames[0]["query"].to_list() for frame in frames)
     return np.stack([frame[metric].to_numpy() for frame in frames]).astype(float)
 
 
 def test_runs_are_ordinary_folders_with_values_of_single_queries(done: tuple[Path, list[str]]) -> None:
-    """Each can be loaded and recommends; its single values are float32, under original ids, and average to what result.json says."""
+    """A run loads and recommends; its values by query are float32, with original ids, and average to result.json."""
     folder = done[0] / "tiny" / "ssl_pop" / "1"
     trained = runs.load(folder)
     assert (trained.meta["recipe"], trained.meta["setup"]["seed"]) == ("ssl_pop", 1)
@@ -76,14 +68,14 @@ def test_runs_are_ordinary_folders_with_values_of_single_queries(done: tuple[Pat
     assert frame["query"].min() >= 1000  # type: ignore[operator]
     assert frame["recall@5"].dtype == pl.Float32
     assert "popularity@10" not in frame.columns
-    metrics = json.loads((folder / "result.json").read_text())["test"]["metrics"]
+    metrics = result_json(folder)["test"]["metrics"]
     for name in ("recall@5", "ndcg@10", "mrr@20"):
         assert frame[name].mean() == pytest.approx(metrics[name], rel=1e-5)
 
 
-def test_the_table_says_what_the_folders_say(done: tuple[Path, list[str]]) -> None:
-    """Means, deviations, differences and p-values computed here from the stored values alone."""
-    rows = {(row["metric"], row["recipe"]): row for row in json.loads((done[0] / "quality.json").read_text())["rows"]}
+def test_the_table_equals_the_folders(done: tuple[Path, list[str]]) -> None:
+    """Means, deviations, differences and p-values equal those computed here from the stored values."""
+    rows = {(row["metric"], row["recipe"]): row for row in table(done[0], "quality")}
     assert set(rows) == {(metric, recipe) for metric in ("recall@5", "ndcg@10") for recipe in ("uns", "ssl_pop")}
     for metric in ("recall@5", "ndcg@10"):
         mine, theirs = stored(done[0], "ssl_pop", metric), stored(done[0], "uns", metric)
@@ -104,13 +96,11 @@ def test_the_table_says_what_the_folders_say(done: tuple[Path, list[str]]) -> No
 
 
 def test_costs_are_ratios_to_uns(done: tuple[Path, list[str]]) -> None:
-    """Time and memory of uns are 1; the others' are quotients of the recorded means; in-batch negatives are as popular as what is taken."""
-    rows = {row["recipe"]: row for row in json.loads((done[0] / "negatives.json").read_text())["rows"]}
+    """Time and memory are ratios of the recorded means to uns; in-batch negatives are as popular as positives."""
+    rows = {row["recipe"]: row for row in table(done[0], "negatives")}
     assert rows["uns"]["seconds_ratio"] == rows["uns"]["peak_bytes_ratio"] == 1
     for recipe in ("uns", "ssl_pop"):
-        results_of = [
-            json.loads((done[0] / "tiny" / recipe / str(s) / "result.json").read_text()) for s in range(SEEDS)
-        ]
+        results_of = [result_json(done[0] / "tiny" / recipe / str(s)) for s in range(SEEDS)]
         assert rows[recipe]["seconds"] == pytest.approx(np.mean([result["train_seconds"] for result in results_of]))
         assert rows[recipe]["peak_bytes"] > 0
     assert rows["ssl_pop"]["seconds_ratio"] == pytest.approx(rows["ssl_pop"]["seconds"] / rows["uns"]["seconds"])
@@ -118,10 +108,10 @@ def test_costs_are_ratios_to_uns(done: tuple[Path, list[str]]) -> None:
     assert rows["uns"]["popularity"] < 0.45
 
 
-def test_failures_are_told_and_nothing_is_trained_twice(
+def test_failures_are_reported_and_nothing_is_trained_twice(
     done: tuple[Path, list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The same command again tries only what failed, and says so; finished runs keep their files; a deleted one comes back the same."""
+    """The same command retries only failures; finished runs keep their files; a deleted run is retrained."""
     out, words = done
     before = {path: path.stat().st_mtime_ns for path in out.glob("tiny/*/*/model.safetensors")}
     assert len(before) == 2 * SEEDS
@@ -142,7 +132,7 @@ def test_failures_are_told_and_nothing_is_trained_twice(
 
 
 def test_bad_input_is_one_line(done: tuple[Path, list[str]], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Exit code 2 and one line that names what is wrong, before anything is trained."""
+    """Exit code 2 and one line that names the bad value, before any training."""
 
     def refused(change: Callable[[list[str]], list[str]], *mentions: str) -> None:
         capfd.readouterr()
@@ -183,8 +173,8 @@ def test_bad_input_is_one_line(done: tuple[Path, list[str]], tmp_path: Path, cap
     refused(lambda words: [*words, "--out", str(tmp_path / "full")], "is not empty")
 
 
-def test_an_interrupted_comparison_goes_on(parts: Split, small_world: SyntheticWorld, tmp_path: Path) -> None:
-    """Stopped after its first training and called again, it ends with the same values as one that never stopped."""
+def test_an_interrupted_comparison_resumes(parts: Split, small_world: SyntheticWorld, tmp_path: Path) -> None:
+    """Interrupted after one training and resumed, a comparison ends with the values of an uninterrupted one."""
     shared = {"dim": 4, "batch_size": 128, "n": 16, "epochs": 2}
     data = (ComparedData("w", parts, world=small_world),)
     whole = Comparison(tmp_path / "whole", data, ("uns", "pns"), 2, "", ("ndcg@10",), Setup(), dict(shared))
@@ -211,23 +201,9 @@ def test_an_interrupted_comparison_goes_on(parts: Split, small_world: SyntheticW
 
 
 def test_tuned_comparison(small_world: SyntheticWorld, tmp_path: Path) -> None:
-    """With --tune every recipe gets as many trials, and its final runs have the settings that scored best."""
+    """With --tune every recipe has the same number of trials, and its final runs have the best settings."""
     pytest.importorskip("optuna")
-    words = [
-        "compare",
-        "--data",
-        "world:80x60",
-        "--recipes",
-        "uns,pns",
-        "--seeds",
-        "1",
-        "--tune",
-        "2",
-        "--epochs",
-        "1",
-        "--metrics",
-        "ndcg@10",
-    ]
+    words = shlex.split("compare --data world:80x60 --recipes uns,pns --seeds 1 --tune 2 --epochs 1 --metrics ndcg@10")
     words += ["--set", "dim=4", "--set", "n=8", "--setup", "default", "--device", "cpu", "--quiet", "--valid", "0.3"]
     assert main([*words, "--out", str(tmp_path / "out")]) == 0
     assert main([*words, "--valid", "0", "--out", str(tmp_path / "none")]) == 2
@@ -238,17 +214,17 @@ def test_tuned_comparison(small_world: SyntheticWorld, tmp_path: Path) -> None:
         ]
         assert len(trials) == 2
         winner = max(trials, key=lambda trial: trial["value"])
-        meta = json.loads((tmp_path / "out" / "world-80x60" / recipe / "0" / "run.json").read_text())
+        meta = run_json(tmp_path / "out" / "world-80x60" / recipe / "0")
         assert {**flat(meta["setup"]), **meta["arguments"]}.items() >= winner["settings"].items()
         assert meta["setup"]["validation"]["select"] == "ndcg@10"
-    rows = json.loads((tmp_path / "out" / "tuned.json").read_text())["rows"]
+    rows = table(tmp_path / "out", "tuned")
     assert [(row["recipe"], row["trials"], row["failed"]) for row in rows] == [("uns", 2, 0), ("pns", 2, 0)]
-    verdicts = {row["verdict"] for row in json.loads((tmp_path / "out" / "quality.json").read_text())["rows"]}
+    verdicts = {row["verdict"] for row in table(tmp_path / "out", "quality")}
     assert verdicts == {"baseline", "one seed: no verdict"}
 
 
 def test_a_recipe_whose_trials_all_failed_does_not_stop_the_others(parts: Split, tmp_path: Path) -> None:
-    """Its failure is told, now and when the comparison is called again, and the other recipes are trained."""
+    """The failure is reported, also when the comparison is repeated, and the other recipes are trained."""
     pytest.importorskip("optuna")
     shared = {"dim": 4, "batch_size": 128, "epochs": 1}
     data = (ComparedData("w", dataclasses.replace(parts, train=no_shown(parts))),)
@@ -266,9 +242,10 @@ def no_shown(parts: Split) -> Interactions:
     return dataclasses.replace(parts.train, shown=None, shown_time=None)
 
 
-def test_workers_survive_what_their_tasks_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A value, a message, an error and a sudden death, two at once: each is told under its name, and none harms another."""
-    code = "import os\ndef work(say, what):\n    say(what)\n    if what == 'die': os.kill(os.getpid(), 9)\n    return 10 // what\n"
+def test_workers_survive_their_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A value, a message, an error and a killed process, two at once, are each reported under their own task."""
+    code = "import os\ndef work(say, what):\n    say(what)\n"
+    code += "    if what == 'die': os.kill(os.getpid(), 9)\n    return 10 // what\n"
     (tmp_path / "odd_jobs.py").write_text(code)
     monkeypatch.syspath_prepend(str(tmp_path))
     import odd_jobs  # type: ignore[import-not-found]
@@ -283,8 +260,8 @@ def test_workers_survive_what_their_tasks_do(tmp_path: Path, monkeypatch: pytest
     assert {event.message for event in events if isinstance(event, workers.Said)} >= {5, 0, 2}
 
 
-def test_profile_of_the_whole_catalogue(parts: Split, small_world: SyntheticWorld) -> None:
-    """Where every item is a candidate of every query, all shares are known from the data by counting."""
+def test_profile_of_the_complete_catalogue(parts: Split, small_world: SyntheticWorld) -> None:
+    """With every item as a candidate of every query, all shares equal counts over the data."""
     run = build("full_softmax", parts.train, {"dim": 4, "batch_size": 10_000})
     found = profile(run, parts, world=small_world)
     n, counts = parts.train.n_items, parts.train.counts()
@@ -306,7 +283,7 @@ def test_profile_of_the_whole_catalogue(parts: Split, small_world: SyntheticWorl
 
 
 class Weighted(Negatives):
-    """Items 0 and 1, drawn three times and once for every query (times `real`), and one made-up vector drawn four times."""
+    """Items 0 and 1, drawn 3 * `real` and `real` times for every query, and a synthetic vector drawn four times."""
 
     def __init__(self, real: float = 1.0) -> None:
         super().__init__()
@@ -320,7 +297,7 @@ class Weighted(Negatives):
 
 
 def test_profile_counts_draws(parts: Split) -> None:
-    """A candidate counts as often as it was drawn; made-up vectors are counted apart."""
+    """Candidates are weighted by their draws; synthetic vectors are counted separately."""
 
     def zero(step: Step, bag: Bag) -> Tensor:
         return step.q.sum(-1) * 0

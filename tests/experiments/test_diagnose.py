@@ -1,9 +1,10 @@
-"""What `sparring diagnose` measures is what brute force over a small catalogue gives, and its advice follows its rules."""
+"""The measures of `sparring diagnose` equal brute force over a small catalogue, and its advice follows its rules."""
 
 from __future__ import annotations
 
 import csv
 import json
+import shlex
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -46,7 +47,7 @@ def pooled(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def softmax_gradients(run: Run, parts: Split, tau: float) -> np.ndarray:
-    """The gradient of -log softmax at the positive by the query vector, one training pair after another."""
+    """The gradient of -log softmax at the positive with respect to the query vector, pair by pair."""
     rows = []
     for q, p in zip(*arrays(run, parts)[:2], strict=True):
         query, item = arrays(run, parts)[2:]
@@ -56,7 +57,7 @@ def softmax_gradients(run: Run, parts: Split, tau: float) -> np.ndarray:
 
 
 class Listed(Negatives):
-    """A known list for each query: 9 items by a formula, two of them the same, and one made-up vector."""
+    """A fixed list for each query: 9 items by a formula, two of them equal, and a synthetic vector."""
 
     def forward(self, step: Step) -> Bag:
         ids = torch.tensor([listed(int(q)) for q in step.query_ids])
@@ -69,7 +70,7 @@ def listed(query: int) -> list[int]:
 
 
 def test_exact_is_the_gradient_of_the_full_softmax(parts: Split) -> None:
-    """Row by row it equals a loop over the catalogue, and autograd of the cross entropy."""
+    """It equals a loop over the catalogue, row by row, and autograd of the cross entropy."""
     run = run_with(parts, AllItems(40))
     rows = torch.arange(len(parts.train))
     found, edges = exact(run, parts, rows, block=7)
@@ -86,7 +87,7 @@ def test_exact_is_the_gradient_of_the_full_softmax(parts: Split) -> None:
 
 
 def test_all_items_have_no_bias_and_no_noise(parts: Split) -> None:
-    """The full softmax against itself: cosine 1, length 1, bias and noise 0 but for rounding."""
+    """The full softmax against itself: cosine 1, length 1, bias and noise 0 up to rounding."""
     found = diagnose("all", run_with(parts, AllItems(40)), parts, queries=50, draws=3).gradient
     assert found.cosine == pytest.approx(1, abs=1e-6)
     assert found.step_cosine == pytest.approx(1, abs=1e-6)
@@ -108,7 +109,7 @@ def test_the_bias_of_corrected_uniform_negatives_falls_with_n(parts: Split) -> N
 
 
 def test_bias_and_noise_are_those_of_all_possible_draws(parts: Split) -> None:
-    """With one uniform negative per query there are 40 draws: their mean gradient and its spread, by a loop, are what is estimated."""
+    """With one uniform negative per query, bias and noise equal those of a loop over the 40 possible draws."""
     run = run_with(parts, Sampled(Uniform(40), 1, per_query=True), SETUP.replaced(batch_size=256))
     found = diagnose("uns", run, parts, queries=ALL, draws=30).gradient
     queries, items, query, item = arrays(run, parts)
@@ -129,7 +130,7 @@ def test_bias_and_noise_are_those_of_all_possible_draws(parts: Split) -> None:
 
 
 def test_correction_takes_the_bias_out_of_batches_in_a_zipf_world() -> None:
-    """Popular items are too frequent in a batch; dividing by their frequency brings the gradient near that of the full softmax."""
+    """Popular items are too frequent in a batch; the correction brings the gradient close to the full softmax."""
     world = make_world(300, 60, zipf=1.2, exposure=0.2, seed=1)
     parts = split(world.interactions, "random", valid=0.0, test=0.1, seed=0)
     setup = SETUP.replaced(batch_size=128)
@@ -144,7 +145,7 @@ def test_correction_takes_the_bias_out_of_batches_in_a_zipf_world() -> None:
 def test_closed_form_resampling_points_as_the_softmax_at_half_the_temperature(
     parts: Split, small_world: SyntheticWorld
 ) -> None:
-    """BIR over the whole catalogue: direction, cosine, effective sample size and false negatives are those of a loop over the pairs."""
+    """For BIR over the catalogue, direction, effective sample size and false negatives equal a loop over the pairs."""
     run = run_with(parts, Resample(AllItems(40), 64))
     found = diagnose("bir", run, parts, queries=ALL, draws=2, world=small_world)
     queries, items, query, item = arrays(run, parts)
@@ -175,8 +176,8 @@ def test_closed_form_resampling_points_as_the_softmax_at_half_the_temperature(
     assert resampled.gradient.cosine < corrected.gradient.cosine
 
 
-def test_the_figures_of_gradients_are_those_of_a_loop() -> None:
-    """Every figure by its formula, on made-up gradients: bias, noise, cosines, length, and the jackknife one pair after another."""
+def test_gradient_measures_equal_a_loop() -> None:
+    """On synthetic gradients, bias, noise, cosines, length and the jackknife equal their formulas, pair by pair."""
     generator = np.random.default_rng(0)
     target = generator.normal(size=(6, 3))
     found = target * 1.5 + generator.normal(size=(5, 6, 3))
@@ -204,8 +205,8 @@ def test_the_figures_of_gradients_are_those_of_a_loop() -> None:
     assert result.across == pytest.approx(min(cosine(list(range(6))), 1))
 
 
-def test_the_noise_of_few_draws_is_not_taken_for_bias() -> None:
-    """Unbiased gradients with noise as long as themselves: at 4 draws the mean is off by half, the bias told near 0."""
+def test_the_noise_of_few_draws_is_not_bias() -> None:
+    """For unbiased gradients with noise of their own length, 4 draws leave the mean off by half and the bias near 0."""
     generator = torch.Generator().manual_seed(0)
     target = torch.randn(2000, 4, generator=generator, dtype=torch.float64)
     found = target + torch.randn(4, 2000, 4, generator=generator, dtype=torch.float64)
@@ -217,7 +218,7 @@ def test_the_noise_of_few_draws_is_not_taken_for_bias() -> None:
 
 
 def test_equal_weights_are_all_effective(parts: Split) -> None:
-    """Where all scores and weights are equal the effective sample size is the number of candidates that count; else it is less."""
+    """With equal scores and weights, the effective sample size is the number of candidates; otherwise it is smaller."""
     run = run_with(parts, Sampled(Uniform(40), 24, per_query=True, exclude="none"))
     uneven = diagnose("uns", run, parts, queries=20, draws=2).draws
     assert uneven.candidates == 24
@@ -229,7 +230,7 @@ def test_equal_weights_are_all_effective(parts: Split) -> None:
 
 
 def test_hits_and_false_negatives_equal_a_loop(parts: Split, small_world: SyntheticWorld) -> None:
-    """Own positives, other known positives and false negatives of known lists, counted place by place; a made-up vector is none of them."""
+    """Own positives, other positives and false negatives of fixed lists equal a loop; a synthetic vector is none."""
     run = run_with(parts, Listed())
     found = diagnose("listed", run, parts, queries=ALL, draws=2, world=small_world).draws
     taken = {(int(q), int(i)) for q, i in zip(parts.train.queries, parts.train.items, strict=True)}
@@ -254,8 +255,8 @@ def test_hits_and_false_negatives_equal_a_loop(parts: Split, small_world: Synthe
 
 
 @pytest.mark.parametrize("exclude", ["none", "positive", "known"])
-def test_what_is_masked_does_not_count(parts: Split, exclude: str) -> None:
-    """Over all items, hits are what the data says; masking takes them out of what counts, not out of what was drawn."""
+def test_masked_candidates_are_not_unmasked(parts: Split, exclude: str) -> None:
+    """Over all items, hits follow from the data; masking removes them from `unmasked`, not from the draws."""
     found = diagnose("all", run_with(parts, AllItems(40, exclude)), parts, queries=ALL, draws=2).draws  # type: ignore[arg-type]
     degree = np.bincount(parts.train.queries, minlength=60)[parts.train.queries]
     assert found.own_positive == pytest.approx(1 / 40)
@@ -267,7 +268,7 @@ def test_what_is_masked_does_not_count(parts: Split, exclude: str) -> None:
 
 
 def test_hardness_is_flat_for_uniform_draws_and_at_the_end_for_the_hardest(parts: Split) -> None:
-    """Tenths of the catalogue: all items fill them equally, uniform draws within 5 standard errors, the 4 hardest of 40 the last."""
+    """All items fill the tenths equally, uniform draws within 5 standard errors; the 4 hardest of 40 fill the last."""
     every = diagnose("all", run_with(parts, AllItems(40, "none")), parts, queries=30, draws=2).draws.hardness
     assert every == pytest.approx([0.1] * 10)
     uniform = diagnose(
@@ -282,8 +283,8 @@ def test_hardness_is_flat_for_uniform_draws_and_at_the_end_for_the_hardest(parts
     assert hardest == pytest.approx([0.0] * 9 + [1.0])
 
 
-def test_the_run_is_left_as_it_was_and_a_seed_gives_the_same_figures(parts: Split) -> None:
-    """Measuring changes no state, of a cache neither; the same seed repeats, another differs."""
+def test_the_run_is_unchanged_and_a_seed_repeats(parts: Split) -> None:
+    """Measuring changes no state, not even of a cache; the same seed repeats the values, another seed differs."""
     run = build("xir", parts.train, {"cache_size": 16}, SETUP)
     before = {name: tensor.clone() for name, tensor in run.modules().state_dict().items()}
     first, again, other = (diagnose("xir", run, parts, queries=20, draws=3, seed=seed) for seed in (1, 1, 2))
@@ -293,8 +294,8 @@ def test_the_run_is_left_as_it_was_and_a_seed_gives_the_same_figures(parts: Spli
         assert torch.equal(tensor, before[name]), name
 
 
-def test_opponents_share_the_model_and_offer_as_many_candidates(parts: Split) -> None:
-    """n is set so that all offer what the run offers; where the batch alone is as much, n is the batch size; memories are filled."""
+def test_other_negatives_share_the_model_and_the_number_of_candidates(parts: Split) -> None:
+    """n gives every sampler as many candidates as the run, or is the batch size; memories are filled."""
     run = build("debiased_mns", parts.train, {"n": 16}, SETUP)  # 32 in the batch and 16 more
     for name, expected in {"uns": 48, "mns": 48, "pns": 48, "ssl_pop": 32, "bir": 32, "full_softmax": 40}.items():
         other = samplers.with_negatives_of(name, run, parts)
@@ -311,8 +312,8 @@ def test_opponents_share_the_model_and_offer_as_many_candidates(parts: Split) ->
     assert int((memory[0].ids >= 0).sum()) > 200  # type: ignore[operator]
 
 
-def test_bad_numbers_are_refused(parts: Split) -> None:
-    """One draw has no variance, no query no gradient; a model that gives every item the same vector has no gradient either."""
+def test_bad_numbers_are_errors(parts: Split) -> None:
+    """One draw has no variance and no query no gradient; equal item vectors have no gradient either."""
     run = run_with(parts, AllItems(40))
     with pytest.raises(UserError, match="draws is 1"):
         diagnose("all", run, parts, draws=1)
@@ -350,7 +351,7 @@ def made(
 
 
 def test_the_recommendation_follows_its_rules() -> None:
-    """Largest cosine among the quiet; the run's own on a tie, else the least noise; the best single step where all are noisy."""
+    """The largest cosine below the noise limit wins; on a tie the run's own or the least noise; else the best step."""
 
     def chosen(*found: Diagnosis) -> str:
         first = advice.advise(found)[0]
@@ -366,7 +367,7 @@ def test_the_recommendation_follows_its_rules() -> None:
 
 
 def test_advice_names_a_setting_only_where_it_can_be_set(parts: Split) -> None:
-    """exclude=known masks known positives in recipes that have it; the others are told apart, with recipes that do."""
+    """exclude=known is advised for recipes that have it; the warning about others names recipes that do."""
     able, unable = [], []
     for name in RECIPES:
         try:
@@ -384,8 +385,8 @@ def test_advice_names_a_setting_only_where_it_can_be_set(parts: Split) -> None:
     assert f"exclude=known of {', '.join(able)}" in said[", ".join([*unable, "own"])]
 
 
-def test_warnings_name_who_breaks_which_rule() -> None:
-    """Each threshold warns about those beyond it and nobody else; without any, there is no warning."""
+def test_warnings_name_the_samplers_beyond_a_threshold() -> None:
+    """Each threshold warns about the samplers beyond it and no others; otherwise there is no warning."""
 
     def warned(*found: Diagnosis) -> list[str]:
         return [line.sampler for line in advice.advise(found) if line.kind == "warning"]
@@ -407,22 +408,9 @@ def test_warnings_name_who_breaks_which_rule() -> None:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two epochs in a world whose truth is known."""
+    """A run of two epochs in a world with known truth."""
     folder = tmp_path_factory.mktemp("diagnose") / "run"
-    words = [
-        "train",
-        "--data",
-        "world:80x50:1",
-        "--recipe",
-        "ssl_pop",
-        "--epochs",
-        "2",
-        "--quiet",
-        "--device",
-        "cpu",
-        "--out",
-        str(folder),
-    ]
+    words = shlex.split(f"train --data world:80x50:1 --recipe ssl_pop --epochs 2 --quiet --device cpu --out {folder}")
     assert main([*words, "--set", "batch_size=32", "--set", "dim=4"]) == 0
     return folder
 
@@ -433,7 +421,7 @@ QUICK = ["--queries", "20", "--draws", "3", "--device", "cpu"]
 def test_the_command_shows_writes_and_repeats(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Tables and advice on the screen, the same figures as JSON and in files; false negatives come from the world."""
+    """The command prints tables and advice; JSON and files have the same values; the world gives false negatives."""
     words = ["diagnose", str(trained), "--samplers", "own,ssl-pop,uns,own", *QUICK]
     assert main([*words, "--out", str(tmp_path / "out")]) == 0
     shown = capsys.readouterr().out
@@ -457,10 +445,10 @@ def test_the_command_shows_writes_and_repeats(
     assert str(tmp_path / "out" / "report.html") in shown.splitlines()[-1]
 
 
-def test_a_half_trained_run_is_read_from_its_checkpoint(
+def test_an_unfinished_run_is_read_from_its_checkpoint(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The checkpoint alone will do, and so will the model alone; with neither there is nothing to measure."""
+    """The checkpoint or the model alone is enough; with neither there is an error."""
     shutil.copytree(trained, tmp_path / "run")
     words = ["diagnose", str(tmp_path / "run"), "--samplers", "own", *QUICK, "--json"]
     (tmp_path / "run" / "model.safetensors").unlink()
@@ -475,7 +463,7 @@ def test_a_half_trained_run_is_read_from_its_checkpoint(
 
 
 def test_bad_input_is_one_line(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Unknown samplers, too few draws, no folder, a file for a folder, other data: each is named, with what to do."""
+    """Unknown samplers, too few draws, missing folders and other data are one-line errors that name the bad value."""
     refused: Callable[..., None]
 
     def refused(words: list[object], *mentions: str) -> None:
@@ -493,5 +481,5 @@ def test_bad_input_is_one_line(trained: Path, tmp_path: Path, capsys: pytest.Cap
     refused([trained, "--out", tmp_path / "file"], str(tmp_path / "file"))
     refused([tmp_path / "none"], "no such run folder")
     refused([tmp_path / "empty"], "run.json")
-    refused([trained, "--data", "world:80x50:2"], "is not what")
+    refused([trained, "--data", "world:80x50:2"], "is not the training data")
     refused([trained, "--data", tmp_path / "gone.parquet"], "gone.parquet")

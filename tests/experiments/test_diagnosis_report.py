@@ -1,4 +1,4 @@
-"""The page of a diagnosis: it needs nothing else, leads with the advice, shows the figures of the tables, and a browser opens it."""
+"""The page of a diagnosis is self-contained, starts with the advice, and shows the values of the tables."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import csv
 import dataclasses
 import html
 import re
+import shlex
 import sys
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
@@ -48,33 +49,22 @@ def texts(path: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder that the command writes for a run of two epochs in a world whose truth is known."""
+    """The folder that the command writes for a run of two epochs in a world with known truth."""
     folder = tmp_path_factory.mktemp("diagnosis")
     words = ["train", "--data", "world:80x50:1", "--recipe", "ssl_pop", "--epochs", "2", "--quiet", "--device", "cpu"]
     assert (
         main([*words, "--out", str(folder / "run"), "--set", "batch_size=32", "--set", "dim=4", "--set", "dropout=0.1"])
         == 0
     )
-    words = [
-        "diagnose",
-        str(folder / "run"),
-        "--samplers",
-        "own,uns,sce,mixgcf",
-        "--queries",
-        "20",
-        "--draws",
-        "3",
-        "--device",
-        "cpu",
-    ]
+    words = shlex.split(f"diagnose {folder / 'run'} --samplers own,uns,sce,mixgcf --queries 20 --draws 3 --device cpu")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["sparring", *words, "--out", str(folder / "out")])
         assert main([*words, "--out", str(folder / "out")]) == 0
     return folder / "out"
 
 
-def test_the_advice_comes_first_and_the_tables_are_those_of_the_files(out: Path) -> None:
-    """The first section is the recommendation with every reason; then each table, cell by cell; then the command, seeds and versions."""
+def test_the_advice_comes_first_and_the_tables_equal_the_files(out: Path) -> None:
+    """The page has the recommendation first, then each table cell by cell, then the command, seeds and versions."""
     page = (out / "report.html").read_text()
     first, rest = page.split("<section", 2)[1:]
     lines = list(csv.DictReader((out / "advice.csv").open()))
@@ -98,7 +88,7 @@ def test_the_advice_comes_first_and_the_tables_are_those_of_the_files(out: Path)
 
 
 def test_the_figures_show_the_tables(out: Path) -> None:
-    """Bias, noise and sample sizes stand at their bars as in the tables, the catalogue beside what is drawn; each is an SVG and a PNG."""
+    """Figures label bias, noise and sample sizes as the tables do, and exist as SVG and PNG."""
     folder = out / "figures"
     assert {path.name for path in folder.iterdir()} == {
         f"{name}.{suffix}" for name in FIGURES for suffix in ("svg", "png")
@@ -120,7 +110,7 @@ def test_the_figures_show_the_tables(out: Path) -> None:
 
 
 def test_bars_have_the_height_of_the_shares(parts: Split) -> None:
-    """The histogram of hardness and the bars of bias and noise are drawn to scale; the catalogue's strata are counted by hand."""
+    """Histograms of hardness and bars of bias and noise are to scale; the catalogue's strata equal a count."""
     found = [diagnosis("own"), diagnosis("a", noise=2.0)]
     panels = diagnosis_page.hardness(found).axes
     assert [round(bar.get_height(), 6) for bar in panels[1].patches] == [0.0] * 8 + [0.25, 0.75]
@@ -139,7 +129,7 @@ def test_bars_have_the_height_of_the_shares(parts: Split) -> None:
 
 
 def test_a_scale_of_less_than_a_decade_has_plain_numbers() -> None:
-    """The sample sizes of samplers alike: labels are numbers, and there are some."""
+    """A logarithmic axis of less than a decade has labels that are plain numbers."""
     one = diagnosis("own")
     alike = [
         dataclasses.replace(one, draws=dataclasses.replace(one.draws, ess=ess, candidates=256.0))
@@ -152,7 +142,7 @@ def test_a_scale_of_less_than_a_decade_has_plain_numbers() -> None:
 
 
 def test_any_names_and_any_figures_make_a_page(parts: Split, tmp_path: Path) -> None:
-    """Names full of signs are shown as they are; one sampler alone, one of made-up vectors only, and one that draws nothing have a page."""
+    """Names are escaped; a single sampler, one of synthetic vectors and one without draws each have a page."""
     nothing = Diagnosis(
         "none", Gradient(0, 0, 0, 0, 0, 0, 0), DrawSummary(0, 0, 0, 0, 0, None, (0.0,) * 10), {"synthetic": 0.0}
     )
@@ -175,7 +165,7 @@ def test_any_names_and_any_figures_make_a_page(parts: Split, tmp_path: Path) -> 
 
 
 def test_a_browser_opens_the_page(out: Path, tmp_path: Path, browse: Callable[[Path], tuple[str, str]]) -> None:
-    """Chromium shows all tables and figures and has nothing to complain of; it would, were there something to load."""
+    """Chromium shows all tables and figures without console messages, and would report a missing resource."""
     page = out / "report.html"
     dom, said = browse(page)
     assert said == ""

@@ -1,4 +1,4 @@
-"""The negatives that an item met: against the formula where every item counts, and against what may never count."""
+"""The negatives of an item: their shares by the formula, and the run left unchanged."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sparring.cli import main
-from sparring.cli.inputs import read_recorded, split_as
+from sparring.cli.inputs import read_recorded, split_recorded
 from sparring.core.errors import UserError
 from sparring.data.interactions import Split
 from sparring.experiments.diagnose import samplers
@@ -35,18 +35,18 @@ def trained(folder: Path, recipe: str, *more: str) -> tuple[Run, Split]:
     ]
     assert main([*words, "--set", "batch_size=64", "--set", "dim=8", *more]) == 0
     meta = read_meta(folder)
-    split = split_as(read_recorded(meta, folder, None, {}), meta, folder)
+    split = split_recorded(read_recorded(meta, folder, None, {}), meta, folder)
     return samplers.load_for_diagnosis(folder, split), split
 
 
 def rarest(split: Split) -> int:
-    """An item that few took, at least one."""
+    """The item with the fewest training pairs, at least one."""
     counts = np.bincount(split.train.items, minlength=split.train.n_items)
     return int(np.where(counts > 0, counts, 10**9).argmin())
 
 
-def test_against_the_whole_catalogue_shares_are_those_of_the_softmax(tmp_path: Path) -> None:
-    """With all items as candidates nothing is drawn: each share is the softmax over the others, in the mean over the item's pairs."""
+def test_over_the_catalogue_shares_are_those_of_the_softmax(tmp_path: Path) -> None:
+    """With all items as candidates, each share is the softmax over the others, averaged over the item's pairs."""
     run, split = trained(tmp_path / "run", "full_softmax")
     item = rarest(split)
     queries = split.train.queries[split.train.items == item]
@@ -74,8 +74,8 @@ def test_against_the_whole_catalogue_shares_are_those_of_the_softmax(tmp_path: P
 
 
 @pytest.mark.parametrize("recipe", ["ssl_pop", "uns", "xir", "mixgcf"])
-def test_what_is_drawn_is_in_the_catalogue_and_the_run_is_left_as_it_was(tmp_path: Path, recipe: str) -> None:
-    """Distinct items, positive times, shares that make up 1 with the made-up ones; every tensor stays; same seed, same answer."""
+def test_negatives_are_items_and_the_run_is_unchanged(tmp_path: Path, recipe: str) -> None:
+    """Items are distinct, shares sum to 1 with the synthetic ones, tensors are unchanged, and seeds repeat."""
     run, split = trained(tmp_path / "run", recipe)
     before = {name: tensor.clone() for name, tensor in run.modules().state_dict().items()}
     item = rarest(split)
@@ -91,8 +91,8 @@ def test_what_is_drawn_is_in_the_catalogue_and_the_run_is_left_as_it_was(tmp_pat
         assert torch.equal(tensor, before[name]), name
 
 
-def test_it_ends_when_the_time_is_up_and_says_so(tmp_path: Path) -> None:
-    """Without time one step is taken; an item that nobody took met nothing, and one that does not exist is refused."""
+def test_it_stops_in_time_and_reports_it(tmp_path: Path) -> None:
+    """With no time left one step is taken; an item without pairs and an unknown item are errors."""
     run, split = trained(tmp_path / "run", "ssl_pop")
     found = negatives_of_item(run, split, rarest(split), seconds=0)
     assert found.steps == 1

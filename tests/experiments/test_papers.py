@@ -1,4 +1,4 @@
-"""Reproductions: each seed its own split, ours beside the printed figures with the right verdict, nothing run twice, nothing made up."""
+"""Reproductions: one split per seed, ours beside the published figures with the right verdict, nothing run twice."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from sparring.experiments.papers.tables import beside
 from sparring.experiments.papers.xir import DATA, TABLE_2_CELLS, TABLE_4_CELLS
 from sparring.recipes import RECIPES
 from sparring.training import trained
-from support.papers import meta, metrics_of, run_here, table
+from support.papers import metrics_of, result_json, run_here, run_json, table
 
 QUICK: dict[str, object] = {"epochs": 2, "batch_size": 128, "dim": 4}
 FAST = ["--epochs", "2", "--set", "batch_size=128", "--set", "dim=4", "--device", "cpu"]
@@ -55,7 +55,7 @@ def small(name: str, out: Path, data: Interactions, known_as: str = "", **settin
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory, world: SyntheticWorld) -> Path:
-    """xir-table2 by the command line, in real processes, on a file; XIR fails, because its lambda is no weight."""
+    """xir-table2 by the command line, in worker processes, on a file; XIR fails because of lam=2."""
     folder = tmp_path_factory.mktemp("reproduce")
     data = world.interactions
     pl.DataFrame({"user_id": data.queries, "item_id": data.items}).write_parquet(folder / "tiny.parquet")
@@ -77,7 +77,7 @@ def done(tmp_path_factory: pytest.TempPathFactory, world: SyntheticWorld) -> Pat
 
 
 def test_the_verdict_is_that_of_the_relative_difference() -> None:
-    """Within 2 % of the published figure, both ends included; mean and deviation with n - 1; no figure, no difference."""
+    """A mean is within 2 % of the published figure, bounds included; deviations divide by n - 1."""
     for values, printed, verdict in (
         ([0.102], 0.1, "within 2 %"),
         ([0.098], 0.1, "within 2 %"),
@@ -95,8 +95,8 @@ def test_the_verdict_is_that_of_the_relative_difference() -> None:
     assert (missing["mean"], missing["difference"], missing["verdict"]) == (None, None, "not run: because")
 
 
-def test_printed_figures_agree_with_what_the_papers_say_of_them() -> None:
-    """The improvements that the text of XIR names follow from its tables as typed here, to rounding; so do the ratios of ESANS' hours."""
+def test_published_figures_agree_with_the_papers_texts() -> None:
+    """The improvements named in XIR's text follow from its tables up to rounding; so do the ratios of ESANS' hours."""
     gains = {"BIR": (2.47, 6.57, 6.58, 2.04, 5.17), "XIR": (3.81, 12.23, 15.24, 11.73, 17.12)}
     for method, said in gains.items():
         for data, gain in zip(DATA, said, strict=True):
@@ -116,7 +116,7 @@ def test_printed_figures_agree_with_what_the_papers_say_of_them() -> None:
 
 
 def test_data_is_matched_by_counts_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A file of any name with Ta-feng's counts is Ta-feng, its printed density a misprint; one pair less and it is not."""
+    """Any file with Ta-feng's counts is Ta-feng, whose printed density is a misprint; one pair less and it is not."""
     users, items, n = 19_451, 10_480, 630_767
     at = np.arange(n)
     frame = pl.DataFrame({"user_id": at % users, "item_id": (at % users * 13 + at // users) % items})
@@ -133,8 +133,8 @@ def test_data_is_matched_by_counts_alone(tmp_path: Path, capsys: pytest.CaptureF
     assert "misprint" in capsys.readouterr().out
 
 
-def test_each_seed_is_a_split_of_its_own(tmp_path: Path, world: SyntheticWorld, here: None) -> None:
-    """Of every query's n items round(0.8 n) train, at random: other ones for another seed, the same ones for every method of a seed."""
+def test_each_seed_has_its_own_split(tmp_path: Path, world: SyntheticWorld, here: None) -> None:
+    """round(0.8 n) of each query's n items train: different ones for each seed, the same for all methods of a seed."""
     plan = small("xir-table6", tmp_path / "out", world.interactions)
     reproduce(plan)
     held = np.bincount(world.interactions.queries, minlength=80)
@@ -147,15 +147,15 @@ def test_each_seed_is_a_split_of_its_own(tmp_path: Path, world: SyntheticWorld, 
             assert sizes.tolist() == [round(0.8 * int(n)) for n in held]
             pairs = set(zip(np.repeat(np.arange(80), sizes).tolist(), stored["items"].tolist(), strict=True))
             assert seen.setdefault(seed, pairs) == pairs
-            run = meta(folder)
+            run = run_json(folder)
             assert (run["source"]["split"]["seed"], run["setup"]["seed"]) == (seed, seed)
             assert run["arguments"]["lam"] == float(lam)
             assert "valid" not in run["data"]
     assert len(seen[10] & seen[20]) < 0.95 * len(seen[10])
 
 
-def test_the_table_says_what_the_folders_say(tmp_path: Path, world: SyntheticWorld, here: None) -> None:
-    """Mean and deviation over seeds of result.json by the release's formula, the standard metric beside it, and the printed figure."""
+def test_the_table_equals_the_folders(tmp_path: Path, world: SyntheticWorld, here: None) -> None:
+    """Rows have the means of result.json by the release's formula, the standard metric and the published figure."""
     plan = small("xir-table2", tmp_path / "out", world.interactions, "Ta-feng", lr=0.1)
     found, page = reproduce(plan)
     rows = {(row["data"], row["metric"], row["method"]): row for row in table(plan.out)}
@@ -183,8 +183,8 @@ def test_the_table_says_what_the_folders_say(tmp_path: Path, world: SyntheticWor
         assert wide["SSL"][f"recall_at_{k}"] == pytest.approx(sum(each) / 2)
 
 
-def test_lambda_is_the_paper_s_unless_asked_for(world: SyntheticWorld) -> None:
-    """0.2 on Gowalla, 0.5 on Ta-feng and where nothing is known; --set lam replaces it; every method keeps the positive, as released."""
+def test_lambda_is_the_papers_by_default(world: SyntheticWorld) -> None:
+    """lam is 0.2 on Gowalla and 0.5 elsewhere unless --set changes it; every method is in the release's form."""
     used = {}
     for known_as, settings in (("Gowalla", {}), ("Ta-feng", {}), ("", {}), ("Gowalla", {"lam": "0.8"})):
         plan = small("xir-table2", Path("unused"), world.interactions, known_as, **settings)
@@ -194,8 +194,8 @@ def test_lambda_is_the_paper_s_unless_asked_for(world: SyntheticWorld) -> None:
     assert used == {("Gowalla",): 0.2, ("Ta-feng",): 0.5, ("",): 0.5, ("Gowalla", "lam"): "0.8"}
 
 
-def test_a_failed_method_is_told_and_the_others_go_on(done: Path) -> None:
-    """lam=2 fails XIR alone: its rows say why, the five others have figures; run folders are ordinary ones."""
+def test_a_failed_method_is_reported_and_the_others_continue(done: Path) -> None:
+    """lam=2 fails XIR alone: its rows give the reason, the five others have figures, and run folders load."""
     rows = [row for row in table(done) if row["data"] == "tiny"]
     assert len(rows) == 12
     for row in rows:
@@ -209,8 +209,8 @@ def test_a_failed_method_is_told_and_the_others_go_on(done: Path) -> None:
     assert len(trained.load(done / "tiny" / "ssl-pop" / "10").recommend([3], 5)) == 5
 
 
-def test_data_of_the_paper_that_was_not_given_is_said_and_not_filled_in(done: Path) -> None:
-    """Every printed figure of the five sets stands in the table without one of ours, and says why."""
+def test_data_that_was_not_given_has_published_figures_only(done: Path) -> None:
+    """Every published figure of the five sets is in the table without one of ours, with the reason."""
     rows = [row for row in table(done) if row["data"] != "tiny"]
     assert {(row["data"], row["metric"], row["method"]): row["published"] for row in rows} == {
         key: figure.value for key, figure in TABLE_2_CELLS.items()
@@ -220,10 +220,8 @@ def test_data_of_the_paper_that_was_not_given_is_said_and_not_filled_in(done: Pa
     assert (done / "table.md").read_text().count("not run: the data was not given") == 60
 
 
-def test_the_same_call_again_runs_only_what_is_missing(
-    done: Path, here: None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Finished runs are not touched; one whose result is gone ends again with the same figures; other settings are refused."""
+def test_a_second_call_runs_only_what_is_missing(done: Path, here: None, capsys: pytest.CaptureFixture[str]) -> None:
+    """Finished runs are untouched, a lost result is recomputed identically, and other settings are errors."""
     words = [
         "reproduce",
         "xir-table2",
@@ -257,8 +255,8 @@ def test_the_same_call_again_runs_only_what_is_missing(
     assert "xir-table2" in capsys.readouterr().err
 
 
-def test_names_are_listed_and_a_wrong_one_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    """`sparring reproduce` prints every name with a line; a name that is near to one is answered with it."""
+def test_names_are_listed_and_misspelt_ones_corrected(capsys: pytest.CaptureFixture[str]) -> None:
+    """`sparring reproduce` lists every name; a misspelt name is answered with the closest one."""
     assert main(["reproduce"]) == 0
     printed = capsys.readouterr().out
     assert list(EXPERIMENTS) == re.findall(r"^((?:xir|esans|ngame)-\w+)", printed, re.MULTILINE)
@@ -270,7 +268,7 @@ def test_names_are_listed_and_a_wrong_one_is_told(capsys: pytest.CaptureFixture[
 
 
 def test_curves_are_measured_on_the_test_part(tmp_path: Path, world: SyntheticWorld, here: None) -> None:
-    """xir-figure1 records the first, each eval_every-th and the last epoch; the last equals the result; none is used to choose a model."""
+    """xir-figure1 measures the first, every eval_every-th and the last epoch; the last equals the result."""
     plan = small("xir-figure1", tmp_path / "out", world.interactions, epochs=5, eval_every=2)
     plan = dataclasses.replace(plan, seeds=(10,))
     reproduce(plan)
@@ -279,13 +277,13 @@ def test_curves_are_measured_on_the_test_part(tmp_path: Path, world: SyntheticWo
         records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         assert [record["epoch"] for record in records if "test_ndcg_xir_release@10" in record] == [1, 2, 4, 5]
         assert records[-1]["test_ndcg_xir_release@10"] == pytest.approx(metrics_of(folder)["ndcg_xir_release@10"])
-        assert json.loads((folder / "result.json").read_text())["best_epoch"] == 5
+        assert result_json(folder)["best_epoch"] == 5
     curve = [row for row in table(plan.out, "curve") if row["method"] == "SSL"]
     assert [row["epoch"] for row in curve] == [1, 2, 4, 5]
 
 
 def test_occurrences_are_those_of_the_cache(tmp_path: Path, world: SyntheticWorld, here: None) -> None:
-    """xir-figure2's shares are those of the occurrence vector in the checkpoint, items by falling popularity in the training part."""
+    """xir-figure2's shares are those of the occurrence vector in the checkpoint, items by descending popularity."""
     plan = dataclasses.replace(small("xir-figure2", tmp_path / "out", world.interactions), seeds=(10,))
     reproduce(plan)
     folder = plan.out / "tiny" / "xir" / "10"
@@ -301,7 +299,7 @@ def test_occurrences_are_those_of_the_cache(tmp_path: Path, world: SyntheticWorl
 
 
 def test_sweeps_compare_on_the_same_split(tmp_path: Path, world: SyntheticWorld, here: None) -> None:
-    """xir-table5 is relative to BIR seed by seed; xir-figure3 draws B/64 to B items and times the gradient as a ratio to SSL-Pop."""
+    """xir-table5 is relative to BIR seed by seed; xir-figure3 draws B/64 to B items and times the gradient."""
     plan = small("xir-table5", tmp_path / "cache", world.interactions, lr=0.1)
     reproduce(plan)
     each = {
@@ -323,7 +321,7 @@ def test_sweeps_compare_on_the_same_split(tmp_path: Path, world: SyntheticWorld,
 
 
 def test_features_need_columns_of_items(tmp_path: Path, world: SyntheticWorld, here: None) -> None:
-    """xir-table4 takes columns that sort items into classes; without any it says so, beside the printed figures of Tmall."""
+    """xir-table4 takes categorical item columns; without any it gives the reason beside the figures of Tmall."""
     data = world.interactions
     without = PaperDataset("bare", dataclasses.replace(data, item_table=None))
     bare = Reproduction(find("xir-table4"), tmp_path / "bare", (without,), (10,), dict(QUICK), "cpu")
@@ -337,15 +335,15 @@ def test_features_need_columns_of_items(tmp_path: Path, world: SyntheticWorld, h
     plan = Reproduction(find("xir-table4"), tmp_path / "out", (dataset,), (10,), dict(QUICK), "cpu")
     assert {method.settings["item_features"] for method in plan.methods["tiny"]} == {"kind"}
     reproduce(plan)
-    setup = meta(plan.out / "tiny" / "bir" / "10")["setup"]["model"]
+    setup = run_json(plan.out / "tiny" / "bir" / "10")["setup"]["model"]
     assert (setup["item_features"], setup["hidden"]) == (["kind"], [32, 16])
     assert len([row for row in table(plan.out) if row["data"] == "tiny" and row["mean"] is not None]) == 16
 
 
-def test_esans_is_run_where_there_is_a_recipe(
+def test_esans_is_run_if_its_recipe_exists(
     tmp_path: Path, world: SyntheticWorld, here: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Costs are ratios to UNS of the same seed, without the first epoch; ESANS says that it is not there yet until a recipe is."""
+    """Costs are ratios to UNS of the same seed, without the first epoch; without its recipe ESANS is not run."""
     monkeypatch.setitem(RECIPES, "esans", RECIPES["uns"])
     plan = small("esans-cost", tmp_path / "out", world.interactions, n=16)
     assert PaperMethod("ESANS", "esans", {**QUICK, "n": 16}) in plan.methods["tiny"]
@@ -369,7 +367,7 @@ def test_esans_is_run_where_there_is_a_recipe(
 
 
 def test_a_browser_opens_the_page(done: Path, browse: Callable[[Path], tuple[str, str]]) -> None:
-    """Chromium shows the page of a reproduction and has nothing to complain of; command, seeds and failure stand in it."""
+    """Chromium shows the page of a reproduction without console messages, with seeds, failure and figures."""
     dom, said = browse(done / "report.html")
     assert said == ""
     assert dom.count("<svg") == 1

@@ -1,10 +1,11 @@
-"""The tables of ESANS: relative gains and p-values by brute force, codes learned once, one split, every row there or told why not."""
+"""The tables of ESANS: gains and p-values by brute force, codes learned once, one split, a reason for missing rows."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import math
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from sparring.experiments.search_space import space
 from sparring.recipes import settings
 from sparring.recipes.setup import flat
 from sparring.training.step import training_step
-from support.papers import run_here, table
+from support.papers import metrics_of, run_here, run_json, table
 
 THREE = {"image": "image.npy", "text": "text.npy", "behaviour": "behaviour"}
 
@@ -64,14 +65,7 @@ def words(files: Path, name: str, out: str, *more: str) -> list[str]:
     quick = [
         f"--set={each}" for each in ("batch_size=64", "dim=4", "lr=0.05", "msac.steps=4", "msac.warmup=2", "msac.dim=4")
     ]
-    data = [
-        "--data",
-        str(files / "tiny.parquet"),
-        "--items",
-        str(files / "items.parquet"),
-        "--cache",
-        str(files / "cache"),
-    ]
+    data = shlex.split(f"--data {files / 'tiny.parquet'} --items {files / 'items.parquet'} --cache {files / 'cache'}")
     modalities = [
         f"--modality={spec}" for spec in (f"image={files}/image.npy", f"text={files}/text.npy", "behaviour=behaviour:8")
     ]
@@ -100,8 +94,8 @@ def done(files: Path) -> Path:
     return files / "main"
 
 
-def test_printed_figures_agree_with_what_the_paper_says_of_them() -> None:
-    """Gains over UNS as printed, to rounding, and their average; table 4, table 5 and figure 4 repeat table 2 at the defaults."""
+def test_published_figures_agree_with_the_papers_text() -> None:
+    """Gains over UNS are as printed, up to rounding; tables 4 and 5 and figure 4 repeat table 2 at the defaults."""
     said = {
         "Recall@50": (30.74, 23.20, 13.70, 25.06, 8.21, 8.43, 15.32),
         "Recall@200": (9.66, 20.11, 13.65, 20.58, 3.92, 5.29, 10.73),
@@ -125,7 +119,7 @@ def test_printed_figures_agree_with_what_the_paper_says_of_them() -> None:
 
 
 def test_a_printed_gain_is_that_of_the_means_over_sets() -> None:
-    """(0.3 + 0.5) / (0.2 + 0.4) - 1, single sets +50 % and +25 %; one known set alone; none where either figure is missing."""
+    """(0.3 + 0.5) / (0.2 + 0.4) - 1 with range +25 % to +50 %; one known set alone; None if a figure is missing."""
     values = {"a": (0.3, 0.2), "b": (0.5, 0.4), "c": (0.9, None)}
     cells = {(data, "m", "x"): PublishedFigure(mine) for data, (mine, _) in values.items()}
     cells |= {(data, "m", "y"): PublishedFigure(base) for data, (_, base) in values.items() if base is not None}
@@ -139,8 +133,8 @@ def test_a_printed_gain_is_that_of_the_means_over_sets() -> None:
     assert published_gain(cells, "other", "x", "y") is None
 
 
-def test_the_authors_test_is_student_s_with_equal_variances() -> None:
-    """p as SciPy has it, of values and of printed figures; p < 0.01 everywhere if deviations divide by n - 1, but for two if by n."""
+def test_the_authors_test_is_students_with_equal_variances() -> None:
+    """p equals SciPy's, of values and printed figures; all are below 0.01, except two if deviations divide by n."""
     random = np.random.default_rng(1)
     for n, m in ((5, 5), (3, 8)):
         a, b = random.normal(0.3, 0.01, n), random.normal(0.31, 0.02, m)
@@ -180,8 +174,8 @@ def two_way_p(d: np.ndarray) -> float:
     return max(both, scipy.stats.ttest_1samp(rows, 0).pvalue)
 
 
-def test_rows_are_what_the_folders_say(tmp_path: Path, world: SyntheticWorld) -> None:
-    """Mean, deviation, relative difference, p, Holm's p, the equal-variance p and the verdict, from run folders written by hand."""
+def test_rows_equal_the_folders(tmp_path: Path, world: SyntheticWorld) -> None:
+    """Means, differences, p-values and verdicts equal those computed here from run folders written by hand."""
     one = given(world, tmp_path)
     plan = Reproduction(find("esans-ablation"), tmp_path, (one,), (10, 20, 30))
     random = np.random.default_rng(5)
@@ -224,7 +218,7 @@ def test_rows_are_what_the_folders_say(tmp_path: Path, world: SyntheticWorld) ->
 
 
 def test_methods_have_equal_candidates_and_the_control_as_many_logits(world: SyntheticWorld, tmp_path: Path) -> None:
-    """5,120 shared real candidates for a batch of 512, 64 of each query's own for MixGCF; the logits of ESANS are those of its bags."""
+    """All but MixGCF share 5,120 real candidates per batch of 512; the control has as many logits as ESANS' bags."""
     one = given(world, tmp_path)
     methods = {method.name: method for method in find("esans-main").methods(one, {})}
     named = ("UNS", "PNS", "debiased MNS", "FairNeg", "Ada-tau", "BMNS")
@@ -246,7 +240,7 @@ def test_methods_have_equal_candidates_and_the_control_as_many_logits(world: Syn
 
 
 def test_the_ablation_has_a_row_for_each_part_and_modality(world: SyntheticWorld, tmp_path: Path) -> None:
-    """Every row of table 4, by the names of the modalities; where one cannot be run, the reason instead of figures."""
+    """Every row of table 4 is there, by the names of the modalities, or has the reason why it cannot be run."""
     ablation = find("esans-ablation")
     methods = {method.name: method for method in ablation.methods(given(world, tmp_path), {})}
     assert {name.replace("image", "visual") for name in methods} == {name for _, _, name in TABLE_4}
@@ -287,8 +281,8 @@ def test_the_ablation_has_a_row_for_each_part_and_modality(world: SyntheticWorld
         assert rows["w/o text"]["published"] == pytest.approx(0.3848 / 0.3887 - 1)
 
 
-def test_sweeps_cover_what_the_paper_varies(world: SyntheticWorld, tmp_path: Path) -> None:
-    """Their settings, the paper's default first; sizes that the catalogue cannot have are told; no two methods share a folder."""
+def test_sweeps_cover_the_papers_settings(world: SyntheticWorld, tmp_path: Path) -> None:
+    """Sweeps have the paper's settings, default first; impossible sizes have a reason; folders are distinct."""
     one = given(world, tmp_path)
     lams = find("esans-lambda").methods(one, {})
     assert [method.settings["lam"] for method in lams] == [0.1, 0.5, 0.3, -0.1, -0.3, "adaptive", "learned"]
@@ -320,17 +314,14 @@ def test_sweeps_cover_what_the_paper_varies(world: SyntheticWorld, tmp_path: Pat
 
 
 def test_the_main_table_has_every_method_with_both_gains(done: Path) -> None:
-    """Mean over seeds of result.json; over UNS and to ESANS from these means; the printed gains beside them; nothing at cutoff 200."""
+    """Rows have the means of result.json, gains over UNS and ESANS from them, and the published gains."""
     rows = {row["method"]: row for row in table(done)}
     assert len(rows) == 11
     assert {row["metric"] for row in table(done)} == {"Recall@50"}
     means = {}
     for name, row in rows.items():
         slug = name.lower().replace(", ", "-").replace(" ", "-")
-        each = [
-            json.loads((done / "tiny" / slug / str(seed) / "result.json").read_text())["test"]["metrics"]
-            for seed in (10, 20)
-        ]
+        each = [metrics_of(done / "tiny" / slug / str(seed)) for seed in (10, 20)]
         means[name] = sum(one["recall@50"] for one in each) / 2
         assert row["mean"] == pytest.approx(means[name], rel=1e-5)
     for name, row in rows.items():
@@ -354,7 +345,7 @@ def test_the_main_table_has_every_method_with_both_gains(done: Path) -> None:
 
 
 def test_all_seeds_have_one_split_and_one_set_of_codes(done: Path, files: Path) -> None:
-    """80/10/10 of each query's items, the same for all; one file of codes for each clustering, which every run of ESANS names."""
+    """All runs have the same 80/10/10 split of each query's items; every run of ESANS names the one file of codes."""
     frame = pl.read_parquet(files / "tiny.parquet")
     held = frame.group_by("user_id").len().sort("user_id")["len"].to_list()
     seen = []
@@ -363,29 +354,29 @@ def test_all_seeds_have_one_split_and_one_set_of_codes(done: Path, files: Path) 
         stored = safetensors.numpy.load_file(folder / "seen.safetensors")
         seen.append(stored["items"].tolist())
         assert np.diff(stored["start"]).tolist() == [round(0.9 * n) for n in held]
-        meta = json.loads((folder / "run.json").read_text())
+        meta = run_json(folder)
         assert meta["source"]["split"] == {"how": "auto", "valid": 1 / 9, "test": 0.1, "seed": 0}
         valid = sum(min(round(round(0.9 * n) / 9), round(0.9 * n) - 1) for n in held)
         assert meta["data"]["valid"] == valid
     assert seen[0] == seen[1] == seen[2]
     codes = sorted(path.name for path in (done / "tiny" / "codes").glob("*.safetensors"))
     assert codes == ["image+text+behaviour-6x15.safetensors"]
-    meta = json.loads((done / "tiny" / "esans-random-clusters" / "10" / "run.json").read_text())
+    meta = run_json(done / "tiny" / "esans-random-clusters" / "10")
     assert meta["arguments"]["codes"] == f"shuffled:{done}/tiny/codes/image+text+behaviour-6x15.safetensors"
     rows = {row["modalities"]: row for row in table(done, "clusters")}
     assert rows["image + text + behaviour"]["items"] == 60
     assert rows["image + text + behaviour"]["purity"] > 0
 
 
-def test_what_tuning_found_is_what_is_trained(done: Path) -> None:
-    """Each method has its own trials; the settings of the best one are those of its runs, and asked ones are not tuned."""
+def test_runs_have_the_tuned_settings(done: Path) -> None:
+    """Each method has its own trials; its runs have the settings of the best one; requested settings are not tuned."""
     for method in ("esans", "uns", "ada-tau"):
         trials = [
             json.loads(line) for line in (done / "tiny" / method / "tune" / "trials.jsonl").read_text().splitlines()
         ]
         assert len(trials) == 2
         best = max(trials, key=lambda trial: (trial["value"], -trial["number"]))
-        meta = json.loads((done / "tiny" / method / "20" / "run.json").read_text())
+        meta = run_json(done / "tiny" / method / "20")
         assert {"weight_decay"} | ({"tau"} if method != "ada-tau" else set()) <= best[
             "settings"
         ].keys()  # Ada-tau has its own
@@ -395,10 +386,10 @@ def test_what_tuning_found_is_what_is_trained(done: Path) -> None:
     assert {row["method"] for row in table(done, "tuned")} == {row["method"] for row in table(done)}
 
 
-def test_the_same_call_again_runs_nothing(
+def test_a_second_call_runs_nothing(
     done: Path, files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Codes, trials and trainings are all there; other trials, modalities or codes are refused."""
+    """Codes, trials and runs are reused; other trials, modalities or codes are errors."""
     ran = run_here(monkeypatch)
     again = words(files, "esans-main", "main", "--seeds", "2")
     assert main([*again, "--tune", "2"]) == 0
@@ -423,7 +414,7 @@ def test_the_same_call_again_runs_nothing(
 def test_tables_may_share_their_codes(
     files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """--codes FOLDER: the second table learns no clusters and names the first one's; a folder of other modalities is refused."""
+    """With --codes the second table uses the first one's clusters; a folder of other modalities is an error."""
     ran = run_here(monkeypatch)
     shared = ["--seeds", "1", "--codes", str(files / "shared")]
     assert main(words(files, "esans-lambda", "one", *shared)) == 0
@@ -432,7 +423,7 @@ def test_tables_may_share_their_codes(
     assert main(words(files, "esans-negatives", "two", *shared)) == 0
     assert len(ran) == 5
     assert not any("clusters" in name for name in ran)
-    meta = json.loads((files / "two" / "tiny" / "m-c-2-m-o-5" / "10" / "run.json").read_text())
+    meta = run_json(files / "two" / "tiny" / "m-c-2-m-o-5" / "10")
     assert meta["arguments"]["codes"] == f"{files}/shared/tiny/image+text+behaviour-6x15.safetensors"
     capsys.readouterr()
     assert main(words(files, "esans-negatives", "three", *shared, "--modality", "audio=behaviour:4")) == 2
@@ -455,12 +446,12 @@ def test_every_other_table_runs(name: str, files: Path, monkeypatch: pytest.Monk
             "lambda-0.1"
         ]
         trial = json.loads((files / name / "tiny" / "lambda-0.1" / "tune" / "trials.jsonl").read_text())
-        meta = json.loads((files / name / "tiny" / "lambda-minus-0.3" / "10" / "run.json").read_text())
+        meta = run_json(files / name / "tiny" / "lambda-minus-0.3" / "10")
         assert (meta["setup"]["temperature"]["tau"], meta["arguments"]["lam"]) == (trial["settings"]["tau"], -0.3)
 
 
-def test_the_file_s_own_split_is_kept(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a file says which rows train, validate and test, so it is, and the page says so."""
+def test_the_files_own_split_is_kept(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A split column of the file is used, and the page says so."""
     run_here(monkeypatch)
     frame = pl.read_parquet(files / "tiny.parquet").with_row_index()
     part = pl.col("index").mod(10).replace_strict(dict(enumerate(["train"] * 7 + ["valid"] + ["test"] * 2)))
@@ -470,14 +461,14 @@ def test_the_file_s_own_split_is_kept(files: Path, monkeypatch: pytest.MonkeyPat
     asked = words(files, "esans-lambda", "parted-out", "--seeds", "1")
     asked[3] = str(folder / "parted.parquet")
     assert main(asked) == 0
-    meta = json.loads((files / "parted-out" / "parted" / "lambda-0.1" / "10" / "run.json").read_text())
+    meta = run_json(files / "parted-out" / "parted" / "lambda-0.1" / "10")
     sizes = [sum(at % 10 in places for at in range(len(frame))) for places in (range(7), (7,), (8, 9))]
     assert [meta["data"][name] for name in ("train", "valid", "test")] == sizes
     assert "parted: the file's own split." in (files / "parted-out" / "README.md").read_text()
 
 
 def test_the_cost_of_esans_is_measured(world: SyntheticWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The row of ESANS in esans-cost has a time of its own now, as a ratio to UNS."""
+    """The row of ESANS in esans-cost has a time as a ratio to UNS."""
     run_here(monkeypatch)
     quick: dict[str, object] = {"epochs": 2, "batch_size": 64, "dim": 4, "n": 16}
     plan = Reproduction(find("esans-cost"), tmp_path / "cost", (given(world, tmp_path),), (10,), quick, "cpu")
@@ -488,8 +479,8 @@ def test_the_cost_of_esans_is_measured(world: SyntheticWorld, tmp_path: Path, mo
     assert rows["ESANS"]["published"] == 1.18
 
 
-def test_data_without_categories_or_modalities_is_told(world: SyntheticWorld, tmp_path: Path) -> None:
-    """Without a column of categories that control is not run; without modalities nothing is."""
+def test_data_without_categories_or_modalities_has_a_reason(world: SyntheticWorld, tmp_path: Path) -> None:
+    """Without categories the category control has a reason; without modalities nothing is run."""
     experiment = find("esans-main")
     plan = Reproduction(
         experiment, tmp_path, (given(world, tmp_path, {"behaviour": "behaviour"}, category=False),), (10,)
@@ -503,7 +494,7 @@ def test_data_without_categories_or_modalities_is_told(world: SyntheticWorld, tm
 
 
 def test_a_browser_opens_the_page(done: Path, browse: Callable[[Path], tuple[str, str]]) -> None:
-    """Chromium shows the page and has nothing to complain of; gains, printed figures, clusters and tuning stand in it."""
+    """Chromium shows the page without console messages, with gains, published figures, clusters and tuning."""
     dom, said = browse(done / "report.html")
     assert said == ""
     assert dom.count("<svg") == 1

@@ -1,4 +1,4 @@
-"""The table of NGAME and DEXA: every figure from the run folders by hand, published ones beside it, what is missing told."""
+"""The table of NGAME and DEXA: every figure recomputed from the run folders, beside the published ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sparring.cli import main
 from sparring.data.formats.xc import read_xc
 from sparring.experiments.papers import PaperDataset
 from sparring.experiments.papers.ngame import ABSENT, PRINTED, RANDOM, methods
-from support.papers import result, run_here, table
+from support.papers import result_json, run_here, table
 from support.texts import WORDS
 
 NAMES = [RANDOM, "random in-batch, softmax", "corrected in-batch, softmax", "ANCE", "NGAME", "DEXA"]
@@ -24,7 +24,7 @@ N_LABELS = 24
 
 
 def write_xc(folder: Path, seed: int = 0) -> Path:
-    """90 training and 40 test texts; a text has the labels that share a word with it, two of them."""
+    """90 training and 40 test texts; each text joins the words of its two labels."""
     draw = np.random.default_rng(seed)
     folder.mkdir(parents=True)
     labels = [" ".join(draw.choice(WORDS, 2, replace=False)) for _ in range(N_LABELS)]
@@ -47,7 +47,7 @@ def words(data: Path, out: Path, *more: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two seeds on a set that has the name of a published one."""
+    """Two seeds on a set with the name of a published one."""
     folder = tmp_path_factory.mktemp("ngame")
     data = write_xc(folder / "LF-AmazonTitles-131K")
     with pytest.MonkeyPatch.context() as patch:
@@ -63,11 +63,11 @@ def slug(method: str) -> str:
 
 def results(out: Path, method: str) -> list[dict[str, Any]]:
     folder = out / "LF-AmazonTitles-131K" / slug(method)
-    return [result(folder / seed) for seed in ("10", "20")]
+    return [result_json(folder / seed) for seed in ("10", "20")]
 
 
 def test_every_ranking_of_every_method_is_there(done: Path) -> None:
-    """Six methods x encoder, classifiers, fused; two references; each figure the mean over seeds of what the runs wrote, in percent."""
+    """Six methods with three rankings each and two references; figures are means over seeds of the runs, in percent."""
     rows = [row for row in table(done) if row["data"] == "LF-AmazonTitles-131K"]
     assert [(row["ranking"], row["method"]) for row in rows[:2]] == [
         ("reference", "BM25"),
@@ -94,15 +94,15 @@ def test_every_ranking_of_every_method_is_there(done: Path) -> None:
 
 
 def test_the_page_and_its_figure(done: Path) -> None:
-    """One page with the table, the claims and a figure, which is there by itself too."""
+    """The page has the table, the claims and a figure, which is also a file."""
     page = (done / "report.html").read_text()
     for words in ("random in-batch", "DEXA over NGAME", "Rare and frequent labels", ABSENT, "<svg"):
         assert words in page
     assert (done / "figures" / "LF-AmazonTitles-131K-ngame-dexa.svg").stat().st_size > 1000
 
 
-def test_gains_are_by_hand(done: Path) -> None:
-    """P@1 relative to random batches from the values of single queries, for each ranking; the claims too, DEXA against NGAME."""
+def test_gains_equal_the_values_by_query(done: Path) -> None:
+    """Gains on P@1 and all claims equal those of the values by query, for each ranking."""
     files = {"encoder": "per_query", "classifiers": "classifiers/per_query", "fused": "fusion_per_query"}
 
     def mean(method: str, ranking: str, key: str) -> float:
@@ -132,8 +132,8 @@ def test_gains_are_by_hand(done: Path) -> None:
         assert row["over"] == pytest.approx(expected, abs=1e-5), row
 
 
-def test_costs_are_those_of_the_runs(done: Path) -> None:
-    """time: mean seconds to those of random batches; mining: seconds of clusters or lists to the rest; none of the other rankings."""
+def test_costs_equal_those_of_the_runs(done: Path) -> None:
+    """time is a ratio to random batches; mining is a share of the rest of training; only encoders have them."""
     base = sum(result["train_seconds"] for result in results(done, RANDOM))
     for row in table(done)[2 : 2 + 18]:
         if row["ranking"] != "encoder":
@@ -154,7 +154,7 @@ def test_costs_are_those_of_the_runs(done: Path) -> None:
 
 
 def test_rare_and_frequent_labels(done: Path) -> None:
-    """The bins of a method add up to its P@5, and hold all labels and test pairs."""
+    """The bins of a method add up to its P@5 and cover all labels and test pairs."""
     rows = table(done, "bins")
     for ranking, stage in RANKINGS.items():
         some = [row for row in rows if (row["ranking"], row["method"]) == (ranking, "DEXA")]
@@ -167,7 +167,7 @@ def test_rare_and_frequent_labels(done: Path) -> None:
 
 
 def test_published_figures(done: Path) -> None:
-    """Beside ours on the set of that name; alone, and told to be, on the others; nothing in print is lost."""
+    """Published figures are beside ours on the set of that name, and alone with a reason on the others."""
     rows = table(done)
     fused = next(row for row in rows if (row["ranking"], row["method"]) == ("fused", "NGAME"))
     assert (fused["published_p_at_1"], fused["published_psp_at_5"]) == (46.01, 49.43)
@@ -190,10 +190,10 @@ def test_published_figures(done: Path) -> None:
     assert page["LF-AmazonTitles-131K", "PSP@5", "NGAME by LEVER"].value == 48.81
 
 
-def test_the_same_command_trains_what_is_missing(
+def test_a_second_command_trains_what_is_missing(
     done: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Nothing the second time; one run whose folder lost its end is trained again, to the same figures."""
+    """A second call trains nothing; an unfinished run is finished with the same figures."""
     monkeypatch.setenv("SPARRING_HOME", str(done.parent / "home"))
     ran = run_here(monkeypatch)
     data = done.parent / "LF-AmazonTitles-131K"
@@ -211,7 +211,7 @@ def test_the_same_command_trains_what_is_missing(
 
 
 def test_methods_share_all_but_their_negatives(tmp_path: Path) -> None:
-    """One encoder, rate, batch and epochs; clusters of NGAME and lists of ANCE are made anew as often; --set wins over all."""
+    """All methods share encoder and optimiser; NGAME's clusters and ANCE's lists are rebuilt equally often."""
     given = PaperDataset("x", read_xc(write_xc(tmp_path / "x")))
     made = {method.name: method.settings for method in methods(given, {"encoder": "minilm", "epochs": 30})}
     for name in ("encoder", "lr", "weight_decay", "precision", "dim"):
@@ -230,10 +230,8 @@ def test_methods_share_all_but_their_negatives(tmp_path: Path) -> None:
         (["--tune", "3"], "keeps the settings of its paper"),
     ],
 )
-def test_bad_input_is_told_in_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], said: str
-) -> None:
-    """Exit code 2, and nothing is trained."""
+def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], said: str) -> None:
+    """Exit code 2 and one line with the bad setting; nothing is trained."""
     data = write_xc(tmp_path / "x")
     assert main(words(data, tmp_path / "out", *more)) == 2
     error = capsys.readouterr().err.strip()
@@ -241,8 +239,8 @@ def test_bad_input_is_told_in_one_line(
     assert "\n" not in error
 
 
-def test_data_without_texts_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Pairs of ids: exit code 2, one line that says which data set and what to do, and no folder is begun, beside other data or alone."""
+def test_data_without_texts_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Data without texts is a one-line error that names the data set, alone or beside other data; no folder is made."""
     pl.DataFrame({"user_id": range(30), "item_id": [at % 7 for at in range(30)]}).write_parquet(
         tmp_path / "ids.parquet"
     )

@@ -1,4 +1,4 @@
-"""The report: one page that needs nothing else, shows what the folders hold, cannot be broken by any name, and sorts in a browser."""
+"""The report: a self-contained page with the content of the folders, safe against any name, sortable in a browser."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import polars as pl
 import pytest
 
 from sparring.cli import main
-from sparring.core.drawing import INK
+from sparring.core.figure_style import INK
 from sparring.core.workers import Failure
 from sparring.data.interactions import Split
 from sparring.data.synthetic import SyntheticWorld
@@ -28,6 +28,7 @@ from sparring.experiments.report import comparison, figures
 from sparring.experiments.report.html import Code, Facts, Figures, Page, Paragraph, Points, Section, Sheet
 from sparring.experiments.report.tables import Column, Table
 from sparring.recipes.setup import Setup
+from support.papers import run_json
 
 NASTY = '</script><b onload="x">&$x$'
 NAME = "<b>&$x$"  # of a data set, whose folder has it too
@@ -36,7 +37,7 @@ VOID = {"meta", "br", "img", "link", "input", "hr"}
 
 
 class Seen(HTMLParser):
-    """Tags, attributes, tables (rows of cells) and text of a page; says where a tag is closed that was not open."""
+    """Attributes and tables (rows of cells) of a page; fails on a closing tag that was not open."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -73,7 +74,7 @@ class Seen(HTMLParser):
 
 
 def one_page(words: str) -> Page:
-    """A page of every kind of part, with the same words everywhere."""
+    """A page of every kind of block, with the same words everywhere."""
     columns = (Column(words, "{name}", text=True), Column("n", "{n:.1f}[[ ± {std:.1f}]]"))
     rows = [
         {"name": words, "n": 2.04, "std": None},
@@ -97,7 +98,7 @@ def one_page(words: str) -> Page:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory, parts: Split, small_world: SyntheticWorld) -> Comparison:
-    """A small comparison under a name full of signs, and its report."""
+    """A small comparison whose data set has special characters in its name, and its report."""
     shared: dict[str, object] = {"dim": 4, "batch_size": 128, "n": 16, "epochs": 3}
     data = (ComparedData(NAME, parts, world=small_world),)
     plan = Comparison(
@@ -124,7 +125,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, parts: Split, small_world: Sy
 
 
 def test_no_words_break_the_page() -> None:
-    """Whatever titles, cells, captions and commands hold is shown as it is: every tag closes, and no tag comes from the words."""
+    """Titles, cells, captions and commands are escaped: every tag closes, and no tag comes from the words."""
     plain, nasty = Seen(one_page("plain").html()), Seen(one_page(NASTY).html())
     assert plain.open == nasty.open == []
     assert len(plain.attributes) == len(nasty.attributes)
@@ -134,8 +135,8 @@ def test_no_words_break_the_page() -> None:
     assert one_page(NASTY).html().count("</script>") == 1
 
 
-def test_ids_are_not_used_twice_and_links_lead_somewhere(made: Comparison) -> None:
-    """Two sections of one title, and several figures of one library, have ids of their own; every inner link and clip finds its id."""
+def test_ids_are_unique_and_links_resolve(made: Comparison) -> None:
+    """Sections of one title and figures have distinct ids; every inner link and clip path finds its id."""
     for page in (one_page("same").html(), (made.out / "report.html").read_text()):
         ids = re.findall(r'\bid="([^"]*)"', page)
         assert len(ids) == len(set(ids)) > 0
@@ -143,7 +144,7 @@ def test_ids_are_not_used_twice_and_links_lead_somewhere(made: Comparison) -> No
 
 
 def test_the_page_loads_nothing(made: Comparison) -> None:
-    """No attribute and no style refers to anything outside the page, and a policy forbids it; both colour schemes and print are there."""
+    """Nothing refers outside the page, and a policy forbids it; the page has both colour schemes and a print style."""
     page = (made.out / "report.html").read_text()
     seen = Seen(page)
     assert seen.open == []
@@ -168,8 +169,8 @@ def test_the_page_loads_nothing(made: Comparison) -> None:
     assert 'name="viewport"' in page
 
 
-def test_the_page_says_what_the_folders_say(made: Comparison) -> None:
-    """Means and deviations computed here from the stored values stand in the tables and in the bars; so do commands, versions and seeds."""
+def test_the_page_equals_the_folders(made: Comparison) -> None:
+    """Tables and bars have the means and deviations of the stored values; the page has command, versions and seeds."""
     page = (made.out / "report.html").read_text()
     tables = Seen(page).tables
     svg = ET.parse(made.out / "figures" / f"{NAME}-quality.svg").getroot()
@@ -188,7 +189,7 @@ def test_the_page_says_what_the_folders_say(made: Comparison) -> None:
             assert value in drawn
     assert {"uns (baseline)", "pns", "ssl_pop", "recall@5", "ndcg@10"} <= set(drawn)
     text = html.unescape(page)
-    meta = json.loads((made.out / NAME / "uns" / "0" / "run.json").read_text())
+    meta = run_json(made.out / NAME / "uns" / "0")
     device = json.loads((made.out / NAME / "uns" / "0" / "measured.json").read_text())["device"]
     (command,) = [
         block
@@ -203,8 +204,8 @@ def test_the_page_says_what_the_folders_say(made: Comparison) -> None:
     assert f"{NAME} psl seed 1: {NASTY}" in text
 
 
-def test_figures_are_written_twice_and_take_the_colour_of_the_text(made: Comparison) -> None:
-    """Each figure is a valid SVG and a PNG that is not blank, under one name; in the page it has no background and ink of the text."""
+def test_figures_are_svg_and_png_in_the_colour_of_the_text(made: Comparison) -> None:
+    """Each figure is a valid SVG and a non-blank PNG; in the page it takes the colour of the text."""
     folder = made.out / "figures"
     names = {f"{NAME}-{kind}" for kind in ("quality", "learning", "time", "negatives")}
     assert {path.name for path in folder.iterdir()} == {
@@ -225,7 +226,7 @@ def test_figures_are_written_twice_and_take_the_colour_of_the_text(made: Compari
 
 
 def test_names_in_figures_are_plain_text(tmp_path: Path) -> None:
-    """Dollars are no formula and angles no markup: a name is in the SVG file as it is."""
+    """Dollar signs are no formulas and angle brackets no markup: the SVG has the name unchanged."""
     rows = [{"metric": "m<1>", "recipe": "a$x$<b>", "mean": 0.5, "std": None}]
     figures.save(figures.bars(rows, ["a$x$<b>"], "none"), tmp_path, "odd", "")
     texts = [
@@ -235,8 +236,8 @@ def test_names_in_figures_are_plain_text(tmp_path: Path) -> None:
     assert {"a$x$<b>", "m<1>", "0.5000"} <= set(texts)
 
 
-def test_curves_are_means_over_seeds_as_far_as_all_were_trained() -> None:
-    """One seed stopped early: the line has the epochs of both, and the mean of both; a recipe without the metric has no line."""
+def test_curves_are_means_over_the_epochs_of_all_seeds() -> None:
+    """With one seed stopped early, the line covers the epochs of both; a recipe without the metric has no line."""
     long = [{"epoch": e, "loss": 1.0, "ndcg@10": 0.1 * e} for e in (1, 2, 3)]
     short = [{"epoch": 1, "ndcg@10": 0.3}, {"epoch": 2, "loss": 1.0, "ndcg@10": 0.5}]
     figure = figures.curves({"a": [long, short], "b": [[{"epoch": 1, "loss": 1.0}]]}, "ndcg@10", ("a", "b"), "b")
@@ -245,7 +246,7 @@ def test_curves_are_means_over_seeds_as_far_as_all_were_trained() -> None:
 
 
 def test_a_comparison_without_runs_still_has_a_page(parts: Split, tmp_path: Path) -> None:
-    """Where every training failed the page says so, and what failed."""
+    """If every training failed, the page says so and lists the failures."""
     plan = Comparison(tmp_path / "out", (ComparedData("w", parts),), ("uns",), 1)
     failures = [Failure("w", "uns", "seed 0", "out of memory")]
     page = comparison.write(plan, comparison_tables.write(plan, failures), failures).read_text()
@@ -254,37 +255,10 @@ def test_a_comparison_without_runs_still_has_a_page(parts: Split, tmp_path: Path
     assert Seen(page).open == []
 
 
-def test_the_command_writes_the_page_and_says_where(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`sparring compare` on two sets without a validation part: the last line names the page, which has a section for each."""
-    words = [
-        "compare",
-        "--data",
-        "world:60x40",
-        "--data",
-        "world:70x40",
-        "--recipes",
-        "uns,pns",
-        "--seeds",
-        "1",
-        "--setup",
-        "default",
-    ]
-    words += [
-        "--epochs",
-        "1",
-        "--metrics",
-        "ndcg@10",
-        "--set",
-        "dim=4",
-        "--set",
-        "n=8",
-        "--valid",
-        "0",
-        "--device",
-        "cpu",
-        "--jobs",
-        "2",
-    ]
+def test_the_command_writes_the_page_and_prints_its_path(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`sparring compare` on two sets without validation prints the path of a page with a section for each set."""
+    words = shlex.split("compare --data world:60x40 --data world:70x40 --recipes uns,pns --seeds 1 --setup default")
+    words += shlex.split("--epochs 1 --metrics ndcg@10 --set dim=4 --set n=8 --valid 0 --device cpu --jobs 2")
     out = tmp_path / "out"
     assert main([*words, "--out", str(out)]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
@@ -298,7 +272,7 @@ def test_the_command_writes_the_page_and_says_where(tmp_path: Path, capsys: pyte
 
 
 def test_a_browser_opens_the_page(made: Comparison, tmp_path: Path, browse: Callable[[Path], tuple[str, str]]) -> None:
-    """Chromium shows all tables and figures and has nothing to complain of; it would, were there something to load."""
+    """Chromium shows all tables and figures without console messages, and would report a missing resource."""
     page = made.out / "report.html"
     dom, said = browse(page)
     assert said == ""
@@ -309,10 +283,10 @@ def test_a_browser_opens_the_page(made: Comparison, tmp_path: Path, browse: Call
     assert "missing.png" in browse(broken)[1]
 
 
-def test_headings_sort_by_full_figures_and_keep_empty_cells_last(
+def test_headings_sort_by_full_precision_and_keep_empty_cells_last(
     tmp_path: Path, browse: Callable[[Path], tuple[str, str]]
 ) -> None:
-    """Clicks in Chromium: numbers from the largest, 2.04 above 2.01 though both read 2.0; again: from the smallest; words from A."""
+    """Clicks sort numbers by full precision, largest first, then smallest first; words from A; empty cells last."""
     expected = {(1,): "cadeb", (1, 1): "edacb", (0,): "abcde", (1, 0, 0): "edcba"}
     for clicks, order in expected.items():
         page = tmp_path / f"{len(clicks)}{clicks[0]}.html"

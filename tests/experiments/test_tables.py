@@ -1,4 +1,4 @@
-"""One table, four ways: what people see is formatted and escaped, what programs read is complete."""
+"""One table in four formats: formatted and escaped for people, with full precision for programs."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ TABLE = Table(
 )
 
 
-def test_cells_leave_out_what_is_not_known() -> None:
-    """A piece in [[ ]] goes with its field; a cell without its field is empty; brackets inside a piece stay."""
+def test_cells_leave_out_missing_fields() -> None:
+    """A part in [[ ]] is left out with its field; a cell without its field is empty; inner brackets stay."""
     assert TABLE.cells() == [
         ["recipe", "mean ± std", "p"],
         ["ssl_pop", "0.1235 ± 0.0010", "0.03"],
@@ -41,7 +41,7 @@ def test_cells_leave_out_what_is_not_known() -> None:
 
 
 def test_markdown() -> None:
-    """A heading, a rule that aligns figures right, a line per row of equal width, pipes escaped."""
+    """Markdown has a heading, a rule that aligns numbers right, lines of equal width, and escaped pipes."""
     lines = TABLE.markdown().splitlines()
     assert lines[0] == "Tests_1"
     assert [cell.strip() for cell in lines[2].strip("|").split("|")] == ["recipe", "mean ± std", "p"]
@@ -52,8 +52,8 @@ def test_markdown() -> None:
     assert lines[3].count("|") == 4
 
 
-def test_csv_and_json_hold_every_figure_in_full() -> None:
-    """Read back, the rows are as they were: all fields, all digits, None as nothing."""
+def test_csv_and_json_have_full_precision() -> None:
+    """CSV and JSON read back to the same rows: all fields, all digits, None as empty."""
     back = list(csv.DictReader(io.StringIO(TABLE.csv())))
     assert float(back[0]["mean"]) == ROWS[0]["mean"]
     assert (back[1]["std"], back[1]["recipe"]) == ("", "a|b & 5%")
@@ -65,7 +65,7 @@ def test_csv_and_json_hold_every_figure_in_full() -> None:
 
 
 def test_latex() -> None:
-    """As many columns in every row as the table declares, and no bare special character."""
+    """Every LaTeX row has the declared number of columns and no unescaped special character."""
     text = TABLE.latex()
     assert r"\begin{tabular}{lrr}" in text
     body = [line for line in text.splitlines() if line.endswith(r"\\")]
@@ -78,7 +78,7 @@ def test_latex() -> None:
 
 
 def test_write_makes_four_files(tmp_path: Path) -> None:
-    """name.md, .csv, .tex and .json, whole, in a folder that is made; a file in the way is one line."""
+    """Four complete files in a new folder; a file in place of the folder is a one-line error."""
     paths = TABLE.write(tmp_path / "new", "quality")
     assert [path.name for path in paths] == ["quality.md", "quality.csv", "quality.tex", "quality.json"]
     assert [path.read_text(encoding="utf-8") for path in paths] == [
@@ -94,7 +94,7 @@ def test_write_makes_four_files(tmp_path: Path) -> None:
 
 
 def test_an_empty_table() -> None:
-    """No rows: a heading alone."""
+    """A table without rows has a heading alone."""
     empty = Table((Column("a", "{a}"),), [])
     assert empty.cells() == [["a"]]
     assert json.loads(empty.json())["rows"] == []

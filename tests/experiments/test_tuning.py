@@ -1,4 +1,4 @@
-"""Tuning: the same number of trials for all, on the validation part alone, and it goes on where it stopped."""
+"""Tuning: equal numbers of trials, scored on the validation part alone, resumable."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ import pytest
 from sparring.core.errors import UserError
 from sparring.data.interactions import Split
 from sparring.experiments import tuning
-from sparring.experiments.search_space import ARGUMENTS, OneOf, Range, defaults, first_trials, space
+from sparring.experiments.search_space import OneOf, Range, defaults, first_trials, space
 from sparring.experiments.tuning import Trial, best, read_trials, tune
 from sparring.recipes import RECIPES
-from sparring.recipes.settings import find, own_arguments, own_setup
+from sparring.recipes.finding import find
+from sparring.recipes.settings import own_arguments, own_setup
 from sparring.recipes.setup import Setup
 
 pytest.importorskip("optuna")
@@ -25,8 +26,8 @@ QUICK = Setup.of(dim=4, epochs=2, batch_size=128)
 FIXED = {"n": 16}
 
 
-def test_the_space_is_common_plus_the_recipes_own() -> None:
-    """Learning rate, temperature and decay of every recipe; lam of xir alone; never how many candidates are scored; nothing fixed."""
+def test_the_space_is_shared_settings_plus_the_recipes_own() -> None:
+    """Every recipe tunes rate, temperature and decay, xir also lam; never numbers of candidates or fixed settings."""
     assert set(space("xir")) == {"lr", "tau", "weight_decay", "item_bias", "lam"}
     assert set(space("uns")) == {"lr", "tau", "weight_decay", "item_bias"}
     assert set(space("pns", {"tau": 0.1})) == {"lr", "weight_decay", "item_bias", "alpha"}
@@ -38,7 +39,7 @@ def test_the_space_is_common_plus_the_recipes_own() -> None:
 
 @pytest.mark.parametrize("name", sorted(RECIPES))
 def test_every_space_fits_its_recipe(name: str) -> None:
-    """What is tuned is an argument of the recipe or a field of Setup, of a fitting type, and the recipe's own value is in reach."""
+    """Tuned settings belong to the recipe or to Setup, fit its type, and have its default in range."""
     own, setup = own_arguments(find(name)), own_setup(find(name)).flat()
     for key, entry in space(name).items():
         value = own[key][1] if key in own else setup[key]
@@ -51,15 +52,8 @@ def test_every_space_fits_its_recipe(name: str) -> None:
             assert key not in own or set(entry.values) <= set(get_args(own[key][0]))
 
 
-def test_every_entry_of_the_table_is_used() -> None:
-    """The table of own arguments names nothing that no recipe has."""
-    for name in ARGUMENTS:
-        recipe, _, argument = name.rpartition(".")
-        assert any(argument in own_arguments(found) for key, found in RECIPES.items() if recipe in ("", key)), name
-
-
-def test_trials_are_counted_kept_and_continued(parts: Split, tmp_path: Path) -> None:
-    """Stopped after two trials and called again for four, a study makes two more and ends exactly as one that was not stopped."""
+def test_trials_are_counted_kept_and_resumed(parts: Split, tmp_path: Path) -> None:
+    """Two trials resumed to four equal four trials in one call."""
     told: list[Trial] = []
     whole = tune("xir", parts, 4, tmp_path / "whole", base=QUICK, fixed={"cache_size": 16, "n": 8}, device="cpu")
     tune("xir", parts, 2, tmp_path / "a", base=QUICK, fixed={"cache_size": 16, "n": 8}, device="cpu", say=told.append)
@@ -84,7 +78,7 @@ def test_trials_are_counted_kept_and_continued(parts: Split, tmp_path: Path) -> 
 
 
 def test_every_method_tries_other_temperatures(parts: Split, tmp_path: Path) -> None:
-    """After the recipe as it comes and the strong setting, that at each of `taus`, or at half and twice its own; then the sampler."""
+    """After defaults and strong settings come the temperatures `taus`, or half and twice its own; then the sampler."""
     named, plain = (
         tune("uns", parts, 5, tmp_path / str(taus), base=QUICK, fixed=FIXED, device="cpu", taus=taus).trials
         for taus in ((0.2, 0.4), ())
@@ -101,7 +95,7 @@ def test_every_method_tries_other_temperatures(parts: Split, tmp_path: Path) -> 
 
 
 def test_no_setting_is_tried_twice(parts: Split) -> None:
-    """A recipe that comes with the strong setting has other temperatures a trial earlier; what it leaves open is filled."""
+    """A recipe whose defaults are the strong settings tries other temperatures a trial earlier."""
     choices = space("default")
     trials = first_trials("default", choices, parts.train, None, {})
     assert trials[0]["tau"] == first_trials("uns", space("uns"), parts.train, None, {})[1]["tau"]
@@ -109,7 +103,7 @@ def test_no_setting_is_tried_twice(parts: Split) -> None:
 
 
 def test_temperatures_of_another_unit_are_among_the_first(parts: Split) -> None:
-    """BIR at twice tau is as sharp as SSL-Pop at tau, PSL at half of it: every method tries all three, with all else alike."""
+    """BIR at twice tau is as sharp as SSL-Pop at tau, PSL at half of it: every method tries all three."""
     taus = {
         recipe: [trial["tau"] for trial in first_trials(recipe, space(recipe, base=QUICK), parts.train, QUICK, {})[1:4]]
         for recipe in ("ssl_pop", "bir", "xir", "psl")
@@ -120,7 +114,7 @@ def test_temperatures_of_another_unit_are_among_the_first(parts: Split) -> None:
 
 
 def test_the_score_is_the_best_validation_and_the_test_part_is_not_used(parts: Split, tmp_path: Path) -> None:
-    """The first trial scores as the recipe's own training does on validation; without a test part nothing changes."""
+    """The first trial scores like the recipe's own training on validation; the test part changes nothing."""
     from sparring.recipes.settings import build
     from sparring.training.fitting import fit
 
@@ -133,7 +127,7 @@ def test_the_score_is_the_best_validation_and_the_test_part_is_not_used(parts: S
 
 
 def test_a_failed_trial_counts_and_is_reported(parts: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A trial that fails uses up one of the budget, its reason is kept, and the best of the others wins."""
+    """A failed trial counts, keeps its reason, and the best of the others wins."""
     calls, real = 0, tuning.fit
 
     def sometimes(*args: Any, **named: Any) -> Any:
@@ -151,8 +145,8 @@ def test_a_failed_trial_counts_and_is_reported(parts: Split, tmp_path: Path, mon
     assert read_trials(tmp_path / "trials.jsonl") == list(found.trials)
 
 
-def test_best_takes_the_first_of_equals_and_needs_one_that_worked() -> None:
-    """Ties go to the earlier trial; nan and failures never win; with nothing else there is no best."""
+def test_best_takes_the_first_in_a_tie_and_needs_a_success() -> None:
+    """The earlier trial wins a tie; NaN and failures never win; with nothing else there is an error."""
     values = [0.1, None, 0.3, float("nan"), 0.3]
     trials = [
         Trial(i, {"lr": float(i)}, value, 1.0, "bad" if value is None else None) for i, value in enumerate(values)
@@ -162,8 +156,8 @@ def test_best_takes_the_first_of_equals_and_needs_one_that_worked() -> None:
         best("uns", trials[1:2])
 
 
-def test_refusals(parts: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No validation part, a damaged file, trials over another space, no Optuna: one line each, the last naming the extra."""
+def test_bad_input(parts: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No validation part, a corrupt file, trials over another space and no Optuna are one-line errors."""
     with pytest.raises(UserError, match="validation part"):
         tune("uns", Split(parts.train, None, parts.test), 1, tmp_path)
     (tmp_path / "trials.jsonl").write_text('{"number": 0, "sett')
@@ -177,15 +171,14 @@ def test_refusals(parts: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         tune("uns", parts, 1, tmp_path)
 
 
-def test_literal_arguments_take_their_declared_values(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_literal_arguments_take_their_declared_values() -> None:
     """An entry without values stands for all values of the argument's Literal type."""
-    monkeypatch.setitem(ARGUMENTS, "form", OneOf())
-    assert space("ssl_pop")["form"] == OneOf(("paper", "release"))
+    assert space("bsl")["form"] == OneOf(("corrected", "release"))
 
 
 @pytest.mark.parametrize(("encoder", "lr"), [("minilm", 2e-4), ("bag", 0.01)])
 def test_rates_of_text_towers(encoder: str, lr: float) -> None:
-    """A transformer is tried at rates from 1e-5 to 1e-3, a bag at those of a table; the first trial has what suits the encoder."""
+    """A transformer is tried at rates from 1e-5 to 1e-3, a bag at those of a table; the first suits the encoder."""
     found = space("dpr", {"encoder": encoder})
     assert found["lr"] == (Range(1e-5, 1e-3, log=True) if encoder == "minilm" else space("dpr")["lr"])
     assert defaults("dpr", found, None, {"encoder": encoder})["lr"] == lr

@@ -1,4 +1,4 @@
-"""The Triton kernels, in Triton's interpreter where there is no GPU: held to sums over the whole matrix of scores in float64."""
+"""The fused Triton kernel, in the interpreter without a GPU, against sums over the full score matrix in float64."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def truth(
 def test_value_gradients_and_draw_counts(
     shape: tuple[int, int, int], draws: float | None, weight: str, keyed: bool
 ) -> None:
-    """With weights of any shape, some of them -inf, and pairs left out by key, all within float32's error of the whole matrix."""
+    """With weights of any shape, some -inf, and excluded keys, results are within float32 error of the full matrix."""
     b, c, d = shape
     g = torch.Generator().manual_seed(b + c)
     q, emb, upstream = torch.randn(b, d, generator=g), torch.randn(c, d, generator=g), torch.randn(b, generator=g)
@@ -87,7 +87,7 @@ def test_value_gradients_and_draw_counts(
 def test_a_device_with_little_shared_memory_gets_smaller_tiles(
     monkeypatch: pytest.MonkeyPatch, refused: int, half: bool
 ) -> None:
-    """Where the largest tiles do not fit the next ones serve, with the same value and gradients, and they are not tried again."""
+    """If the largest tiles do not fit, the next serve with the same value and gradients, and are not tried again."""
     monkeypatch.setattr(fused, "halves", lambda dtype: half)
     monkeypatch.setattr(fused, "_plan", lru_cache(fused._Plan))
     tried: list[int] = []
@@ -123,7 +123,7 @@ def test_a_device_with_little_shared_memory_gets_smaller_tiles(
 
 
 def test_draw_counts_without_a_gradient() -> None:
-    """Where no backward pass will come, the expected counts are there at once, and add up to the draws of all queries."""
+    """Without a backward pass, the expected counts are filled at once and sum to the draws of all queries."""
     q, emb = torch.randn(40, 8, device=DEVICE), torch.randn(50, 8, device=DEVICE)
     draw_counts = torch.zeros(50, device=DEVICE)
     fused.weighted_logsumexp(q, emb, torch.zeros((), device=DEVICE), None, 12.0, draw_counts)
@@ -134,8 +134,7 @@ def test_draw_counts_without_a_gradient() -> None:
 def drawn_counts(
     logits: Tensor, n: float, seed: int, first: int = 0, keys: ExcludedKeys | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Counts (B, C) that the forward pass drew, their value and their draw_counts: with unit vectors as candidates the gradient by the query is
-    the share of each, and share x sum / e^s is the count."""
+    """Counts (B, C) of the forward pass, the value and draw_counts; with unit candidates the gradient is the counts."""
     q, unit = (
         logits.to(DEVICE, copy=True).requires_grad_(),
         torch.eye(logits.shape[1], device=DEVICE, requires_grad=True),
@@ -152,8 +151,7 @@ def drawn_counts(
 
 @pytest.mark.parametrize("seed", [0, 1, 1 << 61])
 def test_drawn_counts_follow_their_distribution(seed: int) -> None:
-    """floor(n p + u): each count is one of the two whole numbers around n p, the upper one with the chance that is left over, by itself:
-    chi-square of every candidate over 1,900 queries, of the pairs of candidates, and of the sums of queries."""
+    """floor(n p + u): each count is one of the two integers around n p, with the right probability, independently."""
     logits = torch.tensor([[0.3, -1.0, 1.2, 0.0, -0.4, 2.0]]).expand(1900, 6)
     n = 10.0
     counts, _, draw_counts = drawn_counts(logits, n, seed)
@@ -177,7 +175,7 @@ def test_drawn_counts_follow_their_distribution(seed: int) -> None:
 
 
 def test_draws_depend_on_seed_query_and_candidate_alone() -> None:
-    """The second half of a batch draws what it draws as a batch of its own that begins at its number; another seed draws differently."""
+    """The second half of a batch draws the same as a batch that starts there; another seed draws differently."""
     logits = torch.randn(80, 5, generator=torch.Generator().manual_seed(3))
     whole, value, _ = drawn_counts(logits, 7.0, 5)
     half, _, _ = drawn_counts(logits[40:], 7.0, 5, first=40)
@@ -192,7 +190,7 @@ def test_draws_depend_on_seed_query_and_candidate_alone() -> None:
 @pytest.mark.parametrize("scale", [1.0, 1e-6, 3e4])
 @pytest.mark.parametrize("half", [False, True])
 def test_draws_under_weights(monkeypatch: pytest.MonkeyPatch, kind: str, scale: float, half: bool) -> None:
-    """With weights, far from 1 or 0, and vectors of any size: counts are whole numbers next to n p, value and gradients are theirs."""
+    """With extreme weights and vectors, counts are integers next to n p, with matching value and gradients."""
     monkeypatch.setattr(fused, "halves", lambda dtype: half)
     g = torch.Generator().manual_seed(9)
     logits, n = torch.randn(160, 140, generator=g), 90.0
@@ -239,8 +237,7 @@ def test_what_does_not_count_is_never_drawn() -> None:
 def test_sixteen_bits_keep_what_tf32_keeps(
     monkeypatch: pytest.MonkeyPatch, draws: float | None, scale: float, dtype: torch.dtype
 ) -> None:
-    """Where PyTorch may use TF32, value and gradients lie no further from the truth than with inputs rounded to TF32's 10 bits, by more
-    than half; whatever the size of the vectors and of the gradient that comes in."""
+    """Where PyTorch may use TF32, errors are no larger than with inputs rounded to the 10 bits of TF32."""
     monkeypatch.setattr(fused, "halves", lambda dtype: True)
     g = torch.Generator().manual_seed(2)
     q, emb = 3 / scale * torch.randn(150, 24, generator=g), scale * torch.randn(140, 24, generator=g)

@@ -1,4 +1,4 @@
-"""The Triton kernels of ESANS, in Triton's interpreter where there is no GPU: shares, mixtures and draws by cluster, by brute force."""
+"""The Triton kernels of ESANS, in the interpreter without a GPU: shares, mixtures and cluster draws, by brute force."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def vectors(*shape: int, start: int = 0) -> Tensor:
 @pytest.mark.parametrize(("m", "d"), [(2, 3), (3, 70), (5, 16), (9, 5)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_shares_by_hand(kind: str, m: int, d: int) -> None:
-    """Each size 2..m has one set, each member is the anchor once, shares are d(anchor, i)^eta over the set, d by the reading."""
+    """Each size 2..m has one set, each member is the anchor once, and shares are d(anchor, i)^eta over the set."""
     eta, emb = 0.6, vectors(8, m, d)
     shares = mixtures.shares(emb.to(DEVICE), seed(5), 0, eta, kind).cpu().double()
     assert shares.shape == (8, (m + 2) * (m - 1) // 2, m)
@@ -70,7 +70,7 @@ def test_shares_by_hand(kind: str, m: int, d: int) -> None:
 
 
 def test_every_set_and_order_is_as_likely() -> None:
-    """Of 400 groups of 4: each set of 2, 3 and 4 as often as any other, each member first as often, sizes and groups by themselves."""
+    """Over 400 groups of 4, all sets and orders are equally frequent, independent of size and group."""
     shares = mixtures.shares(vectors(1, 4, 3).expand(400, 4, 3).to(DEVICE), seed(1 << 61), 0, 1.0, "minmax_block").cpu()
     alone = []
     for n, begin in ((2, 0), (3, 2), (4, 5)):
@@ -100,7 +100,7 @@ def test_random_shares_are_uniform_on_their_simplex() -> None:
 
 @pytest.mark.parametrize("kind", ["minmax_set", "dirichlet"])
 def test_groups_drawn_in_parts_are_drawn_as_in_one(kind: str) -> None:
-    """The second half of the groups, numbered as such, gets the shares it gets in the whole; another seed gives others."""
+    """The second half of the groups gets the same shares as in one call; another seed gives others."""
     emb = vectors(6, 4, 3).to(DEVICE)
     whole = mixtures.shares(emb, seed(7), 0, 0.6, kind)
     assert torch.equal(mixtures.shares(emb[3:], seed(7), 3, 0.6, kind), whole[3:])
@@ -115,7 +115,7 @@ def test_groups_drawn_in_parts_are_drawn_as_in_one(kind: str) -> None:
     ],
 )
 def test_value_and_gradients(keyed: str, offset: float, shape: tuple[int, int, int, int]) -> None:
-    """Real ones left out by one key, mixtures by another, some weights -inf: all as with every vector and pair written out in float64."""
+    """Real candidates excluded by one key, mixtures by another, some weights -inf: as with all pairs in float64."""
     b, groups, m, d = shape
     random = torch.Generator().manual_seed(b)
     q, emb, log_w = (torch.randn(*size, generator=random) for size in ((b, d), (groups * m, d), (groups * m,)))
@@ -158,7 +158,7 @@ def test_value_and_gradients(keyed: str, offset: float, shape: tuple[int, int, i
 
 @pytest.mark.parametrize("per_query", [False, True])
 def test_towards_the_positive(per_query: bool) -> None:
-    """Candidates, then lam v + (1 - lam) e of each, with their weights and ids; gradients reach candidates and positive by their shares."""
+    """Candidates, then lam v + (1 - lam) e of each, with weights and ids; gradients reach both by their shares."""
     b, m, d = 6, 3, 5
     emb, v, upstream, log_w = (
         vectors(b, m, d),
@@ -206,8 +206,7 @@ def items_of(found: Codes, positives: list[int]) -> tuple[Tensor, list[int], lis
 
 
 def test_simple_ones_follow_equation_9() -> None:
-    """Two other clusters without replacement in proportion to their chances, in order; in each a set of distinct items, alike; where a
-    cluster has too few, each of its items alike; and all that comes with the ids is theirs."""
+    """Two other clusters without replacement by their probabilities, in order, and a uniform set of items in each."""
     found = codes()
     sampler = OtherClusters(found, m_c=2, m_o=3, gamma=1.5).to(DEVICE)
     items, cell, primary = items_of(found, [3])
@@ -239,7 +238,7 @@ def test_simple_ones_follow_equation_9() -> None:
 
 
 def test_hard_ones_come_from_the_cluster_less_the_cell() -> None:
-    """Every set of two items of the positive's cluster and another cell alike; none of the next cluster unless the cell is all there is."""
+    """All pairs of items of the positive's cluster outside its cell are equally likely; the next is a fallback."""
     found = codes()
     sampler = SameCluster(found, m_h=2).to(DEVICE)
     positives = [found.cell_of.tolist().index(cell) for cell in (0, 1, 12, 7)]  # the last cell is all of its cluster
@@ -266,7 +265,7 @@ def test_hard_ones_come_from_the_cluster_less_the_cell() -> None:
 
 
 def test_where_there_is_nothing_to_draw() -> None:
-    """With one other cluster the second of two draws is empty: id -1, item 0 to encode, weight -inf, no cell and no cluster."""
+    """With one other cluster the second draw is empty: id -1, item 0 to encode, weight -inf, no cell, no cluster."""
     found = Codes(torch.tensor([0, 2, 0, 2]), torch.zeros(4).long(), vectors(3, 2), 1)
     sampler = OtherClusters(found, 2, 2).to(DEVICE)
     tables = sampler.cell, sampler.order, sampler.start, sampler.chance
@@ -286,7 +285,7 @@ def test_where_there_is_nothing_to_draw() -> None:
 
 
 def loss_by_hand(step: Step, bag: Bag, found: Codes, exclude: str, offset: float) -> Tensor:
-    """(B,) float64, from the vectors of the bag: which pairs count is looked up one by one."""
+    """(B,) float64, from the vectors of the bag; exclusions are checked pair by pair."""
     simple, hard = bag.blocks
     assert simple.mix is not None
     share, ids, own = simple.mix.weights.double(), simple.ids.tolist(), step.item_ids.tolist()
@@ -312,8 +311,7 @@ def loss_by_hand(step: Step, bag: Bag, found: Codes, exclude: str, offset: float
 
 @pytest.mark.parametrize(("exclude", "rule"), [("cell", 0.2), ("positive", "learned"), ("none", "adaptive")])
 def test_a_step_by_these_kernels(monkeypatch: pytest.MonkeyPatch, exclude: str, rule: float | str) -> None:
-    """The whole bag as a GPU draws and scores it: loss and gradients are those of its vectors, pair by pair in float64; the same step
-    draws the same again, another does not."""
+    """The bag as a GPU draws and scores it: loss and gradients equal those of its vectors, pair by pair in float64."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     found, offset = codes(), -0.3
     other = OtherClusters(found, 2, 4, exclude=exclude)  # type: ignore[arg-type]

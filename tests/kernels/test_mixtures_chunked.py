@@ -127,17 +127,17 @@ def test_in_blocks(monkeypatch: pytest.MonkeyPatch, block: int, store: int) -> N
 
 @pytest.mark.parametrize("block", [1, 1 << 20])
 def test_large_logits(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
-    """Logits of hundreds neither overflow nor vanish, whichever block holds the largest; a masked one sets no maximum."""
+    """Logits of hundreds neither overflow nor vanish in any block; a masked one sets no maximum."""
     monkeypatch.setitem(mixtures_chunked.BLOCK, "cpu", block)
     p = problem((16, 12, 3, 5, 8), "column", scale=100.0)
     within_budget(p, mixtures_chunked.weighted_logsumexp, "pairs")
 
 
 def test_a_weight_per_pair_takes_the_plain_form() -> None:
-    """The chosen kernel serves a weight for each pair, and refuses draws and mixtures together."""
+    """The dispatcher supports a weight per pair, and rejects draws combined with mixtures."""
     p = problem((9, 6, 3, 5, 8), "pair")
     within_budget(p, kernels.weighted_logsumexp, "pairs")
-    with pytest.raises(ValueError, match="do not go together"):
+    with pytest.raises(ValueError, match="mixtures"):
         kernels.weighted_logsumexp(p.q, p.emb, p.log_w, draws=3.0, mix=Mix(p.share))
 
 

@@ -21,7 +21,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 def test_value_gradients_and_draw_counts(
     shape: tuple[int, int, int], draws: float | None, weight: str, masked: bool
 ) -> None:
-    """With weights of any shape, some -inf, and pairs that are masked, up to all of a query's: value, both gradients, expected counts."""
+    """With weights of any shape, some -inf, and masks up to full rows: value, both gradients and expected counts."""
     b, c, d = shape
     g = torch.Generator().manual_seed(c)
     q, emb, upstream = torch.randn(b, d, generator=g), torch.randn(b, c, d, generator=g), torch.randn(b, generator=g)

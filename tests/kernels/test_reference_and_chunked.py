@@ -1,4 +1,4 @@
-"""Kernels by error budget: no further from the float64 truth than plain PyTorch in float32, plus a small tolerance."""
+"""Kernels by error budget: an error to float64 at most that of plain PyTorch in float32, plus a tolerance."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def problem(
 
 
 def plain(p: Problem, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Loss, both gradients and expected counts by torch.logsumexp over the whole matrix; rows with nothing left give -inf and 0."""
+    """Loss, both gradients and expected counts by torch.logsumexp over the full matrix; empty rows give -inf and 0."""
     q, emb = p.q.to(dtype, copy=True).requires_grad_(), p.emb.to(dtype, copy=True).requires_grad_()
     s = q @ emb.T
     w = p.log_w.to(dtype).expand(s.shape).clone()
@@ -132,7 +132,7 @@ def test_error_budget_at_other_scales(kernel: str, draws: float | None, scale: f
 @pytest.mark.parametrize("draws", [None, 64.0])
 @pytest.mark.parametrize(("store", "block"), [(0, 1 << 19), (1 << 26, 100), (0, 100), (1 << 26, 1), (0, 57 * 32)])
 def test_blocks_and_recomputing_change_nothing(monkeypatch, draws: float | None, store: int, block: int) -> None:
-    """With blocks smaller than the batch, and exponentials computed again beyond STORE, the budget holds all the same."""
+    """The error budget holds with blocks smaller than the batch and exponentials recomputed beyond STORE."""
     monkeypatch.setattr(chunked, "STORE", store)
     monkeypatch.setattr(chunked, "BLOCK", {"cpu": block})
     for weight, drop in (("column", "some"), ("scalar", "all"), ("column", "none")):

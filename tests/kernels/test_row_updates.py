@@ -31,7 +31,7 @@ def gradients(step: int, d: int = 5) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize(("bias", "decay", "d"), [("row", 0.0, 5), ("row", 0.3, 40), ("step", 0.3, 5)])
 def test_adam_equals_a_loop_over_rows(bias: str, decay: float, d: int) -> None:
-    """Repeated rows are summed, each row counts its own updates (or all steps), and rows outside the batch stay bitwise."""
+    """Repeated rows are summed, each row counts its own updates (or all steps), and other rows stay bitwise equal."""
     start = torch.randn(N, d, generator=torch.Generator().manual_seed(9))
     table = start.to(DEVICE, copy=True)
     state = {
@@ -81,7 +81,7 @@ def test_adagrad_equals_a_loop_over_rows() -> None:
 
 @pytest.mark.parametrize("shape", [(45,), (9, 5), (3, 3, 5), ()])
 def test_gather_has_the_dense_gradient_of_indexing(shape: tuple[int, ...]) -> None:
-    """The rows themselves, and for ids of any shape the sum of what comes back to each row, 0 for those that were not asked for."""
+    """The rows for ids of any shape, and in the backward pass the sum of gradients per row, 0 for unused rows."""
     index, grads = gradients(1)
     ids = index[: max(1, torch.Size(shape).numel())].reshape(shape).to(DEVICE)
     back = grads[: ids.numel()].reshape(*shape, 5).to(DEVICE)

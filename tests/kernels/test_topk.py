@@ -1,4 +1,4 @@
-"""Exact top k without the matrix of scores, in Triton's interpreter where there is no GPU: held to sorting all scores."""
+"""Exact top k without a score matrix, in the Triton interpreter without a GPU, against a sort of all scores."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ def sorted_out(q: torch.Tensor, items: torch.Tensor, k: int, hidden: list[list[i
 @pytest.mark.parametrize(("n", "k", "spare"), [(700, 3, 2), (700, 3, 24), (100, 5, 24), (64, 64, 24), (5, 8, 24)])
 @pytest.mark.parametrize("whole", [False, True])
 def test_equals_sorting_everything(monkeypatch: pytest.MonkeyPatch, n: int, k: int, spare: int, whole: bool) -> None:
-    """Seen items, of which some queries have many and some none, never show; with whole numbers most scores are equal, and the smaller id
-    comes first. Where not all groups are looked into, lists that are said to be sure are right."""
+    """Seen items never appear; with integer vectors most scores tie, and the smaller id comes first."""
     monkeypatch.setattr(topk, "SPARE", spare)
     g = torch.Generator().manual_seed(n + k)
     q, items = torch.randn(24, 8, generator=g), torch.randn(n, 8, generator=g)
@@ -48,6 +47,6 @@ def test_equals_sorting_everything(monkeypatch: pytest.MonkeyPatch, n: int, k: i
 
 
 def test_a_doubtful_list_says_so() -> None:
-    """Where groups that were not looked into may hold items as good as the last one listed, the list is not called sure."""
+    """If a group that was not searched may hold an item as good as the last one listed, the list is not sure."""
     items = torch.ones(64 * 40, 4)  # all equal: the groups that were left out could hold as good ones
     assert not bool(topk.top_k(torch.ones(3, 4, device=DEVICE), items.to(DEVICE), 2, None, None, None).sure.any())

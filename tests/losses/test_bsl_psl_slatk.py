@@ -28,7 +28,7 @@ def unit(*shape: int, generator: torch.Generator) -> Tensor:
 
 
 def case(tau: Tensor, positive: bool = True) -> tuple[Step, Bag]:
-    """Unit vectors; a shared block with a mask, a block for each query with a dropped place, weights, a weight of the positive."""
+    """Unit vectors; a shared block with a mask, a per-query block with a dropped place, and a weighted positive."""
     g = torch.Generator().manual_seed(0)
     q, v = unit(B, 3, generator=g).requires_grad_(), unit(B, 3, generator=g).requires_grad_()
     step = Step(torch.tensor([3, 0, 2, 3, 1]), torch.tensor([1, 2, 3, 1, 5]), q, v, tau.double(), lambda ids: v[ids], g)
@@ -105,7 +105,7 @@ def bsl_release_formula(row: int, own: Tensor, log_w: float, tau: float, found: 
 
 
 def psl_formula(surrogate: str) -> Formula:
-    """d = cos_j / 2 - cos_+ / 2; the positive's weight plays no part."""
+    """d = cos_j / 2 - cos_+ / 2; the positive's weight is ignored."""
 
     def formula(row: int, own: Tensor, log_w: float, tau: float, found: Pairs) -> Tensor:
         return torch.log(total(found, lambda s: SIGMA[surrogate](s / 2 - own / 2) ** (1 / tau)))
@@ -114,7 +114,7 @@ def psl_formula(surrogate: str) -> Formula:
 
 
 def ccl_formula(margin: float, weight: float) -> Formula:
-    """The mean over all candidates that count, weighted by w_j; tau and the positive's weight play no part."""
+    """The mean over all candidates that count, weighted by w_j; tau and the positive's weight are ignored."""
 
     def formula(row: int, own: Tensor, log_w: float, tau: float, found: Pairs) -> Tensor:
         excess = total(found, lambda s: torch.clamp(s - margin, min=0))
@@ -183,7 +183,7 @@ def test_psl_of_a_learned_temperature_and_learned_weights(tau: Tensor, surrogate
 @pytest.mark.parametrize("surrogate", sorted(SIGMA))
 @pytest.mark.parametrize("tau", [0.005, 0.05])
 def test_psl_is_finite_in_single_precision(surrogate: str, tau: float) -> None:
-    """At the smallest temperatures, and where sigma is 0 (the opposite of the positive) or would be less (dot scores), all is finite."""
+    """At the smallest temperatures, and where sigma is 0 or would be negative, everything is finite."""
     q = torch.tensor([[1.0, 0.0], [0.0, 1.0]], requires_grad=True)
     step = Step(
         torch.arange(2),
@@ -212,7 +212,7 @@ def test_psl_is_finite_in_single_precision(surrogate: str, tau: float) -> None:
 @pytest.mark.parametrize("tau", TAUS)
 @pytest.mark.parametrize("constant", [False, True])
 def test_slatk(tau: Tensor, constant: bool) -> None:
-    """sigmoid((s_+ - beta_u) / tau_w) log sum_j w_j exp((s_j - s_+) / tau); the gradient runs through the sigmoid unless it is constant."""
+    """sigmoid((s_+ - beta_u) / tau_w) log sum_j w_j exp((s_j - s_+) / tau), with gradient through the sigmoid."""
     step, bag = case(tau, positive=False)
     beta = [0.3, -0.2, 0.7, 0.1]
 
@@ -252,7 +252,7 @@ def test_thresholds_are_exact_with_the_whole_catalogue(k: int) -> None:
 
 
 def test_thresholds_take_all_positives_and_the_drawn_items() -> None:
-    """With n < N: the k-th largest among all positives of the query and n items, the same for every query, none counted twice."""
+    """With n < N: the k-th largest among all positives of the query and n items common to all queries, none twice."""
     corpus, queries, lists = corpus_of(17, 14, 0)
     loss, n, k = SLatK(17, k=3, n=5), 5, 3
     loss.refresh(corpus)
@@ -261,7 +261,8 @@ def test_thresholds_take_all_positives_and_the_drawn_items() -> None:
     def expected(drawn: set[int]) -> list[float]:
         return [sorted((scores[u][j] for j in drawn | set(lists[u])), reverse=True)[k - 1] for u in range(17)]
 
-    # whichever items were drawn: some set of five explains all thresholds (query 0 has no positives, so its own is among them)
+    # whichever items were drawn: some set of five explains all thresholds (query 0 has no positives, so its own is
+    # among them)
     at = [min(range(14), key=lambda j, u=u: abs(scores[u][j] - float(loss.beta[u]))) for u in range(17)]  # type: ignore[misc]
     assert all(abs(scores[u][j] - float(loss.beta[u])) < 1e-6 for u, j in enumerate(at))
     fits = [
@@ -277,7 +278,7 @@ def close(values: list[float], found: Tensor) -> bool:
 
 
 def test_thresholds_are_drawn_anew_every_so_many_epochs() -> None:
-    """every=3: the thresholds change before epochs 0, 3, 6 and at no other; the first draw replaces weight 1 for all."""
+    """every=3: the thresholds change before epochs 0, 3, 6 and no other; the first draw replaces weight 1 for all."""
     loss = SLatK(17, k=2, n=5, every=3)
     assert bool(torch.isneginf(loss.beta).all())
     before = loss.beta.clone()

@@ -28,7 +28,7 @@ def known(step: Step, row: int) -> set[int]:
 
 
 def by_hand(step: Step, k: int, margin: float, reduction: str, least: float | None, constant: bool) -> torch.Tensor:
-    """The loss of each row, one after another: positives of the other rows that are not known positives, hardest first."""
+    """The loss row by row: positives of other rows that are not known positives, hardest first."""
     losses = []
     for i in range(len(step.q)):
         positive = step.q[i] @ step.v[i]
@@ -86,7 +86,7 @@ def test_the_hardest_of_several_blocks_together() -> None:
 
 
 def test_both_ways_adds_the_loss_of_items_against_queries() -> None:
-    """For the item of each row: the queries of the batch that are not known to have it are its negatives, its own query its positive."""
+    """For the item of each row: queries of the batch without it are its negatives, its own query is its positive."""
     world = World.build(n_items=30, dim=6)
     step = unit(world, world.step(12, 6))
     bag = InBatch(exclude="known")(step)
@@ -108,7 +108,7 @@ def test_both_ways_adds_the_loss_of_items_against_queries() -> None:
 
 
 def test_nothing_left_and_nothing_violated_is_zero() -> None:
-    """A bag with everything excluded, and one whose candidates are all far below: loss and gradient are 0, never nan."""
+    """A bag with everything excluded, or with all candidates far below: loss and gradient are 0, never nan."""
     lone = World.build(n_items=1)
     step = unit(lone, lone.step(5, 1))
     for loss in (OnlineHard(), OnlineHard(least=0.1), OnlineHard(reduction="mean")):
@@ -124,7 +124,7 @@ def test_nothing_left_and_nothing_violated_is_zero() -> None:
 
 
 def test_violators_are_counted_per_row_and_epoch() -> None:
-    """report() is the mean number of places, of the k hardest, that violate the margin, over all steps since the last report."""
+    """report() is the mean number of the k hardest that violate the margin, per row since the last report."""
     world = World.build(n_items=30, dim=6)
     loss = OnlineHard(5, 0.3)
     expected, rows = 0, 0
@@ -175,7 +175,7 @@ def test_hard_pairs_is_its_formula(positives: int, negatives: int, margin: float
 
 
 def test_as_many_candidates_as_queries_are_no_diagonal() -> None:
-    """Where the batch has as many positives as queries, a query's positives are still those that are known, wherever they stand."""
+    """In a batch with as many positives as queries, a query's positives are still its known ones, wherever they are."""
     world = World.build(n_items=5, n_queries=5, dim=3)
     step = unit(world, world.step(5, 0))
     bag = BatchPositives()(step)

@@ -114,7 +114,7 @@ PENALTIES: list[tuple[Loss, Callable[[Tensor], Tensor]]] = [
 
 @pytest.mark.parametrize(("loss", "penalty"), PENALTIES)
 def test_pairwise(loss: Loss, penalty: Callable[[Tensor], Tensor]) -> None:
-    """The mean of penalty(s_j - s+) over the candidates, weighted by w_j; the positive's weight plays no part."""
+    """The mean of penalty(s_j - s+) over the candidates, weighted by w_j; the positive's weight is ignored."""
     check(loss, mean_of(penalty), torch.tensor(0.5))
 
 
@@ -207,7 +207,7 @@ def test_blocks_share_one_partition_function() -> None:
 
 
 def test_shown_items_join_the_batch() -> None:
-    """In a union with a source that does not know its counts each part keeps its weights and the positive stays as it is."""
+    """In a Union with a source of unknown counts, every source keeps its weights and the positive is unchanged."""
     world = World.build()
     step = world.step(8, 1)
     bag = Union(InBatch(Popularity(world.counts)), Shown(world.shown, 3))(step)

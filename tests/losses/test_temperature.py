@@ -1,4 +1,4 @@
-"""Ada-tau: its temperatures, what it remembers, and its loss, against the paper's equations in plain loops."""
+"""Ada-tau: its temperatures, state and loss against the equations of the paper in plain loops."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def batch(temperature: AdaTau, seed: int) -> tuple[Step, Bag]:
 
 
 def partition(step: Step, bag: Bag, row: int, tau: float) -> float:
-    """sum over what counts of w_j exp(q . e_j / tau), in float64."""
+    """The sum of w_j exp(q . e_j / tau) over candidates that count, in float64."""
     (block,) = bag.blocks
     total = 0.0
     for place, item in enumerate(block.ids.tolist()):
@@ -86,14 +86,14 @@ def test_lambert_w_at_its_ends() -> None:
 
 
 def test_temperature_before_anything_is_known() -> None:
-    """tau_0 = gap / log(n m / 2|D|), n and |D| over the queries above the 20 % quantile of activity; every query has it."""
+    """tau_0 = gap / log(n m / 2|D|), with n and |D| over queries above the 20 % quantile of activity."""
     temperature = AdaTau(COUNTS, N, gap=0.7)
     torch.testing.assert_close(temperature(torch.arange(U)), torch.full((U,), 0.7 / log_ratio()))
     assert list(temperature.parameters()) == []
 
 
 def test_common_temperature_from_all_pairs() -> None:
-    """Equation 14: mu_+ over the known pairs and mu over all pairs of the active queries, from epoch `settle` on; the gap before that."""
+    """Equation 14: mu_+ over known pairs and mu over all pairs of active queries, from epoch `settle` on."""
     queries, items = unit(U, D, seed=7), unit(N, D, seed=8)
     scores = (queries.double() @ items.double().T).tolist()
     known = [scores[u][j] for u in ACTIVE for j in LISTS[u]]
@@ -112,7 +112,7 @@ def test_common_temperature_from_all_pairs() -> None:
 @pytest.mark.parametrize("quantile", [None, 0.9, 0.5])
 @pytest.mark.parametrize("beta", [1.0, 0.125])
 def test_each_querys_temperature_follows_its_loss(quantile: float | None, beta: float) -> None:
-    """Equations 15, 16: L(u) is the mean over the epoch of -s_+ + log sum_j w_j e^s_j; then tau_u = tau_0 exp(W(...)); unseen: tau_0."""
+    """Equations 15, 16: tau_u = tau_0 exp(W(...)) of L(u), the mean of -s_+ + log sum_j w_j e^s_j; tau_0 if unseen."""
     temperature = AdaTau(COUNTS, N, beta=beta, quantile=quantile, settle=5)
     sums: dict[int, list[float]] = {}
     for seed in (10, 20, 30):
@@ -167,7 +167,7 @@ def test_a_losss_memory_is_one_epoch_and_survives_an_absence() -> None:
 
 
 def test_running_means() -> None:
-    """means="running": gap <- 0.99 gap + 0.01 (mean positive score - weighted mean score of batch and bag), used from `settle` on."""
+    """means="running": gap <- 0.99 gap + 0.01 (mean positive score - weighted mean score), used from `settle` on."""
     temperature = AdaTau(COUNTS, N, gap=0.5, settle=1, means="running")
     want = 0.5
     for seed in (10, 20, 30):
@@ -191,7 +191,7 @@ def test_running_means() -> None:
 
 
 def test_the_loss_of_adap_tau() -> None:
-    """-s_+ / tau_0 + log sum_j w_j exp(s_j / tau_u): the common temperature for the positive, the query's own for the negatives."""
+    """-s_+ / tau_0 + log sum_j w_j exp(s_j / tau_u): common temperature for the positive, the query's for negatives."""
     temperature = AdaTau(COUNTS, N)
     temperature.tau.copy_(torch.linspace(0.1, 0.6, U))
     temperature.tau_0.fill_(0.25)

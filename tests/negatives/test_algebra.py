@@ -77,7 +77,7 @@ class TestSystematicKnown(NegativesContract):
 
 
 class TestResamplePerQuery(ResampleContract):
-    """Each query draws from candidates of its own."""
+    """Each query draws from per-query candidates."""
 
     draws = 20_000
     draw = "multinomial"
@@ -216,7 +216,7 @@ def refused(negatives: Negatives, step: Step) -> bool:
 
 @pytest.mark.parametrize("inner", ["expected", "multinomial"])
 def test_the_hardest_of_a_resampled_bag(inner) -> None:
-    """Hardest over a Resample keeps the weights of the draws, or refuses with a clear error; it never crashes or forgets them."""
+    """Hardest over a Resample keeps the weights of the draws, or raises a clear error; it never drops them."""
     world = World.build()
     source = Resample(InBatch(Popularity(world.counts)), n=16, draw=inner)
     step = world.step(16, 1)
@@ -230,7 +230,7 @@ def test_the_hardest_of_a_resampled_bag(inner) -> None:
 
 
 def test_resampling_a_resampled_bag() -> None:
-    """The outer draw follows the inner weights: over expected counts it is softmax(2 s - log p); or it refuses with a clear error."""
+    """The outer draw follows the inner weights: over expected counts softmax(2 s - log p), or a clear error."""
     world = World.build()
     step = world.step(16, 1)
     negatives = Resample(Resample(InBatch(Popularity(world.counts))), n=10_000, draw="systematic")
@@ -283,7 +283,7 @@ def test_closed_form_is_the_mean_and_the_limit_of_draws(draw) -> None:
 
 @pytest.mark.parametrize("n", [1, 7, 64, 1024])
 def test_systematic_counts(n: int) -> None:
-    """Every count is less than 1 from n p, rows sum to n, candidates without probability are never drawn, the mean is n p."""
+    """Counts are within 1 of n p, rows sum to n, candidates of probability 0 are never drawn, the mean is n p."""
     counts_lie_around(n, systematic_counts)
 
 
@@ -360,7 +360,7 @@ def test_resampling_works_in_other_precisions(draw, dtype) -> None:
 
 @pytest.mark.parametrize("draw", ["expected", "multinomial", "systematic"])
 def test_the_loss_returns_the_number_of_draws(draw) -> None:
-    """The counts with the loss are the draws of each candidate summed over the queries: n for each query that can draw."""
+    """The counts returned with the loss are the draws summed over the queries: n for each query that can draw."""
     world = World.build()
     step = world.step(16, 1)
     bag = Resample(InBatch(Popularity(world.counts)), n=50, draw=draw)(step)
@@ -376,7 +376,7 @@ def test_the_loss_returns_the_number_of_draws(draw) -> None:
 
 
 def test_pairwise_losses_refuse_expected_counts() -> None:
-    """A pairwise loss has no closed form over expected draws and says what to do."""
+    """A pairwise loss has no closed form over expected draws: the error says what to do."""
     world = World.build()
     step = world.step(8, 1)
     with pytest.raises(ValueError, match="draw="):
@@ -399,6 +399,6 @@ def test_a_merged_bag_describes_all_its_weights() -> None:
     ],
 )
 def test_bad_arguments_are_named(build, words) -> None:
-    """A wrong argument is refused with one line that names it."""
+    """A wrong argument raises an error of one line that names it."""
     with pytest.raises(ValueError, match=words):
         build()

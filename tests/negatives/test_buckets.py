@@ -41,7 +41,7 @@ class TestMixedCentres(NegativesContract):
 
 
 class TestWithTheBatch(NegativesContract):
-    """Beside in-batch negatives: each keeps its own weights."""
+    """In a Union with in-batch negatives each source keeps its own weights."""
 
     selects = True
 
@@ -50,7 +50,7 @@ class TestWithTheBatch(NegativesContract):
 
 
 def by_hand(step: Step, items: Tensor, tau: Tensor, mix: bool, never: Tensor) -> tuple[Tensor, Tensor]:
-    """The published loss, one bucket and one query at a time, and in how many buckets each query is; `never` (B, N) does not count."""
+    """The published loss, one bucket and query at a time, and the buckets of each query; `never` is excluded."""
     generator = torch.Generator()
     generator.set_state(step.generator.get_state())
     b, dim = step.q.shape
@@ -71,7 +71,7 @@ def by_hand(step: Step, items: Tensor, tau: Tensor, mix: bool, never: Tensor) ->
 @pytest.mark.parametrize("mix", [False, True])
 @pytest.mark.parametrize("exclude", ["positive", "known", "none"])
 def test_it_is_the_published_loss(exclude: str, mix: bool) -> None:
-    """Loss and gradients are the loop's: cross-entropy in each bucket with the positive added, the largest over a query's buckets."""
+    """Loss and gradients equal a loop: cross-entropy in each bucket plus the positive, the largest over the buckets."""
     world = World.build()
     table = world.items.clone().requires_grad_()
     several, none = 0, 0
@@ -132,7 +132,7 @@ def test_usual_numbers() -> None:
 
 
 def test_only_items_in_a_bucket_are_encoded_for_their_gradient() -> None:
-    """The whole catalogue is encoded without gradient, and of it only buckets * n rows with one."""
+    """The catalogue is encoded without gradient, and only buckets * n rows of it with gradient."""
     world = World.build()
     seen: list[tuple[int, bool]] = []
     step = world.step(16, 1)
@@ -147,7 +147,7 @@ def test_only_items_in_a_bucket_are_encoded_for_their_gradient() -> None:
 
 
 def test_larger_buckets_are_closer_to_the_full_softmax() -> None:
-    """With more items in a bucket the loss of a query inside rises towards the cross-entropy over the catalogue, and never above it."""
+    """With larger buckets the loss of a query inside rises towards the full cross-entropy, and never above it."""
     world = World.build()
     step = world.step(16, 1)
     full = -torch.log_softmax(world.logits(step), 1)[torch.arange(16), step.item_ids]
@@ -162,7 +162,7 @@ def test_larger_buckets_are_closer_to_the_full_softmax() -> None:
 
 @pytest.mark.parametrize("wrong", [{"n": 0}, {"buckets": 0}, {"queries": 0}, {"exclude": "all"}])
 def test_bad_arguments_are_named(wrong: dict[str, object]) -> None:
-    """A wrong argument is refused with one line that names it."""
+    """A wrong argument raises an error of one line that names it."""
     with pytest.raises(ValueError, match=next(iter(wrong))):
         HardestBucket(**{"n_items": 10, "n": 4, **wrong})  # type: ignore[arg-type]
 

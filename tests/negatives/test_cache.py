@@ -25,7 +25,7 @@ class TestCache(NegativesContract):
         return Cache(64, Popularity(world.counts), world.n_items, pool=self.pool)  # type: ignore[arg-type]
 
     def test_weight_is_one_over_popularity(self) -> None:
-        """A cached item weighs 1 / p each time that the cache holds it."""
+        """A cached item weighs 1 / p for each copy in the cache."""
         world = World.build()
         cache, step = self.warmed(world), world.step(16, 1)
         held = torch.bincount(cache.ids, minlength=world.n_items).double()  # type: ignore[arg-type]
@@ -78,7 +78,7 @@ class TestResampledCacheMultinomial(TestResampledCache):
 
 
 def outcome(*drawn: tuple[list[int], list[float]]) -> Outcome:
-    """What came of a step whose terms drew these items so many times."""
+    """The outcome of a step whose terms drew these items with these counts."""
     bags = tuple(
         Bag((Candidates(torch.tensor(ids), torch.zeros(len(ids), 4), torch.zeros(()), drawn=torch.tensor(counts)),))
         for ids, counts in drawn
@@ -87,7 +87,7 @@ def outcome(*drawn: tuple[list[int], list[float]]) -> Outcome:
 
 
 def adds_up(kind: type[Cache]) -> None:
-    """An item drawn 3 and 4 times at two places of one term and 5 times in another occurred 12 times, not once or thrice."""
+    """An item drawn 3 and 4 times at two places of one term and 5 times in another has 12 occurrences."""
     world = World.build()
     cache = kind(8, Popularity(world.counts), world.n_items)
     cache.observe(world.step(4, 1), outcome(([2, 2, 5], [3.0, 4.0, 1.0]), ([2, 7], [5.0, 2.5])))
@@ -99,7 +99,7 @@ def adds_up(kind: type[Cache]) -> None:
 
 
 def test_counts_of_a_whole_step() -> None:
-    """Both terms of XIR feed the cache: per item, the sum over queries and terms of the draws, recomputed from the bags."""
+    """Both terms of XIR feed the cache: per item, the draws summed over queries and terms, recomputed from the bags."""
     world = World.build()
     frequency = Popularity(world.counts)
     for draw in ("expected", "multinomial", "systematic"):
@@ -114,7 +114,7 @@ def test_counts_of_a_whole_step() -> None:
 
 
 def test_counts_do_not_depend_on_who_wrote_the_loss() -> None:
-    """A cache holds the same occurrences after a loss that returns its draw counts and after a plain function around it."""
+    """Occurrences are the same after a loss that returns its draw counts and after a plain function around it."""
     world = World.build()
     frequency = Popularity(world.counts)
     occurrences = []
@@ -157,7 +157,7 @@ class Elsewhere(Distribution):
 
 @pytest.mark.parametrize("n_items", [50, 300_000])  # in one block, and in many
 def test_a_cache_of_a_distribution_on_another_device(n_items: int) -> None:
-    """It is where its distribution is; a GPU that holds no numbers stands in for one, and tells of tensors on two devices."""
+    """The cache is on the device of its distribution; fake CUDA tensors detect a mix of devices."""
     with FakeTensorMode():
         cache = Cache(8, Elsewhere(n_items, "cuda"), n_items)
     assert {buffer.device.type for buffer in cache.buffers()} == {"cuda"}
@@ -220,7 +220,7 @@ class CountsItemsOnce(Cache):
 
     def observe(self, step: Step, result: Outcome) -> None:
         blocks = [block for bag in result.bags for block in bag.blocks]
-        once = [replace(block, usage=(block.usage > 0).double()) for block in blocks if block.usage is not None]
+        once = [replace(block, drawn=(block.drawn > 0).double()) for block in blocks if block.drawn is not None]
         super().observe(step, replace(result, bags=(Bag(tuple(once)),)))
 
 
@@ -264,7 +264,7 @@ def test_wrong_caches_are_rejected(wrong: type[Cache], check: Callable[[type[Cac
 
 @pytest.mark.parametrize("pool", ["all", "drawn"])
 def test_an_item_without_interactions_never_enters(pool) -> None:
-    """The frequency calls it impossible and its weight would be infinite: not at the start, not with start=1, not when a term draws it."""
+    """An item of frequency 0 never enters: not at the start, not with start=1, not when another term draws it."""
     world = World.build()
     never = world.n_items - 1
     frequency = Popularity(world.counts)
@@ -280,7 +280,7 @@ def test_an_item_without_interactions_never_enters(pool) -> None:
 
 
 def test_a_run_that_draws_beyond_the_frequency_stays_finite() -> None:
-    """XIR with uniform extra candidates: both losses stay finite and positive though a term draws items without interactions."""
+    """XIR with uniform extra candidates: both losses stay finite and positive though a term draws unseen items."""
     world = World.build()
     frequency = Popularity(world.counts)
     cache = Cache(64, frequency, world.n_items, pool="drawn")
@@ -314,7 +314,7 @@ def test_the_cache_encodes_its_items_anew() -> None:
 
 
 def test_bad_arguments_are_named() -> None:
-    """A wrong argument is refused with one line that names it."""
+    """A wrong argument raises an error of one line that names it."""
     world = World.build()
     with pytest.raises(ValueError, match="size >= 1"):
         Cache(0, Popularity(world.counts), world.n_items)
@@ -323,7 +323,7 @@ def test_bad_arguments_are_named() -> None:
 
 
 def test_xir_is_two_weighted_terms() -> None:
-    """lambda * loss(cache draws) + (1 - lambda) * loss(batch draws), on the drawn multisets, each draw counted one by one."""
+    """lambda * loss(cache draws) + (1 - lambda) * loss(batch draws), with each draw counted one by one."""
     world = World.build()
     frequency = Popularity(world.counts)
     cache = Cache(16, frequency, world.n_items, exclude="none")
@@ -345,8 +345,7 @@ def test_xir_is_two_weighted_terms() -> None:
 
 
 def test_a_large_catalogue_is_drawn_from_in_blocks() -> None:
-    """With so many items that the cache keeps sums of blocks: draws follow all occurrences, the sums are those of the occurrences after
-    every step, and no step touches more than it must."""
+    """With block sums, draws follow all occurrences, and the sums equal the occurrences after every step."""
     n = 300_000
     generator = torch.Generator().manual_seed(0)
     counts = torch.ones(n)

@@ -1,4 +1,4 @@
-"""The correction of draws by cluster: how often an item is drawn, and what the draws then stand for."""
+"""The correction of draws by cluster: expected counts, and the items that corrected draws represent."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COUNTS = torch.tensor([9, 1, 4, 2, 7, 1, 3, 5, 2, 6, 1, 8, 2, 4, 3, 1, 5, 2, 6, 
 
 
 def by_orders(chance: Tensor, m: int) -> Tensor:
-    """The chance that each is among m draws without replacement: every order of m, one at a time."""
+    """The probability of each among m draws without replacement, summed over all orders."""
     found = torch.zeros_like(chance)
     for row, p in enumerate(chance.tolist()):
         possible = [k for k, x in enumerate(p) if x]
@@ -36,7 +36,7 @@ def by_orders(chance: Tensor, m: int) -> Tensor:
 
 @pytest.mark.parametrize("m", [1, 2, 3, 4, 5])
 def test_inclusion_is_the_sum_over_orders(m: int) -> None:
-    """Uneven chances, one of them 0 in each row, one row with as few as 3 possible: as the sum over all orders of m draws."""
+    """Uneven probabilities, one 0 per row, one row with only 3 possible: as the sum over all orders of m draws."""
     chance = torch.rand(5, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64) ** 3
     chance[torch.arange(5), torch.arange(5)] = 0
     chance[0, 1:3] = 0
@@ -46,7 +46,7 @@ def test_inclusion_is_the_sum_over_orders(m: int) -> None:
 
 @pytest.mark.parametrize("m", [2, 3, 7])
 def test_inclusion_of_many_is_that_of_the_race(m: int) -> None:
-    """40 clusters, the nearest a thousand times as likely as the farthest: as often as 200,000 races of clocks find them; the sum is m."""
+    """40 clusters, the nearest 1000 times as likely as the farthest: as often as in 200,000 races; rows sum to m."""
     generator = torch.Generator().manual_seed(2)
     chance = torch.logspace(-3, 0, 40, dtype=torch.float64).unsqueeze(0)
     chance /= chance.sum()
@@ -60,7 +60,7 @@ def test_inclusion_of_many_is_that_of_the_race(m: int) -> None:
 
 @pytest.mark.parametrize("m_c", [1, 2, 3])
 def test_expected_counts_by_hand(m_c: int) -> None:
-    """The expected count of an item, one positive at a time: its share of the pairs, the chance of the cluster, m_o of its items."""
+    """The expected count of an item, one positive at a time: share of pairs, probability of the cluster, m_o items."""
     codes = codes_of()
     chance, primary = (
         by_orders(torch.tensor(chances(codes, 1.5, "cosine"), dtype=torch.float64), m_c),
@@ -90,7 +90,7 @@ def drawn_step(world: World, rows: int, seed: int) -> Step:
 
 
 def estimates(world: World, negatives: Negatives, rows: int, steps: int) -> Tensor:
-    """(24,) what the bag of a positive sums to with the exponentiated scores of one query, on average over steps; nan where it had none."""
+    """(24,) the mean over steps of the weighted sum of exponentiated scores in the bag of a positive; nan if none."""
     mass = (world.queries[0] @ world.items.T / world.tau).double().exp()
     total, times = torch.zeros(24, dtype=torch.float64), torch.zeros(24)
     for seed in range(steps):
@@ -110,7 +110,7 @@ def exact(world: World, counted: list[list[int]]) -> Tensor:
 
 
 def outside(codes: Codes, what: str) -> list[list[int]]:
-    """For each item those of another cell, or of another primary cluster; all where `what` is neither."""
+    """For each item those of another cell or another primary cluster; all items for any other `what`."""
     key = {"cell": codes.cell_of, "cluster": codes.primary}.get(what, torch.arange(24).neg() - 1).tolist()
     return [[j for j in range(24) if key[j] != key[i] or what == "all"] for i in range(24)]
 
@@ -118,7 +118,7 @@ def outside(codes: Codes, what: str) -> list[list[int]]:
 @pytest.mark.parametrize("m_c", [1, 2, 3])
 @pytest.mark.parametrize("shared", [True, False])
 def test_all_items_but_the_cell(m_c: int, shared: bool) -> None:
-    """Simple ones of the other clusters and hard ones of the positive's own stand together for every item outside its cell, once each."""
+    """Simple and hard negatives together represent every item outside the positive's cell exactly once."""
     world, codes = World.build(), codes_of()
     apart = "cluster" if shared else "cell"
     simple = OtherClusters(codes, m_c, 3, 0.5, shared=shared, exclude=apart, correction="counts", counts=COUNTS)  # type: ignore[arg-type]
@@ -141,7 +141,7 @@ def test_shared_simple_ones_stand_for_what_is_not_masked(what: str) -> None:
 
 
 def test_shared_hard_ones_stand_for_what_positives_could_draw() -> None:
-    """Items of clusters with two cells or more, and of those that a cluster of one cell turns to; each once, the own cell masked."""
+    """Items of clusters with several cells, or next to a cluster of one cell, count once; the own cell is masked."""
     world, codes = World.build(), codes_of()
     reached = {j for i in range(24) for j in hard_items(codes, i)}
     counted = [[j for j in items if j in reached] for items in outside(codes, "cell")]
@@ -151,7 +151,7 @@ def test_shared_hard_ones_stand_for_what_positives_could_draw() -> None:
 
 
 def test_uncorrected_draws_are_no_such_estimate() -> None:
-    """Weighed alike, as in the paper, the same draws stand for an item of a small cluster near popular ones many times over."""
+    """Equal weights, as in the paper, count an item of a small cluster near popular ones many times over."""
     codes = codes_of()
     rate = OtherClusters(codes, 2, 3, correction="counts", counts=COUNTS).often
     assert float(rate.max() - rate.min()) > math.log(2)
@@ -166,7 +166,7 @@ def test_uncorrected_draws_are_no_such_estimate() -> None:
 
 
 def test_a_mixture_weighs_what_its_members_weigh() -> None:
-    """All items of a cluster have one expected count, so mixtures of them get it too, and hard ones that of their candidate."""
+    """All items of a cluster have one expected count, so their mixtures have it, and hard ones their candidate's."""
     world, codes = World.build(), codes_of()
     step, found = world.step(16, 3), []
     for how in ("none", "counts"):
@@ -184,7 +184,7 @@ def test_a_mixture_weighs_what_its_members_weigh() -> None:
 
 
 def test_new_codes_bring_new_counts() -> None:
-    """set_codes changes the counts in place, to those of a sampler made with the new codes; nothing in a step waits for the device."""
+    """set_codes updates the counts in place to those of a new sampler; nothing in a step synchronises."""
     world, old = World.build(), codes_of()
     new = Codes(old.primary.flip(0), (old.secondary * old.primary.flip(0)) % 3, old.codewords.flip(0), 3)
     for build in (
@@ -218,7 +218,7 @@ class TestCorrected(NegativesContract):
 def test_bad_arguments_are_named() -> None:
     """Shared draws need the pairs of each item, and an unknown correction is named."""
     for counts in (None, COUNTS[:5]):
-        with pytest.raises(ValueError, match="training pairs of each of 24 items"):
+        with pytest.raises(ValueError, match="counts of 24 items"):
             OtherClusters(codes_of(), correction="counts", counts=counts)
     with pytest.raises(ValueError, match="correction"):
         SameCluster(codes_of(), correction="count")  # type: ignore[arg-type]

@@ -136,7 +136,7 @@ def hard_of(n_items: int) -> list[list[int]]:
 
 
 def hard_items(codes: Codes, item: int) -> list[int]:
-    """Same primary, other secondary; where there is none, the items of the primary cluster at the least angle that has any."""
+    """Same primary, other secondary cluster; if there is none, the non-empty primary cluster at the smallest angle."""
     primary, secondary = codes.primary.tolist(), codes.secondary.tolist()
     found = [j for j in range(len(codes)) if primary[j] == primary[item] and secondary[j] != secondary[item]]
     if found:
@@ -148,7 +148,7 @@ def hard_items(codes: Codes, item: int) -> list[int]:
 
 @pytest.mark.parametrize("shared", [True, False])
 def test_simple_ones_come_from_other_clusters(shared: bool) -> None:
-    """No item drawn for a positive has its primary cluster; m_c different clusters; m_o different items where the cluster has as many."""
+    """No item drawn for a positive has its primary cluster; m_c distinct clusters; m_o distinct items if there are."""
     world, codes = World.build(), codes_of()
     primary = codes.primary.long()
     for seed in range(30):
@@ -163,7 +163,7 @@ def test_simple_ones_come_from_other_clusters(shared: bool) -> None:
 
 
 def test_hard_ones_come_from_the_same_cluster_and_another_cell() -> None:
-    """They are the items found by hand, never of the positive's cell, all of them in many draws; distinct where enough are left."""
+    """All items found by hand are drawn, never one of the positive's cell; distinct if enough are left."""
     world, codes = World.build(), codes_of()
     for positive in range(24):
         ids = SameCluster(codes, 3)(alike(world, 400, positive)).blocks[0].ids
@@ -177,7 +177,7 @@ def test_hard_ones_come_from_the_same_cluster_and_another_cell() -> None:
 @pytest.mark.parametrize("gamma", [0.0, 1.0, 2.0])
 @pytest.mark.parametrize("distance", ["cosine", "literal"])
 def test_clusters_follow_equation_9(gamma: float, distance) -> None:
-    """One cluster of 40,000 draws: chi-square against the formula; gamma = 0 is uniform over the others that hold items."""
+    """One cluster of 40,000 draws: chi-square against the formula; gamma = 0 is uniform over other non-empty ones."""
     world, codes = World.build(), codes_of()
     for positive in (0, 5, 9):
         step = alike(world, 40_000, positive)
@@ -190,7 +190,7 @@ def test_clusters_follow_equation_9(gamma: float, distance) -> None:
 
 
 def test_nearer_clusters_are_likelier_unless_literal() -> None:
-    """For gamma > 0 the chance falls with the angle between codewords; to the letter of equation 9 it rises with it."""
+    """For gamma > 0 the probability falls with the angle between codewords; with equation 9 verbatim it rises."""
     codes = codes_of()
     unit = torch.nn.functional.normalize(codes.codewords.double(), dim=1)
     for distance, sign in (("cosine", 1), ("literal", -1)):
@@ -207,7 +207,7 @@ def test_nearer_clusters_are_likelier_unless_literal() -> None:
 @pytest.mark.parametrize("exclude", ["cell", "known", "positive", "none"])
 @pytest.mark.parametrize("kind", ["other", "same"])
 def test_masks_pair_by_pair(kind: str, exclude) -> None:
-    """Shared candidates: exactly the positive, its cell, or its cell and the known positives weigh nothing; compared pair by pair."""
+    """Among shared candidates exactly the positive, its cell or the known positives weigh nothing, pair by pair."""
     world, codes = World.build(), codes_of()
     cell = codes.cell_of.tolist()
     seen = set()
@@ -249,7 +249,7 @@ def test_merging_keeps_masks_apart() -> None:
 
 
 def test_every_set_is_as_likely() -> None:
-    """m = 2 of 5 and 3 of 4: each of the 10 and 4 sets alike; fewer than m: independent draws, each number alike."""
+    """m = 2 of 5 and 3 of 4: all 10 and 4 sets equally likely; fewer than m: independent uniform draws."""
     generator = torch.Generator().manual_seed(0)
     for size, m in ((5, 2), (4, 3), (3, 3)):
         drawn = distinct(torch.full((60_000,), size), m, generator).sort(1).values
@@ -278,7 +278,7 @@ def test_codes_can_be_replaced_while_training() -> None:
         ids = running(world.step(16, 1)).blocks[0].ids
         assert torch.equal(ids, fresh(world.step(16, 1)).blocks[0].ids)
         assert not torch.equal(ids, first)
-        with pytest.raises(ValueError, match="begin a new run"):
+        with pytest.raises(ValueError, match="new run"):
             running.set_codes(Codes.random(24, 7, 3))
 
 
@@ -305,7 +305,7 @@ class Asking(TorchDispatchMode):
 
 
 def test_nothing_waits_for_the_device() -> None:
-    """A forward pass neither asks for a value nor makes a tensor whose size depends on one: it can be captured in a CUDA graph."""
+    """A forward pass reads no value and makes no tensor of data-dependent size: it can be captured in a CUDA graph."""
     world, codes = World.build(), codes_of()
     for negatives in (
         OtherClusters(codes, 2, 3),
@@ -333,7 +333,7 @@ def test_codes_without_meaning_draw_all_clusters_alike() -> None:
 
 
 def test_too_few_clusters_count_nothing() -> None:
-    """Where only one other cluster holds items, the second of m_c = 2 draws is empty, weighs nothing and has a finite loss."""
+    """If only one other cluster has items, the second of m_c = 2 draws is empty, weighs nothing and stays finite."""
     world = World.build()
     codes = Codes(torch.tensor([0, 2] * 12), torch.zeros(24).long(), torch.randn(3, 2), 1)
     step = world.step(16, 1)
@@ -357,6 +357,6 @@ def test_too_few_clusters_count_nothing() -> None:
     ],
 )
 def test_bad_arguments_are_named(build, words) -> None:
-    """A wrong argument is refused with one line that names it."""
+    """A wrong argument raises an error of one line that names it."""
     with pytest.raises(ValueError, match=words):
         build()

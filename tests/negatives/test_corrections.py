@@ -18,7 +18,7 @@ POPULAR, TAIL = 4, 1500  # ranks 5 and 1,501
 
 
 def zipf_step(positive: int) -> tuple[Step, Tensor]:
-    """TRIALS rows with one query; the positive's probability under the full softmax is a half. Vectors are the scores."""
+    """TRIALS rows with one query; the positive has probability 1/2 under the full softmax. Vectors are the scores."""
     scores = torch.randn(N, generator=torch.Generator().manual_seed(0))
     others = torch.arange(N) != positive
     scores[positive] = torch.logsumexp(scores[others], 0)
@@ -66,13 +66,13 @@ def test_both_starves_the_tail() -> None:
 
 @pytest.mark.parametrize("positive", [POPULAR, TAIL])
 def test_negatives_saturates(positive: int) -> None:
-    """Without log n the negatives weigh n times too much: -n / (1 + n), whatever the positive."""
+    """Without log n the negatives weigh n times too much: -n / (1 + n), for any positive."""
     assert positive_gradient("negatives", positive)[0] == pytest.approx(-DRAWS / (1 + DRAWS), abs=0.003)
 
 
 @pytest.mark.parametrize("positive", [POPULAR, TAIL])
 def test_none_is_too_weak(positive: int) -> None:
-    """n uncorrected draws out of 2,000 items hold an eighth of the partition function: the positive is pulled far too little."""
+    """n uncorrected draws of 2,000 items hold an eighth of the partition function: too little pull on the positive."""
     assert -0.25 < positive_gradient("none", positive)[0] < -0.05
 
 
@@ -87,7 +87,7 @@ def test_a_very_popular_positive(correction: str) -> None:
 
 
 def test_refined_is_the_published_form() -> None:
-    """Gradients equal those of -sg(1 - P)[s+ - log sum exp(s - log Q')], Q' = Q / (1 - Q+), on the same negatives, pair by pair."""
+    """Gradients equal those of -sg(1 - P)[s+ - log sum exp(s - log Q')], Q' = Q / (1 - Q+), on the same negatives."""
     world = World.build()
     table = world.items.double().requires_grad_()
     base = world.step(16, 1)

@@ -41,7 +41,7 @@ def test_popularity(alpha: float) -> None:
 
 
 def test_uniform() -> None:
-    """Every item has the same chance."""
+    """All items are equally likely."""
     check_distribution(Uniform(30), [1.0] * 30)
 
 
@@ -125,7 +125,7 @@ class ShortestGap(Streaming):
 
 
 class ForgetsLastSeen(Streaming):
-    """Every gap is counted from the beginning."""
+    """Every gap is counted from step 0."""
 
     def observe(self, step: Step, outcome: Outcome) -> None:
         super().observe(step, outcome)
@@ -133,7 +133,7 @@ class ForgetsLastSeen(Streaming):
 
 
 class PerBatch(Streaming):
-    """The chance per batch, not divided by the batch size."""
+    """The probability per batch, not divided by the batch size."""
 
     def log_prob(self, ids: Tensor) -> Tensor:
         return super().log_prob(ids) + self.draws.log()
@@ -199,7 +199,7 @@ def test_streaming_counts_beyond_float32() -> None:
 
 
 def test_streaming_reads_a_short_last_batch_as_a_batch() -> None:
-    """The chance per draw divides by the size of a full batch, also after a shorter one."""
+    """The probability per draw divides by the size of a full batch, also after a shorter one."""
     streaming = Streaming((8,), alpha=0.5)
     for size in (6, 6, 6, 2):
         streaming.observe(batch(*[1] * size), NOTHING)
@@ -216,6 +216,6 @@ def test_streaming_reads_a_short_last_batch_as_a_batch() -> None:
     ],
 )
 def test_bad_arguments_are_named(build, words) -> None:
-    """A wrong argument is refused with one line that names it."""
+    """A wrong argument raises an error of one line that names it."""
     with pytest.raises(ValueError, match=words):
         build()

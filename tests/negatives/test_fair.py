@@ -48,7 +48,7 @@ class TestGroupShares(NegativesContract):
 
 
 def test_it_begins_uniform() -> None:
-    """Shares begin at each group's part of the catalogue: every item alike, in draws and in log_prob."""
+    """Shares start at each group's part of the catalogue: uniform over items, in draws and in log_prob."""
     shares = GroupShares(GROUPS)
     torch.testing.assert_close(shares.log_prob(torch.arange(8)).exp(), torch.full((8,), 1 / 8))
     drawn = shares.sample((100, 1000), torch.Generator().manual_seed(0))
@@ -57,7 +57,7 @@ def test_it_begins_uniform() -> None:
 
 
 def test_group_then_item() -> None:
-    """With shares 0, 0.9 and 0.1 an item has the share of its group over the size of the group; a share of 0 is never drawn."""
+    """With shares 0, 0.9 and 0.1 an item has its group's share over the group size; a share of 0 is never drawn."""
     shares = GroupShares(GROUPS, floor=0.0)
     shares.shares.copy_(torch.tensor([0.0, 0.9, 0.1]))
     want = torch.tensor([0.3, 0.3, 0.0, 0.05, 0.0, 0.0, 0.05, 0.3])
@@ -134,7 +134,7 @@ def test_shares_against_a_plain_loop(every: int, momentum: float, floor: float) 
 
 
 def test_the_worst_served_group_is_sampled_least() -> None:
-    """Where the positives of one group keep a higher loss, its share falls to the floor and the others gain; equal losses move nothing."""
+    """If one group keeps a higher loss, its share falls to the floor and the others gain; equal losses move nothing."""
     shares = GroupShares(GROUPS, every=1, floor=0.1)
     for _ in range(50):
         shares.observe(batch(0, 2, 3), Outcome(torch.tensor([1.0, 1.0, 1.0]), ()))
@@ -199,8 +199,8 @@ def test_weights_multiply() -> None:
 @pytest.mark.parametrize(
     ("build", "words"),
     [
-        (lambda: GroupShares(torch.rand(4)), "whole number"),
-        (lambda: GroupShares(torch.zeros(2, 2, dtype=torch.long)), "whole number"),
+        (lambda: GroupShares(torch.rand(4)), "integer"),
+        (lambda: GroupShares(torch.zeros(2, 2, dtype=torch.long)), "integer"),
         (lambda: GroupShares(GROUPS, every=0), "every"),
         (lambda: GroupShares(GROUPS, floor=2.0), "floor"),
         (lambda: Tilted(Sampled(Uniform(3), 2), 1.5), "share"),
@@ -208,6 +208,6 @@ def test_weights_multiply() -> None:
     ],
 )
 def test_bad_arguments_are_named(build, words) -> None:
-    """A wrong argument is refused with one line that names it."""
+    """A wrong argument raises an error of one line that names it."""
     with pytest.raises(ValueError, match=words):
         build()

@@ -55,7 +55,7 @@ class TestAmongHardestPerQuery(NegativesContract):
 
 
 class TestManyKept(NegativesContract):
-    """Too many to gather: the block stays shared and all that was not chosen weighs nothing."""
+    """Too many to gather: the block stays shared and candidates not chosen weigh nothing."""
 
     selects = True
     draws = 1000
@@ -87,7 +87,7 @@ class TestManyKept(NegativesContract):
 
 
 def test_every_one_of_the_hardest_is_as_likely() -> None:
-    """Of 10 candidates in 100,000 draws, the 4 hardest that count are chosen alike, two different ones at a time; no other ever is."""
+    """In 100,000 draws the 4 hardest of 10 candidates are chosen equally often, two distinct ones at a time."""
     world = World.build()
     pool = [3, 0, 7, 11, 2, 19, 5, 14, 8, 21]  # 3 is the positive
     step = alike(world, 50_000)
@@ -107,7 +107,7 @@ def test_every_one_of_the_hardest_is_as_likely() -> None:
 
 @pytest.mark.parametrize(("m", "n"), [(1, 5), (3, 5), (5, 5)])
 def test_the_rank_of_the_kept_follows_order_statistics(m: int, n: int) -> None:
-    """Uniform among the m hardest of n uniform draws: rank r with the mean over i <= m of P(i-th best of n draws has rank r)."""
+    """Uniform among the m hardest of n uniform draws: rank r by the mean over i <= m of P(i-th best has rank r)."""
     world = World.build()
     step = alike(world, 100_000)
     negatives = AmongHardest(Sampled(Uniform(world.n_items), n, per_query=True, exclude="none"), m=m)
@@ -135,7 +135,7 @@ def test_among_as_many_as_are_kept_is_hardest() -> None:
 
 
 def test_never_a_masked_one_while_others_are_left() -> None:
-    """In a batch of 4 with m = 4 the query's own column is among the four: it is never chosen, and two of the others are."""
+    """In a batch of 4 with m = 4 the query's own column is among the four: it is never chosen, two others are."""
     world = World.build()
     for seed in range(50):
         step = world.step(4, seed)
@@ -192,7 +192,7 @@ class TestNearestToUnion(NegativesContract):
 
 
 def test_a_better_positive_gets_an_easier_negative() -> None:
-    """The chosen score falls from the hardest candidate (s_+ at or below -alpha) to the easiest as the positive's score grows."""
+    """The chosen score falls from the hardest candidate (s_+ <= -alpha) to the easiest as the positive's grows."""
     world = World.build(n_items=20)
     step = alike(world, 7)
     direction = world.queries[5] / world.queries[5].square().sum()
@@ -212,7 +212,7 @@ def test_a_better_positive_gets_an_easier_negative() -> None:
 @pytest.mark.parametrize("per_query", [True, False])
 @pytest.mark.parametrize("gathered", [0, 1 << 16])
 def test_only_what_is_kept_is_encoded_for_the_gradient(per_query: bool, gathered: int) -> None:
-    """Draws are encoded without a gradient, the kept ones once more with it; the gradient is that of the formula, item by item."""
+    """Draws are encoded without gradient, the kept ones again with it; the gradient is that of the formula."""
     world = World.build()
     table = world.items.clone().requires_grad_()
     step = world.step(16, 1, table=table)
@@ -247,6 +247,6 @@ def test_only_what_is_kept_is_encoded_for_the_gradient(per_query: bool, gathered
     ],
 )
 def test_bad_arguments_are_named(build, words) -> None:
-    """A wrong argument is refused with one line that names it."""
+    """A wrong argument raises an error of one line that names it."""
     with pytest.raises(ValueError, match=words):
         build()

@@ -28,7 +28,7 @@ class TestInBatch(NegativesContract):
         return 127 * world.popularity
 
     def test_own_column_never_counts(self) -> None:
-        """The weight of the row's own positive is 0 however often the batch repeats it; the others weigh 1 / ((B - 1) p) each time."""
+        """The row's own positive weighs 0 however often it repeats; others weigh 1 / ((B - 1) p) each time."""
         world = World.build()
         step = world.step(8, 1)
         got = dense(self.make(world)(step), step, world.n_items)
@@ -87,7 +87,7 @@ class TestInBatchStreaming(NegativesContract):
         return InBatch(Streaming((world.n_items,), alpha=0.1))
 
     def test_distribution(self) -> None:
-        """The expected count is (B - 1) / (B gap): the chance per draw times the columns that count."""
+        """The expected count is (B - 1) / (B gap): the probability per draw times the columns that count."""
         world = World.build()
         negatives, step = self.warmed(world), world.step(128, 1)
         gap, last = torch.ones(world.n_items), torch.zeros(world.n_items)
@@ -131,13 +131,13 @@ class TestMemory(NegativesContract):
 
     @pytest.mark.parametrize(("size", "batch"), [(10, 4), (10, 10), (7, 16), (12, 4), (1, 3)])
     def test_first_in_first_out(self, size: int, batch: int) -> None:
-        """The ring holds what a deque of the same length holds, in the same order, with the vectors of the time of entry."""
+        """The ring equals a deque of the same length, in order, with the vectors at the time of entry."""
         check_ring(Memory(size, 2, Uniform(50)), batch)
 
     def test_another_width_is_told(self) -> None:
-        """Vectors of a model with an item bias are wider than its towers: both widths are named, and what to give."""
+        """Vectors with an item bias are wider than the towers: the error names both widths and the fix."""
         world = World.build(dim=5)
-        with pytest.raises(UserError, match=r"4 dimensions, the model compares 5: .*setup\.width"):
+        with pytest.raises(UserError, match=r"4 dimensions.*5.*width"):
             Memory(16, 4, Uniform(world.n_items))(world.step(8, 0))
 
     def test_warm_up(self) -> None:
@@ -215,14 +215,14 @@ class TestCbns(NegativesContract):
         return (127 + 128) * world.popularity
 
     def test_an_empty_memory_leaves_the_batch_as_it_is(self) -> None:
-        """Until the memory fills, the union is the in-batch loss: a source that offers nothing adds nothing to the expected count."""
+        """Until the memory fills, the union is the in-batch loss: an empty source adds no expected count."""
         world = World.build()
         step = world.step(4, 1)
         want = sampled_softmax(step, InBatch(Popularity(world.counts))(step))
         torch.testing.assert_close(sampled_softmax(step, self.make(world)(step)), want)
 
     def test_published_form(self) -> None:
-        """correction="both": positive and negatives all weigh 1 / q, over the memory and the batch without the positive (equation 9)."""
+        """correction="both": positive and negatives weigh 1 / q, over memory and batch (equation 9)."""
         world = World.build()
         frequency = Popularity(world.counts)
         negatives = Union(InBatch(frequency), Memory(40, world.dim, frequency), correction="both")
@@ -242,7 +242,7 @@ class TestCbns(NegativesContract):
 
 
 class TestMixed(NegativesContract):
-    """MNS: candidates of the batch and of the whole catalogue."""
+    """MNS: candidates of the batch and of the catalogue."""
 
     batch = 64
 
@@ -275,7 +275,7 @@ class TestMixedPerQuery(NegativesContract):
 
 
 def test_sources_without_counts_keep_their_own_weights() -> None:
-    """A union with an uncorrected batch weighs the batch 1 and the others as they weigh themselves."""
+    """In a union with an uncorrected batch the batch weighs 1 and other sources keep their weights."""
     world = World.build()
     bag = Union(InBatch(), Sampled(Uniform(world.n_items), 10))(world.step(8, 1))
     assert bool((bag.blocks[0].log_w == 0).all())
@@ -283,7 +283,7 @@ def test_sources_without_counts_keep_their_own_weights() -> None:
 
 
 def test_two_weights_for_one_positive_are_refused() -> None:
-    """Sources that keep their own weights cannot both weigh the positive."""
+    """At most one of several sources with their own weights may weight the positive."""
     world = World.build()
     frequency = Popularity(world.counts)
     negatives = Union(InBatch(frequency, "both"), Sampled(frequency, 4, correction="both"), InBatch())

@@ -115,7 +115,7 @@ def test_the_number_of_mixtures(m_o: int) -> None:
 
 @pytest.mark.parametrize("normalisation", NORMALISATIONS)
 def test_shares_by_hand(normalisation) -> None:
-    """Unit vectors: each size has one set, each member is the anchor once, shares are d(anchor, i)^eta over the set, d by the reading."""
+    """Each size has one set, each member is the anchor once, and shares are d(anchor, i)^eta over the set."""
     m, eta = 5, 0.6
     emb = unit(40, m, 6)
     gram = emb @ emb.mT
@@ -206,7 +206,7 @@ def test_logits_mixed_or_vectors_mixed(normalisation, shared: bool, loss) -> Non
 
 
 def test_the_whole_bag_by_hand() -> None:
-    """Equation 14 pair by pair: simple, mixed, hard, mixed hard ones; a query's own cell and mixtures of its own cluster count nothing."""
+    """Equation 14 pair by pair over all four kinds; a query's own cell and mixtures of its cluster count nothing."""
     world, codes = World.build(), codes_of()
     lam = 0.25
     step = world.step(16, 2)
@@ -235,7 +235,7 @@ def test_the_whole_bag_by_hand() -> None:
 
 
 def test_a_mixture_is_no_harder_than_its_hardest_member() -> None:
-    """Each mixture's logit lies between the least and the largest of its members."""
+    """Each mixture's logit is between the smallest and the largest of its members."""
     world = World.build()
     step = world.step(16, 1)
     (block,) = interpolated(5)(step).blocks
@@ -278,7 +278,7 @@ def test_without_its_mixtures_it_is_the_plain_loss() -> None:
 
 
 def test_the_correction_of_a_mixture_is_the_mixture_of_corrections() -> None:
-    """A weight on every real candidate: a mixture weighs the mean of its members' log weights, nothing where a member weighs nothing."""
+    """With weights, a mixture has the mean of its members' log weights, or none if a member weighs nothing."""
     world = World.build()
     step = world.step(16, 1)
     (block,) = interpolated(3, offset=0.3)(step).blocks
@@ -301,7 +301,7 @@ def test_the_correction_of_a_mixture_is_the_mixture_of_corrections() -> None:
 
 @pytest.mark.parametrize("lam", [0.0, 1.0, -0.3])
 def test_lam(lam: float) -> None:
-    """lam = 0 repeats the hard negatives, lam = 1 gives the positive's own logit, and any lam the mixture of the two logits."""
+    """lam = 0 repeats the hard negatives, lam = 1 gives the positive's logit, and any lam mixes the two logits."""
     world = World.build()
     step = world.step(16, 1)
     hard, made = halves(*TowardsPositive(SameCluster(codes_of(), 4), lam)(step).blocks)
@@ -359,7 +359,7 @@ def test_lengths_of_made_up_vectors() -> None:
 
 
 def outcome_with_gap(source: SameCluster, step: Step, gap: Tensor) -> tuple[Step, Outcome]:
-    """A step whose hard negatives all lie `gap` (B,) below the positive, in logits."""
+    """A step whose hard negatives are all `gap` (B,) below the positive, in logits."""
     (block,) = source(step).blocks
     q = torch.zeros_like(step.q.detach())
     q[:, 0] = 1.0
@@ -371,7 +371,7 @@ def outcome_with_gap(source: SameCluster, step: Step, gap: Tensor) -> tuple[Step
 
 
 def test_adaptive_lam_holds_the_advantage() -> None:
-    """lam = margin / gap once the running mean has settled: lam * gap is the margin. It never exceeds `high`; easier if margin < 0."""
+    """lam = margin / gap once the running mean has settled, never above `high`; easier negatives if margin < 0."""
     world = World.build()
     source = SameCluster(codes_of(), 3)
     for gap, margin, want in (
@@ -391,7 +391,7 @@ def test_adaptive_lam_holds_the_advantage() -> None:
 
 
 def test_learned_lam_is_each_clusters_least_squares() -> None:
-    """With gaps that differ by cluster every lam comes to margin E[gap] / E[gap^2] of its own cluster; one never met stays as it began."""
+    """With gaps by cluster each lam becomes margin E[gap] / E[gap^2] of its cluster; an unseen one stays."""
     world, codes = World.build(), codes_of()
     source = SameCluster(codes, 3)
     negatives = TowardsPositive(source, "learned", margin=0.5, high=1.0, momentum=0.98)
@@ -408,7 +408,7 @@ def test_learned_lam_is_each_clusters_least_squares() -> None:
 
 
 def test_a_rule_for_lam_learns_from_training_steps() -> None:
-    """Through the loop's own event, in a Union, adaptive lam becomes margin over the mean gap of the bag's hard negatives."""
+    """By observe(), in a Union, adaptive lam becomes margin over the mean gap of the hard negatives."""
     world = World.build()
     negatives = Union(
         OtherClusters(codes_of(), 2, 3),
@@ -437,7 +437,7 @@ def test_a_rule_for_lam_learns_from_training_steps() -> None:
     ],
 )
 def test_bad_arguments_are_named(build, words) -> None:
-    """A wrong argument is refused with one line that names it."""
+    """A wrong argument raises an error of one line that names it."""
     with pytest.raises(ValueError, match=words):
         build()
 

@@ -1,4 +1,4 @@
-"""Negatives by what the model retrieves, and the positives of the batch."""
+"""Negatives retrieved by the model, and the known positives of the batch."""
 
 from __future__ import annotations
 
@@ -142,8 +142,7 @@ def moved(world: World, epoch: int) -> World:
 def test_delayed_lists_are_those_of_the_vectors_then(
     monkeypatch: pytest.MonkeyPatch, background: bool, delay: int
 ) -> None:
-    """Lists of the epochs 2, 5, ... hold from `delay` epochs later on, and until then the older ones, whoever makes them; the copy that
-    makes them in the background is the only thing that it reads."""
+    """Lists of epochs 2, 5, ... are used `delay` epochs later, however they are built; older ones serve until then."""
     monkeypatch.setattr(nearest, "spare_device", lambda device: device if background else None)
     world, copies = World.build(), []
     negatives = NearestItems(len(world.queries), k=4, every=3, start=2, delay=delay)

@@ -81,7 +81,7 @@ def test_ssl_pop(world: World) -> None:
 
 
 def test_g_tower(world: World) -> None:
-    """G-Tower, release: SSL-Pop with log p := -log max_h gap; the batch size only shifts every weight, so it cancels."""
+    """G-Tower, release: SSL-Pop with log p := -log max_h gap; the batch size shifts all weights and cancels."""
     sizes = (7, 11)
     negatives = InBatch(Streaming(sizes, alpha=0.3), correction="both", exclude="none")
     gap, last = [torch.ones(size) for size in sizes], [torch.zeros(size) for size in sizes]
@@ -104,7 +104,7 @@ def test_g_tower(world: World) -> None:
 
 
 def test_mns_release(world: World) -> None:
-    """MNS, release: B batch columns and B' uniform ones, corrected by log(rho p + (1 - rho) / N), the positive by log p alone."""
+    """MNS, release: B batch and B' uniform columns, corrected by log(rho p + (1 - rho) / N), the positive by log p."""
     extra, pop = B, Popularity(world.counts)
     negatives = Union(
         InBatch(pop, exclude="none"),
@@ -124,7 +124,7 @@ def test_mns_release(world: World) -> None:
 
 
 def test_mns_paper(world: World) -> None:
-    """MNS, equation 5 in its count form: other rows' columns and B' uniform ones by their expected count, the positive untouched."""
+    """MNS, equation 5 in count form: batch and uniform columns by their expected count, the positive unchanged."""
     extra = 30
     negatives = Union(InBatch(Popularity(world.counts)), Sampled(Uniform(world.n_items), extra))
 
@@ -139,7 +139,7 @@ def test_mns_paper(world: World) -> None:
 
 
 def drawn_columns(weights: Tensor, n: int) -> Tensor:
-    """(B, n) the columns of a multiset given as counts: what the release gets from torch.multinomial."""
+    """(B, n) the columns of a multiset given as counts, as the release gets them from torch.multinomial."""
     counts = weights.exp().round().long()
     assert bool((counts.sum(1) == n).all())
     return torch.stack([torch.repeat_interleave(torch.arange(len(row)), row) for row in counts])
@@ -147,7 +147,7 @@ def drawn_columns(weights: Tensor, n: int) -> Tensor:
 
 @pytest.mark.parametrize("draw", ["multinomial", "systematic"])
 def test_bir(world: World, draw) -> None:
-    """BIR, release: -s_rr + log(e^s_rr + sum over the drawn multiset of e^s_rk), no correction left, no gradient through the draw."""
+    """BIR, release: -s_rr + log(e^s_rr + sum over the drawn multiset of e^s_rk), no gradient through the draw."""
     negatives = Resample(InBatch(Popularity(world.counts), exclude="none"), draw=draw)
     columns = drawn_columns(negatives(world.step(B, 5)).blocks[0].log_w, B)
     check(
@@ -158,7 +158,7 @@ def test_bir(world: World, draw) -> None:
 
 
 def test_bir_draws_like_the_release(world: World) -> None:
-    """The counts average to B softmax_j(s_rj - log p_j), whatever constant the weights carry."""
+    """The counts average to B softmax_j(s_rj - log p_j), for any constant in the weights."""
     step = world.step(B, 5)
     w = torch.softmax((world.logits(step) - world.popularity.log())[:, step.item_ids], 1)
     negatives = Resample(InBatch(Popularity(world.counts), exclude="none"), n=60_000, draw="multinomial")
@@ -168,7 +168,7 @@ def test_bir_draws_like_the_release(world: World) -> None:
 
 @pytest.mark.parametrize("correction", ["count", "both", "negatives"])
 def test_bir_in_closed_form(world: World, correction) -> None:
-    """-s_rr + log(e^s_rr + |R| sum_j sg(w_rj) e^s_rj): the same for every correction that divides by p, the positive uncorrected."""
+    """-s_rr + log(e^s_rr + |R| sum_j sg(w_rj) e^s_rj): the same for every correction by p, the positive uncorrected."""
     log_p = world.popularity.log()
 
     def published(step: Step, table: Tensor) -> Tensor:
@@ -183,7 +183,7 @@ def test_bir_in_closed_form(world: World, correction) -> None:
 
 @pytest.mark.parametrize("draw", ["expected", "multinomial", "systematic"])
 def test_xir(world: World, draw) -> None:
-    """XIR, release: lambda l(K) + (1 - lambda) l(R), n draws each from the cache and the batch by softmax(s - log p)."""
+    """XIR, release: lambda l(K) + (1 - lambda) l(R), n draws each from cache and batch by softmax(s - log p)."""
     lam, n, log_p = 0.2, 9, world.popularity.log()
     pop = Popularity(world.counts)
     cache = Cache(16, pop, world.n_items, exclude="none")
@@ -226,7 +226,7 @@ def test_full_softmax(world: World) -> None:
 
 
 def test_uns(world: World) -> None:
-    """UNS as the papers train it: InfoNCE over the positive and n uncorrected uniform draws, accidental hits left out."""
+    """UNS as in the papers: InfoNCE over the positive and n uncorrected uniform draws, without accidental hits."""
 
     def published(step: Step, table: Tensor) -> Tensor:
         drawn = torch.randint(world.n_items, (10,), generator=torch.Generator().manual_seed(2 * 5))

@@ -85,7 +85,7 @@ class TestUnion(NegativesContract):
 
 @pytest.mark.parametrize("codebook", ["product", "residual"])
 def test_log_prob_is_normalised(codebook) -> None:
-    """The chances of all items sum to 1 for every query, also at a temperature where most cells underflow single precision."""
+    """Probabilities of all items sum to 1 for every query, even where most cells underflow single precision."""
     world = World.build()
     for tau in (0.7, 0.004):
         step = world.step(16, 1)
@@ -97,7 +97,7 @@ def test_log_prob_is_normalised(codebook) -> None:
 
 
 def test_one_word_per_item_is_the_exact_softmax() -> None:
-    """With as many words as items the proposal is the softmax itself, so every bag has the full partition function, draw by draw."""
+    """With as many words as items the proposal is the softmax, so every bag has the full partition function."""
     world = World.build()
     step = world.step(16, 1)
     negatives = refreshed(world, 10, words=world.n_items, exclude="none")
@@ -112,7 +112,7 @@ def test_one_word_per_item_is_the_exact_softmax() -> None:
 
 @pytest.mark.parametrize("codebook", ["product", "residual"])
 def test_codes_and_cells(codebook) -> None:
-    """Each code is the nearest word, of its half or of what is left over; each cell lists exactly its items."""
+    """Each code is the nearest word of its half or residual; each cell lists exactly its items."""
     world = World.build(n_items=50, dim=6)
     found = refreshed(world, 8, words=5, codebook=codebook)
     for item in range(50):
@@ -204,6 +204,6 @@ def test_within_a_cell_items_are_alike() -> None:
     ],
 )
 def test_bad_arguments_are_named(build, words) -> None:
-    """A wrong argument is refused with one line that names it."""
+    """A wrong argument raises an error of one line that names it."""
     with pytest.raises(ValueError, match=words):
         build()

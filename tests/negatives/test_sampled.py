@@ -1,4 +1,4 @@
-"""Negatives drawn from the whole catalogue: Sampled, AllItems, Shown."""
+"""Negatives from the catalogue: Sampled, AllItems, Shown."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class TestUniform(NegativesContract):
 
 
 class TestTwoLines(NegativesContract):
-    """What the documentation promises: two lines are a test."""
+    """Two lines make a complete test, as documented."""
 
     make = lambda self, world: Sampled(Uniform(world.n_items), 64)  # noqa: E731
 
@@ -61,7 +61,7 @@ class TestPerQuery(NegativesContract):
         return 200 * world.popularity
 
     def test_queries_draw_independently(self) -> None:
-        """Each query has a draw of its own: equal rows would be one shared draw in disguise."""
+        """Queries have independent draws: equal rows would be one shared draw in disguise."""
         world = World.build()
         ids = self.make(world)(world.step(16, 1)).blocks[0].ids
         assert ids.shape == (16, 200)
@@ -116,7 +116,7 @@ class TestAllItems(NegativesContract):
         return torch.ones(world.n_items)
 
     def test_is_the_full_softmax(self) -> None:
-        """The loss is the cross entropy over the whole catalogue, as PyTorch computes it."""
+        """The loss is the cross-entropy over the catalogue, as PyTorch computes it."""
         world = World.build()
         step = world.step(16, 1)
         full = torch.nn.functional.cross_entropy(step.q @ world.items.T / world.tau, step.item_ids, reduction="none")
@@ -182,13 +182,13 @@ class TestShown(NegativesContract):
         (lambda: Sampled(Uniform(5), 3, correction="logq"), "correction"),  # type: ignore[arg-type]
         (lambda: Sampled(Uniform(5), 3, exclude="all"), "exclude"),  # type: ignore[arg-type]
         (lambda: Uniform(0), "at least one"),
-        (lambda: Popularity(torch.zeros(3)), "zero"),
+        (lambda: Popularity(torch.zeros(3)), "positive sum"),
         (lambda: Popularity(torch.tensor([1.0, -1.0])), "negative"),
         (lambda: Shown(World.build().shown, 0), "n >= 1"),
     ],
 )
 def test_bad_arguments_are_named(build, words) -> None:
-    """A wrong argument is refused with one line that names it."""
+    """A wrong argument raises an error of one line that names it."""
     with pytest.raises(ValueError, match=words) as error:
         build()
     assert "\n" not in str(error.value)

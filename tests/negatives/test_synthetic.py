@@ -29,7 +29,7 @@ class MixContract(NegativesContract):
     mix = "query"
 
     def test_excluded_items_weigh_nothing(self) -> None:
-        """Every mixture weighs what its candidate weighs: 0 exactly where that is the query's positive."""
+        """Every mixture has the weight of its candidate: exactly 0 for the query's positive."""
         world = World.build()
         step = world.step(16, 1)
         source = self.source(world)(world.step(16, 1))
@@ -39,7 +39,7 @@ class MixContract(NegativesContract):
         torch.testing.assert_close(got, want)
 
     def test_between_the_candidate_and_the_positive(self) -> None:
-        """e' = a v + (1 - a) e for one a in [0, 1] that all coordinates agree on; shared by the row, or one per candidate."""
+        """e' = a v + (1 - a) e for one a in [0, 1] in all coordinates; one a per row, or one per candidate."""
         world = World.build()
         step = world.step(16, 1)
         mixed = self.make(world)(step).blocks[0].emb
@@ -99,7 +99,7 @@ def test_shares_are_uniform(mix, n: int, high: float) -> None:
 
 
 def test_one_share_per_query_cannot_change_the_choice() -> None:
-    """The hardest of the mixtures is the mixture of the hardest: same loss, same gradients, while one share per candidate differs."""
+    """The hardest of the mixtures is the mixture of the hardest: same loss and gradients; not with a per candidate."""
     world = World.build()
     found = []
     for build in (
@@ -119,7 +119,7 @@ def test_one_share_per_query_cannot_change_the_choice() -> None:
 
 
 def test_the_hardest_mixture_by_hand() -> None:
-    """MixGCF, one pair at a time: argmax_m a_m s_+ + (1 - a_m) s_m over the draws that are not the positive, then log(1 + e^(s' - s_+))."""
+    """MixGCF, one pair at a time: argmax_m a_m s_+ + (1 - a_m) s_m over draws, then log(1 + e^(s' - s_+))."""
     world = World.build()
     step = world.step(16, 1)
     loss = sampled_softmax(
@@ -150,7 +150,7 @@ class TestBatchMix(NegativesContract):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.4])
 def test_mixed_logits(temperature: float) -> None:
-    """BMNS in logits: S W^T with W_kj = softmax_j((u_kj - log p_j) / temperature), u in [0, 1); the positive is s_+ - log p_+."""
+    """BMNS in logits: S W^T with W_kj = softmax_j((u_kj - log p_j) / temperature); the positive is s_+ - log p_+."""
     world = World.build()
     table = world.items.clone().requires_grad_()
     step = world.step(16, 1, table=table)
@@ -168,7 +168,7 @@ def test_mixed_logits(temperature: float) -> None:
 
 
 def test_mixture_weights_follow_their_formula_on_average() -> None:
-    """Over 20,000 mixtures the mean weight of an item is that of the formula averaged over draws of its own, within 5 standard errors."""
+    """Over 20,000 mixtures the mean weight of an item equals the formula's mean within 5 standard errors."""
     world = World.build()
     step = replace(world.step(8, 1), v=torch.eye(8))  # the mixture of unit vectors is its weights
     got = BatchMix(Popularity(world.counts), 20_000)(step).blocks[0].emb.double()
@@ -190,6 +190,6 @@ def test_mixture_weights_follow_their_formula_on_average() -> None:
     ],
 )
 def test_bad_arguments_are_named(build, words) -> None:
-    """A wrong argument is refused with one line that names it."""
+    """A wrong argument raises an error of one line that names it."""
     with pytest.raises(ValueError, match=words):
         build()

@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import nn
 
-from recipes.test_in_batch import TINY, B, Hand
 from sparring.cli import main
 from sparring.core.errors import UserError
 from sparring.data.interactions import Split, Vocabulary
@@ -22,12 +21,13 @@ from sparring.experiments.diagnose.profile import profile
 from sparring.experiments.search_space import space
 from sparring.models.clusters import Codes
 from sparring.negatives import Interpolated, OtherClusters, SameCluster, TowardsPositive
-from sparring.recipes.esans import clusters, esans, set_codes
+from sparring.recipes.esans import esans, item_codes, set_codes
 from sparring.recipes.run import Run
 from sparring.recipes.settings import build
 from sparring.training.fitting import fit
 from sparring.training.loop import TrainingProgress
 from sparring.training.step import describe_batch, training_step
+from support.by_hand import TINY, B, Hand
 
 SMALL = {**TINY, "k_primary": 4, "k_secondary": 3}
 
@@ -158,29 +158,29 @@ def test_clusters_by_name(parts: Split, tmp_path: Path) -> None:
     """behaviour, random, a column, a file and its shuffled form: codes of these items, of the shape asked for."""
     data = parts.train
     for name in ("behaviour", "random"):
-        codes = clusters(data, name, 4, 3)
+        codes = item_codes(data, name, 4, 3)
         assert (len(codes), codes.k_primary, codes.k_secondary) == (data.n_items, 4, 3)
         assert name == "behaviour" or codes.sizes.tolist() == [10, 10, 10, 10]
-    again = clusters(data, "behaviour", 4, 3)
-    assert torch.equal(again.cell_of, clusters(data, "behaviour", 4, 3).cell_of)
-    category = clusters(data, "column:category", k_secondary=3)
+    again = item_codes(data, "behaviour", 4, 3)
+    assert torch.equal(again.cell_of, item_codes(data, "behaviour", 4, 3).cell_of)
+    category = item_codes(data, "column:category", k_secondary=3)
     assert data.item_table is not None
     labels = data.item_table["category"].to_list()
     for i, j in ((0, 1), (3, 9), (5, 20), (7, 31)):
         assert bool(category.primary[i] == category.primary[j]) == (labels[i] == labels[j])
     again.save(tmp_path / "codes.safetensors")
-    loaded = clusters(data, str(tmp_path / "codes.safetensors"))
+    loaded = item_codes(data, str(tmp_path / "codes.safetensors"))
     assert torch.equal(loaded.cell_of, again.cell_of)
-    dealt = clusters(data, f"shuffled:{tmp_path / 'codes.safetensors'}")
+    dealt = item_codes(data, f"shuffled:{tmp_path / 'codes.safetensors'}")
     assert torch.equal(dealt.sizes, again.sizes)
     assert not torch.equal(dealt.cell_of, again.cell_of)
-    assert clusters(data, "random").k_primary == 4  # 40 items leave 4 clusters with twice m_o = 5 each
+    assert item_codes(data, "random").k_primary == 4  # 40 items leave 4 clusters with twice m_o = 5 each
 
 
 def test_behaviour_finds_the_categories() -> None:
     """Two items of one behaviour cluster share their category more than twice as often as two items at random."""
     world = make_world(300, 100, exposure=0.5, relevant=0.4, seed=0)
-    codes = clusters(world.interactions, "behaviour", 5, 2)
+    codes = item_codes(world.interactions, "behaviour", 5, 2)
     same = codes.primary.unsqueeze(0) == codes.primary.unsqueeze(1)
     alike = world.category.unsqueeze(0) == world.category.unsqueeze(1)
     off = ~torch.eye(len(same), dtype=torch.bool)
@@ -205,7 +205,7 @@ def test_wrong_arguments_are_named(parts: Split, settings: dict[str, object], wo
 
 def test_codes_of_other_items_are_refused(parts: Split) -> None:
     """Codes in hand must be codes of these items."""
-    with pytest.raises(UserError, match="codes of 7 items"):
+    with pytest.raises(UserError, match="7 items"):
         esans(parts.train, codes=Codes.random(7, 3))
 
 

@@ -22,11 +22,10 @@ from sparring.negatives import InBatch, NearestItems, OtherClusters, Popularity,
 from sparring.negatives import nearest as ance_module
 from sparring.recipes import RECIPES
 from sparring.recipes.extreme import LABELS, ngame
-from sparring.recipes.in_batch import offered
+from sparring.recipes.in_batch import positive_counts
 from sparring.recipes.run import Run
-from sparring.recipes.settings import build, own_arguments, own_setup, parse_setup, resolve
-from sparring.recipes.setup import Setup
-from sparring.recipes.variant import variant
+from sparring.recipes.settings import build, own_arguments, own_setup, resolve
+from sparring.recipes.setup import Setup, parse_setup
 from sparring.training.fitting import fit
 from sparring.training.loop import TrainingProgress
 from sparring.training.step import training_step
@@ -57,7 +56,7 @@ def test_each_recipe_ranks_far_better_than_it_began(tastes: Split, name: str) ->
 @pytest.mark.parametrize("name", NAMES)
 def test_a_row_is_a_query_with_one_of_its_positives(parts: Split, name: str) -> None:
     """In an epoch every query with positives comes once, each time with an item that it has; over epochs not always the same."""
-    run = build(name, parts.train, {"dim": 4, "epochs": 6, "batch_size": 7, "warmup": 0})
+    run = build(name, parts.train, {"dim": 4, "epochs": 6, "batch_size": 7, "warmup": 0, "clf_epochs": 0})
     pairs = set(zip(parts.train.queries.tolist(), parts.train.items.tolist(), strict=True))
     seen: list[list[tuple[int, int]]] = [[]]
     watch(run, lambda step: seen[-1].extend(zip(step.query_ids.tolist(), step.item_ids.tolist(), strict=True)))
@@ -71,7 +70,8 @@ def test_a_row_is_a_query_with_one_of_its_positives(parts: Split, name: str) -> 
 def watch(run: Run, look: Any) -> None:
     """Show every step of a training to `look`."""
     negatives = run.terms[0].negatives
-    negatives.observe = lambda step, outcome: look(step)  # type: ignore[method-assign]
+    kind = type(negatives)
+    negatives.__class__ = type(kind.__name__, (kind,), {"observe": lambda self, step, outcome: look(step)})
 
 
 def test_batches_follow_the_vectors_of_the_steps(parts: Split) -> None:
@@ -175,26 +175,28 @@ def test_dexa_is_ngame_with_auxiliary_vectors() -> None:
     assert "DEXA" in str(RECIPES["dexa"].__doc__)
 
 
-def test_a_variant_has_its_own_defaults(parts: Split) -> None:
-    """Given arguments win, the variant's defaults come next, then the recipe's; what the recipe does not know is refused."""
-    made = variant(ngame, "mine", "Mine.", {"k": 3, "setup": LABELS.replaced(dim=4)})
-    run = made(parts.train, margin=0.2)
-    loss = run.terms[0].loss
-    assert isinstance(loss, OnlineHard)
-    assert (loss.k, loss.margin, run.setup.model.dim) == (3, 0.2, 4)
-    loss = made(parts.train, LABELS.replaced(dim=8), k=5).terms[0].loss
-    assert isinstance(loss, OnlineHard)
-    assert loss.k == 5
-    with pytest.raises(ValueError, match="no argument 'size_'"):
-        variant(ngame, "mine", "Mine.", {"size_": 3})
-    with pytest.raises(TypeError):
-        made(parts.train, size_=3)  # type: ignore[call-arg]
+@pytest.mark.parametrize("name", ["dexa", "prime"])
+def test_a_variant_passes_every_argument_on(parts: Split, name: str) -> None:
+    """DEXA and PRIME take NGAME's arguments; each reaches the loss or the batches, and defaults are the variant's own."""
+    assert own_arguments(RECIPES[name]).keys() == own_arguments(ngame).keys()
+    given: dict[str, Any] = {"size": 4, "start": 2, "every": 3, "grow": (7,), "k": 3, "margin": 0.2, "dynamic": True}
+    given |= {"reduction": "mean", "constant_weights": True, "both_ways": True}
+    assert given.keys() == own_arguments(ngame).keys()
+    setup = own_setup(RECIPES[name]).replaced(dim=4)
+    for values in (given, {key: default for key, (_, default) in own_arguments(RECIPES[name]).items()}):
+        run, same = RECIPES[name](parts.train, setup, **values), ngame(parts.train, setup, **values)
+        assert vars(run.terms[0].loss).keys() == vars(same.terms[0].loss).keys()
+        for key in ("k", "margin", "reduction", "least", "constant_weights", "both_ways"):
+            assert getattr(run.terms[0].loss, key) == getattr(same.terms[0].loss, key), key
+        for key in ("size", "start", "every", "grow", "batch_size", "seed"):
+            assert getattr(run.batches, key) == getattr(same.batches, key), key
+    assert (own_arguments(RECIPES["prime"])["size"][1], own_arguments(RECIPES["dexa"])["size"][1]) == (16, 8)
 
 
 @pytest.mark.parametrize("draw", ["uniform", "propensity"])
 def test_the_correction_is_by_how_often_rows_offer_an_item(parts: Split, draw: Any) -> None:
-    """Counted over many epochs of drawn rows, each item is offered as often as `offered` expects, within 5 standard errors."""
-    expected = offered(parts.train, LABELS.replaced(draw=draw)).double()
+    """Counted over many epochs of drawn rows, each item is offered as often as `positive_counts` expects, within 5 standard errors."""
+    expected = positive_counts(parts.train, LABELS.replaced(draw=draw)).double()
     rows, generator = query_rows(parts.train, draw), torch.Generator().manual_seed(0)
     found, epochs = torch.zeros(parts.train.n_items, dtype=torch.float64), 3000
     for _ in range(epochs):
@@ -240,7 +242,7 @@ def test_the_corrected_softmax_subtracts_it(parts: Split) -> None:
     run = build("dpr", parts.train, {"corrected": True, "dim": 4})
     queries, items = (column[:9].long() for column in parts.train.pairs())
     bag = training_step(run, queries, items, torch.Generator(), parts.train.positives())[2].bags[0]
-    q = offered(parts.train, run.setup).double()
+    q = positive_counts(parts.train, run.setup).double()
     expected = -(8 * q / q.sum()).log()[items]
     torch.testing.assert_close(bag.blocks[0].log_w.expand(9, 9)[0].double(), expected, atol=1e-5, rtol=1e-5)
     with pytest.raises(UserError, match="loss=softmax"):

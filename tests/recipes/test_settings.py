@@ -13,8 +13,9 @@ from sparring.core.errors import UserError
 from sparring.data.interactions import Split
 from sparring.models.settings import ModelSettings
 from sparring.recipes import PAPER, RECIPES, xir
-from sparring.recipes.settings import build, check, find, own_arguments, own_setup, parse, parse_setup, resolve
-from sparring.recipes.setup import GROUPS, SETTINGS, Setup, find_setting
+from sparring.recipes.finding import find
+from sparring.recipes.settings import build, own_arguments, own_setup, resolve
+from sparring.recipes.setup import GROUPS, SETTINGS, Setup, check, find_setting, parse, parse_setup
 
 
 def line_of(error: pytest.ExceptionInfo[UserError]) -> str:

@@ -14,7 +14,7 @@ import polars as pl
 import pytest
 import torch
 
-from sparring.cli import arguments, main
+from sparring.cli.main import main, parser
 from sparring.core.errors import UserError
 from sparring.data.interactions import Interactions, Split, Vocabulary
 from sparring.recipes.settings import build
@@ -216,7 +216,7 @@ def test_commands_of_the_guide_parse() -> None:
     commands = re.findall(r"^sparring .*$", text, re.MULTILINE) + re.findall(r"`(sparring \w+ [^`]*--[^`]*)`", text)
     assert len(commands) >= 9
     for command in commands:
-        _, rest = arguments.parser()[0].parse_known_args(shlex.split(command)[1:])
+        _, rest = parser()[0].parse_known_args(shlex.split(command)[1:])
         assert not rest
 
 

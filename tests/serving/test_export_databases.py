@@ -234,7 +234,7 @@ def test_export_command(
     """The command sends, sends again, and deletes."""
     words = ["export", str(trained.folder), "--to", target, "--address", where(target), "--table", "commanded"]
     assert main(words) == 0
-    assert "40 items put in, 0" in capsys.readouterr().out
+    assert "wrote 40 items, deleted 0" in capsys.readouterr().out
     assert main([*words, "--delete", "item 03,item 04,stranger"]) == 0
-    assert "2 of 3 items deleted" in capsys.readouterr().out
+    assert "deleted 2 of 3 items" in capsys.readouterr().out
     assert main(words) == 0

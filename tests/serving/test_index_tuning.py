@@ -17,9 +17,8 @@ import polars as pl
 import pytest
 import torch
 
-from sparring.cli import index as index_command
 from sparring.cli import main
-from sparring.cli.values import size
+from sparring.cli.parsing import size
 from sparring.core import files
 from sparring.core.errors import UserError
 from sparring.data.splits import split
@@ -207,10 +206,9 @@ def test_bad_options_are_one_line(
     refused(["index", run], 'pip install "sparring[serve]"')
 
 
-def test_sizes_and_kinds_of_the_command_line() -> None:
-    """500MB, 2GiB, bytes; the kinds of the command line are those of the library."""
+def test_sizes_of_the_command_line() -> None:
+    """A size is a number of bytes with a decimal or binary unit: 500MB, 2GiB."""
     assert [size(text) for text in ("500MB", "2GiB", "1.5 kB", "77", "3 bytes")] == [500_000_000, 2**31, 1500, 77, 3]
-    assert ("auto", *KINDS) == index_command.KINDS
 
 
 @pytest.mark.parametrize("block", [64, 4096])

@@ -35,13 +35,13 @@ def table(out: Path, name: str = "table") -> list[dict[str, Any]]:
     return list(json.loads((out / f"{name}.json").read_text())["rows"])
 
 
-def result(folder: Path) -> dict[str, Any]:
+def result_json(folder: Path) -> dict[str, Any]:
     return dict(json.loads((folder / "result.json").read_text()))
 
 
 def metrics_of(folder: Path) -> dict[str, float]:
-    return dict(result(folder)["test"]["metrics"])
+    return dict(result_json(folder)["test"]["metrics"])
 
 
-def meta(folder: Path) -> dict[str, Any]:
+def run_json(folder: Path) -> dict[str, Any]:
     return dict(json.loads((folder / "run.json").read_text()))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,10 +13,10 @@ from torch import Tensor
 
 from sparring.core.types import Bag, Step
 from sparring.data.interactions import Split
-from sparring.experiments.diagnose.item_negatives import met
+from sparring.experiments.diagnose.item_negatives import negatives_of_item
 from sparring.experiments.diagnose.measures import diagnose
 from sparring.experiments.diagnose.profile import profile
-from sparring.experiments.diagnose.samplers import opponent
+from sparring.experiments.diagnose.samplers import with_negatives_of
 from sparring.models.clusters.batches import ClusteredBatches
 from sparring.negatives import Negatives
 from sparring.recipes.run import Run
@@ -46,7 +48,8 @@ def recorded(recipe: str, parts: Split, settings: dict[str, object]) -> tuple[Ru
 
 @pytest.mark.parametrize("settings", [{}, {"rows": "pairs"}, {"draw": "propensity"}])
 def test_the_profile_is_of_the_first_batches_of_training(parts: Split, settings: dict[str, object]) -> None:
-    """With rows=queries as with rows=pairs, profile and describe_batch see the queries and items of the trainer's first steps."""
+    """With rows=queries as with rows=pairs, profile and describe_batch see the queries and items of the trainer's first
+    steps."""
     run, recorder = recorded("dpr", parts, {**QUICK, "epochs": 1, **settings})
     fit(run, Split(parts.train), device="cpu")
     trained = recorder.batches[:4]
@@ -58,8 +61,19 @@ def test_the_profile_is_of_the_first_batches_of_training(parts: Split, settings:
     assert recorder.batches == trained[:1]
 
 
+def test_one_step_is_run_to_describe_the_batch(parts: Split, tmp_path: Path) -> None:
+    """A training with a folder runs one step more than it trains; run.json has its description."""
+    run, recorder = recorded("dpr", parts, {**QUICK, "epochs": 1})
+    fit(run, Split(parts.train), tmp_path / "run", device="cpu")
+    assert len(recorder.batches) == 1 + len(TrainingRows(run, parts.train).batches)
+    assert recorder.batches[0] == recorder.batches[1]
+    meta = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert meta["batch"] == describe_batch(run, parts).splitlines()
+
+
 def test_clustered_batches_are_profiled_as_they_are_trained_on(parts: Split) -> None:
-    """NGAME: the steps of an epoch hold the queries of the trainer's batches of that epoch, in its order; so does the profile."""
+    """NGAME: the steps of an epoch hold the queries of the trainer's batches of that epoch, in its order; so does the
+    profile."""
     run, recorder = recorded("ngame", parts, NGAME)
     fit(run, Split(parts.train), device="cpu")
     assert isinstance(run.batches, ClusteredBatches)
@@ -82,14 +96,15 @@ def clusters_of(run: Run, queries: list[int]) -> Tensor:
 
 
 def test_a_diagnosed_pair_is_in_the_company_of_its_cluster(parts: Split) -> None:
-    """Under NGAME every batch of diagnose, and of an item's negatives, holds the whole cluster of its first query."""
+    """Under NGAME every batch of diagnose, and of an item's negatives, holds the complete cluster of its first
+    query."""
     run, recorder = recorded("ngame", parts, NGAME)
     fit(run, Split(parts.train), device="cpu")
     assert isinstance(run.batches, ClusteredBatches)
     sizes = torch.bincount(run.batches.cluster.long())
     assert sizes.max() > 1
     recorder.batches.clear()
-    met(run, parts, int(parts.train.items[0]), steps=3)
+    negatives_of_item(run, parts, int(parts.train.items[0]), steps=3)
     assert all(positives[0] == int(parts.train.items[0]) for _, positives in recorder.batches)
     diagnose("own", run, parts, queries=16, draws=2)  # a profile of 4 batches ends it
     for queries, _ in recorder.batches[:-4]:
@@ -100,9 +115,10 @@ def test_a_diagnosed_pair_is_in_the_company_of_its_cluster(parts: Split) -> None
 
 
 def test_an_opponent_with_batches_of_its_own_has_clusters(parts: Split) -> None:
-    """NGAME's negatives on another run's towers: batches are clusters of the queries' current vectors, not random rows."""
+    """NGAME's negatives on another run's towers: batches are clusters of the queries' current vectors, not random
+    rows."""
     run = build("dpr", parts.train, QUICK)
-    rival = opponent("ngame", run, parts)
+    rival = with_negatives_of("ngame", run, parts)
     assert isinstance(rival.batches, ClusteredBatches)
     assert len(rival.batches.cluster.unique()) < len(rival.batches.cluster)
     assert torch.equal(rival.batches.memory, run.model.query_vectors(torch.arange(parts.train.n_queries)))
@@ -110,7 +126,8 @@ def test_an_opponent_with_batches_of_its_own_has_clusters(parts: Split) -> None:
 
 @pytest.mark.parametrize("rows", ["pairs", "queries"])
 def test_a_batch_around_pairs_starts_with_them(parts: Split, rows: str) -> None:
-    """The others are distinct rows, each with one of its own pairs; a small batch holds at least the pairs asked for."""
+    """The others are distinct rows, each with one of its own pairs; a small batch holds at least the pairs asked
+    for."""
     run = build("dpr", parts.train, {**QUICK, "rows": rows})
     training, generator = TrainingRows(run, parts.train), torch.Generator().manual_seed(4)
     pairs = training.sample(5, generator)
@@ -124,7 +141,8 @@ def test_a_batch_around_pairs_starts_with_them(parts: Split, rows: str) -> None:
 
 @pytest.mark.parametrize("draw", ["uniform", "propensity"])
 def test_chances_are_how_often_pairs_are_drawn(parts: Split, draw: str) -> None:
-    """The probability of each pair, given its query, is its share of the query's weights; they sum to one for every query."""
+    """The probability of each pair, given its query, is its share of the query's weights; they sum to one for every
+    query."""
     run = build("dpr", parts.train, {**QUICK, "draw": draw})
     drawn = TrainingRows(run, parts.train).drawn
     assert drawn is not None

@@ -1,87 +1,61 @@
-"""sparring cluster: clusters of the items of some data from their modalities, or old ones brought up to date."""
+"""sparring cluster: clusters of items, learned from their modalities or updated for new items."""
 
 from __future__ import annotations
 
 import dataclasses
-import shlex
-import sys
-from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator
-from contextlib import contextmanager
+from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, get_type_hints
 
-from rich.progress import TimeRemainingColumn
-
-from sparring.cli import inputs, screen
-from sparring.cli.modalities import add_modalities, read_modalities
-from sparring.cli.values import count, device, setting, whole
+import sparring.cli.inputs as inputs
+from sparring.cli.parsing import Commands, add_device, add_quiet, add_set, command_line, count, whole
+from sparring.cli.screen import detail, progress, show
 from sparring.core.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from sparring.data.interactions import Vocabulary
     from sparring.experiments.report.tables import Cell
     from sparring.models.clusters import MSAC, Codes, Drift, MSACSettings
     from sparring.models.clusters.learning import ClusterProgress
     from sparring.models.clusters.stream import ModalityRows
 
-MANY = 0.3  # share of known items that would change their cell, above which something other than new items must be the cause
+MANY = 0.3  # share of known items in another cell above which new items alone cannot be the cause
 
 
-def options(parser: ArgumentParser) -> None:
-    parser.add_argument("--data", metavar="FILE_OR_NAME", help="a file, a folder of parts, or the name of a set")
-    inputs.add_columns(parser)
-    inputs.add_split(parser)
-    add_modalities(parser)
-    group = parser.add_argument_group("clusters")
-    group.add_argument(
-        "--preset", choices=("robust", "literal"), help="literal: the paper's equations as they stand (default: robust)"
+def add_cluster(commands: Commands) -> None:
+    modalities = "--modality text=text:title --modality behaviour=behaviour"
+    parser = commands.add(
+        "cluster",
+        "Cluster the items by all their modalities, for negatives that know which items are alike.",
+        f"sparring cluster --data demo {modalities} --out clusters/demo.safetensors",
+        cluster,
     )
+    inputs.add_data(parser, required=True)
+    inputs.add_split(parser)
+    inputs.add_modalities(parser)
+    group = parser.add_argument_group("clusters")
+    text = "literal follows the paper's equations exactly (default: robust)"
+    group.add_argument("--preset", choices=("robust", "literal"), help=text)
     group.add_argument("--k-primary", type=count, metavar="K", help="primary clusters (default: 300)")
     group.add_argument("--k-secondary", type=count, metavar="K", help="secondary clusters (default: 15)")
-    group.add_argument(
-        "--steps",
-        type=whole,
-        metavar="N",
-        help="steps of learning (default: 1500; with --update 500, and 0 only codes new items)",
-    )
-    group.add_argument(
-        "--set",
-        type=setting,
-        action="append",
-        default=[],
-        dest="settings",
-        metavar="NAME=VALUE",
-        help="change another setting; repeatable",
-    )
-    group.add_argument("--update", type=Path, metavar="OLD", help="go on from these codes: clusters keep their numbers")
-    group.add_argument(
-        "--refit",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="with --update: a modality whose encoder is another now, or made anew",
-    )
-    group.add_argument(
-        "--category", metavar="COLUMN", help="column of the items with known categories, to measure purity"
-    )
-    group = parser.add_argument_group("how it is run")
-    group.add_argument(
-        "--seed", type=whole, default=0, metavar="N", help="seed of the learning and of the split (default: 0)"
-    )
-    group.add_argument("--device", type=device, default="auto", help="auto, cpu or cuda (default: auto)")
-    group.add_argument(
-        "--out", type=Path, required=True, metavar="FILE", help="for the codes: a name that ends in .safetensors"
-    )
-    group.add_argument(
-        "--report",
-        type=Path,
-        metavar="FOLDER",
-        help="for the page, figures and tables (default: FILE without its ending)",
-    )
-    group.add_argument("--quiet", action="store_true", help="print nothing but the last line and errors")
+    text = "learning steps (default: 1500; with --update 500, and 0 only assigns new items)"
+    group.add_argument("--steps", type=whole, metavar="N", help=text)
+    add_set(group, "change another setting of the clusters: lr=0.01; repeatable")
+    text = "update these codes; clusters keep their numbers"
+    group.add_argument("--update", type=Path, metavar="OLD", help=text)
+    text = "with --update: a modality whose vectors come from another encoder or were rebuilt; repeatable"
+    group.add_argument("--refit", action="append", default=[], metavar="NAME", help=text)
+    text = "column of the items with known categories, to measure purity"
+    group.add_argument("--category", metavar="COLUMN", help=text)
+    group = parser.add_argument_group("execution")
+    text = "seed of the learning and of the split (default: 0)"
+    group.add_argument("--seed", type=whole, default=0, metavar="N", help=text)
+    add_device(group)
+    text = "file of the codes; its name ends in .safetensors"
+    group.add_argument("--out", type=Path, required=True, metavar="FILE", help=text)
+    text = "folder of the report, figures and tables (default: FILE without .safetensors)"
+    group.add_argument("--report", type=Path, metavar="FOLDER", help=text)
+    add_quiet(group)
 
 
 def cluster(args: Namespace) -> int:
@@ -92,94 +66,83 @@ def cluster(args: Namespace) -> int:
     from sparring.models.clusters import MSAC, Codes
 
     device = pick_device(args.device)
-    _check(args)
+    folder = args.report or args.out.with_suffix("")
+    _check(args, folder)
     old = None if args.update is None else (MSAC.load(args.update, device), Codes.load(args.update))
-    settings = _settings(args)  # wrong ones are told before a long read
+    settings = _settings(args)
     data = inputs.read_data(args.data, inputs.columns(args))
     labels = None if args.category is None else labels_of(data, args.category)
-    show = screen.console()
-    modalities = read_modalities(args, split(data, args.split, args.valid, args.test, args.seed), show, args.quiet)
+    modalities = inputs.read_modalities(args, split(data, **inputs.split_arguments(args, args.seed)))
     drift: Drift | None = None
     moved: dict[str, Cell] = {}
-    with _telling(show, args.quiet) as tell:
+    with progress("done", args.quiet) as update:
         if old is None:
             msac = MSAC(dict(modalities.widths), settings, device)
-            codes = msac.fit(modalities, data.item_ids, tell)
+            codes = msac.fit(modalities, data.item_ids, update)
         else:
             msac, known = old
-            codes, drift = _updated(args, msac, known, modalities, data.item_ids, tell)
+            codes, drift = _updated(args, msac, known, modalities, data.item_ids, update)
             moved = _moved(known, codes)
     msac.save(args.out, codes)
     table = data.item_table
     titles = table["title"] if table is not None and "title" in table.columns else None
-    command = shlex.join(["sparring", *sys.argv[1:]]) if sys.argv[1:2] == ["cluster"] else ""
-    folder = args.report or args.out.with_suffix("")
-    where = clusters.write(folder, msac, codes, modalities, labels, titles, drift, moved, command)
-    if not args.quiet:
-        for line in clusters.findings(summary(codes, labels), msac, drift, moved):
-            show.print(line, markup=False, soft_wrap=True)
-        if drift is not None and (drift.changed_cell or 0) > MANY:
-            hint = "if a modality was made anew since then, such as behaviour, give --refit NAME"
-            show.print(f"That many would not change by themselves: {hint}.", markup=False, soft_wrap=True)
-    show.print(
-        f"{args.out}: the codes; {where}: the whole report; {folder}: figures and tables", markup=False, soft_wrap=True
-    )
+    page = clusters.write(folder, msac, codes, modalities, labels, titles, drift, moved, command_line(args))
+    detail(args, *clusters.findings(summary(codes, labels), msac, drift, moved))
+    if drift is not None and (drift.changed_cell or 0) > MANY:
+        hint = "if a modality such as behaviour was rebuilt since then, give --refit NAME"
+        detail(args, f"New items alone cannot move that many: {hint}.")
+    show(f"{args.out}: the codes; {page}: the complete report; {folder}: figures and tables")
     return 0
 
 
 def _updated(
-    args: Namespace, msac: MSAC, known: Codes, modalities: ModalityRows, ids: Vocabulary, tell: ClusterProgress
+    args: Namespace, msac: MSAC, known: Codes, modalities: ModalityRows, ids: Vocabulary, update: ClusterProgress
 ) -> tuple[Codes, Drift]:
-    """Take over modalities made anew, measure, learn on, code; without steps known items keep their codes."""
+    """Refit rebuilt modalities, measure the drift, learn and assign; without steps known items keep their codes."""
     for name in args.refit:
         msac.refit(name, modalities, known, ids)
-    drift = msac.drift(modalities, known, ids, tell)
+    drift = msac.drift(modalities, known, ids, update)
     if args.steps == 0:
-        return msac.assign(modalities, ids, known, tell), drift
-    return msac.update(modalities, ids, args.steps or 500, tell), drift
+        return msac.assign(modalities, ids, known, update), drift
+    return msac.update(modalities, ids, args.steps or 500, update), drift
 
 
 def _moved(known: Codes, codes: Codes) -> dict[str, Cell]:
-    """The share of known items that are in another cluster than before."""
+    """The share of known items whose primary cluster has changed."""
     assert known.ids is not None
     assert codes.ids is not None
-    at = known.ids.encode(codes.ids.ids)
-    there = at >= 0
-    if not there.any():
+    places = known.ids.encode(codes.ids.ids)
+    shared = places >= 0
+    if not shared.any():
         return {}
-    return {"updated_primary": float((codes.primary.numpy()[there] != known.primary.numpy()[at[there]]).mean())}
+    changed = codes.primary.numpy()[shared] != known.primary.numpy()[places[shared]]
+    return {"updated_primary": float(changed.mean())}
 
 
-def _check(args: Namespace) -> None:
-    """What can be told before anything is read."""
-    if args.data is None:
-        raise UserError("--data is needed: a file, or the name of a set")
+def _check(args: Namespace, folder: Path) -> None:
+    """Raise for wrong options before anything is read."""
     if args.out.suffix != ".safetensors":
         raise UserError(f"--out {args.out} must end in .safetensors")
     if args.out.is_dir():
         raise UserError(f"--out {args.out} is a folder, not a file")
-    folder = args.report or args.out.with_suffix("")
     if folder.exists() and not folder.is_dir():
-        raise UserError(f"{folder}, the folder for the report, is a file: choose another with --report")
+        raise UserError(f"{folder}, the folder of the report, is a file: choose another with --report")
     if folder.is_dir() and any(folder.iterdir()) and not (folder / "report.html").is_file():
-        raise UserError(f"{folder}, the folder for the report, holds other files: choose another with --report")
+        raise UserError(f"{folder}, the folder of the report, holds other files: choose another with --report")
     if args.update is None:
         if args.refit:
-            raise UserError("--refit is for --update: without it all modalities are learned anyway")
+            raise UserError("--refit needs --update: without it every modality is learned anyway")
         return
-    given = [
-        f"--{name.replace('_', '-')}"
-        for name in ("preset", "k_primary", "k_secondary")
-        if getattr(args, name) is not None
-    ]
-    for option in [*given, *(["--set"] if args.settings else [])]:
-        raise UserError(f"{option} cannot go with --update, which keeps the settings of {args.update}")
+    for name in ("preset", "k_primary", "k_secondary", "settings"):
+        if getattr(args, name):
+            option = "--set" if name == "settings" else inputs.option(name)
+            raise UserError(f"{option} cannot be combined with --update, which keeps the settings of {args.update}")
 
 
 def _settings(args: Namespace) -> MSACSettings:
-    """The settings of a preset with what was asked for."""
+    """The settings of the preset, with those given on the command line."""
     from sparring.models.clusters import PRESETS, MSACSettings
-    from sparring.recipes.settings import parse
+    from sparring.recipes.setup import parse
 
     asked: dict[str, object] = dict(args.settings)
     for name in ("k_primary", "k_secondary", "steps", "seed"):
@@ -190,19 +153,5 @@ def _settings(args: Namespace) -> MSACSettings:
     for name in asked:
         if name not in kinds:
             raise UserError(f"unknown setting {name!r}{did_you_mean(name, kinds)}")
-    return dataclasses.replace(
-        PRESETS[args.preset or "robust"], **{name: parse(name, value, kinds[name]) for name, value in asked.items()}
-    )
-
-
-@contextmanager
-def _telling(show: Console, quiet: bool) -> Iterator[ClusterProgress]:
-    """What learning reports to: a bar that shows only on a terminal."""
-    with screen.bar_of(show, "done", TimeRemainingColumn()) as bar:
-        task = bar.add_task("", total=1, note="", visible=False)
-
-        def tell(what: str, done: int, total: int) -> None:
-            if not quiet:
-                bar.update(task, description=what, completed=done, total=total, visible=True)
-
-        yield tell
+    values = {name: parse(name, value, kinds[name]) for name, value in asked.items()}
+    return dataclasses.replace(PRESETS[args.preset or "robust"], **values)

@@ -1,90 +1,75 @@
-"""sparring compare: recipes x seeds x data, with the progress on the screen and the tables at the end."""
+"""sparring compare: recipes x seeds x data sets, with the progress on the screen and the tables at the end."""
 
 from __future__ import annotations
 
 import dataclasses
-import shlex
-import sys
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.progress import Progress, TimeElapsedColumn
+from rich.progress import TimeElapsedColumn
+from rich.table import Table
 
-from sparring.cli import inputs, screen
-from sparring.cli.values import count, device, names, setting, whole
-from sparring.core.errors import UserError
+import sparring.cli.inputs as inputs
+from sparring.cli.parsing import (
+    Commands,
+    add_device,
+    add_jobs,
+    add_quiet,
+    add_set,
+    command_line,
+    count,
+    names,
+    whole,
+)
+from sparring.cli.screen import bar, detail, epoch_line, show, table
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from sparring.core.workers import Failure, Listener
     from sparring.experiments.comparison import ComparedData, Comparison
+    from sparring.experiments.report.tables import Table as ReportTable
 
-_GENERIC = {"interactions", "data", "pairs", "ratings", "events"}  # file names that say nothing: the folder's name does
+_GENERIC = {"interactions", "data", "pairs", "ratings", "events"}  # file names that say less than their folder's
 
 
-def options(parser: ArgumentParser) -> None:
+def add_compare(commands: Commands) -> None:
+    parser = commands.add(
+        "compare",
+        "Train recipes over several seeds on the same data, and test which differences are significant.",
+        "sparring compare --data demo --recipes uns,ssl_pop,bir --seeds 5 --setup default --out compare/first",
+        compare,
+    )
     inputs.add_several(parser)
     inputs.add_split(parser)
-    parser.add_argument(
-        "--split-seed",
-        type=whole,
-        default=0,
-        metavar="N",
-        help="seed of the split, the same for every run (default: 0)",
-    )
-    group = parser.add_argument_group("what is compared")
-    listed = "`sparring recipes` lists them; or FILE.py:FUNCTION"
-    group.add_argument("--recipes", type=names, required=True, metavar="NAME,NAME", help=listed)
-    group.add_argument(
-        "--seeds", type=count, default=5, metavar="N", help="each recipe is trained with the seeds 0..N-1 (default: 5)"
-    )
-    group.add_argument(
-        "--setup", metavar="RECIPE", help="take towers, optimiser and schedule of every run from this recipe"
-    )
-    group.add_argument(
-        "--tune", type=count, default=0, metavar="N", help="first tune each recipe with N trials on validation"
-    )
-    group.add_argument(
-        "--baseline", metavar="NAME", help="what the others are compared with (default: uns, else the first)"
-    )
-    group.add_argument(
-        "--metrics",
-        type=names,
-        default=("recall@20", "ndcg@20"),
-        metavar="NAME@K,NAME@K",
-        help="(default: recall@20,ndcg@20)",
-    )
-    group.add_argument(
-        "--set",
-        type=setting,
-        action="append",
-        default=[],
-        dest="settings",
-        metavar="NAME=VALUE",
-        help="for every recipe that knows it",
-    )
+    group = parser.add_argument_group("comparison")
+    text = "recipes to compare, also FILE.py:FUNCTION; `sparring recipes` lists them"
+    group.add_argument("--recipes", type=names, required=True, metavar="NAME,NAME", help=text)
+    text = "train each recipe with the seeds 0..N-1 (default: 5)"
+    group.add_argument("--seeds", type=count, default=5, metavar="N", help=text)
+    text = "seed of the split, which all runs share (default: 0)"
+    group.add_argument("--split-seed", type=whole, default=0, metavar="N", help=text)
+    text = "take the model, optimiser and schedule of every run from this recipe"
+    group.add_argument("--setup", metavar="RECIPE", help=text)
+    text = "first tune each recipe with N trials on the validation part"
+    group.add_argument("--tune", type=count, default=0, metavar="N", help=text)
+    text = "recipe that the others are compared with (default: uns, else the first)"
+    group.add_argument("--baseline", metavar="NAME", help=text)
+    text, usual = "metrics to compare (default: recall@20,ndcg@20)", ("recall@20", "ndcg@20")
+    group.add_argument("--metrics", type=names, default=usual, metavar="NAME@K,NAME@K", help=text)
+    add_set(group, "change a setting of every recipe that has it: dim=256 or model.dim=256; repeatable")
     group.add_argument("--epochs", type=count, metavar="N", help="the same as --set epochs=N")
-    group = parser.add_argument_group("how it is run")
-    group.add_argument(
-        "--jobs",
-        type=count,
-        default=1,
-        metavar="N",
-        help="trainings at once, with one thread each if several (default: 1)",
-    )
-    group.add_argument("--device", type=device, default="auto", help="auto, cpu or cuda (default: auto)")
-    group.add_argument(
-        "--out",
-        type=Path,
-        required=True,
-        metavar="FOLDER",
-        help="for all runs and tables; the same command again does what is missing",
-    )
-    group.add_argument("--quiet", action="store_true", help="print nothing but failures and the last line")
+    add_study(parser.add_argument_group("execution"), required=True)
+
+
+def add_study(group: Any, required: bool) -> None:
+    """--jobs, --device, --out and --quiet of a study."""
+    add_jobs(group)
+    add_device(group)
+    text = "folder of all runs and tables; the same command again completes it"
+    group.add_argument("--out", type=Path, required=required, metavar="FOLDER", help=text)
+    add_quiet(group)
 
 
 def compare(args: Namespace) -> int:
@@ -93,78 +78,63 @@ def compare(args: Namespace) -> int:
     from sparring.experiments.report import comparison
 
     plan = _plan(args)
-    show = screen.console()
-    for line in () if args.quiet else _notes(plan):
-        show.print(line, markup=False, soft_wrap=True)
-    with listening(show, args.quiet) as listener:
+    detail(args, *_notes(plan))
+    with listening(args.quiet) as listener:
         failures = run_all(plan, args.jobs, listener)
-    command = shlex.join(["sparring", *sys.argv[1:]]) if sys.argv[1:2] == ["compare"] else ""
-    tables = comparison_tables.write(plan, failures, command)
-    page = comparison.write(plan, tables, failures, command)
-    for table in tables:
-        if table.rows and not args.quiet:
-            show.print()
-            cells = table.cells()
-            show.print(screen.table(cells, table.caption, left=sum(column.text for column in table.columns[:3])))
-    show.print()
-    return closing(show, failures, page, plan.out)
+    tables = comparison_tables.write(plan, failures, command_line(args))
+    page = comparison.write(plan, tables, failures, command_line(args))
+    for each in tables:
+        if each.rows:
+            detail(args, "", study_table(each))
+    return closing(args, failures, page, plan.out)
+
+
+def study_table(report: ReportTable) -> Table:
+    """A table of a report for the screen; its leading text columns are aligned left."""
+    return table(report.cells(), report.caption, left=sum(column.text for column in report.columns[:3]))
 
 
 def _notes(plan: Comparison) -> list[str]:
-    """What is not as the recipes come: texts that are read, classifiers that are left out, arguments that are not tuned."""
+    """Lines about deviations from the recipes: texts that are encoded, classifiers left out, arguments not tuned."""
     from sparring.experiments.search_space import untuned
-    from sparring.recipes import settings
+    from sparring.recipes.finding import find
+    from sparring.recipes.settings import resolve
 
     lines = [inputs.TEXTS_READ] if plan.shared.get("encoder") == "auto" else []
     setups = {
-        name: settings.resolve(settings.find(method.recipe), method.settings, plan.base)[0]
-        for name, method in plan.methods.items()
+        name: resolve(find(method.recipe), method.settings, plan.base)[0] for name, method in plan.methods.items()
     }
     staged = [name for name, setup in setups.items() if setup.classifiers.epochs]
     if staged:
         lines.append(f"compared by their towers alone, without classifiers and fusion: {', '.join(staged)}")
     if plan.trials:
         kept = {name: untuned(method.recipe, method.settings) for name, method in plan.methods.items()}
-        words = "; ".join(f"{name}: {', '.join(each)}" for name, each in kept.items() if each)
-        lines += [f"not tuned, kept as they come: {words}"] if words else []
+        listed = "; ".join(f"{name}: {', '.join(arguments)}" for name, arguments in kept.items() if arguments)
+        lines += [f"not tuned, kept at their defaults: {listed}"] if listed else []
     return lines
 
 
-def closing(show: Console, failures: Sequence[Failure], page: Path, out: Path) -> int:
-    """The last lines: what failed, and where everything is; the exit code."""
-    for failure in failures:
-        show.print(
-            f"failed: {failure.data} {failure.recipe} {failure.what}: {failure.error}", markup=False, soft_wrap=True
-        )
+def closing(args: Namespace, failures: Sequence[Failure], page: Path, out: Path) -> int:
+    """Print the failures and where everything is; the exit code."""
+    detail(args, "")
+    show(*(f"failed: {each.data} {each.recipe} {each.what}: {each.error}" for each in failures))
     if failures:
-        show.print(f"{len(failures)} failed; the same command tries them again", markup=False)
-    show.print(
-        f"{page}: the whole report; {out}: figures, and tables as .md, .csv, .tex and .json",
-        markup=False,
-        soft_wrap=True,
-    )
+        show(f"{len(failures)} failed; the same command tries them again")
+    show(f"{page}: the complete report; {out}: figures, and tables as .md, .csv, .tex and .json")
     return 1 if failures else 0
 
 
 def _plan(args: Namespace) -> Comparison:
     from sparring.experiments.comparison import Comparison, cutoffs
-    from sparring.recipes import settings
 
-    if not args.data:
-        raise UserError("--data is needed: a file, or the name of a set; repeat it for several")
-    recipes, baseline = args.recipes, args.baseline or ""
     shared = inputs.settings(args, "epochs")
     if args.tune:
-        shared.setdefault("select", args.metrics[-1])  # equal tuning includes what it aims at
-    base = None if args.setup is None else settings.own_setup(settings.find(args.setup))
-    cutoffs(args.metrics)  # wrong metrics are told before a long read
-    if args.tune:
-        from sparring.experiments.tuning import require_optuna
-
-        require_optuna()
+        shared.setdefault("select", args.metrics[-1])  # all recipes are tuned for the same metric
+    base = inputs.base_setup(args)
+    cutoffs(args.metrics)  # raises for unknown metrics
+    recipes, baseline = args.recipes, args.baseline or ""
     plan = Comparison(args.out, (), recipes, args.seeds, baseline, args.metrics, base, shared, args.tune, args.device)
-    for method in plan.methods.values():
-        settings.resolve(settings.find(method.recipe), method.settings, base)
+    inputs.check_settings([(method.recipe, method.settings) for method in plan.methods.values()], base, args.tune)
     data = tuple(_data(args, where, name) for where, name in zip(args.data, short_names(args.data), strict=True))
     if base is None and inputs.only_texts_help(shared, *(each.split for each in data)):
         shared = {**shared, "encoder": "auto"}
@@ -175,17 +145,14 @@ def _data(args: Namespace, where: str, name: str) -> ComparedData:
     from sparring.data.splits import split
     from sparring.experiments.comparison import ComparedData
 
-    world = inputs.world(where)
-    data = world.interactions if world is not None else inputs.read_data(where, inputs.columns(args))
-    parts = split(data, args.split, args.valid, args.test, args.split_seed)
-    kept = Namespace(
-        **{**vars(args), "data": where, "k": [k for k in (10, 20, 50) if k <= data.n_items] or [data.n_items]}
-    )
-    return ComparedData(name, parts, inputs.source(kept, data, args.split_seed), world)
+    world, given, how = inputs.world(where), inputs.columns(args), inputs.split_arguments(args, args.split_seed)
+    data = inputs.read_data(where, given) if world is None else world.interactions
+    record = inputs.source(data, where, given, how, inputs.cutoffs_for(None, data.n_items))
+    return ComparedData(name, split(data, **how), record, world)
 
 
 def short_names(places: list[str]) -> list[str]:
-    """A short name for each data set, for its folder and its rows: the file's, or its folder's where the file's says nothing."""
+    """A name for each data set, for its folder and rows: that of the file, or of its folder if that says more."""
     names: list[str] = []
     for place in places:
         path = Path(place)
@@ -198,52 +165,39 @@ def short_names(places: list[str]) -> list[str]:
 
 
 @contextmanager
-def listening(show: Console, quiet: bool) -> Iterator[Listener]:
-    """A bar over all trainings on a terminal, and a line for each that ends, anywhere; nothing where quiet."""
+def listening(quiet: bool) -> Iterator[Listener]:
+    """Callbacks of a study: a bar over all trainings on a terminal, and a line when one ends; nothing if quiet."""
     from sparring.core.workers import Listener
 
     if quiet:
         yield Listener()
         return
-    with screen.bar_of(show, "trainings", TimeElapsedColumn()) as bar:
-        yield _Lines(bar).listener()
+    with bar("trainings", TimeElapsedColumn()) as drawn:
+        task = drawn.add_task("", total=None, note="", visible=False)
+        last: dict[str, Any] = {}  # the last message of each running task
+
+        def begin(phase: str, done: int, total: int) -> None:
+            drawn.reset(task, description=phase, completed=done, total=total, note="", visible=True)
+            show(f"{phase}: {done} of {total} already done" if done else f"{phase}: {total} to do")
+
+        def said(name: str, message: Any) -> None:
+            last[name] = message
+            drawn.update(task, note="; ".join(f"{name} {_summary(message)}" for name, message in last.items()))
+
+        def ended(name: str, error: str | None) -> None:
+            message = last.pop(name, None)
+            drawn.update(task, advance=1)
+            outcome = "" if message is None else _summary(message)
+            show(f"{name}: {outcome if error is None else f'failed: {error}'}")
+
+        yield Listener(begin=begin, said=said, ended=ended)
 
 
-class _Lines:
-    def __init__(self, bar: Progress) -> None:
-        self.bar = bar
-        self.task = bar.add_task("", total=None, note="", visible=False)
-        self.last: dict[str, Any] = {}  # what each running task said last
-
-    def listener(self) -> Listener:
-        from sparring.core.workers import Listener
-
-        return Listener(begin=self.begin, said=self.said, ended=self.ended)
-
-    def begin(self, phase: str, done: int, total: int) -> None:
-        self.bar.reset(self.task, description=phase, completed=done, total=total, note="", visible=True)
-        self.say(f"{phase}: {done} of {total} already done" if done else f"{phase}: {total} to do")
-
-    def said(self, name: str, message: Any) -> None:
-        self.last[name] = message
-        self.bar.update(self.task, note="; ".join(f"{task} {_now(message)}" for task, message in self.last.items()))
-
-    def ended(self, name: str, error: str | None) -> None:
-        message = self.last.pop(name, None)
-        self.bar.update(self.task, advance=1)
-        self.say(
-            f"{name}: failed: {error}" if error is not None else f"{name}: {'' if message is None else _now(message)}"
-        )
-
-    def say(self, line: str) -> None:
-        self.bar.console.print(line, markup=False, soft_wrap=True)
-
-
-def _now(message: Any) -> str:
+def _summary(message: Any) -> str:
     """An epoch's record or a trial in a few words."""
     from sparring.experiments.tuning import Trial
 
     if isinstance(message, Trial):
         outcome = f"failed: {message.error}" if message.value is None else f"{message.value:.4f}"
         return f"trial {message.number + 1}: {outcome}"
-    return screen.epoch_line(message)
+    return epoch_line(message)

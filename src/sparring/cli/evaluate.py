@@ -1,15 +1,14 @@
-"""sparring evaluate: the lists of a run, measured on the part that it held out or on other data."""
+"""sparring evaluate: the metrics of a run on the part that it held out, or on other data."""
 
 from __future__ import annotations
 
-import json
-from argparse import ArgumentParser, Namespace
-from pathlib import Path
+from argparse import Namespace
 from typing import TYPE_CHECKING, Any
 
-from sparring.cli import inputs, screen
-from sparring.cli.recommend import add_ranking
-from sparring.cli.values import constants, cutoffs, device
+import sparring.cli.inputs as inputs
+from sparring.cli.parsing import Commands, add_device, add_json, add_ranking, add_run, constants, cutoffs
+from sparring.cli.screen import evaluation_tables, result, stages_table
+from sparring.core.choices import DIALECTS
 from sparring.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -17,91 +16,70 @@ if TYPE_CHECKING:
     from sparring.training.trained import Trained
 
 
-DIALECTS = ("standard", "trec", "rectools", "lenskit", "xir-release", "xc")
-
-
-def options(parser: ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, metavar="RUN", help="a folder written by `sparring train`")
-    parser.add_argument(
-        "--data",
-        metavar="FILE_OR_NAME",
-        help="other interactions to rank: all their pairs that were not trained on, or their own test part (default: the run's test part)",
+def add_evaluate(commands: Commands) -> None:
+    parser = commands.add(
+        "evaluate",
+        "Rank the complete catalogue for every test query of a run, and print the metrics.",
+        "sparring evaluate runs/first --k 10,20,50",
+        evaluate,
     )
-    inputs.add_columns(parser)
-    parser.add_argument(
-        "--part",
-        choices=("test", "valid"),
-        default="test",
-        help="the part of the run's own data to rank (default: test)",
+    add_run(parser)
+    text = (
+        "other data: its test part, or all of its pairs, without those of the training (default: the run's test part)"
     )
-    parser.add_argument("-k", "--k", type=cutoffs, default=None, metavar="K,K", help="cutoffs (default: 10,20,50)")
-    parser.add_argument(
-        "--dialect",
-        choices=DIALECTS,
-        default="standard",
-        help="whose definition of the metrics (default: standard, which is LightGCN's)",
-    )
-    parser.add_argument(
-        "--propensity", type=constants, metavar="A,B", help="constants of psp and psndcg (default: the data's)"
-    )
-    add_ranking(parser)
-    parser.add_argument("--device", type=device, default="auto", help="auto, cpu or cuda (default: auto)")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    inputs.add_data(parser, text)
+    group = parser.add_argument_group("ranking and metrics")
+    text = "part of the run's own data to rank (default: test)"
+    group.add_argument("--part", choices=("test", "valid"), default="test", help=text)
+    group.add_argument("-k", "--k", type=cutoffs, default=None, metavar="K,K", help="cutoffs (default: 10,20,50)")
+    text = "whose definition of the metrics; standard is LightGCN's (default: standard)"
+    group.add_argument("--dialect", choices=DIALECTS, default="standard", help=text)
+    text = "constants of psp and psndcg (default: those of the data)"
+    group.add_argument("--propensity", type=constants, metavar="A,B", help=text)
+    add_ranking(group)
+    add_device(group)
+    add_json(group)
 
 
 def evaluate(args: Namespace) -> int:
     from sparring.core.devices import pick_device
     from sparring.evaluation.metrics import LIST_METRICS, METRICS, PROPENSITY_METRICS, parse
+    from sparring.evaluation.ranking import evaluate as rank
     from sparring.training import trained as runs
 
     device = pick_device(args.device)
     trained = runs.load(args.run)
     cutoffs = inputs.cutoffs_for(args.k, len(trained.ids.item_ids))
     data = inputs.read_recorded(trained.meta, args.run, args.data, inputs.columns(args))
-    test, seen, counts, note, blank = _to_rank(trained, data, args)
+    test, seen, counts, title, blank = _to_rank(trained, data, args)
     propensity = _propensity(data, args.propensity)
     names = []
     for name in METRICS + (PROPENSITY_METRICS if propensity is not None else ()) + LIST_METRICS:
         try:
             names.append(parse(name, args.dialect).name)
-        except UserError:  # a dialect that does not have this metric
+        except UserError:  # the dialect does not define this metric
             continue
-    from sparring.evaluation.ranking import evaluate as measure
-
-    masked = seen.to(device)
-    how, found = trained.how(args.ranking), {}
-    for name, model in (("encoder", trained.model), ("fused", trained.fused)):
-        if name in ("encoder", how) and model is not None:
-            found[name] = measure(
-                model.to(device), test, masked, cutoffs, names, args.dialect, counts, propensity=propensity
-            )
-    result = found[how]
-    if args.json:
-        said = {
-            "run": str(args.run),
-            "ranked": note,
-            "ranking": how,
-            "dialect": args.dialect,
-            "untrained": blank,
-            **result.to_dict(),
-        }
-        print(json.dumps(said | ({"encoder": found["encoder"].to_dict()} if how == "fused" else {})))
-        return 0
-    show = screen.console()
-    fused = " by towers and classifiers fused" if how == "fused" else ""
-    line = f"{args.run} on {note}{fused}: {len(result.query_ids):,} queries ranked in {result.seconds:.1f} s"
-    show.print(line + (f"; {blank:,} of them have no training pair" if blank else ""), markup=False, soft_wrap=True)
-    for table in screen.evaluation_tables(result):
-        show.print()
-        show.print(table)
+    how, seen = trained.how(args.ranking), seen.to(device)
+    results = {
+        name: rank(model.to(device), test, seen, cutoffs, names, args.dialect, counts, propensity=propensity)
+        for name, model in (("encoder", trained.model), ("fused", trained.fused))
+        if name in ("encoder", how) and model is not None
+    }
+    chosen = results[how]
+    facts = {"run": str(args.run), "ranked": title, "ranking": how, "dialect": args.dialect, "untrained": blank}
+    record = {**facts, **chosen.to_dict()}
+    line = f"{args.run} on {title}: {len(chosen.query_ids):,} queries ranked in {chosen.seconds:.1f} s"
+    line += f"; {blank:,} of them have no training pair" if blank else ""
+    parts = [part for table in evaluation_tables(chosen) for part in ("", table)]
     if how == "fused":
-        show.print()
-        show.print(screen.stages_table(found))
-    return 0
+        record["encoder"] = results["encoder"].to_dict()
+        line += "; by towers and classifiers fused"
+        parts += ["", stages_table(results)]
+    return result(args, [record], line, *parts)
 
 
 def _propensity(data: Interactions, constants: tuple[float, float] | None) -> Any:
-    """Inverse propensities of the items: the data's own, or with other constants, from all pairs that are not its test part."""
+    """Inverse propensities of the items: those of the data, or with other constants, from all but the test pairs."""
     import numpy as np
 
     from sparring.data.interactions import TEST
@@ -115,33 +93,30 @@ def _propensity(data: Interactions, constants: tuple[float, float] | None) -> An
 
 
 def _to_rank(trained: Trained, data: Interactions, args: Namespace) -> tuple[Any, Any, Any, str, int | None]:
-    """What is ranked (pairs), what is masked, training counts where known, all that in words; and how many queries have no training pair.
+    """The pairs to rank, exclusions, training counts if known, a title, and how many queries have no training pair.
 
-    The run's own data: the part that its training held out. Other data: its test part where it has one, else every pair that was not
-    trained on, in the ids of the run.
+    Of the run's own data this is the part that its training held out. Of other data it is the test part, or every pair,
+    without those trained on, in the ids of the run.
     """
     import numpy as np
 
-    found = trained.meta.get("source") or {}
-    if (
-        found
-        and inputs.fingerprint(data) == found["fingerprint"]
-        and data.item_ids.ids.equals(trained.ids.item_ids.ids)
-    ):
-        parts = inputs.split_as(data, trained.meta, args.run)
+    record = trained.meta.get("source") or {}
+    same = record and inputs.fingerprint(data) == record["fingerprint"]
+    if same and data.item_ids.ids.equals(trained.ids.item_ids.ids):
+        parts = inputs.split_recorded(data, trained.meta, args.run)
         part = parts.test if args.part == "test" else parts.valid
         if part is None:
             raise UserError(f"the data of {args.run} has no {args.part} part: the split left none")
         blank = len(np.setdiff1d(part.queries, parts.train.queries))
         return part, parts.seen_for(args.part), parts.train.counts(), f"its own {args.part} part", blank
     if args.part == "valid":
-        raise UserError(
-            f"--part valid is for the run's own data, and {args.data} is not what {args.run} was trained on"
-        )
-    return (*_other(trained, data, args.data), None, f"the pairs of {args.data} that it was not trained on", None)
+        raise UserError(f"--part valid needs the training data of {args.run}, and {args.data} is other data")
+    title = f"the pairs of {args.data} that it was not trained on"
+    return _new_pairs(trained, data, args.data), trained.seen, None, title, None
 
 
-def _other(trained: Trained, data: Interactions, where: str) -> tuple[Any, Any]:
+def _new_pairs(trained: Trained, data: Interactions, where: str) -> Interactions:
+    """The pairs of other data that the run was not trained on, in the ids of the run."""
     import numpy as np
 
     from sparring.data.interactions import TEST, Interactions
@@ -156,10 +131,7 @@ def _other(trained: Trained, data: Interactions, where: str) -> tuple[Any, Any]:
     known = (queries >= 0) & (items >= 0)
     new = known & ~np.isin(pair_keys(queries, items, n_items), pair_keys(owner, trained.seen.items.numpy(), n_items))
     if not new.any():
-        raise UserError(
-            f"{where} has no new pair of a query and an item that {trained.folder} knows: there is nothing to rank"
-        )
-    pairs = Interactions(
+        raise UserError(f"nothing to rank: {where} has no new pair of a query and an item that {trained.folder} knows")
+    return Interactions(
         queries[new].astype(np.int32), items[new].astype(np.int32), trained.ids.query_ids, trained.ids.item_ids
     )
-    return pairs, trained.seen

@@ -1,46 +1,39 @@
-"""sparring index: the index of a run, tuned for a recall and a memory limit, with a table, a figure and a page."""
+"""sparring index: the index of a run, tuned for a recall and a memory limit, with a report."""
 
 from __future__ import annotations
 
-import json
-from argparse import ArgumentParser, Namespace
-from pathlib import Path
+from argparse import Namespace
 
-from sparring.cli import screen
-from sparring.cli.values import count, size, target, whole
+from sparring.cli.parsing import Commands, add_json, add_quiet, add_run, count, size, target, whole
+from sparring.cli.screen import detail, note_towers, result, table
+from sparring.core.choices import INDEX_KINDS
 from sparring.core.errors import UserError
 
-KINDS = ("auto", "exact", "hnsw", "ivf", "ivfsq", "ivfpq")
 
-
-def options(parser: ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, metavar="RUN", help="a folder written by `sparring train`")
-    parser.add_argument(
-        "--recall", type=target, default=0.99, metavar="R", help="least share of the exact best k (default: 0.99)"
+def add_index(commands: Commands) -> None:
+    parser = commands.add(
+        "index",
+        "Build the index of a run: the fastest kind that reaches a recall within a memory limit.",
+        "sparring index runs/first --recall 0.99 --memory 500MB",
+        index,
     )
-    parser.add_argument(
-        "--memory",
-        type=size,
-        metavar="SIZE",
-        help="most that searches may keep in memory, such as 500MB (default: any)",
-    )
-    parser.add_argument("--kind", choices=KINDS, default="auto", help="auto tries all that fit (default: auto)")
-    parser.add_argument(
-        "-k",
-        "--k",
-        type=count,
-        default=100,
-        metavar="K",
-        help="length of the lists that it is tuned for (default: 100)",
-    )
-    parser.add_argument(
-        "--queries", type=count, default=1000, metavar="N", help="queries of the run to measure on (default: 1000)"
-    )
-    parser.add_argument(
-        "--seed", type=whole, default=0, metavar="N", help="seed of the sample and of the clusters (default: 0)"
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument("--quiet", action="store_true", help="print nothing but the last line and errors")
+    add_run(parser)
+    group = parser.add_argument_group("target")
+    text = "least share of the exact top k (default: 0.99)"
+    group.add_argument("--recall", type=target, default=0.99, metavar="R", help=text)
+    text = "most memory of the searches, such as 500MB (default: no limit)"
+    group.add_argument("--memory", type=size, metavar="SIZE", help=text)
+    text = "kind of index; auto tries all that fit (default: auto)"
+    group.add_argument("--kind", choices=("auto", *INDEX_KINDS), default="auto", help=text)
+    text = "length of the lists that the index is tuned for (default: 100)"
+    group.add_argument("-k", "--k", type=count, default=100, metavar="K", help=text)
+    group = parser.add_argument_group("measurement")
+    text = "queries of the run to measure on (default: 1000)"
+    group.add_argument("--queries", type=count, default=1000, metavar="N", help=text)
+    text = "seed of the sampled queries and of the clusters (default: 0)"
+    group.add_argument("--seed", type=whole, default=0, metavar="N", help=text)
+    add_json(group)
+    add_quiet(group)
 
 
 def index(args: Namespace) -> int:
@@ -54,39 +47,25 @@ def index(args: Namespace) -> int:
     if args.kind not in ("auto", "exact"):
         require_faiss()
     trained = runs.load(args.run)
-    screen.tell_of_towers(trained)
-    if args.kind == "auto" and len(trained.ids.item_ids) > SMALL:
+    note_towers(trained)
+    n_items = len(trained.ids.item_ids)
+    if args.kind == "auto" and n_items > SMALL:
         require_faiss()
     if args.queries < 2 or len(trained.ids.query_ids) < 2:
         raise UserError("recall is measured on at least 2 queries, half of them held out")
-    show = screen.console()
-    quiet = args.quiet or args.json
 
-    def say(line: str) -> None:
-        if not quiet:
-            show.print(line, markup=False, soft_wrap=True)
+    def log(line: str) -> None:
+        detail(args, line)
 
-    tuned = build_index(trained, args.k, args.recall, args.memory, args.kind, args.queries, args.seed, say)
-    k = min(args.k, len(trained.ids.item_ids))
-    facts = {
-        "run": str(args.run),
-        "items": f"{len(tuned.index.ids):,} x {tuned.index.dim}",
-        "hardware": hardware(pick_device("cpu")),
-    }
-    folder = args.run / FOLDER
+    tuned = build_index(trained, args.k, args.recall, args.memory, args.kind, args.queries, args.seed, log)
+    k, folder = min(args.k, n_items), args.run / FOLDER
+    shape = f"{len(tuned.index.ids):,} x {tuned.index.dim}"
+    facts = {"run": str(args.run), "items": shape, "hardware": hardware(pick_device("cpu"))}
     path = report.write(tuned, args.recall, args.memory, k, folder / "report", facts)
+    best = report.table(tuned, args.recall, best_only=True)
+    detail(args, "", table(best.cells(), left=2), *(f"not tried: {line}" for line in tuned.left_out), "")
     chosen = {"kind": tuned.chosen.kind, "width": tuned.chosen.effort.width, "refine": tuned.chosen.effort.refine}
-    if args.json:
-        rows = report.table(tuned, args.recall).rows
-        print(json.dumps({"run": str(args.run), "chosen": chosen, "recall": tuned.recall, "k": k, "points": rows}))
-        return 0
-    if not args.quiet:
-        best = report.table(tuned, args.recall, best_only=True)
-        show.print()
-        show.print(screen.table(best.cells(), left=2))
-        for line in tuned.left_out:
-            show.print(f"not tried: {line}", markup=False, soft_wrap=True)
-        show.print()
-    closing = f"{folder}: {report.describe(tuned.chosen)}, recall@{k} {tuned.recall:.4f} on held-out queries; {path}"
-    show.print(closing, markup=False, soft_wrap=True)
-    return 0
+    points = report.table(tuned, args.recall).rows
+    record = {"run": str(args.run), "chosen": chosen, "recall": tuned.recall, "k": k, "points": points}
+    line = f"{folder}: {report.describe(tuned.chosen)}, recall@{k} {tuned.recall:.4f} on held-out queries; {path}"
+    return result(args, [record], line)

@@ -1,47 +1,58 @@
-"""What a command is given: its data (a file or a set by name, the columns, the split) and what run.json records of it; its settings."""
+"""The inputs of a command: data, columns, split, modalities and settings, and their record in run.json."""
 
 from __future__ import annotations
 
 import hashlib
 import re
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparring.cli.values import number, share
+from sparring.cli.parsing import number, share
+from sparring.cli.screen import detail, progress
+from sparring.core.choices import SPLITS
 from sparring.core.errors import UserError
 
 if TYPE_CHECKING:
     from sparring.data.interactions import Interactions, Split
+    from sparring.data.modalities.modalities import Modalities
     from sparring.data.synthetic import SyntheticWorld
+    from sparring.recipes.run import Run
+    from sparring.recipes.setup import Setup
 
-SPLITS = ("auto", "file", "random", "temporal", "leave-last-out")
 COLUMNS = {
-    "query": "who: user, customer, query",
-    "item": "what: item, product, document",
-    "time": "when, for temporal and leave-last-out splits",
+    "query": "the query: a user, a customer, a search",
+    "item": "the item: a product, a document",
+    "time": "time, for temporal and leave-last-out splits",
     "weight": "weight of a pair",
     "rating": "rating, for --min-rating",
-    "label": "1 where taken, 0 where shown and not taken",
+    "label": "1 for a positive, 0 for an item that was shown and not taken",
     "split": "train, valid or test",
 }
+DATA = "a file, a folder of Parquet parts or the name of a data set"
+TEXTS_READ = "no test query is in the training part, so the texts are encoded (--set encoder=auto)"
 
 
-def add_several(parser: ArgumentParser) -> None:
-    """--data, as often as there are data sets, with the options of their columns."""
-    known = "a file, a folder of parts, the name of a set, or world:QUERIESxITEMS, whose truth is known; repeatable"
-    parser.add_argument("--data", action="append", default=[], metavar="FILE_OR_NAME", help=known)
+# Options
+
+
+def add_data(parser: ArgumentParser, text: str = DATA, **options: Any) -> None:
+    """--data, with the options of its columns."""
+    parser.add_argument("--data", metavar="FILE_OR_NAME", help=text, **options)
     add_columns(parser)
+
+
+def add_several(parser: ArgumentParser, required: bool = True) -> None:
+    """--data, repeatable, with the options of its columns."""
+    text = f"{DATA}; or world:QUERIESxITEMS, a synthetic world with known truth; repeatable"
+    add_data(parser, text, action="append", default=[], required=required)
 
 
 def add_columns(parser: ArgumentParser) -> None:
     """The options that `columns` reads."""
-    group = parser.add_argument_group("columns (guessed from common names where not given)")
-    group.add_argument(
-        "--items", type=Path, metavar="FILE", help="table of items: an id column, title, category, any other"
-    )
+    group = parser.add_argument_group("columns (recognised by common names unless given)")
+    group.add_argument("--items", type=Path, metavar="FILE", help="table of items: an id, a title, a category, ...")
     group.add_argument("--queries", type=Path, metavar="FILE", help="table of queries")
     for name, text in COLUMNS.items():
         group.add_argument(f"--{name}-column", metavar="NAME", help=text)
@@ -51,22 +62,26 @@ def add_columns(parser: ArgumentParser) -> None:
 def add_split(parser: ArgumentParser) -> None:
     """--split, --valid and --test."""
     group = parser.add_argument_group("split")
-    group.add_argument(
-        "--split",
-        choices=SPLITS,
-        default="auto",
-        help="auto: the file's own if it has one, else random (default: auto)",
+    text = "auto: the split of the file if it has one, else random (default: auto)"
+    group.add_argument("--split", choices=SPLITS, default="auto", help=text)
+    text = "share of the training part held out for validation (default: 0.1)"
+    group.add_argument("--valid", type=share, default=0.1, metavar="SHARE", help=text)
+    text = "share of the pairs held out for the test (default: 0.2)"
+    group.add_argument("--test", type=share, default=0.2, metavar="SHARE", help=text)
+
+
+def add_modalities(parser: ArgumentParser) -> None:
+    """--modality NAME=SPEC, --text-encoder and --cache, for a command that has --device."""
+    group = parser.add_argument_group("modalities")
+    text = (
+        "vectors of the items, repeatable; SPEC: FILE.npy, FILE.npy:IDS, FILE.parquet:COLUMN, text:COLUMN,..., "
+        "images:FOLDER, images:COLUMN, behaviour (from the training interactions), behaviour:RUN (from a finished run)"
     )
-    group.add_argument(
-        "--valid",
-        type=share,
-        default=0.1,
-        metavar="SHARE",
-        help="share of the training part for validation (default: 0.1)",
-    )
-    group.add_argument(
-        "--test", type=share, default=0.2, metavar="SHARE", help="share of the pairs for the test (default: 0.2)"
-    )
+    group.add_argument("--modality", action="append", default=[], metavar="NAME=SPEC", help=text)
+    text = "folder or hub name of a sentence encoder (default: minilm)"
+    group.add_argument("--text-encoder", default="minilm", metavar="NAME", help=text)
+    text = "cache of encoded vectors (default: $SPARRING_HOME, else ~/.cache/sparring)"
+    group.add_argument("--cache", metavar="FOLDER", help=text)
 
 
 def columns(args: Namespace) -> dict[str, Any]:
@@ -79,91 +94,90 @@ def columns(args: Namespace) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value is not None}
 
 
+def option(argument: str) -> str:
+    """The option of an argument of the library: time -> --time-column, min_rating -> --min-rating."""
+    return f"--{argument.replace('_', '-')}" + ("-column" if argument in COLUMNS else "")
+
+
+def message(error: UserError) -> str:
+    """The line of an error, which names the option where the library names its argument."""
+    if not error.argument:
+        return " ".join(str(error).split())
+    value = "NAME" if error.value == "..." else error.value
+    return f"{' '.join(error.message.split())}; use {option(error.argument)} {value}"
+
+
+def split_arguments(args: Namespace, seed: int) -> dict[str, Any]:
+    """The arguments of `split`, which run.json records."""
+    return {"how": args.split, "valid": args.valid, "test": args.test, "seed": seed}
+
+
+# Reading
+
+
 def read_data(where: str, given: Mapping[str, Any]) -> Interactions:
-    """Interactions of a file or folder, or of a set by name where there is no such file."""
+    """The interactions of a file or folder, or of a data set by name if there is no such file."""
     from sparring.data.reading import read
 
     if Path(where).exists():
         return read(where, **given)
-    made = world(where)
-    if made is not None:
-        return made.interactions
+    synthetic = world(where)
+    if synthetic is not None:
+        return synthetic.interactions
     if Path(where).suffix or "/" in where:
         raise UserError(f"no such file or folder: {where}")
     from sparring.data.public_sets import find_set, load_set
 
     name = find_set(where).name
     if given:
-        option = f"--{min(given).replace('_', '-')}" + ("-column" if min(given) in COLUMNS else "")
-        raise UserError(f"{option} is for files: the columns of the data set {name!r} are known")
-    with download_bar(name) as progress:
-        return load_set(name, progress)
+        raise UserError(f"{option(min(given))} is for files: the columns of the data set {name!r} are known")
+    with progress("bytes") as update:
+        return load_set(name, lambda done, total: update(name, done, total))
 
 
 def world(where: str) -> SyntheticWorld | None:
-    """The made-up world, with its truth, that world:QUERIESxITEMS or world:QUERIESxITEMS:SEED names; None for any other name."""
+    """The synthetic world named world:QUERIESxITEMS or world:QUERIESxITEMS:SEED; None for any other name."""
     if not where.startswith("world:") or Path(where).exists():
         return None
     from sparring.data.synthetic import make_world
 
-    found = re.fullmatch(r"world:(\d+)x(\d+)(?::(\d+))?", where)
-    if found is None:
-        raise UserError(
-            f"{where!r} is not a world: write world:QUERIESxITEMS, such as world:2000x1000, or world:2000x1000:SEED"
+    match = re.fullmatch(r"world:(\d+)x(\d+)(?::(\d+))?", where)
+    if match is None:
+        example = "world:QUERIESxITEMS, such as world:2000x1000, or world:2000x1000:SEED"
+        raise UserError(f"{where!r} is not a world: write {example}")
+    return make_world(int(match[1]), int(match[2]), seed=int(match[3] or 0))
+
+
+def read_modalities(args: Namespace, split: Split) -> Modalities:
+    """The modalities of a command: a bar on a terminal while they are encoded, then a line for each."""
+    from sparring.data.modalities.sources import SPECS, load_modalities, parse_modalities
+    from sparring.training.trained import run_vectors
+
+    specs = parse_modalities(args.modality)
+    if not specs:
+        raise UserError(f"no modality is given: add --modality NAME=SPEC, where SPEC is {SPECS}")
+    with progress("items") as update:
+        modalities = load_modalities(
+            specs,
+            split,
+            text_encoder=args.text_encoder,
+            cache=args.cache,
+            device=args.device,
+            progress=update,
+            run_vectors=run_vectors,
         )
-    return make_world(int(found[1]), int(found[2]), seed=int(found[3] or 0))
+    detail(args, *modalities.notes)
+    return modalities
 
 
-@contextmanager
-def download_bar(name: str) -> Iterator[Callable[[int, int | None], None]]:
-    """What a download reports its bytes to: a bar that shows only on a terminal, and only once bytes arrive."""
-    from rich.progress import DownloadColumn, Progress
-
-    from sparring.cli.screen import console
-
-    screen = console()
-    with Progress(
-        *Progress.get_default_columns(),
-        DownloadColumn(),
-        console=screen,
-        transient=True,
-        disable=not screen.is_terminal,
-    ) as bar:
-        task = bar.add_task(name, total=None, visible=False)
-        yield lambda done, total: bar.update(task, completed=done, total=total, visible=True)
-
-
-@contextmanager
-def token_bar() -> Iterator[None]:
-    """A bar for texts that are tokenised inside; it shows only on a terminal, and only once some are done."""
-    from rich.progress import MofNCompleteColumn, Progress
-
-    from sparring.cli.screen import console
-    from sparring.data.texts.texts import reporting
-
-    screen = console()
-    bar = Progress(
-        *Progress.get_default_columns(),
-        MofNCompleteColumn(),
-        console=screen,
-        transient=True,
-        disable=not screen.is_terminal,
-    )
-    with bar:
-        task = bar.add_task("reading texts", total=None, visible=False)
-        with reporting(lambda what, done, total: bar.update(task, completed=done, total=total, visible=True)):
-            yield
-
-
-def source(args: Namespace, data: Interactions, seed: int) -> dict[str, Any]:
-    """What run.json must hold so that the same parts can be made again."""
-    where = _place(args.data)
-    split = {"how": args.split, "valid": args.valid, "test": args.test, "seed": seed}
-    return {"data": where, "columns": columns(args), "split": split, "fingerprint": fingerprint(data), "k": args.k}
+def source(data: Interactions, where: str, given: Mapping[str, Any], split: Mapping[str, Any], k: list[int]) -> Any:
+    """The record in run.json from which the same parts are read again."""
+    place = {"data": _place(where), "columns": dict(given), "split": dict(split)}
+    return {**place, "fingerprint": fingerprint(data), "k": k}
 
 
 def fingerprint(data: Interactions) -> str:
-    """A short hash of the pairs and of what splits them: data that was changed since a run began is noticed."""
+    """A short hash of the pairs and of the columns that split them, which detects changed data."""
     from sparring.data.prepared.format import Prepared
 
     if isinstance(data, Prepared):
@@ -176,43 +190,41 @@ def fingerprint(data: Interactions) -> str:
 
 def recorded(meta: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """The source that a run recorded."""
-    found = meta.get("source") or {}
-    if "data" not in found:
-        raise UserError(f"{folder / 'run.json'} does not say where its data came from: give --data")
-    return dict(found)
+    record = meta.get("source") or {}
+    if "data" not in record:
+        raise UserError(f"{folder / 'run.json'} does not record where its data came from: give --data")
+    return dict(record)
 
 
 def read_recorded(meta: Mapping[str, Any], folder: Path, where: str | None, given: Mapping[str, Any]) -> Interactions:
-    """The data of a run, read as its training read it; or other data, from a place given now."""
+    """The data of a run, read as in its training; or other data, if `where` is another place."""
     if where is not None and (not meta.get("source") or _place(where) != meta["source"]["data"]):
         return read_data(where, given)
-    found = recorded(meta, folder)
-    if "/" in found["data"] and not Path(found["data"]).exists():
-        raise UserError(f"the data of {folder} is no longer at {found['data']}: give --data")
-    return read_data(found["data"], {**found["columns"], **given})
+    record = recorded(meta, folder)
+    if "/" in record["data"] and not Path(record["data"]).exists():
+        raise UserError(f"the data of {folder} is no longer at {record['data']}: give --data")
+    return read_data(record["data"], {**record["columns"], **given})
 
 
 def _place(where: str) -> str:
-    """A file by its full path, so that it is found from anywhere; a set by its name."""
+    """A file by its absolute path, a data set by its name."""
     return str(Path(where).resolve()) if Path(where).exists() else where
 
 
-def split_as(data: Interactions, meta: Mapping[str, Any], folder: Path, given: str | None = None) -> Split:
-    """The parts of a run's data, made as its training made them; `given` is where the data was read from, if not where it was then."""
+def split_recorded(data: Interactions, meta: Mapping[str, Any], folder: Path, where: str | None = None) -> Split:
+    """The parts of a run's data, split as in its training; `where` is the place it was read from, if another."""
     from sparring.data.splits import split
 
-    found = recorded(meta, folder)
-    if fingerprint(data) != found["fingerprint"]:
-        if given is not None and _place(given) != found["data"]:
-            raise UserError(
-                f"{given} is not what {folder} was trained on, which was {found['data']}: its interactions are others"
-            )
-        raise UserError(f"{found['data']} is not what {folder} was trained on: its interactions have changed since")
-    return split(data, **found["split"])
+    record = recorded(meta, folder)
+    if fingerprint(data) != record["fingerprint"]:
+        if where is not None and _place(where) != record["data"]:
+            raise UserError(f"{where} is not the training data of {folder}, which was {record['data']}")
+        raise UserError(f"{record['data']} has changed since {folder} was trained on it")
+    return split(data, **record["split"])
 
 
 def cutoffs_for(asked: tuple[int, ...] | None, n_items: int) -> list[int]:
-    """The cutoffs asked for, or the usual ones that the catalogue allows."""
+    """The cutoffs given by --k, or the defaults that the catalogue allows."""
     if asked is None:
         return [k for k in (10, 20, 50) if k <= n_items] or [n_items]
     if asked[-1] > n_items:
@@ -220,28 +232,14 @@ def cutoffs_for(asked: tuple[int, ...] | None, n_items: int) -> list[int]:
     return list(asked)
 
 
-TEXTS_READ = "no query of the test part is trained on: its text is read (--set encoder=auto)"
-
-
-def only_texts_help(asked: Mapping[str, object], *data: Split) -> bool:
-    """Whether nothing is said of towers, and in all data both sides have texts and no test query is trained on: ids say nothing of it."""
-    import numpy as np
-
-    from sparring.data.texts.texts import has_texts
-
-    if asked.keys() & {"encoder", "query_tower", "item_tower"}:
-        return False
-    for parts in data:
-        if parts.test is None or not (has_texts(parts.train, "query") and has_texts(parts.train, "item")):
-            return False
-        if np.isin(parts.test.queries, parts.train.queries).any():
-            return False
-    return True
+# Settings
 
 
 def settings(args: Namespace, *short: str) -> dict[str, object]:
-    """What --set asks for, and options such as --epochs N that are short for it; none may come twice."""
-    asked: dict[str, object] = dict(args.settings)
+    """The settings of --set by flat name, and of short forms such as --epochs N; none may occur twice."""
+    from sparring.recipes.setup import flat_name
+
+    asked: dict[str, object] = {flat_name(name): value for name, value in args.settings}
     for name in short:
         value = getattr(args, name)
         if value is not None and name in asked:
@@ -249,3 +247,52 @@ def settings(args: Namespace, *short: str) -> dict[str, object]:
         if value is not None:
             asked[name] = value
     return asked
+
+
+def build(name: str, data: Interactions, asked: Mapping[str, object], **setup: Setup | None) -> Run:
+    """The run of a recipe, with a bar on a terminal while its texts are tokenised."""
+    from sparring.data.texts.texts import reporting
+    from sparring.recipes import settings
+
+    with progress("texts") as update, reporting(update):
+        return settings.build(name, data, asked, **setup)
+
+
+def base_setup(args: Namespace) -> Setup | None:
+    """The Setup of the recipe that --setup names."""
+    from sparring.recipes.finding import find
+    from sparring.recipes.settings import own_setup
+
+    return None if args.setup is None else own_setup(find(args.setup))
+
+
+def check_settings(
+    recipes: Iterable[tuple[str, Mapping[str, object]]], base: Setup | None = None, trials: int = 0
+) -> None:
+    """Raise for wrong settings of a recipe, or a missing tuner, before the data is read."""
+    from sparring.recipes.finding import find
+    from sparring.recipes.settings import resolve
+
+    for name, asked in recipes:
+        resolve(find(name), asked, base)
+    if trials:
+        from sparring.experiments.tuning import require_optuna
+
+        require_optuna()
+
+
+def only_texts_help(asked: Mapping[str, object], *data: Split) -> bool:
+    """Whether only texts can help: no tower is chosen, both sides have texts, and no test query is trained on."""
+    import numpy as np
+
+    from sparring.data.texts.texts import has_texts
+
+    if asked.keys() & {"encoder", "query_tower", "item_tower"}:
+        return False
+    return all(
+        parts.test is not None
+        and has_texts(parts.train, "query")
+        and has_texts(parts.train, "item")
+        and not np.isin(parts.test.queries, parts.train.queries).any()
+        for parts in data
+    )

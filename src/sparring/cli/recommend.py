@@ -1,15 +1,17 @@
-"""sparring recommend: the best items of some queries on the screen; of all queries see lists.py."""
+"""sparring recommend: the best items of some queries on the screen, or of all queries as a file."""
 
 from __future__ import annotations
 
-import json
-from argparse import ArgumentParser, Namespace
+import time
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sparring.cli import screen
-from sparring.cli.values import count
+from rich.table import Table
+
+from sparring.cli.parsing import Commands, add_ranking, add_run, count
+from sparring.cli.screen import console, note, note_towers, progress, result, table
 from sparring.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -17,98 +19,122 @@ if TYPE_CHECKING:
 
     from sparring.training.trained import Trained
 
-
-def options(parser: ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, metavar="RUN", help="a folder written by `sparring train`")
-    parser.add_argument(
-        "--query", action="append", default=[], metavar="ID", help="a query (user) of the data; repeatable"
-    )
-    parser.add_argument(
-        "--history",
-        action="append",
-        default=[],
-        metavar="ID,ID",
-        help="items instead of a query, oldest first; repeatable, and an ID with a comma is taken whole",
-    )
-    parser.add_argument(
-        "--text",
-        action="append",
-        default=[],
-        metavar="TEXT",
-        help="a new query by its text, for text towers; repeatable",
-    )
-    parser.add_argument("--all", action="store_true", help="every query of the run, into the file --out")
-    parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="with --all: a .parquet or .csv file, written as the lists are found"
-    )
-    parser.add_argument(
-        "--index", action="store_true", help="with --all: through the index that `sparring index` built, not exactly"
-    )
-    parser.add_argument(
-        "-k", "--k", type=count, default=None, metavar="K", help="how many items (default: 10; with --all 100)"
-    )
-    add_ranking(parser)
-    parser.add_argument(
-        "--with-seen", action="store_true", help="do not leave out what the data knows the query to have"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object per line instead of a table")
+LOG_SECONDS = 10.0  # between two lines of progress where there is no terminal for a bar
 
 
-def add_ranking(parser: ArgumentParser) -> None:
-    listed = "fused: by towers and classifiers together; encoder: by the towers alone (default: fused where the run has classifiers)"
-    parser.add_argument("--ranking", choices=("fused", "encoder"), default=None, help=listed)
+def add_recommend(commands: Commands) -> None:
+    parser = commands.add(
+        "recommend",
+        "Print the best items of a run for queries, histories or texts, or write those of every query to a file.",
+        "sparring recommend runs/first --query 1042 -k 10",
+        recommend,
+    )
+    add_run(parser)
+    group = parser.add_argument_group("queries (one of these)")
+    group.add_argument("--query", action="append", default=[], metavar="ID", help="query of the data; repeatable")
+    text = "items of a new query, oldest first; repeat the option for ids that contain a comma"
+    group.add_argument("--history", action="append", default=[], metavar="ID,ID", help=text)
+    text = "text of a new query, for text towers; repeatable"
+    group.add_argument("--text", action="append", default=[], metavar="TEXT", help=text)
+    group.add_argument("--all", action="store_true", help="every query of the run, to the file --out")
+    group = parser.add_argument_group("lists")
+    text = "with --all: a .parquet or .csv file"
+    group.add_argument("--out", type=Path, metavar="FILE", help=text)
+    text = "with --all: search the index that `sparring index` built instead of ranking exactly"
+    group.add_argument("--index", action="store_true", help=text)
+    text = "number of items (default: 10; with --all 100)"
+    group.add_argument("-k", "--k", type=count, default=None, metavar="K", help=text)
+    add_ranking(group)
+    text = "include items that the query is known to have"
+    group.add_argument("--with-seen", action="store_true", help=text)
+    group.add_argument("--json", action="store_true", help="print one JSON object per line instead of a table")
 
 
 def recommend(args: Namespace) -> int:
-    from sparring.cli.lists import recommend_all, tell_left_out
     from sparring.training import trained as runs
 
     if sum(map(bool, (args.query, args.history, args.text, args.all))) != 1:
         raise UserError("give one of --query ID (repeatable), --history ID,ID,..., --text TEXT (repeatable) or --all")
     if args.all or args.out or args.index:
-        return recommend_all(args)
-    args.k = args.k or 10
+        return _recommend_all(args)
+    k = args.k or 10
     trained = runs.load(args.run)
     if args.text:
-        best = trained.recommend_text(args.text, args.k, args.ranking)
+        best = trained.recommend_text(args.text, k, args.ranking)
     elif args.history:
-        best = _by_history(trained, args)
+        best = trained.recommend_history(_items(trained, args.history), k, args.with_seen, args.ranking)
+        if not trained.reads_histories:
+            note("the query tower of this run reads no histories: the mean of the items' vectors is used")
     else:
-        with screen.telling():
-            best = trained.recommend(args.query, args.k, args.with_seen, args.ranking)
-    tell_left_out(trained)
-    if args.json:
-        print("\n".join(json.dumps(row, ensure_ascii=False) for row in best.iter_rows(named=True)))
-        return 0
+        best = trained.recommend(args.query, k, args.with_seen, args.ranking)
+    _note_left_out(trained)
     several = len(args.query) + len(args.text) > 1
-    names = [name for name in best.columns if several or name != "query"]
+    return result(args, list(best.iter_rows(named=True)), _table(best if several else best.drop("query")))
+
+
+def _table(best: pl.DataFrame) -> Table:
     rows = [
-        [f"{cell:.4f}" if isinstance(cell, float) else _cell(cell) for cell in row] for row in best[names].iter_rows()
+        [f"{cell:.4f}" if isinstance(cell, float) else "" if cell is None else cell for cell in row]
+        for row in best.iter_rows()
     ]
-    screen.console().print(screen.table([names, *rows], left=len(names) - 1))
-    return 0
-
-
-def _by_history(trained: Trained, args: Namespace) -> pl.DataFrame:
-    with screen.telling():
-        best = trained.recommend_history(_items(trained, args.history), args.k, args.with_seen, args.ranking)
-    if not trained.reads_histories:
-        screen.tell(
-            "note: the query tower of this run reads no histories: the mean of the items' vectors stands for this one"
-        )
-    return best
+    return table([best.columns, *rows], left=len(best.columns) - 1)
 
 
 def _items(trained: Trained, words: Sequence[str]) -> list[str]:
-    """The item ids of --history: a word that is an id as it stands is that one, any other is a list."""
-    found: list[str] = []
-    for word, whole in zip(words, trained.ids.item_ids.encode(words) >= 0, strict=True):
-        listed = [word] if whole else [part.strip() for part in word.split(",") if part.strip()]
+    """The item ids of --history: a word that is an id is that item, any other is a list."""
+    items: list[str] = []
+    for word, known in zip(words, trained.ids.item_ids.encode(words) >= 0, strict=True):
+        listed = [word] if known else [part.strip() for part in word.split(",") if part.strip()]
         if not listed:
             raise UserError(f"--history {word!r} holds no item ids: give them as ID,ID,...")
-        found += listed
-    return found
+        items += listed
+    return items
 
 
-def _cell(value: object) -> str:
-    return "" if value is None else str(value)
+def _recommend_all(args: Namespace) -> int:
+    """Write the lists of every query to a file."""
+    from sparring.serving.export.lists import check_file, write_lists
+    from sparring.serving.index.run_index import open_index
+    from sparring.training import trained as runs
+
+    if not args.all:
+        raise UserError(f"--{'out' if args.out else 'index'} needs --all: the lists of every query")
+    if args.out is None:
+        raise UserError("--all needs --out FILE: a .parquet or .csv file for the lists")
+    check_file(args.out)
+    if args.index and args.ranking == "fused":
+        raise UserError("an index holds the vectors of the towers alone: omit --index for --ranking fused")
+    trained = runs.load(args.run)
+    index = open_index(args.run) if args.index else None
+    if index is not None:
+        note_towers(trained)
+    n, k = len(trained.ids.query_ids), args.k or min(100, len(trained.ids.item_ids))
+    began = logged = time.perf_counter()
+    with progress("queries") as draw:
+
+        def update(done: int, total: int) -> None:
+            nonlocal logged
+            draw("ranking", done, total)
+            if not console().is_terminal and time.perf_counter() - logged >= LOG_SECONDS and done < total:
+                logged = time.perf_counter()
+                note(f"{done:,} of {total:,} queries ranked after {logged - began:.0f} s")
+
+        rows = write_lists(trained, args.out, k, args.with_seen, index, update, args.ranking)
+    seconds = time.perf_counter() - began
+    _note_left_out(trained)
+    blank = len(trained.eligibility.queries)
+    if blank:
+        note(f"{blank:,} queries have no training pair: their lists are not personalised")
+    exact = "exact, towers and classifiers fused" if trained.how(args.ranking) == "fused" else "exact"
+    how = exact if index is None else f"through the {index.kind} index"
+    speed = f"in {seconds:.1f} s ({n / seconds:,.0f} queries/s)"
+    record = {"file": str(args.out), "queries": n, "rows": rows, "seconds": round(seconds, 3)}
+    return result(args, [record], f"{args.out}: {rows:,} rows, the best {k} of {n:,} queries, {how}, {speed}")
+
+
+def _note_left_out(trained: Trained) -> None:
+    """Note how many items no list can hold, if any."""
+    n = len(trained.eligibility.items)
+    if n:
+        which = f"{n:,} items have" if n > 1 else "1 item has"
+        note(f"{which} no training pair and cannot be recommended")

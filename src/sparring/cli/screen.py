@@ -1,102 +1,117 @@
-"""What the command line prints: tables, and the progress of a training."""
+"""The screen: lines and tables on stdout, notes on stderr, progress bars on a terminal, the log of the library."""
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 import sys
 import time
-import warnings
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, DownloadColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
     from sparring.evaluation.ranking import Evaluation
-    from sparring.training.loop import TrainingProgress as Listener
+    from sparring.training.loop import TrainingProgress
     from sparring.training.trained import Trained
 
-_REDRAW = 0.2  # seconds: reading a loss waits for a GPU, so it is read this often at most
+_REDRAW = 0.2  # seconds between two readings of the loss, which wait for a GPU
 
 
+@cache
 def console() -> Console:
-    """Where everything but errors goes. In a pipe, wide enough that no title is cut."""
+    """Standard output. In a pipe it is wide enough that no title is cut."""
     screen = Console(highlight=False)
     return screen if screen.is_terminal else Console(highlight=False, width=max(screen.width, 160))
 
 
-def tell(line: str) -> None:
-    """A note or a warning: on stderr, so that what is printed stays what was asked for."""
-    print(f"sparring: {line}", file=sys.stderr)
+def show(*parts: RenderableType) -> None:
+    """Print lines, literally and unwrapped, and tables."""
+    for part in parts:
+        console().print(part, markup=False, soft_wrap=not isinstance(part, Table))
 
 
-def tell_of_towers(trained: Trained) -> None:
-    """A note where a run ranks by its classifiers too, and what was asked for cannot."""
+def detail(args: Namespace, *parts: RenderableType) -> None:
+    """Print, unless --quiet or --json was given."""
+    if not quiet(args):
+        show(*parts)
+
+
+def result(args: Namespace, records: Sequence[object], *parts: RenderableType) -> int:
+    """Print the result of a command, with --json as one line of JSON per record; the exit code."""
+    if getattr(args, "json", False):
+        print("\n".join(json.dumps(record, ensure_ascii=False) for record in records))
+    else:
+        show(*parts)
+    return 0
+
+
+def quiet(args: Namespace) -> bool:
+    return getattr(args, "quiet", False) or getattr(args, "json", False)
+
+
+def note(line: str, kind: str = "note") -> None:
+    """Print a note on stderr, so that stdout has only the result."""
+    print(f"sparring: {kind}: {line}", file=sys.stderr)
+
+
+def note_towers(trained: Trained) -> None:
+    """Say that a run's classifiers are left out, if it has any."""
     if trained.how() == "fused":
-        tell(
-            "note: this is of the towers alone: the classifiers of this run are left out, which `recommend` and `evaluate` use"
-        )
-
-
-@contextmanager
-def telling() -> Iterator[None]:
-    """Print warnings of the library, and of libraries below it, on stderr, one line each."""
-
-    def warn(message: object, *_: object, **__: object) -> None:
-        tell(f"warning: {' '.join(str(message).split())}")
-
-    with warnings.catch_warnings(), _attached(_Printer(logging.WARNING, warn)):
-        warnings.showwarning = warn
-        yield
+        note("only the towers of this run are used; `recommend` and `evaluate` use its classifiers too")
 
 
 class _Printer(logging.Handler):
-    """Prints the messages of one level and above, or with `most` up to another."""
-
-    def __init__(self, level: int, write: Callable[[str], None], most: int = logging.CRITICAL) -> None:
-        super().__init__(level)
-        self.write, self.most = write, most
-
     def emit(self, record: logging.LogRecord) -> None:
-        if record.levelno <= self.most:
-            self.write(record.getMessage())
+        if record.levelno < logging.WARNING:
+            show(record.getMessage())
+        else:
+            note(" ".join(record.getMessage().split()), record.levelname.lower())
 
 
 @contextmanager
-def _attached(handler: logging.Handler) -> Iterator[None]:
-    """The handler on the logger of the library, which lets its level pass meanwhile."""
+def logged(quiet: bool) -> Iterator[None]:
+    """Print the log of the library: INFO on stdout unless quiet and on rank 0 only, warnings on stderr."""
     logger = logging.getLogger("sparring")
-    level = logger.level
-    logger.setLevel(min(handler.level, logger.getEffectiveLevel()))
-    logger.addHandler(handler)
+    handlers, level = logger.handlers, logger.level
+    logger.handlers = [_Printer()]
+    logger.setLevel(logging.WARNING if quiet or os.environ.get("RANK", "0") != "0" else logging.INFO)
     try:
         yield
     finally:
-        logger.removeHandler(handler)
+        logger.handlers = handlers
         logger.setLevel(level)
+
+
+# Tables
 
 
 def table(rows: Sequence[Sequence[object]], title: str | None = None, left: int = 1) -> Table:
     """A table whose first row is the header; the first `left` columns are text, the others figures."""
-    made = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold", title_style="")
+    filled = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold", title_style="")
     for i, name in enumerate(rows[0]):
-        made.add_column(
+        text = i < left
+        filled.add_column(
             str(name),
-            justify="left" if i < left else "right",
-            overflow="fold" if i < left else "ellipsis",
-            no_wrap=i >= left,
+            justify="left" if text else "right",
+            overflow="fold" if text else "ellipsis",
+            no_wrap=not text,
         )
     for row in rows[1:]:
-        made.add_row(*(Text(str(cell)) for cell in row))  # Text: a title such as "[sic]" is not markup
-    return made
+        filled.add_row(*(Text(str(cell)) for cell in row))  # Text: a title such as "[sic]" is not markup
+    return filled
 
 
 def evaluation_tables(result: Evaluation) -> list[Table]:
-    """All metrics by cutoff; then the strata at the middle cutoff, and ten bins where propensities say that the tail matters."""
+    """All metrics by cutoff; the strata at the middle cutoff; ten bins by training count, if there are propensities."""
     cutoffs = sorted({int(name.split("@")[1]) for name in result.metrics})
     labels = dict.fromkeys(name.split("@")[0] for name in result.metrics)
     rows: list[list[object]] = [["metric", *(f"@{k}" for k in cutoffs)]]
@@ -110,10 +125,10 @@ def evaluation_tables(result: Evaluation) -> list[Table]:
         body = [
             [stratum, *(_figure(values.get(name)) for name in columns)] for stratum, values in result.strata.items()
         ]
-        tables.append(table([["items that are", *columns], *body]))
+        tables.append(table([["items by popularity", *columns], *body]))
     if result.bins and any(label.startswith("psp") for label in labels):
         columns = ["least", "most", "items", "pairs", f"precision@{k}", f"recall@{k}"]
-        titles = ["trained at least", "at most", "items", "test pairs", f"adds to precision@{k}", f"recall@{k}"]
+        titles = ["training pairs from", "to", "items", "test pairs", f"part of precision@{k}", f"recall@{k}"]
         body = [
             [f"{row[name]:,.0f}" if i < 4 else f"{row[name]:.4f}" for i, name in enumerate(columns)]
             for row in result.bins
@@ -123,15 +138,13 @@ def evaluation_tables(result: Evaluation) -> list[Table]:
 
 
 def stages_table(stages: Mapping[str, Evaluation]) -> Table:
-    """The rankings of a training in stages, one row each, at every cutoff, by the names that --ranking has."""
-    shown = {"knn": "encoder", "clf": "classifiers", "fusion": "fused"}
-    first = next(iter(stages.values())).metrics
-    names = [
-        name for name in first if name.split("@")[0].split("_")[0] in ("precision", "ndcg", "psp", "recall")
-    ]  # of any dialect
+    """One row per ranking of a run with classifiers, named as --ranking names them, at every cutoff."""
+    titles = {"knn": "encoder", "clf": "classifiers", "fusion": "fused"}
+    kinds = ("precision", "ndcg", "psp", "recall")  # of any dialect
+    names = [name for name in next(iter(stages.values())).metrics if name.split("@")[0].split("_")[0] in kinds]
     names.sort(key=lambda name: int(name.split("@")[1]))
     rows = [
-        [shown.get(stage, stage), *(_figure(test.metrics.get(name)) for name in names)]
+        [titles.get(stage, stage), *(_figure(test.metrics.get(name)) for name in names)]
         for stage, test in stages.items()
     ]
     return table([["ranking", *names], *rows])
@@ -151,64 +164,70 @@ def epoch_line(record: Mapping[str, Any]) -> str:
     return "  ".join(parts)
 
 
+# Progress
+
+
+class _Count(ProgressColumn):
+    """Done and total with their unit, and a note."""
+
+    def __init__(self, unit: str) -> None:
+        super().__init__()
+        self.unit = unit
+
+    def render(self, task: Task) -> Text:
+        total = "?" if task.total is None else f"{task.total:,.0f}"
+        return Text(f"{task.completed:,.0f}/{total} {self.unit}  {task.fields['note']}")
+
+
+def bar(unit: str, clock: ProgressColumn | None = None) -> Progress:
+    """A progress bar, drawn on a terminal only: name, count, note, clock."""
+    count = DownloadColumn() if unit == "bytes" else _Count(unit)
+    columns = (TextColumn("{task.description}"), BarColumn(), count, clock or TimeRemainingColumn())
+    return Progress(*columns, console=console(), transient=True, disable=not console().is_terminal)
+
+
 @contextmanager
-def listening(screen: Console, quiet: bool, intro: Sequence[str] = ()) -> Iterator[Listener]:
-    """Callbacks for `fit`: a bar on a terminal, a line per epoch and the library's log anywhere; nothing where quiet."""
-    from sparring.training.loop import TrainingProgress as Listener
+def progress(unit: str, quiet: bool = False) -> Iterator[Callable[[str, int, int | None], None]]:
+    """A callback that draws a bar on a terminal: the name of the stage, the number done, the total."""
+    with bar(unit) as drawn:
+        task, stage = drawn.add_task("", total=None, note="", visible=False), ""
+
+        def update(name: str, done: int, total: int | None) -> None:
+            nonlocal stage
+            if name != stage:
+                drawn.reset(task)
+                stage = name
+            drawn.update(task, description=name, completed=done, total=total, visible=not quiet)
+
+        yield update
+
+
+@contextmanager
+def training_progress(quiet: bool) -> Iterator[TrainingProgress]:
+    """Callbacks for `fit`: a bar on a terminal and a line per epoch; nothing if quiet."""
+    from sparring.training.loop import TrainingProgress
 
     if quiet:
-        yield Listener()
+        yield TrainingProgress()
         return
-    with bar_of(screen, "steps", TimeRemainingColumn()) as bar:
-        lines = _Lines(screen, bar, intro)
-        with _attached(_Printer(logging.INFO, lines.say, most=logging.INFO)):
-            yield Listener(start=lines.start, step=lines.step, epoch=lines.epoch)
+    with bar("steps") as drawn:
+        task = drawn.add_task("training", total=None, note="", visible=False)
+        epochs, steps, last = 0, 0, 0.0
 
+        def start(n_epochs: int, n_steps: int) -> None:
+            nonlocal epochs, steps
+            epochs, steps = n_epochs, n_steps
 
-def bar_of(screen: Console, unit: str, clock: ProgressColumn) -> Progress:
-    """A bar that shows on a terminal only: name, how many of how many, a note, a clock."""
-    count = TextColumn("{task.completed:,.0f}/{task.total:,.0f} " + unit + "  {task.fields[note]}")
-    columns = (TextColumn("{task.description}"), BarColumn(), count, clock)
-    return Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal)
+        def step(epoch: int, step: int, loss: Callable[[], float]) -> None:
+            nonlocal last
+            now = time.monotonic()
+            if drawn.disable or (now - last < _REDRAW and step < steps):
+                return
+            last, name, value = now, f"epoch {epoch + 1} of at most {epochs}", f"loss {loss():.4f}"
+            drawn.update(task, description=name, total=steps, completed=step, note=value, visible=True)
 
+        def epoch(record: dict[str, Any]) -> None:
+            drawn.reset(task, visible=False)
+            show(epoch_line(record))
 
-def both(
-    first: Callable[[dict[str, Any]], None], second: Callable[[dict[str, Any]], None]
-) -> Callable[[dict[str, Any]], None]:
-    """A listener that tells two."""
-
-    def listener(record: dict[str, Any]) -> None:
-        first(record)
-        second(record)
-
-    return listener
-
-
-class _Lines:
-    def __init__(self, screen: Console, bar: Progress, intro: Sequence[str]) -> None:
-        self.screen, self.bar, self.intro = screen, bar, intro
-        self.epochs, self.steps, self.drawn = 0, 0, 0.0
-        self.task = bar.add_task("training", total=None, note="", visible=False)
-
-    def start(self, epochs: int, steps: int) -> None:
-        self.epochs, self.steps = epochs, steps
-        lines, self.intro = self.intro, ()  # once, though there may be several stages
-        for line in lines:
-            self.say(line)
-
-    def step(self, epoch: int, step: int, loss: Callable[[], float]) -> None:
-        now = time.monotonic()
-        if self.bar.disable or (now - self.drawn < _REDRAW and step < self.steps):
-            return
-        self.drawn = now
-        name = f"epoch {epoch + 1} of at most {self.epochs}"
-        self.bar.update(
-            self.task, description=name, total=self.steps, completed=step, note=f"loss {loss():.4f}", visible=True
-        )
-
-    def epoch(self, record: dict[str, Any]) -> None:
-        self.bar.reset(self.task, visible=False)
-        self.say(epoch_line(record))
-
-    def say(self, line: str) -> None:
-        self.bar.console.print(line, markup=False, soft_wrap=True)
+        yield TrainingProgress(start=start, step=step, epoch=epoch)

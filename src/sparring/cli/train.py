@@ -1,295 +1,242 @@
-"""sparring train: one run, told as it goes, that can be resumed."""
+"""sparring train: one run, in one process or several, that can be resumed."""
 
 from __future__ import annotations
 
 import json
-from argparse import ArgumentParser, Namespace
+import logging
+import os
+from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparring.cli import inputs, screen
-from sparring.cli.launch import add_launch, launch
-from sparring.cli.values import count, cutoffs, device, setting, whole
+import sparring.cli.inputs as inputs
+from sparring.cli.parsing import (
+    Commands,
+    Parser,
+    add_device,
+    add_quiet,
+    add_set,
+    count,
+    cutoffs,
+    number,
+    whole,
+)
+from sparring.cli.screen import detail, evaluation_tables, note, show, stages_table, training_progress
 from sparring.core.errors import UserError
 
 if TYPE_CHECKING:
     from sparring.data.interactions import Interactions, Split
     from sparring.evaluation.ranking import Evaluation
     from sparring.recipes.run import Run
-    from sparring.recipes.setup import Setup
     from sparring.training.fitting import Fitted
 
+NEEDED = f"--data is needed: {inputs.DATA}"
+# Options of the launcher, which the processes do not get, and the number of values that follow each.
+LAUNCHER = {"--nproc": 1, "--restarts": 1, "--overwrite": 0, "--resume": 0}
+SHUTDOWN_SECONDS = 5  # for the other processes to end after one has failed
 
-def options(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "--data",
-        metavar="FILE_OR_NAME",
-        help="Parquet or CSV file, folder of parts or of prepared data, or the name of a set; not needed with --resume",
+
+def add_train(commands: Commands) -> None:
+    parser = commands.add(
+        "train",
+        "Train a retriever on interactions, validate it after every epoch, and evaluate it on the test part.",
+        "sparring train --data demo --recipe ssl_pop --epochs 3 --out runs/first",
+        train,
     )
-    inputs.add_columns(parser)
+    text = f"{inputs.DATA}; or a folder of prepared data; optional with --resume"
+    inputs.add_data(parser, text)
     inputs.add_split(parser)
     group = parser.add_argument_group("training")
-    listed = "how to train (default: default); `sparring recipes` lists them; or FILE.py:FUNCTION"
-    group.add_argument("--recipe", metavar="NAME", help=listed)
-    group.add_argument(
-        "--set",
-        type=setting,
-        action="append",
-        default=[],
-        dest="settings",
-        metavar="NAME=VALUE",
-        help="change one setting; repeatable",
-    )
-    group.add_argument(
-        "--setup",
-        metavar="RECIPE",
-        help="take towers, optimiser and schedule from this recipe, so that only the negatives differ",
-    )
-    begin = "begin with the vectors of this run, for all queries and items that it knows"
-    group.add_argument("--warm", type=Path, metavar="RUN", help=begin)
+    text = "recipe to train, or FILE.py:FUNCTION; `sparring recipes` lists them (default: default)"
+    group.add_argument("--recipe", metavar="NAME", help=text)
+    add_set(group)
+    text = "take the model, optimiser and schedule from this recipe, so that only the method differs"
+    group.add_argument("--setup", metavar="RECIPE", help=text)
+    text = "warm start: copy the vectors of the queries and items that this run knows"
+    group.add_argument("--warm", type=Path, metavar="RUN", help=text)
     group.add_argument("--epochs", type=count, metavar="N", help="the same as --set epochs=N")
-    group.add_argument("--seed", type=whole, metavar="N", help="the same as --set seed=N; also seeds the split")
-    group.add_argument("--device", type=device, default="auto", help="auto, cpu or cuda (default: auto)")
-    group.add_argument(
-        "--k", type=cutoffs, default=None, metavar="K,K", help="cutoffs of the metrics (default: 10,20,50)"
-    )
-    group = parser.add_argument_group("the run folder")
-    group.add_argument("--out", type=Path, metavar="FOLDER", help="where the run goes (default: runs/RECIPE)")
-    same = "go on with a stopped run, exactly as if it had not been; no setting can change, epochs neither"
-    group.add_argument("--resume", action="store_true", help=same)
-    deleted = "first delete the run that is in FOLDER and its index; changes that a service keeps in FOLDER/serve stay"
-    group.add_argument("--overwrite", action="store_true", help=deleted)
-    group.add_argument(
-        "--tensorboard", action="store_true", help="also write curves for TensorBoard into FOLDER/tensorboard"
-    )
-    group.add_argument("--quiet", action="store_true", help="print nothing but the last line and errors")
-    add_launch(parser)
+    text = "the same as --set seed=N; it also seeds the split"
+    group.add_argument("--seed", type=whole, metavar="N", help=text)
+    add_device(group)
+    text = "cutoffs of the metrics (default: 10,20,50)"
+    group.add_argument("--k", type=cutoffs, default=None, metavar="K,K", help=text)
+    group = parser.add_argument_group("run folder")
+    group.add_argument("--out", type=Path, metavar="FOLDER", help="run folder (default: runs/RECIPE)")
+    text = "continue an interrupted run, to the same result as an uninterrupted one; no setting can change"
+    group.add_argument("--resume", action="store_true", help=text)
+    text = "delete the run in FOLDER and its index first; the changes in FOLDER/serve are kept"
+    group.add_argument("--overwrite", action="store_true", help=text)
+    text = "also write TensorBoard curves to FOLDER/tensorboard"
+    group.add_argument("--tensorboard", action="store_true", help=text)
+    add_quiet(group)
+    _add_processes(parser)
+
+
+def _add_processes(parser: Parser) -> None:
+    group = parser.add_argument_group("several processes (with torchrun on several machines, see docs/guide/scale.md)")
+    text = "train in N processes on this machine, with one GPU each if it has any"
+    group.add_argument("--nproc", type=count, metavar="N", help=text)
+    text = "the same as --set tables=sharded: each process holds a part of the rows"
+    group.add_argument("--shard-tables", action="store_true", help=text)
+    text = "seconds between checkpoints (default: 600 within an epoch, 10 after it)"
+    group.add_argument("--save-seconds", type=number, metavar="S", help=text)
+    text = "with --nproc: resume from the last checkpoint up to N times when a process dies (default: 0)"
+    group.add_argument("--restarts", type=whole, default=0, metavar="N", help=text)
 
 
 def train(args: Namespace) -> int:
     from sparring.core.devices import pick_device
     from sparring.core.ranks import join, leave
-    from sparring.recipes import settings
-    from sparring.training.folder import read_meta
+    from sparring.recipes.finding import named, short
 
-    name = settings.named(args.recipe or "default")
-    folder = args.out or Path("runs") / settings.short(name)
+    name = named(args.recipe or "default")
+    folder = args.out or Path("runs") / short(name)
     if args.nproc is not None:
-        return _in_processes(args, name, folder)
+        return _launch(args, name, folder)
     if args.restarts:
-        raise UserError("--restarts needs --nproc: it starts processes again that it started")
+        raise UserError("--restarts needs --nproc, which starts the processes")
     ranks = join(pick_device(args.device))
     if ranks.rank == 0:
-        _check_free(folder, args.resume, args.overwrite)
-    resume = ranks.share(args.resume and (folder / "run.json").is_file())
-    if resume:
-        run, parts, source = _continued(args, folder)
+        _check_folder(folder, args)
+    if ranks.share(args.resume and (folder / "run.json").is_file()):
+        run, parts, source, warm = _resumed(args, folder)
     else:
-        if args.data is None:
-            needed = "--data is needed: a file, or the name of a set"
-            raise UserError(
-                f"nothing to resume in {folder}: it has no run.json; to begin, {needed}" if args.resume else needed
-            )
-        asked = _settings(args)
-        settings.resolve(settings.find(name), asked, _base(args))  # wrong settings are told before a long read
-        if args.warm is not None:
-            read_meta(args.warm)
-        run, parts, source = _fresh(args, name, asked)
-    cutoffs = source["k"]
-    fitted = fit_shown(
-        run,
-        parts,
-        folder,
-        cutoffs,
-        source=source,
-        resume=args.resume,
-        overwrite=args.overwrite,
-        device=args.device,
-        quiet=args.quiet,
-        tensorboard=args.tensorboard,
-        save_seconds=args.save_seconds,
-        warm=_warm(args, folder) if resume else args.warm,
-    )
+        run, parts, source = _fresh(args, name, folder)
+        warm = args.warm
+    fitted = _fit(args, run, parts, folder, source, warm)
     leave()
     if ranks.rank:
         return 0
-    show = screen.console()
-    if fitted.test is not None and not args.quiet:
-        show.print()
-        for table in screen.evaluation_tables(fitted.stages.get("fusion", fitted.test)):
-            show.print(table)
-            show.print()
-    if fitted.stages and not args.quiet:
-        show.print(screen.stages_table(fitted.stages))
-        show.print()
-    show.print(_closing(fitted, folder), markup=False, soft_wrap=True)
+    if fitted.test is not None:
+        for table in evaluation_tables(fitted.stages.get("fusion", fitted.test)):
+            detail(args, "", table)
+    if fitted.stages:
+        detail(args, "", stages_table(fitted.stages))
+    detail(args, "")
+    show(_closing(fitted, folder))
     return 0
 
 
-def _in_processes(args: Namespace, name: str, folder: Path) -> int:
-    """Check what can be checked, then let torchrun start the processes, which go on with what there is in the folder."""
-    from sparring.core.types import ALONE
-    from sparring.recipes import settings
-    from sparring.training.folder import claimed, delete_run
-
-    begun = (folder / "run.json").is_file()
-    if not (args.resume and begun):
-        if args.data is None:
-            raise UserError("--data is needed: a file, or the name of a set")
-        settings.resolve(settings.find(name), _settings(args), _base(args))
-        _check_free(folder, args.resume, args.overwrite)
-        if args.overwrite and args.warm is not None and args.warm.resolve() == folder.resolve():
-            raise UserError(
-                f"--warm {args.warm} would be deleted before the processes read it: choose another folder with --out"
-            )
-        if args.overwrite:  # the processes are told to go on with what there is
-            with screen.listening(screen.console(), args.quiet), claimed(folder, False, True, ALONE):
-                delete_run(folder)
-    return launch(args.words, args.nproc, args.restarts)
-
-
-def fit_shown(
-    run: Run,
-    parts: Split,
-    folder: Path,
-    k: list[int],
-    *,
-    source: dict[str, Any],
-    resume: bool = False,
-    overwrite: bool = False,
-    device: str = "auto",
-    quiet: bool = False,
-    tensorboard: bool = False,
-    save_seconds: float | None = None,
-    warm: Path | None = None,
-) -> Fitted:
+def _fit(args: Namespace, run: Run, parts: Split, folder: Path, source: dict[str, Any], warm: Path | None) -> Fitted:
     """Train with the progress on the screen."""
     from sparring.core.ranks import rank
     from sparring.models.build import text_sides
-    from sparring.recipes.settings import short
+    from sparring.recipes.finding import short
     from sparring.training.eligibility import untrained, untrained_line
     from sparring.training.fitting import fit
     from sparring.training.tensorboard import epoch_writer
 
-    show = screen.console()
     named = {"train": parts.train, "valid": parts.valid, "test": parts.test}
-    sizes = [f"{name} {len(part):,}" for name, part in named.items() if part is not None]
-    blank = untrained_line(untrained(parts))
-    intro = [
-        f"{short(run.recipe)}: {parts.train.n_queries:,} queries x {parts.train.n_items:,} items; {', '.join(sizes)} interactions",
-        *(f"  {line}" for line in (*parts.train.notes, *([] if blank is None else [blank]))),
-        *(
-            f"  {side} texts: {' and '.join(getattr(run.setup.text, f'{side}_text'))}"
-            for side in text_sides(run.setup.model)
-        ),
+    sizes = ", ".join(f"{name} {len(part):,}" for name, part in named.items() if part is not None)
+    shape = f"{parts.train.n_queries:,} queries x {parts.train.n_items:,} items"
+    texts = [
+        f"{side} texts: {' and '.join(getattr(run.setup.text, f'{side}_text'))}" for side in text_sides(run.setup.model)
     ]
-    with screen.telling(), screen.listening(show, quiet or rank() > 0, intro) as progress:
-        if tensorboard and rank() == 0:
-            progress.epoch = screen.both(progress.epoch, epoch_writer(folder / "tensorboard"))
-        asked: dict[str, Any] = {
-            "resume": resume,
-            "overwrite": overwrite,
-            "device": device,
-            "save_seconds": save_seconds,
-            "warm": warm,
-        }
+    notes = [*parts.train.notes, *filter(None, [untrained_line(untrained(parts))]), *texts]
+    with training_progress(args.quiet or rank() > 0) as progress:
+        if rank() == 0:
+            detail(args, f"{short(run.recipe)}: {shape}; {sizes} interactions", *(f"  {line}" for line in notes))
+        if args.tensorboard and rank() == 0:
+            show_epoch, write_epoch = progress.epoch, epoch_writer(folder / "tensorboard")
+
+            def epoch(record: dict[str, Any]) -> None:
+                show_epoch(record)
+                write_epoch(record)
+
+            progress.epoch = epoch
         try:
-            return fit(run, parts, folder, k=k, progress=progress, source=source, **asked)
+            return fit(
+                run,
+                parts,
+                folder,
+                k=source["k"],
+                progress=progress,
+                source=source,
+                resume=args.resume,
+                overwrite=args.overwrite,
+                device=args.device,
+                save_seconds=args.save_seconds,
+                warm=warm,
+            )
         except KeyboardInterrupt:
             saved = any(folder.rglob("checkpoint*.safetensors"))
-            what = "goes on from the last checkpoint" if saved else "begins again: no checkpoint was saved yet"
-            raise KeyboardInterrupt(f"the same command with --resume {what}") from None
+            hint = "continues from the last checkpoint" if saved else "starts again: no checkpoint was saved yet"
+            raise KeyboardInterrupt(f"the same command with --resume {hint}") from None
 
 
-def _fresh(args: Namespace, name: str, asked: dict[str, object]) -> tuple[Run, Split, dict[str, Any]]:
+def _fresh(args: Namespace, name: str, folder: Path) -> tuple[Run, Split, dict[str, Any]]:
+    """A new run, its data and the record of their source."""
     from sparring.core.ranks import rank
     from sparring.data.splits import split
-    from sparring.recipes import settings
+    from sparring.training.folder import read_meta
 
+    if args.data is None:
+        raise UserError(f"nothing to resume: {folder} has no run.json, and {NEEDED}" if args.resume else NEEDED)
+    asked, base = _settings(args), inputs.base_setup(args)
+    inputs.check_settings([(name, asked)], base)
+    if args.warm is not None:
+        read_meta(args.warm)
     data = inputs.read_data(args.data, inputs.columns(args))
-    args.k = inputs.cutoffs_for(args.k, data.n_items)
-    seed = args.seed or 0
-    parts = split(data, args.split, args.valid, args.test, seed)
+    k, how = inputs.cutoffs_for(args.k, data.n_items), inputs.split_arguments(args, args.seed or 0)
+    parts = split(data, **how)
     if parts.test is None and args.test and data.split is None and rank() == 0:
-        held = "a column `split` (train, valid, test) holds out whole queries"
-        screen.tell(f"note: there is no test part, since no query has enough items to hold one out: {held}")
-    if args.setup is None and inputs.only_texts_help(asked, parts):
+        hint = "a column `split` (train, valid, test) holds out complete queries"
+        note(f"there is no test part, since no query has enough items to hold one out; {hint}")
+    if base is None and inputs.only_texts_help(asked, parts):
         asked = {**asked, "encoder": "auto"}
-        if not args.quiet and rank() == 0:
-            screen.console().print(inputs.TEXTS_READ, markup=False)
-    with inputs.token_bar():
-        run = settings.build(name, parts.train, asked, _base(args))
+        if rank() == 0:
+            detail(args, inputs.TEXTS_READ)
+    run = inputs.build(name, parts.train, asked, base=base)
     _check_select(run.setup.validation.select, data)
-    return run, parts, inputs.source(args, data, seed)
+    return run, parts, inputs.source(data, args.data, inputs.columns(args), how, k)
 
 
-def _continued(args: Namespace, folder: Path) -> tuple[Run, Split, dict[str, Any]]:
-    """The run of a folder as run.json has it; what was asked for on the command line must agree."""
-    from sparring.recipes import settings
-    from sparring.recipes.setup import flat_name
+def _resumed(args: Namespace, folder: Path) -> tuple[Run, Split, dict[str, Any], Path | None]:
+    """The run in a folder as run.json records it, with which the command line must agree; and its warm start."""
+    from sparring.recipes.finding import find, named
+    from sparring.recipes.settings import resolve
+    from sparring.recipes.setup import flat_name, parse_setup
     from sparring.training.folder import read_meta, recipe_of
 
     meta = read_meta(folder)
-    if args.recipe is not None and settings.named(args.recipe) != meta["recipe"]:
-        raise UserError(
-            f"{folder} was trained with the recipe {meta['recipe']!r}, not {args.recipe!r}: --resume cannot change it"
-        )
-    recorded = settings.parse_setup(meta["setup"])
-    recipe = recipe_of(folder, meta)
-    base = _base(args)
-    setup, arguments = settings.resolve(
-        settings.find(recipe), _settings(args), base, recorded if base is None else None
-    )
-    if args.setup is not None and setup != recorded:
-        raise UserError(
-            f"{folder} was trained with other settings than those of --setup {args.setup}: --resume cannot change them"
-        )
-    for name in _settings(args):
-        before = meta["arguments"] if name in arguments else recorded.flat()
-        now, key = arguments if name in arguments else setup.flat(), name if name in arguments else flat_name(name)
-        if json.dumps(now[key]) != json.dumps(before[key]):
-            raise UserError(
-                f"{folder} was trained with {name}={before[key]}, not {now[key]}: --resume cannot change it"
-            )
+
+    def fixed(before: object, now: object) -> UserError:
+        return UserError(f"{folder} was trained with {before}, not {now}: --resume cannot change it")
+
+    if args.recipe is not None and named(args.recipe) != meta["recipe"]:
+        raise fixed(f"the recipe {meta['recipe']!r}", repr(args.recipe))
+    warm = meta.get("warm", {}).get("run")
+    if args.warm is not None and str(args.warm.resolve()) != warm:
+        raise fixed(f"--warm {warm}" if warm else "no warm start", f"--warm {args.warm}")
+    recorded, recipe, base = parse_setup(meta["setup"]), recipe_of(folder, meta), inputs.base_setup(args)
+    asked = _settings(args)
+    setup, arguments = resolve(find(recipe), asked, base, recorded if base is None else None)
+    if base is not None and setup != recorded:
+        raise fixed("other settings", f"those of --setup {args.setup}")
+    for name in asked:
+        own = name in arguments
+        before = meta["arguments"][name] if own else recorded.flat()[flat_name(name)]
+        now = arguments[name] if own else setup.flat()[flat_name(name)]
+        if json.dumps(now) != json.dumps(before):
+            raise fixed(f"{name}={before}", now)
     data = inputs.read_recorded(meta, folder, args.data, inputs.columns(args))
-    parts = inputs.split_as(data, meta, folder, args.data)
-    with inputs.token_bar():
-        run = settings.build(recipe, parts.train, meta["arguments"], setup=setup)
-    return run, parts, inputs.recorded(meta, folder)
-
-
-def _warm(args: Namespace, folder: Path) -> Path | None:
-    """The run that a stopped one began with."""
-    from sparring.training.folder import read_meta
-
-    before = read_meta(folder).get("warm", {}).get("run")
-    if args.warm is not None and str(args.warm.resolve()) != before:
-        raise UserError(
-            f"{folder} was begun {f'with --warm {before}' if before else 'without --warm'}: --resume cannot change it"
-        )
-    return None if before is None else Path(before)
-
-
-def _base(args: Namespace) -> Setup | None:
-    from sparring.recipes import settings
-
-    return None if args.setup is None else settings.own_setup(settings.find(args.setup))
+    parts = inputs.split_recorded(data, meta, folder, args.data)
+    run = inputs.build(recipe, parts.train, meta["arguments"], setup=setup)
+    return run, parts, inputs.recorded(meta, folder), None if warm is None else Path(warm)
 
 
 def _settings(args: Namespace) -> dict[str, object]:
     asked = inputs.settings(args, "epochs", "seed")
-    if args.shard_tables:
-        asked["tables"] = "sharded"
-    return asked
+    return {**asked, "tables": "sharded"} if args.shard_tables else asked
 
 
-def _check_free(folder: Path, resume: bool, overwrite: bool) -> None:
+def _check_folder(folder: Path, args: Namespace) -> None:
     """Raise before a long read if training may not write to the folder."""
     from sparring.core.types import ALONE
     from sparring.training.folder import claimed
 
     if folder.exists():
-        with claimed(folder, resume, overwrite, ALONE):
+        with claimed(folder, args.resume, args.overwrite, ALONE):
             pass
 
 
@@ -315,3 +262,59 @@ def _figures(test: Evaluation) -> str:
     cutoffs = sorted({int(name.split("@")[1]) for name in test.metrics})
     k = cutoffs[len(cutoffs) // 2]
     return ", ".join(f"{name}@{k} {test.metrics[f'{name}@{k}']:.4f}" for name in ("recall", "ndcg"))
+
+
+# Several processes: the same command in each, started by torchrun
+
+
+def _launch(args: Namespace, name: str, folder: Path) -> int:
+    """Check what can be checked, then start the processes, which resume whatever the folder holds."""
+    from sparring.core.types import ALONE
+    from sparring.training.folder import claimed, delete_run
+
+    if not (args.resume and (folder / "run.json").is_file()):
+        if args.data is None:
+            raise UserError(NEEDED)
+        inputs.check_settings([(name, _settings(args))], inputs.base_setup(args))
+        _check_folder(folder, args)
+        if args.overwrite and args.warm is not None and args.warm.resolve() == folder.resolve():
+            raise UserError(f"--overwrite would delete --warm {args.warm} before it is read: choose another --out")
+        if args.overwrite:
+            with claimed(folder, False, True, ALONE):
+                delete_run(folder)
+    return launch(args.words, args.nproc, args.restarts)
+
+
+def launch(words: list[str], nproc: int, restarts: int) -> int:
+    """Run `sparring WORDS` in `nproc` processes; the exit code."""
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    if "TORCHELASTIC_RUN_ID" in os.environ or int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError("--nproc starts processes itself: omit it under torchrun, or use torchrun --nproc-per-node")
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_SECONDS))
+    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # a new store for each restart
+    if os.environ.get("SPARRING_DEBUG", "") in ("", "0"):  # the process that failed has printed why
+        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    options = ["--standalone", f"--nproc-per-node={nproc}", f"--max-restarts={restarts}", "--monitor-interval=0.2"]
+    try:
+        run.main([*options, "-m", "sparring", *without_launcher(words), "--resume"])
+    except ChildFailedError as error:
+        code = error.get_first_failure()[1].exitcode
+        return code if code > 0 else 128 - code
+    return 0
+
+
+def without_launcher(words: list[str]) -> list[str]:
+    """The words of the command without the options of the launcher."""
+    kept, skip = [], 0
+    for word in words:
+        name = word.split("=")[0]
+        if skip:
+            skip -= 1
+        elif name in LAUNCHER:
+            skip = LAUNCHER[name] if "=" not in word else 0
+        else:
+            kept.append(word)
+    return kept

@@ -9,7 +9,18 @@ from collections.abc import Iterable
 
 
 class UserError(ValueError):
-    """Bad input: one line that names the bad value and says what to do. The command line prints it and exits with 2."""
+    """Bad input: one line that names the bad value and says what to do. The command line prints it and exits with 2.
+
+    `argument` names the argument that would fix it, and `value` its value: `str` appends them as Python code, and the
+    command line as an option.
+    """
+
+    def __init__(self, message: str, argument: str = "", value: str = "...") -> None:
+        super().__init__(message, argument, value)
+        self.message, self.argument, self.value = message, argument, value
+
+    def __str__(self) -> str:
+        return f"{self.message}; set {self.argument}={self.value}" if self.argument else str(self.message)
 
 
 def not_written(error: BaseException) -> bool:

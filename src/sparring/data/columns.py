@@ -91,14 +91,12 @@ def find_column(
     for tier in _NAMES[role]:
         matches = [column for column in columns if _plain(column) in tier.split()]
         if len(matches) > 1:
-            off = "" if required else f', or {role}="" for none'
-            raise UserError(
-                f"{' and '.join(map(repr, matches))} could each be the {role}; name it with {role}=...{off}: {listed}"
-            )
+            off = "" if required else ', or "" for none'
+            raise UserError(f"{' and '.join(map(repr, matches))} could each be the {role}{off}: {listed}", role)
         if matches:
             return matches[0]
     if required:
-        raise UserError(f"cannot tell which column is the {role}; name it with {role}=...: {listed}")
+        raise UserError(f"cannot tell which column is the {role}: {listed}", role)
     return None
 
 

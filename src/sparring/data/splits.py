@@ -7,12 +7,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from sparring.core.choices import SPLITS
 from sparring.core.errors import UserError
 from sparring.data.interactions import TEST, TRAIN, VALID, Interactions, Split
 from sparring.data.pairs import CHUNK, chunks, is_canonical, pair_keys
 from sparring.data.prepared.format import Prepared
-
-HOW = ("auto", "file", "random", "temporal", "leave-last-out")
 
 
 def split(data: Interactions, how: str = "auto", valid: float = 0.1, test: float = 0.2, seed: int = 0) -> Split:
@@ -44,17 +43,17 @@ def split(data: Interactions, how: str = "auto", valid: float = 0.1, test: float
 
 def check_split(how: str, valid: float, test: float, timed: bool, parted: bool) -> None:
     """Refuse an unknown way to split, a share outside [0, 1), and a way that needs a column which the data lacks."""
-    if how not in HOW:
-        raise UserError(f"no split called {how!r}; choose from {', '.join(HOW)}")
+    if how not in SPLITS:
+        raise UserError(f"no split called {how!r}; choose from {', '.join(SPLITS)}")
     for name, share in (("valid", valid), ("test", test)):
         if not 0 <= share < 1:
             raise UserError(f"{name} is {share}; a share must be at least 0 and below 1")
     if how in ("temporal", "leave-last-out") and not timed:
         raise UserError(
-            f"the split {how!r} needs a time column, and the data has none; name it with time=..., or split at random"
+            f"the split {how!r} needs a time column, and the data has none: split at random, or name it", "time"
         )
     if how == "file" and not parted:
-        raise UserError("the data has no split column; name it with split=..., or choose another split")
+        raise UserError("the data has no split column: choose another split, or name it", "split")
 
 
 def check_parts(how: str, sizes: Sequence[int], valid: float, test: float) -> None:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from sparring import kernels
-from sparring.core.drawing import COLOURS, INK, blank, legend, style, tidy
 from sparring.core.errors import UserError
+from sparring.core.figure_style import COLOURS, INK, blank, by_decades, legend, style, tidy
 from sparring.core.types import Exclude
 from sparring.kernels import chunked
 
@@ -242,6 +242,7 @@ def figure(rows: Sequence[Timing]) -> Figure:
             axes.set(xscale="log", yscale="log", xlabel="queries = candidates", ylabel=label)
             axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
             axes.minorticks_off()
+            by_decades(axes.yaxis)
             tidy(axes, "both")
         legend(drawn, panels[0])
     return drawn

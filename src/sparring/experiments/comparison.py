@@ -22,7 +22,7 @@ from sparring.evaluation.metrics import LIST_METRICS, parse
 from sparring.experiments import study
 from sparring.experiments.diagnose.profile import profile
 from sparring.experiments.study import Dataset, Method, Study, Training
-from sparring.recipes import settings
+from sparring.recipes import finding
 from sparring.recipes.finding import Recipe, source_digest
 from sparring.recipes.run import Run
 from sparring.recipes.setup import Setup
@@ -45,7 +45,7 @@ class Comparison:
 
     `base` gives all of them the same towers and optimiser; `shared` are settings for every recipe that has them.
 
-    A recipe is a name (see settings.find) or a function that worker processes can import.
+    A recipe is a name (see finding.find) or a function that worker processes can import.
 
         Comparison(Path("compare/a"), (ComparedData("demo", split),), ("uns", "ssl_pop", my_recipe), seeds=5)
     """
@@ -69,8 +69,8 @@ class Comparison:
         """The recipes by their short names, which tables and folders use, with the shared settings that they have."""
         methods: dict[str, Method] = {}
         for recipe in self.recipes:
-            place = settings.lasting(recipe)
-            name = settings.short(place)
+            place = finding.lasting(recipe)
+            name = finding.short(place)
             if name in methods:
                 same = methods[name].recipe == place
                 twice = (
@@ -90,7 +90,7 @@ class Comparison:
             return "uns" if "uns" in self.methods else self.names[0]
         if isinstance(self.baseline, str) and self.baseline in self.methods:
             return self.baseline
-        return settings.short(settings.named(self.baseline))
+        return finding.short(finding.named(self.baseline))
 
     @cached_property
     def study(self) -> Study:

@@ -3,34 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, get_args, get_type_hints
+from dataclasses import replace
+from typing import Any, get_args
 
 from sparring.core.errors import UserError
 from sparring.data.interactions import Interactions
 from sparring.models.encoders import is_bag
-from sparring.recipes import RECIPES
-from sparring.recipes.finding import Recipe
-from sparring.recipes.run import tau_of
-from sparring.recipes.settings import find, named, own_arguments, parse, resolve
-from sparring.recipes.setup import Setup, flat_name
-
-
-@dataclass(frozen=True)
-class Range:
-    """Numbers from low to high, uniform or log-uniform."""
-
-    low: float
-    high: float
-    log: bool = False
-    whole: bool = False
-
-
-@dataclass(frozen=True)
-class OneOf:
-    """Unordered values; when left empty, all values of an argument declared as a Literal."""
-
-    values: tuple[Any, ...] = ()
+from sparring.recipes.arguments import OneOf, Range
+from sparring.recipes.finding import Recipe, find, named
+from sparring.recipes.run import default_tau
+from sparring.recipes.settings import argument_metadata, own_arguments, resolve
+from sparring.recipes.setup import Setup, flat_name, parse
 
 
 def shared(setup: Setup) -> dict[str, Range | OneOf]:
@@ -54,31 +37,6 @@ def _transformer(setup: Setup) -> bool:
     """Whether a tower reads texts with a pretrained transformer."""
     encoder = setup.text.encoder
     return "text" in (setup.model.query_tower, setup.model.item_tower) and encoder is not None and not is_bag(encoder)
-
-
-# Arguments of our recipes, by name or by recipe and name. Others keep their defaults, and so does every number of
-# candidates (n, cache_size, size): more of them would be a larger budget, not a better method.
-ARGUMENTS: dict[str, Range | OneOf] = {
-    "lam": Range(0.0, 1.0),
-    "esans.lam": Range(-0.3, 0.5),
-    "mix": OneOf(),
-    "share": Range(0.05, 0.8),
-    "importance": Range(0.01, 1.0, log=True),
-    "temperature": Range(0.1, 2.0, log=True),
-    "surrogate": OneOf(),
-    "tau_w": Range(0.2, 5.0, log=True),
-    "bsl.exponent": Range(1.0, 1.5),
-    "bsl.form": OneOf(),
-    "ccl.margin": Range(0.3, 0.98),
-    "ccl.weight": Range(10.0, 1000.0, log=True),
-    "ada_tau.beta": Range(0.1, 2.0, log=True),
-    "pns.alpha": Range(0.0, 1.0),
-    "g_tower.alpha": Range(1e-4, 0.1, log=True),
-    "ahns.alpha": Range(0.1, 2.0),
-    "ahns.beta": Range(0.01, 1.0, log=True),
-    "dns.k": Range(1, 16, log=True, whole=True),
-    "mixgcf.k": Range(1, 16, log=True, whole=True),
-}
 
 
 # Settings that a method ignores: tuning them would waste trials.
@@ -106,15 +64,15 @@ def untuned(recipe: str | Recipe, fixed: Mapping[str, object] | None = None) -> 
 
 
 def _argument_space(recipe: Recipe) -> dict[str, Range | OneOf]:
-    """The ranges of a recipe's own arguments: from their types, or from ARGUMENTS for our own recipes."""
+    """The ranges that the types of a recipe's own arguments declare; other arguments keep their defaults.
+
+    A number of candidates (n, cache_size, size) declares none: more of them would be a larger budget, not a better
+    method.
+    """
     entries: dict[str, Range | OneOf] = {}
-    hints, recipe_name = get_type_hints(recipe, include_extras=True), recipe.__name__
-    ours = RECIPES.get(recipe_name) is recipe
+    metadata, recipe_name = argument_metadata(recipe), recipe.__name__
     for name, (kind, _) in own_arguments(recipe).items():
-        declared = getattr(hints[name], "__metadata__", ())
-        entry = next((value for value in declared if isinstance(value, Range | OneOf)), None)
-        if entry is None and ours:
-            entry = ARGUMENTS.get(f"{recipe_name}.{name}", ARGUMENTS.get(name))
+        entry = next((value for value in metadata[name] if isinstance(value, Range | OneOf)), None)
         if isinstance(entry, OneOf):
             entry = entry if entry.values else OneOf(get_args(kind))
             for value in entry.values:
@@ -145,7 +103,7 @@ def first_trials(
     halves cosines.
     """
     setup = resolve(find(recipe), fixed, base)[0]
-    usual = {"tau": tau_of(train)} if setup.model.score == "cosine" else {}
+    usual = {"tau": default_tau(train)} if setup.model.score == "cosine" else {}
     first = _clipped(choices, usual | defaults(recipe, choices, base, fixed))
     strong: dict[str, Any] = {"weight_decay": 0.0, "item_bias": True, **usual}
     strong |= {} if _transformer(setup) else {"lr": 3e-3}

@@ -1,6 +1,6 @@
 """One engine under compare and reproduce: methods x data sets x seeds, each training an ordinary run folder.
 
-    OUT/study.json               what the folder holds, and the settings that must not change when it grows
+    OUT/study.json               the kind of study, and the settings that must not change when it grows
     OUT/DATA/METHOD/SEED/        a run folder, and measured.json: device, peak memory and the study's own figures
     OUT/DATA/METHOD/tune/        trials.jsonl, where the method was tuned
 
@@ -31,7 +31,7 @@ from sparring.data.interactions import Split
 from sparring.evaluation.metrics import parse
 from sparring.evaluation.ranking import evaluate
 from sparring.experiments.tuning import Trial, TuningResult, best, read_trials, tune
-from sparring.recipes import settings
+from sparring.recipes import finding, settings
 from sparring.recipes.run import Run
 from sparring.recipes.setup import Setup, flat_name, unknown_setting
 from sparring.training.fitting import METRICS, fit
@@ -105,12 +105,8 @@ class Study:
         folders = (self.folder(data, method, seed) for seed in self.seeds)
         return [FinishedRun(folder) for folder in folders if finished(folder)]
 
-    def all_runs(self) -> Iterator[tuple[str, Method, FinishedRun]]:
-        """Every finished run with its data set and method."""
-        for data in self.data:
-            for method in self.methods[data.name]:
-                for run in self.runs(data.name, method):
-                    yield data.name, method, run
+    def all_runs(self) -> list[FinishedRun]:
+        return [run for data in self.data for method in self.methods[data.name] for run in self.runs(data.name, method)]
 
     @property
     def total(self) -> int:
@@ -218,8 +214,8 @@ def check_folder(
     if out.exists() and not out.is_dir():
         raise UserError(f"{out} is a file: choose another folder for the {kind}")
     if path.is_file():
+        before = files.read_json(path)
         try:
-            before = json.loads(path.read_text())
             old_kind, old_fixed, old_growing = before["kind"], before["fixed"], before["growing"]
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{path} is corrupt: {first_line(error)}") from error
@@ -241,14 +237,14 @@ def check_folder(
 
 def known_settings(recipe: str, asked: Mapping[str, object]) -> dict[str, object]:
     """The settings that a recipe has among those of a command, by flat name."""
-    return {flat_name(name): value for name, value in settings.known(settings.find(recipe), asked).items()}
+    return {flat_name(name): value for name, value in settings.known(finding.find(recipe), asked).items()}
 
 
 def check_settings(
     asked: Mapping[str, object], methods: Sequence[Method], kind: str, seeds: str, setup: Setup | None
 ) -> None:
     """Raise before any training if a setting is unknown to every method, or a method's settings are invalid."""
-    recipes = {method.recipe: settings.find(method.recipe) for method in methods}
+    recipes = {method.recipe: finding.find(method.recipe) for method in methods}
     known = {name for recipe in recipes.values() for name in settings.known(recipe, asked)}
     for name in asked:
         if flat_name(name) == "seed":

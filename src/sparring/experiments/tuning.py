@@ -21,8 +21,8 @@ from sparring.core import files
 from sparring.core.errors import UserError, first_line
 from sparring.data.interactions import Split
 from sparring.experiments.search_space import OneOf, Range, first_trials, space
-from sparring.recipes.finding import Recipe
-from sparring.recipes.settings import build, named
+from sparring.recipes.finding import Recipe, named
+from sparring.recipes.settings import build
 from sparring.recipes.setup import Setup
 from sparring.training.fitting import fit
 

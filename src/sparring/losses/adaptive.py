@@ -67,14 +67,8 @@ class AdaTau(Part):
         ratio = float(active.sum()) * n_items / (2 * max(float(counts[active].sum()), 1.0))
         if ratio <= 1:
             raise ValueError("Ada-tau is for sparse data: here more than half of all (query, item) pairs are positive")
-        self.beta, self.quantile, self.settle, self.means, self.momentum, self.low = (
-            beta,
-            quantile,
-            settle,
-            means,
-            momentum,
-            low,
-        )
+        self.beta, self.quantile, self.settle = beta, quantile, settle
+        self.means, self.momentum, self.low = means, momentum, low
         self.log_ratio = math.log(ratio)
         n = len(counts)
         self.register_buffer("active", active, persistent=False)

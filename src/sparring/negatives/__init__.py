@@ -1,4 +1,7 @@
-"""Every way of choosing negatives, as parts that combine."""
+"""Samplers: the choice of candidates and their weights, as parts that combine (Union, Resample, Hardest).
+
+A sampler returns a bag. Scoring the bag is the task of `losses`; nothing here trains or reads data.
+"""
 
 from sparring.negatives.algebra import DrawMethod, Resample, Union
 from sparring.negatives.base import Correction, ExcludeKind, Negatives

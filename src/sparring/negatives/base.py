@@ -25,7 +25,7 @@ class Negatives(Part):
         class FirstItems(Negatives):
             def forward(self, step):
                 ids = torch.arange(100, device=step.q.device)
-                return Bag((Candidates(ids, step.encode(ids), zeros(step), Exclude(step.item_ids)),))
+                return Bag((Candidates(ids, step.encode(ids), step.q.new_zeros(()), Exclude(step.item_ids)),))
     """
 
     encodes: bool = False  # every vector of the bag is step.encode(id)

@@ -49,14 +49,8 @@ class HardestBucket(Negatives):
             raise ValueError(
                 f"HardestBucket needs n_items, n, buckets and queries >= 1, got {n_items}, {n}, {buckets} and {queries}"
             )
-        self.n_items, self.n, self.buckets, self.queries, self.mix, self.exclude = (
-            n_items,
-            n,
-            buckets,
-            queries,
-            mix,
-            exclude,
-        )
+        self.n_items, self.n, self.buckets = n_items, n, buckets
+        self.queries, self.mix, self.exclude = queries, mix, exclude
 
     def forward(self, step: Step) -> Bag:
         with torch.no_grad():

@@ -33,13 +33,8 @@ class InBatch(Negatives):
         self.frequency, self.correction, self.exclude = frequency, correction, exclude
 
     def forward(self, step: Step) -> Bag:
-        block = Candidates(
-            step.batch.item_ids,
-            step.batch.v,
-            zeros(step),
-            exclude_for(step, self.exclude),
-            provenance=Provenance("in-batch"),
-        )
+        exclude, words = exclude_for(step, self.exclude), Provenance("in-batch")
+        block = Candidates(step.batch.item_ids, step.batch.v, zeros(step), exclude, provenance=words)
         return corrected([block], step, self, "none" if self.frequency is None else self.correction)
 
     def log_count(self, ids: Tensor, step: Step) -> Tensor | None:
@@ -70,14 +65,5 @@ class BatchPositives(Negatives):
     def forward(self, step: Step) -> Bag:
         known = step.known(step.batch.query_ids).ids
         ids = torch.unique(torch.cat([known, step.batch.item_ids]))
-        return Bag(
-            (
-                Candidates(
-                    ids,
-                    step.encode(ids),
-                    zeros(step),
-                    exclude_for(step, self.exclude),
-                    provenance=Provenance("positives of the batch"),
-                ),
-            )
-        )
+        exclude, words = exclude_for(step, self.exclude), Provenance("positives of the batch")
+        return Bag((Candidates(ids, step.encode(ids), zeros(step), exclude, provenance=words),))

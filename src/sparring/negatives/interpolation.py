@@ -182,13 +182,8 @@ class TowardsPositive(Negatives):
             raise ValueError(
                 f"needs high in (0, 1], momentum in [0, 1) and a non-zero margin; got {high}, {momentum}, {margin}"
             )
-        self.source, self.detach_positive, self.renorm, self.offset, self.layer = (
-            source,
-            detach_positive,
-            renorm,
-            offset,
-            layer,
-        )
+        self.source, self.detach_positive, self.renorm = source, detach_positive, renorm
+        self.offset, self.layer = offset, layer
         self.rule = lam if isinstance(lam, str) else None
         self.margin, self.high, self.momentum = margin, high, momentum
         initial = lam if not isinstance(lam, str) else math.copysign(min(0.1, high), margin)

@@ -21,9 +21,9 @@ class Memory(Negatives):
 
     A first-in first-out ring; empty slots count nothing. It starts to fill after `warmup` steps, because vectors change
     quickly at first. Unlike Cache it stores vectors, so nothing is encoded again, but they grow stale. `dim` is the
-    dimension of the compared vectors, `Setup.width`, which includes an item bias and hidden layers.
+    dimension of the compared vectors, `width` of models.build, which includes an item bias and hidden layers.
 
-        Union(InBatch(pop), Memory(2432, setup.width, pop))
+        Union(InBatch(pop), Memory(2432, setup.model.dim, pop))
 
     Wang et al., Cross-Batch Negative Sampling, SIGIR 2021.
     """
@@ -56,12 +56,13 @@ class Memory(Negatives):
     def forward(self, step: Step) -> Bag:
         if step.q.shape[-1] != self.emb.shape[1]:
             widths = f"holds vectors of {self.emb.shape[1]} dimensions, but the model compares {step.q.shape[-1]}"
-            raise UserError(f"Memory {widths}: pass dim=setup.width, which includes an item bias and hidden layers")
+            raise UserError(
+                f"Memory {widths}: pass dim=models.build.width(...), which includes an item bias and hidden layers"
+            )
         empty = torch.where(self.ids < 0, -math.inf, 0.0)
         # a copy: the caller may hold a loss whose backward pass comes after the next write
-        block = Candidates(
-            self.ids.clone(), self.emb.clone(), empty, exclude_for(step, self.exclude), provenance=Provenance("memory")
-        )
+        exclude, words = exclude_for(step, self.exclude), Provenance("memory")
+        block = Candidates(self.ids.clone(), self.emb.clone(), empty, exclude, provenance=words)
         return corrected([block], step, self, self.correction)
 
     def log_count(self, ids: Tensor, step: Step) -> Tensor | None:
@@ -133,17 +134,8 @@ class Cache(Negatives):
     def forward(self, step: Step) -> Bag:
         log_w = -self.frequency.log_prob(self.ids)
         ids = self.ids.clone()
-        return Bag(
-            (
-                Candidates(
-                    ids,
-                    step.encode(ids),
-                    log_w,
-                    exclude_for(step, self.exclude),
-                    provenance=Provenance("cache", "-log q"),
-                ),
-            )
-        )
+        exclude, words = exclude_for(step, self.exclude), Provenance("cache", "-log q")
+        return Bag((Candidates(ids, step.encode(ids), log_w, exclude, provenance=words),))
 
     def observe(self, step: Step, outcome: Outcome) -> None:
         ids, count = self._drawn(step, outcome)

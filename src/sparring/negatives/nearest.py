@@ -64,14 +64,8 @@ class NearestItems(Negatives):
             )
         if not 0 <= delay <= every:
             raise ValueError(f"delay must be between 0 and every={every} epochs, got {delay}")
-        self.n, self.skip, self.every, self.start, self.per_query, self.exclude = (
-            n,
-            skip,
-            every,
-            start,
-            per_query,
-            exclude,
-        )
+        self.n, self.skip, self.every = n, skip, every
+        self.start, self.per_query, self.exclude = start, per_query, exclude
         self.delay, self.seconds = delay, 0.0
         self.register_buffer("lists", torch.full((n_queries, k), -1, dtype=torch.int32))
         if delay:
@@ -89,17 +83,8 @@ class NearestItems(Negatives):
         ids = step.batch.own(ids) if self.per_query else ids.flatten()
         log_w = torch.where(ids >= 0, 0.0, -math.inf)
         emb = step.encode(ids.clamp(min=0))
-        return Bag(
-            (
-                Candidates(
-                    ids,
-                    emb,
-                    log_w,
-                    exclude_for(step, self.exclude),
-                    provenance=Provenance("nearest items of each query"),
-                ),
-            )
-        )
+        exclude, words = exclude_for(step, self.exclude), Provenance("nearest items of each query")
+        return Bag((Candidates(ids, emb, log_w, exclude, provenance=words),))
 
     def refresh(self, corpus: Corpus) -> None:
         """Rebuild the lists when they are due, from the current vectors or those of `delay` epochs ago."""

@@ -71,10 +71,8 @@ class QuantizedSoftmax(Negatives):
     def forward(self, step: Step) -> Bag:
         with torch.no_grad():
             ids = self.sample(step)
-        source = f"drawn from a softmax over {self.book.shape[1]} x {self.book.shape[1]} cells"
-        block = Candidates(
-            ids, step.encode(ids), zeros(step), exclude_for(step, self.exclude), provenance=Provenance(source)
-        )
+        words = Provenance(f"drawn from a softmax over {self.book.shape[1]} x {self.book.shape[1]} cells")
+        block = Candidates(ids, step.encode(ids), zeros(step), exclude_for(step, self.exclude), provenance=words)
         return corrected([block], step, self, self.correction)
 
     def sample(self, step: Step) -> Tensor:

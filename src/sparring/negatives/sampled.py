@@ -38,21 +38,14 @@ class Sampled(Negatives):
         check_choice("exclude", exclude, ExcludeKind)
         if n < 1:
             raise ValueError(f"Sampled needs n >= 1, got {n}")
-        self.distribution, self.n, self.per_query, self.correction, self.exclude = (
-            distribution,
-            n,
-            per_query,
-            correction,
-            exclude,
-        )
+        self.distribution, self.n, self.per_query = distribution, n, per_query
+        self.correction, self.exclude = correction, exclude
 
     def forward(self, step: Step) -> Bag:
         ids = self.distribution.sample((len(step.batch), self.n) if self.per_query else (self.n,), step.generator)
         ids = step.batch.own(ids) if self.per_query else ids
-        source = f"sampled from {self.distribution}"
-        block = Candidates(
-            ids, step.encode(ids), zeros(step), exclude_for(step, self.exclude), provenance=Provenance(source)
-        )
+        exclude, words = exclude_for(step, self.exclude), Provenance(f"sampled from {self.distribution}")
+        block = Candidates(ids, step.encode(ids), zeros(step), exclude, provenance=words)
         return corrected([block], step, self, self.correction)
 
     def log_count(self, ids: Tensor, step: Step) -> Tensor | None:
@@ -77,17 +70,8 @@ class AllItems(Negatives):
 
     def forward(self, step: Step) -> Bag:
         ids = torch.arange(self.n_items, device=step.q.device)
-        return Bag(
-            (
-                Candidates(
-                    ids,
-                    step.encode(ids),
-                    zeros(step),
-                    exclude_for(step, self.exclude),
-                    provenance=Provenance("all items"),
-                ),
-            )
-        )
+        exclude, words = exclude_for(step, self.exclude), Provenance("all items")
+        return Bag((Candidates(ids, step.encode(ids), zeros(step), exclude, provenance=words),))
 
     def log_count(self, ids: Tensor, step: Step) -> Tensor | None:
         return torch.zeros(ids.shape, device=ids.device)
@@ -130,10 +114,5 @@ class Shown(Negatives):
             ids = torch.where(count > 0, self.items[place].long(), ids)
         log_w = torch.where(ids >= 0, 0.0, -math.inf)
         emb = step.encode(ids.clamp(min=0))
-        return Bag(
-            (
-                Candidates(
-                    ids, emb, log_w, exclude_for(step, self.exclude), provenance=Provenance("shown and not taken")
-                ),
-            )
-        )
+        exclude, words = exclude_for(step, self.exclude), Provenance("shown and not taken")
+        return Bag((Candidates(ids, emb, log_w, exclude, provenance=words),))

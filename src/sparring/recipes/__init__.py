@@ -1,19 +1,19 @@
-"""One function per published setting, each returning a complete Run.
+"""One function per published method, each returning a complete Run; Setup, Run, and recipes and settings by name.
 
-A recipe takes the training interactions, a Setup (what every recipe shares: towers, optimiser, schedule) and its own arguments. Where a
-paper and its released code differ, `form` chooses; docs/methods/ tells the difference. A variant is a call with other arguments.
+A recipe takes the training interactions, a Setup (settings that every recipe shares) and its own arguments. Where a
+paper and its released code differ, `form` chooses. Nothing is trained or evaluated here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+from sparring.recipes.arguments import Form, OneOf, Range
 from sparring.recipes.esans import esans
 from sparring.recipes.extreme import ance, dexa, dexml, dpr, ngame, prime
 from sparring.recipes.hard import ahns, amns, bmns, dns, fairneg, midx, mixgcf, sce
 from sparring.recipes.in_batch import (
     PAPER,
-    Form,
     bir,
     bpr,
     cbns,
@@ -34,30 +34,28 @@ from sparring.recipes.in_batch import (
 from sparring.recipes.losses import ada_tau, bsl, ccl, psl, sl, slatk
 from sparring.recipes.run import Run
 
-__all__ = ["PAPER", "RECIPES", "Form", "popularity"]
-
+_IN_BATCH = (
+    default,
+    quick,
+    uns,
+    pns,
+    bpr,
+    ssl,
+    ssl_pop,
+    g_tower,
+    mns,
+    debiased_mns,
+    bir,
+    xir,
+    cbns,
+    full_softmax,
+    shown,
+)
+_HARD = (dns, ahns, mixgcf, amns, bmns, fairneg, midx, sce)
+_LOSSES = (sl, bsl, psl, slatk, ccl, ada_tau)
+_EXTREME = (dpr, ance, ngame, dexa, prime, dexml)
 RECIPES: dict[str, Callable[..., Run]] = {
-    recipe.__name__: recipe
-    for recipe in (
-        default,
-        quick,
-        uns,
-        pns,
-        bpr,
-        ssl,
-        ssl_pop,
-        g_tower,
-        mns,
-        debiased_mns,
-        bir,
-        xir,
-        cbns,
-        full_softmax,
-        shown,
-    )
+    recipe.__name__: recipe for recipe in (*_IN_BATCH, *_HARD, *_LOSSES, esans, *_EXTREME)
 }
-RECIPES |= {recipe.__name__: recipe for recipe in (dns, ahns, mixgcf, amns, bmns, fairneg, midx, sce)}
-RECIPES |= {recipe.__name__: recipe for recipe in (sl, bsl, psl, slatk, ccl, ada_tau)}
-RECIPES |= {esans.__name__: esans}
-RECIPES |= {recipe.__name__: recipe for recipe in (dpr, ance, ngame, dexa, prime, dexml)}
-__all__ += [*RECIPES]
+
+__all__ = ["PAPER", "RECIPES", "Form", "OneOf", "Range", "popularity", *RECIPES]

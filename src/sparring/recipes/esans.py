@@ -1,8 +1,8 @@
-"""ESANS: negatives by clusters of items, and mixtures of them; with the controls that its clusters are measured against."""
+"""ESANS: negatives by clusters of items and their mixtures, and the controls that its clusters are compared with."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
@@ -26,14 +26,16 @@ from sparring.negatives import (
     Union,
 )
 from sparring.negatives.clusters import ByCluster
+from sparring.recipes.arguments import Range
 from sparring.recipes.hard import column_classes
-from sparring.recipes.in_batch import offered
+from sparring.recipes.in_batch import positive_counts
 from sparring.recipes.run import Run, Term, compose
 from sparring.recipes.setup import Setup
 
 Preset = Literal["ours", "literal"]
 
-# Xing et al. 2025, table 6 and appendix C. Ours: cosines, as we read tau 0.05, and a small start, from which this rate turns vectors.
+# Xing et al. 2025, table 6 and appendix C. Ours: cosines, which tau 0.05 suggests, and an init_std small enough for
+# this learning rate.
 ESANS = Setup.of(dim=64, tau=0.05, init_std=0.01, batch_size=512, lr=2e-4)
 
 
@@ -41,72 +43,78 @@ def esans(
     data: Interactions,
     setup: Setup = ESANS,
     *,
-    codes: str | Codes = "behaviour",
-    m_c: int = 2,
-    m_o: int = 5,
-    m_h: int = 5,
-    lam: float | LamRule = 0.1,
-    eta: float = 0.6,
-    gamma: float = 1.0,
-    preset: Preset = "ours",
-    distance: Distance | None = None,
-    normalisation: Normalisation | None = None,
-    exclude: Literal["preset", "cell", "known", "positive", "none"] = "preset",
-    simple_mixtures: bool = True,
-    hard_mixtures: bool = True,
-    shared: bool = True,
-    correction: CountCorrection = "none",
-    renorm: bool = False,
-    detach_positive: bool = False,
-    offset: float = 0.0,
-    layer: int | None = None,
-    k_primary: int = 300,
-    k_secondary: int = 15,
+    codes: Annotated[
+        str | Codes, "a file of `sparring cluster`, behaviour, or a control: random, shuffled:FILE, column:NAME"
+    ] = "behaviour",
+    m_c: Annotated[int, "other clusters that easy negatives are drawn from"] = 2,
+    m_o: Annotated[int, "easy negatives of a cluster"] = 5,
+    m_h: Annotated[int, "hard negatives from the positive's cluster; 0 draws none"] = 5,
+    lam: Annotated[
+        float | LamRule, Range(-0.3, 0.5), "share of the positive in a hard mixture, or a rule for it"
+    ] = 0.1,
+    eta: Annotated[float, "exponent of the mixing shares by similarity to a mixture's anchor"] = 0.6,
+    gamma: Annotated[float, "exponent that prefers near clusters; 0 draws all alike"] = 1.0,
+    preset: Annotated[Preset, "our reading of equations 9 and 11, or the literal one"] = "ours",
+    distance: Annotated[Distance | None, "distance between clusters; none: by preset"] = None,
+    normalisation: Annotated[Normalisation | None, "normalisation of mixing shares; none: by preset"] = None,
+    exclude: Annotated[
+        Literal["preset", "cell", "known", "positive", "none"], "excluded real items: by preset, or one of these"
+    ] = "preset",
+    simple_mixtures: Annotated[bool, "add mixtures of easy negatives"] = True,
+    hard_mixtures: Annotated[bool, "mix hard negatives with the positive"] = True,
+    shared: Annotated[bool, "share easy negatives among the batch"] = True,
+    correction: Annotated[CountCorrection, "counts weighs every draw by 1 / its expected count"] = "none",
+    renorm: Annotated[bool, "scale mixtures to the mean length of their members"] = False,
+    detach_positive: Annotated[bool, "stop the gradient through the positive of a hard mixture"] = False,
+    offset: Annotated[float, "added to the logits of mixtures"] = 0.0,
+    layer: Annotated[int | None, "layer of the item tower at which vectors are mixed; none: its output"] = None,
+    k_primary: Annotated[int, "primary clusters of codes=behaviour and codes=random"] = 300,
+    k_secondary: Annotated[int, "secondary clusters of each"] = 15,
 ) -> Run:
     """Easy negatives from other clusters of items, hard ones from the positive's own, and mixtures of both (ESANS).
 
-    codes: a file of `sparring cluster`; behaviour: k_primary x k_secondary clusters of co-interaction vectors, made here; and the controls
-    random, shuffled:FILE (the sizes of the file, items dealt anew) and column:NAME (a cluster for each value, cells at random). m_h=0
-    leaves out the hard ones, simple_mixtures and hard_mixtures the made-up ones. preset=literal reads equations 9 and 11 to the letter (far
-    clusters first, shares by (1 + cos) / 2) and masks of real items the positive alone; ours masks its cell. Both mask the mixtures of the
-    positive's primary cluster, neither the query's other known positives: exclude=known does. distance, normalisation, exclude override.
-    correction=counts (not the paper's) weighs every draw by 1 / its expected count: real negatives then stand for all items but the cell.
+    codes=behaviour clusters co-interaction vectors of the training data. The controls are random, shuffled:FILE (the
+    cluster sizes of a file, items dealt at random) and column:NAME (a cluster for each value, cells at random).
+    preset=literal follows equations 9 and 11 to the letter (far clusters first, shares by (1 + cos) / 2) and excludes
+    only the positive among real items; ours excludes its cell. Both exclude mixtures of the positive's primary cluster,
+    neither the query's other known positives: exclude=known does. correction=counts is not in the paper: real negatives
+    then stand for all items outside the cell.
     Xing et al., ESANS: Effective and Semantic-Aware Negative Sampling for Large-Scale Retrieval Systems, WWW 2025.
     """
     ours = preset == "ours"
     masks: CellExcludeKind = exclude if exclude != "preset" else "cell" if ours else "positive"
     near: Distance = distance or ("cosine" if ours else "literal")
-    found = clusters(data, codes, k_primary, k_secondary, m_o, setup.seed)
+    cells = item_codes(data, codes, k_primary, k_secondary, m_o, setup.seed)
     negatives: list[Negatives] = []
-    # corrected hard negatives stand for the rest of the positive's cluster, so that the shared ones must not
+    # Corrected hard negatives stand for the rest of the positive's cluster, so the shared ones must not.
     apart: CellExcludeKind = "cluster" if correction == "counts" and masks == "cell" and m_h > 0 else masks
-    rows = offered(data, setup)
-    others = OtherClusters(found, min(m_c, found.k_primary - 1), m_o, gamma, near, shared, apart, correction, rows)
+    rows = positive_counts(data, setup)
+    others = OtherClusters(cells, min(m_c, cells.k_primary - 1), m_o, gamma, near, shared, apart, correction, rows)
     if simple_mixtures and m_o > 1:
         scale: Normalisation = normalisation or ("minmax_block" if ours else "affine")
         negatives.append(Interpolated(others, eta, scale, renorm, offset, layer))
     else:
         negatives.append(others)
     if m_h > 0:
-        same = SameCluster(found, m_h, exclude=masks, correction=correction)
+        same = SameCluster(cells, m_h, exclude=masks, correction=correction)
         negatives.append(TowardsPositive(same, lam, detach_positive, renorm, offset, layer) if hard_mixtures else same)
     return compose(data, setup, Term(1.0, negatives[0] if len(negatives) == 1 else Union(*negatives)))
 
 
 def set_codes(run: Run, codes: Codes) -> None:
-    """Go on with other codes of the same items, in every part of a run that draws by cluster: at any time, without a restart.
+    """Continue with other codes of the same items, in every part of a run that draws by cluster: no restart is needed.
 
-    fit(run, split, progress=TrainingProgress(epoch=lambda record: set_codes(run, msac.update(modalities, data.item_ids))))
+    fit(run, split, progress=TrainingProgress(epoch=lambda record: set_codes(run, msac.update(modalities, ids))))
     """
     for module in run.modules().modules():
         if isinstance(module, ByCluster):
             module.set_codes(codes)
 
 
-def clusters(
+def item_codes(
     data: Interactions, codes: str | Codes, k_primary: int = 300, k_secondary: int = 15, m_o: int = 5, seed: int = 0
 ) -> Codes:
-    """The codes that a word or a file names, for the items of this data; k_primary falls to what leaves 2 m_o items to a cluster."""
+    """The codes that a word or a file names, for this data's items; at least 2 m_o items per primary cluster."""
     n = data.n_items
     if k_primary < 2 or k_secondary < 1 or m_o < 1:
         raise UserError(
@@ -114,33 +122,32 @@ def clusters(
         )
     k_primary, k_secondary = max(2, min(k_primary, n // (2 * m_o))), min(k_secondary, n)
     if isinstance(codes, Codes):
-        found = codes
+        cells = codes
     elif codes == "behaviour":
-        found = behaviour_codes(data, k_primary, k_secondary, seed)
+        cells = behaviour_codes(data, k_primary, k_secondary, seed)
     elif codes == "random":
-        found = Codes.random(n, k_primary, k_secondary, seed, data.item_ids)
+        cells = Codes.random(n, k_primary, k_secondary, seed, data.item_ids)
     elif codes.startswith("column:"):
         deal = torch.randperm(n, generator=torch.Generator().manual_seed(seed)) % k_secondary
-        found = Codes.from_labels(column_classes(data, codes.removeprefix("column:")), deal, ids=data.item_ids)
+        cells = Codes.from_labels(column_classes(data, codes.removeprefix("column:")), deal, ids=data.item_ids)
     else:
         file = Codes.load(codes.removeprefix("shuffled:")).aligned(data.item_ids)
-        found = file.shuffled(seed) if codes.startswith("shuffled:") else file
-    if len(found) != n:
-        raise UserError(f"there are codes of {len(found):,} items, but the data has {n:,}: give codes of these items")
-    if found.k_primary < 2:
-        raise UserError(f"{found} has no other cluster to draw negatives from: at least 2 are needed")
-    return found
+        cells = file.shuffled(seed) if codes.startswith("shuffled:") else file
+    if len(cells) != n:
+        raise UserError(f"the codes are of {len(cells):,} items, but the data has {n:,}: give codes of these items")
+    if cells.k_primary < 2:
+        raise UserError(f"{cells} has one cluster: negatives need at least 2")
+    return cells
 
 
 def behaviour_codes(data: Interactions, k_primary: int, k_secondary: int, seed: int = 0, dim: int = 64) -> Codes:
-    """Codes from the interactions alone: spectral item vectors of length 1, k-means, and k-means of what it leaves over."""
+    """Codes from the interactions alone: k-means of normalised spectral item vectors, then of the residuals."""
     positives = data.positives()
-    dim = max(
-        1, min(dim, data.n_items // 4, data.n_queries // 4)
-    )  # beyond that the directions of a small matrix are noise
+    dim = max(1, min(dim, data.n_items // 4, data.n_queries // 4))  # further directions of a small matrix are noise
     vectors = F.normalize(spectral(positives.start, positives.items, data.n_items, dim, seed=seed)[1], dim=1)
     generator = torch.Generator().manual_seed(seed)
     centres = k_means(vectors, k_primary, generator)
     primary = nearest(vectors, centres)
-    left = vectors - centres[primary]
-    return Codes(primary, nearest(left, k_means(left, k_secondary, generator)), centres, k_secondary, data.item_ids)
+    residuals = vectors - centres[primary]
+    secondary = nearest(residuals, k_means(residuals, k_secondary, generator))
+    return Codes(primary, secondary, centres, k_secondary, data.item_ids)

@@ -1,14 +1,14 @@
-"""Retrieval of labels, many of them rare, for texts or any other queries: DPR, ANCE, NGAME, DEXA, PRIME, DEXML.
+"""Retrieval of labels, many of them rare, for texts or other queries: DPR, ANCE, NGAME, DEXA, PRIME, DEXML.
 
-A training row is a query with one of its positives, drawn anew in each epoch; all known positives of a query are masked in its batch.
-With id towers they train as they are; for texts set an encoder. The authors train DistilBERT for
-300 epochs in batches of 1600 at a rate of 2e-4; the common settings here are for towers that train at a larger one in fewer.
+A training row is a query with one of its positives, redrawn in each epoch; all known positives of a query are excluded
+from its negatives. For texts set an encoder. The authors train DistilBERT for 300 epochs in batches of 1600 at a rate
+of 2e-4; the settings here are for towers that train at a larger rate in fewer epochs.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 
@@ -17,10 +17,10 @@ from sparring.losses import Loss, OnlineHard, Reduction, sampled_softmax
 from sparring.models.clusters.batches import ClusteredBatches
 from sparring.models.item_corrections import Centroids
 from sparring.negatives import AllItems, InBatch, NearestItems, Union
+from sparring.recipes.arguments import PerQuery
 from sparring.recipes.in_batch import popularity
 from sparring.recipes.run import Run, Term, compose
 from sparring.recipes.setup import Setup
-from sparring.recipes.variant import variant
 
 LABELS = Setup.of(
     tau=0.1,
@@ -37,17 +37,30 @@ SOFTMAX = LABELS.replaced(tau=0.05)
 NGAME = LABELS.replaced(clf_epochs=100)
 
 
+# Arguments of NGAME and its variants.
+Size = Annotated[int, "queries of a cluster; 1 is random batches"]
+Start = Annotated[int, "epoch of the first clusters; 0 is the first epoch"]
+Every = Annotated[int, "epochs between two clusterings"]
+Grow = Annotated[tuple[int, ...], "epochs from which the clusters are twice as large"]
+Hardest = Annotated[int, "hardest negatives of a query in the loss"]
+Margin = Annotated[float, "margin of the hinge loss"]
+Dynamic = Annotated[bool, "set the margin of each pair by its scores, from 0.1 to `margin`"]
+Reduced = Annotated[Reduction, "sum or mean over a query's negatives"]
+ConstantWeights = Annotated[bool, "stop the gradient through the weights of the negatives"]
+BothWays = Annotated[bool, "add the loss of items against queries"]
+HingeOrSoftmax = Annotated[Literal["softmax", "hinge"], "softmax, or NGAME's hinge (use tau=0.1)"]
+
+
 def dpr(
     data: Interactions,
     setup: Setup = SOFTMAX,
     *,
-    loss: Literal["softmax", "hinge"] = "softmax",
-    corrected: bool = False,
+    loss: HingeOrSoftmax = "softmax",
+    corrected: Annotated[bool, "subtract the log of an item's expected count from its logit; softmax only"] = False,
 ) -> Run:
     """Softmax against the positives of the other queries in random batches (DPR, random in-batch).
 
-    loss=hinge is NGAME's, at tau=0.1: the same training with other batches. corrected=true subtracts from each item's logit the log of how
-    often a batch is expected to hold it; the hinge has no such weights.
+    loss=hinge is NGAME with random batches.
     Karpukhin et al., Dense Passage Retrieval for Open-Domain Question Answering, EMNLP 2020.
     """
     if corrected and loss == "hinge":
@@ -60,19 +73,18 @@ def ance(
     data: Interactions,
     setup: Setup = SOFTMAX,
     *,
-    n: int = 1,
-    k: int = 200,
-    skip: int = 0,
-    every: int = 5,
-    start: int = 1,
-    per_query: bool = False,
-    delay: int = 0,
-    loss: Literal["softmax", "hinge"] = "softmax",
+    n: Annotated[int, "draws from the list of each query"] = 1,
+    k: Annotated[int, "nearest items listed for each query"] = 200,
+    skip: Annotated[int, "first items of a list that are dropped"] = 0,
+    every: Annotated[int, "epochs between two rankings"] = 5,
+    start: Annotated[int, "epoch of the first ranking; 0 is the first epoch"] = 1,
+    per_query: PerQuery = False,
+    delay: Annotated[int, "epochs that a ranking may take in the background; 0 ranks in the foreground"] = 0,
+    loss: HingeOrSoftmax = "softmax",
 ) -> Run:
-    """In-batch negatives and n of each query's k nearest items, ranked anew `every` epochs (ANCE).
+    """In-batch negatives and n of each query's k nearest items, ranked again every few epochs (ANCE).
 
-    The ranking is exact: it encodes all queries and all items, in the foreground, or with a delay (in epochs) beside training, on a second
-    GPU or another core. skip drops the first ranks.
+    The ranking is exact: it encodes all queries and all items, on a second GPU or another core if delay > 0.
     Xiong et al., Approximate Nearest Neighbor Negative Contrastive Learning for Dense Text Retrieval, ICLR 2021.
     """
     nearest = NearestItems(data.n_queries, n, min(k, data.n_items), skip, every, start, per_query, delay=delay)
@@ -83,23 +95,20 @@ def ngame(
     data: Interactions,
     setup: Setup = NGAME,
     *,
-    size: int = 8,
-    start: int = 1,
-    every: int = 5,
-    grow: tuple[int, ...] = (15,),
-    k: int = 10,
-    margin: float = 0.3,
-    dynamic: bool = False,
-    reduction: Reduction = "sum",
-    constant_weights: bool = False,
-    both_ways: bool = False,
+    size: Size = 8,
+    start: Start = 1,
+    every: Every = 5,
+    grow: Grow = (15,),
+    k: Hardest = 10,
+    margin: Margin = 0.3,
+    dynamic: Dynamic = False,
+    reduction: Reduced = "sum",
+    constant_weights: ConstantWeights = False,
+    both_ways: BothWays = False,
 ) -> Run:
-    """Batches of clusters of alike queries and a hinge loss on their hardest negatives, then a classifier per item (NGAME).
+    """Batches of similar queries and a hinge loss on their hardest negatives, then a classifier per item (NGAME).
 
-    Clusters of about `size` queries from the epoch `start` on (0 is the first), made anew `every` epochs, twice as large from each epoch in
-    grow on; size=1 is random batches. dynamic=true sets the margin of each pair by its scores, from 0.1 to `margin`, and both_ways=true
-    adds the loss of items against queries, as PRIME does.
-    `classifiers` epochs of one vector per item over frozen query vectors follow, 0 leaves them out; fusion=true ranks by both.
+    clf_epochs=0 trains no classifiers; clf_fusion=true ranks by towers and classifiers.
     Dahiya et al., NGAME: Negative Mining-aware Mini-batching for Extreme Classification, WSDM 2023.
     """
     if start < 1:
@@ -124,40 +133,85 @@ def ngame(
     return replace(run, batches=batches)
 
 
-dexa = variant(
-    ngame,
-    "dexa",
+def dexa(
+    data: Interactions,
+    setup: Setup = NGAME.replaced(auxiliary=4, private=1000),
+    *,
+    size: Size = 8,
+    start: Start = 1,
+    every: Every = 5,
+    grow: Grow = (15,),
+    k: Hardest = 10,
+    margin: Margin = 0.3,
+    dynamic: Dynamic = False,
+    reduction: Reduced = "sum",
+    constant_weights: ConstantWeights = False,
+    both_ways: BothWays = False,
+) -> Run:
     """NGAME with free vectors, one for each cluster of items, added in the item tower (DEXA).
 
-    About `auxiliary` items share a vector; the `private` most frequent have one each. auxiliary=2 is the authors' for 131,000 items.
+    About `auxiliary` items share a vector; the `private` most frequent have one each. The authors use auxiliary=2 for
+    131,000 items.
     Dahiya et al., Deep Encoders with Auxiliary Parameters for Extreme Classification, KDD 2023.
-    """,
-    {"setup": NGAME.replaced(auxiliary=4, private=1000)},
-)
+    """
+    return ngame(
+        data,
+        setup,
+        size=size,
+        start=start,
+        every=every,
+        grow=grow,
+        k=k,
+        margin=margin,
+        dynamic=dynamic,
+        reduction=reduction,
+        constant_weights=constant_weights,
+        both_ways=both_ways,
+    )
 
 
-prime = variant(
-    ngame,
-    "prime",
-    """DEXA with the mean vector of each item's queries in the item tower, a margin by the scores, and losses both ways (close to PRIME).
+def prime(
+    data: Interactions,
+    setup: Setup = NGAME.replaced(auxiliary=2, centroids=True, draw="propensity"),
+    *,
+    size: Size = 16,
+    start: Start = 1,
+    every: Every = 5,
+    grow: Grow = (15,),
+    k: Hardest = 10,
+    margin: Margin = 0.3,
+    dynamic: Dynamic = True,
+    reduction: Reduced = "sum",
+    constant_weights: ConstantWeights = False,
+    both_ways: BothWays = True,
+) -> Run:
+    """DEXA with the mean vector of an item's queries in its tower, margins by score, losses both ways (close to PRIME).
 
-    Positives are drawn by inverse propensity. Of the authors' label tower the shallow transformer is missing: the vectors are summed.
+    Positives are drawn by inverse propensity. The authors' label tower has a shallow transformer; here the vectors are
+    summed.
     PRIME, NAACL 2025, as it is in the code of its successor ViXML.
-    """,
-    {
-        "setup": NGAME.replaced(auxiliary=2, centroids=True, draw="propensity"),
-        "size": 16,
-        "dynamic": True,
-        "both_ways": True,
-    },
-)
+    """
+    return ngame(
+        data,
+        setup,
+        size=size,
+        start=start,
+        every=every,
+        grow=grow,
+        k=k,
+        margin=margin,
+        dynamic=dynamic,
+        reduction=reduction,
+        constant_weights=constant_weights,
+        both_ways=both_ways,
+    )
 
 
 def dexml(data: Interactions, setup: Setup = SOFTMAX) -> Run:
-    """Softmax over the whole catalogue for one positive at a time, the query's other positives left out (DEXML, decoupled softmax).
+    """Softmax over the catalogue for one positive at a time, the query's others excluded (DEXML, decoupled softmax).
 
-    A positive drawn for each query in each epoch gives on average the mean over its positives. Every step encodes all items: with text
-    towers set chunk, so that they fit.
+    A positive drawn for each query in each epoch gives in expectation the mean over its positives. Every step encodes
+    all items: with text towers set chunk, so that they fit.
     Gupta et al., Dual-Encoders for Extreme Multi-Label Classification, ICLR 2024.
     """
     return compose(data, setup, Term(1.0, AllItems(data.n_items, exclude="known")))

@@ -1,4 +1,4 @@
-"""Which recipe a name means: one of ours, one that an installed package offers, or a function in a file or module of your own."""
+"""Recipes by name: one of ours, one from an installed package, or a function in a file or module."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ T = TypeVar("T")
 
 
 def find(recipe: str | Recipe) -> Recipe:
-    """The recipe of this name; a function that is one stands for itself.
+    """The recipe of this name; a recipe function is returned unchanged.
 
-    A name is one of RECIPES (hyphens may stand for underscores), that of an entry point `sparring.recipes` of an installed package,
-    `path/to/file.py:function` or `module:function`.
+    A name is one of RECIPES (hyphens may stand for underscores), an entry point `sparring.recipes` of an installed
+    package, `path/to/file.py:function` or `module:function`.
 
         find("xir"), find("mine.py:loss_tilted")
     """
@@ -38,7 +38,7 @@ def find(recipe: str | Recipe) -> Recipe:
         return ours
     if ":" in recipe:
         return _checked(_imported(recipe), recipe)
-    packages = offered()
+    packages = installed()
     if recipe in packages:
         return _checked(_attempt(packages[recipe].load, f"the recipe {recipe!r} of {source(recipe)}"), recipe)
     if recipe.endswith(".py"):
@@ -49,9 +49,9 @@ def find(recipe: str | Recipe) -> Recipe:
 
 
 def named(recipe: str | Recipe) -> str:
-    """The name under which a recipe is found again from anywhere: a file by its full path. It is what run.json holds.
+    """The name that finds a recipe from any working directory: a file by its full path. run.json holds it.
 
-    A function that cannot be found again, because it was defined in a notebook or inside another function, has a name all the same.
+    A function that cannot be imported again, defined in a notebook or inside another function, still has a name.
     """
     if not isinstance(recipe, str):
         module = sys.modules.get(recipe.__module__)
@@ -66,40 +66,36 @@ def named(recipe: str | Recipe) -> str:
 
 
 def lasting(recipe: str | Recipe) -> str:
-    """The same, refusing a function that no other process could import."""
+    """The same, but refuse a function that another process cannot import."""
     name = named(recipe)
     if not isinstance(recipe, str):
         module = sys.modules.get(recipe.__module__)
         known = RECIPES.get(name) is recipe or getattr(module, recipe.__name__, None) is recipe
         if name.startswith("__main__:") or not known:
             why = "defined in a notebook or inside another function"
-            raise UserError(
-                f"{recipe.__name__} is {why}: put it at the top level of a file, so that each training's process can import it"
-            )
+            raise UserError(f"{recipe.__name__} is {why}: move it to the top level of a file that processes can import")
     return name
 
 
 def source_digest(name: str) -> str | None:
-    """A short hash of the file that a recipe of one's own is in, so that a change is noticed; None of ours."""
+    """A short hash of the file of a custom recipe, to detect changes; None for our recipes."""
     module, colon, _ = name.rpartition(":")
     file = _file(module) if colon else None
-    return (
-        None
-        if file is None or not Path(file).is_file()
-        else hashlib.blake2b(Path(file).read_bytes(), digest_size=8).hexdigest()
-    )
+    if file is None or not Path(file).is_file():
+        return None
+    return hashlib.blake2b(Path(file).read_bytes(), digest_size=8).hexdigest()
 
 
 def short(name: str) -> str:
-    """A recipe's name for tables, folders and titles: the function's; with its file's where the function's is that of another recipe."""
+    """A recipe's name for tables, folders and titles: its function's, with its file's if that is also one of ours."""
     module, colon, function = name.rpartition(":")
     if not colon:
         return name
     return f"{Path(module).stem}.{function}" if function in RECIPES else function
 
 
-def offered() -> dict[str, EntryPoint]:
-    """The recipes of installed packages, by name; a name of ours stays ours."""
+def installed() -> dict[str, EntryPoint]:
+    """The recipes of installed packages, by name; they cannot replace one of ours."""
     return {
         entry.name: entry
         for entry in entry_points(group="sparring.recipes")
@@ -108,34 +104,34 @@ def offered() -> dict[str, EntryPoint]:
 
 
 def source(name: str) -> str:
-    """Where the recipe of this name comes from, in words: us, an installed package, or a file or module."""
+    """The origin of a recipe in words: sparring, an installed package, or a file or module."""
     module, colon, _ = name.rpartition(":")
     if colon:
         return module
-    entry = offered().get(name)
+    entry = installed().get(name)
     if entry is None:
         return "sparring"
     return f"{entry.value} of the package {entry.dist.name} {entry.dist.version}" if entry.dist else entry.value
 
 
 def _file(module: str) -> str | None:
-    """The file that a module's name stands for: a path, a module that can be imported, or one beside where we are."""
+    """The file of a module: a path, a module that can be imported, or one in the working directory."""
     if module.endswith(".py"):
         return str(Path(module).resolve())
     try:
         spec = importlib.util.find_spec(module)
-    except (ModuleNotFoundError, ValueError):  # a package that is not there; __main__ in a notebook
+    except (ModuleNotFoundError, ValueError):  # a missing package; __main__ in a notebook
         return None
-    except Exception as error:  # finding a module imports the packages that it is in
+    except Exception as error:  # finding a module imports its parent packages
         raise UserError(f"cannot import {module}: {type(error).__name__}: {error}") from error
-    beside = Path(*module.split(".")).with_suffix(".py")
-    return (
-        spec.origin if spec is not None else str(beside.resolve()) if "." not in module and beside.is_file() else None
-    )
+    if spec is not None:
+        return spec.origin
+    local = Path(f"{module}.py")
+    return str(local.resolve()) if "." not in module and local.is_file() else None
 
 
 def _place(module: str, file: str | None) -> str:
-    """A module by its name where it is part of a package or installed, else by its file, which is found from anywhere."""
+    """A module by its name if it is installed or part of a package, else by the full path of its file."""
     if file is None or not file.endswith(".py") or {"site-packages", "dist-packages"} & set(Path(file).parts):
         return module
     packaged = "." in module and not module.endswith(".py") and (Path(file).parent / "__init__.py").is_file()
@@ -146,33 +142,27 @@ def _imported(name: str) -> Recipe:
     module_name, _, function = name.rpartition(":")
     file, place = _file(module_name), _place(module_name, _file(module_name))
     if module_name == "__main__":
-        raise UserError(
-            f"{name!r} was defined in a notebook or a session that is over: put it into a file, and name it FILE.py:{function}"
-        )
+        raise UserError(f"{name!r} was defined in a notebook: put it into a file and name it FILE.py:{function}")
     if module_name.endswith(".py") and not Path(module_name).is_file():
         raise UserError(f"no such file: {module_name} (of the recipe {name!r})")
     if file is None:
-        raise UserError(
-            f"no module called {module_name!r} (of the recipe {name!r}): write FILE.py:{function}, or install it"
-        )
+        raise UserError(f"no module called {module_name!r} ({name!r}): write FILE.py:{function}, or install it")
     module = _attempt(
         lambda: _from_file(Path(place)) if place.endswith(".py") else importlib.import_module(module_name),
         module_name,
         file,
     )
-    found = getattr(module, function, None)
-    if found is None:
-        theirs = [
-            key
-            for key, value in vars(module).items()
-            if inspect.isfunction(value) and value.__module__ == module.__name__
+    recipe = getattr(module, function, None)
+    if recipe is None:
+        defined = [
+            key for key, value in inspect.getmembers(module, inspect.isfunction) if value.__module__ == module.__name__
         ]
-        raise UserError(f"there is no function {function!r} in {module_name}{did_you_mean(function, theirs)}")
-    return found  # type: ignore[no-any-return]
+        raise UserError(f"there is no function {function!r} in {module_name}{did_you_mean(function, defined)}")
+    return recipe  # type: ignore[no-any-return]
 
 
 def _from_file(path: Path) -> ModuleType:
-    """A module from its file, once, under the file's path: a name that no other module has. What lies beside it can be imported."""
+    """Import a file once, under its path as the module's unique name; it can import the modules in its folder."""
     if str(path) in sys.modules:
         return sys.modules[str(path)]
     spec = importlib.util.spec_from_file_location(str(path), path)
@@ -194,34 +184,27 @@ def _attempt(load: Callable[[], T], what: str, file: str = "") -> T:
     try:
         return load()
     except (Exception, SystemExit) as error:
-        last = (
-            traceback.format_exception_only(error)[-1].strip()
-            if not isinstance(error, SyntaxError)
-            else f"SyntaxError: {error}"
-        )
+        syntax = isinstance(error, SyntaxError)
+        message = f"SyntaxError: {error}" if syntax else traceback.format_exception_only(error)[-1].strip()
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
-        at = f", line {frames[-1].lineno}" if frames else ""
-        raise UserError(f"cannot import {what}{at}: {last}") from error
+        line = f", line {frames[-1].lineno}" if frames else ""
+        raise UserError(f"cannot import {what}{line}: {message}") from error
 
 
 def _checked(recipe: Recipe, name: str) -> Recipe:
-    """A recipe takes the training data, a Setup and arguments that can be written as text; anything else is told in one line."""
+    """Refuse a function without a Setup, and arguments without a type or a default."""
     if not callable(recipe) or inspect.isclass(recipe) or not hasattr(recipe, "__name__"):
-        raise UserError(
-            f"{name} is a {type(recipe).__name__}, not a recipe: that is a function (data, setup=Setup(...), *, ...) -> Run"
-        )
+        signature = "a function (data, setup=Setup(...), *, ...) -> Run"
+        raise UserError(f"{name} is a {type(recipe).__name__}, not a recipe: {signature}")
     try:
         parameters, hints = list(inspect.signature(recipe).parameters.values()), get_type_hints(recipe)
     except Exception as error:
         raise UserError(f"the types of the recipe {name} cannot be read: {type(error).__name__}: {error}") from error
     setup = next((p for p in parameters[1:2] if p.name == "setup" and isinstance(p.default, Setup)), None)
     if setup is None:
-        raise UserError(
-            f"the recipe {name} must begin with (data, setup=Setup(...)): a second argument setup whose default is a Setup"
-        )
+        raise UserError(f"the recipe {name} must start with (data, setup=Setup(...)): the default must be a Setup")
     for p in parameters[2:]:
         if p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) or p.default is p.empty or p.name not in hints:
-            raise UserError(
-                f"the argument {p.name!r} of the recipe {name} needs a type and a default, such as `{p.name}: int = 256`"
-            )
+            example = f"such as `{p.name}: int = 256`"
+            raise UserError(f"the argument {p.name!r} of the recipe {name} needs a type and a default, {example}")
     return recipe

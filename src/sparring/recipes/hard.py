@@ -1,6 +1,8 @@
-"""Harder, fairer and made-up negatives: DNS, AHNS, MixGCF, AMNS, BMNS, FairNeg, MIDX, SCE."""
+"""Harder, fairer and synthetic negatives: DNS, AHNS, MixGCF, AMNS, BMNS, FairNeg, MIDX, SCE."""
 
 from __future__ import annotations
+
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -14,7 +16,6 @@ from sparring.models.build import width
 from sparring.negatives import (
     AmongHardest,
     BatchMix,
-    Correction,
     ExcludeKind,
     GroupShares,
     Hardest,
@@ -30,11 +31,13 @@ from sparring.negatives import (
 )
 from sparring.negatives.quantized import Codebook
 from sparring.negatives.synthetic import MixPer
+from sparring.recipes.arguments import Corrected, Excluded, OneOf, PerQuery, Range, UniformDraws
 from sparring.recipes.in_batch import PAPER, popularity
 from sparring.recipes.run import Run, Term, compose
 from sparring.recipes.setup import Setup
 
-# What DNS(M, N), MixGCF and AHNS share: d = 64, B = 2048, Adam at 0.001 from Xavier's start, about 0.01 for some ten thousand rows.
+# Shared by DNS(M, N), MixGCF and AHNS: d = 64, B = 2048, Adam at 0.001 from Xavier's initialisation, whose standard
+# deviation is about 0.01 for ten thousand rows.
 PAIRWISE = Setup.of(score="dot", tau=1.0, init_std=0.01, lr=0.001, weight_decay=1e-4)
 
 
@@ -42,16 +45,16 @@ def dns(
     data: Interactions,
     setup: Setup = PAIRWISE,
     *,
-    n: int = 32,
-    m: int = 1,
-    k: int = 1,
-    per_query: bool = True,
-    exclude: ExcludeKind = "known",
+    n: UniformDraws = 32,
+    m: Annotated[int, "hardest draws among which negatives are chosen"] = 1,
+    k: Annotated[int, Range(1, 16, log=True, whole=True), "negatives kept of each query"] = 1,
+    per_query: PerQuery = True,
+    exclude: Excluded = "known",
 ) -> Run:
     """Pairwise loss against k of the m hardest of n uniform draws (DNS; with m > 1 DNS(M, N)).
 
-    per_query=False scores one pool of n items for the whole batch: take n and m larger alike for the same hardness. The settings are those
-    that its successors share.
+    per_query=False scores one pool of n items for the complete batch: scale n and m alike for the same hardness. The
+    settings are those that its successors share.
     Zhang et al., SIGIR 2013; Shi et al., On the Theories Behind Hard Negative Sampling for Recommendation, WWW 2023.
     """
     pool = _pool(data, n, per_query, exclude)
@@ -62,12 +65,12 @@ def ahns(
     data: Interactions,
     setup: Setup = PAIRWISE,
     *,
-    n: int = 32,
-    alpha: float = 1.0,
-    beta: float = 0.1,
-    p: float = -2.0,
-    per_query: bool = True,
-    exclude: ExcludeKind = "known",
+    n: UniformDraws = 32,
+    alpha: Annotated[float, Range(0.1, 2.0), "added to the positive's score"] = 1.0,
+    beta: Annotated[float, Range(0.01, 1.0, log=True), "scale of the target score"] = 0.1,
+    p: Annotated[float, "exponent of the target, less one; -2 gives easier negatives to high positives"] = -2.0,
+    per_query: PerQuery = True,
+    exclude: Excluded = "known",
 ) -> Run:
     """Pairwise loss against the draw whose score is nearest to beta (s_+ + alpha)^(p + 1) (AHNS).
 
@@ -80,15 +83,17 @@ def mixgcf(
     data: Interactions,
     setup: Setup = PAIRWISE,
     *,
-    n: int = 32,
-    k: int = 1,
-    mix: MixPer = "query",
-    per_query: bool = True,
-    exclude: ExcludeKind = "known",
+    n: UniformDraws = 32,
+    k: Annotated[int, Range(1, 16, log=True, whole=True), "hardest draws kept of each query"] = 1,
+    mix: Annotated[
+        MixPer, OneOf(), "one mixing share per query, after the choice, or one per draw, before it"
+    ] = "query",
+    per_query: PerQuery = True,
+    exclude: Excluded = "known",
 ) -> Run:
     """Softmax against the k hardest of n draws, each mixed with the positive (MixGCF, two-tower form).
 
-    mix="query": one share per query, mixed after the choice, which it cannot change; "candidate": one per draw, mixed before it.
+    mix="query" cannot change the choice of the hardest; mix="candidate" can.
     Huang et al., MixGCF: An Improved Training Method for Graph Neural Network-based Recommender Systems, KDD 2021.
     """
     pool = _pool(data, n, per_query, exclude)
@@ -100,35 +105,34 @@ def amns(
     data: Interactions,
     setup: Setup = Setup(),
     *,
-    n: int = 2048,
-    k: int = 256,
-    correction: Correction = "none",
-    exclude: ExcludeKind = "positive",
+    n: UniformDraws = 2048,
+    k: Annotated[int, "hardest candidates kept of each query"] = 256,
+    correction: Corrected = "none",
+    exclude: Excluded = "positive",
 ) -> Run:
     """Softmax against the k hardest for each query of in-batch and uniform negatives together (AMNS).
 
     Our common settings: the paper's are for sequence models.
-    Prakash et al., Evaluating Performance and Bias of Negative Sampling in Large-Scale Sequential Recommendation Models, arXiv 2410.17276.
+    Prakash et al., Evaluating Performance and Bias of Negative Sampling in Large-Scale Sequential Recommendation
+    Models, arXiv 2410.17276.
     """
-    batch, drawn = (
-        InBatch(popularity(data, setup), correction, exclude),
-        Sampled(Uniform(data.n_items), n, False, correction, exclude),
-    )
-    return compose(data, setup, Term(1.0, Hardest(Union(batch, drawn, correction=correction), k)))
+    batch = InBatch(popularity(data, setup), correction, exclude)
+    uniform = Sampled(Uniform(data.n_items), n, False, correction, exclude)
+    return compose(data, setup, Term(1.0, Hardest(Union(batch, uniform, correction=correction), k)))
 
 
 def bmns(
     data: Interactions,
     setup: Setup = PAPER.replaced(lr=0.01),
     *,
-    n: int = 2048,
-    share: float = 0.2,
-    temperature: float = 1.0,
-    correction: Correction = "both",
+    n: Annotated[int, "random mixtures of the batch's items"] = 2048,
+    share: Annotated[float, Range(0.05, 0.8), "weight of the in-batch term, between 0 and 1"] = 0.2,
+    temperature: Annotated[float, Range(0.1, 2.0, log=True), "temperature of the mixing weights"] = 1.0,
+    correction: Corrected = "both",
 ) -> Run:
     """In-batch softmax by popularity plus a softmax against random mixtures of the batch's items (BMNS).
 
-    share is the weight of the in-batch term. Settings of the XIR paper, which it follows, with the learning rate of its scripts.
+    Settings of the XIR paper, which it follows, with the learning rate of its scripts.
     Fan et al., Batch-Mix Negative Sampling for Learning Recommendation Retrievers, CIKM 2023.
     """
     if not 0 <= share <= 1:
@@ -141,24 +145,24 @@ def fairneg(
     data: Interactions,
     setup: Setup = Setup(),
     *,
-    column: str | None = None,
-    groups: int = 10,
-    n: int = 2048,
-    importance: float = 0.1,
-    temperature: float = 0.4,
-    lr_shares: float = 0.2,
-    momentum: float = 0.9,
-    decay: float = 0.99,
-    every: int | None = None,
-    floor: float = 0.1,
-    correction: Correction = "none",
-    exclude: ExcludeKind = "known",
+    column: Annotated[str | None, "item column whose values are the groups; none: classes of popularity"] = None,
+    groups: Annotated[int, "classes of popularity, of equal size"] = 10,
+    n: Annotated[int, "draws by group"] = 2048,
+    importance: Annotated[
+        float, Range(0.01, 1.0, log=True), "share of a candidate's weight that follows its score"
+    ] = 0.1,
+    temperature: Annotated[float, Range(0.1, 2.0, log=True), "temperature of the weights by score"] = 0.4,
+    lr_shares: Annotated[float, "learning rate of the groups' shares"] = 0.2,
+    momentum: Annotated[float, "momentum of the groups' shares"] = 0.9,
+    decay: Annotated[float, "decay of the groups' running losses"] = 0.99,
+    every: Annotated[int | None, "steps between two updates of the shares; none: once per epoch"] = None,
+    floor: Annotated[float, "smallest share of a group, relative to an equal one"] = 0.1,
+    correction: Corrected = "none",
+    exclude: Excluded = "known",
 ) -> Run:
-    """Negatives by groups of items whose shares fall where the group is served badly, tilted by score (FairNeg).
+    """Negatives by groups of items, fewer from groups whose loss is high, weighted by score (FairNeg).
 
-    Groups are the values of an item column, or without one `groups` classes of popularity with as many items each. Shares move every
-    `every` steps, as in the authors' code once an epoch unless given. Scalable form with a softmax loss and our common settings: the paper
-    scores every pair in every epoch.
+    A scalable form with a softmax loss and our common settings: the paper scores every pair in every epoch.
     Chen et al., Fairly Adaptive Negative Sampling for Recommendations, WWW 2023.
     """
     of_items = popularity_classes(data, groups) if column is None else column_classes(data, column)
@@ -172,16 +176,16 @@ def midx(
     data: Interactions,
     setup: Setup = Setup(),
     *,
-    n: int = 64,
-    words: int = 32,
-    codebook: Codebook = "residual",
-    every: int = 1,
-    correction: Correction = "count",
-    exclude: ExcludeKind = "positive",
+    n: Annotated[int, "draws for each query"] = 64,
+    words: Annotated[int, "codewords of each of the two codebooks"] = 32,
+    codebook: Annotated[Codebook, "quantise two halves of a vector, or a vector and its residual"] = "residual",
+    every: Annotated[int, "epochs between two rebuilds of the codebooks"] = 1,
+    correction: Corrected = "count",
+    exclude: Excluded = "positive",
 ) -> Run:
-    """Negatives for each query from a softmax over quantised item vectors, corrected by their exact chance (MIDX).
+    """Negatives for each query from a softmax over quantised item vectors, corrected by their exact probability (MIDX).
 
-    New codebooks every `every` epochs. Our common settings: the paper's are for autoencoders and language models.
+    Our common settings: the paper's are for autoencoders and language models.
     Chen et al., Fast Variational AutoEncoder with Inverted Multi-Index for Collaborative Filtering, WWW 2022.
     """
     negatives = QuantizedSoftmax(
@@ -194,38 +198,35 @@ def sce(
     data: Interactions,
     setup: Setup = Setup(),
     *,
-    n: int = 256,
-    buckets: int | None = None,
-    queries: int | None = None,
-    mix: bool = False,
-    exclude: ExcludeKind = "positive",
+    n: Annotated[int, "items of a bucket"] = 256,
+    buckets: Annotated[int | None, "buckets of a batch; none: 2 sqrt(B)"] = None,
+    queries: Annotated[int | None, "queries of a bucket; none: 2 sqrt(B)"] = None,
+    mix: Annotated[bool, "combine the batch's query vectors into the buckets' directions"] = False,
+    exclude: Excluded = "positive",
 ) -> Run:
-    """Cross-entropy inside random buckets of queries and items that point the same way, the hardest bucket of each query (SCE).
+    """Cross-entropy inside random buckets of queries and items of similar direction, each query's hardest bucket (SCE).
 
-    n items to a bucket; 2 sqrt(B) buckets of as many queries unless given. Our common settings: the paper's are for sequence models.
+    Our common settings: the paper's are for sequence models.
     Mezentsev et al., Scalable Cross-Entropy Loss for Sequential Recommendations with Large Item Catalogs, RecSys 2024.
     """
     return compose(data, setup, Term(1.0, HardestBucket(data.n_items, n, buckets, queries, mix, exclude)))
 
 
 def popularity_classes(data: Interactions, groups: int) -> Tensor:
-    """(N,) the class of each item by popularity, 0 the rarest, with as equal numbers of items as can be."""
+    """(N,) the class of each item by popularity, 0 the rarest; classes have equal sizes, up to one item."""
     if not 1 <= groups <= data.n_items:
-        raise UserError(f"groups must lie between 1 and the {data.n_items:,} items of the catalogue, got {groups}")
+        raise UserError(f"groups must be between 1 and the {data.n_items:,} items of the catalogue, got {groups}")
     rank = np.empty(data.n_items, dtype=np.int64)
     rank[np.argsort(data.counts(), kind="stable")] = np.arange(data.n_items)
     return torch.from_numpy(rank * groups // data.n_items)
 
 
 def column_classes(data: Interactions, column: str) -> Tensor:
-    """(N,) the class of each item by the value of a column of the items table; a missing value is a class of its own."""
+    """(N,) the class of each item by the value of a column of the items table; a missing value is a separate class."""
     if data.item_table is None or column not in data.item_table.columns:
-        known = (
-            "no items table was given"
-            if data.item_table is None
-            else f"the items table has {', '.join(data.item_table.columns)}"
-        )
-        raise UserError(f"column={column} names no column of the items: {known}")
+        table = data.item_table
+        columns = "no items table was given" if table is None else f"the items table has {', '.join(table.columns)}"
+        raise UserError(f"column={column} names no column of the items: {columns}")
     values = data.item_table[column]
     if values.dtype.is_nested():
         raise UserError(f"column={column} holds lists: groups need one value for each item")

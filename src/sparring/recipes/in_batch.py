@@ -1,8 +1,8 @@
-"""The in-batch family, sampled and full softmax, BPR; and `default`, the strongest general setting."""
+"""In-batch negatives and their corrections, sampled and full softmax, BPR; and `default`, the best general setting."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
@@ -17,8 +17,6 @@ from sparring.models.build import width
 from sparring.negatives import (
     AllItems,
     Cache,
-    Correction,
-    DrawMethod,
     ExcludeKind,
     InBatch,
     Memory,
@@ -30,11 +28,9 @@ from sparring.negatives import (
     Uniform,
     Union,
 )
+from sparring.recipes.arguments import AsIn, Corrected, Excluded, Form, PerQuery, Range, Redrawn, UniformDraws
 from sparring.recipes.run import Run, Term, compose
 from sparring.recipes.setup import Setup
-
-Form = Literal["paper", "release"]
-
 
 PAPER = Setup.of(
     dim=32,
@@ -53,19 +49,20 @@ PAPER = Setup.of(
 )  # Chen et al. 2022, section 4 and appendix; tables start at N(0, 1)
 
 
-# Chosen on validation parts of four data sets (docs/lab/results.md): a bias per item lets unit vectors say what is popular, a little dropout
-# keeps queries from being learned by heart, and a low rate that falls to zero ends where a constant one does not.
+# Chosen on the validation parts of four data sets: an item bias lets unit vectors express popularity, a little dropout
+# keeps queries from being memorised, and a rate that falls to zero ends lower than a constant one.
 DEFAULT = Setup.of(tau=None, item_bias=True, dropout=0.1, init_std=0.01, epochs=60, lr=3e-3, schedule="cosine")
 
 
-def default(data: Interactions, setup: Setup = DEFAULT, *, n: int = 2048, exclude: ExcludeKind = "positive") -> Run:
-    """The best that holds on every set tried: cosines with an item bias, a temperature from the data, softmax loss on uniform negatives.
+def default(
+    data: Interactions, setup: Setup = DEFAULT, *, n: UniformDraws = 2048, exclude: Excluded = "positive"
+) -> Run:
+    """Softmax loss on uniform negatives: cosines, an item bias, a temperature from the data; strong on every set tried.
 
-    SL (Wu et al., TOIS 2024) with the first temperature of Adap-tau (Chen et al., WWW 2023).
+    SL (Wu et al., TOIS 2024) with the initial temperature of Adap-tau (Chen et al., WWW 2023).
     """
-    return compose(
-        data, setup, Term(1.0, Sampled(Uniform(data.n_items), n, exclude=exclude, correction="none"), softmax_loss)
-    )
+    negatives = Sampled(Uniform(data.n_items), n, exclude=exclude, correction="none")
+    return compose(data, setup, Term(1.0, negatives, softmax_loss))
 
 
 def quick(
@@ -74,9 +71,9 @@ def quick(
         score="dot", tau=0.5, init="spectral", batch_size=512, epochs=20, optimizer="row-adagrad", lr=0.05
     ),
 ) -> Run:
-    """The furthest in a few seconds of a CPU: a spectral start, then corrected in-batch negatives in small batches.
+    """The best quality reachable in a few seconds on a CPU: a spectral start, then corrected in-batch negatives.
 
-    Start: Halko et al., Finding Structure with Randomness, SIAM Review 2011; negatives as in ssl_pop, corrected by expected counts.
+    Start: Halko et al., Finding Structure with Randomness, SIAM Review 2011; negatives as in ssl_pop.
     """
     return compose(data, setup, Term(1.0, InBatch(popularity(data, setup))))
 
@@ -85,11 +82,11 @@ def uns(
     data: Interactions,
     setup: Setup = Setup(),
     *,
-    n: int = 1024,
-    per_query: bool = False,
-    correction: Correction = "count",
+    n: UniformDraws = 1024,
+    per_query: PerQuery = False,
+    correction: Corrected = "count",
 ) -> Run:
-    """Uniform negatives from the whole catalogue, shared by the batch or drawn for each query (UNS).
+    """Uniform negatives from the complete catalogue (UNS).
 
     Jean et al., On Using Very Large Target Vocabulary, ACL 2015 (sampled softmax).
     """
@@ -100,10 +97,10 @@ def pns(
     data: Interactions,
     setup: Setup = Setup(),
     *,
-    n: int = 1024,
-    alpha: float = 1.0,
-    per_query: bool = False,
-    correction: Correction = "count",
+    n: Annotated[int, "draws by popularity"] = 1024,
+    alpha: Annotated[float, Range(0.0, 1.0), "exponent of the item counts; 0 is uniform"] = 1.0,
+    per_query: PerQuery = False,
+    correction: Corrected = "count",
 ) -> Run:
     """Negatives by popularity: item j in proportion to count_j^alpha (PNS).
 
@@ -116,8 +113,8 @@ def bpr(
     data: Interactions,
     setup: Setup = Setup.of(score="dot", tau=1.0, optimizer="row-adagrad", lr=0.05, batch_size=4096),
     *,
-    n: int = 1,
-    exclude: ExcludeKind = "known",
+    n: Annotated[int, "uniform draws for each query"] = 1,
+    exclude: Excluded = "known",
 ) -> Run:
     """Pairwise logistic loss against uniform negatives drawn for each query (BPR-MF).
 
@@ -127,15 +124,15 @@ def bpr(
     return compose(data, setup, Term(1.0, negatives, bpr_loss))
 
 
-def ssl(data: Interactions, setup: Setup = PAPER, *, form: Form = "paper") -> Run:
-    """In-batch softmax without correction (SSL): the other positives of the batch as they come.
+def ssl(data: Interactions, setup: Setup = PAPER, *, form: AsIn = "paper") -> Run:
+    """In-batch softmax without correction (SSL): the other positives of the batch.
 
     Chen et al., Cache-Augmented Inbatch Importance Resampling, NeurIPS 2022, table 2 (baseline).
     """
     return compose(data, setup, Term(1.0, InBatch(exclude=masking(form))))
 
 
-def ssl_pop(data: Interactions, setup: Setup = PAPER, *, form: Form = "paper", correction: Correction = "both") -> Run:
+def ssl_pop(data: Interactions, setup: Setup = PAPER, *, form: AsIn = "paper", correction: Corrected = "both") -> Run:
     """In-batch softmax corrected by item popularity (SSL-Pop, logQ).
 
     Yi et al., Sampling-Bias-Corrected Neural Modeling, RecSys 2019, equation 3.
@@ -147,14 +144,17 @@ def g_tower(
     data: Interactions,
     setup: Setup = PAPER,
     *,
-    form: Form = "paper",
-    alpha: float | None = None,
-    sizes: tuple[int, ...] = (),
-    correction: Correction = "both",
+    form: AsIn = "paper",
+    alpha: Annotated[
+        float | None, Range(1e-4, 0.1, log=True), "rate of the moving average; none: 0.01 (paper) or 1e-4 (release)"
+    ] = None,
+    sizes: Annotated[
+        tuple[int, ...], "sizes of the hashed arrays; empty: one as large as the catalogue, or five (release)"
+    ] = (),
+    correction: Corrected = "both",
 ) -> Run:
     """In-batch softmax corrected by a streaming estimate of item frequency (G-Tower).
 
-    Defaults of form="paper": one array as large as the catalogue, alpha 0.01; of form="release": five arrays of about 5,000, alpha 1e-4.
     Yi et al., Sampling-Bias-Corrected Neural Modeling, RecSys 2019, algorithms 2 and 3.
     """
     arrays = sizes or ((data.n_items,) if form == "paper" else (4993, 4999, 5003, 5009, 5011))
@@ -162,10 +162,11 @@ def g_tower(
     return compose(data, setup, Term(1.0, InBatch(frequency, correction, masking(form))))
 
 
-def mns(data: Interactions, setup: Setup = PAPER, *, n: int = 2048, form: Form = "paper") -> Run:
+def mns(data: Interactions, setup: Setup = PAPER, *, n: UniformDraws = 2048, form: AsIn = "paper") -> Run:
     """In-batch and uniform negatives mixed, corrected by the mixture (MNS).
 
-    form="paper" leaves the positive uncorrected (equation 5); "release" corrects it by popularity alone, as the XIR code does.
+    form="paper" leaves the positive uncorrected (equation 5); "release" corrects it by popularity alone, as the XIR
+    code does.
     Yang et al., Mixed Negative Sampling for Learning Two-tower Neural Networks, WWW 2020 companion.
     """
     pop, exclude = popularity(data, setup), masking(form)
@@ -175,27 +176,26 @@ def mns(data: Interactions, setup: Setup = PAPER, *, n: int = 2048, form: Form =
     return compose(data, setup, Term(1.0, Union(*sources, correction="both", positive=pop)))
 
 
-def debiased_mns(data: Interactions, setup: Setup = PAPER, *, n: int = 2048, correction: Correction = "count") -> Run:
-    """Mixed negatives with the expected count of the mixture as correction (debiased MNS).
+def debiased_mns(
+    data: Interactions, setup: Setup = PAPER, *, n: UniformDraws = 2048, correction: Corrected = "count"
+) -> Run:
+    """Mixed negatives corrected by the expected count of the mixture (debiased MNS).
 
     Xing et al., ESANS, WWW 2025 (baseline: Yang et al. 2020 with the correction of Yi et al. 2019).
     """
-    return compose(
-        data,
-        setup,
-        Term(1.0, Union(InBatch(popularity(data, setup)), Sampled(Uniform(data.n_items), n), correction=correction)),
-    )
+    sources = InBatch(popularity(data, setup)), Sampled(Uniform(data.n_items), n)
+    return compose(data, setup, Term(1.0, Union(*sources, correction=correction)))
 
 
 def bir(
     data: Interactions,
     setup: Setup = PAPER,
     *,
-    n: int | None = None,
-    draw: DrawMethod = "expected",
-    form: Form = "paper",
+    n: Annotated[int | None, "redraws for each query; none: as many as the batch has items"] = None,
+    draw: Redrawn = "expected",
+    form: AsIn = "paper",
 ) -> Run:
-    """In-batch negatives drawn again for each query by its own corrected scores (BIR); draw="expected" is the closed form.
+    """In-batch negatives redrawn for each query by its own corrected scores (BIR).
 
     Chen et al., Cache-Augmented Inbatch Importance Resampling, NeurIPS 2022, section 3.1.
     """
@@ -207,15 +207,14 @@ def xir(
     data: Interactions,
     setup: Setup = PAPER,
     *,
-    lam: float = 0.5,
-    cache_size: int = 2048,
-    n: int | None = None,
-    draw: DrawMethod = "expected",
-    form: Form = "paper",
+    lam: Annotated[float, Range(0.0, 1.0), "weight of the cache term, between 0 and 1"] = 0.5,
+    cache_size: Annotated[int, "items of the cache"] = 2048,
+    n: Annotated[int | None, "redraws from the batch, and from the cache; none: half the cache size"] = None,
+    draw: Redrawn = "expected",
+    form: AsIn = "paper",
 ) -> Run:
     """BIR plus a cache of the items drawn most often, as a second term of weight lam (XIR).
 
-    n draws from the batch and n from the cache; half the cache size unless given. draw="expected" is the closed form.
     Chen et al., Cache-Augmented Inbatch Importance Resampling, NeurIPS 2022, section 3.2 and algorithm 2.
     """
     if not 0 <= lam <= 1:
@@ -233,36 +232,38 @@ def cbns(
     data: Interactions,
     setup: Setup = PAPER.replaced(dim=64, batch_size=128, init_std=0.1, weight_decay=1e-6, lr_decay=1.0, patience=20),
     *,
-    size: int = 2432,
-    opens: int | None = None,
-    correction: Correction = "both",
+    size: Annotated[int, "vectors that the memory holds"] = 2432,
+    opens: Annotated[int | None, "steps before the memory starts to fill; none: 40,000 or a tenth of all"] = None,
+    correction: Corrected = "both",
 ) -> Run:
-    """In-batch negatives plus a memory of the vectors of past batches (CBNS), which takes none in the first `opens` steps.
+    """In-batch negatives plus a memory of the vectors of past batches (CBNS).
 
-    Unless given, these are the paper's 40,000 or a tenth of all steps, whichever is less: in a short training the memory would never open.
+    The paper waits 40,000 steps; in a short training its memory would stay empty, hence the tenth.
     Wang et al., Cross-Batch Negative Sampling for Training Two-Tower Recommenders, SIGIR 2021, equation 9.
     """
     pop = popularity(data, setup)
     if opens is None:
-        opens = min(
-            40_000, setup.training.epochs * epoch_steps(data, setup.batches.rows, setup.batches.batch_size) // 10
-        )
-    return compose(
-        data,
-        setup,
-        Term(1.0, Union(InBatch(pop), Memory(size, width(setup.model, setup.text), pop, opens), correction=correction)),
-    )
+        steps = setup.training.epochs * epoch_steps(data, setup.batches.rows, setup.batches.batch_size)
+        opens = min(40_000, steps // 10)
+    memory = Memory(size, width(setup.model, setup.text), pop, opens)
+    return compose(data, setup, Term(1.0, Union(InBatch(pop), memory, correction=correction)))
 
 
 def full_softmax(data: Interactions, setup: Setup = PAPER) -> Run:
-    """Softmax over the whole catalogue: no sampling, the target that sampled losses estimate.
+    """Softmax over the complete catalogue: no sampling, the target that sampled losses estimate.
 
     Covington et al., Deep Neural Networks for YouTube Recommendations, RecSys 2016 (the exact loss they sample).
     """
     return compose(data, setup, Term(1.0, AllItems(data.n_items)))
 
 
-def shown(data: Interactions, setup: Setup = Setup(), *, n: int = 4, correction: Correction = "count") -> Run:
+def shown(
+    data: Interactions,
+    setup: Setup = Setup(),
+    *,
+    n: Annotated[int, "shown items drawn for each query"] = 4,
+    correction: Corrected = "count",
+) -> Run:
     """In-batch negatives plus items that the query was shown and did not take (explicit negatives).
 
     Needs a label column in the data: 1 = taken, 0 = shown and not taken.
@@ -270,18 +271,18 @@ def shown(data: Interactions, setup: Setup = Setup(), *, n: int = 4, correction:
     lists = data.shown_lists()
     if lists is None:
         raise ValueError(
-            "the recipe `shown` needs shown-and-not-taken rows: name their column with --label-column (1 taken, 0 shown)"
+            "the recipe `shown` needs shown items: name their column with --label-column (1 taken, 0 shown)"
         )
     return compose(data, setup, Term(1.0, Union(InBatch(popularity(data, setup), correction), Shown(lists, n))))
 
 
 def popularity(data: Interactions, setup: Setup | None = None, alpha: float = 1.0) -> Popularity:
-    """How often a batch of this setup holds each item, to the power alpha; without a setup a batch of pairs."""
-    return Popularity(torch.from_numpy(data.counts()) if setup is None else offered(data, setup), alpha)
+    """How often a batch of this setup holds each item, to the power alpha; without a setup, a batch of pairs."""
+    return Popularity(torch.from_numpy(data.counts()) if setup is None else positive_counts(data, setup), alpha)
 
 
-def offered(data: Interactions, setup: Setup) -> Tensor:
-    """(N,) how often each item is the positive of a row in one epoch, on average; a row that is a query offers each of its n 1/n times."""
+def positive_counts(data: Interactions, setup: Setup) -> Tensor:
+    """(N,) expected rows of an epoch whose positive is the item; a query as row gives each of n positives 1/n."""
     if setup.batches.rows == "pairs":
         return torch.from_numpy(data.counts())
     weight = np.ones(data.n_items)
@@ -293,5 +294,5 @@ def offered(data: Interactions, setup: Setup) -> Tensor:
 
 
 def masking(form: Form) -> ExcludeKind:
-    """The XIR release leaves the query's positive among its negatives; we drop it by id."""
+    """The XIR release keeps the query's positive among its negatives; the paper's form excludes it by id."""
     return "none" if form == "release" else "positive"

@@ -1,14 +1,14 @@
-"""Newer losses on cosine scores with uniform negatives: SL, BSL, PSL, SL@K, CCL, Ada-tau.
+"""Losses on cosine scores with uniform negatives: SL, BSL, PSL, SL@K, CCL, Ada-tau.
 
-Their authors draw negatives for each query; here they are shared by the batch unless per_query asks for that, since the gradient is the
-same on average and a step many times cheaper. The authors of PSL and SL@K draw again what the query is known to have; here it is left out
-(exclude). Drawn uniformly negatives all weigh the same, so none of these losses needs a correction.
+The authors draw negatives for each query; here the batch shares them unless per_query is set: the gradient has the same
+expectation and a step is many times cheaper. The authors of PSL and SL@K redraw known positives; here exclude does.
+Uniform negatives have equal weights, so none of these losses needs a correction.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 
@@ -18,11 +18,12 @@ from sparring.losses import bsl as bsl_loss
 from sparring.losses import ccl as ccl_loss
 from sparring.losses import psl as psl_loss
 from sparring.negatives import ExcludeKind, Sampled, Uniform
+from sparring.recipes.arguments import Excluded, OneOf, PerQuery, Range, UniformDraws
 from sparring.recipes.run import Run, Term, compose
 from sparring.recipes.setup import Setup
 
-# The authors' scripts for Gowalla: Adam at 1e-4 from the small tables of Xavier's start. Cosines forget the length of a vector, so a small
-# start makes every step turn it further; at init_std 0.1 this rate would take ten times as long.
+# The authors' scripts for Gowalla: Adam at 1e-4 from Xavier's small initialisation. Cosines ignore a vector's length,
+# so each step turns a short one further; at init_std 0.1 this rate would take ten times as long.
 AUTHORS = Setup.of(
     dim=64,
     tau=0.08,
@@ -34,7 +35,7 @@ AUTHORS = Setup.of(
     patience=50,
     select="recall@20",
 )
-# Dimensions, batch and negatives of PSL and SL@K, whose authors tune rate and temperature for each data set: those are ours.
+# Dimensions, batch and negatives of PSL and SL@K; the authors tune rate and temperature per data set, ours are fixed.
 BENCHMARK = AUTHORS.replaced(tau=0.1, epochs=200, lr=5e-4, patience=20, select="ndcg@20")
 
 
@@ -42,9 +43,9 @@ def sl(
     data: Interactions,
     setup: Setup = AUTHORS,
     *,
-    n: int = 800,
-    per_query: bool = False,
-    exclude: ExcludeKind = "positive",
+    n: UniformDraws = 800,
+    per_query: PerQuery = False,
+    exclude: Excluded = "positive",
 ) -> Run:
     """Softmax loss on cosine scores, negatives alone under the logarithm (SL, SSM).
 
@@ -57,16 +58,16 @@ def bsl(
     data: Interactions,
     setup: Setup = AUTHORS,
     *,
-    n: int = 800,
-    exponent: float = 1.22,
-    form: BSLForm = "corrected",
-    per_query: bool = False,
-    exclude: ExcludeKind = "positive",
+    n: UniformDraws = 800,
+    exponent: Annotated[float, Range(1.0, 1.5), "ratio of the two temperatures, tau_2 / tau_1"] = 1.22,
+    form: Annotated[BSLForm, OneOf(), "the form of later benchmarks, or of the authors' scripts"] = "corrected",
+    per_query: PerQuery = False,
+    exclude: Excluded = "positive",
 ) -> Run:
-    """Softmax loss with temperatures of their own for positives and negatives (BSL).
+    """Softmax loss with separate temperatures for positives and negatives (BSL).
 
-    exponent = tau_2 / tau_1. form="corrected" is the form of later benchmarks, with one positive per query a rescaled SL; "release", the
-    form of the authors' scripts, raises the sum over negatives to the exponent and leaves the positive as it is.
+    form="corrected" is a rescaled SL if each query has one positive; "release" raises the sum over negatives to the
+    exponent and leaves the positive unchanged.
     Wu et al., BSL: Understanding and Improving Softmax Loss for Recommendation, ICDE 2024.
     """
     return compose(data, setup, _against_uniform(data, n, per_query, exclude, bsl_loss(exponent, form)))
@@ -76,10 +77,10 @@ def psl(
     data: Interactions,
     setup: Setup = BENCHMARK.replaced(tau=0.05),
     *,
-    n: int = 1000,
-    surrogate: Surrogate = "relu",
-    per_query: bool = False,
-    exclude: ExcludeKind = "known",
+    n: UniformDraws = 1000,
+    surrogate: Annotated[Surrogate, OneOf(), "surrogate in place of the exponential"] = "relu",
+    per_query: PerQuery = False,
+    exclude: Excluded = "known",
 ) -> Run:
     """Softmax loss with a tighter surrogate than the exponential, on half cosines (PSL); tau = 0.05 is 0.1 in SL.
 
@@ -92,18 +93,17 @@ def slatk(
     data: Interactions,
     setup: Setup = BENCHMARK,
     *,
-    n: int = 1000,
-    k: int = 20,
-    every: int = 5,
-    tau_w: float = 1.0,
-    sample: int = 1000,
-    constant_weight: bool = False,
-    per_query: bool = False,
-    exclude: ExcludeKind = "known",
+    n: UniformDraws = 1000,
+    k: Annotated[int, "cutoff of the ranking that the loss optimises"] = 20,
+    every: Annotated[int, "epochs between two estimates of the thresholds"] = 5,
+    tau_w: Annotated[float, Range(0.2, 5.0, log=True), "temperature of the weights"] = 1.0,
+    sample: Annotated[int, "items from which a threshold is estimated"] = 1000,
+    constant_weight: Annotated[bool, "stop the gradient through the weights; the authors' code does not"] = False,
+    per_query: PerQuery = False,
+    exclude: Excluded = "known",
 ) -> Run:
-    """Softmax loss weighed by how near each positive is to its query's top k (SL@K); thresholds from `sample` items `every` epochs.
+    """Softmax loss weighted by how near each positive is to its query's top k (SL@K).
 
-    constant_weight=True keeps the gradient out of the weight; the authors' code lets it through.
     Yang et al., Breaking the Top-K Barrier: Advancing Top-K Ranking Metrics Optimization, KDD 2025.
     """
     loss = SLatK(data.n_queries, k, sample, every, tau_w, constant_weight)
@@ -114,11 +114,11 @@ def ccl(
     data: Interactions,
     setup: Setup = AUTHORS,
     *,
-    n: int = 1000,
-    margin: float = 0.9,
-    weight: float = 150.0,
-    per_query: bool = False,
-    exclude: ExcludeKind = "positive",
+    n: UniformDraws = 1000,
+    margin: Annotated[float, Range(0.3, 0.98), "cosine above which a negative counts"] = 0.9,
+    weight: Annotated[float, Range(10.0, 1000.0, log=True), "weight of the negatives"] = 150.0,
+    per_query: PerQuery = False,
+    exclude: Excluded = "positive",
 ) -> Run:
     """Cosine contrastive loss: negatives count only above a margin (CCL, the loss of SimpleX on plain id tables).
 
@@ -131,19 +131,21 @@ def ada_tau(
     data: Interactions,
     setup: Setup = AUTHORS.replaced(batch_size=2048),
     *,
-    n: int = 1024,
-    beta: float = 1.0,
-    quantile: float | None = None,
-    gap: float = 0.7,
-    settle: int | None = None,
-    means: Literal["epoch", "running"] = "epoch",
-    per_query: bool = False,
+    n: UniformDraws = 1024,
+    beta: Annotated[float, Range(0.1, 2.0, log=True), "damping of a query's loss in its temperature"] = 1.0,
+    quantile: Annotated[
+        float | None, "quantile of the losses that leaves a temperature unchanged; none: their mean"
+    ] = None,
+    gap: Annotated[float, "mean score of known pairs less that of all pairs, until it is measured"] = 0.7,
+    settle: Annotated[int | None, "epochs before the gap is measured; none: 100 or a quarter of the epochs"] = None,
+    means: Annotated[
+        Literal["epoch", "running"], "measure the gap on all pairs before each epoch, or keep a running average"
+    ] = "epoch",
+    per_query: PerQuery = False,
 ) -> Run:
-    """Softmax loss whose temperature follows the data, and each query's own loss (Ada-tau); the setup's tau is not used.
+    """Softmax loss with a temperature from the data and from each query's own loss (Ada-tau); it ignores tau.
 
-    For the first `settle` epochs the scores say nothing, and `gap` stands for what they will: the authors' 100, or unless given a quarter
-    of the training where that is less.
-    The authors' runs on Gowalla have quantile=0.9 and beta=0.125, the others the mean and beta=0.5; the paper says beta = 1.
+    The authors' runs on Gowalla use quantile=0.9 and beta=0.125, the others the mean and beta=0.5; the paper beta = 1.
     Chen et al., Adap-tau: Adaptively Modulating Embedding Magnitude for Recommendation, WWW 2023.
     """
     counts = torch.bincount(torch.from_numpy(data.queries).long(), minlength=data.n_queries)

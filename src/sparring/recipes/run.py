@@ -1,4 +1,4 @@
-"""A run of your own: Setup (what every recipe shares), Term (one summand of the loss), compose (towers and all)."""
+"""Run: towers, terms of the loss, temperature and settings; compose builds one from a Setup and Terms."""
 
 from __future__ import annotations
 
@@ -34,23 +34,19 @@ class Term:
     loss: Loss = sampled_softmax
 
     def __post_init__(self) -> None:
-        if not isinstance(self.weight, float | int):
-            raise UserError(
-                f"a Term is Term(weight, negatives, loss): its weight must be a number, got {_name(self.weight)}"
-            )
-        if not isinstance(self.negatives, Negatives):
-            raise UserError(
-                f"a Term is Term(weight, negatives, loss): its negatives must be Negatives, got {_name(self.negatives)}"
-            )
-        if not callable(self.loss):
-            raise UserError(
-                f"a Term is Term(weight, negatives, loss): its loss must be a function, got {_name(self.loss)}"
-            )
+        for name, valid, kind in (
+            ("weight", isinstance(self.weight, float | int), "a number"),
+            ("negatives", isinstance(self.negatives, Negatives), "Negatives"),
+            ("loss", callable(self.loss), "a function"),
+        ):
+            if not valid:
+                value = _short_repr(getattr(self, name))
+                raise UserError(f"a Term is Term(weight, negatives, loss): its {name} must be {kind}, got {value}")
 
 
 @dataclass(frozen=True)
 class Run:
-    """All that is trained and how: towers, negatives, temperature, settings; and the recipe that made it."""
+    """A complete description of a training: towers, terms, temperature, settings, and the recipe that built it."""
 
     model: Retriever
     terms: tuple[Term, ...]
@@ -58,7 +54,7 @@ class Run:
     setup: Setup
     recipe: str = "custom"
     arguments: dict[str, Any] | None = None
-    batches: RandomBatches | None = None  # who shares a batch, where not anyone with anyone
+    batches: RandomBatches | None = None  # a sampler of batches in place of random ones
 
     @property
     def classifiers(self) -> ClassifierSettings | None:
@@ -74,11 +70,11 @@ class Run:
 
 
 def compose(data: Interactions, setup: Setup, *terms: Term) -> Run:
-    """A run of your own: towers and temperature from the setup, the terms as given."""
+    """A custom run: towers and temperature from the setup, the terms as given."""
     if not isinstance(data, Interactions):
-        raise UserError(f"compose needs the training part, Interactions such as split.train, got {_name(data)}")
+        raise UserError(f"compose needs the training part, Interactions such as split.train, got {_short_repr(data)}")
     if not isinstance(setup, Setup):
-        raise UserError(f"compose needs a Setup, got {_name(setup)}")
+        raise UserError(f"compose needs a Setup, got {_short_repr(setup)}")
     check(setup)
     check_terms(terms, data.n_items)
     setup = with_tables(setup, data.n_queries, data.n_items)
@@ -87,7 +83,7 @@ def compose(data: Interactions, setup: Setup, *terms: Term) -> Run:
             setup = setup.replaced(**{f"{side}_text": find_texts(data, side)})
     tau = setup.temperature.tau
     if tau is None:
-        tau = tau_of(data) if setup.model.score == "cosine" else 1.0
+        tau = default_tau(data) if setup.model.score == "cosine" else 1.0
         setup = setup.replaced(tau=tau)
     temperature = Learned(tau) if setup.temperature.learn_tau else Fixed(tau)
     past = histories(data, setup.model.history + 1) if setup.model.query_tower == "history" else None
@@ -98,27 +94,31 @@ def compose(data: Interactions, setup: Setup, *terms: Term) -> Run:
 
 
 def check_terms(terms: tuple[Term, ...], n_items: int) -> None:
-    """Refuse what could not be trained: no terms, other things than terms, negatives from a larger catalogue than there is."""
+    """Refuse terms that cannot be trained: none, other values than Terms, negatives over a larger catalogue."""
     if not terms:
         raise UserError("a run needs at least one Term: compose(data, setup, Term(1.0, negatives))")
     for term in terms:
         if not isinstance(term, Term):
-            raise UserError(f"compose needs Terms after the setup, got {_name(term)}: write Term(1.0, negatives)")
+            raise UserError(f"compose needs Terms after the setup, got {_short_repr(term)}: write Term(1.0, negatives)")
         for module in term.negatives.modules():
             if isinstance(module, Part) and module.n_items is not None and module.n_items > n_items:
-                raise UserError(f"{_name(module)} is over {module.n_items:,} items, but the catalogue has {n_items:,}")
+                size = f"{module.n_items:,} items, but the catalogue has {n_items:,}"
+                raise UserError(f"{_short_repr(module)} is over {size}")
 
 
-def _name(value: object) -> str:
-    """What something is, for an error: its type, or the value itself where that is short."""
+def _short_repr(value: object) -> str:
+    """A value for an error message: itself if it is short, else its type."""
     return repr(value) if isinstance(value, str | int | float | type(None)) else type(value).__name__
 
 
-def tau_of(data: Interactions) -> float:
-    """A temperature for cosines from the size and density of the data: 4.7 / x^2, x = log(n_queries n_items / (2 pairs)), in [0.05, 0.5].
+def default_tau(data: Interactions) -> float:
+    """A temperature for cosines from the size and density of the data.
 
-    Adap-tau has gap / x, where gap is how much nearer a pair is than any query and item; the gap of what did best on validation parts grew
-    as x fell, from 0.7 (Gowalla, x = 6.7) to 1.4 (the demo groceries, x = 3.3). Chen et al., Adap-tau, WWW 2023, equation 14.
+        tau = 4.7 / x^2 in [0.05, 0.5],   x = log(n_queries n_items / (2 pairs))
+
+    Adap-tau has gap / x, where gap is the mean score of pairs less that of any query and item; the best gap on
+    validation parts grew as x fell, from 0.7 (Gowalla, x = 6.7) to 1.4 (the demo groceries, x = 3.3).
+    Chen et al., Adap-tau, WWW 2023, equation 14.
     """
     x = math.log(max(data.n_queries * data.n_items / (2 * max(len(data), 1)), math.e))
     return round(min(max(4.7 / x**2, 0.05), 0.5), 3)
@@ -139,7 +139,7 @@ def build_towers(setup: Setup, ids: Ids, past: Histories | None = None, saved: P
 
 
 def with_tables(setup: Setup, n_queries: int, n_items: int) -> Setup:
-    """The setup with tables=auto resolved: sharded where tables and optimiser state exceed a device's memory and there are several ranks."""
+    """The setup with tables=auto resolved: sharded if tables and optimiser state exceed a device's memory."""
     if setup.model.tables == "sharded":
         check_sharded(setup)
     if setup.model.tables != "auto" or text_sides(setup.model):

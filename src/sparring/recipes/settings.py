@@ -1,4 +1,4 @@
-"""Settings by name: `name=value` strings checked against a recipe's signature and the fields of its Setup."""
+"""A run from a recipe and settings by name: `name=value` checked against the recipe's signature and the Setup."""
 
 from __future__ import annotations
 
@@ -11,36 +11,20 @@ import torch
 
 from sparring.core.errors import UserError
 from sparring.data.interactions import Interactions
-from sparring.recipes.finding import Recipe, find, lasting, named, short
+from sparring.recipes.finding import Recipe, find, named
 from sparring.recipes.run import Run
-from sparring.recipes.setup import Setup, check, find_setting, parse, parse_setup, type_name, unknown_setting
+from sparring.recipes.setup import (
+    Setup,
+    check,
+    find_setting,
+    parse,
+    unknown_setting,
+)
 from sparring.recipes.text import default_encoder, text_setup
 
-__all__ = [
-    "build",
-    "check",
-    "find",
-    "known",
-    "lasting",
-    "named",
-    "own_arguments",
-    "own_setup",
-    "parse",
-    "parse_setup",
-]
-__all__ += ["resolve", "short", "type_name"]
-_JSON = (
-    str,
-    int,
-    float,
-    bool,
-    tuple,
-    list,
-    dict,
-    type(None),
-)  # what a run folder can hold; anything else is written as its name
-# Fields of a Setup that are part of a method, where its own Setup has other values than most: what a training row is (DPR, ANCE, DEXML,
-# NGAME), what stands beside the item tower (DEXA, PRIME), what is trained after it (NGAME).
+_JSON = (str, int, float, bool, tuple, list, dict, type(None))  # run.json holds the repr of any other value
+# Settings that define a method if its recipe changes them: its training rows (DPR, ANCE, DEXML, NGAME), additions to
+# the item tower (DEXA, PRIME), classifiers (NGAME).
 METHOD = ("rows", "draw", "auxiliary", "private", "auxiliary_init", "centroids", "clf_epochs")
 
 
@@ -52,13 +36,13 @@ def build(
     *,
     setup: Setup | None = None,
 ) -> Run:
-    """The run of a recipe (by name, see `find`, or itself) with settings by name: its own arguments or fields of its Setup.
+    """The run of a recipe (a function or its name, see `find`) with settings by name: its arguments or shared settings.
 
-    Settings are values or strings. `base` replaces the recipe's own Setup before they apply, all but what makes the method (METHOD);
-    `setup` replaces all of it, as a run folder has it. The run remembers its recipe and resolved arguments. Whatever a recipe of yours
-    initialises, it does from the Setup's seed.
+    Settings are values or strings. `base` replaces the recipe's default Setup except the settings that define the
+    method (METHOD); `setup` replaces all of it. The run records its recipe and resolved arguments. torch's generator is
+    seeded from the Setup while the recipe builds its parts.
 
-        build("xir", train, {"lam": 0.2, "lr": "0.01"});  build("mine.py:loss_tilted", train)
+        build("xir", train, {"lam": 0.2, "training.lr": "0.01"});  build("mine.py:loss_tilted", train)
     """
     recipe = find(name)
     chosen, arguments = resolve(recipe, settings or {}, base, setup)
@@ -71,8 +55,8 @@ def build(
     except ValueError as error:
         raise UserError(str(error)) from error
     if not isinstance(run, Run):
-        gave = f"the recipe {named(name)} gave a {type(run).__name__}, not a Run"
-        raise UserError(f"{gave}: end it with return compose(data, setup, Term(...))")
+        returned = f"the recipe {named(name)} returned a {type(run).__name__}, not a Run"
+        raise UserError(f"{returned}: end it with return compose(data, setup, Term(...))")
     defaults = {key: default for key, (_, default) in own_arguments(recipe).items()}
     values = {
         key: value if isinstance(value, _JSON) else repr(value) for key, value in {**defaults, **arguments}.items()
@@ -86,14 +70,20 @@ def own_arguments(recipe: Callable[..., Run]) -> dict[str, tuple[Any, Any]]:
     return {p.name: (hints[p.name], p.default) for p in list(inspect.signature(recipe).parameters.values())[2:]}
 
 
+def argument_metadata(recipe: Callable[..., Run]) -> dict[str, tuple[Any, ...]]:
+    """The metadata of the recipe's own arguments: a description (str), a range for tuning (Range, OneOf)."""
+    hints = get_type_hints(recipe, include_extras=True)
+    return {name: getattr(hints[name], "__metadata__", ()) for name in own_arguments(recipe)}
+
+
 def known(recipe: Callable[..., Run], shared: Mapping[str, object]) -> dict[str, object]:
-    """Those of some settings that this recipe knows, as its own arguments or as fields of its Setup."""
+    """The settings that this recipe takes, as its own arguments or as shared settings."""
     own = own_arguments(recipe)
     return {name: value for name, value in shared.items() if name in own or find_setting(name) is not None}
 
 
 def own_setup(recipe: Callable[..., Run]) -> Setup:
-    """The Setup that the recipe uses unless told otherwise."""
+    """The recipe's default Setup."""
     default = inspect.signature(recipe).parameters["setup"].default
     assert isinstance(default, Setup)
     return default
@@ -102,46 +92,47 @@ def own_setup(recipe: Callable[..., Run]) -> Setup:
 def resolve(
     recipe: Callable[..., Run], settings: Mapping[str, object], base: Setup | None = None, setup: Setup | None = None
 ) -> tuple[Setup, dict[str, Any]]:
-    """Split settings into the Setup and the recipe's own arguments, every value of the declared type; `base` and `setup` as in `build`."""
+    """Split settings into the Setup and the recipe's own arguments, with values of the declared types.
+
+    `base` and `setup` as in `build`.
+    """
     own = own_arguments(recipe)
-    settings = {
-        name.removeprefix("text.") if name == "text.encoder" else name: value for name, value in settings.items()
-    }
-    if settings.get("encoder") == "auto":
-        settings = {**settings, "encoder": default_encoder()}
-    setup, arguments = _start(recipe, settings, _kept(recipe, base) if setup is None else setup), {}
+    if setup is None:
+        setup = _method_of(recipe, base)
+    encoder = settings.get("encoder", settings.get("text.encoder"))
+    encoder = default_encoder() if encoder == "auto" else encoder
+    if isinstance(encoder, str) and encoder.lower() != "none":
+        setup = _with_text_towers(recipe, setup, encoder)
+    setup = setup or own_setup(recipe)
+    arguments: dict[str, Any] = {}
     for key, value in settings.items():
+        shared = find_setting(key)
         if key in own:
             arguments[key] = parse(key, value, own[key][0])
-        elif (shared := find_setting(key)) is not None:
-            setup = setup.replaced(**{key: parse(key, value, shared.kind)})
-        else:
+        elif shared is None:
             raise UserError(f"{unknown_setting(key, own)}; `sparring recipes {named(recipe)}` lists them")
+        else:
+            setup = setup.replaced(**{key: parse(key, encoder if shared.name == "encoder" else value, shared.kind)})
     check(setup)
     return setup, arguments
 
 
-def _kept(recipe: Callable[..., Run], base: Setup | None) -> Setup | None:
-    """The base with what the recipe's own Setup says of METHOD."""
+def _method_of(recipe: Callable[..., Run], base: Setup | None) -> Setup | None:
+    """`base` with the settings that define the method (METHOD) taken from the recipe."""
     own, usual = own_setup(recipe).flat(), Setup().flat()
     return None if base is None else base.replaced(**{name: own[name] for name in METHOD if own[name] != usual[name]})
 
 
-def _start(recipe: Callable[..., Run], settings: Mapping[str, object], base: Setup | None) -> Setup:
-    """The Setup that settings change.
+def _with_text_towers(recipe: Callable[..., Run], base: Setup | None, encoder: str) -> Setup:
+    """The Setup to start from if an encoder is named.
 
-    Naming an encoder asks for text towers. Unless a base is given, what suits such towers comes with it: all of the Setup where the recipe
-    is of pairs of ids, else what concerns the optimiser, so that a recipe of labels (rows=queries) keeps what makes it.
+    A base gets text towers. Without one, a recipe of pairs takes the complete Setup of text towers; a recipe of labels
+    (rows=queries) takes the towers and the optimiser, and keeps the settings that make it.
     """
-    setup = base or own_setup(recipe)
-    encoder = settings.get("encoder")
-    if not isinstance(encoder, str) or encoder.lower() == "none":
-        return setup
     if base is not None:
         return base.replaced(query_tower="text", item_tower="text") if base.text.encoder is None else base
-    suited = text_setup(encoder)
+    setup, text = own_setup(recipe), text_setup(encoder)
     if setup.batches.rows == "pairs":
-        return suited
+        return text
     taken = ("query_tower", "item_tower", "dim", "optimizer", "lr", "weight_decay", "schedule", "warmup", "precision")
-    values = suited.flat()
-    return setup.replaced(**{name: values[name] for name in taken})
+    return setup.replaced(**{name: text.flat()[name] for name in taken})

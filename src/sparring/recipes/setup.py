@@ -1,6 +1,6 @@
 """Setup: the settings that every recipe shares, in groups; by flat or dotted name, with types, bounds and descriptions.
 
-`model.dim` and `dim` name one setting. A flat name is the field's own, except for the classifiers, whose names start with `clf_`.
+`model.dim` and `dim` name one setting. The flat name is the field's name, with the prefix `clf_` for the classifiers.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class ValidationSettings:
 
 @dataclass(frozen=True)
 class ClassifierSettings:
-    """One vector per item, trained after the towers over frozen query vectors, and fused with them (M3, M4 of NGAME)."""
+    """One vector per item, trained after the towers over frozen query vectors, then fused (M3, M4 of NGAME)."""
 
     epochs: int = setting(0, "epochs of the classifiers; 0 trains none", at_least=0)
     batch_size: int = setting(2048, "rows of a batch of the classifiers", at_least=1)

@@ -1,4 +1,4 @@
-"""What suits text towers, whichever recipe trains them."""
+"""Settings for text towers, whichever recipe trains them."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ TRANSFORMER = BAG.replaced(encoder="minilm", tau=0.05, lr=2e-4, weight_decay=0.0
 
 
 def default_encoder() -> str:
-    """What encoder=auto stands for: a transformer where there is a GPU to train it, else a bag of token vectors."""
+    """The choice of encoder=auto: a transformer if there is a GPU to train it, else a bag of token vectors."""
     return "minilm" if torch.cuda.is_available() else "bag"
 
 
 def text_setup(encoder: str) -> Setup:
-    """The Setup that `--set encoder=NAME` starts from: cosine, a warm-up, then a rate that falls in a line to 0."""
+    """The Setup that `--set encoder=NAME` starts from: cosines, a warm-up, then a linear decay to 0."""
     return (BAG if is_bag(encoder) else TRANSFORMER).replaced(encoder=encoder)

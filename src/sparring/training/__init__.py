@@ -1,10 +1,23 @@
-"""Fitting a run: the training step, the loop, optimisers, checkpoints, and the run folder that they leave.
+"""Training: steps, the loop, optimisers, checkpoints, the run folder, and finished runs read back from it.
 
-Methods are not here: a trainer sees terms, bags and losses only.
+Nothing here compares runs, builds an index or prints: messages go to loggers under `sparring`, progress to callbacks.
 """
 
 from sparring.training.fitting import Fitted, fit
-from sparring.training.step import describe_batch
-from sparring.training.trained import Trained, load
+from sparring.training.loop import TrainingProgress
+from sparring.training.sentence_transformers import NegativesLoss, hard_negatives
+from sparring.training.step import describe_batch, sample_steps
+from sparring.training.trained import Trained, load, run_vectors
 
-__all__ = ["Fitted", "Trained", "describe_batch", "fit", "load"]
+__all__ = [
+    "Fitted",
+    "NegativesLoss",
+    "Trained",
+    "TrainingProgress",
+    "describe_batch",
+    "fit",
+    "hard_negatives",
+    "load",
+    "run_vectors",
+    "sample_steps",
+]

@@ -5,9 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sparring.core import files
+from sparring.core.figure_style import COLOURS, INK, blank, style, tidy
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _SHOWN_METRICS = 4  # more lines than this are hard to distinguish
 
@@ -22,31 +26,34 @@ def training_curve(
 
         training_curve(fitted.history, "runs/a/curve.png", "xir", select="ndcg@10")
     """
-    # matplotlib takes half a second to import; unlike pyplot, Figure has no global state
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
+    from matplotlib.ticker import MaxNLocator  # imported late because matplotlib takes half a second
 
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
-    FigureCanvasAgg(figure)
-    left, right = figure.subplots(1, 2)
+    figure = blank(3.6, 9)
+    with style():
+        left, right = figure.subplots(1, 2)
+        _draw(left, right, history, title, select)
+        for axes in figure.axes:
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+            tidy(axes, "both")
+        files.write(Path(path), lambda file: figure.savefig(file, format="png", dpi=120, metadata={"Software": None}))
+
+
+def _draw(left: Axes, right: Axes, history: Sequence[Mapping[str, Any]], title: str, select: str) -> None:
     epochs, losses = _series(history, "loss")
-    left.plot(epochs, losses, color="black", marker="o" if len(epochs) < 30 else None, markersize=3)
+    left.plot(epochs, losses, color=INK, marker="o" if len(epochs) < 30 else None, markersize=3)
     left.set(xlabel="epoch", ylabel="training loss", title=title)
-    for name in metric_names(history, select)[:_SHOWN_METRICS]:
+    for name, colour in zip(metric_names(history, select)[:_SHOWN_METRICS], COLOURS, strict=False):
         epochs, values = _series(history, name)
-        (line,) = right.plot(epochs, values, label=name, marker="o" if len(epochs) < 30 else None, markersize=3)
+        (line,) = right.plot(
+            epochs, values, color=colour, label=name, marker="o" if len(epochs) < 30 else None, markersize=3
+        )
         if name == select and values:
             best = max(range(len(values)), key=values.__getitem__)
             line.set_label(f"{name}, best {values[best]:.4f} in epoch {epochs[best]}")
-            right.axvline(epochs[best], color=line.get_color(), linestyle=":", linewidth=1)
+            right.axvline(epochs[best], color=colour, linestyle=":", linewidth=1)
     right.set(xlabel="epoch", ylabel="validation")
     if right.lines:
         right.legend(fontsize=8, loc="best")
-    for axes in (left, right):
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.grid(alpha=0.3)
-    files.write(Path(path), lambda file: figure.savefig(file, format="png", dpi=120, metadata={"Software": None}))
 
 
 def metric_names(history: Sequence[Mapping[str, Any]], select: str) -> list[str]:

@@ -130,9 +130,8 @@ def _check(run: object, split: object, k: Sequence[int], metrics: Sequence[str])
         raise UserError(f"fit needs a Split, got {type(split).__name__}{hint}")
     weight, n_items = split.train.weight, split.train.n_items
     if weight is not None and len(weight) and not weight.any():
-        raise UserError(
-            'the weights of the training pairs are all 0: nothing to learn; name another column, or weight="" for none'
-        )
+        reason = "the weights of the training pairs are all 0, so there is nothing to learn"
+        raise UserError(f"{reason}: choose another column, or none", "weight", '""')
     select = run.setup.validation.select
     metric, cutoff = selected(select)
     for name in (metric, *metrics):

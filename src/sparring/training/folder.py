@@ -45,7 +45,7 @@ from sparring.models.build import encoder_folder
 from sparring.models.encoders import save_encoder
 from sparring.models.retriever import Retriever
 from sparring.models.text import text_tower
-from sparring.recipes import settings
+from sparring.recipes import finding, settings
 from sparring.recipes.finding import source_digest
 from sparring.recipes.run import Run, build_towers
 from sparring.recipes.setup import Setup, flat, parse_setup
@@ -216,7 +216,7 @@ def write_end(
         _write_queries(folder, "per_query.parquet", test)  # first: readers of result.json expect it
     _write_encoders(folder, run.model, run.setup, weights=True)
     files.write_json(folder / "result.json", result)
-    title = settings.short(run.recipe)
+    title = finding.short(run.recipe)
     training_curve(history, folder / "curve.png", title, run.setup.validation.select)
     files.write_text(folder / "README.md", model_card(meta, result, history))
 
@@ -293,7 +293,7 @@ def difference(part: str, old: object, new: object) -> str:
 
 
 def read_run(folder: Path, model: Retriever | None = None) -> tuple[Retriever, Ids, Eligibility, dict[str, Any]]:
-    """The model of a finished run, its ids, its eligible items, and run.json. `model`: custom towers without a recipe."""
+    """The model of a finished run, its ids, its eligibility and run.json. `model`: custom towers without a recipe."""
     if not folder.is_dir():
         raise UserError(f"no such run folder: {folder}")
     meta, ids = read_meta(folder), Ids.load(folder)
@@ -339,7 +339,7 @@ def _custom_model(folder: Path, meta: Mapping[str, Any], ids: Ids, seen: Positiv
     """The model of a run with custom towers as its recipe builds it, before its weights are read."""
     if meta["recipe"] == "custom":
         names = ", ".join(dict.fromkeys(kind.rpartition(":")[2] for kind in meta["towers"].values()))
-        hint = "pass the model, sparring.load(folder, model=...), or train it by a recipe of your own (docs/guide/extend.md)"
+        hint = "pass sparring.load(folder, model=...), or train with a recipe of your own (docs/guide/extend.md)"
         raise UserError(f"{folder} has custom towers ({names}) and no recipe that builds them: {hint}")
     setup = parse_setup(meta["setup"])
     data = seen_interactions(ids, seen)

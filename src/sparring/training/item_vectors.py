@@ -41,7 +41,7 @@ def item_vectors(model: Retriever, folder: Path) -> Tensor:
 
 
 def mean_item(model: Retriever, vectors: np.ndarray) -> np.ndarray:
-    """(D,) the mean of item vectors (n, D), scaled to length 1 under cosine, else to their mean length; the mean bias."""
+    """(D,) the mean of item vectors (n, D) at length 1 under cosine, else at their mean length; the bias is a mean."""
     mean = vectors.mean(0)
     width = model.dim - (model.item_bias is not None)
     vector, length = mean[:width], float(np.linalg.norm(mean[:width]))

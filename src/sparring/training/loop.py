@@ -28,10 +28,8 @@ from sparring.training.cuda_graph import CudaGraphStep
 from sparring.training.optimizers import Schedule, clip_gradients, fitting_warmup, optimizers, set_lr
 from sparring.training.step import TrainingRows, training_step
 
-WITHIN_EPOCH, AFTER_EPOCH = (
-    600.0,
-    10.0,
-)  # seconds between checkpoints unless save_seconds is given: saving takes a while
+WITHIN_EPOCH = 600.0  # seconds between checkpoints within an epoch, unless save_seconds is given
+AFTER_EPOCH = 10.0  # and after epochs: a checkpoint can take longer than a short epoch
 ASK_STEPS = 16  # steps after which several ranks agree on whether to save
 
 log = logging.getLogger(__name__)
@@ -61,11 +59,11 @@ class Trainer:
     ):
         self.run, self.split, self.device, self.folder = run, split, device, folder
         self.progress, self.ranks, self.save_seconds = progress, ranks, save_seconds
-        self.setup = setup = run.setup
+        self.setup, setup, training = run.setup, run.setup, run.setup.training
         self.modules = run.modules().to(device)
         trained = nn.ModuleDict({"model": run.model, "temperature": run.temperature})
         self.trained = list(trained.parameters())
-        self.optimizers = optimizers(trained, setup.training.optimizer, setup.training.lr, setup.training.weight_decay)
+        self.optimizers = optimizers(trained, training.optimizer, training.lr, training.weight_decay)
         self.observers = listeners(self.modules, "observe")
         self.refreshers = listeners(self.modules, "refresh")
         self.reporters = listeners(self.modules, "report")
@@ -75,14 +73,9 @@ class Trainer:
         self.mean_weight = 1.0 if train.weight is None else float(train.weight.mean())
         self.positives = Positives.lazy(lambda: train.positives().to(device))
         self.rows = TrainingRows(run, train, device)
-        total = setup.training.epochs * len(self.rows.batches)
-        self.schedule = Schedule(
-            setup.training.schedule,
-            fitting_warmup(setup.training.warmup, total),
-            setup.training.lr_decay,
-            setup.training.lr_decay_every,
-            total,
-        )
+        total = training.epochs * len(self.rows.batches)
+        warmup = fitting_warmup(training.warmup, total)
+        self.schedule = Schedule(training.schedule, warmup, training.lr_decay, training.lr_decay_every, total)
         most = setup.validation.valid_queries
         self.valid = None if split.valid is None else sample_queries(split.valid, most, setup.seed)
         self.seen = split.seen_for("valid").to(device) if self.valid is not None else None

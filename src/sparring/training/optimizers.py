@@ -54,7 +54,7 @@ def optimizers(
     eps: float = 1e-8,
     dense_lr: float | None = None,
 ) -> list[Optimizer]:
-    """The optimisers of a model: a row rule for tables with sparse gradients, AdamW for the rest; or dense Adam for all.
+    """The optimisers of a model: a row rule for sparse tables and AdamW for the rest, or dense Adam for everything.
 
     "row-adam" and "row-adagrad" use decoupled weight decay. Of the dense parameters only matrices decay: biases, a
     learned temperature and tables whose module is `undecayed` do not. `dense_lr` is the rate of the dense parameters,

@@ -149,7 +149,7 @@ class TrainingRows:
         return self.pairs(torch.randperm(self.batches.n_rows, generator=generator)[:n], generator)
 
     def around(self, pairs: Tensor, size: int, generator: torch.Generator) -> Tensor:
-        """A batch of `size` pairs that starts with these (of distinct rows), with rows they meet in training; CPU only."""
+        """A batch of `size` pairs: these (of distinct rows), then pairs of rows they meet in training; CPU only."""
         if self.drawn is None:
             return self.batches.around(pairs, size, generator)
         rows = self.batches.around(torch.searchsorted(self.drawn.queries, self.queries[pairs]), size, generator)

@@ -114,7 +114,7 @@ class Trained:
         return item_vectors(self.model, self.folder)
 
     def encode_texts(self, texts: Sequence[str], side: Literal["query", "item"]) -> Tensor:
-        """Vectors (n, D) of new queries or items from their texts, normalised as scored; a query needs a known token."""
+        """Vectors (n, D) of new queries or items from their texts, as scored; a query needs a known token."""
         if side not in ("query", "item"):
             raise UserError(f'side is {side!r}; it must be "query" or "item"')
         try:

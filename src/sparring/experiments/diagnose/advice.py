@@ -9,7 +9,8 @@ from sparring.core.errors import UserError
 from sparring.experiments.diagnose.measures import BINS, Diagnosis
 from sparring.experiments.report.tables import Column, Row, Table, text_columns
 from sparring.recipes import RECIPES
-from sparring.recipes.settings import find, own_arguments
+from sparring.recipes.finding import find
+from sparring.recipes.settings import own_arguments
 
 NOISE = 1.0  # above it, the noise of one draw is longer than the gradient
 TIE = 0.01  # cosines that differ by less than this, or by less than two standard errors, are equal
@@ -85,7 +86,7 @@ def warnings(diagnoses: Sequence[Diagnosis]) -> list[tuple[str, dict[str, str]]]
     rows = [row(diagnosis) for diagnosis in diagnoses]
 
     def broken(field: str, form: str, wrong: Callable[[float], bool]) -> dict[str, str]:
-        values = {str(each["sampler"]): each.get(field) for each in rows}
+        values = {str(values["sampler"]): values.get(field) for values in rows}
         return {
             name: format(value, form) for name, value in values.items() if isinstance(value, float) and wrong(value)
         }
@@ -121,14 +122,14 @@ def warnings(diagnoses: Sequence[Diagnosis]) -> list[tuple[str, dict[str, str]]]
 
 def _known_positives(diagnoses: Sequence[Diagnosis]) -> list[tuple[str, dict[str, str]]]:
     """Two rules, because only some recipes have a setting that masks them."""
-    what = f"more than {HITS:.0%} of the negatives are known positives of the query"
+    problem = f"more than {HITS:.0%} of the negatives are known positives of the query"
     able = ", ".join(name for name in RECIPES if _can_mask(name))
     others = f"no setting of these recipes masks them: use exclude=known of {able}, or in Python of InBatch or Sampled"
     shown: list[dict[str, str]] = [{}, {}]
     for diagnosis in diagnoses:
         if diagnosis.draws.unmasked > HITS:
             shown[_can_mask(diagnosis.recipe)][diagnosis.sampler] = f"{diagnosis.draws.unmasked:.1%}"
-    return [(f"{what} (exclude=known masks them)", shown[True]), (f"{what} ({others})", shown[False])]
+    return [(f"{problem} (exclude=known masks them)", shown[True]), (f"{problem} ({others})", shown[False])]
 
 
 def _can_mask(recipe: str) -> bool:

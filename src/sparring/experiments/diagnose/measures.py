@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -96,9 +97,9 @@ def diagnose(
     """Measure a run's negatives on a sample of training pairs, with its current towers and temperature.
 
     Each draw puts every sampled pair into a batch of the run's size with other rows, drawn as in training: at random,
-    or from its cluster if the run composes its batches (NGAME). Two runs with the same seed, batch size and kind of rows
-    and batches have the same batches. Caches and memories keep their content, so its randomness shows as bias, not as
-    noise. The run is left unchanged. `world` has the true preferences.
+    or from its cluster if the run composes its batches (NGAME). Runs with the same seed, batch size, kind of rows and
+    kind of batches have the same batches. Caches and memories keep their content, so its randomness shows as bias, not
+    as noise. The run is left unchanged. `world` has the true preferences.
 
         diagnose("own", run, split).gradient.cosine
     """
@@ -139,7 +140,9 @@ def exact(run: Run, split: Split, rows: Tensor, block: int = 64) -> tuple[Tensor
     """The gradient (Q, D) of the full softmax with respect to the query vector of each training pair, and the edges
     (Q, 9) of the tenths of each query's logits over the catalogue; float64.
 
-        loss_i = -log softmax_j(q_i . e_j / tau_i)[+],   gradient = (sum_j p_ij e_j - e_+) / tau_i,   the positive counted once
+        loss_i = -log softmax_j(q_i . e_j / tau_i)[+],   gradient = (sum_j p_ij e_j - e_+) / tau_i
+
+    The positive is counted once.
     """
     vectors = run.model.item_vectors().double()
     n = len(vectors)
@@ -147,11 +150,11 @@ def exact(run: Run, split: Split, rows: Tensor, block: int = 64) -> tuple[Tensor
     # midway between the scores on both sides: a score computed in another order falls on the same side
     below = torch.tensor([-(-k * n // BINS) for k in range(1, BINS)], device=vectors.device)
     gradients, edges = [], []
-    for at in rows.to(vectors.device).split(block):
-        q = run.model.encode_queries(queries[at], items[at]).double()
-        tau = run.temperature(queries[at]).double().unsqueeze(-1)
+    for pairs in rows.to(vectors.device).split(block):
+        q = run.model.encode_queries(queries[pairs], items[pairs]).double()
+        tau = run.temperature(queries[pairs]).double().unsqueeze(-1)
         scores = (q / tau) @ vectors.T
-        gradients.append((scores.softmax(-1) @ vectors - vectors[items[at]]) / tau)
+        gradients.append((scores.softmax(-1) @ vectors - vectors[items[pairs]]) / tau)
         ordered = torch.nn.functional.pad(scores.sort(-1).values, (0, 1), value=math.inf)
         edges.append((ordered[:, below - 1] + ordered[:, below]) / 2)
     return torch.cat(gradients), torch.cat(edges)
@@ -165,32 +168,32 @@ def _query_gradient(losses: Tensor, step: Step) -> Tensor:
     return torch.zeros_like(step.q).double() if gradient is None else gradient.double()
 
 
-def compared(found: Tensor, target: Tensor, positive: Tensor) -> Gradient:
+def compared(gradients: Tensor, target: Tensor, positive: Tensor) -> Gradient:
     """Gradients of R draws (R, Q, D) against the exact ones (Q, D); `positive` (Q, D) are the positives' vectors."""
-    variance = found.var(0).sum(-1)
-    dot, norm, exact_norm = _products(found, target)
-    wrong = (found.mean(0) - target).square().sum(-1) - variance / len(found)
-    size = exact_norm.sum()
-    single = (found * target).sum((1, 2)) / (found.square().sum((1, 2)) * size).sqrt().clamp(min=1e-300)
-    away = torch.nn.functional.normalize(positive, dim=-1)
-    parts = (g - (g * away).sum(-1, keepdim=True) * away for g in (found, target))
+    variance = gradients.var(0).sum(-1)
+    dot, norm, exact_norm = _products(gradients, target)
+    squared_error = (gradients.mean(0) - target).square().sum(-1) - variance / len(gradients)
+    total = exact_norm.sum()
+    step_cosines = (gradients * target).sum((1, 2)) / (gradients.square().sum((1, 2)) * total).sqrt().clamp(min=1e-300)
+    direction = torch.nn.functional.normalize(positive, dim=-1)
+    parts = (g - (g * direction).sum(-1, keepdim=True) * direction for g in (gradients, target))
     return Gradient(
-        cosine=float(_cosine(dot.sum(), norm.sum(), size)),
+        cosine=float(_cosine(dot.sum(), norm.sum(), total)),
         error=_jackknife(dot, norm, exact_norm),
-        step_cosine=float(single.mean()),
-        across=float(_cosine(*(each.sum() for each in _products(*parts)))),
-        bias=float((wrong.sum().clamp(min=0) / size).sqrt()),
-        noise=float((variance.sum() / size).sqrt()),
-        length=float(dot.sum() / size),
+        step_cosine=float(step_cosines.mean()),
+        across=float(_cosine(*(product.sum() for product in _products(*parts)))),
+        bias=float((squared_error.sum().clamp(min=0) / total).sqrt()),
+        noise=float((variance.sum() / total).sqrt()),
+        length=float(dot.sum() / total),
     )
 
 
-def _products(found: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _products(gradients: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """m . t, |m|^2 without the variance of the mean, and |t|^2, each (Q,)."""
-    mean, left = found.mean(0), found.var(0).sum(-1) / len(found)
-    norm = mean.square().sum(-1) - left
+    mean, noise = gradients.mean(0), gradients.var(0).sum(-1) / len(gradients)
+    norm = mean.square().sum(-1) - noise
     if not float(norm.sum()) > 0:  # pure noise
-        norm = norm + left
+        norm = norm + noise
     return (mean * target).sum(-1), norm, target.square().sum(-1)
 
 
@@ -208,9 +211,7 @@ class _Counts:
 
     def __init__(self, edges: Tensor, world: SyntheticWorld | None):
         self.edges, self.world = edges, world
-        self.sums = dict.fromkeys(
-            ("rows", "candidates", "ess", "real", "own", "other", "counted", "unmasked", "false"), 0.0
-        )
+        self.sums: dict[str, float] = defaultdict(float)
         self.bins = torch.zeros(BINS, dtype=torch.float64, device=edges.device)
 
     def add(self, run: Run, step: Step, outcome: Outcome, places: Tensor) -> None:

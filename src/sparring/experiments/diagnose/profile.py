@@ -16,8 +16,6 @@ from sparring.evaluation.metrics import STRATA, popularity_percentile, popularit
 from sparring.recipes.run import Run
 from sparring.training.step import sample_steps
 
-Places = tuple[Tensor, Tensor]  # ids, shared (C,) or (B, C), and the weight (B, C) of each place
-
 
 def profile(run: Run, split: Split, batches: int = 4, world: SyntheticWorld | None = None) -> dict[str, float]:
     """The negatives of a few training batches, each candidate of a query weighted by its draws.
@@ -36,41 +34,34 @@ def profile(run: Run, split: Split, batches: int = 4, world: SyntheticWorld | No
     device = next(run.model.parameters()).device
     percentile = torch.from_numpy(popularity_percentile(split.train.counts())).to(device)
     stratum = torch.from_numpy(popularity_strata(split.train.counts())).to(device)
-    total = torch.zeros(
-        4 + len(STRATA), dtype=torch.float64, device=device
-    )  # popularity, accidental, false, synthetic, strata
-    real = 0.0
+    sums: dict[str, float] = dict.fromkeys(("items", "synthetic", "popularity", "accidental", "false_negatives"), 0.0)
+    strata = torch.zeros(len(STRATA), dtype=torch.float64, device=device)
     with torch.no_grad():
         for _, step, outcome in islice(sample_steps(run, split), batches):
             assert step.positives is not None
-            for ids, weight in _places(step, outcome):
-                mass = weight.sum(0) if ids.dim() == 1 else weight
-                known, mass = ids >= 0, mass.double()
-                found, mass_known = ids[known], mass[known]
-                row, column = step.positives.of(step.query_ids).hits(ids)
-                real += float(mass_known.sum())
-                total[0] += (percentile[found] * mass_known).sum()
-                total[1] += weight[row, column].double().sum()
-                total[3] += mass[~known].sum()
-                total[4:] += torch.bincount(stratum[found], mass_known, len(STRATA))
+            for ids, weight in _weighted_candidates(step, outcome):
+                mass = (weight.sum(0) if ids.dim() == 1 else weight).double()
+                real = ids >= 0
+                items, item_mass = ids[real], mass[real]
+                sums["items"] += float(item_mass.sum())
+                sums["synthetic"] += float(mass[~real].sum())
+                sums["popularity"] += float((percentile[items] * item_mass).sum())
+                sums["accidental"] += float(weight[step.positives.of(step.query_ids).hits(ids)].double().sum())
+                strata += torch.bincount(stratum[items], item_mass, len(STRATA))
                 if world is not None:
-                    total[2] += (
-                        (world.false_negatives(step.query_ids.cpu(), ids.cpu()) * weight.cpu())
-                        .double()
-                        .sum()
-                        .to(device)
-                    )
-    made_up = float(total[3])
-    result = {"synthetic": made_up / max(real + made_up, 1e-300)}
-    if real == 0:
-        return result
-    shares = (total / real).tolist()
-    result |= {"popularity": shares[0], **dict(zip(STRATA, shares[4:], strict=True)), "accidental": shares[1]}
-    return result | ({"false_negatives": shares[2]} if world is not None else {})
+                    wrong = world.false_negatives(step.query_ids.cpu(), ids.cpu())
+                    sums["false_negatives"] += float((wrong * weight.cpu()).double().sum())
+    shares = {"synthetic": sums["synthetic"] / max(sums["items"] + sums["synthetic"], 1e-300)}
+    if sums["items"]:
+        mean = {name: value / sums["items"] for name, value in sums.items()}
+        shares["popularity"] = mean["popularity"]
+        shares |= dict(zip(STRATA, (strata / sums["items"]).tolist(), strict=True))
+        shares |= {name: mean[name] for name in ("accidental", *(() if world is None else ("false_negatives",)))}
+    return shares
 
 
-def _places(step: Step, outcome: Outcome) -> Iterator[Places]:
-    """The candidates of every block, and how often each was drawn for each query."""
+def _weighted_candidates(step: Step, outcome: Outcome) -> Iterator[tuple[Tensor, Tensor]]:
+    """The ids of every block, shared (C,) or (B, C), and the draws (B, C) of each for each query."""
     b = len(step.q)
     for block, counts in drawn_blocks(step, outcome):
         if counts is None:

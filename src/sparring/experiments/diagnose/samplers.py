@@ -16,9 +16,10 @@ from sparring.core.part import listeners
 from sparring.core.types import Corpus
 from sparring.data.interactions import Split
 from sparring.models.clusters.batches import ClusteredBatches
-from sparring.recipes import settings
+from sparring.recipes import finding, settings
 from sparring.recipes.finding import Recipe
 from sparring.recipes.run import Run
+from sparring.recipes.setup import parse_setup
 from sparring.training.folder import read_meta, recipe_of
 from sparring.training.step import sample_steps
 
@@ -31,7 +32,7 @@ def load_for_diagnosis(folder: Path, split: Split, device: torch.device | str = 
     Without a checkpoint, the caches and memories of its negatives are refilled (see `warm_up`).
     """
     meta = read_meta(folder)
-    setup = settings.parse_setup(meta["setup"])
+    setup = parse_setup(meta["setup"])
     if meta["recipe"] == "custom":
         how = "diagnose it in Python, or train it with a custom recipe"
         raise UserError(f"{folder} was composed in Python, so no recipe builds its negatives: {how}")
@@ -61,7 +62,7 @@ def with_negatives_of(name: str | Recipe, run: Run, split: Split, steps: int = W
     batches full; if a batch alone has as many, n is the batch size. Candidates drawn for each query keep the recipe's
     number.
     """
-    recipe = settings.find(name)
+    recipe = finding.find(name)
     arguments = settings.own_arguments(recipe)
     chosen: dict[str, Any] = {"opens": 0} if "opens" in arguments else {}
     built = _on(run, name, split, chosen)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
 from sparring.evaluation.statistics import Summary, equal_variance_t
 from sparring.experiments.papers import drawing
@@ -38,11 +39,11 @@ from sparring.experiments.papers.tables import (
 )
 from sparring.experiments.papers.xir import feature_columns
 from sparring.experiments.report.html import Points, Section, Sheet
-from sparring.experiments.report.study import tuning_table
+from sparring.experiments.report.study_parts import tuning_table
 from sparring.experiments.report.tables import Column, Row, Table, text_columns
 from sparring.experiments.report.text import in_words
 from sparring.experiments.study import read_json
-from sparring.recipes import RECIPES, settings
+from sparring.recipes import RECIPES, finding, settings
 from sparring.recipes.setup import Setup
 
 PAPER = "ESANS (Xing et al., WWW 2025)"
@@ -214,10 +215,10 @@ def five_runs() -> Table:
 def _printed_p(a: PublishedFigure, b: PublishedFigure, by_n: bool = False) -> float:
     """p of printed means and deviations; `by_n` reads a deviation as one that divides by the number of runs."""
     wider = (RUNS / (RUNS - 1)) ** 0.5 if by_n else 1.0
-    summaries = (
+    first, second = (
         Summary(RUNS, figure.value, None if figure.std is None else wider * figure.std, None, None) for figure in (a, b)
     )
-    return equal_variance_t(*summaries).p
+    return equal_variance_t(first, second).p
 
 
 # Table 4: the ablation.
@@ -326,13 +327,13 @@ def open_methods(dataset: PaperDataset, asked: Mapping[str, object]) -> Sequence
     names = asked.get("item_features") or ",".join(feature_columns(dataset.data.item_table)[:3])
     if not names:
         raise Unsuited("its items have no columns for an item tower with layers (--set item_features=COLUMN,COLUMN)")
-    places: dict[str, dict[str, object]] = {
+    places: dict[str, dict[str, Any]] = {
         "mixed after the tower": {},
         "mixed after layer 1": {"layer": 1},
         "mixed before the layers": {"layer": 0},
         "no mixtures": {"simple_mixtures": False, "hard_mixtures": False},
     }
-    tower: dict[str, object] = {"item_features": names, "hidden": "64,64"}
+    tower: dict[str, Any] = {"item_features": names, "hidden": "64,64"}
     return [esans(dataset, name, **tower, **chosen) for name, chosen in places.items()]
 
 
@@ -397,7 +398,7 @@ def esans_results(
 
 def _settings_lines(plan: Reproduction) -> list[str]:
     """The settings that were used, and how the data was split."""
-    recipe = settings.find("esans")
+    recipe = finding.find("esans")
     setup, _ = settings.resolve(recipe, settings.known(recipe, plan.settings), plan.experiment.setup)
     if plan.trials:
         first = f"{_first(plan)} alone, whose settings the others use,"

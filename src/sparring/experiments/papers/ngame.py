@@ -48,7 +48,7 @@ from sparring.experiments.papers.tables import (
 )
 from sparring.experiments.report.figures import RenderedFigure
 from sparring.experiments.report.html import Section, Sheet
-from sparring.experiments.report.tables import Column, Row, Rows, Table, text_columns
+from sparring.experiments.report.tables import Column, Row, Table, TableRows, text_columns
 from sparring.experiments.report.text import in_words
 from sparring.experiments.study import FinishedRun, query_values, read_json
 from sparring.recipes import settings
@@ -155,8 +155,8 @@ def quality_rows(plan: Reproduction, dataset: PaperDataset) -> list[Row]:
 
 
 def _quality_row(plan: Reproduction, dataset: PaperDataset, ranking: str, method: PaperMethod) -> Row:
-    first = next(each for each in plan.methods[dataset.name] if each.name == RANDOM)
-    values, base = (by_seed(plan, dataset, each, ranking, "P@1") for each in (method, first))
+    first = next(other for other in plan.methods[dataset.name] if other.name == RANDOM)
+    values, base = (by_seed(plan, dataset, own, ranking, "P@1") for own in (method, first))
     runs = plan.runs(dataset, method)
     measured = [own[ranking] for run in runs if ranking in (own := evaluations(run))]
     row = relative_row(values, base, method.name == RANDOM, "" if values else plan.error(dataset, method))
@@ -276,7 +276,7 @@ BIN_COLUMNS = (
 )
 
 
-def findings(quality: Rows, claims: Rows) -> list[str]:
+def findings(quality: TableRows, claims: TableRows) -> list[str]:
     """The claims on P@1 and the cost of mining in sentences."""
     lines = []
     for row in claims:
@@ -289,9 +289,9 @@ def findings(quality: Rows, claims: Rows) -> list[str]:
             lines.append(f"{row['data']}, {row['ranking']}, P@1: {claim}.")
     for row in quality:
         if row["mining"] is not None and row["method"] in SLIDES["overhead"] and row["ranking"] == "encoder":
-            said = f"the slides say {SLIDES['overhead'][row['method']]:.0%}"
+            slides = f"the slides say {SLIDES['overhead'][row['method']]:.0%}"
             adds = f"mining of {row['method']} adds {row['mining']:.1%} to the rest of its training"
-            lines.append(f"{row['data']}: {adds}; {said}.")
+            lines.append(f"{row['data']}: {adds}; {slides}.")
     return lines
 
 
@@ -322,7 +322,7 @@ def results(plan: Reproduction) -> Results:
     return render(plan, tables, lines, drawn, absent=absent, more=more, others=others)
 
 
-def _figures(plan: Reproduction, dataset: PaperDataset, rows: Rows) -> list[RenderedFigure]:
+def _figures(plan: Reproduction, dataset: PaperDataset, rows: TableRows) -> list[RenderedFigure]:
     names = {"mean": "p_at_1", "std": "p_at_1_std", "published": "published_p_at_1"}
     shown: list[Row] = [
         {"metric": f"P@1, {row['ranking']}", "method": row["method"], **{to: row[name] for to, name in names.items()}}

@@ -33,8 +33,8 @@ from sparring.experiments.report.html import Section
 from sparring.experiments.report.tables import Row, Table
 from sparring.experiments.study import Dataset, FinishedRun, Measure, Method, Study, Training, read_json
 from sparring.models.clusters import MSAC, ROBUST, Codes, MSACSettings
-from sparring.recipes import PAPER, settings
-from sparring.recipes.setup import Setup, flat_name
+from sparring.recipes import PAPER
+from sparring.recipes.setup import Setup, flat_name, parse
 from sparring.training.trained import run_vectors
 
 METRICS = ("ndcg_xir_release", "recall_xir_release", "ndcg", "recall")
@@ -356,11 +356,9 @@ def cluster_settings(modalities: ItemModalities, clustering: Clustering) -> MSAC
     for name in modalities.settings:
         if name not in kinds or name in ("k_primary", "k_secondary"):
             raise UserError(f"no setting of the clusters: msac.{name}{did_you_mean(name, kinds)}")
-    changes: dict[str, Any] = {
-        name: settings.parse(name, value, kinds[name]) for name, value in modalities.settings.items()
-    }
-    sizes = {"k_primary": clustering.k_primary, "k_secondary": clustering.k_secondary}
-    return dataclasses.replace(ROBUST, **sizes, **changes)
+    changes: dict[str, Any] = {name: parse(name, value, kinds[name]) for name, value in modalities.settings.items()}
+    changes |= {"k_primary": clustering.k_primary, "k_secondary": clustering.k_secondary}
+    return dataclasses.replace(ROBUST, **changes)
 
 
 def _modalities(dataset: PaperDataset, protocol: SplitProtocol, names: Sequence[str], device: str) -> Any:

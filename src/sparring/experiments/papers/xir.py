@@ -44,12 +44,12 @@ from sparring.experiments.papers.tables import (
 from sparring.experiments.report import figures
 from sparring.experiments.report.figures import RenderedFigure
 from sparring.experiments.report.html import Section, Sheet
-from sparring.experiments.report.tables import Column, Row, Rows, Table, text_columns
+from sparring.experiments.report.tables import Column, Row, Table, TableRows, text_columns
 from sparring.experiments.report.text import in_words
 from sparring.experiments.study import read_json
 from sparring.negatives import Cache
-from sparring.recipes import settings
 from sparring.recipes.run import Run
+from sparring.recipes.setup import parse
 from sparring.training.step import sample_steps
 
 PAPER = "XIR (Chen et al., NeurIPS 2022)"
@@ -144,12 +144,12 @@ def quality_results(plan: Reproduction, metrics: Sequence[str], cells: Cells) ->
         measured = {method.name: _metrics(plan, dataset, method) for method in plan.methods[dataset.name]}
         for metric in plan.measured(dataset, metrics):
             for method in plan.methods[dataset.name]:
-                found = measured[method.name]
-                ours = [values[our_metric(metric)] for values in found]
+                runs = measured[method.name]
+                ours = [values[our_metric(metric)] for values in runs]
                 theirs = cells.get((dataset.known_as, metric, method.name))
                 row: Row = {"data": dataset.shown, "metric": metric, "method": method.name}
-                row |= beside(ours, theirs, "" if found else plan.error(dataset, method))
-                standard = [values[our_metric(metric, release=False)] for values in found]
+                row |= beside(ours, theirs, "" if runs else plan.error(dataset, method))
+                standard = [values[our_metric(metric, release=False)] for values in runs]
                 rows.append(row | mean_cells("standard", standard))
     absent = absent_rows(plan, metrics, cells)
     caption = "ours (bars, with one deviation over seeds) and the published figures (diamonds, in brackets)."
@@ -191,10 +191,10 @@ def cutoffs_table(plan: Reproduction) -> Table:
     rows: list[Row] = []
     for dataset in plan.data:
         for method in plan.methods[dataset.name]:
-            found = _metrics(plan, dataset, method)
-            row: Row = {"data": dataset.shown, "method": method.name, "seeds": len(found)}
+            runs = _metrics(plan, dataset, method)
+            row: Row = {"data": dataset.shown, "method": method.name, "seeds": len(runs)}
             for name in names:
-                row |= mean_cells(field(name), [values[name] for values in found if name in values])
+                row |= mean_cells(field(name), [values[name] for values in runs if name in values])
             rows.append(row)
     columns = [Column(_cutoff_title(name), f"{{{field(name)}:.4f}}[[ ± {{{field(name)}_std:.4f}}]]") for name in names]
     caption = "Every cutoff, by the formula of the XIR release and by the standard one"
@@ -283,13 +283,13 @@ def absent_charts(plan: Reproduction) -> list[Row]:
 
 def chart_results(
     plan: Reproduction,
-    rows: Rows,
+    rows: TableRows,
     columns: Sequence[Column],
     findings: Sequence[str],
     drawn: Mapping[str, Sequence[RenderedFigure]],
     *,
     title: str = "",
-    absent: Rows | None = None,
+    absent: TableRows | None = None,
     others: Mapping[str, Table] | None = None,
 ) -> Results:
     absent = absent_charts(plan) if absent is None else absent
@@ -420,7 +420,7 @@ CHARTED = ("NDCG@10", "RECALL@10")
 
 
 def _batch_size(asked: Mapping[str, object]) -> int:
-    return int(settings.parse("batch_size", asked.get("batch_size", 2048), int))
+    return int(parse("batch_size", asked.get("batch_size", 2048), int))
 
 
 def cache_methods(dataset: PaperDataset, asked: Mapping[str, object]) -> Sequence[PaperMethod]:
@@ -450,10 +450,7 @@ def _lam(lam: float) -> str:
 def drawn_methods(dataset: PaperDataset, asked: Mapping[str, object]) -> Sequence[PaperMethod]:
     pop, bir = in_batch(dataset, "SSL-Pop", "BIR")
     size, drawn = _batch_size(asked), {**bir.settings, "draw": "multinomial"}
-    return [
-        pop,
-        *(replace(bir, name=_drawn(part), settings={**drawn, "n": max(size // part, 1)}) for part in DRAWN),
-    ]
+    return [pop, *(replace(bir, name=_drawn(part), settings={**drawn, "n": max(size // part, 1)}) for part in DRAWN)]
 
 
 def _drawn(part: int) -> str:
@@ -547,7 +544,7 @@ def sweep_results(
     return chart_results(plan, rows, _sweep_columns(baseline), [*_best(plan, rows), *notes], drawn)
 
 
-def _best(plan: Reproduction, rows: Rows) -> list[str]:
+def _best(plan: Reproduction, rows: TableRows) -> list[str]:
     lines = []
     for dataset in plan.data:
         known = [row for row in rows if (row["data"], row["metric"]) == (dataset.shown, CHARTED[0])]
@@ -602,7 +599,7 @@ def _gradient_times(plan: Reproduction, dataset: PaperDataset, method: PaperMeth
     return {seed: float(read_json(path)["gradient_ms"]) for seed, path in paths.items() if path.is_file()}
 
 
-def _enough(dataset: PaperDataset, rows: Rows) -> list[str]:
+def _enough(dataset: PaperDataset, rows: TableRows) -> list[str]:
     """The fewest items with which BIR is at least as good as SSL-Pop: the paper says about B/64."""
     own = [row for row in rows if (row["data"], row["metric"]) == (dataset.shown, CHARTED[0])]
     over = {str(row["method"]): row["over"] for row in own}

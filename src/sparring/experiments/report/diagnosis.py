@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sparring import __version__
-from sparring.core.drawing import BASE, COLOURS, INK, blank, by_decades, style, tidy
+from sparring.core.figure_style import BASE, COLOURS, INK, blank, by_decades, style, tidy
 from sparring.data.interactions import Split
 from sparring.evaluation.metrics import STRATA, popularity_strata
 from sparring.experiments.diagnose import advice
@@ -23,7 +23,7 @@ from sparring.experiments.report.figures import RenderedFigure
 from sparring.experiments.report.html import Code, Facts, Figures, Page, Paragraph, Points, Section, Sheet
 from sparring.experiments.report.tables import Row
 from sparring.experiments.report.text import command_lines, in_words
-from sparring.recipes.settings import short
+from sparring.recipes.finding import short
 from sparring.recipes.setup import flat
 
 if TYPE_CHECKING:

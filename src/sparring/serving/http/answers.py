@@ -11,7 +11,7 @@ import numpy as np
 import orjson
 
 from sparring import __version__
-from sparring.recipes.settings import short
+from sparring.recipes.finding import short
 from sparring.serving.http import schema as s
 from sparring.serving.http.conditions import Conditions, check_column
 from sparring.serving.http.runs import RunRegistry

@@ -27,8 +27,8 @@ from fastapi.responses import FileResponse, Response
 
 from sparring.core.errors import UserError
 from sparring.data.interactions import Split
+from sparring.recipes.finding import short
 from sparring.recipes.run import Run
-from sparring.recipes.settings import short
 from sparring.recipes.setup import flat
 from sparring.serving.http.conditions import check_column
 from sparring.serving.http.runs import RunRegistry

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from sparring.core.choices import INDEX_KINDS as KINDS
 from sparring.core.errors import UserError
 
-KINDS = ("exact", "hnsw", "ivf", "ivfsq", "ivfpq")
 _LINKS = 32  # neighbours of a graph node; twice as many on the lowest level
 _BUILD = 100  # candidates per node during construction
 _POINTS = 64  # training vectors of k-means per cell

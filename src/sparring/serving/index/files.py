@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import json
 import secrets
 import time
 from contextlib import suppress
@@ -82,13 +81,13 @@ def read_meta(folder: Path) -> dict[str, Any]:
     path = folder / META
     if not path.is_file():
         raise UserError(f"{folder} contains no index: build one with `sparring index`")
+    meta = disk.read_json(path, "build the index again with `sparring index`")
     try:
-        meta = dict(json.loads(path.read_text()))
         known = meta["format"] == 1 and meta["kind"] in KINDS
         Effort(**meta["effort"])
         complete = {"vectors", "ids"} <= meta["files"].keys()
         complete &= all({"name", "bytes", "sha256"} <= entry.keys() for entry in meta["files"].values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError) as error:
         raise UserError(
             f"{path} is corrupt: {first_line(error)}; build the index again with `sparring index`"
         ) from error
