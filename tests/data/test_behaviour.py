@@ -122,7 +122,7 @@ def test_it_is_computed_once_per_content(parts: Split, tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 3
 
 
-def test_vectors_of_a_run_are_found_by_id_and_never_tell_the_test(
+def test_vectors_of_a_run_are_matched_by_id_and_never_leak_the_test(
     small_world: SyntheticWorld, parts: Split, tmp_path: Path
 ) -> None:
     """A run's item vectors are matched by original id; a run trained on another split is refused: it saw test pairs."""
@@ -132,7 +132,7 @@ def test_vectors_of_a_run_are_found_by_id_and_never_tell_the_test(
     assert np.allclose(vectors, fitted.run.model.item_vectors().detach().numpy())
     assert at.tolist() == list(range(parts.train.n_items))
     other = split(small_world.interactions, "random", valid=0.1, test=0.2, seed=2)
-    with pytest.raises(UserError, match=r"was trained on .* pairs that are tested here"):
+    with pytest.raises(UserError, match="trained on"):
         run_vectors(tmp_path / "run", other)
     with pytest.raises(UserError, match="no such run folder"):
         run_vectors(tmp_path / "none", parts)

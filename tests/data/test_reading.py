@@ -398,6 +398,7 @@ def test_bad_input_is_one_line_that_names_it(tmp_path: Path) -> None:
     assert "'buyer'" in (said := refusal(good, query="buyer"))
     assert "user_id, item_id, timestamp" in said
     assert "'user_id' cannot be both" in refusal(good, item="user_id")
+    assert "'query'" in refusal(good, qery="user_id")
     for name, text in (("empty.csv", ""), ("blank.csv", "\n"), ("header.csv", "user,item\n")):
         (tmp_path / name).write_text(text)
         assert "is empty" in (said := refusal(tmp_path / name))

@@ -11,7 +11,7 @@ import pytest
 import sparring
 from sparring.cli import main
 from sparring.data.interactions import Split
-from sparring.data.synthetic import World
+from sparring.data.synthetic import SyntheticWorld
 from sparring.recipes.settings import build
 from sparring.training.fitting import fit
 
@@ -44,7 +44,7 @@ def test_a_program_can_route_and_silence(parts: Split, tmp_path: Path, caplog: p
 
 
 def test_the_command_line_attaches_and_detaches(
-    small_world: World, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    small_world: SyntheticWorld, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Notes are on stdout in the order of the training; afterwards the logger is as it was."""
     data, log = small_world.interactions, logging.getLogger("sparring")

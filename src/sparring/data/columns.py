@@ -8,7 +8,7 @@ from typing import Any, TypedDict
 
 import polars as pl
 
-from sparring.core.errors import UserError
+from sparring.core.errors import UserError, did_you_mean
 
 
 class Columns(TypedDict, total=False):
@@ -104,7 +104,8 @@ def find_roles(names: Sequence[str], columns: Columns, source: str) -> dict[str,
     """{role: column} for the roles that a table with columns `names` has. Ratings matter only with a threshold."""
     unknown = next((name for name in columns if name not in Columns.__annotations__), None)
     if unknown is not None:
-        raise UserError(f"there is no argument {unknown!r}; the columns are {', '.join(Columns.__annotations__)}")
+        hint = did_you_mean(unknown, Columns.__annotations__)
+        raise UserError(f"there is no argument {unknown!r}{hint or '; name columns by role, such as query=...'}")
     given: Mapping[str, Any] = columns
     rated = columns.get("min_rating") is not None
     roles: dict[str, str] = {}
