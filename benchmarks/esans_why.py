@@ -43,8 +43,8 @@ METHODS: dict[str, tuple[str, dict[str, object]]] = {
     "Ada-tau": ("ada_tau", {"n": 5120, "per_query": False}),
 }
 SETUP = Setup.of(
-    dim=64, score="cosine", item_bias=True, batch_size=512, optimizer="row-adam", lr=0.02, schedule="linear", weight_decay=0.0,
-    patience=None, select="recall@50", eval_every=4, valid_queries=5000,
+    dim=64, score="cosine", item_bias=True, batch_size=512, optimizer="row-adam", lr=0.02, schedule="linear",
+    weight_decay=0.0, patience=None, select="recall@50", eval_every=4, valid_queries=5000,
 )  # fmt: skip
 CUTOFFS = (50, 200)
 Key = tuple[str, float, int]

@@ -254,7 +254,7 @@ def main() -> int:
             return int(far > 0.01)
         wrong = different(work / "whole", disk / "killed")
         text = training.log.read_text()
-        say(f"went back to the checkpoint before a torn one {text.count('going back to the checkpoint before')} times")
+        say(f"fell back to the previous checkpoint {text.count('falling back to the previous checkpoint')} times")
         say(
             f"not equal: {', '.join(wrong)}"
             if wrong

@@ -57,7 +57,9 @@ def main() -> None:
         assert isinstance(step, CudaGraphStep)
         took, found = statistics.median(times[1:]), launches(step)
         claim = f"at most {CLAIMS[name]:.2f} ms: {'yes' if took <= CLAIMS[name] else 'NO'}" if name in CLAIMS else ""
-        about = f"B = {run.setup.batches.batch_size:,}, d = {run.setup.model.dim}, {run.setup.training.optimizer}, {run.setup.training.precision}"
+        training = run.setup.training
+        size, dim = run.setup.batches.batch_size, run.setup.model.dim
+        about = f"B = {size:,}, d = {dim}, {training.optimizer}, {training.precision}"
         busy = f"{sum(kernel[0] for kernel in found):.0f}" if found else f"not recorded: {step.why}"
         rows.append([name, about, f"{took:.3f}", f"{sum(kernel[1] for kernel in found):.0f}", busy, claim])
         listed += [f"\n{name}", *(f"{us:8.1f} us {count:5.1f} x  {kernel[:120]}" for us, count, kernel in found)]

@@ -1,4 +1,4 @@
-"""Train a text retriever on a dozen sentences and ask it in new words. No download: the encoder is a bag of hashed words."""
+"""Train a text retriever on a dozen sentences and ask it in new words, with a bag of hashed words as encoder."""
 
 import polars as pl
 

@@ -21,7 +21,8 @@ from sparring.data.synthetic import SyntheticWorld, make_world
 from sparring.testing import NegativesContract
 from sparring.training import curve
 
-# The same examples every time, however slow the machine: a change fails by its own fault. Others: `pytest --hypothesis-profile default`.
+# The same examples every time, however slow the machine: a change fails by its own fault. Others: `pytest
+# --hypothesis-profile default`.
 hypothesis.settings.register_profile("sparring", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("sparring")
 

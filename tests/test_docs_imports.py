@@ -1,4 +1,4 @@
-"""README, docs and examples import public names only: those that `sparring` or one of its packages lists in `__all__`."""
+"""README, docs and examples import public names only: those in `__all__` of `sparring` or of one of its packages."""
 
 from __future__ import annotations
 

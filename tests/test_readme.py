@@ -24,7 +24,7 @@ PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/guide/*.md")), ROOT / "docs
 
 @pytest.fixture(scope="module")
 def names(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """All Python of the README, run in order in one namespace; a small world with the same kind of ids replaces the demo set."""
+    """All Python of the README, run in order in one namespace; a small world with such ids replaces the demo set."""
     data = make_world(queries=60, items=80, exposure=0.4, seed=1).interactions
     world: Interactions = replace(data, query_ids=Vocabulary(list(range(1000, 1060))))
     namespace: dict[str, Any] = {"__name__": "readme"}

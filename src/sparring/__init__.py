@@ -9,7 +9,8 @@ from importlib import import_module
 
 __version__ = "0.2.0"
 
-# Loaded on first use: torch takes seconds to import, and `sparring --help` needs none of it. __init__.pyi has the types.
+# Loaded on first use: torch takes seconds to import, and `sparring --help` needs none of it. __init__.pyi has the
+# types.
 _PACKAGES = ("core", "data", "evaluation", "losses", "models", "negatives", "recipes", "serving", "testing", "training")
 _HOMES = {
     "Evaluation": "evaluation.ranking",

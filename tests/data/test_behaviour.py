@@ -47,7 +47,7 @@ def ppmi_by_loop(data: Interactions) -> np.ndarray:
 
 
 def test_inner_products_are_the_best_of_their_rank(small_world: SyntheticWorld) -> None:
-    """With signs given back, the vectors' inner products are the best approximation of the matrix, of that rank, by numpy's own SVD."""
+    """With their signs, the vectors' inner products are the best approximation of that rank by numpy's SVD."""
     data = small_world.interactions
     want = ppmi_by_loop(data)
     value, vector = np.linalg.eigh(want)
@@ -80,7 +80,7 @@ def test_blocks_do_not_change_it(small_world: SyntheticWorld, monkeypatch: pytes
 
 
 def test_items_taken_together_are_near_and_lonely_ones_missing() -> None:
-    """Two groups of items that never share a query point apart; an item that no query shares with another has a row of zeros."""
+    """Two groups of items that never share a query point apart; an item that shares no query has a row of zeros."""
     rows = [(u, i) for u in range(12) for i in ((0, 1, 2, 3) if u % 2 else (4, 5, 6, 7))] + [(99, 8)]
     data = from_frame(pl.DataFrame({"user": [u for u, _ in rows], "item": [i for _, i in rows]}))
     vectors = cooccurrence(data, dim=2)
@@ -93,7 +93,7 @@ def test_items_taken_together_are_near_and_lonely_ones_missing() -> None:
 
 
 def test_of_a_long_history_the_latest_count() -> None:
-    """With `longest` 2, a query that took a, b, c, d in this order pairs c with d only; without times it still gives two items."""
+    """With `longest` 2, a query with a, b, c, d in this order pairs only c and d; without times, any two of them."""
     rows = [(u, item, t) for u in range(5) for t, item in enumerate([3, 1, 0, 2])] + [
         (u, u % 4 + 4, 0) for u in range(5, 9)
     ]
@@ -125,7 +125,7 @@ def test_it_is_computed_once_per_content(parts: Split, tmp_path: Path) -> None:
 def test_vectors_of_a_run_are_found_by_id_and_never_tell_the_test(
     small_world: SyntheticWorld, parts: Split, tmp_path: Path
 ) -> None:
-    """A run's item vectors are matched by original id; a run trained under another split is refused because it saw tested pairs."""
+    """A run's item vectors are matched by original id; a run trained on another split is refused: it saw test pairs."""
     run = RECIPES["ssl"](parts.train, Setup.of(dim=4, epochs=1, batch_size=64))
     fitted = fit(run, parts, tmp_path / "run", k=(5, 10))
     vectors, at = run_vectors(tmp_path / "run", parts)

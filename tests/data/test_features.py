@@ -48,7 +48,7 @@ def test_categorical_codes_equal_a_loop(min_count: int) -> None:
 
 
 def test_codes_do_not_depend_on_the_text_type() -> None:
-    """Categorical, Enum and String columns of the same values get the same codes, and row order does not change a value's code."""
+    """Categorical, Enum and String columns with the same values get the same codes, whatever the order of rows."""
     frame = pl.DataFrame({"c": ["b", "a", "b", "c", "a", None]})
     want = Features.from_table(frame, ["c"]).categorical
     for dtype in (pl.Categorical, pl.Enum(["c", "b", "a"])):
@@ -152,7 +152,7 @@ class Log:
 @pytest.mark.parametrize("last", [None, 1, 3, 100])
 @pytest.mark.parametrize("timed", [True, False])
 def test_histories_equal_a_loop(timed: bool, last: int | None) -> None:
-    """Items of each query oldest first, ties and untimed rows as they come, the last ones kept, queries without rows empty."""
+    """Items of each query come oldest first, ties and untimed rows in row order; the last are kept, some are empty."""
     rng = np.random.default_rng(0)
     queries, items = rng.integers(0, 9, 60).astype(np.int32), rng.integers(0, 20, 60).astype(np.int32)
     time = rng.integers(0, 15, 60) if timed else None

@@ -103,7 +103,7 @@ def test_a_memory_map_gives_the_same(tmp_path: Path) -> None:
 
 
 def test_a_file_is_never_in_memory_whole(tmp_path: Path) -> None:
-    """Reading all of a file of 400 MB, in blocks and in scattered runs, raises the peak of the process by far less than that."""
+    """Reading all of a 400 MB file, in blocks and in scattered runs, raises the peak memory by far less than that."""
     pytest.importorskip("resource")
     np.lib.format.open_memmap(tmp_path / "big.npy", mode="w+", dtype=np.float16, shape=(200_000, 1000))[:] = np.float16(
         0.5

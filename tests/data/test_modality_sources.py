@@ -1,4 +1,4 @@
-"""Modalities by NAME=SPEC: every source, aligned by id, cached by content; and the real multimodal sets where they are."""
+"""Modalities by NAME=SPEC: every source, aligned by id, cached by content; and the real multimodal sets."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def write(path: Path, rows: int, width: int = 3) -> np.ndarray:
 
 
 def test_rows_by_an_items_table_beside(tmp_path: Path) -> None:
-    """Rows follow the ids of an items table of the same length in the same folder, whatever its order; items that it lacks are missing."""
+    """Rows follow the ids of an equally long items table in the same folder, in any order; absent items are missing."""
     array = write(tmp_path / "image.npy", 4)
     pl.DataFrame({"item_id": [30, 10, 99, 20], "asin": ["a", "b", "c", "d"]}).write_parquet(tmp_path / "items.parquet")
     found = load_modalities({"image": str(tmp_path / "image.npy")}, catalogue([10, 20, 30, 40]))
@@ -89,7 +89,7 @@ def test_rows_by_ids_given(tmp_path: Path, kind: str) -> None:
 
 
 def test_rows_by_number_and_by_order(tmp_path: Path) -> None:
-    """Ids that count from 0 are row numbers, also where some items are absent; text ids of as many items are taken in sorted order."""
+    """Ids from 0 on are row numbers, even if some items are absent; as many text ids as rows are in sorted order."""
     array = write(tmp_path / "image.npy", 6)
     found = load_modalities({"image": str(tmp_path / "image.npy")}, catalogue([0, 2, 5]))
     assert found.rows(slice(None))["image"].tolist() == array[[0, 2, 5]].tolist()
@@ -108,7 +108,7 @@ def test_ids_from_one_are_never_taken_for_row_numbers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [pl.List(pl.Float64), pl.Array(pl.Float32, 3)])
 def test_a_parquet_column(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: pl.DataType) -> None:
-    """Lists are matched by id, null lists and lists with a null are missing, and the copy is made once, a few rows at a time."""
+    """Lists are matched by id, null lists and lists with a null are missing, and they are copied once, in blocks."""
     monkeypatch.setattr(vector_files, "_ROWS", 2)
     vectors = [[1.0, 2.0, 3.0], None, [4.0, 5.0, 6.0], [7.0, None, 9.0], [10.0, 11.0, 12.0]]
     table = pl.DataFrame({"item_id": [4, 3, 2, 1, 77], "v": pl.Series(vectors, dtype=kind)})
@@ -129,9 +129,11 @@ def test_a_parquet_column(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind:
     assert changed.rows(np.array([4]))["v"].tolist() == [[10.0, 11.0, 12.0]]
 
 
-def test_text_columns_are_joined_and_what_is_empty_is_missing(tmp_path: Path, counted: list[str]) -> None:
-    """Columns are joined in the order named, null and blank ones left out; an item with no text at all lacks the modality; equal texts
-    are encoded once; and one line says how many lack it."""
+def test_text_columns_are_joined_and_empty_texts_are_missing(tmp_path: Path, counted: list[str]) -> None:
+    """Columns are joined in order without null and blank ones, and equal texts are encoded once.
+
+    An item without any text lacks the modality, and a note counts such items.
+    """
     items = pl.DataFrame(
         {
             "item_id": [1, 2, 3, 4, 5, 6],
@@ -156,7 +158,7 @@ def test_text_columns_are_joined_and_what_is_empty_is_missing(tmp_path: Path, co
 
 
 def test_only_what_changed_is_encoded_again(tmp_path: Path, counted: list[str]) -> None:
-    """A second load encodes nothing; a changed title and a new item encode themselves only; another encoder encodes all."""
+    """A second load encodes nothing; a changed title or a new item is encoded alone; another encoder encodes all."""
     titles = {i: f"title {i}" for i in range(1, 9)}
 
     def load(encoder: str = "one") -> list[float]:
@@ -201,7 +203,7 @@ def test_a_stopped_encoding_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_pictures_of_a_folder_and_of_a_column(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files are matched to items by name or by a column's paths; missing files and broken pictures are missing, in one line."""
+    """Files are matched to items by name or by a column of paths; absent and broken pictures are missing."""
 
     class Bytes(Lengths):
         def __init__(self, device: str) -> None:
@@ -317,9 +319,11 @@ REAL = {
 
 
 @pytest.mark.parametrize("name", REAL)
-def test_real_vectors_lie_in_the_rows_of_their_items(real_data: Path, name: str) -> None:
-    """On a real set a few items get exactly their own rows of the file, also where a threshold on ratings drops items; MovieLens posters
-    are missing for exactly the films that the items table says have none."""
+def test_real_vectors_are_in_the_rows_of_their_items(real_data: Path, name: str) -> None:
+    """On a real set, items get exactly their rows of the file, also if a threshold on ratings drops items.
+
+    MovieLens posters are missing for exactly the films without one in the items table.
+    """
     folder = real_data / name
     if not folder.is_dir():
         pytest.skip(f"no {folder}")
@@ -338,7 +342,7 @@ def test_real_vectors_lie_in_the_rows_of_their_items(real_data: Path, name: str)
 
 @pytest.mark.parametrize("name", ["amazon_electronics_2023", "amazon_beauty"])
 def test_real_titles(real_data: Path, tmp_path: Path, counted: list[str], name: str) -> None:
-    """Every item of the real sets has a title to encode, and behaviour is learned from the training part for most items."""
+    """Every item of the real sets has a title to encode, and most items have behaviour from the training part."""
     if not (real_data / name).is_dir():
         pytest.skip(f"no {real_data / name}")
     parts = split(read(real_data / name))

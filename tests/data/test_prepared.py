@@ -85,7 +85,7 @@ def same(one: Interactions | None, other: Interactions | None) -> None:
 
 @pytest.mark.parametrize("case", HOWS)
 def test_the_parts_are_those_of_reading_in_memory(case: str, tmp_path: Path) -> None:
-    """Rows, ids, times, weights and parts equal read and split in memory, for every way to split; and so do counts, positives and seen."""
+    """Rows, ids, times, weights, parts, counts, positives and seen items equal those of `read` and `split`."""
     frame = rows(1) if case in ("file", "auto") else rows(1).drop("split")
     data = prepare(parts_of(frame, tmp_path / "parts"), tmp_path / "out", **HOWS[case])
     whole = split(read(tmp_path / "parts"), **HOWS[case])
@@ -143,7 +143,7 @@ def test_against_dictionaries(tmp_path: Path) -> None:
 
 
 def test_the_order_of_rows_and_parts_does_not_matter(tmp_path: Path) -> None:
-    """Shuffled rows in another number of parts give the same files, byte for byte, save for what prepared.json says of the source."""
+    """Shuffled rows in another number of parts give identical files, except for the source in prepared.json."""
     frame = rows(3)
     prepare(parts_of(frame, tmp_path / "a"), tmp_path / "one")
     parts_of(frame.sample(fraction=1, shuffle=True, seed=4), tmp_path / "b", 5)
@@ -213,7 +213,7 @@ def test_a_text_file(tmp_path: Path) -> None:
 
 
 def test_training_is_the_same_to_the_bit(tmp_path: Path) -> None:
-    """A run on prepared data that fits into one window ends with the tensors of the run in memory, weights and known positives included."""
+    """A run on prepared data that fits into one window ends with the tensors of the run in memory."""
     parts_of(rows(9, 2000), tmp_path / "parts")
     prepare(tmp_path / "parts", tmp_path / "out")
     models = []

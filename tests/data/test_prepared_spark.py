@@ -42,7 +42,7 @@ def _many_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def rows(n: int = 900) -> pl.DataFrame:
-    """Every kind of column: text ids with accents, negative numbers, duplicates with weights, nulls, NaN, a split and labels."""
+    """Every kind of column: accented text ids, negative numbers, weighted duplicates, nulls, NaN, a split, labels."""
     random = np.random.default_rng(3)
     names = np.array([f"u{k}" for k in range(60)] + ["é", "Ünal", "a b", "Z", "100", "9", "", "日本"])
     frame = pl.DataFrame(

@@ -46,7 +46,7 @@ def zipped(files: dict[str, bytes]) -> bytes:
 
 
 def test_a_download_is_complete_recorded_and_made_once(served: tuple[Path, str], tmp_path: Path) -> None:
-    """The file has the served bytes, its sha256 is beside it, progress ends at the size, and a second call fetches nothing."""
+    """The file has the served bytes, its sha256 is beside it, progress ends at its size, and a second call is free."""
     folder, address = served
     body = bytes(range(256)) * 9000
     (folder / "a.bin").write_bytes(body)
@@ -103,7 +103,8 @@ CASES = {
     "movielens-20m": {
         "ml-20m/ratings.csv": "userId,movieId,rating,timestamp\n"
         + "\n".join(",".join(map(str, row)) for row in RATINGS),
-        "ml-20m/movies.csv": 'movieId,title,genres\n10,Café (1995),Drama\n20,"Two, Again (1996)",Comedy\n30,Three,Comedy\n',
+        "ml-20m/movies.csv": "movieId,title,genres\n"
+        + '10,Café (1995),Drama\n20,"Two, Again (1996)",Comedy\n30,Three,Comedy\n',
     },
 }
 

@@ -60,7 +60,7 @@ def test_parquet_csv_tsv_and_gzip_read_alike(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["polars", "lazy", "arrow", "pandas"])
 def test_tables_in_memory_read_like_files(tmp_path: Path, kind: str) -> None:
-    """A frame of polars or pandas, or an Arrow table, gives what the file would: pairs, tables, texts of its own, notes."""
+    """A frame of polars or pandas, or an Arrow table, gives the pairs, tables, texts and notes of the file."""
     if kind in ("arrow", "pandas"):
         pytest.importorskip("pyarrow")
 
@@ -262,7 +262,7 @@ def test_categorical_and_float_ids() -> None:
 
 
 def test_item_tables_line_up_with_dense_ids(tmp_path: Path) -> None:
-    """Row i of the table describes dense item i, null where unknown; only catalogue=True adds items; titles are found."""
+    """Row i of the table describes dense item i, null if unknown; only catalogue=True adds items; titles are found."""
     SMALL.write_parquet(tmp_path / "a.parquet")
     table = pl.DataFrame(
         {"item_id": [9, 5, 11, 5], "name": ["nine", "five", "eleven", "again"], "price": [1.5, 2.5, 3.5, 4.5]}
@@ -440,7 +440,7 @@ ACCENTS = "user,item,title\n" + "".join(
 
 @pytest.mark.parametrize("kind", ["csv", "gz", "inter", "lists"])
 def test_ids_that_are_not_utf8_are_refused(tmp_path: Path, kind: str) -> None:
-    """Ids that differ in such bytes only would become one: the file, the line, the column and what to do. The same as UTF-8 is read."""
+    """Ids that are not UTF-8 are refused with file, line, column and advice: they could become equal. UTF-8 is read."""
     pairs = [line.split(",")[:2] for line in ACCENTS.splitlines()[1:]]
     text, name, column = {
         "csv": (ACCENTS, "a.csv", "item"),
@@ -463,7 +463,7 @@ def test_ids_that_are_not_utf8_are_refused(tmp_path: Path, kind: str) -> None:
 
 
 def test_what_else_is_not_utf8(tmp_path: Path) -> None:
-    """An items table with such ids is refused; texts with such bytes are read, and it is said; U+FFFD of the file itself is a letter."""
+    """An items table with such ids is refused; such texts are read, with a note; U+FFFD in a UTF-8 file is accepted."""
     (tmp_path / "a.csv").write_text(ACCENTS.replace(",title", ",kind"))
     (tmp_path / "items.csv").write_bytes("item,name\ncaf\u00e90,x\ncaf\u00e80,y\n".encode("latin1"))
     assert f"{tmp_path / 'items.csv'} line 2 " in refusal(tmp_path / "a.csv", items=tmp_path / "items.csv")

@@ -30,7 +30,7 @@ def test_relevance_is_the_formula() -> None:
 
 
 def test_false_negatives_are_relevant_and_unobserved() -> None:
-    """A candidate is a false negative exactly where its relevance is above the threshold and the pair was not observed."""
+    """A candidate is a false negative if and only if its relevance is above the threshold and it was not observed."""
     world = make_world(queries=12, items=20, seed=1)
     observed = set(zip(world.interactions.queries.tolist(), world.interactions.items.tolist(), strict=True))
     queries = torch.tensor([3, 7, 3])
@@ -47,7 +47,7 @@ def test_false_negatives_are_relevant_and_unobserved() -> None:
 
 
 def test_observation_is_liking_times_exposure() -> None:
-    """Over many queries the share of observed pairs is relevance times exposure, and of shown pairs (1 - relevance) times exposure."""
+    """The share of observed pairs is relevance times exposure, that of shown pairs (1 - relevance) times exposure."""
     world = make_world(queries=3000, items=30, exposure=0.6, relevant=0.4, seed=0)
     relevance = world.relevance(torch.arange(3000))
     observed = torch.zeros(3000, 30)
@@ -89,7 +89,7 @@ def test_everyone_has_an_interaction_and_the_seed_decides() -> None:
 
 
 def test_views_are_noisy_linear_images_of_the_truth() -> None:
-    """A linear map from the latent vectors explains most of the text and image vectors, and all of them without noise."""
+    """A linear map from the latent vectors explains most of the text and image vectors, all of them without noise."""
     for noise, least, most in ((0.3, 0.85, 0.97), (0.0, 0.999999, 1.000001)):
         world = make_world(items=400, noise=noise, seed=2)
         for view in (world.text_vectors, world.image_vectors):

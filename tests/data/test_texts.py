@@ -36,7 +36,7 @@ WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "red", "shoes", "a", "b", "c", "d",
 
 @pytest.fixture(scope="module")
 def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a tokenizer of a few words that opens with [CLS] and closes with [SEP], and that pads and cuts by default."""
+    """A folder with a small tokenizer that opens with [CLS], closes with [SEP], and pads and truncates by default."""
     tokenizers = pytest.importorskip("tokenizers")
     made = tokenizers.Tokenizer(
         tokenizers.models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="[UNK]")
@@ -65,7 +65,7 @@ def rows(texts: Texts, max_len: int) -> list[list[int]]:
 @pytest.mark.parametrize("max_len", [3, 5, 100])
 @pytest.mark.parametrize("kind", ["words", "bert"])
 def test_padded_and_flat_are_the_tokens_of_each_text(kind: str, max_len: int, bert: Path) -> None:
-    """Whatever is asked for, in any order and repeated: the same tokens, cut alike, padded only as far as the longest needs."""
+    """Any index, in any order and with repeats, gives the same tokens, truncated alike, padded to the longest."""
     texts = tokenize(ODD, "words" if kind == "words" else bert, 40)
     index = torch.tensor([6, 0, 1, 6, 7, 2, 5])
     expected = [rows(texts, max_len)[i] for i in index.tolist()]
@@ -82,7 +82,7 @@ def test_padded_and_flat_are_the_tokens_of_each_text(kind: str, max_len: int, be
 
 
 def test_fast_tokens_are_what_the_library_gives(bert: Path) -> None:
-    """The file's own padding and cutting are undone; the special tokens count towards max_len, and the last is known as the end."""
+    """The file's padding and truncation are undone; special tokens count towards max_len, and the last is the end."""
     texts = tokenize(["red shoes", "", "a b c d e f g h", None], bert, 6)  # type: ignore[list-item]
     assert rows(texts, 6) == [[2, 4, 5, 3], [2, 3], [2, 6, 7, 8, 9, 3], [2, 3]]
     assert (texts.vocabulary, texts.pad, texts.end) == (len(WORDS), 0, 3)
@@ -134,7 +134,8 @@ def test_an_unfinished_cache_is_made_again(tmp_path: Path) -> None:
 
 def test_hashed_words_are_the_same_in_every_process() -> None:
     """Another process, with another seed for Python's own hashes, gives the same ids."""
-    code = "from sparring.data.texts import tokenize; print(tokenize(['Red shoes, 2024', 'straße'], 'words', 8).tokens.tolist())"
+    words = "['Red shoes, 2024', 'straße']"
+    code = f"from sparring.data.texts import tokenize; print(tokenize({words}, 'words', 8).tokens.tolist())"
     found = {
         subprocess.run(
             [sys.executable, "-c", code],
@@ -149,7 +150,7 @@ def test_hashed_words_are_the_same_in_every_process() -> None:
 
 
 def test_hashed_words_are_words_and_numbers() -> None:
-    """Case, width and punctuation do not matter; Chinese characters and emoji are words of their own; ids lie in 1..size - 1."""
+    """Case, width and punctuation do not matter; Chinese characters and emoji are words; ids are in 1..size - 1."""
     maker = WordTokenizer(size=100)
     tokens, length = maker.encode(
         pl.Series(["Red-shoes!", "\uff32\uff25\uff24 shoes", "日本 \U0001f600", "don't 3.5"]), 16
@@ -239,7 +240,7 @@ def test_columns_of_text_are_known_by_their_names(columns: list[str], found: tup
 
 
 def test_ids_are_never_read_as_texts_in_silence() -> None:
-    """Ids without spaces are no texts, nor are any where there are columns of text; the error names those; `id` asks for the ids."""
+    """Ids without spaces are no texts, nor are ids beside text columns; the error names those; `id` asks for ids."""
     pairs = pl.DataFrame({"query_id": ["q1", "q2"], "item_id": ["red shoes", "a hat"]})
     items = pl.DataFrame({"item_id": ["a hat", "red shoes"], "shop": ["x", "y"], "blurb": ["B", "C"]})
     data = from_frame(pairs, items=items)
@@ -258,7 +259,7 @@ def test_ids_are_never_read_as_texts_in_silence() -> None:
 
 
 def test_tokenising_tells_whoever_listens_around_it(tmp_path: Path) -> None:
-    """Within `reporting` every call without a listener of its own tells how many are done, kept tokens at once; outside none does."""
+    """Within `reporting`, every call without a listener reports progress, cached tokens at once; outside, none does."""
     told: list[tuple[str, int, int]] = []
     own: list[tuple[str, int, int]] = []
     strings = [f"text {number}" for number in range(20_000)]

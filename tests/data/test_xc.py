@@ -84,7 +84,7 @@ def test_texts_and_matrices(folder: Path) -> None:
 
 
 def test_filters_are_hidden_in_their_own_part(folder: Path) -> None:
-    """What is masked for a test point is its own filter; for a training point, its labels and its filter: neither file leaks."""
+    """A test point masks its filter, a training point its labels and its filter: neither file leaks into the other."""
     parts = split(read(folder), valid=0)
     assert seen(parts, "test", 4) == {0}
     assert seen(parts, "test", 5) == set()
@@ -102,7 +102,7 @@ def test_filters_are_hidden_in_their_own_part(folder: Path) -> None:
 
 
 def test_every_layout_gives_the_same_data(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Sparse text, JSON lines, and matrices by column or coordinate hold the same pairs, texts and filters as the first layout."""
+    """Sparse text, JSON lines and matrices by column or coordinate hold the same pairs, texts and filters."""
     expected = read_xc(folder)
     text, objects = tmp_path_factory.mktemp("text"), tmp_path_factory.mktemp("objects")
     for name in ("trn_X.txt.gz", "tst_X.txt", "Y.txt"):
@@ -141,7 +141,7 @@ def test_test_points_without_labels_are_counted(folder: Path) -> None:
 
 
 def test_bytes_that_are_no_text_are_replaced_and_told(folder: Path) -> None:
-    """Invalid UTF-8 becomes U+FFFD, and a note names the file, how many lines and the first; ends of lines are only line feeds."""
+    """Invalid UTF-8 becomes U+FFFD with a note of the file, the number of lines and the first; only \\n ends a line."""
     (folder / "tst_X.txt").write_bytes(b"\xef\xbb\xbfblue\r\ncaf\xe9 \x00")
     data = read(folder)
     assert text_of(data, "query").to_list()[4:] == ["blue", "caf\ufffd \x00"]

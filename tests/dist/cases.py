@@ -1,10 +1,18 @@
-"""What is trained by one process and by several, in one place for the tests and for the ranks that they start."""
+"""The runs that one process and several train, for the tests and the ranks that they start."""
 
 from __future__ import annotations
 
 from typing import Any
 
-SMALL: dict[str, Any] = {"dim": 8, "batch_size": 61, "epochs": 2, "seed": 5, "lr": 0.02, "patience": None, "precision": "float32"}
+SMALL: dict[str, Any] = {
+    "dim": 8,
+    "batch_size": 61,
+    "epochs": 2,
+    "seed": 5,
+    "lr": 0.02,
+    "patience": None,
+    "precision": "float32",
+}
 
 # One line for each recipe, and for each way of drawing, masking or remembering that its own defaults do not reach.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {

@@ -1,4 +1,5 @@
-"""One rank of the comparison of several processes with one: python equality.py OUT [CASE ...], with the environment that torchrun sets."""
+"""One rank of the comparison of several processes with one: python equality.py OUT [CASE ...], with the environment
+that torchrun sets."""
 
 from __future__ import annotations
 
@@ -19,19 +20,19 @@ sys.path.insert(0, str(Path(__file__).parent))
 import sharded
 from cases import CASES, SMALL
 
-from sparring.training import loop as training
-from sparring.data.interactions import Split
 from sparring.core.ranks import Group
-from sparring.evaluation.ranking import evaluate
-from sparring.training.optimizers import state_tensors
-from sparring.recipes.settings import build
-from support.texts import text_parts
-from sparring.training.loop import TrainingProgress, Trainer
 from sparring.core.types import ALONE, Ranks
+from sparring.data.interactions import Split
+from sparring.evaluation.ranking import evaluate
+from sparring.recipes.settings import build
+from sparring.training import loop as training
+from sparring.training.loop import Trainer, TrainingProgress
+from sparring.training.optimizers import state_tensors
+from support.texts import text_parts
 
 
 def trained(name: str, parts: Split, ranks: Ranks) -> dict[str, Any]:
-    """Two epochs in float64: the loss and all gradients of every step, then the whole state, and the metrics."""
+    """Two epochs in float64: the loss and all gradients of every step, then the complete state and the metrics."""
     recipe, settings = CASES[name]
     run = build(recipe, parts.train, {**SMALL, **settings})
     run = dataclasses.replace(run, setup=run.setup.replaced(clf_epochs=0))
@@ -70,7 +71,7 @@ def trained(name: str, parts: Split, ranks: Ranks) -> dict[str, Any]:
 
 
 def differences(one: dict[str, Any], other: dict[str, Any]) -> dict[str, float]:
-    """How far two trainings lie apart, relative to the size of each thing."""
+    """The largest relative difference between two trainings."""
     steps = list(zip(one["gradients"], other["gradients"], strict=True))
     far = [_far(one["state"][name], other["state"][name]) for name in one["state"]]
     return {

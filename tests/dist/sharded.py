@@ -1,4 +1,4 @@
-"""Tables whose rows are spread over ranks, compared with whole ones; run by the ranks of equality.py."""
+"""Tables sharded over ranks, compared with unsharded ones; run by the ranks of equality.py."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from sparring.training import checkpoint
 from sparring.core import files
-from sparring.recipes.run import Run
-from sparring.data.interactions import Split
 from sparring.core.ranks import Group
-from sparring.evaluation.ranking import evaluate
-from sparring.recipes.settings import build
-from sparring.training.loop import TrainingProgress, Trainer
 from sparring.core.types import ALONE, Ranks
+from sparring.data.interactions import Split
+from sparring.evaluation.ranking import evaluate
+from sparring.recipes.run import Run
+from sparring.recipes.settings import build
+from sparring.training import checkpoint
+from sparring.training.loop import Trainer, TrainingProgress
 
 SETTINGS: dict[str, Any] = {
     "dim": 8,
@@ -72,7 +72,8 @@ def results(trainer: Trainer, parts: Split) -> dict[str, Any]:
 
 
 def compared(parts: Split, out: Path, pair: Group, four: Group) -> dict[str, Any]:
-    """How far spread tables lie from whole ones, for two ranks and four; and a training that is passed from four ranks to one to two."""
+    """Sharded against unsharded tables on two and four ranks; and a training that moves from four ranks to one to
+    two."""
     if importlib.util.find_spec("torchrec") is None:
         return {}
     found: dict[str, Any] = {}

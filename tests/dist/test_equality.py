@@ -1,4 +1,4 @@
-"""Two and four ranks train what one process trains."""
+"""Two and four ranks train the same model as one process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ assert _spec is not None
 assert _spec.loader is not None
 cases = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(cases)
-pytestmark = pytest.mark.xdist_group("equality")  # one process of the tests runs them all: what they ask for is computed once
+pytestmark = pytest.mark.xdist_group(
+    "equality"
+)  # one process of the tests runs them all: what they ask for is computed once
 
 
 def free_port() -> int:
@@ -34,7 +36,13 @@ def free_port() -> int:
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Four ranks, started once: two pairs share the cases between them, then all four do each together."""
     out = tmp_path_factory.mktemp("equality")
-    common = {**os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    common = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "WORLD_SIZE": "4",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
     common["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     started = []
     for rank in range(4):
@@ -58,8 +66,8 @@ def test_every_recipe_is_compared() -> None:
 
 @pytest.mark.parametrize("name", [f"{name} x{ranks}" for ranks in (2, 4) for name in cases.CASES])
 def test_ranks_train_what_one_process_trains(found: dict[str, Any], name: str) -> None:
-    """Over two epochs in float64: the losses, every gradient of every step, towers, optimisers, all that samplers remember, the draws
-    and the metrics are those of one process with the same batches; and all ranks end with the same bits."""
+    """Over two epochs in float64: the losses, every gradient of every step, towers, optimisers, all sampler state, the
+    draws and the metrics are those of one process with the same batches; and all ranks end with the same bits."""
     far = found[name]
     assert far["moved"] > 0
     assert far["first gradient"] < 1e-12
@@ -71,10 +79,13 @@ def test_ranks_train_what_one_process_trains(found: dict[str, Any], name: str) -
     assert far["ranks"] == 0
 
 
-@pytest.mark.parametrize("name", [*(f"sharded {name} x{n}" for name in ("default", "xir", "bpr") for n in (2, 4)), "passed on", "served"])
+@pytest.mark.parametrize(
+    "name", [*(f"sharded {name} x{n}" for name in ("default", "xir", "bpr") for n in (2, 4)), "passed on", "served"]
+)
 def test_sharded_tables_train_as_whole_ones(found: dict[str, Any], name: str) -> None:
-    """Rows spread over ranks by TorchRec: the losses, vectors and metrics of one process with whole tables (float32); also where the
-    training is passed from four ranks to one and to two by its checkpoints, and where one process reads the model to serve it."""
+    """Tables sharded by TorchRec: the losses, vectors and metrics of one process with unsharded tables (float32);
+    also where the training is passed from four ranks to one and to two by its checkpoints, and where one process
+    reads the model to serve it."""
     pytest.importorskip("torchrec")
     far = found[name]
     assert far["loss"] < 1e-5

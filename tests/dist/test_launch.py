@@ -1,4 +1,4 @@
-"""Several processes from the command line: bad input, faults, and what a user sees."""
+"""Several processes from the command line: bad input, faults, and output."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparring.training import checkpoint
-from sparring.core import files, ranks
-from sparring.models import rowwise_tables
-from sparring.recipes import run as runs
 from sparring.cli import main
 from sparring.cli.train import without_launcher
-from sparring.data.interactions import Split
-from sparring.data.synthetic import make_world
+from sparring.core import files, ranks
 from sparring.core.devices import pick_device
 from sparring.core.errors import UserError
-from sparring.recipes.settings import build
-from sparring.training.fitting import fit
 from sparring.core.types import ALONE
+from sparring.data.interactions import Split
+from sparring.data.synthetic import make_world
+from sparring.models import rowwise_tables
+from sparring.recipes import run as runs
+from sparring.recipes.settings import build
+from sparring.training import checkpoint
+from sparring.training.fitting import fit
+from sparring.training.loop import TrainingProgress
 
 KILLS = Path(__file__).parents[2] / "benchmarks" / "kills.py"
 
@@ -75,7 +76,7 @@ def test_processes_do_not_start_processes(
 
 
 def test_the_launchers_words_are_its_own() -> None:
-    """What the processes get: everything but --nproc, --restarts, --overwrite and --resume, in any spelling."""
+    """The processes get all options but --nproc, --restarts, --overwrite and --resume, in any spelling."""
     words = [
         "train",
         "--nproc",
@@ -104,13 +105,14 @@ def test_the_launchers_words_are_its_own() -> None:
 def test_what_sharded_tables_cannot_do_is_told(
     pairs: Path, tmp_path: Path, refused: Callable[..., None], setting: str, named: str
 ) -> None:
-    """One line that names the setting and what it must be."""
+    """One line names the setting and its allowed values."""
     words = ["train", "--data", pairs, "--recipe", "bpr", "--shard-tables", "--out", tmp_path / "run", "--set", setting]
     refused(words, "tables=sharded", named)
 
 
 def test_a_process_needs_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each process of a machine gets the GPU of its number; more processes than GPUs are refused; without GPUs none has one."""
+    """Each process of a machine gets the GPU of its number; more processes than GPUs are refused; without GPUs none has
+    one."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_RANK", "1")
@@ -145,7 +147,8 @@ def test_a_missing_torchrec_is_named(parts: Split, monkeypatch: pytest.MonkeyPat
 
 
 def test_tables_that_do_not_fit_are_told_or_sharded(parts: Split, monkeypatch: pytest.MonkeyPatch) -> None:
-    """tables=auto: whole where they fit; else one line with how much, how much there is and what to do; sharded where ranks share."""
+    """tables=auto: unsharded if they fit, else one line with the sizes and advice; sharded if several ranks share
+    them."""
     assert build("bpr", parts.train, {}).setup.model.tables == "auto"
     monkeypatch.setattr(runs, "device_bytes", lambda device: 1000)
     with pytest.raises(UserError, match=r"the tables take .* start several ranks"):
@@ -160,8 +163,11 @@ def test_tables_that_do_not_fit_are_told_or_sharded(parts: Split, monkeypatch: p
     assert runs.with_tables(setup.replaced(tables="auto"), 10**6, 10**6) == setup
 
 
-def test_a_torn_checkpoint_costs_one_checkpoint(parts: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cut in half, empty or overwritten while training runs: the one before it is taken, and it is said; with both torn it is an error."""
+def test_a_torn_checkpoint_costs_one_checkpoint(
+    parts: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Cut in half, empty or overwritten: the previous checkpoint is used, with a warning; if both are damaged, an
+    error."""
     run = build("xir", parts.train, {"dim": 8, "batch_size": 61, "epochs": 3, "cache_size": 16, "patience": None})
     linked: list[bool] = []
     real = files.write_tensors
@@ -173,7 +179,7 @@ def test_a_torn_checkpoint_costs_one_checkpoint(parts: Split, tmp_path: Path, mo
         real(path, tensors, meta)
 
     monkeypatch.setattr(files, "write_tensors", write)
-    fit(run, parts, tmp_path / "run", k=(10,), device="cpu")
+    fit(run, parts, tmp_path / "run", k=(10,), device="cpu", progress=TrainingProgress(epoch=lambda record: True))
     folder, path, previous = (
         tmp_path / "run",
         tmp_path / "run" / checkpoint.NAME,
@@ -185,17 +191,18 @@ def test_a_torn_checkpoint_costs_one_checkpoint(parts: Split, tmp_path: Path, mo
     for torn in (whole[: len(whole) // 2], b"", b"\xff" * 100):
         previous.write_bytes(whole)
         path.write_bytes(torn)
-        found = checkpoint.find(folder, ALONE)
-        assert found is not None
-        assert found[0] == path
-        assert "going back" in found[1]
+        caplog.clear()
+        assert checkpoint.find_checkpoint(folder, ALONE) == path
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
+        assert "previous" in caplog.messages[0]
         assert path.read_bytes() == whole
         assert not previous.exists()  # nor can the torn one become it
-        assert checkpoint.find(folder, ALONE) == (path, "")
+        assert checkpoint.find_checkpoint(folder, ALONE) == path
+        assert len(caplog.records) == 1
     path.write_bytes(whole[:50])
     previous.write_bytes(whole[:50])
     with pytest.raises(UserError, match="corrupt"):
-        checkpoint.find(folder, ALONE)
+        checkpoint.find_checkpoint(folder, ALONE)
 
 
 FAULTS = {
@@ -210,8 +217,8 @@ FAULTS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_cost_nothing(fault: str) -> None:
-    """Killed for real, a training is started again and ends bit by bit as one that was left alone; where a machine stays away, but for
-    rounding. benchmarks/kills.py has more of it."""
+    """Killed for real, a training is started again and ends bit by bit as an uninterrupted one; where a machine
+    stays away, but for rounding. benchmarks/kills.py has more of it."""
     if "--sharded" in FAULTS[fault]:
         pytest.importorskip("torchrec")
     if "--disk" in FAULTS[fault] and not may_mount():

@@ -18,7 +18,7 @@ import polars as pl
 import pytest
 
 from sparring.cli import main
-from sparring.core.drawing import INK
+from sparring.core.figure_style import INK
 from sparring.core.workers import Failure
 from sparring.data.interactions import Split
 from sparring.data.synthetic import SyntheticWorld

@@ -28,7 +28,7 @@ def generator(seed: int = 0) -> torch.Generator:
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_inner_products_keep_their_mean(bias: bool) -> None:
-    """Each dimension is 0 with chance 0.3 and else divided by 0.7, so that its mean over draws stays; a bias's dimension stays 1."""
+    """A dimension is 0 with probability 0.3, otherwise divided by 0.7, so its mean stays; a bias dimension stays 1."""
     model = Retriever(IdTower(5, 6), IdTower(7, 6), "dot", item_bias=IdTower(7, 1) if bias else None)
     q = model.encode_queries(torch.arange(5)).detach()
     draws = torch.stack([model.dropped(q, RATE, torch.rand(5, 6, generator=generator(seed))) for seed in range(4000)])
@@ -45,7 +45,7 @@ def test_inner_products_keep_their_mean(bias: bool) -> None:
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_cosines_are_of_what_is_left_of_the_towers_vectors(bias: bool) -> None:
-    """Under cosine a dropped vector is the tower's own with the same zeros, then brought to length 1: dropped before, not after."""
+    """Under cosine the tower's vector is dropped first and then scaled to length 1."""
     model = Retriever(IdTower(5, 6), IdTower(7, 6), "cosine", item_bias=IdTower(7, 1) if bias else None)
     q = model.dropped(model.encode_queries(torch.arange(5)), RATE, torch.rand(5, 6, generator=generator(3))).detach()
     assert q.shape == (5, 6 + bias)
@@ -72,7 +72,7 @@ def one_loss(parts: Split, settings: dict[str, object], training: bool = True) -
 
 
 def test_only_training_drops(parts: Split) -> None:
-    """A training step drops; one in evaluation mode, and the vectors that are ranked, are those without dropout, bit by bit."""
+    """A training step drops; evaluation mode and ranked vectors are bitwise those without dropout."""
     plain, _ = one_loss(parts, {})
     assert bool((one_loss(parts, {"dropout": RATE})[0] == 0).any())
     assert torch.equal(one_loss(parts, {"dropout": RATE}, training=False)[0], plain)
@@ -95,7 +95,7 @@ class Stop(Exception):
 
 
 def test_a_stopped_run_goes_on_as_if_it_had_not_been(parts: Split, tmp_path: Path) -> None:
-    """Stopped and resumed, a run with dropout and a bias ends bitwise where the whole run ends, whatever the global generator did."""
+    """A resumed run with dropout and a bias equals an uninterrupted one bitwise, whatever the global RNG did."""
     settings = {"epochs": 3, "batch_size": 64, "dim": 8, "n": 30, "dropout": RATE, "item_bias": True}
 
     def stop(epoch: int, step: int, loss: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Recommendations by a history: through the query tower where it reads histories, else by the mean of the items' vectors."""
+"""Recommendations from a history: by a tower that reads histories, otherwise by the mean of the items' vectors."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def trained(parts: Split, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 def test_where_no_tower_reads_it_a_history_is_the_mean_of_its_items(
     trained: dict[str, runs.Trained], name: str
 ) -> None:
-    """At length 1 under cosine, else at the items' mean length; a bias counts in full; the history itself is left out unless asked for."""
+    """Length 1 under cosine, otherwise the items' mean length; biases count; history items are excluded by default."""
     run, rows = trained[name], [3, 7, 20]
     vectors = run.model.item_vectors().numpy().astype(np.float64)
     width = vectors.shape[1] - (name == "bias")

@@ -36,7 +36,7 @@ def with_bias(model: Retriever) -> Tensor:
 
 @pytest.mark.parametrize("score", ["cosine", "dot"])
 def test_a_score_is_the_inner_product_and_the_bias(parts: Split, score: str) -> None:
-    """Vectors have one more dimension; their inner products are q . v + b with q and v as without, of length 1 under cosine."""
+    """Vectors gain one dimension; inner products are q . v + b with unchanged q and v, of length 1 under cosine."""
     model = build("uns", parts.train, {**SMALL, "score": score}).model
     want = with_bias(model)
     found = model.query_vectors(torch.arange(parts.train.n_queries)) @ model.item_vectors().T
@@ -56,7 +56,7 @@ def test_it_begins_at_nothing(parts: Split) -> None:
 
 @pytest.mark.parametrize("score", ["cosine", "dot"])
 def test_a_steps_loss_and_gradient(parts: Split, score: str) -> None:
-    """The loss over all items is cross-entropy of (q . v + b) / tau, and the bias of an item gets its share of it as gradient."""
+    """The loss over all items is the cross-entropy of (q . v + b) / tau, and the bias receives its gradient."""
     run = build("full_softmax", parts.train, {**SMALL, "score": score, "tau": 0.4, "optimizer": "adam"})
     scores = with_bias(run.model)
     rows = np.random.default_rng(0).choice(len(parts.train), 24, replace=False)
@@ -110,7 +110,7 @@ def test_recipes_train_it(parts: Split, recipe: str) -> None:
 
 
 def test_a_saved_run_recommends_by_it(parts: Split, tmp_path: Path) -> None:
-    """Written, loaded and asked: the scores are those of the trained tables and biases, also with features and histories."""
+    """A saved and loaded run scores by its trained tables and biases, also with features and histories."""
     for more in ({}, {"item_features": "category", "init": "normal"}, {"query_tower": "history"}, {"init": "spectral"}):
         run = build("uns", parts.train, {**SMALL, "optimizer": "row-adagrad", "lr": 0.3, **more})
         fit(run, parts, tmp_path / "run", overwrite=True, k=(10,), device="cpu")
@@ -131,7 +131,7 @@ def test_a_saved_run_recommends_by_it(parts: Split, tmp_path: Path) -> None:
 
 
 def test_it_takes_up_popularity(parts: Split) -> None:
-    """With vectors of one dimension the bias is what can tell items apart: after training it rises with how often an item was taken."""
+    """With one-dimensional vectors only the bias can tell items apart: after training it rises with item frequency."""
     run = build(
         "full_softmax",
         parts.train,

@@ -42,7 +42,7 @@ def test_the_clusters_vector_is_added_before_scaling(init: str) -> None:
 
 
 def test_frequent_items_have_vectors_of_their_own_and_the_others_share_equally() -> None:
-    """The `private` most frequent items (of equals the first) one each; the others in clusters whose sizes differ by at most 1."""
+    """The `private` most frequent items (ties by id) get one each; the others share clusters of equal size."""
     counts = torch.tensor([5, 1, 9, 1, 1, 7, 1, 1, 1, 1, 5])
     item = Augmented(table(11), 2 + 4)
     item.assign(counts, 2, torch.Generator().manual_seed(0))
@@ -121,7 +121,7 @@ def by_hand(positives: Positives, vectors: torch.Tensor, item: int, shrink: floa
 
 @pytest.mark.parametrize("shrink", [0.0, 1.0])
 def test_centroids_are_means_of_the_queries_of_an_item(parts: Split, shrink: float) -> None:
-    """By a loop over all pairs; 0 for an item that nobody has; none before the first epoch; no item vector is encoded."""
+    """Centroids equal a loop over all pairs; 0 without queries; none before the first epoch; no item is encoded."""
     positives, n = parts.train.positives(), parts.train.n_items
     vectors = torch.randn(parts.train.n_queries, 4, generator=torch.Generator().manual_seed(0))
     tower = Centroids(table(n), shrink)
@@ -137,7 +137,7 @@ def test_centroids_are_means_of_the_queries_of_an_item(parts: Split, shrink: flo
 
 
 def test_a_centroid_counts_through_the_learned_matrix(parts: Split) -> None:
-    """w_l = E(l) + G m_l; G starts at 0, where the vectors are the tower's own but its gradient is not 0; centroids get none."""
+    """w_l = E(l) + G m_l; G starts at 0 with a gradient, so vectors start as the tower's; centroids are constants."""
     tower = Centroids(table(10))
     tower.centroid.copy_(torch.randn(10, 4))
     ids = torch.tensor([[3, 9], [0, 3]])
@@ -151,8 +151,7 @@ def test_a_centroid_counts_through_the_learned_matrix(parts: Split) -> None:
 
 
 def test_prime_takes_the_vectors_that_batches_keep(parts: Split, tmp_path: Path) -> None:
-    """After training the centroids are means of the memory as it was before the last epoch; they are in the saved run, and the matrix has
-    moved."""
+    """After training the centroids are means of the memory before the last epoch; they are saved, and G has moved."""
     run = build(
         "prime",
         parts.train,
@@ -191,7 +190,7 @@ def test_a_negative_shrink_is_refused() -> None:
 
 
 def test_prime_with_texts_is_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A text tower under centroids under auxiliary vectors: found as the text tower that it is, saved with its encoder, and loaded."""
+    """A text tower under centroids under auxiliary vectors is found, saved with its encoder, and loaded."""
     monkeypatch.setenv("SPARRING_HOME", str(tmp_path / "home"))
     parts = text_parts()
     settings = {"encoder": "bag", "dim": 8, "epochs": 2, "batch_size": 16, "clf_epochs": 0, "size": 4, "warmup": 2}
@@ -204,7 +203,7 @@ def test_prime_with_texts_is_read_back(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_clusters_are_made_once_before_the_first_epoch(parts: Split) -> None:
-    """By the tower's vectors then and the counts of the training part; the same as asked for by hand; no later epoch changes them."""
+    """Clusters come from the tower's vectors and the training counts before the first epoch, and never change."""
     settings = {
         "dim": 8,
         "epochs": 3,

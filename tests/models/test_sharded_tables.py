@@ -26,7 +26,7 @@ def pair(n: int, shards: int) -> tuple[IdTower, ShardedTable]:
 
 @pytest.mark.parametrize(("n", "shards"), [(10, 1), (10, 3), (7, 7), (1000, 8)])
 def test_a_start_and_any_ids_are_those_of_one_table(n: int, shards: int) -> None:
-    """Drawn from the same random numbers; ids of any shape, repeated, all in one range, or none at all; sizes differ by at most 1."""
+    """Shards hold the rows of one table, for ids of any shape, repeated or empty; sizes differ by at most 1."""
     one, many = pair(n, shards)
     draw = torch.Generator().manual_seed(1)
     few = torch.zeros(3, dtype=torch.int32), torch.zeros(0).long()

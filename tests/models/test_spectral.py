@@ -14,7 +14,7 @@ from sparring.models.spectral import spectral
 
 
 def test_products_of_the_tables_follow_the_truncated_svd() -> None:
-    """With enough rounds, query . item / Di^1/4 is, up to one scale, the best rank-D approximation of Dq^-1/2 R Di^-1/2 (numpy's SVD)."""
+    """With enough rounds, query . item / Di^1/4 is, up to scale, the best rank-D approximation of A (numpy's SVD)."""
     rng = np.random.default_rng(0)
     matrix = (rng.random((60, 40)) < 0.2).astype(np.float64)
     matrix[matrix.sum(1) == 0, 0] = 1
@@ -31,7 +31,7 @@ def test_products_of_the_tables_follow_the_truncated_svd() -> None:
 
 
 def test_quick_ranks_before_its_first_epoch() -> None:
-    """Tables from the spectral start alone rank held-out items better than popularity does, in a world with structure."""
+    """In a world with structure, untrained spectral tables rank held-out items better than popularity does."""
     parts = sparring.split(
         make_world(queries=300, items=120, seed=3).interactions, "random", valid=0.0, test=0.3, seed=0
     )

@@ -48,7 +48,7 @@ def one_by_one(encoder: BagEncoder, texts: Texts, at: int, max_len: int) -> Tens
 
 @pytest.mark.parametrize("max_len", [1, 3, 32])
 def test_a_bag_is_the_weighted_mean_of_its_tokens(max_len: int) -> None:
-    """Ids of any shape, repeated ids, a text without tokens (zero), a cut text: each as a loop over its tokens gives it."""
+    """Ids of any shape, repeated ids, an empty text (zero), a truncated text: all equal a loop over their tokens."""
     encoder = a_bag()
     tower = TextTower(encoder, tokenize(STRINGS, encoder.tokenizer, 32), max_len)
     ids = torch.tensor([[3, 1, 0], [3, 5, 2]], dtype=torch.int32)
@@ -85,7 +85,7 @@ def test_the_gradient_of_a_bag_is_that_of_the_loop(sparse: bool) -> None:
 
 @pytest.mark.parametrize("pooling", ["mean", "cls"])
 def test_a_transformer_reads_each_text_as_if_alone(bert: Path, pooling: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is padded, however texts are put together: the vector of a text is that of transformers for this text alone."""
+    """Padding and grouping change nothing: a text has the vector that transformers gives it alone."""
     import transformers
 
     from sparring.models import text
@@ -122,7 +122,7 @@ class Waits(TorchDispatchMode):
 
 @pytest.mark.parametrize("max_len", [3, 8])
 def test_a_training_step_on_a_gpu_waits_for_nothing(bert: Path, max_len: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The vectors and gradients of groups of distinct texts, repeated, empty and cut texts too; forward and backward read no value."""
+    """Vectors and gradients equal those of grouped texts, also empty and truncated, without reading a value."""
     from sparring.models import text
 
     monkeypatch.setattr(text, "_WASTE", 9.0)  # texts of 3 tokens in places of 8
@@ -159,7 +159,7 @@ def test_a_text_that_occurs_twice_has_one_vector(bert: Path, monkeypatch: pytest
 
 
 def test_mostly_padding_is_not_read_at_once(bert: Path) -> None:
-    """One length for all is the longest text's, in eights, within what the encoder reads; not where twice the tokens there are is less."""
+    """The common length is the longest text's, rounded up to eights, within the limit; None if mostly padding."""
     encoder = load_encoder(bert)
     assert isinstance(encoder, TransformerEncoder)
 
@@ -174,7 +174,7 @@ def test_mostly_padding_is_not_read_at_once(bert: Path) -> None:
 
 
 def test_dropout_is_on_in_training_only(bert: Path) -> None:
-    """A fresh tower is in training mode; item_vectors and encode_texts are without dropout, and leave the mode as it was."""
+    """A new tower is in training mode; item_vectors and encode_texts have no dropout and leave the mode unchanged."""
     encoder = load_encoder(bert)
     texts = tokenize(STRINGS, encoder.tokenizer, 8)
     model = Retriever(TextTower(encoder, texts, 8), TextTower(encoder, texts, 8))
@@ -189,7 +189,7 @@ def test_dropout_is_on_in_training_only(bert: Path) -> None:
 
 @pytest.mark.parametrize("share", [True, False])
 def test_weights_are_shared_or_not(bert: Path, share: bool) -> None:
-    """Shared: one set of weights, the same text has the same vector on both sides. Separate: training one leaves the other."""
+    """Shared: one set of weights, one vector per text on both sides. Separate: training one leaves the other."""
     setup = Setup.of(query_tower="text", item_tower="text", encoder=str(bert), share_encoder=share)
     run = compose(text_parts().train, setup, Term(1.0, InBatch()))
     names = [name for name, _ in run.model.named_parameters()]
@@ -266,7 +266,7 @@ def test_a_bag_without_wordllama_starts_at_random(monkeypatch: pytest.MonkeyPatc
 
 
 def test_wordllama_gives_its_first_dimensions() -> None:
-    """The vectors of the package, cut to `dim` and scaled alike to init_std; more dimensions than it has are refused."""
+    """The package's vectors, cut to `dim` and scaled to init_std; more dimensions than it has are an error."""
     pytest.importorskip("tokenizers")
     if encoders.package_folder("wordllama") is None:
         pytest.skip("wordllama is not installed")

@@ -76,7 +76,7 @@ def some_features(n: int = 6) -> Features:
 
 @pytest.mark.parametrize("with_id", [True, False])
 def test_feature_tower_equals_a_loop(with_id: bool) -> None:
-    """Each column has its own vectors, code 0 (missing) included; then two layers with a ReLU between and none after."""
+    """Each column has its own vectors, code 0 (missing) included; then two layers with one ReLU between them."""
     torch.manual_seed(1)
     features = some_features()
     tower = FeatureTower(6, 4, features, hidden=(8, 3), with_id=with_id)
@@ -162,7 +162,7 @@ def test_history_gives_the_positive_no_gradient(pooling: str) -> None:
 
 @pytest.mark.parametrize("pooling", ["mean", "attention"])
 def test_new_queries_are_encoded_from_items_alone(pooling: str) -> None:
-    """encode_history of a known query's items equals the tower, wherever the padding is; longer lists are cut to the last."""
+    """encode_history of a known query's items equals the tower, wherever the padding is; longer lists are truncated."""
     tower = a_history_tower(pooling)
     items = torch.tensor(
         [[4, 1, 1, 7, -1, -1], [-1, -1, -1, -1, -1, -1], [-1, 2, -1, -1, -1, -1], [6, 8, -1, 9, -1, 2]]
@@ -264,7 +264,7 @@ def test_retriever_takes_any_modules_and_checks_their_widths() -> None:
 @pytest.mark.parametrize("layer", [0, 1, 2])
 @pytest.mark.parametrize("bias", [False, True])
 def test_mixtures_inside_the_tower(layer: int, bias: bool) -> None:
-    """Item by item: through the first layers, mixed, through the rest; a share of 1 gives the item itself; a bias is mixed as it is."""
+    """Items are mixed after the first layers, then sent through the rest; a share of 1 is the item; biases mix."""
     torch.manual_seed(0)
     features = Features(torch.randint(3, (10, 2)).int().numpy(), (3, 3), torch.randn(10, 2).numpy(), tuple("abcd"))
     tower = FeatureTower(10, 4, features, hidden=(7, 6, 5))

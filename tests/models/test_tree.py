@@ -43,7 +43,7 @@ def test_chances_are_those_of_scikit_learn(seed: int, depth: int) -> None:
 
 
 def test_a_deep_tree_parts_as_well_as_scikit_learn() -> None:
-    """In small nodes several splits are often equally good and either may be taken: the impurity that is left is the same within 3 %."""
+    """Small nodes have several equally good splits, so only the remaining impurity must agree, within 3 %."""
     pytest.importorskip("sklearn")
     from sklearn.tree import DecisionTreeClassifier
 
@@ -54,7 +54,7 @@ def test_a_deep_tree_parts_as_well_as_scikit_learn() -> None:
 
 
 def test_one_split_is_the_best_of_all() -> None:
-    """With values that repeat: the threshold lies halfway between two values, and no other pair of neighbours leaves less impurity."""
+    """With repeated values the threshold is halfway between two values, and no other split leaves less impurity."""
     draw = np.random.default_rng(5)
     x = draw.integers(0, 6, (60, 2)).astype(np.float32)
     y = draw.random(60) < 0.2 + 0.6 * (x[:, 1] > 3)

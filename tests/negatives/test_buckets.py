@@ -162,7 +162,7 @@ def test_larger_buckets_are_closer_to_the_full_softmax() -> None:
 
 @pytest.mark.parametrize("wrong", [{"n": 0}, {"buckets": 0}, {"queries": 0}, {"exclude": "all"}])
 def test_bad_arguments_are_named(wrong: dict[str, object]) -> None:
-    """A wrong argument is refused with one line that names it."""
+    """A wrong argument raises an error of one line that names it."""
     with pytest.raises(ValueError, match=next(iter(wrong))):
         HardestBucket(**{"n_items": 10, "n": 4, **wrong})  # type: ignore[arg-type]
 

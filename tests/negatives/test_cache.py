@@ -314,7 +314,7 @@ def test_the_cache_encodes_its_items_anew() -> None:
 
 
 def test_bad_arguments_are_named() -> None:
-    """A wrong argument is refused with one line that names it."""
+    """A wrong argument raises an error of one line that names it."""
     world = World.build()
     with pytest.raises(ValueError, match="size >= 1"):
         Cache(0, Popularity(world.counts), world.n_items)

@@ -218,7 +218,7 @@ class TestCorrected(NegativesContract):
 def test_bad_arguments_are_named() -> None:
     """Shared draws need the pairs of each item, and an unknown correction is named."""
     for counts in (None, COUNTS[:5]):
-        with pytest.raises(ValueError, match="training pairs of each of 24 items"):
+        with pytest.raises(ValueError, match="counts of 24 items"):
             OtherClusters(codes_of(), correction="counts", counts=counts)
     with pytest.raises(ValueError, match="correction"):
         SameCluster(codes_of(), correction="count")  # type: ignore[arg-type]

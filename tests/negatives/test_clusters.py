@@ -278,7 +278,7 @@ def test_codes_can_be_replaced_while_training() -> None:
         ids = running(world.step(16, 1)).blocks[0].ids
         assert torch.equal(ids, fresh(world.step(16, 1)).blocks[0].ids)
         assert not torch.equal(ids, first)
-        with pytest.raises(ValueError, match="begin a new run"):
+        with pytest.raises(ValueError, match="new run"):
             running.set_codes(Codes.random(24, 7, 3))
 
 
@@ -357,6 +357,6 @@ def test_too_few_clusters_count_nothing() -> None:
     ],
 )
 def test_bad_arguments_are_named(build, words) -> None:
-    """A wrong argument is refused with one line that names it."""
+    """A wrong argument raises an error of one line that names it."""
     with pytest.raises(ValueError, match=words):
         build()

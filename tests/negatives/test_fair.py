@@ -199,8 +199,8 @@ def test_weights_multiply() -> None:
 @pytest.mark.parametrize(
     ("build", "words"),
     [
-        (lambda: GroupShares(torch.rand(4)), "whole number"),
-        (lambda: GroupShares(torch.zeros(2, 2, dtype=torch.long)), "whole number"),
+        (lambda: GroupShares(torch.rand(4)), "integer"),
+        (lambda: GroupShares(torch.zeros(2, 2, dtype=torch.long)), "integer"),
         (lambda: GroupShares(GROUPS, every=0), "every"),
         (lambda: GroupShares(GROUPS, floor=2.0), "floor"),
         (lambda: Tilted(Sampled(Uniform(3), 2), 1.5), "share"),
@@ -208,6 +208,6 @@ def test_weights_multiply() -> None:
     ],
 )
 def test_bad_arguments_are_named(build, words) -> None:
-    """A wrong argument is refused with one line that names it."""
+    """A wrong argument raises an error of one line that names it."""
     with pytest.raises(ValueError, match=words):
         build()

@@ -247,6 +247,6 @@ def test_only_what_is_kept_is_encoded_for_the_gradient(per_query: bool, gathered
     ],
 )
 def test_bad_arguments_are_named(build, words) -> None:
-    """A wrong argument is refused with one line that names it."""
+    """A wrong argument raises an error of one line that names it."""
     with pytest.raises(ValueError, match=words):
         build()

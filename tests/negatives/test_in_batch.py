@@ -137,7 +137,7 @@ class TestMemory(NegativesContract):
     def test_another_width_is_told(self) -> None:
         """Vectors with an item bias are wider than the towers: the error names both widths and the fix."""
         world = World.build(dim=5)
-        with pytest.raises(UserError, match=r"4 dimensions, the model compares 5: .*width"):
+        with pytest.raises(UserError, match=r"4 dimensions.*5.*width"):
             Memory(16, 4, Uniform(world.n_items))(world.step(8, 0))
 
     def test_warm_up(self) -> None:

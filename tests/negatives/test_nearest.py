@@ -142,7 +142,7 @@ def moved(world: World, epoch: int) -> World:
 def test_delayed_lists_are_those_of_the_vectors_then(
     monkeypatch: pytest.MonkeyPatch, background: bool, delay: int
 ) -> None:
-    """Lists of epochs 2, 5, ... are used `delay` epochs later, however they are built; until then the older ones are."""
+    """Lists of epochs 2, 5, ... are used `delay` epochs later, however they are built; older ones serve until then."""
     monkeypatch.setattr(nearest, "spare_device", lambda device: device if background else None)
     world, copies = World.build(), []
     negatives = NearestItems(len(world.queries), k=4, every=3, start=2, delay=delay)

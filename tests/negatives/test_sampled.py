@@ -182,13 +182,13 @@ class TestShown(NegativesContract):
         (lambda: Sampled(Uniform(5), 3, correction="logq"), "correction"),  # type: ignore[arg-type]
         (lambda: Sampled(Uniform(5), 3, exclude="all"), "exclude"),  # type: ignore[arg-type]
         (lambda: Uniform(0), "at least one"),
-        (lambda: Popularity(torch.zeros(3)), "zero"),
+        (lambda: Popularity(torch.zeros(3)), "positive sum"),
         (lambda: Popularity(torch.tensor([1.0, -1.0])), "negative"),
         (lambda: Shown(World.build().shown, 0), "n >= 1"),
     ],
 )
 def test_bad_arguments_are_named(build, words) -> None:
-    """A wrong argument is refused with one line that names it."""
+    """A wrong argument raises an error of one line that names it."""
     with pytest.raises(ValueError, match=words) as error:
         build()
     assert "\n" not in str(error.value)

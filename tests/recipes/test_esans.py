@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import nn
 
-from recipes.test_in_batch import TINY, B, Hand
 from sparring.cli import main
 from sparring.core.errors import UserError
 from sparring.data.interactions import Split, Vocabulary
@@ -28,6 +27,7 @@ from sparring.recipes.settings import build
 from sparring.training.fitting import fit
 from sparring.training.loop import TrainingProgress
 from sparring.training.step import describe_batch, training_step
+from support.by_hand import TINY, B, Hand
 
 SMALL = {**TINY, "k_primary": 4, "k_secondary": 3}
 

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from recipes.test_in_batch import INF, TINY, B, Hand, check, observe
 from sparring.core.errors import UserError
 from sparring.core.types import Corpus
 from sparring.data.interactions import Split
@@ -17,6 +16,7 @@ from sparring.recipes.settings import build
 from sparring.training.fitting import fit
 from sparring.training.loop import TrainingProgress
 from sparring.training.step import describe_batch
+from support.by_hand import INF, TINY, B, Hand, check, observe
 
 KNOWN = ("dns", "ahns", "mixgcf", "fairneg")  # whose authors draw again what the query is known to have
 SEED = 5  # of the generator that Hand draws from

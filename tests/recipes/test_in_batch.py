@@ -13,80 +13,18 @@ import torch
 from torch import Tensor
 
 from sparring.core.errors import UserError
-from sparring.core.part import listeners
-from sparring.core.types import Outcome, Step
 from sparring.data.interactions import Interactions, Split
 from sparring.experiments.diagnose import samplers
 from sparring.negatives import Cache, InBatch, Memory, Resample, Streaming, Union
 from sparring.recipes import PAPER, RECIPES
-from sparring.recipes.run import Run, Term, compose
+from sparring.recipes.run import Term, compose
 from sparring.recipes.settings import build
 from sparring.recipes.setup import Setup
 from sparring.training.fitting import Fitted, fit
-from sparring.training.step import describe_batch, training_step
+from sparring.training.step import describe_batch
 from sparring.training.trained import load
-
-B, DIM, INF = 24, 6, float("inf")
-TINY = {"dim": DIM, "init_std": 0.7, "batch_size": B}
-
-
-class Hand:
-    """One batch of a run, and what a formula needs: all logits s (B, N) and popularities p (N,), in float64, from the tables alone."""
-
-    def __init__(self, data: Interactions, run: Run, batch: int = 0) -> None:
-        rows = np.random.default_rng(batch).choice(len(data), B, replace=False)
-        self.run, self.data = run, data
-        self.queries, self.items = (
-            torch.from_numpy(data.queries[rows]).long(),
-            torch.from_numpy(data.items[rows]).long(),
-        )
-        assert len(self.items.unique()) < B  # or masking by place and by id could not be told apart
-        users, vectors = (table.detach().double() for table in (run.model.query.weight, run.model.item.weight))  # type: ignore[union-attr]
-        if run.setup.model.score == "cosine":
-            users, vectors = users / users.norm(dim=1, keepdim=True), vectors / vectors.norm(dim=1, keepdim=True)
-        self.vectors = vectors
-        self.s = users[self.queries] @ vectors.T / run.setup.temperature.tau
-        count = torch.bincount(torch.from_numpy(data.items).long(), minlength=data.n_items).double()
-        self.p = count / count.sum()
-        self.positive = self.s[torch.arange(B), self.items]
-        self.n_items = data.n_items
-
-    def contrast(self, seed: int = 5) -> tuple[Tensor, Step, Outcome]:
-        return training_step(
-            self.run, self.queries, self.items, torch.Generator().manual_seed(seed), self.data.positives()
-        )
-
-    def other(self, ids: Tensor) -> Tensor:
-        """(B, C): 0 where a candidate is not the query's positive, -inf where it is."""
-        same = ids.expand(B, -1) == self.items.unsqueeze(1)
-        return torch.zeros(same.shape, dtype=torch.float64).masked_fill(same, -INF)
-
-    def unknown(self, ids: Tensor) -> Tensor:
-        """(B, C): 0 where a candidate is no training positive of the query, -inf where it is."""
-        pairs = set(zip(self.data.queries.tolist(), self.data.items.tolist(), strict=True))
-        rows = zip(self.queries.tolist(), ids.expand(B, -1).tolist(), strict=True)
-        known = torch.tensor([[(query, item) in pairs for item in row] for query, row in rows])
-        assert int(known.sum()) > int(
-            torch.isinf(self.other(ids)).sum()
-        )  # or masking one and masking all could not be told apart
-        return torch.zeros(known.shape, dtype=torch.float64).masked_fill(known, -INF)
-
-    def logits(self, ids: Tensor) -> Tensor:
-        return self.s.gather(1, ids.expand(B, -1))
-
-    def softmax_loss(self, *negatives: Tensor, positive: Tensor | None = None) -> Tensor:
-        """-t + log(e^t + sum_j e^negative_j), t the positive's logit."""
-        t = self.positive if positive is None else positive
-        return torch.logsumexp(torch.cat([t.unsqueeze(1), *negatives], 1), 1) - t
-
-
-def check(found: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(found.detach().double(), expected, rtol=2e-5, atol=2e-5)
-
-
-def observe(run: Run, step: Step, outcome: Outcome) -> None:
-    for part in listeners(run.modules(), "observe"):
-        part.observe(step, outcome)
+from support.by_hand import INF, TINY, B, Hand, check, observe
+from support.settings import QUICK
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +32,7 @@ def fitted(parts: Split) -> Callable[[str], Fitted]:
     """Train a recipe for one epoch."""
 
     def train(name: str) -> Fitted:
-        return fit(build(name, parts.train, {"epochs": 1, "batch_size": 64, "dim": 8}), parts, k=(10,), device="cpu")
+        return fit(build(name, parts.train, QUICK), parts, k=(10,), device="cpu")
 
     return train
 
@@ -471,7 +409,7 @@ def test_the_memory_of_cbns_opens_in_a_short_training(parts: Split) -> None:
 def test_a_folder_with_arguments_of_older_names_still_answers(parts: Split, tmp_path: Path) -> None:
     """A run folder whose run.json has CBNS's `warmup` of before gives the same recommendations, and diagnosis finds its negatives."""
     fit(
-        build("cbns", parts.train, {"epochs": 1, "batch_size": 64, "dim": 8, "size": 100}),
+        build("cbns", parts.train, {**QUICK, "size": 100}),
         parts,
         tmp_path / "run",
         k=(10,),

@@ -17,8 +17,9 @@ from sparring.negatives import AllItems, InBatch, Negatives, Popularity, Sampled
 from sparring.recipes.run import Run, Term, compose
 from sparring.recipes.setup import Setup
 from sparring.training.fitting import fit
+from support.settings import QUICK
 
-QUICK = Setup.of(dim=8, epochs=1, batch_size=64)
+SETUP = Setup.of(**QUICK)
 IDS = torch.arange(5)
 
 
@@ -51,7 +52,7 @@ def test_a_loss_has_one_value_per_query(parts: Split, loss: Callable[[Step, Bag]
     """Any other shape would train as something else: a mean is broadcast, a matrix is summed."""
     loss.__name__ = "my_loss"
     with pytest.raises(UserError) as error:
-        fit(compose(parts.train, QUICK, Term(1.0, InBatch(), loss)), parts, k=(10,), device="cpu")
+        fit(compose(parts.train, SETUP, Term(1.0, InBatch(), loss)), parts, k=(10,), device="cpu")
     one_line(error, "my_loss", gave, "(64,)")
 
 
@@ -75,7 +76,7 @@ def test_a_loss_has_one_value_per_query(parts: Split, loss: Callable[[Step, Bag]
 def test_a_sampler_gives_a_bag(parts: Split, made: Callable[[Step], Any], mentions: list[str]) -> None:
     """Something else, or a bag made of other things than tensors that fit, is told by name."""
     with pytest.raises(ValueError, match=r".") as error:
-        fit(compose(parts.train, QUICK, Term(1.0, Own(made))), parts, k=(10,), device="cpu")
+        fit(compose(parts.train, SETUP, Term(1.0, Own(made))), parts, k=(10,), device="cpu")
     one_line(error, *mentions)
 
 
@@ -95,23 +96,23 @@ def test_every_shape_that_is_allowed(parts: Split) -> None:
         )
     )
     for sampler in (shared(()), shared((5,)), shared((1, 5)), shared((-1, 1)), shared((-1, 5)), each):
-        assert fit(compose(parts.train, QUICK, Term(1, sampler)), parts, k=(10,), device="cpu").history[0]["loss"] > 0
+        assert fit(compose(parts.train, SETUP, Term(1, sampler)), parts, k=(10,), device="cpu").history[0]["loss"] > 0
 
 
 def test_a_run_is_made_of_terms(parts: Split) -> None:
     """No terms, samplers without a Term, a Term of other things, a Split in place of its training part."""
     pop = Popularity(torch.from_numpy(parts.train.counts()))
     cases: list[tuple[Callable[[], object], list[str]]] = [
-        (lambda: compose(parts.train, QUICK), ["at least one Term"]),
-        (lambda: compose(parts.train, QUICK, InBatch(pop)), ["InBatch", "Term(1.0, negatives)"]),  # type: ignore[arg-type]
-        (lambda: compose(parts, QUICK, Term(1.0, InBatch())), ["split.train", "Split"]),  # type: ignore[arg-type]
+        (lambda: compose(parts.train, SETUP), ["at least one Term"]),
+        (lambda: compose(parts.train, SETUP, InBatch(pop)), ["InBatch", "Term(1.0, negatives)"]),  # type: ignore[arg-type]
+        (lambda: compose(parts, SETUP, Term(1.0, InBatch())), ["split.train", "Split"]),  # type: ignore[arg-type]
         (lambda: compose(parts.train, {"dim": 8}, Term(1.0, InBatch())), ["Setup", "dict"]),  # type: ignore[arg-type]
         (lambda: Term(InBatch(), 1.0), ["weight", "InBatch"]),  # type: ignore[arg-type]
         (lambda: Term(1.0, pop), ["negatives", "Popularity"]),  # type: ignore[arg-type]
         (lambda: Term(1.0, InBatch(), "hinge"), ["loss", "'hinge'"]),  # type: ignore[arg-type]
         (lambda: fit(parts, parts), ["Run", "Split"]),  # type: ignore[arg-type]
         (
-            lambda: fit(compose(parts.train, QUICK, Term(1.0, InBatch())), parts.train),
+            lambda: fit(compose(parts.train, SETUP, Term(1.0, InBatch())), parts.train),
             ["Split", "Interactions", "split(data)"],
         ),  # type: ignore[arg-type]
     ]
@@ -132,9 +133,9 @@ def test_a_run_is_made_of_terms(parts: Split) -> None:
 def test_negatives_are_of_the_catalogue(parts: Split, negatives: Callable[[], Negatives]) -> None:
     """A source that would draw items that are not there says how many it has; one of fewer items may be meant."""
     with pytest.raises(UserError) as error:
-        compose(parts.train, QUICK, Term(1.0, negatives()))
+        compose(parts.train, SETUP, Term(1.0, negatives()))
     one_line(error, "90", "40")
-    assert isinstance(compose(parts.train, QUICK, Term(1.0, Sampled(Uniform(30), 8))), Run)
+    assert isinstance(compose(parts.train, SETUP, Term(1.0, Sampled(Uniform(30), 8))), Run)
 
 
 @pytest.mark.parametrize(
@@ -153,5 +154,5 @@ def test_negatives_are_of_the_catalogue(parts: Split, negatives: Callable[[], Ne
 def test_a_setup_is_checked(parts: Split, name: str, value: object) -> None:
     """Values of another type, or out of range, are told by compose as the command line tells them."""
     with pytest.raises(UserError) as error:
-        compose(parts.train, QUICK.replaced(**{name: value}), Term(1.0, InBatch()))
+        compose(parts.train, SETUP.replaced(**{name: value}), Term(1.0, InBatch()))
     one_line(error, name, repr(value) if isinstance(value, str) else str(value))

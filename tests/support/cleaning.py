@@ -1,4 +1,4 @@
-"""The rules of cleaning as tests that every engine inherits: expected rows come from plain Python over the same rows."""
+"""The rules of cleaning as tests that every engine inherits; plain Python over the same rows gives the expectation."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class CleaningContract:
 
     @pytest.mark.parametrize("lowest", [None, 4, 3.5, -INF])
     def test_rows_are_kept_as_in_plain_python(self, lowest: float | None) -> None:
-        """Rows need two ids, a time and, with a threshold, a rating that reaches it; each kind of dropped row is counted."""
+        """Rows need two ids, a time and, with a threshold, a sufficient rating; each kind of dropped row is counted."""
         names = [name for name in COLUMNS if name != "stars" or lowest is not None]
         rows = [
             dict(zip(names, values, strict=True)) for values in zip(*(COLUMNS[name] for name in names), strict=True)

@@ -1,4 +1,4 @@
-"""A run folder with vectors drawn from a seed, and the same vectors in memory: answers can be checked by brute force, without training."""
+"""A run folder with seeded vectors, and the same vectors in memory: tests check answers by brute force, untrained."""
 
 from __future__ import annotations
 

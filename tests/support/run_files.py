@@ -10,7 +10,7 @@ from sparring.core import files
 
 
 def contents(folder: Path) -> dict[str, Any]:
-    """All that a run leaves, without seconds: tensors of the model and of the whole training state, metrics, test result."""
+    """Everything that a run leaves, without times: model and training state, metrics, test result."""
 
     def timeless(record: dict[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in record.items() if "seconds" not in name}

@@ -34,7 +34,7 @@ WORDS = [
 
 
 def text_parts() -> Split:
-    """60 queries and 40 items with texts of 0 to 8 words: an item's text says its category, a query's those of the items it took."""
+    """60 queries and 40 items with texts of 0 to 8 words: items name their category, queries those of their items."""
     data = make_world(60, 40, exposure=0.5, relevant=0.4, seed=3).interactions
     draw = np.random.default_rng(0)
     items = [" ".join(draw.choice(WORDS, draw.integers(1, 7))) for _ in range(40)]

@@ -1,4 +1,4 @@
-"""Checkpoints are written beside training, and are what training was when they were taken."""
+"""Checkpoints are written while training runs, and hold its state at the moment they were taken."""
 
 from __future__ import annotations
 
@@ -90,7 +90,8 @@ def test_training_goes_on_while_a_checkpoint_is_written(
 def test_a_checkpoint_is_what_training_was_when_it_was_taken(
     case: str, parts: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a slow disk, steps are taken while tensors wait to be written; stopped and resumed, a run ends bitwise as one left alone."""
+    """On a slow disk, steps are taken while tensors wait to be written; stopped and resumed, a run ends bitwise as an
+    uninterrupted one."""
     if case == "bpr":
         pytest.importorskip("torchrec")
     train(case, parts, tmp_path / "whole", step=lambda number: False)
@@ -128,7 +129,8 @@ def test_without_room_for_copies_training_waits(parts: Split, tmp_path: Path, mo
 
 
 def test_an_error_beside_training_is_told_soon(parts: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk that fills up while a checkpoint is written stops training at its next step, in one line; the one before stays."""
+    """A disk that fills up while a checkpoint is written stops training at its next step, in one line; the previous
+    checkpoint stays."""
     real, full, failed, after = os.replace, threading.Event(), threading.Event(), []
 
     def replace(source: Path, to: Path) -> None:
@@ -157,7 +159,7 @@ def test_an_error_beside_training_is_told_soon(parts: Split, tmp_path: Path, mon
 
 
 def test_one_at_a_time_and_errors_once() -> None:
-    """Work waits for the work before; what it raised is raised again once, by whoever asks next."""
+    """Work waits for the previous work; its error is raised once, by the next call."""
     work, order = BackgroundWriter(), []
     for number in range(3):
         work.start(lambda number=number: (time.sleep(0.01), order.append(number)))  # type: ignore[misc]
@@ -171,7 +173,7 @@ def test_one_at_a_time_and_errors_once() -> None:
 
 
 def test_copies_keep_their_memory_on_a_cpu() -> None:
-    """The second copy of a tensor lies where the first did; one of another shape does not; nothing is shared with the tensor."""
+    """The second copy reuses the memory of the first, unless its shape differs; nothing is shared with the tensor."""
     copies, tensor = Copies(), torch.arange(6.0)
     first = copies.take({"x": tensor}, "memory")["x"]
     tensor += 1

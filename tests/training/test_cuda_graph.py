@@ -1,4 +1,4 @@
-"""A recorded step does what the step does: same draws, same numbers; and what cannot be recorded runs as it is."""
+"""A captured step equals the eager step: same draws, same numbers; a step that cannot be captured runs eagerly."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def history(
 
 @pytest.mark.parametrize("name", sorted(RECIPES.keys() - NEEDS_MORE))
 def test_a_recorded_training_equals_a_plain_one(name: str, parts: Split) -> None:
-    """Three epochs of every recipe, recorded and not: the same losses and item vectors, to what reordered sums on a GPU leave open."""
+    """Three epochs of every recipe, captured and eager: the same losses and item vectors, up to the order of sums."""
     ours, vectors, step = history(name, parts, recorded=True)
     plain, expected, _ = history(name, parts, recorded=False)
     assert step is not None
@@ -54,7 +54,7 @@ def test_the_common_recipes_are_recorded(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["uns", "midx", "sce"])
 def test_an_item_bias_is_recorded_where_a_batch_looks_up_more_items_than_there_are(name: str, parts: Split) -> None:
-    """The gradient of a table of width 1 is not sorted on the way: the step is recorded, and it trains as a plain one does."""
+    """The gradient of a table of width 1 is not sorted on the way: the step is captured and trains as an eager one."""
     ours, _, step = history(name, parts, recorded=True, item_bias=True, n=512 if name == "uns" else 16)
     plain = history(name, parts, recorded=False, item_bias=True, n=512 if name == "uns" else 16)[0]
     assert step is not None

@@ -1,4 +1,4 @@
-"""What is recommended to whom: nothing that the data knows a query to have, and no item that was never trained."""
+"""Eligibility: neither items that a query is known to have taken nor items that were never trained."""
 
 from __future__ import annotations
 
@@ -73,7 +73,8 @@ def _tensor(query: int):  # type: ignore[no-untyped-def]
 def test_lists_hold_nothing_known_and_nothing_untrained(
     folder: Path, shop: Split, tmp_path: Path, way: str, with_seen: bool
 ) -> None:
-    """One by one, all at once and through an index: the brute-force order of trained items without all that the data knows of a query."""
+    """One by one, all at once and through an index: the brute-force order of trained items without all items that a
+    query is known to have taken."""
     trained, names = load(folder), [f"cust-{n:02}" for n in range(20)]
     if way == "recommend":
         table = trained.recommend(names, k=15, with_seen=with_seen)
@@ -87,7 +88,7 @@ def test_lists_hold_nothing_known_and_nothing_untrained(
 
 
 def test_evaluation_stays_as_it_was(folder: Path, shop: Split) -> None:
-    """The test part is ranked among all items, with only what came before it left out."""
+    """The test part is ranked among all items; only items taken before it are excluded."""
     trained = load(folder)
     assert shop.test is not None
     result = evaluate(trained.model, shop.test, shop.seen_for("test"), (5,), ("recall",))
@@ -98,7 +99,8 @@ def test_evaluation_stays_as_it_was(folder: Path, shop: Split) -> None:
 
 
 def test_what_was_never_trained_is_counted(folder: Path, shop: Split) -> None:
-    """run.json, result.json and the card say how many queries and items have no training pair, and how many of those tested."""
+    """run.json, result.json and the card say how many queries and items have no training pair, and how many of those
+    tested."""
     assert shop.test is not None
     fresh = sorted(set(range(20)) - set(shop.train.queries.tolist()))
     counts = {"queries": len(fresh), "items": 3, "tested": len(set(fresh) & set(shop.test.queries.tolist()))}
@@ -113,7 +115,7 @@ def test_what_was_never_trained_is_counted(folder: Path, shop: Split) -> None:
 def test_a_query_without_a_training_pair_is_told(
     folder: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """In one line that names it; of a query that was trained on nothing is said but how many items are left out."""
+    """One warning names it; a trained query has none, only the note of how many items are left out."""
     load(folder).recommend(["cust-01", "cust-18"], k=3)
     (record,) = caplog.records
     assert (record.levelname, record.name.split(".")[0]) == ("WARNING", "sparring")
@@ -151,10 +153,10 @@ def test_features_place_items_without_pairs(shop: Split, tmp_path: Path) -> None
 
 
 def test_lists_tell_their_own_errors(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What goes wrong while lists are ranked is told as it is, not as a file that cannot be written."""
+    """An error during ranking is reported as such, not as a file that cannot be written."""
     trained = load(folder)
     monkeypatch.setattr(trained.model, "query_vectors", lambda at: trained.model.item_vectors()[at % 15] * float("nan"))
-    with pytest.raises(UserError, match=r"^the vectors to rank hold NaN"):
+    with pytest.raises(UserError, match="NaN"):
         write_lists(trained, tmp_path / "lists.parquet", 3)
     assert not list(tmp_path.iterdir())
 
@@ -178,7 +180,7 @@ def test_no_test_part_is_nothing_to_leave_out(shop: Split, tmp_path: Path) -> No
 
 
 def test_weights_of_nothing_are_refused(shop: Split, tmp_path: Path) -> None:
-    """Weights that are all 0 leave nothing to learn: told before the folder is made; a single one that is not is enough."""
+    """Weights that are all 0 raise before the folder is created; one positive weight is enough."""
     weight = np.zeros(len(shop.train), np.float32)
     with pytest.raises(UserError, match="weights of the training pairs are all 0"):
         fit(

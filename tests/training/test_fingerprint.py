@@ -1,4 +1,4 @@
-"""What a run contrasts and how, in words that resume can compare."""
+"""The canonical description of a run's terms that resume compares."""
 
 from __future__ import annotations
 
@@ -79,7 +79,8 @@ def test_other_arguments_are_other_words(one: object, other: object) -> None:
 
 @pytest.mark.parametrize("name", [name for name in sorted(RECIPES) if name != "esans"])
 def test_training_changes_no_word(name: str, parts: Split) -> None:
-    """Before and after training, and of the same run made again, every recipe is described alike, without addresses or tensors."""
+    """Before and after training, and of the same run made again, every recipe is described alike, without addresses or
+    tensors."""
     settings = {
         "epochs": 1,
         "batch_size": 64,
@@ -95,9 +96,10 @@ def test_training_changes_no_word(name: str, parts: Split) -> None:
 
 
 def test_another_process_says_the_same() -> None:
-    """Nothing depends on where objects lie or on the order of a hash."""
-    code = "import torch; from sparring.training.fingerprint import described; from sparring.losses import hinge; from sparring.negatives import *; "
-    code += "print(described(Union(InBatch(Popularity(torch.arange(1, 41))), Sampled(Uniform(40), 8))), described(hinge(0.4)))"
+    """The description depends neither on addresses nor on hash order."""
+    code = "import torch; from sparring.training.fingerprint import described; from sparring.losses import hinge; "
+    code += "from sparring.negatives import *; bag = InBatch(Popularity(torch.arange(1, 41))); "
+    code += "print(described(Union(bag, Sampled(Uniform(40), 8))), described(hinge(0.4)))"
     path = str(Path(__file__).parents[2] / "src")
     for seed in ("1", "2"):
         environment = {**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": seed}

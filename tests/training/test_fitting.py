@@ -1,4 +1,4 @@
-"""Training learns what is there to learn, keeps the right epoch, and does each step as its settings say."""
+"""Training learns the signal in the data, keeps the best epoch, and follows its settings in every step."""
 
 from __future__ import annotations
 
@@ -76,14 +76,16 @@ def recall_at_1(scores: Callable[[int], Tensor], parts: Split) -> float:
 
 @pytest.mark.parametrize("name", ["default", "quick", "ssl_pop", "bir", "xir", "full_softmax", "bpr"])
 def test_a_checkerboard_is_learnt(checkerboard: Split, name: str) -> None:
-    """Where the right top 1 is known it is found for every user; popularity and chance find it for about one in eleven. The loss falls."""
+    """Where the right top 1 is known it is found for every user; popularity and chance find it for about one in eleven.
+    The loss falls."""
     settings = {"dim": 8, "epochs": 30, "batch_size": 64, "patience": None, "lr": 0.05, "init_std": 0.1}
     if name == "bpr":
         settings["n"] = 4
     run = build(name, checkerboard.train, settings)
     found = fit(run, checkerboard, k=(1,), device="cpu")
     losses = [record["loss"] for record in found.history]
-    # the draws of BIR and XIR grow harder as the model learns, quick starts near the end, default's loss holds log n: all fall little
+    # the draws of BIR and XIR grow harder as the model learns, quick starts near the end, default's loss holds log n:
+    # all fall little
     assert np.mean(losses[-3:]) < (1.0 if name in ("bir", "xir", "quick", "default") else 0.8) * losses[0]
     assert found.test is not None
     vectors = run.model.item_vectors()
@@ -97,7 +99,7 @@ def test_a_checkerboard_is_learnt(checkerboard: Split, name: str) -> None:
 
 
 def test_a_world_of_known_tastes_is_learnt() -> None:
-    """Trained on what was observed, the ranking agrees with true relevance far better than popularity or chance do."""
+    """Trained on observed pairs, the ranking agrees with true relevance far better than popularity or chance do."""
     world = make_world(200, 80, exposure=0.5, relevant=0.3, sharpness=10.0, spread=0.3, seed=2)
     parts = split(world.interactions, "random", valid=0.1, test=0.1, seed=0)
     run = build("default", parts.train, {"dim": 16, "epochs": 20, "batch_size": 256, "n": 64, "lr": 0.02})
@@ -120,7 +122,7 @@ def test_a_world_of_known_tastes_is_learnt() -> None:
 
 
 def scripted(monkeypatch: pytest.MonkeyPatch, scores: list[float]) -> list[Interactions]:
-    """Let the validations of a training report these scores of ndcg@10, one after another; what each was asked to rank."""
+    """Let the validations of a training report these values of ndcg@10 in turn; returns the part that each ranked."""
     asked: list[Interactions] = []
 
     def report(model: Any, test: Interactions, seen: Any, k: Any, metrics: Any, **more: Any) -> Evaluation:
@@ -206,7 +208,8 @@ def test_validation_uses_the_same_sample_of_queries_each_time(parts: Split, monk
 
 
 def test_the_recorded_loss_is_the_mean_over_every_row_once(parts: Split) -> None:
-    """With a vanishing learning rate the epoch's loss is the mean full-softmax loss of all rows, the short last batch in proportion."""
+    """With a vanishing learning rate the epoch's loss is the mean full-softmax loss of all rows, the short last batch
+    in proportion."""
     run = build("full_softmax", parts.train, {**QUICK, "epochs": 2, "lr": 1e-30, "weight_decay": 0.0})
     assert len(parts.train) % 64
     users, items = (tower.weight.detach().double().clone() for tower in (run.model.query, run.model.item))  # type: ignore[union-attr]
@@ -228,7 +231,7 @@ def gradient_descent(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def one_step(data: Interactions, **settings: Any) -> list[Tensor]:
-    """What one step on all rows at once changes in the tables: minus the gradient."""
+    """The change of the tables in one step on all rows: minus the gradient."""
     run = build("full_softmax", data, {"dim": 4, "epochs": 1, "batch_size": 1000, **settings})
     before = [parameter.detach().clone() for parameter in run.model.parameters()]
     fit(run, Split(data), device="cpu")
@@ -236,7 +239,8 @@ def one_step(data: Interactions, **settings: Any) -> list[Tensor]:
 
 
 def test_a_weight_of_two_is_the_row_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The gradient with weights (1, 2, 1, 3) is that of the rows repeated so often; the unit of weights does not matter."""
+    """The gradient with weights (1, 2, 1, 3) is that of the rows repeated so often; the unit of weights does not
+    matter."""
     gradient_descent(monkeypatch)
     pairs, weight = [(0, 1), (0, 2), (1, 0), (2, 3)], np.array([1, 2, 1, 3], dtype=np.float32)
     twice = [pair for pair, times in zip(pairs, [1, 2, 1, 3], strict=True) for _ in range(times)]
@@ -251,7 +255,8 @@ def test_a_weight_of_two_is_the_row_twice(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_clip_bounds_the_joint_norm_of_the_gradient(monkeypatch: pytest.MonkeyPatch, parts: Split) -> None:
-    """A gradient above `clip` is scaled to that norm over all tables together, in its own direction; one below is left alone."""
+    """A gradient above `clip` is scaled to that norm over all tables together, in its own direction; one below is left
+    alone."""
     gradient_descent(monkeypatch)
     free = torch.cat([change.flatten() for change in one_step(parts.train)])
     norm = float(free.norm())
@@ -275,7 +280,8 @@ def test_clip_works_with_every_optimiser(parts: Split, optimizer: str) -> None:
 
 
 def test_a_learned_temperature_moves_and_stays_within_bounds(checkerboard: Split) -> None:
-    """learn_tau: the temperature of an easy task falls from where it starts, is recorded each epoch, and never leaves [0.02, 1]."""
+    """learn_tau: the temperature of an easy task falls from where it starts, is recorded each epoch, and never leaves
+    [0.02, 1]."""
     settings = {"dim": 8, "batch_size": 64, "patience": None, "n": 16, "learn_tau": True, "tau": 0.5}
     run = build("uns", checkerboard.train, {**settings, "epochs": 8, "lr": 0.02})
     taus = [record["tau"] for record in fit(run, checkerboard, k=(1,), device="cpu").history]
@@ -293,7 +299,7 @@ def test_a_learned_temperature_moves_and_stays_within_bounds(checkerboard: Split
 def test_a_warmup_that_does_not_fit_is_shortened_and_said(
     parts: Split, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, warmup: int, taken: int
 ) -> None:
-    """More than half of all steps becomes a tenth of them, so that the learning rate is reached; what fits is as asked for, unsaid."""
+    """A warm-up of more than half of all steps becomes a tenth of them and is logged; a shorter one is unchanged."""
     made: list[torch.optim.Optimizer] = []
     rates: list[float] = []
     caplog.set_level(logging.INFO, "sparring")
@@ -313,7 +319,8 @@ def test_a_warmup_that_does_not_fit_is_shortened_and_said(
 
 
 def test_learning_rate_follows_decay_and_warmup(parts: Split, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At step t of epoch e the rate is lr * lr_decay^(e // lr_decay_every) * min(1, (t + 1) / warmup), t counted over all epochs."""
+    """At step t of epoch e the rate is lr * lr_decay^(e // lr_decay_every) * min(1, (t + 1) / warmup), t counted over
+    all epochs."""
     made: list[torch.optim.Optimizer] = []
     rates: list[float] = []
     real = training.optimizers
@@ -347,7 +354,8 @@ def test_learning_rate_follows_a_cosine(parts: Split, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("pooling", ["mean", "attention"])
 def test_a_history_tower_trains_and_serves_new_users(checkerboard: Split, tmp_path: Path, pooling: str) -> None:
-    """No vector per user: known users get their right answer, and someone new with three odd items gets the other odd ones first."""
+    """No vector per user: known users get their right answer, and someone new with three odd items gets the other odd
+    ones first."""
     settings = {
         "query_tower": "history",
         "pooling": pooling,
@@ -389,8 +397,8 @@ def test_a_feature_tower_trains_and_serves(checkerboard: Split, tmp_path: Path) 
 
 
 def test_shown_and_not_taken_items_score_lower() -> None:
-    """Of items alike in all else, those that a query was shown and passed over end lower than those it never saw; without the
-    explicit negatives they do not."""
+    """Of items alike in all else, those that a query was shown and passed over end lower than those it never saw;
+    without the explicit negatives they do not."""
     random = np.random.default_rng(0)
     taken, passed, unseen = [], [], []
     for user in range(60):
@@ -432,7 +440,8 @@ def test_a_loss_that_is_not_a_number_ends_training(parts: Split, tmp_path: Path,
 @pytest.mark.parametrize("name", ["default", "xir", "bir", "uns", "g_tower", "cbns", "shown"])
 @pytest.mark.parametrize("optimizer", ["row-adam", "adam"])
 def test_two_identical_runs_are_bitwise_identical(parts: Split, name: str, optimizer: str) -> None:
-    """Same seed, same model and history to the last bit, whatever the global generator holds; another seed, another model."""
+    """Same seed, same model and history to the last bit, whatever the global generator holds; another seed, another
+    model."""
     settings: dict[str, Any] = {**QUICK, "epochs": 2, "optimizer": optimizer}
     if name in ("xir", "bir"):
         settings["draw"] = "multinomial"
@@ -466,7 +475,8 @@ def test_a_folder_does_not_change_the_training(parts: Split, tmp_path: Path) -> 
 
 
 def test_what_the_ranking_could_not_do_is_told_before_training(parts: Split) -> None:
-    """A cutoff beyond the catalogue or an unknown metric, of the test or of the selection, is refused before the first step."""
+    """A cutoff beyond the catalogue or an unknown metric, of the test or of the selection, is refused before the first
+    step."""
     steps: list[int] = []
     progress = TrainingProgress(step=lambda epoch, step, loss: steps.append(step))
     good = build("default", parts.train, {**QUICK, "n": 16})
@@ -497,7 +507,8 @@ def test_selection_by_another_metric(parts: Split) -> None:
 
 
 def test_progress_hears_of_every_step_and_epoch(parts: Split) -> None:
-    """start once with the numbers of epochs and steps, step after each step with the mean loss so far, epoch with each record."""
+    """start once with the numbers of epochs and steps, step after each step with the mean loss so far, epoch with each
+    record."""
     heard: list[tuple[Any, ...]] = []
     progress = TrainingProgress(
         start=lambda epochs, steps: heard.append(("start", epochs, steps)),
@@ -521,7 +532,7 @@ def test_half_precision_trains(checkerboard: Split) -> None:
 
 
 def test_own_negatives_and_terms_compose(parts: Split) -> None:
-    """A run of one's own: any terms over any Setup; the loss of a step is the weighted sum of the terms' losses."""
+    """A custom run: any terms over any Setup; the loss of a step is the weighted sum of the terms' losses."""
     from sparring.negatives import AllItems
 
     setup = Setup.of(dim=8, epochs=1, batch_size=1000, lr=1e-30, patience=None)
@@ -578,7 +589,8 @@ class _Refreshed(InBatch):
 
 
 def test_refresh_comes_once_before_each_epoch_with_the_vectors_of_that_moment(parts: Split) -> None:
-    """Each epoch is preceded by one refresh; the first sees the vectors of the start, later ones those that training has changed."""
+    """Each epoch is preceded by one refresh; the first sees the vectors of the start, later ones those that training
+    has changed."""
     negatives = _Refreshed(3)
     run = compose(parts.train, Setup.of(dim=4, batch_size=64, epochs=3, patience=None), Term(1.0, negatives))
     first = float(run.model.item_vectors().sum())
@@ -592,7 +604,7 @@ def test_refresh_comes_once_before_each_epoch_with_the_vectors_of_that_moment(pa
 def test_gradients_left_over_are_not_added_to_a_step(
     parts: Split, monkeypatch: pytest.MonkeyPatch, optimizer: str
 ) -> None:
-    """What a step that broke off has left as gradients does not reach the model: the losses of the next ones are as without it."""
+    """Gradients of a step that failed do not reach the model: later losses are unchanged."""
 
     def losses(left_over: bool) -> list[float]:
         run = build(

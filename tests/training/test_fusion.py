@@ -47,7 +47,7 @@ def lists(table: pl.DataFrame) -> list[list[int]]:
 def by_hand(
     run: sparring.Trained, q: torch.Tensor, taken: list[set[int]], k: int
 ) -> tuple[list[list[int]], list[list[float]]]:
-    """clf + knn + what the tree says, over the 40 items, one query and one item at a time."""
+    """clf + knn + the tree's probability, over the 40 items, one query and one item at a time."""
     assert run.fused is not None
     clf, knn = run.fused.clf.item_vectors().double(), run.model.item_vectors().double()
     found, scores = [], []
@@ -64,14 +64,14 @@ def by_hand(
 
 
 def test_fit_trains_all_stages(run: sparring.Trained) -> None:
-    """sparring.fit is not the towers alone: what is in the folder recommends by both."""
+    """sparring.fit trains all stages: the run folder recommends by towers and classifiers."""
     assert run.fused is not None
     assert run.how() == "fused"
     assert set(json.loads((run.folder / "result.json").read_text())["stages"]) == {"knn", "clf", "fusion"}
 
 
 def test_known_queries_are_ranked_by_both(run: sparring.Trained, parts: Split) -> None:
-    """What they took left out, as by hand; ranking="encoder" is the towers, and the two differ."""
+    """Taken items are left out, as by hand; ranking="encoder" uses the towers alone, and the two differ."""
     at = torch.arange(parts.train.n_queries)
     every = [part for part in (parts.train, parts.valid, parts.test) if part is not None]
     taken = [{int(item) for part in every for item in part.items[part.queries == query]} for query in at.tolist()]
@@ -115,7 +115,7 @@ def test_a_run_without_classifiers_has_no_fused_ranking(parts: Split, tmp_path: 
 
 @pytest.fixture
 def trained(parts: Split, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
-    """The same by the command line; what it printed is in the file `out`."""
+    """The same by the command line; its output is in the file `out`."""
     data = parts.train
     assert data.query_table is not None
     assert data.item_table is not None
@@ -134,8 +134,8 @@ def trained(parts: Split, tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 def test_every_command_ranks_by_both_and_can_be_asked_for_the_towers(
     trained: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """train's last line and the card have the fused figures with the towers' beside them, evaluate repeats both, recommend and its file
-    of all lists follow --ranking."""
+    """train's last line and the card have the fused figures with the towers' beside them, evaluate repeats both,
+    recommend and its file of all lists follow --ranking."""
     stages = json.loads((trained / "result.json").read_text())["stages"]
     figures = {name: f"recall@10 {test['metrics']['recall@10']:.4f}" for name, test in stages.items()}
     last = trained.with_name("out").read_text().strip().splitlines()[-1]

@@ -89,7 +89,8 @@ class Watched(nn.Module):
 
 
 def test_no_call_sees_more_than_a_chunk_and_each_chunk_is_encoded_twice() -> None:
-    """30 ids of any shape by 8: four calls forward, the same four again backward, and nothing but the ids is kept in between."""
+    """30 ids of any shape by 8: four calls forward, the same four again backward, and nothing but the ids is kept in
+    between."""
     tower = Watched(nn.Sequential(nn.Embedding(50, 4), nn.Linear(4, 4), nn.Tanh()))
     ids = torch.arange(30).view(5, 6)
     kept: list[int] = []

@@ -43,7 +43,8 @@ def pairs(small_world: SyntheticWorld, tmp_path: Path) -> Path:
 @pytest.fixture
 def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """Another process that holds tmp_path/run."""
-    code = "import pathlib, sys, time; from sparring.training.folder import hold; kept = hold(pathlib.Path(sys.argv[1])); print('held', flush=True); "
+    code = "import pathlib, sys, time; from sparring.training.folder import hold; "
+    code += "kept = hold(pathlib.Path(sys.argv[1])); print('held', flush=True); "
     environment = {**os.environ, "PYTHONPATH": str(Path(sparring.__file__).parents[1])}
     words = [sys.executable, "-c", code + "time.sleep(120)", str(tmp_path / "run")]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment) as process:
@@ -54,7 +55,7 @@ def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def test_a_run_is_not_replaced_unasked(run: Run, parts: Split, tmp_path: Path) -> None:
-    """A second fit into a folder is refused, whatever is in it, and nothing there changes; overwrite replaces a run, and only a run."""
+    """A second fit into a folder raises, whatever is in it, and changes nothing; overwrite replaces a run only."""
     out = tmp_path / "run"
     fit(run, parts, out, k=(10,), device="cpu")
     before = {path.name: path.read_bytes() for path in out.iterdir()}
@@ -84,7 +85,8 @@ def test_a_run_is_not_replaced_unasked(run: Run, parts: Split, tmp_path: Path) -
 def test_what_a_service_keeps_outlives_its_run(
     run: Run, parts: Split, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Overwriting deletes the run and its index, and logs that; the folder `serve` stays, even before run.json is written."""
+    """Overwriting deletes the run and its index, and logs that; the folder `serve` stays, even before run.json is
+    written."""
     out = tmp_path / "run"
     fit(run, parts, out, k=(10,), device="cpu")
     for name in ("serve", "index"):
@@ -105,7 +107,7 @@ def test_what_a_service_keeps_outlives_its_run(
 
 
 def test_a_run_that_cannot_be_trained_replaces_none(parts: Split, tmp_path: Path) -> None:
-    """What is wrong with a run is told before the one in the folder is deleted."""
+    """A run that cannot be trained raises before the run in the folder is deleted."""
     out = tmp_path / "run"
     fit(build("ssl", parts.train, QUICK), parts, out, k=(10,), device="cpu")
     bad = build("ssl", parts.train, QUICK)
@@ -141,7 +143,7 @@ def test_a_second_training_is_told_who_writes(run: Run, parts: Split, tmp_path: 
 def test_the_command_line_says_who_writes(
     pairs: Path, tmp_path: Path, holder: subprocess.Popen[str], refused: Callable[..., str]
 ) -> None:
-    """One line with the process, whether to begin, to go on, to overwrite, or with several processes."""
+    """One line names the process, whether to start, resume or overwrite, with one process or several."""
     (tmp_path / "run" / "run.json").write_text("{}")
     words = ["train", "--data", pairs, "--out", tmp_path / "run", "--recipe", "ssl", "--epochs", "1", "--quiet"]
     for more in ([], ["--overwrite"], ["--nproc", "2"], ["--nproc", "2", "--overwrite"]):
@@ -172,7 +174,8 @@ def test_a_lock_dies_with_its_process(pairs: Path, tmp_path: Path, holder: subpr
 
 
 def test_one_of_many_has_the_lock(tmp_path: Path) -> None:
-    """Of processes that take and give back one folder as fast as they can, never two have it: none sees another's mark."""
+    """Of processes that take and give back one folder as fast as they can, never two have it: none sees another's
+    mark."""
     code = """
 import sys, time, pathlib
 from sparring.training.folder import hold

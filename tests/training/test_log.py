@@ -1,4 +1,5 @@
-"""Messages of training go to loggers under `sparring`: a program sees warnings by default, and can route or silence all."""
+"""Messages of training go to loggers under `sparring`: a program sees warnings by default, and can route or silence
+all."""
 
 from __future__ import annotations
 

@@ -51,7 +51,8 @@ def summed(ids: Tensor, values: Tensor) -> dict[int, list[float]]:
 @pytest.mark.parametrize("bias", ["row", "step"])
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 def test_row_adam_equals_a_loop_over_the_rows_of_the_batch(bias: str, decay: float) -> None:
-    """Every touched row follows Adam with its own moments and its own count, duplicates summed first, decay once per step."""
+    """Every touched row follows Adam with its own moments and its own count, duplicates summed first, decay once per
+    step."""
     table, lr, b1, b2, eps = a_table(), 0.03, 0.8, 0.95, 1e-8
     want = table.detach().clone().tolist()
     m, v, t = [[0.0] * D for _ in range(N)], [[0.0] * D for _ in range(N)], [0] * N
@@ -106,7 +107,8 @@ def test_row_adam_equals_dense_adamw_when_every_row_is_in_every_batch(bias: str)
 
 
 def test_row_adam_by_step_is_torchs_sparse_adam() -> None:
-    """With bias="step" partial batches move the table as torch.optim.SparseAdam does (which adds eps elsewhere: so a tiny one)."""
+    """With bias="step" partial batches move the table as torch.optim.SparseAdam does (which adds eps elsewhere: so a
+    tiny one)."""
     table, other = a_table(), a_table()
     ours, theirs = (
         RowAdam([table], lr=0.02, eps=1e-18, bias="step"),
@@ -155,7 +157,7 @@ def test_rows_outside_the_batch_stay_bitwise(rule: type[RowAdam] | type[RowAdagr
 
 @pytest.mark.parametrize("rule", [RowAdam, RowAdagrad])
 def test_more_rows_than_one_block(rule: type[RowAdam] | type[RowAdagrad], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Updating in blocks gives bitwise what updating at once gives."""
+    """Updating in blocks equals updating at once, bitwise."""
     results = []
     for block in (1 << 20, 3 * D):
         monkeypatch.setattr("sparring.training.row_optimizers._BLOCK", block)
@@ -183,7 +185,8 @@ def test_runs_repeat_bitwise(rule: type[RowAdam] | type[RowAdagrad]) -> None:
 
 
 def test_sum_rows_sums_duplicates_and_takes_expanded_gradients() -> None:
-    """Each row once, ascending, with the sum over its places; a gradient of stride 0 (from loss.sum()) is read right."""
+    """Each row once, ascending, with the sum over its places; a gradient of stride 0 (from loss.sum()) is read
+    right."""
     ids, values = torch.tensor([5, 2, 5, 5, 0]), torch.arange(25.0).reshape(5, 5)
     table = nn.Parameter(torch.zeros(N, D))
     set_grad(table, ids, values)
@@ -250,7 +253,8 @@ def test_dense_gradients_are_refused_in_one_line() -> None:
 
 @pytest.mark.parametrize("max_norm", [0.5, 1e6])
 def test_clipping_sees_the_summed_rows(max_norm: float) -> None:
-    """The joint norm of a sparse and a dense gradient is that of the dense equivalents, and both shrink by the same factor."""
+    """The joint norm of a sparse and a dense gradient is that of the dense equivalents, and both shrink by the same
+    factor."""
     table, other = a_table(), nn.Parameter(torch.zeros(3, dtype=torch.float64))
     ids, values = batches(1)[0]
     set_grad(table, ids, values)
@@ -327,7 +331,7 @@ def test_rule_adam_is_coupled_adam_on_every_row() -> None:
 
 
 def test_rule_errors_are_one_line() -> None:
-    """A sparse table under dense Adam and an unknown rule say what to do."""
+    """A sparse table under dense Adam and an unknown rule raise with advice."""
     with pytest.raises(ValueError, match=r"query\.weight is sparse: build the tower with sparse=False$"):
         optimizers(Mixed(), "adam")
     with pytest.raises(ValueError, match="'sgd' is not known: use 'row-adam'"):
@@ -336,7 +340,8 @@ def test_rule_errors_are_one_line() -> None:
 
 @pytest.mark.parametrize("rule", ["row-adam", "row-adagrad", "adam"])
 def test_saved_state_continues_bitwise(rule: str, tmp_path) -> None:  # type: ignore[no-untyped-def]
-    """Through safetensors: 3 steps, save, load into fresh optimisers, 3 steps equal 6 steps; the learning rate comes back too."""
+    """Through safetensors: 3 steps, save, load into fresh optimisers, 3 steps equal 6 steps; the learning rate comes
+    back too."""
     from safetensors.torch import load_file, save_file
 
     torch.manual_seed(0)
@@ -390,7 +395,8 @@ def test_state_of_another_model_is_refused() -> None:
 
 
 def test_schedules() -> None:
-    """Step decay, cosine, linear and warm-up against their values by hand; the rate is set from the first one, not from the last."""
+    """Step decay, cosine, linear and warm-up against their values by hand; the rate is set from the first one, not from
+    the last."""
     step = Schedule("step", gamma=0.95, every=5)
     assert [step.lr_at(0, e) for e in (0, 4, 5, 14)] == [1.0, 1.0, 0.95, pytest.approx(0.9025)]
     cosine = Schedule("cosine", warmup=4, total=104, floor=0.1)
@@ -414,7 +420,8 @@ def test_schedules() -> None:
 
 @pytest.mark.parametrize("width", [1, 5])
 def test_lookups_of_one_table_are_put_side_by_side(width: int) -> None:
-    """Two lookups of more places than the table has numbers: the gradient has a row for each place, and adds up to the dense one."""
+    """Two lookups of more places than the table has numbers: the gradient has a row for each place, and adds up to the
+    dense one."""
     g = torch.Generator().manual_seed(2)
     table = nn.Parameter(torch.randn(7, width, generator=g, dtype=torch.float64))
     ids = torch.randint(7, (40, 3), generator=g), torch.randint(7, (11,), generator=g)
@@ -437,6 +444,6 @@ def test_lookups_of_one_table_are_put_side_by_side(width: int) -> None:
 
 
 def test_a_frozen_table_is_looked_up_without_a_gradient() -> None:
-    """What takes no gradient gets none."""
+    """Parameters that require no gradient get none."""
     table = a_table().requires_grad_(False)
     assert not lookup(table, torch.tensor([1, 2])).requires_grad

@@ -103,10 +103,11 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("optimizer", ["row-adam", "adam"])
 @pytest.mark.parametrize("case", sorted(SETTINGS))
 def test_stopped_at_any_step_and_resumed(case: str, optimizer: str, parts: Split, tmp_path: Path) -> None:
-    """Stopped before the first checkpoint, inside epochs and at their ends, and resumed each time: bitwise the undisturbed run.
+    """Stopped before the first checkpoint, inside epochs and at their ends, and resumed each time: bitwise equal to an
+    uninterrupted run.
 
-    Covers sampler state (cache, memory, streaming gaps), both optimisers, a learned temperature, history and feature towers,
-    warm-up, decay and early stopping.
+    Covers sampler state (cache, memory, streaming gaps), both optimisers, a learned temperature, history and feature
+    towers, warm-up, decay and early stopping.
     """
     train(case, parts, tmp_path / "whole", optimizer=optimizer)
     moments = {1, 3, 6, 102, 103, 201, 204}
@@ -130,7 +131,8 @@ TARGETS = ["model", "checkpoint", "checkpoint.previous", "seen"]
 def test_stopped_while_saving(
     target: str, renamed: bool, parts: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stopped each time that a file is about to take its place, half of it on the disk, or right after: bitwise the undisturbed run."""
+    """Stopped each time that a file is about to take its place, half of it on the disk, or right after: bitwise equal
+    to an uninterrupted run."""
     train("xir", parts, tmp_path / "whole")
     real, calls = os.replace, 0
 
@@ -216,8 +218,8 @@ class Server:
 
 
 def test_killed_by_the_system_and_resumed(parts: Split, tmp_path: Path) -> None:
-    """`sparring train --resume`, killed with SIGKILL while it starts, inside epochs, and while model and checkpoint are being written,
-    ends bitwise where one that was never killed ends."""
+    """`sparring train --resume`, killed with SIGKILL while it starts, inside epochs, and while model and checkpoint are
+    being written, ends bitwise where one that was never killed ends."""
     rows = {"user_id": parts.train.queries, "item_id": parts.train.items, "timestamp": parts.train.time}
     pl.DataFrame(rows).write_parquet(tmp_path / "pairs.parquet")
     words = ["train", "--data", str(tmp_path / "pairs.parquet"), "--recipe", "xir", "--quiet", "--resume"]
@@ -264,7 +266,7 @@ def test_killed_by_the_system_and_resumed(parts: Split, tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_run_is_begun(parts: Split, tmp_path: Path) -> None:
-    """resume in a folder that is not there yet, or was stopped before run.json: a whole run, with everything that a run leaves."""
+    """resume in a new folder, or in one without run.json, trains a complete run with all its files."""
     train("xir", parts, tmp_path / "whole")
     train("xir", parts, tmp_path / "fresh", resume=True)
     assert_same(tmp_path / "whole", tmp_path / "fresh")
@@ -292,7 +294,7 @@ def test_resuming_a_finished_run_changes_nothing(parts: Split, tmp_path: Path) -
 
 
 def test_a_new_run_never_goes_on_from_an_old_ones_checkpoint(parts: Split, tmp_path: Path) -> None:
-    """A folder used again: stopped before its first checkpoint and resumed, the new run starts from its own beginning."""
+    """In a reused folder, a run that was stopped before its first checkpoint resumes from its own beginning."""
     train("xir", parts, tmp_path / "whole", seed=5)
     train("xir", parts, tmp_path / "run", seed=4)
     with pytest.raises(Killed):
@@ -394,7 +396,7 @@ def test_resume_cannot_change_the_data(parts: Split, tmp_path: Path) -> None:
 
 
 def test_resume_needs_a_folder(parts: Split) -> None:
-    """There is nothing to go on from without one."""
+    """Without a folder there is nothing to resume."""
     with pytest.raises(UserError, match="`out`"):
         fit(build("ssl", parts.train), parts, resume=True, k=(10,), device="cpu")
 
@@ -429,7 +431,7 @@ def test_a_damaged_file_is_named(finished: Path, parts: Split, tmp_path: Path, n
 
 
 def test_a_checkpoint_of_something_else_is_named(finished: Path, parts: Split, tmp_path: Path) -> None:
-    """A readable file that lacks, or has too much of, what this run needs: one line with the path and the first difference."""
+    """A readable checkpoint with missing or extra tensors raises one line with the path and the first difference."""
     folder = Path(shutil.copytree(finished, tmp_path / "run"))
     path = folder / "checkpoint.safetensors"
     tensors, state = files.read_tensors(path)
@@ -486,8 +488,8 @@ def fill(folder: Path) -> None:
 @pytest.mark.parametrize("when", ["mid epoch", "model", "checkpoint"])
 @pytest.mark.skipif(shutil.which("mount") is None, reason="needs mount")
 def test_a_full_disk_loses_nothing(small_disk: Path, parts: Split, tmp_path: Path, when: str) -> None:
-    """A disk that is really full while saving: one line with the file and the reason; the last checkpoint still loads, and with
-    room again the resumed run ends as an undisturbed one."""
+    """A disk that is really full while saving: one line with the file and the reason; the last checkpoint still loads,
+    and with room again the resumed run ends as an undisturbed one."""
     out = small_disk / "run"
 
     def fill_up() -> None:
@@ -525,7 +527,8 @@ def test_a_full_disk_loses_nothing(small_disk: Path, parts: Split, tmp_path: Pat
 def test_a_file_that_cannot_be_written_is_named(
     parts: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str
 ) -> None:
-    """Whichever file it is that the disk has no room for: one line that names it, no leftover, and resuming ends as if nothing was."""
+    """Whichever file does not fit on the disk is named in one line; nothing is left over, and resuming completes the
+    run."""
     train("xir", parts, tmp_path / "whole")
     real = os.replace
 

@@ -55,8 +55,8 @@ def vectors(model: Any, texts: list[str]) -> torch.Tensor:
 
 
 def test_the_default_is_corrected_in_batch_softmax(model: Any, dataset: Any) -> None:
-    """-log of the positive's share among it and the other texts of the batch, each weighed by 1 / ((B - 1) q), q its share of all rows;
-    texts that go with the anchor somewhere in the dataset are left out."""
+    """-log of the positive's share among it and the other texts of the batch, each weighed by 1 / ((B - 1) q), q its
+    share of all rows; texts that go with the anchor somewhere in the dataset are left out."""
     rows = dataset.select(range(12))
     anchors, positives = list(rows["anchor"]), list(rows["positive"])
     found = NegativesLoss(model, dataset, tau=TAU)(batch(model, anchors, positives))
@@ -102,7 +102,7 @@ NEGATIVES = {
 
 @pytest.mark.parametrize("name", NEGATIVES)
 def test_it_trains_in_the_real_trainer(model: Any, dataset: Any, tmp_path: Path, name: str) -> None:
-    """One line in SentenceTransformerTrainer: weights move, the loss is finite, and what remembers takes note of the batches."""
+    """One line in SentenceTransformerTrainer: weights move, the loss is finite, and caches observe the batches."""
     before = vectors(model, WORDS)
     loss = NegativesLoss(model, dataset, NEGATIVES[name])
     state = {key: value.clone() for key, value in loss.negatives.state_dict().items()}
@@ -131,7 +131,8 @@ def test_it_learns(model: Any, dataset: Any, tmp_path: Path) -> None:
 
 
 def test_texts_are_recognised_by_their_tokens(model: Any, dataset: Any) -> None:
-    """The hash is the same whatever the padding, and differs for other tokens or another order; a text of no row is refused."""
+    """The hash is the same whatever the padding, and differs for other tokens or another order; a text of no row is
+    refused."""
     tokens, mask = (
         torch.tensor([[2, 5, 6, 3, 0], [0, 2, 5, 6, 3], [2, 6, 5, 3, 0], [2, 5, 3, 0, 0]]),
         torch.tensor([1, 1, 1, 1, 0]),
@@ -164,7 +165,8 @@ def test_what_needs_our_own_loop_is_refused(model: Any, dataset: Any) -> None:
 def test_mined_negatives_are_the_nearest_that_are_not_positive(
     model: Any, dataset: Any, skip: int, margin: float | None
 ) -> None:
-    """Row by row against a loop over all texts: known positives left out, ranks skipped, a margin to the positive kept."""
+    """Row by row against a loop over all texts: known positives left out, ranks skipped, a margin to the positive
+    kept."""
     mined = hard_negatives(model, dataset, n=2, skip=skip, margin=margin)
     texts = sorted(set(dataset["positive"]))
     scores = {
@@ -211,7 +213,8 @@ def test_the_library_reads_what_was_mined(model: Any, dataset: Any, tmp_path: Pa
 
 
 def test_a_run_of_ours_mines_and_is_read_by_the_library(dataset: Any, folder: Path, tmp_path: Path) -> None:
-    """A trained text tower mines by its own vectors; its encoder folder opens as a SentenceTransformer with the same vectors."""
+    """A trained text tower mines by its own vectors; its encoder folder opens as a SentenceTransformer with the same
+    vectors."""
     from sparring.data.interactions import Split
     from sparring.recipes.settings import build
     from sparring.training.fitting import fit

@@ -1,4 +1,4 @@
-"""Training in stages: what the classifiers start from and learn, how rankings are fused, and that a stop anywhere changes nothing."""
+"""Training in stages: classifiers start from item vectors, rankings are fused, and a stop anywhere changes nothing."""
 
 from __future__ import annotations
 
@@ -149,7 +149,8 @@ def whole(parts: Split, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
 def test_killed_in_any_stage_and_resumed(
     parts: Split, whole: dict[str, Path], tmp_path: Path, recipe: str, moment: tuple[int, tuple[int, int] | str]
 ) -> None:
-    """Inside the towers' training, between stages, inside the classifiers' and before the fusion: the same figures and tensors, bitwise."""
+    """Inside the towers' training, between stages, inside the classifiers' and before the fusion: the same figures and
+    tensors, bitwise."""
     with logged(KillAtMessage(str(moment[1]))), pytest.raises(Killed):
         train(recipe, parts, tmp_path / "run", progress=killer(*moment))
     train(recipe, parts, tmp_path / "run", resume=True)
@@ -169,8 +170,8 @@ def test_without_a_folder_the_figures_are_the_same(parts: Split, whole: dict[str
 
 
 def test_each_row_is_the_ranking_that_it_names(parts: Split, whole: dict[str, Path]) -> None:
-    """knn is the run folder's own model, clf the one in `classifiers`, fusion both with the tree: loaded and ranked by a plain loop, their
-    recall is what is written."""
+    """knn is the run folder's own model, clf the one in `classifiers`, fusion both with the tree: loaded and ranked by
+    a plain loop, their recall is what is written."""
     written = json.loads((whole["dexa"] / "result.json").read_text())["stages"]
     assert parts.test is not None
     seen = parts.seen_for("test")
@@ -196,7 +197,8 @@ def test_each_row_is_the_ranking_that_it_names(parts: Split, whole: dict[str, Pa
 
 
 def test_transfer(parts: Split) -> None:
-    """Classifiers start at the item vectors, auxiliary ones added; query vectors are those of the towers, and stay through training."""
+    """Classifiers start at the item vectors, auxiliary ones added; query vectors are those of the towers, and stay
+    through training."""
     run = build("dexa", parts.train, {**SETTINGS, **OWN, "auxiliary": 4, "private": 3})
     fit(run, parts, k=(10,), device="cpu")
     second = classifier_run(run, parts)
@@ -209,7 +211,8 @@ def test_transfer(parts: Split) -> None:
 
 
 def test_classifiers_learn_what_the_towers_cannot(parts: Split) -> None:
-    """Random query vectors and items at random places: classifiers alone rank the training pairs far better than they began."""
+    """Random query vectors and items at random places: classifiers alone rank the training pairs far better than at the
+    start."""
     run = build(
         "ngame", parts.train, {**SETTINGS, **OWN, "dim": 32, "clf_epochs": 60, "clf_lr": 0.05, "epochs": 1, "lr": 1e-9}
     )
@@ -222,7 +225,8 @@ def test_classifiers_learn_what_the_towers_cannot(parts: Split) -> None:
 
 
 def test_stages_can_be_left_out(parts: Split, tmp_path: Path) -> None:
-    """clf_epochs=0 is the towers alone, fusion=false no fusion; a recipe without stages has none, unless it is asked for them."""
+    """clf_epochs=0 is the towers alone, fusion=false no fusion; a recipe without stages has none, unless it is asked
+    for them."""
     assert train("ngame", parts, tmp_path / "towers", clf_epochs=0).stages == {}
     assert not (tmp_path / "towers" / "classifiers").exists()
     assert set(train("ngame", parts, None, clf_fusion=False).stages) == {"knn", "clf"}
@@ -238,7 +242,8 @@ def test_stages_can_be_left_out(parts: Split, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("encoder", ["bag", "bert"])
 def test_text_towers_go_through_all_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoder: str) -> None:
-    """A bag of words or a transformer under auxiliary vectors, killed in each stage and resumed: as if never stopped, and loaded again."""
+    """Text towers with auxiliary vectors, killed in each stage and resumed, equal an uninterrupted run and load
+    again."""
     monkeypatch.setenv("SPARRING_HOME", str(tmp_path / "home"))
     if encoder == "bert":
         pytest.importorskip("transformers")
@@ -294,8 +299,8 @@ def pair(parts: Split) -> tuple[Retriever, Retriever]:
 
 @pytest.mark.parametrize("beta", [0.0, 1.0, 0.3])
 def test_the_fused_score_is_its_formula(parts: Split, pair: tuple[Retriever, Retriever], beta: float) -> None:
-    """Lists are by clf + beta (knn + chance), over the shortlist of the classifiers; the chances of the pairs learnt from are those of
-    scikit-learn's tree, and those of others are read off the nodes one step at a time."""
+    """Lists are by clf + beta (knn + chance), over the shortlist of the classifiers; the chances of the pairs learnt
+    from are those of scikit-learn's tree, and those of others are read off the nodes one step at a time."""
     pytest.importorskip("sklearn")
     from sklearn.tree import DecisionTreeClassifier
 
@@ -346,7 +351,8 @@ def test_the_fused_score_is_its_formula(parts: Split, pair: tuple[Retriever, Ret
 def test_lists_longer_than_the_shortlist_and_than_the_catalogue_leaves(
     parts: Split, pair: tuple[Retriever, Retriever]
 ) -> None:
-    """k above the shortlist still gives k items; where fewer are unseen the rest is -1; no item twice, none that was seen."""
+    """k above the shortlist still gives k items; where fewer are unseen the rest is -1; no item twice, none that was
+    seen."""
     seen, n = parts.seen_for("test"), parts.train.n_items
     found = Fused(*pair, np.ones(n, dtype=np.float32), shortlist=3).lists(torch.arange(parts.train.n_queries), n, seen)
     plain = top_k(

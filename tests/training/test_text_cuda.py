@@ -1,4 +1,4 @@
-"""Text retrievers on a GPU: what a CPU computes, within rounding, through all stages."""
+"""Text retrievers on a GPU equal those on a CPU within rounding, through all stages."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ def test_a_step_is_that_of_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("kind", ["bag", "bert"])
 @pytest.mark.parametrize("recipe", ["ance", "dexa", "prime"])
 def test_all_stages_train_and_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, recipe: str) -> None:
-    """bf16, gradient cache, clusters or lists, classifiers in two shards, fusion: finite metrics, and a folder that a CPU reads."""
+    """bf16, gradient cache, clusters or lists, classifiers in two shards, fusion: finite metrics, and a folder that a
+    CPU reads."""
     monkeypatch.setenv("SPARRING_HOME", str(tmp_path / "home"))
     parts = text_parts()
     settings: dict[str, Any] = {
@@ -98,7 +99,7 @@ def test_trees_and_clusters() -> None:
 
 @pytest.mark.parametrize("recipe", ["dpr", "ngame", "dexa", "ance"])
 def test_steps_of_a_transformer_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: str) -> None:
-    """As one graph, clusters and lists made anew in between; without dropout the losses are those of steps that are not."""
+    """Captured as a graph, with clusters and lists rebuilt in between; without dropout the losses equal eager ones."""
     monkeypatch.setenv("SPARRING_HOME", str(tmp_path / "home"))
     kept: list[CudaGraphStep] = []
 

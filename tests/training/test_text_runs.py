@@ -49,7 +49,7 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 @pytest.mark.parametrize("encoder", ["bag", "bert"])
 def test_recipes_train_text_towers(parts: Split, bert: Path, recipe: str, encoder: str) -> None:
-    """Unchanged, whatever they remember or draw: the loss falls and the whole catalogue is ranked."""
+    """Recipes train text towers unchanged, whatever they cache or draw: the loss falls and the catalogue is ranked."""
     own: dict[str, dict[str, int]] = {"ada_tau": {"settle": 9}, "default": {"n": 16}}
     own |= {"cbns": {"opens": 2, "size": 64}, "midx": {"words": 4, "n": 8}, "xir": {"cache_size": 32}}
     settings = {**QUICK, "epochs": 3, **own.get(recipe, {})}
@@ -72,7 +72,8 @@ def test_text_tells_more_than_chance(parts: Split) -> None:
 
 
 def test_naming_an_encoder_asks_for_text_towers() -> None:
-    """The setup that suits text, both towers; what is set stays as set; with a setup of one's own only the towers change."""
+    """Both towers read text with suitable settings; explicit settings stay; with a custom setup only the towers
+    change."""
     setup, _ = resolve(find("xir"), {"encoder": "bag", "lr": "0.5"})
     assert (
         setup.model.query_tower,
@@ -98,7 +99,7 @@ def test_naming_an_encoder_asks_for_text_towers() -> None:
 
 @pytest.mark.parametrize("gpu", [True, False])
 def test_auto_is_a_bag_without_a_gpu(gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And a transformer with one; what is recorded is which."""
+    """And a transformer where there is one; run.json records which."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     assert resolve(find("ssl"), {"encoder": "auto"})[0].text.encoder == ("minilm" if gpu else "bag")
 
@@ -161,7 +162,7 @@ def test_settings_that_contradict_each_other_are_refused(parts: Split, changes: 
 
 
 def test_what_a_text_run_is_asked_wrongly(parts: Split, tmp_path: Path) -> None:
-    """A stranger by id, a side that there is not, a text that says nothing: one line each that helps; the card tells of new texts."""
+    """An unknown id, an unknown side and an empty text raise one line each; the card mentions new texts."""
     fit(build("ssl", parts.train, QUICK), parts, tmp_path / "run", k=(10,), device="cpu")
     run = runs.load(tmp_path / "run")
     with pytest.raises(UserError, match="recommend_text"):
@@ -188,7 +189,8 @@ def test_texts_on_one_side(parts: Split) -> None:
 
 
 def test_a_bert_run_is_read_back_without_its_source(parts: Split, bert: Path, tmp_path: Path) -> None:
-    """The folder alone gives bitwise the vectors of training, recommends for ids and for new texts, and transformers reads it."""
+    """The folder alone gives bitwise the vectors of training, recommends for ids and for new texts, and transformers
+    reads it."""
     import transformers
 
     source = Path(shutil.copytree(bert, tmp_path / "source"))
@@ -212,7 +214,8 @@ def test_a_bert_run_is_read_back_without_its_source(parts: Split, bert: Path, tm
 
 
 def test_recommend_for_a_new_text(parts: Split, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The ranking is that of inner products with the text's vector; the command line says the same; an id tower refuses."""
+    """The ranking is that of inner products with the text's vector; the command line says the same; an id tower
+    refuses."""
     run = build("default", parts.train, {**QUICK, "n": 16})
     fit(run, parts, tmp_path / "run", k=(10,), device="cpu")
     trained = runs.load(tmp_path / "run")
@@ -259,8 +262,8 @@ class Killed(BaseException):
 
 @pytest.mark.parametrize("encoder", ["bag", "bert"])
 def test_resumed_is_never_stopped(parts: Split, bert: Path, tmp_path: Path, encoder: str) -> None:
-    """Stopped inside an epoch and between epochs, with dropout inside the transformer and with chunks: bitwise the same end, and the
-    random state of whoever calls is left alone."""
+    """Stopped inside an epoch and between epochs, with dropout inside the transformer and with chunks: bitwise the same
+    result, and the random state of whoever calls is left alone."""
     settings = {**QUICK, "encoder": encoder if encoder == "bag" else str(bert), "n": 16, "epochs": 3, "chunk": 40}
 
     def go(out: Path, stop: set[tuple[int, int]], resume: bool) -> None:

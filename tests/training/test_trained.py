@@ -1,4 +1,4 @@
-"""The run folder: files are whole or absent, what was written is read back, and lists are the ranking of the model."""
+"""The run folder: files are complete or absent, everything is read back, and lists are the ranking of the model."""
 
 from __future__ import annotations
 
@@ -98,8 +98,9 @@ def test_a_run_folder_holds_all_that_is_promised(folder: Path) -> None:
 
 
 def test_lists_leave_out_more_than_what_was_measured(folder: Path, named_parts: Split) -> None:
-    """Recommendations of every query, in original ids, are the brute-force order without what the data knows it to have, the test part
-    too; the run's own recall@10 is that of the order with only train and valid items left out."""
+    """Recommendations of every query, in original ids, are the brute-force order without the items it is known to have
+    taken, the test part too; the run's own recall@10 is that of the order with only train and valid items left
+    out."""
     trained = load(folder)
     assert named_parts.test is not None
     assert named_parts.valid is not None
@@ -123,7 +124,8 @@ def test_lists_leave_out_more_than_what_was_measured(folder: Path, named_parts: 
 def test_recommend_with_seen_items_ranks_the_whole_catalogue(
     folder: Path, named_parts: Split, small_world: SyntheticWorld
 ) -> None:
-    """with_seen: every item is listed once, in brute-force order; without it a full list simply ends where unseen items do."""
+    """with_seen: every item is listed once, in brute-force order; without it a full list simply ends where unseen items
+    do."""
     trained = load(folder)
     n = named_parts.train.n_items
     whole = trained.recommend(["user-004"], k=n, with_seen=True)
@@ -171,7 +173,8 @@ def test_an_unknown_query_is_named(folder: Path) -> None:
 
 
 def test_a_new_query_is_served_by_its_items(named_parts: Split, tmp_path: Path) -> None:
-    """A history tower ranks for items alone: the mean of their vectors against all others, given items left out, unknown ones ignored."""
+    """A history tower ranks for items alone: the mean of their vectors against all others, given items left out,
+    unknown ones ignored."""
     run = build("default", named_parts.train, {**QUICK, "query_tower": "history", "item_bias": False})
     fit(run, named_parts, tmp_path / "run", k=(10,), device="cpu")
     trained = load(tmp_path / "run")
@@ -207,7 +210,7 @@ def test_own_towers_are_given_to_load(named_parts: Split, folder: Path) -> None:
 
 
 def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
-    """While a file is written again and again, a reader that opens it at any moment finds one whole version."""
+    """While a file is rewritten repeatedly, a reader always finds one complete version."""
     path = tmp_path / "numbers.safetensors"
     size, stop, wrong, reads = 20_000, threading.Event(), [], 0
     write_tensors(path, {"x": torch.zeros(size)}, {"version": 0})
@@ -238,7 +241,8 @@ def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
 def test_a_failed_write_leaves_the_old_file_and_nothing_beside_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
-    """An error while the new bytes are written or put in place: one line with path and reason, the old content, no leftover."""
+    """An error while the new bytes are written or put in place: one line with path and reason, the old content, no
+    leftover."""
     path = tmp_path / "a.txt"
     write(path, lambda file: file.write_text("old"))
 
@@ -307,7 +311,8 @@ def test_a_damaged_run_json_is_named(copy: Path, text: str) -> None:
     ("change", "keyword"), [({"format": None, "versions": {"sparring": "0.1.0"}}, "0.1.0"), ({"format": 3}, "again")]
 )
 def test_a_folder_of_another_version_is_refused(copy: Path, change: dict[str, Any], keyword: str) -> None:
-    """A folder of Sparring 0.1 has no format number, a later one may have another: one line names the version that wrote it."""
+    """A folder of Sparring 0.1 has no format number, a later one may have another: one line names the version that
+    wrote it."""
     meta = {**json.loads((copy / "run.json").read_text()), **change}
     (copy / "run.json").write_text(json.dumps({name: value for name, value in meta.items() if value is not None}))
     with pytest.raises(UserError, match=keyword) as error:
@@ -316,7 +321,8 @@ def test_a_folder_of_another_version_is_refused(copy: Path, change: dict[str, An
 
 
 def test_a_model_of_other_towers_is_refused(copy: Path) -> None:
-    """run.json and model that disagree (a history tower without histories, another width) are refused by name of file."""
+    """run.json and model that disagree (a history tower without histories, another width) are refused by name of
+    file."""
     meta = json.loads((copy / "run.json").read_text())
     for change in ({"query_tower": "history"}, {"dim": 9}, {"item_features": ["category"]}):
         (copy / "run.json").write_text(
@@ -327,7 +333,7 @@ def test_a_model_of_other_towers_is_refused(copy: Path) -> None:
 
 
 def test_an_interrupt_leaves_nothing_half_written(tmp_path: Path) -> None:
-    """Ctrl-C while a file is written goes on as it came, and its half is gone, though the same Ctrl-C comes twice (polars, then Python)."""
+    """Ctrl-C during a write propagates and leaves no partial file, even if it arrives twice (polars, then Python)."""
     (tmp_path / "lists.parquet").write_text("old")
 
     def interrupted(file: Path) -> None:
@@ -350,7 +356,7 @@ def test_an_interrupt_leaves_nothing_half_written(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_that_polars_meets_is_one_line(tmp_path: Path) -> None:
-    """What polars says of it becomes our one line, and nothing is left beside the file."""
+    """An error of polars becomes one line, and no temporary file is left."""
 
     def full(file: Path) -> None:
         file.write_text("half")

@@ -53,7 +53,7 @@ def today() -> Split:
 
 @pytest.mark.parametrize("side", ["query", "item", "item_bias"])
 def test_rows_go_by_their_original_ids(old: Path, today: Split, side: str) -> None:
-    """What both know and yesterday trained has yesterday's vector, bit for bit; every other row is as it was drawn."""
+    """Ids that both runs know and yesterday trained have yesterday's vector, bitwise; all other rows stay."""
     before, model = load(old), build("bpr", today.train, {**QUICK, "item_bias": True}).model
     drawn = getattr(model, side).weight.detach().clone()
     warm = warm_start(model, today, old)
@@ -73,7 +73,8 @@ def test_rows_go_by_their_original_ids(old: Path, today: Split, side: str) -> No
 
 
 def test_a_warm_run_says_where_it_began(old: Path, today: Split, tmp_path: Path) -> None:
-    """run.json has the run and the counts; without a step, the vectors are those of before; items that were trained then are listed."""
+    """run.json has the earlier run and the counts; vectors start equal to its vectors; items that it trained are
+    eligible."""
     few = dataclasses.replace(
         today.train, items=np.where(today.train.items == 5, 6, today.train.items)
     )  # nobody takes item 100 today
@@ -111,7 +112,7 @@ def test_a_run_may_begin_with_the_one_that_it_replaces(old: Path, today: Split, 
 
 
 def test_pairs_that_were_trained_on_are_counted(old: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Another split of the same data tests what yesterday trained on: the line says how much."""
+    """Another split of the same data tests pairs that yesterday trained on: a warning counts them."""
     data = days(range(10, 40), range(100, 120), 1)
     first, other = (split(data, "random", valid=0.1, test=0.2, seed=seed) for seed in (0, 7))
     assert first.valid is not None
@@ -130,7 +131,7 @@ def test_pairs_that_were_trained_on_are_counted(old: Path, caplog: pytest.LogCap
 
 
 def test_histories_start_warm(today: Split, tmp_path: Path) -> None:
-    """The item table goes by ids, what the query tower has beside it goes over whole."""
+    """Item vectors are copied by id; the other parameters of the query tower are copied as they are."""
     settings = {**QUICK, "query_tower": "history", "pooling": "attention"}
     fit(build("bpr", today.train, settings), today, tmp_path / "old", k=(5,), device="cpu")
     before, model = load(tmp_path / "old").model, build("bpr", today.train, {**settings, "seed": 3}).model
@@ -162,7 +163,8 @@ def test_what_does_not_fit_is_one_line(old: Path, today: Split, settings: dict[s
 def test_the_command_begins_and_goes_on(
     old: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], refused: Callable[..., str]
 ) -> None:
-    """`--warm RUN` is told and recorded; a run that was stopped before its first checkpoint begins with the same vectors again."""
+    """`--warm RUN` is printed and recorded; stopped before its first checkpoint, the run starts with the same vectors
+    again."""
     data = days(range(20, 50), range(95, 115), 2)
     table = {"user_id": data.query_ids.decode(data.queries), "item_id": data.item_ids.decode(data.items)}
     pl.DataFrame(table).write_parquet(tmp_path / "pairs.parquet")

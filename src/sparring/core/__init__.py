@@ -1,4 +1,4 @@
-"""The values that samplers, losses and towers exchange, and the tools every package needs: errors, files, ranks, workers.
+"""Values that samplers, losses and towers exchange, and tools that all packages need: errors, files, ranks, workers.
 
 Nothing here knows about data, models or methods.
 """

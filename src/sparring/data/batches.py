@@ -50,7 +50,7 @@ class RandomBatches(Part):
             yield order[step * self.batch_size : (step + 1) * self.batch_size].long()
 
     def around(self, rows: Tensor, size: int, generator: torch.Generator) -> Tensor:
-        """Row indices (at most `size`,) of a batch that starts with `rows` (CPU, distinct); the others are as an epoch mixes them.
+        """Row indices (at most `size`,) of a batch that starts with `rows` (CPU, distinct), mixed as in an epoch.
 
         Other rows are distinct, except where there are so many that two of them hardly ever coincide.
         """

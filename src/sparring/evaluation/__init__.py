@@ -1,6 +1,6 @@
-"""Exact ranking of a catalogue, the metrics of its lists, and tests of differences between them.
+"""Exact ranking of a catalogue, the metrics of its lists, tests of differences between them, and BM25 as a reference.
 
-Anything that encodes queries and items can be evaluated; nothing here trains.
+Anything that encodes queries and items can be evaluated; nothing here trains. Ties are broken in core/topk.py.
 """
 
 from sparring.evaluation.metrics import DIALECTS, METRICS

@@ -1,4 +1,4 @@
-"""Values of metrics, gathered from lists chunk by chunk."""
+"""MetricAccumulator: metrics of the lists of all test queries, added chunk by chunk."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _BINS = 10  # of items by popularity
 
 
 class Pairs(Protocol):
-    """What is tested against: (query, item) pairs as two arrays of dense ids, and how many queries the data has."""
+    """Test interactions: (query, item) pairs as two arrays of dense ids, and the number of queries of the data."""
 
     @property
     def queries(self) -> np.ndarray: ...
@@ -32,8 +32,11 @@ class Pairs(Protocol):
     def n_queries(self) -> int: ...
 
 
-class Tally:
-    """Hits and gains of the lists of all test queries; from them means, each query's values, strata and bins."""
+class MetricAccumulator:
+    """Hits and gains of the lists of all test queries; then means, values per query, strata and bins.
+
+    Call `add` for each chunk of lists, then `close`.
+    """
 
     def __init__(
         self,
@@ -46,41 +49,37 @@ class Tally:
     ) -> None:
         self.n_items, self.cutoffs, self.counts, self.propensity = n_items, cutoffs, counts, propensity
         self.pairs = np.unique(test.queries.astype(np.int64) * n_items + test.items)
-        self.query_ids, self.place, relevant = np.unique(self.pairs // n_items, return_inverse=True, return_counts=True)
-        self.relevant = relevant
-        # Of how many queries a mean is: xir-release counts all of the data, xc also the test points that have no label.
-        self.whole = {"xir-release": test.n_queries, "xc": len(self.query_ids) + getattr(test, "empty", 0)}
+        self.query_ids, self.query_of_pair, self.relevant = np.unique(
+            self.pairs // n_items, return_inverse=True, return_counts=True
+        )
+        # Dialects that average over other queries: all of the data, or also the test points without a label.
+        self.averaged_over = {"xir-release": test.n_queries, "xc": len(self.query_ids) + getattr(test, "empty", 0)}
         self.ranked = [m for m in chosen if m.name in METRICS]
         self.weighted = [m for m in chosen if m.name in PROPENSITY_METRICS]
         self.covers = [m for m in chosen if m.name == "coverage"]
-        self.percentile = (
-            popularity_percentile(counts)
-            if counts is not None and any(m.name == "popularity" for m in chosen)
-            else None
-        )
-        labels = [m.label for m in self.ranked + self.weighted] + (
-            ["popularity"] if self.percentile is not None else []
-        )
+        self.percentile = None
+        labels = [m.label for m in self.ranked + self.weighted]
+        if counts is not None and any(m.name == "popularity" for m in chosen):
+            self.percentile = popularity_percentile(counts)
+            labels.append("popularity")
         self.per_query = {f"{label}@{k}": np.zeros(len(self.query_ids)) for label in labels for k in cutoffs}
-        self.listed = {k: np.zeros(n_items, dtype=np.int64) for k in cutoffs}  # how often each item is in a list
-        self.right = {k: np.zeros(n_items, dtype=np.int64) for k in cutoffs}  # how often it is there and relevant
+        self.listed = {k: np.zeros(n_items, dtype=np.int64) for k in cutoffs}  # lists that hold the item
+        self.found = {k: np.zeros(n_items, dtype=np.int64) for k in cutoffs}  # lists that hold it as a hit
         self.stratum = popularity_strata(counts) if counts is not None else None
         if self.stratum is not None:
-            # (3, U): test items of each query by stratum
-            flat = np.bincount(
-                self.stratum[self.pairs % n_items] * len(self.query_ids) + self.place, minlength=3 * len(self.query_ids)
-            )
-            self.relevant_in = flat.reshape(3, -1)
+            n_queries = len(self.query_ids)
+            cell = self.stratum[self.pairs % n_items] * n_queries + self.query_of_pair
+            self.relevant_in = np.bincount(cell, minlength=3 * n_queries).reshape(3, -1)  # test items, (3, U)
             self.by_stratum = [m for m in self.ranked if not m.over_all_queries]
             self.sums_in = [{m.key(k): 0.0 for m in self.by_stratum for k in cutoffs} for _ in STRATA]
 
     def add(self, start: int, ids: np.ndarray) -> None:
-        """Take in the lists (rows, K) of the queries from `start` on; id -1 is an empty place."""
+        """Add the lists (rows, K) of the queries from `start` on; id -1 is an empty place."""
         rows = slice(start, start + len(ids))
         keys = self.query_ids[rows, None] * self.n_items + ids
-        at = np.minimum(np.searchsorted(self.pairs, keys), len(self.pairs) - 1)
+        index = np.minimum(np.searchsorted(self.pairs, keys), len(self.pairs) - 1)
         filled = ids >= 0
-        hits = (self.pairs[at] == keys) & filled
+        hits = (self.pairs[index] == keys) & filled
         gains = self.propensity[ids] * hits if self.weighted and self.propensity is not None else hits
         for k in self.cutoffs:
             for metric in self.ranked:
@@ -91,45 +90,47 @@ class Tally:
                 share = (self.percentile[ids[:, :k]] * filled[:, :k]).sum(1) / np.maximum(filled[:, :k].sum(1), 1)
                 self.per_query[f"popularity@{k}"][rows] = share
             self.listed[k] += np.bincount(ids[:, :k][filled[:, :k]], minlength=self.n_items)
-            self.right[k] += np.bincount(ids[:, :k][hits[:, :k]], minlength=self.n_items)
+            self.found[k] += np.bincount(ids[:, :k][hits[:, :k]], minlength=self.n_items)
         if self.stratum is not None:
             for index, sums in enumerate(self.sums_in):
-                some = np.flatnonzero(self.relevant_in[index, rows])
-                own = hits[some] & (self.stratum[ids[some]] == index)
+                tested = np.flatnonzero(self.relevant_in[index, rows])
+                relevant = self.relevant_in[index, rows][tested]
+                stratum_hits = hits[tested] & (self.stratum[ids[tested]] == index)
                 for metric in self.by_stratum:
                     for k in self.cutoffs:
-                        sums[metric.key(k)] += float(
-                            per_query(metric, own, self.relevant_in[index, rows][some], k).sum()
-                        )
+                        sums[metric.key(k)] += float(per_query(metric, stratum_hits, relevant, k).sum())
 
     def close(self) -> None:
-        """Divide what was gained by propensity by the mean of the most that could be: from here on its mean is the metric."""
+        """Divide gains by propensity by the mean of their largest possible values, so that their mean is the metric."""
         if not self.weighted or self.propensity is None:
             return
         weight = self.propensity[self.pairs % self.n_items]
-        order = np.lexsort((-weight, self.place))  # by query, the heaviest first
-        rank = np.arange(len(order)) - (np.cumsum(self.relevant) - self.relevant)[self.place]
-        most = np.zeros((len(self.query_ids), min(self.cutoffs[-1], int(self.relevant.max()))))
-        inside = rank < most.shape[1]
-        most[self.place[inside], rank[inside]] = weight[order][inside]
+        order = np.lexsort((-weight, self.query_of_pair))  # by query, the heaviest first
+        rank = np.arange(len(order)) - (np.cumsum(self.relevant) - self.relevant)[self.query_of_pair]
+        heaviest = np.zeros((len(self.query_ids), min(self.cutoffs[-1], int(self.relevant.max()))))
+        inside = rank < heaviest.shape[1]
+        heaviest[self.query_of_pair[inside], rank[inside]] = weight[order][inside]
         for k in self.cutoffs:
-            best = np.pad(most[:, :k], ((0, 0), (0, max(k - most.shape[1], 0))))
+            best = np.pad(heaviest[:, :k], ((0, 0), (0, max(k - heaviest.shape[1], 0))))
             for metric in self.weighted:
                 self.per_query[metric.key(k)] /= propensity_gains(metric, best, self.relevant, k).mean()
 
     def means(self) -> dict[str, float]:
-        total: dict[str, float] = {}
-        size = {m.key(k): self.whole[m.dialect] for m in self.ranked if m.over_all_queries for k in self.cutoffs}
+        """The mean of each metric at each cutoff; coverage of the catalogue."""
+        means: dict[str, float] = {}
+        sizes = {
+            m.key(k): self.averaged_over[m.dialect] for m in self.ranked if m.over_all_queries for k in self.cutoffs
+        }
         for key, values in self.per_query.items():
-            total[key] = float(values.sum()) / size.get(key, len(values))
+            means[key] = float(values.sum()) / sizes.get(key, len(values))
         for metric in self.covers:
-            tested = np.unique(self.pairs % self.n_items) if metric.of_hits else slice(None)
-            counted = self.right if metric.of_hits else self.listed
-            total |= {metric.key(k): float((counted[k][tested] > 0).mean()) for k in self.cutoffs}
-        return total
+            items = np.unique(self.pairs % self.n_items) if metric.of_hits else slice(None)
+            counted = self.found if metric.of_hits else self.listed
+            means |= {metric.key(k): float((counted[k][items] > 0).mean()) for k in self.cutoffs}
+        return means
 
     def strata(self) -> dict[str, dict[str, float]]:
-        """The same of each stratum; none where popularity is unknown."""
+        """The means of each stratum of popularity, its coverage and its share of the lists; empty without counts."""
         strata: dict[str, dict[str, float]] = {}
         if self.stratum is None:
             return strata
@@ -144,20 +145,20 @@ class Tally:
         return strata
 
     def bins(self) -> list[dict[str, float]]:
-        """What `evaluate` says of bins; none where popularity is unknown."""
+        """Ten bins of items by popularity (see `evaluate`); empty without counts."""
         if self.counts is None:
             return []
         index = popularity_bins(self.counts, _BINS)
         pairs = np.bincount(index[self.pairs % self.n_items], minlength=_BINS)
-        right = {k: np.bincount(index, weights=self.right[k], minlength=_BINS) for k in self.cutoffs}
-        found: list[dict[str, float]] = []
-        for place in range(_BINS):
-            own = self.counts[index == place]
-            if not len(own):
+        found = {k: np.bincount(index, weights=self.found[k], minlength=_BINS) for k in self.cutoffs}
+        bins: list[dict[str, float]] = []
+        for number in range(_BINS):
+            counts = self.counts[index == number]
+            if not len(counts):
                 continue
-            least, most = (float(own.min()), float(own.max()))
-            sizes = {"items": float(len(own)), "least": least, "most": most, "pairs": float(pairs[place])}
-            added = {f"precision@{k}": float(right[k][place]) / (k * len(self.query_ids)) for k in self.cutoffs}
-            recalled = {f"recall@{k}": float(right[k][place] / max(pairs[place], 1)) for k in self.cutoffs}
-            found.append(sizes | added | recalled)
-        return found
+            least, most = (float(counts.min()), float(counts.max()))
+            sizes = {"items": float(len(counts)), "least": least, "most": most, "pairs": float(pairs[number])}
+            added = {f"precision@{k}": float(found[k][number]) / (k * len(self.query_ids)) for k in self.cutoffs}
+            recall = {f"recall@{k}": float(found[k][number] / max(pairs[number], 1)) for k in self.cutoffs}
+            bins.append(sizes | added | recall)
+        return bins

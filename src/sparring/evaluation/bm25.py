@@ -1,4 +1,4 @@
-"""BM25: what the words alone find, the reference that every trained retriever of texts has to beat."""
+"""BM25: ranking by words alone, the reference for trained text retrievers."""
 
 from __future__ import annotations
 
@@ -32,10 +32,11 @@ def bm25(
         score(q, d) = sum over words w of q of  idf(w) f / (f + k1 (1 - b + b |d| / mean |d|))
         idf(w) = ln(1 + (N - n_w + 0.5) / (n_w + 0.5))
 
-    with f how often w occurs in d, n_w the items that have it: Lucene's form, by the library bm25s (the extra `text`). Words are in lower
-    case, of at least two letters, without the stop words of a language ("en", None for none left out). Equal scores are in order of
-    id. An item that shares no word with the query is not listed: its place is -1 with score 0. `seen` is left out for the queries with
-    these `query_ids` (by default 0..B-1), as in `evaluate`; `progress` is told how many queries are done.
+    where w occurs f times in d and in n_w items: Lucene's form, by the library bm25s (the extra `text`). Words are in
+    lower case and of at least two letters, without the stop words of a language (None keeps them). Equal scores are in
+    ascending order of id. An item that shares no word with the query is not listed: its place is -1 with score 0.
+    `seen` items of the queries `query_ids` (by default 0..B-1) are excluded, as in `evaluate`; `progress(done, total)`
+    is called after each block.
 
         lists, scores = bm25(text_of(data, "item"), ["red shoes"], 10)
 
@@ -45,31 +46,31 @@ def bm25(
         import bm25s
     except ImportError as error:
         raise UserError('BM25 needs more packages; run: pip install "sparring[text]"') from error
-    corpus, asked = as_series(items), as_series(queries)
+    corpus, texts = as_series(items), as_series(queries)
     if not 1 <= k <= len(corpus):
-        raise UserError(f"k is {k}; it must lie between 1 and the {len(corpus):,} items")
+        raise UserError(f"k is {k}; it must be between 1 and the {len(corpus):,} items")
     words: dict[str, Any] = {"stopwords": stopwords, "show_progress": False}
     tokens = bm25s.tokenize(corpus.to_list(), **words)
     if not any(word for word in tokens.vocab):
-        raise UserError("no item has a word that BM25 could find: their texts are empty, or hold stop words only")
+        raise UserError("no item has a word that BM25 can find: the texts are empty or hold only stop words")
     index = bm25s.BM25(k1=k1, b=b, method="lucene")
     index.index(tokens, show_progress=False)
-    lists = bm25s.tokenize(asked.to_list(), return_ids=False, **words)
-    ids = np.arange(len(asked)) if query_ids is None else np.asarray(query_ids)
-    best, scores = np.full((len(asked), k), -1, dtype=np.int64), np.zeros((len(asked), k), dtype=np.float32)
+    tokens_of_queries = bm25s.tokenize(texts.to_list(), return_ids=False, **words)
+    ids = np.arange(len(texts)) if query_ids is None else np.asarray(query_ids)
+    best, scores = np.full((len(texts), k), -1, dtype=np.int64), np.zeros((len(texts), k), dtype=np.float32)
     step = max(1, _BLOCK // len(corpus))
-    for start in range(0, len(asked), step):
-        rows = slice(start, min(start + step, len(asked)))
+    for start in range(0, len(texts), step):
+        rows = slice(start, min(start + step, len(texts)))
         block = np.zeros((rows.stop - start, len(corpus)), dtype=np.float32)
-        for row, found in enumerate(lists[rows]):
-            known = [word for word in found if word in index.vocab_dict]
+        for row, query in enumerate(tokens_of_queries[rows]):
+            known = [word for word in query if word in index.vocab_dict]
             if known:
                 block[row] = index.get_scores(known)
         if seen is not None:
             block[_pairs(seen, ids[rows])] = 0
         best[rows], scores[rows] = _best(block, k)
         if progress is not None:
-            progress(rows.stop, len(asked))
+            progress(rows.stop, len(texts))
     return best, scores
 
 
@@ -82,7 +83,7 @@ def _pairs(seen: Positives, queries: np.ndarray) -> tuple[np.ndarray, np.ndarray
 
 
 def _best(scores: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-    """The k best of each row by falling score, equal ones by id; -1 where a score is 0."""
+    """The k best of each row by descending score, ties by ascending id; -1 where a score is 0."""
     bound = -np.partition(-scores, k - 1, axis=1)[:, k - 1 : k]
     rows, items = np.nonzero((scores >= bound) & (scores > 0))
     value = scores[rows, items]
@@ -91,6 +92,6 @@ def _best(scores: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
     count = np.bincount(rows, minlength=len(scores))
     place = np.arange(len(rows)) - np.repeat(np.cumsum(count) - count, count)
     inside = place < k
-    best, found = np.full((len(scores), k), -1, dtype=np.int64), np.zeros((len(scores), k), dtype=np.float32)
-    best[rows[inside], place[inside]], found[rows[inside], place[inside]] = items[inside], value[inside]
-    return best, found
+    best, best_scores = np.full((len(scores), k), -1, dtype=np.int64), np.zeros((len(scores), k), dtype=np.float32)
+    best[rows[inside], place[inside]], best_scores[rows[inside], place[inside]] = items[inside], value[inside]
+    return best, best_scores

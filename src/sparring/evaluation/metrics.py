@@ -1,9 +1,10 @@
 """Ranking metrics over lists of hits, in several dialects, because one name is not one metric.
 
-For a query with n relevant (test) items, let h_r be 1 when the item at rank r of its list is relevant and H_r = h_1 + ... + h_r.
-A list of fewer than k items is filled up with misses. Each metric is averaged over the queries with at least one relevant item.
+For a query with n relevant (test) items, let h_r be 1 if the item at rank r of its list is relevant, and
+H_r = h_1 + ... + h_r. A list of fewer than k items is padded with misses. Each metric is averaged over the queries with
+at least one relevant item.
 
-`standard`, what LightGCN and RecBole report:
+`standard`, as in LightGCN and RecBole:
 
     recall@k     H_k / n
     precision@k  H_k / k
@@ -12,31 +13,34 @@ A list of fewer than k items is filled up with misses. Each metric is averaged o
     map@k        sum_{r<=k} h_r H_r / r  /  min(k, n)
     ndcg@k       sum_{r<=k} h_r / log2(r + 1)  /  sum_{r<=min(k, n)} 1 / log2(r + 1)
 
-The other dialects differ from it only where said; a metric of theirs carries their name in its key (`ndcg_rectools@10`):
+The other dialects differ only as listed; their metrics carry the dialect in the key (`ndcg_rectools@10`):
 
     trec         trec_eval's recall_k, P_k, success_k, recip_rank, map_cut_k, ndcg_cut_k: map divides by n.
-    rectools     RecTools' defaults: map divides by n; ndcg divides by sum_{r<=k} 1 / log2(r + 1): a query with n < k never reaches 1.
-    lenskit      LensKit's defaults: recall divides by min(k, n); ndcg uses 1 / max(log2 r, 1) in place of 1 / log2(r + 1).
-    xir-release  what the released code of XIR (NeurIPS 2022) computes, for comparison with that paper's table: recall, and
+    rectools     RecTools' defaults: map divides by n; ndcg divides by sum_{r<=k} 1 / log2(r + 1), so a query with n < k
+                 never reaches 1.
+    lenskit      LensKit's defaults: recall divides by min(k, n); ndcg has 1 / max(log2 r, 1) for 1 / log2(r + 1).
+    xir-release  the released code of XIR (NeurIPS 2022), for comparison with that paper's table: recall, and
                  ndcg = (h_1 + sum_{2<=r<=k} h_r / log2 3) / sum_{r<=min(k, n)} 1 / log2(r + 1),
-                 a bug which discounts every rank after the first alike, so that the value can exceed 1 (1.47 for a perfect top 10).
-                 Averaged over all queries of the data; one without relevant items counts 0.
-    xc           the extreme-classification repository's P@k, nDCG@k, R@k: precision, ndcg and recall as above, averaged over all test
-                 points; one without any label counts 0. Its coverage is the share of the labels of the test points that at least one of
-                 their lists has right.
+                 a bug that discounts every rank after the first alike, so that the value can exceed 1 (1.47 for a
+                 perfect top 10). Averaged over all queries of the data; one without relevant items counts 0.
+    xc           the extreme-classification repository's P@k, nDCG@k, R@k: precision, ndcg and recall as above, averaged
+                 over all test points; one without any label counts 0. Its coverage is the share of the labels of the
+                 test points that at least one of their lists has right.
 
-Where items differ in how likely a relevant one is known to be relevant, with inverse propensity w_i (see `inverse_propensities`):
+With inverse propensities w_i, the inverse probability that a relevant item is known to be relevant
+(`data.propensity.inverse_propensities`):
 
-    psp@k        sum over queries of  sum_{r<=k} h_r w_r          /  sum over queries of the largest value that any list could have
-    psndcg@k     sum over queries of  sum_{r<=k} h_r w_r / log2(r + 1) / d  /  sum over queries of the largest such value,
+    psp@k        sum over queries of  sum_{r<=k} h_r w_r  /  sum over queries of the largest value of any list
+    psndcg@k     sum over queries of  sum_{r<=k} h_r w_r / log2(r + 1) / d  /  sum over queries of its largest value,
                  with the query's own d = sum_{r<=min(k, n)} 1 / log2(r + 1)
 
-These are ratios of sums, not means of ratios (Jain et al., KDD 2016, section 3). Since the sum below is the same for every model, a
-query's value is its own term above divided by the mean of those below: then the mean over queries is the metric, and two models can be
-compared query by query.
+These are ratios of sums, not means of ratios (Jain et al., KDD 2016, section 3). The denominator is the same for every
+model, so a query's value is its own numerator over the mean denominator: the mean over queries is then the metric, and
+two models can be compared query by query.
 
-Beside them, of the lists as a whole: `coverage@k`, the share of the catalogue that is in at least one list, and `popularity@k`, the mean
-popularity percentile of the listed items (see `popularity_percentile`; 0.5 = as popular as what people take).
+Two metrics describe all lists together: `coverage@k`, the share of the catalogue that is in at least one list, and
+`popularity@k`, the mean popularity percentile of the listed items (`popularity_percentile`; 0.5 is as popular as the
+training interactions).
 """
 
 from __future__ import annotations
@@ -48,11 +52,23 @@ import numpy as np
 from sparring.core.choices import DIALECTS
 from sparring.core.errors import UserError
 
+DESCRIPTIONS = {
+    "recall": "share of a query's test items that are listed",
+    "precision": "share of the listed items that are test items",
+    "hit": "1 if at least one test item is listed",
+    "mrr": "1 / rank of the first hit",
+    "map": "mean precision at the ranks of the hits",
+    "ndcg": "hits discounted by the logarithm of their rank, over the best possible value",
+    "psp": "precision with hits weighted by inverse propensity, over the best possible value",
+    "psndcg": "ndcg with hits weighted by inverse propensity, over the best possible value",
+    "coverage": "share of the catalogue that is in at least one list",
+    "popularity": "mean popularity percentile of the listed items",
+}
 METRICS = ("recall", "precision", "hit", "mrr", "map", "ndcg")
 PROPENSITY_METRICS = ("psp", "psndcg")
 LIST_METRICS = ("coverage", "popularity")
 STRATA = ("head", "mid", "tail")
-_ONLY = {"xir-release": ("recall", "ndcg"), "xc": ("recall", "precision", "ndcg")}  # all that these define
+_ONLY = {"xir-release": ("recall", "ndcg"), "xc": ("recall", "precision", "ndcg")}  # the metrics they define
 
 
 @dataclass(frozen=True)
@@ -76,12 +92,12 @@ class Metric:
 
     @property
     def over_all_queries(self) -> bool:
-        """Whether queries without a relevant item count, as 0: all of the data (xir-release), or those of the test part (xc)."""
+        """Whether queries without relevant items count as 0: all of the data (xir-release) or of the test part (xc)."""
         return self.dialect in _ONLY and self.name in METRICS
 
     @property
     def of_hits(self) -> bool:
-        """Whether it is a coverage that counts only items which a list has right."""
+        """Whether it is a coverage that counts only hits."""
         return self.name == "coverage" and self.dialect == "xc"
 
 
@@ -94,19 +110,19 @@ def parse(name: str, dialect: str = "standard") -> Metric:
     if dialect not in DIALECTS:
         raise UserError(f"unknown metric dialect {dialect!r}: choose one of {', '.join(DIALECTS)}")
     plain, _, suffix = name.partition("_")
-    own = {d.replace("-", "_"): d for d in DIALECTS}.get(suffix) if suffix else dialect
+    chosen = {d.replace("-", "_"): d for d in DIALECTS}.get(suffix) if suffix else dialect
     every = METRICS + PROPENSITY_METRICS + LIST_METRICS
-    if own is None or plain not in every or (suffix and plain not in METRICS and name != "coverage_xc"):
+    if chosen is None or plain not in every or (suffix and plain not in METRICS and name != "coverage_xc"):
         raise UserError(
             f"unknown metric {name!r}: choose among {', '.join(every)}, or e.g. ndcg_trec for another dialect"
         )
-    if own in _ONLY and plain in METRICS and plain not in _ONLY[own]:
-        raise UserError(f"the dialect {own} has no {plain!r}: it defines {' and '.join(_ONLY[own])}")
-    return Metric(plain, own)
+    if chosen in _ONLY and plain in METRICS and plain not in _ONLY[chosen]:
+        raise UserError(f"the dialect {chosen} has no {plain!r}: it defines {' and '.join(_ONLY[chosen])}")
+    return Metric(plain, chosen)
 
 
 def per_query(metric: Metric, hits: np.ndarray, relevant: np.ndarray, k: int) -> np.ndarray:
-    """(U,) values of a metric at cutoff k, from hits (U, K >= k) and the number of relevant items (U,), each at least 1."""
+    """(U,) values of a metric at cutoff k, from hits (U, K >= k) and numbers of relevant items (U,) >= 1."""
     h = hits[:, :k].astype(np.float64)
     rank = np.arange(1, k + 1)
     n, capped = relevant.astype(np.float64), np.minimum(relevant, k)
@@ -131,7 +147,7 @@ def per_query(metric: Metric, hits: np.ndarray, relevant: np.ndarray, k: int) ->
 
 
 def propensity_gains(metric: Metric, gains: np.ndarray, relevant: np.ndarray, k: int) -> np.ndarray:
-    """(U,) what each query adds to the sum above (or below) in psp or psndcg, from the weights of its hits, 0 at misses, (U, K >= k)."""
+    """(U,) each query's term in the sums of psp or psndcg, from the weights (U, K >= k) of its hits, 0 at misses."""
     gains = gains[:, :k]
     if metric.name == "psp":
         summed: np.ndarray = gains.sum(1)
@@ -142,10 +158,10 @@ def propensity_gains(metric: Metric, gains: np.ndarray, relevant: np.ndarray, k:
 
 
 def popularity_bins(counts: np.ndarray, n: int = 10) -> np.ndarray:
-    """(N,) bin of every item, 0 the most popular: each of the n bins took about one n-th of the training interactions.
+    """(N,) bin of every item, 0 the most popular: each of the n bins has about 1/n of the training interactions.
 
-    Items in order of falling count (equal counts: smaller id first); an item belongs to bin j where the items before it hold at least j
-    n-ths of all interactions and less than j + 1. Items without any are in the last.
+    Items are in descending order of count, ties by ascending id; an item is in bin j if the items before it have at
+    least j/n of all interactions and less than (j + 1)/n. Items without interactions are in the last bin.
     """
     order = np.argsort(-counts, kind="stable")
     before = np.cumsum(counts[order]) - counts[order]
@@ -155,12 +171,12 @@ def popularity_bins(counts: np.ndarray, n: int = 10) -> np.ndarray:
 
 
 def popularity_percentile(counts: np.ndarray) -> np.ndarray:
-    """(N,) share of the interactions that went to less popular items, those of equally popular ones counted half.
+    """(N,) share of the interactions with less popular items, those with equally popular ones counted half.
 
         p_i = (sum of c_j over c_j < c_i  +  1/2 sum of c_j over c_j = c_i) / sum of all c_j
 
-    The mean over the interactions themselves is exactly 1/2, so lists with a mean of 1/2 are as popular as what people take;
-    a mean near 1 says that only the most popular items are listed, near 0 that none of them is.
+    The mean over the interactions themselves is exactly 1/2. Lists with a mean near 1 hold only the most popular items,
+    near 0 none of them.
     """
     if counts.sum() <= 0:
         return np.full(len(counts), 0.5)
@@ -171,9 +187,5 @@ def popularity_percentile(counts: np.ndarray) -> np.ndarray:
 
 
 def popularity_strata(counts: np.ndarray) -> np.ndarray:
-    """(N,) stratum of every item, an index into STRATA: each stratum took about a third of the training interactions.
-
-    Items in order of falling count (equal counts: smaller id first); an item belongs to head, mid or tail as the items before it
-    hold less than one third, less than two thirds, or more of all interactions. Items without any are tail.
-    """
+    """(N,) stratum of every item, an index into STRATA: thirds of the training interactions (see popularity_bins)."""
     return popularity_bins(counts, len(STRATA))

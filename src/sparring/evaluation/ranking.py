@@ -1,11 +1,15 @@
-"""What a retriever's lists are worth: full ranking of every query with a test item, and the metrics of those lists."""
+"""Evaluate a retriever: rank the complete catalogue for every query with a test item, and measure the lists.
+
+`core.topk.top_k` makes the lists and breaks ties: equal scores are in ascending order of item id. To change how ties
+are broken, change it there; `_RankedLists.of` merges the lists of several ranks in the same order.
+"""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -17,9 +21,10 @@ from sparring.core.errors import UserError
 from sparring.core.topk import top_k
 from sparring.core.types import ALONE, Positives, Ranks
 from sparring.data.propensity import inverse_propensities
-from sparring.evaluation.accumulator import Pairs, Tally
+from sparring.evaluation.accumulator import MetricAccumulator, Pairs
 from sparring.evaluation.metrics import LIST_METRICS, METRICS, PROPENSITY_METRICS, parse
 from sparring.models.retriever import Retriever
+from sparring.models.towers import evaluating
 
 __all__ = ["Encoder", "Evaluation", "Pairs", "evaluate", "evaluate_lists", "top_k"]
 
@@ -27,7 +32,7 @@ _CHUNK = 8192  # queries encoded and ranked at once
 
 
 class Encoder(Protocol):
-    """What can be evaluated: vectors of queries, by id, and of all items; the score is their inner product."""
+    """A model that encodes queries, by id, and all items; the score is the inner product of their vectors."""
 
     def encode_queries(self, ids: Tensor, /) -> Tensor: ...
     def item_vectors(self) -> Tensor: ...
@@ -35,7 +40,7 @@ class Encoder(Protocol):
 
 @runtime_checkable
 class Lister(Protocol):
-    """What makes lists in a way of its own (fusion.py), and can be evaluated as well."""
+    """A model that makes lists itself (models/fusion.py)."""
 
     @property
     def n_items(self) -> int: ...
@@ -44,19 +49,17 @@ class Lister(Protocol):
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a full ranking was worth: means, each query's own values, and the same by popularity of the items."""
+    """Metrics of a full ranking: means, values per query, and the same by popularity of the items."""
 
     metrics: dict[str, float]  # "recall@20" -> mean
-    strata: dict[str, dict[str, float]]  # "head" | "mid" | "tail" -> the same; empty where popularity is unknown
+    strata: dict[str, dict[str, float]]  # "head" | "mid" | "tail" -> the same; empty without counts
     query_ids: np.ndarray  # (U,) the queries with a test item, ascending
     per_query: dict[str, np.ndarray]  # "recall@20" -> (U,), in the order of query_ids
     seconds: float
-    bins: list[dict[str, float]] = field(
-        default_factory=list
-    )  # ten bins of items, the most popular first; see `evaluate`
+    bins: list[dict[str, float]] = field(default_factory=list)  # of items, the most popular first; see `evaluate`
 
     def table(self) -> list[tuple[str, ...]]:
-        """Rows to print: a header, one row per metric with a column per cutoff, then those of each stratum."""
+        """Rows to print: a header, a row per metric with a column per cutoff, then the rows of each stratum."""
         cutoffs = sorted({int(key.split("@")[1]) for key in self.metrics})
         rows: list[tuple[str, ...]] = [("metric", *(f"@{k}" for k in cutoffs))]
         for stratum, values in [("", self.metrics), *self.strata.items()]:
@@ -71,7 +74,7 @@ class Evaluation:
         return "\n".join(row[0].ljust(width) + "".join(cell.rjust(9) for cell in row[1:]) for row in rows)
 
     def to_dict(self) -> dict[str, object]:
-        """Everything but the values of single queries, ready for JSON."""
+        """Everything except the values of single queries, ready for JSON."""
         measured = {"metrics": self.metrics, "strata": self.strata, "bins": self.bins}
         return {**measured, "queries": len(self.query_ids), "seconds": round(self.seconds, 3)}
 
@@ -91,40 +94,46 @@ def evaluate(
     propensity: np.ndarray | None = None,
     ranks: Ranks = ALONE,
 ) -> Evaluation:
-    """Rank the whole catalogue for every query with a test item, leaving out what it has seen, and measure the lists.
+    """Rank the complete catalogue for every query with a test item, without its seen items, and measure the lists.
 
-    `metrics` are names of `sparring.metrics`, in the given dialect or, with a suffix, in another: ("recall", "ndcg", "ndcg_xir_release")
-    gives both kinds of ndcg in one pass. `counts` (N,) are training interactions per item, by default those in `seen`; they define
-    popularity@k and the strata head, mid and tail, and without either these are left out. In a stratum only its own items are relevant,
-    and means are over the queries with such a test item; beside the metrics it has coverage@k of its items, share@k (the part of all
-    listed places that went to it), and how many items and queries it has. `progress(done, total)` is called after each chunk of queries.
+    `metrics` are names (evaluation/metrics.py) in the given dialect or, with a suffix, in another: ("recall", "ndcg",
+    "ndcg_xir_release") gives both kinds of ndcg in one pass. `counts` (N,) are training interactions per item, by
+    default those in `seen`; they define popularity@k and the strata head, mid and tail, which are omitted without them.
+    In a stratum only its own items are relevant, and means are over the queries with such a test item; a stratum also
+    has coverage@k of its items, share@k (its share of all listed places), and its numbers of items and queries.
+    `progress(done, total)` is called after each chunk of queries.
 
-    `bins` are ten bins of items, each with about a tenth of the training interactions: how many items each has, with how many
-    interactions at least and at most, how many test pairs, what it adds to precision@k (over the bins: precision@k itself), and recall@k,
-    the share of its test pairs that are found. `propensity` (N,) are the inverse propensities of psp and psndcg; by default those of the
-    data, else made from counts and the number of queries in `seen`. Several `ranks` share the work, and each gets the whole result.
+    `bins` are ten bins of items, each with about a tenth of the training interactions: the number of items, their least
+    and most interactions, the test pairs, the bin's part of precision@k (the bins add up to it), and recall@k, the
+    share of its test pairs that are found. `propensity` (N,) are the inverse propensities of psp and psndcg; by default
+    those of the data, else computed from counts and the number of queries in `seen`. Several `ranks` share the work,
+    and each gets the complete result.
 
-    Repeated test pairs count once. A test item that its query has also seen cannot be listed but still counts as relevant.
+    Equal scores are ranked by item id (core/topk.py). Repeated test pairs count once. A test item that its query has
+    also seen cannot be listed but still counts as relevant.
 
         result = evaluate(model, split.test, split.seen_for("test"), k=(20,), counts=split.train.counts())
         result.metrics["recall@20"], result.strata["tail"]["recall@20"]
     """
     began = time.perf_counter()
-    with _inference(model):
-        lists = _Made(model, seen, test, max(k)) if isinstance(model, Lister) else _Lists(model, seen, ranks)
+    with torch.no_grad(), evaluating(model) if isinstance(model, nn.Module) else nullcontext():
+        lists = (
+            _GivenLists(model, seen, test, max(k)) if isinstance(model, Lister) else _RankedLists(model, seen, ranks)
+        )
         if counts is None and seen is not None:
             counts = np.bincount(seen.items.cpu().numpy(), minlength=lists.n_items)
-        tally = _tally(test, lists.n_items, k, metrics, dialect, counts, propensity, seen)
-        total = len(tally.query_ids)
+        accumulator = _accumulator(test, lists.n_items, k, metrics, dialect, counts, propensity, seen)
+        total = len(accumulator.query_ids)
         for start in range(0, total, _CHUNK):
-            tally.add(start, lists.of(torch.from_numpy(tally.query_ids[start : start + _CHUNK]), max(k)).cpu().numpy())
+            queries = torch.from_numpy(accumulator.query_ids[start : start + _CHUNK])
+            accumulator.add(start, lists.of(queries, max(k)).cpu().numpy())
             if progress is not None:
                 progress(min(start + _CHUNK, total), total)
-    return _evaluation(tally, began)
+    return _evaluation(accumulator, began)
 
 
-class _Lists:
-    """Lists of the best items. Several ranks rank some of the queries each or, where each has some of the items, those for all queries."""
+class _RankedLists:
+    """The best items of each query. Each rank ranks some of the queries, or its shard of the items for all queries."""
 
     def __init__(self, model: Encoder, seen: Positives | None, ranks: Ranks):
         self.model, self.seen, self.ranks = model, seen, ranks
@@ -141,22 +150,21 @@ class _Lists:
     def of(self, ids: Tensor, k: int) -> Tensor:
         """(n, k): the lists of these queries."""
         ids = ids.to(self.vectors.device)
-        own = self.ranks.own(ids)
-        q = self.model.encode_queries(own)
+        local_ids = self.ranks.own(ids)
+        q = self.model.encode_queries(local_ids)
         if self.first is None:
-            return self.ranks.gather(top_k(q, self.vectors, k, self.seen, own)[1], len(ids))
+            return self.ranks.gather(top_k(q, self.vectors, k, self.seen, local_ids)[1], len(ids))
         scores, items = top_k(self.ranks.gather(q, len(ids)), self.vectors, k, self.seen, ids)
         items = torch.where(items >= 0, items + self.first, -1)
-        every = [
-            self.ranks.gather(x, self.ranks.world * len(ids)).unflatten(0, (-1, len(ids))) for x in (scores, items)
-        ]
-        scores, items = (x.transpose(0, 1).flatten(1) for x in every)
-        # ranks hold items in order of their ids, so a stable sort keeps equal scores in that order
+        n = len(ids)
+        parts = [self.ranks.gather(x, self.ranks.world * n).unflatten(0, (-1, n)) for x in (scores, items)]
+        scores, items = (x.transpose(0, 1).flatten(1) for x in parts)
+        # Ties by id, as in top_k: ranks hold items in the order of their ids, and the sort is stable.
         return items.gather(1, torch.sort(scores, dim=1, descending=True, stable=True).indices[:, :k])
 
 
-class _Made:
-    """The same of lists that are all made at once."""
+class _GivenLists:
+    """The lists of a Lister, made all at once."""
 
     def __init__(self, model: Lister, seen: Positives | None, test: Pairs, k: int):
         self.n_items = model.n_items
@@ -169,7 +177,7 @@ class _Made:
 
 
 def _between(seen: Positives, low: int, high: int) -> Positives:
-    """The seen items from low to high, numbered from low."""
+    """The seen items in [low, high), numbered from low."""
     inside = (seen.items >= low) & (seen.items < high)
     before = torch.cat([inside.new_zeros(1, dtype=torch.long), torch.cumsum(inside, 0)])
     return Positives(before[seen.start], seen.items[inside] - low)
@@ -185,29 +193,28 @@ def evaluate_lists(
     counts: np.ndarray | None = None,
     propensity: np.ndarray | None = None,
 ) -> Evaluation:
-    """The same of lists that were made elsewhere (BM25, two scores fused): (U, K) item ids, the best first, -1 for an empty place.
+    """Measure lists made elsewhere (BM25, fused scores): (U, K) item ids, the best first, -1 for an empty place.
 
-    Row i is the list of the i-th query with a test item, in ascending order: np.unique(test.queries). What a query has seen must have
-    been left out of it.
+    Row i is the list of the i-th query with a test item, in ascending order: np.unique(test.queries). It must not hold
+    items that the query has seen.
 
         lists, _ = bm25(item_texts, query_texts, 100);  evaluate_lists(lists, split.test, n_items, k=(1, 5, 100))
     """
     began = time.perf_counter()
-    tally = _tally(test, n_items, k, metrics, dialect, counts, propensity, None)
-    if lists.ndim != 2 or len(lists) != len(tally.query_ids) or lists.shape[1] < max(k):
-        raise UserError(
-            f"lists are {lists.shape}; expected {len(tally.query_ids)} rows, one per test query, of at least {max(k)} items"
-        )
+    accumulator = _accumulator(test, n_items, k, metrics, dialect, counts, propensity, None)
+    n_queries = len(accumulator.query_ids)
+    if lists.ndim != 2 or len(lists) != n_queries or lists.shape[1] < max(k):
+        expected = f"{n_queries} rows, one per test query, of at least {max(k)} items"
+        raise UserError(f"lists are {lists.shape}; expected {expected}")
     if lists.min(initial=0) < -1 or lists.max(initial=-1) >= n_items:
-        raise UserError(
-            f"lists hold ids from {lists.min()} to {lists.max()}; expected 0..{n_items - 1}, or -1 for an empty place"
-        )
+        expected = f"0..{n_items - 1}, or -1 for an empty place"
+        raise UserError(f"lists hold ids from {lists.min()} to {lists.max()}; expected {expected}")
     for start in range(0, len(lists), _CHUNK):
-        tally.add(start, lists[start : start + _CHUNK, : max(k)].astype(np.int64))
-    return _evaluation(tally, began)
+        accumulator.add(start, lists[start : start + _CHUNK, : max(k)].astype(np.int64))
+    return _evaluation(accumulator, began)
 
 
-def _tally(
+def _accumulator(
     test: Pairs,
     n_items: int,
     k: Sequence[int],
@@ -216,8 +223,8 @@ def _tally(
     counts: np.ndarray | None,
     propensity: np.ndarray | None,
     seen: Positives | None,
-) -> Tally:
-    """An empty tally; all that could be wrong with what was asked for is told here."""
+) -> MetricAccumulator:
+    """Validate the arguments and return an empty accumulator."""
     chosen = list(dict.fromkeys(parse(name, dialect) for name in metrics))
     cutoffs = sorted(set(k))
     if not cutoffs or cutoffs[0] < 1:
@@ -227,44 +234,29 @@ def _tally(
     if cutoffs[-1] > n_items:
         raise UserError(f"cutoff {cutoffs[-1]} is larger than the catalogue of {n_items} items: choose a smaller k")
     if int(test.items.max()) >= n_items:
-        raise UserError(
-            f"test item {int(test.items.max())} is not among the model's {n_items} items: evaluate on the data it was trained for"
-        )
+        item = int(test.items.max())
+        raise UserError(f"test item {item} is not among the model's {n_items} items: evaluate on its training data")
     if counts is not None and len(counts) != n_items:
         raise UserError(f"counts has {len(counts)} entries for {n_items} items: give one number per item")
     if any(metric.name in PROPENSITY_METRICS for metric in chosen):
         propensity = _propensity(propensity, test, n_items, counts, seen)
-    return Tally(test, n_items, chosen, cutoffs, counts, propensity)
+    return MetricAccumulator(test, n_items, chosen, cutoffs, counts, propensity)
 
 
-def _evaluation(tally: Tally, began: float) -> Evaluation:
-    tally.close()
+def _evaluation(metrics: MetricAccumulator, began: float) -> Evaluation:
+    metrics.close()
     seconds = time.perf_counter() - began
-    return Evaluation(tally.means(), tally.strata(), tally.query_ids, tally.per_query, seconds, tally.bins())
+    return Evaluation(metrics.means(), metrics.strata(), metrics.query_ids, metrics.per_query, seconds, metrics.bins())
 
 
 def _propensity(
     given: np.ndarray | None, test: Pairs, n_items: int, counts: np.ndarray | None, seen: Positives | None
 ) -> np.ndarray:
-    found = given if given is not None else getattr(test, "propensity", None)
-    if found is None:
+    weights = given if given is not None else getattr(test, "propensity", None)
+    if weights is None:
         if counts is None or seen is None:
-            raise UserError("psp and psndcg weigh items by how often they train: give propensity, or counts and seen")
-        found = inverse_propensities(counts, int((seen.start.diff() > 0).sum()))
-    if len(found) != n_items:
-        raise UserError(f"propensity has {len(found)} entries for {n_items} items: give one number per item")
-    return np.asarray(found, dtype=np.float64)
-
-
-@contextmanager
-def _inference(model: Encoder | Lister) -> Iterator[None]:
-    """No gradients, no dropout; every part of the model is left in the mode in which it was found."""
-    modes = [(m, m.training) for m in model.modules()] if isinstance(model, nn.Module) else []
-    try:
-        for module, _ in modes:
-            module.training = False
-        with torch.no_grad():
-            yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
+            raise UserError("psp and psndcg weight items by their training counts: give propensity, or counts and seen")
+        weights = inverse_propensities(counts, int((seen.start.diff() > 0).sum()))
+    if len(weights) != n_items:
+        raise UserError(f"propensity has {len(weights)} entries for {n_items} items: give one number per item")
+    return np.asarray(weights, dtype=np.float64)

@@ -1,16 +1,16 @@
-"""Is a difference between two recipes real? Means over seeds, paired tests over queries, over seeds and over both, Holm's correction.
+"""Tests of the difference between two recipes: over queries, over seeds and over both; Holm's correction.
 
-A recipe trained with seed s has the value x_sq on test query q; against a baseline trained with the same seeds, d_sq = x_sq - y_sq.
-Three tests, because there are three questions:
+A recipe trained with seed s has the value x_sq on test query q; against a baseline trained with the same seeds,
+d_sq = x_sq - y_sq. Three tests answer three questions:
 
-    over queries   d_q = mean_s d_sq, n = queries: would these very models differ on other queries of the same kind? It takes the
-                   trained models as given, so it calls two trainings of one recipe different far too often.
-    over seeds     d_s = mean_q d_sq, n = seeds: would newly trained models differ on these very queries?
-    over both      would newly trained models differ on other queries? `seeds_and_queries`: the one to report, and the one that the
-                   verdict of `sparring compare` rests on; under the null it has the size it claims (benchmarks/null_test.py).
+    over queries   d_q = mean_s d_sq, n = queries: would these trained models differ on other queries of the same kind?
+                   It ignores training variance, so it often calls two trainings of one recipe different.
+    over seeds     d_s = mean_q d_sq, n = seeds: would newly trained models differ on these queries?
+    over both      would newly trained models differ on other queries? `seeds_and_queries`: the one to report, and the
+                   verdict of `sparring compare`. Its false-positive rate matches its level (benchmarks/null_test.py).
 
-With n seeds the sign-flip test over seeds cannot give a p-value below 2 / 2^n (0.0625 for five seeds), so at few seeds the t-tests,
-which assume that means over all queries are about normal from seed to seed, decide alone.
+With n seeds the sign-flip test over seeds cannot give a p-value below 2 / 2^n (0.0625 for five seeds). With few seeds
+the t-tests decide, which assume that means over all queries are about normal from seed to seed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _BLOCK = 1 << 24  # numbers held at once by a resampling test
 
 @dataclass(frozen=True)
 class Summary:
-    """Mean and standard deviation (n - 1) over n values, and the t interval of the mean; std and interval are None for n = 1."""
+    """Mean, standard deviation (n - 1) and t interval of the mean of n values; std and interval are None for n = 1."""
 
     n: int
     mean: float
@@ -36,8 +36,8 @@ class Summary:
 
 
 @dataclass(frozen=True)
-class Test:
-    """An estimated mean difference, its standard error, degrees of freedom, two-sided p-value and interval at the level asked for."""
+class TestResult:
+    """A mean difference: its standard error, degrees of freedom, two-sided p-value and confidence interval."""
 
     mean: float
     error: float
@@ -49,12 +49,12 @@ class Test:
 
 @dataclass(frozen=True)
 class Difference:
-    """All that is said about one recipe against the baseline in one metric; what takes two seeds is None where there is one."""
+    """One recipe against the baseline in one metric; tests over seeds are None if there is one seed."""
 
     mean: float
-    both: Test | None  # over seeds and queries: the headline
-    queries: Test
-    seeds: Test | None
+    both: TestResult | None  # over seeds and queries: the headline
+    queries: TestResult
+    seeds: TestResult | None
     p_flip_queries: float
     p_flip_seeds: float | None
     bootstrap: tuple[float, float]  # over queries
@@ -75,9 +75,9 @@ def summary(values: Sequence[float] | np.ndarray, level: float = 0.95) -> Summar
 def difference(
     a: np.ndarray, b: np.ndarray, level: float = 0.95, flips: int = 10_000, resamples: int = 1_000, seed: int = 0
 ) -> Difference:
-    """Every paired test of a - b, both (seeds, queries): row s holds the values of the models trained with the s-th seed.
+    """Every paired test of a - b, both (seeds, queries): row s has the values of the models of the s-th seed.
 
-    found = difference(mine, baseline);  found.mean, found.both.p
+    result = difference(mine, baseline);  result.mean, result.both.p
     """
     d = np.asarray(a, dtype=np.float64) - np.asarray(b, dtype=np.float64)
     if d.ndim != 2 or d.shape[1] < 2:
@@ -94,18 +94,19 @@ def difference(
     )
 
 
-def paired_t(d: np.ndarray, level: float = 0.95) -> Test:
-    """Student's t-test of mean zero for paired differences d (n >= 2): t = mean / (std / sqrt n) on n - 1 degrees of freedom."""
+def paired_t(d: np.ndarray, level: float = 0.95) -> TestResult:
+    """Student's t-test of mean zero for paired differences d (n >= 2): t = mean / (std / sqrt n), n - 1 df."""
     n = len(d)
     return _test(float(d.mean()), float(d.std(ddof=1)) / math.sqrt(n), n - 1, level)
 
 
-def equal_variance_t(a: Summary, b: Summary, level: float = 0.95) -> Test:
-    """Student's t-test of equal means for two samples that are not paired and have one variance, from their means and deviations.
+def equal_variance_t(a: Summary, b: Summary, level: float = 0.95) -> TestResult:
+    """Student's t-test of equal means for two unpaired samples of equal variance, from their means and deviations.
 
         t = (mean_a - mean_b) / (s sqrt(1 / n_a + 1 / n_b)),   s^2 = pooled variance on n_a + n_b - 2 degrees of freedom
 
-    What papers that print mean and deviation over runs have used, such as ESANS; on the same splits and seeds `paired_t` sees more.
+    Papers that print mean and deviation over runs use it, such as ESANS; on equal splits and seeds `paired_t` has more
+    power.
 
         equal_variance_t(Summary(5, 0.2121, 0.0015, None, None), Summary(5, 0.2045, 0.0020, None, None)).p
     """
@@ -116,16 +117,16 @@ def equal_variance_t(a: Summary, b: Summary, level: float = 0.95) -> Test:
     return _test(a.mean - b.mean, math.sqrt(pooled * (1 / a.n + 1 / b.n)), df, level)
 
 
-def two_way(d: np.ndarray, level: float = 0.95) -> Test:
-    """t-test of mean zero for d (S, Q) when both seeds and queries are a sample: d_sq = mu + seed_s + query_q + rest_sq.
+def two_way(d: np.ndarray, level: float = 0.95) -> TestResult:
+    """t-test of mean zero for d (S, Q), seeds and queries both sampled: d_sq = mu + seed_s + query_q + rest_sq.
 
         var(mean) = (MS_seed + max(MS_query - MS_rest, 0)) / (S Q),   df by Satterthwaite, at least min(S, Q) - 1
 
-    where MS are the mean squares of the two-way table. A sum of mean squares has at least the df of the poorest of them; Satterthwaite's
-    formula forgets it where one is subtracted, and a df of a hundredth would give intervals without end. Where queries do not differ from
-    each other beyond noise it is the test over seeds, where seeds do not it approaches the test over queries. Of fewer than about five
-    seeds, MS_seed is at times small by luck and df then far too many: with two seeds up to 12 % of null tables pass for different at 5 %,
-    which `seeds_and_queries` mends.
+    where MS are the mean squares of the two-way table. A sum of mean squares has at least the least df of its terms;
+    Satterthwaite's formula loses this bound where one is subtracted, and a df near 0 would give unbounded intervals. If
+    queries differ only by noise it is the test over seeds; if seeds do, it approaches the test over queries. With fewer
+    than about five seeds MS_seed is at times small by chance and df too large: with two seeds up to 12 % of null tables
+    are called different at 5 %, which `seeds_and_queries` corrects.
 
     Satterthwaite, An Approximate Distribution of Estimates of Variance Components, Biometrics Bulletin 1946.
     """
@@ -143,29 +144,29 @@ def two_way(d: np.ndarray, level: float = 0.95) -> Test:
     return _test(float(mean), math.sqrt(total / (s * q)), df, level)
 
 
-def seeds_and_queries(d: np.ndarray, level: float = 0.95) -> Test:
+def seeds_and_queries(d: np.ndarray, level: float = 0.95) -> TestResult:
     """The headline for d (S, Q): a claim must hold over seeds and queries together (`two_way`) and over seeds alone.
 
-    The larger p-value and the hull of the two intervals. From five seeds on it is nearly always `two_way`; with fewer, it keeps the size
-    that `two_way` alone would exceed.
+    The larger p-value and the hull of the two intervals. From five seeds on it is nearly always `two_way`; with fewer
+    it keeps the level that `two_way` alone would exceed.
     """
     both, seeds = two_way(d, level), paired_t(d.mean(1), level)
     weaker = max(both, seeds, key=lambda test: test.p)
     return replace(weaker, low=min(both.low, seeds.low), high=max(both.high, seeds.high))
 
 
-def _test(mean: float, error: float, df: float, level: float) -> Test:
-    if error <= 1e-12 * abs(mean) or error == 0:  # all differences alike: only rounding is left of their spread
-        return Test(mean, 0.0, df, 1.0 if mean == 0 else 0.0, mean, mean)
+def _test(mean: float, error: float, df: float, level: float) -> TestResult:
+    if error <= 1e-12 * abs(mean) or error == 0:  # equal differences: their spread is rounding
+        return TestResult(mean, 0.0, df, 1.0 if mean == 0 else 0.0, mean, mean)
     reach = t_quantile(level, df) * error
-    return Test(mean, error, df, t_tail(mean / error, df), mean - reach, mean + reach)
+    return TestResult(mean, error, df, t_tail(mean / error, df), mean - reach, mean + reach)
 
 
 def sign_flip(d: np.ndarray, flips: int = 10_000, seed: int = 0) -> float:
-    """Two-sided permutation p-value of mean zero: how often random signs give a sum as far from zero as the one observed.
+    """Two-sided permutation p-value of mean zero: how often random signs give a sum as far from zero as observed.
 
-    Exact, over all 2^n signs, where these are at most `flips`; else p = (1 + hits) / (1 + flips) over drawn signs. Assumes only that d and
-    -d are equally likely under the null, not that they are normal.
+    Exact, over all 2^n signs, if these are at most `flips`; else p = (1 + hits) / (1 + flips) over drawn signs. Assumes
+    only that d and -d are equally likely under the null, not that they are normal.
     """
     x = np.asarray(d, dtype=np.float64)
     x = x[x != 0]  # the sign of a zero changes nothing
@@ -173,7 +174,7 @@ def sign_flip(d: np.ndarray, flips: int = 10_000, seed: int = 0) -> float:
     if n == 0:
         return 1.0
     x = x / np.abs(x).max()
-    least = abs(x.sum()) - 1e-6 * n  # equal sums added up in another order count as equal
+    least = abs(x.sum()) - 1e-6 * n  # tolerates another order of summation
     if n < 63 and 2**n <= flips:
         signs = 1 - 2.0 * (np.arange(2**n)[:, None] >> np.arange(n) & 1)
         return float((np.abs(signs @ x) >= least).mean())
@@ -188,7 +189,7 @@ def sign_flip(d: np.ndarray, flips: int = 10_000, seed: int = 0) -> float:
 
 
 def bootstrap(d: np.ndarray, level: float = 0.95, resamples: int = 1_000, seed: int = 0) -> tuple[float, float]:
-    """Percentile interval of the mean of d (n,), its members drawn again with replacement; of queries it answers what their test answers.
+    """Percentile interval of the mean of d (n,), resampled with replacement.
 
     Efron and Tibshirani, An Introduction to the Bootstrap, 1993, chapter 13.
     """
@@ -204,7 +205,7 @@ def bootstrap(d: np.ndarray, level: float = 0.95, resamples: int = 1_000, seed: 
 
 
 def holm(p: Sequence[float]) -> list[float]:
-    """Holm's adjusted p-values: the chance of even one false claim among all tests of the family stays below the level.
+    """Holm's adjusted p-values: the probability of any false positive in the family stays below the level.
 
         p_(i) -> max over j <= i of min(1, (m - j + 1) p_(j)),   p_(1) <= ... <= p_(m)
 
@@ -220,9 +221,9 @@ def holm(p: Sequence[float]) -> list[float]:
 
 
 def t_tail(t: float, df: float) -> float:
-    """P(|T| >= |t|) for Student's t with df degrees of freedom (any positive number): I_x(df / 2, 1 / 2) at x = df / (df + t^2).
+    """P(|T| >= |t|) for Student's t with df > 0 degrees of freedom: I_x(df / 2, 1 / 2) at x = df / (df + t^2).
 
-    Written out because it is all that would be needed of SciPy, which costs 100 MB and a second of import.
+    SciPy would be needed for this alone; it takes 100 MB and a second to import.
     """
     if not math.isfinite(t):
         return 0.0 if math.isinf(t) else math.nan

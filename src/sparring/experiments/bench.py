@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from sparring import kernels
-from sparring.core.drawing import COLOURS, INK, blank, by_decades, legend, style, tidy
 from sparring.core.errors import UserError
+from sparring.core.figure_style import COLOURS, INK, blank, by_decades, legend, style, tidy
 from sparring.core.types import Exclude
 from sparring.kernels import chunked
 

@@ -9,7 +9,7 @@ import numpy as np
 from sparring.core.workers import Failure
 from sparring.evaluation.statistics import difference, holm, summary
 from sparring.experiments.comparison import Comparison
-from sparring.experiments.report.study import tuning_table, write_readme
+from sparring.experiments.report.study_parts import tuning_table, write_readme
 from sparring.experiments.report.tables import Cell, Column, Row, Table, text_columns
 from sparring.experiments.study import FinishedRun
 

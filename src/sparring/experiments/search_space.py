@@ -66,7 +66,8 @@ def untuned(recipe: str | Recipe, fixed: Mapping[str, object] | None = None) -> 
 def _argument_space(recipe: Recipe) -> dict[str, Range | OneOf]:
     """The ranges that the types of a recipe's own arguments declare; other arguments keep their defaults.
 
-    A number of candidates (n, cache_size, size) declares none: more of them would be a larger budget, not a better method.
+    A number of candidates (n, cache_size, size) declares none: more of them would be a larger budget, not a better
+    method.
     """
     entries: dict[str, Range | OneOf] = {}
     metadata, recipe_name = argument_metadata(recipe), recipe.__name__

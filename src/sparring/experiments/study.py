@@ -105,12 +105,8 @@ class Study:
         folders = (self.folder(data, method, seed) for seed in self.seeds)
         return [FinishedRun(folder) for folder in folders if finished(folder)]
 
-    def all_runs(self) -> Iterator[tuple[str, Method, FinishedRun]]:
-        """Every finished run with its data set and method."""
-        for data in self.data:
-            for method in self.methods[data.name]:
-                for run in self.runs(data.name, method):
-                    yield data.name, method, run
+    def all_runs(self) -> list[FinishedRun]:
+        return [run for data in self.data for method in self.methods[data.name] for run in self.runs(data.name, method)]
 
     @property
     def total(self) -> int:

@@ -45,8 +45,8 @@ def retriever(
 ) -> Retriever:
     """The two towers that the settings ask for, initialised from the seed.
 
-    `saved` is a run folder that text towers are read from; `sparse` gives tables row-sparse gradients; `shards` > 1 splits the item table
-    into as many ranges of items.
+    `saved` is a run folder that text towers are read from; `sparse` gives tables row-sparse gradients; `shards` > 1
+    splits the item table into ranges of items.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -97,7 +97,7 @@ def id_table(model: ModelSettings, n: int, dim: int, sparse: bool) -> IdTower | 
 def table_bytes(model: ModelSettings, optimizer: str, n_queries: int, n_items: int) -> int:
     """Bytes of the id tables and of their optimiser's state.
 
-    A row takes 4 dim bytes; row-adam keeps two more of them and a number, row-adagrad a number, adam three more (gradient included).
+    A row takes 4 dim bytes. row-adam adds two such rows and a number, row-adagrad a number, adam three such rows.
     """
     per_row = {"row-adam": 12 * model.dim + 4, "row-adagrad": 4 * model.dim + 4, "adam": 16 * model.dim}[optimizer]
     return per_row * (n_items + (n_queries if model.query_tower == "id" else 0))

@@ -69,7 +69,7 @@ class Retriever(nn.Module):
         """Vectors (..., V, D) of items (..., M) mixed by weights (..., V, M) after `layer` layers."""
         if not isinstance(self.item, FeatureTower):
             raise ValueError(
-                f"layer={layer} needs hidden layers in the item tower, not {type(self.item).__name__}: set item_features"
+                f"layer={layer} needs hidden layers in the item tower {type(self.item).__name__}: set item_features"
             )
         vectors = self._scaled(self.item.mixtures(ids, weights, layer))
         if self.item_bias is None:
@@ -135,7 +135,7 @@ class Retriever(nn.Module):
         return self._in_blocks(self.encode_queries, ids.to(self.device), block)
 
     def table_queries(self, ids: np.ndarray) -> np.ndarray:
-        """`query_vectors` of an IdTower by numpy: every call of torch releases the interpreter lock, which threads wait for."""
+        """`query_vectors` of an IdTower by numpy: a call of torch releases the interpreter lock, which costs a wait."""
         vectors: np.ndarray = self.query.weight.detach().numpy()[ids]  # type: ignore[union-attr, operator]
         if self.score == "cosine":
             vectors /= np.maximum(np.sqrt(np.einsum("nd,nd->n", vectors, vectors)), NORM_EPS)[:, None]

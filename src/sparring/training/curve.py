@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparring.core import files
-from sparring.core.drawing import COLOURS, INK, blank, style, tidy
+from sparring.core.figure_style import COLOURS, INK, blank, style, tidy
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -339,7 +339,7 @@ def _custom_model(folder: Path, meta: Mapping[str, Any], ids: Ids, seen: Positiv
     """The model of a run with custom towers as its recipe builds it, before its weights are read."""
     if meta["recipe"] == "custom":
         names = ", ".join(dict.fromkeys(kind.rpartition(":")[2] for kind in meta["towers"].values()))
-        hint = "pass the model, sparring.load(folder, model=...), or train it by a recipe of your own (docs/guide/extend.md)"
+        hint = "pass sparring.load(folder, model=...), or train with a recipe of your own (docs/guide/extend.md)"
         raise UserError(f"{folder} has custom towers ({names}) and no recipe that builds them: {hint}")
     setup = parse_setup(meta["setup"])
     data = seen_interactions(ids, seen)

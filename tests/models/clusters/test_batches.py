@@ -76,7 +76,7 @@ def test_before_the_start_batches_are_random_to_the_bit() -> None:
 
 
 def test_the_memory_is_what_each_query_was_in_its_last_step() -> None:
-    """After steps on some queries the rows of these hold their vectors as in that step, the others what they held; no gradient."""
+    """After a step the rows of its queries hold their vectors, without gradient; all other rows are unchanged."""
     batches = clustered(20)
     expected = batches.memory.clone()
     generator = torch.Generator().manual_seed(5)
@@ -92,7 +92,7 @@ def test_the_memory_is_what_each_query_was_in_its_last_step() -> None:
 
 
 def test_clusters_are_made_when_the_schedule_says() -> None:
-    """start=2, every=3, doubled from 4 and 8 on: made in epochs 2, 4 (larger), 5, 8 (larger), 11; sizes as near as can be."""
+    """start=2, every=3, grow=(4, 8) rebuilds in epochs 2, 4 (larger), 5, 8 (larger) and 11."""
     batches = clustered(size=4, start=2, every=3, grow=(4, 8))
     expected = {2: 4, 4: 8, 5: 8, 8: 16, 11: 16}
     for epoch in range(12):
@@ -166,7 +166,7 @@ def draws(rows: QueryRows, times: int = 4000) -> torch.Tensor:
 
 
 def test_a_row_is_a_query_and_draws_one_of_its_pairs() -> None:
-    """Rows are the queries with pairs, in order; what a row draws is a pair of its query, each as often as the others."""
+    """Rows are the queries with pairs, in order; a row draws the pairs of its query with equal frequency."""
     rows = QueryRows(PAIRS)
     assert rows.queries.tolist() == [1, 4, 7, 9]
     found = rows.pairs(torch.tensor([3, 0, 2, 1]), torch.Generator().manual_seed(1))
@@ -179,7 +179,7 @@ def test_a_row_is_a_query_and_draws_one_of_its_pairs() -> None:
 
 
 def test_pairs_are_drawn_in_proportion_to_their_weights() -> None:
-    """Within a query the chance of a pair is its weight over the query's sum; a weight of 0 never comes, however large the others."""
+    """A pair is drawn with its weight over the sum of its query; a weight of 0 is never drawn."""
     weight = torch.tensor([1.0, 2.0, 1.0, 5.0, 3.0, 0.0, 1.0, 1e-3, 1e3])
     counts = draws(QueryRows(PAIRS, weight)).float()
     assert counts[5] == 0

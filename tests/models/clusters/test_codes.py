@@ -22,7 +22,7 @@ def some(n: int = 60, k: int = 7, inner: int = 3, ids: Vocabulary | None = None)
 
 
 def test_the_index_lists_every_cluster_and_cell() -> None:
-    """order, start and cell_start give exactly the items that a loop over the codes finds, in rising order in each cell."""
+    """order, start and cell_start give exactly the items that a loop over the codes finds, ascending in each cell."""
     codes = some()
     at = 0
     for p in range(7):

@@ -35,7 +35,7 @@ def test_k_means_ends_where_each_centre_is_the_mean_of_its_points() -> None:
 
 
 def test_the_start_draws_by_squared_distance() -> None:
-    """The second centre is drawn in proportion to the squared distance from the first (chi-square over 4,000 starts)."""
+    """The second seed is drawn in proportion to the squared distance from the first (chi-square, 4,000 starts)."""
     points = torch.tensor([[0.0], [1.0], [2.0], [4.0]], dtype=torch.float64)
     expected, counts = np.zeros((4, 4)), np.zeros((4, 4))
     for a in range(4):

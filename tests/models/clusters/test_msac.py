@@ -25,7 +25,7 @@ SMALL = replace(
 def groups(
     n: int = 900, k: int = 12, width: int = 24, seed: int = 0, shift: float = 0.0
 ) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """Three noisy linear views of points in k groups; `shift` moves the groups. The views are the same for every seed."""
+    """Three noisy linear views of points in k groups; `shift` moves the groups. All seeds share the views."""
     fixed, rng = np.random.default_rng(99), np.random.default_rng(seed)
     centres = 1.5 * fixed.normal(size=(k, 8)) + shift * fixed.normal(size=(k, 8))
     views = {name: fixed.normal(size=(8, width)) for name in ("image", "text", "graph")}
@@ -84,8 +84,10 @@ def test_assignment_is_an_argmin_over_a_loop(learned: tuple[MSAC, Codes, Modalit
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("k", [12, 30, 50])
 def test_no_cluster_is_too_small(k: int, seed: int) -> None:
-    """After `robust`, at least 95 % of the codewords are used and every used one has at least min_size items, also for many more
-    codewords than groups and for groups of very different sizes."""
+    """With `robust`, at least 95 % of the codewords are used, each with at least min_size items.
+
+    Also for many more codewords than groups, and for groups of very different sizes.
+    """
     arrays, group = groups(seed=seed)
     skewed = np.flatnonzero((group < 2) | (np.random.default_rng(seed).random(900) < 0.5))
     modalities = Modalities.from_arrays({name: array[skewed] for name, array in arrays.items()})
@@ -115,7 +117,7 @@ def test_literal_shrinks_and_robust_does_not() -> None:
 
 
 def test_revival_halves_the_largest_cluster() -> None:
-    """Codewords far from all items are moved so that each takes a part of a large cluster; the others stay where they were."""
+    """Codewords far from all items move into large clusters and take a part of them; the others stay in place."""
     arrays, _ = groups()
     modalities = Modalities.from_arrays(arrays)
     model = Quantizer(modalities.widths, SMALL)
@@ -138,7 +140,7 @@ def test_revival_halves_the_largest_cluster() -> None:
 
 
 def test_items_that_are_all_alike_do_not_hang() -> None:
-    """Fewer distinct vectors than codewords: codewords remain unused, the clusters hold what there is, and every item has a code."""
+    """With fewer distinct vectors than codewords, some codewords stay unused and every item still has a code."""
     arrays, _ = groups(n=5)
     modalities = Modalities.from_arrays({name: np.repeat(array, 40, axis=0) for name, array in arrays.items()})
     codes = MSAC(modalities.widths, replace(SMALL, steps=20, warmup=10)).fit(modalities)
@@ -164,7 +166,7 @@ def test_missing_modalities_do_not_matter_much(learned: tuple[MSAC, Codes, Modal
 
 
 def test_a_memory_map_equals_memory(tmp_path: Path) -> None:
-    """From memory maps, and with a pool that holds a part of the catalogue only, every item comes once per epoch; codes are equal."""
+    """Memory maps and a pool smaller than the catalogue give every item once per epoch, and equal codes."""
     arrays, _ = groups()
     for name, array in arrays.items():
         np.save(tmp_path / f"{name}.npy", array)
@@ -224,7 +226,7 @@ def test_new_items_are_coded_at_once(learned: tuple[MSAC, Codes, Modalities, np.
 
 
 def test_drift_tells_the_same_from_another_world(learned: tuple[MSAC, Codes, Modalities, np.ndarray]) -> None:
-    """More items of the same kind lie as near as the old ones did; items of moved groups do not; a loop gives the same figures."""
+    """New items of the same kind fit as well as the old ones, items of moved groups do not; figures equal a loop."""
     msac, codes, modalities, _ = learned
     old = {name: modalities.rows(slice(None))[name].numpy() for name in modalities.names}
     ids = Vocabulary(range(1200))
@@ -259,7 +261,7 @@ def test_drift_tells_the_same_from_another_world(learned: tuple[MSAC, Codes, Mod
 
 
 def test_an_update_follows_and_keeps_names(learned: tuple[MSAC, Codes, Modalities, np.ndarray], tmp_path: Path) -> None:
-    """After the groups have moved, some steps bring the error down, and nearly all items stay in the cluster of their old number."""
+    """After the groups moved, a few steps reduce the error, and nearly all items keep the number of their cluster."""
     msac, codes, _, _ = learned
     msac.save(tmp_path / "codes.safetensors", codes)
     mine = MSAC.load(tmp_path / "codes.safetensors")
@@ -281,7 +283,7 @@ def test_an_update_follows_and_keeps_names(learned: tuple[MSAC, Codes, Modalitie
 def test_a_modality_made_anew_is_taken_over(
     width: int, learned: tuple[MSAC, Codes, Modalities, np.ndarray], tmp_path: Path
 ) -> None:
-    """Vectors of one modality in another basis, even of another width, move items off their codewords; a refit brings them back."""
+    """A modality in another basis, even of another width, moves items off their codewords; a refit brings them back."""
     msac, codes, modalities, _ = learned
     msac.save(tmp_path / "codes.safetensors", codes)
     mine = MSAC.load(tmp_path / "codes.safetensors")
@@ -308,7 +310,7 @@ def test_a_modality_made_anew_is_taken_over(
 
 
 def test_a_single_modality_made_anew(tmp_path: Path) -> None:
-    """With no other modality, known items are fitted to their codewords: most keep their cluster, and new items find theirs."""
+    """With a single modality, items are fitted to their codewords: most keep their cluster, new items find theirs."""
     arrays, _ = groups()
     first = Modalities.from_arrays({"graph": arrays["graph"][:800]})
     msac = MSAC(first.widths, SMALL)

@@ -91,7 +91,7 @@ def test_loss_is_equation_8(base: MSACSettings, missing: bool) -> None:
 
 
 def test_gradients_reach_projections_and_codebooks() -> None:
-    """Nothing is detached: the squared errors move both sides, a codeword without items excepted; missing rows give no nan."""
+    """Nothing is detached: squared errors move both sides, except empty codewords; missing rows give no NaN."""
     model, batch = model_of(ROBUST), batch_of(missing=True)
     parts = model.parts(batch)
     (parts.primary_error.sum() + parts.secondary_error.sum()).backward()

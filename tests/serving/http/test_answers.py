@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from fastapi.testclient import TestClient
 
+from sparring.serving.http.schema import Limits
 from support.made_run import USERS, MadeRun, make_run
 
 
@@ -56,9 +57,10 @@ def test_several_users_are_answered_in_their_order(truth: MadeRun, client: TestC
 
 
 def test_requests_at_the_same_time_each_get_their_own_answer(
-    truth: MadeRun, client: TestClient, monkeypatch: pytest.MonkeyPatch
+    truth: MadeRun, serving: Callable[..., TestClient], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """200 concurrent requests of several kinds and lengths share batches and get their own lists."""
+    client = serving(truth.folder, limits=Limits(seconds=60))
     gate = client.service.gate  # type: ignore[attr-defined]
     index, waits = client.service.registry.served().index, iter([1.0])  # type: ignore[attr-defined]
     search = index.search

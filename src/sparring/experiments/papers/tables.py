@@ -19,7 +19,7 @@ from sparring.experiments.papers.printed import Cells, PublishedFigure
 from sparring.experiments.report import figures
 from sparring.experiments.report.figures import RenderedFigure
 from sparring.experiments.report.html import Figures, Section, Sheet
-from sparring.experiments.report.tables import Column, Row, Rows, Table, text_columns
+from sparring.experiments.report.tables import Column, Row, Table, TableRows, text_columns
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -75,7 +75,7 @@ def field(metric: str) -> str:
     return metric.lower().replace("@", "_at_")
 
 
-def agreement(rows: Rows) -> list[str]:
+def agreement(rows: TableRows) -> list[str]:
     """One sentence per data set: how many figures are within 2 % of the published ones, and the largest difference."""
     lines = []
     for data in dict.fromkeys(str(row["data"]) for row in rows):
@@ -217,7 +217,7 @@ def relative_columns(first: str, sets: str) -> tuple[Column, ...]:
     )
 
 
-def verdicts(rows: Rows, first: str) -> list[str]:
+def verdicts(rows: TableRows, first: str) -> list[str]:
     """One sentence per data set and metric: the methods better and worse than the reference, and the undecided ones."""
     lines = []
     words = {BETTER: "better", WORSE: "worse", SAME: "no difference shown", ONE: "one seed"}
@@ -251,7 +251,7 @@ def render(
     findings: Sequence[str],
     drawn: Mapping[str, Sequence[RenderedFigure]],
     *,
-    absent: Rows = (),
+    absent: TableRows = (),
     more: Sequence[Section] = (),
     others: Mapping[str, Table] | None = None,
 ) -> Results:

@@ -44,7 +44,7 @@ from sparring.experiments.papers.tables import (
 from sparring.experiments.report import figures
 from sparring.experiments.report.figures import RenderedFigure
 from sparring.experiments.report.html import Section, Sheet
-from sparring.experiments.report.tables import Column, Row, Rows, Table, text_columns
+from sparring.experiments.report.tables import Column, Row, Table, TableRows, text_columns
 from sparring.experiments.report.text import in_words
 from sparring.experiments.study import read_json
 from sparring.negatives import Cache
@@ -283,13 +283,13 @@ def absent_charts(plan: Reproduction) -> list[Row]:
 
 def chart_results(
     plan: Reproduction,
-    rows: Rows,
+    rows: TableRows,
     columns: Sequence[Column],
     findings: Sequence[str],
     drawn: Mapping[str, Sequence[RenderedFigure]],
     *,
     title: str = "",
-    absent: Rows | None = None,
+    absent: TableRows | None = None,
     others: Mapping[str, Table] | None = None,
 ) -> Results:
     absent = absent_charts(plan) if absent is None else absent
@@ -544,7 +544,7 @@ def sweep_results(
     return chart_results(plan, rows, _sweep_columns(baseline), [*_best(plan, rows), *notes], drawn)
 
 
-def _best(plan: Reproduction, rows: Rows) -> list[str]:
+def _best(plan: Reproduction, rows: TableRows) -> list[str]:
     lines = []
     for dataset in plan.data:
         known = [row for row in rows if (row["data"], row["metric"]) == (dataset.shown, CHARTED[0])]
@@ -599,7 +599,7 @@ def _gradient_times(plan: Reproduction, dataset: PaperDataset, method: PaperMeth
     return {seed: float(read_json(path)["gradient_ms"]) for seed, path in paths.items() if path.is_file()}
 
 
-def _enough(dataset: PaperDataset, rows: Rows) -> list[str]:
+def _enough(dataset: PaperDataset, rows: TableRows) -> list[str]:
     """The fewest items with which BIR is at least as good as SSL-Pop: the paper says about B/64."""
     own = [row for row in rows if (row["data"], row["metric"]) == (dataset.shown, CHARTED[0])]
     over = {str(row["method"]): row["over"] for row in own}

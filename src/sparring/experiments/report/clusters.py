@@ -12,8 +12,8 @@ import polars as pl
 import torch
 
 from sparring.core import files
-from sparring.core.drawing import BASE, COLOURS, INK, blank, style, tidy
 from sparring.core.errors import UserError
+from sparring.core.figure_style import BASE, COLOURS, INK, blank, style, tidy
 from sparring.data.interactions import Interactions
 from sparring.experiments.report import figures
 from sparring.experiments.report.figures import RenderedFigure

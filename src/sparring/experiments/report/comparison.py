@@ -13,8 +13,8 @@ from sparring.experiments.comparison_tables import READING
 from sparring.experiments.report import figures
 from sparring.experiments.report.figures import RenderedFigure
 from sparring.experiments.report.html import Code, Facts, Figures, Page, Paragraph, Points, Section, Sheet
-from sparring.experiments.report.study import environment, failed_section, settings_of
-from sparring.experiments.report.tables import Row, Rows, Table, text_columns
+from sparring.experiments.report.study_parts import environment, failed_section, settings_of
+from sparring.experiments.report.tables import Row, Table, TableRows, text_columns
 from sparring.experiments.report.text import command_lines, in_words
 from sparring.experiments.study import FinishedRun
 
@@ -51,7 +51,7 @@ def write(comparison: Comparison, tables: Sequence[Table], failures: Sequence[Fa
     return path
 
 
-def findings(comparison: Comparison, rows: Rows) -> list[str]:
+def findings(comparison: Comparison, rows: TableRows) -> list[str]:
     """One sentence per data set and metric: the highest mean, and the verdicts against the baseline."""
     lines = []
     baseline = comparison.baseline_name
@@ -99,7 +99,7 @@ def _data_sections(
 
 
 def _draw(
-    comparison: Comparison, data: ComparedData, rows: Rows, costs: Rows, runs: Runs
+    comparison: Comparison, data: ComparedData, rows: TableRows, costs: TableRows, runs: Runs
 ) -> tuple[list[RenderedFigure], list[RenderedFigure]]:
     """Write the figures of one data set: those of quality, and those of cost and negatives."""
     folder, names, baseline = comparison.out / "figures", comparison.names, comparison.baseline_name

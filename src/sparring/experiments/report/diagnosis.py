@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sparring import __version__
-from sparring.core.drawing import BASE, COLOURS, INK, blank, by_decades, style, tidy
+from sparring.core.figure_style import BASE, COLOURS, INK, blank, by_decades, style, tidy
 from sparring.data.interactions import Split
 from sparring.evaluation.metrics import STRATA, popularity_strata
 from sparring.experiments.diagnose import advice

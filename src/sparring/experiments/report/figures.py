@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sparring.core import files
-from sparring.core.drawing import BASE, COLOURS, INK, LINES, MARKERS, blank, legend, style, tidy
+from sparring.core.figure_style import BASE, COLOURS, INK, LINES, MARKERS, blank, legend, style, tidy
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from sparring.experiments.report.tables import Cell, Rows
+    from sparring.experiments.report.tables import Cell, TableRows
 
 STRATA = {"head": "#08519c", "mid": "#4292c6", "tail": "#a6cdea", "synthetic": "#e6a23c"}
 
@@ -58,7 +58,7 @@ def inline(svg: str, name: str) -> str:
     return svg.replace(INK, "currentColor").strip()
 
 
-def bars(rows: Rows, names: Sequence[str], baseline: str) -> Figure:
+def bars(rows: TableRows, names: Sequence[str], baseline: str) -> Figure:
     """Mean and deviation over seeds of every recipe, one panel per metric; grey bar and dotted line: the baseline.
 
     bars(quality(comparison).rows, comparison.names, comparison.baseline_name)
@@ -138,7 +138,7 @@ def curves(
     return figure
 
 
-def quality_by_time(rows: Rows, names: Sequence[str], baseline: str, metric: str) -> Figure:
+def quality_by_time(rows: TableRows, names: Sequence[str], baseline: str, metric: str) -> Figure:
     """Each recipe's quality (mean and deviation) against its training time; rows have recipe, mean, std and seconds.
 
     The time axis is logarithmic if the slowest recipe takes more than eight times as long as the fastest.
@@ -176,7 +176,7 @@ def quality_by_time(rows: Rows, names: Sequence[str], baseline: str, metric: str
     return figure
 
 
-def popularity(rows: Rows, names: Sequence[str], baseline: str) -> Figure:
+def popularity(rows: TableRows, names: Sequence[str], baseline: str) -> Figure:
     """Shares of head, mid and tail items and of synthetic vectors among each recipe's negatives, as stacked bars."""
     by_name = {str(row["recipe"]): row for row in rows}
     shown = [name for name in names if name in by_name]

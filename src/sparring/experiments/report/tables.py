@@ -16,7 +16,7 @@ from sparring.core import files
 
 Cell = str | float | int | bool | None
 Row = dict[str, Cell]
-Rows = Sequence[Mapping[str, Cell]]
+TableRows = Sequence[Mapping[str, Cell]]
 SUFFIXES = ("md", "csv", "tex", "json")
 
 
@@ -46,7 +46,7 @@ class Table:
     """
 
     columns: tuple[Column, ...]
-    rows: Rows
+    rows: TableRows
     caption: str = ""
 
     def cells(self) -> list[list[str]]:

@@ -85,7 +85,7 @@ class ClusteredBatches(RandomBatches):
         return {"cluster_seconds": round(spent, 3)}
 
     def around(self, rows: Tensor, size: int, generator: torch.Generator) -> Tensor:
-        """Row indices of a batch that starts with `rows`, followed by the rest of their clusters, then by other clusters."""
+        """Row indices of a batch that starts with `rows`, then the rest of their clusters, then other clusters."""
         cluster = self.cluster.long().cpu()
         place = torch.randperm(self.n_rows, generator=generator)
         place[cluster[rows]] -= self.n_rows

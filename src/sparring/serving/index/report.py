@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sparring.core.drawing import COLOURS, INK, MARKERS, blank, by_decades, legend, style, tidy
+from sparring.core.figure_style import COLOURS, INK, MARKERS, blank, by_decades, legend, style, tidy
 from sparring.experiments.report import figures
 from sparring.experiments.report.figures import RenderedFigure
 from sparring.experiments.report.html import Facts, Figures, Page, Points, Section, Sheet
