@@ -43,8 +43,9 @@ def demo(args: Namespace, execute: Callable[[list[str]], int]) -> int:
     from sparring.core.files import read_json
 
     def run(line: str) -> None:
-        show("", Text(f"$ sparring {line}", style="bold"))
-        execute(shlex.split(line))
+        words = shlex.split(line)
+        show("", Text(f"$ {shlex.join(['sparring', *words])}", style="bold"))
+        execute(words)
 
     show("Real grocery purchases of about 2,450 households, and two recipes that differ only in their negatives.")
     run("data show demo")
