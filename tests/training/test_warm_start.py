@@ -15,8 +15,8 @@ import torch
 from sparring.cli import main
 from sparring.core.errors import UserError
 from sparring.data.interactions import Interactions, Split
-from sparring.data.table import from_frame
 from sparring.data.splits import split
+from sparring.data.table import from_frame
 from sparring.models.towers import HistoryTower, IdTower
 from sparring.recipes.settings import build
 from sparring.training.fitting import fit
