@@ -123,7 +123,7 @@ def test_steps_of_a_transformer_are_recorded(tmp_path: Path, monkeypatch: pytest
     }
     settings |= {} if recipe == "dpr" else {"every": 1}
     for kind in (Kept, Plain):
-        monkeypatch.setattr(loop, "Recorded", kind)
+        monkeypatch.setattr(loop, "CudaGraphStep", kind)
         run = build(recipe, parts.train, settings)
         found.append([record["loss"] for record in train.fit(run, parts, k=(5,), device="cuda").history])
     assert kept[0].why is None
