@@ -174,7 +174,7 @@ def test_an_encoder_that_cannot_be_had_is_one_line(monkeypatch: pytest.MonkeyPat
         UserError, match=r"cannot get the text encoder 'some/model' \(no network\); give a folder that holds it$"
     ):
         TextEncoder("some/model")
-    with pytest.raises(UserError, match=r"'minilmm' .* did you mean 'minilm'\?$"):
+    with pytest.raises(UserError, match="did you mean 'minilm'"):
         TextEncoder("minilmm")
     for folder in ("/no/folder", "./here", "a/b/c"):
         with pytest.raises(UserError, match=f"there is no folder '{folder}': a text encoder is bag"):
