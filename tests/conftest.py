@@ -31,7 +31,7 @@ hypothesis.settings.load_profile("sparring")
 SLOW = (
     "cli/test_prepare.py::test_killed",
     "data/test_prepared_spark.py",
-    "dist/",
+    "several_ranks/",
     "serving/http/test_faults.py",
     "serving/http/test_openapi.py",
     "serving/http/test_page.py",
