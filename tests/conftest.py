@@ -17,7 +17,7 @@ if not torch.cuda.is_available():
 
 from sparring.data.interactions import Split
 from sparring.data.splits import split
-from sparring.data.synthetic import SyntheticWorld, make_world
+from sparring.data.synthetic_world import SyntheticWorld, make_world
 from sparring.testing import NegativesContract
 from sparring.training import curve
 
@@ -31,7 +31,7 @@ hypothesis.settings.load_profile("sparring")
 SLOW = (
     "cli/test_prepare.py::test_killed",
     "data/test_prepared_spark.py",
-    "dist/",
+    "several_ranks/",
     "serving/http/test_faults.py",
     "serving/http/test_openapi.py",
     "serving/http/test_page.py",

@@ -14,7 +14,7 @@ import torch
 
 from sparring.data.interactions import Interactions
 from sparring.losses import Loss, OnlineHard, Reduction, sampled_softmax
-from sparring.models.clusters.batches import ClusteredBatches
+from sparring.models.clusters.clustered_batches import ClusteredBatches
 from sparring.models.item_corrections import Centroids
 from sparring.negatives import AllItems, InBatch, NearestItems, Union
 from sparring.recipes.arguments import PerQuery
