@@ -21,11 +21,11 @@ from torch import Tensor
 from _shared import table
 from sparring.core.types import Step
 from sparring.data.modalities.modalities import Modalities
-from sparring.data.synthetic import SyntheticWorld, make_world
+from sparring.data.synthetic_world import SyntheticWorld, make_world
 from sparring.models.clusters import Codes
 from sparring.models.clusters.msac import MSAC
 from sparring.models.clusters.quantizer import ROBUST
-from sparring.models.spectral import spectral
+from sparring.models.spectral_start import spectral
 from sparring.negatives import Negatives, OtherClusters, SameCluster, Sampled, Uniform
 from sparring.recipes.esans import behaviour_codes
 

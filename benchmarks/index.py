@@ -27,7 +27,7 @@ from sparring.data.interactions import Ids, Vocabulary
 from sparring.models.retriever import Retriever
 from sparring.models.towers import IdTower
 from sparring.serving.export.lists import write_lists
-from sparring.serving.index import Index, Tuned, files, tune
+from sparring.serving.index import Index, Tuned, index_files, tune
 from sparring.serving.index.faiss_backends import parameters, require_faiss, widened
 from sparring.training.eligibility import Eligibility
 from sparring.training.trained import Trained
@@ -93,7 +93,7 @@ def search(args: argparse.Namespace) -> None:
     rows = [(p.kind, p.setting, f"{p.recall:.4f}", f"{p.speed:,.0f}", f"{p.memory / 1e6:,.0f}") for p in tuned.points]
     print(table(("kind", "looks at", f"recall@{K}", "queries/s", "MB"), rows))
     with tempfile.TemporaryDirectory() as folder:
-        files.write(tuned.index, Path(folder))
+        index_files.write(tuned.index, Path(folder))
         began = time.perf_counter()
         index = Index.load(folder)
         seconds = time.perf_counter() - began

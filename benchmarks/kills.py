@@ -30,7 +30,7 @@ from typing import Any
 import polars as pl
 import torch
 
-from sparring.data.synthetic import make_world
+from sparring.data.synthetic_world import make_world
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from support.run_files import contents

@@ -70,7 +70,7 @@ def main() -> None:
 def trained(number: int, seeds: int, recipe: str, metric: str, epochs: int) -> np.ndarray:
     """(seeds, queries) values of freshly trained models in the world of this number."""
     from sparring.data.splits import split
-    from sparring.data.synthetic import make_world
+    from sparring.data.synthetic_world import make_world
     from sparring.recipes.finding import find
     from sparring.recipes.settings import build, own_arguments
     from sparring.training.fitting import fit

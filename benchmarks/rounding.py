@@ -18,7 +18,7 @@ import torch.distributed as dist
 from sparring.core.ranks import Group
 from sparring.core.types import ALONE, Ranks
 from sparring.data.splits import split
-from sparring.data.synthetic import make_world
+from sparring.data.synthetic_world import make_world
 from sparring.evaluation.ranking import evaluate
 from sparring.recipes.settings import build
 from sparring.training.loop import Trainer, TrainingProgress

@@ -38,7 +38,7 @@ from sparring.data.interactions import Interactions, Vocabulary
 from sparring.models.retriever import Retriever
 from sparring.models.towers import IdTower
 from sparring.recipes.setup import Setup
-from sparring.serving.index import Index, files
+from sparring.serving.index import Index, index_files
 from sparring.serving.index.faiss_backends import parameters, require_faiss, widened
 from sparring.serving.index.run_index import FOLDER, build_index, open_index
 from sparring.training import trained as runs
@@ -71,7 +71,7 @@ def main() -> None:
 def prepared(args: argparse.Namespace) -> tuple[Path, Path]:
     """Two runs: the second has the first's items and index, and user u is the first's u + 1."""
     first, second = args.cache / "first", args.cache / "second"
-    if not (second / FOLDER / files.META).is_file():
+    if not (second / FOLDER / index_files.META).is_file():
         shutil.rmtree(args.cache, ignore_errors=True)
         items, centres = world(args.items, args.dim)
         rng = np.random.default_rng(1)
@@ -88,8 +88,8 @@ def prepared(args: argparse.Namespace) -> tuple[Path, Path]:
             f"index built and tuned in {time.perf_counter() - began:.0f} s: {tuned.chosen.kind}, "
             f"recall@{K} {tuned.recall:.4f}\n"
         )
-        other = {"model": files.sha256(second / "model.safetensors")}
-        files.write(replace(tuned.index, meta=tuned.index.meta | other), second / FOLDER)
+        other = {"model": index_files.sha256(second / "model.safetensors")}
+        index_files.write(replace(tuned.index, meta=tuned.index.meta | other), second / FOLDER)
     for name in ("first/serve", "broken"):
         shutil.rmtree(args.cache / name, ignore_errors=True)
     return first, second

@@ -17,7 +17,7 @@ if not torch.cuda.is_available():
 
 from sparring.data.interactions import Split
 from sparring.data.splits import split
-from sparring.data.synthetic import SyntheticWorld, make_world
+from sparring.data.synthetic_world import SyntheticWorld, make_world
 from sparring.testing import NegativesContract
 from sparring.training import curve
 

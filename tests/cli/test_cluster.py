@@ -14,7 +14,7 @@ import torch
 
 from sparring.cli import main
 from sparring.data.interactions import Vocabulary
-from sparring.experiments.report.clusters import project, purity, sizes_table, summary
+from sparring.experiments.report.clustering import project, purity, sizes_table, summary
 from sparring.models.clusters import MSAC, Codes
 
 QUICK = ["--k-primary", "6", "--k-secondary", "3", "--device", "cpu"]

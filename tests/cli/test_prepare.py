@@ -19,7 +19,7 @@ import pytest
 
 from sparring.cli import main
 from sparring.data import read, split
-from sparring.data.prepared import buckets
+from sparring.data.prepared import row_buckets
 from sparring.data.prepared.format import ColumnWriter
 
 QUICK = ["--quiet", "--device", "cpu", "--epochs", "1", "--set", "dim=4", "--set", "batch_size=64", "--set", "n=8"]
@@ -190,7 +190,7 @@ def test_not_enough_disk(
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    for where, name in ((ColumnWriter, "put"), (buckets.MergedPairs, "add")):
+    for where, name in ((ColumnWriter, "put"), (row_buckets.MergedPairs, "add")):
         with monkeypatch.context() as patched:
             patched.setattr(where, name, full)
             refused(["prepare", parts, "--out", tmp_path / "out"], "is full", "prepare again")

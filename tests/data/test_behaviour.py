@@ -15,7 +15,7 @@ from sparring.data.interactions import Interactions, Split
 from sparring.data.modalities import behaviour
 from sparring.data.modalities.behaviour import cached_cooccurrence, cooccurrence
 from sparring.data.splits import split
-from sparring.data.synthetic import SyntheticWorld
+from sparring.data.synthetic_world import SyntheticWorld
 from sparring.data.table import from_frame
 from sparring.recipes import RECIPES
 from sparring.recipes.setup import Setup

@@ -17,7 +17,7 @@ import torch
 from sparring.core.errors import UserError
 from sparring.data import batches, pairs, read, splits
 from sparring.data.interactions import Interactions
-from sparring.data.prepared import buckets
+from sparring.data.prepared import row_buckets
 from sparring.data.prepared.format import Prepared, check_prepared
 from sparring.data.prepared.preparation import prepare
 from sparring.data.splits import kth_smallest, split
@@ -41,7 +41,7 @@ HOWS: dict[str, dict[str, Any]] = {
 @pytest.fixture(autouse=True)
 def _many_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small data in many buckets and chunks."""
-    monkeypatch.setattr(buckets, "BUCKET", 40)
+    monkeypatch.setattr(row_buckets, "BUCKET", 40)
     monkeypatch.setattr(pairs, "CHUNK", 64)
     monkeypatch.setattr(splits, "CHUNK", 64)
 

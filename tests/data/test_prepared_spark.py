@@ -14,7 +14,7 @@ import pytest
 
 from sparring.cli import main
 from sparring.core.errors import UserError
-from sparring.data.prepared import buckets
+from sparring.data.prepared import row_buckets
 from sparring.data.prepared.preparation import prepare
 from support.cleaning import CleaningContract
 
@@ -38,7 +38,7 @@ def spark() -> Iterator[Any]:
 
 @pytest.fixture(autouse=True)
 def _many_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buckets, "BUCKET", 90)
+    monkeypatch.setattr(row_buckets, "BUCKET", 90)
 
 
 def rows(n: int = 900) -> pl.DataFrame:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sparring.core.errors import UserError
-from sparring.data.synthetic import make_world
+from sparring.data.synthetic_world import make_world
 
 
 def test_relevance_is_the_formula() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sparring.experiments.report.clusters import learning
+from sparring.experiments.report.clustering import learning
 
 
 def test_a_single_modality_has_no_panel_of_alignment() -> None:

@@ -21,7 +21,7 @@ from sparring.core.errors import UserError
 from sparring.core.types import Bag, Candidates, Step
 from sparring.core.workers import Listener
 from sparring.data.interactions import Interactions, Split
-from sparring.data.synthetic import SyntheticWorld
+from sparring.data.synthetic_world import SyntheticWorld
 from sparring.evaluation.metrics import popularity_percentile, popularity_strata
 from sparring.experiments import comparison_tables
 from sparring.experiments.comparison import ComparedData, Comparison, check, compare

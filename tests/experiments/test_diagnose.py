@@ -19,7 +19,7 @@ from sparring.core.errors import UserError
 from sparring.core.types import Bag, Candidates, Step
 from sparring.data.interactions import Split
 from sparring.data.splits import split
-from sparring.data.synthetic import SyntheticWorld, make_world
+from sparring.data.synthetic_world import SyntheticWorld, make_world
 from sparring.experiments.diagnose import advice, samplers
 from sparring.experiments.diagnose.measures import Diagnosis, DrawSummary, Gradient, compared, diagnose, exact
 from sparring.negatives import AllItems, Hardest, InBatch, Negatives, Popularity, Resample, Sampled, Uniform

@@ -15,7 +15,7 @@ import safetensors.numpy
 
 from sparring.cli import main
 from sparring.data.interactions import Interactions
-from sparring.data.synthetic import SyntheticWorld, make_world
+from sparring.data.synthetic_world import SyntheticWorld, make_world
 from sparring.experiments.papers import (
     EXPERIMENTS,
     PaperDataset,
@@ -26,8 +26,8 @@ from sparring.experiments.papers import (
     reproduce,
     seeds,
 )
+from sparring.experiments.papers.paper_tables import beside
 from sparring.experiments.papers.printed import PublishedFigure
-from sparring.experiments.papers.tables import beside
 from sparring.experiments.papers.xir import DATA, TABLE_2_CELLS, TABLE_4_CELLS
 from sparring.recipes import RECIPES
 from sparring.training import trained

@@ -18,12 +18,12 @@ import scipy.stats
 import torch
 
 from sparring.cli import main
-from sparring.data.synthetic import SyntheticWorld, make_world
+from sparring.data.synthetic_world import SyntheticWorld, make_world
 from sparring.evaluation.statistics import equal_variance_t, summary
 from sparring.experiments.papers import ItemModalities, PaperDataset, Reproduction, find, reproduce
 from sparring.experiments.papers.esans import FIGURE_4, FIVE_RUNS, TABLE_2, TABLE_4, TABLE_5, candidates, five_runs
+from sparring.experiments.papers.paper_tables import published_gain, relative_rows
 from sparring.experiments.papers.printed import PublishedFigure, published_counts
-from sparring.experiments.papers.tables import published_gain, relative_rows
 from sparring.experiments.search_space import space
 from sparring.recipes import settings
 from sparring.recipes.setup import flat

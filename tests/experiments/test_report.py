@@ -21,10 +21,10 @@ from sparring.cli import main
 from sparring.core.figure_style import INK
 from sparring.core.workers import Failure
 from sparring.data.interactions import Split
-from sparring.data.synthetic import SyntheticWorld
+from sparring.data.synthetic_world import SyntheticWorld
 from sparring.experiments import comparison_tables
 from sparring.experiments.comparison import ComparedData, Comparison, compare
-from sparring.experiments.report import comparison, figures
+from sparring.experiments.report import comparison_page, figures
 from sparring.experiments.report.html import Code, Facts, Figures, Page, Paragraph, Points, Section, Sheet
 from sparring.experiments.report.tables import Column, Table
 from sparring.recipes.setup import Setup
@@ -114,7 +114,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, parts: Split, small_world: Sy
     failures = compare(plan, 2)
     assert failures == []
     told = [Failure(NAME, "psl", "seed 1", NASTY)]
-    page = comparison.write(
+    page = comparison_page.write(
         plan,
         comparison_tables.write(plan, told),
         told,
@@ -249,7 +249,7 @@ def test_a_comparison_without_runs_still_has_a_page(parts: Split, tmp_path: Path
     """If every training failed, the page says so and lists the failures."""
     plan = Comparison(tmp_path / "out", (ComparedData("w", parts),), ("uns",), 1)
     failures = [Failure("w", "uns", "seed 0", "out of memory")]
-    page = comparison.write(plan, comparison_tables.write(plan, failures), failures).read_text()
+    page = comparison_page.write(plan, comparison_tables.write(plan, failures), failures).read_text()
     assert "nothing to compare" in page
     assert "w uns seed 0: out of memory" in page
     assert Seen(page).open == []

@@ -10,7 +10,7 @@ import torch
 from sparring import build, fit, load
 from sparring.core.types import Corpus, Positives
 from sparring.data.interactions import Ids, Split
-from sparring.models.clusters.batches import ClusteredBatches
+from sparring.models.clusters.clustered_batches import ClusteredBatches
 from sparring.models.item_corrections import Augmented, Centroids, shared_vectors
 from sparring.models.text import text_tower
 from sparring.models.towers import IdTower

@@ -8,9 +8,9 @@ import torch
 
 import sparring
 from sparring.core.errors import UserError
-from sparring.data.synthetic import make_world
+from sparring.data.synthetic_world import make_world
 from sparring.evaluation.ranking import evaluate
-from sparring.models.spectral import spectral
+from sparring.models.spectral_start import spectral
 
 
 def test_products_of_the_tables_follow_the_truncated_svd() -> None:

@@ -16,7 +16,7 @@ from torch import nn
 from sparring.cli import main
 from sparring.core.errors import UserError
 from sparring.data.interactions import Split, Vocabulary
-from sparring.data.synthetic import SyntheticWorld, make_world
+from sparring.data.synthetic_world import SyntheticWorld, make_world
 from sparring.experiments.diagnose.profile import profile
 from sparring.experiments.search_space import space
 from sparring.models.clusters import Codes

@@ -14,10 +14,10 @@ from sparring.core.types import Step
 from sparring.data.batches import query_rows
 from sparring.data.interactions import Split
 from sparring.data.splits import split
-from sparring.data.synthetic import make_world
+from sparring.data.synthetic_world import make_world
 from sparring.evaluation.ranking import evaluate
 from sparring.losses import OnlineHard
-from sparring.models.clusters.batches import ClusteredBatches
+from sparring.models.clusters.clustered_batches import ClusteredBatches
 from sparring.negatives import InBatch, NearestItems, OtherClusters, Popularity, Union
 from sparring.negatives import nearest as ance_module
 from sparring.recipes import RECIPES

@@ -22,7 +22,7 @@ import torch
 import sparring
 from sparring.cli.main import main, parser
 from sparring.core import files
-from sparring.data.synthetic import make_world
+from sparring.data.synthetic_world import make_world
 from sparring.recipes import finding, settings
 from sparring.testing import NegativesContract
 from sparring.training import loop as training

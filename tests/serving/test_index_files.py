@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from sparring.core.errors import UserError
-from sparring.serving.index import Effort, Index, faiss_backends, files
+from sparring.serving.index import Effort, Index, faiss_backends, index_files
 
 N, D = 2000, 8
 rng = np.random.default_rng(1)
@@ -37,8 +37,8 @@ def made(kind: str) -> Index:
 def test_what_was_saved_is_read_back_mapped(tmp_path: Path, kind: str) -> None:
     """Same lists, scores and effort; vectors are memory-mapped; one set of files remains."""
     index = made(kind)
-    files.write(index, tmp_path / "index")
-    files.write(index, tmp_path / "index")
+    index_files.write(index, tmp_path / "index")
+    index_files.write(index, tmp_path / "index")
     loaded = Index.load(tmp_path / "index")
     for a, b in zip(index.search(QUERIES, 10), loaded.search(QUERIES, 10), strict=True):
         assert (a == b).all()
@@ -73,7 +73,7 @@ DAMAGE: dict[str, Callable[[bytes], bytes]] = {
 )
 def test_a_damaged_file_is_named(tmp_path: Path, part: str, damage: str) -> None:
     """Every part, truncated or with a flipped bit, raises one line with its path."""
-    files.write(made("ivf"), tmp_path)
+    index_files.write(made("ivf"), tmp_path)
     path = next(tmp_path.glob(f"{part}*"))
     path.write_bytes(DAMAGE[damage](path.read_bytes()))
     with pytest.raises(UserError) as error:
@@ -86,7 +86,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
     """A folder without an index, and an index without one of its files."""
     with pytest.raises(UserError, match="no index"):
         Index.load(tmp_path)
-    files.write(made("exact"), tmp_path)
+    index_files.write(made("exact"), tmp_path)
     path = next(tmp_path.glob("vectors-*"))
     path.unlink()
     with pytest.raises(UserError, match=path.name):
@@ -98,7 +98,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 )
 def test_an_index_of_another_version_is_refused(tmp_path: Path, change: dict[str, object]) -> None:
     """An index.json of another version; a kind without its file."""
-    files.write(made("exact"), tmp_path)
+    index_files.write(made("exact"), tmp_path)
     meta = json.loads((tmp_path / "index.json").read_text())
     (tmp_path / "index.json").write_text(json.dumps({**meta, **change}))
     with pytest.raises(UserError, match=r"index\.json"):
@@ -107,8 +107,8 @@ def test_an_index_of_another_version_is_refused(tmp_path: Path, change: dict[str
 
 def test_a_name_cannot_lead_out_of_the_folder(tmp_path: Path) -> None:
     """A file name with a path in index.json is looked for in the folder only."""
-    files.write(made("exact"), tmp_path / "a")
-    files.write(made("exact"), tmp_path / "b")
+    index_files.write(made("exact"), tmp_path / "a")
+    index_files.write(made("exact"), tmp_path / "b")
     meta = json.loads((tmp_path / "a" / "index.json").read_text())
     meta["files"]["vectors"]["name"] = f"../b/{next((tmp_path / 'b').glob('vectors-*')).name}"
     (tmp_path / "a" / "index.json").write_text(json.dumps(meta))
@@ -118,14 +118,14 @@ def test_a_name_cannot_lead_out_of_the_folder(tmp_path: Path) -> None:
 
 def _keep_saving(folder: Path, start: int) -> None:
     for version in range(start, start + 10_000):
-        files.write(
+        index_files.write(
             Index(np.full((20_000, D), version, np.float32), np.arange(20_000), meta={"version": version}), folder
         )
 
 
 def test_kill_at_any_moment_leaves_a_whole_index(tmp_path: Path) -> None:
     """A process that saves versions is killed 25 times: each time the folder loads with one consistent version."""
-    files.write(Index(np.zeros((20_000, D), np.float32), np.arange(20_000), meta={"version": 0}), tmp_path)
+    index_files.write(Index(np.zeros((20_000, D), np.float32), np.arange(20_000), meta={"version": 0}), tmp_path)
     random, context, versions = np.random.default_rng(0), multiprocessing.get_context("fork"), []
     for attempt in range(25):
         child = context.Process(target=_keep_saving, args=(tmp_path, 1000 * (attempt + 1)))
@@ -143,14 +143,14 @@ def test_kill_at_any_moment_leaves_a_whole_index(tmp_path: Path) -> None:
 
 def test_a_reader_meets_whole_indexes_while_one_is_saved(tmp_path: Path) -> None:
     """Loading during saves gives one consistent version, and never an error."""
-    files.write(Index(np.zeros((3000, D), np.float32), np.arange(3000), meta={"version": 0}), tmp_path)
+    index_files.write(Index(np.zeros((3000, D), np.float32), np.arange(3000), meta={"version": 0}), tmp_path)
     stop = threading.Event()
 
     def keep_saving() -> None:
         version = 0
         while not stop.is_set():
             version += 1
-            files.write(
+            index_files.write(
                 Index(np.full((3000, D), version, np.float32), np.arange(3000), meta={"version": version}), tmp_path
             )
             time.sleep(0.005)
@@ -175,6 +175,6 @@ def test_what_a_killed_save_left_is_cleaned_later(tmp_path: Path) -> None:
     for name, age in (("vectors-old.npy", 7200), ("ids-young.npy", 10)):
         (tmp_path / name).write_bytes(b"x")
         os.utime(tmp_path / name, (time.time() - age, time.time() - age))
-    files.write(made("exact"), tmp_path)
+    index_files.write(made("exact"), tmp_path)
     assert not (tmp_path / "vectors-old.npy").exists()
     assert (tmp_path / "ids-young.npy").exists()

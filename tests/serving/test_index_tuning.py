@@ -22,10 +22,10 @@ from sparring.cli.parsing import size
 from sparring.core import files
 from sparring.core.errors import UserError
 from sparring.data.splits import split
-from sparring.data.synthetic import make_world
+from sparring.data.synthetic_world import make_world
 from sparring.recipes.settings import build
 from sparring.serving.export import lists
-from sparring.serving.index import KINDS, Index, tune, tuning
+from sparring.serving.index import KINDS, Index, recall_tuning, tune
 from sparring.serving.index.run_index import open_index
 from sparring.training import trained as runs
 from sparring.training.fitting import fit
@@ -39,9 +39,9 @@ QUERIES = (CENTRES[rng.integers(0, 80, 120)] + 0.6 * rng.standard_normal((120, 1
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Speed measurements are short and equal: on a busy machine the search for the best would end early."""
-    measure = tuning._speed
-    monkeypatch.setattr(tuning, "_LEAST", 0.005)
-    monkeypatch.setattr(tuning, "_speed", lambda *given: 0 * measure(*given) + 1000.0)
+    measure = recall_tuning._speed
+    monkeypatch.setattr(recall_tuning, "_LEAST", 0.005)
+    monkeypatch.setattr(recall_tuning, "_speed", lambda *given: 0 * measure(*given) + 1000.0)
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,7 @@ def test_each_kind_is_tuned_to_the_recall_asked_for(kind: str) -> None:
 def test_a_kind_that_was_asked_for_may_be_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without exact search as a choice, the index is tuned until the recall is met, however slow."""
     pytest.importorskip("faiss")
-    monkeypatch.setattr(tuning, "_speed", lambda index, *more: 1e9 if index.kind == "exact" else 1.0)
+    monkeypatch.setattr(recall_tuning, "_speed", lambda index, *more: 1e9 if index.kind == "exact" else 1.0)
     assert tune(ITEMS, QUERIES, k=10, recall=0.95, kind="ivf").chosen.recall >= 0.95
     assert tune(ITEMS, QUERIES, k=10, recall=0.95).index.kind == "exact"
 

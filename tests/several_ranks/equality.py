@@ -139,7 +139,7 @@ def main(out: Path, only: list[str]) -> None:
 
 def world() -> Split:
     from sparring.data.splits import split
-    from sparring.data.synthetic import make_world
+    from sparring.data.synthetic_world import make_world
 
     return split(
         make_world(60, 40, exposure=0.5, relevant=0.4, seed=3).interactions, "random", valid=0.1, test=0.2, seed=1

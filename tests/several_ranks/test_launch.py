@@ -21,7 +21,7 @@ from sparring.core.devices import pick_device
 from sparring.core.errors import UserError
 from sparring.core.types import ALONE
 from sparring.data.interactions import Split
-from sparring.data.synthetic import make_world
+from sparring.data.synthetic_world import make_world
 from sparring.models import rowwise_tables
 from sparring.recipes import run as runs
 from sparring.recipes.settings import build

@@ -11,7 +11,7 @@ import torch
 
 from sparring.data.interactions import Split
 from sparring.data.splits import split
-from sparring.data.synthetic import make_world
+from sparring.data.synthetic_world import make_world
 
 WORDS = [
     "red",

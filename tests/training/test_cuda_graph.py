@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sparring.data.interactions import Split
-from sparring.data.synthetic import make_world
+from sparring.data.synthetic_world import make_world
 from sparring.recipes import RECIPES
 from sparring.recipes.settings import build
 from sparring.training import loop as training

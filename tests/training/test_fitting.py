@@ -20,7 +20,7 @@ from sparring.core.errors import UserError
 from sparring.core.types import Corpus
 from sparring.data.interactions import Interactions, Split, Vocabulary
 from sparring.data.splits import split
-from sparring.data.synthetic import make_world
+from sparring.data.synthetic_world import make_world
 from sparring.evaluation.ranking import Evaluation, evaluate
 from sparring.negatives import InBatch
 from sparring.recipes.run import Run, Term, compose

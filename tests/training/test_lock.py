@@ -18,7 +18,7 @@ import sparring
 from sparring.cli import main
 from sparring.core.errors import UserError
 from sparring.data.interactions import Split
-from sparring.data.synthetic import SyntheticWorld
+from sparring.data.synthetic_world import SyntheticWorld
 from sparring.recipes.run import Run
 from sparring.recipes.settings import build
 from sparring.training.fitting import fit

@@ -11,7 +11,7 @@ import pytest
 import sparring
 from sparring.cli import main
 from sparring.data.interactions import Split
-from sparring.data.synthetic import SyntheticWorld
+from sparring.data.synthetic_world import SyntheticWorld
 from sparring.recipes.settings import build
 from sparring.training.fitting import fit
 

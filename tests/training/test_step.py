@@ -17,7 +17,7 @@ from sparring.experiments.diagnose.item_negatives import negatives_of_item
 from sparring.experiments.diagnose.measures import diagnose
 from sparring.experiments.diagnose.profile import profile
 from sparring.experiments.diagnose.samplers import with_negatives_of
-from sparring.models.clusters.batches import ClusteredBatches
+from sparring.models.clusters.clustered_batches import ClusteredBatches
 from sparring.negatives import Negatives
 from sparring.recipes.run import Run
 from sparring.recipes.settings import build

@@ -20,7 +20,7 @@ from sparring.core import files
 from sparring.core.errors import UserError
 from sparring.core.files import write, write_tensors
 from sparring.data.interactions import Interactions, Split, Vocabulary
-from sparring.data.synthetic import SyntheticWorld
+from sparring.data.synthetic_world import SyntheticWorld
 from sparring.recipes.settings import build
 from sparring.training.fitting import fit
 from sparring.training.trained import Trained, load

@@ -61,8 +61,8 @@ def add_cluster(commands: Commands) -> None:
 def cluster(args: Namespace) -> int:
     from sparring.core.devices import pick_device
     from sparring.data.splits import split
-    from sparring.experiments.report import clusters
-    from sparring.experiments.report.clusters import labels_of, summary
+    from sparring.experiments.report import clustering
+    from sparring.experiments.report.clustering import labels_of, summary
     from sparring.models.clusters import MSAC, Codes
 
     device = pick_device(args.device)
@@ -86,8 +86,8 @@ def cluster(args: Namespace) -> int:
     msac.save(args.out, codes)
     table = data.item_table
     titles = table["title"] if table is not None and "title" in table.columns else None
-    page = clusters.write(folder, msac, codes, modalities, labels, titles, drift, moved, command_line(args))
-    detail(args, *clusters.findings(summary(codes, labels), msac, drift, moved))
+    page = clustering.write(folder, msac, codes, modalities, labels, titles, drift, moved, command_line(args))
+    detail(args, *clustering.findings(summary(codes, labels), msac, drift, moved))
     if drift is not None and (drift.changed_cell or 0) > MANY:
         hint = "if a modality such as behaviour was rebuilt since then, give --refit NAME"
         detail(args, f"New items alone cannot move that many: {hint}.")

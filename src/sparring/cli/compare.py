@@ -75,14 +75,14 @@ def add_study(group: Any, required: bool) -> None:
 def compare(args: Namespace) -> int:
     from sparring.experiments import comparison_tables
     from sparring.experiments.comparison import compare as run_all
-    from sparring.experiments.report import comparison
+    from sparring.experiments.report import comparison_page
 
     plan = _plan(args)
     detail(args, *_notes(plan))
     with listening(args.quiet) as listener:
         failures = run_all(plan, args.jobs, listener)
     tables = comparison_tables.write(plan, failures, command_line(args))
-    page = comparison.write(plan, tables, failures, command_line(args))
+    page = comparison_page.write(plan, tables, failures, command_line(args))
     for each in tables:
         if each.rows:
             detail(args, "", study_table(each))

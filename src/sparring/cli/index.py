@@ -40,8 +40,8 @@ def index(args: Namespace) -> int:
     from sparring.core.devices import hardware, pick_device
     from sparring.serving.index import report
     from sparring.serving.index.faiss_backends import require_faiss
+    from sparring.serving.index.recall_tuning import SMALL
     from sparring.serving.index.run_index import FOLDER, build_index
-    from sparring.serving.index.tuning import SMALL
     from sparring.training import trained as runs
 
     if args.kind not in ("auto", "exact"):

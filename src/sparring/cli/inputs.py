@@ -17,7 +17,7 @@ from sparring.core.errors import UserError
 if TYPE_CHECKING:
     from sparring.data.interactions import Interactions, Split
     from sparring.data.modalities.modalities import Modalities
-    from sparring.data.synthetic import SyntheticWorld
+    from sparring.data.synthetic_world import SyntheticWorld
     from sparring.recipes.run import Run
     from sparring.recipes.setup import Setup
 
@@ -139,7 +139,7 @@ def world(where: str) -> SyntheticWorld | None:
     """The synthetic world named world:QUERIESxITEMS or world:QUERIESxITEMS:SEED; None for any other name."""
     if not where.startswith("world:") or Path(where).exists():
         return None
-    from sparring.data.synthetic import make_world
+    from sparring.data.synthetic_world import make_world
 
     match = re.fullmatch(r"world:(\d+)x(\d+)(?::(\d+))?", where)
     if match is None:

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from sparring.core.errors import UserError, did_you_mean
 
-Group = argparse._ActionsContainer  # a parser, or a group of its options
+OptionGroup = argparse._ActionsContainer  # a parser, or a group of its options
 _UNITS = {"": 1, "b": 1} | {
     f"{letter}{suffix}": base**power
     for suffix, base in (("b", 1000), ("ib", 1024))
@@ -72,37 +72,37 @@ def command_line(args: argparse.Namespace) -> str:
 # Options that several commands share
 
 
-def add_run(group: Group) -> None:
+def add_run(group: OptionGroup) -> None:
     group.add_argument("run", type=Path, metavar="RUN", help="run folder written by `sparring train`")
 
 
-def add_device(group: Group) -> None:
+def add_device(group: OptionGroup) -> None:
     group.add_argument("--device", type=device, default="auto", help="auto, cpu or cuda (default: auto)")
 
 
 def add_set(
-    group: Group, text: str = "change a setting: dim=256 or, with its group, model.dim=256; repeatable"
+    group: OptionGroup, text: str = "change a setting: dim=256 or, with its group, model.dim=256; repeatable"
 ) -> None:
     group.add_argument(
         "--set", type=setting, action="append", default=[], dest="settings", metavar="NAME=VALUE", help=text
     )
 
 
-def add_jobs(group: Group) -> None:
+def add_jobs(group: OptionGroup) -> None:
     text = "parallel trainings, with one thread each if more than one (default: 1)"
     group.add_argument("--jobs", type=count, default=1, metavar="N", help=text)
 
 
-def add_ranking(group: Group) -> None:
+def add_ranking(group: OptionGroup) -> None:
     text = "fused: towers and classifiers; encoder: towers alone (default: fused if the run has classifiers)"
     group.add_argument("--ranking", choices=("fused", "encoder"), default=None, help=text)
 
 
-def add_json(group: Group) -> None:
+def add_json(group: OptionGroup) -> None:
     group.add_argument("--json", action="store_true", help="print JSON instead of text")
 
 
-def add_quiet(group: Group) -> None:
+def add_quiet(group: OptionGroup) -> None:
     group.add_argument("--quiet", action="store_true", help="print only the last line, warnings and errors")
 
 

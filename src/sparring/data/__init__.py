@@ -13,7 +13,7 @@ from sparring.data.prepared.preparation import prepare
 from sparring.data.public_sets import PUBLIC_SETS, load_set
 from sparring.data.reading import describe, read, show
 from sparring.data.splits import split
-from sparring.data.synthetic import SyntheticWorld, make_world
+from sparring.data.synthetic_world import SyntheticWorld, make_world
 from sparring.data.table import from_frame
 from sparring.data.texts import Texts, text_of, tokenized
 

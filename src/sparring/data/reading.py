@@ -21,17 +21,17 @@ from sparring.data.interactions import Interactions
 from sparring.data.opening import open_rows, open_table
 from sparring.data.pairs import occurrences
 from sparring.data.prepared.format import is_prepared, read_prepared
-from sparring.data.table import Table, as_frame, read_errors, to_interactions
+from sparring.data.table import AnyTable, as_frame, read_errors, to_interactions
 from sparring.data.texts.texts import ROLES, find_texts, has_texts, text_of
 
 _YEAR = 365.25 * 24 * 3600  # seconds
 
 
 def read(
-    source: str | os.PathLike[str] | Table,
+    source: str | os.PathLike[str] | AnyTable,
     *,
-    items: str | os.PathLike[str] | Table | None = None,
-    queries: str | os.PathLike[str] | Table | None = None,
+    items: str | os.PathLike[str] | AnyTable | None = None,
+    queries: str | os.PathLike[str] | AnyTable | None = None,
     catalogue: bool = False,
     **columns: Unpack[Columns],
 ) -> Interactions:
@@ -142,7 +142,7 @@ def _span(time: np.ndarray) -> str:
     return f"{time.min()} to {time.max()}"
 
 
-def _table(table: str | os.PathLike[str] | Table | None) -> str | os.PathLike[str] | pl.DataFrame | None:
+def _table(table: str | os.PathLike[str] | AnyTable | None) -> str | os.PathLike[str] | pl.DataFrame | None:
     return table if table is None or isinstance(table, (str, os.PathLike)) else as_frame(table).collect()
 
 

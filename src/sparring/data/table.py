@@ -29,7 +29,7 @@ class Arrow(Protocol):
     def __arrow_c_stream__(self, requested_schema: object | None = None) -> object: ...
 
 
-Table = pl.DataFrame | pl.LazyFrame | Arrow
+AnyTable = pl.DataFrame | pl.LazyFrame | Arrow
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class OpenTable:
             return find_roles(self.frame.collect_schema().names(), self.columns, self.source)
 
 
-def as_frame(table: Table) -> pl.LazyFrame:
+def as_frame(table: AnyTable) -> pl.LazyFrame:
     """A table in memory as a polars frame; the index of a pandas table is left out."""
     if isinstance(table, (pl.DataFrame, pl.LazyFrame)):
         return table.lazy()

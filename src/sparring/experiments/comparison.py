@@ -17,7 +17,7 @@ from typing import Any
 from sparring.core.errors import UserError
 from sparring.core.workers import Failure, Listener
 from sparring.data.interactions import Split
-from sparring.data.synthetic import SyntheticWorld
+from sparring.data.synthetic_world import SyntheticWorld
 from sparring.evaluation.metrics import LIST_METRICS, parse
 from sparring.experiments import study
 from sparring.experiments.diagnose.profile import profile

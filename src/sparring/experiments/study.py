@@ -22,7 +22,7 @@ import numpy as np
 import polars as pl
 import torch
 
-from sparring.core import files, memory
+from sparring.core import files, memory_usage
 from sparring.core.devices import hardware, pick_device
 from sparring.core.errors import UserError, first_line
 from sparring.core.files import read_table
@@ -336,13 +336,13 @@ def _build(method: Method, split: Split, seed: int, training: Training) -> Run:
 def _train_one(say: Say, folder: Path, data: Dataset, method: Method, seed: int, training: Training) -> None:
     split = data.split(seed)
     built = _build(method, split, seed, training)
-    device, before = pick_device(training.device), memory.resident_bytes()
+    device, before = pick_device(training.device), memory_usage.resident_bytes()
     peak: int | None = None
 
     def epoch(record: dict[str, Any]) -> None:
         nonlocal peak  # of training and its validation, before the test and the measurements
         on_gpu = device.type == "cuda"
-        peak = torch.cuda.max_memory_allocated(device) if on_gpu else memory.peak_bytes() - before
+        peak = torch.cuda.max_memory_allocated(device) if on_gpu else memory_usage.peak_bytes() - before
         number, setup = record["epoch"], built.setup
         measured = number in (1, setup.training.epochs) or number % setup.validation.eval_every == 0
         if training.curve and measured:

@@ -27,7 +27,7 @@ def weighted_logsumexp(q: Tensor, emb: Tensor, log_w: Tensor, places: ExcludedPa
     return _MixedLogSumExp.apply(q, emb, log_w, places, mix)  # type: ignore[no-untyped-call, no-any-return]
 
 
-class _Blocks:
+class _MixtureBlocks:
     """The blocks of groups: scores of candidates and mixtures, and their pull on each candidate."""
 
     def __init__(self, q: Tensor, emb: Tensor, log_w: Tensor, places: ExcludedPairs | None, mix: Mix):
@@ -113,7 +113,7 @@ class _Dropped:
 class _MixedLogSumExp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, emb: Tensor, log_w: Tensor, places: ExcludedPairs | None, mix: Mix) -> Tensor:
-        blocks = _Blocks(q, emb, log_w, places, mix)
+        blocks = _MixtureBlocks(q, emb, log_w, places, mix)
         kept = (
             _spare.take(q, len(emb), len(q))
             if q.shape[0] * len(emb) <= STORE and any(ctx.needs_input_grad[:2])

@@ -172,10 +172,10 @@ def row_adagrad(
 
 def gather(table: Tensor, ids: Tensor) -> Tensor:
     """table[ids] (..., D) with a dense gradient, summed in batch order: repeated runs agree bitwise."""
-    return _Gather.apply(table, ids)  # type: ignore[no-untyped-call, no-any-return]
+    return _RowGather.apply(table, ids)  # type: ignore[no-untyped-call, no-any-return]
 
 
-class _Gather(torch.autograd.Function):
+class _RowGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, table: Tensor, ids: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
         ctx.save_for_backward(ids)

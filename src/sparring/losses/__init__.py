@@ -7,8 +7,8 @@ from sparring.losses.adaptive import AdaTau, adaptive_softmax
 from sparring.losses.mined import HardPairs, OnlineHard, Reduction
 from sparring.losses.pairwise import Surrogate, bpr, ccl, hinge, psl
 from sparring.losses.softmax import BSLForm, Loss, bsl, sampled_softmax, softmax_loss
+from sparring.losses.softmax_at_k import SLatK
 from sparring.losses.temperature import Fixed, Learned
-from sparring.losses.topk import SLatK
 
 __all__ = [
     "AdaTau",

@@ -9,7 +9,7 @@ from torch import nn
 
 from sparring.core.devices import pick_device
 from sparring.core.errors import UserError
-from sparring.core.memory import machine_bytes
+from sparring.core.memory_usage import machine_bytes
 from sparring.core.ranks import Group, home, join
 from sparring.data.features import Features, Histories
 from sparring.data.interactions import Ids

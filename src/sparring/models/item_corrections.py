@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from sparring.core.part import Part
 from sparring.core.types import Corpus
 from sparring.models.clusters.balanced import balanced_2means
-from sparring.models.clusters.batches import ClusteredBatches
+from sparring.models.clusters.clustered_batches import ClusteredBatches
 from sparring.models.towers import IdTower
 
 _BLOCK = 8192  # items encoded at a time

@@ -11,7 +11,7 @@ from sparring.core.errors import UserError
 from sparring.data.interactions import Interactions
 from sparring.models.clusters.codes import Codes
 from sparring.models.clusters.kmeans import k_means, nearest
-from sparring.models.spectral import spectral
+from sparring.models.spectral_start import spectral
 from sparring.negatives import (
     CellExcludeKind,
     CountCorrection,

@@ -14,7 +14,7 @@ import torch
 
 from sparring.data.interactions import Interactions
 from sparring.losses import Loss, OnlineHard, Reduction, sampled_softmax
-from sparring.models.clusters.batches import ClusteredBatches
+from sparring.models.clusters.clustered_batches import ClusteredBatches
 from sparring.models.item_corrections import Centroids
 from sparring.negatives import AllItems, InBatch, NearestItems, Union
 from sparring.recipes.arguments import PerQuery
@@ -42,7 +42,7 @@ Size = Annotated[int, "queries of a cluster; 1 is random batches"]
 Start = Annotated[int, "epoch of the first clusters; 0 is the first epoch"]
 Every = Annotated[int, "epochs between two clusterings"]
 Grow = Annotated[tuple[int, ...], "epochs from which the clusters are twice as large"]
-Hardest = Annotated[int, "hardest negatives of a query in the loss"]
+HardestCount = Annotated[int, "hardest negatives of a query in the loss"]
 Margin = Annotated[float, "margin of the hinge loss"]
 Dynamic = Annotated[bool, "set the margin of each pair by its scores, from 0.1 to `margin`"]
 Reduced = Annotated[Reduction, "sum or mean over a query's negatives"]
@@ -99,7 +99,7 @@ def ngame(
     start: Start = 1,
     every: Every = 5,
     grow: Grow = (15,),
-    k: Hardest = 10,
+    k: HardestCount = 10,
     margin: Margin = 0.3,
     dynamic: Dynamic = False,
     reduction: Reduced = "sum",
@@ -141,7 +141,7 @@ def dexa(
     start: Start = 1,
     every: Every = 5,
     grow: Grow = (15,),
-    k: Hardest = 10,
+    k: HardestCount = 10,
     margin: Margin = 0.3,
     dynamic: Dynamic = False,
     reduction: Reduced = "sum",
@@ -178,7 +178,7 @@ def prime(
     start: Start = 1,
     every: Every = 5,
     grow: Grow = (15,),
-    k: Hardest = 10,
+    k: HardestCount = 10,
     margin: Margin = 0.3,
     dynamic: Dynamic = True,
     reduction: Reduced = "sum",

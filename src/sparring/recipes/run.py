@@ -20,7 +20,7 @@ from sparring.data.texts.texts import find_texts
 from sparring.losses import Fixed, Learned, Loss, sampled_softmax
 from sparring.models.build import device_bytes, retriever, table_bytes, text_sides
 from sparring.models.retriever import Retriever
-from sparring.models.spectral import start_from
+from sparring.models.spectral_start import start_from
 from sparring.negatives import Negatives
 from sparring.recipes.setup import ClassifierSettings, Setup, check, check_sharded
 

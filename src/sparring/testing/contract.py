@@ -16,7 +16,7 @@ from sparring.negatives.algebra import Union
 from sparring.negatives.base import Negatives
 from sparring.negatives.distributions import Popularity
 from sparring.negatives.in_batch import InBatch
-from sparring.testing.reading import chi_square, dense, observe, plain_loss, weights
+from sparring.testing.bag_reading import chi_square, dense, observe, plain_loss, weights
 from sparring.testing.world import World, excluded
 
 

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from sparring.core.memory import machine_bytes
+from sparring.core.memory_usage import machine_bytes
 
 Place = Literal["device", "memory", "nowhere"]
 SHARE = 8  # copies take at most 1 / SHARE of the machine's memory; a larger state is written while training waits

@@ -22,7 +22,7 @@ from sparring.core.ranks import rank
 from sparring.data.interactions import Split
 from sparring.data.propensity import inverse_propensities
 from sparring.losses import Fixed, HardPairs
-from sparring.models.clusters.batches import ClusteredBatches
+from sparring.models.clusters.clustered_batches import ClusteredBatches
 from sparring.models.fusion import Fused
 from sparring.models.retriever import Retriever
 from sparring.models.sharded_tables import ShardedTable

@@ -10,7 +10,7 @@ import torch
 from sparring.core.errors import UserError
 from sparring.core.types import Bag, Corpus, Outcome, Positives, Step
 from sparring.data.batches import QueryRows, RandomBatches
-from sparring.models.clusters.batches import ClusteredBatches
+from sparring.models.clusters.clustered_batches import ClusteredBatches
 from sparring.testing import World, chi_square
 
 NONE = Positives(torch.zeros(1, dtype=torch.long), torch.zeros(0, dtype=torch.int32))

@@ -14,11 +14,11 @@ import pytest
 import uvicorn
 
 from sparring.serving.http.app import Service
-from sparring.serving.http.metrics import EventLog
 from sparring.serving.http.runs import RunRegistry
 from sparring.serving.http.schema import Limits
 from sparring.serving.http.server import configured
 from sparring.serving.http.store import Store
+from sparring.serving.http.telemetry import EventLog
 from support.made_run import MadeRun
 
 QUERY = {"user": "user-01", "k": 3}

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from fastapi.testclient import TestClient
 
-from sparring.serving.http.metrics import EventLog
 from sparring.serving.http.schema import Limits
+from sparring.serving.http.telemetry import EventLog
 from support.made_run import MadeRun
 
 ASK = {"user": "user-01", "k": 3}

@@ -20,7 +20,7 @@ import uvicorn
 
 from sparring import cli
 from sparring.cli.serve import _parts
-from sparring.data.synthetic import make_world
+from sparring.data.synthetic_world import make_world
 from sparring.experiments.report.html import Page, Section, Sheet
 from sparring.experiments.report.tables import Column, Table
 from sparring.recipes.settings import build

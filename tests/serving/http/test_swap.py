@@ -21,7 +21,7 @@ from fastapi.testclient import TestClient
 from sparring.serving.http.runs import RunRegistry
 from sparring.serving.http.server import _watch
 from sparring.serving.http.store import Store
-from sparring.serving.index import Index, files
+from sparring.serving.index import Index, index_files
 from sparring.serving.index.run_index import FOLDER
 from sparring.training.folder import delete_run, hold
 from sparring.training.trained import load
@@ -31,7 +31,7 @@ from support.made_run import DIM, MadeRun, make_run
 def index_of(truth: MadeRun) -> None:
     """An exact index beside a run, as `sparring index` leaves it."""
     vectors = load(truth.folder).model.item_vectors().numpy()
-    meta = {"model": files.sha256(truth.folder / "model.safetensors"), "measured": {"recall": 1.0}}
+    meta = {"model": index_files.sha256(truth.folder / "model.safetensors"), "measured": {"recall": 1.0}}
     Index(vectors, np.arange(len(vectors)), meta=meta).save(truth.folder / FOLDER)
 
 
@@ -129,12 +129,12 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "no run.json": lambda run: (run / "run.json").unlink(),
     "empty run.json": lambda run: (run / "run.json").write_text("{}"),
     "strange setup": lambda run: (run / "run.json").write_text(json.dumps({"recipe": "x", "setup": {"dim": "many"}})),
-    "index of another model": lambda run: (run / FOLDER / files.META).write_text(
-        (run / FOLDER / files.META).read_text().replace('"model": "', '"model": "0')
+    "index of another model": lambda run: (run / FOLDER / index_files.META).write_text(
+        (run / FOLDER / index_files.META).read_text().replace('"model": "', '"model": "0')
     ),
     "half an index": lambda run: next((run / FOLDER).glob("vectors-*")).write_bytes(b"\x93NUMPY"),
     "one bit of the index": lambda run: flip(next((run / FOLDER).glob("vectors-*"))),
-    "no index.json but files": lambda run: (run / FOLDER / files.META).write_text("{"),
+    "no index.json but files": lambda run: (run / FOLDER / index_files.META).write_text("{"),
     "folder gone": lambda run: shutil.rmtree(run),
 }
 

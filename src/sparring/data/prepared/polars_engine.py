@@ -9,7 +9,7 @@ from pathlib import Path
 import polars as pl
 
 from sparring.core.errors import UserError, first_line, not_written
-from sparring.data.prepared.buckets import Buckets, StageProgress, number_ids
+from sparring.data.prepared.row_buckets import Buckets, StageProgress, number_ids
 from sparring.data.table import OpenTable, clean_frame, read_errors
 
 

@@ -22,8 +22,8 @@ from sparring.data.formats.beir import is_beir
 from sparring.data.formats.xc import is_xc
 from sparring.data.interactions import Ids
 from sparring.data.opening import open_table
-from sparring.data.prepared.buckets import StageProgress, merge, write_parts
 from sparring.data.prepared.format import Prepared, is_prepared, read_prepared, write_description
+from sparring.data.prepared.row_buckets import StageProgress, merge, write_parts
 from sparring.data.splits import check_split
 from sparring.data.table import align_table
 

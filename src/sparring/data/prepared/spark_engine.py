@@ -18,8 +18,8 @@ from sparring.core.errors import UserError, first_line
 from sparring.core.extras import optional
 from sparring.data.cleaning import SHORT, clean
 from sparring.data.opening import inline_texts
-from sparring.data.prepared.buckets import Buckets, StageProgress, number_ids
 from sparring.data.prepared.polars_engine import broken_part
+from sparring.data.prepared.row_buckets import Buckets, StageProgress, number_ids
 from sparring.data.table import OpenTable
 
 if TYPE_CHECKING:

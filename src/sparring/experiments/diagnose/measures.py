@@ -13,7 +13,7 @@ from torch import Tensor
 from sparring.core.errors import UserError
 from sparring.core.types import Candidates, Outcome, Step
 from sparring.data.interactions import Split
-from sparring.data.synthetic import SyntheticWorld
+from sparring.data.synthetic_world import SyntheticWorld
 from sparring.experiments.diagnose.profile import profile
 from sparring.kernels.reference import logits
 from sparring.models.towers import evaluating

@@ -11,7 +11,7 @@ from torch import Tensor
 from sparring.core.partition import drawn_blocks
 from sparring.core.types import Outcome, Step
 from sparring.data.interactions import Split
-from sparring.data.synthetic import SyntheticWorld
+from sparring.data.synthetic_world import SyntheticWorld
 from sparring.evaluation.metrics import STRATA, popularity_percentile, popularity_strata
 from sparring.recipes.run import Run
 from sparring.training.step import sample_steps

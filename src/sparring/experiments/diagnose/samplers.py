@@ -15,7 +15,7 @@ from sparring.core.errors import UserError
 from sparring.core.part import listeners
 from sparring.core.types import Corpus
 from sparring.data.interactions import Split
-from sparring.models.clusters.batches import ClusteredBatches
+from sparring.models.clusters.clustered_batches import ClusteredBatches
 from sparring.recipes import finding, settings
 from sparring.recipes.finding import Recipe
 from sparring.recipes.run import Run

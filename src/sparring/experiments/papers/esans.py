@@ -21,8 +21,7 @@ from sparring.experiments.papers.paper import (
     cluster_rows,
     most_clusters,
 )
-from sparring.experiments.papers.printed import Cells, PublishedFigure, published, published_cells
-from sparring.experiments.papers.tables import (
+from sparring.experiments.papers.paper_tables import (
     REFERENCE,
     SEEDS,
     agreement,
@@ -37,11 +36,12 @@ from sparring.experiments.papers.tables import (
     unsuited_lines,
     verdicts,
 )
+from sparring.experiments.papers.printed import Cells, PublishedFigure, published, published_cells
 from sparring.experiments.papers.xir import feature_columns
 from sparring.experiments.report.html import Points, Section, Sheet
 from sparring.experiments.report.study_parts import tuning_table
 from sparring.experiments.report.tables import Column, Row, Table, text_columns
-from sparring.experiments.report.text import in_words
+from sparring.experiments.report.wording import in_words
 from sparring.experiments.study import read_json
 from sparring.recipes import RECIPES, finding, settings
 from sparring.recipes.setup import Setup

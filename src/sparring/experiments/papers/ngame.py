@@ -31,8 +31,7 @@ from sparring.experiments.papers.paper import (
     Results,
     SplitProtocol,
 )
-from sparring.experiments.papers.printed import published, published_cells
-from sparring.experiments.papers.tables import (
+from sparring.experiments.papers.paper_tables import (
     OVER,
     SEEDS,
     Values,
@@ -46,10 +45,11 @@ from sparring.experiments.papers.tables import (
     render,
     save_figure,
 )
+from sparring.experiments.papers.printed import published, published_cells
 from sparring.experiments.report.figures import RenderedFigure
 from sparring.experiments.report.html import Section, Sheet
 from sparring.experiments.report.tables import Column, Row, Table, TableRows, text_columns
-from sparring.experiments.report.text import in_words
+from sparring.experiments.report.wording import in_words
 from sparring.experiments.study import FinishedRun, query_values, read_json
 from sparring.recipes import settings
 from sparring.recipes.extreme import LABELS

@@ -11,7 +11,7 @@ from sparring.experiments.papers.paper import Reproduction, Results
 from sparring.experiments.report.html import Code, Facts, Page, Points, Section, Sheet
 from sparring.experiments.report.study_parts import environment, failed_section, settings_of, write_readme
 from sparring.experiments.report.tables import Column, Row, Table, text_columns
-from sparring.experiments.report.text import bullets, command_lines, in_words
+from sparring.experiments.report.wording import bullets, command_lines, in_words
 
 
 def write(plan: Reproduction, results: Results) -> Path:

@@ -28,7 +28,7 @@ from sparring.data.modalities.sources import load_modalities
 from sparring.data.splits import split
 from sparring.experiments import study
 from sparring.experiments.papers.printed import Counts, published_counts
-from sparring.experiments.report.clusters import labels_of, summary
+from sparring.experiments.report.clustering import labels_of, summary
 from sparring.experiments.report.html import Section
 from sparring.experiments.report.tables import Row, Table
 from sparring.experiments.study import Dataset, FinishedRun, Measure, Method, Study, Training, read_json

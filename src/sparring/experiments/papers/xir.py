@@ -24,8 +24,7 @@ from sparring.experiments.papers.paper import (
     Results,
     Unsuited,
 )
-from sparring.experiments.papers.printed import Cells, PublishedFigure, published, published_cells, published_counts
-from sparring.experiments.papers.tables import (
+from sparring.experiments.papers.paper_tables import (
     CHART,
     NOT_GIVEN,
     OURS,
@@ -41,11 +40,12 @@ from sparring.experiments.papers.tables import (
     save_figure,
     unsuited_lines,
 )
+from sparring.experiments.papers.printed import Cells, PublishedFigure, published, published_cells, published_counts
 from sparring.experiments.report import figures
 from sparring.experiments.report.figures import RenderedFigure
 from sparring.experiments.report.html import Section, Sheet
 from sparring.experiments.report.tables import Column, Row, Table, TableRows, text_columns
-from sparring.experiments.report.text import in_words
+from sparring.experiments.report.wording import in_words
 from sparring.experiments.study import read_json
 from sparring.negatives import Cache
 from sparring.recipes.run import Run

@@ -22,7 +22,7 @@ from sparring.experiments.report import figures
 from sparring.experiments.report.figures import RenderedFigure
 from sparring.experiments.report.html import Code, Facts, Figures, Page, Paragraph, Points, Section, Sheet
 from sparring.experiments.report.tables import Row
-from sparring.experiments.report.text import command_lines, in_words
+from sparring.experiments.report.wording import command_lines, in_words
 from sparring.recipes.finding import short
 from sparring.recipes.setup import flat
 

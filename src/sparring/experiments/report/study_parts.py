@@ -12,7 +12,7 @@ from sparring.core.errors import UserError
 from sparring.core.workers import Failure
 from sparring.experiments.report.html import Points, Section
 from sparring.experiments.report.tables import Column, Row, Table
-from sparring.experiments.report.text import bullets, distinct, in_words
+from sparring.experiments.report.wording import bullets, distinct, in_words
 from sparring.experiments.study import FinishedRun, Study
 from sparring.experiments.tuning import TuningResult
 from sparring.recipes.setup import flat

@@ -4,10 +4,10 @@ It answers from run folders and their indexes. Training, evaluation and command-
 """
 
 from sparring.serving.http.app import Service
-from sparring.serving.http.metrics import EventLog
 from sparring.serving.http.runs import RunRegistry
 from sparring.serving.http.schema import Limits
 from sparring.serving.http.server import run
 from sparring.serving.http.store import Store
+from sparring.serving.http.telemetry import EventLog
 
 __all__ = ["EventLog", "Limits", "RunRegistry", "Service", "Store", "run"]

@@ -19,11 +19,11 @@ from sparring.core.errors import UserError
 from sparring.serving.http import schema as s
 from sparring.serving.http.answers import Answering, write_responses
 from sparring.serving.http.gate import INTERNAL_ERROR, Gate, error_response
-from sparring.serving.http.metrics import EventLog, Metrics
 from sparring.serving.http.pages import ReadSplit, pages
 from sparring.serving.http.runs import RunRegistry
 from sparring.serving.http.schema import MAX_ID, Limits, RequestError
 from sparring.serving.http.searcher import Searcher
+from sparring.serving.http.telemetry import EventLog, Metrics
 
 _ERROR_SCHEMA = {"type": "object", "properties": {"detail": {"type": "string"}}}
 _ERRORS: dict[int | str, dict[str, Any]] = {

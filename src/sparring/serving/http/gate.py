@@ -12,8 +12,8 @@ from typing import Any
 import orjson
 
 from sparring.core.errors import UserError
-from sparring.serving.http.metrics import EventLog, Metrics
 from sparring.serving.http.schema import Limits, RequestError
+from sparring.serving.http.telemetry import EventLog, Metrics
 
 Scope = Any
 Receive = Callable[[], Awaitable[Any]]

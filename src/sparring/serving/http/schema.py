@@ -38,7 +38,7 @@ class RequestError(Exception):
 Text = Annotated[StrictStr, Field(max_length=MAX_TEXT)]
 Name = Annotated[StrictStr, Field(max_length=MAX_ID)]
 Id = StrictInt | Name
-Ids = Annotated[list[Id], Field(max_length=MAX_IDS)]
+RequestIds = Annotated[list[Id], Field(max_length=MAX_IDS)]
 Queries = Annotated[list[Id], Field(min_length=1, max_length=MAX_QUERIES)]
 Scalar = StrictBool | StrictInt | StrictFloat | Text
 Vector = Annotated[list[float], Field(min_length=1, max_length=MAX_DIM)]
@@ -59,8 +59,8 @@ class Query(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
     k: Annotated[StrictInt, Field(ge=1, le=MAX_K)] = 10
-    allow: Ids | None = Field(None, description="list only these items")
-    deny: Ids | None = Field(None, description="never list these items")
+    allow: RequestIds | None = Field(None, description="list only these items")
+    deny: RequestIds | None = Field(None, description="never list these items")
     # null by default rather than []: pydantic would copy a list for every request
     where: Annotated[list[Condition], Field(max_length=MAX_CONDITIONS)] | None = Field(
         None, description="conditions on item columns; all must hold"

@@ -17,14 +17,14 @@ from sparring.serving.http.catalogue import Catalogue, IdLookup
 from sparring.serving.http.placement import ItemPlacer
 from sparring.serving.http.schema import RequestError
 from sparring.serving.http.store import Change
-from sparring.serving.index import Index, files
+from sparring.serving.index import Index, index_files
 from sparring.serving.index.run_index import FOLDER, open_index
 from sparring.training import trained as runs
 from sparring.training.item_vectors import mean_query
 from sparring.training.trained import Trained
 
 _PROBES = 16  # queries and items that a newly loaded run is tried on
-_SIGNED = ("run.json", "model.safetensors", f"{FOLDER}/{files.META}")
+_SIGNED = ("run.json", "model.safetensors", f"{FOLDER}/{index_files.META}")
 
 
 @dataclass(eq=False)
@@ -221,11 +221,11 @@ def load_served(folder: Path, name: str) -> ServedRun:
     before = signature(folder)
     trained = runs.load(folder)
     notes = []
-    if (folder / FOLDER / files.META).is_file():
+    if (folder / FOLDER / index_files.META).is_file():
         index = open_index(folder)
         model = str(index.meta["model"])  # open_index has compared it with the hash of the file
     else:
-        model = files.sha256(folder / "model.safetensors")
+        model = index_files.sha256(folder / "model.safetensors")
         vectors = trained.item_vectors().float().contiguous().numpy()
         index = Index(vectors, np.arange(len(vectors)))
         if len(vectors) > 100_000:

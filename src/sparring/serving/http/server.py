@@ -12,11 +12,11 @@ import uvicorn
 
 from sparring.core.errors import UserError
 from sparring.serving.http.app import Service
-from sparring.serving.http.metrics import EventLog
 from sparring.serving.http.pages import ReadSplit
 from sparring.serving.http.runs import RunRegistry
 from sparring.serving.http.schema import Limits, RequestError
 from sparring.serving.http.served_run import signature
+from sparring.serving.http.telemetry import EventLog
 from sparring.training.folder import is_held
 
 

@@ -6,7 +6,7 @@ Searches, filters, changes in memory, files and tuning are here. The HTTP servic
 from __future__ import annotations
 
 from sparring.serving.index.faiss_backends import KINDS, Effort
+from sparring.serving.index.recall_tuning import Point, Tuned, tune
 from sparring.serving.index.search import Index
-from sparring.serving.index.tuning import Point, Tuned, tune
 
 __all__ = ["KINDS", "Effort", "Index", "Point", "Tuned", "tune"]

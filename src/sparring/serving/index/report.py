@@ -10,7 +10,7 @@ from sparring.experiments.report.figures import RenderedFigure
 from sparring.experiments.report.html import Facts, Figures, Page, Points, Section, Sheet
 from sparring.experiments.report.tables import Cell, Column, Table
 from sparring.serving.index.faiss_backends import KINDS
-from sparring.serving.index.tuning import Point, Tuned
+from sparring.serving.index.recall_tuning import Point, Tuned
 
 _COLUMNS = (
     Column("kind", "{kind}", text=True),

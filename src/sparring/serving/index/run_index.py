@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from sparring.core.errors import UserError
-from sparring.serving.index import files
+from sparring.serving.index import index_files
+from sparring.serving.index.recall_tuning import Tuned, tune
 from sparring.serving.index.search import Index
-from sparring.serving.index.tuning import Tuned, tune
 from sparring.training.trained import Trained
 
 FOLDER = "index"
@@ -47,7 +47,7 @@ def build_index(
         "queries_per_second": round(tuned.chosen.speed, 1),
     }
     meta = {
-        "model": files.sha256(trained.folder / "model.safetensors"),
+        "model": index_files.sha256(trained.folder / "model.safetensors"),
         "memory": tuned.chosen.memory,
         "measured": figures,
     }
@@ -63,11 +63,11 @@ def open_index(run: str | Path, check: bool = True) -> Index:
     """
     run = Path(run)
     folder = run / FOLDER
-    if not (folder / files.META).is_file():
+    if not (folder / index_files.META).is_file():
         raise UserError(f"{run} has no index: build one with `sparring index {run}`")
     index = Index.load(folder, check)
     model = run / "model.safetensors"
-    if model.is_file() and index.meta.get("model") != files.sha256(model):
+    if model.is_file() and index.meta.get("model") != index_files.sha256(model):
         raise UserError(
             f"{folder} was built from another model than {model}: build it again with `sparring index {run}`"
         )

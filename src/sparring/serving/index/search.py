@@ -16,8 +16,8 @@ from sparring.core.topk import top_k
 from sparring.core.types import Positives
 from sparring.serving.index import faiss_backends
 from sparring.serving.index.changes import Changes
-from sparring.serving.index.files import Stored, read, write
 from sparring.serving.index.filters import Hidden, Lists, pairs, positions, present
+from sparring.serving.index.index_files import Stored, read, write
 
 _FEW = 8  # queries: for fewer, one product with all items is faster than the blockwise exact ranking
 _SMALL = 20_000  # an allow list of this length, or of a twentieth of the items, is ranked exactly

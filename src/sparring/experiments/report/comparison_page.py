@@ -15,7 +15,7 @@ from sparring.experiments.report.figures import RenderedFigure
 from sparring.experiments.report.html import Code, Facts, Figures, Page, Paragraph, Points, Section, Sheet
 from sparring.experiments.report.study_parts import environment, failed_section, settings_of
 from sparring.experiments.report.tables import Row, Table, TableRows, text_columns
-from sparring.experiments.report.text import command_lines, in_words
+from sparring.experiments.report.wording import command_lines, in_words
 from sparring.experiments.study import FinishedRun
 
 TONES = {"better": "good", "worse": "bad", "baseline": "plain"}
