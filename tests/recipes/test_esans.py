@@ -54,8 +54,7 @@ def test_it_learns(parts: Split, lam: float | str) -> None:
 def test_killed_and_resumed_it_ends_where_an_undisturbed_run_ends(
     parts: Split, tmp_path: Path, lam: float | str
 ) -> None:
-    """A run killed in its second epoch and resumed has the model, metrics and test result of an uninterrupted run, bit
-    for bit."""
+    """A run killed in its second epoch and resumed is bitwise identical to an uninterrupted run."""
 
     class Killed(BaseException):
         pass
@@ -83,8 +82,7 @@ def test_killed_and_resumed_it_ends_where_an_undisturbed_run_ends(
 
 
 def test_the_loss_by_hand(parts: Split) -> None:
-    """The loss equals equation 14 over the drawn items, pair by pair: simple, hard, real and mixed; cell and cluster
-    masked."""
+    """The loss is equation 14 over the drawn items, real and mixed, with cell and cluster masked."""
     run = build("esans", parts.train, {**SMALL, "lam": 0.2, "m_h": 2, "m_o": 3})
     hand = Hand(parts.train, run)
     losses, _, outcome = hand.contrast()
@@ -109,8 +107,7 @@ def test_the_loss_by_hand(parts: Split) -> None:
 
 
 def test_settings_of_the_paper(parts: Split) -> None:
-    """The defaults are B = 512, d = 64, tau 0.05, lr 2e-4, m_c = 2, m_o = 5, eta 0.6, lam 0.1; only the small init_std
-    is ours."""
+    """The defaults are the paper's: B = 512, d = 64, tau 0.05, lr 2e-4, m_c = 2, m_o = 5, eta 0.6, lam 0.1."""
     run = build("esans", parts.train, {})
     assert (run.setup.batches.batch_size, run.setup.model.dim, run.setup.temperature.tau, run.setup.training.lr) == (
         512,
@@ -126,8 +123,8 @@ def test_settings_of_the_paper(parts: Split) -> None:
 
 
 def test_the_correction_reaches_every_part(parts: Split) -> None:
-    """The correction is off by default and never tuned. Switched on, it reaches simple and hard negatives, and the
-    shared ones exclude the positive's cluster."""
+    """The correction is off by default and never tuned. If on, it reaches simple and hard negatives, and the shared
+    ones exclude the positive's cluster as long as there are hard ones."""
     plain = parts_of(build("esans", parts.train, SMALL))
     assert (plain[OtherClusters].correction, plain[SameCluster].correction) == ("none", "none")
     found = parts_of(build("esans", parts.train, {**SMALL, "correction": "counts"}))
@@ -144,8 +141,7 @@ def test_the_correction_reaches_every_part(parts: Split) -> None:
 
 
 def test_presets_and_parts(parts: Split) -> None:
-    """The preset `literal` follows the equations exactly, single arguments override it, and every part can be switched
-    off."""
+    """The preset `literal` follows the equations, arguments override it, and every part can be switched off."""
     found = parts_of(build("esans", parts.train, {**SMALL, "preset": "literal", "exclude": "cell"}))
     other, mixed = found[OtherClusters], found[Interpolated]
     assert (other.distance, other.exclude, mixed.normalisation) == ("literal", "cell", "affine")
@@ -161,8 +157,7 @@ def test_presets_and_parts(parts: Split) -> None:
 
 
 def test_clusters_by_name(parts: Split, tmp_path: Path) -> None:
-    """`behaviour`, `random`, a column, a file and its shuffled form give codes for these items in the requested
-    shape."""
+    """`behaviour`, `random`, a column, a file and its shuffled form give codes of the requested shape."""
     data = parts.train
     for name in ("behaviour", "random"):
         codes = item_codes(data, name, 4, 3)
@@ -235,8 +230,7 @@ def test_new_codes_while_training(parts: Split) -> None:
 
 
 def test_mixtures_inside_the_item_tower(parts: Split) -> None:
-    """layer=1 mixes after the first layer of the item tower, with a different loss than mixing its outputs, and it
-    trains."""
+    """layer=1 mixes after the first layer of the item tower, which gives a different loss, and it trains."""
     settings = {**SMALL, "item_features": ("category",), "hidden": (8, 6), "lr": 0.05, "lam": 0.3}
     found = {}
     for layer in (None, 0, 1):
@@ -262,8 +256,7 @@ def test_mixtures_inside_the_item_tower(parts: Split) -> None:
 
 
 def test_what_reads_bags_reads_mixtures(parts: Split, small_world: SyntheticWorld) -> None:
-    """The profile counts 14 mixtures per 5 simple items and one per hard item as synthetic; the description names all
-    parts."""
+    """The profile counts 14 mixtures per 5 simple items and one per hard item; the description names them."""
     run = build("esans", parts.train, {**SMALL, "shared": False})
     found = profile(run, parts, batches=2, world=small_world)
     assert found["synthetic"] == pytest.approx((28 + 5) / (28 + 5 + 10 + 5))
@@ -275,8 +268,7 @@ def test_what_reads_bags_reads_mixtures(parts: Split, small_world: SyntheticWorl
 
 
 def test_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`sparring train --recipe esans --set codes=FILE` trains with the codes of the file; a file that lacks an item
-    raises a one-line error."""
+    """`sparring train --set codes=FILE` trains with the file's codes; a missing item raises a one-line error."""
     random = torch.Generator().manual_seed(0)
     pairs = torch.stack(
         [torch.randint(30, (600,), generator=random), torch.randint(40, (600,), generator=random)]

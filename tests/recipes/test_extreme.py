@@ -55,8 +55,7 @@ def test_each_recipe_ranks_far_better_than_it_began(tastes: Split, name: str) ->
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_row_is_a_query_with_one_of_its_positives(parts: Split, name: str) -> None:
-    """Every epoch visits each query with positives once, paired with one of its items; the pairing differs between
-    epochs."""
+    """Each epoch visits every query with positives once, with one of its items, and the items vary."""
     run = build(name, parts.train, {"dim": 4, "epochs": 6, "batch_size": 7, "warmup": 0, "clf_epochs": 0})
     pairs = set(zip(parts.train.queries.tolist(), parts.train.items.tolist(), strict=True))
     seen: list[list[tuple[int, int]]] = [[]]
@@ -117,8 +116,7 @@ def test_neighbours_share_batches(tastes: Split) -> None:
 
 
 def test_what_is_contrasted(parts: Split) -> None:
-    """All recipes mask known positives; ANCE adds nearest-item lists, NGAME and DEXA use the hinge, DEXA has auxiliary
-    vectors."""
+    """All recipes mask known positives; ANCE adds nearest items, NGAME and DEXA the hinge, DEXA auxiliary vectors."""
     runs = {name: build(name, parts.train) for name in NAMES}
     for name, run in runs.items():
         negatives = run.terms[0].negatives
@@ -136,8 +134,7 @@ def test_what_is_contrasted(parts: Split) -> None:
 
 
 def test_an_encoder_keeps_what_makes_the_recipe(parts: Split) -> None:
-    """encoder=bag switches to text towers and their learning rates; rows, temperature and auxiliary vectors stay the
-    recipe's."""
+    """encoder=bag switches to text towers; rows, temperature and auxiliary vectors stay the recipe's."""
     from sparring.recipes import RECIPES
 
     setup, _ = resolve(RECIPES["dexa"], {"encoder": "bag"})

@@ -53,8 +53,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_file_is_found_again_from_anywhere(folder: Path, parts: Split, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A path and a module name find the same function; its recorded name holds the full path and works from any
-    folder."""
+    """A path and a module name find one function; its full recorded name works from any folder."""
     name = f"{folder.resolve()}/mine_found.py:mine"
     assert named("mine_found.py:mine") == named("./mine_found.py:mine") == named("mine_found:mine") == name
     assert find("mine_found.py:mine") is find("mine_found:mine")
@@ -122,8 +121,7 @@ def test_a_bad_file_is_one_line(case: str, command: str, folder: Path, refused: 
 
 
 def test_what_is_not_there_is_one_line(folder: Path, refused: Callable[..., str]) -> None:
-    """A missing file or module, a missing function name, a notebook recipe and a failing package raise one-line
-    errors."""
+    """A missing file, module or function name, a notebook and a failing package raise one-line errors."""
     refused(["recipes", "gone.py:f"], "no such file: gone.py")
     refused(["recipes", "no_such_module:f"], "no module called 'no_such_module'")
     refused(["recipes", "no_such.module:f"], "no module called 'no_such.module'")
@@ -181,8 +179,7 @@ def test_a_function_of_a_notebook_has_a_name_but_cannot_be_compared(
 def test_packages_offer_recipes(
     folder: Path, parts: Split, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Recipes of the entry point group sparring.recipes are found by name and listed with their source; broken ones
-    give a warning."""
+    """Recipes of the entry point group sparring.recipes are found by name; broken ones give a warning."""
     from sparring.cli import main
     from sparring.recipes import RECIPES
 
@@ -202,8 +199,8 @@ def test_packages_offer_recipes(
         == shown.count("paper 1.2")
         == 1
     )
-    why = "sparring: warning: cannot import the recipe 'broken' of nowhere_found:f of the package paper 1.2: ModuleNotFoundError: "
-    assert told.splitlines()[0].startswith(why)
+    why = "sparring: warning: cannot import the recipe 'broken' of nowhere_found:f of the package paper 1.2: "
+    assert told.splitlines()[0].startswith(f"{why}ModuleNotFoundError: ")
     assert told.splitlines()[1].endswith("'long' of mine_long:f of the package paper 1.2: ValueError: two lines")
     assert told.count("\n") == 2
     assert main(["recipes", "--json"]) == 0
@@ -226,8 +223,7 @@ def test_packages_offer_recipes(
 
 
 def test_own_arguments_are_tuned_where_their_types_say_so() -> None:
-    """Annotated ranges and choices join the common search space, as integers for an int; `untuned` lists the other
-    arguments."""
+    """Annotated ranges and choices join the common search space; `untuned` lists the other arguments."""
 
     def f(
         data: Interactions,

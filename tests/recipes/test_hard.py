@@ -35,8 +35,7 @@ def softplus(x: float | Tensor) -> Tensor:
 
 @pytest.mark.parametrize("name", ["dns", "ahns", "mixgcf", "amns", "bmns", "fairneg", "midx", "sce"])
 def test_it_learns(name: str, parts: Split) -> None:
-    """Three epochs on the small world lower the loss and give test metrics in range; the batch can be described
-    afterwards."""
+    """Three epochs lower the loss and give test metrics in range; the batch can be described afterwards."""
     run = build(name, parts.train, {"epochs": 3, "batch_size": 64, "dim": 8, "lr": 0.05, "weight_decay": 0.0})
     found = fit(run, parts, k=(10,), device="cpu")
     assert found.history[-1]["loss"] < found.history[0]["loss"]
@@ -55,8 +54,7 @@ def test_dns(parts: Split, per_query: bool) -> None:
 
 
 def test_dns_m_n(parts: Split) -> None:
-    """With m = 5 and k = 2 the loss averages two distinct ranks of the five hardest draws, and the ranks vary between
-    rows."""
+    """With m = 5 and k = 2 the loss averages two distinct draws of the five hardest, not the same for all rows."""
     hand = Hand(parts.train, build("dns", parts.train, {**TINY, "n": 20, "m": 5, "k": 2}))
     ids, _ = drawn(hand, 20)
     best = (hand.logits(ids) + hand.unknown(ids)).topk(5, 1).values
@@ -68,8 +66,8 @@ def test_dns_m_n(parts: Split) -> None:
 
 
 def test_ahns(parts: Split) -> None:
-    """AHNS takes the draw with the least |s_j - beta / (s_+ + alpha)|, or the hardest where s_+ <= -alpha; the loss is
-    pairwise."""
+    """The pairwise loss uses the draw with the least |s_j - beta / (s_+ + alpha)|, or the hardest where s_+ <=
+    -alpha."""
     hand = Hand(parts.train, build("ahns", parts.train, {**TINY, "n": 20, "alpha": 0.8, "beta": 0.3}))
     ids, _ = drawn(hand, 20)
     counts, want = hand.unknown(ids), []
@@ -84,8 +82,7 @@ def test_ahns(parts: Split) -> None:
 @pytest.mark.parametrize("k", [1, 3])
 @pytest.mark.parametrize("mix", ["query", "candidate"])
 def test_mixgcf(parts: Split, mix: str, k: int) -> None:
-    """The loss is log(1 + sum over the k highest s' of e^(s' - s_+)) with s' = a s_+ + (1 - a) s_j and a ~ U(0, 1) per
-    row or per draw."""
+    """log(1 + sum over the k highest s' of e^(s' - s_+)), s' = a s_+ + (1 - a) s_j, a ~ U(0, 1) per row or draw."""
     hand = Hand(parts.train, build("mixgcf", parts.train, {**TINY, "n": 20, "mix": mix, "k": k}))
     ids, twin = drawn(hand, 20)
     a = torch.rand(B, 20 if mix == "candidate" else 1, generator=twin).double()
@@ -96,8 +93,7 @@ def test_mixgcf(parts: Split, mix: str, k: int) -> None:
 
 @pytest.mark.parametrize("correction", ["none", "count"])
 def test_amns(parts: Split, correction: str) -> None:
-    """The softmax is over the k highest scores of the batch and n uniform items, uncorrected or corrected by expected
-    count."""
+    """The softmax is over the k highest of batch and n uniform items, corrected by expected count if asked."""
     hand = Hand(
         parts.train, build("amns", parts.train, {**TINY, "n": 30, "k": 7, "correction": correction, "tau": 0.4})
     )
@@ -109,8 +105,9 @@ def test_amns(parts: Split, correction: str) -> None:
 
 
 def test_bmns(parts: Split) -> None:
-    """share * SSL-Pop + (1 - share) * (-t + log(e^t + sum_k e^(S W^T)_k)), t = s_+ - log p_+, W = softmax((u - log p) /
-    temperature)."""
+    """share * SSL-Pop + (1 - share) * (-t + log(e^t + sum_k e^(S W^T)_k)).
+
+    Here t = s_+ - log p_+ and W = softmax((u - log p) / temperature)."""
     settings = {**TINY, "n": 50, "share": 0.3, "temperature": 0.7}
     hand = Hand(parts.train, build("bmns", parts.train, settings))
     log_p = hand.p[hand.items].log()
@@ -163,8 +160,7 @@ def test_the_shares_of_fairneg_move_once_an_epoch(parts: Split) -> None:
 
 
 def test_groups(parts: Split) -> None:
-    """Popularity classes are ordered and of equal size; column classes are the column's values; bad names raise
-    errors."""
+    """Popularity classes are ordered and equal in size; column classes are its values; bad names raise errors."""
     classes, counts = popularity_classes(parts.train, 4), torch.from_numpy(parts.train.counts())
     assert torch.bincount(classes).tolist() == [10, 10, 10, 10]
     for z in range(3):
@@ -181,8 +177,7 @@ def test_groups(parts: Split) -> None:
 
 @pytest.mark.parametrize("codebook", ["product", "residual"])
 def test_midx(parts: Split, codebook: str) -> None:
-    """n draws per query weigh 1 / (n q(j | i)), where q is the softmax over the quantised vectors of the last
-    refresh."""
+    """n draws per query weigh 1 / (n q(j | i)), q the softmax over the quantised vectors of the last refresh."""
     run = build("midx", parts.train, {**TINY, "score": "cosine", "tau": 0.3, "n": 25, "words": 5, "codebook": codebook})
     hand = Hand(parts.train, run)
     negatives = run.terms[0].negatives
@@ -211,8 +206,7 @@ def test_midx_follows_the_feature_tower(parts: Split) -> None:
 
 @pytest.mark.parametrize("mix", [False, True])
 def test_sce(parts: Split, mix: bool) -> None:
-    """The loss is the maximum over a query's buckets of log(1 + sum over the bucket's n items of e^(s_j - s_+)), and 0
-    for a query in no bucket."""
+    """The maximum over a query's buckets of log(1 + sum over the n items of e^(s_j - s_+)), 0 without a bucket."""
     run = build(
         "sce", parts.train, {**TINY, "score": "cosine", "tau": 0.4, "n": 9, "buckets": 6, "queries": 5, "mix": mix}
     )

@@ -157,8 +157,8 @@ def test_describing_a_batch_changes_nothing(parts: Split) -> None:
 
 @pytest.mark.parametrize("score", ["dot", "cosine"])
 def test_ssl(parts: Split, score: str) -> None:
-    """paper: -s + log(e^s + sum over the other items of the batch); release: all B columns, the positive's included. s
-    = q.e / tau."""
+    """With s = q.e / tau, the paper has -s + log(e^s + sum over the other items of the batch). The release sums all B
+    columns, the positive's included."""
     settings = {**TINY, "score": score, "tau": 0.5}
     paper, release = (
         Hand(parts.train, build("ssl", parts.train, {**settings, "form": form})) for form in ("paper", "release")
@@ -168,7 +168,7 @@ def test_ssl(parts: Split, score: str) -> None:
 
 
 def test_ssl_pop(parts: Split) -> None:
-    """t_j = s_j - log p_j for negatives and positive alike; release: -t + log(e^t + sum over all B columns of
+    """Negatives and positive alike have t_j = s_j - log p_j. The release has -t + log(e^t + sum over all B columns of
     e^t_j)."""
     for form in ("paper", "release"):
         hand = Hand(parts.train, build("ssl_pop", parts.train, {**TINY, "form": form}))
@@ -179,8 +179,7 @@ def test_ssl_pop(parts: Split) -> None:
 
 @pytest.mark.parametrize(("name", "arguments"), [("ssl_pop", {"correction": "count"}), ("quick", {})])
 def test_in_batch_by_count(parts: Split, name: str, arguments: dict[str, str]) -> None:
-    """The positive is uncorrected and negatives are divided by (B - 1) p_j: ssl_pop with correction="count", and
-    quick."""
+    """In ssl_pop with correction="count" and in quick, only negatives are corrected, by (B - 1) p_j."""
     hand = Hand(parts.train, build(name, parts.train, {**TINY, **arguments}))
     negatives = hand.logits(hand.items) - ((B - 1) * hand.p[hand.items]).log() + hand.other(hand.items)
     check(hand.contrast()[0], hand.softmax_loss(negatives))
@@ -191,8 +190,7 @@ def test_in_batch_by_count(parts: Split, name: str, arguments: dict[str, str]) -
     [("paper", None, ()), ("release", None, ()), ("paper", 0.3, (7, 11)), ("release", 0.5, (5,))],
 )
 def test_g_tower(parts: Split, form: str, alpha: float | None, sizes: tuple[int, ...]) -> None:
-    """After three batches the correction is -log p_j with p_j = 1 / max_h gap_h; the gaps equal the published
-    loop's."""
+    """After three batches the correction is -log p_j, p_j = 1 / max_h gap_h, with the gaps of the published loop."""
     run = build("g_tower", parts.train, {**TINY, "form": form, "alpha": alpha, "sizes": sizes})
     rate = alpha or (0.01 if form == "paper" else 1e-4)
     arrays = sizes or ((parts.train.n_items,) if form == "paper" else (4993, 4999, 5003, 5009, 5011))
@@ -217,8 +215,7 @@ def test_g_tower(parts: Split, form: str, alpha: float | None, sizes: tuple[int,
 @pytest.mark.parametrize("name", ["uns", "pns"])
 @pytest.mark.parametrize("per_query", [False, True])
 def test_uns_and_pns(parts: Split, name: str, per_query: bool) -> None:
-    """n negatives, shared or per query, weigh 1 / (n q_j), q_j = 1/N or count_j^alpha / sum; the positive is
-    excluded."""
+    """n negatives, shared or per query, weigh 1 / (n q_j), q_j = 1/N or count_j^alpha / sum; no positive."""
     alpha = {"alpha": 0.75} if name == "pns" else {}
     hand = Hand(
         parts.train,
@@ -243,8 +240,7 @@ def test_bpr(parts: Split) -> None:
 
 
 def test_mns_paper(parts: Split) -> None:
-    """Equation 5: the positive is uncorrected and negatives subtract log Q*, where Q* is proportional to (B - 1) p + n
-    / N."""
+    """Equation 5: only negatives are corrected, by log Q* with Q* proportional to (B - 1) p + n / N."""
     hand = Hand(parts.train, build("mns", parts.train, {**TINY, "n": 16}))
     losses, _, outcome = hand.contrast()
     drawn = outcome.bags[0].blocks[1].ids
@@ -267,8 +263,7 @@ def test_mns_release(parts: Split) -> None:
 
 
 def test_mns_mixture_is_the_published_one_at_the_published_size() -> None:
-    """The published mixture weighs B : B' and ours B - 1 : B'. At B = B' = 2048 no log weight differs by more than
-    5e-4."""
+    """At B = B' = 2048, weights B - 1 : B' differ from the published B : B' by at most 5e-4 in the log."""
     b, n_items = 2048, 40_988
     p = 1.0 / np.arange(1, n_items + 1)
     p /= p.sum()
@@ -277,8 +272,7 @@ def test_mns_mixture_is_the_published_one_at_the_published_size() -> None:
 
 
 def test_corrected_mixed_negatives(parts: Split) -> None:
-    """The batch and n uniform items share one partition function; each is divided by its expected count (B - 1) p_j + n
-    / N."""
+    """Batch and n uniform items share one softmax, each divided by its expected count (B - 1) p_j + n / N."""
     hand = Hand(parts.train, build("debiased_mns", parts.train, {**TINY, "n": 16}))
     losses, _, outcome = hand.contrast()
     ids = torch.cat([hand.items, outcome.bags[0].blocks[1].ids])
@@ -288,8 +282,7 @@ def test_corrected_mixed_negatives(parts: Split) -> None:
 
 @pytest.mark.parametrize("exclude", ["positive", "known"])
 def test_default(parts: Split, exclude: str) -> None:
-    """The loss is -s + log of the sum over n uniform items without the query's positive, or with "known" without all of
-    its training items."""
+    """-s + log of the sum over n uniform items other than the positive ("known": other than all training items)."""
     plain = {"tau": 0.3, "item_bias": False, "dropout": 0.0, "exclude": exclude}
     hand = Hand(parts.train, build("default", parts.train, {**TINY, "n": 16, **plain}))
     losses, _, outcome = hand.contrast()
@@ -320,8 +313,7 @@ def test_bir_closed_form(parts: Split, form: str) -> None:
 
 @pytest.mark.parametrize("draw", ["multinomial", "systematic"])
 def test_bir_drawn(parts: Split, draw: str) -> None:
-    """With |R| = B draws per query the loss is the formula on the drawn counts. Their mean is |R| w, and the positive
-    is never drawn."""
+    """The loss is the formula on |R| = B drawn counts per query, whose mean is |R| w; no positive is drawn."""
     hand = Hand(parts.train, build("bir", parts.train, {**TINY, "draw": draw}))
     total = torch.zeros(B, B, dtype=torch.float64)
     times = 400
@@ -384,8 +376,7 @@ def test_xir_without_and_with_only_the_cache(parts: Split) -> None:
 
 
 def test_cbns(parts: Split) -> None:
-    """Equation 9: positive and negatives subtract log p; once open, the memory adds vectors of past batches as
-    negatives."""
+    """Equation 9: positive and negatives subtract log p; an open memory adds vectors of past batches."""
     run = build("cbns", parts.train, {**TINY, "size": 40, "opens": 1, "init_std": 0.7})
     log_p = None
     past: list[Tensor] = []
@@ -406,8 +397,7 @@ def test_cbns(parts: Split) -> None:
 
 
 def test_the_memory_of_cbns_opens_in_a_short_training(parts: Split) -> None:
-    """With its defaults, CBNS has past items in its memory after three epochs and a different model than the in-batch
-    softmax."""
+    """By default the memory holds past items after three epochs, and it changes the model."""
     settings = {"epochs": 3, "batch_size": 64, "dim": 8, "size": 100}
     run = build("cbns", parts.train, settings)
     fit(run, parts, k=(10,), device="cpu")
@@ -419,8 +409,7 @@ def test_the_memory_of_cbns_opens_in_a_short_training(parts: Split) -> None:
 
 
 def test_a_folder_with_arguments_of_older_names_still_answers(parts: Split, tmp_path: Path) -> None:
-    """A run folder whose run.json holds a `warmup` argument of CBNS gives the same recommendations and can be
-    diagnosed."""
+    """A run.json with CBNS's obsolete `warmup` argument still loads, with the same recommendations."""
     fit(
         build("cbns", parts.train, {**QUICK, "size": 100}),
         parts,
@@ -500,8 +489,7 @@ def test_recipes_are_wired_from_the_parts_that_their_papers_name(parts: Split) -
 
 
 def test_towers_start_alike_for_every_recipe_and_leave_the_global_generator_alone(parts: Split) -> None:
-    """Initial tables depend only on the Setup's seed, so all recipes start alike; building leaves the global generator
-    alone."""
+    """Initial tables depend only on the Setup's seed; building leaves the global generator alone."""
     torch.manual_seed(1)
     before = torch.get_rng_state()
     tables = [build(name, parts.train, {**TINY, "seed": 4}).model.item.weight for name in ("ssl", "xir", "cbns")]

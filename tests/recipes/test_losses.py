@@ -112,8 +112,7 @@ def test_slatk(parts: Split) -> None:
 
 
 def test_ada_tau(parts: Split) -> None:
-    """-f_+ / tau_0 + log sum_j exp(f_j / tau_u), with tau_0 = 0.7 / log(n m / 2|D|) at first and a tau per query
-    later."""
+    """-f_+ / tau_0 + log sum_j exp(f_j / tau_u), tau_0 = 0.7 / log(n m / 2|D|) at first, a tau per query later."""
     run = build("ada_tau", parts.train, TINY)
     temperature = run.temperature
     assert isinstance(temperature, AdaTau)
@@ -128,8 +127,7 @@ def test_ada_tau(parts: Split) -> None:
 
 
 def test_what_they_keep_moves_as_they_train(parts: Split) -> None:
-    """After three epochs SL@K has finite thresholds, and Ada-tau has one temperature per query that follows its
-    losses."""
+    """After three epochs SL@K has finite thresholds, and Ada-tau's temperatures follow each query's losses."""
     settings = {"epochs": 3, "batch_size": 64, "dim": 8, "lr": 0.01}
     slatk = build("slatk", parts.train, {**settings, "every": 2, "k": 5})
     fit(slatk, parts, k=(10,), device="cpu")
@@ -148,8 +146,7 @@ def test_what_they_keep_moves_as_they_train(parts: Split) -> None:
 
 
 def test_ada_tau_leaves_the_given_gap_in_a_short_training(parts: Split) -> None:
-    """By default equation 14 applies after a quarter of the epochs; an epoch's recorded tau is the mean over all
-    queries."""
+    """By default equation 14 applies after a quarter of the epochs; the recorded tau is the mean over queries."""
     run = build("ada_tau", parts.train, {"epochs": 6, "batch_size": 64, "dim": 8, "lr": 0.05})
     temperature, gaps, taus = run.temperature, [], []
     assert isinstance(temperature, AdaTau)
@@ -175,8 +172,7 @@ class Stop(Exception):
 
 @pytest.mark.parametrize("name", ["slatk", "ada_tau"])
 def test_a_stopped_run_goes_on_as_if_it_had_not_been(name: str, parts: Split, tmp_path: Path) -> None:
-    """A run with state in its loss or temperature, stopped after one epoch and resumed, is bitwise identical to an
-    uninterrupted run."""
+    """A stateful loss or temperature, stopped after one epoch and resumed, ends bitwise as if uninterrupted."""
     settings = {
         "epochs": 3,
         "batch_size": 64,
@@ -228,8 +224,7 @@ def test_they_learn(name: str, parts: Split) -> None:
 
 
 def test_their_papers_and_settings() -> None:
-    """Each recipe cites its paper in its last docstring line, scores by cosine, and has the paper's dimension and batch
-    size."""
+    """Each recipe cites its paper, scores by cosine, and has the paper's dimension and batch size."""
     for name in LOSSES:
         recipe = RECIPES[name]
         assert recipe.__doc__

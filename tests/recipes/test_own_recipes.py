@@ -133,8 +133,7 @@ def stopped(place: Path, file: Path, out: Path) -> None:
 def test_resume_is_as_if_never_stopped(
     trained: Path, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A run interrupted after its first step and resumed from another folder is bitwise identical to an uninterrupted
-    run."""
+    """A run interrupted after one step and resumed from another folder equals an uninterrupted run bit by bit."""
     out = tmp_path / "run"
     stopped(place, place / "mine.py", out)
     capsys.readouterr()
@@ -149,8 +148,7 @@ def test_resume_is_as_if_never_stopped(
 def test_resume_warns_of_a_changed_file(
     place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], recorded: bool
 ) -> None:
-    """A changed recipe file gives a one-line warning that names it, and the run resumes; without a recorded hash there
-    is no warning."""
+    """A changed recipe file gives a one-line warning if its hash was recorded, and the run resumes."""
     file, out = tmp_path / "mine.py", tmp_path / "run"
     file.write_text(FILE)
     stopped(place, file, out)
@@ -170,8 +168,7 @@ def test_resume_warns_of_a_changed_file(
 def test_evaluate_recommend_and_diagnose(
     trained: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run of a custom recipe can be evaluated, queried, and diagnosed beside built-in recipes and others of the same
-    file."""
+    """A custom run can be evaluated, queried, and diagnosed beside built-in and other custom recipes."""
     monkeypatch.chdir(trained.parents[1])
     assert main(["evaluate", "runs/mine", "--json"]) == 0
     stored = json.loads((trained / "result.json").read_text())["test"]["metrics"]["recall@20"]
@@ -197,8 +194,7 @@ def test_evaluate_recommend_and_diagnose(
 def test_compare_in_processes_of_their_own(
     place: Path, monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str]
 ) -> None:
-    """Two recipes of one file are tuned and compared over two seeds under short names; a copy or a changed file raises
-    an error."""
+    """Two recipes of one file are tuned and compared under short names; a copy or a changed file is an error."""
     pytest.importorskip("optuna")
     monkeypatch.chdir(place)
     words = [
@@ -298,8 +294,7 @@ def test_a_folder_brings_no_code_along(
 
 
 def test_weights_of_ones_own_towers_follow_the_seed(place: Path) -> None:
-    """Custom towers have equal weights for equal seeds and different ones otherwise; the global generator is
-    untouched."""
+    """Custom towers depend on the seed alone, and the global generator is untouched."""
     train = sparring.read(place / "interactions.parquet")
     torch.manual_seed(5)
     first = torch.rand(1)
@@ -333,8 +328,7 @@ def test_diagnose_a_run_made_in_python(
 
 @pytest.mark.parametrize("page", ["compare", "diagnose"])
 def test_the_python_of_the_pages_runs(page: str, place: Path) -> None:
-    """The Python blocks of docs/guide/compare.md and docs/guide/diagnose.md run as scripts beside mine.py and print
-    their tables."""
+    """The Python blocks of the compare and diagnose guides run as scripts beside mine.py."""
     (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "guide" / f"{page}.md").read_text(), re.DOTALL)
     script = place / f"{page}_block.py"
     script.write_text(

@@ -49,8 +49,7 @@ def one_line(error: pytest.ExceptionInfo[ValueError], *mentions: str) -> None:
     ],
 )
 def test_a_loss_has_one_value_per_query(parts: Split, loss: Callable[[Step, Bag], Tensor], gave: str) -> None:
-    """A loss of any other shape raises an error; it would train as something else, since a mean is broadcast and a
-    matrix summed."""
+    """A loss of another shape raises an error; a mean would be broadcast and a matrix summed."""
     loss.__name__ = "my_loss"
     with pytest.raises(UserError) as error:
         fit(compose(parts.train, SETUP, Term(1.0, InBatch(), loss)), parts, k=(10,), device="cpu")
@@ -101,8 +100,7 @@ def test_every_shape_that_is_allowed(parts: Split) -> None:
 
 
 def test_a_run_is_made_of_terms(parts: Split) -> None:
-    """No terms, a sampler without a Term, a Term with wrong parts and a Split in place of its training part raise
-    errors."""
+    """No terms, a sampler without a Term, a Term with wrong parts, and a Split as data raise errors."""
     pop = Popularity(torch.from_numpy(parts.train.counts()))
     cases: list[tuple[Callable[[], object], list[str]]] = [
         (lambda: compose(parts.train, SETUP), ["at least one Term"]),

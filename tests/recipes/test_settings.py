@@ -35,8 +35,7 @@ def line_of(error: pytest.ExceptionInfo[UserError]) -> str:
     ],
 )
 def test_an_unknown_recipe_suggests_the_nearest(asked: str, meant: str) -> None:
-    """A misspelt recipe raises a one-line error that suggests the right name; hyphens and underscores are
-    equivalent."""
+    """A misspelt recipe raises a one-line error that suggests the right name; hyphens are fine."""
     with pytest.raises(UserError) as error:
         find(asked)
     assert repr(asked) in line_of(error)
@@ -306,8 +305,7 @@ def test_a_dotted_name_reaches_a_setting_that_an_argument_hides(parts: Split) ->
     ("asked", "meant"), [("model.dmi", "model.dim"), ("model", "dim"), ("classifiers", "clf_epochs")]
 )
 def test_a_wrong_dotted_name_and_the_name_of_a_group_are_refused(asked: str, meant: str, parts: Split) -> None:
-    """The one-line error suggests the nearest name or lists the members of the group, in Python and on the command
-    line."""
+    """The one-line error suggests the nearest name or lists the group's members, also on the command line."""
     for refused in (lambda: build("xir", parts.train, {asked: 1}), lambda: Setup.of(**{asked: 1})):
         with pytest.raises(UserError) as error:
             refused()
