@@ -169,7 +169,7 @@ def test_prepared_data_that_cannot_be_used(parts: Path, tmp_path: Path, refused:
     (out / "start.npy").unlink()
     refused(train, "start.npy is missing")
     (out / "prepared.json").unlink()
-    refused(train, "out")  # what was copied in part is not prepared data
+    refused(train, "out")  # a partial copy is not prepared data
 
 
 class _Usage(NamedTuple):

@@ -181,7 +181,7 @@ def test_only_what_changed_is_encoded_again(tmp_path: Path, counted: list[str]) 
 
 
 def test_a_stopped_encoding_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was encoded before a stop is not encoded again, and a file that was half written is not there."""
+    """Vectors encoded before a stop are reused, and a half-written file is ignored."""
     monkeypatch.setattr(cache, "_SEGMENT", 4)
     keys = hashes([str(i) for i in range(10)])
     asked: list[int] = []
@@ -272,7 +272,7 @@ def test_behaviour_is_of_the_training_part_only(parts: Split, tmp_path: Path) ->
     ],
 )
 def test_errors_are_one_line(tmp_path: Path, spec: str, match: str) -> None:
-    """Whatever is wrong with a source is said in one line that names it."""
+    """Every faulty source raises a one-line error that names it."""
     np.save(tmp_path / "flat.npy", np.zeros(4))
     np.save(tmp_path / "short.npy", np.ones((3, 2)))
     np.save(tmp_path / "four.npy", np.ones((4, 2)))
