@@ -190,7 +190,7 @@ def test_bad_files_are_named_with_their_line(folder: Path, name: str, content: b
     ],
 )
 def test_bad_sparse_texts_are_named_with_their_line(tmp_path: Path, content: bytes, words: str) -> None:
-    """So does a malformed sparse text; empty rows, zero values and repeated labels are accepted."""
+    """A malformed sparse text raises one line too; empty rows, zero values and repeated labels are accepted."""
     (tmp_path / "trn_X_Y.txt").write_bytes(content)
     with pytest.raises(UserError, match=words):
         read_labels(tmp_path / "trn_X_Y.txt")
