@@ -53,8 +53,7 @@ def refused(capfd: pytest.CaptureFixture[str]) -> Callable[..., None]:
 
 
 def test_bad_input_is_told_before_any_process_starts(pairs: Path, tmp_path: Path, refused: Callable[..., None]) -> None:
-    """Zero processes, a bad recipe or setting, missing data, a used folder and useless restarts exit with code 2 and
-    one line."""
+    """Bad counts, recipes, settings, folders and missing data exit with code 2 and one line."""
     words = ["train", "--data", pairs, "--out", tmp_path / "run"]
     refused([*words, "--nproc", 0], "--nproc", "0")
     refused([*words, "--nproc", "two"], "two")
@@ -147,8 +146,7 @@ def test_a_missing_torchrec_is_named(parts: Split, monkeypatch: pytest.MonkeyPat
 
 
 def test_tables_that_do_not_fit_are_told_or_sharded(parts: Split, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With tables=auto, tables that do not fit are sharded over several ranks, or raise one line with sizes and
-    advice."""
+    """tables=auto shards tables that do not fit over the ranks; a single rank gets a one-line error with sizes."""
     assert build("bpr", parts.train, {}).setup.model.tables == "auto"
     monkeypatch.setattr(runs, "device_bytes", lambda device: 1000)
     with pytest.raises(UserError, match=r"the tables take .* start several ranks"):
@@ -166,8 +164,7 @@ def test_tables_that_do_not_fit_are_told_or_sharded(parts: Split, monkeypatch: p
 def test_a_torn_checkpoint_costs_one_checkpoint(
     parts: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """If a checkpoint is truncated, empty or overwritten, the previous one is used with a warning; two damaged ones are
-    an error."""
+    """A torn checkpoint is replaced by the previous one with a warning; two damaged ones are an error."""
     run = build("xir", parts.train, {"dim": 8, "batch_size": 61, "epochs": 3, "cache_size": 16, "patience": None})
     linked: list[bool] = []
     real = files.write_tensors
