@@ -73,8 +73,7 @@ def _tensor(query: int):  # type: ignore[no-untyped-def]
 def test_lists_hold_nothing_known_and_nothing_untrained(
     folder: Path, shop: Split, tmp_path: Path, way: str, with_seen: bool
 ) -> None:
-    """Single lists, all lists and lists from an index equal the brute-force order of trained items without the query's
-    known items."""
+    """Single lists, all lists and an index give the brute-force order of trained items without known ones."""
     trained, names = load(folder), [f"cust-{n:02}" for n in range(20)]
     if way == "recommend":
         table = trained.recommend(names, k=15, with_seen=with_seen)
