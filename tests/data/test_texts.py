@@ -211,11 +211,9 @@ def test_text_of_finds_the_texts() -> None:
         "y",
         "B",
     ]
-    with pytest.raises(UserError, match="no column of text called 'price'; its columns of text are title"):
+    with pytest.raises(UserError, match=r"'price'; .* title"):
         text_of(data, "item", ("price",))
-    with pytest.raises(
-        UserError, match=r"no texts of the items: give a table with a column `text` \(--items FILE\), or"
-    ):
+    with pytest.raises(UserError, match=r"no texts of the items: .*--items FILE"):
         text_of(from_frame(pairs), "item")
 
 
@@ -244,13 +242,9 @@ def test_ids_are_never_read_as_texts_in_silence() -> None:
     pairs = pl.DataFrame({"query_id": ["q1", "q2"], "item_id": ["red shoes", "a hat"]})
     items = pl.DataFrame({"item_id": ["a hat", "red shoes"], "shop": ["x", "y"], "blurb": ["B", "C"]})
     data = from_frame(pairs, items=items)
-    with pytest.raises(
-        UserError, match=r"text of the items: its columns of text are shop, blurb: .* --set item_text=COLUMN,COLUMN"
-    ):
+    with pytest.raises(UserError, match=r"shop, blurb: .* --set item_text="):
         text_of(data, "item")
-    with pytest.raises(
-        UserError, match=r"no texts of the queries: give a table with a column `text` \(--queries FILE\), or"
-    ):
+    with pytest.raises(UserError, match=r"no texts of the queries: .*--queries FILE"):
         text_of(data, "query")
     assert text_of(data, "item", ("shop", "blurb")).to_list() == ["x B", "y C"]
     assert text_of(data, "query", ("id",)).to_list() == ["q1", "q2"]

@@ -120,7 +120,7 @@ def test_a_process_needs_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> No
     assert pick_device("auto") == torch.device("cuda:1")
     assert pick_device("cpu") == torch.device("cpu")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(UserError, match="2 processes need a GPU each, and this machine has 1"):
+    with pytest.raises(UserError, match="2 processes .* has 1"):
         pick_device("auto")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert pick_device("auto") == torch.device("cpu")

@@ -202,7 +202,7 @@ def test_own_towers_are_given_to_load(named_parts: Split, folder: Path) -> None:
     trained = load(folder, run.model)
     assert trained.model is run.model
     assert torch.equal(run.model.item_vectors(), load(folder).model.item_vectors())
-    with pytest.raises(UserError, match=r"model\.safetensors does not fit.*\(60, 8\).*\(60, 4\)"):
+    with pytest.raises(UserError, match=r"model\.safetensors .*\(60, 8\).*\(60, 4\)"):
         load(folder, build("default", named_parts.train, {**QUICK, "dim": 4}).model)
 
 
@@ -356,7 +356,7 @@ def test_a_full_disk_that_polars_meets_is_one_line(tmp_path: Path) -> None:
         file.write_text("half")
         raise pl.exceptions.ComputeError("parquet: File too large (os error 27)\nin a second line")
 
-    with pytest.raises(UserError, match=r"^cannot write .*lists.parquet: parquet: File too large "):
+    with pytest.raises(UserError, match=r"lists\.parquet: .*File too large"):
         write(tmp_path / "lists.parquet", full)
     assert not list(tmp_path.iterdir())
 

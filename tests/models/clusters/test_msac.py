@@ -327,7 +327,7 @@ def test_a_single_modality_made_anew(tmp_path: Path) -> None:
 def test_mistakes_are_told(learned: tuple[MSAC, Codes, Modalities, np.ndarray]) -> None:
     """Too many clusters, other modalities, codes of other codebooks and an unlearned state raise one-line errors."""
     msac, _, modalities, _ = learned
-    with pytest.raises(UserError, match="k_primary 300 is too many for 900 items: choose at most 90"):
+    with pytest.raises(UserError, match=r"k_primary 300 .* at most 90"):
         MSAC(modalities.widths, replace(SMALL, k_primary=300)).fit(modalities)
     with pytest.raises(UserError, match="modality 'text' is missing"):
         msac.assign(modalities.only(["image", "graph"]))
