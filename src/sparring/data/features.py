@@ -44,10 +44,10 @@ class Features:
     ) -> Features:
         """Features from columns of a table.
 
-        By type: text, booleans and whole numbers are categorical (coded from 1 by descending frequency; values seen
-        fewer than min_count times are rare); other numbers and dates are standardised to mean 0 and deviation 1; lists of
-        numbers are unchanged vectors. Missing numbers are 0. Pass {column: kind} where the type misleads, as for a
-        whole-numbered price.
+        By type: text, booleans and integers are categorical (coded from 1 by descending frequency; values seen fewer
+        than min_count times are rare); other numbers and dates are standardised to mean 0 and deviation 1; lists of
+        numbers are unchanged vectors. Missing numbers are 0. Pass {column: kind} where the type misleads, as for an
+        integer price.
         """
         kinds = dict(columns) if isinstance(columns, Mapping) else dict.fromkeys(columns)
         for name in kinds:
