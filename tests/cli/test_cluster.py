@@ -148,7 +148,7 @@ def test_a_rebuilt_modality_needs_a_refit(first: Path, capsys: pytest.CaptureFix
     [
         (["--out", "codes.bin"], "codes.bin"),
         (["--k-primary", "100"], "k_primary 100"),
-        (["--set", "dims=3"], "'dims'; did you mean 'dim'?"),
+        (["--set", "dims=3"], "did you mean 'dim'?"),
         (["--set", "lr=fast"], "'fast'"),
         (["--category", "colour"], "'colour'"),
         (["--refit", "look"], "--refit"),

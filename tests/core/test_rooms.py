@@ -47,7 +47,9 @@ def imported(path: Path) -> set[str]:
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path} imports relatively"
-            names |= {f"{node.module}.{alias.name}" for alias in node.names} | {str(node.module)}
+            members = {f"{node.module}.{alias.name}" for alias in node.names}
+            names |= members & set(MODULES) or {str(node.module)}
+            names |= set() if members <= set(MODULES) else {str(node.module)}
     return names
 
 

@@ -172,7 +172,7 @@ def test_an_encoder_that_cannot_be_had_is_one_line(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(hub, "snapshot_download", offline)
     with pytest.raises(UserError, match=r"'some/model' \(no network\).*holds it$"):
         TextEncoder("some/model")
-    with pytest.raises(UserError, match=r"'minilmm' .* did you mean 'minilm'\?$"):
+    with pytest.raises(UserError, match="did you mean 'minilm'"):
         TextEncoder("minilmm")
     for folder in ("/no/folder", "./here", "a/b/c"):
         with pytest.raises(UserError, match=f"no folder '{folder}'"):

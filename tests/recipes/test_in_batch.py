@@ -142,6 +142,7 @@ def test_every_recipe_trains_and_says_what_its_batch_holds(
     assert found.test is not None
     assert 0 <= found.test.metrics["recall@10"] <= 1
     text = describe_batch(build(name, parts.train, {"batch_size": 64, "dim": 8}), parts)
+    assert name in SOURCES, f"add {name} to SOURCES: the words with which describe_batch names its candidates"
     for words in SOURCES[name]:
         assert words in text
 

@@ -57,6 +57,15 @@ def lists(sizes: list[int]) -> list[np.ndarray]:
     return [np.concatenate([IDS[order[b, :size]], [100_001]]) for b, size in zip(range(B), sizes, strict=True)]
 
 
+@pytest.mark.parametrize("batch", [1, 7, 8, 20])
+def test_equal_scores_are_in_the_order_of_ids(batch: int) -> None:
+    """Exact search lists items with equal scores by ascending id, for few queries as for many."""
+    vectors = np.ones((2000, 4), np.float32)
+    vectors[100:110] = 2.0
+    found = Index(vectors, np.arange(2000)).search(np.ones((batch, 4), np.float32), 13)[1]
+    assert found.tolist() == [[*range(100, 110), 0, 1, 2]] * batch
+
+
 @pytest.mark.parametrize("batch", [1, 7, 8, B])
 def test_exact_is_brute_force(batch: int) -> None:
     """Ids and scores equal sorting all inner products, for any number of queries."""

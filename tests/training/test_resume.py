@@ -97,7 +97,9 @@ def killing(moments: set[int], checkpoints: random.Random) -> TrainingProgress:
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Draw no curves: they take more time than these trainings."""
-    monkeypatch.setattr(curve, "training_curve", lambda history, path, *_: Path(path).write_bytes(b"no curve"))
+    monkeypatch.setattr(
+        curve, "training_curve", lambda history, path, *_: files.write(path, lambda file: file.write_bytes(b"no curve"))
+    )
 
 
 @pytest.mark.parametrize("optimizer", ["row-adam", "adam"])

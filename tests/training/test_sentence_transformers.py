@@ -154,7 +154,7 @@ def test_what_needs_our_own_loop_is_refused(model: Any, dataset: Any) -> None:
         NegativesLoss(model, dataset, lambda data: QuantizedSoftmax(data.n_items, 16, 4, 2))
     with pytest.raises(UserError, match="anchors and positives"):
         NegativesLoss(model, {"anchor": ["red"]})
-    with pytest.raises(UserError, match="needs a text"):
+    with pytest.raises(UserError, match="text in anchor"):
         pairs_of({"anchor": ["red", None], "positive": ["hat", "coat"]})
     assert pairs_of({"label": [1, 2], "a": ["1", "1"], "b": ["x", "x"]}).counts().tolist() == [2]
     assert isinstance(in_batch(pairs_of(dataset)), InBatch)

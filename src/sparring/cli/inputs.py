@@ -30,7 +30,7 @@ COLUMNS = {
     "label": "1 for a positive, 0 for an item that was shown and not taken",
     "split": "train, valid or test",
 }
-DATA = "a file, a folder of Parquet parts or the name of a data set"
+DATA = "a file, a folder of Parquet parts, the name of a data set, or world:QUERIESxITEMS for synthetic data"
 TEXTS_READ = "no test query is in the training part, so the texts are encoded (--set encoder=auto)"
 
 

@@ -41,9 +41,9 @@ def disk_full(error: BaseException | None) -> bool:
 
 
 def did_you_mean(name: str, choices: Iterable[str]) -> str:
-    """A hint to append to an error: `; did you mean 'bir'?`, or nothing where no choice is close."""
-    close = difflib.get_close_matches(name, list(choices), n=1, cutoff=0.4)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    """A hint to append to an error: ` (did you mean 'bir'?)`, or nothing if no choice is close."""
+    close = difflib.get_close_matches(name, list(choices), n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def first_line(error: BaseException) -> str:

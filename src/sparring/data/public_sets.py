@@ -64,7 +64,7 @@ def find_set(name: str) -> PublicSet:
     """The public set with a name; "demo" is the demo set."""
     name = "completejourney" if name == "demo" else name
     if name not in PUBLIC_SETS:
-        hint = did_you_mean(name, PUBLIC_SETS) or f"; choose from {', '.join(PUBLIC_SETS)}"
+        hint = did_you_mean(name, PUBLIC_SETS) or f": choose from {', '.join(PUBLIC_SETS)}"
         raise UserError(f"no data set called {name!r}{hint}")
     return PUBLIC_SETS[name]
 

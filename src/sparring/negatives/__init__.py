@@ -4,7 +4,7 @@ A sampler returns a bag. Scoring the bag is the task of `losses`; nothing here t
 """
 
 from sparring.negatives.algebra import DrawMethod, Resample, Union
-from sparring.negatives.base import Correction, ExcludeKind, Negatives
+from sparring.negatives.base import Correction, ExcludeKind, Negatives, corrected, exclude_for
 from sparring.negatives.buckets import HardestBucket
 from sparring.negatives.clusters import CellExcludeKind, CountCorrection, Distance, OtherClusters, SameCluster
 from sparring.negatives.distributions import Distribution, Frequency, Popularity, Streaming, Uniform
@@ -56,4 +56,6 @@ __all__ = [
     "TowardsPositive",
     "Uniform",
     "Union",
+    "corrected",
+    "exclude_for",
 ]

@@ -279,17 +279,20 @@ def _by_hidden_count(hidden: Hidden) -> Iterator[tuple[int, np.ndarray]]:
 def _exact(
     q: np.ndarray, k: int, vectors: np.ndarray, hidden: Hidden, gone: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Scores and rows of the k best vectors, without rows hidden from a query or removed."""
+    """Scores and rows of the k best vectors, without rows hidden from a query or removed; equal scores by row."""
     if not len(vectors) or not len(q):
         return np.full((len(q), k), -np.inf, np.float32), np.full((len(q), k), -1, np.int64)
     asked, items = torch.from_numpy(q), torch.from_numpy(vectors)
-    if len(q) >= _FEW:
+    if len(q) < _FEW:
+        scores = asked @ items.T
+        scores[torch.from_numpy(hidden.rows), torch.from_numpy(hidden.columns)] = -torch.inf
+        scores[:, torch.from_numpy(gone)] = -torch.inf
+        best, at = torch.topk(scores, min(k + 1, len(items)), dim=1)
+        tied = (best[:, 1:] == best[:, :-1]) & torch.isfinite(best[:, 1:])
+        best, at = best[:, :k], at[:, :k]
+    if len(q) >= _FEW or bool(tied.any()):  # torch.topk leaves the order of equal scores open
         best, at = top_k(asked, items, k, hidden.positives(gone), torch.arange(len(q)))
         return best.numpy(), at.numpy()
-    scores = asked @ items.T
-    scores[torch.from_numpy(hidden.rows), torch.from_numpy(hidden.columns)] = -torch.inf
-    scores[:, torch.from_numpy(gone)] = -torch.inf
-    best, at = torch.topk(scores, min(k, len(items)), dim=1)
     short = (0, k - best.shape[1])
     best, at = torch.nn.functional.pad(best, short, value=-torch.inf), torch.nn.functional.pad(at, short, value=-1)
     return best.numpy(), at.masked_fill(torch.isneginf(best), -1).numpy()
