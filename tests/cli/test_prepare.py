@@ -212,7 +212,7 @@ def test_a_write_that_polars_cannot_do(
 
 
 def test_killed_and_run_again(parts: Path, tmp_path: Path) -> None:
-    """A kill leaves no folder that looks like prepared data; the same command then writes the undisturbed files."""
+    """A kill leaves no folder that looks like prepared data; the same command then writes the complete files."""
     words = ["-m", "sparring", "prepare", str(parts), "--out", str(tmp_path / "out"), "--quiet"]
     slow = "import sys, time; from sparring.data.prepared import preparation as p; old = p.write_parts\n"
     slow += "def wait(*a):\n    done = old(*a); print('here', flush=True); time.sleep(60); return done\n"

@@ -49,7 +49,7 @@ class Lengths:
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The texts that an encoder was asked for, with the stand-in in the real one's place."""
+    """The texts passed to the encoder, which a stand-in replaces."""
     monkeypatch.setattr(sources, "TextEncoder", Lengths)
     monkeypatch.setattr(Lengths, "asked", [])
     return Lengths.asked

@@ -1,4 +1,4 @@
-"""A custom run: every mistake raises a one-line error at once that names the bad value."""
+"""A custom run: every mistake immediately raises a one-line error that names the bad value."""
 
 from __future__ import annotations
 
