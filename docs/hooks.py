@@ -1,4 +1,4 @@
-"""Pages that are generated when the site is built: the Python reference from `__all__`, commands from argparse, settings."""
+"""Pages generated when the site is built: the Python reference from `__all__`, commands from argparse, settings."""
 
 from __future__ import annotations
 
@@ -146,8 +146,8 @@ def _settings() -> str:
         "# Settings",
         "",
         "Settings that every recipe shares, with the defaults of `Setup`. A recipe may start from others: "
-        "`sparring recipes NAME` prints those, and the arguments of the recipe itself. Give a setting by its short name "
-        "or with its group: `--set dim=256` and `--set model.dim=256` are the same.",
+        "`sparring recipes NAME` prints those, and the arguments of the recipe itself. Give a setting by its short name"
+        " or with its group: `--set dim=256` and `--set model.dim=256` are the same.",
         "",
     ]
     for group in (*GROUPS, ""):

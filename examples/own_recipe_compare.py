@@ -1,4 +1,4 @@
-"""A recipe of your own, compared with uniform negatives over two seeds. Open compare/report.html afterwards."""
+"""A custom recipe, compared with uniform negatives over two seeds. Open compare/report.html afterwards."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Fixtures that several test files share: a small world whose truth is known, its parts, and where real data lies."""
+"""Fixtures shared by several test files: a small world with known truth, its parts, and the real data folder."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sparring.data.synthetic_world import SyntheticWorld, make_world
 from sparring.testing import NegativesContract
 from sparring.training import curve
 
-# The same examples every time, however slow the machine: a change fails by its own fault. Others: `pytest
+# Fixed examples and no deadline, so that a failure is never caused by the machine. For random examples: `pytest
 # --hypothesis-profile default`.
 hypothesis.settings.register_profile("sparring", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("sparring")
@@ -73,7 +73,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture
 def quick_texts(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Curves take more time than small trainings; tokens go to a cache of the tests' own."""
+    """Draw no curves, which take longer than small trainings, and use a private token cache."""
     monkeypatch.setattr(curve, "training_curve", lambda history, path, *_: Path(path).write_bytes(b"no curve"))
     monkeypatch.setenv("SPARRING_HOME", str(tmp_path_factory.getbasetemp() / "home"))
 
@@ -101,7 +101,7 @@ def real_data() -> Path:
 
 @pytest.fixture
 def browse(tmp_path: Path) -> Callable[[Path], tuple[str, str]]:
-    """Opens a page in headless Chromium: its document after its script ran, and what the browser complained of."""
+    """Open a page in headless Chromium; return the document after its script ran and the console messages."""
     browser = shutil.which("chromium")
     if browser is None:
         pytest.skip("chromium is not installed: the page was not opened in a browser")
@@ -129,7 +129,7 @@ def browse(tmp_path: Path) -> Callable[[Path], tuple[str, str]]:
 
 @pytest.fixture
 def refused(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    """Run a command that must fail with code 2 and exactly one line on stderr that has all the given words in it."""
+    """Run a command that must exit with code 2 and one line on stderr that contains all the given words."""
     from sparring.cli import main
 
     monkeypatch.delenv("SPARRING_DEBUG", raising=False)

@@ -33,7 +33,7 @@ def sources() -> Iterator[tuple[str, str]]:
 
 
 def public_names(module: str) -> list[str]:
-    """What a package lists; of the public modules, all that they define at their top level without an underscore."""
+    """The names in a package's `__all__`; for a public module, all top-level names without an underscore."""
     if module in PUBLIC_MODULES:
         tree = ast.parse((ROOT / "src" / f"{module.replace('.', '/')}.py").read_text())
         return [
@@ -72,7 +72,7 @@ def _private_attribute(dotted: str) -> list[str]:
 
 @pytest.mark.parametrize(("where", "text"), [pytest.param(*found, id=found[0]) for found in sources()])
 def test_only_public_names(where: str, text: str) -> None:
-    """Whatever a reader copies keeps working as long as the public API does."""
+    """Pages import only public names, so that copied code keeps working."""
     assert private_names(text) == []
 
 

@@ -25,7 +25,7 @@ PRINTS = {
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_the_script_runs(path: Path, tmp_path: Path) -> None:
-    """It ends well and prints what it promises."""
+    """It exits with 0 and prints the promised output."""
     for package in NEEDS.get(path.stem, ()):
         if find_spec(package) is None:
             pytest.skip(f"{package} is not installed")

@@ -37,7 +37,7 @@ def test_unknown_names_are_refused() -> None:
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_packages_say_what_lives_there(package: str) -> None:
-    """Every package has a docstring, and whatever its __all__ lists exists."""
+    """Every package has a docstring, and every name in its __all__ exists."""
     module = importlib.import_module(f"sparring.{package}")
     assert module.__doc__
     assert all(hasattr(module, name) for name in getattr(module, "__all__", ()))

@@ -61,7 +61,7 @@ def test_own_sampler_keeps_the_contract(names: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_commands_parse(page: Path) -> None:
-    """Every sparring command of a page is one that the command line accepts."""
+    """The command line parses every sparring command of a page."""
     text = page.read_text().replace("\\\n", " ")
     for command in re.findall(r"^ *(sparring .*)$", text, re.MULTILINE):
         _, unknown = parser()[0].parse_known_args(shlex.split(command, comments=True)[1:])
@@ -76,7 +76,7 @@ def test_every_page_is_checked() -> None:
 
 @pytest.mark.parametrize("page", [*PAGES[1:], *ROOT.glob("*.md")], ids=lambda page: page.stem)
 def test_links_lead_somewhere(page: Path) -> None:
-    """Every relative link and picture of a page is a file of the repository, or a page that the site generates."""
+    """Every relative link and picture of a page is a file of the repository or a generated page."""
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
     for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text) + re.findall(r'(?:src|href)="([^":]+)"', text):
         assert (page.parent / target).exists() or "reference/" in target, target
@@ -92,7 +92,7 @@ def test_named_modules_exist(page: str) -> None:
 
 
 def test_one_way_to_install() -> None:
-    """Extras are named alike everywhere, all of them exist, and the README lists each that a user may want."""
+    """Pages use the same names for extras, all of them exist, and the README lists each user-facing one."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"].keys()
     for path in (ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("src/**/*.py")):
         for words in re.findall(r"pip install [^\s]*sparring.*", path.read_text()):

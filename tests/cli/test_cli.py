@@ -1,4 +1,4 @@
-"""The command line: what its commands print and write, and its one-line errors."""
+"""The command line: output, files and one-line errors of its commands."""
 
 from __future__ import annotations
 

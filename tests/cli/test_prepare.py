@@ -169,7 +169,7 @@ def test_prepared_data_that_cannot_be_used(parts: Path, tmp_path: Path, refused:
     (out / "start.npy").unlink()
     refused(train, "start.npy is missing")
     (out / "prepared.json").unlink()
-    refused(train, "out")  # what was copied in part is not prepared data
+    refused(train, "out")  # a partial copy is not prepared data
 
 
 class _Usage(NamedTuple):
@@ -212,7 +212,7 @@ def test_a_write_that_polars_cannot_do(
 
 
 def test_killed_and_run_again(parts: Path, tmp_path: Path) -> None:
-    """A kill leaves no folder that looks like prepared data; the same command then writes the undisturbed files."""
+    """A kill leaves no folder that looks like prepared data; the same command then writes the complete files."""
     words = ["-m", "sparring", "prepare", str(parts), "--out", str(tmp_path / "out"), "--quiet"]
     slow = "import sys, time; from sparring.data.prepared import preparation as p; old = p.write_parts\n"
     slow += "def wait(*a):\n    done = old(*a); print('here', flush=True); time.sleep(60); return done\n"

@@ -1,4 +1,4 @@
-"""The columns that a text tower reads: found or named, printed and recorded; never ids without notice."""
+"""Columns that a text tower reads: detected or named, printed and recorded; ids only on request."""
 
 from __future__ import annotations
 

@@ -176,7 +176,7 @@ ODD = [
 def test_odd_texts_are_trained_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], encoder: str
 ) -> None:
-    """Odd texts (empty, invalid UTF-8, emoji, 100 kB) train to finite metrics, are repaired, and can be queried."""
+    """Empty, invalid, emoji and 100 kB texts are repaired, train to finite metrics, and can be queried."""
     monkeypatch.setenv("SPARRING_HOME", str(tmp_path / "home"))
     if encoder == "bert":
         pytest.importorskip("transformers")

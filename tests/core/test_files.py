@@ -18,7 +18,7 @@ from sparring.core.locks import HeldError, Lock, is_held
 
 
 def test_a_failed_write_leaves_the_previous_version(tmp_path: Path) -> None:
-    """Whatever stops a write, the target keeps its content and no temporary file stays behind."""
+    """After any failure of a write, the target has its old content and no temporary file remains."""
     path = tmp_path / "a.json"
     files.write_json(path, {"x": 1})
 
@@ -37,7 +37,7 @@ def test_a_failed_write_leaves_the_previous_version(tmp_path: Path) -> None:
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
-    """JSON, arrays, tables and tensors come back as they were, from folders that did not exist."""
+    """JSON, arrays, tables and tensors are read back unchanged, from folders that did not exist."""
     folder = tmp_path / "new" / "folder"
     files.write_json(folder / "v.json", {"a": [1, 2.5, "é"]})
     files.write_array(folder / "v.npy", np.arange(6).reshape(2, 3), shared=True)
@@ -56,7 +56,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", [None, "{", "[1", "3"])
 def test_unreadable_json(tmp_path: Path, content: str | None) -> None:
-    """A JSON file that is missing, torn or no object is an error of one line with the file and the advice."""
+    """A JSON file that is missing, torn or not an object raises a one-line error with the file and advice."""
     path = tmp_path / "a.json"
     if content is not None:
         path.write_text(content)
@@ -113,7 +113,7 @@ def test_a_lock_excludes_other_processes(tmp_path: Path) -> None:
 
 
 def test_hints_of_errors() -> None:
-    """did_you_mean names the nearest choice, or nothing; first_line is never empty and never longer than a line."""
+    """did_you_mean suggests the nearest choice or nothing; first_line is never empty and has a single line."""
     assert did_you_mean("bit", ["xir", "bir"]) == " (did you mean 'bir'?)"
     assert did_you_mean("zzz", ["xir", "bir"]) == ""
     assert first_line(ValueError("  a\nb")) == "a"

@@ -52,7 +52,7 @@ class PlainLoss(nn.Module):
 
 
 def test_every_sampler_gets_the_known_positives(parts: Split) -> None:
-    """Training gives step.positives to a sampler that declares nothing: exactly the training pairs of its queries."""
+    """A sampler that declares nothing gets step.positives: exactly the training pairs of its queries."""
     sampler = ReadsPositives()
     fit(compose(parts.train, QUICK, Term(1.0, sampler)), parts, k=(10,), device="cpu")
     taken: dict[int, set[int]] = {}

@@ -54,20 +54,20 @@ def imported(path: Path) -> set[str]:
 
 
 def room(module: str) -> str | None:
-    """The package of ours that a module belongs to."""
+    """The package of Sparring that a module belongs to."""
     parts = module.split(".")
     return parts[1] if len(parts) > 1 and parts[0] == "sparring" and parts[1] in ROOMS else None
 
 
 def test_the_top_level_is_the_architecture() -> None:
-    """The package holds the rooms and nothing else but the public names."""
+    """The top level holds the packages and the public names, nothing else."""
     entries = {path.name for path in PACKAGE.iterdir() if path.name != "__pycache__"}
     assert entries - TOP == set(ROOMS)
 
 
 @pytest.mark.parametrize("name", [name for name in MODULES if room(name)])
 def test_imports_point_one_way(name: str) -> None:
-    """A module imports its own room and those before it, also inside functions."""
+    """A module imports its own package and earlier ones, inside functions too."""
     allowed = ROOMS[: ROOMS.index(str(room(name))) + 1]
     wrong = {module for module in imported(MODULES[name]) if (other := room(module)) and other not in allowed}
     assert not wrong
@@ -75,7 +75,7 @@ def test_imports_point_one_way(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in MODULES if room(name)])
 def test_rooms_never_import_the_public_names(name: str) -> None:
-    """Modules import each other where they are, and from the top only the version."""
+    """Modules import from defining modules; from the top level only the version."""
     tops = {module for module in imported(MODULES[name]) if module.startswith("sparring.") and not room(module)}
     assert tops <= {"sparring.__version__"}
 
@@ -93,7 +93,7 @@ def test_no_cycles() -> None:
         name: {other for other in MODULES if other != name and other in imported(path)}
         for name, path in MODULES.items()
     }
-    del graph["sparring"]  # loads what it names when it is asked for
+    del graph["sparring"]  # loads the modules on first access
     for name in graph:
         reached, todo = set(), {name}
         while todo:

@@ -1,4 +1,4 @@
-"""The values that everything passes around, against loops over all pairs."""
+"""The values passed between all parts, against loops over all pairs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def pairs(exclude: Exclude, ids: Tensor) -> list[tuple[int, int]]:
 @settings(max_examples=150)
 @given(st.lists(ITEM, min_size=1, max_size=6), st.lists(st.integers(-1, 6), max_size=8))
 def test_own_positive_among_shared_candidates(own: list[int], candidates: list[int]) -> None:
-    """Every place of the row's own positive, duplicates included, exactly once in row order; empty places never."""
+    """Finds every place of the row's positive, repeats included, once and in row order; never an empty place."""
     got = pairs(Exclude(torch.tensor(own)), torch.tensor(candidates, dtype=torch.long))
     want = [(row, column) for row, item in enumerate(own) for column, other in enumerate(candidates) if item == other]
     assert sorted(got) == want
@@ -34,7 +34,7 @@ def test_own_positive_among_shared_candidates(own: list[int], candidates: list[i
 @settings(max_examples=150)
 @given(st.lists(st.tuples(ITEM, st.lists(st.integers(-1, 6), min_size=3, max_size=3)), min_size=1, max_size=6))
 def test_own_positive_among_a_querys_own_candidates(rows: list[tuple[int, list[int]]]) -> None:
-    """The same with per-query candidates."""
+    """Finds every place of the row's positive among per-query candidates."""
     own, candidates = [item for item, _ in rows], [ids for _, ids in rows]
     got = pairs(Exclude(torch.tensor(own)), torch.tensor(candidates))
     want = [(row, column) for row, item in enumerate(own) for column in range(3) if candidates[row][column] == item]
@@ -45,7 +45,7 @@ def test_own_positive_among_a_querys_own_candidates(rows: list[tuple[int, list[i
 @settings(max_examples=150)
 @given(st.lists(st.sets(ITEM), min_size=1, max_size=5), st.lists(st.integers(-1, 6), max_size=8))
 def test_known_positives_among_shared_candidates(known: list[set[int]], candidates: list[int]) -> None:
-    """Any number of excluded items per row, none included."""
+    """Finds any number of excluded items per row, including none."""
     ids = [item for items in known for item in sorted(items)]
     rows = [row for row, items in enumerate(known) for _ in items]
     exclude = Exclude(torch.tensor(ids, dtype=torch.long), torch.tensor(rows, dtype=torch.long))
@@ -60,7 +60,7 @@ def test_known_positives_among_shared_candidates(known: list[set[int]], candidat
 @settings(max_examples=150)
 @given(st.lists(st.tuples(st.sets(ITEM), st.lists(st.integers(-1, 6), min_size=4, max_size=4)), min_size=1, max_size=5))
 def test_known_positives_among_a_querys_own_candidates(rows: list[tuple[set[int], list[int]]]) -> None:
-    """Any number of excluded items per row, with per-query candidates."""
+    """Finds any number of excluded items per row among per-query candidates."""
     ids = [item for items, _ in rows for item in sorted(items)]
     at = [row for row, (items, _) in enumerate(rows) for _ in items]
     exclude = Exclude(torch.tensor(ids, dtype=torch.long), torch.tensor(at, dtype=torch.long))
@@ -71,7 +71,7 @@ def test_known_positives_among_a_querys_own_candidates(rows: list[tuple[set[int]
 @settings(max_examples=150)
 @given(st.lists(st.sets(st.integers(0, 20), max_size=5), min_size=1, max_size=8), st.data())
 def test_positives_of_queries(lists: list[set[int]], data: st.DataObject) -> None:
-    """The known positives of any queries in any order, repeated or with none, with the row that they belong to."""
+    """Known positives of queries in any order, repeated or without positives, come with their row number."""
     start = torch.tensor([0, *torch.cumsum(torch.tensor([len(items) for items in lists]), 0).tolist()])
     flat = torch.tensor([item for items in lists for item in sorted(items)], dtype=torch.int32)
     queries = data.draw(st.lists(st.integers(0, len(lists) - 1), max_size=6))
@@ -140,7 +140,7 @@ def test_a_bag_says_what_it_holds() -> None:
 
 
 def test_a_union_describes_each_source() -> None:
-    """One line for each source, with its name, its mask and the common weight."""
+    """The description has a line per source with its name, its mask and the common weight."""
     world = World.build()
     union = Union(InBatch(Popularity(world.counts), exclude="known"), Sampled(Uniform(world.n_items), 32))
     batch, drawn, positive = union(world.step(8, 1)).describe().splitlines()
@@ -164,7 +164,7 @@ def test_a_union_describes_each_source() -> None:
 def test_classes_of_items_and_known_positives(
     code: list[int], own: list[int], known: list[set[int]], candidates: list[int]
 ) -> None:
-    """Every place of the positive's class and, with `also`, of known positives; rows ascend; empty places never."""
+    """Finds every place of the positive's class and, with `also`, of known positives, rows ascending."""
     known = known[: len(own)]
     rows = [row for row, items in enumerate(known) for _ in items]
     listed = torch.tensor([item for items in known for item in sorted(items)], dtype=torch.long)

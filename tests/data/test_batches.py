@@ -26,7 +26,7 @@ FAR = 2_500_000_000  # a row number that int32 cannot hold
 @quick
 @given(st.integers(1, 200), st.integers(1, 64), st.integers(0, 2**40), st.integers(0, 50))
 def test_an_epoch_is_a_permutation(n: int, size: int, seed: int, epoch: int) -> None:
-    """Every row comes exactly once an epoch, in len(batches) batches, all full but the last."""
+    """Every row occurs once per epoch, in len(batches) batches, all full but the last."""
     batches = RandomBatches(n, size, seed)
     steps = list(batches.epoch(epoch))
     assert len(steps) == len(batches) == (n + size - 1) // size
@@ -38,7 +38,7 @@ def test_an_epoch_is_a_permutation(n: int, size: int, seed: int, epoch: int) -> 
 @quick
 @given(st.integers(1, 200), st.integers(1, 32), st.integers(0, 9), st.data())
 def test_resuming_gives_the_tail(n: int, size: int, epoch: int, data: st.DataObject) -> None:
-    """Starting at a step gives exactly the batches that the whole epoch has from there on."""
+    """Starting at a step gives exactly the remaining batches of the full epoch."""
     batches = RandomBatches(n, size, seed=1)
     at = data.draw(st.integers(0, len(batches)))
     whole, tail = list(batches.epoch(epoch)), list(RandomBatches(n, size, seed=1).epoch(epoch, at))
@@ -46,7 +46,7 @@ def test_resuming_gives_the_tail(n: int, size: int, epoch: int, data: st.DataObj
 
 
 def test_seeds_and_epochs_give_different_orders() -> None:
-    """(seed, epoch) pairs, also with swapped or shifted values, all have orders of their own."""
+    """All (seed, epoch) pairs, also swapped or shifted ones, give different orders."""
     orders = {
         tuple(torch.cat(list(RandomBatches(50, 50, seed).epoch(epoch))).tolist())
         for seed in range(12)
@@ -64,7 +64,7 @@ def test_drop_last_leaves_out_the_short_batch() -> None:
 
 @pytest.mark.parametrize(("n", "size", "message"), [(0, 4, "n_rows is 0"), (5, 0, "batch_size is 0")])
 def test_bad_sizes_name_the_value(n: int, size: int, message: str) -> None:
-    """No rows, or no batch size, is an error that gives the number."""
+    """No rows and a zero batch size raise errors with the number."""
     with pytest.raises(UserError, match=message):
         RandomBatches(n, size)
     with pytest.raises(UserError, match="batch_size 9"):
@@ -83,7 +83,7 @@ def test_bad_sizes_name_the_value(n: int, size: int, message: str) -> None:
     st.integers(0, 9),
 )
 def test_an_epoch_has_every_row_once(n: int, size: int, block: int, window: int, seed: int, epoch: int) -> None:
-    """Every row comes once per epoch, in len(batches) int64 batches, all full but the last, which drop_last drops."""
+    """Every row occurs once per epoch, in int64 batches, all full but the last, which drop_last drops."""
     batches = BlockBatches(n, size, seed, block=block, window=window)
     steps = list(batches.epoch(epoch))
     assert len(steps) == len(batches) == (n + size - 1) // size
@@ -98,7 +98,7 @@ def test_an_epoch_has_every_row_once(n: int, size: int, block: int, window: int,
 @quick
 @given(st.integers(1, 300), st.integers(1, 40), st.integers(1, 30), st.integers(1, 6), st.data())
 def test_resuming_blocks_gives_the_tail(n: int, size: int, block: int, window: int, data: st.DataObject) -> None:
-    """Starting at a step gives the rest of the complete epoch's batches, wherever windows and batches end."""
+    """Starting at a step gives the remaining batches of the epoch, wherever windows and batches end."""
     batches = BlockBatches(n, size, 1, block=block, window=window)
     at = data.draw(st.integers(0, len(batches)))
     whole, tail = list(batches.epoch(3)), list(BlockBatches(n, size, 1, block=block, window=window).epoch(3, at))
@@ -137,7 +137,7 @@ def test_any_row_may_come_anywhere() -> None:
 
 
 def test_what_fits_into_a_window_is_fully_shuffled() -> None:
-    """Up to a window of rows the batches are those of RandomBatches, to the bit."""
+    """Up to a window of rows the batches are bitwise those of RandomBatches."""
     mine, full = BlockBatches(120, 16, 3, block=10, window=12), RandomBatches(120, 16, 3)
     assert all(torch.equal(a, b) for a, b in zip(mine.epoch(2), full.epoch(2), strict=True))
     more = BlockBatches(121, 16, 3, block=10, window=12)
@@ -157,7 +157,7 @@ def test_row_numbers_beyond_int32() -> None:
 
 
 def test_columns_beyond_int32(tmp_path: Path) -> None:
-    """A column of three billion rows is written and mapped, and a query whose items lie beyond row 2^31 finds them."""
+    """A column of three billion rows can be written and mapped; items beyond row 2^31 are found."""
     column = ColumnWriter(
         tmp_path / "items.npy", np.dtype(np.int32), 3_000_000_000
     )  # sparse: it takes a few blocks of the disk
@@ -189,7 +189,7 @@ def test_mapped_columns_get_blocks(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("more", [{"block": 0}, {"window": 0}])
 def test_wrong_sizes(more: dict[str, int]) -> None:
-    """Blocks and windows of nothing are refused."""
+    """Empty blocks and windows raise errors."""
     with pytest.raises(UserError, match="at least 1"):
         BlockBatches(10, 2, **more)
     with pytest.raises(UserError, match="an epoch has 5 steps"):

@@ -61,7 +61,7 @@ def test_inner_products_are_the_best_of_their_rank(small_world: SyntheticWorld) 
 
 
 def test_all_dimensions_give_the_matrix_back(small_world: SyntheticWorld) -> None:
-    """With as many dimensions as items nothing is cut: the absolute values of all eigenvalues come out exactly."""
+    """With as many dimensions as items, the absolute values of all eigenvalues are exact."""
     data = small_world.interactions
     vectors = cooccurrence(data, dim=data.n_items)
     want = np.sort(np.abs(np.linalg.eigvalsh(ppmi_by_loop(data))))[::-1]
@@ -80,7 +80,7 @@ def test_blocks_do_not_change_it(small_world: SyntheticWorld, monkeypatch: pytes
 
 
 def test_items_taken_together_are_near_and_lonely_ones_missing() -> None:
-    """Two groups of items that never share a query point apart; an item that shares no query has a row of zeros."""
+    """Two groups that never share a query point apart; an item that shares no query has a zero row."""
     rows = [(u, i) for u in range(12) for i in ((0, 1, 2, 3) if u % 2 else (4, 5, 6, 7))] + [(99, 8)]
     data = from_frame(pl.DataFrame({"user": [u for u, _ in rows], "item": [i for _, i in rows]}))
     vectors = cooccurrence(data, dim=2)
@@ -105,14 +105,14 @@ def test_of_a_long_history_the_latest_count() -> None:
 
 
 def test_nothing_shared_is_one_line() -> None:
-    """Interactions without any shared query cannot teach behaviour, and say so."""
+    """Interactions without a shared query have no behaviour, which is a one-line error."""
     data = from_frame(pl.DataFrame({"user": [1, 2, 3], "item": [1, 2, 3]}))
     with pytest.raises(UserError, match="no two items share a query"):
         cooccurrence(data)
 
 
 def test_it_is_computed_once_per_content(parts: Split, tmp_path: Path) -> None:
-    """The same training pairs are read from disk the second time; one pair less, or another width, is computed anew."""
+    """The same training pairs are read from the cache; one pair less, or another width, is recomputed."""
     first, known = cached_cooccurrence(parts.train, tmp_path, dim=4)
     again, known_again = cached_cooccurrence(parts.train, tmp_path, dim=4)
     assert (known, known_again) == (False, True)

@@ -1,4 +1,4 @@
-"""BEIR's layout, and texts that a table of interactions repeats on its rows."""
+"""The BEIR layout, and texts repeated on the rows of an interactions table."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def pairs_of(part: Interactions | None) -> list[tuple[str, str]]:
 
 
 def test_a_folder_with_all_parts(folder: Path) -> None:
-    """Every document can be recommended, each part has its pairs, a score of 0 is no pair, a text is title and text."""
+    """Every document is an item, each part has its pairs, score 0 is no pair, a text is title plus text."""
     data = read(folder)
     parts = split(data)
     assert pairs_of(parts.train) == [("q0", "d1"), ("q0", "d2"), ("q1", "d2")]
@@ -54,7 +54,7 @@ def test_a_folder_with_all_parts(folder: Path) -> None:
 
 
 def test_without_a_validation_part_whole_queries_are_held_out(folder: Path) -> None:
-    """Test queries never train, so validation takes whole training queries too, and leaves one."""
+    """Test queries never train, so validation holds out complete training queries too, and leaves one."""
     (folder / "qrels" / "dev.tsv").unlink()
     parts = split(read(folder), valid=0.5)
     assert {query for query, _ in pairs_of(parts.valid)}.isdisjoint(query for query, _ in pairs_of(parts.train))
@@ -79,23 +79,23 @@ def test_only_a_test_part_and_unknown_ids(folder: Path) -> None:
         (
             "corpus.jsonl",
             '{"_id": "d1", "text": "a"}\n{"_id": "d1", "text": "b"}\n',
-            "'d1' more than once, with different texts",
+            "'d1' more than once",
         ),
-        ("corpus.jsonl", '{"_id": "d1", "text": "a"}\nnot json\n', "corpus.jsonl line 2 is not a JSON object"),
+        ("corpus.jsonl", '{"_id": "d1", "text": "a"}\nnot json\n', "corpus.jsonl line 2"),
         ("queries.jsonl", '{"text": "a"}\n', "line 1 has no '_id'"),
         ("qrels/train.tsv", "query-id\tcorpus-id\tscore\nq0\td1\tyes\n", "train.tsv line 2 is"),
-        ("qrels/train.tsv", "query-id\tcorpus-id\tscore\nq0\n", "expected a query, a document and a score"),
+        ("qrels/train.tsv", "query-id\tcorpus-id\tscore\nq0\n", "a document and a score"),
     ],
 )
 def test_bad_lines_are_named(folder: Path, name: str, content: str, words: str) -> None:
-    """What does not fit is refused in one line with the file and the line."""
+    """A malformed line raises a one-line error with the file and the line number."""
     (folder / name).write_text(content)
     with pytest.raises(UserError, match=words):
         read(folder)
 
 
 def test_ids_may_hold_spaces(folder: Path) -> None:
-    """Where tabs separate, spaces are part of an id; TREC's form with tabs is read too."""
+    """With tabs as separators, spaces are part of an id; TREC's form with tabs is read too."""
     (folder / "corpus.jsonl").write_text('{"_id": "doc 1", "text": "a"}\n{"_id": "doc  two", "text": "b"}\n')
     (folder / "qrels" / "train.tsv").write_text("query-id\tcorpus-id\tscore\nq0\tdoc 1\t1\nq1\tdoc  two\t1\n")
     (folder / "qrels" / "dev.tsv").write_text("q2\t0\tdoc 1\t1\n")

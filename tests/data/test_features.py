@@ -28,7 +28,7 @@ TABLE = pl.DataFrame(
 
 
 def codes_by_loop(values: list[object], min_count: int) -> list[int]:
-    """1, 2, ... by falling count, then by value as text; 0 for nothing and for rare ones."""
+    """1, 2, ... by descending count, then by value as text; 0 for missing and rare values."""
     present = [str(v) for v in values if v is not None and v != ""]
     order = sorted({v for v in present if present.count(v) >= min_count}, key=lambda v: (-present.count(v), v))
     return [0 if v is None or str(v) not in order else order.index(str(v)) + 1 for v in values]
@@ -36,7 +36,7 @@ def codes_by_loop(values: list[object], min_count: int) -> list[int]:
 
 @pytest.mark.parametrize("min_count", [1, 2, 3, 9])
 def test_categorical_codes_equal_a_loop(min_count: int) -> None:
-    """Text and whole numbers are coded by falling frequency; null, empty and rare values are 0."""
+    """Text and integers are coded by descending frequency; null, empty and rare values are 0."""
     features = Features.from_table(TABLE, ["colour", "shop"], min_count=min_count)
     for at, name in enumerate(("colour", "shop")):
         want = codes_by_loop(TABLE[name].to_list(), min_count)
@@ -48,7 +48,7 @@ def test_categorical_codes_equal_a_loop(min_count: int) -> None:
 
 
 def test_codes_do_not_depend_on_the_text_type() -> None:
-    """Categorical, Enum and String columns with the same values get the same codes, whatever the order of rows."""
+    """Categorical, Enum and String columns with the same values get the same codes, in any row order."""
     frame = pl.DataFrame({"c": ["b", "a", "b", "c", "a", None]})
     want = Features.from_table(frame, ["c"]).categorical
     for dtype in (pl.Categorical, pl.Enum(["c", "b", "a"])):
@@ -58,7 +58,7 @@ def test_codes_do_not_depend_on_the_text_type() -> None:
 
 @pytest.mark.parametrize("name", ["price", "day"])
 def test_numbers_are_standardised_over_what_is_present(name: str) -> None:
-    """Mean 0 and deviation 1 over the finite values; 0, which is the mean, elsewhere."""
+    """Finite values have mean 0 and deviation 1; all others become the mean, 0."""
     raw = [v.toordinal() if isinstance(v, datetime.date) else v for v in TABLE[name].to_list()]
     there = [v for v in raw if v is not None and math.isfinite(v)]
     mean = sum(there) / len(there)
@@ -70,12 +70,12 @@ def test_numbers_are_standardised_over_what_is_present(name: str) -> None:
 
 
 def test_a_constant_or_empty_number_says_nothing() -> None:
-    """No deviation and no values both give zeros, never nan."""
+    """A constant column and an empty one give zeros, never nan."""
     assert not Features.from_table(TABLE, ["flat", "none"]).dense.any()
 
 
 def test_a_kind_can_be_given() -> None:
-    """A whole number as a quantity, a fraction as a category."""
+    """An integer column can be numeric and a fractional one categorical."""
     features = Features.from_table(TABLE, {"shop": "numeric", "price": "categorical"})
     there = [30, 4, 4, 30, 7, 30, 30]
     mean = sum(there) / 7
@@ -88,13 +88,13 @@ def test_a_kind_can_be_given() -> None:
 
 @pytest.mark.parametrize("dtype", [pl.List(pl.Float64), pl.List(pl.Float32), pl.Array(pl.Float32, 2)])
 def test_vectors_are_taken_as_they_are(dtype: pl.DataType) -> None:
-    """Lists of one length; a missing list, a missing number and nan are 0."""
+    """Lists of equal length are kept; missing lists, missing numbers and nan are 0."""
     got = Features.from_table(TABLE.with_columns(pl.col("image").cast(dtype)), ["image"]).dense
     assert got.tolist() == [[1, 2], [0, 0], [3, 0], [5, 6], [0.5, 0], [1, 1], [2, 2], [3, 3]]
 
 
 def test_arrays_and_files_are_read_as_float32(tmp_path: Path) -> None:
-    """float16 and integer arrays, in memory or in a .npy file."""
+    """float16 and integer arrays, in memory or in a .npy file, are read as float32."""
     array = np.arange(6).reshape(3, 2)
     np.save(tmp_path / "v.npy", array.astype(np.float16))
     for source in (array, array.astype(np.float16), tmp_path / "v.npy", str(tmp_path / "v.npy")):
@@ -114,7 +114,7 @@ def test_joined_features_keep_every_column() -> None:
 
 
 def test_bad_input_is_one_line(tmp_path: Path) -> None:
-    """Each error names the bad value and what there is."""
+    """Each error names the bad value and the valid ones."""
     (tmp_path / "text.npy").write_text("no array")
     cases = [
         (lambda: Features.from_table(TABLE, ["color"]), "no column 'color': the table has colour, shop, price"),
@@ -141,7 +141,7 @@ def test_bad_input_is_one_line(tmp_path: Path) -> None:
 
 @dataclass
 class Log:
-    """As much of Interactions as histories read."""
+    """The part of Interactions that histories read."""
 
     queries: np.ndarray
     items: np.ndarray
@@ -152,7 +152,7 @@ class Log:
 @pytest.mark.parametrize("last", [None, 1, 3, 100])
 @pytest.mark.parametrize("timed", [True, False])
 def test_histories_equal_a_loop(timed: bool, last: int | None) -> None:
-    """Items of each query come oldest first, ties and untimed rows in row order; the last are kept, some are empty."""
+    """A query's items are oldest first, ties and untimed rows in row order; only the last ones are kept."""
     rng = np.random.default_rng(0)
     queries, items = rng.integers(0, 9, 60).astype(np.int32), rng.integers(0, 20, 60).astype(np.int32)
     time = rng.integers(0, 15, 60) if timed else None

@@ -46,14 +46,14 @@ def test_ids_survive_the_round_trip(ids: list) -> None:
 
 
 def test_unknown_ids_are_minus_one_and_text_finds_integers() -> None:
-    """An id that was never seen is -1; the text "7" finds the integer 7 and the integer 7 the text "7"."""
+    """An unknown id is -1; the text "7" finds the integer 7 and the integer 7 the text "7"."""
     assert Vocabulary([7, 3]).encode(["7", "x", "4", "3.5"]).tolist() == [1, -1, -1, -1]
     assert Vocabulary(["7", "b"]).encode([7, 8]).tolist() == [0, -1]
     assert Vocabulary([7, 3]).encode([]).tolist() == []
 
 
 def test_ids_above_int64_and_float_ids() -> None:
-    """Unsigned ids beyond int64 keep their value; whole floats are integers; fractions are refused by name."""
+    """Unsigned ids beyond int64 keep their value; integral floats are integers; fractions are errors."""
     big = Vocabulary(np.array([2**64 - 1, 5], dtype=np.uint64))
     assert big.decode([1, 0]).tolist() == [2**64 - 1, 5]
     assert Vocabulary(np.array([3.0, np.nan, 1.0])).decode([0, 1]).tolist() == [1, 3]
@@ -62,7 +62,7 @@ def test_ids_above_int64_and_float_ids() -> None:
 
 
 def test_decode_keeps_shape_and_refuses_what_is_outside() -> None:
-    """decode gives the shape it got, and names a dense id outside the vocabulary."""
+    """decode keeps the shape and names a dense id outside the vocabulary."""
     vocabulary = Vocabulary(["a", "b", "c"])
     assert vocabulary.decode(torch.tensor([[0, 2], [1, 1]])).tolist() == [["a", "c"], ["b", "b"]]
     for wrong in (-1, 3):
@@ -73,7 +73,7 @@ def test_decode_keeps_shape_and_refuses_what_is_outside() -> None:
 @quick
 @given(pairs)
 def test_positives_equal_a_dict_of_sets(rows: list[tuple[int, int]]) -> None:
-    """CSR rows are each query's distinct items, sorted, whatever the order and repetition of rows."""
+    """CSR rows are each query's distinct items, sorted, for any order and repetition of rows."""
     found = plain(rows).positives()
     start, items = found.start.tolist(), found.items.tolist()
     assert found.start.dtype == torch.int64
@@ -94,7 +94,7 @@ def test_counts_and_subset(rows: list[tuple[int, int]]) -> None:
 
 
 def test_pairs_share_memory_with_the_columns() -> None:
-    """Tensors are views: no copy is made."""
+    """Tensors are views, not copies."""
     data = plain([(0, 1), (1, 2)])
     queries, items = data.pairs()
     assert queries.data_ptr() == data.queries.ctypes.data
@@ -105,7 +105,7 @@ def test_pairs_share_memory_with_the_columns() -> None:
 @quick
 @given(pairs, pairs)
 def test_seen_is_train_for_valid_and_both_for_test(train: list[tuple[int, int]], valid: list[tuple[int, int]]) -> None:
-    """What is masked for valid is train; for test, train and valid together."""
+    """Validation masks the training part; the test masks training and validation."""
     parts = Split(plain(train), plain(valid), plain([(0, 0)]))
     for part, rows in (("valid", train), ("test", train + valid)):
         seen = parts.seen_for(part)
@@ -160,7 +160,7 @@ def test_a_damaged_or_missing_vocabulary_is_one_line(tmp_path: Path) -> None:
 
 
 def test_saving_where_nothing_can_be_written_is_one_line(tmp_path: Path) -> None:
-    """A path below a file cannot be written: the error names it."""
+    """A path below a file raises an error that names it."""
     (tmp_path / "file").write_text("x")
     with pytest.raises(UserError, match="cannot write"):
         Vocabulary([1]).save(tmp_path / "file" / "ids.parquet")

@@ -22,14 +22,14 @@ TEXT[0], TEXT[19] = np.nan, 0.0
 
 
 def expected(array: np.ndarray, index: list[int]) -> list[list[float]]:
-    """Row by row: the row, or zeros where it is all zero or holds a value that is not finite."""
+    """Row by row: the row, or zeros if it is all zero or has a non-finite value."""
     rows = [[float(value) for value in array[i]] for i in index]
     return [row if any(row) and all(abs(value) < float("inf") for value in row) else [0.0] * len(row) for row in rows]
 
 
 @pytest.mark.parametrize("index", [[5], [0, 3, 7, 8, 19], [4, 4, 2, 19], list(range(6, 12)), []])
 def test_rows_are_those_of_the_arrays(index: list[int]) -> None:
-    """Rows come in the order asked for, as float32 tensors, with zeros for what is missing."""
+    """Rows have the requested order, are float32 tensors, and are zero where missing."""
     rows = Modalities.from_arrays({"image": IMAGE, "text": TEXT}).rows(np.array(index, dtype=np.int64))
     for name, array in (("image", IMAGE), ("text", TEXT)):
         assert rows[name].dtype == torch.float32
@@ -38,7 +38,7 @@ def test_rows_are_those_of_the_arrays(index: list[int]) -> None:
 
 
 def test_what_is_known_of_them() -> None:
-    """Names in order, widths, and who has what: a row of zeros or with a value that is not finite is missing."""
+    """Names, widths and presence are right: a row of zeros or with a non-finite value is missing."""
     modalities = Modalities.from_arrays({"image": IMAGE, "text": TEXT})
     assert len(modalities) == 20
     assert modalities.names == ("image", "text")
@@ -50,7 +50,7 @@ def test_what_is_known_of_them() -> None:
 
 @pytest.mark.parametrize("size", [1, 7, 20, 50])
 def test_blocks_cover_all_items_in_order(size: int) -> None:
-    """Blocks of any size, put together, are all rows."""
+    """Blocks of any size concatenate to all rows."""
     modalities = Modalities.from_arrays({"image": IMAGE, "text": TEXT})
     blocks = list(modalities.blocks(size))
     assert all(len(rows["image"]) <= size for _, rows in blocks)
@@ -59,7 +59,7 @@ def test_blocks_cover_all_items_in_order(size: int) -> None:
 
 
 def test_a_slice_is_its_indices() -> None:
-    """A slice asks for the same rows as the indices that it stands for, also with a step and an open end."""
+    """A slice gives the rows of its indices, also with a step and an open end."""
     modalities = Modalities.from_arrays({"text": TEXT})
     for index in (slice(2, 9), slice(None), slice(15, None), slice(1, 18, 4)):
         want = modalities.rows(np.arange(20)[index])["text"]
@@ -68,7 +68,7 @@ def test_a_slice_is_its_indices() -> None:
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64, np.int8, np.bool_])
 def test_every_number_type_becomes_float32(dtype: type) -> None:
-    """Whatever numbers a file holds, rows are float32, and the file's own array is never changed."""
+    """Rows are float32 for every numeric type, and the file's array is never changed."""
     array = (RNG.normal(size=(5, 3)) * 3).astype(dtype)
     before = array.copy()
     modality = Modality("x", (array,))
@@ -79,7 +79,7 @@ def test_every_number_type_becomes_float32(dtype: type) -> None:
 
 
 def test_parts_and_places() -> None:
-    """Item i is row at[i] of the parts put one after the other; -1 is missing, wherever it stands."""
+    """Item i is row at[i] of the concatenated parts; -1 is missing."""
     parts = (TEXT[1:4], TEXT[4:5], TEXT[5:12])
     whole = np.concatenate(parts)
     at = np.array([10, -1, 3, 0, 2, 2, -1, 4])
@@ -93,7 +93,7 @@ def test_parts_and_places() -> None:
 
 
 def test_a_memory_map_gives_the_same(tmp_path: Path) -> None:
-    """Rows of a file on disk equal those in memory, read at once or in blocks, again and again."""
+    """Rows of a file on disk equal those in memory, read at once, in blocks, or repeatedly."""
     np.save(tmp_path / "image.npy", IMAGE)
     mapped = Modalities.from_arrays({"image": np.load(tmp_path / "image.npy", mmap_mode="r")})
     for _ in range(3):
@@ -103,7 +103,7 @@ def test_a_memory_map_gives_the_same(tmp_path: Path) -> None:
 
 
 def test_a_file_is_never_in_memory_whole(tmp_path: Path) -> None:
-    """Reading all of a 400 MB file, in blocks and in scattered runs, raises the peak memory by far less than that."""
+    """Reading a 400 MB file in blocks and scattered runs raises the peak memory by far less."""
     pytest.importorskip("resource")
     np.lib.format.open_memmap(tmp_path / "big.npy", mode="w+", dtype=np.float16, shape=(200_000, 1000))[:] = np.float16(
         0.5
@@ -139,13 +139,13 @@ print(int(total), peak() - before)
     ],
 )
 def test_errors_are_one_line_that_names_the_modality(arrays: dict[str, np.ndarray], match: str) -> None:
-    """What cannot be a modality is refused by name."""
+    """Invalid arrays raise an error that names the modality."""
     with pytest.raises(UserError, match=match) as caught:
         Modalities.from_arrays(arrays)
     assert "\n" not in str(caught.value)
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:
-    """Asking for a modality that is not there names those that are."""
+    """The error for an unknown modality lists the known ones."""
     with pytest.raises(UserError, match="no modality 'sound'; there are image, text"):
         Modalities.from_arrays({"image": IMAGE, "text": TEXT}).only(["sound"])

@@ -1,4 +1,4 @@
-"""Prepared data holds what reading and splitting in memory give, whatever the order and the parts of the files."""
+"""Prepared data equals reading and splitting in memory, for any order of rows and any partition into files."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_the_order_of_rows_and_parts_does_not_matter(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", ["random", "temporal", "leave-last-out", "auto"])
 def test_shown_pairs(case: str, tmp_path: Path) -> None:
-    """Rows labelled 0 become the shown pairs of the training part, those that reading in memory leaves there."""
+    """Rows labelled 0 become shown pairs of the training part, as in memory."""
     frame = rows(5) if case == "auto" else rows(5).drop("split")
     label = pl.Series("label", np.random.default_rng(0).integers(0, 2, len(frame)))
     prepare(parts_of(frame.with_columns(label), tmp_path / "parts"), tmp_path / "out", **HOWS[case])
@@ -173,7 +173,7 @@ def test_shown_pairs(case: str, tmp_path: Path) -> None:
 
 
 def test_whole_queries_are_held_out_where_no_test_query_trains(tmp_path: Path) -> None:
-    """A file whose test queries are not trained on gets whole queries to validate, the same as in memory."""
+    """If no test query trains, complete queries are held out for validation, as in memory."""
     frame = rows(6).drop("split").drop_nulls("user_id")
     frame = frame.with_columns(
         pl.when(pl.col("user_id").str.ends_with("3")).then(pl.lit("test")).otherwise(pl.lit("train")).alias("split")
@@ -187,7 +187,7 @@ def test_whole_queries_are_held_out_where_no_test_query_trains(tmp_path: Path) -
 
 
 def test_tables_and_titles(tmp_path: Path) -> None:
-    """A table of items, and titles that the rows themselves repeat, come along in dense order."""
+    """The item table and titles repeated on the rows are stored in dense order."""
     frame = rows(7)
     table = frame.select("item_id").unique().with_columns(pl.format("Item {}", "item_id").alias("title"))
     table.write_parquet(tmp_path / "items.parquet")
@@ -202,7 +202,7 @@ def test_tables_and_titles(tmp_path: Path) -> None:
 
 
 def test_a_text_file(tmp_path: Path) -> None:
-    """A CSV file is read as `read` reads it: ids that all spell integers are integers."""
+    """A CSV file is read like `read` does: ids that are all integers become integers."""
     rows(8).select(pl.col("item_id").alias("user_id"), pl.col("user_id").alias("item_id"), "timestamp").write_csv(
         tmp_path / "rows.csv"
     )
@@ -231,11 +231,11 @@ def test_training_is_the_same_to_the_bit(tmp_path: Path) -> None:
 
 
 class _Stop(BaseException):
-    """Stands for a kill."""
+    """Simulates a kill."""
 
 
 def test_resumed_within_an_epoch_of_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stopped in the middle of an epoch of many windows, and resumed: the tensors of the undisturbed run."""
+    """A run stopped inside an epoch of many windows and resumed has the tensors of an uninterrupted run."""
     monkeypatch.setattr(batches, "BLOCK", 16)
     monkeypatch.setattr(batches, "WINDOW", 4)
     parts_of(rows(10, 2000), tmp_path / "parts")
@@ -269,12 +269,12 @@ def _tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def test_weights_sum_the_same_in_every_order_of_rows() -> None:
-    """Weights whose float32 sum depends on the order of summing give one sum, whatever the order of rows."""
+    """Weights whose float32 sum depends on the order give one sum for every order of rows."""
     weights = [
         1 + 2.0**-24,
         2.0**-53,
         2.0**-53,
-    ]  # halfway between two float32 numbers, and two that together tip it upwards
+    ]  # halfway between two float32 numbers, plus two that together round it up
     assert np.float32((weights[0] + weights[1]) + weights[2]) != np.float32(weights[0] + (weights[1] + weights[2]))
     found = set()
     for order in permutations(weights):
@@ -288,7 +288,7 @@ def test_weights_sum_the_same_in_every_order_of_rows() -> None:
 
 @pytest.mark.parametrize("kind", [np.int64, np.float64])
 def test_kth_smallest_in_chunks(kind: type) -> None:
-    """Every order statistic of values of both signs, with ties and extremes, found without sorting all of them."""
+    """Every order statistic of values with both signs, ties and extremes is found without a full sort."""
     random = np.random.default_rng(0)
     values = random.integers(-50, 50, 200).astype(kind)
     values[:4] = np.array([2**62, -(2**62), 0, -1], dtype=kind)
@@ -299,7 +299,7 @@ def test_kth_smallest_in_chunks(kind: type) -> None:
 
 
 def test_checksums_notice_a_change(tmp_path: Path) -> None:
-    """A byte that changed on disk is found by checking, and a file of another size when the folder is opened."""
+    """A changed byte is found by a check, and a file of another size when the folder is opened."""
     parts_of(rows(11), tmp_path / "parts")
     prepare(tmp_path / "parts", tmp_path / "out")
     check_prepared(tmp_path / "out")
@@ -315,7 +315,7 @@ def test_checksums_notice_a_change(tmp_path: Path) -> None:
 
 
 def test_training_data_that_changes_order_is_not_taken_for_sorted(tmp_path: Path) -> None:
-    """Some rows of a memory-mapped part are ordinary interactions: their counts and positives are of those rows."""
+    """A subset of a memory-mapped part has the counts and positives of its own rows."""
     parts_of(rows(12), tmp_path / "parts")
     train = split(prepare(tmp_path / "parts", tmp_path / "out")).train
     some = train.subset(np.arange(len(train))[::-3])

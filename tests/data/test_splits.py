@@ -41,11 +41,11 @@ def parts_of(parts: Split) -> list[list[tuple[int, int]]]:
 @quick
 @given(rows, st.sampled_from(["random", "temporal", "leave-last-out"]), shares, shares, st.integers(0, 5))
 def test_every_row_is_in_exactly_one_part(found: list, how: str, valid: float, test: float, seed: int) -> None:
-    """Train, valid and test together are the rows, each once; an empty part is None."""
+    """Train, valid and test partition the rows; an empty part is None."""
     try:
         parts = split(made(found), how, valid, test, seed)
     except UserError:
-        assert how != "random"  # too few rows or times: said in a test of its own
+        assert how != "random"  # too few rows or times: covered by its own test
         return
     assert sorted(pair for part in parts_of(parts) for pair in part) == sorted((q, i) for q, i, _ in found)
     assert all(part is None or len(part) for part in (parts.valid, parts.test))
@@ -56,7 +56,7 @@ def test_every_row_is_in_exactly_one_part(found: list, how: str, valid: float, t
 def test_random_takes_exactly_the_rounded_share_of_each_query(
     found: list, valid: float, test: float, seed: int
 ) -> None:
-    """Of a query's n rows round((1 - test) n) are not test; of those, round(valid n_train) validate, but never all."""
+    """Of a query's n rows round((1 - test) n) are not test; of those round(valid n_train) validate, never all."""
     train, val, tested = parts_of(split(made(found), "random", valid, test, seed))
     total = Counter(q for q, _, _ in found)
     for query, n in total.items():
@@ -100,7 +100,7 @@ def test_seeds_differ_and_every_item_gets_its_turn() -> None:
 
 
 def test_temporal_cuts_time_once() -> None:
-    """All training times precede all validation times, which precede all test times, with the asked shares."""
+    """Training times precede validation times, which precede test times, with the requested shares."""
     random = np.random.default_rng(0)
     found = [
         (int(q), n, int(t))
@@ -114,7 +114,7 @@ def test_temporal_cuts_time_once() -> None:
 
 
 def test_leave_last_out_holds_out_the_last_two() -> None:
-    """A query's latest item is test, the one before valid; ties go by item; two rows are too few."""
+    """A query's latest item is test, the one before valid; item ids break ties; two rows are too few."""
     found = [(1, 10, 5), (1, 11, 3), (1, 12, 9), (1, 13, 9), (2, 10, 1), (2, 11, 2), (3, 10, 7), (3, 13, 1), (3, 12, 2)]
     train, valid, test = parts_of(split(made(found), "leave-last-out"))
     assert test == [(1, 13), (3, 10)]
@@ -123,7 +123,7 @@ def test_leave_last_out_holds_out_the_last_two() -> None:
 
 
 def test_file_split_is_kept_and_auto_prefers_it() -> None:
-    """The file's parts are used as they are; without a valid part one is drawn from train; valid=0 gives none."""
+    """The file's parts are used; without a valid part one is drawn from train; valid=0 gives none."""
     frame = pl.DataFrame(
         {"user": [1] * 10 + [2] * 10, "item": list(range(10)) * 2, "split": (["train"] * 8 + ["test"] * 2) * 2}
     )
@@ -139,7 +139,7 @@ def test_file_split_is_kept_and_auto_prefers_it() -> None:
 
 
 def test_shown_pairs_of_the_future_do_not_train() -> None:
-    """Shown pairs go to the training part, save those after the cut or in another part of the file."""
+    """Shown pairs join the training part, except those after the cut or in another part of the file."""
     frame = pl.DataFrame(
         {
             "user": [1, 1, 1, 1, 2, 2, 2, 2],
@@ -175,13 +175,13 @@ def test_shown_pairs_of_the_future_do_not_train() -> None:
     ],
 )
 def test_bad_splits_name_the_bad_value(how: str, valid: float, test: float, message: str) -> None:
-    """An unknown way, a share out of range and a missing split column are one-line errors."""
+    """An unknown method, a share out of range and a missing split column raise one-line errors."""
     with pytest.raises(UserError, match=message):
         split(made([(0, 0, 0), (1, 1, 1)]), how, valid, test)
 
 
 def test_splits_by_time_need_time() -> None:
-    """Without a time column, and with one that cannot be cut, temporal splits say so."""
+    """A missing time column, or one that cannot be cut, raises an error for temporal splits."""
     untimed = from_frame(pl.DataFrame({"user": [1, 2], "item": [1, 2]}))
     for how in ("temporal", "leave-last-out"):
         with pytest.raises(UserError, match=f"'{how}' needs a time column"):

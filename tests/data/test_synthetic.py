@@ -1,4 +1,4 @@
-"""Worlds: relevance is what the formula says, and observed pairs follow from it."""
+"""Worlds: relevance follows its formula, and observed pairs follow from relevance."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokens of texts: any content, padding, cutting, the cache, and the hashing tokenizer."""
+"""Tokens of texts: any content, padding, truncation, the cache and the hashing tokenizer."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "red", "shoes", "a", "b", "c", "d",
 
 @pytest.fixture(scope="module")
 def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a small tokenizer that opens with [CLS], closes with [SEP], and pads and truncates by default."""
+    """A folder with a small tokenizer that starts with [CLS], ends with [SEP], and pads and truncates by default."""
     tokenizers = pytest.importorskip("tokenizers")
     made = tokenizers.Tokenizer(
         tokenizers.models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="[UNK]")
@@ -53,7 +53,7 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def rows(texts: Texts, max_len: int) -> list[list[int]]:
-    """Each text's tokens, by a loop over the arrays; a text that is cut keeps its closing token."""
+    """Compute each text's tokens in a loop over the arrays; a truncated text keeps its closing token."""
     found = []
     for i in range(len(texts)):
         whole = texts.tokens[texts.start[i] : texts.start[i + 1]].tolist()
@@ -82,7 +82,7 @@ def test_padded_and_flat_are_the_tokens_of_each_text(kind: str, max_len: int, be
 
 
 def test_fast_tokens_are_what_the_library_gives(bert: Path) -> None:
-    """The file's padding and truncation are undone; special tokens count towards max_len, and the last is the end."""
+    """The file's padding and truncation are undone; special tokens count towards max_len, the last one stays."""
     texts = tokenize(["red shoes", "", "a b c d e f g h", None], bert, 6)  # type: ignore[list-item]
     assert rows(texts, 6) == [[2, 4, 5, 3], [2, 3], [2, 6, 7, 8, 9, 3], [2, 3]]
     assert (texts.vocabulary, texts.pad, texts.end) == (len(WORDS), 0, 3)
@@ -105,7 +105,7 @@ def test_only_empty_texts() -> None:
 
 
 def test_tokens_are_made_once(tmp_path: Path, bert: Path) -> None:
-    """The same texts, tokenizer and length are read from disk as a memory map; another text or length is made anew."""
+    """The same texts, tokenizer and length are memory-mapped from the cache; any other is tokenised again."""
     told: list[tuple[str, int, int]] = []
     first = tokenized(ODD, bert, 8, tmp_path, lambda *done: told.append(done))
     assert told == [("tokens", len(ODD), len(ODD))]
@@ -122,7 +122,7 @@ def test_tokens_are_made_once(tmp_path: Path, bert: Path) -> None:
 
 
 def test_an_unfinished_cache_is_made_again(tmp_path: Path) -> None:
-    """A folder without its last file does not count: what was stopped half-way is never read."""
+    """A cache folder without its last file is never read."""
     tokenized(["red shoes"], "words", 8, tmp_path)
     folder = next(tmp_path.iterdir())
     (folder / "texts.npy").unlink()
@@ -133,7 +133,7 @@ def test_an_unfinished_cache_is_made_again(tmp_path: Path) -> None:
 
 
 def test_hashed_words_are_the_same_in_every_process() -> None:
-    """Another process, with another seed for Python's own hashes, gives the same ids."""
+    """Another process with another hash seed gives the same ids."""
     words = "['Red shoes, 2024', 'straße']"
     code = f"from sparring.data.texts import tokenize; print(tokenize({words}, 'words', 8).tokens.tolist())"
     found = {
@@ -150,7 +150,7 @@ def test_hashed_words_are_the_same_in_every_process() -> None:
 
 
 def test_hashed_words_are_words_and_numbers() -> None:
-    """Case, width and punctuation do not matter; Chinese characters and emoji are words; ids are in 1..size - 1."""
+    """Case, width and punctuation are ignored; Chinese characters and emoji are words; ids are in 1..size - 1."""
     maker = WordTokenizer(size=100)
     tokens, length = maker.encode(
         pl.Series(["Red-shoes!", "\uff32\uff25\uff24 shoes", "日本 \U0001f600", "don't 3.5"]), 16
@@ -175,7 +175,7 @@ def test_installed_packages_by_name(name: str, first: list[int]) -> None:
 
 
 def test_unknown_tokenizers_and_texts_are_named(tmp_path: Path) -> None:
-    """A name, folder or file that is no tokenizer, and a text that is none, are errors of one line."""
+    """A name, folder or file without a tokenizer and a value that is no text raise one-line errors."""
     (tmp_path / "bad.json").write_text(json.dumps({"a": 1}))
     wrong = (
         ("no-such-thing", "pip install no-such-thing"),
@@ -189,11 +189,11 @@ def test_unknown_tokenizers_and_texts_are_named(tmp_path: Path) -> None:
         tokenize(["a", 7], "words", 8)  # type: ignore[list-item]
     with pytest.raises(UserError, match="max_len is 0"):
         tokenize(["a"], "words", 0)
-    assert tokenize(["a \ud800 b"], "words", 8).lengths().tolist() == [2]  # half a character, as Python text can hold
+    assert tokenize(["a \ud800 b"], "words", 8).lengths().tolist() == [2]  # a lone surrogate
 
 
 def test_text_of_finds_the_texts() -> None:
-    """A title, a body, or both in one text, each thing said once; ids that are texts; a named column must be there."""
+    """A text is a title, a body, both without repetition, or the id; a named column must exist."""
     pairs = pl.DataFrame({"query": ["red shoes", "hat"], "item_id": [1, 2]})
     items = pl.DataFrame({"item_id": [2, 1], "title": ["B", None], "price": [1.0, 2.0]})
     data = from_frame(pairs, items=items)
@@ -211,11 +211,9 @@ def test_text_of_finds_the_texts() -> None:
         "y",
         "B",
     ]
-    with pytest.raises(UserError, match="no column of text called 'price'; its columns of text are title"):
+    with pytest.raises(UserError, match=r"'price'; .* title"):
         text_of(data, "item", ("price",))
-    with pytest.raises(
-        UserError, match=r"no texts of the items: give a table with a column `text` \(--items FILE\), or"
-    ):
+    with pytest.raises(UserError, match=r"no texts of the items: .*--items FILE"):
         text_of(from_frame(pairs), "item")
 
 
@@ -231,7 +229,7 @@ def test_text_of_finds_the_texts() -> None:
     ],
 )
 def test_columns_of_text_are_known_by_their_names(columns: list[str], found: tuple[str, ...]) -> None:
-    """However they are written, and each is read; those that say nothing of what an item is are not."""
+    """Columns with a known name, in any spelling, are text; columns that do not describe an item are not."""
     pairs = pl.DataFrame({"query_id": ["q1", "q2"], "item_id": ["i1", "i2"]})
     items = pl.DataFrame({"item_id": ["i1", "i2"], **{name: [f"{name} 1", f"{name} 2"] for name in columns}})
     data = from_frame(pairs, items=items)
@@ -240,17 +238,13 @@ def test_columns_of_text_are_known_by_their_names(columns: list[str], found: tup
 
 
 def test_ids_are_never_read_as_texts_in_silence() -> None:
-    """Ids without spaces are no texts, nor are ids beside text columns; the error names those; `id` asks for ids."""
+    """Ids without spaces and ids beside text columns are no texts; the error lists columns; `id` asks for ids."""
     pairs = pl.DataFrame({"query_id": ["q1", "q2"], "item_id": ["red shoes", "a hat"]})
     items = pl.DataFrame({"item_id": ["a hat", "red shoes"], "shop": ["x", "y"], "blurb": ["B", "C"]})
     data = from_frame(pairs, items=items)
-    with pytest.raises(
-        UserError, match=r"text of the items: its columns of text are shop, blurb: .* --set item_text=COLUMN,COLUMN"
-    ):
+    with pytest.raises(UserError, match=r"shop, blurb: .* --set item_text="):
         text_of(data, "item")
-    with pytest.raises(
-        UserError, match=r"no texts of the queries: give a table with a column `text` \(--queries FILE\), or"
-    ):
+    with pytest.raises(UserError, match=r"no texts of the queries: .*--queries FILE"):
         text_of(data, "query")
     assert text_of(data, "item", ("shop", "blurb")).to_list() == ["x B", "y C"]
     assert text_of(data, "query", ("id",)).to_list() == ["q1", "q2"]
@@ -259,7 +253,7 @@ def test_ids_are_never_read_as_texts_in_silence() -> None:
 
 
 def test_tokenising_tells_whoever_listens_around_it(tmp_path: Path) -> None:
-    """Within `reporting`, every call without a listener reports progress, cached tokens at once; outside, none does."""
+    """Inside `reporting`, calls without a listener report progress, cached ones at once; outside, none does."""
     told: list[tuple[str, int, int]] = []
     own: list[tuple[str, int, int]] = []
     strings = [f"text {number}" for number in range(20_000)]

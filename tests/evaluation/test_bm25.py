@@ -1,4 +1,4 @@
-"""BM25 lists against the formula, with seen items, ties and texts without words."""
+"""BM25 lists equal the formula, with seen items, ties and empty texts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ QUERIES = ["Red hat", "shoes", "", "unknown", "blue blue shoes"]
 
 
 def score(query: str, item: str, k1: float = 1.5, b: float = 0.75) -> float:
-    """The formula, by a loop; a word that the query repeats counts each time."""
+    """Compute the formula in a loop; a repeated query word counts once per repetition."""
     words = [text.lower().split() for text in ITEMS]
     mean = sum(map(len, words)) / len(words)
     total = 0.0
@@ -38,7 +38,7 @@ def expected(query: str, k: int, left_out: set[int]) -> tuple[list[int], list[fl
 @pytest.mark.parametrize("k", [1, 3, 6])
 @pytest.mark.parametrize("block", [1, 1 << 24])
 def test_lists_follow_the_formula(k: int, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scores, order, ties by id, and empty places are those of the formula, however many queries are scored at once."""
+    """Scores, order, tie-breaking by id and empty places follow the formula for every query batch size."""
     monkeypatch.setattr("sparring.evaluation.bm25._BLOCK", block)
     lists, scores = bm25(ITEMS, QUERIES, k, stopwords=None)
     for row, query in enumerate(QUERIES):
@@ -48,7 +48,7 @@ def test_lists_follow_the_formula(k: int, block: int, monkeypatch: pytest.Monkey
 
 
 def test_seen_items_are_left_out() -> None:
-    """What a query has seen is not in its list, by the ids of the queries asked for."""
+    """A list leaves out the items its query has seen, matched by query id."""
     seen = Positives(torch.tensor([0, 0, 2, 2, 3]), torch.tensor([1, 4, 0]))
     lists, _ = bm25(ITEMS, ["red hat", "shoes"], 4, seen, np.array([3, 1]), stopwords=None)
     assert lists[0].tolist() == expected("red hat", 4, {0})[0]
@@ -56,7 +56,7 @@ def test_seen_items_are_left_out() -> None:
 
 
 def test_what_cannot_be_ranked_is_refused() -> None:
-    """A cutoff beyond the items, and items without any word, are errors of one line."""
+    """A cutoff larger than the catalogue and items without any word raise one-line errors."""
     with pytest.raises(UserError, match="between 1 and the 6 items"):
         bm25(ITEMS, QUERIES, 7)
     with pytest.raises(UserError, match="no item has a word"):

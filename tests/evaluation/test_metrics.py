@@ -1,4 +1,4 @@
-"""The formulas of every metric and dialect, against loops and an independent library."""
+"""Every metric of every dialect equals a loop and an independent library."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sparring.evaluation.metrics import METRICS, parse, per_query, popularity_pe
 
 
 def world(seed: int, users: int = 40, items: int = 50, k: int = 12) -> tuple[list[list[int]], list[set[int]]]:
-    """Lists of k distinct items and non-empty sets of relevant ones, some larger than k."""
+    """Build lists of k distinct items and non-empty sets of relevant items, some larger than k."""
     rng = np.random.default_rng(seed)
     lists = [rng.permutation(items)[:k].tolist() for _ in range(users)]
     return lists, [set(rng.permutation(items)[: rng.integers(1, 25)].tolist()) for _ in range(users)]
@@ -28,7 +28,7 @@ def hit_matrix(lists: list[list[int]], truth: list[set[int]]) -> tuple[np.ndarra
 
 
 def loop(name: str, dialect: str, ranked: list[int], relevant: set[int], k: int) -> float:
-    """One metric of one query, by the book."""
+    """Compute one metric of one query from its definition."""
     h = [1 if item in relevant else 0 for item in ranked[:k]]
     n, found = len(relevant), sum(h)
     if name == "recall":
@@ -60,7 +60,7 @@ CASES = [(m, d) for d in ("standard", "trec", "rectools", "lenskit") for m in ME
 
 @pytest.mark.parametrize(("name", "dialect"), CASES)
 def test_every_metric_equals_a_loop_over_queries(name: str, dialect: str) -> None:
-    """Each metric of each dialect equals the plain loop, at several cutoffs, with more and fewer relevant items than the cutoff."""
+    """Each metric of each dialect equals a plain loop at several cutoffs, with more and fewer relevant items than k."""
     lists, truth = world(1)
     hits, relevant = hit_matrix(lists, truth)
     for k in (1, 3, 10, 12):
@@ -69,7 +69,7 @@ def test_every_metric_equals_a_loop_over_queries(name: str, dialect: str) -> Non
 
 
 def test_trec_dialect_agrees_with_trec_eval() -> None:
-    """The trec dialect gives trec_eval's recall, P, success, map_cut, ndcg_cut and recip_rank to 1e-12."""
+    """The trec dialect matches trec_eval's recall, P, success, map_cut, ndcg_cut and recip_rank to 1e-12."""
     k = 12
     lists, truth = world(2, k=k)
     hits, relevant = hit_matrix(lists, truth)
@@ -90,7 +90,8 @@ def test_trec_dialect_agrees_with_trec_eval() -> None:
 
 
 def test_xir_release_ndcg_shows_its_bug() -> None:
-    """The XIR release's ndcg gives 0.631 for a lone test item at rank 10 and 1.47 for a perfect top 10; the standard one 0.289 and 1."""
+    """A lone test item at rank 10 scores 0.631 in the XIR release's ndcg and 0.289 in the standard one; a perfect top
+    10 scores 1.47 and 1."""
     lone, perfect = np.zeros((1, 10), dtype=bool), np.ones((1, 10), dtype=bool)
     lone[0, 9] = True
     release, standard = parse("ndcg_xir_release"), parse("ndcg")
@@ -101,7 +102,8 @@ def test_xir_release_ndcg_shows_its_bug() -> None:
 
 
 def test_keys_say_the_dialect() -> None:
-    """A metric that is not the standard one says so in its key, however it was asked for; metrics without dialects never do."""
+    """The key of a non-standard metric names its dialect, however it was requested; metrics without dialects have plain
+    keys."""
     assert parse("ndcg").key(10) == "ndcg@10"
     assert parse("ndcg_xir_release").key(10) == parse("ndcg", "xir-release").key(10) == "ndcg_xir_release@10"
     assert parse("recall_standard", "trec").key(5) == "recall@5"
@@ -119,7 +121,7 @@ def test_keys_say_the_dialect() -> None:
     ],
 )
 def test_unknown_metrics_are_refused(name: str, dialect: str) -> None:
-    """A misspelt metric, an unknown dialect, or a metric that the dialect does not define is a one-line error."""
+    """A misspelt metric, an unknown dialect and a metric missing from its dialect raise one-line errors."""
     with pytest.raises(UserError) as caught:
         parse(name, dialect)
     assert "\n" not in str(caught.value)
@@ -128,7 +130,7 @@ def test_unknown_metrics_are_refused(name: str, dialect: str) -> None:
 @settings(max_examples=60)
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=30))
 def test_popularity_percentile_is_centred_on_consumption(counts: list[int]) -> None:
-    """The percentile equals its definition, and its mean over the interactions themselves is 1/2."""
+    """The percentile equals its definition, and its mean over the interactions is 1/2."""
     got = popularity_percentile(np.array(counts))
     total = sum(counts)
     if total == 0:
@@ -143,7 +145,7 @@ def test_popularity_percentile_is_centred_on_consumption(counts: list[int]) -> N
 @settings(max_examples=60)
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=30))
 def test_strata_follow_their_definition(counts: list[int]) -> None:
-    """Walking down the items by count, the stratum changes where one and two thirds of the interactions are used up."""
+    """With items sorted by count, the strata end at one third and two thirds of the interactions."""
     got = popularity_strata(np.array(counts))
     total, used = sum(counts), 0
     for c, i in sorted(((c, i) for i, c in enumerate(counts)), key=lambda pair: (-pair[0], pair[1])):

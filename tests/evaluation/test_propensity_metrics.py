@@ -1,4 +1,4 @@
-"""Metrics of extreme classification: hand-computed cases, identities, and real filter files."""
+"""Extreme-classification metrics: hand-computed cases, identities and real filter files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from sparring.evaluation.ranking import evaluate, evaluate_lists
 TRUTH = [{0, 4}, {1}, {2, 3, 4}, {0}]
 LISTS = np.array([[4, 1, 0], [0, 2, 3], [3, 2, 1], [2, 0, 1]])
 WEIGHT = np.array([1.0, 2.0, 3.0, 4.0, 5.0])
-D2 = 1 / math.log2(3)  # the discount of the second place; that of the third is 1/2
+D2 = 1 / math.log2(3)  # discount of rank 2; the discount of rank 3 is 1/2
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def measured(*metrics: str, empty: int = 0, k: tuple[int, ...] = (1, 2, 3)) -> d
 
 
 def test_four_points_and_five_labels_by_hand() -> None:
-    """P, PSP and PSnDCG of four points and five labels are the figures computed by hand from the definitions."""
+    """P, PSP and PSnDCG of four points and five labels equal values computed by hand from the definitions."""
     found = measured("precision", "psp", "psndcg", "recall")
     assert found["precision@1"] == pytest.approx(2 / 4)
     assert found["precision@3"] == pytest.approx(5 / 12)
@@ -58,13 +58,13 @@ def test_four_points_and_five_labels_by_hand() -> None:
 
 
 def test_psp_is_a_ratio_of_sums_and_not_a_mean_of_ratios() -> None:
-    """The case tells the two apart: the mean of the points' own ratios at 1 would be 0.45."""
+    """PSP@1 is a ratio of sums; the mean of the per-point ratios would be 0.45."""
     mean_of_ratios = (5 / 5 + 0 / 2 + 4 / 5 + 0 / 1) / 4
     assert abs(measured("psp")["psp@1"] - mean_of_ratios) > 0.2
 
 
 def test_the_mean_of_the_single_values_is_the_metric() -> None:
-    """Each query's psp and psndcg average to the metric, so two models can be compared query by query."""
+    """The per-query psp and psndcg average to the metric, so two models can be compared query by query."""
     found = evaluate_lists(LISTS, points(TRUTH), 5, (1, 3), ("psp", "psndcg"), propensity=WEIGHT)
     for key, value in found.metrics.items():
         assert found.per_query[key].mean() == pytest.approx(value)
@@ -72,7 +72,7 @@ def test_the_mean_of_the_single_values_is_the_metric() -> None:
 
 
 def test_identities_at_one_and_with_equal_weights() -> None:
-    """At 1, nDCG is P and PSnDCG is PSP; a perfect ranking by weight has a PSP of 1."""
+    """At cutoff 1, nDCG equals P and PSnDCG equals PSP; a perfect ranking by weight has a PSP of 1."""
     found = measured("precision", "ndcg", "psp", "psndcg")
     assert found["ndcg@1"] == pytest.approx(found["precision@1"])
     assert found["psndcg@1"] == pytest.approx(found["psp@1"])
@@ -82,7 +82,8 @@ def test_identities_at_one_and_with_equal_weights() -> None:
 
 
 def test_points_without_labels_count_zero_in_the_dialect_xc() -> None:
-    """P, nDCG and R of the dialect xc are over all test points; the plain ones are over those with a label."""
+    """In the xc dialect P, nDCG and R average over all test points; the plain metrics average over points with a
+    label."""
     plain, found = measured("precision", "ndcg"), measured("precision_xc", "ndcg_xc", "recall_xc", empty=1)
     assert found["precision_xc@3"] == pytest.approx(plain["precision@3"] * 4 / 5)
     assert found["ndcg_xc@2"] == pytest.approx(plain["ndcg@2"] * 4 / 5)
@@ -91,14 +92,14 @@ def test_points_without_labels_count_zero_in_the_dialect_xc() -> None:
 
 
 def test_coverage_of_the_dialect_counts_right_labels_only() -> None:
-    """Of the five tested labels, two are right at 1 (4 and 3), four at 3; plain coverage counts whatever is listed."""
+    """Of the five test labels two are hit at 1 (4 and 3) and four at 3; plain coverage counts every listed label."""
     found = measured("coverage_xc", "coverage")
     assert (found["coverage_xc@1"], found["coverage_xc@3"]) == (2 / 5, 4 / 5)
     assert (found["coverage@1"], found["coverage@3"]) == (4 / 5, 1.0)
 
 
 def test_propensities_follow_the_formula() -> None:
-    """1 + c (count + b)^-a with c = (ln n - 1)(b + 1)^a, and rarer labels weigh more."""
+    """The inverse propensity is 1 + c (count + b)^-a with c = (ln n - 1)(b + 1)^a; rarer labels weigh more."""
     counts = np.array([0, 1, 7, 400])
     c = (math.log(1000) - 1) * (2.6 + 1) ** 0.6
     np.testing.assert_allclose(
@@ -110,7 +111,7 @@ def test_propensities_follow_the_formula() -> None:
 
 
 class Scores:
-    """Queries as rows of a table of scores."""
+    """A model whose queries are the rows of a score table."""
 
     def __init__(self, scores: Tensor) -> None:
         self.scores = scores
@@ -123,7 +124,8 @@ class Scores:
 
 
 def test_psp_of_a_model_equals_a_loop() -> None:
-    """For random scores, truths and seen items, psp and psndcg equal loops; without propensities they come from what was seen."""
+    """For random scores, truths and seen items, psp and psndcg equal loops; missing propensities are derived from the
+    seen items."""
     rng = np.random.default_rng(0)
     truth = [set(rng.permutation(30)[: rng.integers(1, 9)].tolist()) for _ in range(50)]
     seen = [sorted(set(rng.permutation(30)[: rng.integers(0, 5)].tolist()) - t) for t in truth]
@@ -147,7 +149,8 @@ def test_psp_of_a_model_equals_a_loop() -> None:
 
 
 def test_bins_add_up_to_precision() -> None:
-    """Ten bins with a tenth of the interactions each; what they add is precision, and recall is by pair."""
+    """Each of the ten bins holds a tenth of the interactions; their contributions sum to precision, and recall is over
+    pairs."""
     counts = np.array([50, 20, 10, 5, 5, 4, 3, 2, 1, 0])
     assert popularity_bins(counts, 10).tolist() == [0, 5, 7, 8, 8, 9, 9, 9, 9, 9]
     lists = np.array([[0, 1, 9], [3, 2, 5], [9, 8, 0]])
@@ -161,7 +164,7 @@ def test_bins_add_up_to_precision() -> None:
 
 
 def test_lists_that_do_not_fit_are_refused() -> None:
-    """Too few rows, too short lists, unknown ids and missing propensities are one-line errors."""
+    """Too few rows, short lists, unknown ids and missing propensities raise one-line errors."""
     for lists, words in (
         (LISTS[:2], "expected 4 rows"),
         (LISTS[:, :2], "at least 3 items"),
@@ -174,7 +177,8 @@ def test_lists_that_do_not_fit_are_refused() -> None:
 
 
 def test_real_filters_have_the_known_counts(real_data: Path) -> None:
-    """LF-AmazonTitles-131K: 284,746 labels of 134,835 test points; 79,663 hidden pairs on 38,808 of them, none of them true."""
+    """LF-AmazonTitles-131K has 284,746 labels on 134,835 test points and 79,663 filtered pairs on 38,808 of them; no
+    filtered pair is a true label."""
     folder = real_data / "xc" / "lf131k"
     if not folder.is_dir():
         pytest.skip(f"no {folder}")
@@ -190,7 +194,8 @@ def test_real_filters_have_the_known_counts(real_data: Path) -> None:
 
 
 def test_popularity_on_a_real_set_has_the_published_figures(real_data: Path) -> None:
-    """Popularity on the first 4,000 test points of OEWN-Hyper3: 17.80, 5.56, 11.50, 3.32, 2.86, 27.2 by an independent implementation."""
+    """Popularity on the first 4,000 test points of OEWN-Hyper3 matches an independent implementation: 17.80, 5.56,
+    11.50, 3.32, 2.86, 27.2."""
     folder = real_data / "xc" / "oewn" / "OEWN-Hyper3"
     if not folder.is_dir():
         pytest.skip(f"no {folder}")

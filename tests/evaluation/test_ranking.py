@@ -1,4 +1,4 @@
-"""Full ranking and its metrics, against brute force over small worlds."""
+"""Full ranking and its metrics equal brute force on small worlds."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def positives(sets: list[set[int]]) -> Positives:
 
 
 def brute(q: Tensor, items: Tensor, k: int, seen: list[set[int]]) -> list[list[int]]:
-    """Sort all unseen items by (score descending, id ascending); small whole numbers, so every score is exact."""
+    """Sort all unseen items by (score descending, id ascending). Scores are small integers, so they are exact."""
     lists = []
     for row, hidden in zip((q.double() @ items.double().T).tolist(), seen, strict=True):
         ordered = sorted((-score, i) for i, score in enumerate(row) if i not in hidden)
@@ -43,7 +43,8 @@ def whole_numbers(shape: tuple[int, int], seed: int, high: int = 3) -> Tensor:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("n", "k"), [(5, 7), (32, 32), (33, 1), (700, 5), (2500, 20), (2500, 90)])
 def test_top_k_equals_sorting_everything(n: int, k: int, device: str) -> None:
-    """Scores and ids are those of a full sort with seen items removed, ties in order of id, also where most scores are equal."""
+    """Scores and ids equal a full sort without the seen items, with ties broken by id, even where most scores are
+    equal."""
     rng = np.random.default_rng(n + k)
     q, items = whole_numbers((70, 3), 1), whole_numbers((n, 3), 2)
     seen = [set(rng.permutation(n)[: rng.integers(0, min(n, 40) + 1)].tolist()) for _ in range(70)]
@@ -57,7 +58,7 @@ def test_top_k_equals_sorting_everything(n: int, k: int, device: str) -> None:
 @settings(max_examples=40)
 @given(st.integers(1, 200), st.integers(1, 60), st.integers(1, 8), st.integers(0, 2), st.integers(0, 10**6))
 def test_top_k_on_any_small_world(n: int, k: int, b: int, high: int, seed: int) -> None:
-    """Whatever the sizes and however many scores are equal, the lists are those of a full sort."""
+    """The lists equal a full sort for every catalogue size and every share of tied scores."""
     rng = np.random.default_rng(seed)
     q, items = whole_numbers((b, 2), seed, high), whole_numbers((n, 2), seed + 1, high)
     seen = [set(rng.permutation(n)[: rng.integers(0, n + 1)].tolist()) for _ in range(b)]
@@ -65,7 +66,7 @@ def test_top_k_on_any_small_world(n: int, k: int, b: int, high: int, seed: int) 
 
 
 def test_all_scores_equal_gives_the_smallest_ids() -> None:
-    """Where every item scores the same, the list is the k smallest unseen ids, in order, for every block size."""
+    """If all items have the same score, the list is the k smallest unseen ids in order, for every block size."""
     seen = [{0, 2} if u % 2 else {5} for u in range(150)]
     expected = [[1, 3, 4, 5] if u % 2 else [0, 1, 2, 3] for u in range(150)]
     for block in (1, 64, 1000):
@@ -77,13 +78,13 @@ def test_all_scores_equal_gives_the_smallest_ids() -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_lists_do_not_depend_on_block_batch_or_threads(device: str) -> None:
-    """Scores are the same to the last bit for every block size, for queries ranked alone, and on one thread or two."""
+    """Scores are bitwise identical for every block size, for single queries, and on one or two threads."""
     generator = torch.Generator().manual_seed(0)
     q, items = (
         torch.randn(300, 24, generator=generator).to(device),
         torch.randn(3001, 24, generator=generator).to(device),
     )
-    items[1::2] = items[:-1:2]  # equal vectors: ties wherever they fall in the matrix product
+    items[1::2] = items[:-1:2]  # equal vectors give ties across the matrix product's tiles
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
@@ -105,7 +106,7 @@ def test_lists_do_not_depend_on_block_batch_or_threads(device: str) -> None:
 
 
 def test_a_catalogue_in_parts_gives_the_same_lists(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A catalogue too large to score at once is scored in parts, with the same result, ties across parts included."""
+    """A catalogue scored in parts gives the same lists, including ties across parts."""
     q, items = whole_numbers((90, 3), 3), whole_numbers((1000, 3), 4)
     seen = [set(range(u, 1000, 7)) for u in range(90)]
     expected = brute(q, items, 12, seen)
@@ -115,7 +116,7 @@ def test_a_catalogue_in_parts_gives_the_same_lists(monkeypatch: pytest.MonkeyPat
 
 
 def test_scratch_memory_is_bounded_by_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many queries there are, no tensor of more than block x N scores is made."""
+    """No tensor exceeds block x N scores, regardless of the number of queries."""
     made: list[int] = []
     plain = topk._rank_block
 
@@ -132,7 +133,7 @@ def test_scratch_memory_is_bounded_by_the_block(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_relaxed_matmul_precision_does_not_reach_the_ranking() -> None:
-    """Lists and scores are full float32 where training has allowed bfloat16 or TF32 products, and the setting is left as it was."""
+    """Ranking uses full float32 even where training allows bfloat16 or TF32 products, and it restores the setting."""
     generator = torch.Generator().manual_seed(1)
     q, items = torch.randn(64, 32, generator=generator), torch.randn(999, 32, generator=generator)
     scores, ids = top_k(q, items, 10)
@@ -148,7 +149,7 @@ def test_relaxed_matmul_precision_does_not_reach_the_ranking() -> None:
 
 
 def test_diverged_vectors_are_refused() -> None:
-    """NaN in the vectors is a one-line error, not a list."""
+    """NaN vectors raise a one-line error."""
     with pytest.raises(UserError, match="diverged"):
         top_k(torch.tensor([[float("nan"), 1.0]]), torch.ones(4, 2), 2)
 
@@ -162,7 +163,7 @@ class Tests:
 
 
 class Vectors(nn.Module):
-    """A model with given vectors; dropout would change every score if evaluation left it on."""
+    """A model with given vectors; its dropout changes every score unless evaluation turns it off."""
 
     def __init__(self, q: Tensor, items: Tensor) -> None:
         super().__init__()
@@ -176,11 +177,12 @@ class Vectors(nn.Module):
         return self.items
 
 
-USERS, ITEMS = 300, 45  # more tested queries than fit eight bits
+USERS, ITEMS = 300, 45  # more test queries than eight bits can count
 
 
 def small_world() -> tuple[Vectors, Tests, list[set[int]], list[set[int]], list[list[int]]]:
-    """Model, test pairs (some queries without any, one pair twice), seen sets, truth, and the full lists by brute force."""
+    """Build a model, test pairs (some queries have none, one pair is repeated), seen sets, truth and brute-force
+    lists."""
     rng = np.random.default_rng(5)
     q, items = whole_numbers((USERS, 4), 6), whole_numbers((ITEMS, 4), 7)
     weight = 1 / np.arange(1, ITEMS + 1)
@@ -208,7 +210,8 @@ def naive(name: str, ranked: list[int], relevant: set[int], k: int) -> float:
 
 
 def test_evaluation_equals_brute_force() -> None:
-    """Every metric at every cutoff, per query and on average over the queries with a test item, equals a loop over full sorts."""
+    """Every metric at every cutoff, per query and averaged over queries with a test item, equals a loop over full
+    sorts."""
     model, test, seen, truth, lists = small_world()
     model.train()
     done: list[tuple[int, int]] = []
@@ -228,7 +231,7 @@ def test_evaluation_equals_brute_force() -> None:
 
 
 def test_popularity_and_strata_equal_brute_force() -> None:
-    """popularity@k and the metrics of head, mid and tail equal their definitions, with counts taken from what was seen."""
+    """popularity@k and the head, mid and tail metrics equal their definitions, with counts from the seen items."""
     model, test, seen, truth, lists = small_world()
     result = evaluate(model, test, positives(seen), k=(5, 10))
     counts = [sum(i in s for s in seen) for i in range(ITEMS)]
@@ -259,7 +262,7 @@ def test_popularity_and_strata_equal_brute_force() -> None:
 
 
 def test_dialects_side_by_side_in_one_pass() -> None:
-    """The release's ndcg is averaged over all queries of the data, beside the standard one in the same pass."""
+    """The release's ndcg averages over all queries of the data; the same pass also computes the standard one."""
     model, test, seen, truth, lists = small_world()
     result = evaluate(
         model,
@@ -292,7 +295,7 @@ def test_dialects_side_by_side_in_one_pass() -> None:
 
 
 def test_chunks_of_queries_do_not_change_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranking seven queries at a time gives the same values as all at once."""
+    """Ranking seven queries at a time gives the same values as ranking all at once."""
     model, test, seen, _, _ = small_world()
     whole = evaluate(model, test, positives(seen), k=(5,))
     monkeypatch.setattr(sys.modules[evaluate.__module__], "_CHUNK", 7)
@@ -303,7 +306,7 @@ def test_chunks_of_queries_do_not_change_the_result(monkeypatch: pytest.MonkeyPa
 
 
 def test_without_seen_items_or_counts_popularity_is_left_out() -> None:
-    """Where nothing says how popular items are, neither popularity nor strata are made up; given counts bring them back."""
+    """Without seen items or counts, popularity and strata are omitted; explicit counts bring them back."""
     model, test, _, truth, _ = small_world()
     result = evaluate(model, test, None, k=(10,))
     assert "popularity@10" not in result.metrics
@@ -321,7 +324,7 @@ def test_without_seen_items_or_counts_popularity_is_left_out() -> None:
 
 
 def test_table_and_json_hold_the_means() -> None:
-    """The printed table has one row per metric and stratum, with a column per cutoff; the JSON has the same means."""
+    """The printed table has a row per metric and stratum and a column per cutoff; the JSON holds the same means."""
     model, test, seen, _, _ = small_world()
     result = evaluate(model, test, positives(seen), k=(5, 10), metrics=("recall", "coverage"))
     rows = result.table()
@@ -337,14 +340,14 @@ def test_table_and_json_hold_the_means() -> None:
     ("cutoffs", "words"), [((10, ITEMS + 1), "larger than the catalogue"), ((0,), "at least 1"), ((), "at least 1")]
 )
 def test_bad_cutoffs_are_refused(cutoffs: tuple[int, ...], words: str) -> None:
-    """A cutoff larger than the catalogue, or below 1, is a one-line error that says so."""
+    """A cutoff below 1 or above the catalogue size raises a one-line error."""
     model, test, seen, _, _ = small_world()
     with pytest.raises(UserError, match=words):
         evaluate(model, test, positives(seen), k=cutoffs)
 
 
 def test_an_empty_test_set_is_refused() -> None:
-    """Nothing to evaluate is an error, not a table of NaN."""
+    """An empty test set raises an error instead of returning NaN."""
     model, _, seen, _, _ = small_world()
     with pytest.raises(UserError, match="empty"):
         evaluate(model, Tests(np.array([], dtype=np.int32), np.array([], dtype=np.int32), USERS), positives(seen))

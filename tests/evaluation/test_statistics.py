@@ -1,4 +1,5 @@
-"""Paired tests, intervals and corrections agree with enumeration, with loops, and with SciPy; and they have the size they claim."""
+"""Paired tests, intervals and corrections agree with enumeration, loops and SciPy, and the tests have their nominal
+size."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ from sparring.evaluation.statistics import (
 
 
 def test_summary_is_mean_deviation_and_t_interval() -> None:
-    """Over five seeds: the mean, the deviation with n - 1, and mean +- 2.776 standard errors (the tabled t of 4 degrees of freedom)."""
+    """Five seeds give the mean, the deviation with n - 1, and mean +- 2.776 standard errors (t with 4 degrees of
+    freedom)."""
     values = [0.19, 0.21, 0.2, 0.23, 0.17]
     mean = sum(values) / 5
     std = math.sqrt(sum((v - mean) ** 2 for v in values) / 4)
@@ -38,7 +40,7 @@ def test_summary_is_mean_deviation_and_t_interval() -> None:
 
 @pytest.mark.parametrize("df", [1, 2, 4, 4.7, 9, 30.5, 199, 29_857, 1e7])
 def test_t_distribution(df: float) -> None:
-    """Tail and quantile of Student's t to at least eight digits, from the middle far into the tail, for any degrees of freedom."""
+    """Student's t tail and quantile are accurate to eight digits, centre to far tail, for any degrees of freedom."""
     for t in (0.0, 1e-6, 0.3, 1.0, 1.96, 2.776, 5.0, 12.0, 40.0):
         expected = 2 * scipy.stats.t.sf(t, df)
         assert t_tail(t, df) == pytest.approx(expected, rel=1e-8, abs=1e-300)
@@ -48,7 +50,8 @@ def test_t_distribution(df: float) -> None:
 
 
 def test_paired_t_is_the_t_test() -> None:
-    """Statistic, p-value and interval of a one-sample t-test; equal differences leave no doubt, zero ones no claim."""
+    """Statistic, p-value and interval equal a one-sample t-test; constant differences give p = 0, zero differences p =
+    1."""
     d = np.random.default_rng(0).normal(0.3, 1, 17)
     theirs = scipy.stats.ttest_1samp(d, 0)
     found = paired_t(d)
@@ -64,20 +67,21 @@ def test_paired_t_is_the_t_test() -> None:
     [[0.3, -0.1, 0.2], [1, 1, -1, 2, 0, 0.5], [0.1, 0.1, 0.1, 0.1, 0.1], [1 / 3, -1 / 3, 0.2, 0.7, 1.1, -0.4, 0.05]],
 )
 def test_sign_flips_are_enumerated_where_few(d: list[float]) -> None:
-    """The exact p-value: the share of all sign patterns whose sum is at least as far from zero, ties included."""
+    """The exact p-value is the share of sign patterns whose sum is at least as far from zero, ties included."""
     sums = [sum(s * v for s, v in zip(signs, d, strict=True)) for signs in itertools.product((1, -1), repeat=len(d))]
     expected = sum(abs(total) >= abs(sum(d)) - 1e-12 for total in sums) / len(sums)
     assert sign_flip(np.array(d)) == pytest.approx(expected)
 
 
 def test_five_seeds_cannot_be_significant_by_sign_flips() -> None:
-    """Five differences of one sign give 2 / 32, whatever their size: which is why the t-test decides."""
+    """Five differences of one sign give p = 2 / 32 at any magnitude, so the t-test decides."""
     assert sign_flip(np.array([5.0, 6, 7, 8, 9])) == pytest.approx(2 / 32)
     assert sign_flip(np.zeros(5)) == 1.0
 
 
 def test_drawn_sign_flips_estimate_the_exact_ones() -> None:
-    """With more patterns than flips, the drawn p-value lies within four standard errors of the enumerated one, and is repeatable."""
+    """With more patterns than flips, the sampled p-value is within four standard errors of the exact one and is
+    repeatable."""
     d = np.random.default_rng(1).normal(0.2, 1, 16)
     signs = np.array(list(itertools.product((1, -1), repeat=16)))
     exact = float((np.abs(signs @ d) >= abs(d.sum()) - 1e-12).mean())
@@ -89,7 +93,7 @@ def test_drawn_sign_flips_estimate_the_exact_ones() -> None:
 
 
 def test_many_flips_are_drawn_in_blocks() -> None:
-    """At 20,000 queries, where blocks are smaller than the number of flips, the p-value is near that of the t-test."""
+    """At 20,000 queries, where a block is smaller than the number of flips, the p-value is close to the t-test's."""
     d = np.random.default_rng(2).normal(0.01, 1, 20_000)
     assert sign_flip(d, 2_000) == pytest.approx(scipy.stats.ttest_1samp(d, 0).pvalue, abs=0.05)
 
@@ -97,12 +101,12 @@ def test_many_flips_are_drawn_in_blocks() -> None:
 def table(
     random: np.random.Generator, s: int, q: int, seed_std: float, query_std: float, mean: float = 0.0
 ) -> np.ndarray:
-    """Differences d_sq = mean + seed effect + query effect + noise of deviation 1."""
+    """Draw differences d_sq = mean + seed effect + query effect + noise of deviation 1."""
     return mean + random.normal(0, seed_std, (s, 1)) + random.normal(0, query_std, (1, q)) + random.normal(0, 1, (s, q))
 
 
 def test_two_way_is_the_analysis_of_variance() -> None:
-    """Standard error and degrees of freedom from mean squares computed by loops."""
+    """Standard error and degrees of freedom equal those from mean squares computed in loops."""
     d = table(np.random.default_rng(4), 4, 7, 0.3, 2.0)
     s, q, mean = 4, 7, float(np.mean(d))
     rows, columns = [float(np.mean(d[i])) for i in range(s)], [float(np.mean(d[:, j])) for j in range(q)]
@@ -121,7 +125,7 @@ def test_two_way_is_the_analysis_of_variance() -> None:
 
 
 def test_two_way_without_query_effects_is_the_test_over_seeds() -> None:
-    """Where queries differ less than noise would make them, only seeds count."""
+    """If queries vary less than noise predicts, the test reduces to the test over seeds."""
     d = np.random.default_rng(5).normal(size=(5, 1)) + np.tile([1.0, -1.0], (5, 20)) * np.array(
         [[1], [-1], [1], [-1], [0]]
     )
@@ -129,7 +133,8 @@ def test_two_way_without_query_effects_is_the_test_over_seeds() -> None:
 
 
 def test_degrees_of_freedom_never_fall_below_those_of_the_poorest_part() -> None:
-    """Two seeds of about one mean, queries that differ hardly more than noise: Satterthwaite gives df < 0.1, and df is S - 1."""
+    """Two seeds with almost equal means and queries that barely exceed the noise give a Satterthwaite df below 0.1; df
+    is then S - 1."""
     noise = np.linspace(-1, 1, 60)
     d = 0.05 + np.stack([1.005 * noise[::-1] + noise + 0.01, 1.005 * noise[::-1] - noise - 0.01])
     ms_seed = 60 * float(((d.mean(1) - d.mean()) ** 2).sum())
@@ -142,7 +147,7 @@ def test_degrees_of_freedom_never_fall_below_those_of_the_poorest_part() -> None
     assert found.df == 1
     assert found.p == pytest.approx(2 * scipy.stats.t.sf(d.mean() / error, 1))
     assert seeds_and_queries(d).high == pytest.approx(d.mean() + scipy.stats.t.ppf(0.975, 1) * error)
-    # of fewer queries than seeds, the queries are the poorest part
+    # with fewer queries than seeds, the queries bound the degrees of freedom
     few = np.random.default_rng(0).normal(0, 1, (9, 3)) + np.array([[-5.0, 0.0, 5.0]])
     assert two_way(few).df == pytest.approx(2, rel=0.01)
 
@@ -150,14 +155,16 @@ def test_degrees_of_freedom_never_fall_below_those_of_the_poorest_part() -> None
 @pytest.mark.parametrize(("seed_std", "query_std"), [(0.0, 0.0), (0.2, 0.0), (0.3, 1.0), (0.0, 1.0)])
 @pytest.mark.parametrize("seeds", [2, 5])
 def test_the_headline_has_the_size_it_claims(seeds: int, seed_std: float, query_std: float) -> None:
-    """Of 800 null tables, whatever varies in them, at most about 5 % are called different (7.4 % is three standard errors above)."""
+    """At most about 5 % of 800 null tables are called different, for every kind of variance (7.4 % is three standard
+    errors above)."""
     random = np.random.default_rng(6)
     p = [seeds_and_queries(table(random, seeds, 60, seed_std, query_std)).p for _ in range(800)]
     assert 0.01 < np.mean(np.array(p) < 0.05) < 0.074
 
 
 def test_the_headline_is_the_weaker_of_two_tests() -> None:
-    """The larger p-value and the hull of the intervals, of the test over both and the test over seeds."""
+    """The headline takes the larger p-value and the hull of the intervals of the two-way test and the test over
+    seeds."""
     random = np.random.default_rng(11)
     for s in (2, 3, 5):
         d = table(random, s, 40, 0.2, 0.5, mean=0.3)
@@ -169,21 +176,22 @@ def test_the_headline_is_the_weaker_of_two_tests() -> None:
 
 
 def test_a_test_over_queries_mistakes_luck_of_training_for_merit() -> None:
-    """With an effect that a whole training shares, the test over queries calls more than a quarter of null tables different."""
+    """If all queries of a seed share an effect, the test over queries calls more than a quarter of null tables
+    different."""
     random = np.random.default_rng(7)
     p = [paired_t(table(random, 5, 200, 0.2, 0.0).mean(0)).p for _ in range(300)]
     assert np.mean(np.array(p) < 0.05) > 0.25
 
 
 def test_a_real_difference_is_found() -> None:
-    """Five seeds and a shift of five standard errors: nearly always significant."""
+    """A shift of five standard errors over five seeds is nearly always significant."""
     random = np.random.default_rng(8)
     p = [seeds_and_queries(table(random, 5, 100, 0.1, 0.1, mean=0.4)).p for _ in range(200)]
     assert np.mean(np.array(p) < 0.05) > 0.95
 
 
 def test_bootstrap_interval() -> None:
-    """Of many values it is close to mean +- 1.96 standard errors; the same seed gives the same interval."""
+    """For many values the interval is close to mean +- 1.96 standard errors; a seed fixes the interval."""
     d = np.random.default_rng(9).normal(0.2, 1, 2_000)
     low, high = bootstrap(d, resamples=4_000)
     error = d.std() / math.sqrt(2_000)
@@ -195,7 +203,8 @@ def test_bootstrap_interval() -> None:
 
 @pytest.mark.parametrize("p", [[0.01, 0.04, 0.03], [0.5], [], [0.04, 0.04, 0.001, 0.9, 0.02], [1e-9, 0.6, 0.7]])
 def test_holm(p: list[float]) -> None:
-    """A hypothesis is rejected at a level exactly when it and all smaller p-values pass their steps; adjusted p-values say the same."""
+    """An adjusted p-value is at most a level exactly when the hypothesis and all smaller p-values pass their Holm
+    steps."""
     adjusted = holm(p)
     order = sorted(range(len(p)), key=lambda i: p[i])
     for level in (0.001, 0.01, 0.05, 0.061, 0.0799, 0.2, 0.95):
@@ -209,7 +218,8 @@ def test_holm(p: list[float]) -> None:
 
 
 def test_difference_holds_every_test() -> None:
-    """Means over seeds for the test over queries, over queries for the test over seeds; one seed leaves what needs two open."""
+    """The test over queries averages over seeds and the test over seeds averages over queries; one seed leaves the
+    latter unset."""
     random = np.random.default_rng(10)
     a, b = random.random((4, 30)) + 0.1, random.random((4, 30))
     found = difference(a, b)

@@ -16,7 +16,7 @@ from sparring.experiments import bench
 def test_all_forms_of_a_method_are_the_same_function() -> None:
     """All forms give the same values, so their times are comparable; drawn forms agree on average."""
     q, emb, log_w, ids = bench.problem(60, 16, torch.float32, torch.device("cpu"))
-    ids = ids % 20  # some repeat
+    ids = ids % 20  # some are repeated
     exact = torch.stack(
         [
             torch.logsumexp((q[i].double() @ emb.double().T + log_w)[ids != ids[i]], 0) for i in range(60)

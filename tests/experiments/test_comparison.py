@@ -257,7 +257,7 @@ def test_workers_survive_their_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert (ended["5"].value, ended["2"].value) == (2, 5)
     assert "ZeroDivisionError" in (ended["0"].error or "")
     assert "-9" in (ended["die"].error or "")
-    assert {event.message for event in events if isinstance(event, workers.Said)} >= {5, 0, 2}
+    assert {event.message for event in events if isinstance(event, workers.TaskMessage)} >= {5, 0, 2}
 
 
 def test_profile_of_the_complete_catalogue(parts: Split, small_world: SyntheticWorld) -> None:

@@ -223,7 +223,7 @@ def test_methods_have_equal_candidates_and_the_control_as_many_logits(world: Syn
     methods = {method.name: method for method in find("esans-main").methods(one, {})}
     named = ("UNS", "PNS", "debiased MNS", "FairNeg", "Ada-tau", "BMNS")
     assert {methods[name].settings["n"] for name in named} == {5120}
-    assert methods["MixGCF"].settings == {"n": 64, "per_query": True, "exclude": "known"}  # and so k is tuned
+    assert methods["MixGCF"].settings == {"n": 64, "per_query": True, "exclude": "known"}  # so that k is tuned
     assert "k" in space("mixgcf", methods["MixGCF"].settings)
     assert methods["UNS, as many logits"].settings["n"] == candidates({})[1] == 19_466
     assert find("esans-main").methods(one, {"batch_size": "16"})[1].settings["n"] == 160
@@ -379,7 +379,7 @@ def test_runs_have_the_tuned_settings(done: Path) -> None:
         meta = run_json(done / "tiny" / method / "20")
         assert {"weight_decay"} | ({"tau"} if method != "ada-tau" else set()) <= best[
             "settings"
-        ].keys()  # Ada-tau has its own
+        ].keys()  # Ada-tau has its own temperature
         assert "lr" not in best["settings"]
         for name, value in best["settings"].items():
             assert {**meta["arguments"], **flat(meta["setup"])}[name] == value

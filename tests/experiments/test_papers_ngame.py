@@ -90,7 +90,7 @@ def test_every_ranking_of_every_method_is_there(done: Path) -> None:
         assert row["p_at_1_std"] == pytest.approx(100 * np.std([each["precision_xc@1"] for each in found], ddof=1))
         assert row["r_at_100"] is None  # there are 24 labels
         assert row["seeds"] == 2
-    assert rows[0]["p_at_1"] > 50  # the words of a text are those of its labels
+    assert rows[0]["p_at_1"] > 50  # the words of a text are the words of its labels
 
 
 def test_the_page_and_its_figure(done: Path) -> None:

@@ -31,7 +31,7 @@ from sparring.recipes.setup import Setup
 from support.papers import run_json
 
 NASTY = '</script><b onload="x">&$x$'
-NAME = "<b>&$x$"  # of a data set, whose folder has it too
+NAME = "<b>&$x$"  # of a data set, also used for its folder
 LOADS = {"src", "srcset", "href", "xlink:href", "data", "action", "poster", "background", "formaction"}
 VOID = {"meta", "br", "img", "link", "input", "hr"}
 

@@ -78,7 +78,7 @@ def test_trials_are_counted_kept_and_resumed(parts: Split, tmp_path: Path) -> No
 
 
 def test_every_method_tries_other_temperatures(parts: Split, tmp_path: Path) -> None:
-    """After defaults and strong settings come the temperatures `taus`, or half and twice its own; then the sampler."""
+    """After defaults and strong settings come the temperatures `taus`, or half and twice the default."""
     named, plain = (
         tune("uns", parts, 5, tmp_path / str(taus), base=QUICK, fixed=FIXED, device="cpu", taus=taus).trials
         for taus in ((0.2, 0.4), ())

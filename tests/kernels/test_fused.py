@@ -22,13 +22,13 @@ pytestmark = [
     pytest.mark.filterwarnings(f"ignore:{words}:RuntimeWarning") for words in ("divide by zero", "invalid value")
 ]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SHAPES = [(140, 150, 24), (33, 57, 13), (70, 1, 8), (1, 77, 16)]  # the first takes more than one group of 128
+SHAPES = [(140, 150, 24), (33, 57, 13), (70, 1, 8), (1, 77, 16)]  # the first spans more than one group of 128
 
 
 def truth(
     q: Tensor, emb: Tensor, w: Tensor, draws: float | None, upstream: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Value, gradients and expected counts in float64, w (B, C) with -inf where a pair does not count."""
+    """Value, gradients and expected counts in float64; w (B, C) is -inf for excluded pairs."""
     q, emb, w = q.double().requires_grad_(), emb.double().requires_grad_(), w.double()
     s = q @ emb.T
     some = torch.isfinite(w).any(1)
@@ -169,9 +169,9 @@ def test_drawn_counts_follow_their_distribution(seed: int) -> None:
     assert float(lagged.sum(0).square().sum() / len(up)) < 26.0
     corners = (lagged.T @ lagged / math.sqrt(len(up)))[
         above
-    ]  # two queries, two candidates: their keys are those of all four pairs
+    ]  # two queries and two candidates, with the keys of all four pairs
     assert float(corners.square().sum()) < 42.0
-    assert torch.equal(draw_counts.double(), counts.sum(0))  # the backward pass drew the same
+    assert torch.equal(draw_counts.double(), counts.sum(0))  # the backward pass had the same draws
 
 
 def test_draws_depend_on_seed_query_and_candidate_alone() -> None:
@@ -203,7 +203,7 @@ def test_draws_under_weights(monkeypatch: pytest.MonkeyPatch, kind: str, scale: 
     (value * upstream.to(DEVICE, value.dtype)).sum().backward()
     assert q.grad is not None
     assert emb.grad is not None
-    off = 2e-3 if half else 1e-5  # what 16 bits make of a share
+    off = 2e-3 if half else 1e-5  # rounding error of a share in 16 bits
     share = q.grad.double().cpu() / scale / upstream.unsqueeze(1)
     counts = share * (value.detach().double().cpu().unsqueeze(1) - logits.double()).exp()
     assert float((counts - counts.round()).abs().max()) < off * n
@@ -222,7 +222,7 @@ def test_draws_under_weights(monkeypatch: pytest.MonkeyPatch, kind: str, scale: 
 
 
 def test_what_does_not_count_is_never_drawn() -> None:
-    """A pair left out by key has no count, the others share the draws."""
+    """An excluded key has no count, and the others share the draws."""
     logits = torch.zeros(60, 4)
     keys = ExcludedKeys(torch.arange(4, device=DEVICE), (torch.arange(60) % 4).to(DEVICE))
     counts, _, _ = drawn_counts(logits, 9.0, 1, keys=keys)
@@ -237,7 +237,7 @@ def test_what_does_not_count_is_never_drawn() -> None:
 def test_sixteen_bits_keep_what_tf32_keeps(
     monkeypatch: pytest.MonkeyPatch, draws: float | None, scale: float, dtype: torch.dtype
 ) -> None:
-    """Where PyTorch may use TF32, errors are no larger than with inputs rounded to the 10 bits of TF32."""
+    """If PyTorch may use TF32, errors are no larger than with inputs rounded to TF32's 10 bits."""
     monkeypatch.setattr(fused, "halves", lambda dtype: True)
     g = torch.Generator().manual_seed(2)
     q, emb = 3 / scale * torch.randn(150, 24, generator=g), scale * torch.randn(140, 24, generator=g)
@@ -254,5 +254,5 @@ def test_sixteen_bits_keep_what_tf32_keeps(
         error, budget = (mine.detach().double() - right).norm() / right.norm(), (cheap - right).norm() / right.norm()
         floor = (
             2**-8 if dtype == torch.bfloat16 and mine.dtype == dtype else 2**-11
-        )  # what rounding the shares, or the answer, costs
+        )  # the error from rounding the shares or the result
         assert float(error) < 1.5 * float(budget) + floor

@@ -65,7 +65,7 @@ def test_shares_by_hand(kind: str, m: int, d: int) -> None:
                         near = (1 + gram[g][a][i] / math.sqrt(gram[g][a][a] * gram[g][i][i])) / 2
                     row[i] = max(near, 1e-6) ** eta
                 want.append(torch.tensor(row, dtype=torch.float64) / sum(row))
-            for row in want:  # the anchors come in a random order
+            for row in want:  # the anchors are in random order
                 assert float((part - row).abs().amax(1).min()) < 1e-4
 
 
@@ -80,7 +80,7 @@ def test_every_set_and_order_is_as_likely() -> None:
         for at, chosen in enumerate(sets):
             number[(member == torch.tensor([i in chosen for i in range(4)])).all(1)] = at
         assert chi_square(torch.bincount(number, minlength=len(sets)), torch.ones(len(sets))) > 1e-4
-        # the anchor of a mixture is known by its row of shares: alike in all groups, since the vectors are
+        # equal vectors in all groups: a mixture's row of shares identifies its anchor
         anchors = shares[:, begin : begin + n].mul(1e4).round().unique(dim=0, return_inverse=True)[1]
         orders = math.factorial(4) // math.factorial(4 - n)
         assert chi_square(torch.bincount(anchors, minlength=orders), torch.ones(orders)) > 1e-4
@@ -115,7 +115,7 @@ def test_groups_drawn_in_parts_are_drawn_as_in_one(kind: str) -> None:
     ],
 )
 def test_value_and_gradients(keyed: str, offset: float, shape: tuple[int, int, int, int]) -> None:
-    """Real candidates excluded by one key, mixtures by another, some weights -inf: as with all pairs in float64."""
+    """With real candidates and mixtures excluded by separate keys and weights of -inf, results equal float64 sums."""
     b, groups, m, d = shape
     random = torch.Generator().manual_seed(b)
     q, emb, log_w = (torch.randn(*size, generator=random) for size in ((b, d), (groups * m, d), (groups * m,)))
@@ -158,7 +158,7 @@ def test_value_and_gradients(keyed: str, offset: float, shape: tuple[int, int, i
 
 @pytest.mark.parametrize("per_query", [False, True])
 def test_towards_the_positive(per_query: bool) -> None:
-    """Candidates, then lam v + (1 - lam) e of each, with weights and ids; gradients reach both by their shares."""
+    """Each candidate e adds the mixture lam v + (1 - lam) e, with weights and ids; gradients reach both by share."""
     b, m, d = 6, 3, 5
     emb, v, upstream, log_w = (
         vectors(b, m, d),
@@ -185,7 +185,7 @@ def test_towards_the_positive(per_query: bool) -> None:
         torch.testing.assert_close(mine.cpu().double(), right, rtol=1e-5, atol=1e-5)
 
 
-# cluster 3 is empty, cluster 2 is one cell, 5 has two items
+# cluster 3 is empty, cluster 2 has one cell, cluster 5 has two items
 PRIMARY = [0, 0, 0, 0, 0, 1, 1, 1, 2, 2, 4, 4, 4, 4, 5, 5]
 SECONDARY = [0, 0, 1, 1, 2, 0, 1, 1, 1, 1, 0, 0, 2, 1, 0, 2]
 ROWS = 240
@@ -206,7 +206,7 @@ def items_of(found: Codes, positives: list[int]) -> tuple[Tensor, list[int], lis
 
 
 def test_simple_ones_follow_equation_9() -> None:
-    """Two other clusters without replacement by their probabilities, in order, and a uniform set of items in each."""
+    """Two other clusters are drawn without replacement by their probabilities, with a uniform set of items each."""
     found = codes()
     sampler = OtherClusters(found, m_c=2, m_o=3, gamma=1.5).to(DEVICE)
     items, cell, primary = items_of(found, [3])
@@ -241,7 +241,7 @@ def test_hard_ones_come_from_the_cluster_less_the_cell() -> None:
     """All pairs of items of the positive's cluster outside its cell are equally likely; the next is a fallback."""
     found = codes()
     sampler = SameCluster(found, m_h=2).to(DEVICE)
-    positives = [found.cell_of.tolist().index(cell) for cell in (0, 1, 12, 7)]  # the last cell is all of its cluster
+    positives = [found.cell_of.tolist().index(cell) for cell in (0, 1, 12, 7)]  # the last cell is its complete cluster
     items, cell, primary = items_of(found, positives)
     ids, _, log_w, cells, own = (
         x.cpu() for x in cluster_draws.same(items, sampler.cell, sampler.order, sampler.pool, 3, 2, seed(11))
@@ -311,7 +311,7 @@ def loss_by_hand(step: Step, bag: Bag, found: Codes, exclude: str, offset: float
 
 @pytest.mark.parametrize(("exclude", "rule"), [("cell", 0.2), ("positive", "learned"), ("none", "adaptive")])
 def test_a_step_by_these_kernels(monkeypatch: pytest.MonkeyPatch, exclude: str, rule: float | str) -> None:
-    """The bag as a GPU draws and scores it: loss and gradients equal those of its vectors, pair by pair in float64."""
+    """Loss and gradients of a bag drawn and scored as on a GPU equal those of its vectors in float64."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     found, offset = codes(), -0.3
     other = OtherClusters(found, 2, 4, exclude=exclude)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The kernel over candidates and mixtures of them, by error budget against float64 written out."""
+"""The kernel over candidates and their mixtures, with an error budget against explicit float64 sums."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def problem(
 
 
 def truth(p: Problem, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """The value and both gradients: mixture vectors formed, all logits in one table, torch.logsumexp."""
+    """Value and both gradients from explicit mixture vectors, one table of logits and torch.logsumexp."""
     q, emb = p.q.to(dtype, copy=True).requires_grad_(), p.emb.to(dtype, copy=True).requires_grad_()
     g, v, m = p.share.shape
     vectors = torch.einsum("gvm,gmd->gvd", p.share.to(dtype), emb.view(g, m, -1)).reshape(g * v, -1)
@@ -108,7 +108,7 @@ def within_budget(p: Problem, kernel, form: str) -> None:  # type: ignore[no-unt
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kernel", ["fast", "reference"])
 def test_budget(kernel: str, shape: tuple[int, ...], weight: str, form: str) -> None:
-    """Value and gradients are as near to float64 as float32 with all vectors formed; masks as pairs or as a table."""
+    """Value and gradients are as accurate as float32 with explicit vectors, with masks as pairs or as a table."""
     run = mixtures_chunked.weighted_logsumexp if kernel == "fast" else reference.weighted_logsumexp
     for drop, offset in ((0.0, 0.0), (0.3, -0.8), (1.1, 0.0)):
         within_budget(problem(shape, weight, drop, offset), run, form)
@@ -117,7 +117,7 @@ def test_budget(kernel: str, shape: tuple[int, ...], weight: str, form: str) -> 
 @pytest.mark.parametrize("store", [0, 1 << 26])
 @pytest.mark.parametrize("block", [1, 2000])
 def test_in_blocks(monkeypatch: pytest.MonkeyPatch, block: int, store: int) -> None:
-    """The same with one group at a time, with a few, and with the exponentials computed again for the backward pass."""
+    """The budget holds for one group at a time, for a few, and with exponentials recomputed in the backward pass."""
     monkeypatch.setitem(mixtures_chunked.BLOCK, "cpu", block)
     monkeypatch.setattr(mixtures_chunked, "STORE", store)
     for shape in SHAPES:
@@ -127,7 +127,7 @@ def test_in_blocks(monkeypatch: pytest.MonkeyPatch, block: int, store: int) -> N
 
 @pytest.mark.parametrize("block", [1, 1 << 20])
 def test_large_logits(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
-    """Logits of hundreds neither overflow nor vanish in any block; a masked one sets no maximum."""
+    """Logits of hundreds neither overflow nor vanish in any block, and a masked logit never sets the maximum."""
     monkeypatch.setitem(mixtures_chunked.BLOCK, "cpu", block)
     p = problem((16, 12, 3, 5, 8), "column", scale=100.0)
     within_budget(p, mixtures_chunked.weighted_logsumexp, "pairs")
@@ -142,7 +142,7 @@ def test_a_weight_per_pair_takes_the_plain_form() -> None:
 
 
 def test_candidates_of_each_query() -> None:
-    """With vectors (B, C, D) and shares (B, G, V, M) each query meets its own mixtures."""
+    """With vectors (B, C, D) and shares (B, G, V, M) each query has its own mixtures."""
     random = torch.Generator().manual_seed(1)
     q, emb, share = (torch.randn(4, *rest, generator=random).double() for rest in ((3,), (6, 3), (2, 5, 3)))
     share = share.softmax(-1)
@@ -154,7 +154,7 @@ def test_candidates_of_each_query() -> None:
 
 
 def test_buffers_are_used_again_and_never_shared() -> None:
-    """Two losses alive at once keep their own exponentials: the first one's gradient is not changed by the second."""
+    """Two live losses keep their own exponentials: the second does not change the first one's gradient."""
     p = problem((64, 12, 5, 14, 16))
     alone = ours(p, mixtures_chunked.weighted_logsumexp, "pairs")
     q, emb = p.q.clone().requires_grad_(), p.emb.clone().requires_grad_()
@@ -168,7 +168,7 @@ def test_buffers_are_used_again_and_never_shared() -> None:
 
 
 def of_mixtures(mixtures: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A kernel that has its own logits of mixtures, from q, emb, log_w and mix."""
+    """A kernel with its own logits of mixtures, from q, emb, log_w and mix."""
 
     def kernel(q: Tensor, emb: Tensor, log_w: Tensor, places: ExcludedPairs | None, mix: Mix) -> Tensor:
         scores = q @ emb.T

@@ -1,4 +1,4 @@
-"""The Triton kernel for each query's own candidates, in the interpreter where there is no GPU: held to float64 sums."""
+"""The Triton kernel for per-query candidates, in the interpreter without a GPU, against float64 sums."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 def test_value_gradients_and_draw_counts(
     shape: tuple[int, int, int], draws: float | None, weight: str, masked: bool
 ) -> None:
-    """With weights of any shape, some -inf, and masks up to full rows: value, both gradients and expected counts."""
+    """Value, gradients and expected counts are right for weights of any shape, some -inf, and full masks."""
     b, c, d = shape
     g = torch.Generator().manual_seed(c)
     q, emb, upstream = torch.randn(b, d, generator=g), torch.randn(b, c, d, generator=g), torch.randn(b, generator=g)

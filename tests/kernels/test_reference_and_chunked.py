@@ -1,4 +1,4 @@
-"""Kernels by error budget: an error to float64 at most that of plain PyTorch in float32, plus a tolerance."""
+"""Kernels have at most the float64 error of plain PyTorch in float32, plus a tolerance."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KERNELS: dict[str, Kernel] = {
     "chosen": kernels.weighted_logsumexp,
 }
 SHAPES = [(64, 128, 32), (33, 57, 13), (16, 1, 8), (1, 77, 16), (1, 1, 1)]
-TOLERANCE = 2e-6  # of the largest entry: a few roundings in float32
+TOLERANCE = 2e-6  # of the largest entry: a few float32 roundings
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def within_budget(p: Problem, kernel: Kernel) -> None:
 @pytest.mark.parametrize("weight", ["scalar", "column", "row", "pair", "one row"])
 @pytest.mark.parametrize("drop", ["none", "some", "all"])
 def test_error_budget(kernel: str, shape: tuple[int, int, int], weight: str, drop: str) -> None:
-    """Value and both gradients, for weights of every shape and any dropped places."""
+    """Value and both gradients are within budget for weights of every shape and any dropped places."""
     within_budget(problem(shape, weight, drop), KERNELS[kernel])
 
 
@@ -110,14 +110,14 @@ def test_error_budget(kernel: str, shape: tuple[int, int, int], weight: str, dro
 @pytest.mark.parametrize("weight", ["scalar", "column"])
 @pytest.mark.parametrize("drop", ["none", "some", "all"])
 def test_error_budget_of_expected_draws(kernel: str, shape: tuple[int, int, int], weight: str, drop: str) -> None:
-    """The same with the weights replaced by expected counts, and the counts themselves."""
+    """Weights replaced by expected counts, and the counts themselves, are within budget."""
     within_budget(problem(shape, weight, drop, draws=100.0), KERNELS[kernel])
 
 
 @pytest.mark.parametrize("kernel", ["reference", "chosen"])
 @pytest.mark.parametrize("weight", ["pair", "row", "one row"])
 def test_expected_draws_with_a_weight_per_pair(kernel: str, weight: str) -> None:
-    """Expected counts from weights that differ by query."""
+    """Expected counts are right for weights that differ by query."""
     within_budget(problem((33, 57, 13), weight, "some", draws=100.0), KERNELS[kernel])
 
 
@@ -125,7 +125,7 @@ def test_expected_draws_with_a_weight_per_pair(kernel: str, weight: str) -> None
 @pytest.mark.parametrize("draws", [None, 64.0])
 @pytest.mark.parametrize("scale", [0.01, 6.0, 30.0])
 def test_error_budget_at_other_scales(kernel: str, draws: float | None, scale: float) -> None:
-    """Flat scores, and scores so far apart that one candidate takes almost everything."""
+    """The budget holds for flat scores and for scores where one candidate dominates."""
     within_budget(problem((40, 50, 16), "column", "some", draws, scale), KERNELS[kernel])
 
 
@@ -145,7 +145,7 @@ def test_blocks_and_recomputing_change_nothing(monkeypatch, draws: float | None,
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("draws", [None, 64.0])
 def test_columns_without_weight(kernel: str, draws: float | None) -> None:
-    """A weight of -inf drops a column for all queries, however high it scores, and all columns at once too."""
+    """A weight of -inf drops a column, or all of them, for all queries, however high it scores."""
     p = problem((20, 30, 8), "column", "some", draws)
     p.log_w[::3] = -math.inf
     within_budget(p, KERNELS[kernel])
@@ -157,7 +157,7 @@ def test_columns_without_weight(kernel: str, draws: float | None) -> None:
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_weights_far_apart(kernel: str) -> None:
-    """Expected draws with weights 60 nats apart, the heaviest on the lowest scores."""
+    """Expected draws are right for weights 60 nats apart, the heaviest on the lowest scores."""
     p = problem((20, 30, 8), "column", "none", 64.0)
     p.log_w.copy_(torch.linspace(-60, 0, 30))
     p.emb[:10] *= 5
@@ -175,7 +175,7 @@ def test_double_precision(kernel: str, draws: float | None) -> None:
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_rows_with_nothing_left(kernel: str) -> None:
-    """A row whose every place is dropped gives -inf and sends no gradient; its neighbours are as without it."""
+    """A row with every place dropped gives -inf and no gradient; its neighbours are unaffected."""
     p = problem((6, 9, 4), "column", "none")
     rows = torch.tensor([2, 4]).repeat_interleave(9)
     p = replace(p, places=(rows, torch.arange(9).repeat(2)))
@@ -188,7 +188,7 @@ def test_rows_with_nothing_left(kernel: str) -> None:
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_no_draws_leave_the_counts_alone(kernel: str) -> None:
-    """`draw_counts` belongs to expected draws: where the counts were drawn before, the kernel must not erase them."""
+    """Without expected draws the kernel leaves `draw_counts` unchanged."""
     p = problem((8, 5, 4), "column", "none")
     draw_counts = torch.arange(5.0)
     KERNELS[kernel](p.q, p.emb, p.log_w, None, None, draw_counts)
@@ -198,7 +198,7 @@ def test_no_draws_leave_the_counts_alone(kernel: str) -> None:
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("draws", [None, 16.0])
 def test_backward_twice(kernel: str, draws: float | None) -> None:
-    """A graph kept for a second backward pass gives the same gradient again, also after another problem in between."""
+    """A retained graph gives the same gradient again, also after another problem in between."""
     p, other = problem((33, 57, 13), "column", "some", draws), problem((33, 57, 13), "column", "some", draws, seed=1)
     q, emb = p.q.requires_grad_(), p.emb.requires_grad_()
     value = KERNELS[kernel](q, emb, p.log_w, p.places, draws)
@@ -213,14 +213,14 @@ def test_backward_twice(kernel: str, draws: float | None) -> None:
 
 
 def test_spare_buffers_stay_on_their_device() -> None:
-    """A buffer freed on the CPU is never handed out for vectors that live elsewhere."""
+    """A buffer freed on the CPU is never reused for vectors on another device."""
     spare = chunked._Spare(most=2)
     spare.give(torch.empty(4, 4))
     assert spare.take(torch.empty(1, device="meta"), 4, 4).device.type == "meta"
 
 
 def test_own_candidates_of_each_query() -> None:
-    """Candidates (B, C, D), few and many, against a loop over queries."""
+    """Per-query candidates (B, C, D), few and many, equal a loop over queries."""
     g = torch.Generator().manual_seed(0)
     for c in (3, 8, 9, 40):
         q, emb, log_w = (
@@ -240,7 +240,7 @@ def test_own_candidates_of_each_query() -> None:
 
 
 def test_a_learned_weight_gets_its_gradient() -> None:
-    """A log_w that needs a gradient receives softmax probabilities, from whichever kernel is chosen."""
+    """A log_w that requires a gradient gets the softmax probabilities from every kernel."""
     p = problem((5, 7, 3), "column", "none")
     log_w = p.log_w.clone().requires_grad_()
     kernels.weighted_logsumexp(p.q, p.emb, log_w).sum().backward()
@@ -249,7 +249,7 @@ def test_a_learned_weight_gets_its_gradient() -> None:
 
 
 def test_second_derivatives_are_refused_not_wrong() -> None:
-    """The chunked kernel has no second derivative: asking for one raises."""
+    """The chunked kernel raises when asked for a second derivative."""
     p = problem((5, 7, 3), "column", "none")
     q = p.q.requires_grad_()
     (gradient,) = torch.autograd.grad(chunked.weighted_logsumexp(q, p.emb, p.log_w).sum(), q, create_graph=True)
@@ -258,7 +258,7 @@ def test_second_derivatives_are_refused_not_wrong() -> None:
 
 
 def check_weighted_logsumexp(kernel: Kernel) -> None:
-    """The error budget on the problems that tell right kernels from wrong ones."""
+    """Check the error budget on problems that separate right kernels from wrong ones."""
     for weight, drop, draws, scale in (
         ("column", "some", None, 1.0),
         ("pair", "all", None, 1.0),
@@ -269,7 +269,7 @@ def check_weighted_logsumexp(kernel: Kernel) -> None:
 
 
 def of_logits(logsumexp: Callable[[Tensor], Tensor]) -> Kernel:
-    """A kernel that has its own log-sum-exp over weighted logits (B, C) and leaves expected draws to the reference."""
+    """A kernel with its own log-sum-exp over weighted logits (B, C) that leaves expected draws to the reference."""
 
     def kernel(
         q: Tensor,

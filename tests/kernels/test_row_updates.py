@@ -1,4 +1,4 @@
-"""The fused row updates, in Triton's interpreter where there is no GPU: held to a loop over the rows in float64."""
+"""The fused row updates, in Triton's interpreter without a GPU, against a float64 loop over the rows."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ N, PLACES, STEPS = 12, 45, 3
 
 @pytest.fixture(params=["searched", "sorted"], autouse=True)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every test runs with the places of a row searched for, and with places sorted by row."""
+    """Run every test with searched places and with places sorted by row."""
     if request.param == "sorted":
         monkeypatch.setattr(row_updates, "SEARCHED", 0)
 
 
 def gradients(step: int, d: int = 5) -> tuple[Tensor, Tensor]:
     g = torch.Generator().manual_seed(step)
-    index = torch.randint(N - 2, (PLACES,), generator=g)  # the last two rows never come
-    index[:20] = step  # more places than are summed at once
+    index = torch.randint(N - 2, (PLACES,), generator=g)  # the last two rows never occur
+    index[:20] = step  # more places than one block sums
     return index, torch.randn(PLACES, d, generator=g)
 
 
@@ -64,7 +64,7 @@ def test_adam_equals_a_loop_over_rows(bias: str, decay: float, d: int) -> None:
 
 
 def test_adagrad_equals_a_loop_over_rows() -> None:
-    """One accumulator a row: the mean square of the summed gradient; rows outside the batch stay bitwise."""
+    """One accumulator per row adds the mean square of the summed gradient; rows outside the batch stay bitwise."""
     start = torch.randn(N, 5, generator=torch.Generator().manual_seed(9))
     table, total = start.to(DEVICE, copy=True), torch.zeros(N, device=DEVICE)
     value, sums = start.double(), torch.zeros(N).double()
@@ -81,7 +81,7 @@ def test_adagrad_equals_a_loop_over_rows() -> None:
 
 @pytest.mark.parametrize("shape", [(45,), (9, 5), (3, 3, 5), ()])
 def test_gather_has_the_dense_gradient_of_indexing(shape: tuple[int, ...]) -> None:
-    """The rows for ids of any shape, and in the backward pass the sum of gradients per row, 0 for unused rows."""
+    """Ids of any shape give their rows; the gradient is the sum per row, 0 for unused rows."""
     index, grads = gradients(1)
     ids = index[: max(1, torch.Size(shape).numel())].reshape(shape).to(DEVICE)
     back = grads[: ids.numel()].reshape(*shape, 5).to(DEVICE)

@@ -13,7 +13,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def sorted_out(q: torch.Tensor, items: torch.Tensor, k: int, hidden: list[list[int]]) -> torch.Tensor:
-    """Ids by (score descending, id ascending) in float64, hidden ones left out, -1 where none is left."""
+    """Ids by (score descending, id ascending) in float64 without hidden ones; -1 once none is left."""
     found = torch.full((len(q), k), -1)
     for i, own in enumerate(hidden):
         scores = (q[i].double() @ items.double().T).tolist()
@@ -47,6 +47,6 @@ def test_equals_sorting_everything(monkeypatch: pytest.MonkeyPatch, n: int, k: i
 
 
 def test_a_doubtful_list_says_so() -> None:
-    """If a group that was not searched may hold an item as good as the last one listed, the list is not sure."""
-    items = torch.ones(64 * 40, 4)  # all equal: the groups that were left out could hold as good ones
+    """If an unsearched group may hold an item as good as the last one listed, the list is marked as unsure."""
+    items = torch.ones(64 * 40, 4)  # all equal, so the skipped groups could hold equally good items
     assert not bool(topk.top_k(torch.ones(3, 4, device=DEVICE), items.to(DEVICE), 2, None, None, None).sure.any())

@@ -69,7 +69,7 @@ def check(step: Step, bag: Bag, got: Tensor, formula: Formula) -> None:
     )
     torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
     leaves = [step.q, step.v, *(block.emb for block in bag.blocks)]
-    # each query's loss counts differently, so that no two errors cancel
+    # a different weight per query, so that no two errors cancel
     scale = torch.linspace(0.5, 2.0, B, dtype=torch.float64)
     for mine, theirs in zip(
         *(torch.autograd.grad((scale * loss).sum(), leaves, allow_unused=True) for loss in (got, want)), strict=True
@@ -139,7 +139,7 @@ FORMULAS: dict[str, tuple[Loss, Formula]] = {
 @pytest.mark.parametrize("positive", [True, False])
 @pytest.mark.parametrize("name", FORMULAS)
 def test_loss_is_its_formula(name: str, tau: Tensor, positive: bool) -> None:
-    """Each loss and its gradients are those of its formula, with and without a weight of the positive."""
+    """Each loss and its gradients equal the formula, with and without a weight of the positive."""
     step, bag = case(tau, positive)
     loss, formula = FORMULAS[name]
     check(step, bag, loss(step, bag), formula)
@@ -168,7 +168,7 @@ def test_every_other_loss_is_rejected(name: str) -> None:
 @pytest.mark.parametrize("tau", TAUS)
 @pytest.mark.parametrize("surrogate", sorted(SIGMA))
 def test_psl_of_a_learned_temperature_and_learned_weights(tau: Tensor, surrogate: str) -> None:
-    """The gradient with respect to tau and to the weights is that of the formula too, and of finite differences."""
+    """The gradients with respect to tau and the weights equal those of the formula and finite differences."""
     step, bag = case(tau)
     block = bag.blocks[1]
 
@@ -183,7 +183,7 @@ def test_psl_of_a_learned_temperature_and_learned_weights(tau: Tensor, surrogate
 @pytest.mark.parametrize("surrogate", sorted(SIGMA))
 @pytest.mark.parametrize("tau", [0.005, 0.05])
 def test_psl_is_finite_in_single_precision(surrogate: str, tau: float) -> None:
-    """At the smallest temperatures, and where sigma is 0 or would be negative, everything is finite."""
+    """Everything is finite at the smallest temperatures and where sigma is 0 or would be negative."""
     q = torch.tensor([[1.0, 0.0], [0.0, 1.0]], requires_grad=True)
     step = Step(
         torch.arange(2),
@@ -206,7 +206,7 @@ def test_psl_is_finite_in_single_precision(surrogate: str, tau: float) -> None:
     ]
     torch.testing.assert_close(
         loss.detach(), torch.tensor(want), rtol=1e-3, atol=1e-3
-    )  # the nearer candidate is all that counts
+    )  # only the nearer candidate counts
 
 
 @pytest.mark.parametrize("tau", TAUS)
@@ -232,7 +232,7 @@ def test_slatk(tau: Tensor, constant: bool) -> None:
 
 
 def corpus_of(n_queries: int, n_items: int, epoch: int, seed: int = 0) -> tuple[Corpus, Tensor, list[list[int]]]:
-    """A catalogue, the vectors of the queries and each one's positives: from none to more than any k here."""
+    """A catalogue, query vectors and the positives of each query, from none to more than every k here."""
     g = torch.Generator().manual_seed(seed)
     items, queries = unit(n_items, 4, generator=g).float(), unit(n_queries, 4, generator=g).float()
     lists = [sorted(torch.randperm(n_items, generator=g)[: (3 * u) % 14].tolist()) for u in range(n_queries)]
@@ -252,7 +252,7 @@ def test_thresholds_are_exact_with_the_whole_catalogue(k: int) -> None:
 
 
 def test_thresholds_take_all_positives_and_the_drawn_items() -> None:
-    """With n < N: the k-th largest among all positives of the query and n items common to all queries, none twice."""
+    """With n < N the threshold is the k-th largest among the query's positives and n shared items, none twice."""
     corpus, queries, lists = corpus_of(17, 14, 0)
     loss, n, k = SLatK(17, k=3, n=5), 5, 3
     loss.refresh(corpus)
@@ -261,8 +261,8 @@ def test_thresholds_take_all_positives_and_the_drawn_items() -> None:
     def expected(drawn: set[int]) -> list[float]:
         return [sorted((scores[u][j] for j in drawn | set(lists[u])), reverse=True)[k - 1] for u in range(17)]
 
-    # whichever items were drawn: some set of five explains all thresholds (query 0 has no positives, so its own is
-    # among them)
+    # some set of five drawn items must explain all thresholds (query 0 has no positives, so its threshold is among
+    # them)
     at = [min(range(14), key=lambda j, u=u: abs(scores[u][j] - float(loss.beta[u]))) for u in range(17)]  # type: ignore[misc]
     assert all(abs(scores[u][j] - float(loss.beta[u])) < 1e-6 for u, j in enumerate(at))
     fits = [
@@ -278,7 +278,7 @@ def close(values: list[float], found: Tensor) -> bool:
 
 
 def test_thresholds_are_drawn_anew_every_so_many_epochs() -> None:
-    """every=3: the thresholds change before epochs 0, 3, 6 and no other; the first draw replaces weight 1 for all."""
+    """every=3 redraws the thresholds before epochs 0, 3 and 6 only; the first draw replaces weight 1 for all."""
     loss = SLatK(17, k=2, n=5, every=3)
     assert bool(torch.isneginf(loss.beta).all())
     before = loss.beta.clone()
@@ -345,7 +345,7 @@ def test_blocks_share_one_sum(which: int) -> None:
 
 
 def test_expected_draws() -> None:
-    """A softmax-type loss takes the closed form of Resample; a pairwise one says that it cannot."""
+    """A softmax-type loss accepts the closed form of Resample; a pairwise loss raises an error."""
     world = World.build()
     step = world.step(8, 1)
     bag = Resample(InBatch())(step)
@@ -356,7 +356,7 @@ def test_expected_draws() -> None:
 
 
 def test_what_is_refused() -> None:
-    """Arguments that make no loss are named."""
+    """Invalid arguments are named."""
     for make in (
         lambda: bsl(0.0),
         lambda: bsl(1.0, "multi"),  # type: ignore[arg-type]

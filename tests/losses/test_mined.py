@@ -15,7 +15,7 @@ from sparring.testing import World
 
 
 def unit(world: World, step: Step, tau: float = 0.1) -> Step:
-    """The step with vectors of length 1 and this temperature."""
+    """The step with unit vectors and this temperature."""
     vectors = torch.nn.functional.normalize(world.items, dim=1)
     q = torch.nn.functional.normalize(step.q.detach(), dim=1).requires_grad_()
     return replace(step, q=q, v=vectors[step.item_ids], encode=lambda ids: vectors[ids], tau=torch.tensor(tau))
@@ -54,7 +54,7 @@ def by_hand(step: Step, k: int, margin: float, reduction: str, least: float | No
 @pytest.mark.parametrize("constant", [False, True])
 @pytest.mark.parametrize("k", [1, 4, 100])
 def test_online_hard_is_its_formula(reduction: str, least: float | None, constant: bool, k: int) -> None:
-    """Loss and gradient of every row equal the formula's, with all known positives of the query left out."""
+    """Loss and gradient of every row equal the formula, without the query's known positives."""
     world = World.build(n_items=30, dim=6)
     step = unit(world, world.step(16, 1))
     loss = OnlineHard(k, 0.3, reduction, least, constant)(step, InBatch(exclude="known")(step))  # type: ignore[arg-type]
@@ -66,7 +66,7 @@ def test_online_hard_is_its_formula(reduction: str, least: float | None, constan
 
 
 def test_the_hardest_of_several_blocks_together() -> None:
-    """Candidates of two sources compete for the k places as those of one do."""
+    """Candidates of two sources compete for the k places like those of one."""
     world = World.build(n_items=30, dim=6)
     step = unit(world, world.step(8, 2))
     bag = Union(InBatch(exclude="known"), Sampled(Uniform(30), 20, exclude="known", correction="none"))(step)
@@ -86,7 +86,7 @@ def test_the_hardest_of_several_blocks_together() -> None:
 
 
 def test_both_ways_adds_the_loss_of_items_against_queries() -> None:
-    """For the item of each row: queries of the batch without it are its negatives, its own query is its positive."""
+    """The item of a row has its own query as positive and the batch's queries without the item as negatives."""
     world = World.build(n_items=30, dim=6)
     step = unit(world, world.step(12, 6))
     bag = InBatch(exclude="known")(step)
@@ -108,7 +108,7 @@ def test_both_ways_adds_the_loss_of_items_against_queries() -> None:
 
 
 def test_nothing_left_and_nothing_violated_is_zero() -> None:
-    """A bag with everything excluded, or with all candidates far below: loss and gradient are 0, never nan."""
+    """With all candidates excluded or far below, loss and gradient are 0, never nan."""
     lone = World.build(n_items=1)
     step = unit(lone, lone.step(5, 1))
     for loss in (OnlineHard(), OnlineHard(least=0.1), OnlineHard(reduction="mean")):
@@ -175,7 +175,7 @@ def test_hard_pairs_is_its_formula(positives: int, negatives: int, margin: float
 
 
 def test_as_many_candidates_as_queries_are_no_diagonal() -> None:
-    """In a batch with as many positives as queries, a query's positives are still its known ones, wherever they are."""
+    """With as many positives as queries, a query's positives are still its known ones, in any column."""
     world = World.build(n_items=5, n_queries=5, dim=3)
     step = unit(world, world.step(5, 0))
     bag = BatchPositives()(step)
@@ -185,7 +185,7 @@ def test_as_many_candidates_as_queries_are_no_diagonal() -> None:
 
 
 def test_hard_pairs_of_one_item_is_zero() -> None:
-    """Nothing to be wrong about: zero loss, zero gradient."""
+    """A single item gives zero loss and zero gradient."""
     world = World.build(n_items=1)
     step = unit(world, world.step(5, 1))
     value = HardPairs()(step, BatchPositives()(step))
@@ -195,6 +195,6 @@ def test_hard_pairs_of_one_item_is_zero() -> None:
 
 @pytest.mark.parametrize("wrong", [{"k": 0}, {"margin": 0.0}, {"reduction": "max"}, {"least": 0.5}])
 def test_nonsense_is_refused(wrong: dict[str, object]) -> None:
-    """Values that mean nothing."""
+    """Invalid values raise errors that name them."""
     with pytest.raises(ValueError, match=r"k >= 1|reduction|least"):
         OnlineHard(**wrong)  # type: ignore[arg-type]

@@ -120,12 +120,12 @@ def test_pairwise(loss: Loss, penalty: Callable[[Tensor], Tensor]) -> None:
 
 @pytest.mark.parametrize("loss", [sampled_softmax, bpr, hinge()])
 def test_nothing_left(loss: Loss) -> None:
-    """A query whose every candidate is masked or dropped has loss 0 and gradient 0; the others are not touched."""
+    """A query with every candidate masked or dropped has loss 0 and gradient 0; the others are unaffected."""
     check_nothing_left(loss)
 
 
 def of_bag(loss: Loss, change: Callable[[Candidates], dict[str, Any]]) -> Loss:
-    """The loss of a bag whose blocks are changed first."""
+    """The loss of a bag after changing its blocks."""
     return lambda step, bag: loss(step, replace(bag, blocks=tuple(replace(b, **change(b)) for b in bag.blocks)))
 
 
@@ -189,7 +189,7 @@ def test_wrong_pairwise_losses_are_rejected(wrong: str) -> None:
     ],
 )
 def test_losses_that_fail_with_nothing_left_are_rejected(wrong: Loss) -> None:
-    """The loss is 0 where nothing counts against a query: not the positive's own, not infinite, not nan."""
+    """The check rejects a loss that is not 0 for a query without candidates."""
     with pytest.raises(AssertionError):
         check_nothing_left(wrong)
 
@@ -236,7 +236,7 @@ def test_a_small_loss_keeps_its_digits() -> None:
 
 
 def test_the_mean_loss_falls_when_the_positive_rises() -> None:
-    """The gradient step lowers the loss: its sign is right for every loss."""
+    """A higher score of the positive lowers every loss."""
     world = World.build()
     for loss in (sampled_softmax, bpr, hinge(3.0)):
         step = world.step(16, 1)
@@ -250,7 +250,7 @@ def test_the_mean_loss_falls_when_the_positive_rises() -> None:
 
 
 def test_fixed_temperature() -> None:
-    """tau for every query, nothing to train, and a temperature that is not positive is refused."""
+    """tau holds for every query and is not trained; a tau that is not positive raises an error."""
     assert float(Fixed(0.07)(torch.arange(3))) == pytest.approx(0.07)
     assert list(Fixed(0.07).parameters()) == []
     for bad in (0.0, -1.0, math.nan):
@@ -259,7 +259,7 @@ def test_fixed_temperature() -> None:
 
 
 def test_learned_temperature_starts_where_it_is_told() -> None:
-    """tau = exp(log_tau) and its gradient is that of the loss."""
+    """tau = exp(log_tau) starts at the given value and gets the gradient of the loss."""
     temperature = Learned(0.2)
     tau = temperature(torch.arange(3))
     assert float(tau.detach()) == pytest.approx(0.2)
@@ -271,10 +271,10 @@ def test_learned_temperature_starts_where_it_is_told() -> None:
 
 
 def test_learned_temperature_comes_back_from_its_bound() -> None:
-    """Pushed past its lowest value it stays there, and a gradient that asks for more raises it again."""
+    """Pushed past its lower bound it stays there, and the opposite gradient raises it again."""
     temperature = Learned(0.021, low=0.02)
     optimiser = torch.optim.SGD(temperature.parameters(), lr=1.0)
-    for sign in (1.0, -1.0, -1.0, -1.0):  # once down and past the bound, then up
+    for sign in (1.0, -1.0, -1.0, -1.0):  # first down past the bound, then up
         optimiser.zero_grad()
         tau = temperature(torch.arange(3))
         assert 0.02 * (1 - 1e-6) <= float(tau.detach()) <= 1.0

@@ -66,7 +66,7 @@ def test_lambert_w_against_scipy() -> None:
     """w exp(w) = x to 1e-12 from the branch point -1/e (where W falls vertically) to 1e8; the values of scipy."""
     x = np.concatenate([-np.exp(-1) + np.logspace(-15, -1, 300), np.linspace(-0.3678, 3, 500), np.logspace(0, 8, 100)])
     found, want = lambert_w(torch.from_numpy(x)).numpy(), lambertw(x).real
-    # beside the branch point the last bit of x is worth its square root in W
+    # next to the branch point the last bit of x changes W by its square root
     assert (np.abs(found - want) <= 1e-12 * np.abs(want) + 1e-12 + 1e-15 / np.sqrt(x + np.exp(-1))).all()
     np.testing.assert_allclose(found * np.exp(found), x, rtol=1e-12, atol=1e-14)
 
@@ -99,7 +99,7 @@ def test_common_temperature_from_all_pairs() -> None:
     known = [scores[u][j] for u in ACTIVE for j in LISTS[u]]
     everywhere = [scores[u][j] for u in ACTIVE for j in range(N)]
     gap = sum(known) / len(known) - sum(everywhere) / len(everywhere)
-    sign = 1.0 if gap > 0 else -1.0  # a second world with the gap turned round tells the floor
+    sign = 1.0 if gap > 0 else -1.0  # a second world with a negative gap tests the floor
     for queries_now, want in ((sign * queries, abs(gap) / log_ratio()), (-sign * queries, 0.02)):
         temperature = AdaTau(COUNTS, N, gap=0.9, settle=3)
         temperature.refresh(corpus(2, queries_now, items))
@@ -137,11 +137,11 @@ def test_each_querys_temperature_follows_its_loss(quantile: float | None, beta: 
 
 
 def test_a_losss_memory_is_one_epoch_and_survives_an_absence() -> None:
-    """A query seen in the last epoch has that epoch's mean; one not seen since keeps the mean it had."""
+    """A query seen in the last epoch has that epoch's mean; an unseen one keeps its previous mean."""
     temperature = AdaTau(COUNTS, N)
     for epoch, seed in ((1, 10), (2, 40)):
         step, bag = batch(temperature, seed)
-        only = torch.arange(5) if epoch == 1 else torch.tensor([0, 2])  # the second time query 3 alone
+        only = torch.arange(5) if epoch == 1 else torch.tensor([0, 2])  # in the second epoch only query 3
         step = Step(
             step.query_ids[only],
             step.item_ids[only],
@@ -221,7 +221,7 @@ def test_state_survives_saving() -> None:
 
 
 def test_what_is_refused() -> None:
-    """Arguments and data that Ada-tau has no temperature for."""
+    """Arguments and data without a valid temperature raise errors."""
     for bad in ({"beta": 0.0}, {"gap": -1.0}, {"quantile": 1.5}, {"means": "batch"}, {"low": 0.0}):
         with pytest.raises(ValueError, match=r"Ada-tau|quantile|means"):
             AdaTau(COUNTS, N, **bad)  # type: ignore[arg-type]

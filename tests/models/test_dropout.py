@@ -1,4 +1,4 @@
-"""Dropout on query vectors: what it does to them, when, and from which generator."""
+"""Dropout on query vectors: its effect, its timing and its generator."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_only_training_drops(parts: Split) -> None:
 
 
 def test_the_gradient_cache_drops_alike(parts: Split) -> None:
-    """Encoded in chunks of 5, the same dimensions are dropped and the gradient is that of encoding all at once."""
+    """Encoding in chunks of 5 drops the same dimensions and gives the gradient of encoding all at once."""
     whole, chunked = (one_loss(parts, {"dropout": RATE, "chunk": chunk}) for chunk in (None, 5))
     for one, other in zip(whole, chunked, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
@@ -95,7 +95,7 @@ class Stop(Exception):
 
 
 def test_a_stopped_run_goes_on_as_if_it_had_not_been(parts: Split, tmp_path: Path) -> None:
-    """A resumed run with dropout and a bias equals an uninterrupted one bitwise, whatever the global RNG did."""
+    """A resumed run with dropout and a bias is bitwise identical to an uninterrupted one, for any global RNG."""
     settings = {"epochs": 3, "batch_size": 64, "dim": 8, "n": 30, "dropout": RATE, "item_bias": True}
 
     def stop(epoch: int, step: int, loss: Tensor) -> None:
@@ -123,6 +123,6 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(parts: Split, tmp_path: Pat
 
 @pytest.mark.parametrize("rate", [-0.1, 1.0, math.nan])
 def test_a_rate_outside_is_refused(parts: Split, rate: float) -> None:
-    """Nothing, or everything and more, cannot be dropped."""
+    """A rate outside [0, 1) raises an error."""
     with pytest.raises(UserError, match="dropout"):
         build("uns", parts.train, {"dropout": rate})

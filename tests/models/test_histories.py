@@ -17,7 +17,7 @@ from sparring.training import trained as runs
 from sparring.training.fitting import fit
 
 N_ITEMS = 40
-NAMES = ["a", "a,b", "b", *(f"c{at:02}" for at in range(N_ITEMS - 4)), "é"]  # as a vocabulary sorts them
+NAMES = ["a", "a,b", "b", *(f"c{at:02}" for at in range(N_ITEMS - 4)), "é"]  # in vocabulary order
 SMALL = {"dim": 8, "epochs": 1, "batch_size": 64}
 TOWERS: dict[str, dict[str, object]] = {
     "cosine": {"score": "cosine"},
@@ -46,7 +46,7 @@ def trained(parts: Split, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 def test_where_no_tower_reads_it_a_history_is_the_mean_of_its_items(
     trained: dict[str, runs.Trained], name: str
 ) -> None:
-    """Length 1 under cosine, otherwise the items' mean length; biases count; history items are excluded by default."""
+    """The mean has length 1 under cosine, else the items' mean length, and includes biases; its items are excluded."""
     run, rows = trained[name], [3, 7, 20]
     vectors = run.model.item_vectors().numpy().astype(np.float64)
     width = vectors.shape[1] - (name == "bias")
@@ -65,7 +65,7 @@ def test_where_no_tower_reads_it_a_history_is_the_mean_of_its_items(
 
 @pytest.mark.parametrize("name", TOWERS)
 def test_the_service_answers_a_history_alike(trained: dict[str, runs.Trained], name: str) -> None:
-    """The vector of a history is the same in a service and without one."""
+    """A history has the same vector in a service and without one."""
     from sparring.serving.http.served_run import load_served
 
     run = trained[name]
@@ -80,7 +80,7 @@ def test_the_service_answers_a_history_alike(trained: dict[str, runs.Trained], n
 def test_items_that_the_run_does_not_know_are_named(
     trained: dict[str, runs.Trained], name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A warning names them, and the list is that of the others; where none is known there is nothing to go by."""
+    """A warning names unknown items and the others are used; a history without known items is an error."""
     run = trained[name]
     best = run.recommend_history(["c05", "nonsense", "b", "more"], 4)
     assert best.equals(run.recommend_history(["c05", "b"], 4))
@@ -91,7 +91,7 @@ def test_items_that_the_run_does_not_know_are_named(
 
 
 def test_one_id_by_itself_is_one_id(trained: dict[str, runs.Trained]) -> None:
-    """Text is not taken apart into letters; an integer needs no list around it."""
+    """A single text is one id, not a list of letters; a single integer needs no list."""
     run = trained["cosine"]
     query = run.ids.query_ids.ids[4]
     assert run.recommend(query, 3).equals(run.recommend([query], 3))
@@ -100,7 +100,7 @@ def test_one_id_by_itself_is_one_id(trained: dict[str, runs.Trained]) -> None:
 
 
 def test_errors_of_the_library_name_no_options(trained: dict[str, runs.Trained]) -> None:
-    """Whoever calls it from Python has no command line."""
+    """Errors raised in Python mention no command-line options."""
     run = trained["cosine"]
     asks: list[Callable[[], object]] = [lambda: run.recommend("nobody"), lambda: run.recommend_history(["x"])]
     asks += [lambda: run.recommend_text(["a text"]), lambda: run.recommend([run.ids.query_ids.ids[0]], k=1000)]
@@ -115,7 +115,7 @@ def test_errors_of_the_library_name_no_options(trained: dict[str, runs.Trained])
 def test_the_command_says_how_a_history_was_read(
     trained: dict[str, runs.Trained], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The mean in a note, unknown items in a warning, both on stderr: the lines on stdout are the list alone."""
+    """stderr has a note about the mean and a warning about unknown items; stdout has only the list."""
     for name, note in (("cosine", True), ("history", False)):
         assert main(["recommend", str(trained[name].folder), "--history", "c05,nonsense", "-k", "3", "--json"]) == 0
         out, err = capsys.readouterr()
@@ -126,7 +126,7 @@ def test_the_command_says_how_a_history_was_read(
 
 
 def test_an_id_with_a_comma_can_be_named(trained: dict[str, runs.Trained], capsys: pytest.CaptureFixture[str]) -> None:
-    """A word that is an id as it stands is taken whole; the option may be repeated, and what is no id is a list."""
+    """A value that is an id is one id, otherwise a comma-separated list; the option may be repeated."""
     run = trained["cosine"]
 
     def listed(*words: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""A learned bias of items: score = q . v + b, wherever a score is taken."""
+"""A learned item bias: score = q . v + b in every place that computes a score."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SMALL = {"dim": 6, "batch_size": 32, "epochs": 2, "item_bias": True, "init_std":
 
 
 def with_bias(model: Retriever) -> Tensor:
-    """Give the items random biases; all scores (Q, N) by hand, from the tables."""
+    """Give the items random biases; return all scores (Q, N) computed by hand from the tables."""
     assert model.item_bias is not None
     bias = torch.randn(model.n_items, 1, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
@@ -48,7 +48,7 @@ def test_a_score_is_the_inner_product_and_the_bias(parts: Split, score: str) -> 
 
 
 def test_it_begins_at_nothing(parts: Split) -> None:
-    """Before training a bias changes no score."""
+    """A new bias changes no score."""
     with_one, without = (build("uns", parts.train, {**SMALL, "item_bias": bias}).model for bias in (True, False))
     scores = [model.query_vectors(torch.arange(9)) @ model.item_vectors().T for model in (with_one, without)]
     torch.testing.assert_close(*scores, rtol=1e-5, atol=1e-6)
@@ -102,7 +102,7 @@ def test_ranking_and_diagnosis_know_it(parts: Split) -> None:
 
 @pytest.mark.parametrize("recipe", ["default", "cbns", "midx", "sce", "mixgcf", "bmns", "xir", "slatk"])
 def test_recipes_train_it(parts: Split, recipe: str) -> None:
-    """Every kind of negatives, those that keep vectors too, trains with a bias and moves it."""
+    """All kinds of negatives, those that store vectors included, train with a bias and move it."""
     run = build(recipe, parts.train, {**SMALL, **({"opens": 0} if recipe == "cbns" else {})})
     fit(run, parts, k=(10,), device="cpu")
     assert run.model.item_bias is not None

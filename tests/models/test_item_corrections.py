@@ -1,4 +1,4 @@
-"""Auxiliary vectors of item clusters: what is added, who shares, and that towers of every kind take them."""
+"""Auxiliary vectors of item clusters: their sum with the tower, their sharing, and towers of every kind."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def table(n: int, d: int = 4, seed: int = 0) -> IdTower:
 
 @pytest.mark.parametrize("init", ["xavier", "zeros"])
 def test_the_clusters_vector_is_added_before_scaling(init: str) -> None:
-    """w_l = E(l) + a_c(l), for ids of any shape; "zeros" starts as the tower alone."""
+    """w_l = E(l) + a_c(l) for ids of any shape; "zeros" starts equal to the tower alone."""
     item = Augmented(table(10), 3, init)  # type: ignore[arg-type]
     ids = torch.tensor([[3, 9], [0, 3]])
     found = item(ids)
@@ -42,7 +42,7 @@ def test_the_clusters_vector_is_added_before_scaling(init: str) -> None:
 
 
 def test_frequent_items_have_vectors_of_their_own_and_the_others_share_equally() -> None:
-    """The `private` most frequent items (ties by id) get one each; the others share clusters of equal size."""
+    """The `private` most frequent items (ties by id) have their own vector; the others share equal clusters."""
     counts = torch.tensor([5, 1, 9, 1, 1, 7, 1, 1, 1, 1, 5])
     item = Augmented(table(11), 2 + 4)
     item.assign(counts, 2, torch.Generator().manual_seed(0))
@@ -54,7 +54,7 @@ def test_frequent_items_have_vectors_of_their_own_and_the_others_share_equally()
 
 
 def test_alike_items_share() -> None:
-    """Items in two far apart groups: no vector serves both."""
+    """Items of two distant groups never share a vector."""
     item = Augmented(table(32), 4)
     with torch.no_grad():
         item.tower.weight.mul_(0.05)  # type: ignore[operator]
@@ -65,7 +65,7 @@ def test_alike_items_share() -> None:
 
 
 def test_how_many_vectors() -> None:
-    """A power of two near (N - private) / items, and the private ones; never more private than half the items."""
+    """A power of two near (N - private) / items, plus the private ones, which are at most half the items."""
     assert shared_vectors(20_560, 5, 0) == (4096, 0)
     assert shared_vectors(131_073, 2, 1000) == (65_536, 1000)
     assert shared_vectors(10, 4, 1000) == (1, 5)
@@ -94,7 +94,7 @@ def test_every_tower_trains_with_them_and_is_loaded_again(
 
 
 def test_they_never_decay(parts: Split) -> None:
-    """Weight decay reaches the tower's vectors and not these."""
+    """Weight decay applies to the tower's vectors and not to the auxiliary ones."""
     model = build_towers(Setup.of(dim=4, auxiliary=4), Ids(parts.train.query_ids, parts.train.item_ids))
     assert isinstance(model.item, Augmented)
     groups = [
@@ -106,14 +106,14 @@ def test_they_never_decay(parts: Split) -> None:
 
 
 def test_nonsense_is_refused() -> None:
-    """More vectors than items, or none."""
+    """More vectors than items, or none, raise errors."""
     for vectors in (0, 11):
         with pytest.raises(ValueError, match="between 1 and"):
             Augmented(table(10), vectors)
 
 
 def by_hand(positives: Positives, vectors: torch.Tensor, item: int, shrink: float) -> torch.Tensor:
-    """The mean of the vectors of the queries that have an item, as if `shrink` more were 0."""
+    """The mean of the vectors of an item's queries, as if `shrink` additional ones were 0."""
     start = positives.start.tolist()
     mine = [q for q in range(len(start) - 1) if item in positives.items[start[q] : start[q + 1]].tolist()]
     return sum((vectors[q] for q in mine), torch.zeros(vectors.shape[1])) / max(len(mine) + shrink, 1)
@@ -176,7 +176,7 @@ def test_prime_takes_the_vectors_that_batches_keep(parts: Split, tmp_path: Path)
 
 
 def test_centroids_without_kept_vectors(parts: Split) -> None:
-    """With random batches the queries are encoded for them: any recipe takes centroids=true."""
+    """With random batches the queries are encoded, so every recipe supports centroids=true."""
     run = build("dpr", parts.train, {"dim": 4, "epochs": 2, "batch_size": 16, "centroids": True})
     fit(run, Split(parts.train), device="cpu")
     assert isinstance(run.model.item, Centroids)
@@ -184,13 +184,13 @@ def test_centroids_without_kept_vectors(parts: Split) -> None:
 
 
 def test_a_negative_shrink_is_refused() -> None:
-    """One line."""
+    """A negative shrink is a one-line error."""
     with pytest.raises(ValueError, match="shrink"):
         Centroids(table(3), -1)
 
 
 def test_prime_with_texts_is_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A text tower under centroids under auxiliary vectors is found, saved with its encoder, and loaded."""
+    """A text tower under centroids and auxiliary vectors is saved with its encoder and loaded."""
     monkeypatch.setenv("SPARRING_HOME", str(tmp_path / "home"))
     parts = text_parts()
     settings = {"encoder": "bag", "dim": 8, "epochs": 2, "batch_size": 16, "clf_epochs": 0, "size": 4, "warmup": 2}

@@ -1,4 +1,4 @@
-"""Tables in ranges: the values of one table, gradients and updates included, wherever the ranges lie."""
+"""Sharded tables have the values, gradients and updates of one table, wherever the shards are."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_start_and_any_ids_are_those_of_one_table(n: int, shards: int) -> None
 
 @pytest.mark.parametrize("rule", ["row-adam", "row-adagrad"])
 def test_updates_are_those_of_one_table(rule: Any) -> None:
-    """After ten steps every row is where it would be in one table, to the last bits."""
+    """After ten steps every row equals that of a single table up to the last bits."""
     one, many = pair(20, 3)
     steps = [torch.randint(20, (12,), generator=torch.Generator().manual_seed(at)) for at in range(10)]
     for table in (one, many):
@@ -56,7 +56,7 @@ def test_updates_are_those_of_one_table(rule: Any) -> None:
 def test_shards_are_dealt_over_all_gpus(
     monkeypatch: pytest.MonkeyPatch, shards: int, count: int, expected: list[int]
 ) -> None:
-    """In turn, from the one that is asked for on; on a CPU all stay."""
+    """Shards are assigned round-robin, starting at the requested GPU; on a CPU all stay."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     found = dealt(shards, torch.device("cuda", min(1, count - 1)))
     assert [device.index for device in found] == expected
@@ -64,7 +64,7 @@ def test_shards_are_dealt_over_all_gpus(
 
 
 def test_parts_go_where_they_are_dealt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`to` moves each part to its own device: here to one that holds no values."""
+    """`to` moves each shard to its own device, here the CPU and the meta device."""
     monkeypatch.setattr(
         "sparring.models.sharded_tables.dealt", lambda shards, device: [torch.device("cpu"), torch.device("meta")]
     )
@@ -96,7 +96,7 @@ def test_classifiers_in_shards(parts: Split, tmp_path: Path) -> None:
 
 
 def test_nonsense_is_refused(parts: Split) -> None:
-    """One line that names the value."""
+    """A one-line error names the value."""
     with pytest.raises(ValueError, match="5 rows"):
         ShardedTable(5, 2, 6)
     with pytest.raises(UserError, match="clf_shards must be at least 1, got 0"):

@@ -53,7 +53,7 @@ def test_quick_ranks_before_its_first_epoch() -> None:
 
 
 def test_spectral_needs_id_tables() -> None:
-    """A history tower has no table per query to set: one line says so."""
+    """A history tower has no table per query to initialise, which is a one-line error."""
     data = make_world(queries=30, items=20, seed=0).interactions
     with pytest.raises(UserError, match="query_tower=id"):
         sparring.build("quick", data, {"query_tower": "history"})

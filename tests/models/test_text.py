@@ -1,4 +1,4 @@
-"""Text towers against one text at a time, gradients against the whole batch, encoders read back from their folders."""
+"""Text towers equal one text at a time, gradients equal the full batch, and encoders load from their folders."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def one_by_one(encoder: BagEncoder, texts: Texts, at: int, max_len: int) -> Tens
 
 @pytest.mark.parametrize("max_len", [1, 3, 32])
 def test_a_bag_is_the_weighted_mean_of_its_tokens(max_len: int) -> None:
-    """Ids of any shape, repeated ids, an empty text (zero), a truncated text: all equal a loop over their tokens."""
+    """Ids of any shape, repeated ids, empty texts (zero) and truncated texts equal a loop over tokens."""
     encoder = a_bag()
     tower = TextTower(encoder, tokenize(STRINGS, encoder.tokenizer, 32), max_len)
     ids = torch.tensor([[3, 1, 0], [3, 5, 2]], dtype=torch.int32)
@@ -63,7 +63,7 @@ def test_a_bag_is_the_weighted_mean_of_its_tokens(max_len: int) -> None:
 
 @pytest.mark.parametrize("sparse", [True, False])
 def test_the_gradient_of_a_bag_is_that_of_the_loop(sparse: bool) -> None:
-    """Of the vectors and of the weights; sparse, every token of the batch is in it once."""
+    """Gradients of vectors and weights equal the loop's; a sparse one has every token of the batch once."""
     encoder = a_bag(sparse=sparse)
     tower = TextTower(encoder, tokenize(STRINGS, encoder.tokenizer, 32), 32)
     ids, scale = torch.tensor([0, 2, 3, 0, 1]), torch.randn(5, 6)
@@ -85,7 +85,7 @@ def test_the_gradient_of_a_bag_is_that_of_the_loop(sparse: bool) -> None:
 
 @pytest.mark.parametrize("pooling", ["mean", "cls"])
 def test_a_transformer_reads_each_text_as_if_alone(bert: Path, pooling: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Padding and grouping change nothing: a text has the vector that transformers gives it alone."""
+    """Padding and grouping change nothing: a text has the vector that transformers computes for it alone."""
     import transformers
 
     from sparring.models import text
@@ -104,7 +104,7 @@ def test_a_transformer_reads_each_text_as_if_alone(bert: Path, pooling: str, mon
 
 
 class Waits(TorchDispatchMode):
-    """Remembers what would wait for a GPU: reading a value, or a shape that depends on one."""
+    """Records operations that would wait for a GPU: reading a value, or a shape that depends on one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ def test_a_training_step_on_a_gpu_waits_for_nothing(bert: Path, max_len: int, mo
 
 
 def test_a_text_that_occurs_twice_has_one_vector(bert: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With dropout, and read at once: as where each text is read once."""
+    """With dropout, a repeated text has one vector, as if each text were encoded once."""
     from sparring.models import text
 
     monkeypatch.setattr(text, "must_not_sync", lambda ids: True)
@@ -155,7 +155,7 @@ def test_a_text_that_occurs_twice_has_one_vector(bert: Path, monkeypatch: pytest
     assert torch.equal(first, third)
     assert not torch.equal(first, other)
     assert tower(torch.zeros(0, dtype=torch.long)).shape == (0, 16)
-    assert len(tower(torch.arange(7) % 6)) == 7  # more ids than texts: each is read once
+    assert len(tower(torch.arange(7) % 6)) == 7  # more ids than texts: each text is read once
 
 
 def test_mostly_padding_is_not_read_at_once(bert: Path) -> None:
@@ -166,7 +166,7 @@ def test_mostly_padding_is_not_read_at_once(bert: Path) -> None:
     def length(words: list[int], max_len: int = 40) -> int | None:
         return encoder.one_length(tokenize([" ".join(["red"] * n) for n in words], encoder.tokenizer, 40), max_len)
 
-    assert length([5, 7]) == 16  # and a token at either end
+    assert length([5, 7]) == 16  # plus one token at each end
     assert length([30, 36]) == 40
     assert length([30, 36], 20) == 24
     assert length([1, 1, 1, 30]) is None
@@ -189,7 +189,7 @@ def test_dropout_is_on_in_training_only(bert: Path) -> None:
 
 @pytest.mark.parametrize("share", [True, False])
 def test_weights_are_shared_or_not(bert: Path, share: bool) -> None:
-    """Shared: one set of weights, one vector per text on both sides. Separate: training one leaves the other."""
+    """Shared weights give a text one vector on both sides; separate ones leave the other side untrained."""
     setup = Setup.of(query_tower="text", item_tower="text", encoder=str(bert), share_encoder=share)
     run = compose(text_parts().train, setup, Term(1.0, InBatch()))
     names = [name for name, _ in run.model.named_parameters()]
@@ -207,7 +207,7 @@ def test_the_gradient_cache_works_with_texts(bert: Path, encoder: str, chunk: in
     negatives = Union(InBatch(), Sampled(Uniform(40), 9))
     found = []
     for size in (None, chunk):
-        # without dropout: its draws depend on how a batch is cut
+        # without dropout: its draws depend on the chunks
         name = "bag" if encoder == "bag" else str(tiny_bert(bert.parent / "still", dropout=0.0))
         setup = Setup.of(query_tower="text", item_tower="text", encoder=name, dim=8, chunk=size)
         run = compose(parts.train, setup, Term(1.0, negatives))
@@ -224,7 +224,7 @@ def test_the_gradient_cache_works_with_texts(bert: Path, encoder: str, chunk: in
 
 
 def test_only_matrices_of_a_transformer_decay(bert: Path) -> None:
-    """Biases and layer norms are in a group without decay, all else in one with it; no weight is in both or none."""
+    """Biases and layer norms are in a group without decay, all other weights in one with decay."""
     encoder = load_encoder(bert)
     (rule,) = optimizers(encoder, "row-adam", lr=1e-3, weight_decay=0.1)
     decays = {id(p): group["weight_decay"] for group in rule.param_groups for p in group["params"]}
@@ -247,7 +247,7 @@ def test_an_encoder_is_read_back(bert: Path, tmp_path: Path) -> None:
 
 
 def test_a_folder_used_again_holds_one_encoder(bert: Path, tmp_path: Path) -> None:
-    """What an earlier encoder left is not taken for part of the next: neither its tokenizer nor its weights."""
+    """Saving replaces the tokenizer and the weights of an earlier encoder in the folder."""
     save_encoder(load_encoder(bert), tmp_path)
     save_encoder(a_bag(), tmp_path, weights=False)
     assert not (tmp_path / "model.safetensors").exists()
@@ -255,7 +255,7 @@ def test_a_folder_used_again_holds_one_encoder(bert: Path, tmp_path: Path) -> No
 
 
 def test_a_bag_without_wordllama_starts_at_random(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`bag` always works; `wordllama` names the package that is missing; both have `dim` dimensions."""
+    """`bag` always works; `wordllama` names its missing package; both have `dim` dimensions."""
     monkeypatch.setattr(encoders, "package_folder", lambda name: None)
     encoder = open_encoder("bag", dim=5, init_std=0.5)
     assert encoder.dim == encoder_width("bag", 5) == 5
@@ -266,7 +266,7 @@ def test_a_bag_without_wordllama_starts_at_random(monkeypatch: pytest.MonkeyPatc
 
 
 def test_wordllama_gives_its_first_dimensions() -> None:
-    """The package's vectors, cut to `dim` and scaled to init_std; more dimensions than it has are an error."""
+    """The package's vectors are cut to `dim` and scaled to init_std; too many dimensions are an error."""
     pytest.importorskip("tokenizers")
     if encoders.package_folder("wordllama") is None:
         pytest.skip("wordllama is not installed")
@@ -280,13 +280,13 @@ def test_wordllama_gives_its_first_dimensions() -> None:
     scale = 0.1 / whole.float().std()
     torch.testing.assert_close(encoder.vectors.weight.detach(), whole[:, :7].float() * scale)
     tokens, _ = tokenize(["dog"], encoder.tokenizer, 8).flat(torch.tensor([0]), 8)
-    assert 1 not in tokens.tolist()  # the token that would begin every text
+    assert 1 not in tokens.tolist()  # the token that would start every text
     with pytest.raises(UserError, match=r"dim=300 .* 256"):
         open_encoder("bag", dim=300)
 
 
 def test_what_cannot_be_read_is_named(bert: Path, tmp_path: Path) -> None:
-    """A length beyond the encoder's, a folder without one, a tower without an encoder."""
+    """A length beyond the encoder's, an empty folder and a tower without an encoder raise errors."""
     encoder = load_encoder(bert)
     with pytest.raises(ValueError, match=r"max_len 41 .* 40 tokens"):
         TextTower(encoder, tokenize(STRINGS, encoder.tokenizer, 8), 41)
@@ -297,7 +297,7 @@ def test_what_cannot_be_read_is_named(bert: Path, tmp_path: Path) -> None:
 
 
 def test_weights_kept_in_halves_train_in_full(bert: Path, tmp_path: Path) -> None:
-    """A folder of float16 or bfloat16 weights opens as float32, where a small step is not lost to rounding."""
+    """float16 and bfloat16 weights are loaded as float32, where a small step is not lost to rounding."""
     import shutil
 
     from safetensors.torch import load_file, save_file

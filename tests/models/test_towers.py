@@ -59,7 +59,7 @@ def test_id_tower_reads_rows_of_any_shape() -> None:
 
 @pytest.mark.parametrize("sparse", [True, False])
 def test_id_tower_gradient_is_sparse_or_dense(sparse: bool) -> None:
-    """The same gradient, held as rows of the batch or as a whole table."""
+    """The sparse and the dense gradient have the same values."""
     tower = IdTower(50, 4, sparse=sparse)
     tower(torch.tensor([7, 7, 2], dtype=torch.int32)).sum().backward()
     assert tower.weight.grad is not None
@@ -96,7 +96,7 @@ def test_feature_tower_equals_a_loop(with_id: bool) -> None:
 
 
 def test_feature_tower_missing_category_learns() -> None:
-    """A missing value is a value: its vector gets gradient, and the rows of other codes do not."""
+    """The vector of a missing value gets a gradient, and the rows of other codes do not."""
     tower = FeatureTower(6, 4, some_features())
     tower(torch.tensor([4])).square().sum().backward()  # codes (0, 0)
     grad = tower.values.weight.grad.to_dense()  # type: ignore[union-attr]
@@ -106,7 +106,7 @@ def test_feature_tower_missing_category_learns() -> None:
 
 
 def test_feature_tower_travels_with_its_features() -> None:
-    """state_dict holds the features: a tower built over blank ones of the same shape becomes the trained one."""
+    """state_dict includes the features, so a tower built over blank ones becomes the trained one."""
     tower = FeatureTower(6, 4, some_features())
     blank = Features(np.zeros((6, 2), np.int32), (3, 3), np.zeros((6, 2), np.float32), ("a", "b", "x"))
     other = FeatureTower(6, 4, blank)
@@ -115,7 +115,7 @@ def test_feature_tower_travels_with_its_features() -> None:
 
 
 def test_feature_tower_errors_are_one_line() -> None:
-    """The wrong number of rows, no layers, and nothing to read."""
+    """A wrong number of rows, no layers and no columns raise one-line errors."""
     with pytest.raises(ValueError, match="6 ids"):
         FeatureTower(7, 4, some_features())
     with pytest.raises(ValueError, match="at least one layer"):
@@ -140,20 +140,20 @@ def test_history_equals_a_loop(pooling: str) -> None:
 
 @pytest.mark.parametrize("pooling", ["mean", "attention"])
 def test_history_leaves_the_positive_out(pooling: str) -> None:
-    """All places of the positive go; the next older item takes its seat; other rows keep theirs."""
+    """All places of the positive are removed and the next older item moves up; other rows are unaffected."""
     tower = a_history_tower(pooling)
     pairs = [(0, 1), (0, 7), (2, 2), (3, 9), (3, 0), (4, 2), (1, 5), (4, 9)]
     queries, items = torch.tensor([q for q, _ in pairs]), torch.tensor([i for _, i in pairs])
-    # Of each history last + 1 = 4 items are read, so that one may go.
+    # A history reads last + 1 = 4 items, so that one can be removed.
     want = [pooled_by_loop(tower, [i for i in HISTORY[q][-4:] if i != positive]) for q, positive in pairs]
     got = tower(queries, exclude_items=items)
     assert torch.allclose(got, torch.stack(want), atol=1e-6)
-    assert torch.equal(got[5], tower.empty)  # nothing but the positive
+    assert torch.equal(got[5], tower.empty)  # only the positive
 
 
 @pytest.mark.parametrize("pooling", ["mean", "attention"])
 def test_history_gives_the_positive_no_gradient(pooling: str) -> None:
-    """The leak in one number: the gradient of the query vector with respect to its positive is exactly absent."""
+    """The gradient of the query vector with respect to its positive is exactly zero, so nothing leaks."""
     tower = a_history_tower(pooling)
     tower(torch.tensor([0, 3]), exclude_items=torch.tensor([7, 8])).square().sum().backward()
     touched = tower.item.weight.grad.coalesce().indices()[0].tolist()  # type: ignore[union-attr, operator]
@@ -175,7 +175,7 @@ def test_new_queries_are_encoded_from_items_alone(pooling: str) -> None:
 
 
 def test_history_gradients_reach_everything() -> None:
-    """Items, attention, recency and the vector of the empty history all learn; absent items are not touched."""
+    """Items, attention, recency and the empty history's vector get gradients; absent items do not."""
     tower = a_history_tower("attention")
     (tower(torch.tensor([0, 1, 3])) ** 2).sum().backward()
     for name, parameter in tower.named_parameters():
@@ -195,7 +195,7 @@ def test_attention_starts_as_the_mean() -> None:
 
 
 def test_histories_that_are_all_empty() -> None:
-    """A cold start of everyone gives the learned vector, with gradient, and so do new users with items."""
+    """If all histories are empty the learned vector is used, with gradient, and new users with items still work."""
     tower = HistoryTower(IdTower(10, 6), csr([[], []]))
     tower(torch.tensor([0, 1]), exclude_items=torch.tensor([1, 2])).sum().backward()
     assert tower.empty.grad is not None
@@ -205,7 +205,7 @@ def test_histories_that_are_all_empty() -> None:
 
 @pytest.mark.parametrize("score", ["cosine", "dot"])
 def test_retriever_scales_as_its_score_says(score: str) -> None:
-    """Cosine: v / |v| of every vector; dot: the vectors as they are."""
+    """Cosine scales every vector to length 1; dot leaves vectors unchanged."""
     model = Retriever(IdTower(7, 4), IdTower(9, 4), score=score)  # type: ignore[arg-type]
     q, e = model.state_dict()["query.weight"], model.state_dict()["item.weight"]
     if score == "cosine":
@@ -245,7 +245,7 @@ def test_retriever_passes_the_positive_to_a_history_tower_only() -> None:
 
 
 def test_retriever_takes_any_modules_and_checks_their_widths() -> None:
-    """Towers of other people work; a mismatch is a one-line error."""
+    """Custom towers work; different widths are a one-line error."""
     item = nn.Sequential(nn.Embedding(9, 5), nn.Dropout(0.5), nn.Linear(5, 4))
     with pytest.raises(ValueError, match="3 dimensions"):
         Retriever(IdTower(4, 3), item, n_items=9)
@@ -255,7 +255,7 @@ def test_retriever_takes_any_modules_and_checks_their_widths() -> None:
         Retriever(IdTower(4, 4), IdTower(4, 4), score="l2")  # type: ignore[arg-type]
     model = Retriever(nn.Embedding(4, 4), item, n_items=9)
     item[2].eval()
-    assert torch.allclose(model.item_vectors(), model.item_vectors(block=4))  # no dropout, whatever the mode
+    assert torch.allclose(model.item_vectors(), model.item_vectors(block=4))  # no dropout in either mode
     assert item[1].training
     assert not item[2].training
     assert Retriever(item, nn.Embedding(6, 4)).n_items == 6
@@ -264,7 +264,7 @@ def test_retriever_takes_any_modules_and_checks_their_widths() -> None:
 @pytest.mark.parametrize("layer", [0, 1, 2])
 @pytest.mark.parametrize("bias", [False, True])
 def test_mixtures_inside_the_tower(layer: int, bias: bool) -> None:
-    """Items are mixed after the first layers, then sent through the rest; a share of 1 is the item; biases mix."""
+    """Items are mixed after the first layers and passed through the rest; a share of 1 is the item; biases mix."""
     torch.manual_seed(0)
     features = Features(torch.randint(3, (10, 2)).int().numpy(), (3, 3), torch.randn(10, 2).numpy(), tuple("abcd"))
     tower = FeatureTower(10, 4, features, hidden=(7, 6, 5))
@@ -285,7 +285,7 @@ def test_mixtures_inside_the_tower(layer: int, bias: bool) -> None:
 
 
 def test_mixtures_need_hidden_layers() -> None:
-    """A table has no layers, and a tower of two has no third: both are said in one line."""
+    """A table has no layers and a tower of two has no third: both are one-line errors."""
     with pytest.raises(ValueError, match="hidden layers"):
         Retriever(IdTower(3, 5), IdTower(4, 5)).encode_mixtures(torch.zeros(1, 2).long(), torch.ones(1, 1, 2), 1)
     tower = FeatureTower(

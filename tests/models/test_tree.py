@@ -1,4 +1,4 @@
-"""Decision trees: scikit-learn's own as the reference, brute force for a single split, and what has no split."""
+"""Decision trees against scikit-learn, against brute force for a single split, and without a possible split."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def noisy(seed: int, n: int) -> tuple[np.ndarray, np.ndarray]:
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("depth", [1, 3, 4])
 def test_chances_are_those_of_scikit_learn(seed: int, depth: int) -> None:
-    """Where no two splits are equally good, the same chances for rows known and new."""
+    """If no two splits tie, known and new rows get scikit-learn's probabilities."""
     pytest.importorskip("sklearn")
     from sklearn.tree import DecisionTreeClassifier
 
@@ -71,7 +71,7 @@ def test_one_split_is_the_best_of_all() -> None:
 
 @pytest.mark.parametrize("y", [[True] * 5, [False] * 5, [True, False, True, True, False]])
 def test_what_cannot_be_parted_is_one_leaf(y: list[bool]) -> None:
-    """One class alone, or rows that are all equal: the chance is the share of True, and no row leaves the root."""
+    """A single class or identical rows give one leaf, whose probability is the share of True."""
     x = torch.ones(5, 3) if len(set(y)) > 1 else torch.randn(5, 3)
     tree = grow(x, torch.tensor(y), 7)
     assert int(tree.below[0]) == int(tree.above[0]) == 0
@@ -79,7 +79,7 @@ def test_what_cannot_be_parted_is_one_leaf(y: list[bool]) -> None:
 
 
 def test_nothing_to_learn_from_is_refused() -> None:
-    """No rows, or another number of targets."""
+    """No rows and a different number of targets raise errors."""
     with pytest.raises(ValueError, match="n >= 1"):
         grow(torch.zeros(0, 3), torch.zeros(0, dtype=torch.bool), 2)
     with pytest.raises(ValueError, match="as many targets"):

@@ -1,4 +1,4 @@
-"""How bags combine: Resample and Hardest over any source."""
+"""Combinations of bags: Resample and Hardest over any source."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class TestRounded(ResampleContract):
 
 
 class TestExpected(ResampleContract):
-    draws = 2000  # nothing is random but the batch
+    draws = 2000  # only the batch is random
 
     def make(self, world: World) -> Negatives:
         return Resample(InBatch(Popularity(world.counts)), n=self.n)
@@ -143,7 +143,7 @@ class TestResampleUnionMixedMasks(NegativesContract):
 
 
 class TestResampleMemory(NegativesContract):
-    """A memory that is not full yet: its empty places are never drawn."""
+    """The empty places of a memory that is not full are never drawn."""
 
     selects = True
 
@@ -154,7 +154,7 @@ class TestResampleMemory(NegativesContract):
 
 class TestHardest(NegativesContract):
     selects = True
-    draws = 2000  # nothing is random but the batch
+    draws = 2000  # only the batch is random
 
     def make(self, world: World) -> Negatives:
         return Hardest(InBatch(Popularity(world.counts)), 4)
@@ -197,7 +197,7 @@ class TestHardestUnion(NegativesContract):
 
 
 def test_hardest_keeps_what_is_left() -> None:
-    """With fewer candidates than k all are kept, and those that are masked count nothing."""
+    """With fewer candidates than k all are kept, and masked ones weigh nothing."""
     world = World.build()
     step = world.step(6, 1)
     bag = Hardest(InBatch(), 10)(step)
@@ -206,7 +206,7 @@ def test_hardest_keeps_what_is_left() -> None:
 
 
 def refused(negatives: Negatives, step: Step) -> bool:
-    """Whether a composition is refused by an error that names its part."""
+    """Whether a composition raises an error that names its part."""
     try:
         negatives(step)
     except ValueError as error:
@@ -289,7 +289,7 @@ def test_systematic_counts(n: int) -> None:
 
 @pytest.mark.parametrize("n", [1, 7, 64, 1024])
 def test_rounded_counts(n: int) -> None:
-    """Every count is less than 1 from n p, candidates without probability are never drawn, the mean is n p."""
+    """Every count differs from n p by less than 1, zero probability is never drawn, and the mean is n p."""
     counts_lie_around(n, rounded_counts, sums=False)
 
 
@@ -308,9 +308,9 @@ def counts_lie_around(n: int, drawn, sums: bool = True) -> None:
         assert bool((counts[p == 0] == 0).all())
         assert torch.equal(counts, counts.round())
         total += counts
-    fraction = (n * p) % 1  # a count is one of two neighbours: its variance is that of a coin
+    fraction = (n * p) % 1  # a count has two neighbouring values, so its variance is that of a coin
     noise = (fraction * (1 - fraction) / 300).sqrt()
-    # a handful of draws more: rare events are not normal
+    # a few more draws, since rare events are not normal
     assert bool(((total / 300 - n * p).abs() <= 4 * noise + 4 / 300).all())
 
 
@@ -346,7 +346,7 @@ def test_a_row_without_probability_draws_nothing(counts, dtype) -> None:
 @pytest.mark.parametrize("draw", ["expected", "multinomial", "systematic", "rounded"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_resampling_works_in_other_precisions(draw, dtype) -> None:
-    """Vectors in float64 or bfloat16 are resampled as those in float32 are."""
+    """Vectors in float64 and bfloat16 can be resampled like float32 ones."""
     world = World.build(dtype=dtype)
     single = World.build()
     for name in ("items", "queries"):
@@ -376,7 +376,7 @@ def test_the_loss_returns_the_number_of_draws(draw) -> None:
 
 
 def test_pairwise_losses_refuse_expected_counts() -> None:
-    """A pairwise loss has no closed form over expected draws: the error says what to do."""
+    """A pairwise loss has no closed form over expected draws, and the error names the remedy."""
     world = World.build()
     step = world.step(8, 1)
     with pytest.raises(ValueError, match="draw="):
@@ -384,7 +384,7 @@ def test_pairwise_losses_refuse_expected_counts() -> None:
 
 
 def test_a_merged_bag_describes_all_its_weights() -> None:
-    """Resampling an uncorrected and a corrected source together does not claim that nothing is corrected."""
+    """The description of an uncorrected and a corrected source resampled together names both corrections."""
     world = World.build()
     bag = Resample(Union(InBatch(), Sampled(Uniform(world.n_items), 8)))(world.step(8, 1))
     assert "expected count" in bag.describe().splitlines()[0]
@@ -399,6 +399,6 @@ def test_a_merged_bag_describes_all_its_weights() -> None:
     ],
 )
 def test_bad_arguments_are_named(build, words) -> None:
-    """A wrong argument raises an error of one line that names it."""
+    """A wrong argument raises a one-line error that names it."""
     with pytest.raises(ValueError, match=words):
         build()

@@ -123,7 +123,7 @@ def test_everything_in_one_bucket_is_the_full_softmax() -> None:
 
 
 def test_usual_numbers() -> None:
-    """Unless given there are 2 sqrt(B) buckets of 2 sqrt(B) queries."""
+    """By default there are 2 sqrt(B) buckets of 2 sqrt(B) queries."""
     world = World.build()
     step = world.step(100, 1)
     members, items = HardestBucket(world.n_items, 4).fill(step)
@@ -162,13 +162,13 @@ def test_larger_buckets_are_closer_to_the_full_softmax() -> None:
 
 @pytest.mark.parametrize("wrong", [{"n": 0}, {"buckets": 0}, {"queries": 0}, {"exclude": "all"}])
 def test_bad_arguments_are_named(wrong: dict[str, object]) -> None:
-    """A wrong argument raises an error of one line that names it."""
+    """A wrong argument raises a one-line error that names it."""
     with pytest.raises(ValueError, match=next(iter(wrong))):
         HardestBucket(**{"n_items": 10, "n": 4, **wrong})  # type: ignore[arg-type]
 
 
 def test_nothing_depends_on_values_but_values() -> None:
-    """Bag and loss can be traced without any data, so on a GPU no shape or branch waits for it."""
+    """Bag and loss can be traced without data, so no shape or branch waits for the GPU."""
     world = World.build()
     step = world.step(16, 1)
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:

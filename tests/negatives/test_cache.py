@@ -131,7 +131,7 @@ def test_counts_do_not_depend_on_who_wrote_the_loss() -> None:
 
 
 def test_draws_of_a_query_of_its_own_count_too() -> None:
-    """Every Resample of the run feeds the cache, also one whose candidates differ from query to query."""
+    """Every Resample of the run feeds the cache, also one with per-query candidates."""
     world = World.build()
     frequency = Popularity(world.counts)
     cache = Cache(16, frequency, world.n_items)
@@ -143,7 +143,7 @@ def test_draws_of_a_query_of_its_own_count_too() -> None:
 
 
 class Elsewhere(Distribution):
-    """Uniform, with a buffer that ids on another device cannot look into."""
+    """Uniform with a buffer that cannot be indexed by ids on another device."""
 
     log_p: torch.Tensor
 
@@ -155,7 +155,7 @@ class Elsewhere(Distribution):
         return self.log_p.gather(0, ids)
 
 
-@pytest.mark.parametrize("n_items", [50, 300_000])  # in one block, and in many
+@pytest.mark.parametrize("n_items", [50, 300_000])  # in one block and in many
 def test_a_cache_of_a_distribution_on_another_device(n_items: int) -> None:
     """The cache is on the device of its distribution; fake CUDA tensors detect a mix of devices."""
     with FakeTensorMode():
@@ -192,7 +192,7 @@ def draws_from_this_step(kind: type[Cache]) -> None:
 
 
 def test_without_draws_the_cache_stays() -> None:
-    """A step in which nothing was drawn, before any other, leaves the uniform start as it is."""
+    """A first step without draws leaves the uniform start unchanged."""
     world = World.build()
     cache = Cache(32, Popularity(world.counts), world.n_items)
     before = cache.ids.clone()
@@ -211,12 +211,12 @@ def registers_small_additions(kind: type[Cache]) -> None:
 
 @pytest.mark.parametrize("check", [adds_up, draws_from_this_step, registers_small_additions])
 def test_occurrences(check: Callable[[type[Cache]], None]) -> None:
-    """All draws of all terms add up, in double precision, and the next cache is drawn from the pool."""
+    """All draws of all terms add up in double precision, and the next cache is drawn from the pool."""
     check(Cache)
 
 
 class CountsItemsOnce(Cache):
-    """An item counts once for each place that drew it, however often."""
+    """An item counts once per place, regardless of its number of draws."""
 
     def observe(self, step: Step, result: Outcome) -> None:
         blocks = [block for bag in result.bags for block in bag.blocks]
@@ -232,7 +232,7 @@ class FirstTermOnly(Cache):
 
 
 class IgnoresItsPool(Cache):
-    """It draws from the catalogue, whatever the pool."""
+    """It draws from the catalogue, ignoring the pool."""
 
     def observe(self, step: Step, result: Outcome) -> None:
         self.pool = "all"
@@ -264,7 +264,7 @@ def test_wrong_caches_are_rejected(wrong: type[Cache], check: Callable[[type[Cac
 
 @pytest.mark.parametrize("pool", ["all", "drawn"])
 def test_an_item_without_interactions_never_enters(pool) -> None:
-    """An item of frequency 0 never enters: not at the start, not with start=1, not when another term draws it."""
+    """An item of frequency 0 never enters: not initially, not with start=1, not when another term draws it."""
     world = World.build()
     never = world.n_items - 1
     frequency = Popularity(world.counts)
@@ -294,7 +294,7 @@ def test_a_run_that_draws_beyond_the_frequency_stays_finite() -> None:
 
 
 def test_empty_places_are_not_items() -> None:
-    """A resampled memory that is not full yet has places without an item (-1): the cache passes them over."""
+    """The cache skips the empty places (-1) of a resampled memory that is not full."""
     world = World.build()
     cache = Cache(8, Popularity(world.counts), world.n_items)
     cache.observe(world.step(4, 1), outcome(([4, -1, -1], [2.0, 0.0, 0.0])))
@@ -303,7 +303,7 @@ def test_empty_places_are_not_items() -> None:
 
 
 def test_the_cache_encodes_its_items_anew() -> None:
-    """Vectors come from the encoder of the step, with gradient, not from the time of entry."""
+    """Vectors come from the current encoder, with gradient, not from the time of entry."""
     world = World.build()
     cache = Cache(16, Popularity(world.counts), world.n_items)
     observe(cache, world.step(4, 1))
@@ -314,7 +314,7 @@ def test_the_cache_encodes_its_items_anew() -> None:
 
 
 def test_bad_arguments_are_named() -> None:
-    """A wrong argument raises an error of one line that names it."""
+    """A wrong argument raises a one-line error that names it."""
     world = World.build()
     with pytest.raises(ValueError, match="size >= 1"):
         Cache(0, Popularity(world.counts), world.n_items)

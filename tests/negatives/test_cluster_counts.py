@@ -21,7 +21,7 @@ COUNTS = torch.tensor([9, 1, 4, 2, 7, 1, 3, 5, 2, 6, 1, 8, 2, 4, 3, 1, 5, 2, 6, 
 
 
 def by_orders(chance: Tensor, m: int) -> Tensor:
-    """The probability of each among m draws without replacement, summed over all orders."""
+    """The inclusion probabilities of m draws without replacement, summed over all orders."""
     found = torch.zeros_like(chance)
     for row, p in enumerate(chance.tolist()):
         possible = [k for k, x in enumerate(p) if x]
@@ -36,7 +36,7 @@ def by_orders(chance: Tensor, m: int) -> Tensor:
 
 @pytest.mark.parametrize("m", [1, 2, 3, 4, 5])
 def test_inclusion_is_the_sum_over_orders(m: int) -> None:
-    """Uneven probabilities, one 0 per row, one row with only 3 possible: as the sum over all orders of m draws."""
+    """Inclusion probabilities equal the sum over all orders of m draws, also with zeros and too few clusters."""
     chance = torch.rand(5, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64) ** 3
     chance[torch.arange(5), torch.arange(5)] = 0
     chance[0, 1:3] = 0
@@ -46,7 +46,7 @@ def test_inclusion_is_the_sum_over_orders(m: int) -> None:
 
 @pytest.mark.parametrize("m", [2, 3, 7])
 def test_inclusion_of_many_is_that_of_the_race(m: int) -> None:
-    """40 clusters, the nearest 1000 times as likely as the farthest: as often as in 200,000 races; rows sum to m."""
+    """For 40 clusters, 1000 times apart in probability, they equal 200,000 simulated races; rows sum to m."""
     generator = torch.Generator().manual_seed(2)
     chance = torch.logspace(-3, 0, 40, dtype=torch.float64).unsqueeze(0)
     chance /= chance.sum()
@@ -60,7 +60,7 @@ def test_inclusion_of_many_is_that_of_the_race(m: int) -> None:
 
 @pytest.mark.parametrize("m_c", [1, 2, 3])
 def test_expected_counts_by_hand(m_c: int) -> None:
-    """The expected count of an item, one positive at a time: share of pairs, probability of the cluster, m_o items."""
+    """The expected count is pair share times cluster probability times m_o, summed over the positives."""
     codes = codes_of()
     chance, primary = (
         by_orders(torch.tensor(chances(codes, 1.5, "cosine"), dtype=torch.float64), m_c),
@@ -74,7 +74,7 @@ def test_expected_counts_by_hand(m_c: int) -> None:
 
 
 def drawn_step(world: World, rows: int, seed: int) -> Step:
-    """Positives by COUNTS, one query for all rows."""
+    """A step with positives drawn by COUNTS and one query for all rows."""
     generator = torch.Generator().manual_seed(seed)
     items = torch.multinomial(COUNTS.double(), rows, replacement=True, generator=generator)
     q = world.queries[:1].expand(rows, -1)
@@ -110,7 +110,7 @@ def exact(world: World, counted: list[list[int]]) -> Tensor:
 
 
 def outside(codes: Codes, what: str) -> list[list[int]]:
-    """For each item those of another cell or another primary cluster; all items for any other `what`."""
+    """For each item, the items of another cell or another primary cluster; all items for any other `what`."""
     key = {"cell": codes.cell_of, "cluster": codes.primary}.get(what, torch.arange(24).neg() - 1).tolist()
     return [[j for j in range(24) if key[j] != key[i] or what == "all"] for i in range(24)]
 
@@ -130,7 +130,7 @@ def test_all_items_but_the_cell(m_c: int, shared: bool) -> None:
 
 @pytest.mark.parametrize("what", ["cell", "cluster", "all"])
 def test_shared_simple_ones_stand_for_what_is_not_masked(what: str) -> None:
-    """With every cluster reached by some positive, each item that is not masked counts once in expectation."""
+    """If some positive reaches every cluster, each unmasked item counts once in expectation."""
     world, codes = World.build(), codes_of()
     exclude = "none" if what == "all" else what
     simple = OtherClusters(codes, 2, 2, exclude=exclude, correction="counts", counts=COUNTS)  # type: ignore[arg-type]
@@ -141,7 +141,7 @@ def test_shared_simple_ones_stand_for_what_is_not_masked(what: str) -> None:
 
 
 def test_shared_hard_ones_stand_for_what_positives_could_draw() -> None:
-    """Items of clusters with several cells, or next to a cluster of one cell, count once; the own cell is masked."""
+    """Items that some positive can draw count once in expectation; the own cell is masked."""
     world, codes = World.build(), codes_of()
     reached = {j for i in range(24) for j in hard_items(codes, i)}
     counted = [[j for j in items if j in reached] for items in outside(codes, "cell")]
@@ -151,7 +151,7 @@ def test_shared_hard_ones_stand_for_what_positives_could_draw() -> None:
 
 
 def test_uncorrected_draws_are_no_such_estimate() -> None:
-    """Equal weights, as in the paper, count an item of a small cluster near popular ones many times over."""
+    """The paper's equal weights count an item of a small cluster near popular ones many times over."""
     codes = codes_of()
     rate = OtherClusters(codes, 2, 3, correction="counts", counts=COUNTS).often
     assert float(rate.max() - rate.min()) > math.log(2)
@@ -166,7 +166,7 @@ def test_uncorrected_draws_are_no_such_estimate() -> None:
 
 
 def test_a_mixture_weighs_what_its_members_weigh() -> None:
-    """All items of a cluster have one expected count, so their mixtures have it, and hard ones their candidate's."""
+    """A mixture has the expected count of its cluster, and a hard one that of its candidate."""
     world, codes = World.build(), codes_of()
     step, found = world.step(16, 3), []
     for how in ("none", "counts"):
@@ -207,7 +207,7 @@ def test_new_codes_bring_new_counts() -> None:
 
 
 class TestCorrected(NegativesContract):
-    """The contract of every sampler, corrected."""
+    """The sampler contract with the correction on."""
 
     masks = "none"
 

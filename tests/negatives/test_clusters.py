@@ -19,20 +19,20 @@ from sparring.negatives.algebra import merged
 from sparring.negatives.clusters import distinct
 from sparring.testing import NegativesContract, World, chi_square, weights
 
-# cluster 3 is empty, cluster 2 is one cell, 5 has two items
+# cluster 3 is empty, cluster 2 has one cell, cluster 5 has two items
 PRIMARY = [0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 2, 2, 2, 4, 4, 4, 4, 4, 4, 5, 5]
 SECONDARY = [0, 0, 1, 1, 1, 2, 2, 0, 0, 1, 1, 2, 2, 1, 1, 1, 0, 0, 0, 2, 2, 1, 0, 2]
 
 
 def codes_of(n_items: int = 24) -> Codes:
-    """Uneven clusters of 24 items, dealt so that neighbours in number are not neighbours in cluster."""
+    """Uneven clusters of 24 items, with neighbouring ids in different clusters."""
     order = torch.randperm(24, generator=torch.Generator().manual_seed(4))[:n_items]
     words = torch.randn(6, 3, generator=torch.Generator().manual_seed(5))
     return Codes(torch.tensor(PRIMARY)[order], torch.tensor(SECONDARY)[order], words, 3)
 
 
 def chances(codes: Codes, gamma: float, distance: str) -> list[list[float]]:
-    """Equation 9 in our reading and to the letter, one pair at a time."""
+    """Equation 9 in our reading and verbatim, one pair at a time."""
     words, sizes = codes.codewords.double().tolist(), [PRIMARY.count(k) for k in range(codes.k_primary)]
     table = []
     for c, own in enumerate(words):
@@ -49,7 +49,7 @@ def chances(codes: Codes, gamma: float, distance: str) -> list[list[float]]:
 
 
 def alike(world: World, rows: int, positive: int) -> Step:
-    """Many rows with one positive, so that one forward is many trials."""
+    """Many rows with one positive, so that one forward pass is many trials."""
     ids = torch.full((rows,), positive)
     generator = torch.Generator().manual_seed(1)
     return Step(
@@ -58,7 +58,7 @@ def alike(world: World, rows: int, positive: int) -> Step:
 
 
 class TestOtherClusters(NegativesContract):
-    """One item of each of two other clusters, for all queries; how often each is offered follows from equation 9."""
+    """Two other clusters give one item each to all queries, with expected counts from equation 9."""
 
     selects = True
     draws = 15_000
@@ -93,7 +93,7 @@ class TestOtherClustersKnown(NegativesContract):
 
 
 class TestOtherClustersPerQuery(NegativesContract):
-    """A query's own draws need no mask."""
+    """Per-query draws need no mask."""
 
     masks = "none"
 
@@ -266,7 +266,7 @@ def test_every_set_is_as_likely() -> None:
 
 
 def test_codes_can_be_replaced_while_training() -> None:
-    """set_codes changes the buffers in place, and the next bags are those of a sampler made with the new codes."""
+    """set_codes changes the buffers in place, and later bags equal those of a sampler built with the new codes."""
     world, old = World.build(), codes_of()
     new = Codes(old.primary.flip(0), old.secondary.flip(0), old.codewords.flip(0), 3)
     for build in (lambda codes: OtherClusters(codes, 2, 3), lambda codes: SameCluster(codes, 3)):
@@ -283,7 +283,7 @@ def test_codes_can_be_replaced_while_training() -> None:
 
 
 class Asking(TorchDispatchMode):
-    """Operations that would wait for a device."""
+    """Records operations that would wait for a device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -357,6 +357,6 @@ def test_too_few_clusters_count_nothing() -> None:
     ],
 )
 def test_bad_arguments_are_named(build, words) -> None:
-    """A wrong argument raises an error of one line that names it."""
+    """A wrong argument raises a one-line error that names it."""
     with pytest.raises(ValueError, match=words):
         build()

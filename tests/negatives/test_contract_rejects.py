@@ -29,7 +29,7 @@ SOURCE = Path(__file__).parents[2] / "src"
 
 
 class Even(Negatives):
-    """n items drawn uniformly; it does not know its counts."""
+    """n items drawn uniformly, without known counts."""
 
     def __init__(self, n_items: int, n: int = 50):
         super().__init__()
@@ -52,7 +52,7 @@ class Counted(Even):
 
 
 class Quick(NegativesContract):
-    """The contract for a class of samplers that are all built alike, with fewer draws."""
+    """The contract for samplers that share a constructor, with fewer draws."""
 
     draws, trials = 10_000, 100
     sampler: Callable[..., Negatives]
@@ -121,7 +121,7 @@ class OfInBatch(Quick):
 
 
 class OfMemory(Quick):
-    """Three steps leave places empty, the steps between two trials fill them."""
+    """Three steps leave places empty; the steps between two trials fill them."""
 
     sampler, between, draws, trials = Memory, 4, 4000, 50
 
@@ -235,7 +235,7 @@ class CountsDuplicatesOnce(Changed, Sampled):
 
 @rejected(OfCounted, "gradient_bias_falls")
 class FixedNumber(Counted):
-    """It draws 50 candidates, whatever n it is given."""
+    """It always draws 50 candidates, ignoring n."""
 
     def __init__(self, n_items: int, n: int = 50):
         super().__init__(n_items)
@@ -297,7 +297,7 @@ class ListOfTheNextQuery(Shown):
 
 @rejected(OfPerQuery, "bag_is_well_formed")
 class OneDrawForAll(Changed, Sampled):
-    """Each query is said to have draws of its own, and all have the same."""
+    """It claims per-query draws, but all queries share one."""
 
     def change(self, block: Candidates, step: Step) -> Fields:
         return {name: getattr(block, name)[:1].expand_as(getattr(block, name)) for name in ("ids", "emb", "log_w")}
@@ -305,7 +305,7 @@ class OneDrawForAll(Changed, Sampled):
 
 @rejected(OfSampled, "same_generator_same_bag", "state_round_trip", "combines_with_in_batch", "loss_and_gradient")
 class HiddenGenerator(Sampled):
-    """It draws from a generator of its own, which no checkpoint holds."""
+    """It draws from a private generator, which no checkpoint contains."""
 
     def __init__(self, *arguments: Any, **options: Any):
         super().__init__(*arguments, **options)
@@ -317,7 +317,7 @@ class HiddenGenerator(Sampled):
 
 @rejected(OfSampled, "distribution", "partition_function")
 class SameEveryStep(Sampled):
-    """It seeds its draws itself, so that every step has the same negatives."""
+    """It seeds its own draws, so that every step has the same negatives."""
 
     def forward(self, step: Step) -> Bag:
         return super().forward(replace(step, generator=torch.Generator().manual_seed(0)))
@@ -461,7 +461,7 @@ class NothingLeftIsNan(Sampled):
 
 @rejected(OfHardest, "everything_excluded")
 class KeepsExcludedItems(Changed, Hardest):
-    """Where too few candidates are left, it fills up with excluded ones that count."""
+    """If too few candidates are left, it fills up with excluded ones that count."""
 
     def change(self, block: Candidates, step: Step) -> Fields:
         return {"log_w": block.log_w.clamp(min=-1.0)}
@@ -469,7 +469,7 @@ class KeepsExcludedItems(Changed, Hardest):
 
 @rejected(OfMemory, "everything_excluded")
 class ReadsEmptyPlaces(Changed, Memory):
-    """Places that nothing has entered yet count as candidates."""
+    """Empty places count as candidates."""
 
     def change(self, block: Candidates, step: Step) -> Fields:
         return {"log_w": block.log_w.clamp(min=-1.0)}
@@ -505,7 +505,7 @@ class WritesInForward(Memory):
 
 @rejected(OfSampled, "forward_leaves_state_alone")
 class CountsCalls(Sampled):
-    """forward counts its calls in a plain attribute, which no checkpoint holds."""
+    """forward counts its calls in a plain attribute, which no checkpoint contains."""
 
     calls = 0
 
@@ -516,7 +516,7 @@ class CountsCalls(Sampled):
 
 @rejected(OfMemory, "state_round_trip")
 class UnsavedState(Memory):
-    """The vectors that it remembers are not in its state_dict."""
+    """Its stored vectors are not in its state_dict."""
 
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)
@@ -525,7 +525,7 @@ class UnsavedState(Memory):
 
 @rejected(OfMemory, "distribution", "partition_function", "excluded_items_weigh_nothing")
 class NeverObserves(Memory):
-    """It learns nothing from a step, and so never offers anything."""
+    """It learns nothing from a step, so it never offers anything."""
 
     def observe(self, step: Step, outcome: Outcome) -> None:
         return None
@@ -581,7 +581,7 @@ def test_nothing_passes_untested() -> None:
 
 
 def test_pytest_shows_the_skips(tmp_path: Path) -> None:
-    """Its summary counts them and gives the reasons."""
+    """The pytest summary counts the skipped tests and gives the reasons."""
     (tmp_path / "test_uncounted.py").write_text(
         "from sparring.negatives import InBatch\n"
         "from sparring.testing import NegativesContract\n"

@@ -49,7 +49,7 @@ def positive_gradient(correction: str, positive: int, counts: Tensor | None = No
 @pytest.mark.parametrize("positive", [POPULAR, TAIL])
 @pytest.mark.parametrize("correction", ["count", "refined"])
 def test_count_and_refined_leave_the_positive_right(correction: str, positive: int) -> None:
-    """The positive is pulled as the full softmax pulls it, -0.5, whether it is popular or rare."""
+    """The positive's gradient is that of the full softmax, -0.5, for popular and rare positives."""
     mean, noise = positive_gradient(correction, positive)
     assert abs(mean + 0.5) < 0.012 + 4 * noise
 
@@ -72,13 +72,13 @@ def test_negatives_saturates(positive: int) -> None:
 
 @pytest.mark.parametrize("positive", [POPULAR, TAIL])
 def test_none_is_too_weak(positive: int) -> None:
-    """n uncorrected draws of 2,000 items hold an eighth of the partition function: too little pull on the positive."""
+    """n uncorrected draws of 2,000 items cover an eighth of the partition function, so the gradient is too small."""
     assert -0.25 < positive_gradient("none", positive)[0] < -0.05
 
 
 @pytest.mark.parametrize("correction", ["count", "refined"])
 def test_a_very_popular_positive(correction: str) -> None:
-    """A positive that is 30 % of all draws, all of them masked, is still pulled as the full softmax pulls it."""
+    """A positive with 30 % of all draws, all masked, still has the gradient of the full softmax."""
     counts = 1e6 / torch.arange(1, N + 1)
     counts[0] = 0
     counts[0] = counts.sum() * 3 / 7
@@ -91,7 +91,7 @@ def test_refined_is_the_published_form() -> None:
     world = World.build()
     table = world.items.double().requires_grad_()
     base = world.step(16, 1)
-    # no accidental hits, so that n is the number of negatives in either reading
+    # no accidental hits, so that n is the number of negatives in both readings
     item_ids = torch.arange(16)
     q = base.q.detach().double().requires_grad_()
     tau = torch.tensor(world.tau, dtype=torch.float64)
@@ -112,7 +112,7 @@ def test_refined_is_the_published_form() -> None:
             probability = own / (own + negatives.exp().sum() / len(columns))
         published = published - (1 - probability) * (scores[row, row] - torch.logsumexp(negatives, 0))
     for got, want in zip(ours, torch.autograd.grad(published, [q, table]), strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)  # popularity is held in float32
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)  # popularity is stored in float32
 
 
 def test_names_give_the_weights_they_say() -> None:

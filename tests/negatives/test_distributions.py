@@ -1,4 +1,4 @@
-"""How often items are offered: Uniform, Popularity, Streaming."""
+"""Frequencies of items: Uniform, Popularity, Streaming."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ class DrawsImpossible(Popularity):
 
 
 class Unnormalised(Popularity):
-    """log_prob is that of a mass which does not add up to 1."""
+    """Its log_prob is of a mass that does not sum to 1."""
 
     def log_prob(self, ids: Tensor) -> Tensor:
         return super().log_prob(ids) + 0.1
 
 
 class AnotherPower(Popularity):
-    """It draws with alpha = 1, whatever its alpha."""
+    """It draws with alpha = 1, ignoring its alpha."""
 
     def sample(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
         return Popularity(torch.tensor(COUNTS)).sample(shape, generator)
@@ -167,7 +167,7 @@ def test_streaming_finds_the_period() -> None:
 
 
 def step_of(time: int, periods: list[int]) -> Step:
-    """Four rows: those items whose turn it is, filled up with item 0, whose turn it always is."""
+    """Four rows: the items due at this step, filled up with item 0, which is always due."""
     items = [item for item, period in enumerate(periods) if time % period == 0]
     return batch(*items, *[0] * (4 - len(items)))
 
@@ -183,13 +183,13 @@ def test_streaming_converges_on_a_stationary_stream() -> None:
         if time >= 1000 and time % 10 == 0:
             gaps.append(-streaming.log_prob(torch.arange(4)))
     mean = torch.stack(gaps).exp().mean(0)
-    # a mean over m independent gaps of sd about 1 / p
+    # a mean over m independent gaps of deviation about 1 / p
     noise = (1 / p) / (5000 * p).sqrt()
     assert bool(((mean - 1 / p).abs() <= 4 * noise).all()), mean
 
 
 def test_streaming_counts_beyond_float32() -> None:
-    """After 2^24 steps the clock still moves: an item seen at every step keeps a gap of 1."""
+    """After 2^24 steps the clock still advances: an item seen at every step keeps a gap of 1."""
     streaming = Streaming((4,), alpha=0.5)
     streaming.time.fill_(2**24)
     streaming.last.fill_(2**24)
@@ -199,7 +199,7 @@ def test_streaming_counts_beyond_float32() -> None:
 
 
 def test_streaming_reads_a_short_last_batch_as_a_batch() -> None:
-    """The probability per draw divides by the size of a full batch, also after a shorter one."""
+    """The probability per draw divides by the full batch size, also after a shorter batch."""
     streaming = Streaming((8,), alpha=0.5)
     for size in (6, 6, 6, 2):
         streaming.observe(batch(*[1] * size), NOTHING)
@@ -216,6 +216,6 @@ def test_streaming_reads_a_short_last_batch_as_a_batch() -> None:
     ],
 )
 def test_bad_arguments_are_named(build, words) -> None:
-    """A wrong argument raises an error of one line that names it."""
+    """A wrong argument raises a one-line error that names it."""
     with pytest.raises(ValueError, match=words):
         build()

@@ -27,7 +27,7 @@ def groups_of(world: World) -> Tensor:
 
 
 class TestGroupShares(NegativesContract):
-    """Sampled by shares that three observed steps have moved."""
+    """Sampled by shares that three observed steps have changed."""
 
     draws = 50_000
 
@@ -146,10 +146,10 @@ def test_the_worst_served_group_is_sampled_least() -> None:
 
 
 class TestTilted(NegativesContract):
-    """In-batch candidates, half their weight by the softmax of their scores at temperature 0.4."""
+    """In-batch candidates with half their weight from the softmax of their scores at temperature 0.4."""
 
     selects = True
-    draws = 2000  # nothing is random but the batch
+    draws = 2000  # only the batch is random
     share = 0.5
 
     def make(self, world: World) -> Negatives:
@@ -208,6 +208,6 @@ def test_weights_multiply() -> None:
     ],
 )
 def test_bad_arguments_are_named(build, words) -> None:
-    """A wrong argument raises an error of one line that names it."""
+    """A wrong argument raises a one-line error that names it."""
     with pytest.raises(ValueError, match=words):
         build()

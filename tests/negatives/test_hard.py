@@ -22,7 +22,7 @@ def ranked(world: World, step: Step, row: int, ids: list[int]) -> list[int]:
 
 
 def alike(world: World, rows: int, positive: int = 3) -> Step:
-    """Many rows of one query with one positive, so that one forward is many trials."""
+    """Many rows with one query and one positive, so that one forward pass is many trials."""
     q = world.queries[5].expand(rows, -1)
     ids = torch.full((rows,), positive)
     generator = torch.Generator().manual_seed(1)
@@ -55,7 +55,7 @@ class TestAmongHardestPerQuery(NegativesContract):
 
 
 class TestManyKept(NegativesContract):
-    """Too many to gather: the block stays shared and candidates not chosen weigh nothing."""
+    """If there are too many to gather, the block stays shared and candidates not chosen weigh nothing."""
 
     selects = True
     draws = 1000
@@ -66,7 +66,7 @@ class TestManyKept(NegativesContract):
         return negatives
 
     def test_weights_are_kept(self) -> None:
-        """The same weights on the same items, the same loss and gradients as gathering them."""
+        """Weights per item, loss and gradients equal those of gathering the kept items."""
         world = World.build()
         many, few = self.make(world), self.make(world)
         few.gathered = 1 << 16  # type: ignore[assignment]
@@ -81,7 +81,7 @@ class TestManyKept(NegativesContract):
         for ours, theirs in zip(*found, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
         counts = 15 * world.popularity + 10 / world.n_items
-        weight = found[0][0] * counts  # 1 for each time that an item was kept
+        weight = found[0][0] * counts  # 1 for each time an item was kept
         torch.testing.assert_close(weight, weight.round(), rtol=0, atol=1e-4)
         assert bool((weight.sum(1) - 5).abs().max() < 1e-4)
 
@@ -149,7 +149,7 @@ class TestNearestTo(NegativesContract):
     """AHNS over the batch: the k nearest to beta / (s_+ + alpha), s without the temperature."""
 
     selects = True
-    draws = 1000  # nothing is random but the batch
+    draws = 1000  # only the batch is random
     alpha, beta, p, k = 1.5, 0.3, -2.0, 2
 
     def make(self, world: World) -> Negatives:
@@ -247,6 +247,6 @@ def test_only_what_is_kept_is_encoded_for_the_gradient(per_query: bool, gathered
     ],
 )
 def test_bad_arguments_are_named(build, words) -> None:
-    """A wrong argument raises an error of one line that names it."""
+    """A wrong argument raises a one-line error that names it."""
     with pytest.raises(ValueError, match=words):
         build()

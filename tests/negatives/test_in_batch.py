@@ -1,4 +1,4 @@
-"""Negatives of the batch and of steps before: InBatch, Memory."""
+"""Negatives from the batch and from previous steps: InBatch, Memory."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class TestInBatchStreaming(NegativesContract):
 
 
 def check_ring(memory: Memory, batch: int) -> None:
-    """After each of nine steps the ring holds the last positives, oldest first, with the vectors that they had then."""
+    """After each of nine steps the ring holds the last positives, oldest first, with their vectors at that time."""
     world, size = World.build(n_items=50, dim=2), len(memory.ids)
     line: deque[tuple[int, float]] = deque(maxlen=size)
     for time in range(9):
@@ -135,7 +135,7 @@ class TestMemory(NegativesContract):
         check_ring(Memory(size, 2, Uniform(50)), batch)
 
     def test_another_width_is_told(self) -> None:
-        """Vectors with an item bias are wider than the towers: the error names both widths and the fix."""
+        """An item bias makes vectors wider than the towers: the error names both widths and the fix."""
         world = World.build(dim=5)
         with pytest.raises(UserError, match=r"4 dimensions.*5.*width"):
             Memory(16, 4, Uniform(world.n_items))(world.step(8, 0))
@@ -150,7 +150,7 @@ class TestMemory(NegativesContract):
         assert held == [0, 0, 16, 32]
 
     def test_empty_memory_counts_nothing(self) -> None:
-        """Before anything has entered, the loss is 0 and its gradient finite."""
+        """While the memory is empty, the loss is 0 and its gradient finite."""
         world = World.build()
         for correction in ("count", "negatives", "both", "refined"):
             step = world.step(8, 1)
@@ -182,7 +182,7 @@ class OverwritesTheNewest(Memory):
 
 
 class KeepsTheFirst(Memory):
-    """Of a batch longer than the ring it keeps the first rows."""
+    """It keeps the first rows of a batch longer than the ring."""
 
     def observe(self, step: Step, outcome: Outcome) -> None:
         rows = {name: getattr(step, name)[: len(self.ids)] for name in ("query_ids", "item_ids", "q", "v")}
@@ -190,7 +190,7 @@ class KeepsTheFirst(Memory):
 
 
 class VectorsOfNow(Memory):
-    """The vectors that it remembers are overwritten by the encoder of the step."""
+    """The current encoder overwrites its stored vectors."""
 
     def forward(self, step: Step) -> Bag:
         (block,) = super().forward(step).blocks
@@ -263,7 +263,7 @@ class TestMixedKnown(NegativesContract):
 
 
 class TestMixedPerQuery(NegativesContract):
-    """A union of shared candidates and of each query's own."""
+    """A union of shared and per-query candidates."""
 
     draws = 20_000
 
@@ -292,6 +292,6 @@ def test_two_weights_for_one_positive_are_refused() -> None:
 
 
 def test_union_needs_two_sources() -> None:
-    """A union of one is a mistake and is refused."""
+    """A union of one source raises an error."""
     with pytest.raises(ValueError, match="two sources"):
         Union(InBatch())

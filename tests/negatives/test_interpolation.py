@@ -1,4 +1,4 @@
-"""Made-up negatives of ESANS: Interpolated and TowardsPositive (EDIS)."""
+"""Synthetic negatives of ESANS: Interpolated and TowardsPositive (EDIS)."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class TestAdaptive(NegativesContract):
 
 
 class TestHardestMixture(NegativesContract):
-    """Ranked together with real ones, mixtures are candidates like others."""
+    """Hardest ranks mixtures together with real candidates."""
 
     selects = True
     test_excluded_items_weigh_nothing = None  # type: ignore[assignment]  # a kept mixture has no id
@@ -249,7 +249,7 @@ def test_a_mixture_is_no_harder_than_its_hardest_member() -> None:
 
 
 def test_without_its_mixtures_it_is_the_plain_loss() -> None:
-    """All mixtures masked, by weight or by class: loss and gradients are those of the real candidates alone."""
+    """With all mixtures masked, loss and gradients are those of the real candidates alone."""
     world, codes = World.build(), codes_of()
     plain = loss_and_gradients(world, Union(OtherClusters(codes, 2, 4), SameCluster(codes, 3)))
 
@@ -332,7 +332,7 @@ def test_the_pull_on_the_positive(detach: bool) -> None:
 
 
 def test_lengths_of_made_up_vectors() -> None:
-    """renorm: a mixture has the mean length of its members by their shares; without it, it is shorter."""
+    """With renorm a mixture has the share-weighted mean length of its members; without it, it is shorter."""
 
     def parts(bag: Bag) -> tuple[Candidates, ...]:
         blocks = bag.plain().blocks
@@ -437,13 +437,13 @@ def test_a_rule_for_lam_learns_from_training_steps() -> None:
     ],
 )
 def test_bad_arguments_are_named(build, words) -> None:
-    """A wrong argument raises an error of one line that names it."""
+    """A wrong argument raises a one-line error that names it."""
     with pytest.raises(ValueError, match=words):
         build()
 
 
 def test_describe_tells_of_the_mixtures() -> None:
-    """One line for the block names the real candidates and how many mixtures they give."""
+    """The block's line names the real candidates and their number of mixtures."""
     codes = Codes.random(24, 4, 2)
     line = Interpolated(OtherClusters(codes, 2, 5))(World.build().step(16, 1)).describe().splitlines()[0]
     assert "160 candidates shared by all queries" in line

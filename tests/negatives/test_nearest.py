@@ -31,7 +31,7 @@ def refreshed(world: World, k: int = 5, skip: int = 0, **more: object) -> Neares
 
 
 def by_hand(world: World, query: int, k: int, skip: int) -> list[int]:
-    """Unknown items of a query by falling score, the first `skip` dropped, k of them."""
+    """Unknown items of a query by descending score, without the first `skip`, k of them."""
     scores = (world.queries[query] @ world.items.T).tolist()
     unknown = [j for j in range(world.n_items) if not world.known[query, j]]
     return sorted(unknown, key=lambda j: -scores[j])[skip : skip + k]
@@ -39,7 +39,7 @@ def by_hand(world: World, query: int, k: int, skip: int) -> list[int]:
 
 @pytest.mark.parametrize(("k", "skip"), [(5, 0), (3, 2), (24, 0), (10, 20)])
 def test_lists_are_the_best_unknown_items(k: int, skip: int) -> None:
-    """Exactly those, in order; a query without positives has none; a list that runs out is filled up by nothing."""
+    """Lists equal brute force in order; a query without positives has none; short lists end in empty places."""
     world = World.build()
     negatives = refreshed(world, k, skip)
     for query in range(len(world.queries)):
@@ -75,7 +75,7 @@ class TestBatchPositives(NegativesContract):
 
 
 def test_every_place_of_the_list_is_as_likely() -> None:
-    """Draws of a query come from its list alone, each item equally often."""
+    """A query draws from its own list, each item equally often."""
     world = World.build()
     negatives = refreshed(world, n=2000, per_query=True)
     step = world.step(16, 3)
@@ -88,7 +88,7 @@ def test_every_place_of_the_list_is_as_likely() -> None:
 
 
 def test_lists_are_made_when_it_is_time() -> None:
-    """In the epochs start, start + every, ...; before that nothing counts."""
+    """Lists are built in the epochs start, start + every, ...; before that nothing counts."""
     world = World.build()
     negatives = NearestItems(len(world.queries), k=4, every=3, start=2)
     step = world.step(8, 1)
@@ -102,7 +102,7 @@ def test_lists_are_made_when_it_is_time() -> None:
 
 
 def test_a_corpus_is_not_encoded_for_nothing() -> None:
-    """In an epoch without new lists no item is encoded."""
+    """An epoch without new lists encodes no item."""
     world = World.build()
 
     def never() -> Tensor:
@@ -114,7 +114,7 @@ def test_a_corpus_is_not_encoded_for_nothing() -> None:
 
 
 def test_shared_ones_of_a_union_mask_what_each_query_knows() -> None:
-    """The nearest items of one query count against another, unless that knows them."""
+    """A query's nearest items count against another query unless they are its known positives."""
     world = World.build()
     step = world.step(16, 5)
     bag = Union(InBatch(exclude="known"), refreshed(world))(step)
@@ -133,7 +133,7 @@ def test_shared_ones_of_a_union_mask_what_each_query_knows() -> None:
 
 
 def moved(world: World, epoch: int) -> World:
-    """Another world in every epoch."""
+    """A different world in every epoch."""
     return World(world.counts, world.items.roll(epoch, 0), world.queries, world.known, world.shown)
 
 
@@ -168,7 +168,7 @@ def test_delayed_lists_are_those_of_the_vectors_then(
 
 
 def test_a_checkpoint_has_the_lists_that_are_being_made() -> None:
-    """state_dict waits for the background; loaded elsewhere they come into force in their epoch."""
+    """state_dict waits for the background build; loaded elsewhere, the lists take effect in their epoch."""
     world = World.build()
 
     def slowly(device: torch.device) -> Corpus:
@@ -187,7 +187,7 @@ def test_a_checkpoint_has_the_lists_that_are_being_made() -> None:
 
 
 def test_what_fails_in_the_background_is_raised_in_front(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When the lists are waited for."""
+    """An error in the background is raised when the lists are needed."""
     monkeypatch.setattr(nearest, "spare_device", lambda device: device)
     world = World.build()
     negatives = NearestItems(len(world.queries), k=5, every=2, delay=1)
@@ -202,13 +202,13 @@ def test_what_fails_in_the_background_is_raised_in_front(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("delay", [-1, 6])
 def test_a_delay_beyond_the_next_lists_is_refused(delay: int) -> None:
-    """They would be replaced before they were used."""
+    """A delay longer than the interval raises, since lists would be replaced before use."""
     with pytest.raises(ValueError, match="delay"):
         NearestItems(10, delay=delay)
 
 
 @pytest.mark.parametrize("wrong", [{"n": 0}, {"k": 0}, {"every": 0}, {"skip": -1}, {"start": -1}])
 def test_nonsense_is_refused(wrong: dict[str, int]) -> None:
-    """One line that names the values."""
+    """A one-line error names the values."""
     with pytest.raises(ValueError, match="NearestItems needs"):
         NearestItems(10, **wrong)  # type: ignore[arg-type]

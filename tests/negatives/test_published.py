@@ -1,4 +1,4 @@
-"""Our compositions equal the published losses on the same draws, each written out as its release computes it."""
+"""Our compositions equal the published losses on the same draws, each written as its release computes it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def trial(world: World) -> tuple[Step, Tensor]:
 def release(
     step: Step, table: Tensor, tau: float, positive: Tensor | None, negatives: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """-t + log(e^t + sum_k e^..): the explicit positive first, then whatever columns the release appends."""
+    """-t + log(e^t + sum_k e^..): the explicit positive first, then the columns that the release appends."""
     s = step.q.double() @ table.double().T / tau
     own = s.gather(1, step.item_ids.unsqueeze(1))
     if positive is not None:
@@ -49,7 +49,7 @@ def release(
 
 
 def check(world: World, negatives: Negatives, published: Callable[[Step, Tensor], Tensor], rtol: float = 1e-5) -> None:
-    """Loss and both gradients, from two runs with the same draws."""
+    """Compare loss and both gradients of two runs with the same draws."""
     step, table = trial(world)
     ours = sampled_softmax(step, negatives(step))
     theirs = published(step, table)
@@ -60,7 +60,7 @@ def check(world: World, negatives: Negatives, published: Callable[[Step, Tensor]
 
 
 def test_ssl(world: World) -> None:
-    """SSL, release: -s_rr + log(e^s_rr + sum over all B columns of e^s_rj), the positive in twice."""
+    """SSL, release: -s_rr + log(e^s_rr + sum over all B columns of e^s_rj), with the positive twice."""
     check(
         world,
         InBatch(exclude="none"),
@@ -139,7 +139,7 @@ def test_mns_paper(world: World) -> None:
 
 
 def drawn_columns(weights: Tensor, n: int) -> Tensor:
-    """(B, n) the columns of a multiset given as counts, as the release gets them from torch.multinomial."""
+    """(B, n) the columns of a multiset of counts, as the release gets them from torch.multinomial."""
     counts = weights.exp().round().long()
     assert bool((counts.sum(1) == n).all())
     return torch.stack([torch.repeat_interleave(torch.arange(len(row)), row) for row in counts])

@@ -59,7 +59,7 @@ class TestProduct(TestResidual):
 
 
 class TestBeforeRefresh(NegativesContract):
-    """Without codebooks every item is as likely."""
+    """Without codebooks every item is equally likely."""
 
     def make(self, world: World) -> Negatives:
         return QuantizedSoftmax(world.n_items, world.dim, 500, exclude="known")
@@ -71,7 +71,7 @@ class TestBeforeRefresh(NegativesContract):
 
 
 class TestUnion(NegativesContract):
-    """With the batch under one partition function: the expected counts of both add up, query by query."""
+    """With the batch in one partition function, the expected counts of both sources add up for each query."""
 
     trials = 300
     draws = 20_000
@@ -131,7 +131,7 @@ def test_codes_and_cells(codebook) -> None:
 
 
 def test_residual_books_are_closer_than_one() -> None:
-    """The second book takes away more than half of the squared error that the first leaves over."""
+    """The second book removes more than half of the squared error left by the first."""
     world = World.build(n_items=200, dim=4)
     found = refreshed(world, 8, words=16)
     one = (world.items - found.book[0][found.code[0]]).square().sum()
@@ -140,7 +140,7 @@ def test_residual_books_are_closer_than_one() -> None:
 
 
 def test_more_words_than_items() -> None:
-    """A catalogue of three items with 16 words: all can be drawn, nothing else is."""
+    """In a catalogue of three items with 16 words every item can be drawn, and nothing else."""
     world = World.build(n_items=3)
     step = world.step(8, 1)
     found = refreshed(world, 200, words=16, exclude="none")
@@ -149,7 +149,7 @@ def test_more_words_than_items() -> None:
 
 
 def test_blocks_of_queries_draw_alike(monkeypatch) -> None:
-    """Queries taken one at a time draw the same items as all together."""
+    """Queries processed one at a time draw the same items as all together."""
     world = World.build()
     found = refreshed(world, 50)
     together = found(world.step(16, 1)).blocks[0].ids
@@ -185,7 +185,7 @@ def test_the_positive_is_corrected_by_its_own_chance() -> None:
 
 
 def test_within_a_cell_items_are_alike() -> None:
-    """One word per book: one cell, so draws are uniform whatever the query."""
+    """One word per book gives one cell, so draws are uniform for every query."""
     world = World.build()
     found = refreshed(world, 7000, words=1, exclude="none")
     drawn = found(world.step(16, 1)).blocks[0].ids
@@ -204,6 +204,6 @@ def test_within_a_cell_items_are_alike() -> None:
     ],
 )
 def test_bad_arguments_are_named(build, words) -> None:
-    """A wrong argument raises an error of one line that names it."""
+    """A wrong argument raises a one-line error that names it."""
     with pytest.raises(ValueError, match=words):
         build()

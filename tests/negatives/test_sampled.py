@@ -156,7 +156,7 @@ class TestShown(NegativesContract):
         return count
 
     def test_a_query_without_a_list_has_no_negatives(self) -> None:
-        """Its loss is 0 and its gradient finite, and the others are not touched by it."""
+        """Its loss is 0 and its gradient finite, and it does not affect the others."""
         world = World.build()
         step = world.step(256, 3)
         loss = sampled_softmax(step, self.make(world)(step))
@@ -166,7 +166,7 @@ class TestShown(NegativesContract):
         assert bool((loss[~empty] > 0).all())
 
     def test_nobody_was_shown_anything(self) -> None:
-        """Lists that are all empty give candidates that count nothing."""
+        """Empty lists give candidates that weigh nothing."""
         world = World.build()
         lists = Positives(torch.zeros(len(world.queries) + 1, dtype=torch.long), torch.zeros(0, dtype=torch.long))
         step = world.step(8, 1)
@@ -188,14 +188,14 @@ class TestShown(NegativesContract):
     ],
 )
 def test_bad_arguments_are_named(build, words) -> None:
-    """A wrong argument raises an error of one line that names it."""
+    """A wrong argument raises a one-line error that names it."""
     with pytest.raises(ValueError, match=words) as error:
         build()
     assert "\n" not in str(error.value)
 
 
 def test_known_needs_the_lists() -> None:
-    """exclude="known" without the lists of known positives says so instead of masking nothing."""
+    """exclude="known" without known positives raises an error instead of masking nothing."""
     world = World.build()
     step = world.step(4, 1)
     bare = Step(step.query_ids, step.item_ids, step.q, step.v, step.tau, step.encode, step.generator)

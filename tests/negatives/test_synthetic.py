@@ -1,4 +1,4 @@
-"""Negatives that are no item: MixPositive (MixGCF), BatchMix (BMNS)."""
+"""Negatives that are not items: MixPositive (MixGCF), BatchMix (BMNS)."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class MixContract(NegativesContract):
 
 
 def share(mixed: Tensor, e: Tensor, step: Step) -> Tensor:
-    """How far each mixture went from its candidate to the positive; 0 where they are one point."""
+    """The distance of each mixture from its candidate towards the positive, as a share; 0 if both coincide."""
     way = step.v.unsqueeze(1) - e
     return ((mixed - e) * way).sum(-1) / way.square().sum(-1).clamp(min=1e-12)
 
@@ -170,7 +170,7 @@ def test_mixed_logits(temperature: float) -> None:
 def test_mixture_weights_follow_their_formula_on_average() -> None:
     """Over 20,000 mixtures the mean weight of an item equals the formula's mean within 5 standard errors."""
     world = World.build()
-    step = replace(world.step(8, 1), v=torch.eye(8))  # the mixture of unit vectors is its weights
+    step = replace(world.step(8, 1), v=torch.eye(8))  # a mixture of unit vectors equals its weights
     got = BatchMix(Popularity(world.counts), 20_000)(step).blocks[0].emb.double()
     u = torch.rand(20_000, 8, generator=torch.Generator().manual_seed(99)).double()
     want = u.exp() / world.popularity[step.item_ids]
@@ -190,6 +190,6 @@ def test_mixture_weights_follow_their_formula_on_average() -> None:
     ],
 )
 def test_bad_arguments_are_named(build, words) -> None:
-    """A wrong argument raises an error of one line that names it."""
+    """A wrong argument raises a one-line error that names it."""
     with pytest.raises(ValueError, match=words):
         build()

@@ -1,4 +1,5 @@
-"""ESANS as a recipe: its loss is equation 14 computed by hand, its arguments do what they say, its clusters come from where they should."""
+"""The ESANS recipe: its loss is equation 14 computed by hand, its arguments take effect, and its clusters have the
+requested source."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ def parts_of(run: Run) -> dict[type, nn.Module]:
 
 @pytest.mark.parametrize("lam", [0.1, -0.1, "adaptive", "learned"])
 def test_it_learns(parts: Split, lam: float | str) -> None:
-    """Three epochs on the small world lower the loss; lam stays as given, or moves."""
+    """Three epochs on the small world lower the loss; a numeric lam stays fixed, an adaptive or learned lam moves."""
     run = build("esans", parts.train, {"epochs": 3, "batch_size": 64, "dim": 8, "lr": 0.05, "lam": lam})
     found = fit(run, parts, k=(10,), device="cpu")
     assert found.history[-1]["loss"] < found.history[0]["loss"]
@@ -53,7 +54,7 @@ def test_it_learns(parts: Split, lam: float | str) -> None:
 def test_killed_and_resumed_it_ends_where_an_undisturbed_run_ends(
     parts: Split, tmp_path: Path, lam: float | str
 ) -> None:
-    """Killed inside the second epoch, with a checkpoint after every step: model, metrics and test are the same to the last bit."""
+    """A run killed in its second epoch and resumed is bitwise identical to an uninterrupted run."""
 
     class Killed(BaseException):
         pass
@@ -81,7 +82,7 @@ def test_killed_and_resumed_it_ends_where_an_undisturbed_run_ends(
 
 
 def test_the_loss_by_hand(parts: Split) -> None:
-    """Equation 14 over the drawn items, one pair at a time: simple and hard ones, real and mixed; cell and cluster masked; tau 0.05."""
+    """The loss is equation 14 over the drawn items, real and mixed, with cell and cluster masked."""
     run = build("esans", parts.train, {**SMALL, "lam": 0.2, "m_h": 2, "m_o": 3})
     hand = Hand(parts.train, run)
     losses, _, outcome = hand.contrast()
@@ -106,7 +107,7 @@ def test_the_loss_by_hand(parts: Split) -> None:
 
 
 def test_settings_of_the_paper(parts: Split) -> None:
-    """B = 512, d = 64, tau 0.05, lr 2e-4 (ours: a start small enough for it); m_c = 2, m_o = 5, eta 0.6, lam 0.1."""
+    """The defaults are the paper's: B = 512, d = 64, tau 0.05, lr 2e-4, m_c = 2, m_o = 5, eta 0.6, lam 0.1."""
     run = build("esans", parts.train, {})
     assert (run.setup.batches.batch_size, run.setup.model.dim, run.setup.temperature.tau, run.setup.training.lr) == (
         512,
@@ -122,7 +123,8 @@ def test_settings_of_the_paper(parts: Split) -> None:
 
 
 def test_the_correction_reaches_every_part(parts: Split) -> None:
-    """Off as in the paper; on, simple and hard ones have it, and shared ones leave the positive's cluster to the hard; never tuned."""
+    """The correction is off by default and never tuned. If on, it reaches simple and hard negatives, and the shared
+    ones exclude the positive's cluster as long as there are hard ones."""
     plain = parts_of(build("esans", parts.train, SMALL))
     assert (plain[OtherClusters].correction, plain[SameCluster].correction) == ("none", "none")
     found = parts_of(build("esans", parts.train, {**SMALL, "correction": "counts"}))
@@ -139,7 +141,7 @@ def test_the_correction_reaches_every_part(parts: Split) -> None:
 
 
 def test_presets_and_parts(parts: Split) -> None:
-    """literal reads the equations to the letter; single arguments override it; every part can be left out."""
+    """The preset `literal` follows the equations, arguments override it, and every part can be switched off."""
     found = parts_of(build("esans", parts.train, {**SMALL, "preset": "literal", "exclude": "cell"}))
     other, mixed = found[OtherClusters], found[Interpolated]
     assert (other.distance, other.exclude, mixed.normalisation) == ("literal", "cell", "affine")
@@ -155,7 +157,7 @@ def test_presets_and_parts(parts: Split) -> None:
 
 
 def test_clusters_by_name(parts: Split, tmp_path: Path) -> None:
-    """behaviour, random, a column, a file and its shuffled form: codes of these items, of the shape asked for."""
+    """`behaviour`, `random`, a column, a file and its shuffled form give codes of the requested shape."""
     data = parts.train
     for name in ("behaviour", "random"):
         codes = item_codes(data, name, 4, 3)
@@ -174,11 +176,11 @@ def test_clusters_by_name(parts: Split, tmp_path: Path) -> None:
     dealt = item_codes(data, f"shuffled:{tmp_path / 'codes.safetensors'}")
     assert torch.equal(dealt.sizes, again.sizes)
     assert not torch.equal(dealt.cell_of, again.cell_of)
-    assert item_codes(data, "random").k_primary == 4  # 40 items leave 4 clusters with twice m_o = 5 each
+    assert item_codes(data, "random").k_primary == 4  # 40 items leave 4 clusters of at least twice m_o = 5 items each
 
 
 def test_behaviour_finds_the_categories() -> None:
-    """Two items of one behaviour cluster share their category more than twice as often as two items at random."""
+    """Two items of one behaviour cluster share their category more than twice as often as two random items."""
     world = make_world(300, 100, exposure=0.5, relevant=0.4, seed=0)
     codes = item_codes(world.interactions, "behaviour", 5, 2)
     same = codes.primary.unsqueeze(0) == codes.primary.unsqueeze(1)
@@ -198,19 +200,19 @@ def test_behaviour_finds_the_categories() -> None:
     ],
 )
 def test_wrong_arguments_are_named(parts: Split, settings: dict[str, object], words: str) -> None:
-    """One line that names the argument and what to do."""
+    """A one-line error names the argument and the remedy."""
     with pytest.raises((UserError, ValueError), match=words):
         describe_batch(build("esans", parts.train, {**SMALL, **settings}), parts)
 
 
 def test_codes_of_other_items_are_refused(parts: Split) -> None:
-    """Codes in hand must be codes of these items."""
+    """Codes for another number of items raise an error."""
     with pytest.raises(UserError, match="7 items"):
         esans(parts.train, codes=Codes.random(7, 3))
 
 
 def test_new_codes_while_training(parts: Split) -> None:
-    """Codes that are replaced after an epoch serve both samplers from the next step on, and training goes on; the loss stays finite."""
+    """Codes replaced after an epoch reach both samplers from the next step on, and the loss stays finite."""
     old, new = Codes.random(40, 4, 3, seed=0), Codes.random(40, 4, 3, seed=1)
     run = build("esans", parts.train, {**SMALL, "codes": old, "epochs": 3, "lr": 0.05})
     cells = []
@@ -224,11 +226,11 @@ def test_new_codes_while_training(parts: Split) -> None:
     assert all(torch.equal(cell, new.cell_of) for cell in cells[1])
     assert all(math.isfinite(record["loss"]) for record in fitted.history)
     assert run.arguments is not None
-    assert run.arguments["codes"] == "Codes(40 items, 4 x 3)"  # a run folder can hold the name of an object only
+    assert run.arguments["codes"] == "Codes(40 items, 4 x 3)"  # a run folder records only the name of an object
 
 
 def test_mixtures_inside_the_item_tower(parts: Split) -> None:
-    """layer=1 mixes after the first layer of the item tower: another loss than mixing its outputs, and it trains."""
+    """layer=1 mixes after the first layer of the item tower, which gives a different loss, and it trains."""
     settings = {**SMALL, "item_features": ("category",), "hidden": (8, 6), "lr": 0.05, "lam": 0.3}
     found = {}
     for layer in (None, 0, 1):
@@ -254,7 +256,7 @@ def test_mixtures_inside_the_item_tower(parts: Split) -> None:
 
 
 def test_what_reads_bags_reads_mixtures(parts: Split, small_world: SyntheticWorld) -> None:
-    """The profile counts 14 mixtures to 5 simple ones and one to each hard one as synthetic; the description names all parts."""
+    """The profile counts 14 mixtures per 5 simple items and one per hard item; the description names them."""
     run = build("esans", parts.train, {**SMALL, "shared": False})
     found = profile(run, parts, batches=2, world=small_world)
     assert found["synthetic"] == pytest.approx((28 + 5) / (28 + 5 + 10 + 5))
@@ -266,7 +268,7 @@ def test_what_reads_bags_reads_mixtures(parts: Split, small_world: SyntheticWorl
 
 
 def test_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`sparring train --recipe esans --set codes=FILE` trains with those codes; a file that lacks an item is refused in one line."""
+    """`sparring train --set codes=FILE` trains with the file's codes; a missing item raises a one-line error."""
     random = torch.Generator().manual_seed(0)
     pairs = torch.stack(
         [torch.randint(30, (600,), generator=random), torch.randint(40, (600,), generator=random)]
@@ -291,8 +293,8 @@ def test_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_what_a_preset_masks(parts: Split) -> None:
-    """Of real items literal masks the positive and ours its cell; the mixtures of the positive's primary cluster never count in either, and
-    exclude=known masks every known positive besides."""
+    """`literal` masks the positive, the default its cell, and exclude=known every known positive as well. All of them
+    mask the mixtures of the positive's primary cluster."""
     counts = {}
     for name, settings in (("literal", {"preset": "literal"}), ("ours", {}), ("known", {"exclude": "known"})):
         run = build(

@@ -1,4 +1,4 @@
-"""DPR, ANCE, NGAME, DEXA and DEXML as recipes: what they contrast with what, and that they learn."""
+"""DPR, ANCE, NGAME, DEXA and DEXML as recipes: their candidates, corrections and batches, and proof that they learn."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def tastes() -> Split:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_each_recipe_ranks_far_better_than_it_began(tastes: Split, name: str) -> None:
-    """On a world of known tastes, id towers: at least twice the ndcg@10 of the untrained model."""
+    """On a world of known tastes, id towers reach at least twice the ndcg@10 of the untrained model."""
     settings: dict[str, Any] = {"dim": 16, "epochs": 40, "batch_size": 50, "warmup": 10, "lr": 0.05}
     if name in ("ngame", "dexa", "prime"):
         settings |= {"clf_epochs": 0, "size": 4}
@@ -55,7 +55,7 @@ def test_each_recipe_ranks_far_better_than_it_began(tastes: Split, name: str) ->
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_row_is_a_query_with_one_of_its_positives(parts: Split, name: str) -> None:
-    """In an epoch every query with positives comes once, each time with an item that it has; over epochs not always the same."""
+    """Each epoch visits every query with positives once, with one of its items, and the items vary."""
     run = build(name, parts.train, {"dim": 4, "epochs": 6, "batch_size": 7, "warmup": 0, "clf_epochs": 0})
     pairs = set(zip(parts.train.queries.tolist(), parts.train.items.tolist(), strict=True))
     seen: list[list[tuple[int, int]]] = [[]]
@@ -68,14 +68,14 @@ def test_a_row_is_a_query_with_one_of_its_positives(parts: Split, name: str) -> 
 
 
 def watch(run: Run, look: Any) -> None:
-    """Show every step of a training to `look`."""
+    """Pass every training step to `look`."""
     negatives = run.terms[0].negatives
     kind = type(negatives)
     negatives.__class__ = type(kind.__name__, (kind,), {"observe": lambda self, step, outcome: look(step)})
 
 
 def test_batches_follow_the_vectors_of_the_steps(parts: Split) -> None:
-    """After each epoch the memory holds, for every training query, the vector that it had in its step of that epoch."""
+    """After each epoch the memory holds, for every training query, its vector from that epoch's step."""
     run = build("ngame", parts.train, {"dim": 4, "epochs": 3, "batch_size": 7, "clf_epochs": 0, "size": 4, "every": 1})
     assert isinstance(run.batches, ClusteredBatches)
     last: dict[int, torch.Tensor] = {}
@@ -95,7 +95,7 @@ def test_batches_follow_the_vectors_of_the_steps(parts: Split) -> None:
 
 
 def test_neighbours_share_batches(tastes: Split) -> None:
-    """With clusters the queries of a batch are nearer to one another than in random batches."""
+    """Queries of a clustered batch are closer to one another than queries of a random batch."""
 
     def closeness(size: int) -> float:
         run = build(
@@ -116,7 +116,7 @@ def test_neighbours_share_batches(tastes: Split) -> None:
 
 
 def test_what_is_contrasted(parts: Split) -> None:
-    """Every recipe masks all known positives; ANCE adds lists; NGAME and DEXA the hinge, and DEXA auxiliary vectors."""
+    """All recipes mask known positives; ANCE adds nearest items, NGAME and DEXA the hinge, DEXA auxiliary vectors."""
     runs = {name: build(name, parts.train) for name in NAMES}
     for name, run in runs.items():
         negatives = run.terms[0].negatives
@@ -134,7 +134,7 @@ def test_what_is_contrasted(parts: Split) -> None:
 
 
 def test_an_encoder_keeps_what_makes_the_recipe(parts: Split) -> None:
-    """encoder=bag turns the towers to text and its rates, and leaves rows, temperature and auxiliary vectors as the recipe has them."""
+    """encoder=bag switches to text towers; rows, temperature and auxiliary vectors stay the recipe's."""
     from sparring.recipes import RECIPES
 
     setup, _ = resolve(RECIPES["dexa"], {"encoder": "bag"})
@@ -161,13 +161,13 @@ def test_an_encoder_keeps_what_makes_the_recipe(parts: Split) -> None:
     ],
 )
 def test_nonsense_is_refused(parts: Split, settings: dict[str, Any], words: str) -> None:
-    """One line that names the setting."""
+    """A one-line error names the setting."""
     with pytest.raises(UserError, match=words):
         build("ngame", parts.train, settings)
 
 
 def test_dexa_is_ngame_with_auxiliary_vectors() -> None:
-    """The same arguments with the same defaults; another Setup, name and description."""
+    """DEXA has NGAME's arguments and defaults, but its own Setup, name and description."""
     own = {recipe: own_arguments(RECIPES[recipe]) for recipe in ("ngame", "dexa")}
     assert own["ngame"] == own["dexa"]
     assert own_setup(RECIPES["dexa"]).replaced(auxiliary=0, private=0) == own_setup(RECIPES["ngame"])
@@ -177,7 +177,7 @@ def test_dexa_is_ngame_with_auxiliary_vectors() -> None:
 
 @pytest.mark.parametrize("name", ["dexa", "prime"])
 def test_a_variant_passes_every_argument_on(parts: Split, name: str) -> None:
-    """DEXA and PRIME take NGAME's arguments; each reaches the loss or the batches, and defaults are the variant's own."""
+    """DEXA and PRIME take NGAME's arguments and pass each to the loss or the batches; their defaults are their own."""
     assert own_arguments(RECIPES[name]).keys() == own_arguments(ngame).keys()
     given: dict[str, Any] = {"size": 4, "start": 2, "every": 3, "grow": (7,), "k": 3, "margin": 0.2, "dynamic": True}
     given |= {"reduction": "mean", "constant_weights": True, "both_ways": True}
@@ -195,7 +195,7 @@ def test_a_variant_passes_every_argument_on(parts: Split, name: str) -> None:
 
 @pytest.mark.parametrize("draw", ["uniform", "propensity"])
 def test_the_correction_is_by_how_often_rows_offer_an_item(parts: Split, draw: Any) -> None:
-    """Counted over many epochs of drawn rows, each item is offered as often as `positive_counts` expects, within 5 standard errors."""
+    """Over many epochs, rows contain each item as often as `positive_counts` predicts, within 5 standard errors."""
     expected = positive_counts(parts.train, LABELS.replaced(draw=draw)).double()
     rows, generator = query_rows(parts.train, draw), torch.Generator().manual_seed(0)
     found, epochs = torch.zeros(parts.train.n_items, dtype=torch.float64), 3000
@@ -219,8 +219,8 @@ BY_POPULARITY |= {
 @pytest.mark.parametrize("draw", ["uniform", "propensity"])
 @pytest.mark.parametrize("name", BY_POPULARITY)
 def test_every_correction_is_by_what_batches_offer(name: str, draw: str, parts: Split) -> None:
-    """With rows=queries the frequency that a recipe divides by is how often its batches hold each item, counted over many epochs of rows
-    within 5 standard errors; the counts of the pairs are another one."""
+    """With rows=queries a recipe corrects by the frequency of each item in its batches, within 5 standard errors of a
+    count over many epochs; the frequency among pairs differs."""
     run = build(name, parts.train, BY_POPULARITY[name], setup=Setup.of(rows="queries", draw=draw, dim=4))
     rows = query_rows(parts.train, draw)
     generator, held, epochs = torch.Generator().manual_seed(2), torch.zeros(parts.train.n_items).double(), 3000
@@ -238,7 +238,7 @@ def test_every_correction_is_by_what_batches_offer(name: str, draw: str, parts: 
 
 
 def test_the_corrected_softmax_subtracts_it(parts: Split) -> None:
-    """log_w of a candidate is - log((B - 1) q_j); the hinge has no weights, and says so."""
+    """A candidate's log_w is -log((B - 1) q_j); the hinge has no weights and rejects the correction."""
     run = build("dpr", parts.train, {"corrected": True, "dim": 4})
     queries, items = (column[:9].long() for column in parts.train.pairs())
     bag = training_step(run, queries, items, torch.Generator(), parts.train.positives())[2].bags[0]
@@ -253,8 +253,8 @@ def test_the_corrected_softmax_subtracts_it(parts: Split) -> None:
 def test_lists_in_the_background_change_nothing(
     parts: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped: Any
 ) -> None:
-    """A training with a delay ends at the same weights whether lists are made in line or beside it, and also when it was stopped while they
-    were being made, and resumed."""
+    """With a delay, building lists in the background gives the weights of building them inline, even if a run is
+    interrupted while a list is being built and then resumed."""
     settings = {
         "dim": 4,
         "epochs": 5,

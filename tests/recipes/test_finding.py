@@ -1,4 +1,5 @@
-"""A recipe is found by its name, its file, its module or a package, and again from anywhere; else one line says what is wrong."""
+"""A recipe is found by name, file, module or installed package, from any working folder; anything else raises a
+one-line error."""
 
 from __future__ import annotations
 
@@ -38,13 +39,13 @@ SETUP = Setup.of(dim=4)
 
 
 def here(data: Interactions, setup: Setup = SETUP, *, n: int = 8) -> Run:
-    """A recipe of this very file."""
+    """A recipe defined in this file."""
     return compose(data, setup, Term(1.0, Sampled(Uniform(data.n_items), n)))
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working folder, with a good file in it; what is put on sys.path is taken off again."""
+    """A working folder with a valid recipe file; sys.path is restored afterwards."""
     (tmp_path / "mine_found.py").write_text(GOOD)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -52,7 +53,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_file_is_found_again_from_anywhere(folder: Path, parts: Split, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a path or a module beside us the same function, whose name holds the full path and works from another folder."""
+    """A path and a module name find one function; its full recorded name works from any folder."""
     name = f"{folder.resolve()}/mine_found.py:mine"
     assert named("mine_found.py:mine") == named("./mine_found.py:mine") == named("mine_found:mine") == name
     assert find("mine_found.py:mine") is find("mine_found:mine")
@@ -64,21 +65,21 @@ def test_a_file_is_found_again_from_anywhere(folder: Path, parts: Split, monkeyp
 
 
 def test_short_names_never_hide_one_of_ours(folder: Path) -> None:
-    """A function called as one of our recipes has its file's name before it; ours are their own."""
+    """A function that shares a built-in recipe's name gets its file name as a prefix; built-in names stay bare."""
     names = ("xir", f"{folder}/mine_found.py:mine", f"{folder}/mine_found.py:bir")
     assert [short(name) for name in names] == ["xir", "mine", "mine_found.bir"]
     assert find("bir") is not find("mine_found.py:bir")
 
 
 def test_a_module_of_a_package_keeps_its_name() -> None:
-    """So does one that is installed: no path of this machine is recorded."""
+    """A recipe of an installed package is recorded by module name, without a path of this machine."""
     assert named("sparring.recipes.in_batch:xir") == "sparring.recipes.in_batch:xir"
     assert named(xir) == "xir"
     assert named("ssl-pop") == "ssl_pop"
 
 
 def test_what_lies_beside_the_file_can_be_imported(folder: Path, parts: Split) -> None:
-    """As if it were a script: a helper in the same folder, from anywhere."""
+    """A recipe file can import a helper from its own folder, like a script."""
     (folder / "sub").mkdir()
     (folder / "sub" / "helper_found.py").write_text("WIDTH = 6\n")
     (folder / "sub" / "outer.py").write_text("import helper_found\n" + GOOD.replace("dim=4", "dim=helper_found.WIDTH"))
@@ -106,7 +107,7 @@ BAD = {
 @pytest.mark.parametrize("case", BAD)
 @pytest.mark.parametrize("command", ["train", "compare", "diagnose", "recipes"])
 def test_a_bad_file_is_one_line(case: str, command: str, folder: Path, refused: Callable[..., str]) -> None:
-    """Every command that takes a recipe tells in one line, with the file's name, what is wrong, before it reads any data."""
+    """Every command that takes a recipe reports a bad file in one line that names it, before it reads any data."""
     source, mention = BAD[case]
     (folder / f"bad_{case}.py").write_text(source)
     name = f"bad_{case}.py:f"
@@ -120,7 +121,7 @@ def test_a_bad_file_is_one_line(case: str, command: str, folder: Path, refused: 
 
 
 def test_what_is_not_there_is_one_line(folder: Path, refused: Callable[..., str]) -> None:
-    """No such file, no such module, no function named, a session that is over."""
+    """A missing file, module or function name, a notebook and a failing package raise one-line errors."""
     refused(["recipes", "gone.py:f"], "no such file: gone.py")
     refused(["recipes", "no_such_module:f"], "no module called 'no_such_module'")
     refused(["recipes", "no_such.module:f"], "no module called 'no_such.module'")
@@ -134,14 +135,15 @@ def test_what_is_not_there_is_one_line(folder: Path, refused: Callable[..., str]
 
 
 def test_what_is_no_run_is_refused(folder: Path, parts: Split) -> None:
-    """A recipe that forgets to return, or returns a Term, is told how to end."""
+    """A recipe that returns no Run raises an error that names the returned type."""
     (folder / "forgot.py").write_text(GOOD.replace("return compose(", "compose("))
     with pytest.raises(UserError, match="NoneType"):
         build("forgot.py:mine", parts.train)
 
 
 def test_a_function_stands_for_itself(parts: Split, tmp_path: Path) -> None:
-    """In build and in a Comparison; one that no other process could import is refused there, and one of the same name too."""
+    """`build` and `Comparison` take a function. `Comparison` rejects one that another process cannot import and one
+    whose name is taken."""
     assert find(here) is here
     run = build(here, parts.train, {"n": 5})
     assert run.recipe == f"{Path(__file__).resolve()}:here"
@@ -166,7 +168,7 @@ def test_a_function_stands_for_itself(parts: Split, tmp_path: Path) -> None:
 def test_a_function_of_a_notebook_has_a_name_but_cannot_be_compared(
     parts: Split, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is built and trained where it is; a Comparison refuses it, and its recorded name says where it was."""
+    """A notebook function gets a `__main__` name, and a Comparison rejects it."""
     monkeypatch.setattr(here, "__module__", "__main__")
     monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)
     assert named(here) == "__main__:here"
@@ -177,7 +179,7 @@ def test_a_function_of_a_notebook_has_a_name_but_cannot_be_compared(
 def test_packages_offer_recipes(
     folder: Path, parts: Split, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the entry point group sparring.recipes: listed with where they come from, broken ones warned of; found by their names."""
+    """Recipes of the entry point group sparring.recipes are found by name; broken ones give a warning."""
     from sparring.cli import main
     from sparring.recipes import RECIPES
 
@@ -197,8 +199,8 @@ def test_packages_offer_recipes(
         == shown.count("paper 1.2")
         == 1
     )
-    why = "sparring: warning: cannot import the recipe 'broken' of nowhere_found:f of the package paper 1.2: ModuleNotFoundError: "
-    assert told.splitlines()[0].startswith(why)
+    why = "sparring: warning: cannot import the recipe 'broken' of nowhere_found:f of the package paper 1.2: "
+    assert told.splitlines()[0].startswith(f"{why}ModuleNotFoundError: ")
     assert told.splitlines()[1].endswith("'long' of mine_long:f of the package paper 1.2: ValueError: two lines")
     assert told.count("\n") == 2
     assert main(["recipes", "--json"]) == 0
@@ -221,7 +223,7 @@ def test_packages_offer_recipes(
 
 
 def test_own_arguments_are_tuned_where_their_types_say_so() -> None:
-    """Annotated ranges and choices join the common space, whole where the type is; what is not declared stays, and is named."""
+    """Annotated ranges and choices join the common search space; `untuned` lists the other arguments."""
 
     def f(
         data: Interactions,
@@ -246,7 +248,7 @@ def test_own_arguments_are_tuned_where_their_types_say_so() -> None:
     found = space(f)
     assert {
         name: entry for name, entry in found.items() if name not in common
-    } == own  # lam is tuned of our recipes, not of any
+    } == own  # only the built-in recipes tune lam
     assert common < set(found)
     assert untuned(f) == ["lam", "n"]
     assert untuned(f, {"n": 3, "alpha": 0.1}) == ["lam"]
@@ -259,7 +261,7 @@ def test_own_arguments_are_tuned_where_their_types_say_so() -> None:
     [Annotated[float, Range(1.0, 0.0)], Annotated[float, Range(0.0, 1.0, log=True)], Annotated[int, OneOf(("a",))]],
 )
 def test_a_range_that_cannot_be_tuned_is_refused(kind: Any) -> None:
-    """Upside down, the logarithm of 0, values of another type: one line with the argument's name."""
+    """A reversed range, a log range from 0 and choices of another type raise errors that name the argument."""
 
     def f(data: Interactions, setup: Setup = SETUP, *, alpha=1) -> Run:  # type: ignore[no-untyped-def]
         return here(data, setup)

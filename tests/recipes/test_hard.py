@@ -1,4 +1,5 @@
-"""DNS, AHNS, MixGCF, AMNS, BMNS, FairNeg, MIDX, SCE: the loss of one step is the published formula, computed here by hand; each trains."""
+"""DNS, AHNS, MixGCF, AMNS, BMNS, FairNeg, MIDX and SCE: one step's loss equals the published formula computed by hand,
+and each trains."""
 
 from __future__ import annotations
 
@@ -18,12 +19,12 @@ from sparring.training.loop import TrainingProgress
 from sparring.training.step import describe_batch
 from support.by_hand import INF, TINY, B, Hand, check, observe
 
-KNOWN = ("dns", "ahns", "mixgcf", "fairneg")  # whose authors draw again what the query is known to have
-SEED = 5  # of the generator that Hand draws from
+KNOWN = ("dns", "ahns", "mixgcf", "fairneg")  # their authors redraw known positives
+SEED = 5  # of the generator used by Hand
 
 
 def drawn(hand: Hand, n: int, per_query: bool = True) -> tuple[Tensor, torch.Generator]:
-    """(B, n) the uniform draws of a step, and the generator after them."""
+    """Return the (B, n) uniform draws of a step and the generator after them."""
     twin = torch.Generator().manual_seed(SEED)
     return torch.randint(hand.n_items, (B, n) if per_query else (n,), generator=twin).expand(B, n), twin
 
@@ -34,7 +35,7 @@ def softplus(x: float | Tensor) -> Tensor:
 
 @pytest.mark.parametrize("name", ["dns", "ahns", "mixgcf", "amns", "bmns", "fairneg", "midx", "sce"])
 def test_it_learns(name: str, parts: Split) -> None:
-    """Three epochs on the small world lower the loss and give test metrics in range; the batch can be described afterwards."""
+    """Three epochs lower the loss and give test metrics in range; the batch can be described afterwards."""
     run = build(name, parts.train, {"epochs": 3, "batch_size": 64, "dim": 8, "lr": 0.05, "weight_decay": 0.0})
     found = fit(run, parts, k=(10,), device="cpu")
     assert found.history[-1]["loss"] < found.history[0]["loss"]
@@ -45,7 +46,7 @@ def test_it_learns(name: str, parts: Split) -> None:
 
 @pytest.mark.parametrize("per_query", [True, False])
 def test_dns(parts: Split, per_query: bool) -> None:
-    """log(1 + e^(s_j - s_+)) for the highest s_j of n uniform draws that are not known of the query."""
+    """The loss is log(1 + e^(s_j - s_+)) for the highest s_j of n uniform draws, known positives excluded."""
     hand = Hand(parts.train, build("dns", parts.train, {**TINY, "n": 20, "per_query": per_query}))
     ids, _ = drawn(hand, 20, per_query)
     hardest = (hand.logits(ids) + hand.unknown(ids)).amax(1)
@@ -53,7 +54,7 @@ def test_dns(parts: Split, per_query: bool) -> None:
 
 
 def test_dns_m_n(parts: Split) -> None:
-    """m = 5, k = 2: two different ones of the five hardest, their mean loss; over many generators all five are chosen."""
+    """With m = 5 and k = 2 the loss averages two distinct draws of the five hardest, not the same for all rows."""
     hand = Hand(parts.train, build("dns", parts.train, {**TINY, "n": 20, "m": 5, "k": 2}))
     ids, _ = drawn(hand, 20)
     best = (hand.logits(ids) + hand.unknown(ids)).topk(5, 1).values
@@ -65,7 +66,8 @@ def test_dns_m_n(parts: Split) -> None:
 
 
 def test_ahns(parts: Split) -> None:
-    """The draw with the least |s_j - beta / (s_+ + alpha)|, hardest where s_+ <= -alpha, then the pairwise loss; one row at a time."""
+    """The pairwise loss uses the draw with the least |s_j - beta / (s_+ + alpha)|, or the hardest where s_+ <=
+    -alpha."""
     hand = Hand(parts.train, build("ahns", parts.train, {**TINY, "n": 20, "alpha": 0.8, "beta": 0.3}))
     ids, _ = drawn(hand, 20)
     counts, want = hand.unknown(ids), []
@@ -80,7 +82,7 @@ def test_ahns(parts: Split) -> None:
 @pytest.mark.parametrize("k", [1, 3])
 @pytest.mark.parametrize("mix", ["query", "candidate"])
 def test_mixgcf(parts: Split, mix: str, k: int) -> None:
-    """log(1 + sum over the k highest of e^(s' - s_+)), s' = a s_+ + (1 - a) s_j, a ~ U(0, 1) for the row or for each draw."""
+    """log(1 + sum over the k highest s' of e^(s' - s_+)), s' = a s_+ + (1 - a) s_j, a ~ U(0, 1) per row or draw."""
     hand = Hand(parts.train, build("mixgcf", parts.train, {**TINY, "n": 20, "mix": mix, "k": k}))
     ids, twin = drawn(hand, 20)
     a = torch.rand(B, 20 if mix == "candidate" else 1, generator=twin).double()
@@ -91,7 +93,7 @@ def test_mixgcf(parts: Split, mix: str, k: int) -> None:
 
 @pytest.mark.parametrize("correction", ["none", "count"])
 def test_amns(parts: Split, correction: str) -> None:
-    """The k highest scores of the batch's items and n uniform ones together; uncorrected, or each by its expected count in the pool."""
+    """The softmax is over the k highest of batch and n uniform items, corrected by expected count if asked."""
     hand = Hand(
         parts.train, build("amns", parts.train, {**TINY, "n": 30, "k": 7, "correction": correction, "tau": 0.4})
     )
@@ -103,7 +105,9 @@ def test_amns(parts: Split, correction: str) -> None:
 
 
 def test_bmns(parts: Split) -> None:
-    """share * SSL-Pop + (1 - share) * (-t + log(e^t + sum_k e^(S W^T)_k)), t = s_+ - log p_+, W = softmax((u - log p) / temperature)."""
+    """share * SSL-Pop + (1 - share) * (-t + log(e^t + sum_k e^(S W^T)_k)).
+
+    Here t = s_+ - log p_+ and W = softmax((u - log p) / temperature)."""
     settings = {**TINY, "n": 50, "share": 0.3, "temperature": 0.7}
     hand = Hand(parts.train, build("bmns", parts.train, settings))
     log_p = hand.p[hand.items].log()
@@ -116,7 +120,8 @@ def test_bmns(parts: Split) -> None:
 
 
 def test_fairneg(parts: Split) -> None:
-    """w_j = 1 - importance + importance * C softmax_j(s / temperature) over the pool; every second step moves the shares of the column."""
+    """The weights are w_j = 1 - importance + importance * C softmax_j(s / temperature) over the pool; with every=2,
+    each second step moves the shares of the column's groups."""
     settings = {**TINY, "n": 60, "importance": 0.4, "temperature": 0.5, "column": "category", "every": 2, "tau": 0.3}
     run = build("fairneg", parts.train, settings)
     negatives = run.terms[0].negatives
@@ -140,7 +145,7 @@ def test_fairneg(parts: Split) -> None:
 
 
 def test_the_shares_of_fairneg_move_once_an_epoch(parts: Split) -> None:
-    """As it comes, the last step of each epoch moves the shares, and no other does."""
+    """By default only the last step of each epoch moves the shares."""
     run = build("fairneg", parts.train, {"epochs": 3, "batch_size": 64, "dim": 8, "lr": 0.05})
     shares, moved = run.terms[0].negatives.source.distribution.shares, []  # type: ignore[union-attr]
     before = shares.clone()
@@ -155,7 +160,7 @@ def test_the_shares_of_fairneg_move_once_an_epoch(parts: Split) -> None:
 
 
 def test_groups(parts: Split) -> None:
-    """Classes of popularity are as equal as can be and ordered; classes of a column are its values; wrong names are told."""
+    """Popularity classes are ordered and equal in size; column classes are its values; bad names raise errors."""
     classes, counts = popularity_classes(parts.train, 4), torch.from_numpy(parts.train.counts())
     assert torch.bincount(classes).tolist() == [10, 10, 10, 10]
     for z in range(3):
@@ -172,7 +177,7 @@ def test_groups(parts: Split) -> None:
 
 @pytest.mark.parametrize("codebook", ["product", "residual"])
 def test_midx(parts: Split, codebook: str) -> None:
-    """n own draws weigh 1 / (n q(j | i)), q the softmax over the quantised vectors that refresh has left; new books each epoch."""
+    """n draws per query weigh 1 / (n q(j | i)), q the softmax over the quantised vectors of the last refresh."""
     run = build("midx", parts.train, {**TINY, "score": "cosine", "tau": 0.3, "n": 25, "words": 5, "codebook": codebook})
     hand = Hand(parts.train, run)
     negatives = run.terms[0].negatives
@@ -190,7 +195,7 @@ def test_midx(parts: Split, codebook: str) -> None:
 
 
 def test_midx_follows_the_feature_tower(parts: Split) -> None:
-    """With item features the codebooks have the width of that tower, and one epoch trains."""
+    """With item features the codebooks have the width of the feature tower, and one epoch trains."""
     run = build(
         "midx", parts.train, {"item_features": "category", "hidden": "6,3", "epochs": 1, "batch_size": 64, "words": 4}
     )
@@ -201,7 +206,7 @@ def test_midx_follows_the_feature_tower(parts: Split) -> None:
 
 @pytest.mark.parametrize("mix", [False, True])
 def test_sce(parts: Split, mix: bool) -> None:
-    """The largest over a query's buckets of log(1 + sum over its n items of e^(s_j - s_+)); 0 for a query in none; one bucket at a time."""
+    """The maximum over a query's buckets of log(1 + sum over the n items of e^(s_j - s_+)), 0 without a bucket."""
     run = build(
         "sce", parts.train, {**TINY, "score": "cosine", "tau": 0.4, "n": 9, "buckets": 6, "queries": 5, "mix": mix}
     )
@@ -223,7 +228,7 @@ def test_sce(parts: Split, mix: bool) -> None:
     ("name", "setting"), [("bmns", {"share": 1.5}), ("dns", {"n": 0}), ("midx", {"words": 0}), ("amns", {"k": 0})]
 )
 def test_bad_arguments_are_one_line(name: str, setting: dict[str, object], parts: Split) -> None:
-    """A value that no training could use is refused by a UserError of one line."""
+    """An unusable value raises a one-line UserError."""
     with pytest.raises(UserError) as error:
         build(name, parts.train, setting)
     assert "\n" not in str(error.value)

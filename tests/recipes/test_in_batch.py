@@ -1,4 +1,5 @@
-"""Every recipe builds, trains and tells what its batch holds; its loss of one step is the published formula, computed here by hand."""
+"""Every recipe builds, trains and describes its batch; one step's loss equals the published formula computed by
+hand."""
 
 from __future__ import annotations
 
@@ -134,7 +135,7 @@ SOURCES = {
 def test_every_recipe_trains_and_says_what_its_batch_holds(
     name: str, parts: Split, fitted: Callable[[str], Fitted]
 ) -> None:
-    """One epoch on a small world gives a finite loss and test metrics in range; the description names each source, size and weight."""
+    """One epoch gives a finite loss and test metrics in range; the description names each source, size and weight."""
     found = fitted(name)
     assert len(found.history) == 1
     assert np.isfinite(found.history[0]["loss"])
@@ -147,7 +148,7 @@ def test_every_recipe_trains_and_says_what_its_batch_holds(
 
 
 def test_describing_a_batch_changes_nothing(parts: Split) -> None:
-    """Describing draws from its own generator and leaves state alone: two descriptions agree, and so does all state."""
+    """A description draws from its own generator and changes no state, so two descriptions agree."""
     run = build("xir", parts.train, {**TINY, "draw": "multinomial", "cache_size": 32})
     before = {name: tensor.clone() for name, tensor in run.modules().state_dict().items()}
     assert describe_batch(run, parts) == describe_batch(run, parts)
@@ -157,7 +158,8 @@ def test_describing_a_batch_changes_nothing(parts: Split) -> None:
 
 @pytest.mark.parametrize("score", ["dot", "cosine"])
 def test_ssl(parts: Split, score: str) -> None:
-    """paper: -s + log(e^s + sum over other items of the batch); release: all B columns count, the positive's own too. s = q.e / tau."""
+    """With s = q.e / tau, the paper has -s + log(e^s + sum over the other items of the batch). The release sums all B
+    columns, the positive's included."""
     settings = {**TINY, "score": score, "tau": 0.5}
     paper, release = (
         Hand(parts.train, build("ssl", parts.train, {**settings, "form": form})) for form in ("paper", "release")
@@ -167,7 +169,8 @@ def test_ssl(parts: Split, score: str) -> None:
 
 
 def test_ssl_pop(parts: Split) -> None:
-    """t_j = s_j - log p_j for negatives and positive alike; release: -t + log(e^t + sum over all B columns of e^t_j)."""
+    """Negatives and positive alike have t_j = s_j - log p_j. The release has -t + log(e^t + sum over all B columns of
+    e^t_j)."""
     for form in ("paper", "release"):
         hand = Hand(parts.train, build("ssl_pop", parts.train, {**TINY, "form": form}))
         t = hand.logits(hand.items) - hand.p[hand.items].log()
@@ -177,7 +180,7 @@ def test_ssl_pop(parts: Split) -> None:
 
 @pytest.mark.parametrize(("name", "arguments"), [("ssl_pop", {"correction": "count"}), ("quick", {})])
 def test_in_batch_by_count(parts: Split, name: str, arguments: dict[str, str]) -> None:
-    """The positive is left alone and negatives are divided by (B - 1) p_j: ssl_pop with correction="count", and quick."""
+    """In ssl_pop with correction="count" and in quick, only negatives are corrected, by (B - 1) p_j."""
     hand = Hand(parts.train, build(name, parts.train, {**TINY, **arguments}))
     negatives = hand.logits(hand.items) - ((B - 1) * hand.p[hand.items]).log() + hand.other(hand.items)
     check(hand.contrast()[0], hand.softmax_loss(negatives))
@@ -188,7 +191,7 @@ def test_in_batch_by_count(parts: Split, name: str, arguments: dict[str, str]) -
     [("paper", None, ()), ("release", None, ()), ("paper", 0.3, (7, 11)), ("release", 0.5, (5,))],
 )
 def test_g_tower(parts: Split, form: str, alpha: float | None, sizes: tuple[int, ...]) -> None:
-    """After three batches the correction is -log p_j with p_j = 1 / max_h gap_h, gaps kept by the published loop over items and arrays."""
+    """After three batches the correction is -log p_j, p_j = 1 / max_h gap_h, with the gaps of the published loop."""
     run = build("g_tower", parts.train, {**TINY, "form": form, "alpha": alpha, "sizes": sizes})
     rate = alpha or (0.01 if form == "paper" else 1e-4)
     arrays = sizes or ((parts.train.n_items,) if form == "paper" else (4993, 4999, 5003, 5009, 5011))
@@ -213,7 +216,7 @@ def test_g_tower(parts: Split, form: str, alpha: float | None, sizes: tuple[int,
 @pytest.mark.parametrize("name", ["uns", "pns"])
 @pytest.mark.parametrize("per_query", [False, True])
 def test_uns_and_pns(parts: Split, name: str, per_query: bool) -> None:
-    """n negatives, shared or for each query, weigh 1 / (n q_j), q_j = 1/N or count_j^alpha / sum; the positive never counts."""
+    """n negatives, shared or per query, weigh 1 / (n q_j), q_j = 1/N or count_j^alpha / sum; no positive."""
     alpha = {"alpha": 0.75} if name == "pns" else {}
     hand = Hand(
         parts.train,
@@ -227,7 +230,7 @@ def test_uns_and_pns(parts: Split, name: str, per_query: bool) -> None:
 
 
 def test_bpr(parts: Split) -> None:
-    """Mean over n uniform negatives of log(1 + e^(s_j - s_+)), drawn for each query; what is known of it is left out."""
+    """The loss is the mean of log(1 + e^(s_j - s_+)) over n uniform negatives per query, known positives excluded."""
     hand = Hand(parts.train, build("bpr", parts.train, {**TINY, "n": 30}))
     losses, _, outcome = hand.contrast()
     ids = outcome.bags[0].blocks[0].ids
@@ -238,7 +241,7 @@ def test_bpr(parts: Split) -> None:
 
 
 def test_mns_paper(parts: Split) -> None:
-    """Equation 5: the positive uncorrected, negatives minus log Q*, Q* the mixture of what batch and sample offer, (B - 1) p + n / N."""
+    """Equation 5: only negatives are corrected, by log Q* with Q* proportional to (B - 1) p + n / N."""
     hand = Hand(parts.train, build("mns", parts.train, {**TINY, "n": 16}))
     losses, _, outcome = hand.contrast()
     drawn = outcome.bags[0].blocks[1].ids
@@ -249,10 +252,10 @@ def test_mns_paper(parts: Split) -> None:
 
 
 def test_mns_release(parts: Split) -> None:
-    """The release: the positive corrected by popularity alone and left among the negatives, whose mixture is half and half at B' = B.
+    """In the release the positive is corrected by popularity alone and stays among the negatives, whose mixture is half
+    and half at B' = B.
 
-    (It draws from N + 1 ids because its tables have a padding row; ours have none.)
-    """
+    The release draws from N + 1 ids because its tables have a padding row; ours have none."""
     hand = Hand(parts.train, build("mns", parts.train, {**TINY, "n": B, "form": "release"}))
     losses, _, outcome = hand.contrast()
     ids = torch.cat([hand.items, outcome.bags[0].blocks[1].ids])
@@ -261,7 +264,7 @@ def test_mns_release(parts: Split) -> None:
 
 
 def test_mns_mixture_is_the_published_one_at_the_published_size() -> None:
-    """The published mixture has weights B : B'; ours has B - 1 : B'. At B = B' = 2048 no log weight differs by more than 5e-4."""
+    """At B = B' = 2048, weights B - 1 : B' differ from the published B : B' by at most 5e-4 in the log."""
     b, n_items = 2048, 40_988
     p = 1.0 / np.arange(1, n_items + 1)
     p /= p.sum()
@@ -270,7 +273,7 @@ def test_mns_mixture_is_the_published_one_at_the_published_size() -> None:
 
 
 def test_corrected_mixed_negatives(parts: Split) -> None:
-    """Batch and n uniform items under one partition function, each divided by its expected count (B - 1) p_j + n / N."""
+    """Batch and n uniform items share one softmax, each divided by its expected count (B - 1) p_j + n / N."""
     hand = Hand(parts.train, build("debiased_mns", parts.train, {**TINY, "n": 16}))
     losses, _, outcome = hand.contrast()
     ids = torch.cat([hand.items, outcome.bags[0].blocks[1].ids])
@@ -280,7 +283,7 @@ def test_corrected_mixed_negatives(parts: Split) -> None:
 
 @pytest.mark.parametrize("exclude", ["positive", "known"])
 def test_default(parts: Split, exclude: str) -> None:
-    """-s + log of the sum over n uniform items that are not the query's positive; "known": none that the query has taken in training."""
+    """-s + log of the sum over n uniform items other than the positive ("known": other than all training items)."""
     plain = {"tau": 0.3, "item_bias": False, "dropout": 0.0, "exclude": exclude}
     hand = Hand(parts.train, build("default", parts.train, {**TINY, "n": 16, **plain}))
     losses, _, outcome = hand.contrast()
@@ -295,13 +298,13 @@ def test_default(parts: Split, exclude: str) -> None:
 
 
 def expected_draws(hand: Hand, ids: Tensor, n: int, mask: Tensor) -> Tensor:
-    """(B, C) float64: n softmax_j(s_j - log p_j) over the candidates that count."""
+    """Return n softmax_j(s_j - log p_j) over the unmasked candidates, (B, C) float64."""
     return n * torch.softmax(hand.logits(ids) - hand.p[ids].log() + mask, 1)
 
 
 @pytest.mark.parametrize("form", ["paper", "release"])
 def test_bir_closed_form(parts: Split, form: str) -> None:
-    """-s + log(e^s + |R| sum_j w_j e^s_j), w = softmax(s - log p) over the batch, |R| = B unless given."""
+    """-s + log(e^s + |R| sum_j w_j e^s_j), w = softmax(s - log p) over the batch, |R| = B by default."""
     for n in (None, 7):
         hand = Hand(parts.train, build("bir", parts.train, {**TINY, "form": form, "n": n}))
         mask = hand.other(hand.items) if form == "paper" else torch.zeros(B, B, dtype=torch.float64)
@@ -311,7 +314,7 @@ def test_bir_closed_form(parts: Split, form: str) -> None:
 
 @pytest.mark.parametrize("draw", ["multinomial", "systematic"])
 def test_bir_drawn(parts: Split, draw: str) -> None:
-    """|R| = B draws for each query: the loss is the formula on the drawn counts; their mean is |R| w; own positives stay out."""
+    """The loss is the formula on |R| = B drawn counts per query, whose mean is |R| w; no positive is drawn."""
     hand = Hand(parts.train, build("bir", parts.train, {**TINY, "draw": draw}))
     total = torch.zeros(B, B, dtype=torch.float64)
     times = 400
@@ -325,7 +328,7 @@ def test_bir_drawn(parts: Split, draw: str) -> None:
     check(losses, hand.softmax_loss(hand.logits(hand.items) + counts.log()))
     mean = expected_draws(hand, hand.items, B, hand.other(hand.items))
     assert total[mean == 0].sum() == 0
-    spread = (mean * (1 - mean / B) / times).sqrt().clamp(min=1e-9)  # of independent draws; systematic ones vary less
+    spread = (mean * (1 - mean / B) / times).sqrt().clamp(min=1e-9)  # of independent draws; systematic draws vary less
     assert float(((total / times - mean).abs() / (5 * spread + 1 / times)).max()) < 1
 
 
@@ -340,11 +343,10 @@ def xir_loss(hand: Hand, cache: Tensor, lam: float, n: int, form: str) -> Tensor
 @pytest.mark.parametrize("form", ["paper", "release"])
 @pytest.mark.parametrize("n", [None, 9])
 def test_xir(parts: Split, form: str, n: int | None) -> None:
-    """(1 - lam) l(R) + lam l(K), R from the batch and K from the cache, |R| = |K| = half the cache; then the cache's counts and refill.
+    """The loss is (1 - lam) l(R) + lam l(K), with R from the batch, K from the cache and |R| = |K| = half the cache.
 
-    Counts: o_j (0 in the paper, 1 in the release) plus all draws of j in the step; the next cache holds items with o > 0 (paper) or
-    items drawn in this step (release).
-    """
+    Counts are o_j (0 in the paper, 1 in the release) plus all draws of j in the step. The next cache holds items with o
+    > 0 (paper) or items drawn in this step (release)."""
     run = build("xir", parts.train, {**TINY, "lam": 0.2, "cache_size": 32, "form": form, "n": n})
     hand = Hand(parts.train, run)
     assert isinstance(run.terms[1].negatives, Resample)
@@ -368,14 +370,14 @@ def test_xir(parts: Split, form: str, n: int | None) -> None:
 
 
 def test_xir_without_and_with_only_the_cache(parts: Split) -> None:
-    """lam = 0 is BIR with half the cache's draws."""
+    """lam = 0 is BIR with half the cache size as its number of draws."""
     bir = Hand(parts.train, build("bir", parts.train, {**TINY, "n": 16}))
     xir = Hand(parts.train, build("xir", parts.train, {**TINY, "lam": 0.0, "cache_size": 32}))
     check(xir.contrast()[0], bir.contrast()[0].detach().double())
 
 
 def test_cbns(parts: Split) -> None:
-    """Equation 9: positive and negatives minus log p, negatives the batch and the vectors of past batches once it has opened."""
+    """Equation 9: positive and negatives subtract log p; an open memory adds vectors of past batches."""
     run = build("cbns", parts.train, {**TINY, "size": 40, "opens": 1, "init_std": 0.7})
     log_p = None
     past: list[Tensor] = []
@@ -392,11 +394,11 @@ def test_cbns(parts: Split) -> None:
         observe(run, step, outcome)
         if batch >= 1:
             past.append(hand.items)
-    assert len(torch.cat(past)) > 40  # the ring has turned
+    assert len(torch.cat(past)) > 40  # the ring buffer has wrapped around
 
 
 def test_the_memory_of_cbns_opens_in_a_short_training(parts: Split) -> None:
-    """As it comes, three epochs leave the memory holding items of past batches, and another model than in-batch softmax by popularity."""
+    """By default the memory holds past items after three epochs, and it changes the model."""
     settings = {"epochs": 3, "batch_size": 64, "dim": 8, "size": 100}
     run = build("cbns", parts.train, settings)
     fit(run, parts, k=(10,), device="cpu")
@@ -408,7 +410,7 @@ def test_the_memory_of_cbns_opens_in_a_short_training(parts: Split) -> None:
 
 
 def test_a_folder_with_arguments_of_older_names_still_answers(parts: Split, tmp_path: Path) -> None:
-    """A run folder whose run.json has CBNS's `warmup` of before gives the same recommendations, and diagnosis finds its negatives."""
+    """A run.json with CBNS's obsolete `warmup` argument still loads, with the same recommendations."""
     fit(
         build("cbns", parts.train, {**QUICK, "size": 100}),
         parts,
@@ -430,13 +432,13 @@ def test_a_folder_with_arguments_of_older_names_still_answers(parts: Split, tmp_
 
 
 def test_full_softmax(parts: Split) -> None:
-    """Minus the log of the positive's softmax over the whole catalogue."""
+    """The loss is minus the log of the positive's softmax over the full catalogue."""
     hand = Hand(parts.train, build("full_softmax", parts.train, TINY))
     check(hand.contrast()[0], -torch.log_softmax(hand.s, 1)[torch.arange(B), hand.items])
 
 
 def test_shown(parts: Split) -> None:
-    """In-batch negatives by expected count, plus n items that the query was shown and did not take, each of weight 1."""
+    """In-batch negatives are corrected by expected count; n items that were shown but not taken have weight 1."""
     hand = Hand(parts.train, build("shown", parts.train, {**TINY, "n": 3}))
     losses, _, outcome = hand.contrast()
     ids = outcome.bags[0].blocks[1].ids
@@ -452,14 +454,14 @@ def test_shown(parts: Split) -> None:
 
 
 def test_shown_needs_shown_rows(parts: Split) -> None:
-    """Without shown-and-not-taken rows the recipe says which option names them."""
+    """Without rows that were shown but not taken, the error names the option that marks them."""
     bare = Interactions(parts.train.queries, parts.train.items, parts.train.query_ids, parts.train.item_ids)
     with pytest.raises(UserError, match="--label-column"):
         build("shown", bare)
 
 
 def test_recipes_are_wired_from_the_parts_that_their_papers_name(parts: Split) -> None:
-    """The modules of the stateful recipes, with the arguments that form chooses."""
+    """The stateful recipes use the modules of their papers, with the arguments that `form` selects."""
 
     def parts_of(name: str, kind: type, **settings: Any) -> Any:
         run = build(name, parts.train, {**TINY, **settings})
@@ -488,7 +490,7 @@ def test_recipes_are_wired_from_the_parts_that_their_papers_name(parts: Split) -
 
 
 def test_towers_start_alike_for_every_recipe_and_leave_the_global_generator_alone(parts: Split) -> None:
-    """The tables depend on the seed of the Setup only, so recipes are compared from the same start; building draws nothing globally."""
+    """Initial tables depend only on the Setup's seed; building leaves the global generator alone."""
     torch.manual_seed(1)
     before = torch.get_rng_state()
     tables = [build(name, parts.train, {**TINY, "seed": 4}).model.item.weight for name in ("ssl", "xir", "cbns")]
@@ -500,8 +502,8 @@ def test_towers_start_alike_for_every_recipe_and_leave_the_global_generator_alon
 
 @pytest.mark.parametrize("dim", [1, 8, 64])
 def test_a_spectral_start_knows_the_data_before_the_first_step(parts: Split, dim: int) -> None:
-    """init="spectral": finite tables of any width, also wider than the catalogue, that score known pairs above the others; the same
-    start for the same seed."""
+    """init="spectral" gives finite tables of any width, even wider than the catalogue, that score known pairs above
+    other pairs. It depends only on the seed."""
     model, again = (build("quick", parts.train, {"dim": dim}).model for _ in range(2))
     scores = model.query_vectors(torch.arange(parts.train.n_queries)) @ model.item_vectors().T
     assert torch.isfinite(scores).all()
@@ -512,7 +514,7 @@ def test_a_spectral_start_knows_the_data_before_the_first_step(parts: Split, dim
 
 
 def test_features_need_a_table(parts: Split) -> None:
-    """item_features without an items table names the option that gives one."""
+    """item_features without an items table raises an error that names the option for one."""
     bare = Interactions(parts.train.queries, parts.train.items, parts.train.query_ids, parts.train.item_ids)
     with pytest.raises(UserError, match="--items"):
         compose(bare, Setup.of(item_features=("category",)), Term(1.0, InBatch()))

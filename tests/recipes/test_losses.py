@@ -1,4 +1,4 @@
-"""The recipes of the newer losses: one step of each is its formula on the items that it drew, and training moves what it keeps."""
+"""Recipes of the recent losses: one step equals the formula on the drawn items, and training updates their state."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ LOSSES = ["ada_tau", "bsl", "ccl", "psl", "sl", "slatk"]
 
 
 def one_step(data: Interactions, run: Run) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The losses of a batch; by hand, in float64: cosines with the positive (B,), with the drawn items (B, n), what counts, the queries."""
+    """Return the losses of a batch and, in float64, its cosines with the positive (B,) and the drawn items (B, n), the
+    mask of counted draws, and the queries."""
     rows = np.random.default_rng(0).choice(len(data), B, replace=False)
     queries, items = torch.from_numpy(data.queries[rows]).long(), torch.from_numpy(data.items[rows]).long()
     losses, _, outcome = training_step(run, queries, items, torch.Generator().manual_seed(5), data.positives())
@@ -48,7 +49,7 @@ def one_step(data: Interactions, run: Run) -> tuple[Tensor, Tensor, Tensor, Tens
 
 @pytest.mark.parametrize("name", KNOWN)
 def test_what_is_never_a_negative(name: str, parts: Split) -> None:
-    """Unless told otherwise: all that is known of a query where the authors draw so, else its positive."""
+    """By default the recipe masks all known positives if its authors do, else only the row's positive."""
     assert build(name, parts.train).terms[0].negatives.exclude == KNOWN[name]
     assert build(name, parts.train, {"exclude": "none"}).terms[0].negatives.exclude == "none"
 
@@ -63,7 +64,7 @@ def check(found: Tensor, want: Tensor) -> None:
 
 @pytest.mark.parametrize("per_query", [False, True])
 def test_sl(parts: Split, per_query: bool) -> None:
-    """log sum_j exp((f_j - f_+) / 0.08) over n uniform items, shared or for each query, that are not the positive."""
+    """log sum_j exp((f_j - f_+) / 0.08) over n uniform items, shared or per query, without the positive."""
     found, own, others, counts, _ = one_step(parts.train, build("sl", parts.train, {**TINY, "per_query": per_query}))
     check(found, log_sum(((others - own.unsqueeze(1)) / 0.08).exp(), counts))
 
@@ -79,7 +80,7 @@ def test_bsl(parts: Split) -> None:
 
 
 def test_psl(parts: Split) -> None:
-    """log sum_j (1 + d_j)^(1 / 0.05) with d = (f_j - f_+) / 2; the other surrogates by name."""
+    """log sum_j (1 + d_j)^(1 / 0.05) with d = (f_j - f_+) / 2; the other surrogates are available by name."""
     for surrogate, sigma in (
         ("relu", lambda d: 1 + d),
         ("tanh", lambda d: 1 + torch.tanh(d)),
@@ -100,7 +101,7 @@ def test_ccl(parts: Split, exclude: str) -> None:
 
 
 def test_slatk(parts: Split) -> None:
-    """sigmoid((f_+ - beta_u) / tau_w) times SL at tau 0.1, the thresholds of the right queries."""
+    """The loss is sigmoid((f_+ - beta_u) / tau_w) times SL at tau 0.1, with the threshold of each row's query."""
     run = build("slatk", parts.train, {**TINY, "tau_w": 0.4})
     loss = run.terms[0].loss
     assert isinstance(loss, SLatK)
@@ -111,7 +112,7 @@ def test_slatk(parts: Split) -> None:
 
 
 def test_ada_tau(parts: Split) -> None:
-    """-f_+ / tau_0 + log sum_j exp(f_j / tau_u), tau_0 = 0.7 / log(n m / 2|D|) at first, each query's own tau after it."""
+    """-f_+ / tau_0 + log sum_j exp(f_j / tau_u), tau_0 = 0.7 / log(n m / 2|D|) at first, a tau per query later."""
     run = build("ada_tau", parts.train, TINY)
     temperature = run.temperature
     assert isinstance(temperature, AdaTau)
@@ -126,7 +127,7 @@ def test_ada_tau(parts: Split) -> None:
 
 
 def test_what_they_keep_moves_as_they_train(parts: Split) -> None:
-    """After three epochs SL@K has finite thresholds, and Ada-tau temperatures that differ from query to query and follow its losses."""
+    """After three epochs SL@K has finite thresholds, and Ada-tau's temperatures follow each query's losses."""
     settings = {"epochs": 3, "batch_size": 64, "dim": 8, "lr": 0.01}
     slatk = build("slatk", parts.train, {**settings, "every": 2, "k": 5})
     fit(slatk, parts, k=(10,), device="cpu")
@@ -145,7 +146,7 @@ def test_what_they_keep_moves_as_they_train(parts: Split) -> None:
 
 
 def test_ada_tau_leaves_the_given_gap_in_a_short_training(parts: Split) -> None:
-    """As it comes, equation 14 acts after a quarter of the epochs; an epoch's recorded tau is the mean over all queries of that epoch."""
+    """By default equation 14 applies after a quarter of the epochs; the recorded tau is the mean over queries."""
     run = build("ada_tau", parts.train, {"epochs": 6, "batch_size": 64, "dim": 8, "lr": 0.05})
     temperature, gaps, taus = run.temperature, [], []
     assert isinstance(temperature, AdaTau)
@@ -158,7 +159,7 @@ def test_ada_tau_leaves_the_given_gap_in_a_short_training(parts: Split) -> None:
     assert [gap == pytest.approx(0.7) for gap in gaps] == [True, True, False, False, False, False]
     for recorded, mean, first in taus[1:]:
         assert recorded == pytest.approx(mean, abs=2e-6)
-        assert abs(first - mean) > 1e-5  # the first query's own would be another
+        assert abs(first - mean) > 1e-5  # the first query's tau is not the mean
     long = {
         epochs: build("ada_tau", parts.train, {"epochs": epochs}).temperature.settle for epochs in (1, 4, 20, 400, 1000)
     }
@@ -171,7 +172,7 @@ class Stop(Exception):
 
 @pytest.mark.parametrize("name", ["slatk", "ada_tau"])
 def test_a_stopped_run_goes_on_as_if_it_had_not_been(name: str, parts: Split, tmp_path: Path) -> None:
-    """Stopped after its first epoch and resumed, a run with state in its loss or temperature ends bitwise where the whole run ends."""
+    """A stateful loss or temperature, stopped after one epoch and resumed, ends bitwise as if uninterrupted."""
     settings = {
         "epochs": 3,
         "batch_size": 64,
@@ -200,7 +201,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(name: str, parts: Split, tm
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_they_learn(name: str, parts: Split) -> None:
-    """A few epochs set the known pairs apart: their mean cosine rises above that of all pairs, from no difference to 0.2."""
+    """After a few epochs the mean cosine of the known pairs exceeds that of all pairs by 0.2."""
     settings = {
         "epochs": 8,
         "batch_size": 64,
@@ -223,7 +224,7 @@ def test_they_learn(name: str, parts: Split) -> None:
 
 
 def test_their_papers_and_settings() -> None:
-    """Every one names its paper in the last line, scores by cosine, and has the dimensions and batch of its paper."""
+    """Each recipe cites its paper, scores by cosine, and has the paper's dimension and batch size."""
     for name in LOSSES:
         recipe = RECIPES[name]
         assert recipe.__doc__

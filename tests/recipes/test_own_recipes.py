@@ -1,4 +1,5 @@
-"""A method of one's own, in one file, has every command that ours have: the file of docs/guide/extend.md, from train to compare."""
+"""A custom recipe in one file works with every command, from train to compare; the file is that of
+docs/guide/extend.md."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ QUICK = ["--device", "cpu", "--set", "dim=4", "--set", "batch_size=128", "--set"
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the page's mine.py and some interactions."""
+    """A folder with the guide's mine.py and a table of interactions."""
     folder = tmp_path_factory.mktemp("extending")
     (folder / "mine.py").write_text(FILE)
     data = make_world(60, 60, exposure=0.5, relevant=0.4, seed=3).interactions
@@ -45,7 +46,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def trained(place: Path) -> Path:
-    """A run of the page's recipe, made by the command line from the folder that the file is in."""
+    """A run of the guide's recipe, trained by the command line in the folder of the file."""
     words = [
         "train",
         "--data",
@@ -65,13 +66,13 @@ def trained(place: Path) -> Path:
 
 
 def test_the_page_is_short_and_linked() -> None:
-    """At most 220 lines, and the README leads there."""
+    """The guide has at most 220 lines, and the README links to it."""
     assert len(PAGE.splitlines()) <= 220
     assert "docs/guide/extend.md" in (ROOT / "README.md").read_text()
 
 
 def test_the_pages_commands_parse() -> None:
-    """Every command of the page is one that the command line accepts."""
+    """The command line parses every command of the guide."""
     commands = re.findall(r"^sparring .*$", PAGE, re.MULTILINE)
     assert len(commands) >= 6
     for command in commands:
@@ -80,7 +81,7 @@ def test_the_pages_commands_parse() -> None:
 
 
 def test_the_pages_sampler_keeps_the_contract(place: Path) -> None:
-    """All tests of the contract pass but one, which is skipped for want of a formula that nobody stated."""
+    """The sampler passes the contract; only the test that needs a stated formula is skipped."""
     finding.find(f"{place / 'mine.py'}:loss_tilted")
     proof = sys.modules[str((place / "mine.py").resolve())].TestLossTilted()
     proof.draws = 20_000
@@ -94,7 +95,7 @@ def test_the_pages_sampler_keeps_the_contract(place: Path) -> None:
 
 
 def test_train_records_where_the_recipe_is(trained: Path, place: Path) -> None:
-    """run.json has the file's full path, the resolved arguments and the towers as they are; the model card names the function alone."""
+    """run.json holds the file's full path and the resolved arguments; the model card names only the function."""
     meta = json.loads((trained / "run.json").read_text())
     assert meta["recipe"] == f"{(place / 'mine.py').resolve()}:loss_tilted"
     assert meta["arguments"] == {"n": 16, "alpha": 0.7}
@@ -104,7 +105,7 @@ def test_train_records_where_the_recipe_is(trained: Path, place: Path) -> None:
 
 
 def stopped(place: Path, file: Path, out: Path) -> None:
-    """Train the file's recipe, interrupted after its first step."""
+    """Train the file's recipe and interrupt it after its first step."""
     save = training.Trainer.save
 
     def once(self: Any) -> None:
@@ -132,7 +133,7 @@ def stopped(place: Path, file: Path, out: Path) -> None:
 def test_resume_is_as_if_never_stopped(
     trained: Path, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Interrupted after its first step and resumed from another folder, by its folder alone, the run ends with the same bits."""
+    """A run interrupted after one step and resumed from another folder equals an uninterrupted run bit by bit."""
     out = tmp_path / "run"
     stopped(place, place / "mine.py", out)
     capsys.readouterr()
@@ -147,7 +148,7 @@ def test_resume_is_as_if_never_stopped(
 def test_resume_warns_of_a_changed_file(
     place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], recorded: bool
 ) -> None:
-    """One line names the file, and the run goes on; a folder of before its hash was recorded goes on without."""
+    """A changed recipe file gives a one-line warning if its hash was recorded, and the run resumes."""
     file, out = tmp_path / "mine.py", tmp_path / "run"
     file.write_text(FILE)
     stopped(place, file, out)
@@ -167,7 +168,7 @@ def test_resume_warns_of_a_changed_file(
 def test_evaluate_recommend_and_diagnose(
     trained: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a finished run of ours can do, one of one's own can: measured, asked, and held against others and a second of the same file."""
+    """A custom run can be evaluated, queried, and diagnosed beside built-in and other custom recipes."""
     monkeypatch.chdir(trained.parents[1])
     assert main(["evaluate", "runs/mine", "--json"]) == 0
     stored = json.loads((trained / "result.json").read_text())["test"]["metrics"]["recall@20"]
@@ -193,7 +194,7 @@ def test_evaluate_recommend_and_diagnose(
 def test_compare_in_processes_of_their_own(
     place: Path, monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str]
 ) -> None:
-    """Two recipes of the file, tuned, two seeds each: tables and folders have short names; a twin or another version is refused."""
+    """Two recipes of one file are tuned and compared under short names; a copy or a changed file is an error."""
     pytest.importorskip("optuna")
     monkeypatch.chdir(place)
     words = [
@@ -230,7 +231,8 @@ def test_compare_in_processes_of_their_own(
 def test_towers_of_ones_own_are_named_and_built_again(
     place: Path, monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str]
 ) -> None:
-    """By a recipe: run.json and the card name them, and the folder is read back without help. Composed: the line says what to give."""
+    """Custom towers of a recipe are named in run.json and the card, and the folder loads on its own. For composed ones
+    the error names the missing argument."""
     monkeypatch.chdir(place)
     words = [
         "train",
@@ -264,7 +266,7 @@ def test_towers_of_ones_own_are_named_and_built_again(
 def test_a_folder_brings_no_code_along(
     place: Path, tmp_path: Path, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A recipe inside the folder, or by a path that depends on where we are, is not imported when the folder is used."""
+    """A recipe inside the run folder, or at a relative path, is not imported when the folder is used."""
     monkeypatch.chdir(tmp_path)
     words = [
         "train",
@@ -292,7 +294,7 @@ def test_a_folder_brings_no_code_along(
 
 
 def test_weights_of_ones_own_towers_follow_the_seed(place: Path) -> None:
-    """Built twice from one seed they are equal, from another they are not, and the caller's random numbers go on as before."""
+    """Custom towers depend on the seed alone, and the global generator is untouched."""
     train = sparring.read(place / "interactions.parquet")
     torch.manual_seed(5)
     first = torch.rand(1)
@@ -308,7 +310,8 @@ def test_weights_of_ones_own_towers_follow_the_seed(place: Path) -> None:
 def test_diagnose_a_run_made_in_python(
     place: Path, monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str]
 ) -> None:
-    """With --data it works where the recipe can be found, on the pairs that were trained on; else one line says where to ask instead."""
+    """With --data, a run trained in Python can be diagnosed if its recipe can be found and the data holds its training
+    pairs; otherwise one line says how to proceed."""
     monkeypatch.chdir(place)
     parts = sparring.split(sparring.read("interactions.parquet"), "random", valid=0.1, test=0.2, seed=0)
     setup = {"dim": 4, "epochs": 1, "n": 8, "batch_size": 128}
@@ -325,7 +328,7 @@ def test_diagnose_a_run_made_in_python(
 
 @pytest.mark.parametrize("page", ["compare", "diagnose"])
 def test_the_python_of_the_pages_runs(page: str, place: Path) -> None:
-    """The block of docs/guide/compare.md and docs/guide/diagnose.md, as a script beside mine.py, prints its tables."""
+    """The Python blocks of the compare and diagnose guides run as scripts beside mine.py."""
     (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "guide" / f"{page}.md").read_text(), re.DOTALL)
     script = place / f"{page}_block.py"
     script.write_text(

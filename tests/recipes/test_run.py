@@ -1,4 +1,4 @@
-"""A run of one's own: what is wrong with it is told at once, in one line that names what was given."""
+"""A custom run: every mistake immediately raises a one-line error that names the bad value."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def one_line(error: pytest.ExceptionInfo[ValueError], *mentions: str) -> None:
     ],
 )
 def test_a_loss_has_one_value_per_query(parts: Split, loss: Callable[[Step, Bag], Tensor], gave: str) -> None:
-    """Any other shape would train as something else: a mean is broadcast, a matrix is summed."""
+    """A loss of another shape raises an error; a mean would be broadcast and a matrix summed."""
     loss.__name__ = "my_loss"
     with pytest.raises(UserError) as error:
         fit(compose(parts.train, SETUP, Term(1.0, InBatch(), loss)), parts, k=(10,), device="cpu")
@@ -74,14 +74,14 @@ def test_a_loss_has_one_value_per_query(parts: Split, loss: Callable[[Step, Bag]
     ],
 )
 def test_a_sampler_gives_a_bag(parts: Split, made: Callable[[Step], Any], mentions: list[str]) -> None:
-    """Something else, or a bag made of other things than tensors that fit, is told by name."""
+    """An output that is not a bag, or a bag with tensors that do not fit, raises an error that names it."""
     with pytest.raises(ValueError, match=r".") as error:
         fit(compose(parts.train, SETUP, Term(1.0, Own(made))), parts, k=(10,), device="cpu")
     one_line(error, *mentions)
 
 
 def test_every_shape_that_is_allowed(parts: Split) -> None:
-    """Weights for all, for each candidate, for each query, for each pair; candidates shared or of each query: all train."""
+    """Weights per bag, candidate, query or pair, and candidates shared or per query, all train."""
 
     def shared(shape: tuple[int, ...]) -> Own:
         return Own(
@@ -100,7 +100,7 @@ def test_every_shape_that_is_allowed(parts: Split) -> None:
 
 
 def test_a_run_is_made_of_terms(parts: Split) -> None:
-    """No terms, samplers without a Term, a Term of other things, a Split in place of its training part."""
+    """No terms, a sampler without a Term, a Term with wrong parts, and a Split as data raise errors."""
     pop = Popularity(torch.from_numpy(parts.train.counts()))
     cases: list[tuple[Callable[[], object], list[str]]] = [
         (lambda: compose(parts.train, SETUP), ["at least one Term"]),
@@ -131,7 +131,7 @@ def test_a_run_is_made_of_terms(parts: Split) -> None:
     ],
 )
 def test_negatives_are_of_the_catalogue(parts: Split, negatives: Callable[[], Negatives]) -> None:
-    """A source that would draw items that are not there says how many it has; one of fewer items may be meant."""
+    """A source with more items than the catalogue raises an error with both sizes; a source with fewer is allowed."""
     with pytest.raises(UserError) as error:
         compose(parts.train, SETUP, Term(1.0, negatives()))
     one_line(error, "90", "40")
@@ -152,7 +152,7 @@ def test_negatives_are_of_the_catalogue(parts: Split, negatives: Callable[[], Ne
     ],
 )
 def test_a_setup_is_checked(parts: Split, name: str, value: object) -> None:
-    """Values of another type, or out of range, are told by compose as the command line tells them."""
+    """`compose` rejects Setup values of the wrong type or out of range, like the command line."""
     with pytest.raises(UserError) as error:
         compose(parts.train, SETUP.replaced(**{name: value}), Term(1.0, InBatch()))
     one_line(error, name, repr(value) if isinstance(value, str) else str(value))

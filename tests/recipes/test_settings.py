@@ -1,4 +1,4 @@
-"""Settings by name become values of the declared type, or one line that says what is wrong."""
+"""Settings given by name become values of the declared type, or raise a one-line error."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def line_of(error: pytest.ExceptionInfo[UserError]) -> str:
     ],
 )
 def test_an_unknown_recipe_suggests_the_nearest(asked: str, meant: str) -> None:
-    """A misspelt recipe is refused in one line with the name that was meant; a hyphen is no misspelling."""
+    """A misspelt recipe raises a one-line error that suggests the right name; hyphens are fine."""
     with pytest.raises(UserError) as error:
         find(asked)
     assert repr(asked) in line_of(error)
@@ -44,14 +44,14 @@ def test_an_unknown_recipe_suggests_the_nearest(asked: str, meant: str) -> None:
 
 
 def test_an_unknown_recipe_unlike_any_other_suggests_nothing() -> None:
-    """Where no name is near, none is invented."""
+    """If no recipe name is close, nothing is suggested."""
     with pytest.raises(UserError) as error:
         find("zzzzzz")
     assert "did you mean" not in line_of(error)
 
 
 def test_an_unknown_setting_suggests_the_nearest(parts: Split) -> None:
-    """Own arguments and fields of the Setup are both suggested."""
+    """Suggestions include the recipe's own arguments and the fields of the Setup."""
     for asked, meant in (("lamb", "lam"), ("batchsize", "batch_size"), ("weight_deacy", "weight_decay")):
         with pytest.raises(UserError) as error:
             build("xir", parts.train, {asked: 1})
@@ -85,7 +85,7 @@ def test_an_unknown_setting_suggests_the_nearest(parts: Split) -> None:
     ],
 )
 def test_values_and_strings_are_read_as_the_declared_type(value: object, kind: Any, expected: object) -> None:
-    """Text as a command line gives it and values as Python gives them mean the same."""
+    """Command-line text and Python values give the same setting."""
     found = parse("name", value, kind)
     assert found == expected
     assert type(found) is type(expected)
@@ -110,7 +110,7 @@ def test_values_and_strings_are_read_as_the_declared_type(value: object, kind: A
     ],
 )
 def test_a_wrong_type_names_the_setting_the_type_and_the_value(value: object, kind: Any, words: str) -> None:
-    """The line tells what was expected, in words that a user knows, and what was given."""
+    """The error states the expected type in plain words and the given value."""
     with pytest.raises(UserError) as error:
         parse("width", value, kind)
     assert line_of(error) == f"width must be {words}, got {value!r}"
@@ -144,7 +144,7 @@ def test_a_wrong_type_names_the_setting_the_type_and_the_value(value: object, ki
     ],
 )
 def test_values_that_no_training_could_use_are_refused(fields: dict[str, Any], parts: Split) -> None:
-    """Out of range in a Setup: one line with the name and the value, before anything is built."""
+    """An out-of-range Setup value raises a one-line error with its name and value before anything is built."""
     name, value = next(iter(fields.items()))
     with pytest.raises(UserError) as error:
         check(Setup().replaced(**fields))
@@ -172,14 +172,14 @@ def test_values_that_no_training_could_use_are_refused(fields: dict[str, Any], p
     ],
 )
 def test_arguments_of_recipes_out_of_range_are_user_errors(recipe: str, name: str, value: object, parts: Split) -> None:
-    """What a part of the recipe refuses reaches the user as one line with the value in it."""
+    """A value rejected by a part of the recipe raises a one-line error that contains it."""
     with pytest.raises(UserError) as error:
         build(recipe, parts.train, {name: value})
     assert str(value) in line_of(error)
 
 
 def test_build_remembers_the_recipe_and_its_resolved_arguments(parts: Split) -> None:
-    """A run holds every argument of its recipe, given or not, as values; settings of the Setup go to the Setup."""
+    """A run records all arguments of its recipe, defaults included; Setup settings go to the Setup."""
     run = build("xir", parts.train, {"lam": "0.2", "cache_size": "64", "lr": "0.02", "hidden": "8,4"})
     assert run.recipe == "xir"
     assert run.arguments == {"lam": 0.2, "cache_size": 64, "n": None, "draw": "expected", "form": "paper"}
@@ -189,15 +189,16 @@ def test_build_remembers_the_recipe_and_its_resolved_arguments(parts: Split) -> 
 
 
 def test_a_base_setup_is_changed_by_settings_and_replaces_the_recipes_own(parts: Split) -> None:
-    """base first, then the settings; without a base the recipe's own Setup."""
+    """Settings override `base`; without a base they override the recipe's own Setup."""
     base = Setup.of(dim=5, lr=0.3)
     assert build("xir", parts.train, {"lr": 0.1}, base).setup == base.replaced(lr=0.1)
     assert build("xir", parts.train, {"lr": 0.1}).setup == own_setup(xir).replaced(lr=0.1)
 
 
 def test_a_base_setup_leaves_a_recipe_what_makes_it(parts: Split) -> None:
-    """On the towers and the optimiser of `default`, DEXA still adds vectors of clusters to NGAME's items and PRIME draws by propensity;
-    rows of labels stay queries, and classifiers follow. What a method does not say is the base's, and a setting still changes all."""
+    """A base Setup replaces everything except the settings that define the method: DEXA keeps its cluster vectors,
+    PRIME its propensity draws, label rows stay queries, and the classifier settings stay. Explicit settings still
+    override all."""
     base = own_setup(RECIPES["default"])
     runs = {
         name: build(name, parts.train, {}, base)
@@ -223,15 +224,15 @@ def test_a_base_setup_leaves_a_recipe_what_makes_it(parts: Split) -> None:
 
 
 def test_a_whole_setup_is_taken_as_it_is(parts: Split) -> None:
-    """What a run folder holds comes back, even where the recipe's own Setup says otherwise."""
+    """A complete Setup, as stored in a run folder, is used unchanged, even where the recipe's own Setup differs."""
     saved = build("dexa", parts.train, {"auxiliary": 0, "private": 0, "rows": "pairs", "clf_epochs": 0}).setup
     assert build("dexa", parts.train, {}, setup=saved).setup == saved
 
 
 @pytest.mark.parametrize("name", sorted(RECIPES))
 def test_a_run_survives_json(name: str, parts: Split) -> None:
-    """Setup and arguments, written as JSON and read back, build the same run again: nothing of a run folder is lost."""
-    features = {} if name == "quick" else {"item_features": "category"}  # its spectral start is for id tables
+    """A Setup and arguments that went through JSON build the same run."""
+    features = {} if name == "quick" else {"item_features": "category"}  # the spectral start of `quick` needs id tables
     run = build(name, parts.train, {"dim": 4, "hidden": "6,3", "patience": "none", **features})
     setup, arguments = json.loads(json.dumps([dataclasses.asdict(run.setup), run.arguments]))
     assert parse_setup(setup) == run.setup
@@ -241,14 +242,14 @@ def test_a_run_survives_json(name: str, parts: Split) -> None:
 
 
 def test_a_saved_setup_of_another_version_is_refused() -> None:
-    """A field that this version does not know is named."""
+    """An unknown field in a saved Setup is named."""
     with pytest.raises(UserError) as error:
         parse_setup({**dataclasses.asdict(Setup()), "momentum": 0.9})
     assert "'momentum'" in line_of(error)
 
 
 def test_every_recipe_declares_types_and_defaults() -> None:
-    """Every own argument of every recipe has a type that text can be read as, and its default is of that type."""
+    """Every argument of every recipe has a type that can be parsed from text and a default of that type."""
     for recipe in RECIPES.values():
         assert recipe.__doc__
         for name, (kind, default) in own_arguments(recipe).items():
@@ -258,11 +259,11 @@ def test_every_recipe_declares_types_and_defaults() -> None:
 
 
 def test_no_argument_of_a_recipe_hides_a_setting_of_all() -> None:
-    """`--set NAME=VALUE` means the same for every recipe of a comparison, but for the names listed here."""
+    """`--set NAME=VALUE` means the same for every recipe of a comparison, except for the names listed here."""
     allowed = {
         ("bir", "draw"),
         ("xir", "draw"),
-    }  # how the batch is drawn again; Setup.draw is for rows=queries, where it has other values
+    }  # the resampling method; Setup.draw applies to rows=queries and has other values
     hidden = {
         (name, argument)
         for name, recipe in RECIPES.items()
@@ -273,7 +274,7 @@ def test_no_argument_of_a_recipe_hides_a_setting_of_all() -> None:
 
 
 def test_every_setting_has_one_flat_name_one_dotted_name_and_a_description() -> None:
-    """Flat names are unique, none is that of a group, and all fields of all groups are among the settings."""
+    """Flat names are unique and differ from group names, and all fields of all groups are settings."""
     assert len({setting.path for setting in SETTINGS.values()}) == len(SETTINGS)
     assert not set(SETTINGS) & set(GROUPS)
     assert len(SETTINGS) == 1 + sum(len(dataclasses.fields(group)) for group in GROUPS.values())
@@ -287,7 +288,7 @@ def test_every_setting_has_one_flat_name_one_dotted_name_and_a_description() -> 
     ("flat", "dotted"), [("dim", "model.dim"), ("lr", "training.lr"), ("clf_lr", "classifiers.lr")]
 )
 def test_a_setting_is_set_by_its_flat_or_its_dotted_name(flat: str, dotted: str, parts: Split) -> None:
-    """`--set dim=8` and `--set model.dim=8` are the same, in strings and values; nothing else changes."""
+    """`--set dim=8` and `--set model.dim=8` are equivalent, as text and as values, and change nothing else."""
     named = [build("xir", parts.train, {name: value}).setup for name in (flat, dotted) for value in (8, "8")]
     assert named[0] == named[1] == named[2] == named[3] == PAPER.replaced(**{flat: 8})
     assert {name for name, value in named[0].flat().items() if value != PAPER.flat()[name]} == {flat}
@@ -304,7 +305,7 @@ def test_a_dotted_name_reaches_a_setting_that_an_argument_hides(parts: Split) ->
     ("asked", "meant"), [("model.dmi", "model.dim"), ("model", "dim"), ("classifiers", "clf_epochs")]
 )
 def test_a_wrong_dotted_name_and_the_name_of_a_group_are_refused(asked: str, meant: str, parts: Split) -> None:
-    """In one line, with the nearest name or with the members of the group; in Python as on the command line."""
+    """The one-line error suggests the nearest name or lists the group's members, also on the command line."""
     for refused in (lambda: build("xir", parts.train, {asked: 1}), lambda: Setup.of(**{asked: 1})):
         with pytest.raises(UserError) as error:
             refused()
@@ -313,7 +314,7 @@ def test_a_wrong_dotted_name_and_the_name_of_a_group_are_refused(asked: str, mea
 
 
 def test_a_group_can_be_replaced_as_one_value() -> None:
-    """`replaced(model=ModelSettings(...))` leaves the other groups as they are."""
+    """`replaced(model=ModelSettings(...))` leaves the other groups unchanged."""
     changed = PAPER.replaced(model=ModelSettings(dim=8), lr=0.5)
     assert changed.model == ModelSettings(dim=8)
     assert changed.batches == PAPER.batches

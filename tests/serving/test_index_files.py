@@ -1,4 +1,4 @@
-"""An index on disk is whole or refused: whatever was killed, cut, swapped or overwritten."""
+"""An index on disk is complete or rejected after any kill, truncation, exchange or overwrite."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def made(kind: str) -> Index:
 
 @pytest.mark.parametrize("kind", faiss_backends.KINDS)
 def test_what_was_saved_is_read_back_mapped(tmp_path: Path, kind: str) -> None:
-    """Same lists, scores and effort; vectors are memory-mapped; one set of files remains."""
+    """Lists, scores and effort are equal after loading; vectors are memory-mapped; one set of files remains."""
     index = made(kind)
     index_files.write(index, tmp_path / "index")
     index_files.write(index, tmp_path / "index")
@@ -72,7 +72,7 @@ DAMAGE: dict[str, Callable[[bytes], bytes]] = {
     ],
 )
 def test_a_damaged_file_is_named(tmp_path: Path, part: str, damage: str) -> None:
-    """Every part, truncated or with a flipped bit, raises one line with its path."""
+    """Every file, truncated or with a flipped bit, raises one line with its path."""
     index_files.write(made("ivf"), tmp_path)
     path = next(tmp_path.glob(f"{part}*"))
     path.write_bytes(DAMAGE[damage](path.read_bytes()))
@@ -83,7 +83,7 @@ def test_a_damaged_file_is_named(tmp_path: Path, part: str, damage: str) -> None
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    """A folder without an index, and an index without one of its files."""
+    """A folder without an index and an index without one of its files raise errors."""
     with pytest.raises(UserError, match="no index"):
         Index.load(tmp_path)
     index_files.write(made("exact"), tmp_path)
@@ -97,7 +97,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
     "change", [{"kind": "tree"}, {"format": 9}, {"files": {}}, {"effort": {"depth": 3}}, {"kind": "ivf"}]
 )
 def test_an_index_of_another_version_is_refused(tmp_path: Path, change: dict[str, object]) -> None:
-    """An index.json of another version; a kind without its file."""
+    """An index.json of another version and a kind without its file raise errors."""
     index_files.write(made("exact"), tmp_path)
     meta = json.loads((tmp_path / "index.json").read_text())
     (tmp_path / "index.json").write_text(json.dumps({**meta, **change}))

@@ -38,7 +38,7 @@ QUERIES = (CENTRES[rng.integers(0, 80, 120)] + 0.6 * rng.standard_normal((120, 1
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Speed measurements are short and equal: on a busy machine the search for the best would end early."""
+    """Make speed measurements short and equal; on a busy machine the search for the best would end early."""
     measure = recall_tuning._speed
     monkeypatch.setattr(recall_tuning, "_LEAST", 0.005)
     monkeypatch.setattr(recall_tuning, "_speed", lambda *given: 0 * measure(*given) + 1000.0)
@@ -95,7 +95,7 @@ def test_recall_of_a_point_is_that_of_brute_force() -> None:
     tuned = tune(ITEMS, np.concatenate([QUERIES, QUERIES]), k=10, recall=0.9, kind="ivf")  # both halves are the same
     for point in tuned.points[:3]:
         again = Index(tuned.index.vectors, tuned.index.ids, "ivf", tuned.index.ann, point.effort)
-        assert measured_recall(again, 10) == pytest.approx(point.recall, abs=1e-3)  # equal scores may change places
+        assert measured_recall(again, 10) == pytest.approx(point.recall, abs=1e-3)  # equal scores may swap places
 
 
 def test_queries_that_tuned_nothing_must_confirm() -> None:
@@ -105,7 +105,7 @@ def test_queries_that_tuned_nothing_must_confirm() -> None:
     tuned = tune(ITEMS, np.concatenate([CENTRES[:60].astype(np.float32), hard]), k=10, recall=0.97)
     assert measured_recall(tuned.index, 10, hard) >= 0.97
     alone = tune(ITEMS, np.concatenate([CENTRES[:60], CENTRES[:60]]).astype(np.float32), k=10, recall=0.97, kind="ivf")
-    assert measured_recall(alone.index, 10, hard) < 0.97  # what the easy half alone would have taken
+    assert measured_recall(alone.index, 10, hard) < 0.97  # the choice of the easy half alone
 
 
 def test_the_memory_limit_holds() -> None:
@@ -187,7 +187,7 @@ def test_an_index_of_another_model_is_refused(run: Path, tmp_path: Path, refused
 def test_bad_options_are_one_line(
     run: Path, tmp_path: Path, refused: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Invalid recalls, sizes, kinds and combinations."""
+    """Invalid recalls, sizes, kinds and combinations raise one-line errors."""
     refused(["index", run, "--recall", "1.2"], "'1.2'", "recall")
     refused(["index", run, "--memory", "many"], "'many'", "500MB")
     refused(["index", run, "--kind", "hmsw"], "hnsw")
@@ -197,7 +197,7 @@ def test_bad_options_are_one_line(
     refused(["recommend", run, "--query", "3", "--out", tmp_path / "a.csv"], "--all")
     refused(["recommend", run, "--all", "--query", "3"], "--all")
     refused(["recommend", run, "--all", "--k", "9999", "--out", tmp_path / "a.csv"], "9999", "2,500")
-    for name in ("a", "a.json", "a.csv.gz"):  # told before the run is even looked for
+    for name in ("a", "a.json", "a.csv.gz"):  # reported before the run is looked up
         refused(["recommend", tmp_path / "none", "--all", "--out", tmp_path / name], name, ".parquet or .csv")
     refused(["recommend", run, "--all", "--out", tmp_path], "is a folder")
     refused(["recommend", run, "--all", "--out", "/dev/null/x.parquet"], "/dev/null/x.parquet")
@@ -240,7 +240,7 @@ def test_lists_as_csv_are_those_as_parquet(run: Path, tmp_path: Path) -> None:
 
 
 def test_lists_end_where_unseen_items_do(run: Path, tmp_path: Path) -> None:
-    """With k of all items each list has all trained items except known ones, and with --with-seen all."""
+    """With k = N a list has all trained items except known ones, or all with --with-seen."""
     trained = runs.load(run)
     n_items, n_queries = len(trained.ids.item_ids), len(trained.ids.query_ids)
     assert trained.eligibility.test is not None

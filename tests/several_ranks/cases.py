@@ -1,4 +1,4 @@
-"""The runs that one process and several train, for the tests and the ranks that they start."""
+"""The runs that are trained in one process and in several, for the tests and the ranks that they start."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SMALL: dict[str, Any] = {
     "precision": "float32",
 }
 
-# One line for each recipe, and for each way of drawing, masking or remembering that its own defaults do not reach.
+# One line for each recipe, and for each way to draw, mask or remember that no recipe uses by default.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "default": ("default", {"n": 16}),
     "quick": ("quick", {"dim": 4}),

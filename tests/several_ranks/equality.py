@@ -110,7 +110,7 @@ def main(out: Path, only: list[str]) -> None:
     rank = dist.get_rank()
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     pair, four = Group(pairs[rank // 2]), Group()
-    assert pair.aside != four.aside  # made here, while all ranks have made as many groups
+    assert pair.aside != four.aside  # created here, after all ranks have created the same number of groups
     worlds = {"plain": world(), "texts": text_parts()}
     found: dict[str, Any] = {}
     names = [name for name in CASES if not only or name in only]

@@ -37,7 +37,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def made(name: str, parts: Split, ranks: Ranks, tables: str) -> Run:
-    """The run with its tables spread over these ranks."""
+    """Build the run with its tables sharded over these ranks."""
     from sparring.models import build as towers
 
     real, towers.join = towers.join, lambda device: ranks
@@ -49,7 +49,7 @@ def made(name: str, parts: Split, ranks: Ranks, tables: str) -> Run:
 
 
 def train(name: str, parts: Split, ranks: Ranks, tables: str, folder: Path | None, until: int = 9) -> Trainer:
-    """Train, from the folder's checkpoint on, and stop after the epoch `until`."""
+    """Train from the folder's checkpoint and stop after the epoch `until`."""
     run = made(name, parts, ranks, tables)
     trainer = Trainer(run, parts, torch.device("cpu"), folder, TrainingProgress(), ranks, 0.0)
     if folder is not None and ranks.share((folder / checkpoint.NAME).is_file()):
@@ -72,14 +72,14 @@ def results(trainer: Trainer, parts: Split) -> dict[str, Any]:
 
 
 def compared(parts: Split, out: Path, pair: Group, four: Group) -> dict[str, Any]:
-    """Sharded against unsharded tables on two and four ranks; and a training that moves from four ranks to one to
+    """Compare sharded with unsharded tables on two and four ranks, and move a training from four ranks to one to
     two."""
     if importlib.util.find_spec("torchrec") is None:
         return {}
     found: dict[str, Any] = {}
     for name in CASES:
         whole = results(train(name, parts, ALONE, "replicated", None), parts)
-        for ranks in (pair, four) if four.rank < 2 else (four,):  # TorchRec numbers the ranks of a group from 0 on
+        for ranks in (pair, four) if four.rank < 2 else (four,):  # TorchRec numbers the ranks of a group from 0
             found[f"sharded {name} x{ranks.world}"] = far(
                 whole, results(train(name, parts, ranks, "sharded", None), parts)
             )
@@ -96,7 +96,7 @@ def compared(parts: Split, out: Path, pair: Group, four: Group) -> dict[str, Any
         trainer.checkpoints.load_best(trainer.state.best_epoch)
         best = results(trainer, parts)
         dist.barrier(pair.group)
-        run = made("xir", parts, ALONE, "sharded")  # as whoever serves it reads it
+        run = made("xir", parts, ALONE, "sharded")  # as a server reads it
         files.load_tensors(run.model, files.read_tensors(folder / "model.safetensors")[0], folder / "model.safetensors")
         served = evaluate(run.model, parts.test, parts.seen_for("test"), (10,), ("recall", "ndcg", "coverage"))  # type: ignore[arg-type]
         found["served"] = far(best, best | {"metrics": served.metrics, "vectors": run.model.item_vectors()})

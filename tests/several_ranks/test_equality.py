@@ -23,7 +23,7 @@ cases = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(cases)
 pytestmark = pytest.mark.xdist_group(
     "equality"
-)  # one process of the tests runs them all: what they ask for is computed once
+)  # one test process runs them all, so that shared results are computed once
 
 
 def free_port() -> int:
@@ -34,7 +34,7 @@ def free_port() -> int:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Four ranks, started once: two pairs share the cases between them, then all four do each together."""
+    """Start four ranks once: two pairs share the cases, then all four train each case together."""
     out = tmp_path_factory.mktemp("equality")
     common = {
         **os.environ,
@@ -60,14 +60,14 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_every_recipe_is_compared() -> None:
-    """No recipe is left out below."""
+    """The cases below cover every recipe."""
     assert set(RECIPES) <= {recipe for recipe, _ in cases.CASES.values()}
 
 
 @pytest.mark.parametrize("name", [f"{name} x{ranks}" for ranks in (2, 4) for name in cases.CASES])
 def test_ranks_train_what_one_process_trains(found: dict[str, Any], name: str) -> None:
-    """Over two epochs in float64: the losses, every gradient of every step, towers, optimisers, all sampler state, the
-    draws and the metrics are those of one process with the same batches; and all ranks end with the same bits."""
+    """Over two epochs in float64, losses, gradients, towers, optimisers, sampler state, draws and metrics equal those
+    of one process with the same batches, and all ranks agree bitwise."""
     far = found[name]
     assert far["moved"] > 0
     assert far["first gradient"] < 1e-12
@@ -83,9 +83,8 @@ def test_ranks_train_what_one_process_trains(found: dict[str, Any], name: str) -
     "name", [*(f"sharded {name} x{n}" for name in ("default", "xir", "bpr") for n in (2, 4)), "passed on", "served"]
 )
 def test_sharded_tables_train_as_whole_ones(found: dict[str, Any], name: str) -> None:
-    """Tables sharded by TorchRec: the losses, vectors and metrics of one process with unsharded tables (float32);
-    also where the training is passed from four ranks to one and to two by its checkpoints, and where one process
-    reads the model to serve it."""
+    """Tables sharded by TorchRec give the float32 losses, vectors and metrics of unsharded ones in one process, also if
+    checkpoints move the training from four ranks to one and to two, and if one process serves the model."""
     pytest.importorskip("torchrec")
     far = found[name]
     assert far["loss"] < 1e-5

@@ -53,7 +53,7 @@ def refused(capfd: pytest.CaptureFixture[str]) -> Callable[..., None]:
 
 
 def test_bad_input_is_told_before_any_process_starts(pairs: Path, tmp_path: Path, refused: Callable[..., None]) -> None:
-    """One line and code 2: no processes, an unknown recipe or setting, no data, a full folder, restarts of nothing."""
+    """Bad counts, recipes, settings, folders and missing data exit with code 2 and one line."""
     words = ["train", "--data", pairs, "--out", tmp_path / "run"]
     refused([*words, "--nproc", 0], "--nproc", "0")
     refused([*words, "--nproc", "two"], "two")
@@ -70,7 +70,7 @@ def test_bad_input_is_told_before_any_process_starts(pairs: Path, tmp_path: Path
 def test_processes_do_not_start_processes(
     pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Callable[..., None]
 ) -> None:
-    """--nproc under torchrun is one line."""
+    """--nproc under torchrun is a one-line error."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     refused(["train", "--data", pairs, "--out", tmp_path / "run", "--nproc", 2], "torchrun")
 
@@ -111,8 +111,7 @@ def test_what_sharded_tables_cannot_do_is_told(
 
 
 def test_a_process_needs_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each process of a machine gets the GPU of its number; more processes than GPUs are refused; without GPUs none has
-    one."""
+    """Each process gets the GPU of its local rank; too few GPUs are an error; without GPUs all use the CPU."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_RANK", "1")
@@ -121,7 +120,7 @@ def test_a_process_needs_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> No
     assert pick_device("auto") == torch.device("cuda:1")
     assert pick_device("cpu") == torch.device("cpu")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(UserError, match="2 processes need a GPU each, and this machine has 1"):
+    with pytest.raises(UserError, match=r"2 processes .* has 1"):
         pick_device("auto")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert pick_device("auto") == torch.device("cpu")
@@ -129,7 +128,7 @@ def test_a_process_needs_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize(("device", "backend"), [("cuda:1", "cpu:gloo,cuda:nccl"), ("cpu", "gloo")])
 def test_gpus_talk_through_nccl(monkeypatch: pytest.MonkeyPatch, device: str, backend: str) -> None:
-    """The backend of the group that processes join, by their device, which is the current one from then on."""
+    """The device decides the backend of the process group, and becomes the current device."""
     chosen: list[object] = []
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(ranks.dist, "init_process_group", lambda name, **_: chosen.append(name))
@@ -140,15 +139,14 @@ def test_gpus_talk_through_nccl(monkeypatch: pytest.MonkeyPatch, device: str, ba
 
 
 def test_a_missing_torchrec_is_named(parts: Split, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The extra to install, in one line."""
+    """A one-line error names the extra to install."""
     monkeypatch.setattr(rowwise_tables.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"sparring\[scale\]"):
         build("bpr", parts.train, {"tables": "sharded"})
 
 
 def test_tables_that_do_not_fit_are_told_or_sharded(parts: Split, monkeypatch: pytest.MonkeyPatch) -> None:
-    """tables=auto: unsharded if they fit, else one line with the sizes and advice; sharded if several ranks share
-    them."""
+    """tables=auto shards tables that do not fit over the ranks; a single rank gets a one-line error with sizes."""
     assert build("bpr", parts.train, {}).setup.model.tables == "auto"
     monkeypatch.setattr(runs, "device_bytes", lambda device: 1000)
     with pytest.raises(UserError, match=r"the tables take .* start several ranks"):
@@ -166,8 +164,7 @@ def test_tables_that_do_not_fit_are_told_or_sharded(parts: Split, monkeypatch: p
 def test_a_torn_checkpoint_costs_one_checkpoint(
     parts: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Cut in half, empty or overwritten: the previous checkpoint is used, with a warning; if both are damaged, an
-    error."""
+    """A torn checkpoint is replaced by the previous one with a warning; two damaged ones are an error."""
     run = build("xir", parts.train, {"dim": 8, "batch_size": 61, "epochs": 3, "cache_size": 16, "patience": None})
     linked: list[bool] = []
     real = files.write_tensors
@@ -185,7 +182,7 @@ def test_a_torn_checkpoint_costs_one_checkpoint(
         tmp_path / "run" / checkpoint.NAME,
         tmp_path / "run" / checkpoint.PREVIOUS,
     )
-    assert linked == [False, True, True]  # the one that is replaced is kept, and is whole, while the next is written
+    assert linked == [False, True, True]  # the previous checkpoint is kept intact while the next is written
     assert not previous.exists()  # the training is done
     whole = path.read_bytes()
     for torn in (whole[: len(whole) // 2], b"", b"\xff" * 100):
@@ -196,7 +193,7 @@ def test_a_torn_checkpoint_costs_one_checkpoint(
         assert [record.levelname for record in caplog.records] == ["WARNING"]
         assert "previous" in caplog.messages[0]
         assert path.read_bytes() == whole
-        assert not previous.exists()  # nor can the torn one become it
+        assert not previous.exists()  # nor can the torn one replace it
         assert checkpoint.find_checkpoint(folder, ALONE) == path
         assert len(caplog.records) == 1
     path.write_bytes(whole[:50])
@@ -217,8 +214,8 @@ FAULTS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_cost_nothing(fault: str) -> None:
-    """Killed for real, a training is started again and ends bit by bit as an uninterrupted one; where a machine
-    stays away, but for rounding. benchmarks/kills.py has more of it."""
+    """A killed training restarts and ends bitwise like an uninterrupted one, or up to rounding if a machine stays away.
+    benchmarks/kills.py covers more cases."""
     if "--sharded" in FAULTS[fault]:
         pytest.importorskip("torchrec")
     if "--disk" in FAULTS[fault] and not may_mount():

@@ -24,7 +24,7 @@ class Hand:
         self.run, self.data = run, data
         self.queries = torch.from_numpy(data.queries[rows]).long()
         self.items = torch.from_numpy(data.items[rows]).long()
-        assert len(self.items.unique()) < B  # else exclusion by place and by id would agree
+        assert len(self.items.unique()) < B  # otherwise exclusion by place and by id would agree
         users, vectors = (table.detach().double() for table in (run.model.query.weight, run.model.item.weight))  # type: ignore[union-attr]
         if run.setup.model.score == "cosine":
             users, vectors = users / users.norm(dim=1, keepdim=True), vectors / vectors.norm(dim=1, keepdim=True)
@@ -51,7 +51,7 @@ class Hand:
         pairs = set(zip(self.data.queries.tolist(), self.data.items.tolist(), strict=True))
         rows = zip(self.queries.tolist(), ids.expand(B, -1).tolist(), strict=True)
         known = torch.tensor([[(query, item) in pairs for item in row] for query, row in rows])
-        assert int(known.sum()) > int(torch.isinf(self.other(ids)).sum())  # else excluding one and all would agree
+        assert int(known.sum()) > int(torch.isinf(self.other(ids)).sum())  # otherwise excluding one and all would agree
         return torch.zeros(known.shape, dtype=torch.float64).masked_fill(known, -INF)
 
     def logits(self, ids: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ USERS, ITEMS, DIM, SEEN = 40, 60, 8, 5
 
 @dataclass
 class MadeRun:
-    """What a run folder holds, for a test's own arithmetic."""
+    """The contents of a run folder, in memory."""
 
     folder: Path
     users: np.ndarray  # (U, D)

@@ -1,4 +1,4 @@
-"""What a run has left in its folder, to compare two of them."""
+"""The files of a run folder, for comparing two runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sparring.core import files
 
 
 def contents(folder: Path) -> dict[str, Any]:
-    """Everything that a run leaves, without times: model and training state, metrics, test result."""
+    """Everything in a run folder except times: model and training state, metrics, test result."""
 
     def timeless(record: dict[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in record.items() if "seconds" not in name}

@@ -1,4 +1,4 @@
-"""Checkpoints are written while training runs, and hold its state at the moment they were taken."""
+"""Checkpoints are written during training and hold its state at the moment of the snapshot."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 class Killed(BaseException):
-    """Stands for a kill: nothing may catch it."""
+    """Simulates a kill: nothing may catch it."""
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +65,7 @@ def same(one: Path, other: Path) -> bool:
 def test_training_goes_on_while_a_checkpoint_is_written(
     parts: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a disk that takes no byte until two more steps are done, they are done."""
+    """If the disk accepts no byte until two more steps are done, the steps are done."""
     begun, moved, held, real = threading.Event(), threading.Event(), [], os.fsync
 
     def fsync(file: int) -> None:
@@ -90,8 +90,8 @@ def test_training_goes_on_while_a_checkpoint_is_written(
 def test_a_checkpoint_is_what_training_was_when_it_was_taken(
     case: str, parts: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a slow disk, steps are taken while tensors wait to be written; stopped and resumed, a run ends bitwise as an
-    uninterrupted one."""
+    """Steps taken while tensors wait for a slow disk do not change the checkpoint: a resumed run is bitwise identical
+    to an uninterrupted one."""
     if case == "bpr":
         pytest.importorskip("torchrec")
     train(case, parts, tmp_path / "whole", step=lambda number: False)
@@ -118,7 +118,7 @@ def test_a_checkpoint_is_what_training_was_when_it_was_taken(
 
 
 def test_without_room_for_copies_training_waits(parts: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is copied and no thread writes where copies would take more than their share; the run is the same."""
+    """If copies would exceed their share of memory, checkpoints are written synchronously; the run is the same."""
     train("xir", parts, tmp_path / "beside")
     started: list[object] = []
     monkeypatch.setattr(checkpoint_writer, "machine_bytes", lambda: 1000)
@@ -129,7 +129,7 @@ def test_without_room_for_copies_training_waits(parts: Split, tmp_path: Path, mo
 
 
 def test_an_error_beside_training_is_told_soon(parts: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk that fills up while a checkpoint is written stops training at its next step, in one line; the previous
+    """A disk that fills up during a checkpoint stops training at its next step with a one-line error; the previous
     checkpoint stays."""
     real, full, failed, after = os.replace, threading.Event(), threading.Event(), []
 
@@ -151,7 +151,7 @@ def test_an_error_beside_training_is_told_soon(parts: Split, tmp_path: Path, mon
         return number <= 3  # no further save raises the error
 
     monkeypatch.setattr(os, "replace", replace)
-    with pytest.raises(UserError, match=r"checkpoint\.safetensors: No space left on device") as error:
+    with pytest.raises(UserError, match=r"checkpoint\.safetensors: No space") as error:
         train("xir", parts, tmp_path / "run", step=step)
     assert len(str(error.value).splitlines()) == 1
     assert len(after) <= 2

@@ -13,8 +13,8 @@ from sparring.training import loop as training
 from sparring.training.cuda_graph import EAGER_STEPS, CudaGraphStep
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-QUICK = {"dim": 8, "epochs": 3, "batch_size": 16, "patience": None}  # a row may be a query, of which there are 60
-NEEDS_MORE = {"shown"}  # columns or files that the small world lacks
+QUICK = {"dim": 8, "epochs": 3, "batch_size": 16, "patience": None}  # a row may be one of the 60 queries
+NEEDS_MORE = {"shown"}  # need columns or files that the small world lacks
 
 
 def history(
@@ -44,7 +44,7 @@ def test_a_recorded_training_equals_a_plain_one(name: str, parts: Split) -> None
     "name", ["default", "ssl_pop", "bir", "bir drawn", "xir", "mns", "fairneg", "ada_tau", "slatk", "mixgcf"]
 )
 def test_the_common_recipes_are_recorded(name: str) -> None:
-    """None of these waits for the device inside a step."""
+    """None of these recipes waits for the device inside a step."""
     world = make_world(300, 3000, exposure=0.02, seed=0)
     recipe, drawn = name.split()[0], {"draw": "rounded"} if "drawn" in name else {}
     step = history(recipe, Split(world.interactions), recorded=True, **drawn)[2]
@@ -54,7 +54,7 @@ def test_the_common_recipes_are_recorded(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["uns", "midx", "sce"])
 def test_an_item_bias_is_recorded_where_a_batch_looks_up_more_items_than_there_are(name: str, parts: Split) -> None:
-    """The gradient of a table of width 1 is not sorted on the way: the step is captured and trains as an eager one."""
+    """The gradient of a table of width 1 needs no sort, so the step is captured and trains like an eager one."""
     ours, _, step = history(name, parts, recorded=True, item_bias=True, n=512 if name == "uns" else 16)
     plain = history(name, parts, recorded=False, item_bias=True, n=512 if name == "uns" else 16)[0]
     assert step is not None
@@ -63,7 +63,7 @@ def test_an_item_bias_is_recorded_where_a_batch_looks_up_more_items_than_there_a
 
 
 def test_work_that_waits_runs_as_it_is() -> None:
-    """A step whose shapes depend on values is found out, says where, and still does all its work."""
+    """A step with value-dependent shapes is detected, its location reported, and all its work still done."""
     total = torch.zeros((), device="cuda")
 
     def work(rows: torch.Tensor) -> None:
@@ -79,7 +79,7 @@ def test_work_that_waits_runs_as_it_is() -> None:
 
 
 def test_other_numbers_of_rows_run_as_they_are() -> None:
-    """The short last batch of an epoch is not lost and does not disturb the graph."""
+    """The short last batch of an epoch trains eagerly and does not disturb the graph."""
     total = torch.zeros((), device="cuda")
 
     def work(rows: torch.Tensor) -> None:

@@ -26,7 +26,7 @@ NEW_QUERIES, NEW_ITEMS = {17, 18, 19}, {3, 11, 14}  # nobody trains on them
 
 @pytest.fixture(scope="module")
 def shop() -> Split:
-    """20 customers (cust-00 ...) and 15 things (100 ...); some customers and things occur in the test part only."""
+    """20 customers (cust-00 ...) and 15 things (100 ...); some of each occur in the test part only."""
     rng = np.random.default_rng(0)
     pairs = [(q, i) for q in range(20) for i in sorted(rng.permutation(15)[:7].tolist())]
     pairs += [(q, i) for q in (0, 1) for i in sorted(NEW_ITEMS) if (q, i) not in pairs]
@@ -47,7 +47,7 @@ def folder(shop: Split, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def known(shop: Split) -> list[set[int]]:
-    """All that each customer has, by brute force."""
+    """All items of each customer, by brute force."""
     found: list[set[int]] = [set() for _ in range(20)]
     for part in (shop.train, shop.valid, shop.test):
         assert part is not None
@@ -73,8 +73,7 @@ def _tensor(query: int):  # type: ignore[no-untyped-def]
 def test_lists_hold_nothing_known_and_nothing_untrained(
     folder: Path, shop: Split, tmp_path: Path, way: str, with_seen: bool
 ) -> None:
-    """One by one, all at once and through an index: the brute-force order of trained items without all items that a
-    query is known to have taken."""
+    """Single lists, all lists and an index give the brute-force order of trained items without known ones."""
     trained, names = load(folder), [f"cust-{n:02}" for n in range(20)]
     if way == "recommend":
         table = trained.recommend(names, k=15, with_seen=with_seen)
@@ -88,7 +87,7 @@ def test_lists_hold_nothing_known_and_nothing_untrained(
 
 
 def test_evaluation_stays_as_it_was(folder: Path, shop: Split) -> None:
-    """The test part is ranked among all items; only items taken before it are excluded."""
+    """The test part is ranked among all items, and only items taken before it are excluded."""
     trained = load(folder)
     assert shop.test is not None
     result = evaluate(trained.model, shop.test, shop.seen_for("test"), (5,), ("recall",))
@@ -99,8 +98,7 @@ def test_evaluation_stays_as_it_was(folder: Path, shop: Split) -> None:
 
 
 def test_what_was_never_trained_is_counted(folder: Path, shop: Split) -> None:
-    """run.json, result.json and the card say how many queries and items have no training pair, and how many of those
-    tested."""
+    """run.json, result.json and the card count queries and items without a training pair, also among the test pairs."""
     assert shop.test is not None
     fresh = sorted(set(range(20)) - set(shop.train.queries.tolist()))
     counts = {"queries": len(fresh), "items": 3, "tested": len(set(fresh) & set(shop.test.queries.tolist()))}
@@ -115,7 +113,7 @@ def test_what_was_never_trained_is_counted(folder: Path, shop: Split) -> None:
 def test_a_query_without_a_training_pair_is_told(
     folder: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One warning names it; a trained query has none, only the note of how many items are left out."""
+    """A warning names an untrained query; a trained one has only the note on the number of excluded items."""
     load(folder).recommend(["cust-01", "cust-18"], k=3)
     (record,) = caplog.records
     assert (record.levelname, record.name.split(".")[0]) == ("WARNING", "sparring")
@@ -136,16 +134,16 @@ def test_all_lists_say_what_they_are(folder: Path, tmp_path: Path, capfd: pytest
 
 
 def test_long_lists_are_told_of_in_a_log(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Without a terminal there is no bar; a line now and then says how far it is."""
+    """Without a terminal, occasional log lines replace the progress bar."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sparring.cli.recommend.LOG_SECONDS", 0.0)
-        patch.setattr("sparring.serving.export.lists.max", lambda *_: 8, raising=False)  # queries in a block
+        patch.setattr("sparring.serving.export.lists.max", lambda *_: 8, raising=False)  # queries per block
         assert main(["recommend", str(folder), "--all", "-k", "3", "--out", str(tmp_path / "lists.csv")]) == 0
     assert "sparring: note: 8 of 20 queries ranked after 0 s\n" in capfd.readouterr().err
 
 
 def test_features_place_items_without_pairs(shop: Split, tmp_path: Path) -> None:
-    """Where the item tower reads columns, an item is offered though nobody took it."""
+    """If the item tower reads columns, items without interactions are recommended too."""
     fit(build("bpr", shop.train, {**QUICK, "item_features": "kind"}), shop, tmp_path / "run", k=(5,), device="cpu")
     assert set(load(tmp_path / "run").recommend(["cust-05"], k=15, with_seen=True)["item"].to_list()) == {
         100 + n for n in range(15)
@@ -153,7 +151,7 @@ def test_features_place_items_without_pairs(shop: Split, tmp_path: Path) -> None
 
 
 def test_lists_tell_their_own_errors(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error during ranking is reported as such, not as a file that cannot be written."""
+    """An error during ranking is reported as such, not as an unwritable file."""
     trained = load(folder)
     monkeypatch.setattr(trained.model, "query_vectors", lambda at: trained.model.item_vectors()[at % 15] * float("nan"))
     with pytest.raises(UserError, match="NaN"):
@@ -162,7 +160,7 @@ def test_lists_tell_their_own_errors(folder: Path, tmp_path: Path, monkeypatch: 
 
 
 def test_a_history_leaves_out_what_was_never_trained(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """An item with the vector it began with says nothing of who took it: it is named and left out."""
+    """An untrained item carries no information, so it is named and ignored."""
     trained = load(folder)
     mixed = trained.recommend_history([101, 103], k=3, with_seen=True)
     assert "103" in caplog.records[-1].getMessage()
@@ -180,7 +178,7 @@ def test_no_test_part_is_nothing_to_leave_out(shop: Split, tmp_path: Path) -> No
 
 
 def test_weights_of_nothing_are_refused(shop: Split, tmp_path: Path) -> None:
-    """Weights that are all 0 raise before the folder is created; one positive weight is enough."""
+    """All-zero weights raise before the folder is created; one positive weight is enough."""
     weight = np.zeros(len(shop.train), np.float32)
     with pytest.raises(UserError, match="weights of the training pairs are all 0"):
         fit(

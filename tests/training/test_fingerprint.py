@@ -26,7 +26,7 @@ POP = Popularity(torch.arange(1, 41))
 
 
 class Own(Negatives):
-    """A sampler as an author writes it: arguments kept, state in a buffer, something that changes beside it."""
+    """A custom sampler: arguments as attributes, state in a buffer, and another attribute that changes."""
 
     def __init__(self, n: int, share: float, counts: Tensor):
         super().__init__()
@@ -39,7 +39,7 @@ def weighted(step: Step, bag: Bag, power: float = 1.0) -> Tensor:
 
 
 def test_arguments_are_named_and_nothing_else() -> None:
-    """Classes, functions and their arguments; no tensor, no buffer, no attribute that was not an argument."""
+    """The description has classes, functions and arguments; no tensor, buffer or other attribute."""
     uniform = "Sampled(distribution=Uniform(n_items=40), n=8, per_query=False, correction='count', exclude='positive')"
     assert described(Sampled(Uniform(40), 8)) == uniform
     batch = "InBatch(frequency=Popularity(alpha=1.0), correction='count', exclude='positive')"
@@ -73,13 +73,13 @@ def test_arguments_are_named_and_nothing_else() -> None:
     ],
 )
 def test_other_arguments_are_other_words(one: object, other: object) -> None:
-    """Any argument of a sampler or loss that changes is seen."""
+    """Every changed argument of a sampler or loss changes the description."""
     assert described(one) != described(other)
 
 
 @pytest.mark.parametrize("name", [name for name in sorted(RECIPES) if name != "esans"])
 def test_training_changes_no_word(name: str, parts: Split) -> None:
-    """Before and after training, and of the same run made again, every recipe is described alike, without addresses or
+    """Training, or building the same run again, leaves every recipe's description unchanged; it has no addresses or
     tensors."""
     settings = {
         "epochs": 1,

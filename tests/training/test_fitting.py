@@ -44,10 +44,10 @@ def interactions(
 
 @pytest.fixture(scope="module")
 def checkerboard() -> Split:
-    """Even users take even items and odd users odd ones, all but one each: that one is the only right answer.
+    """Even users take even items and odd users odd ones, all but one each, which is the only right answer.
 
-    User u holds out its (u // 2 mod 10)-th item for the test, and the next one for validation. Titles tell the parity.
-    """
+    User u holds out its (u // 2 mod 10)-th item for the test and the next one for validation. Titles tell the
+    parity."""
     table = pl.DataFrame(
         {"title": [f"{'odd' if i % 2 else 'even'} {i}" for i in range(ITEMS)], "parity": ["even", "odd"] * (ITEMS // 2)}
     )
@@ -76,16 +76,15 @@ def recall_at_1(scores: Callable[[int], Tensor], parts: Split) -> float:
 
 @pytest.mark.parametrize("name", ["default", "quick", "ssl_pop", "bir", "xir", "full_softmax", "bpr"])
 def test_a_checkerboard_is_learnt(checkerboard: Split, name: str) -> None:
-    """Where the right top 1 is known it is found for every user; popularity and chance find it for about one in eleven.
-    The loss falls."""
+    """Every user's best unseen item is the right one (by chance one in eleven), and the loss falls."""
     settings = {"dim": 8, "epochs": 30, "batch_size": 64, "patience": None, "lr": 0.05, "init_std": 0.1}
     if name == "bpr":
         settings["n"] = 4
     run = build(name, checkerboard.train, settings)
     found = fit(run, checkerboard, k=(1,), device="cpu")
     losses = [record["loss"] for record in found.history]
-    # the draws of BIR and XIR grow harder as the model learns, quick starts near the end, default's loss holds log n:
-    # all fall little
+    # small drops: the draws of BIR and XIR grow harder with the model, quick starts near the end, default's loss
+    # includes log n
     assert np.mean(losses[-3:]) < (1.0 if name in ("bir", "xir", "quick", "default") else 0.8) * losses[0]
     assert found.test is not None
     vectors = run.model.item_vectors()
@@ -122,11 +121,11 @@ def test_a_world_of_known_tastes_is_learnt() -> None:
 
 
 def scripted(monkeypatch: pytest.MonkeyPatch, scores: list[float]) -> list[Interactions]:
-    """Let the validations of a training report these values of ndcg@10 in turn; returns the part that each ranked."""
+    """Make validations report these values of ndcg@10 in turn; return the part that each one ranked."""
     asked: list[Interactions] = []
 
     def report(model: Any, test: Interactions, seen: Any, k: Any, metrics: Any, **more: Any) -> Evaluation:
-        if "counts" in more:  # the test at the end
+        if "counts" in more:  # the final test
             return evaluate(model, test, seen, k, metrics, **more)
         asked.append(test)
         score = scores[len(asked) - 1]
@@ -147,7 +146,7 @@ def snapshots(run: Run) -> tuple[list[Tensor], TrainingProgress]:
     ("scores", "settings", "epochs", "best"),
     [
         ([0.1, 0.3, 0.2, 0.25, 0.3, 0.9], {"patience": 3}, 5, 2),  # equal is not better
-        ([0.1, 0.3, 0.2, 0.4, 0.1, 0.2], {"patience": 2}, 6, 4),  # a better one starts the count again
+        ([0.1, 0.3, 0.2, 0.4, 0.1, 0.2], {"patience": 2}, 6, 4),  # a better one restarts the count
         ([0.3, 0.2, 0.1, 0.1, 0.1, 0.1], {"patience": None}, 6, 1),
         ([0.5, 0.1, 0.2], {"patience": 1, "eval_every": 2}, 4, 2),  # patience counts validations, not epochs
         ([0.1, 0.2], {"patience": None, "eval_every": 4}, 6, 6),  # the last epoch is always validated
@@ -177,7 +176,7 @@ def test_the_best_epoch_is_kept_and_patience_ends_training(
 
 
 def test_without_validation_the_last_epoch_is_kept(parts: Split, tmp_path: Path) -> None:
-    """No validation part: all epochs run, patience or not, and the last is the model."""
+    """Without a validation part all epochs run, for any patience, and the last one is the model."""
     for out in (None, tmp_path / "run"):
         run = build("default", parts.train, {**QUICK, "n": 16, "patience": 1})
         vectors, progress = snapshots(run)
@@ -188,14 +187,14 @@ def test_without_validation_the_last_epoch_is_kept(parts: Split, tmp_path: Path)
 
 
 def test_training_without_any_held_out_part(parts: Split) -> None:
-    """Train only: no test metrics, and that is all."""
+    """Training without held-out parts gives no test metrics and no error."""
     found = fit(build("default", parts.train, {**QUICK, "n": 16}), Split(parts.train), device="cpu")
     assert found.test is None
     assert len(found.history) == 3
 
 
 def test_validation_uses_the_same_sample_of_queries_each_time(parts: Split, monkeypatch: pytest.MonkeyPatch) -> None:
-    """valid_queries limits the queries that are ranked; they are the same ones at every epoch, with all their rows."""
+    """valid_queries limits validation to the same queries in every epoch, with all their rows."""
     asked = scripted(monkeypatch, [0.1, 0.2, 0.3])
     assert parts.valid is not None
     fit(build("default", parts.train, {**QUICK, "n": 16, "valid_queries": 5}), parts, k=(10,), device="cpu")
@@ -208,7 +207,7 @@ def test_validation_uses_the_same_sample_of_queries_each_time(parts: Split, monk
 
 
 def test_the_recorded_loss_is_the_mean_over_every_row_once(parts: Split) -> None:
-    """With a vanishing learning rate the epoch's loss is the mean full-softmax loss of all rows, the short last batch
+    """At a vanishing learning rate the epoch's loss is the mean full-softmax loss over all rows, the short last batch
     in proportion."""
     run = build("full_softmax", parts.train, {**QUICK, "epochs": 2, "lr": 1e-30, "weight_decay": 0.0})
     assert len(parts.train) % 64
@@ -231,7 +230,7 @@ def gradient_descent(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def one_step(data: Interactions, **settings: Any) -> list[Tensor]:
-    """The change of the tables in one step on all rows: minus the gradient."""
+    """The change of the tables in one step on all rows, which is minus the gradient."""
     run = build("full_softmax", data, {"dim": 4, "epochs": 1, "batch_size": 1000, **settings})
     before = [parameter.detach().clone() for parameter in run.model.parameters()]
     fit(run, Split(data), device="cpu")
@@ -239,8 +238,7 @@ def one_step(data: Interactions, **settings: Any) -> list[Tensor]:
 
 
 def test_a_weight_of_two_is_the_row_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The gradient with weights (1, 2, 1, 3) is that of the rows repeated so often; the unit of weights does not
-    matter."""
+    """Weights (1, 2, 1, 3) give the gradient of rows repeated as often, and the unit of the weights does not matter."""
     gradient_descent(monkeypatch)
     pairs, weight = [(0, 1), (0, 2), (1, 0), (2, 3)], np.array([1, 2, 1, 3], dtype=np.float32)
     twice = [pair for pair, times in zip(pairs, [1, 2, 1, 3], strict=True) for _ in range(times)]
@@ -255,8 +253,7 @@ def test_a_weight_of_two_is_the_row_twice(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_clip_bounds_the_joint_norm_of_the_gradient(monkeypatch: pytest.MonkeyPatch, parts: Split) -> None:
-    """A gradient above `clip` is scaled to that norm over all tables together, in its own direction; one below is left
-    alone."""
+    """A gradient above `clip` is scaled to that joint norm over all tables in its direction; one below is unchanged."""
     gradient_descent(monkeypatch)
     free = torch.cat([change.flatten() for change in one_step(parts.train)])
     norm = float(free.norm())
@@ -269,19 +266,18 @@ def test_clip_bounds_the_joint_norm_of_the_gradient(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("optimizer", ["row-adam", "row-adagrad", "adam"])
 def test_clip_works_with_every_optimiser(parts: Split, optimizer: str) -> None:
-    """Sparse and dense gradients both train under clip, to other values than without it."""
+    """Sparse and dense gradients train under clip and reach other values than without it."""
     losses = []
     for clip in (None, 0.05):
         run = build("default", parts.train, {**QUICK, "n": 16, "optimizer": optimizer, "clip": clip, "init_std": 1.0})
         losses.append(fit(run, parts, k=(10,), device="cpu").history[-1]["loss"])
         assert np.isfinite(losses[-1])
-    # Adam's step hardly depends on the gradient's length, so the difference may be small
+    # Adam's step hardly depends on the length of the gradient, so the difference may be small
     assert losses[0] != losses[1]
 
 
 def test_a_learned_temperature_moves_and_stays_within_bounds(checkerboard: Split) -> None:
-    """learn_tau: the temperature of an easy task falls from where it starts, is recorded each epoch, and never leaves
-    [0.02, 1]."""
+    """With learn_tau the temperature of an easy task falls, is recorded per epoch, and stays in [0.02, 1]."""
     settings = {"dim": 8, "batch_size": 64, "patience": None, "n": 16, "learn_tau": True, "tau": 0.5}
     run = build("uns", checkerboard.train, {**settings, "epochs": 8, "lr": 0.02})
     taus = [record["tau"] for record in fit(run, checkerboard, k=(1,), device="cpu").history]
@@ -299,7 +295,7 @@ def test_a_learned_temperature_moves_and_stays_within_bounds(checkerboard: Split
 def test_a_warmup_that_does_not_fit_is_shortened_and_said(
     parts: Split, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, warmup: int, taken: int
 ) -> None:
-    """A warm-up of more than half of all steps becomes a tenth of them and is logged; a shorter one is unchanged."""
+    """A warm-up of more than half of all steps is cut to a tenth and logged; a shorter one is unchanged."""
     made: list[torch.optim.Optimizer] = []
     rates: list[float] = []
     caplog.set_level(logging.INFO, "sparring")
@@ -319,8 +315,7 @@ def test_a_warmup_that_does_not_fit_is_shortened_and_said(
 
 
 def test_learning_rate_follows_decay_and_warmup(parts: Split, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At step t of epoch e the rate is lr * lr_decay^(e // lr_decay_every) * min(1, (t + 1) / warmup), t counted over
-    all epochs."""
+    """At global step t of epoch e the rate is lr * lr_decay^(e // lr_decay_every) * min(1, (t + 1) / warmup)."""
     made: list[torch.optim.Optimizer] = []
     rates: list[float] = []
     real = training.optimizers
@@ -354,8 +349,7 @@ def test_learning_rate_follows_a_cosine(parts: Split, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("pooling", ["mean", "attention"])
 def test_a_history_tower_trains_and_serves_new_users(checkerboard: Split, tmp_path: Path, pooling: str) -> None:
-    """No vector per user: known users get their right answer, and someone new with three odd items gets the other odd
-    ones first."""
+    """Known users get their right answer, and a new user with three odd items gets the other odd ones first."""
     settings = {
         "query_tower": "history",
         "pooling": pooling,
@@ -376,7 +370,7 @@ def test_a_history_tower_trains_and_serves_new_users(checkerboard: Split, tmp_pa
 
 
 def test_a_feature_tower_trains_and_serves(checkerboard: Split, tmp_path: Path) -> None:
-    """Ids and a category through two layers: the right answers, and the saved run ranks as the trained one."""
+    """Ids and a category through two layers find the right answers, and the saved run ranks like the trained one."""
     settings = {
         "item_features": "parity",
         "hidden": (16, 8),
@@ -397,8 +391,7 @@ def test_a_feature_tower_trains_and_serves(checkerboard: Split, tmp_path: Path) 
 
 
 def test_shown_and_not_taken_items_score_lower() -> None:
-    """Of items alike in all else, those that a query was shown and passed over end lower than those it never saw;
-    without the explicit negatives they do not."""
+    """Items shown but not taken score below equal unseen ones; without explicit negatives they do not."""
     random = np.random.default_rng(0)
     taken, passed, unseen = [], [], []
     for user in range(60):
@@ -423,7 +416,7 @@ def test_shown_and_not_taken_items_score_lower() -> None:
 
 @pytest.mark.parametrize("mid_epoch", [False, True])
 def test_a_loss_that_is_not_a_number_ends_training(parts: Split, tmp_path: Path, mid_epoch: bool) -> None:
-    """Divergence is one line that names the epoch and the learning rate, and never replaces a checkpoint."""
+    """Divergence raises one line with the epoch and the learning rate, and never replaces a checkpoint."""
     run = build("ssl", parts.train, {**QUICK, "lr": 1e30})
     with pytest.raises(UserError) as error:
         fit(run, parts, tmp_path / "run", k=(10,), device="cpu", save_seconds=-1.0 if mid_epoch else None)
@@ -440,8 +433,7 @@ def test_a_loss_that_is_not_a_number_ends_training(parts: Split, tmp_path: Path,
 @pytest.mark.parametrize("name", ["default", "xir", "bir", "uns", "g_tower", "cbns", "shown"])
 @pytest.mark.parametrize("optimizer", ["row-adam", "adam"])
 def test_two_identical_runs_are_bitwise_identical(parts: Split, name: str, optimizer: str) -> None:
-    """Same seed, same model and history to the last bit, whatever the global generator holds; another seed, another
-    model."""
+    """A seed fixes model and history bit for bit, for any state of the global generator; another seed differs."""
     settings: dict[str, Any] = {**QUICK, "epochs": 2, "optimizer": optimizer}
     if name in ("xir", "bir"):
         settings["draw"] = "multinomial"
@@ -465,7 +457,7 @@ def test_two_identical_runs_are_bitwise_identical(parts: Split, name: str, optim
 
 
 def test_a_folder_does_not_change_the_training(parts: Split, tmp_path: Path) -> None:
-    """With and without `out`, with checkpoints at every step or none: bitwise the same model."""
+    """The model is bitwise the same with and without `out`, and with checkpoints at every step or none."""
     models = []
     for out in (None, tmp_path / "run"):
         run = build("xir", parts.train, {**QUICK, "cache_size": 64, "draw": "multinomial"})
@@ -475,8 +467,7 @@ def test_a_folder_does_not_change_the_training(parts: Split, tmp_path: Path) -> 
 
 
 def test_what_the_ranking_could_not_do_is_told_before_training(parts: Split) -> None:
-    """A cutoff beyond the catalogue or an unknown metric, of the test or of the selection, is refused before the first
-    step."""
+    """An invalid cutoff or metric, of the test or the selection, raises before the first step."""
     steps: list[int] = []
     progress = TrainingProgress(step=lambda epoch, step, loss: steps.append(step))
     good = build("default", parts.train, {**QUICK, "n": 16})
@@ -499,7 +490,7 @@ def test_what_the_ranking_could_not_do_is_told_before_training(parts: Split) -> 
 
 
 def test_selection_by_another_metric(parts: Split) -> None:
-    """select names any metric and cutoff, also of another dialect; the best epoch is the one where it is highest."""
+    """select takes any metric, cutoff and dialect; the best epoch is the one with its highest value."""
     for select in ("recall@5", "mrr@3", "ndcg_xir_release@10", "coverage@10"):
         found = fit(build("default", parts.train, {**QUICK, "n": 16, "select": select}), parts, k=(10,), device="cpu")
         values = [record[select] for record in found.history]
@@ -507,7 +498,7 @@ def test_selection_by_another_metric(parts: Split) -> None:
 
 
 def test_progress_hears_of_every_step_and_epoch(parts: Split) -> None:
-    """start once with the numbers of epochs and steps, step after each step with the mean loss so far, epoch with each
+    """start is called once with the numbers of epochs and steps, step with the running mean loss, epoch with each
     record."""
     heard: list[tuple[Any, ...]] = []
     progress = TrainingProgress(
@@ -524,7 +515,7 @@ def test_progress_hears_of_every_step_and_epoch(parts: Split) -> None:
 
 
 def test_half_precision_trains(checkerboard: Split) -> None:
-    """precision="bf16" encodes in bfloat16 where it helps and still learns the checkerboard."""
+    """precision="bf16" encodes in bfloat16 where it is faster and still learns the checkerboard."""
     settings = {"dim": 8, "epochs": 30, "batch_size": 64, "patience": None, "lr": 0.05, "n": 16, "precision": "bf16"}
     found = fit(build("default", checkerboard.train, settings), checkerboard, k=(1,), device="cpu")
     assert found.test is not None
@@ -532,7 +523,7 @@ def test_half_precision_trains(checkerboard: Split) -> None:
 
 
 def test_own_negatives_and_terms_compose(parts: Split) -> None:
-    """A custom run: any terms over any Setup; the loss of a step is the weighted sum of the terms' losses."""
+    """A custom run takes any terms over any Setup; a step's loss is the weighted sum of the terms' losses."""
     from sparring.negatives import AllItems
 
     setup = Setup.of(dim=8, epochs=1, batch_size=1000, lr=1e-30, patience=None)
@@ -543,7 +534,7 @@ def test_own_negatives_and_terms_compose(parts: Split) -> None:
 
 
 def test_an_observer_anywhere_in_the_run_is_told(parts: Split) -> None:
-    """Any module of a run that defines observe(step, outcome) is called after each step, with the step's own rows."""
+    """Every module of a run that defines observe(step, outcome) is called after each step with the step's rows."""
 
     class Watch(nn.Module):
         def __init__(self) -> None:
@@ -565,7 +556,7 @@ def test_an_observer_anywhere_in_the_run_is_told(parts: Split) -> None:
 
 
 def test_devices_are_checked() -> None:
-    """An unknown device, or a GPU where there is none, is one line."""
+    """An unknown device, or a GPU on a machine without one, is a one-line error."""
     with pytest.raises(UserError, match="'tpu9'"):
         pick_device("tpu9")
     assert pick_device("cpu").type == "cpu"
@@ -576,7 +567,7 @@ def test_devices_are_checked() -> None:
 
 
 class _Refreshed(InBatch):
-    """Remembers, in buffers, at which epochs it was refreshed and the sum of the item vectors it saw."""
+    """Records, in buffers, its refreshed epochs and the sum of the item vectors it saw."""
 
     def __init__(self, epochs: int) -> None:
         super().__init__()
@@ -589,8 +580,7 @@ class _Refreshed(InBatch):
 
 
 def test_refresh_comes_once_before_each_epoch_with_the_vectors_of_that_moment(parts: Split) -> None:
-    """Each epoch is preceded by one refresh; the first sees the vectors of the start, later ones those that training
-    has changed."""
+    """One refresh precedes each epoch; the first sees the initial vectors, later ones the trained vectors."""
     negatives = _Refreshed(3)
     run = compose(parts.train, Setup.of(dim=4, batch_size=64, epochs=3, patience=None), Term(1.0, negatives))
     first = float(run.model.item_vectors().sum())
@@ -604,7 +594,7 @@ def test_refresh_comes_once_before_each_epoch_with_the_vectors_of_that_moment(pa
 def test_gradients_left_over_are_not_added_to_a_step(
     parts: Split, monkeypatch: pytest.MonkeyPatch, optimizer: str
 ) -> None:
-    """Gradients of a step that failed do not reach the model: later losses are unchanged."""
+    """Gradients of a failed step do not reach the model: later losses are unchanged."""
 
     def losses(left_over: bool) -> list[float]:
         run = build(

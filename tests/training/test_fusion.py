@@ -1,4 +1,4 @@
-"""The fused ranking of a run in stages: by default in every command that ranks, for known queries and for new texts."""
+"""The fused ranking of a run in stages is the default of every command that ranks, for known queries and new texts."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ def by_hand(
 
 
 def test_fit_trains_all_stages(run: sparring.Trained) -> None:
-    """sparring.fit trains all stages: the run folder recommends by towers and classifiers."""
+    """sparring.fit trains all stages, and the run folder recommends by towers and classifiers."""
     assert run.fused is not None
     assert run.how() == "fused"
     assert set(json.loads((run.folder / "result.json").read_text())["stages"]) == {"knn", "clf", "fusion"}
 
 
 def test_known_queries_are_ranked_by_both(run: sparring.Trained, parts: Split) -> None:
-    """Taken items are left out, as by hand; ranking="encoder" uses the towers alone, and the two differ."""
+    """Lists without taken items equal the formula; ranking="encoder" uses the towers alone, and the two differ."""
     at = torch.arange(parts.train.n_queries)
     every = [part for part in (parts.train, parts.valid, parts.test) if part is not None]
     taken = [{int(item) for part in every for item in part.items[part.queries == query]} for query in at.tolist()]
@@ -89,7 +89,7 @@ def test_known_queries_are_ranked_by_both(run: sparring.Trained, parts: Split) -
 
 
 def test_new_texts_are_ranked_by_both(run: sparring.Trained, parts: Split) -> None:
-    """Texts that no training query had go through the query tower to the classifiers as well."""
+    """New texts go through the query tower to the classifiers as well."""
     texts = ["warm wool coat", "a small old lamp"]
     items, _ = by_hand(run, run.encode_texts(texts, "query"), [set(), set()], 5)
     assert lists(run.recommend_text(texts, 5)) == [parts.train.item_ids.decode(each).tolist() for each in items]
@@ -97,7 +97,7 @@ def test_new_texts_are_ranked_by_both(run: sparring.Trained, parts: Split) -> No
 
 
 def test_a_run_without_classifiers_has_no_fused_ranking(parts: Split, tmp_path: Path) -> None:
-    """It is refused, and so is a ranking of another name; the default is the towers."""
+    """The default ranking is the towers'; a fused one and an unknown name raise errors."""
     sparring.fit(
         sparring.build("ngame", parts.train, {**SETTINGS, "clf_epochs": 0}),
         parts,
@@ -115,7 +115,7 @@ def test_a_run_without_classifiers_has_no_fused_ranking(parts: Split, tmp_path: 
 
 @pytest.fixture
 def trained(parts: Split, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
-    """The same by the command line; its output is in the file `out`."""
+    """A staged run trained by the command line; its output is in the file `out`."""
     data = parts.train
     assert data.query_table is not None
     assert data.item_table is not None
@@ -134,8 +134,7 @@ def trained(parts: Split, tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 def test_every_command_ranks_by_both_and_can_be_asked_for_the_towers(
     trained: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """train's last line and the card have the fused figures with the towers' beside them, evaluate repeats both,
-    recommend and its file of all lists follow --ranking."""
+    """train, the card and evaluate show fused and tower figures, and recommend follows --ranking."""
     stages = json.loads((trained / "result.json").read_text())["stages"]
     figures = {name: f"recall@10 {test['metrics']['recall@10']:.4f}" for name, test in stages.items()}
     last = trained.with_name("out").read_text().strip().splitlines()[-1]
@@ -180,7 +179,7 @@ def test_every_command_ranks_by_both_and_can_be_asked_for_the_towers(
 
 
 def test_what_has_the_towers_alone_says_so(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """An index and an export of a fused run, each in one line."""
+    """Index and export of a fused run each print one line that they use the towers alone."""
     for words in (["index", str(trained), "--kind=exact", "--k=5"], ["export", str(trained), "--to=parquet"]):
         assert main(words) == 0
         assert "only the towers" in capsys.readouterr().err

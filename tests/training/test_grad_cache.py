@@ -75,7 +75,7 @@ def test_the_gradient_is_that_of_the_whole_batch(parts: Split, tower: str, sourc
 
 
 class Watched(nn.Module):
-    """A tower that notes how many ids each call brings and whether its graph is recorded."""
+    """A tower that records the number of ids per call and whether the graph is recorded."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class Watched(nn.Module):
 
 
 def test_no_call_sees_more_than_a_chunk_and_each_chunk_is_encoded_twice() -> None:
-    """30 ids of any shape by 8: four calls forward, the same four again backward, and nothing but the ids is kept in
+    """30 ids in chunks of 8 take four forward calls and the same four again in the backward pass; only ids are kept in
     between."""
     tower = Watched(nn.Sequential(nn.Embedding(50, 4), nn.Linear(4, 4), nn.Tanh()))
     ids = torch.arange(30).view(5, 6)
@@ -108,13 +108,13 @@ def test_no_call_sees_more_than_a_chunk_and_each_chunk_is_encoded_twice() -> Non
     assert sorted(tower.calls) == sorted([8, 8, 8, 6] * 2)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         in_chunks(None, tower, ids)
-    assert sum(kept) > 30 + 2 * 30 * 4  # what a tower keeps when it is called at once: inputs and outputs of its layers
+    assert sum(kept) > 30 + 2 * 30 * 4  # the inputs and outputs of its layers that a tower keeps in a single call
     in_chunks(30, tower, ids)
     assert tower.calls[8:] == [30, 30]
 
 
 def test_the_second_pass_draws_the_dropout_of_the_first() -> None:
-    """With a random tower the gradient is that of the vectors the loss saw."""
+    """With a random tower the gradient is that of the vectors that the loss used."""
     tower = Watched(nn.Embedding(50, 4))
     ids = torch.arange(30)
     torch.manual_seed(1)
@@ -125,7 +125,7 @@ def test_the_second_pass_draws_the_dropout_of_the_first() -> None:
 
 
 def test_training_with_a_chunk_is_training(parts: Split) -> None:
-    """Two epochs with and without chunks end at the same model, to rounding."""
+    """Two epochs with and without chunks give the same model up to rounding."""
     runs = [
         build("default", parts.train, {"dim": 4, "epochs": 2, "batch_size": 64, "n": 50, "chunk": chunk})
         for chunk in (None, 10)
@@ -136,7 +136,7 @@ def test_training_with_a_chunk_is_training(parts: Split) -> None:
 
 
 def test_a_chunk_of_nothing_is_refused(parts: Split) -> None:
-    """chunk=0 is named; none is no chunk."""
+    """chunk=0 raises an error; chunk=none disables chunks."""
     with pytest.raises(UserError, match="chunk"):
         build("default", parts.train, {"chunk": 0})
     assert build("default", parts.train, {"chunk": "none"}).setup.batches.chunk is None

@@ -1,4 +1,4 @@
-"""Who may write into a run folder."""
+"""The lock of a run folder, and overwriting."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def pairs(small_world: SyntheticWorld, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """Another process that holds tmp_path/run."""
+    """Another process that holds the lock of tmp_path/run."""
     code = "import pathlib, sys, time; from sparring.training.folder import hold; "
     code += "kept = hold(pathlib.Path(sys.argv[1])); print('held', flush=True); "
     environment = {**os.environ, "PYTHONPATH": str(Path(sparring.__file__).parents[1])}
@@ -55,7 +55,7 @@ def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def test_a_run_is_not_replaced_unasked(run: Run, parts: Split, tmp_path: Path) -> None:
-    """A second fit into a folder raises, whatever is in it, and changes nothing; overwrite replaces a run only."""
+    """A second fit into a non-empty folder raises and changes nothing; overwrite replaces a run only."""
     out = tmp_path / "run"
     fit(run, parts, out, k=(10,), device="cpu")
     before = {path.name: path.read_bytes() for path in out.iterdir()}
@@ -78,14 +78,14 @@ def test_a_run_is_not_replaced_unasked(run: Run, parts: Split, tmp_path: Path) -
     with pytest.raises(UserError, match="not a run folder"):
         fit(run, parts, other, k=(10,), device="cpu", overwrite=True)
     assert [path.name for path in other.iterdir()] == ["chapter1"]
-    fit(run, parts, other, k=(10,), device="cpu", resume=True)  # a run that was stopped before its run.json was written
+    fit(run, parts, other, k=(10,), device="cpu", resume=True)  # a run stopped before its run.json was written
     assert (other / "chapter1").read_text() == "precious"
 
 
 def test_what_a_service_keeps_outlives_its_run(
     run: Run, parts: Split, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Overwriting deletes the run and its index, and logs that; the folder `serve` stays, even before run.json is
+    """Overwriting deletes the run and its index, and logs it; the folder `serve` stays, even before run.json is
     written."""
     out = tmp_path / "run"
     fit(run, parts, out, k=(10,), device="cpu")
@@ -107,7 +107,7 @@ def test_what_a_service_keeps_outlives_its_run(
 
 
 def test_a_run_that_cannot_be_trained_replaces_none(parts: Split, tmp_path: Path) -> None:
-    """A run that cannot be trained raises before the run in the folder is deleted."""
+    """An invalid run raises before the run in the folder is deleted."""
     out = tmp_path / "run"
     fit(build("ssl", parts.train, QUICK), parts, out, k=(10,), device="cpu")
     bad = build("ssl", parts.train, QUICK)
@@ -118,13 +118,13 @@ def test_a_run_that_cannot_be_trained_replaces_none(parts: Split, tmp_path: Path
 
 
 def test_overwrite_needs_a_folder(run: Run, parts: Split) -> None:
-    """There is nothing to replace without one."""
+    """overwrite without a folder raises an error."""
     with pytest.raises(UserError, match="`out`"):
         fit(run, parts, overwrite=True, k=(10,), device="cpu")
 
 
 def test_a_second_training_is_told_who_writes(run: Run, parts: Split, tmp_path: Path) -> None:
-    """While one training writes, another into its folder is refused and harms nothing; afterwards no lock is left."""
+    """While one training writes, another into its folder raises and changes nothing; afterwards no lock is left."""
     out, told = tmp_path / "run", []
 
     def step(epoch: int, done: int, loss: Callable[[], float]) -> None:
@@ -143,7 +143,7 @@ def test_a_second_training_is_told_who_writes(run: Run, parts: Split, tmp_path: 
 def test_the_command_line_says_who_writes(
     pairs: Path, tmp_path: Path, holder: subprocess.Popen[str], refused: Callable[..., str]
 ) -> None:
-    """One line names the process, whether to start, resume or overwrite, with one process or several."""
+    """One line names the holder of the folder, for train, --resume and --overwrite, on one or several ranks."""
     (tmp_path / "run" / "run.json").write_text("{}")
     words = ["train", "--data", pairs, "--out", tmp_path / "run", "--recipe", "ssl", "--epochs", "1", "--quiet"]
     for more in ([], ["--overwrite"], ["--nproc", "2"], ["--nproc", "2", "--overwrite"]):
@@ -153,7 +153,7 @@ def test_the_command_line_says_who_writes(
 
 
 def test_a_lock_dies_with_its_process(pairs: Path, tmp_path: Path, holder: subprocess.Popen[str]) -> None:
-    """After kill -9 the lock file is still there and holds nobody up."""
+    """After kill -9 the lock file remains but blocks nobody."""
     holder.send_signal(signal.SIGKILL)
     holder.wait()
     assert (tmp_path / "run" / LOCK).is_file()
@@ -174,8 +174,7 @@ def test_a_lock_dies_with_its_process(pairs: Path, tmp_path: Path, holder: subpr
 
 
 def test_one_of_many_has_the_lock(tmp_path: Path) -> None:
-    """Of processes that take and give back one folder as fast as they can, never two have it: none sees another's
-    mark."""
+    """Processes that compete for one folder never hold it at the same time."""
     code = """
 import sys, time, pathlib
 from sparring.training.folder import hold

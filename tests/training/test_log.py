@@ -1,5 +1,4 @@
-"""Messages of training go to loggers under `sparring`: a program sees warnings by default, and can route or silence
-all."""
+"""Training logs under `sparring`: a program sees warnings by default, and can route or silence all messages."""
 
 from __future__ import annotations
 
@@ -46,7 +45,7 @@ def test_a_program_can_route_and_silence(parts: Split, tmp_path: Path, caplog: p
 def test_the_command_line_attaches_and_detaches(
     small_world: SyntheticWorld, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Notes are on stdout in the order of the training; afterwards the logger is as it was."""
+    """Notes go to stdout in training order; afterwards the logger is restored."""
     data, log = small_world.interactions, logging.getLogger("sparring")
     table = {"user_id": data.query_ids.decode(data.queries), "item_id": data.item_ids.decode(data.items)}
     import polars as pl

@@ -1,4 +1,4 @@
-"""A run that was stopped at any moment and resumed ends, to the last bit, where an undisturbed one ends."""
+"""A run stopped at any moment and resumed is bitwise identical to an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 class Killed(BaseException):
-    """Stands for a kill: nothing may catch it."""
+    """Simulates a kill: nothing may catch it."""
 
 
 def train(
@@ -82,7 +82,7 @@ def assert_same(one: Path, other: Path) -> None:
 
 
 def killing(moments: set[int], checkpoints: random.Random) -> TrainingProgress:
-    """Raise at these steps, 100 to an epoch; checkpoints after about every third step and after every epoch."""
+    """Raise at these steps, 100 per epoch; checkpoints after about every third step and after every epoch."""
 
     def step(epoch: int, done: int, loss: Callable[[], float]) -> bool:
         save, now = checkpoints.random() < 0.3, epoch * 100 + done
@@ -105,12 +105,11 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("optimizer", ["row-adam", "adam"])
 @pytest.mark.parametrize("case", sorted(SETTINGS))
 def test_stopped_at_any_step_and_resumed(case: str, optimizer: str, parts: Split, tmp_path: Path) -> None:
-    """Stopped before the first checkpoint, inside epochs and at their ends, and resumed each time: bitwise equal to an
-    uninterrupted run.
+    """Stopped before the first checkpoint, inside epochs and at their ends, a resumed run is bitwise identical to an
+    uninterrupted one.
 
     Covers sampler state (cache, memory, streaming gaps), both optimisers, a learned temperature, history and feature
-    towers, warm-up, decay and early stopping.
-    """
+    towers, warm-up, decay and early stopping."""
     train(case, parts, tmp_path / "whole", optimizer=optimizer)
     moments = {1, 3, 6, 102, 103, 201, 204}
     progress = killing(moments, random.Random(case))
@@ -133,8 +132,7 @@ TARGETS = ["model", "checkpoint", "checkpoint.previous", "seen"]
 def test_stopped_while_saving(
     target: str, renamed: bool, parts: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stopped each time that a file is about to take its place, half of it on the disk, or right after: bitwise equal
-    to an uninterrupted run."""
+    """Stopped before a file is renamed, half-written, or right after, the resumed run is bitwise identical."""
     train("xir", parts, tmp_path / "whole")
     real, calls = os.replace, 0
 
@@ -190,7 +188,7 @@ for out in sys.stdin:  # a process for each line: the imports, most of a short r
 
 
 class Server:
-    """Starts trainings as processes of their own, one at a time."""
+    """Starts trainings as separate processes, one at a time."""
 
     def __init__(self, words: list[str], errors: Path) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -202,7 +200,7 @@ class Server:
             )
 
     def run(self, out: Path, until: Callable[[], bool] | None = None, delay: float = 0.0) -> int:
-        """The exit code of a training; minus 9 where it was killed, `delay` seconds after `until` became true."""
+        """The exit code of a training; -9 if it was killed, `delay` seconds after `until` became true."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write(f"{out}\n".encode())
@@ -220,8 +218,8 @@ class Server:
 
 
 def test_killed_by_the_system_and_resumed(parts: Split, tmp_path: Path) -> None:
-    """`sparring train --resume`, killed with SIGKILL while it starts, inside epochs, and while model and checkpoint are
-    being written, ends bitwise where one that was never killed ends."""
+    """`sparring train --resume`, killed with SIGKILL at its start, inside epochs and while files are written, is
+    bitwise identical to an uninterrupted run."""
     rows = {"user_id": parts.train.queries, "item_id": parts.train.items, "timestamp": parts.train.time}
     pl.DataFrame(rows).write_parquet(tmp_path / "pairs.parquet")
     words = ["train", "--data", str(tmp_path / "pairs.parquet"), "--recipe", "xir", "--quiet", "--resume"]
@@ -268,7 +266,7 @@ def test_killed_by_the_system_and_resumed(parts: Split, tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_run_is_begun(parts: Split, tmp_path: Path) -> None:
-    """resume in a new folder, or in one without run.json, trains a complete run with all its files."""
+    """resume in a new folder, or in one without run.json, trains a complete run."""
     train("xir", parts, tmp_path / "whole")
     train("xir", parts, tmp_path / "fresh", resume=True)
     assert_same(tmp_path / "whole", tmp_path / "fresh")
@@ -278,7 +276,7 @@ def test_a_folder_without_a_run_is_begun(parts: Split, tmp_path: Path) -> None:
 
 
 def test_resuming_a_finished_run_changes_nothing(parts: Split, tmp_path: Path) -> None:
-    """No further step is taken; the result is that of the run."""
+    """Resuming a finished run takes no step and returns its result."""
     first = train("xir", parts, tmp_path / "run")
     shutil.copytree(tmp_path / "run", tmp_path / "before")
     steps: list[int] = []
@@ -296,7 +294,7 @@ def test_resuming_a_finished_run_changes_nothing(parts: Split, tmp_path: Path) -
 
 
 def test_a_new_run_never_goes_on_from_an_old_ones_checkpoint(parts: Split, tmp_path: Path) -> None:
-    """In a reused folder, a run that was stopped before its first checkpoint resumes from its own beginning."""
+    """In a reused folder, a run stopped before its first checkpoint starts from scratch, not from an old one."""
     train("xir", parts, tmp_path / "whole", seed=5)
     train("xir", parts, tmp_path / "run", seed=4)
     with pytest.raises(Killed):
@@ -308,7 +306,7 @@ def test_a_new_run_never_goes_on_from_an_old_ones_checkpoint(parts: Split, tmp_p
 
 
 def test_resume_keeps_the_time_spent(parts: Split, tmp_path: Path) -> None:
-    """Seconds of training are summed over the parts of a run, those before a stop inside an epoch included."""
+    """The training time sums all parts of a run, including an epoch that was interrupted."""
 
     def slow(epoch: int, done: int, loss: Callable[[], float]) -> bool:
         time.sleep(0.02)
@@ -335,14 +333,14 @@ def test_resume_keeps_the_time_spent(parts: Split, tmp_path: Path) -> None:
 def test_resume_cannot_change_a_run(
     parts: Split, tmp_path: Path, case: str, changes: dict[str, Any], words: str
 ) -> None:
-    """Going on under other settings would be neither run: refused in one line with both values."""
+    """Resuming with other settings raises one line with both values."""
     train("xir", parts, tmp_path / "run", epochs=1)
     with pytest.raises(UserError, match=words):
         train(case, parts, tmp_path / "run", resume=True, **{"epochs": 1, **changes})
 
 
 def stopped(parts: Split, out: Path, *terms: Term) -> None:
-    """A custom run that is stopped in its second epoch, after a checkpoint."""
+    """A custom run stopped in its second epoch, after a checkpoint."""
 
     def step(epoch: int, done: int, loss: Callable[[], float]) -> None:
         if epoch == 1:
@@ -364,7 +362,7 @@ CHANGED: dict[str, tuple[Callable[[], Term], list[str]]] = {
 
 @pytest.mark.parametrize("case", CHANGED)
 def test_resume_cannot_change_the_terms(parts: Split, tmp_path: Path, case: str) -> None:
-    """A custom run resumes with the terms that it began with, or not at all."""
+    """A custom run resumes only with its original terms."""
     term, mentions = CHANGED[case]
     stopped(parts, tmp_path / "run", Term(1.0, Sampled(Uniform(40), 8)))
     before = (tmp_path / "run" / "checkpoint.safetensors").read_bytes()
@@ -374,7 +372,7 @@ def test_resume_cannot_change_the_terms(parts: Split, tmp_path: Path, case: str)
         assert mention in str(error.value)
     assert (tmp_path / "run" / "checkpoint.safetensors").read_bytes() == before
     more = compose(parts.train, OWN, Term(1.0, Sampled(Uniform(40), 8)), Term(1.0, InBatch()))
-    with pytest.raises(UserError, match="without term 2=1 x sampled_softmax over InBatch"):
+    with pytest.raises(UserError, match=r"without term 2=1 x .*InBatch"):
         fit(more, parts, tmp_path / "run", resume=True, k=(10,), device="cpu")
 
 
@@ -390,7 +388,7 @@ def test_a_custom_run_resumes(parts: Split, tmp_path: Path) -> None:
 
 
 def test_resume_cannot_change_the_data(parts: Split, tmp_path: Path) -> None:
-    """Other interactions than those that the run began with are noticed by their number."""
+    """A different number of interactions raises an error."""
     train("xir", parts, tmp_path / "run", epochs=1)
     fewer = Split(parts.train.subset(np.arange(200)), parts.valid, parts.test)
     with pytest.raises(UserError, match=f"train={len(parts.train)}, not 200"):
@@ -422,7 +420,7 @@ def finished(parts: Split, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", ["checkpoint.safetensors", "model.safetensors", "run.json"])
 @pytest.mark.parametrize("damage", sorted(DAMAGE))
 def test_a_damaged_file_is_named(finished: Path, parts: Split, tmp_path: Path, name: str, damage: str) -> None:
-    """A torn or overwritten file that resuming needs is one line with its path, and no traceback of a library."""
+    """A torn or overwritten file that resuming needs is one line with its path, without a traceback."""
     folder = Path(shutil.copytree(finished, tmp_path / "run"))
     (folder / name).write_bytes(DAMAGE[damage]((folder / name).read_bytes()))
     with pytest.raises(UserError) as error:
@@ -490,14 +488,14 @@ def fill(folder: Path) -> None:
 @pytest.mark.parametrize("when", ["mid epoch", "model", "checkpoint"])
 @pytest.mark.skipif(shutil.which("mount") is None, reason="needs mount")
 def test_a_full_disk_loses_nothing(small_disk: Path, parts: Split, tmp_path: Path, when: str) -> None:
-    """A disk that is really full while saving: one line with the file and the reason; the last checkpoint still loads,
-    and with room again the resumed run ends as an undisturbed one."""
+    """A full disk during a save raises one line with the file; the last checkpoint still loads, and with free space the
+    resumed run is identical to an uninterrupted one."""
     out = small_disk / "run"
 
     def fill_up() -> None:
         deadline = time.monotonic() + 60
         while not (out / "checkpoint.safetensors").exists() and time.monotonic() < deadline:
-            time.sleep(0.005)  # the one of the first epoch may still be under way
+            time.sleep(0.005)  # the first epoch's checkpoint may still be in progress
         fill(small_disk)
 
     def step(epoch: int, done: int, loss: Callable[[], float]) -> bool:
@@ -529,8 +527,7 @@ def test_a_full_disk_loses_nothing(small_disk: Path, parts: Split, tmp_path: Pat
 def test_a_file_that_cannot_be_written_is_named(
     parts: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str
 ) -> None:
-    """Whichever file does not fit on the disk is named in one line; nothing is left over, and resuming completes the
-    run."""
+    """A file that does not fit on the disk is named, leaves no temporary file, and resuming completes the run."""
     train("xir", parts, tmp_path / "whole")
     real = os.replace
 

@@ -38,7 +38,7 @@ def model(folder: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def dataset() -> Any:
-    """40 rows of 12 anchors and 9 positives: popular ones, anchors with several, pairs that repeat."""
+    """40 rows of 12 anchors and 9 positives, with popular positives, several per anchor, and repeated pairs."""
     draw = np.random.default_rng(1)
     anchors = [f"{WORDS[i]} {WORDS[(i * 5 + 3) % 16]}" for i in range(12)]
     positives = [f"{WORDS[15 - i]} {WORDS[(i * 3 + 1) % 16]} {WORDS[i]}" for i in range(9)]
@@ -55,8 +55,8 @@ def vectors(model: Any, texts: list[str]) -> torch.Tensor:
 
 
 def test_the_default_is_corrected_in_batch_softmax(model: Any, dataset: Any) -> None:
-    """-log of the positive's share among it and the other texts of the batch, each weighed by 1 / ((B - 1) q), q its
-    share of all rows; texts that go with the anchor somewhere in the dataset are left out."""
+    """The loss is -log of the positive's share among itself and the other texts of the batch, weighted by 1 / ((B - 1)
+    q), q the share of all rows; texts paired with the anchor anywhere in the dataset are excluded."""
     rows = dataset.select(range(12))
     anchors, positives = list(rows["anchor"]), list(rows["positive"])
     found = NegativesLoss(model, dataset, tau=TAU)(batch(model, anchors, positives))
@@ -74,7 +74,7 @@ def test_the_default_is_corrected_in_batch_softmax(model: Any, dataset: Any) -> 
 
 
 def test_uncorrected_it_is_the_librarys_own_loss(model: Any, dataset: Any) -> None:
-    """Without masks and weights, where texts are distinct: MultipleNegativesRankingLoss, hard negatives included."""
+    """Without masks and weights, on distinct texts, it is MultipleNegativesRankingLoss, hard negatives included."""
     columns = ["red", "blue hat", "old lamp"], ["shoe", "hat", "lamp"], ["cold lamp", "chair", "wool coat"]
     rows = {"anchor": columns[0], "positive": columns[1]}
     ours = NegativesLoss(model, rows, lambda data: InBatch(exclude="positive"), tau=TAU)(batch(model, *columns))
@@ -102,7 +102,7 @@ NEGATIVES = {
 
 @pytest.mark.parametrize("name", NEGATIVES)
 def test_it_trains_in_the_real_trainer(model: Any, dataset: Any, tmp_path: Path, name: str) -> None:
-    """One line in SentenceTransformerTrainer: weights move, the loss is finite, and caches observe the batches."""
+    """In SentenceTransformerTrainer weights move, the loss is finite, and caches observe the batches."""
     before = vectors(model, WORDS)
     loss = NegativesLoss(model, dataset, NEGATIVES[name])
     state = {key: value.clone() for key, value in loss.negatives.state_dict().items()}
@@ -131,8 +131,7 @@ def test_it_learns(model: Any, dataset: Any, tmp_path: Path) -> None:
 
 
 def test_texts_are_recognised_by_their_tokens(model: Any, dataset: Any) -> None:
-    """The hash is the same whatever the padding, and differs for other tokens or another order; a text of no row is
-    refused."""
+    """The hash ignores padding and depends on tokens and order; a text outside the dataset raises an error."""
     tokens, mask = (
         torch.tensor([[2, 5, 6, 3, 0], [0, 2, 5, 6, 3], [2, 6, 5, 3, 0], [2, 5, 3, 0, 0]]),
         torch.tensor([1, 1, 1, 1, 0]),
@@ -150,7 +149,7 @@ def test_texts_are_recognised_by_their_tokens(model: Any, dataset: Any) -> None:
 
 
 def test_what_needs_our_own_loop_is_refused(model: Any, dataset: Any) -> None:
-    """Negatives that rebuild themselves from the catalogue, a dataset of one column, a row without a text."""
+    """Negatives with a refresh, a dataset of one column and a row without a text raise errors."""
     with pytest.raises(UserError, match="sparring train"):
         NegativesLoss(model, dataset, lambda data: QuantizedSoftmax(data.n_items, 16, 4, 2))
     with pytest.raises(UserError, match="anchors and positives"):
@@ -165,8 +164,7 @@ def test_what_needs_our_own_loop_is_refused(model: Any, dataset: Any) -> None:
 def test_mined_negatives_are_the_nearest_that_are_not_positive(
     model: Any, dataset: Any, skip: int, margin: float | None
 ) -> None:
-    """Row by row against a loop over all texts: known positives left out, ranks skipped, a margin to the positive
-    kept."""
+    """Mining equals a loop over all texts, with known positives excluded, ranks skipped and the margin kept."""
     mined = hard_negatives(model, dataset, n=2, skip=skip, margin=margin)
     texts = sorted(set(dataset["positive"]))
     scores = {
@@ -202,7 +200,7 @@ def test_drawn_negatives_follow_the_scores(model: Any, dataset: Any) -> None:
 
 
 def test_the_library_reads_what_was_mined(model: Any, dataset: Any, tmp_path: Path) -> None:
-    """Written as JSON lines, read by datasets, trained on with the library's own loss and with ours."""
+    """Mined JSON lines are read by datasets and train with the library's loss and with ours."""
     hard_negatives(model, dataset, n=2).write_ndjson(tmp_path / "mined.jsonl")
     again = datasets.load_dataset(
         "json", data_files=str(tmp_path / "mined.jsonl"), split="train", cache_dir=str(tmp_path / "cache")
@@ -213,8 +211,7 @@ def test_the_library_reads_what_was_mined(model: Any, dataset: Any, tmp_path: Pa
 
 
 def test_a_run_of_ours_mines_and_is_read_by_the_library(dataset: Any, folder: Path, tmp_path: Path) -> None:
-    """A trained text tower mines by its own vectors; its encoder folder opens as a SentenceTransformer with the same
-    vectors."""
+    """A trained text tower mines by its own vectors, and its encoder folder opens as an equal SentenceTransformer."""
     from sparring.data.interactions import Split
     from sparring.recipes.settings import build
     from sparring.training.fitting import fit

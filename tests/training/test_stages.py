@@ -1,4 +1,4 @@
-"""Training in stages: classifiers start from item vectors, rankings are fused, and a stop anywhere changes nothing."""
+"""Training in stages: classifiers start from item vectors, rankings are fused, and a stop changes nothing."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ OWN: dict[str, Any] = {
 
 
 class Killed(BaseException):
-    """Stands for a kill: nothing may catch it."""
+    """Simulates a kill: nothing may catch it."""
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +72,7 @@ def train(
 
 
 def figures(folder: Path) -> dict[str, Any]:
-    """All test metrics of all stages, and every tensor that a run leaves."""
+    """All test metrics of all stages, and every tensor of a run folder."""
     result = json.loads((folder / "result.json").read_text())
     found: dict[str, Any] = {name: test["metrics"] for name, test in result["stages"].items()}
     for name in ("model", "classifiers/model", "fusion", "checkpoint", "classifiers/checkpoint"):
@@ -149,8 +149,7 @@ def whole(parts: Split, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
 def test_killed_in_any_stage_and_resumed(
     parts: Split, whole: dict[str, Path], tmp_path: Path, recipe: str, moment: tuple[int, tuple[int, int] | str]
 ) -> None:
-    """Inside the towers' training, between stages, inside the classifiers' and before the fusion: the same figures and
-    tensors, bitwise."""
+    """Killed in or between stages, or before the fusion, a resumed run has bitwise the same results."""
     with logged(KillAtMessage(str(moment[1]))), pytest.raises(Killed):
         train(recipe, parts, tmp_path / "run", progress=killer(*moment))
     train(recipe, parts, tmp_path / "run", resume=True)
@@ -161,7 +160,7 @@ def test_killed_in_any_stage_and_resumed(
 
 
 def test_without_a_folder_the_figures_are_the_same(parts: Split, whole: dict[str, Path]) -> None:
-    """In memory or in a folder: the same three rankings."""
+    """In memory and in a folder the three rankings are the same."""
     found = train("ngame", parts, None)
     written = json.loads((whole["ngame"] / "result.json").read_text())["stages"]
     assert set(found.stages) == set(written) == {"knn", "clf", "fusion"}
@@ -170,8 +169,8 @@ def test_without_a_folder_the_figures_are_the_same(parts: Split, whole: dict[str
 
 
 def test_each_row_is_the_ranking_that_it_names(parts: Split, whole: dict[str, Path]) -> None:
-    """knn is the run folder's own model, clf the one in `classifiers`, fusion both with the tree: loaded and ranked by
-    a plain loop, their recall is what is written."""
+    """knn is the run folder's model, clf the one in `classifiers`, fusion both with the tree: loaded and ranked by a
+    plain loop, each has the recorded recall."""
     written = json.loads((whole["dexa"] / "result.json").read_text())["stages"]
     assert parts.test is not None
     seen = parts.seen_for("test")
@@ -197,8 +196,7 @@ def test_each_row_is_the_ranking_that_it_names(parts: Split, whole: dict[str, Pa
 
 
 def test_transfer(parts: Split) -> None:
-    """Classifiers start at the item vectors, auxiliary ones added; query vectors are those of the towers, and stay
-    through training."""
+    """Classifiers start at the item vectors plus auxiliary ones; query vectors are the towers' and stay fixed."""
     run = build("dexa", parts.train, {**SETTINGS, **OWN, "auxiliary": 4, "private": 3})
     fit(run, parts, k=(10,), device="cpu")
     second = classifier_run(run, parts)
@@ -211,8 +209,7 @@ def test_transfer(parts: Split) -> None:
 
 
 def test_classifiers_learn_what_the_towers_cannot(parts: Split) -> None:
-    """Random query vectors and items at random places: classifiers alone rank the training pairs far better than at the
-    start."""
+    """On random query and item vectors, classifiers alone learn to rank the training pairs far better."""
     run = build(
         "ngame", parts.train, {**SETTINGS, **OWN, "dim": 32, "clf_epochs": 60, "clf_lr": 0.05, "epochs": 1, "lr": 1e-9}
     )
@@ -225,8 +222,7 @@ def test_classifiers_learn_what_the_towers_cannot(parts: Split) -> None:
 
 
 def test_stages_can_be_left_out(parts: Split, tmp_path: Path) -> None:
-    """clf_epochs=0 is the towers alone, fusion=false no fusion; a recipe without stages has none, unless it is asked
-    for them."""
+    """clf_epochs=0 trains only the towers, fusion=false skips fusion; other recipes have stages on request."""
     assert train("ngame", parts, tmp_path / "towers", clf_epochs=0).stages == {}
     assert not (tmp_path / "towers" / "classifiers").exists()
     assert set(train("ngame", parts, None, clf_fusion=False).stages) == {"knn", "clf"}
@@ -242,8 +238,7 @@ def test_stages_can_be_left_out(parts: Split, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("encoder", ["bag", "bert"])
 def test_text_towers_go_through_all_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoder: str) -> None:
-    """Text towers with auxiliary vectors, killed in each stage and resumed, equal an uninterrupted run and load
-    again."""
+    """Text towers with auxiliary vectors, killed in each stage and resumed, equal an uninterrupted run."""
     monkeypatch.setenv("SPARRING_HOME", str(tmp_path / "home"))
     if encoder == "bert":
         pytest.importorskip("transformers")
@@ -287,7 +282,7 @@ def test_text_towers_go_through_all_stages(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.fixture(scope="module")
 def pair(parts: Split) -> tuple[Retriever, Retriever]:
-    """Two retrievers over the same queries, as a run and its classifiers are."""
+    """Two retrievers over the same queries, like a run and its classifiers."""
     generator = torch.Generator().manual_seed(0)
     made = [Retriever(IdTower(parts.train.n_queries, 6), IdTower(parts.train.n_items, 6)) for _ in range(2)]
     with torch.no_grad():
@@ -299,8 +294,8 @@ def pair(parts: Split) -> tuple[Retriever, Retriever]:
 
 @pytest.mark.parametrize("beta", [0.0, 1.0, 0.3])
 def test_the_fused_score_is_its_formula(parts: Split, pair: tuple[Retriever, Retriever], beta: float) -> None:
-    """Lists are by clf + beta (knn + chance), over the shortlist of the classifiers; the chances of the pairs learnt
-    from are those of scikit-learn's tree, and those of others are read off the nodes one step at a time."""
+    """Lists are by clf + beta (knn + p) over the classifiers' shortlist; p equals scikit-learn's tree on the pairs
+    learned from, and a walk down the nodes on other pairs."""
     pytest.importorskip("sklearn")
     from sklearn.tree import DecisionTreeClassifier
 
@@ -351,7 +346,7 @@ def test_the_fused_score_is_its_formula(parts: Split, pair: tuple[Retriever, Ret
 def test_lists_longer_than_the_shortlist_and_than_the_catalogue_leaves(
     parts: Split, pair: tuple[Retriever, Retriever]
 ) -> None:
-    """k above the shortlist still gives k items; where fewer are unseen the rest is -1; no item twice, none that was
+    """k above the shortlist still gives k items; with fewer unseen items the rest is -1; no item is repeated or
     seen."""
     seen, n = parts.seen_for("test"), parts.train.n_items
     found = Fused(*pair, np.ones(n, dtype=np.float32), shortlist=3).lists(torch.arange(parts.train.n_queries), n, seen)
@@ -367,7 +362,7 @@ def test_lists_longer_than_the_shortlist_and_than_the_catalogue_leaves(
 
 
 def test_a_tree_without_any_right_pair_is_zero(parts: Split, pair: tuple[Retriever, Retriever]) -> None:
-    """Nothing held out was found: no chance at all, and clf + knn is left."""
+    """If no held-out pair is found, the tree is zero and the score is clf + knn."""
     assert parts.valid is not None
     fused = Fused(*pair, np.ones(parts.train.n_items, dtype=np.float32), shortlist=1)
     worst = (

@@ -1,4 +1,4 @@
-"""Everything that reports on a run's batches reports on those that the run trains on."""
+"""Every report on a run's batches describes the batches that the run trains on."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NGAME: dict[str, object] = {**QUICK, "epochs": 2, "clf_epochs": 0, "size": 4, "s
 
 
 class Recorder(Negatives):
-    """Other negatives, with the ids of every batch they are asked for."""
+    """Negatives that record the ids of every batch."""
 
     def __init__(self, inner: Negatives) -> None:
         super().__init__()
@@ -48,8 +48,7 @@ def recorded(recipe: str, parts: Split, settings: dict[str, object]) -> tuple[Ru
 
 @pytest.mark.parametrize("settings", [{}, {"rows": "pairs"}, {"draw": "propensity"}])
 def test_the_profile_is_of_the_first_batches_of_training(parts: Split, settings: dict[str, object]) -> None:
-    """With rows=queries as with rows=pairs, profile and describe_batch see the queries and items of the trainer's first
-    steps."""
+    """For rows=queries and rows=pairs, profile and describe_batch see the queries and items of the first steps."""
     run, recorder = recorded("dpr", parts, {**QUICK, "epochs": 1, **settings})
     fit(run, Split(parts.train), device="cpu")
     trained = recorder.batches[:4]
@@ -62,7 +61,7 @@ def test_the_profile_is_of_the_first_batches_of_training(parts: Split, settings:
 
 
 def test_one_step_is_run_to_describe_the_batch(parts: Split, tmp_path: Path) -> None:
-    """A training with a folder runs one step more than it trains; run.json has its description."""
+    """A training with a folder runs one extra step, whose description is in run.json."""
     run, recorder = recorded("dpr", parts, {**QUICK, "epochs": 1})
     fit(run, Split(parts.train), tmp_path / "run", device="cpu")
     assert len(recorder.batches) == 1 + len(TrainingRows(run, parts.train).batches)
@@ -72,8 +71,7 @@ def test_one_step_is_run_to_describe_the_batch(parts: Split, tmp_path: Path) -> 
 
 
 def test_clustered_batches_are_profiled_as_they_are_trained_on(parts: Split) -> None:
-    """NGAME: the steps of an epoch hold the queries of the trainer's batches of that epoch, in its order; so does the
-    profile."""
+    """For NGAME, steps and profile have the queries of the trainer's batches of that epoch, in order."""
     run, recorder = recorded("ngame", parts, NGAME)
     fit(run, Split(parts.train), device="cpu")
     assert isinstance(run.batches, ClusteredBatches)
@@ -96,8 +94,7 @@ def clusters_of(run: Run, queries: list[int]) -> Tensor:
 
 
 def test_a_diagnosed_pair_is_in_the_company_of_its_cluster(parts: Split) -> None:
-    """Under NGAME every batch of diagnose, and of an item's negatives, holds the complete cluster of its first
-    query."""
+    """For NGAME every batch of diagnose and of an item's negatives has the complete cluster of its first query."""
     run, recorder = recorded("ngame", parts, NGAME)
     fit(run, Split(parts.train), device="cpu")
     assert isinstance(run.batches, ClusteredBatches)
@@ -115,8 +112,7 @@ def test_a_diagnosed_pair_is_in_the_company_of_its_cluster(parts: Split) -> None
 
 
 def test_an_opponent_with_batches_of_its_own_has_clusters(parts: Split) -> None:
-    """NGAME's negatives on another run's towers: batches are clusters of the queries' current vectors, not random
-    rows."""
+    """On another run's towers, NGAME's batches are clusters of the queries' current vectors, not random rows."""
     run = build("dpr", parts.train, QUICK)
     rival = with_negatives_of("ngame", run, parts)
     assert isinstance(rival.batches, ClusteredBatches)
@@ -126,8 +122,7 @@ def test_an_opponent_with_batches_of_its_own_has_clusters(parts: Split) -> None:
 
 @pytest.mark.parametrize("rows", ["pairs", "queries"])
 def test_a_batch_around_pairs_starts_with_them(parts: Split, rows: str) -> None:
-    """The others are distinct rows, each with one of its own pairs; a small batch holds at least the pairs asked
-    for."""
+    """The other rows are distinct and have one of their own pairs; a small batch has at least the requested pairs."""
     run = build("dpr", parts.train, {**QUICK, "rows": rows})
     training, generator = TrainingRows(run, parts.train), torch.Generator().manual_seed(4)
     pairs = training.sample(5, generator)
@@ -141,8 +136,7 @@ def test_a_batch_around_pairs_starts_with_them(parts: Split, rows: str) -> None:
 
 @pytest.mark.parametrize("draw", ["uniform", "propensity"])
 def test_chances_are_how_often_pairs_are_drawn(parts: Split, draw: str) -> None:
-    """The probability of each pair, given its query, is its share of the query's weights; they sum to one for every
-    query."""
+    """Given its query, the probability of a pair is its share of the query's weights; they sum to one."""
     run = build("dpr", parts.train, {**QUICK, "draw": draw})
     drawn = TrainingRows(run, parts.train).drawn
     assert drawn is not None

@@ -31,7 +31,7 @@ def encoder(kind: str, folder: Path, dropout: float = 0.0) -> str:
 @pytest.mark.parametrize("kind", ["bag", "bert"])
 @pytest.mark.parametrize("chunk", [None, 5])
 def test_a_step_is_that_of_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, chunk: int | None) -> None:
-    """Losses and gradients of one step in float32, encoded at once or by the gradient cache."""
+    """One float32 step has the losses and gradients of a CPU, encoded at once or by the gradient cache."""
     monkeypatch.setenv("SPARRING_HOME", str(tmp_path / "home"))
     train, found = text_parts().train, []
     settings = {
@@ -60,7 +60,7 @@ def test_a_step_is_that_of_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("kind", ["bag", "bert"])
 @pytest.mark.parametrize("recipe", ["ance", "dexa", "prime"])
 def test_all_stages_train_and_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, recipe: str) -> None:
-    """bf16, gradient cache, clusters or lists, classifiers in two shards, fusion: finite metrics, and a folder that a
+    """bf16, gradient cache, clusters or lists, sharded classifiers and fusion give finite metrics and a folder that a
     CPU reads."""
     monkeypatch.setenv("SPARRING_HOME", str(tmp_path / "home"))
     parts = text_parts()
@@ -82,7 +82,7 @@ def test_all_stages_train_and_load(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_trees_and_clusters() -> None:
-    """The same tree as on a CPU; clusters of equal size that hold every point, and hold alike points together."""
+    """The tree equals the CPU's; clusters have equal sizes, hold every point, and group similar points."""
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(5000, 3, generator=draw)
     y = x[:, 0] * x[:, 1] + torch.randn(5000, generator=draw) > 0
@@ -99,7 +99,7 @@ def test_trees_and_clusters() -> None:
 
 @pytest.mark.parametrize("recipe", ["dpr", "ngame", "dexa", "ance"])
 def test_steps_of_a_transformer_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: str) -> None:
-    """Captured as a graph, with clusters and lists rebuilt in between; without dropout the losses equal eager ones."""
+    """Steps are captured as a graph while clusters and lists are rebuilt; without dropout losses equal eager ones."""
     monkeypatch.setenv("SPARRING_HOME", str(tmp_path / "home"))
     kept: list[CudaGraphStep] = []
 

@@ -1,4 +1,4 @@
-"""The run folder: files are complete or absent, everything is read back, and lists are the ranking of the model."""
+"""The run folder: files are complete or absent, everything is read back, and lists follow the model's ranking."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ QUICK = {"dim": 8, "epochs": 3, "batch_size": 64, "n": 16, "patience": None}
 
 @pytest.fixture(scope="module")
 def named_parts(parts: Split) -> Split:
-    """The small world under ids that are not dense: queries are text, items are numbers from 1000 down, with titles."""
+    """The small world with sparse ids: text for queries, numbers from 1000 down for items, with titles."""
     queries = Vocabulary([f"user-{i:03}" for i in range(parts.train.n_queries)])
     items = Vocabulary(np.arange(parts.train.n_items) * 7 + 1000)
 
@@ -59,18 +59,18 @@ def folder(named_parts: Split, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 @pytest.fixture
 def copy(folder: Path, tmp_path: Path) -> Path:
-    """A copy of the finished run, to be damaged."""
+    """A copy of the finished run for a test to damage."""
     return Path(shutil.copytree(folder, tmp_path / "copy"))
 
 
 def brute_ranking(trained: Trained, query: int, masked: set[int]) -> list[int]:
-    """Dense item ids by falling score, equal scores by id, without the masked ones."""
+    """Dense item ids by descending score, ties by id, without the masked ones."""
     scores = (trained.model.query_vectors(torch.tensor([query])) @ trained.model.item_vectors().T)[0].tolist()
     return sorted((j for j in range(len(scores)) if j not in masked), key=lambda j: (-scores[j], j))
 
 
 def test_a_run_folder_holds_all_that_is_promised(folder: Path) -> None:
-    """The resolved run, one line per epoch, result, model, id maps, curve, card; no half-written file."""
+    """The folder has the resolved run, a line per epoch, result, model, id maps, curve and card; no partial file."""
     names = {path.name for path in folder.iterdir()}
     assert names >= {
         "run.json",
@@ -98,9 +98,8 @@ def test_a_run_folder_holds_all_that_is_promised(folder: Path) -> None:
 
 
 def test_lists_leave_out_more_than_what_was_measured(folder: Path, named_parts: Split) -> None:
-    """Recommendations of every query, in original ids, are the brute-force order without the items it is known to have
-    taken, the test part too; the run's own recall@10 is that of the order with only train and valid items left
-    out."""
+    """A query's list, in original ids, is the brute-force order without its known items, test part included; the
+    recorded recall@10 is that of the order without train and valid items only."""
     trained = load(folder)
     assert named_parts.test is not None
     assert named_parts.valid is not None
@@ -124,8 +123,7 @@ def test_lists_leave_out_more_than_what_was_measured(folder: Path, named_parts: 
 def test_recommend_with_seen_items_ranks_the_whole_catalogue(
     folder: Path, named_parts: Split, small_world: SyntheticWorld
 ) -> None:
-    """with_seen: every item is listed once, in brute-force order; without it a full list simply ends where unseen items
-    do."""
+    """with_seen lists every item once in brute-force order; without it a list ends with the unseen items."""
     trained = load(folder)
     n = named_parts.train.n_items
     whole = trained.recommend(["user-004"], k=n, with_seen=True)
@@ -138,7 +136,7 @@ def test_recommend_with_seen_items_ranks_the_whole_catalogue(
 
 
 def test_recommend_names_titles(folder: Path, named_parts: Split) -> None:
-    """The title beside each item is that of the item table's row."""
+    """Each item has the title of its row in the item table."""
     titles = named_parts.train.item_table
     assert titles is not None
     table = load(folder).recommend(["user-000", "user-001"], k=5)
@@ -148,7 +146,7 @@ def test_recommend_names_titles(folder: Path, named_parts: Split) -> None:
 
 
 def test_a_catalogue_without_titles_has_no_title_column(parts: Split, tmp_path: Path) -> None:
-    """No items table, no title column."""
+    """Without an items table there is no title column."""
     bare = Split(
         *(
             None if p is None else dataclasses.replace(p, item_table=None)
@@ -161,7 +159,7 @@ def test_a_catalogue_without_titles_has_no_title_column(parts: Split, tmp_path: 
 
 @pytest.mark.parametrize("k", [0, -1, 41])
 def test_a_cutoff_beyond_the_catalogue_is_refused(folder: Path, k: int) -> None:
-    """k outside 1..N names itself and N."""
+    """k outside 1..N raises an error with k and N."""
     with pytest.raises(UserError, match=f"k is {k}.* 40 items"):
         load(folder).recommend(["user-000"], k=k)
 
@@ -173,8 +171,7 @@ def test_an_unknown_query_is_named(folder: Path) -> None:
 
 
 def test_a_new_query_is_served_by_its_items(named_parts: Split, tmp_path: Path) -> None:
-    """A history tower ranks for items alone: the mean of their vectors against all others, given items left out,
-    unknown ones ignored."""
+    """A history tower ranks by the mean of the given items, excludes them, and ignores unknown ones."""
     run = build("default", named_parts.train, {**QUICK, "query_tower": "history", "item_bias": False})
     fit(run, named_parts, tmp_path / "run", k=(10,), device="cpu")
     trained = load(tmp_path / "run")
@@ -191,21 +188,21 @@ def test_a_new_query_is_served_by_its_items(named_parts: Split, tmp_path: Path) 
 
 
 def test_features_are_read_back(named_parts: Split, tmp_path: Path) -> None:
-    """A tower with features gives, after loading, bitwise the vectors that it had when it was chosen."""
+    """A loaded tower with features has bitwise the vectors of the selected epoch."""
     run = build("default", named_parts.train, {**QUICK, "item_features": "category", "hidden": "8,5"})
     fit(run, named_parts, tmp_path / "run", k=(10,), device="cpu")
     trained = load(tmp_path / "run")
-    assert trained.model.item_vectors().shape == (40, 6)  # five, and the bias of the item
+    assert trained.model.item_vectors().shape == (40, 6)  # five dimensions and the item bias
     assert torch.equal(trained.model.item_vectors(), run.model.item_vectors())
 
 
 def test_own_towers_are_given_to_load(named_parts: Split, folder: Path) -> None:
-    """A model built by the caller takes the saved tensors; one of another shape is refused, naming file and tensor."""
+    """A model built by the caller gets the saved tensors; another shape raises an error with file and tensor."""
     run = build("default", named_parts.train, QUICK)
     trained = load(folder, run.model)
     assert trained.model is run.model
     assert torch.equal(run.model.item_vectors(), load(folder).model.item_vectors())
-    with pytest.raises(UserError, match=r"model\.safetensors does not fit.*\(60, 8\).*\(60, 4\)"):
+    with pytest.raises(UserError, match=r"model\.safetensors .*\(60, 8\).*\(60, 4\)"):
         load(folder, build("default", named_parts.train, {**QUICK, "dim": 4}).model)
 
 
@@ -241,8 +238,7 @@ def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
 def test_a_failed_write_leaves_the_old_file_and_nothing_beside_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
-    """An error while the new bytes are written or put in place: one line with path and reason, the old content, no
-    leftover."""
+    """A failed write raises one line with path and reason, and leaves the old content without a temporary file."""
     path = tmp_path / "a.txt"
     write(path, lambda file: file.write_text("old"))
 
@@ -280,7 +276,7 @@ DAMAGE: dict[str, Callable[[bytes], bytes]] = {
 @pytest.mark.parametrize("damage", sorted(DAMAGE))
 @pytest.mark.parametrize("name", ["model.safetensors", "seen.safetensors"])
 def test_a_damaged_tensor_file_is_named(copy: Path, name: str, damage: str) -> None:
-    """Torn, overwritten or foreign files are refused in one line with their path."""
+    """Torn, overwritten and foreign files raise one line with their path."""
     (copy / name).write_bytes(DAMAGE[damage]((copy / name).read_bytes()))
     with pytest.raises(UserError) as error:
         load(copy)
@@ -293,7 +289,7 @@ def test_a_damaged_tensor_file_is_named(copy: Path, name: str, damage: str) -> N
     "name", ["run.json", "model.safetensors", "seen.safetensors", "query_ids.parquet", "item_ids.parquet"]
 )
 def test_a_missing_file_is_named(copy: Path, name: str) -> None:
-    """A folder that lacks a file is no finished run; the line says which."""
+    """A folder without one of its files raises an error that names it."""
     (copy / name).unlink()
     with pytest.raises(UserError, match=name):
         load(copy)
@@ -301,7 +297,7 @@ def test_a_missing_file_is_named(copy: Path, name: str) -> None:
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "3", '{"setup": {}}', '{"recipe": "default"}'])
 def test_a_damaged_run_json_is_named(copy: Path, text: str) -> None:
-    """Not JSON, or JSON of something else."""
+    """Invalid JSON and JSON of another kind raise errors."""
     (copy / "run.json").write_text(text)
     with pytest.raises(UserError, match=r"run\.json"):
         load(copy)
@@ -311,8 +307,7 @@ def test_a_damaged_run_json_is_named(copy: Path, text: str) -> None:
     ("change", "keyword"), [({"format": None, "versions": {"sparring": "0.1.0"}}, "0.1.0"), ({"format": 3}, "again")]
 )
 def test_a_folder_of_another_version_is_refused(copy: Path, change: dict[str, Any], keyword: str) -> None:
-    """A folder of Sparring 0.1 has no format number, a later one may have another: one line names the version that
-    wrote it."""
+    """A folder of Sparring 0.1 or of another format raises one line with the version that wrote it."""
     meta = {**json.loads((copy / "run.json").read_text()), **change}
     (copy / "run.json").write_text(json.dumps({name: value for name, value in meta.items() if value is not None}))
     with pytest.raises(UserError, match=keyword) as error:
@@ -321,8 +316,7 @@ def test_a_folder_of_another_version_is_refused(copy: Path, change: dict[str, An
 
 
 def test_a_model_of_other_towers_is_refused(copy: Path) -> None:
-    """run.json and model that disagree (a history tower without histories, another width) are refused by name of
-    file."""
+    """A model that contradicts run.json (no histories, another width) raises an error that names the file."""
     meta = json.loads((copy / "run.json").read_text())
     for change in ({"query_tower": "history"}, {"dim": 9}, {"item_features": ["category"]}):
         (copy / "run.json").write_text(
@@ -356,19 +350,19 @@ def test_an_interrupt_leaves_nothing_half_written(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_that_polars_meets_is_one_line(tmp_path: Path) -> None:
-    """An error of polars becomes one line, and no temporary file is left."""
+    """An error of polars becomes one line, and no temporary file remains."""
 
     def full(file: Path) -> None:
         file.write_text("half")
         raise pl.exceptions.ComputeError("parquet: File too large (os error 27)\nin a second line")
 
-    with pytest.raises(UserError, match=r"^cannot write .*lists.parquet: parquet: File too large "):
+    with pytest.raises(UserError, match=r"lists\.parquet: .*File too large"):
         write(tmp_path / "lists.parquet", full)
     assert not list(tmp_path.iterdir())
 
 
 def test_no_such_folder(tmp_path: Path) -> None:
-    """A path that is no folder, or no run folder."""
+    """A missing path and a folder without a run raise errors."""
     with pytest.raises(UserError, match="no such run folder"):
         load(tmp_path / "nowhere")
     with pytest.raises(UserError, match=r"no run\.json"):
@@ -376,7 +370,7 @@ def test_no_such_folder(tmp_path: Path) -> None:
 
 
 def test_shared_tensors_are_written_once(named_parts: Split) -> None:
-    """The history tower reads the item tower's own table: it is in the file once, and loading fills both."""
+    """The item table shared with the history tower is saved once, and loading fills both."""
     run = build("default", named_parts.train, {**QUICK, "query_tower": "history"})
     found = files.tensors_of(run.model)
     assert sum(tensor.shape == (40, 8) for tensor in found.values()) == 1
@@ -387,7 +381,7 @@ def test_shared_tensors_are_written_once(named_parts: Split) -> None:
 
 
 def test_a_file_where_the_folder_should_be(named_parts: Split, tmp_path: Path) -> None:
-    """Training into a path that is a file is refused before it starts."""
+    """Training into a path that is a file raises before it starts."""
     (tmp_path / "file").write_text("precious")
     with pytest.raises(UserError, match="is a file"):
         fit(build("ssl", named_parts.train, {}), named_parts, tmp_path / "file", k=(10,), device="cpu")

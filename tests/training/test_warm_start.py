@@ -1,4 +1,4 @@
-"""A warm start: the vectors of an earlier run, by original ids."""
+"""A warm start copies the vectors of an earlier run by original id."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def today() -> Split:
 
 @pytest.mark.parametrize("side", ["query", "item", "item_bias"])
 def test_rows_go_by_their_original_ids(old: Path, today: Split, side: str) -> None:
-    """Ids that both runs know and yesterday trained have yesterday's vector, bitwise; all other rows stay."""
+    """Ids trained yesterday and known today have yesterday's vector bitwise; all other rows are unchanged."""
     before, model = load(old), build("bpr", today.train, {**QUICK, "item_bias": True}).model
     drawn = getattr(model, side).weight.detach().clone()
     warm = warm_start(model, today, old)
@@ -73,7 +73,7 @@ def test_rows_go_by_their_original_ids(old: Path, today: Split, side: str) -> No
 
 
 def test_a_warm_run_says_where_it_began(old: Path, today: Split, tmp_path: Path) -> None:
-    """run.json has the earlier run and the counts; vectors start equal to its vectors; items that it trained are
+    """run.json has the earlier run and the counts; initial vectors equal its vectors; its trained items are
     eligible."""
     few = dataclasses.replace(
         today.train, items=np.where(today.train.items == 5, 6, today.train.items)
@@ -95,7 +95,7 @@ def test_a_warm_run_says_where_it_began(old: Path, today: Split, tmp_path: Path)
 
 
 def test_a_run_may_begin_with_the_one_that_it_replaces(old: Path, today: Split, tmp_path: Path) -> None:
-    """The vectors are read before the folder is deleted."""
+    """A warm start from the overwritten folder reads the vectors before it is deleted."""
     import shutil
 
     out = shutil.copytree(old, tmp_path / "run")
@@ -112,7 +112,7 @@ def test_a_run_may_begin_with_the_one_that_it_replaces(old: Path, today: Split, 
 
 
 def test_pairs_that_were_trained_on_are_counted(old: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Another split of the same data tests pairs that yesterday trained on: a warning counts them."""
+    """If another split tests pairs that yesterday trained on, a warning counts them."""
     data = days(range(10, 40), range(100, 120), 1)
     first, other = (split(data, "random", valid=0.1, test=0.2, seed=seed) for seed in (0, 7))
     assert first.valid is not None
@@ -131,7 +131,7 @@ def test_pairs_that_were_trained_on_are_counted(old: Path, caplog: pytest.LogCap
 
 
 def test_histories_start_warm(today: Split, tmp_path: Path) -> None:
-    """Item vectors are copied by id; the other parameters of the query tower are copied as they are."""
+    """Item vectors are copied by id, the other parameters of the query tower unchanged."""
     settings = {**QUICK, "query_tower": "history", "pooling": "attention"}
     fit(build("bpr", today.train, settings), today, tmp_path / "old", k=(5,), device="cpu")
     before, model = load(tmp_path / "old").model, build("bpr", today.train, {**settings, "seed": 3}).model
@@ -155,7 +155,7 @@ def test_histories_start_warm(today: Split, tmp_path: Path) -> None:
     ],
 )
 def test_what_does_not_fit_is_one_line(old: Path, today: Split, settings: dict[str, object], said: str) -> None:
-    """Other dimensions, another bias or another tower are refused before anything is copied."""
+    """Other dimensions, another bias and another tower raise errors before anything is copied."""
     with pytest.raises(UserError, match=said):
         warm_start(build("bpr", today.train, {**QUICK, **settings}).model, today, old)
 
@@ -163,8 +163,7 @@ def test_what_does_not_fit_is_one_line(old: Path, today: Split, settings: dict[s
 def test_the_command_begins_and_goes_on(
     old: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], refused: Callable[..., str]
 ) -> None:
-    """`--warm RUN` is printed and recorded; stopped before its first checkpoint, the run starts with the same vectors
-    again."""
+    """`--warm RUN` is printed and recorded; a run stopped before its first checkpoint starts with the same vectors."""
     data = days(range(20, 50), range(95, 115), 2)
     table = {"user_id": data.query_ids.decode(data.queries), "item_id": data.item_ids.decode(data.items)}
     pl.DataFrame(table).write_parquet(tmp_path / "pairs.parquet")

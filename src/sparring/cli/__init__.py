@@ -1,4 +1,4 @@
-"""The command line: one file per command; main runs them, parsing, screen and inputs hold what they share.
+"""The command line: one file per command; main runs them, and they share parsing, screen and inputs.
 
 Nothing here computes: a command reads its inputs, calls the library and prints. No package imports this one.
 """

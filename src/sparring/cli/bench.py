@@ -30,7 +30,7 @@ def add_bench(commands: Commands) -> None:
     group.add_argument("--precision", choices=PRECISIONS, help=text)
     text = "number of timed rounds; the best one is reported (default: 5)"
     group.add_argument("--rounds", type=count, default=5, metavar="N", help=text)
-    text = "time torch.compile too, which compiles anew for each size"
+    text = "time torch.compile too, which recompiles for each size"
     group.add_argument("--compiled", action="store_true", help=text)
     add_device(group)
     group = parser.add_argument_group("output")

@@ -26,7 +26,7 @@ def add_cluster(commands: Commands) -> None:
     modalities = "--modality text=text:title --modality behaviour=behaviour"
     parser = commands.add(
         "cluster",
-        "Cluster the items by all their modalities, for negatives that know which items are alike.",
+        "Cluster the items by all their modalities, for negatives drawn by cluster.",
         f"sparring cluster --data demo {modalities} --out clusters/demo.safetensors",
         cluster,
     )

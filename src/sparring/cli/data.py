@@ -13,13 +13,13 @@ from sparring.core.errors import UserError
 
 def add_data(commands: Commands) -> None:
     parser = commands.add(
-        "data", "List and download public data sets, and show what a file holds.", "sparring data list", list_data
+        "data", "List and download public data sets, and show the content of a file.", "sparring data list", list_data
     )
     kinds = Commands(parser, commands.named, "data ", metavar="list|get|show", required=True)
     kinds.add("list", "List the data sets that have a name.", "sparring data list", list_data)
     get = kinds.add("get", "Download a data set by name and check it.", "sparring data get demo", get_data)
     get.add_argument("name", metavar="NAME", help="name of a data set that `sparring data list` prints")
-    purpose = "Show what a file, a folder or a named data set holds, as Sparring reads it."
+    purpose = "Show the content of a file, a folder or a named data set, as Sparring reads it."
     shown = kinds.add("show", purpose, "sparring data show demo", show_data)
     shown.add_argument("data", metavar="FILE_OR_NAME", help=inputs.DATA)
     inputs.add_columns(shown)

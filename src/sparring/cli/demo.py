@@ -28,7 +28,7 @@ def add_demo(commands: Commands, execute: Callable[[list[str]], int]) -> None:
     """`execute` runs a command by its words."""
     parser = commands.add(
         "demo",
-        "Train two recipes on real grocery purchases, compare them, and show what they recommend.",
+        "Train two recipes on real grocery purchases, compare them, and show their recommendations.",
         "sparring demo --out runs/demo",
         partial(demo, execute=execute),
     )
@@ -90,7 +90,7 @@ def _popular(folder: Path) -> dict[str, float]:
 
 
 def _show_household(folder: Path) -> None:
-    """Show what a household bought beside what is recommended, and which of it was held out and bought."""
+    """Show a household's purchases beside its recommendations, and mark those that it bought in the held-out part."""
     from sparring.training import trained as runs
 
     trained = runs.load(folder)

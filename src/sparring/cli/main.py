@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         return execute(words)
-    except KeyboardInterrupt as stop:  # `train` says what it has saved
+    except KeyboardInterrupt as stop:  # `train` supplies the hint
         repeat = "run the same command again to continue" if words[:1] in (["compare"], ["reproduce"]) else ""
         hint = str(stop) or repeat
         return _fail(f"interrupted{'; ' if hint else ''}{hint}", 130)

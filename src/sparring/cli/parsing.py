@@ -106,7 +106,7 @@ def add_quiet(group: OptionGroup) -> None:
     group.add_argument("--quiet", action="store_true", help="print only the last line, warnings and errors")
 
 
-# Types of values: each returns the value, or raises one line about what is wrong
+# Types of values: each returns the value or raises a one-line error
 
 
 def whole(text: str, least: int = 0) -> int:

@@ -45,7 +45,7 @@ def _all(known: dict[str, dict[str, Any]]) -> Iterator[Any]:
         yield from (f"    {line}" for line in (facts["summary"], facts["paper"], arguments, _origin(facts)) if line)
     yield from ("", f"Settings of every recipe: {', '.join(SETTINGS)}.")
     yield "`sparring recipes NAME` describes each; change one with `sparring train --set NAME=VALUE`."
-    yield "A recipe of your own is FILE.py:FUNCTION or MODULE:FUNCTION; see docs/guide/extend.md."
+    yield "A custom recipe is FILE.py:FUNCTION or MODULE:FUNCTION; see docs/guide/extend.md."
 
 
 def _one(name: str, facts: dict[str, Any]) -> Iterator[Any]:

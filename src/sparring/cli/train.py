@@ -268,7 +268,7 @@ def _figures(test: Evaluation) -> str:
 
 
 def _launch(args: Namespace, name: str, folder: Path) -> int:
-    """Check what can be checked, then start the processes, which resume whatever the folder holds."""
+    """Check the settings, then start the processes, which resume the run in the folder if there is one."""
     from sparring.core.types import ALONE
     from sparring.training.folder import claimed, delete_run
 

@@ -20,7 +20,7 @@ def pick_device(name: str) -> torch.device:
     except RuntimeError:
         raise UserError(f"unknown device {name!r}: use auto, cpu or cuda") from None
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise UserError(f"device {name!r} was asked for, but PyTorch finds no GPU: use --device cpu")
+        raise UserError(f"device {name!r} was requested, but PyTorch finds no GPU: use --device cpu")
     if device.type == "cuda" and several and (processes := local_world()) > torch.cuda.device_count():
         raise UserError(
             f"{processes} processes need a GPU each, and this machine has {torch.cuda.device_count()}: "

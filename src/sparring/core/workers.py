@@ -32,7 +32,7 @@ Tasks = dict[tuple[str, str, str], Task]  # by data, recipe, and "seed 3" or "tu
 
 
 @dataclass(frozen=True)
-class Said:
+class TaskMessage:
     """A message of a running task."""
 
     name: str
@@ -67,7 +67,7 @@ class Listener:
     ended: Callable[[str, str | None], None] = lambda task, error: None
 
 
-def run(tasks: Sequence[Task], jobs: int = 1, threads: int | None = None) -> Iterator[Said | Ended]:
+def run(tasks: Sequence[Task], jobs: int = 1, threads: int | None = None) -> Iterator[TaskMessage | Ended]:
     """Run every task, at most `jobs` at once, and yield their messages and results as they arrive.
 
     A task is forked from a server that has only imported libraries: it starts at once and inherits neither memory of an
@@ -118,7 +118,7 @@ def _begin(pipe: Connection, threads: int | None, task: Task) -> None:
     if threads is not None:
         torch.set_num_threads(threads)
     try:
-        value = task.work(lambda message: pipe.send(Said(task.name, message)), *task.arguments)
+        value = task.work(lambda message: pipe.send(TaskMessage(task.name, message)), *task.arguments)
         pipe.send(Ended(task.name, value, None))
     except KeyboardInterrupt:  # the caller was interrupted too, and reports it
         os._exit(130)
@@ -144,7 +144,7 @@ def perform(tasks: Tasks, total: int, phase: str, jobs: int, listener: Listener)
     where = {task.name: key for key, task in tasks.items()}
     listener.begin(phase, total - len(tasks), total)
     for event in run(list(tasks.values()), jobs, 1 if jobs > 1 else None):
-        if isinstance(event, Said):
+        if isinstance(event, TaskMessage):
             listener.said(event.name, event.message)
             continue
         if event.error is not None:

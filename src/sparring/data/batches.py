@@ -52,7 +52,7 @@ class RandomBatches(Part):
     def around(self, rows: Tensor, size: int, generator: torch.Generator) -> Tensor:
         """Row indices (at most `size`,) of a batch that starts with `rows` (CPU, distinct), mixed as in an epoch.
 
-        Other rows are distinct, except where there are so many that two of them hardly ever coincide.
+        The other rows are distinct, unless there are so many that duplicates hardly ever occur.
         """
         if self.n_rows <= 1 << 20:
             others = torch.randperm(self.n_rows, generator=generator)[:size]

@@ -1,7 +1,7 @@
 """Cleaning rules: how raw rows become interactions, stated once for polars and Spark.
 
 A rule is an SQL expression over the short column names q, i, t, w, r, s, l. Both engines evaluate the same expressions,
-so a file is cleaned alike on one machine and on a cluster.
+so a file is cleaned in the same way on one machine and on a cluster.
 """
 
 from __future__ import annotations

@@ -44,10 +44,10 @@ class Features:
     ) -> Features:
         """Features from columns of a table.
 
-        By type: text, booleans and whole numbers are categorical (coded from 1 by falling frequency; values seen fewer
+        By type: text, booleans and integers are categorical (coded from 1 by descending frequency; values seen fewer
         than min_count times are rare); other numbers and dates are standardised to mean 0 and deviation 1; lists of
-        numbers are unchanged vectors. Missing numbers are 0. Pass {column: kind} where the type misleads, as for a
-        whole-numbered price.
+        numbers are unchanged vectors. Missing numbers are 0. Pass {column: kind} where the type misleads, as for an
+        integer price.
         """
         kinds = dict(columns) if isinstance(columns, Mapping) else dict.fromkeys(columns)
         for name in kinds:
@@ -146,7 +146,7 @@ def _kind(column: pl.Series) -> FeatureKind:
 
 
 def _codes(column: pl.Series, min_count: int) -> np.ndarray:
-    """Codes from 1 by falling frequency, then by value; 0 where missing, empty or seen fewer than min_count times."""
+    """Codes from 1 by descending frequency, then by value; 0 if missing, empty or rarer than min_count."""
     if isinstance(column.dtype, (pl.List, pl.Array, pl.Struct)):
         raise UserError(f"column {column.name!r} of type {column.dtype} cannot be categorical: give one value per row")
     present = column.fill_nan(None) if column.dtype.is_float() else column

@@ -178,7 +178,7 @@ def _sizes(split: Split) -> dict[str, int]:
 
 
 def compare(comparison: Comparison, jobs: int = 1, listener: Listener | None = None) -> list[Failure]:
-    """Tune (where asked) and train what is missing; return the failures. comparison_tables.py reads the folders.
+    """Tune, if requested, and train unfinished runs; return the failures. comparison_tables.py reads the folders.
 
     failures = compare(comparison, jobs=2);  quality(comparison).markdown()
     """

@@ -21,7 +21,7 @@ def shared(setup: Setup) -> dict[str, Range | OneOf]:
 
     Cosines are in [-1, 1] and inner products grow as needed, so their temperatures differ. A decoupled decay (row
     optimisers) is multiplied by the learning rate, a coupled one (adam) by the scale of the gradient; 0 must be among
-    the values, and no logarithmic range contains it. Popularity-heavy data needs an item bias, whatever the negatives.
+    the values, and no logarithmic range contains it. Popularity-heavy data needs an item bias with any negatives.
     A pretrained transformer forgets at the learning rates that a table of vectors needs.
     """
     decays = (0.0, 1e-6, 1e-5, 1e-4, 1e-3) if setup.training.optimizer == "adam" else (0.0, 1e-4, 0.01, 0.1, 1.0)

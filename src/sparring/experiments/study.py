@@ -5,7 +5,7 @@
     OUT/DATA/METHOD/tune/        trials.jsonl, where the method was tuned
 
 Each training has its own process: a failure is reported, and the others continue. Running a study again trains only
-what is missing, so seeds, data sets and methods may be added later.
+the missing runs, so seeds, data sets and methods may be added later.
 """
 
 from __future__ import annotations
@@ -69,12 +69,12 @@ class Dataset:
 
 @dataclass(frozen=True)
 class Training:
-    """How every method of a study is trained. `base` and `setup` are those of `settings.build`."""
+    """The training of every method of a study. `base` and `setup` are those of `settings.build`."""
 
     base: Setup | None = None
     setup: Setup | None = None
     metrics: Sequence[str] = METRICS
-    stages: bool = False  # train the classifiers and the fusion that a method asks for
+    stages: bool = False  # train the classifiers and the fusion of a method that has them
     curve: Sequence[str] = ()  # metrics of the test part, at the first cutoff, recorded during training
     device: str = "auto"
 
@@ -257,7 +257,7 @@ def check_settings(
 
 
 def run(study: Study, jobs: int = 1, listener: Listener | None = None) -> list[Failure]:
-    """Tune, train and measure what is missing; return the failures."""
+    """Tune, train and measure unfinished runs; return the failures."""
     listener = listener or Listener()
     failures = _tune(study, jobs, listener) if study.trials else []
     if not study.total:

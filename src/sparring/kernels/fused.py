@@ -130,10 +130,10 @@ class _Problem:
         floats = q.new_empty(2 * self.columns + groups[0] + groups[1], dtype=torch.float32)
         self.w, self.q_power, self.e_power = floats.split(
             [2 * self.columns, *groups]
-        )  # log weights, and what undoes them
+        )  # log weights, and the factors that undo them
         keys_of = q.new_empty(
             2 * (self.rows + self.columns), dtype=torch.int32
-        )  # what to compare, and what to draw from
+        )  # keys for exclusion, and for random draws
         self.row_keys, self.column_keys = keys_of.split([2 * self.rows, 2 * self.columns])
         row, column = (q, q) if keys is None else (keys.rows.contiguous(), keys.columns.contiguous())
         tiles.prepare[(sum(groups),)](

@@ -46,8 +46,8 @@ def _unweighted(w):  # type: ignore[no-untyped-def]
 def _count(chance, own, each):  # type: ignore[no-untyped-def]
     """floor(chance + u) with u in [0, 1) from the random keys of a query and a candidate, two odd numbers.
 
-    The product of two odd 32-bit numbers is uniform over odd numbers, whatever the first; so u is uniform, and the u of
-    any three pairs are independent. u - 1/2 is added, and adding 1.5 x 2^23, beyond which a float32 has no fraction,
+    The product of two odd 32-bit numbers is uniform over odd numbers for any first factor, so u is uniform, and the u
+    of any three pairs are independent. u - 1/2 is added, and adding 1.5 x 2^23, beyond which a float32 has no fraction,
     rounds.
     """
     return (chance + (own * each).to(tl.float32) * 2.3283064365386963e-10 + 12582912.0) - 12582912.0

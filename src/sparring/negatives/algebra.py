@@ -1,4 +1,4 @@
-"""How bags combine: Union joins several, Resample draws from one, `merged` makes one block of a bag."""
+"""Combinations of bags: Union joins several, Resample draws from one, `merged` makes one block of a bag."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class HardestBucket(Negatives):
             bucket = place // members.shape[1]
             ids = torch.where(inside.unsqueeze(1), items[bucket], -1)
             log_w = torch.where(inside.unsqueeze(1) & ~never.flatten(0, 1)[place], 0.0, -math.inf)
-        # index_select: its backward pass adds whole buckets, that of plain indexing sorts first
+        # index_select: its backward pass adds complete buckets, that of plain indexing sorts first
         emb = emb.index_select(0, bucket)
         source = f"the hardest of {len(items):,} buckets of {members.shape[1]:,} queries"
         masked = {"none": "nothing", "positive": "own positive", "known": "all known positives"}[self.exclude]

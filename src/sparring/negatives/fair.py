@@ -87,7 +87,8 @@ class GroupShares(Distribution):
     def observe(self, step: Step, outcome: Outcome) -> None:
         z = self.group[step.batch.item_ids]
         self.steps += 1
-        # both sums decay alike, so their ratio is a mean from the first step on, also for a group absent from the batch
+        # both sums decay at the same rate, so their ratio is a mean from the first step on, also for a group absent
+        # from the batch
         self.loss.mul_(self.decay).index_add_(0, z, step.batch.gather(outcome.loss).double())
         self.rows.mul_(self.decay).index_add_(0, z, torch.ones_like(z, dtype=torch.float64))
         seen = self.rows > 0

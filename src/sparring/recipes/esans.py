@@ -53,7 +53,7 @@ def esans(
         float | LamRule, Range(-0.3, 0.5), "share of the positive in a hard mixture, or a rule for it"
     ] = 0.1,
     eta: Annotated[float, "exponent of the mixing shares by similarity to a mixture's anchor"] = 0.6,
-    gamma: Annotated[float, "exponent that prefers near clusters; 0 draws all alike"] = 1.0,
+    gamma: Annotated[float, "exponent that prefers near clusters; 0 draws all equally"] = 1.0,
     preset: Annotated[Preset, "our reading of equations 9 and 11, or the literal one"] = "ours",
     distance: Annotated[Distance | None, "distance between clusters; none: by preset"] = None,
     normalisation: Annotated[Normalisation | None, "normalisation of mixing shares; none: by preset"] = None,

@@ -189,7 +189,7 @@ def prime(
 
     Positives are drawn by inverse propensity. The authors' label tower has a shallow transformer; here the vectors are
     summed.
-    PRIME, NAACL 2025, as it is in the code of its successor ViXML.
+    PRIME, NAACL 2025, as implemented in its successor ViXML.
     """
     return ngame(
         data,

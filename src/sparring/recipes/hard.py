@@ -53,7 +53,7 @@ def dns(
 ) -> Run:
     """Pairwise loss against k of the m hardest of n uniform draws (DNS; with m > 1 DNS(M, N)).
 
-    per_query=False scores one pool of n items for the complete batch: scale n and m alike for the same hardness. The
+    per_query=False scores one pool of n items for the complete batch: scale n and m together for equal hardness. The
     settings are those that its successors share.
     Zhang et al., SIGIR 2013; Shi et al., On the Theories Behind Hard Negative Sampling for Recommendation, WWW 2023.
     """

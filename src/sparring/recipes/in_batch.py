@@ -277,7 +277,7 @@ def shown(
 
 
 def popularity(data: Interactions, setup: Setup | None = None, alpha: float = 1.0) -> Popularity:
-    """How often a batch of this setup holds each item, to the power alpha; without a setup, a batch of pairs."""
+    """The frequency of each item in a batch of this setup, to the power alpha; without a setup, in a batch of pairs."""
     return Popularity(torch.from_numpy(data.counts()) if setup is None else positive_counts(data, setup), alpha)
 
 

@@ -1,4 +1,4 @@
-"""Settings for text towers, whichever recipe trains them."""
+"""Settings for text towers, shared by all recipes."""
 
 from __future__ import annotations
 

@@ -32,8 +32,8 @@ class NegativesContract:
     draws must agree with it and its weights must give the full partition function. A test that lacks log_count or one
     of these is skipped with a reason. The world has 24 items, the last of them never taken; `make` also gets a world of
     one item, and `resized` is called with 4 and 64, so n may exceed the catalogue. A test switches exclusion off by
-    setting the attribute `exclude` of the sampler and its parts to "none". All seeds are fixed and all bounds are 4 standard errors or p > 1e-4, so a pass
-    is repeatable.
+    setting the attribute `exclude` of the sampler and its parts to "none". All seeds are fixed and all bounds are 4
+    standard errors or p > 1e-4, so a pass is repeatable.
     """
 
     batch: int = 16  # queries of a step

@@ -4,7 +4,7 @@
     checkpoint.EPOCH.STEP.tables/, best.EPOCH.tables/          with tables=sharded: one part per rank
 
 Until training is done, the previous checkpoint is kept as a fallback for a damaged one. Sharded tables are written by
-torch.distributed.checkpoint. Whatever one number of ranks writes, any other can read. A checkpoint file names the
+torch.distributed.checkpoint. Any number of ranks can read them. A checkpoint file names the
 folders that belong to it and is written after them.
 """
 
@@ -200,7 +200,7 @@ class CheckpointManager:
             files.write_tensors(self.folder / "model.safetensors", tensors, {"epoch": epoch})
 
     def _place(self) -> Place:
-        """Where copies of the model and of all state fit."""
+        """The device on which copies of the model and of all state fit."""
         tensors = [
             *self._model().values(),
             *files.tensors_of(self.modules).values(),
@@ -226,7 +226,7 @@ class CheckpointManager:
             load_state_tensors(self._plain_optimizers(), saved)
             self.generator.set_state(tensors["generator"])
             rank, same = self.ranks.rank, len(tensors["loss"]) == self.ranks.world
-            # with another number of ranks, random streams start anew and rank 0 takes over the loss of all
+            # with another number of ranks, random streams restart and rank 0 takes over the loss of all
             total.copy_(tensors["loss"][rank] if same else tensors["loss"].sum() * (rank == 0))
             # copies: torch.set_rng_state crashes on a row inside a larger tensor
             self.random = (
@@ -368,7 +368,7 @@ def write_tables(folder: Path, name: str, tensors: Mapping[str, Tensor], ranks: 
 
 
 def read_tables(folder: Path, name: str, tensors: Mapping[str, Tensor], ranks: Ranks) -> None:
-    """Fill tensors, or this rank's rows of them, from such a folder, whatever number of ranks wrote it."""
+    """Fill tensors, or this rank's rows of them, from such a folder, written by any number of ranks."""
     from torch.distributed import checkpoint as dcp
 
     group = ranks.group if isinstance(ranks, Group) else None

@@ -88,7 +88,7 @@ class Copies:
 
 
 def place_for(device: torch.device, needed: int, processes: int = 1) -> Place:
-    """Where to copy `needed` bytes: the GPU, host memory (shared by `processes`), or nowhere (write synchronously)."""
+    """The destination of `needed` bytes: the GPU, host memory (shared by `processes`), or none (write directly)."""
     if device.type == "cuda" and 2 * needed < torch.cuda.mem_get_info(device)[0]:
         return "device"
     return "memory" if SHARE * needed * processes <= machine_bytes() else "nowhere"

@@ -145,7 +145,7 @@ def _check(run: object, split: object, k: Sequence[int], metrics: Sequence[str])
 def _start(
     trainer: Trainer, resume: bool, overwrite: bool, source: Mapping[str, Any] | None, warm: str | Path | None
 ) -> list[str]:
-    """Prepare the first step: copy the vectors of a warm start, then resume the run in the folder or begin one.
+    """Prepare the first step: copy the vectors of a warm start, then resume the run in the folder or start one.
 
     Returns the description of the first batch where there is a folder.
     """
@@ -163,7 +163,7 @@ def _start(
         run_folder.check_same(folder, described, run.setup)
         if not saved and run_folder.read_meta(folder).get("warm") != described.get("warm"):
             raise UserError(
-                f"{folder} was begun from other vectors than those of warm={warm}: resume cannot change that"
+                f"{folder} was started from other vectors than those of warm={warm}: resume cannot change that"
             )
         trainer.load()
     elif ranks.rank == 0:

@@ -63,7 +63,7 @@ SERVICE = "serve"  # the folder of a service's acknowledged changes: no training
 RESULTS = ("metrics.jsonl", "result.json", "per_query.parquet", "measured.json", "curve.png", "README.md")
 
 
-# Who may write
+# Locking
 
 
 @contextmanager
@@ -194,7 +194,7 @@ def write_start(
 
 
 def _write_encoders(folder: Path, model: Retriever, setup: Setup, weights: bool) -> None:
-    """Write what rebuilds the text towers; with `weights` the encoders are complete and usable outside this folder."""
+    """Write the files that rebuild the text towers; with `weights` the encoders also work outside this folder."""
     for side, module in (("query", model.query), ("item", model.item)):
         tower = text_tower(module)
         if tower is not None:
@@ -271,7 +271,7 @@ def check_same(folder: Path, meta: Mapping[str, Any], setup: Setup) -> None:
     for part in ("recipe", "arguments", "setup", "method", "data"):
         if before.get(part) != now[part]:
             raise UserError(
-                f"{folder} was begun {difference(part, before.get(part), now[part])}: resume cannot change it"
+                f"{folder} was started {difference(part, before.get(part), now[part])}: resume cannot change it"
             )
     digest = now.get("recipe_digest")
     if rank() == 0 and before.get("recipe_digest", digest) != digest:
@@ -339,7 +339,7 @@ def _custom_model(folder: Path, meta: Mapping[str, Any], ids: Ids, seen: Positiv
     """The model of a run with custom towers as its recipe builds it, before its weights are read."""
     if meta["recipe"] == "custom":
         names = ", ".join(dict.fromkeys(kind.rpartition(":")[2] for kind in meta["towers"].values()))
-        hint = "pass sparring.load(folder, model=...), or train with a recipe of your own (docs/guide/extend.md)"
+        hint = "pass sparring.load(folder, model=...), or train with a custom recipe (docs/guide/extend.md)"
         raise UserError(f"{folder} has custom towers ({names}) and no recipe that builds them: {hint}")
     setup = parse_setup(meta["setup"])
     data = seen_interactions(ids, seen)

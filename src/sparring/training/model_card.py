@@ -58,8 +58,8 @@ def model_card(meta: Mapping[str, Any], result: Mapping[str, Any], history: Sequ
         "## Limits",
         "It knows the queries and items of its training data"
         + _NEW.get(setup["query_tower"], " only.")
-        + " The metrics count what people took from what they happened to see, so they favour popular items;"
-        " the rows by popularity show how far.",
+        + " The metrics count interactions with items that people happened to see, so they favour popular items;"
+        " the rows by popularity show by how much.",
     ]
     return "\n".join(lines) + "\n"
 

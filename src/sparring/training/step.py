@@ -159,7 +159,7 @@ class TrainingRows:
 def sample_steps(
     run: Run, split: Split, epoch: int = 0, *, seed: int | None = None, batches: Iterable[Tensor] | None = None
 ) -> Iterator[tuple[Tensor, Step, Outcome]]:
-    """The steps of an epoch as training takes them, on the model as it is; nothing is updated, refreshed or observed.
+    """The steps of an epoch as training takes them, with the current model; nothing is updated, refreshed or observed.
 
     Rows, the pairs drawn for them and their order are the trainer's for this epoch, given the current `run.batches`.
     Random draws come from a generator seeded with `seed`, by default the run's: in epoch 0 the trainer's own numbers,

@@ -135,7 +135,7 @@ class Trained:
         return Fused.load(self.folder, self.model, load(self.folder / "classifiers").model)
 
     def how(self, asked: How | None = None) -> How:
-        """The ranking asked for; by default fused if the run has it."""
+        """The requested ranking; by default fused if the run has it."""
         if asked not in (None, "fused", "encoder"):
             raise UserError(f'ranking is {asked!r}; it must be "fused" or "encoder"')
         if asked == "fused" and self.fused is None:

@@ -17,7 +17,7 @@ def cloud(n: int, d: int = 6, seed: int = 0) -> torch.Tensor:
 
 
 def halve(x: np.ndarray, one: int, other: int) -> tuple[list[int], list[int]]:
-    """Places of the two halves of unit vectors, from these two as centres, in float64 and point by point."""
+    """Indices of the two halves of unit vectors, from these two centres, in float64 and point by point."""
     centres = [x[one], x[other]]
     best = -math.inf
     while True:
@@ -34,7 +34,7 @@ def halve(x: np.ndarray, one: int, other: int) -> tuple[list[int], list[int]]:
 
 
 def in_a_loop(x: torch.Tensor, n_clusters: int, generator: torch.Generator) -> set[frozenset[int]]:
-    """The clusters, one after another; of a level the larger first, and of as large ones first halves first."""
+    """Halve clusters one after another, larger ones first within a level, then in order."""
     unit = (x / x.norm(dim=1, keepdim=True)).double().numpy()
     level = [list(range(len(x)))]
     for _ in range(math.ceil(math.log2(n_clusters))):
@@ -66,7 +66,7 @@ def sets(labels: torch.Tensor) -> set[frozenset[int]]:
 
 @pytest.mark.parametrize(("n", "k"), [(2, 2), (3, 2), (7, 4), (32, 8), (45, 8), (61, 16), (50, 3)])
 def test_the_clusters_are_those_of_a_loop(n: int, k: int) -> None:
-    """Halved together or one by one, from the same draws: the same clusters."""
+    """Halving all clusters at once or one by one gives the same clusters from the same draws."""
     for seed in range(3):
         x = cloud(n, seed=seed)
         found = balanced_2means(x, k, torch.Generator().manual_seed(seed))
@@ -88,7 +88,7 @@ def test_every_point_is_in_one_of_equal_clusters(n: int, k: int) -> None:
 def test_the_same_generator_gives_the_same_clusters_however_many_points_are_held(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Deterministic, and the size of a chunk is no part of the result."""
+    """The result is deterministic and independent of the chunk size."""
     x = cloud(500)
     first = balanced_2means(x, 64, torch.Generator().manual_seed(3))
     assert torch.equal(first, balanced_2means(x, 64, torch.Generator().manual_seed(3)))
@@ -98,7 +98,7 @@ def test_the_same_generator_gives_the_same_clusters_however_many_points_are_held
 
 
 def test_only_directions_count() -> None:
-    """A point and twice the point are the same point."""
+    """Scaling a point by two changes nothing."""
     x = cloud(64)
     scale = 2.0 ** torch.arange(64).remainder(5).unsqueeze(1)
     found = [balanced_2means(points, 8, torch.Generator().manual_seed(0)) for points in (x, x * scale)]
@@ -106,7 +106,7 @@ def test_only_directions_count() -> None:
 
 
 def test_separate_groups_are_found() -> None:
-    """Eight far apart groups of 16 points are the eight clusters, from most starts."""
+    """Eight distant groups of 16 points are the eight clusters from most starts."""
     centres = 10 * torch.eye(8)
     truth = torch.arange(8).repeat_interleave(16)
     x = centres[truth] + 0.1 * cloud(128, 8)
@@ -115,13 +115,13 @@ def test_separate_groups_are_found() -> None:
 
 
 def test_equal_points_and_zeros_are_split_too() -> None:
-    """Nothing to tell points apart by: still equal halves."""
+    """Identical points still give equal halves."""
     for x in (torch.ones(10, 3), torch.zeros(10, 3)):
         assert torch.bincount(balanced_2means(x, 4, torch.Generator().manual_seed(0))).tolist() == [3, 3, 2, 2]
 
 
 def test_nonsense_is_refused() -> None:
-    """No points, or no clusters."""
+    """No points and no clusters raise errors."""
     with pytest.raises(ValueError, match="N >= 1"):
         balanced_2means(torch.zeros(0, 3), 2, torch.Generator())
     with pytest.raises(ValueError, match="at least 1"):
@@ -129,7 +129,7 @@ def test_nonsense_is_refused() -> None:
 
 
 def test_threads_change_nothing() -> None:
-    """One thread or three: the same clusters, to the last point, and PyTorch keeps the threads that it had."""
+    """One thread and three give the same clusters, and PyTorch's number of threads is restored."""
     x = torch.randn(20_000, 8, generator=torch.Generator().manual_seed(0))
     before, found = torch.get_num_threads(), []
     try:

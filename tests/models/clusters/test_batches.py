@@ -1,4 +1,4 @@
-"""Batches of clusters of alike queries, and rows that are queries."""
+"""Batches from clusters of similar queries, and rows that are queries."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def corpus(epoch: int, seed: int = 0) -> Corpus:
 
 
 def clustered(n: int = 60, size: int = 4, **more: object) -> ClusteredBatches:
-    """n queries whose vectors are known: in groups of `size` far apart."""
+    """n queries with known vectors, in distant groups of `size`."""
     settings = {"batch_size": 10, "seed": 3, "size": size, "start": 0, **more}
     batches = ClusteredBatches(torch.arange(n), n, 16, **settings)  # type: ignore[arg-type]
     batches.memory.copy_(torch.randn(n, 16, generator=torch.Generator().manual_seed(1)))
@@ -36,7 +36,7 @@ def order(batches: RandomBatches, epoch: int) -> list[int]:
 
 
 def test_an_epoch_is_clusters_in_random_order() -> None:
-    """Every row once; each cluster's rows next to one another; the order of clusters another one in each epoch."""
+    """Every row occurs once, a cluster's rows are adjacent, and the order of clusters differs by epoch."""
     batches = clustered()
     batches.refresh(corpus(0))
     assert torch.bincount(batches.cluster.long()).tolist() == [4] * 12 + [3] * 4
@@ -52,7 +52,7 @@ def test_an_epoch_is_clusters_in_random_order() -> None:
 
 
 def test_every_order_of_clusters_is_as_likely() -> None:
-    """Three clusters: their six orders come equally often over many epochs."""
+    """The six orders of three clusters are equally frequent over many epochs."""
     batches = clustered(12)
     batches.cluster.copy_(torch.arange(12) // 4)
     seen = torch.zeros(6)
@@ -64,7 +64,7 @@ def test_every_order_of_clusters_is_as_likely() -> None:
 
 
 def test_before_the_start_batches_are_random_to_the_bit() -> None:
-    """No clusters yet: RandomBatches with the same seed; and with size=1 for ever."""
+    """Before the first clusters, and always with size=1, batches are bitwise those of RandomBatches."""
     plain = RandomBatches(60, 10, 3)
     late, single = clustered(start=5), clustered(size=1)
     for epoch in range(5):
@@ -76,7 +76,7 @@ def test_before_the_start_batches_are_random_to_the_bit() -> None:
 
 
 def test_the_memory_is_what_each_query_was_in_its_last_step() -> None:
-    """After a step the rows of its queries hold their vectors, without gradient; all other rows are unchanged."""
+    """A step stores the vectors of its queries without gradient; all other rows are unchanged."""
     batches = clustered(20)
     expected = batches.memory.clone()
     generator = torch.Generator().manual_seed(5)
@@ -106,18 +106,18 @@ def test_clusters_are_made_when_the_schedule_says() -> None:
 
 
 def test_clusters_hold_alike_queries() -> None:
-    """Groups of queries far apart end up together far more often than chance would have it."""
+    """Queries of one group share a cluster far more often than by chance."""
     truth = torch.arange(64) // 8
     batches = clustered(64, 8)
     batches.memory.copy_(5 * torch.randn(8, 16, generator=torch.Generator().manual_seed(2))[truth] + batches.memory)
     batches.refresh(corpus(0))
     same = batches.cluster.unsqueeze(0) == batches.cluster.unsqueeze(1)
     alike = truth.unsqueeze(0) == truth.unsqueeze(1)
-    assert float((same & alike).sum() / same.sum()) > 0.7  # at random about 1 in 8
+    assert float((same & alike).sum() / same.sum()) > 0.7  # by chance about 1 in 8
 
 
 def test_given_vectors_are_clustered_and_stay() -> None:
-    """With vectors nothing is observed, and they are no part of the state."""
+    """Given vectors are clustered, never updated, and not part of the state."""
     vectors = torch.randn(30, 4, generator=torch.Generator().manual_seed(0))
     batches = ClusteredBatches(torch.arange(30), 30, 4, 10, size=4, start=0, vectors=vectors)
     world = World.build(n_queries=30)
@@ -127,7 +127,7 @@ def test_given_vectors_are_clustered_and_stay() -> None:
 
 
 def test_what_clusters_cost_is_reported() -> None:
-    """Seconds of the clusters made since the last report, and then none."""
+    """The report has the seconds spent on clusters since the last report."""
     batches = clustered()
     assert batches.report() == {"cluster_seconds": 0.0}
     batches.refresh(corpus(0))
@@ -136,7 +136,7 @@ def test_what_clusters_cost_is_reported() -> None:
 
 
 def test_the_state_is_all_that_an_order_needs() -> None:
-    """Another object with the state gives the same batches, from any step on, now and after the next clusters."""
+    """An object with the loaded state gives the same batches, from any step, now and after the next clusters."""
     first, second = clustered(every=2), clustered(every=2)
     first.refresh(corpus(0, 7))
     first.memory.add_(1.0)
@@ -150,16 +150,16 @@ def test_the_state_is_all_that_an_order_needs() -> None:
 
 @pytest.mark.parametrize("settings", [{"size": 0}, {"every": 0}, {"start": -1}, {"grow": (-1,)}])
 def test_nonsense_is_refused(settings: dict[str, object]) -> None:
-    """One line that names the values."""
+    """A one-line error names the values."""
     with pytest.raises(UserError, match="clusters need"):
         clustered(**settings)  # type: ignore[arg-type]
 
 
-PAIRS = torch.tensor([4, 1, 1, 7, 4, 4, 1, 9, 4])  # the query of each pair, in no order
+PAIRS = torch.tensor([4, 1, 1, 7, 4, 4, 1, 9, 4])  # the query of each pair, unordered
 
 
 def draws(rows: QueryRows, times: int = 4000) -> torch.Tensor:
-    """How often each pair is drawn when every row comes up `times` times."""
+    """Count the draws of each pair when every row occurs `times` times."""
     generator = torch.Generator().manual_seed(0)
     batch = torch.arange(len(rows)).repeat(times)
     return torch.bincount(rows.pairs(batch, generator), minlength=len(PAIRS))

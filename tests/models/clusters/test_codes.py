@@ -1,4 +1,4 @@
-"""Codes: who is in which cluster and cell, files, controls."""
+"""Codes: membership of clusters and cells, files and controls."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_the_index_lists_every_cluster_and_cell() -> None:
 
 
 def test_types_are_small() -> None:
-    """Codes take 4 and 2 bytes an item; everything that is an index is int64; all on the CPU."""
+    """Codes take 4 and 2 bytes per item, indices are int64, and all are on the CPU."""
     codes = some()
     assert (codes.primary.dtype, codes.secondary.dtype) == (torch.int32, torch.int16)
     assert {codes.order.dtype, codes.start.dtype, codes.cell_start.dtype, codes.cell_of.dtype} == {torch.int64}
@@ -51,7 +51,7 @@ def test_types_are_small() -> None:
     "ids", [None, list(range(100, 700, 10)), [f"sku-{n:03d}é" for n in range(60)], ["", *map(str, range(59))]]
 )
 def test_a_file_gives_everything_back(tmp_path: Path, ids: list[object] | None) -> None:
-    """Codes, codewords and ids, numbers or text, come back as they were."""
+    """Codes, codewords and ids, numbers or text, are read back unchanged."""
     codes = some(ids=None if ids is None else Vocabulary([f"x{i}" for i in ids] if ids[0] == "" else ids))
     codes.save(tmp_path / "new" / "codes.safetensors")
     again = Codes.load(tmp_path / "new" / "codes.safetensors")
@@ -63,7 +63,7 @@ def test_a_file_gives_everything_back(tmp_path: Path, ids: list[object] | None) 
 
 
 def test_aligned_finds_items_by_their_ids() -> None:
-    """In another vocabulary, each item keeps its own code; one without a code is named."""
+    """In another vocabulary each item keeps its code; an item without a code is named."""
     codes = some(ids=Vocabulary(range(100, 160)))
     other = Vocabulary([155, 101, 130])
     found = codes.aligned(other)
@@ -76,7 +76,7 @@ def test_aligned_finds_items_by_their_ids() -> None:
 
 
 def test_from_labels_groups_by_label() -> None:
-    """Items share a cluster where they share a label, null included; means of vectors are the codewords."""
+    """Items share a cluster if they share a label, null included; codewords are means of vectors."""
     labels = ["pear", "apple", None, "pear", "fig", None]
     codes = Codes.from_labels(labels)
     assert codes.k_primary == 4
@@ -95,7 +95,7 @@ def test_from_labels_groups_by_label() -> None:
 
 
 def test_random_codes_are_even_and_follow_the_seed() -> None:
-    """Cells differ by one item at most; the same seed gives the same codes, another seed others."""
+    """Cell sizes differ by at most one; the seed determines the codes."""
     codes = Codes.random(1000, 7, 5, seed=3)
     sizes = codes.cell_start.diff()
     assert int(sizes.max() - sizes.min()) <= 1
@@ -125,7 +125,7 @@ def test_shuffled_keeps_sizes_only() -> None:
     ],
 )
 def test_codes_that_do_not_fit_are_refused(change: dict[str, object], words: str) -> None:
-    """One line says what is wrong."""
+    """A one-line error names the mistake."""
     given: dict[str, object] = {
         "primary": torch.tensor([0, 1]),
         "secondary": torch.tensor([0, 1]),
@@ -137,7 +137,7 @@ def test_codes_that_do_not_fit_are_refused(change: dict[str, object], words: str
 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:
-    """A missing file, text, and a safetensors file of something else are each told in one line."""
+    """A missing file, a text file and another safetensors file raise one-line errors."""
     from safetensors.torch import save_file
 
     (tmp_path / "text").write_text("no tensors here, whatever it is called")

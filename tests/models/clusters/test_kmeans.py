@@ -11,7 +11,7 @@ from sparring.models.clusters.kmeans import k_means, lloyd, nearest, plus_plus
 
 
 def test_nearest_is_the_argmin_of_a_loop() -> None:
-    """Each point gets the centre at the least distance, over several blocks, and never one that is not alive."""
+    """Each point gets its nearest live centre, over several blocks."""
     generator = torch.Generator().manual_seed(0)
     points, centres = (torch.randn(n, 6, generator=generator) for n in (50, 9))
     alive = torch.tensor([True, False, True, True, False, True, True, True, True])
@@ -51,7 +51,7 @@ def test_the_start_draws_by_squared_distance() -> None:
 
 
 def test_fewer_distinct_points_than_centres() -> None:
-    """Repeated points give repeated centres, none of them outside the points."""
+    """Repeated points give repeated centres, all of them points."""
     points = torch.tensor([[1.0, 0.0], [0.0, 3.0]]).repeat(10, 1)
     centres = k_means(points, 5, torch.Generator().manual_seed(0))
     assert {tuple(row) for row in centres.tolist()} == {(1.0, 0.0), (0.0, 3.0)}
@@ -60,7 +60,7 @@ def test_fewer_distinct_points_than_centres() -> None:
 
 
 def test_lloyd_moves_centres_to_the_means_of_their_clumps() -> None:
-    """From one point of each of five separate clumps the centres become the means of the clumps, in the order given."""
+    """Started in one point of each of five separate clumps, the centres become the clumps' means, in order."""
     clump = torch.arange(200) % 5
     points = 100.0 * torch.eye(5)[clump] + torch.randn(200, 5, generator=torch.Generator().manual_seed(0))
     means = torch.stack([points[clump == z].mean(0) for z in range(5)])

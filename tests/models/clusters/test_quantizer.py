@@ -52,7 +52,7 @@ def projected(model: Quantizer, batch: ModalityBatch, x: int, i: int) -> np.ndar
 @pytest.mark.parametrize("base", [LITERAL, ROBUST], ids=["literal", "robust"])
 @pytest.mark.parametrize("missing", [False, True], ids=["complete", "missing"])
 def test_loss_is_equation_8(base: MSACSettings, missing: bool) -> None:
-    """Alignment, codes and squared errors equal a loop over items and pairs, whatever is missing."""
+    """Alignment, codes and squared errors equal a loop over items and pairs, for every missing modality."""
     model, batch = model_of(base), batch_of(missing=missing)
     n, there = len(batch.items), batch.present.numpy()
     m = {(x, i): projected(model, batch, x, i) for x in range(3) for i in range(n) if there[x, i]}
@@ -114,7 +114,7 @@ def test_one_modality_is_not_aligned() -> None:
 
 
 def test_temperature_has_a_floor() -> None:
-    """A learned temperature never acts below 0.01; a fixed one is what it is."""
+    """A learned temperature is at least 0.01; a fixed one is used unchanged."""
     robust, literal = model_of(ROBUST), model_of(LITERAL)
     with torch.no_grad():
         robust.log_tau.fill_(-20)
@@ -127,7 +127,7 @@ def test_temperature_has_a_floor() -> None:
     "change", [{"k_primary": 0}, {"lr": 0.0}, {"steps": -1}, {"reduce": "max"}, {"k_secondary": 40000}]
 )
 def test_settings_that_make_no_sense(change: dict[str, object]) -> None:
-    """One line names the setting."""
+    """A one-line error names the setting."""
     with pytest.raises(UserError, match=next(iter(change))):
         replace(ROBUST, **change)  # type: ignore[arg-type]
     with pytest.raises(UserError, match="no modalities"):

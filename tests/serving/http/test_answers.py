@@ -33,7 +33,7 @@ def same(found: list[tuple[Any, float]], expected: list[tuple[Any, float]]) -> N
 def test_a_user_gets_the_best_items_without_those_seen(
     tmp_path: Path, serving: Callable[..., TestClient], score: str, bias: bool
 ) -> None:
-    """Ids, scores and titles of the k best; with exclude_seen false, the seen ones too."""
+    """The list has ids, scores and titles of the k best unseen items, or of all with exclude_seen false."""
     truth = make_run(tmp_path / "run", score=score, bias=bias)
     client = serving(truth.folder)
     for row in range(0, USERS, 7):
@@ -47,7 +47,7 @@ def test_a_user_gets_the_best_items_without_those_seen(
 
 
 def test_several_users_are_answered_in_their_order(truth: MadeRun, client: TestClient) -> None:
-    """One list for each, a user asked for twice included; k of the whole catalogue lists all that is left."""
+    """Each user gets a list, repeated users too; k = N lists all remaining items."""
     rows = [3, 0, 3, 9]
     answer = client.post("/v1/recommend", json={"users": [truth.user(row) for row in rows], "k": 100})
     for at, row in enumerate(rows):
@@ -66,7 +66,7 @@ def test_requests_at_the_same_time_each_get_their_own_answer(
     search = index.search
     monkeypatch.setattr(
         index, "search", lambda *given: (time.sleep(next(waits, 0.0)), search(*given))[1]
-    )  # meanwhile the others come in
+    )  # meanwhile the other requests arrive
 
     async def ask(at: int, http: httpx.AsyncClient) -> None:
         row, k = at % USERS, 3 + at % 4
@@ -101,7 +101,7 @@ def test_requests_at_the_same_time_each_get_their_own_answer(
 
 
 def test_a_history_is_the_mean_of_its_items_where_no_tower_reads_histories(truth: MadeRun, client: TestClient) -> None:
-    """The mean vector, at the mean length; items of the history are left out, unknown ones ignored and named."""
+    """The query is the mean vector at the mean length; its items are excluded, unknown ones ignored and named."""
     rows = [4, 11, 30]
     history = [truth.item_ids[row] for row in rows]
     mean = truth.items[rows].mean(0)
@@ -115,7 +115,7 @@ def test_a_history_is_the_mean_of_its_items_where_no_tower_reads_histories(truth
 
 
 def test_similar_items_leave_the_item_itself_out(tmp_path: Path, serving: Callable[..., TestClient]) -> None:
-    """The nearest by the run's own score, without the popularity that a bias holds."""
+    """Neighbours are ranked by the run's score without the bias, and exclude the item itself."""
     truth = make_run(tmp_path / "run", bias=True)
     client = serving(truth.folder)
     answer = client.post("/v1/similar", json={"items": [truth.item_ids[8], truth.item_ids[2]], "k": 4})
@@ -150,7 +150,7 @@ FILTERS: list[tuple[str, str, Any, Callable[[dict[str, Any]], bool]]] = [
 def test_filters_hold_for_every_item_listed(
     truth: MadeRun, client: TestClient, column: str, op: str, value: Any, passes: Callable[[dict[str, Any]], bool]
 ) -> None:
-    """Any column, any operator: exactly the items that a loop over the rows accepts, in order of score."""
+    """For any column and operator the list has exactly the items that a loop over the rows accepts, by score."""
     only = {row for row, about in enumerate(truth.table.iter_rows(named=True)) if passes(about)}
     where = [{"column": column, "op": op, "value": value}]
     answer = client.post("/v1/recommend", json={"user": truth.user(5), "k": 60, "where": where})
@@ -231,7 +231,7 @@ def test_a_bad_question_is_refused_in_one_line(
 
 
 def test_two_runs_answer_by_their_names(tmp_path: Path, serving: Callable[..., TestClient]) -> None:
-    """The first is the default; two folders of one name get a number."""
+    """The first run is the default; two folders with one name get a number."""
     one, two = make_run(tmp_path / "a" / "run", 1), make_run(tmp_path / "b" / "run", 2)
     client = serving(one.folder, two.folder)
     assert [run["name"] for run in client.get("/v1/info").json()["runs"]] == ["run", "run-2"]
@@ -265,7 +265,7 @@ def test_a_run_without_a_table_answers_with_ids(tmp_path: Path, serving: Callabl
 
 
 def test_users_and_items_are_described(truth: MadeRun, client: TestClient) -> None:
-    """History with titles, all columns, ids by path and by query."""
+    """The description has the history with titles and all columns, with ids by path and by query."""
     user = client.get("/v1/users/user-04").json()
     assert [taken["id"] for taken in user["history"]] == [truth.item_ids[row] for row in truth.seen[4]]
     assert [taken["title"] for taken in user["history"]] == [f"thing {row}" for row in truth.seen[4]]
@@ -289,7 +289,7 @@ def test_users_and_items_are_described(truth: MadeRun, client: TestClient) -> No
 def test_one_unknown_query_does_not_refuse_the_others(
     truth: MadeRun, client: TestClient, path: str, one: str, several: str
 ) -> None:
-    """It gets a result without items, listed as unknown; the others are answered in order, as if sent alone."""
+    """An unknown query has an empty result and is listed; the others get their lists, as if sent alone."""
     known = ["user-01", "user-05"] if one == "user" else truth.item_ids[1:3]
     answer = client.post(path, json={several: ["nobody", known[0], "no one", known[1], "nobody"], "k": 3})
     assert answer.status_code == 200, answer.text
@@ -298,5 +298,5 @@ def test_one_unknown_query_does_not_refuse_the_others(
     blank = [{"query": each, "items": [], "unknown": [each]} for each in ("nobody", "no one")]
     results = answer.json()["results"]
     for item in (item for each in (*alone, *results) for item in each["items"]):
-        item["score"] = round(item["score"], 3)  # of a batch they may differ in the last digit
+        item["score"] = round(item["score"], 3)  # batches may differ in the last digit
     assert results == [blank[0], alone[0], blank[1], alone[1], blank[0]]

@@ -129,7 +129,7 @@ def in_application(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def held_search(service: Listening, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Searches wait until the event is set."""
+    """Make searches wait until the event is set."""
     index, release = service.service.registry.served().index, threading.Event()
     search = index.search
     monkeypatch.setattr(index, "search", lambda *arguments: (release.wait(20), search(*arguments))[1])
@@ -147,7 +147,7 @@ def ids(body: bytes, query: int = 0) -> list[int]:
 def test_plain_requests_skip_the_application(
     truth: MadeRun, listening: Callable[..., Listening], in_application: list[str]
 ) -> None:
-    """For one user, several users and items, on one connection; the lists are those of brute force."""
+    """Plain requests on one connection bypass FastAPI and get the brute-force lists."""
     with listening().connect() as connection:
         for row in range(20):
             k = 1 + row % 5
@@ -166,7 +166,7 @@ def test_plain_requests_skip_the_application(
 def test_filters_and_histories_reach_the_application(
     truth: MadeRun, listening: Callable[..., Listening], in_application: list[str]
 ) -> None:
-    """Between plain requests on the same connection."""
+    """Filters and histories reach FastAPI, between plain requests on the same connection."""
     others: list[dict[str, Any]] = [
         QUERY | {"deny": [truth.item_ids[0]]},
         QUERY | {"where": [{"column": "year", "op": ">", "value": 2030}]},
@@ -199,7 +199,7 @@ BODIES: list[bytes] = [
 
 
 def test_a_bad_request_leaves_the_connection_usable(listening: Callable[..., Listening]) -> None:
-    """A 4xx with one line, then a good request on the same connection."""
+    """A 4xx has one line, and a good request on the same connection still works."""
     with listening().connect() as connection:
         for bad in BODIES:
             connection.send(request(bad))
@@ -211,7 +211,7 @@ def test_a_bad_request_leaves_the_connection_usable(listening: Callable[..., Lis
 
 
 def test_a_request_may_arrive_in_pieces(truth: MadeRun, listening: Callable[..., Listening]) -> None:
-    """Cut at any byte, it gets the same response."""
+    """A request cut at any byte gets the same response."""
     service, data = listening(), request(QUERY)
     head = data.index(b"\r\n\r\n") + 4
     assert ids(service.ask(data[:head], data[head : head + 4], data[head + 4 :])[2]) == expected(truth, 1, 3)
@@ -222,7 +222,7 @@ def test_a_request_may_arrive_in_pieces(truth: MadeRun, listening: Callable[...,
 def test_pipelined_requests_are_answered_in_order(
     truth: MadeRun, listening: Callable[..., Listening], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Plain and filtered requests mixed, sent in one piece or several."""
+    """Plain and filtered requests, sent in one piece or several, are answered in order."""
     service = listening()
     index = service.service.registry.served().index
     search = index.search
@@ -265,14 +265,14 @@ def test_a_body_is_never_parsed_as_a_request(listening: Callable[..., Listening]
 def test_headers_are_checked_for_every_request(
     listening: Callable[..., Listening], headers: list[str], status: int
 ) -> None:
-    """Token, host and type, also after a good request."""
+    """Token, host and content type are checked, also after a good request."""
     service = listening(token="secret", hosts=["127.0.0.1"])
     assert service.ask(request(QUERY, "Authorization: Bearer secret"))[0] == 200
     assert service.ask(request(QUERY, *headers))[0] == status
 
 
 def test_body_size_and_chunked_bodies(listening: Callable[..., Listening]) -> None:
-    """413 for a body that is too large; a chunked one is read."""
+    """A body that is too large gets 413; a chunked body is read."""
     service = listening(limits=Limits(body=100))
     assert service.ask(request(json.dumps(QUERY).encode().ljust(101)))[0] == 413
     head = b"POST /v1/recommend HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
@@ -282,7 +282,7 @@ def test_body_size_and_chunked_bodies(listening: Callable[..., Listening]) -> No
 
 
 def test_time_and_queue_limits(listening: Callable[..., Listening], monkeypatch: pytest.MonkeyPatch) -> None:
-    """503 with Retry-After within the time limit, for slow searches, a full queue and half a request."""
+    """Slow searches, a full queue and half a request get 503 with Retry-After within the time limit."""
     service = listening(limits=Limits(seconds=0.4, waiting=3))
     release = held_search(service, monkeypatch)
     with service.connect() as connection:
@@ -301,7 +301,7 @@ def test_time_and_queue_limits(listening: Callable[..., Listening], monkeypatch:
 def test_an_internal_error_is_logged_not_shown(
     listening: Callable[..., Listening], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """500 without details, the traceback in the log, and a connection that stays usable."""
+    """The client gets 500 without details, the log gets the traceback, and the connection stays usable."""
     lines = io.BytesIO()
     service = listening(log=EventLog(lines, requests=False))
     index = service.service.registry.served().index
@@ -317,7 +317,7 @@ def test_an_internal_error_is_logged_not_shown(
 
 
 def test_every_request_is_counted_and_logged_once(listening: Callable[..., Listening]) -> None:
-    """One line and one count each, with the address of the client."""
+    """Each request has one log line and one count, with the client's address."""
     lines = io.BytesIO()
     service = listening(log=EventLog(lines))
     service.ask(request(QUERY))

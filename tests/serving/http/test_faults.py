@@ -37,7 +37,7 @@ while True:
 
 
 class Running:
-    """A service in a process of its own."""
+    """A service in its own process."""
 
     def __init__(self, folder: Path, log: Path) -> None:
         words = [sys.executable, "-m", "sparring", "serve", str(folder), "--port", "0", "--quiet"]
@@ -62,13 +62,13 @@ def environment() -> dict[str, str]:
 
 
 class Doings:
-    """What was asked for and what was acknowledged, over all kills."""
+    """Requested and acknowledged changes, over all kills."""
 
     def __init__(self, runs: list[MadeRun]) -> None:
         self.runs = runs
         self.there: set[str] = set()
         self.gone: set[str] = set()
-        self.unsure: set[str] = set()  # asked for, and killed before it was acknowledged
+        self.unsure: set[str] = set()  # requested, but killed before the acknowledgement
         self.current, self.asked = runs[0], runs[0]
         self.puts = self.swaps = 0
 
@@ -100,7 +100,7 @@ class Doings:
             if answer.status_code == 200:
                 self.current = self.asked
             else:
-                assert answer.status_code == 422, answer.text  # its index was being saved twice over
+                assert answer.status_code == 422, answer.text  # its index was being saved twice at once
                 self.asked = self.current
 
     def check(self, http: httpx.Client) -> None:
@@ -119,7 +119,7 @@ class Doings:
         for name in self.there - self.unsure:
             title = titles.get(name) or http.get("/v1/item", params={"id": name}).json().get(
                 "title"
-            )  # a list has at most 1,000
+            )  # a list has at most 1,000 items
             assert title == name, f"{name} was acknowledged and is lost"
         for name in self.gone - self.unsure:
             assert name not in titles, f"{name} was deleted and is back"
@@ -164,7 +164,7 @@ def test_nothing_acknowledged_is_lost_by_a_kill(tmp_path: Path) -> None:
 
 
 def test_a_stop_is_clean(tmp_path: Path) -> None:
-    """SIGTERM: exit code 0, `stopped` in the log, and the store can be opened by the next service."""
+    """SIGTERM gives exit code 0 and `stopped` in the log, and the next service can open the store."""
     run = make_run(tmp_path / "run", 1)
     service = Running(run.folder, tmp_path / "log")
     try:

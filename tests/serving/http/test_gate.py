@@ -35,7 +35,7 @@ ASK = {"user": "user-01", "k": 3}
     ],
 )
 def test_a_wrong_token_is_refused(truth: MadeRun, serving: Callable[..., TestClient], header: str | None) -> None:
-    """401 for every wrong header, on every path but health and the files of the page."""
+    """Every wrong header gets 401 on every path except health and the files of the page."""
     client = serving(truth.folder, token="secret")
     headers = {} if header is None else {"Authorization": header.encode()}
     for method, path in (
@@ -53,13 +53,13 @@ def test_a_wrong_token_is_refused(truth: MadeRun, serving: Callable[..., TestCli
 
 
 def test_the_right_token_is_let_in(truth: MadeRun, serving: Callable[..., TestClient]) -> None:
-    """With it, everything answers."""
+    """With the right token every path works."""
     client = serving(truth.folder, token="secret")
     assert client.post("/v1/recommend", json=ASK, headers={"Authorization": "Bearer secret"}).status_code == 200
 
 
 def test_a_body_may_not_be_too_large(truth: MadeRun, serving: Callable[..., TestClient]) -> None:
-    """413, with and without a Content-Length; a body of exactly the limit is accepted."""
+    """A body above the limit gets 413, with and without Content-Length; one of exactly the limit is accepted."""
     client = serving(truth.folder, limits=Limits(body=1000))
     assert (
         client.post("/v1/recommend", content=b" " * 1001, headers={"content-type": "application/json"}).status_code
@@ -89,7 +89,7 @@ def test_a_body_may_not_be_too_large(truth: MadeRun, serving: Callable[..., Test
     ],
 )
 def test_a_body_that_is_no_question_is_refused(client: TestClient, body: bytes) -> None:
-    """422 in one line, on every path that takes a body."""
+    """A malformed body gets 422 and one line on every path that takes a body."""
     for method, path in (
         ("POST", "/v1/recommend"),
         ("POST", "/v1/similar"),
@@ -113,12 +113,12 @@ def test_a_body_that_is_no_question_is_refused(client: TestClient, body: bytes) 
     ],
 )
 def test_only_json_is_taken(client: TestClient, kind: str) -> None:
-    """A form on another site could send any of these without a preflight request."""
+    """Other content types are rejected, since a form on another site could send them without a preflight request."""
     assert client.post("/v1/reload", content=b"{}", headers={"content-type": kind}).status_code == 415
 
 
 def test_another_host_is_refused_where_hosts_are_known(truth: MadeRun, serving: Callable[..., TestClient]) -> None:
-    """DNS rebinding: a foreign name that resolves to this machine is rejected."""
+    """A foreign host name that resolves to this machine (DNS rebinding) is rejected."""
     client = serving(truth.folder, hosts=["127.0.0.1", "localhost", "[::1]"])
     for host, status in (
         ("127.0.0.1:8000", 200),
@@ -146,7 +146,7 @@ PATHS = [
 
 @pytest.mark.parametrize("path", PATHS)
 def test_path_tricks_find_nothing(client: TestClient, path: str) -> None:
-    """Ids and files are looked up, never opened: 404."""
+    """Ids and files are looked up, never opened, so path tricks get 404."""
     answer = client.get(path)
     assert answer.status_code == 404, answer.text
     assert "root:" not in answer.text
@@ -163,7 +163,7 @@ def test_path_tricks_find_nothing(client: TestClient, path: str) -> None:
     ],
 )
 def test_a_wrong_method_is_refused(client: TestClient, method: str, path: str) -> None:
-    """405 with the methods that there are."""
+    """A wrong method gets 405 with the allowed methods."""
     answer = client.request(method, path)
     assert answer.status_code == 405
     assert answer.headers["allow"]
@@ -172,7 +172,7 @@ def test_a_wrong_method_is_refused(client: TestClient, method: str, path: str) -
 def test_an_answer_that_takes_too_long_is_given_up(
     truth: MadeRun, serving: Callable[..., TestClient], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """503 within the limit, after which the service still answers; a full queue is rejected at once."""
+    """A slow answer gets 503 within the limit and a full queue at once; the service keeps working."""
     client = serving(truth.folder, limits=Limits(seconds=0.3, waiting=5))
     index, hold = client.service.registry.served().index, threading.Event()  # type: ignore[attr-defined]
     search = index.search
@@ -189,7 +189,7 @@ def test_an_answer_that_takes_too_long_is_given_up(
 def test_a_fault_of_ours_is_told_as_such(
     truth: MadeRun, serving: Callable[..., TestClient], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """500 without details, which go to the log; the next request is answered."""
+    """An internal error gets 500, the log gets the details, and the next request works."""
     lines = io.BytesIO()
     client = serving(truth.folder, log=EventLog(lines, requests=False))
     index = client.service.registry.served().index  # type: ignore[attr-defined]
@@ -202,7 +202,7 @@ def test_a_fault_of_ours_is_told_as_such(
 
 
 def test_metrics_count_what_was_answered(truth: MadeRun, client: TestClient) -> None:
-    """Requests by path and status, seconds, items, generation; ids never become labels."""
+    """Metrics have requests by path and status, seconds, items and generation; ids never become labels."""
     for _ in range(3):
         client.post("/v1/recommend", json=ASK)
     client.post("/v1/recommend", json={"user": "nobody"})
@@ -226,7 +226,7 @@ def test_metrics_count_what_was_answered(truth: MadeRun, client: TestClient) -> 
 
 
 def test_the_log_is_json_a_line(truth: MadeRun, serving: Callable[..., TestClient]) -> None:
-    """Method, path, status and milliseconds of every request; never a body or a token."""
+    """Every request logs method, path, status and milliseconds; never a body or a token."""
     lines = io.BytesIO()
     client = serving(truth.folder, log=EventLog(lines), token="secret-token")
     client.post("/v1/recommend", json=ASK, headers={"Authorization": "Bearer secret-token"})
@@ -242,7 +242,7 @@ def test_the_log_is_json_a_line(truth: MadeRun, serving: Callable[..., TestClien
 
 
 def test_the_page_comes_with_a_strict_policy(client: TestClient) -> None:
-    """No script but its own files, no frame around it from elsewhere, no guessing of types."""
+    """The page allows only its own scripts, no foreign frame and no type sniffing."""
     headers = client.get("/").headers
     policy = headers["content-security-policy"]
     assert "default-src 'none'" in policy

@@ -1,4 +1,4 @@
-"""Items put and deleted while serving: found at once, kept over a restart, all of a request or none of it."""
+"""Items put and deleted while serving: effective at once, kept over a restart, atomic per request."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def put(client: TestClient, *items: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_a_new_item_by_its_vector_is_ranked_among_the_others(truth: MadeRun, client: TestClient) -> None:
-    """Its score is the inner product, it has its own title and columns, filters see it; other items stay the same."""
+    """Its score is the inner product, filters see its title and columns, and other items are unchanged."""
     vector = (truth.users[3] * 0.8).tolist()
     put(client, {"id": "fresh", "title": "Fresh", "price": 0.5, "vector": vector})
     answer = client.post("/v1/recommend", json={"user": "user-03", "k": 5, "fields": ["price", "category"]}).json()[
@@ -52,7 +52,7 @@ def test_a_new_item_by_its_vector_is_ranked_among_the_others(truth: MadeRun, cli
 
 
 def test_a_new_item_like_others_gets_their_mean(truth: MadeRun, client: TestClient) -> None:
-    """The mean direction at the mean length; it may be like an item of the same request."""
+    """It has the mean direction at the mean length, and may be like an item of the same request."""
     rows = [5, 9]
     put(client, {"id": 1, "like": [truth.item_ids[row] for row in rows]}, {"id": "copy", "like": [1]})
     mean = truth.items[rows].mean(0)
@@ -64,7 +64,7 @@ def test_a_new_item_like_others_gets_their_mean(truth: MadeRun, client: TestClie
 
 
 def test_what_is_not_said_stays(truth: MadeRun, client: TestClient) -> None:
-    """A put of one column keeps the vector and the other columns, of trained and of added items."""
+    """A put of one column keeps the vector and the other columns, for trained and added items."""
     item = truth.item_ids[7]
     before = ids(client, {"item": item, "k": 60})
     put(client, {"id": item, "price": 99.5})
@@ -89,7 +89,7 @@ def test_what_is_not_said_stays(truth: MadeRun, client: TestClient) -> None:
 
 
 def test_a_deleted_item_is_gone_until_it_is_put_again(truth: MadeRun, client: TestClient) -> None:
-    """Trained or added, it is no longer listed or described; a put restores the trained vector and columns."""
+    """A deleted item is not listed or described; a put restores its trained vector and columns."""
     item, other = truth.item_ids[7], truth.item_ids[8]
     put(client, {"id": "new", "like": [item], "title": "New"}, {"id": item, "price": 1000.0})
     answer = client.request("DELETE", "/v1/items", json={"ids": [item, "new"]})
@@ -147,7 +147,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 def test_a_bad_item_is_refused_with_all_of_its_request(
     truth: MadeRun, client: TestClient, item: dict[str, Any], word: str
 ) -> None:
-    """422 with a reason; the good item in the same request is not stored either."""
+    """The request gets 422 with a reason, and none of its items is stored."""
     answer = client.put("/v1/items", json={"items": [{"id": "good", "like": [1000]}, item]})
     assert (answer.status_code, word in answer.json()["detail"]) == (422, True), answer.text
     assert client.get("/v1/items/good").status_code == 404
@@ -156,7 +156,7 @@ def test_a_bad_item_is_refused_with_all_of_its_request(
 
 
 def test_deleting_what_never_was_is_refused(truth: MadeRun, client: TestClient) -> None:
-    """404, and nothing else of the request is deleted."""
+    """Deleting an unknown item gets 404, and nothing else of the request is deleted."""
     assert client.request("DELETE", "/v1/items", json={"ids": [truth.item_ids[0], "nothing"]}).status_code == 404
     assert client.get(f"/v1/items/{truth.item_ids[0]}").status_code == 200
     assert client.request("DELETE", "/v1/items", json={"ids": []}).status_code == 422
@@ -180,7 +180,7 @@ def test_a_full_disk_refuses_and_changes_nothing(
 def test_new_items_of_a_second_run_wait_where_it_cannot_place_them(
     tmp_path: Path, serving: Callable[..., TestClient]
 ) -> None:
-    """A vector belongs to one model: the other run reports the item as waiting; `like` places it in both."""
+    """A vector belongs to one model, so the other run reports the item as waiting; `like` works in both."""
     one, two = make_run(tmp_path / "one", 1), make_run(tmp_path / "two", 2, dim=5)
     client = serving(one.folder, two.folder)
     answer = put(client, {"id": "v", "vector": [1.0] * DIM}, {"id": "l", "like": [1000]})
@@ -244,7 +244,7 @@ def test_texts_are_queries_and_new_items(
 def test_features_place_a_new_item_through_the_tower(
     parts: Split, serving: Callable[..., TestClient], tmp_path: Path
 ) -> None:
-    """New items of one category share a vector, those of another have another; an unseen category counts as missing."""
+    """New items of one category share a vector that differs by category; an unseen category counts as missing."""
     folder = tmp_path / "run"
     fit(
         build("ssl_pop", parts.train, {"dim": 8, "epochs": 1, "item_features": "category"}),
@@ -273,7 +273,7 @@ def test_features_place_a_new_item_through_the_tower(
 
 
 def test_a_history_tower_reads_the_history(parts: Split, serving: Callable[..., TestClient], tmp_path: Path) -> None:
-    """A query by a user's own history gives the user's list; histories are in time order."""
+    """A user's own history as a query gives the user's list; histories are in time order."""
     folder = tmp_path / "run"
     fit(
         build("ssl_pop", parts.train, {"dim": 8, "epochs": 1, "query_tower": "history"}),
@@ -305,7 +305,7 @@ def test_a_history_tower_reads_the_history(parts: Split, serving: Callable[..., 
 
 
 def test_no_item_is_like_itself(truth: MadeRun, client: TestClient) -> None:
-    """Rejected: the next run could not place it, even if this one can."""
+    """An item that is like itself is rejected, since the next run could not place it."""
     put(client, {"id": 900, "like": [truth.item_ids[0]]})
     for like in ([900], [truth.item_ids[1], "900"]):
         answer = client.put("/v1/items", json={"items": [{"id": 900, "like": like}]})
@@ -313,7 +313,7 @@ def test_no_item_is_like_itself(truth: MadeRun, client: TestClient) -> None:
 
 
 def test_an_item_may_be_like_one_that_was_changed_since(truth: MadeRun, serving: Callable[..., TestClient]) -> None:
-    """Changes are ordered by the last one of each item: an item may precede the items it is like, and is placed."""
+    """Changes are ordered by each item's last one, so an item may precede those it is like; it is still placed."""
     client = serving(truth.folder)
     put(client, {"id": 1, "like": [truth.item_ids[5]]})
     put(client, {"id": 2, "like": [1]})
@@ -325,7 +325,7 @@ def test_an_item_may_be_like_one_that_was_changed_since(truth: MadeRun, serving:
 
 
 def test_single_precision_is_shown_as_it_was_written(tmp_path: Path, serving: Callable[..., TestClient]) -> None:
-    """A price of 5.95 in a float32 column is 5.95 in lists and of one item; a filter finds it by that."""
+    """A price of 5.95 in a float32 column is shown as 5.95, and a filter finds it by that value."""
     truth = make_run(tmp_path / "run")
     assert truth.table is not None
     table = truth.table.with_columns(price=pl.Series([5.95] * len(truth.table), dtype=pl.Float32))

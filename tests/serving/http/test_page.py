@@ -86,7 +86,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, runs.Trained]
         assert cli.main([*words, "--out", str(root / "runs" / recipe)]) == 0
         kept = root / "runs" / recipe / "seen.safetensors"
         tensors = safetensors.torch.load_file(kept)
-        tensors["test_start"][-1] -= 1  # the newcomer, who is the last, has nothing at all
+        tensors["test_start"][-1] -= 1  # the newcomer, the last user, has no items
         safetensors.torch.save_file({**tensors, "test_items": tensors["test_items"][:-1].clone()}, kept)
         found[recipe] = runs.load(root / "runs" / recipe)
     columns = Column("recipe", "{recipe}", text=True), Column("recall", "{recall:.2f}")
@@ -97,7 +97,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, runs.Trained]
 
 
 def running(service: Service) -> Iterator[str]:
-    """The service on a free port, until the end."""
+    """The service on a free port until the end of the tests."""
     listening = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(service.gate, log_level="warning"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
@@ -120,14 +120,14 @@ def served(trained: dict[str, runs.Trained], tmp_path_factory: pytest.TempPathFa
 
 @pytest.fixture(scope="module")
 def guarded(trained: dict[str, runs.Trained], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """One run behind a token, by a service that cannot read its data again."""
+    """A run behind a token, in a service that cannot read its data."""
     registry = RunRegistry([trained["uns"].folder], Store(tmp_path_factory.mktemp("store") / "items.sqlite"))
     yield from running(Service(registry, token=TOKEN))
 
 
 @pytest.fixture(scope="module")
 def reading(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, runs.Trained, runs.Trained]]:
-    """A run whose towers read texts and one whose query tower reads histories, served."""
+    """Serve a run whose towers read texts and one whose query tower reads histories."""
     root = tmp_path_factory.mktemp("reading")
     parts = text_parts()
     for name, tower in {"words": {"encoder": "bag"}, "past": {"query_tower": "history"}}.items():
@@ -153,7 +153,7 @@ Open = Callable[..., Any]
 
 @pytest.fixture
 def visit(browser: Any, served: str) -> Iterator[Open]:
-    """Opens a view; at the end no script has failed and only the service was contacted."""
+    """Open a view; at the end no script has failed and only the service was contacted."""
     complaints: list[str] = []
     contexts = []
 

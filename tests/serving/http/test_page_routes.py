@@ -1,4 +1,4 @@
-"""The routes of the page: files, search, values, reports, images and negatives; and what they must not serve."""
+"""The routes of the page: files, search, values, reports, images and negatives, and the files they must not serve."""
 
 from __future__ import annotations
 
@@ -171,14 +171,14 @@ def test_images_lie_below_the_run_or_they_are_not_served(tmp_path: Path, serving
     ],
 )
 def test_bad_questions_get_one_line(client: TestClient, path: str, values: dict[str, str], status: int) -> None:
-    """Each gets its status and one line."""
+    """Each bad request gets its status and one line."""
     answer = client.get(f"/page/{path}", params=values)
     assert answer.status_code == status
     assert len(answer.json()["detail"].splitlines()) == 1
 
 
 def test_values_of_a_column_are_counted(client: TestClient) -> None:
-    """The most frequent first; columns of fractions, dates and lists offer none."""
+    """The most frequent values come first; columns of fractions, dates and lists have none."""
     answer = client.get("/page/values", params={"column": "category"}).json()["values"]
     assert {each["value"]: each["count"] for each in answer} == {"apple": 20, "bread": 20}
     for column in ("price", "since", "tags"):
@@ -199,7 +199,7 @@ def test_a_run_that_is_still_written_shows_what_there_is(truth: MadeRun, serving
 def test_data_that_is_gone_is_said_and_a_slow_read_is_waited_for(
     truth: MadeRun, serving: Callable[..., TestClient], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The page is told to ask again while the data is read, and gets the reason if that fails."""
+    """The page is asked to retry while the data is read, and gets the reason if that fails."""
     from sparring.core.errors import UserError
 
     def slow(trained: Any) -> Any:

@@ -28,7 +28,7 @@ from support.texts import text_parts, tiny_bert
     st.lists(st.integers(-(2**70), 2**70), max_size=10),
 )
 def test_numbers_are_found_where_the_vocabulary_has_them(ids: list[int], others: list[int]) -> None:
-    """As numbers and as their texts; -1 for others."""
+    """Numbers and their texts are found; others give -1."""
     names, order = IdLookup(Vocabulary(ids)), sorted(ids)
     for asked in [*ids, *others]:
         expected = order.index(asked) if asked in order else -1
@@ -39,7 +39,7 @@ def test_numbers_are_found_where_the_vocabulary_has_them(ids: list[int], others:
 
 @given(st.lists(st.text(max_size=6), min_size=1, max_size=30, unique=True), st.lists(st.text(max_size=6), max_size=10))
 def test_texts_are_found_where_the_vocabulary_has_them(ids: list[str], others: list[str]) -> None:
-    """Any text; a number finds the text that spells it."""
+    """Any text is found; a number finds the text that spells it."""
     names = IdLookup(Vocabulary([*ids, "5x", "17"]))
     known = Vocabulary([*ids, "5x", "17"]).ids.to_list()
     for asked in [*known, *others]:
@@ -49,7 +49,7 @@ def test_texts_are_found_where_the_vocabulary_has_them(ids: list[str], others: l
 
 
 def test_the_store_keeps_the_last_word_on_every_item(tmp_path: Path) -> None:
-    """Ordered by last change, with bit-exact vectors; synchronous=FULL and WAL are on."""
+    """Items are ordered by last change, with bit-exact vectors; synchronous=FULL and WAL are on."""
     store = Store(tmp_path / "s" / "items.sqlite")
     vector = np.array([0.1, -3e-20, 7.0], np.float32)
     assert (
@@ -76,7 +76,7 @@ def test_the_store_keeps_the_last_word_on_every_item(tmp_path: Path) -> None:
 
 
 def test_a_store_that_cannot_be_opened_is_told(tmp_path: Path) -> None:
-    """A folder, and a table of another form."""
+    """A folder and a table of another schema raise errors."""
     with pytest.raises(UserError, match="cannot"):
         Store(tmp_path)
     other = sqlite3.connect(tmp_path / "other.sqlite")
@@ -89,7 +89,7 @@ def test_a_store_that_cannot_be_opened_is_told(tmp_path: Path) -> None:
 def test_item_vectors_of_a_transformer_are_computed_once(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Then they are read; recomputed for another model or a damaged file; an unwritable folder is no error."""
+    """Vectors are cached; another model or a damaged file recomputes them; an unwritable folder is no error."""
     pytest.importorskip("transformers")
     parts = text_parts()
     bert = tiny_bert(tmp_path_factory.mktemp("bert"))

@@ -22,7 +22,7 @@ def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 def test_what_cannot_be_served_is_told_in_one_line(
     truth: MadeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Folders without runs, invalid ports and times, unreadable tokens."""
+    """Folders without runs, invalid ports and times and unreadable tokens raise one-line errors."""
     run, empty = str(truth.folder), tmp_path / "empty"
     empty.touch()
     for words, word in (
@@ -56,13 +56,13 @@ def test_a_port_in_use_is_told(truth: MadeRun, capsys: pytest.CaptureFixture[str
 def test_an_empty_token_is_not_taken_for_none(
     truth: MadeRun, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An empty variable must not open the service."""
+    """An empty token variable is an error, not an open service."""
     monkeypatch.setenv("SPARRING_TOKEN", " ")
     assert "SPARRING_TOKEN" in refused([str(truth.folder)], capsys)
 
 
 def test_a_broken_store_is_told(truth: MadeRun, capsys: pytest.CaptureFixture[str]) -> None:
-    """It is not overwritten."""
+    """A broken store is an error and is not overwritten."""
     path = truth.folder / "serve" / "items.sqlite"
     path.parent.mkdir()
     path.write_text(json.dumps("not a database" * 100))

@@ -1,4 +1,4 @@
-"""A newer run takes the place of an older one whole, or not at all; changes of items go with it."""
+"""A newer run replaces an older one completely or not at all, and item changes carry over."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from support.made_run import DIM, MadeRun, make_run
 
 
 def index_of(truth: MadeRun) -> None:
-    """An exact index beside a run, as `sparring index` leaves it."""
+    """Build an exact index in a run folder, as `sparring index` does."""
     vectors = load(truth.folder).model.item_vectors().numpy()
     meta = {"model": index_files.sha256(truth.folder / "model.safetensors"), "measured": {"recall": 1.0}}
     Index(vectors, np.arange(len(vectors)), meta=meta).save(truth.folder / FOLDER)
@@ -46,7 +46,7 @@ def expected(truth: MadeRun, row: int = 2, k: int = 4) -> list[int]:
 
 
 def test_a_newer_run_answers_after_the_reload(tmp_path: Path, serving: Callable[..., TestClient]) -> None:
-    """By another folder, and by the same folder after it was rewritten; the generation rises."""
+    """Another folder, or the same one rewritten, is served after the reload; the generation rises."""
     old, new = make_run(tmp_path / "old", 1), make_run(tmp_path / "new", 2)
     client = serving(old.folder)
     assert best(client) == expected(old)
@@ -183,7 +183,7 @@ def test_a_diverged_model_is_refused(tmp_path: Path, serving: Callable[..., Test
 def test_runs_are_loaded_from_the_allowed_folders_only(
     truth: MadeRun, serving: Callable[..., TestClient], tmp_path: Path, path: str
 ) -> None:
-    """Path tricks, links included, are a 4xx."""
+    """Path tricks, links included, get a 4xx."""
     root = truth.folder.parent
     elsewhere = make_run(tmp_path / "elsewhere" / "run", 2)
     (root / "link").symlink_to(elsewhere.folder)
@@ -272,7 +272,7 @@ def test_a_run_that_changes_on_disk_is_swapped_in(tmp_path: Path) -> None:
         assert registry.served().generation == 2
         make_run(truth.folder, 3)
         wait(lambda: registry.served().generation == 3)
-        held = hold(truth.folder)  # as a training does, which writes the best epoch so far
+        held = hold(truth.folder)  # like a training that writes the best epoch so far
         make_run(truth.folder, 4)
         time.sleep(0.4)
         assert registry.served().generation == 3
@@ -332,7 +332,7 @@ def test_serving_leaves_out_the_test_part_and_what_was_never_trained(
         ][0]
         assert answer["unknown"] == [truth.item_ids[40]]
         assert client.post("/v1/similar", json={"item": truth.item_ids[40]}).status_code == 404
-        new = {"id": "new", "like": [truth.item_ids[41]]}  # a place that is none
+        new = {"id": "new", "like": [truth.item_ids[41]]}  # an invalid place
         assert client.put("/v1/items", json={"items": [new]}).status_code == 422
         client.stop()  # type: ignore[attr-defined]
 

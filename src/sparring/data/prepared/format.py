@@ -65,7 +65,7 @@ class Prepared(Interactions):
     checksum: str = ""
 
     def parts_for(self, how: str, valid: float, test: float, seed: int) -> Split:
-        """The parts, if they are those asked for; prepared data cannot be split again."""
+        """The parts, if they match the arguments; prepared data cannot be split again."""
         assert self.parts is not None
         asked: dict[str, Any] = {"how": how, "valid": valid, "test": test, "seed": seed}
         wrong = {name: asked[name] for name in SHARES if asked[name] not in (SHARES[name], self.rule[name])}

@@ -1,4 +1,4 @@
-"""How well a sampler estimates the full softmax on a given model, and advice that follows from it.
+"""Diagnosis of samplers: their error against the full softmax on a given model, and advice.
 
 A diagnosis never trains and leaves the run unchanged.
 """

@@ -1,4 +1,4 @@
-"""How well negatives represent the catalogue: gradient against the full softmax, sample size, hits, hardness."""
+"""Measures of negatives on a model: gradient against the full softmax, sample size, hits, hardness."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def find(name: str) -> Experiment:
 
 
 def reproduce(plan: Reproduction, jobs: int = 1, listener: Listener | None = None) -> tuple[Results, Path]:
-    """Train what is missing and write table.*, figures and the page; return the results and the page's path.
+    """Train unfinished runs and write table.*, figures and the page; return the results and the page's path.
 
     results, page = reproduce(Reproduction(find("xir-table2"), Path("out"), (dataset,)), jobs=2)
     """

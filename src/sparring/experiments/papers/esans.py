@@ -582,7 +582,7 @@ LAMBDA = experiment(
         *NOTES,
         CHART,
         "Adaptive and learned lambda are ours: both hold the advantage of a mixture over the negative that it was made "
-        "from at log 2, for all items alike or for each cluster (docs/methods/).",
+        "from at log 2, for all items together or for each cluster (docs/methods/).",
     ),
     chosen=("codes", "lam"),
 )
@@ -632,10 +632,10 @@ COST = Experiment(
     (
         "Published: hours of training on the set #A2, which is private, in TensorFlow on CPU workers, with towers over "
         "histories and features, without the offline stage of ESANS. Ours: time of an epoch on plain id tables. Both "
-        "say what a method adds to a step: where the towers cost more than the negatives, ratios are closer to 1.",
+        "show the cost that a method adds to a step: with costly towers, ratios are closer to 1.",
         "Batches of 512, d = 64, temperature 0.05, Adam at 2e-4, 5,120 negatives shared by the batch (10 for each "
         "positive); MixGCF mixes the 10 hardest of them. The paper names no number of epochs; a time needs only a few.",
-        "One training at a time, whatever --jobs says. The first epoch, which also warms up, is left out if there are "
+        "One training at a time, regardless of --jobs. The first epoch, which also warms up, is left out if there are "
         "others.",
     ),
     setup=COST_SETUP,

@@ -45,7 +45,7 @@ ITEMS_PER_CLUSTER = 10  # at least, on average: twice the 5 that ESANS draws fro
 
 @dataclass(frozen=True)
 class SplitProtocol:
-    """How data is split and what is measured; by default as in XIR."""
+    """The split and the metrics of an experiment; by default those of XIR."""
 
     how: str = "random"
     valid: float = 0.0  # of the training part
@@ -298,7 +298,7 @@ def _sizes(data: Interactions) -> dict[str, int]:
 
 
 def train(plan: Reproduction, jobs: int = 1, listener: Listener | None = None) -> list[Failure]:
-    """Learn codes, tune, train and measure what is missing; return the failures, also kept in plan.failures."""
+    """Learn codes, tune, train and measure unfinished runs; return the failures, also kept in plan.failures."""
     listener = listener or Listener()
     check(plan)
     plan.failures.extend(learn_codes(plan, jobs, listener))

@@ -58,8 +58,8 @@ TABLE_2_CELLS, TABLE_4_CELLS = published_cells("xir", "table2"), published_cells
 RELEASE: dict[str, object] = {"form": "release"}
 RECIPES = {"SSL": "ssl", "SSL-Pop": "ssl_pop", "MNS": "mns", "G-Tower": "g_tower", "BIR": "bir", "XIR": "xir"}
 BY_COUNTS = (
-    "A data set counts as one of the paper's if its numbers of queries, items and interactions are equal, whatever its "
-    "name."
+    "A data set counts as one of the paper's if its numbers of queries, items and interactions are equal, "
+    "regardless of its name."
 )
 NOTES = (
     "NDCG is computed as in the released code, which discounts every rank after the first equally; the paper's figures "
@@ -367,7 +367,7 @@ def occurrence(run: Run, split: Split, device: str) -> dict[str, Any]:
 
 
 def occurrence_results(plan: Reproduction) -> Results:
-    """How often items of each popularity were drawn, beside their share of the interactions."""
+    """The share of each popularity bin among the drawn items, beside its share of the interactions."""
     rows: list[Row] = []
     findings = []
     drawn = {}
@@ -654,7 +654,7 @@ TABLE_5 = Experiment(
     (
         *NOTES,
         CLOSED,
-        "Half a batch is drawn from the batch, and as many from the cache whatever its size, as the text says.",
+        "Half a batch is drawn from the batch, and as many from a cache of any size, as the text says.",
         NO_FIGURES,
     ),
     chosen=("cache_size", "n"),
@@ -706,7 +706,7 @@ FIGURE_3 = Experiment(
         *NOTES,
         f"BIR draws here, as in the paper: in closed form |R_u| is only a weight. {NO_FIGURES}",
         "The time is that of the backward pass alone, of trained models, one at a time; the release times the same "
-        "without waiting for the GPU. Our counts are a matrix as wide as the batch, whatever |R_u| is.",
+        "without waiting for the GPU. Our counts are a matrix as wide as the batch for any |R_u|.",
     ),
     chosen=("n", "draw"),
     after=gradient_time,

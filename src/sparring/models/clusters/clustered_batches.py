@@ -16,7 +16,7 @@ from sparring.models.clusters.balanced import balanced_2means
 
 
 class ClusteredBatches(RandomBatches):
-    """Batches of whole clusters of similar queries, in random order: their positives are hard negatives of each other.
+    """Batches of complete clusters of similar queries, in random order: they have hard negatives for each other.
 
         order of an epoch = a random permutation of the clusters, each with its rows together, cut into slices
 

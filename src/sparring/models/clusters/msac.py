@@ -22,7 +22,7 @@ from sparring.models.clusters.stream import ModalityRows, Stream
 
 @dataclass(frozen=True)
 class Drift:
-    """How well codebooks still fit a catalogue.
+    """The fit of codebooks to a catalogue that has changed.
 
     `error` is the mean squared distance from a primary vector to its codeword. `outside` is the share of items farther
     from their codeword than 95 % of the items were when the codebooks were learned (0.05 if nothing has changed).
@@ -121,7 +121,7 @@ class MSAC:
     def drift(
         self, modalities: ModalityRows, known: Codes, ids: Vocabulary | None = None, progress: ClusterProgress = silent
     ) -> Drift:
-        """How well the codebooks fit the current items, compared with when they were learned; changes nothing."""
+        """Measure how well the codebooks fit the current items, compared with when they were learned."""
         self._check_learned()
         self._check_codes(known)
         stream = self._stream(modalities)

@@ -19,7 +19,7 @@ from sparring.models.clusters.stream import ModalityBatch
 
 @dataclass(frozen=True)
 class MSACSettings:
-    """How MSAC learns clusters; ROBUST is the default, LITERAL follows the paper's equations exactly.
+    """Settings of MSAC; ROBUST is the default, LITERAL follows the paper's equations exactly.
 
     replace(ROBUST, k_primary=100, dim=64)
     """

@@ -171,7 +171,7 @@ class Answering:
 def write_responses(jobs: Sequence[SearchJob], scores: np.ndarray, items: np.ndarray) -> list[bytes]:
     """The responses of a batch as JSON: per query its items with id, title, score and the requested columns.
 
-    Ids, titles and columns are looked up once for the whole batch.
+    Ids, titles and columns are looked up once per batch.
     """
     served, fields = jobs[0].served, jobs[0].fields
     present = items >= 0
@@ -205,7 +205,7 @@ def write_responses(jobs: Sequence[SearchJob], scores: np.ndarray, items: np.nda
 def _parsed(kind: type[_Q], body: bytes) -> _Q | None:
     try:
         return kind.model_validate_json(body)
-    except ValueError:  # the application reports what is wrong
+    except ValueError:  # the application reports the error
         return None
 
 
