@@ -164,7 +164,7 @@ def fill_up(training: Training, disk: Path, folder: Path, say: Callable[[str], N
                 file.write(b"\0" * 4096)
         except OSError:
             say("the disk is full")
-    while b"trying again" not in training.log.read_bytes():
+    while b"retrying" not in training.log.read_bytes():
         time.sleep(0.1)
     (disk / "filler").unlink()
     say("and has room again")
