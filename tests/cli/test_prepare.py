@@ -21,8 +21,9 @@ from sparring.cli import main
 from sparring.data import read, split
 from sparring.data.prepared import row_buckets
 from sparring.data.prepared.format import ColumnWriter
+from support.settings import quick_words
 
-QUICK = ["--quiet", "--device", "cpu", "--epochs", "1", "--set", "dim=4", "--set", "batch_size=64", "--set", "n=8"]
+QUICK = ["--quiet", *quick_words(dim=4, n=8)]
 
 
 @pytest.fixture

@@ -13,8 +13,9 @@ from sparring.losses import Fixed, sampled_softmax
 from sparring.negatives import InBatch, Negatives, Streaming
 from sparring.recipes.run import Setup, Term, compose
 from sparring.training.fitting import fit
+from support.settings import quick
 
-QUICK = Setup.of(dim=8, epochs=2, batch_size=64)
+QUICK = Setup.of(**quick(epochs=2))
 
 
 class ReadsPositives(Negatives):

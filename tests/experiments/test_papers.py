@@ -32,8 +32,9 @@ from sparring.experiments.papers.xir import DATA, TABLE_2_CELLS, TABLE_4_CELLS
 from sparring.recipes import RECIPES
 from sparring.training import trained
 from support.papers import metrics_of, result_json, run_here, run_json, table
+from support.settings import quick
 
-QUICK: dict[str, object] = {"epochs": 2, "batch_size": 128, "dim": 4}
+QUICK = quick(dim=4, epochs=2, batch_size=128)
 FAST = ["--epochs", "2", "--set", "batch_size=128", "--set", "dim=4", "--device", "cpu"]
 
 

@@ -20,9 +20,10 @@ from sparring.recipes import RECIPES
 from sparring.recipes.finding import find
 from sparring.recipes.settings import own_arguments, own_setup
 from sparring.recipes.setup import Setup
+from support.settings import quick
 
 pytest.importorskip("optuna")
-QUICK = Setup.of(dim=4, epochs=2, batch_size=128)
+QUICK = Setup.of(**quick(dim=4, epochs=2, batch_size=128))
 FIXED = {"n": 16}
 
 

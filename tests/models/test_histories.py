@@ -15,10 +15,11 @@ from sparring.data.interactions import Split, Vocabulary
 from sparring.recipes.settings import build
 from sparring.training import trained as runs
 from sparring.training.fitting import fit
+from support.settings import quick
 
 N_ITEMS = 40
 NAMES = ["a", "a,b", "b", *(f"c{at:02}" for at in range(N_ITEMS - 4)), "é"]  # in vocabulary order
-SMALL = {"dim": 8, "epochs": 1, "batch_size": 64}
+SMALL = quick()
 TOWERS: dict[str, dict[str, object]] = {
     "cosine": {"score": "cosine"},
     "dot": {"score": "dot", "tau": 1.0},

@@ -18,8 +18,9 @@ from sparring.recipes.settings import build
 from sparring.training import trained as runs
 from sparring.training.fitting import fit
 from sparring.training.step import training_step
+from support.settings import quick
 
-SMALL = {"dim": 6, "batch_size": 32, "epochs": 2, "item_bias": True, "init_std": 0.7}
+SMALL = quick(dim=6, batch_size=32, epochs=2, item_bias=True, init_std=0.7)
 
 
 def with_bias(model: Retriever) -> Tensor:

@@ -11,9 +11,10 @@ from sparring.recipes import RECIPES
 from sparring.recipes.settings import build
 from sparring.training import loop as training
 from sparring.training.cuda_graph import EAGER_STEPS, CudaGraphStep
+from support.settings import quick
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-QUICK = {"dim": 8, "epochs": 3, "batch_size": 16, "patience": None}  # a row may be one of the 60 queries
+QUICK = quick(epochs=3, batch_size=16, patience=None)  # a row may be one of the 60 queries
 NEEDS_MORE = {"shown"}  # need columns or files that the small world lacks
 
 

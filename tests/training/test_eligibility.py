@@ -19,8 +19,9 @@ from sparring.serving.export.lists import write_lists
 from sparring.serving.index import Index
 from sparring.training.fitting import fit
 from sparring.training.trained import Trained, load
+from support.settings import quick
 
-QUICK = {"dim": 6, "epochs": 2, "batch_size": 32}
+QUICK = quick(dim=6, epochs=2, batch_size=32)
 NEW_QUERIES, NEW_ITEMS = {17, 18, 19}, {3, 11, 14}  # nobody trains on them
 
 

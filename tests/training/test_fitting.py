@@ -30,8 +30,9 @@ from sparring.training import loop as training
 from sparring.training.fitting import fit
 from sparring.training.loop import TrainingProgress
 from sparring.training.trained import load
+from support.settings import quick
 
-QUICK: dict[str, Any] = {"dim": 8, "epochs": 3, "batch_size": 64, "patience": None}
+QUICK = quick(epochs=3, patience=None)
 USERS, ITEMS = 40, 20
 
 

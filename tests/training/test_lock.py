@@ -24,8 +24,9 @@ from sparring.recipes.settings import build
 from sparring.training.fitting import fit
 from sparring.training.folder import LOCK, delete_run
 from sparring.training.loop import TrainingProgress
+from support.settings import quick
 
-QUICK = {"dim": 8, "epochs": 2, "batch_size": 64}
+QUICK = quick(epochs=2)
 
 
 @pytest.fixture

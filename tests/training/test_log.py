@@ -13,8 +13,9 @@ from sparring.data.interactions import Split
 from sparring.data.synthetic_world import SyntheticWorld
 from sparring.recipes.settings import build
 from sparring.training.fitting import fit
+from support.settings import quick
 
-QUICK: dict[str, object] = {"dim": 8, "epochs": 1, "batch_size": 64}
+QUICK = quick()
 
 
 def test_warnings_only_by_default(parts: Split, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -27,9 +27,10 @@ from sparring.training import trained as runs
 from sparring.training.fitting import fit
 from sparring.training.folder import read_meta
 from sparring.training.loop import TrainingProgress
+from support.settings import quick
 from support.texts import text_parts, tiny_bert
 
-QUICK: dict[str, Any] = {"encoder": "bag", "dim": 8, "epochs": 2, "batch_size": 64, "warmup": 2}
+QUICK = quick(encoder="bag", epochs=2, warmup=2)
 pytestmark = pytest.mark.usefixtures("quick_texts")
 
 

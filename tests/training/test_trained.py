@@ -24,8 +24,9 @@ from sparring.data.synthetic_world import SyntheticWorld
 from sparring.recipes.settings import build
 from sparring.training.fitting import fit
 from sparring.training.trained import Trained, load
+from support.settings import quick
 
-QUICK = {"dim": 8, "epochs": 3, "batch_size": 64, "n": 16, "patience": None}
+QUICK = quick(epochs=3, n=16, patience=None)
 
 
 @pytest.fixture(scope="module")

@@ -22,8 +22,9 @@ from sparring.recipes.settings import build
 from sparring.training.fitting import fit
 from sparring.training.trained import load
 from sparring.training.warm_start import warm_start
+from support.settings import quick
 
-QUICK = {"dim": 6, "epochs": 2, "batch_size": 32}
+QUICK = quick(dim=6, epochs=2, batch_size=32)
 
 
 def days(users: range, items: range, seed: int) -> Interactions:
