@@ -53,12 +53,21 @@ FAST = (
 )
 
 
+MEDIUM = (
+    "core/test_workers.py",
+    "data/test_encoders.py",
+    "data/test_modality_sources.py",
+    "negatives/test_contract_rejects.py",
+)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark the tiers by path, and leave out contract tests that do not apply to a sampler instead of skipping them."""
     kept, dropped, inapplicable = [], [], {}
     for item in items:
         place = item.nodeid.removeprefix("tests/")
-        item.add_marker("slow" if place.startswith(SLOW) else "fast" if place.startswith(FAST) else "medium")
+        fast = place.startswith(FAST) and not place.startswith(MEDIUM)
+        item.add_marker("slow" if place.startswith(SLOW) else "fast" if fast else "medium")
         contract = getattr(item, "cls", None)
         if isinstance(contract, type) and issubclass(contract, NegativesContract):
             if contract not in inapplicable:

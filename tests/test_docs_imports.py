@@ -79,6 +79,6 @@ def test_only_public_names(where: str, text: str) -> None:
 def test_private_names_are_found() -> None:
     """A private module, a private name of a public package, and a private attribute are each reported."""
     assert private_names("from sparring.core.types import Bag") == ["sparring.core.types.Bag"]
-    assert private_names("from sparring.negatives import corrected") == ["sparring.negatives.corrected"]
+    assert private_names("from sparring.negatives import merged") == ["sparring.negatives.merged"]
     assert "sparring.cli" in private_names("import sparring\nsparring.cli.main()")
     assert private_names("from sparring.negatives import InBatch\nimport sparring\nsparring.read('x')") == []
