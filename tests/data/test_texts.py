@@ -176,6 +176,7 @@ def test_installed_packages_by_name(name: str, first: list[int]) -> None:
 
 def test_unknown_tokenizers_and_texts_are_named(tmp_path: Path) -> None:
     """A name, folder or file without a tokenizer and a value that is no text raise one-line errors."""
+    pytest.importorskip("tokenizers")
     (tmp_path / "bad.json").write_text(json.dumps({"a": 1}))
     wrong = (
         ("no-such-thing", "pip install no-such-thing"),

@@ -238,7 +238,8 @@ def kth_smallest(values: np.ndarray, k: int) -> np.generic:
             key = np.where(key >= sign, ~key, key | sign) if floats else key ^ sign
             if shift < 48:
                 key = key[key >> np.uint64(shift + 16) == prefix]
-            histogram += np.bincount((key >> np.uint64(shift)) & np.uint64(0xFFFF), minlength=1 << 16)
+            digits = ((key >> np.uint64(shift)) & np.uint64(0xFFFF)).astype(np.int64)
+            histogram += np.bincount(digits, minlength=1 << 16)
         below = np.cumsum(histogram)
         digit = int(np.searchsorted(below, k, side="right"))
         k -= int(below[digit - 1]) if digit else 0
