@@ -8,9 +8,6 @@ DEMO := $(VENV)/.sparring-demo
 READY := $(VENV)/.sparring-ready
 # Extras that the tests use for real. If one cannot be installed, its tests are skipped and say so.
 EXTRAS := text sentence-transformers images serve onnx milvus pgvector pgserver spark encoders
-empty :=
-comma := ,
-ALL_EXTRAS := $(subst $(empty) $(empty),$(comma),$(EXTRAS))
 # On CPUs TorchRec is installed without its dependencies: it requires the CUDA build of fbgemm, which needs CUDA to load.
 TORCHREC := torchrec==1.8.0 fbgemm-gpu-cpu==1.8.0
 TORCHREC_NEEDS := tensordict torchmetrics==1.0.3 tqdm pyre-extensions
@@ -32,8 +29,7 @@ $(DEMO): pyproject.toml
 
 $(READY): $(DEMO)
 	$(BIN)/python -m pip install --quiet --editable ".[dev]"
-	@$(BIN)/python -m pip install --quiet --editable ".[$(ALL_EXTRAS)]" || \
-	  for extra in $(EXTRAS); do $(BIN)/python -m pip install --quiet --editable ".[$$extra]" || echo "could not install $$extra: its tests are skipped"; done
+	@for extra in $(EXTRAS); do $(BIN)/python -m pip install --quiet --editable ".[$$extra]" || echo "could not install $$extra: its tests are skipped"; done
 	@$(BIN)/python -m pip install --quiet $(TORCHREC_NEEDS) && $(BIN)/python -m pip install --quiet --no-deps $(TORCHREC) || echo "could not install torchrec: its tests are skipped"
 	@touch $@
 
