@@ -48,8 +48,9 @@ def imported(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path} imports relatively"
             members = {f"{node.module}.{alias.name}" for alias in node.names}
-            names |= members & set(MODULES) or {str(node.module)}
-            names |= set() if members <= set(MODULES) else {str(node.module)}
+            names |= members
+            if not members <= set(MODULES):
+                names.add(str(node.module))
     return names
 
 
