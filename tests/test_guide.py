@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from importlib.util import find_spec
 from pathlib import Path
@@ -44,5 +45,8 @@ def test_python_of_a_page_runs(page: str, folder: Path, monkeypatch: pytest.Monk
         names |= {"in_stock": np.arange(40), "recalled": np.array([5])}
     blocks = re.findall(r"```python\n(.*?)```", (GUIDE / f"{page}.md").read_text(), re.DOTALL)
     assert blocks
-    for block in blocks:
-        exec(compile(block, f"{page}.md", "exec"), names)
+    try:
+        for block in blocks:
+            exec(compile(block, f"{page}.md", "exec"), names)
+    finally:
+        logging.getLogger("sparring").setLevel(logging.NOTSET)  # a page sets a level
