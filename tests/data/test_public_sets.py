@@ -139,12 +139,15 @@ def test_movielens_releases_load_from_their_own_layout(
     assert data.item_table["title"][2] == "Three"
 
 
-def test_lightgcn_sets_come_as_two_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """gowalla is train.txt and test.txt, read with the file's own split; file:// addresses work too."""
-    (tmp_path / "train.txt").write_text("0 1 2\n1 2\n")
-    (tmp_path / "test.txt").write_text("0 3\n1 1\n")
+def test_lightgcn_sets_come_as_two_files(
+    served: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gowalla is train.txt and test.txt, read with the file's own split."""
+    folder, url = served
+    (folder / "train.txt").write_text("0 1 2\n1 2\n")
+    (folder / "test.txt").write_text("0 3\n1 1\n")
     monkeypatch.setenv("SPARRING_HOME", str(tmp_path / "home"))
-    monkeypatch.setitem(PUBLIC_SETS, "gowalla", replace(PUBLIC_SETS["gowalla"], base=f"{tmp_path.as_uri()}/"))
+    monkeypatch.setitem(PUBLIC_SETS, "gowalla", replace(PUBLIC_SETS["gowalla"], base=f"{url}/"))
     data = load_set("gowalla")
     assert data.split is not None
     assert data.split.tolist() == [0, 0, 2, 2, 0]
@@ -185,3 +188,11 @@ def test_demo_set() -> None:
     assert data.item_table is not None
     assert data.item_table["title"].null_count() == 0
     assert "Fuel" not in data.item_table["department"]
+
+
+def test_only_web_addresses_are_fetched(tmp_path: Path) -> None:
+    """A file: address would read any file of this machine."""
+    (tmp_path / "secret").write_text("secret")
+    with pytest.raises(UserError, match="https://"):
+        fetch((tmp_path / "secret").as_uri(), tmp_path / "copy")
+    assert not (tmp_path / "copy").exists()

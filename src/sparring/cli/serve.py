@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from sparring.data.interactions import Split
     from sparring.training.trained import Trained
 
-TOKEN = "SPARRING_TOKEN"  # environment variable: every user of the machine could read a token on the command line
+# An environment variable: every user of the machine could read a token on the command line.
+TOKEN = "SPARRING_TOKEN"  # noqa: S105
 _LOOPBACK = {"127.0.0.1": "127.0.0.1", "localhost": "localhost", "::1": "[::1]"}
 
 

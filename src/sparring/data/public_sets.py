@@ -89,13 +89,15 @@ def fetch(
 
     The file appears only when it is complete and matches the md5, where one is given.
     """
+    if not url.startswith(("https://", "http://")):
+        raise UserError(f"{url} is not a web address: it must start with https:// or http://")
     if target.is_file():
         return target
     partial = target.with_name(target.name + ".part")
     sha256, checked, done = hashlib.sha256(), hashlib.md5(usedforsecurity=False), 0
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with urllib.request.urlopen(url, timeout=timeout) as response, open(partial, "wb") as file:
+        with urllib.request.urlopen(url, timeout=timeout) as response, open(partial, "wb") as file:  # noqa: S310
             length = response.headers.get("Content-Length")
             total = int(length) if length and length.isdigit() else None
             while chunk := response.read(_CHUNK):
