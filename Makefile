@@ -15,7 +15,7 @@ TORCHREC_NEEDS := tensordict torchmetrics==1.0.3 tqdm pyre-extensions
 # Threads sleep while they wait for each other: spinning, the default, is many times slower on a shared core.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: setup demo test test-fast test-slow check-min lint format docs bench clean
+.PHONY: setup demo test test-fast test-slow check-min lint format audit docs bench clean
 
 setup: $(READY)
 
@@ -64,6 +64,19 @@ check-min:
 	$(VENV)-min/bin/python -m pip install --quiet --no-deps --editable .
 	$(VENV)-min/bin/python .ci/oldest.py | xargs $(VENV)-min/bin/python -m pip install --quiet pytest pytest-timeout pytest-xdist hypothesis scipy
 	OMP_NUM_THREADS=1 $(VENV)-min/bin/python -m pytest -n $(JOBS) --dist loadgroup -m fast
+
+# Of an installation with the extras text and serve: a bill of materials (CycloneDX, build/sbom.json) and known
+# vulnerabilities. The latter need the network: without it pip-audit lists every package as not audited.
+# Bandit's rules over the source are part of lint.
+audit:
+	test -x $(VENV)-audit/bin/python || $(PYTHON) -m venv $(VENV)-audit
+	$(VENV)-audit/bin/python -m pip install --quiet cyclonedx-bom pip-audit
+	test -x $(VENV)-ship/bin/python || $(PYTHON) -m venv $(VENV)-ship
+	$(VENV)-ship/bin/python -m pip install --quiet "$(TORCH)"
+	$(VENV)-ship/bin/python -m pip install --quiet ".[text,serve]"
+	mkdir -p build
+	$(VENV)-audit/bin/cyclonedx-py environment --pyproject pyproject.toml --mc-type library --output-reproducible -o build/sbom.json $(VENV)-ship/bin/python
+	$(VENV)-audit/bin/pip-audit --path "$$($(VENV)-ship/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
 
 # The site, in build/site. It needs no network once the extra is installed; warnings are errors.
 docs: $(READY)
