@@ -40,7 +40,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     """JSON, arrays, tables and tensors are read back unchanged, from folders that did not exist."""
     folder = tmp_path / "new" / "folder"
     files.write_json(folder / "v.json", {"a": [1, 2.5, "é"]})
-    files.write_array(folder / "v.npy", np.arange(6).reshape(2, 3), shared=True)
+    files.write_array(folder / "v.npy", np.arange(6).reshape(2, 3))
     files.write_table(pl.DataFrame({"id": [3, 1]}), folder / "v.parquet")
     files.write_tensors(folder / "v.safetensors", {"codes.x": torch.arange(3)}, {"codes": {"k": 2}})
     assert files.read_json(folder / "v.json") == {"a": [1, 2.5, "é"]}

@@ -34,7 +34,7 @@ def item_vectors(model: Retriever, folder: Path) -> Tensor:
             return torch.from_numpy(cached)
     vectors = model.item_vectors().float().cpu()
     with suppress(OSError, UserError):  # a folder that cannot be written is no error: the vectors are computed again
-        files.write_array(path, vectors.numpy(), shared=True)
+        files.write_array(path, vectors.numpy())
         for old in set(path.parent.glob("items-*")) - {path}:  # of an earlier model
             old.unlink(missing_ok=True)
     return vectors
