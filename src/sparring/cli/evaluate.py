@@ -48,7 +48,7 @@ def evaluate(args: Namespace) -> int:
     from sparring.training import trained as runs
 
     device = pick_device(args.device)
-    trained = runs.load(args.run)
+    trained = runs.load(args.run, recipe=args.recipe, trust=args.trust)
     cutoffs = inputs.cutoffs_for(args.k, len(trained.ids.item_ids))
     data = inputs.read_recorded(trained.meta, args.run, args.data, inputs.columns(args))
     test, seen, counts, title, blank = _to_rank(trained, data, args)

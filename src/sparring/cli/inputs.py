@@ -6,6 +6,7 @@ import hashlib
 import re
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -164,7 +165,7 @@ def read_modalities(args: Namespace, split: Split) -> Modalities:
             cache=args.cache,
             device=args.device,
             progress=update,
-            run_vectors=run_vectors,
+            run_vectors=partial(run_vectors, recipe=args.recipe, trust=args.trust),
         )
     detail(args, *modalities.notes)
     return modalities

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sparring.cli.inputs import read_recorded, split_recorded
-from sparring.cli.parsing import Commands, count, seconds, size, whole
+from sparring.cli.parsing import Commands, add_code, count, seconds, size, whole
 from sparring.core.errors import UserError
 from sparring.core.extras import optional
 
@@ -29,6 +29,7 @@ def add_serve(commands: Commands) -> None:
     )
     text = "run folders written by `sparring train`; the first is the default"
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help=text)
+    add_code(parser)
     group = parser.add_argument_group("network")
     text = "address to listen on (default: 127.0.0.1, this machine only)"
     group.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help=text)
@@ -70,7 +71,7 @@ def serve(args: Namespace) -> int:
     if not local and token is None:
         log("open to the network", host=args.host, advice=f"set {TOKEN} or --token-file")
     store = Store(args.store or args.runs[0] / "serve" / "items.sqlite")
-    registry = RunRegistry(args.runs, store, args.root, log, args.as_given)
+    registry = RunRegistry(args.runs, store, args.root, log, args.as_given, args.recipe, args.trust)
     for folder in args.runs:
         if (folder / FILE).is_file():
             unused = "its classifiers, which `sparring recommend` and `evaluate` use"

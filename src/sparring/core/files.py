@@ -38,13 +38,15 @@ def write(path: Path, write_to: Callable[[Path], object], advice: str = "earlier
 
     The name beside it is random and new, so several processes can write the same file, and no link is followed.
     """
-    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    beside = _beside(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         mode = _create(beside)
         write_to(beside)
         with open(beside, "rb+") as file:
-            if stat.S_IMODE(os.fstat(file.fileno()).st_mode) != mode:  # safetensors makes a file that others cannot read
+            if (
+                stat.S_IMODE(os.fstat(file.fileno()).st_mode) != mode
+            ):  # safetensors makes a file that others cannot read
                 os.fchmod(file.fileno(), mode)
             os.fsync(file.fileno())
         os.replace(beside, path)
@@ -61,6 +63,11 @@ def write(path: Path, write_to: Callable[[Path], object], advice: str = "earlier
         raise UserError(f"cannot write {path}: {reason}; {advice}") from error
 
 
+def _beside(path: Path) -> Path:
+    """A new name for a temporary file, which nobody can foresee."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+
+
 def _create(path: Path) -> int:
     """Create an empty file, which must not exist; the mode that the umask gives it."""
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
@@ -68,6 +75,14 @@ def _create(path: Path) -> int:
         return stat.S_IMODE(os.fstat(handle).st_mode)
     finally:
         os.close(handle)
+
+
+def link(path: Path, to: Path) -> None:
+    """Make `to` a second name of a file; readers of `to` see the old file or this one."""
+    beside = _beside(to)
+    os.link(path, beside)
+    os.replace(beside, to)
+    beside.unlink(missing_ok=True)  # os.replace leaves it if both are links of one file, as after a kill
 
 
 def sweep(folder: Path) -> None:
