@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from sparring.data.interactions import Interactions, Split
     from sparring.data.modalities.modalities import Modalities
     from sparring.data.synthetic_world import SyntheticWorld
+    from sparring.recipes.finding import Recipe
     from sparring.recipes.run import Run
     from sparring.recipes.setup import Setup
 
@@ -250,7 +251,7 @@ def settings(args: Namespace, *short: str) -> dict[str, object]:
     return asked
 
 
-def build(name: str, data: Interactions, asked: Mapping[str, object], **setup: Setup | None) -> Run:
+def build(name: str | Recipe, data: Interactions, asked: Mapping[str, object], **setup: Setup | None) -> Run:
     """The run of a recipe, with a bar on a terminal while its texts are tokenised."""
     from sparring.data.texts.texts import reporting
     from sparring.recipes import settings

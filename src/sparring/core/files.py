@@ -14,7 +14,7 @@ import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -146,14 +146,22 @@ def write_json(path: Path, value: object) -> None:
 
 def read_json(path: Path, advice: str = "restore it from a copy") -> dict[str, Any]:
     """The object in a JSON file. A file that is missing or not JSON is an error, with advice."""
+    value = read_json_value(path, advice)
+    if not isinstance(value, dict):
+        raise UserError(f"{path} is corrupt: it holds no JSON object; {advice}")
+    return value
+
+
+def read_json_value(path: Path, advice: str = "restore it from a copy") -> Any:
+    """The value in a JSON file."""
     try:
         _check_regular(path)
         if path.stat().st_size > JSON_BYTES:
             raise ValueError(f"it has {path.stat().st_size:,} bytes, more than the {JSON_BYTES:,} of any such file")
-        return dict(json.loads(path.read_text(encoding="utf-8")))
+        return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise UserError(f"no such file: {path}; {advice}") from error
-    except (OSError, ValueError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise _unreadable(path, error, advice) from error
 
 
@@ -167,20 +175,18 @@ def write_array(path: Path, array: np.ndarray, advice: str = "earlier files are 
     write(path, save, advice)
 
 
-def read_array(
-    path: Path, dtype: npt.DTypeLike, mode: Literal["r", "c"] = "c", advice: str = "restore it from a copy"
-) -> np.ndarray:
-    """The array of a .npy file as a memory map: copy on write ("c"), as torch wants it, or read-only ("r")."""
+def read_array(path: Path, *dtypes: npt.DTypeLike, advice: str = "restore it from a copy") -> np.ndarray:
+    """The array of a .npy file, of one of these types, as a memory map: copy on write, as torch wants it."""
     try:
         _check_regular(path)
-        array = np.load(path, mmap_mode=mode, allow_pickle=False)
+        array = np.load(path, mmap_mode="c", allow_pickle=False)
     except FileNotFoundError as error:
         raise UserError(f"no such file: {path}; {advice}") from error
     except Exception as error:  # numpy parses the header as a Python literal, which fails in many ways
         raise _unreadable(path, error, advice) from error
-    if not isinstance(array, np.ndarray) or array.dtype != dtype:
+    if not isinstance(array, np.ndarray) or array.dtype not in dtypes:
         held = f"{array.dtype} numbers" if isinstance(array, np.ndarray) else "several arrays"
-        raise UserError(f"{path} is corrupt: it holds {held}, not {np.dtype(dtype)}; {advice}")
+        raise UserError(f"{path} is corrupt: it holds {held}, not {np.dtype(dtypes[0])}; {advice}")
     return array
 
 

@@ -89,7 +89,7 @@ class CheckpointManager:
         if self.sharded and folder is not None and isinstance(ranks, Group):
             _ = ranks.aside  # created here: all ranks must do so together, and threads are not in step
         self.best: dict[str, Tensor] | None = None  # the best model, without a folder
-        self.unwritten: tuple[int, dict[str, Tensor | Rows]] | None = None  # the best epoch and its model
+        self.unwritten: tuple[int, dict[str, Tensor]] | None = None  # the best epoch and its model
         self.random: dict[str, Tensor] = {}  # states of the global generators at the checkpoint
         self.writer = BackgroundWriter()
         self.copies = Copies(), Copies()  # of the best model and of the state
@@ -113,7 +113,7 @@ class CheckpointManager:
         elif self.sharded or self.ranks.rank == 0:
             self.writer.wait()  # it may still be writing the previous best
             place = self._place()
-            self.unwritten = epoch, self._spread(self.copies[0].take(self._model(), place))
+            self.unwritten = epoch, self.copies[0].take(self._model(), place)
             if place == "nowhere":
                 self._write_best()
 
@@ -193,7 +193,7 @@ class CheckpointManager:
         assert self.folder is not None
         (epoch, tensors), self.unwritten = self.unwritten, None
         if self.sharded:
-            write_tables(self.folder / best_tables(epoch), tensors, self.ranks)
+            write_tables(self.folder / best_tables(epoch), self._spread(tensors), self.ranks)
         else:
             files.write_tensors(self.folder / "model.safetensors", tensors, {"epoch": epoch})
 
@@ -236,8 +236,8 @@ class CheckpointManager:
         except (ValueError, KeyError, TypeError, RuntimeError, IndexError) as error:
             raise UserError(f"{path} does not fit this run: {first_line(error)}") from error
         if self.sharded:
-            tables = files.inside(self.folder, state.tables)
-            read_tables(tables, self._spread(self._model() | self._sums()), self.ranks)
+            place = files.inside(self.folder, state.tables)
+            read_tables(place, self._spread(self._model() | self._sums()), self.ranks)
         return state
 
     def _model(self) -> dict[str, Tensor]:

@@ -35,7 +35,8 @@ def load_for_diagnosis(
 ) -> Run:
     """A run from its folder: the towers of the chosen epoch, or of the checkpoint, and the checkpoint's other state.
 
-    A recipe that is not part of Sparring must be given or trusted, as in `load`. Without a checkpoint, the caches and memories of its negatives are refilled (see `warm_up`).
+    A recipe that is not part of Sparring must be given or trusted, as in `load`. Without a checkpoint, the caches and
+    memories of its negatives are refilled (see `warm_up`).
     """
     meta = read_meta(folder)
     setup = parse_setup(meta["setup"])
