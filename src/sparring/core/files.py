@@ -179,7 +179,9 @@ def read_array(path: Path, *dtypes: npt.DTypeLike, advice: str = "restore it fro
     """The array of a .npy file, of one of these types, as a memory map: copy on write, as torch wants it."""
     try:
         _check_regular(path)
-        array = np.load(path, mmap_mode="c", allow_pickle=False)
+        array: Any = np.load(path, mmap_mode="c", allow_pickle=False)
+        if isinstance(array, np.memmap) and path.stat().st_size != array.offset + array.nbytes:
+            raise ValueError(f"it has {path.stat().st_size:,} bytes, and its header describes {array.nbytes:,}")
     except FileNotFoundError as error:
         raise UserError(f"no such file: {path}; {advice}") from error
     except Exception as error:  # numpy parses the header as a Python literal, which fails in many ways
@@ -276,9 +278,9 @@ def read_section(path: AnyPath, name: str) -> tuple[dict[str, Tensor], dict[str,
             meta = json.loads((file.metadata() or {}).get("state", "{}"))
     except (OSError, ValueError, RecursionError, safetensors.SafetensorError) as error:
         raise UserError(f"{path} is not a readable safetensors file: {first_line(error)}") from error
-    if not tensors or name not in meta:
+    if not tensors or not isinstance(meta, dict) or not isinstance(meta.get(name), dict):
         raise UserError(f"{path} holds no {name}: give a file that `sparring cluster` wrote")
-    return {key.removeprefix(f"{name}."): tensor for key, tensor in tensors.items()}, dict(meta[name])
+    return {key.removeprefix(f"{name}."): tensor for key, tensor in tensors.items()}, meta[name]
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:

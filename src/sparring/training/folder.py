@@ -59,6 +59,7 @@ from sparring.training.step import describe_batch
 
 log = logging.getLogger(__name__)
 
+SEEN = "seen.safetensors"
 FORMAT = 2  # of run.json and the files beside it; Sparring 0.1 wrote none
 LOCK = ".lock"
 TEXT_FOLDERS = ("encoder", "query_encoder", "item_encoder", "query_texts", "item_texts")
@@ -195,7 +196,7 @@ def write_start(
     data.save_ids(folder)
     if model is not None:
         _write_encoders(folder, model, setup, weights=False)
-    files.write_tensors(folder / "seen.safetensors", seen_tensors(data, seen, test, model, warm))
+    files.write_tensors(folder / SEEN, seen_tensors(data, seen, test, model, warm))
     files.write_json(folder / "run.json", {"format": FORMAT, **meta, "setup": dataclasses.asdict(setup)})
 
 
@@ -317,7 +318,7 @@ def read_run(
     meta, ids = read_meta(folder), Ids.load(folder)
     path = folder / "model.safetensors"
     tensors, _ = files.read_tensors(path)
-    eligibility = Eligibility.read(files.read_tensors(folder / "seen.safetensors")[0])
+    eligibility = read_eligibility(folder, ids)
     own = model is not None
     if model is None and meta.get("towers"):
         model = _custom_model(folder, meta, ids, eligibility.seen, recipe, trust)
@@ -337,6 +338,15 @@ def read_run(
         hint = "if its Setup does not describe the model, pass that: sparring.load(folder, model=...)"
         raise UserError(f"{error}; {hint}") from error
     return model.eval(), ids, eligibility, meta
+
+
+def read_eligibility(folder: Path, ids: Ids) -> Eligibility:
+    """The items that the queries of a run have taken, and its untrained ids."""
+    tensors = files.read_tensors(folder / SEEN)[0]
+    try:
+        return Eligibility.read(tensors, len(ids.query_ids), len(ids.item_ids))
+    except ValueError as error:
+        raise UserError(f"{folder / SEEN} does not fit this run: {error}; train it again") from error
 
 
 # Custom towers

@@ -96,6 +96,8 @@ class TextEncoder:
         """The tokenizer and the model in evaluation mode on the device, read on first use."""
         if self._loaded is None:
             transformers = text_library("transformers")
+            if not (self.folder / "tokenizer.json").is_file():
+                raise UserError(f"cannot load the text encoder in {self.folder}: it has no tokenizer.json")
             transformers.utils.logging.disable_progress_bar()
             logging.getLogger("transformers").setLevel(logging.ERROR)  # it warns about unused heads in many lines
             try:
@@ -153,14 +155,13 @@ def text_folder(where: str) -> Path:
 def check_encoder(folder: Path) -> None:
     """Refuse a folder with which transformers would run code that is not its own, or read weights from elsewhere.
 
-    Weights must be safetensors inside the folder, and the tokenizer a tokenizer.json.
+    Weights must be safetensors inside the folder.
     """
-    for name in ("config.json", "tokenizer.json"):
-        if not (folder / name).is_file():
-            raise UserError(f"{folder} holds no text encoder that can be read: it has no {name}")
+    if not (folder / "config.json").is_file():
+        raise UserError(f"{folder} holds no text encoder: it has no config.json")
     if (folder / "adapter_config.json").is_file():
         raise UserError(f"{folder} is an adapter of another model: give a folder with the complete model")
-    for file in sorted(folder.rglob("*config.json")):
+    for file in sorted({*folder.rglob("config.json"), *folder.rglob("tokenizer_config.json")}):
         for key, value in _entries(_settings(file)):
             if key in ("auto_map", "quantization_config", "transformers_weights"):
                 raise UserError(

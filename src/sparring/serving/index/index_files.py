@@ -134,7 +134,7 @@ def sha256(path: Path) -> str:
 
 def _save(path: Path, array: np.ndarray) -> None:
     with open(path, "wb") as file:
-        np.save(file, np.asarray(array))
+        np.save(file, np.asarray(array), allow_pickle=False)
 
 
 def _named_files(folder: Path) -> set[str]:
