@@ -1,4 +1,4 @@
-"""Folders from strangers: every reader refuses a trap in one line, runs nothing, and reads nothing outside the folder."""
+"""Folders from strangers: every reader refuses a trap in one line, runs nothing, and reads nothing outside them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import os
 import pickle
 import shutil
 import signal
-import stat
 import struct
 import sys
 import zipfile
@@ -21,9 +20,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 import pytest
-import safetensors.torch
 import torch
-from support.settings import quick_words
 
 import sparring
 from sparring.cli.main import execute, main
@@ -41,6 +38,7 @@ from sparring.recipes.settings import build
 from sparring.serving.index.run_index import build_index, open_index
 from sparring.training import run_vectors, shards
 from sparring.training.warm_start import warm_start
+from support.settings import quick_words
 
 Reader = Callable[[Path], object]
 
@@ -208,7 +206,14 @@ def readers(made: Path) -> dict[str, dict[str, Reader]]:
 
 # The files that a reader needs; it may open a folder without the others
 NEEDED = {
-    "run": ["run.json", "model.safetensors", "seen.safetensors", "query_ids.parquet", "item_ids.parquet"],
+    "run": [
+        "run.json",
+        "model.safetensors",
+        "seen.safetensors",
+        "query_ids.parquet",
+        "item_ids.parquet",
+        "checkpoint.safetensors",
+    ],
     "run/index": ["index.json", "vectors-*.npy", "ids-*.npy"],
     "prepared": ["prepared.json", "queries.npy", "items.npy", "start.npy", "item_ids.parquet"],
     "texts": ["texts.npy", "start.npy", "tokens.npy"],
@@ -217,6 +222,8 @@ NEEDED = {
     "codes": ["codes.safetensors"],
 }
 FILES = [(kind, name) for kind, names in NEEDED.items() for name in names]
+# Resuming and diagnosing build the ids from the data again; only they read the checkpoint.
+TRAINING = {"run.json", "model.safetensors", "checkpoint.safetensors"}
 LINKED = ("run", "run/index", "prepared")  # folders that people exchange: no link may lead out of them
 
 
@@ -287,16 +294,268 @@ def test_every_reader_refuses_a_trap_in_any_file(
         path = next(folder.glob(pattern))
         traps(guarded)[trap](path)
         for name, reader in readers[kind].items():
-            with_ids = pattern.endswith("ids.parquet") and name in ("diagnose", "resume")
-            if with_ids and trap not in ("link", "fifo", "device"):  # these two rebuild the ids from the data
+            training = name in ("resume", "diagnose")
+            unread = pattern not in TRAINING if training else pattern == "checkpoint.safetensors"
+            if kind == "run" and unread and trap not in ("link", "fifo", "device"):  # these lock all of the folder
                 continue
-            if (
-                pattern == "seen.safetensors"
-                and name in ("diagnose", "resume")
-                and trap not in ("link", "fifo", "device")
-            ):
-                continue
-            if name == "resume" and pattern == "model.safetensors" and trap not in ("link", "fifo", "device"):
-                continue  # the checkpoint has it
             line = guarded.refuses(reader, folder)
-            assert str(folder) in line or str(folder.parent) in line, (kind, pattern, name, line)
+            assert str(folder.parent if kind == "run/index" else folder) in line
+            assert trap != "link" or "leads out" in line
+
+
+@pytest.mark.parametrize("towers", [True, False])
+def test_no_recipe_that_a_folder_names_is_imported(
+    towers: bool, copied: Callable[[str], Path], readers: dict[str, dict[str, Reader]], guarded: Guarded
+) -> None:
+    """A file, a module beside the command, a package, a path that leads back, or an installed recipe: none is imported.
+    Readers that need the recipe refuse; the others build the towers from the settings."""
+    folder = copied("run")
+    (folder / "evil.py").write_text(EVIL)
+    meta = json.loads((folder / "run.json").read_text())
+    for recipe in (
+        f"{folder}/evil.py:recipe", "evil:recipe", "evilpackage.inner:recipe", "/proc/self/cwd/../run/evil.py:recipe",
+        "evil", "evil.py:recipe", "os:system", "\x1b[2J:recipe", "a\nb:c",
+    ):  # fmt: skip
+        named = {"towers": {"query": "evil:Tower", "item": "evil:Tower"}} if towers else {}
+        (folder / "run.json").write_text(json.dumps({**meta, "recipe": recipe, **named}))
+        for name, reader in readers["run"].items():
+            if towers or name in ("resume", "diagnose"):
+                line = guarded.refuses(reader, folder)
+                assert "not part of Sparring" in line
+                assert line.isprintable()
+            else:
+                with guarded.watched():
+                    reader(folder)
+
+
+def test_only_the_caller_chooses_the_code(copied: Callable[[str], Path], guarded: Guarded) -> None:
+    """trust=True imports the recipe that run.json names, and so does the caller's own recipe: the watch sees both."""
+    folder = copied("run")
+    meta = json.loads((folder / "run.json").read_text())
+    towers = {"towers": {"query": "evil:Tower", "item": "evil:Tower"}}
+    for how in ({"trust": True}, {"recipe": "evil:recipe"}):
+        (folder / "run.json").write_text(json.dumps({**meta, "recipe": "evil:recipe", **towers}))
+        with pytest.raises(AssertionError, match="ran"), guarded.watched():
+            with pytest.raises(UserError):
+                sparring.load(folder, **how)  # type: ignore[arg-type]
+        guarded.canary.unlink()
+        for name in [name for name in sys.modules if "evil" in name]:
+            del sys.modules[name]
+
+
+@pytest.mark.parametrize("name", ["../outside/x", "/etc/passwd", "..", "", "a/../b", 5, None, "x\0y"])
+def test_names_in_descriptions_are_plain(
+    name: object, copied: Callable[[str], Path], readers: dict[str, dict[str, Reader]], guarded: Guarded
+) -> None:
+    """index.json, prepared.json, the index of shards and a checkpoint cannot name a file outside their folder."""
+    index, prepared, tables = copied("run") / "index", copied("prepared"), copied("tables")
+    meta = json.loads((index / "index.json").read_text())
+    meta["files"]["vectors"]["name"] = name
+    (index / "index.json").write_text(json.dumps(meta))
+    guarded.refuses(readers["run/index"]["index"], index)
+    meta = json.loads((prepared / "prepared.json").read_text())
+    meta["files"] = {str(name): {"bytes": 5}, **meta["files"]}
+    (prepared / "prepared.json").write_text(json.dumps(meta))
+    guarded.refuses(readers["prepared"]["read"], prepared)
+    meta = json.loads((tables / "index.json").read_text())
+    meta["shards"][0]["name"] = name
+    (tables / "index.json").write_text(json.dumps(meta))
+    guarded.refuses(readers["tables"]["shards"], tables)
+    if name:
+        run = copied("run")
+        tensors, state = files.read_tensors(run / "checkpoint.safetensors")
+        files.write_tensors(run / "checkpoint.safetensors", tensors, {**state, "tables": name})
+        guarded.refuses(readers["run"]["resume"], run)
+
+
+def test_folders_that_are_links(
+    copied: Callable[[str], Path], readers: dict[str, dict[str, Reader]], guarded: Guarded, tmp_path: Path
+) -> None:
+    """A sub-folder that is a link out of the run is refused; a link to a run, or between its files, is not."""
+    folder = copied("run")
+    (tmp_path / "named").symlink_to(folder)
+    (folder / "again.json").symlink_to("run.json")
+    with guarded.watched():
+        sparring.load(tmp_path / "named")
+    shutil.move(folder / "index", guarded.outside / "index")
+    (folder / "index").symlink_to(guarded.outside / "index")
+    for reader in (*readers["run"].values(), open_index):
+        assert "leads out" in guarded.refuses(reader, folder)
+
+
+@pytest.mark.parametrize("value", [None, 7, "x", [], {}, [[]], 1e300, True])
+def test_descriptions_of_other_types(
+    value: object, copied: Callable[[str], Path], readers: dict[str, dict[str, Reader]], guarded: Guarded
+) -> None:
+    """Any value of run.json replaced by one of another type: the run opens all the same, or one line refuses it."""
+    folder = copied("run")
+    meta = json.loads((folder / "run.json").read_text())
+    changed = [{**meta, key: value} for key in meta]
+    changed += [{**meta, "setup": {**meta["setup"], key: value}} for key in meta["setup"]]
+    changed += [{**meta, "source": {**meta["source"], key: value}} for key in meta["source"]]
+    for each in changed:
+        (folder / "run.json").write_text(json.dumps(each))
+        for name in ("load", "evaluate", "diagnose"):
+            lines = []
+            with guarded.watched():
+                try:
+                    readers["run"][name](folder)
+                except UserError as error:
+                    lines = str(error).splitlines()
+            assert len(lines) <= 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda t: {**t, "items": t["items"] + 10**6},
+        lambda t: {**t, "items": t["items"] - 10},
+        lambda t: {**t, "start": t["start"] * 1000},
+        lambda t: {**t, "start": t["start"].flip(0)},
+        lambda t: {**t, "start": t["start"][:-1]},
+        lambda t: {**t, "start": t["start"].float()},
+        lambda t: {**t, "untrained_items": torch.tensor([-5])},
+        lambda t: {"items": t["items"]},
+        lambda t: {},
+    ],
+)
+def test_lists_that_point_elsewhere(
+    change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]],
+    copied: Callable[[str], Path],
+    guarded: Guarded,
+) -> None:
+    """Offsets and ids outside the run are refused: a kernel would read other memory with them."""
+    folder = copied("run")
+    tensors, meta = files.read_tensors(folder / "seen.safetensors")
+    files.write_tensors(folder / "seen.safetensors", {k: t.contiguous() for k, t in change(tensors).items()}, meta)
+    assert "seen.safetensors" in guarded.refuses(sparring.load, folder)
+
+
+# Parquet and .npz
+
+
+def varint(value: int) -> bytes:
+    """A number as Parquet's footer writes it: zigzag, seven bits per byte."""
+    value, out = 2 * value, b""
+    while value > 127:
+        out, value = out + bytes([value & 127 | 128]), value >> 7
+    return out + bytes([value])
+
+
+def test_tables_with_hostile_metadata(
+    copied: Callable[[str], Path],
+    readers: dict[str, dict[str, Reader]],
+    guarded: Guarded,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ids whose footer promises 2^40 rows, ids that are lists or structures, and a few bytes that unfold to more rows
+    than fit into memory are refused."""
+    folder = copied("run")
+    path = folder / "item_ids.parquet"
+    n = len(files.read_table(path))
+    content = path.read_bytes()
+    size = struct.unpack("<I", content[-8:-4])[0]
+    body, footer = content[: -8 - size], content[-8 - size : -8]
+    footer = footer.replace(varint(n), varint(2**40))
+    path.write_bytes(body + footer + struct.pack("<I", len(footer)) + b"PAR1")
+    guarded.refuses(sparring.load, folder)
+    for ids in ([[1], [2]], [{"a": 1}, {"a": 2}], [b"x", b"y"], [None, None], [1.5, 2.5]):
+        pl.DataFrame({"id": ids}).write_parquet(path)
+        guarded.refuses(sparring.load, folder)
+    pl.DataFrame({"id": np.zeros(2_000_000, dtype=np.int64)}).write_parquet(path)
+    assert path.stat().st_size < 2**20
+    monkeypatch.setattr(files, "machine_bytes", lambda: 2**20)
+    assert "memory" in guarded.refuses(sparring.load, folder)
+
+
+def test_archives_that_unfold(tmp_path: Path, guarded: Guarded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An .npz whose arrays promise more than they hold, unfold to more than the memory, or hold objects is refused."""
+    from sparring.data.formats import xc
+
+    def member(shape: tuple[int, ...], content: bytes, descr: str = "<i4") -> bytes:
+        head = io.BytesIO()
+        np.lib.format.write_array_header_1_0(head, {"descr": descr, "fortran_order": False, "shape": shape})
+        return head.getvalue() + content
+
+    zeros = bytes(2**24)
+    path = tmp_path / "labels.npz"
+    for name, content in {
+        "promise": member((2**45,), b"1234"),
+        "overflow": member((2**62, 2**62), b""),
+        "negative": member((-(2**40),), b"1234"),
+        "objects": member((1,), pickle.dumps(Bomb()), "|O"),
+        "bomb": member((2**22,), zeros),
+        "no array": pickle.dumps(Bomb()),
+    }.items():
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+            archive.writestr("indices.npy", content)
+        if name == "bomb":
+            monkeypatch.setattr(xc, "machine_bytes", lambda: 2**20)
+        assert "labels.npz" in guarded.refuses(xc.read_labels, path), name
+
+
+# Text encoders
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a random BERT of one layer."""
+    transformers = pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp("encoders") / "tiny"
+    folder.mkdir()
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "red", "shoe"]
+    (folder / "vocab.txt").write_text("\n".join(words))
+    shape = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    transformers.BertModel(transformers.BertConfig(vocab_size=len(words), **shape)).save_pretrained(folder)
+    transformers.BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(folder)
+    return folder
+
+
+def put(folder: Path, name: str, **entries: object) -> None:
+    """Add entries to a JSON file of a folder."""
+    path = folder / name
+    path.write_text(json.dumps({**(json.loads(path.read_text()) if path.is_file() else {}), **entries}))
+
+
+def without_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    torch.save(Bomb(), folder / "pytorch_model.bin")
+
+
+def in_another_format(folder: Path) -> None:
+    without_weights(folder)
+    put(folder, "model.safetensors.index.json", metadata={}, weight_map={"embeddings": "pytorch_model.bin"})
+
+
+def slow_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+    put(folder, "tokenizer_config.json", tokenizer_class="TransfoXLTokenizer")
+    (folder / "vocab.pkl").write_bytes(pickle.dumps(Bomb()))
+
+
+ENCODERS: dict[str, Callable[[Path], object]] = {
+    "remote model": lambda folder: put(folder, "config.json", auto_map={"AutoModel": "evil.Model"}),
+    "remote part": lambda folder: put(folder, "config.json", text_config={"auto_map": {"AutoModel": "evil.Model"}}),
+    "remote tokenizer": lambda folder: put(folder, "tokenizer_config.json", auto_map={"AutoTokenizer": "evil.T"}),
+    "kernel of the hub": lambda folder: put(folder, "config.json", attn_implementation="evil/kernel"),
+    "weights elsewhere": lambda folder: put(folder, "config.json", transformers_weights="../x.safetensors"),
+    "quantizer": lambda folder: put(folder, "config.json", quantization_config={"quant_method": "evil"}),
+    "adapter": lambda folder: put(folder, "adapter_config.json", base_model_name_or_path="evil/model"),
+    "module": lambda folder: (folder / "modules.json").write_text('[{"path": "", "type": "evil.Module"}]'),
+    "pickled weights": without_weights,
+    "weights in another format": in_another_format,
+    "weights outside": lambda folder: put(folder, "model.safetensors.index.json", weight_map={"a": "../b.safetensors"}),
+    "slow tokenizer": slow_tokenizer,
+}
+
+
+@pytest.mark.parametrize("trap", ENCODERS)
+def test_encoders_bring_no_code(trap: str, tiny: Path, tmp_path: Path, guarded: Guarded) -> None:
+    """An encoder that names code, weights that are not safetensors or a slow tokenizer is refused in one line."""
+    folder = Path(shutil.copytree(tiny, tmp_path / "encoder"))
+    with guarded.watched():
+        TextEncoder(folder, "cpu").load()
+    (folder / "evil.py").write_text(EVIL)
+    ENCODERS[trap](folder)
+    guarded.refuses(lambda place: TextEncoder(place, "cpu").load(), folder)
+    guarded.refuses(load_encoder, folder)

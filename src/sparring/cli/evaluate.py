@@ -101,7 +101,7 @@ def _to_rank(trained: Trained, data: Interactions, args: Namespace) -> tuple[Any
     import numpy as np
 
     record = trained.meta.get("source") or {}
-    same = record and inputs.fingerprint(data) == record["fingerprint"]
+    same = record and inputs.fingerprint(data) == record.get("fingerprint")
     if same and data.item_ids.ids.equals(trained.ids.item_ids.ids):
         parts = inputs.split_recorded(data, trained.meta, args.run)
         part = parts.test if args.part == "test" else parts.valid

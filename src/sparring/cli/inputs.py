@@ -195,12 +195,23 @@ def recorded(meta: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     record = meta.get("source") or {}
     if "data" not in record:
         raise UserError(f"{folder / 'run.json'} does not record where its data came from: give --data")
+    rule = record.get("split") if isinstance(record.get("split"), dict) else {}
+    parts = [(rule, {"how": str, "valid": (int, float), "test": (int, float), "seed": int})]
+    parts += [(record, {"data": str, "columns": dict, "fingerprint": str, "k": list})]
+    for part, kinds in parts:
+        for name, kind in kinds.items():
+            if not isinstance(part.get(name), kind) or (part is rule and len(rule) != len(kinds)):
+                raise UserError(
+                    f"{folder / 'run.json'} is corrupt: its source has no usable {name}; train the run again"
+                )
+    for name in record["columns"].keys() - {*COLUMNS, "min_rating", "items", "queries"}:
+        raise UserError(f"{folder / 'run.json'} is corrupt: its source has the column {name!r}; train the run again")
     return dict(record)
 
 
 def read_recorded(meta: Mapping[str, Any], folder: Path, where: str | None, given: Mapping[str, Any]) -> Interactions:
     """The data of a run, read as in its training; or other data, if `where` is another place."""
-    if where is not None and (not meta.get("source") or _place(where) != meta["source"]["data"]):
+    if where is not None and _place(where) != (meta.get("source") or {}).get("data"):
         return read_data(where, given)
     record = recorded(meta, folder)
     if "/" in record["data"] and not Path(record["data"]).exists():
