@@ -335,9 +335,8 @@ def test_only_the_caller_chooses_the_code(copied: Callable[[str], Path], guarded
     towers = {"towers": {"query": "evil:Tower", "item": "evil:Tower"}}
     for how in ({"trust": True}, {"recipe": "evil:recipe"}):
         (folder / "run.json").write_text(json.dumps({**meta, "recipe": "evil:recipe", **towers}))
-        with pytest.raises(AssertionError, match="ran"), guarded.watched():
-            with pytest.raises(UserError):
-                sparring.load(folder, **how)  # type: ignore[arg-type]
+        with pytest.raises(AssertionError, match="ran"), guarded.watched(), pytest.raises(UserError):
+            sparring.load(folder, **how)  # type: ignore[arg-type]
         guarded.canary.unlink()
         for name in [name for name in sys.modules if "evil" in name]:
             del sys.modules[name]

@@ -6,6 +6,7 @@ their length with their own header before it reads the rest.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -131,6 +132,8 @@ def _check_regular(path: Path) -> None:
 
 def _unreadable(path: Path, error: BaseException, advice: str) -> UserError:
     """The error of a file that cannot be opened, or whose content is wrong."""
+    if isinstance(error, PermissionError):  # polars and safetensors leave strerror out
+        return UserError(f"cannot read {path}: {os.strerror(errno.EACCES)}")
     if isinstance(error, OSError) and error.strerror:
         return UserError(f"cannot read {path}: {error.strerror}")
     return UserError(f"{path} is corrupt: {first_line(error)}; {advice}")
