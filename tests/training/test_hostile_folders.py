@@ -37,8 +37,9 @@ from sparring.models.encoders import load_encoder, open_encoder, save_encoder
 from sparring.recipes.settings import build
 from sparring.serving.index.run_index import build_index, open_index
 from sparring.training import run_vectors, shards
+from sparring.training.folder import hold
 from sparring.training.warm_start import warm_start
-from support.settings import quick_words
+from support.settings import effort, quick_words
 
 Reader = Callable[[Path], object]
 
@@ -189,6 +190,8 @@ def readers(made: Path) -> dict[str, dict[str, Reader]]:
     }
     if find_spec("fastapi") is not None:
         runs["serve"] = served
+    for name in effort(("evaluate", "export", "vectors of a run"), ()):  # they open a run as `recommend` does
+        del runs[name]
     empty = {"x": torch.zeros(6, 2), "y": torch.tensor(0)}
     return {
         "run": runs,
@@ -382,6 +385,47 @@ def test_folders_that_are_links(
         assert "leads out" in guarded.refuses(reader, folder)
 
 
+def test_nothing_is_written_through_a_link(
+    copied: Callable[[str], Path], readers: dict[str, dict[str, Reader]], guarded: Guarded
+) -> None:
+    """A lock, a temporary file or a store that is a link out of the run is refused; its target keeps its content."""
+    victim = guarded.outside / "victim"
+    victim.write_text("SECRET")
+    for name in (".lock", ".checkpoint.safetensors.0123abcd.tmp", "serve/items.sqlite", "encoder"):
+        folder = copied("run")
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(guarded.outside if name == "encoder" else victim)
+        guarded.refuses(readers["run"]["resume"], folder)
+        guarded.refuses(lambda folder: execute(["serve", str(folder), "--port", "0"]), folder)
+        if name == ".lock":
+            guarded.refuses(lambda folder: hold(folder), folder)
+        assert victim.read_text() == "SECRET"
+
+
+def test_sizes_that_take_all_memory(copied: Callable[[str], Path], guarded: Guarded) -> None:
+    """Settings that promise larger tables than the model file holds are refused before memory is taken."""
+    folder = copied("run")
+    meta = json.loads((folder / "run.json").read_text())
+    meta["setup"]["model"]["dim"] = 10**12
+    (folder / "run.json").write_text(json.dumps(meta))
+    assert "too short" in guarded.refuses(sparring.load, folder)
+
+
+@pytest.mark.parametrize("state", [[], "x", 5, {"tables": 7}, {"epoch": "x", "done": []}])
+def test_states_of_other_types(
+    state: object, copied: Callable[[str], Path], readers: dict[str, dict[str, Reader]], guarded: Guarded
+) -> None:
+    """A checkpoint whose state is no object, or has other fields, is refused."""
+    folder = copied("run")
+    tensors, _ = files.read_tensors(folder / "checkpoint.safetensors")
+    files.write_tensors(folder / "checkpoint.safetensors", tensors, state)  # type: ignore[arg-type]
+    if not state:
+        content = (folder / "checkpoint.safetensors").read_bytes().replace(b'"state":"{}"', b'"state":"[]"')
+        (folder / "checkpoint.safetensors").write_bytes(content)
+    assert str(folder) in guarded.refuses(readers["run"]["resume"], folder)
+
+
 @pytest.mark.parametrize("value", [None, 7, "x", [], {}, [[]], 1e300, True])
 def test_descriptions_of_other_types(
     value: object, copied: Callable[[str], Path], readers: dict[str, dict[str, Reader]], guarded: Guarded
@@ -394,7 +438,7 @@ def test_descriptions_of_other_types(
     changed += [{**meta, "source": {**meta["source"], key: value}} for key in meta["source"]]
     for each in changed:
         (folder / "run.json").write_text(json.dumps(each))
-        for name in ("load", "evaluate", "diagnose"):
+        for name in readers["run"].keys() & {"load", "evaluate", "diagnose"}:
             lines = []
             with guarded.watched():
                 try:

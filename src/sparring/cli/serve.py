@@ -11,6 +11,7 @@ from sparring.cli.inputs import read_recorded, split_recorded
 from sparring.cli.parsing import Commands, add_code, count, seconds, size, whole
 from sparring.core.errors import UserError
 from sparring.core.extras import optional
+from sparring.core.files import check_folder
 
 if TYPE_CHECKING:
     from sparring.data.interactions import Split
@@ -66,6 +67,7 @@ def serve(args: Namespace) -> int:
     for folder in args.runs:
         if not folder.is_dir():
             raise UserError(f"no such run folder: {folder}")
+        check_folder(folder)  # before the store in it is opened
     token, log = _token(args.token_file), EventLog(os.fdopen(os.dup(2), "wb"), requests=not args.quiet)
     local = args.host in _LOOPBACK
     if not local and token is None:

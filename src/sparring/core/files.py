@@ -231,14 +231,22 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         content = path.read_bytes()
         tensors = safetensors.torch.load(content)
         header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-        return tensors, json.loads(header.get("__metadata__", {}).get("state", "{}"))
+        return tensors, _state(header.get("__metadata__"))
 
 
 def map_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """As read_tensors, through a memory map: pages are read as tensors are used."""
     with _reading(path), safetensors.safe_open(path, "pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        return tensors, json.loads((file.metadata() or {}).get("state", "{}"))
+        return tensors, _state(file.metadata())
+
+
+def _state(metadata: Mapping[str, str] | None) -> dict[str, Any]:
+    """The JSON value that `write_tensors` put into a file."""
+    value = json.loads((metadata or {}).get("state", "{}"))
+    if not isinstance(value, dict):
+        raise ValueError("its metadata is no JSON object")
+    return value
 
 
 @contextmanager

@@ -233,6 +233,10 @@ class CheckpointManager:
                 else {}
             )
             state = State(**fields)
+            for name, default in vars(State()).items():
+                value, kind = getattr(state, name), (int, float) if isinstance(default, float) else type(default)
+                if not isinstance(value, kind):
+                    raise TypeError(f"its {name} is {value!r:.80}")
         except (ValueError, KeyError, TypeError, RuntimeError, IndexError) as error:
             raise UserError(f"{path} does not fit this run: {first_line(error)}") from error
         if self.sharded:

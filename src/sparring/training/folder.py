@@ -103,8 +103,10 @@ def hold(folder: Path) -> Lock:
         ) from error
     except OSError as error:
         raise UserError(f"cannot write {folder / LOCK}: {error.strerror}") from error
-    for part in (folder, *(folder / name for name in TEXT_FOLDERS)):
-        files.sweep(part)
+    files.sweep(folder)
+    for name in TEXT_FOLDERS:
+        if not (folder / name).is_symlink():
+            files.sweep(folder / name)
     return lock
 
 
@@ -329,6 +331,10 @@ def read_run(
             if not {"query.start", "query.items"} <= tensors.keys():
                 raise UserError(f"{path} does not fit this run: it has no histories for the history tower")
             past = Histories(tensors["query.start"], tensors["query.items"])
+        if setup.model.item_tower == "id" and not setup.model.item_features:
+            shape = f"{len(ids.item_ids):,} x {setup.model.dim:,}"
+            if 4 * setup.model.dim * len(ids.item_ids) > path.stat().st_size:  # before memory is taken for it
+                raise UserError(f"{path} does not fit this run: it is too short for an item table of {shape} numbers")
         model = build_towers(setup, ids, past, folder)
     try:
         files.load_tensors(model, tensors, path)
