@@ -40,7 +40,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     """JSON, arrays, tables and tensors are read back unchanged, from folders that did not exist."""
     folder = tmp_path / "new" / "folder"
     files.write_json(folder / "v.json", {"a": [1, 2.5, "é"]})
-    files.write_array(folder / "v.npy", np.arange(6).reshape(2, 3), shared=True)
+    files.write_array(folder / "v.npy", np.arange(6).reshape(2, 3))
     files.write_table(pl.DataFrame({"id": [3, 1]}), folder / "v.parquet")
     files.write_tensors(folder / "v.safetensors", {"codes.x": torch.arange(3)}, {"codes": {"k": 2}})
     assert files.read_json(folder / "v.json") == {"a": [1, 2.5, "é"]}
@@ -119,3 +119,91 @@ def test_hints_of_errors() -> None:
     assert first_line(ValueError("  a\nb")) == "a"
     assert first_line(ValueError()) == "ValueError"
     assert len(first_line(ValueError("x" * 999))) == 200
+
+
+def test_modes_follow_the_umask(tmp_path: Path) -> None:
+    """Every kind of file can be read by those whom the umask lets, also one that safetensors writes."""
+    before = os.umask(0o027)
+    try:
+        files.write_json(tmp_path / "a.json", {})
+        files.write_array(tmp_path / "a.npy", np.arange(3))
+        files.write_table(pl.DataFrame({"id": [1]}), tmp_path / "a.parquet")
+        files.write_tensors(tmp_path / "a.safetensors", {"x": torch.arange(3)})
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o640}
+
+
+def test_a_planted_link_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A temporary name differs for every write, and one that exists, even as a link, is not written through."""
+    names = []
+
+    def write(beside: Path) -> None:
+        names.append(beside.name)
+        beside.write_text("new")
+
+    for _ in range(20):
+        files.write(tmp_path / "a", write)
+    assert len(set(names)) == 20
+    monkeypatch.setattr(files.secrets, "token_hex", lambda n: "0" * 2 * n)
+    victim = tmp_path / "victim"
+    victim.write_text("old")
+    (tmp_path / ".a.00000000.tmp").symlink_to(victim)
+    with pytest.raises(UserError, match="File exists"):
+        files.write(tmp_path / "a", write)
+    assert victim.read_text() == "old"
+
+
+def test_leftovers_of_killed_writers_are_swept(tmp_path: Path) -> None:
+    """`sweep` deletes temporary files by their exact form, and nothing else."""
+    kept = [".hidden.tmp", "a.tmp", ".a.0123.tmp", ".a.0123456g.tmp"]
+    for name in [*kept, ".run.json.0123abcd.tmp"]:
+        (tmp_path / name).write_text("")
+    files.sweep(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(kept)
+
+
+def test_a_file_of_another_user_is_not_called_corrupt() -> None:
+    """A file that the user may not read is an error of permission."""
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as place:
+        os.chmod(place, 0o755)
+        folder, me = Path(place), os.geteuid()
+        files.write_json(folder / "a.json", {})
+        files.write_array(folder / "a.npy", np.arange(3))
+        files.write_table(pl.DataFrame({"id": [1]}), folder / "a.parquet")
+        files.write_tensors(folder / "a.safetensors", {"x": torch.arange(3)})
+        for path in folder.iterdir():
+            path.chmod(0)
+        if me == 0:
+            os.seteuid(65534)
+        try:
+            for read, name in (
+                (files.read_json, "a.json"),
+                (lambda path: files.read_array(path, np.int64), "a.npy"),
+                (files.read_table, "a.parquet"),
+                (files.read_tensors, "a.safetensors"),
+                (files.map_tensors, "a.safetensors"),
+            ):
+                with pytest.raises(UserError, match="Permission denied") as error:
+                    read(folder / name)  # type: ignore[operator]
+                assert "corrupt" not in str(error.value)
+        finally:
+            os.seteuid(me)
+
+
+@pytest.mark.parametrize("extra", [-1, 1, 2**36])
+def test_tensors_have_the_length_of_their_header(tmp_path: Path, extra: int) -> None:
+    """A safetensors file or an array that is shorter or longer than its header says is refused before it is read."""
+    for name, write, read in (
+        ("a.safetensors", lambda path: files.write_tensors(path, {"x": torch.arange(300)}), files.read_tensors),
+        ("b.safetensors", lambda path: files.write_tensors(path, {"x": torch.arange(300)}), files.map_tensors),
+        ("a.npy", lambda path: files.write_array(path, np.arange(300)), lambda path: files.read_array(path, np.int64)),
+    ):
+        path = tmp_path / name
+        write(path)
+        read(path)  # type: ignore[operator]
+        os.truncate(path, path.stat().st_size + extra)
+        with pytest.raises(UserError, match=name):
+            read(path)  # type: ignore[operator]

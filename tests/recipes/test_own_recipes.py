@@ -23,6 +23,7 @@ import torch
 import sparring
 from sparring.cli.main import main, parser
 from sparring.core import files
+from sparring.core.errors import UserError
 from sparring.data.synthetic_world import make_world
 from sparring.recipes import finding, settings
 from sparring.testing import NegativesContract
@@ -138,7 +139,8 @@ def test_resume_is_as_if_never_stopped(
     stopped(place, place / "mine.py", out)
     capsys.readouterr()
     monkeypatch.chdir(tmp_path)
-    assert main(["train", "--resume", "--quiet", "--device", "cpu", "--out", "run"]) == 0
+    recipe = f"{place}/mine.py:loss_tilted"
+    assert main(["train", "--resume", "--quiet", "--device", "cpu", "--out", "run", "--recipe", recipe]) == 0
     assert capsys.readouterr().err == ""
     one, other = (files.read_tensors(folder / "model.safetensors")[0] for folder in (trained, out))
     assert all(torch.equal(one[name], other[name]) for name in one)
@@ -159,7 +161,8 @@ def test_resume_warns_of_a_changed_file(
         (out / "run.json").write_text(json.dumps(meta))
     file.write_text(f"{FILE}\n# changed\n")
     capsys.readouterr()
-    assert main(["train", "--resume", "--quiet", "--device", "cpu", "--out", str(out)]) == 0
+    words = ["train", "--resume", "--quiet", "--device", "cpu", "--out", str(out)]
+    assert main([*words, "--recipe", f"{file}:loss_tilted"]) == 0
     warning = capsys.readouterr().err
     assert (f"{file.resolve()} has changed" in warning) == recorded
     assert warning.count("\n") == recorded
@@ -186,7 +189,7 @@ def test_evaluate_recommend_and_diagnose(
         "--json",
     ]
     capsys.readouterr()
-    assert main(["diagnose", "runs/mine", *words]) == 0
+    assert main(["diagnose", "runs/mine", "--recipe", "mine.py:loss_tilted", *words]) == 0
     found = json.loads(capsys.readouterr().out)["samplers"]
     assert [row["sampler"] for row in found] == ["own", "uns", "loss_tilted", "layered"]
 
@@ -229,10 +232,10 @@ def test_compare_in_processes_of_their_own(
 
 
 def test_towers_of_ones_own_are_named_and_built_again(
-    place: Path, monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str]
+    place: Path, monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Custom towers of a recipe are named in run.json and the card, and the folder loads on its own. For composed ones
-    the error names the missing argument."""
+    """Custom towers of a recipe are named in run.json and the card, and the caller's recipe, or the folder's if it is
+    trusted, builds them again. For composed ones the error names the missing argument."""
     monkeypatch.chdir(place)
     words = [
         "train",
@@ -250,9 +253,17 @@ def test_towers_of_ones_own_are_named_and_built_again(
     kind = f"{(place / 'mine.py').resolve()}:Layered"
     assert meta["towers"] == {"query": kind, "item": kind}
     assert "`Layered` query tower, `Layered` item tower" in Path("runs/layered/README.md").read_text()
-    lists = sparring.load("runs/layered").recommend([1003, 1004], k=5)
+    assert 'recipe="FILE.py:layered"' in Path("runs/layered/README.md").read_text()
+    lists = sparring.load("runs/layered", recipe="mine.py:layered").recommend([1003, 1004], k=5)
     assert len(lists) == 10
-    assert main(["evaluate", "runs/layered", "--json"]) == 0
+    caplog.clear()
+    assert sparring.load("runs/layered", trust=True).recommend([1003, 1004], k=5).equals(lists)
+    assert f"importing {place.resolve()}/mine.py:layered" in caplog.text
+    assert main(["evaluate", "runs/layered", "--json", "--recipe", "mine.py:layered"]) == 0
+    assert main(["evaluate", "runs/layered", "--json", "--trust"]) == 0
+    with pytest.raises(UserError, match="--trust") as error:
+        sparring.load("runs/layered")
+    assert error.value.argument == "recipe"
 
     parts = sparring.split(sparring.read("interactions.parquet"), "random", valid=0.1, test=0.2, seed=0)
     layered = finding.find("mine.py:layered")
@@ -266,7 +277,7 @@ def test_towers_of_ones_own_are_named_and_built_again(
 def test_a_folder_brings_no_code_along(
     place: Path, tmp_path: Path, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A recipe inside the run folder, or at a relative path, is not imported when the folder is used."""
+    """No recipe that run.json names is imported when the folder is used, wherever its file is."""
     monkeypatch.chdir(tmp_path)
     words = [
         "train",
@@ -282,14 +293,16 @@ def test_a_folder_brings_no_code_along(
     evil = tmp_path / "run" / "evil.py"
     evil.write_text(f"open({str(tmp_path / 'was here')!r}, 'w')\n" + FILE)
     meta = json.loads(Path("run/run.json").read_text())
-    for name in (f"{evil}:layered", "run/evil.py:layered", "./mine.py:layered"):
+    (tmp_path / "evil.py").write_text(evil.read_text())
+    inside = "/proc/self/cwd/run/evil.py:layered"
+    for name in (f"{evil}:layered", "run/evil.py:layered", inside, "evil:layered", "evil.sub:layered", "evil"):
         Path("run/run.json").write_text(json.dumps({**meta, "recipe": name}))
         for command in (
             ["recommend", "run", "--query", "1003"],
             ["train", "--resume", "--out", "run"],
             ["diagnose", "run", "--samplers", "own"],
         ):
-            refused(command, "which is not imported", name)
+            refused(command, "not part of Sparring", name)
     assert not (tmp_path / "was here").exists()
 
 
@@ -318,12 +331,13 @@ def test_diagnose_a_run_made_in_python(
     sparring.fit(sparring.build("mine.py:loss_tilted", parts.train, setup), parts, "runs/python", device="cpu")
     words = ["--samplers", "own,uns", "--queries", "20", "--draws", "3", "--device", "cpu"]
     refused(["diagnose", "runs/python", *words], "give --data")
+    words += ["--recipe", "mine.py:loss_tilted"]
     assert main(["diagnose", "runs/python", "--data", "interactions.parquet", *words]) == 0
     pl.DataFrame({"user_id": [1, 2], "item_id": [1, 2]}).write_parquet("other.parquet")
     refused(["diagnose", "runs/python", "--data", "other.parquet", *words], "other.parquet holds no training pair")
     run = finding.find("mine.py:loss_tilted")(parts.train, sparring.Setup.of(dim=4, epochs=1), n=8)
     sparring.fit(run, parts, "runs/custom", device="cpu")
-    refused(["diagnose", "runs/custom", "--data", "interactions.parquet", *words], "composed in Python")
+    refused(["diagnose", "runs/custom", "--data", "interactions.parquet", *words[:-2]], "composed in Python")
 
 
 @pytest.mark.parametrize("page", ["compare", "diagnose"])

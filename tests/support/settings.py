@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+import os
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 def quick(**changes: Any) -> dict[str, Any]:
@@ -16,6 +19,11 @@ def quick_words(**changes: Any) -> list[str]:
     epochs = settings.pop("epochs")
     words = ["--device", "cpu", "--epochs", str(epochs)]
     return words + [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
+
+
+def effort(quick: T, full: T) -> T:
+    """The length of a proof: `full` if the environment variable SPARRING_PROOF is "full", else `quick`."""
+    return full if os.environ.get("SPARRING_PROOF") == "full" else quick
 
 
 QUICK = quick()

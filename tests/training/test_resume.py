@@ -244,13 +244,16 @@ def test_killed_by_the_system_and_resumed(parts: Split, tmp_path: Path) -> None:
         def saved() -> bool:
             return checkpoint.exists() and checkpoint.stat().st_mtime != before
 
+        def writing(name: str) -> bool:
+            return any(killed.glob(f".{name}.*.tmp"))
+
         moments: list[tuple[Callable[[], bool], float]] = [
             (lambda: (killed / "query_ids.parquet").exists(), 0.0),
-            (lambda: (killed / "checkpoint.safetensors.tmp").exists(), 0.0),
+            (lambda: writing("checkpoint.safetensors"), 0.0),
             (saved, draw.uniform(0, 0.06)),
-            (lambda: saved() and (killed / "model.safetensors.tmp").exists(), 0.0),
+            (lambda: saved() and writing("model.safetensors"), 0.0),
             (saved, draw.uniform(0, 0.06)),
-            (lambda: saved() and (killed / "checkpoint.safetensors.tmp").exists(), draw.uniform(0, 0.01)),
+            (lambda: saved() and writing("checkpoint.safetensors"), draw.uniform(0, 0.01)),
         ]
         for until, delay in moments[:4] + 4 * moments[4:]:
             before = checkpoint.stat().st_mtime if checkpoint.exists() else 0.0

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, get_type_hints
 
 import sparring.cli.inputs as inputs
-from sparring.cli.parsing import Commands, add_device, add_quiet, add_set, command_line, count, whole
+from sparring.cli.parsing import Commands, add_code, add_device, add_quiet, add_set, command_line, count, whole
 from sparring.cli.screen import detail, progress, show
 from sparring.core.errors import UserError, did_you_mean
 
@@ -33,6 +33,7 @@ def add_cluster(commands: Commands) -> None:
     inputs.add_data(parser, required=True)
     inputs.add_split(parser)
     inputs.add_modalities(parser)
+    add_code(parser, "recipe of the run of behaviour:RUN, if it is your own: FILE.py:FUNCTION")
     group = parser.add_argument_group("clusters")
     text = "literal follows the paper's equations exactly (default: robust)"
     group.add_argument("--preset", choices=("robust", "literal"), help=text)

@@ -71,7 +71,7 @@ def diagnose(args: Namespace) -> int:
     meta = read_meta(args.run)
     parts = _parts(args, meta)
     world = inputs.world(args.data or meta["source"]["data"])
-    own = opponents.load_for_diagnosis(args.run, parts, device)
+    own = opponents.load_for_diagnosis(args.run, parts, device, args.recipe, args.trust)
     sample = diagnosis.SampleSize(min(args.queries, len(parts.train)), args.draws, args.seed)
     how = {"queries": args.queries, "draws": args.draws, "seed": args.seed, "world": world}
     measured = []
@@ -96,19 +96,16 @@ def _parts(args: Namespace, meta: dict[str, Any]) -> Split:
     """The run's data, split as in its training; if that is not recorded, the pairs of --data that it was trained on."""
     import numpy as np
 
-    from sparring.core.files import read_tensors
-    from sparring.core.types import Positives
     from sparring.data.interactions import Ids, Split
     from sparring.data.pairs import pair_keys
-    from sparring.training.folder import seen_interactions
+    from sparring.training.folder import read_eligibility, seen_interactions
 
     if args.data is None or (meta.get("source") or {}).get("data"):
         record = inputs.recorded(meta, args.run)
         data = inputs.read_recorded(meta, args.run, args.data, record["columns"])
         return inputs.split_recorded(data, meta, args.run, args.data)
     given, ids = inputs.read_data(args.data, {}), Ids.load(args.run)
-    tensors, _ = read_tensors(args.run / "seen.safetensors")
-    pairs = seen_interactions(ids, Positives(tensors["start"], tensors["items"]))
+    pairs = seen_interactions(ids, read_eligibility(args.run, ids).seen)
     queries = ids.query_ids.encode(given.query_ids.ids)[given.queries]
     items = ids.item_ids.encode(given.item_ids.ids)[given.items]
     known = (queries >= 0) & (items >= 0)

@@ -48,7 +48,7 @@ def evaluate(args: Namespace) -> int:
     from sparring.training import trained as runs
 
     device = pick_device(args.device)
-    trained = runs.load(args.run)
+    trained = runs.load(args.run, recipe=args.recipe, trust=args.trust)
     cutoffs = inputs.cutoffs_for(args.k, len(trained.ids.item_ids))
     data = inputs.read_recorded(trained.meta, args.run, args.data, inputs.columns(args))
     test, seen, counts, title, blank = _to_rank(trained, data, args)
@@ -101,7 +101,7 @@ def _to_rank(trained: Trained, data: Interactions, args: Namespace) -> tuple[Any
     import numpy as np
 
     record = trained.meta.get("source") or {}
-    same = record and inputs.fingerprint(data) == record["fingerprint"]
+    same = record and inputs.fingerprint(data) == record.get("fingerprint")
     if same and data.item_ids.ids.equals(trained.ids.item_ids.ids):
         parts = inputs.split_recorded(data, trained.meta, args.run)
         part = parts.test if args.part == "test" else parts.valid

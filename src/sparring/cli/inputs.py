@@ -6,6 +6,7 @@ import hashlib
 import re
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from sparring.data.interactions import Interactions, Split
     from sparring.data.modalities.modalities import Modalities
     from sparring.data.synthetic_world import SyntheticWorld
+    from sparring.recipes.finding import Recipe
     from sparring.recipes.run import Run
     from sparring.recipes.setup import Setup
 
@@ -164,7 +166,7 @@ def read_modalities(args: Namespace, split: Split) -> Modalities:
             cache=args.cache,
             device=args.device,
             progress=update,
-            run_vectors=run_vectors,
+            run_vectors=partial(run_vectors, recipe=args.recipe, trust=args.trust),
         )
     detail(args, *modalities.notes)
     return modalities
@@ -193,12 +195,23 @@ def recorded(meta: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     record = meta.get("source") or {}
     if "data" not in record:
         raise UserError(f"{folder / 'run.json'} does not record where its data came from: give --data")
+    rule = record.get("split") if isinstance(record.get("split"), dict) else {}
+    parts = [(rule, {"how": str, "valid": (int, float), "test": (int, float), "seed": int})]
+    parts += [(record, {"data": str, "columns": dict, "fingerprint": str, "k": list})]
+    for part, kinds in parts:
+        for name, kind in kinds.items():
+            if not isinstance(part.get(name), kind) or (part is rule and len(rule) != len(kinds)):
+                raise UserError(
+                    f"{folder / 'run.json'} is corrupt: its source has no usable {name}; train the run again"
+                )
+    for name in record["columns"].keys() - {*COLUMNS, "min_rating", "items", "queries"}:
+        raise UserError(f"{folder / 'run.json'} is corrupt: its source has the column {name!r}; train the run again")
     return dict(record)
 
 
 def read_recorded(meta: Mapping[str, Any], folder: Path, where: str | None, given: Mapping[str, Any]) -> Interactions:
     """The data of a run, read as in its training; or other data, if `where` is another place."""
-    if where is not None and (not meta.get("source") or _place(where) != meta["source"]["data"]):
+    if where is not None and _place(where) != (meta.get("source") or {}).get("data"):
         return read_data(where, given)
     record = recorded(meta, folder)
     if "/" in record["data"] and not Path(record["data"]).exists():
@@ -249,7 +262,7 @@ def settings(args: Namespace, *short: str) -> dict[str, object]:
     return asked
 
 
-def build(name: str, data: Interactions, asked: Mapping[str, object], **setup: Setup | None) -> Run:
+def build(name: str | Recipe, data: Interactions, asked: Mapping[str, object], **setup: Setup | None) -> Run:
     """The run of a recipe, with a bar on a terminal while its texts are tokenised."""
     from sparring.data.texts.texts import reporting
     from sparring.recipes import settings

@@ -74,6 +74,17 @@ def command_line(args: argparse.Namespace) -> str:
 
 def add_run(group: OptionGroup) -> None:
     group.add_argument("run", type=Path, metavar="RUN", help="run folder written by `sparring train`")
+    add_code(group)
+
+
+def add_code(group: OptionGroup, text: str = "recipe of the run, if it is your own: FILE.py:FUNCTION") -> None:
+    group.add_argument("--recipe", metavar="NAME", help=text)
+    add_trust(group)
+
+
+def add_trust(group: OptionGroup) -> None:
+    text = "import the recipe that the run folder names: it runs code, so only for folders of people you trust"
+    group.add_argument("--trust", action="store_true", help=text)
 
 
 def add_device(group: OptionGroup) -> None:

@@ -58,7 +58,7 @@ def recommend(args: Namespace) -> int:
     if args.all or args.out or args.index:
         return _recommend_all(args)
     k = args.k or 10
-    trained = runs.load(args.run)
+    trained = runs.load(args.run, recipe=args.recipe, trust=args.trust)
     if args.text:
         best = trained.recommend_text(args.text, k, args.ranking)
     elif args.history:
@@ -104,7 +104,7 @@ def _recommend_all(args: Namespace) -> int:
     check_file(args.out)
     if args.index and args.ranking == "fused":
         raise UserError("an index holds the vectors of the towers alone: omit --index for --ranking fused")
-    trained = runs.load(args.run)
+    trained = runs.load(args.run, recipe=args.recipe, trust=args.trust)
     index = open_index(args.run) if args.index else None
     if index is not None:
         note_towers(trained)

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sparring.cli.inputs import read_recorded, split_recorded
-from sparring.cli.parsing import Commands, count, seconds, size, whole
+from sparring.cli.parsing import Commands, add_code, count, seconds, size, whole
 from sparring.core.errors import UserError
 from sparring.core.extras import optional
+from sparring.core.files import check_folder
 
 if TYPE_CHECKING:
     from sparring.data.interactions import Split
@@ -30,6 +31,7 @@ def add_serve(commands: Commands) -> None:
     )
     text = "run folders written by `sparring train`; the first is the default"
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help=text)
+    add_code(parser)
     group = parser.add_argument_group("network")
     text = "address to listen on (default: 127.0.0.1, this machine only)"
     group.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help=text)
@@ -66,12 +68,13 @@ def serve(args: Namespace) -> int:
     for folder in args.runs:
         if not folder.is_dir():
             raise UserError(f"no such run folder: {folder}")
+        check_folder(folder)  # before the store in it is opened
     token, log = _token(args.token_file), EventLog(os.fdopen(os.dup(2), "wb"), requests=not args.quiet)
     local = args.host in _LOOPBACK
     if not local and token is None:
         log("open to the network", host=args.host, advice=f"set {TOKEN} or --token-file")
     store = Store(args.store or args.runs[0] / "serve" / "items.sqlite")
-    registry = RunRegistry(args.runs, store, args.root, log, args.as_given)
+    registry = RunRegistry(args.runs, store, args.root, log, args.as_given, args.recipe, args.trust)
     for folder in args.runs:
         if (folder / FILE).is_file():
             unused = "its classifiers, which `sparring recommend` and `evaluate` use"

@@ -16,6 +16,7 @@ from sparring.cli.parsing import (
     add_device,
     add_quiet,
     add_set,
+    add_trust,
     count,
     cutoffs,
     number,
@@ -64,6 +65,7 @@ def add_train(commands: Commands) -> None:
     group.add_argument("--out", type=Path, metavar="FOLDER", help="run folder (default: runs/RECIPE)")
     text = "continue an interrupted run, to the same result as an uninterrupted one; no setting can change"
     group.add_argument("--resume", action="store_true", help=text)
+    add_trust(group)
     text = "delete the run in FOLDER and its index first; the changes in FOLDER/serve are kept"
     group.add_argument("--overwrite", action="store_true", help=text)
     text = "also write TensorBoard curves to FOLDER/tensorboard"
@@ -208,7 +210,11 @@ def _resumed(args: Namespace, folder: Path) -> tuple[Run, Split, dict[str, Any],
     warm = meta.get("warm", {}).get("run")
     if args.warm is not None and str(args.warm.resolve()) != warm:
         raise fixed(f"--warm {warm}" if warm else "no warm start", f"--warm {args.warm}")
-    recorded, recipe, base = parse_setup(meta["setup"]), recipe_of(folder, meta), inputs.base_setup(args)
+    recorded, recipe, base = (
+        parse_setup(meta["setup"]),
+        recipe_of(folder, meta, args.recipe, args.trust),
+        inputs.base_setup(args),
+    )
     asked = _settings(args)
     setup, arguments = resolve(find(recipe), asked, base, recorded if base is None else None)
     if base is not None and setup != recorded:

@@ -1,18 +1,24 @@
 """Atomic files: written beside their target and renamed, so that a kill or a full disk leaves the previous version.
 
-Tensors are stored as safetensors: nothing executable is ever loaded.
+Tensors are stored as safetensors: nothing executable is ever loaded. A reader opens regular files only, and compares
+their length with their own header before it reads the rest.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
+import secrets
+import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import polars as pl
 import safetensors
 import safetensors.torch
@@ -20,22 +26,29 @@ import torch
 from torch import Tensor, nn
 
 from sparring.core.errors import UserError, first_line
+from sparring.core.memory_usage import machine_bytes
 
 AnyPath = str | os.PathLike[str]
 
+JSON_BYTES = 64 * 2**20  # the longest JSON file, and the longest header of a safetensors file, that is read
+_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
 
-def write(
-    path: Path, write_to: Callable[[Path], object], advice: str = "earlier files are untouched", shared: bool = False
-) -> None:
+
+def write(path: Path, write_to: Callable[[Path], object], advice: str = "earlier files are untouched") -> None:
     """Write a file beside its target, flush it to disk, then rename it: readers see the old file or the new one.
 
-    `shared`: other processes may write the same file at the same time.
+    The name beside it is random and new, so several processes can write the same file, and no link is followed.
     """
-    beside = path.with_name(f"{path.name}.{os.getpid()}.tmp" if shared else f"{path.name}.tmp")
+    beside = _beside(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        mode = _create(beside)
         write_to(beside)
         with open(beside, "rb+") as file:
+            if (
+                stat.S_IMODE(os.fstat(file.fileno()).st_mode) != mode
+            ):  # safetensors makes a file that others cannot read
+                os.fchmod(file.fileno(), mode)
             os.fsync(file.fileno())
         os.replace(beside, path)
     except BaseException as error:  # an interrupt must not leave a partial file either
@@ -51,6 +64,81 @@ def write(
         raise UserError(f"cannot write {path}: {reason}; {advice}") from error
 
 
+def _beside(path: Path) -> Path:
+    """A new name for a temporary file, which nobody can foresee."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+
+
+def _create(path: Path) -> int:
+    """Create an empty file, which must not exist; the mode that the umask gives it."""
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
+    try:
+        return stat.S_IMODE(os.fstat(handle).st_mode)
+    finally:
+        os.close(handle)
+
+
+def link(path: Path, to: Path) -> None:
+    """Make `to` a second name of a file; readers of `to` see the old file or this one."""
+    beside = _beside(to)
+    os.link(path, beside)
+    os.replace(beside, to)
+    beside.unlink(missing_ok=True)  # os.replace leaves it if both are links of one file, as after a kill
+
+
+def sweep(folder: Path) -> None:
+    """Delete the temporary files of killed writers; only the holder of the folder's lock may do so."""
+    for path in folder.glob(".*.tmp"):
+        if _TEMPORARY.fullmatch(path.name):
+            path.unlink(missing_ok=True)
+
+
+# Folders from elsewhere
+
+
+def check_folder(folder: Path) -> None:
+    """Refuse a folder that holds a link out of it, a device, a FIFO or a socket, at any depth.
+
+    To open one would read a file of somebody else, or wait forever.
+    """
+    root = folder.resolve()
+    for parent, folders, names in os.walk(folder):
+        for path in (Path(parent, name) for name in (*folders, *names)):
+            try:
+                mode = path.stat().st_mode
+                inside = not path.is_symlink() or path.resolve().is_relative_to(root)
+            except (FileNotFoundError, PermissionError):  # a dangling link, or deleted since: reading it says so
+                continue
+            except (OSError, RuntimeError) as error:  # a loop of links
+                raise UserError(f"cannot read {path}: {first_line(error)}") from error
+            if not inside:
+                raise UserError(f"{path} is a link that leads out of {folder}: put the file itself there")
+            if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+                raise UserError(f"{path} is not a regular file, so {folder} is not opened: delete it")
+
+
+def inside(folder: Path, name: object) -> Path:
+    """The path of a file of a folder, by a name that another file of it gives: a plain name, without a path."""
+    if not isinstance(name, str) or name in ("", ".", "..") or Path(name).name != name or "\0" in name:
+        raise UserError(f"{folder} is corrupt: it names a file {str(name)[:80]!r}, which is not a plain name")
+    return folder / name
+
+
+def _check_regular(path: Path) -> None:
+    """Raise unless a path leads to a regular file: a FIFO or a device could be read forever."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise ValueError("it is not a regular file")
+
+
+def _unreadable(path: Path, error: BaseException, advice: str) -> UserError:
+    """The error of a file that cannot be opened, or whose content is wrong."""
+    if isinstance(error, PermissionError):  # polars and safetensors leave strerror out
+        return UserError(f"cannot read {path}: {os.strerror(errno.EACCES)}")
+    if isinstance(error, OSError) and error.strerror:
+        return UserError(f"cannot read {path}: {error.strerror}")
+    return UserError(f"{path} is corrupt: {first_line(error)}; {advice}")
+
+
 def write_text(path: Path, text: str) -> None:
     write(path, lambda file: file.write_text(text, encoding="utf-8"))
 
@@ -61,24 +149,50 @@ def write_json(path: Path, value: object) -> None:
 
 def read_json(path: Path, advice: str = "restore it from a copy") -> dict[str, Any]:
     """The object in a JSON file. A file that is missing or not JSON is an error, with advice."""
+    value = read_json_value(path, advice)
+    if not isinstance(value, dict):
+        raise UserError(f"{path} is corrupt: it holds no JSON object; {advice}")
+    return value
+
+
+def read_json_value(path: Path, advice: str = "restore it from a copy") -> Any:
+    """The value in a JSON file."""
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
+        _check_regular(path)
+        if path.stat().st_size > JSON_BYTES:
+            raise ValueError(f"it has {path.stat().st_size:,} bytes, more than the {JSON_BYTES:,} of any such file")
+        return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise UserError(f"no such file: {path}; {advice}") from error
-    except (OSError, ValueError, TypeError) as error:
-        raise UserError(f"{path} is corrupt: {first_line(error)}; {advice}") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise _unreadable(path, error, advice) from error
 
 
-def write_array(
-    path: Path, array: np.ndarray, advice: str = "earlier files are untouched", shared: bool = False
-) -> None:
+def write_array(path: Path, array: np.ndarray, advice: str = "earlier files are untouched") -> None:
     """Write a .npy file."""
 
     def save(beside: Path) -> None:
         with open(beside, "wb") as file:  # numpy.save adds .npy to a name without it
             np.save(file, array, allow_pickle=False)
 
-    write(path, save, advice, shared)
+    write(path, save, advice)
+
+
+def read_array(path: Path, *dtypes: npt.DTypeLike, advice: str = "restore it from a copy") -> np.ndarray:
+    """The array of a .npy file, of one of these types, as a memory map: copy on write, as torch wants it."""
+    try:
+        _check_regular(path)
+        array: Any = np.load(path, mmap_mode="c", allow_pickle=False)
+        if isinstance(array, np.memmap) and path.stat().st_size != array.offset + array.nbytes:
+            raise ValueError(f"it has {path.stat().st_size:,} bytes, and its header describes {array.nbytes:,}")
+    except FileNotFoundError as error:
+        raise UserError(f"no such file: {path}; {advice}") from error
+    except Exception as error:  # numpy parses the header as a Python literal, which fails in many ways
+        raise _unreadable(path, error, advice) from error
+    if not isinstance(array, np.ndarray) or array.dtype not in dtypes:
+        held = f"{array.dtype} numbers" if isinstance(array, np.ndarray) else "several arrays"
+        raise UserError(f"{path} is corrupt: it holds {held}, not {np.dtype(dtypes[0])}; {advice}")
+    return array
 
 
 def write_table(table: pl.DataFrame, path: AnyPath) -> None:
@@ -88,11 +202,18 @@ def write_table(table: pl.DataFrame, path: AnyPath) -> None:
 
 def read_table(path: AnyPath) -> pl.DataFrame:
     """The table in a Parquet file."""
-    if not Path(path).is_file():
+    path = Path(path)
+    if not path.is_file():
         raise UserError(f"no such file: {path}")
     try:
-        return pl.read_parquet(Path(path))
-    except (OSError, pl.exceptions.PolarsError) as error:
+        scan = pl.scan_parquet(path, glob=False)
+        rows, width = scan.select(pl.len()).collect().item(), len(scan.collect_schema())
+        if not 0 <= rows * width * 8 <= machine_bytes():
+            raise ValueError(f"it promises {rows:,} rows, more than fit into memory")
+        return scan.collect()
+    except (OSError, ValueError, pl.exceptions.PolarsError, pl.exceptions.PanicException) as error:
+        if isinstance(error, PermissionError):
+            raise _unreadable(path, error, "") from error
         raise UserError(f"{path} is not a readable Parquet file: {first_line(error)}") from error
 
 
@@ -105,17 +226,27 @@ def write_tensors(path: AnyPath, tensors: Mapping[str, Tensor], meta: Mapping[st
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Tensors and the JSON value written with them; one read, so both belong to the same version of the file."""
     with _reading(path):
+        if path.stat().st_size > machine_bytes():
+            raise ValueError(f"its {path.stat().st_size:,} bytes do not fit into memory")
         content = path.read_bytes()
         tensors = safetensors.torch.load(content)
         header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-        return tensors, json.loads(header.get("__metadata__", {}).get("state", "{}"))
+        return tensors, _state(header.get("__metadata__"))
 
 
 def map_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """As read_tensors, through a memory map: pages are read as tensors are used."""
     with _reading(path), safetensors.safe_open(path, "pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        return tensors, json.loads((file.metadata() or {}).get("state", "{}"))
+        return tensors, _state(file.metadata())
+
+
+def _state(metadata: Mapping[str, str] | None) -> dict[str, Any]:
+    """The JSON value that `write_tensors` put into a file."""
+    value = json.loads((metadata or {}).get("state", "{}"))
+    if not isinstance(value, dict):
+        raise ValueError("its metadata is no JSON object")
+    return value
 
 
 @contextmanager
@@ -123,9 +254,27 @@ def _reading(path: Path) -> Iterator[None]:
     if not path.is_file():
         raise UserError(f"{path} is missing: {path.parent} is not a finished run (or not a run folder)")
     try:
+        _check_length(path)
         yield
-    except (safetensors.SafetensorError, OSError, ValueError) as error:
-        raise UserError(f"{path} is corrupt: {first_line(error)}; train again, or restore it from a copy") from error
+    except (safetensors.SafetensorError, OSError, ValueError, RecursionError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise _unreadable(path, error, "train again, or restore it from a copy") from error
+
+
+def _check_length(path: Path) -> None:
+    """Raise unless a safetensors file has the length that its header promises: no more is ever read."""
+    with open(path, "rb") as file:
+        size, head = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
+        if not 0 < head <= min(JSON_BYTES, size - 8):
+            raise ValueError("it has no header of tensors")
+        header = json.loads(file.read(head))
+    try:
+        end = max((about["data_offsets"][1] for name, about in header.items() if name != "__metadata__"), default=0)
+        if 8 + head + end != size:
+            raise ValueError(f"it has {size:,} bytes, and its header describes {8 + head + end:,}")
+    except (AttributeError, KeyError, IndexError, TypeError) as error:
+        raise ValueError("its header describes no tensors") from error
 
 
 def read_section(path: AnyPath, name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -134,14 +283,15 @@ def read_section(path: AnyPath, name: str) -> tuple[dict[str, Tensor], dict[str,
     if not path.is_file():
         raise UserError(f"no such file: {path}")
     try:
+        _check_length(path)
         with safetensors.safe_open(path, "pt") as file:
             tensors = {key: file.get_tensor(key) for key in file.keys() if key.startswith(f"{name}.")}  # noqa: SIM118
             meta = json.loads((file.metadata() or {}).get("state", "{}"))
-    except (OSError, ValueError, safetensors.SafetensorError) as error:
+    except (OSError, ValueError, RecursionError, safetensors.SafetensorError) as error:
         raise UserError(f"{path} is not a readable safetensors file: {first_line(error)}") from error
-    if not tensors or name not in meta:
+    if not tensors or not isinstance(meta, dict) or not isinstance(meta.get(name), dict):
         raise UserError(f"{path} holds no {name}: give a file that `sparring cluster` wrote")
-    return {key.removeprefix(f"{name}."): tensor for key, tensor in tensors.items()}, dict(meta[name])
+    return {key.removeprefix(f"{name}."): tensor for key, tensor in tensors.items()}, meta[name]
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:

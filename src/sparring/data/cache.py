@@ -74,7 +74,7 @@ class VectorCache:
     def describe(self, settings: Mapping[str, Any]) -> None:
         """Write the settings of the encoder to encoder.json."""
         text = json.dumps(dict(settings), indent=2)
-        files.write(self.folder / "encoder.json", lambda file: file.write_text(text), ADVICE, shared=True)
+        files.write(self.folder / "encoder.json", lambda file: file.write_text(text), ADVICE)
 
 
 def _find_rows(keys: np.ndarray, segments: list[Path]) -> np.ndarray:
@@ -111,7 +111,7 @@ def hash_of(contents: Iterable[str | bytes | np.ndarray | Path]) -> str:
 
 def save_array(path: Path, array: np.ndarray) -> None:
     """Write a .npy file atomically; several processes may write the same one."""
-    files.write_array(path, array, ADVICE, shared=True)
+    files.write_array(path, array, ADVICE)
 
 
 def load_array(path: Path) -> np.ndarray:

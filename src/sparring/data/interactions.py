@@ -80,7 +80,13 @@ class Vocabulary:
             raise UserError(
                 f"{path} is not a saved vocabulary: its columns are {', '.join(table.columns)}; expected id"
             )
-        return cls(table["id"])
+        ids = table["id"]
+        if ids.dtype not in (pl.Int64, pl.UInt64, pl.String):
+            raise UserError(f"{path} is corrupt: its ids are {ids.dtype}, not integers or text")
+        vocabulary = cls(ids)
+        if not vocabulary.ids.equals(ids):  # sorting them would give every row another name
+            raise UserError(f"{path} is corrupt: its ids are not in ascending order, each once")
+        return vocabulary
 
 
 def _id_series(ids: pl.Series | np.ndarray | Sequence[Any]) -> pl.Series:

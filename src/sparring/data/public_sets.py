@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import os
+import secrets
 import shutil
 import stat
 import tomllib
@@ -93,11 +94,11 @@ def fetch(
         raise UserError(f"{url} is not a web address: it must start with https:// or http://")
     if target.is_file():
         return target
-    partial = target.with_name(target.name + ".part")
+    partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
     sha256, checked, done = hashlib.sha256(), hashlib.md5(usedforsecurity=False), 0
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with urllib.request.urlopen(url, timeout=timeout) as response, open(partial, "wb") as file:  # noqa: S310
+        with urllib.request.urlopen(url, timeout=timeout) as response, open(partial, "xb") as file:  # noqa: S310
             length = response.headers.get("Content-Length")
             total = int(length) if length and length.isdigit() else None
             while chunk := response.read(_CHUNK):
@@ -128,9 +129,9 @@ def unzip(archive: Path, folder: Path) -> Path:
     """Extract an archive into a folder that appears only when it is complete; nothing is written outside it."""
     if folder.is_dir():
         return folder
-    partial = folder.with_name(folder.name + ".part")
-    shutil.rmtree(partial, ignore_errors=True)
+    partial = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.part")
     try:
+        partial.mkdir(parents=True)
         with zipfile.ZipFile(archive) as zipped:
             for member in zipped.infolist():
                 inside = (partial / member.filename).resolve().is_relative_to(partial.resolve())

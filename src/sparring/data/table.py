@@ -125,7 +125,7 @@ def read_errors(source: str) -> Iterator[None]:
         yield
     except pl.exceptions.NoDataError as error:
         raise UserError(f"{source} is empty") from error
-    except (pl.exceptions.PolarsError, OSError) as error:
+    except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError) as error:
         raise UserError(f"cannot read {source}: {first_line(error)}") from error
 
 

@@ -6,7 +6,6 @@ model.safetensors and, unless its tokens are hashed words, tokenizer.json. Eithe
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
+from sparring.core import files
 from sparring.core.errors import UserError, first_line
 from sparring.data.texts.encoder import Pooling, TextEncoder, text_folder, text_library
 from sparring.data.texts.tokenizers import FastTokenizer, WordTokenizer, find_tokenizer, package_folder
@@ -74,7 +74,7 @@ def load_encoder(
             )
             bag = BagEncoder(tokenizer, torch.zeros(int(config["vocabulary"]), int(config["dim"])), sparse, tokens)
             if weights:
-                bag.load_state_dict(safetensors.torch.load_file(folder / "model.safetensors"))
+                files.load_tensors(bag, files.read_tensors(folder / "model.safetensors")[0], folder)
             return bag
         source = TextEncoder(folder, "cpu")
         # Many checkpoints are in half precision, which would lose small updates.
@@ -93,12 +93,10 @@ def save_encoder(encoder: BagEncoder | TransformerEncoder, folder: Path, weights
         (folder / "model.safetensors").unlink(missing_ok=True)  # from an earlier run
         if isinstance(encoder, BagEncoder):
             _copy(encoder.tokenizer_file, folder / "tokenizer.json")
-            _write_json(
-                folder / "config.json", {"model_type": _BAG, "vocabulary": encoder.vectors.n, "dim": encoder.dim}
-            )
+            shape = {"model_type": _BAG, "vocabulary": encoder.vectors.n, "dim": encoder.dim}
+            files.write_json(folder / "config.json", shape)
             if weights:
-                tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in encoder.state_dict().items()}
-                safetensors.torch.save_file(tensors, folder / "model.safetensors")
+                files.write_tensors(folder / "model.safetensors", files.tensors_of(encoder))
             return
         model: Any = encoder.model
         for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt"):
@@ -106,6 +104,8 @@ def save_encoder(encoder: BagEncoder | TransformerEncoder, folder: Path, weights
         model.config.save_pretrained(folder)
         if weights:
             model.save_pretrained(folder)
+            for file in folder.glob("*.safetensors"):  # safetensors makes files that others cannot read
+                file.chmod((folder / "config.json").stat().st_mode)
         _for_sentence_transformers(encoder, folder)
     except (OSError, safetensors.SafetensorError) as error:
         raise UserError(f"cannot write {folder}: {first_line(error)}") from error
@@ -118,11 +118,12 @@ def _for_sentence_transformers(encoder: TransformerEncoder, folder: Path) -> Non
         {"idx": i, "name": str(i), "path": p, "type": f"sentence_transformers.models.{kind}"}
         for i, (p, kind) in enumerate(kinds)
     ]
-    (folder / "1_Pooling").mkdir(exist_ok=True)
     pooling = {"word_embedding_dimension": encoder.dim, "pooling_mode_mean_tokens": encoder.pooling == "mean"}
-    _write_json(folder / "1_Pooling" / "config.json", {**pooling, "pooling_mode_cls_token": encoder.pooling == "cls"})
-    _write_json(folder / "sentence_bert_config.json", {"max_seq_length": encoder.longest})
-    _write_json(folder / "modules.json", modules)
+    files.write_json(
+        folder / "1_Pooling" / "config.json", {**pooling, "pooling_mode_cls_token": encoder.pooling == "cls"}
+    )
+    files.write_json(folder / "sentence_bert_config.json", {"max_seq_length": encoder.longest})
+    files.write_json(folder / "modules.json", modules)
 
 
 def _wordllama(package: Path, dim: int, sparse: bool, init_std: float) -> BagEncoder:
@@ -139,16 +140,17 @@ def _untrained(folder: Path) -> nn.Module:
     """An untrained model of the shape in the folder's config."""
     transformers = text_library("transformers")
     model: nn.Module = transformers.AutoModel.from_config(
-        transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False),
+        trust_remote_code=False,
     )
     return model
 
 
 def _config(folder: Path) -> dict[str, Any]:
     try:
-        return dict(json.loads((folder / "config.json").read_text()))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{folder} holds no text encoder: its config.json cannot be read") from error
+        return files.read_json(folder / "config.json")
+    except UserError as error:
+        raise UserError(f"{folder} holds no text encoder: {error}") from error
 
 
 def _copy(file: Path | None, to: Path) -> None:
@@ -156,8 +158,4 @@ def _copy(file: Path | None, to: Path) -> None:
     if file is None or not file.is_file():
         to.unlink(missing_ok=True)
     elif file.resolve() != to.resolve():
-        shutil.copyfile(file, to)
-
-
-def _write_json(path: Path, value: object) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n")
+        files.write(to, lambda beside: shutil.copyfile(file, beside))

@@ -33,9 +33,8 @@ def find(recipe: str | Recipe) -> Recipe:
     """
     if not isinstance(recipe, str):
         return _checked(recipe, getattr(recipe, "__name__", repr(recipe)))
-    ours = RECIPES.get(recipe.replace("-", "_"))
-    if ours is not None:
-        return ours
+    if is_ours(recipe):
+        return RECIPES[recipe.replace("-", "_")]
     if ":" in recipe:
         return _checked(_imported(recipe), recipe)
     packages = installed()
@@ -46,6 +45,11 @@ def find(recipe: str | Recipe) -> Recipe:
     raise UserError(
         f"unknown recipe {recipe!r}{did_you_mean(recipe, [*RECIPES, *packages])}; `sparring recipes` lists them"
     )
+
+
+def is_ours(name: str) -> bool:
+    """Whether a name is that of a recipe of Sparring: finding any other imports code."""
+    return name.replace("-", "_") in RECIPES
 
 
 def named(recipe: str | Recipe) -> str:
@@ -61,7 +65,7 @@ def named(recipe: str | Recipe) -> str:
     find(recipe)
     module_name, colon, function = recipe.rpartition(":")
     if not colon:
-        return recipe.replace("-", "_") if recipe.replace("-", "_") in RECIPES else recipe
+        return recipe.replace("-", "_") if is_ours(recipe) else recipe
     return f"{_place(module_name, _file(module_name))}:{function}"
 
 

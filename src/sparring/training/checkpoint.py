@@ -1,11 +1,10 @@
 """Checkpoints of a training, and the best model so far: written while training runs, read on resume.
 
     checkpoint.safetensors, checkpoint.previous.safetensors    modules, optimisers, generators and state
-    checkpoint.EPOCH.STEP.tables/, best.EPOCH.tables/          with tables=sharded: one part per rank
+    checkpoint.EPOCH.STEP.tables/, best.EPOCH.tables/          with tables=sharded: one part per rank (shards.py)
 
-Until training is done, the previous checkpoint is kept as a fallback for a damaged one. Sharded tables are written by
-torch.distributed.checkpoint. Any number of ranks can read them. A checkpoint file names the
-folders that belong to it and is written after them.
+Until training is done, the previous checkpoint is kept as a fallback for a damaged one. Any number of ranks can read
+sharded tables. A checkpoint file names the folder that belongs to it and is written after it.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import logging
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -38,11 +36,11 @@ from sparring.recipes.run import Run
 from sparring.training.checkpoint_writer import BackgroundWriter, Copies, Place, place_for
 from sparring.training.optimizers import load_state_tensors, state_tensors
 from sparring.training.row_optimizers import RowAdagrad
+from sparring.training.shards import Rows, check_tables, read_tables, write_model, write_tables
 
 log = logging.getLogger(__name__)
 
 NAME, PREVIOUS = "checkpoint.safetensors", "checkpoint.previous.safetensors"
-_ROWS = 1 << 16  # rows of a table that are sent and written at a time
 
 
 @dataclass
@@ -115,7 +113,7 @@ class CheckpointManager:
         elif self.sharded or self.ranks.rank == 0:
             self.writer.wait()  # it may still be writing the previous best
             place = self._place()
-            self.unwritten = epoch, self._spread(self.copies[0].take(self._model(), place))
+            self.unwritten = epoch, self.copies[0].take(self._model(), place)
             if place == "nowhere":
                 self._write_best()
 
@@ -128,7 +126,7 @@ class CheckpointManager:
             return
         path = self.folder / "model.safetensors"
         if self.sharded:
-            read_tables(self.folder, best_tables(epoch), self._spread(self._model()), self.ranks)
+            read_tables(self.folder / best_tables(epoch), self._spread(self._model()), self.ranks)
             tables = {f"{name}.weight": table for name, table in self.tables.items()}
             write_model(path, files.tensors_of(self.model), tables, {"epoch": epoch}, self.ranks)
             return
@@ -169,7 +167,7 @@ class CheckpointManager:
             self._write_best()
             if self.sharded:
                 parts = self._spread({name: copies[name] for name in tables})
-                write_tables(self.folder, fields["tables"], parts, self.ranks)
+                write_tables(self.folder / fields["tables"], parts, self.ranks)
             if self.ranks.rank == 0:
                 write_checkpoint(
                     self.folder, {name: copy for name, copy in copies.items() if name not in tables}, fields
@@ -195,7 +193,7 @@ class CheckpointManager:
         assert self.folder is not None
         (epoch, tensors), self.unwritten = self.unwritten, None
         if self.sharded:
-            write_tables(self.folder, best_tables(epoch), tensors, self.ranks)
+            write_tables(self.folder / best_tables(epoch), self._spread(tensors), self.ranks)
         else:
             files.write_tensors(self.folder / "model.safetensors", tensors, {"epoch": epoch})
 
@@ -235,10 +233,15 @@ class CheckpointManager:
                 else {}
             )
             state = State(**fields)
+            for name, default in vars(State()).items():
+                value, kind = getattr(state, name), (int, float) if isinstance(default, float) else type(default)
+                if not isinstance(value, kind):
+                    raise TypeError(f"its {name} is {value!r:.80}")
         except (ValueError, KeyError, TypeError, RuntimeError, IndexError) as error:
             raise UserError(f"{path} does not fit this run: {first_line(error)}") from error
         if self.sharded:
-            read_tables(self.folder, state.tables, self._spread(self._model() | self._sums()), self.ranks)
+            place = files.inside(self.folder, state.tables)
+            read_tables(place, self._spread(self._model() | self._sums()), self.ranks)
         return state
 
     def _model(self) -> dict[str, Tensor]:
@@ -256,10 +259,13 @@ class CheckpointManager:
             sums[f"{name}.sum"] = state["sum"]
         return sums
 
-    def _spread(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors, with rows of sharded tables as distributed tensors."""
+    def _spread(self, tensors: dict[str, Tensor]) -> dict[str, Tensor | Rows]:
+        """The tensors; those of sharded tables as this rank's rows."""
         tables = {f"{name}.{what}": table for name, table in self.tables.items() for what in ("weight", "sum")}
-        return {name: rows_of(tables[name], tensor) if name in tables else tensor for name, tensor in tensors.items()}
+        return {
+            name: Rows(tensor, tables[name].bounds[self.ranks.rank], tables[name].n) if name in tables else tensor
+            for name, tensor in tensors.items()
+        }
 
     def _state_of_modules(self) -> dict[str, Tensor]:
         tables = {f"model.{name}.weight" for name in self.whole}
@@ -283,11 +289,7 @@ def write_checkpoint(folder: Path, tensors: Mapping[str, Tensor], state: Mapping
     path, previous = folder / NAME, folder / PREVIOUS
     if path.is_file():
         with suppress(OSError):  # a file system without hard links has no previous one
-            beside = previous.with_name(PREVIOUS + ".tmp")
-            beside.unlink(missing_ok=True)
-            os.link(path, beside)
-            os.replace(beside, previous)
-            beside.unlink(missing_ok=True)  # os.replace leaves it if both are links of one file, as after a kill
+            files.link(path, previous)
     files.write_tensors(path, tensors, state)
     if state["done"]:
         previous.unlink(missing_ok=True)
@@ -330,10 +332,8 @@ def _check_complete(path: Path) -> dict[str, Any]:
     """The state in a checkpoint; raises if its file or its tables are damaged."""
     state = files.map_tensors(path)[1]
     tables = state.get("tables")
-    if tables and not (path.parent / tables / ".metadata").is_file():
-        raise UserError(
-            f"{path.parent / tables} is corrupt: it has no .metadata; train again, or restore it from a backup"
-        )
+    if tables:
+        check_tables(files.inside(path.parent, tables))
     return state
 
 
@@ -354,97 +354,6 @@ def clear_tables(folder: Path) -> None:
     _forget(folder, "*.tables", set())
 
 
-def write_tables(folder: Path, name: str, tensors: Mapping[str, Tensor], ranks: Ranks) -> None:
-    """Write tensors, or this rank's rows of them (`rows_of`), to a folder; every rank writes its part. Thread-safe."""
-    from torch.distributed import checkpoint as dcp
-
-    group = ranks.aside if isinstance(ranks, Group) else None
-    try:
-        dcp.save(dict(tensors), checkpoint_id=folder / name, no_dist=group is None, process_group=group)
-    except (dcp.CheckpointException, OSError) as error:
-        causes = (line for line in str(error).splitlines() if "Error" in line or "No space" in line)
-        cause = next(causes, first_line(error)).strip()
-        raise UserError(f"cannot write {folder / name}: {cause}; earlier checkpoints are untouched") from error
-
-
-def read_tables(folder: Path, name: str, tensors: Mapping[str, Tensor], ranks: Ranks) -> None:
-    """Fill tensors, or this rank's rows of them, from such a folder, written by any number of ranks."""
-    from torch.distributed import checkpoint as dcp
-
-    group = ranks.group if isinstance(ranks, Group) else None
-    try:
-        dcp.load(dict(tensors), checkpoint_id=folder / name, no_dist=ranks.world == 1, process_group=group)
-    except (dcp.CheckpointException, OSError, RuntimeError) as error:
-        raise UserError(f"{folder / name} does not fit this run: {str(error).splitlines()[-1]}") from error
-
-
 def best_tables(epoch: int) -> str:
     """The folder with the sharded tables of the best epoch."""
     return f"best.{epoch}.tables"
-
-
-def rows_of(table: RowWiseTable, local: Tensor) -> Tensor:
-    """This rank's rows as part of the complete (n, ...), a distributed tensor."""
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import DTensor, Shard
-
-    mesh = DeviceMesh.from_group(table.ranks.group or dist.distributed_c10d._get_default_group(), local.device.type)
-    shape = torch.Size((table.n, *local.shape[1:]))
-    return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=local.stride())
-
-
-def write_model(
-    path: Path, tensors: Mapping[str, Tensor], tables: Mapping[str, RowWiseTable], meta: object, ranks: Ranks
-) -> None:
-    """Write model.safetensors with complete tables, of which rank 0 holds one block at a time.
-
-    `tensors` are those that every rank has.
-    """
-    if ranks.rank:
-        for table in tables.values():
-            for _ in _blocks(table):
-                pass
-        return
-    header: dict[str, Any] = {"__metadata__": {"state": json.dumps(meta)}}
-    offset = 0
-    shapes = {name: list(tensor.shape) for name, tensor in tensors.items()} | {
-        name: [t.n, t.dim] for name, t in tables.items()
-    }
-    kinds = {torch.float32: "F32", torch.float64: "F64", torch.int64: "I64", torch.int32: "I32"}
-    for name, shape in shapes.items():
-        kind = tensors[name].dtype if name in tensors else tables[name].weight.dtype
-        size = int(torch.tensor(shape).prod()) * kind.itemsize
-        header[name] = {"dtype": kinds[kind], "shape": shape, "data_offsets": [offset, offset + size]}
-        offset += size
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-
-    def write_to(file: Path) -> None:
-        with open(file, "wb") as out:
-            out.write(len(text).to_bytes(8, "little") + text)
-            for tensor in tensors.values():
-                out.write(tensor.detach().cpu().contiguous().numpy().tobytes())
-            for table in tables.values():
-                for block in _blocks(table):
-                    out.write(block.cpu().numpy().tobytes())
-
-    files.write(path, write_to)
-
-
-def _blocks(table: RowWiseTable) -> Iterator[Tensor]:
-    """All rows of a table in order, block by block, on rank 0; the other ranks send theirs."""
-    ranks = table.ranks
-    for source in range(ranks.world):
-        low, high = table.bounds[source : source + 2]
-        for first in range(low, high, _ROWS):
-            size = min(_ROWS, high - first)
-            if source == ranks.rank:
-                block = table.weight[first - low : first - low + size].contiguous()
-                if source:
-                    dist.send(block, group=ranks.group, group_dst=0)
-            elif ranks.rank == 0:
-                block = torch.empty(size, table.dim, dtype=table.weight.dtype, device=table.where.device)
-                dist.recv(block, group=ranks.group, group_src=source)
-            else:
-                continue
-            yield block

@@ -38,11 +38,30 @@ class Eligibility:
     items: Tensor = _NONE  # without a training pair, if the item tower is a plain table: their vectors are untrained
 
     @classmethod
-    def read(cls, tensors: Mapping[str, Tensor]) -> Eligibility:
-        """From the tensors of `seen_tensors`."""
-        seen = Positives(tensors["start"], tensors["items"])
-        test = Positives(tensors["test_start"], tensors["test_items"]) if "test_start" in tensors else None
-        return cls(seen, test, tensors.get("untrained_queries", _NONE), tensors.get("untrained_items", _NONE))
+    def read(cls, tensors: Mapping[str, Tensor], n_queries: int, n_items: int) -> Eligibility:
+        """From the tensors of `seen_tensors`; ValueError if they do not fit this many queries and items."""
+        if not {"start", "items"} <= tensors.keys() or ("test_start" in tensors) != ("test_items" in tensors):
+            raise ValueError("it does not hold the items that queries have seen")
+        lists = [
+            Positives(tensors[f"{part}start"], tensors[f"{part}items"])
+            for part in ("", "test_")
+            if f"{part}start" in tensors
+        ]
+        blank = [tensors.get(f"untrained_{side}", _NONE) for side in ("queries", "items")]
+        for start, items in ((each.start, each.items) for each in lists):
+            if start.dtype != torch.int64 or start.shape != (n_queries + 1,) or items.shape != (int(start[-1]),):
+                raise ValueError(f"it has no list of items for each of {n_queries:,} queries")
+            if int(start[0]) != 0 or bool((start.diff() < 0).any()):
+                raise ValueError("its lists of items overlap")
+        for ids, n in (
+            (lists[0].items, n_items),
+            (lists[-1].items, n_items),
+            (blank[0], n_queries),
+            (blank[1], n_items),
+        ):
+            if ids.dtype.is_floating_point or (len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < n):
+                raise ValueError(f"it has ids outside 0..{n - 1}")
+        return cls(lists[0], lists[1] if len(lists) > 1 else None, *blank)
 
     def taken(self, queries: Tensor) -> Positives:
         """All items that these queries have taken; row i belongs to queries[i]."""

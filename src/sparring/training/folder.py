@@ -12,8 +12,10 @@
     classifiers/, fusion.safetensors, fusion_per_query.parquet   later stages, where the run has them (stages.py)
     curve.png, README.md   the training curve and a short model card
 
-Every file is written beside its target and renamed, so a kill or a full disk leaves the last good one. Tensors are
-safetensors: nothing executable is ever loaded from the folder. Custom towers are built by the recipe named in run.json.
+Every file is written beside its target and renamed, so a kill or a full disk leaves the last good one.
+
+A run folder is data, also one from a stranger: tensors are safetensors, and no code that a file of it names is imported
+(`recipe_of`). Its files must be regular files inside it (`files.check_folder`).
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ from sparring.models.encoders import save_encoder
 from sparring.models.retriever import Retriever
 from sparring.models.text import text_tower
 from sparring.recipes import finding, settings
-from sparring.recipes.finding import source_digest
+from sparring.recipes.finding import Recipe, source_digest
 from sparring.recipes.run import Run, build_towers
 from sparring.recipes.setup import Setup, flat, parse_setup
 from sparring.training import checkpoint
@@ -57,8 +59,10 @@ from sparring.training.step import describe_batch
 
 log = logging.getLogger(__name__)
 
+SEEN = "seen.safetensors"
 FORMAT = 2  # of run.json and the files beside it; Sparring 0.1 wrote none
 LOCK = ".lock"
+TEXT_FOLDERS = ("encoder", "query_encoder", "item_encoder", "query_texts", "item_texts")
 SERVICE = "serve"  # the folder of a service's acknowledged changes: no training may delete it
 RESULTS = ("metrics.jsonl", "result.json", "per_query.parquet", "measured.json", "curve.png", "README.md")
 
@@ -92,13 +96,18 @@ def hold(folder: Path) -> Lock:
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is a file: choose another folder for the run")
     try:
-        return Lock(folder / LOCK)
+        lock = Lock(folder / LOCK)
     except HeldError as error:
         raise UserError(
             f"another training ({error.owner}) writes to {folder}: wait for it, or choose another folder"
         ) from error
     except OSError as error:
         raise UserError(f"cannot write {folder / LOCK}: {error.strerror}") from error
+    files.sweep(folder)
+    for name in TEXT_FOLDERS:
+        if not (folder / name).is_symlink():
+            files.sweep(folder / name)
+    return lock
 
 
 def is_held(folder: Path) -> bool:
@@ -189,7 +198,7 @@ def write_start(
     data.save_ids(folder)
     if model is not None:
         _write_encoders(folder, model, setup, weights=False)
-    files.write_tensors(folder / "seen.safetensors", seen_tensors(data, seen, test, model, warm))
+    files.write_tensors(folder / SEEN, seen_tensors(data, seen, test, model, warm))
     files.write_json(folder / "run.json", {"format": FORMAT, **meta, "setup": dataclasses.asdict(setup)})
 
 
@@ -252,14 +261,21 @@ def read_meta(folder: Path) -> dict[str, Any]:
     path = folder / "run.json"
     if not path.is_file():
         raise UserError(f"{folder} is not a run folder: it has no run.json")
+    files.check_folder(folder)
     meta = files.read_json(path, "train the run again")
     if meta.get("format") != FORMAT:
-        version = (meta.get("versions") or {}).get("sparring")
+        versions = meta.get("versions")
+        version = versions.get("sparring") if isinstance(versions, dict) else None
         writer = f"Sparring {version}" if version else "another version of Sparring"
         raise UserError(f"{path} was written by {writer}; Sparring {__version__} cannot read it: train the run again")
-    for key in ("setup", "recipe"):
+    for key, kind in (("setup", dict), ("recipe", str)):
         if key not in meta:
             raise UserError(f"{path} is corrupt: it has no {key}")
+        if not isinstance(meta[key], kind):
+            raise UserError(f"{path} is corrupt: its {key} is {meta[key]!r:.80}")
+    for key in ("arguments", "towers", "source", "data", "untrained", "versions", "warm"):
+        if not isinstance(meta.get(key, {}), dict):
+            raise UserError(f"{path} is corrupt: its {key} is {meta[key]!r:.80}")
     return meta
 
 
@@ -292,17 +308,22 @@ def difference(part: str, old: object, new: object) -> str:
     return difference(name, old[name], new[name])
 
 
-def read_run(folder: Path, model: Retriever | None = None) -> tuple[Retriever, Ids, Eligibility, dict[str, Any]]:
-    """The model of a finished run, its ids, its eligibility and run.json. `model`: custom towers without a recipe."""
+def read_run(
+    folder: Path, model: Retriever | None = None, recipe: str | Recipe | None = None, trust: bool = False
+) -> tuple[Retriever, Ids, Eligibility, dict[str, Any]]:
+    """The model of a finished run, its ids, its eligibility and run.json.
+
+    Custom towers are those of `model`, or built by the recipe that `recipe_of` allows.
+    """
     if not folder.is_dir():
         raise UserError(f"no such run folder: {folder}")
     meta, ids = read_meta(folder), Ids.load(folder)
     path = folder / "model.safetensors"
     tensors, _ = files.read_tensors(path)
-    eligibility = Eligibility.read(files.read_tensors(folder / "seen.safetensors")[0])
+    eligibility = read_eligibility(folder, ids)
     own = model is not None
     if model is None and meta.get("towers"):
-        model = _custom_model(folder, meta, ids, eligibility.seen)
+        model = _custom_model(folder, meta, ids, eligibility.seen, recipe, trust)
     if model is None:
         setup = parse_setup(meta["setup"])
         past = None
@@ -310,6 +331,10 @@ def read_run(folder: Path, model: Retriever | None = None) -> tuple[Retriever, I
             if not {"query.start", "query.items"} <= tensors.keys():
                 raise UserError(f"{path} does not fit this run: it has no histories for the history tower")
             past = Histories(tensors["query.start"], tensors["query.items"])
+        if setup.model.item_tower == "id" and not setup.model.item_features:
+            shape = f"{len(ids.item_ids):,} x {setup.model.dim:,}"
+            if 4 * setup.model.dim * len(ids.item_ids) > path.stat().st_size:  # before memory is taken for it
+                raise UserError(f"{path} does not fit this run: it is too short for an item table of {shape} numbers")
         model = build_towers(setup, ids, past, folder)
     try:
         files.load_tensors(model, tensors, path)
@@ -319,6 +344,15 @@ def read_run(folder: Path, model: Retriever | None = None) -> tuple[Retriever, I
         hint = "if its Setup does not describe the model, pass that: sparring.load(folder, model=...)"
         raise UserError(f"{error}; {hint}") from error
     return model.eval(), ids, eligibility, meta
+
+
+def read_eligibility(folder: Path, ids: Ids) -> Eligibility:
+    """The items that the queries of a run have taken, and its untrained ids."""
+    tensors = files.read_tensors(folder / SEEN)[0]
+    try:
+        return Eligibility.read(tensors, len(ids.query_ids), len(ids.item_ids))
+    except ValueError as error:
+        raise UserError(f"{folder / SEEN} does not fit this run: {error}; train it again") from error
 
 
 # Custom towers
@@ -335,29 +369,38 @@ def custom_towers(model: Retriever) -> dict[str, str]:
     }
 
 
-def _custom_model(folder: Path, meta: Mapping[str, Any], ids: Ids, seen: Positives) -> Retriever:
+def _custom_model(
+    folder: Path, meta: Mapping[str, Any], ids: Ids, seen: Positives, recipe: str | Recipe | None, trust: bool
+) -> Retriever:
     """The model of a run with custom towers as its recipe builds it, before its weights are read."""
-    if meta["recipe"] == "custom":
-        names = ", ".join(dict.fromkeys(kind.rpartition(":")[2] for kind in meta["towers"].values()))
+    if meta["recipe"] == "custom" and recipe is None:
+        names = ", ".join(dict.fromkeys(str(kind).rpartition(":")[2] for kind in meta["towers"].values()))
         hint = "pass sparring.load(folder, model=...), or train with a custom recipe (docs/guide/extend.md)"
         raise UserError(f"{folder} has custom towers ({names}) and no recipe that builds them: {hint}")
     setup = parse_setup(meta["setup"])
     data = seen_interactions(ids, seen)
-    return settings.build(recipe_of(folder, meta), data, meta["arguments"], setup=setup).model
+    return settings.build(recipe_of(folder, meta, recipe, trust), data, meta.get("arguments"), setup=setup).model
 
 
-def recipe_of(folder: Path, meta: Mapping[str, Any]) -> str:
-    """The recipe named in run.json. Its file is imported, so it must be a full path outside the folder, as we write it.
+def recipe_of(
+    folder: Path, meta: Mapping[str, Any], recipe: str | Recipe | None = None, trust: bool = False
+) -> str | Recipe:
+    """The recipe that builds a run: the caller's, else the one in run.json if it is ours or the caller trusts it.
 
-    A folder from elsewhere can therefore not bring code that runs when it is read.
+    A folder must not choose the code that runs when it is opened. So a file, a module or an installed package's recipe
+    that run.json names is imported only with `trust`, and is logged first.
     """
+    if recipe is not None:
+        return recipe
     name = str(meta["recipe"])
-    file = name.rpartition(":")[0]
-    if file.endswith(".py") and (not Path(file).is_absolute() or Path(file).resolve().is_relative_to(folder.resolve())):
+    if finding.is_ours(name):
+        return name
+    if not trust:
+        reason = f"{folder} needs code that is not part of Sparring, and opening a folder imports none"
         raise UserError(
-            f"{folder / 'run.json'} names the recipe {name!r}, which is not imported: "
-            "write its full path, outside the folder"
+            f"{reason}: trust whoever wrote it (trust=True, --trust), or give your copy", "recipe", repr(name)
         )
+    log.warning("importing %s, which %s names", name, folder / "run.json")
     return name
 
 

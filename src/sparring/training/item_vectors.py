@@ -28,13 +28,13 @@ def item_vectors(model: Retriever, folder: Path) -> Tensor:
     if text_tower(model.item) is None:
         return model.item_vectors()
     path = folder / _FOLDER / f"items-{_key(folder)}.npy"
-    with suppress(OSError, ValueError, EOFError):
-        cached = np.load(path, allow_pickle=False)
-        if cached.shape == (model.n_items, model.dim) and cached.dtype == np.float32:
+    with suppress(UserError):
+        cached = files.read_array(path, np.float32)
+        if cached.shape == (model.n_items, model.dim):
             return torch.from_numpy(cached)
     vectors = model.item_vectors().float().cpu()
     with suppress(OSError, UserError):  # a folder that cannot be written is no error: the vectors are computed again
-        files.write_array(path, vectors.numpy(), shared=True)
+        files.write_array(path, vectors.numpy())
         for old in set(path.parent.glob("items-*")) - {path}:  # of an earlier model
             old.unlink(missing_ok=True)
     return vectors

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from sparring.recipes import finding
 from sparring.recipes.setup import flat
 from sparring.training.eligibility import untrained_line
 
@@ -18,7 +19,8 @@ def model_card(meta: Mapping[str, Any], result: Mapping[str, Any], history: Sequ
     setup, data, source = flat(meta["setup"]), meta["data"], meta["source"]
     parts = ", ".join(f"{data[name]:,} {name}" for name in ("train", "valid", "test") if name in data)
     origin = Path(source["data"]).name if source.get("data") else "not recorded"
-    own = ", model=YOUR_RETRIEVER" if meta.get("towers") and meta["recipe"] == "custom" else ""
+    code = "model=YOUR_RETRIEVER" if meta["recipe"] == "custom" else f'recipe="FILE.py:{finding.short(meta["recipe"])}"'
+    own = f", {code}" if meta.get("towers") else ""
     lines = [
         f"# A retriever trained with `{meta['recipe'].rpartition(':')[2]}`",
         "",

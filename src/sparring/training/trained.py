@@ -23,6 +23,7 @@ from sparring.models.fusion import FILE, Fused
 from sparring.models.retriever import Retriever
 from sparring.models.text import text_tower
 from sparring.models.towers import HistoryTower
+from sparring.recipes.finding import Recipe
 from sparring.training.eligibility import Eligibility, FusedRanking, Ranking
 from sparring.training.folder import read_run
 from sparring.training.item_vectors import item_vectors, mean_query
@@ -173,21 +174,28 @@ def _first_few(ids: Sequence[object], which: np.ndarray) -> str:
     return ", ".join([repr(ids[row]) for row in rows[:5]] + (["..."] if len(rows) > 5 else []))
 
 
-def load(folder: str | Path, model: Retriever | None = None) -> Trained:
-    """Read a finished run. Its recipe builds custom towers; if it has none, pass the `model` that was trained.
+def load(
+    folder: str | Path, model: Retriever | None = None, *, recipe: str | Recipe | None = None, trust: bool = False
+) -> Trained:
+    """Read a finished run. No code that the folder names runs, so it may come from a stranger.
 
-    load("runs/xir").recommend([1042], k=10)
+    A run with custom towers needs code to build them: pass its `recipe` (a function, FILE.py:FUNCTION or the name of an
+    installed one), or the `model` that was trained. `trust` imports the recipe that run.json names, and logs it.
+
+        load("runs/xir").recommend([1042], k=10);   load("runs/mine", recipe="mine.py:deep")
     """
     folder = Path(folder)
-    return Trained(folder, *read_run(folder, model))
+    return Trained(folder, *read_run(folder, model, recipe, trust))
 
 
-def run_vectors(folder: str | Path, split: Split) -> tuple[np.ndarray, np.ndarray]:
+def run_vectors(
+    folder: str | Path, split: Split, recipe: str | Recipe | None = None, trust: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
     """Item vectors of a finished run, and the row in them of each item of this data (-1 for unknown items).
 
     A run that was trained on test pairs of this split is refused: its vectors would leak the test part.
     """
-    trained = load(folder)
+    trained = load(folder, recipe=recipe, trust=trust)
     leaked = leaked_pairs(trained, split)
     if leaked:
         raise UserError(

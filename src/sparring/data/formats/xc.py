@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import zipfile
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +13,7 @@ import numpy as np
 import polars as pl
 
 from sparring.core.errors import UserError, first_line
+from sparring.core.memory_usage import machine_bytes
 from sparring.data.columns import with_title
 from sparring.data.interactions import TEST, TRAIN, Interactions, Vocabulary
 from sparring.data.lines import find_file, read_json_lines, read_lines, read_pairs
@@ -111,6 +114,7 @@ def read_labels(file: Path) -> Labels:
 
 def _npz(file: Path) -> Labels:
     try:
+        _check_sizes(file)
         with np.load(file, allow_pickle=False) as saved:
             fields: Mapping[str, np.ndarray] = {name: saved[name] for name in saved.files}
         kind = (
@@ -129,10 +133,25 @@ def _npz(file: Path) -> Labels:
         if len(rows) and (min(rows.min(), columns.min()) < 0 or rows.max() >= n_rows or columns.max() >= n_labels):
             raise ValueError(f"an index is outside its shape of {n_rows:,} x {n_labels:,}")
         return Labels.of(rows, columns, n_rows, n_labels)
-    except (OSError, ValueError, KeyError, IndexError, EOFError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, KeyError, IndexError, EOFError, MemoryError, zipfile.BadZipFile, zlib.error) as error:
         raise UserError(
             f"{file} is not a sparse matrix written by scipy.sparse.save_npz: {first_line(error)}"
         ) from error
+
+
+def _check_sizes(file: Path) -> None:
+    """Raise unless the arrays of an .npz file have the sizes of their headers, and fit into memory together."""
+    total = 0
+    with zipfile.ZipFile(file) as archive:
+        for member in archive.infolist():
+            with archive.open(member) as stream:
+                version = np.lib.format.read_magic(stream)
+                header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+                shape, _, dtype = header[version](stream)
+                size = stream.tell() + math.prod(shape) * dtype.itemsize
+            total += size
+            if size != member.file_size or not 0 <= total <= machine_bytes():
+                raise ValueError(f"{member.filename} promises {size:,} bytes")
 
 
 def _sparse_text(file: Path) -> Labels:

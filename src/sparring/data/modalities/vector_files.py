@@ -90,7 +90,7 @@ def _copy(scan: pl.LazyFrame, target: Path, source: str) -> None:
                 block[lists.is_not_null().to_numpy()] = numbers.reshape(-1, longest)
                 file.write(block.data)
 
-    files.write(target, write_blocks, ADVICE, shared=True)
+    files.write(target, write_blocks, ADVICE)
 
 
 def _read_ids(path: Path) -> pl.Series | np.ndarray:

@@ -26,12 +26,20 @@ import numpy as np
 import torch
 
 from sparring.core.errors import UserError, first_line
-from sparring.core.files import read_json, write_json
+from sparring.core.files import check_folder, inside, read_array, read_json, write_json
 from sparring.core.types import Positives
 from sparring.data.interactions import Ids, Interactions, Split
 
 FORMAT = 1
 NAME = "prepared.json"
+ADVICE = "prepare the data again"
+_DTYPES: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("queries", "items", "seen_items", "shown_queries", "shown_items"), (np.int32,)),
+    **dict.fromkeys(("start", "counts", "seen_start"), (np.int64,)),
+    "time": (np.int64, np.float64),
+    "weight": (np.float32,),
+    "split": (np.uint8,),
+}
 SHARES = {"valid": 0.1, "test": 0.2}  # the defaults of `split`
 
 
@@ -88,7 +96,11 @@ def read_prepared(folder: str | os.PathLike[str]) -> Prepared:
     folder = Path(folder)
     meta = read_description(folder)
     ids = Ids.load(folder)
-    arrays = {name.removesuffix(".npy"): _mapped(folder / name) for name in meta["files"] if name.endswith(".npy")}
+    arrays = {name: _mapped(folder, name) for name in _DTYPES if f"{name}.npy" in meta["files"]}
+    sizes = {"start": len(ids.query_ids) + 1, "counts": len(ids.item_ids)}
+    for name in ("queries", "items", "split", *sizes):
+        if name not in arrays or arrays[name].shape != (sizes.get(name, sum(meta["rows"].values())),):
+            raise UserError(f"{folder / NAME} is corrupt: {name}.npy is missing or has another length; {ADVICE}")
     shared: dict[str, Any] = {
         "query_ids": ids.query_ids,
         "item_ids": ids.item_ids,
@@ -118,21 +130,26 @@ def read_prepared(folder: str | os.PathLike[str]) -> Prepared:
 def read_description(folder: Path) -> dict[str, Any]:
     """The content of prepared.json, with the size of every listed file checked."""
     path = folder / NAME
-    meta = read_json(path, "prepare the data again")
+    check_folder(folder)
+    meta = read_json(path, ADVICE)
     try:
         known = meta["format"]
-    except KeyError as error:
-        raise UserError(f"{path} is corrupt: {first_line(error)}; prepare the data again") from error
+        complete = [facts["bytes"] for facts in meta["files"].values()]
+        complete += [int(meta["rows"][name]) for name in ("train", "valid", "test")]
+        complete += [meta["checksum"], meta["split"]["how"], list(meta["notes"])]
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise UserError(f"{path} is corrupt: {first_line(error)}; {ADVICE}") from error
     if known != FORMAT:
         raise UserError(
             f"{folder} was prepared in format {known}, and this version reads format {FORMAT}: prepare the data again"
         )
     for name, facts in meta["files"].items():
-        size = (folder / name).stat().st_size if (folder / name).is_file() else None
+        file = inside(folder, name)
+        size = file.stat().st_size if file.is_file() else None
         if size != facts["bytes"]:
             state = "is missing" if size is None else f"has {size:,} bytes"
-            raise UserError(f"{folder / name} {state}, expected {facts['bytes']:,} bytes: prepare the data again")
-    return dict(meta)
+            raise UserError(f"{file} {state}, expected {facts['bytes']:,} bytes: prepare the data again")
+    return meta
 
 
 def write_description(folder: Path, meta: Mapping[str, Any]) -> None:
@@ -161,12 +178,9 @@ def _checksum(path: Path) -> str:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
-def _mapped(path: Path) -> np.ndarray:
+def _mapped(folder: Path, name: str) -> np.ndarray:
     """A copy-on-write map: torch wants writable arrays, and the file must not change."""
-    try:
-        return np.load(path, mmap_mode="c", allow_pickle=False)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} is corrupt: {first_line(error)}; prepare the data again") from error
+    return read_array(folder / f"{name}.npy", *_DTYPES[name], advice=ADVICE)
 
 
 class ColumnWriter:

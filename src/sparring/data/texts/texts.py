@@ -16,8 +16,9 @@ import polars as pl
 import torch
 from torch import Tensor
 
+from sparring.core import files
 from sparring.core.errors import UserError
-from sparring.data.cache import ItemProgress, cache_folder, hash_of, load_array, save_array
+from sparring.data.cache import ItemProgress, cache_folder, hash_of, save_array
 from sparring.data.columns import table_text_columns
 from sparring.data.interactions import Ids, Interactions
 from sparring.data.texts.tokenizers import Tokenizer, find_tokenizer
@@ -118,11 +119,16 @@ class Texts:
         folder = Path(folder)
         if not (folder / "texts.npy").is_file():
             raise UserError(f"{folder} holds no tokens: it has no texts.npy")
-        vocabulary, pad, end = (int(value) for value in load_array(folder / "texts.npy"))
-        start = np.array(load_array(folder / "start.npy"))
-        # Copy-on-write: torch wants writable arrays, and nothing writes to this one. An empty file cannot be mapped.
-        tokens = np.load(folder / "tokens.npy", mmap_mode="c") if start[-1] else np.zeros(0, dtype=np.int32)
-        return cls(tokens, start, vocabulary, pad, end)
+        about, start = (
+            files.read_array(folder / "texts.npy", np.int64),
+            files.read_array(folder / "start.npy", np.int64),
+        )
+        tokens = np.zeros(0, dtype=np.int32)
+        if start[-1:].any():  # an empty file cannot be mapped
+            tokens = files.read_array(folder / "tokens.npy", np.int32)
+        if about.shape != (3,) or start.ndim != 1 or tokens.shape != (start[-1],) or (np.diff(start) < 0).any():
+            raise UserError(f"{folder} is corrupt: its files do not belong together")
+        return cls(tokens, np.array(start), *about.tolist())
 
 
 def tokenize(

@@ -26,18 +26,26 @@ from sparring.training.step import sample_steps
 WARM_STEPS = 50  # fill a cache or a memory as in training, and let a streaming estimate see the usual items
 
 
-def load_for_diagnosis(folder: Path, split: Split, device: torch.device | str = "cpu") -> Run:
+def load_for_diagnosis(
+    folder: Path,
+    split: Split,
+    device: torch.device | str = "cpu",
+    recipe: str | Recipe | None = None,
+    trust: bool = False,
+) -> Run:
     """A run from its folder: the towers of the chosen epoch, or of the checkpoint, and the checkpoint's other state.
 
-    Without a checkpoint, the caches and memories of its negatives are refilled (see `warm_up`).
+    A recipe that is not part of Sparring must be given or trusted, as in `load`. Without a checkpoint, the caches and
+    memories of its negatives are refilled (see `warm_up`).
     """
     meta = read_meta(folder)
     setup = parse_setup(meta["setup"])
-    if meta["recipe"] == "custom":
+    if meta["recipe"] == "custom" and recipe is None:
         how = "diagnose it in Python, or train it with a custom recipe"
         raise UserError(f"{folder} was composed in Python, so no recipe builds its negatives: {how}")
     # the initial values of the towers are overwritten, so they need no costly initialisation
-    run = settings.build(recipe_of(folder, meta), split.train, meta["arguments"], setup=setup.replaced(init="normal"))
+    builder = recipe_of(folder, meta, recipe, trust)
+    run = settings.build(builder, split.train, meta["arguments"], setup=setup.replaced(init="normal"))
     run = replace(run, setup=setup)
     model, checkpoint = folder / "model.safetensors", folder / "checkpoint.safetensors"
     if not model.is_file() and not checkpoint.is_file():

@@ -108,8 +108,8 @@ class Finder:
 class PageState:
     """Caches of the page's routes, per served run; rebuilt when a newer run replaces it."""
 
-    def __init__(self, read_split: ReadSplit | None) -> None:
-        self.read_split = read_split
+    def __init__(self, registry: RunRegistry, read_split: ReadSplit | None) -> None:
+        self.registry, self.read_split = registry, read_split
         self.worker = ThreadPoolExecutor(1, "negatives")
         self.finders: dict[tuple[str, Side], tuple[ServedRun, Finder]] = {}
         self.runs: dict[str, tuple[ServedRun, Run, Split]] = {}
@@ -186,7 +186,8 @@ class PageState:
         self.runs.pop(served.name, None)
         while len(self.runs) > 1:  # keep two, for runs side by side
             self.runs.pop(next(iter(self.runs)))
-        self.runs[served.name] = served, samplers.load_for_diagnosis(served.folder, split), split
+        run = samplers.load_for_diagnosis(served.folder, split, "cpu", self.registry.recipe, self.registry.trust)
+        self.runs[served.name] = served, run, split
         return self.runs[served.name]
 
     def close(self) -> None:
@@ -195,7 +196,7 @@ class PageState:
 
 def pages(registry: RunRegistry, read_split: ReadSplit | None = None) -> APIRouter:
     """The router of the page: `/`, and its requests under `/page/`."""
-    state = PageState(read_split)
+    state = PageState(registry, read_split)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

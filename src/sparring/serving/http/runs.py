@@ -39,10 +39,12 @@ class RunRegistry:
         roots: Sequence[Path] = (),
         log: Callable[..., None] = lambda event, **facts: None,
         as_given: bool = False,
+        recipe: str | None = None,
+        trust: bool = False,
     ) -> None:
         if not folders:
             raise UserError("give at least one run to serve")
-        self.store, self.log = store, log
+        self.store, self.log, self.recipe, self.trust = store, log, recipe, trust
         self.roots = [root.resolve() for root in roots] or [folder.resolve().parent for folder in folders]
         self._writing, self._loading = threading.Lock(), threading.Lock()
         self._runs: dict[str, ServedRun] = {}
@@ -98,7 +100,7 @@ class RunRegistry:
             raise RequestError(409, "another run is being loaded; try again when it is done")
         began = time.perf_counter()
         try:
-            new = load_served(folder, slot)
+            new = load_served(folder, slot, self.recipe, self.trust)
             self._adopt(new)
         except (UserError, OSError, RuntimeError, ValueError, KeyError, TypeError, EOFError, MemoryError) as error:
             why = " ".join(str(error).split()) or type(error).__name__
@@ -129,10 +131,10 @@ class RunRegistry:
         if swapped and Path(swapped) != folder.resolve():
             try:
                 self.log("swapped earlier", run=name, given=str(folder), folder=swapped)
-                return load_served(Path(swapped), name)
+                return load_served(Path(swapped), name, self.recipe, self.trust)
             except (UserError, OSError) as error:
                 self.log("swapped run lost", run=name, folder=swapped, why=str(error))
-        return load_served(folder, name)
+        return load_served(folder, name, self.recipe, self.trust)
 
     def _adopt(self, new: ServedRun) -> None:
         new.apply(self.store.since(0), self.store.sequence)

@@ -213,13 +213,14 @@ def signature(folder: Path) -> tuple[Any, ...]:
     return tuple(stats)
 
 
-def load_served(folder: Path, name: str) -> ServedRun:
+def load_served(folder: Path, name: str, recipe: str | None = None, trust: bool = False) -> ServedRun:
     """Load a run with its index and probe them: finite vectors, an index of this model, searches that find items.
 
-    A run without an index is searched exactly. A damaged index, or that of another model, raises UserError.
+    `recipe` and `trust` as in `load`. A run without an index is searched exactly. A damaged index, or that of another
+    model, raises UserError.
     """
     before = signature(folder)
-    trained = runs.load(folder)
+    trained = runs.load(folder, recipe=recipe, trust=trust)
     notes = []
     if (folder / FOLDER / index_files.META).is_file():
         index = open_index(folder)

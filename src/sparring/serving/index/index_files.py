@@ -27,6 +27,8 @@ from sparring.serving.index.faiss_backends import KINDS, Effort, require_faiss
 
 META = "index.json"
 _PARTS = ("vectors", "ids", "ann")
+_DTYPES = {"vectors": np.float32, "ids": np.int64}
+_ADVICE = "build the index again with `sparring index`"
 _ABANDONED = 3600.0  # seconds after which a file that is not in index.json belongs to an interrupted save
 
 
@@ -81,7 +83,8 @@ def read_meta(folder: Path) -> dict[str, Any]:
     path = folder / META
     if not path.is_file():
         raise UserError(f"{folder} contains no index: build one with `sparring index`")
-    meta = disk.read_json(path, "build the index again with `sparring index`")
+    disk.check_folder(folder)
+    meta = disk.read_json(path, _ADVICE)
     try:
         known = meta["format"] == 1 and meta["kind"] in KINDS
         Effort(**meta["effort"])
@@ -99,28 +102,28 @@ def read_meta(folder: Path) -> dict[str, Any]:
 def _read(folder: Path, meta: dict[str, Any], check: bool) -> Stored:
     paths = {}
     for part, about in meta["files"].items():
-        path = folder / Path(str(about["name"])).name
+        path = disk.inside(folder, about["name"])
         if path.stat().st_size != about["bytes"] or (check and sha256(path) != about["sha256"]):
             raise UserError(
                 f"{path} is corrupt: its checksum does not match; build the index again with `sparring index`"
             )
         paths[part] = path
     try:
-        # "c" (copy on write): torch rejects read-only arrays, and nothing writes to this one
-        vectors, ids = np.load(paths["vectors"], mmap_mode="c"), np.load(paths["ids"])
+        vectors, ids = (disk.read_array(paths[part], kind, advice=_ADVICE) for part, kind in _DTYPES.items())
+        ids = np.array(ids)
         ann = None
         if meta["kind"] != "exact":
             faiss = require_faiss()
             ann = faiss.read_index(str(paths["ann"]), faiss.IO_FLAG_MMAP_IFC)
-        if len(ids) != len(vectors) or (ann is not None and ann.ntotal != len(vectors)):
+        if vectors.ndim != 2 or ids.shape != (len(vectors),) or (ann is not None and ann.ntotal != len(vectors)):
             raise ValueError(f"{len(ids)} ids for {len(vectors)} vectors")
-    except (ValueError, RuntimeError, EOFError) as error:
+    except (ValueError, RuntimeError, EOFError, MemoryError) as error:
         for path in paths.values():
             if not path.exists():  # deleted since its checksum was read
                 raise FileNotFoundError(errno.ENOENT, "missing", str(path)) from error
-        raise UserError(
-            f"{folder} is corrupt: {first_line(error)}; build the index again with `sparring index`"
-        ) from error
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{folder} is corrupt: {first_line(error)}; {_ADVICE}") from error
     return Stored(vectors, ids, meta["kind"], ann, Effort(**meta["effort"]), meta)
 
 
@@ -131,7 +134,7 @@ def sha256(path: Path) -> str:
 
 def _save(path: Path, array: np.ndarray) -> None:
     with open(path, "wb") as file:
-        np.save(file, np.asarray(array))
+        np.save(file, np.asarray(array), allow_pickle=False)
 
 
 def _named_files(folder: Path) -> set[str]:

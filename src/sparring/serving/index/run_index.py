@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from sparring.core import files
 from sparring.core.errors import UserError
 from sparring.serving.index import index_files
 from sparring.serving.index.recall_tuning import Tuned, tune
@@ -65,6 +66,7 @@ def open_index(run: str | Path, check: bool = True) -> Index:
     folder = run / FOLDER
     if not (folder / index_files.META).is_file():
         raise UserError(f"{run} has no index: build one with `sparring index {run}`")
+    files.check_folder(run)
     index = Index.load(folder, check)
     model = run / "model.safetensors"
     if model.is_file() and index.meta.get("model") != index_files.sha256(model):
