@@ -96,18 +96,17 @@ def _parts(args: Namespace, meta: dict[str, Any]) -> Split:
     """The run's data, split as in its training; if that is not recorded, the pairs of --data that it was trained on."""
     import numpy as np
 
-    from sparring.core.files import read_tensors
     from sparring.core.types import Positives
     from sparring.data.interactions import Ids, Split
     from sparring.data.pairs import pair_keys
-    from sparring.training.folder import seen_interactions
+    from sparring.training.folder import read_manifest, seen_interactions
 
     if args.data is None or (meta.get("source") or {}).get("data"):
         record = inputs.recorded(meta, args.run)
         data = inputs.read_recorded(meta, args.run, args.data, record["columns"])
         return inputs.split_recorded(data, meta, args.run, args.data)
-    given, ids = inputs.read_data(args.data, {}), Ids.load(args.run)
-    tensors, _ = read_tensors(args.run / "seen.safetensors")
+    given, listed = inputs.read_data(args.data, {}), read_manifest(args.run)
+    ids, (tensors, _) = Ids.load(args.run, listed), listed.tensors("seen.safetensors")
     pairs = seen_interactions(ids, Positives(tensors["start"], tensors["items"]))
     queries = ids.query_ids.encode(given.query_ids.ids)[given.queries]
     items = ids.item_ids.encode(given.item_ids.ids)[given.items]

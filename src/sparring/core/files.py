@@ -6,8 +6,9 @@ Tensors are stored as safetensors: nothing executable is ever loaded.
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import polars as pl
 import safetensors
 import safetensors.torch
 import torch
+import xxhash
 from torch import Tensor, nn
 
 from sparring.core.errors import UserError, first_line
@@ -97,25 +99,103 @@ def read_table(path: AnyPath) -> pl.DataFrame:
 
 
 def write_tensors(path: AnyPath, tensors: Mapping[str, Tensor], meta: Mapping[str, object] | None = None) -> None:
-    """Write tensors and a JSON value to one file, so that they can never disagree."""
+    """Write tensors and a JSON value to one file, so that they can never disagree, with a hash of both."""
     plain = {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
-    write(Path(path), lambda file: safetensors.torch.save_file(plain, file, {"state": json.dumps(meta or {})}))
+    state = json.dumps(meta or {})
+    about = {"state": state, "hash": _tensors_hash(plain, state)}
+    write(Path(path), lambda file: safetensors.torch.save_file(plain, file, about))
 
 
-def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors and the JSON value written with them; one read, so both belong to the same version of the file."""
+def write_tensor_blocks(
+    path: Path, shapes: Mapping[str, tuple[torch.dtype, Sequence[int]]], blocks: Iterator[Tensor], meta: object
+) -> None:
+    """As write_tensors, for tensors that arrive as blocks of rows, in the order of `shapes`: one block is in memory."""
+    state, blank = json.dumps(meta), "0" * 32
+    header: dict[str, Any] = {"__metadata__": {"state": state, "hash": blank}}
+    offset = 0
+    for name, (kind, shape) in shapes.items():
+        size = math.prod(shape) * kind.itemsize
+        header[name] = {"dtype": _KINDS[kind], "shape": list(shape), "data_offsets": [offset, offset + size]}
+        offset += size
+    text = json.dumps(header)
+    text += " " * (-len(text.encode()) % 8)
+
+    def write_to(file: Path) -> None:
+        digests, filled = dict[str, str](), (block for block in blocks if block.numel())
+        with open(file, "wb") as out:
+            out.write(len(text.encode()).to_bytes(8, "little") + text.encode())
+            for name, (kind, shape) in shapes.items():
+                digest, left = xxhash.xxh3_128(), math.prod(shape) * kind.itemsize
+                while left:
+                    data = _bytes_of(next(filled).detach().contiguous().cpu())
+                    digest.update(data)
+                    out.write(data)
+                    left -= len(data)
+                digests[name] = digest.hexdigest()
+            described = {name: (str(kind), tuple(shape), digests[name]) for name, (kind, shape) in shapes.items()}
+            out.seek(8)
+            out.write(text.replace(blank, _combined(described, state), 1).encode())
+
+    write(path, write_to)
+
+
+_KINDS = {torch.float32: "F32", torch.float64: "F64", torch.int64: "I64", torch.int32: "I32"}
+
+
+def read_tensors(path: Path, digest: str | None = None) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors and the JSON value written with them; one read, so both belong to the same version of the file.
+
+    A file that differs from the written one is an error. `digest` is the XXH3-128 of the file, where it is known; the
+    hash inside the file is checked otherwise.
+    """
     with _reading(path):
         content = path.read_bytes()
+        if digest is not None and xxhash.xxh3_128_hexdigest(content) != digest:
+            raise ValueError("its hash does not match")
         tensors = safetensors.torch.load(content)
         header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-        return tensors, json.loads(header.get("__metadata__", {}).get("state", "{}"))
+        return tensors, _checked(tensors, header.get("__metadata__"), digest is None)
 
 
 def map_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """As read_tensors, through a memory map: pages are read as tensors are used."""
+    """As read_tensors, through a memory map: the check reads the file once, and its pages may be reclaimed after it."""
     with _reading(path), safetensors.safe_open(path, "pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        return tensors, json.loads((file.metadata() or {}).get("state", "{}"))
+        return tensors, _checked(tensors, file.metadata())
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """The JSON value in a file of tensors, which are neither read nor checked."""
+    with _reading(path), safetensors.safe_open(path, "pt") as file:
+        return dict(json.loads((file.metadata() or {}).get("state", "{}")))
+
+
+def _checked(tensors: Mapping[str, Tensor], about: Mapping[str, str] | None, check: bool = True) -> dict[str, Any]:
+    """The JSON value in the metadata, if the hash beside it is that of value and tensors."""
+    about = about or {}
+    if check and "hash" not in about:
+        raise ValueError("it has no hash, or another version of Sparring wrote it")
+    if check and _tensors_hash(tensors, about.get("state", "")) != about["hash"]:
+        raise ValueError("its hash does not match")
+    return dict(json.loads(about.get("state", "{}")))
+
+
+def _tensors_hash(tensors: Mapping[str, Tensor], state: str) -> str:
+    described = {
+        name: (str(tensor.dtype), tuple(tensor.shape), xxhash.xxh3_128_hexdigest(_bytes_of(tensor)))
+        for name, tensor in tensors.items()
+    }
+    return _combined(described, state)
+
+
+def _combined(described: Mapping[str, tuple[str, tuple[int, ...], str]], state: str) -> str:
+    """The hash of tensors, each given as type, shape and hash of its data, and of the JSON value."""
+    return xxhash.xxh3_128_hexdigest(repr((sorted(described.items()), state)).encode())
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """The data of a contiguous tensor; not by reshape, since the stride of a tensor of one number may be anything."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
 @contextmanager
@@ -124,7 +204,7 @@ def _reading(path: Path) -> Iterator[None]:
         raise UserError(f"{path} is missing: {path.parent} is not a finished run (or not a run folder)")
     try:
         yield
-    except (safetensors.SafetensorError, OSError, ValueError) as error:
+    except (safetensors.SafetensorError, OSError, ValueError, TypeError, KeyError) as error:
         raise UserError(f"{path} is corrupt: {first_line(error)}; train again, or restore it from a copy") from error
 
 
@@ -135,10 +215,11 @@ def read_section(path: AnyPath, name: str) -> tuple[dict[str, Tensor], dict[str,
         raise UserError(f"no such file: {path}")
     try:
         with safetensors.safe_open(path, "pt") as file:
-            tensors = {key: file.get_tensor(key) for key in file.keys() if key.startswith(f"{name}.")}  # noqa: SIM118
-            meta = json.loads((file.metadata() or {}).get("state", "{}"))
+            found = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+            meta = _checked(found, file.metadata())
     except (OSError, ValueError, safetensors.SafetensorError) as error:
         raise UserError(f"{path} is not a readable safetensors file: {first_line(error)}") from error
+    tensors = {key: tensor for key, tensor in found.items() if key.startswith(f"{name}.")}
     if not tensors or name not in meta:
         raise UserError(f"{path} holds no {name}: give a file that `sparring cluster` wrote")
     return {key.removeprefix(f"{name}."): tensor for key, tensor in tensors.items()}, dict(meta[name])

@@ -22,6 +22,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 import xxhash
+from torch import Tensor
 
 from sparring.core import files
 from sparring.core.errors import UserError, first_line
@@ -40,10 +41,10 @@ class Problem:
 
     path: Path
     kind: Literal["damaged", "missing", "additional"]
-    detail: str = ""
+    detail: str
 
     def __str__(self) -> str:
-        return f"{self.kind}: {self.path}{self.detail and f' ({self.detail})'}"
+        return f"{self.kind}: {self.path} ({self.detail})"
 
 
 @dataclass(frozen=True)
@@ -74,14 +75,23 @@ class Manifest:
             raise UserError(f"{path} is missing; {self.advice}")
         problem = self.problem(name) if name in self.files else None
         if problem is not None:
-            why = problem.detail or f"it does not have the hash in {NAME}"
-            raise UserError(f"{path} is {problem.kind}: {why}; {self.advice}")
+            kind = "missing" if problem.kind == "missing" else "corrupt"
+            raise UserError(f"{path} is {kind}: {problem.detail}; {self.advice}")
         return path
 
-    def check(self, under: str) -> None:
-        """Compare all listed files of a folder inside this one."""
-        for name in self.files:
-            if name.startswith(f"{under}/"):
+    def tensors(self, name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """`files.read_tensors` of a file, checked as it is read: by this manifest, or else by the hash inside it."""
+        path = self.folder / name
+        if self.lists(name) and name in self.files:
+            return files.read_tensors(path, self.files[name][1])
+        return files.read_tensors(path)
+
+    def check(self, under: str, but: Collection[str] = ()) -> None:
+        """Compare all files of a folder inside this one, except those named in `but`."""
+        listed = {name for name in self.files if name.startswith(f"{under}/")}
+        found = {f"{under}/{name}" for name in _names(self.folder / under, ())}
+        for name in sorted(listed | found):
+            if PurePosixPath(name).name not in but:
                 self.path(name)
 
     def problem(self, name: str, progress: HashProgress | None = None) -> Problem | None:
@@ -93,22 +103,29 @@ class Manifest:
                 return Problem(path, "damaged", "it is not a file")
             if found.st_size != length:
                 return Problem(path, "damaged", f"it has {found.st_size:,} bytes, expected {length:,}")
-            return None if file_hash(path, progress) == digest else Problem(path, "damaged")
+            return None if file_hash(path, progress) == digest else Problem(path, "damaged", "its hash does not match")
         except FileNotFoundError:
             return Problem(path, "missing", "it is in the manifest")
         except OSError as error:
             return Problem(path, "damaged", error.strerror or first_line(error))
 
 
-def write_manifest(folder: Path, finished: bool = True, keep: Collection[str] = (), apart: Sequence[str] = ()) -> None:
-    """Hash every file of a folder and write its manifest; the folders `apart` are left out.
+def write_manifest(
+    folder: Path,
+    finished: bool = True,
+    names: Collection[str] | None = None,
+    keep: Collection[str] = (),
+    apart: Sequence[str] = (),
+) -> None:
+    """Hash files of a folder, by default all of them but those in the folders `apart`, and write its manifest.
 
     Entries of the present manifest whose names are in `keep` stay as they are, because their files should not have
     changed: to hash them again would approve of any damage since.
     """
     before = read_manifest(folder).files if keep else {}
     kept = {name: before[name] for name in keep if name in before}
-    new = {name: _entry(folder / name) for name in _names(folder, apart) if name not in kept}
+    names = list(_names(folder, apart)) if names is None else names
+    new = {name: _entry(folder / name) for name in names if name not in kept}
     _write(folder, finished, apart, kept | new)
 
 
@@ -129,7 +146,7 @@ def read_manifest(folder: Path, advice: str = "restore it from a copy") -> Manif
         listed = {str(name): (int(length), str(digest)) for name, (length, digest) in value["files"].items()}
         finished, apart = value["finished"] is True, tuple(map(str, value["apart"]))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise UserError(f"{path} is damaged: {first_line(error)}; {advice}") from error
+        raise UserError(f"{path} is corrupt: {first_line(error)}; {advice}") from error
     if not known:
         raise UserError(f"{path} was written by another version of Sparring; {advice}")
     for name in listed:
@@ -181,10 +198,10 @@ def read_sealed(path: Path, advice: str) -> dict[str, Any]:
     except FileNotFoundError as error:
         raise UserError(f"no such file: {path}; {advice}") from error
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise UserError(f"{path} is damaged: {first_line(error)}; {advice}") from error
+        raise UserError(f"{path} is corrupt: {first_line(error)}; {advice}") from error
     head, found, tail = text.rpartition(seal)
     if not found or text_hash(head + _BLANK + tail) != seal:
-        raise UserError(f"{path} is damaged: its seal does not fit its text; {advice}")
+        raise UserError(f"{path} is corrupt: its seal does not fit its text; {advice}")
     return value
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from sparring.core.errors import UserError
 from sparring.core.files import read_table, write_table
+from sparring.core.manifest import Manifest
 from sparring.core.types import Positives
 from sparring.data.pairs import csr, occurrences
 
@@ -80,7 +81,10 @@ class Vocabulary:
             raise UserError(
                 f"{path} is not a saved vocabulary: its columns are {', '.join(table.columns)}; expected id"
             )
-        return cls(table["id"])
+        vocabulary = cls(table["id"])
+        if not vocabulary.ids.equals(_id_series(table["id"])):  # sorting would give each row another id
+            raise UserError(f"{path} is corrupt: its ids are not distinct and ascending; restore it from a copy")
+        return vocabulary
 
 
 def _id_series(ids: pl.Series | np.ndarray | Sequence[Any]) -> pl.Series:
@@ -217,13 +221,12 @@ class Ids:
                 write_table(table, path)
 
     @classmethod
-    def load(cls, folder: str | os.PathLike[str]) -> Ids:
-        folder = Path(folder)
-        tables = [
-            read_table(path) if (path := folder / f"{name}.parquet").exists() else None
-            for name in ("query_table", "item_table")
-        ]
-        return cls(Vocabulary.load(folder / "query_ids.parquet"), Vocabulary.load(folder / "item_ids.parquet"), *tables)
+    def load(cls, folder: str | os.PathLike[str], manifest: Manifest | None = None) -> Ids:
+        """Read the maps and tables, after comparing them with the manifest of their folder, if given."""
+        listed = manifest or Manifest(Path(folder), finished=False, files={})
+        query, item = (Vocabulary.load(listed.path(f"{side}_ids.parquet")) for side in ("query", "item"))
+        names = [f"{side}_table.parquet" for side in ("query", "item")]
+        return cls(query, item, *(read_table(listed.path(name)) if listed.lists(name) else None for name in names))
 
 
 @dataclass(frozen=True, eq=False)

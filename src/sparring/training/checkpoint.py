@@ -19,7 +19,8 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from torch.optim import Optimizer
 
 from sparring.core import files
 from sparring.core.errors import UserError, first_line
+from sparring.core.manifest import read_manifest
 from sparring.core.ranks import Group, local_world
 from sparring.core.types import Ranks
 from sparring.models.rowwise_tables import RowWiseTable
@@ -42,6 +44,7 @@ from sparring.training.row_optimizers import RowAdagrad
 log = logging.getLogger(__name__)
 
 NAME, PREVIOUS = "checkpoint.safetensors", "checkpoint.previous.safetensors"
+_ADVICE = "train again, or restore it from a copy"
 _ROWS = 1 << 16  # rows of a table that are sent and written at a time
 
 
@@ -96,6 +99,12 @@ class CheckpointManager:
         self.writer = BackgroundWriter()
         self.copies = Copies(), Copies()  # of the best model and of the state
 
+    @cached_property
+    def owner(self) -> str:
+        """The id of the run, which its files repeat."""
+        assert self.folder is not None
+        return run_id(self.folder)
+
     def __enter__(self) -> CheckpointManager:
         return self
 
@@ -130,10 +139,10 @@ class CheckpointManager:
         if self.sharded:
             read_tables(self.folder, best_tables(epoch), self._spread(self._model()), self.ranks)
             tables = {f"{name}.weight": table for name, table in self.tables.items()}
-            write_model(path, files.tensors_of(self.model), tables, {"epoch": epoch}, self.ranks)
+            write_model(path, files.tensors_of(self.model), tables, {"epoch": epoch, "run": self.owner}, self.ranks)
             return
         if self.ranks.rank == 0:
-            files.load_tensors(self.model, files.map_tensors(path)[0], path)
+            files.load_tensors(self.model, own_tensors(path, self.owner)[0], path)
         self.ranks.equalise(files.tensors_of(self.model).values())
 
     def save(self, state: State, total: Tensor) -> None:
@@ -162,7 +171,7 @@ class CheckpointManager:
             tensors |= {"generator": self.generator.get_state(), **rows}
         place = self._place()
         copies = self.copies[1].take(tensors, place)
-        fields = dataclasses.asdict(state)
+        fields = {**dataclasses.asdict(state), "run": self.owner}
 
         def write() -> None:
             assert self.folder is not None
@@ -197,7 +206,7 @@ class CheckpointManager:
         if self.sharded:
             write_tables(self.folder, best_tables(epoch), tensors, self.ranks)
         else:
-            files.write_tensors(self.folder / "model.safetensors", tensors, {"epoch": epoch})
+            files.write_tensors(self.folder / "model.safetensors", tensors, {"epoch": epoch, "run": self.owner})
 
     def _place(self) -> Place:
         """The device on which copies of the model and of all state fit."""
@@ -217,7 +226,8 @@ class CheckpointManager:
         path = find_checkpoint(self.folder, self.ranks)
         if path is None:
             return None
-        tensors, fields = files.map_tensors(path)
+        tensors, fields = own_tensors(path, self.owner)
+        del fields["run"]
         modules = {name.removeprefix("module."): t for name, t in tensors.items() if name.startswith("module.")}
         saved = {name.removeprefix("optimizer."): t for name, t in tensors.items() if name.startswith("optimizer.")}
         tables = {f"model.{name}.weight": module.weight for name, module in self.whole.items()}
@@ -278,6 +288,24 @@ def _on_a_stream(work: Callable[[], None], device: torch.device) -> None:
 # Files
 
 
+def run_id(folder: Path) -> str:
+    """The id of the run in a folder."""
+    return str(files.read_json(read_manifest(folder, _ADVICE).path("run.json"))["id"])
+
+
+def own_tensors(path: Path, run: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """`files.map_tensors` of a file that belongs to the run of this id."""
+    tensors, state = files.map_tensors(path)
+    check_owner(path, state, run)
+    return tensors, state
+
+
+def check_owner(path: Path, state: Mapping[str, Any], run: str) -> None:
+    """Raise if a file with this JSON value was written by another run."""
+    if state.get("run") != run:
+        raise UserError(f"{path} belongs to another run; {_ADVICE}")
+
+
 def write_checkpoint(folder: Path, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
     """Write a checkpoint; until training is done, keep the previous one."""
     path, previous = folder / NAME, folder / PREVIOUS
@@ -315,20 +343,23 @@ def _newest(folder: Path) -> Path | None:
     if not path.is_file():
         return previous if previous.is_file() else None
     try:
-        if _check_complete(path).get("done"):
+        state = _check_complete(path)
+        if state.get("done"):
             previous.unlink(missing_ok=True)  # a kill may have come before this
     except UserError as error:
         if not previous.is_file():
             raise
-        _check_complete(previous)
+        state = _check_complete(previous)
         os.replace(previous, path)  # so that the damaged file does not become the next previous one
         log.warning("%s; falling back to the previous checkpoint", str(error).split(";")[0])
+    if state["best_epoch"] >= 0 and not state["tables"]:
+        own_tensors(folder / "model.safetensors", state["run"])  # else the end of training would find it damaged
     return path
 
 
 def _check_complete(path: Path) -> dict[str, Any]:
     """The state in a checkpoint; raises if its file or its tables are damaged."""
-    state = files.map_tensors(path)[1]
+    state = own_tensors(path, run_id(path.parent))[1]
     tables = state.get("tables")
     if tables and not (path.parent / tables / ".metadata").is_file():
         raise UserError(
@@ -339,7 +370,7 @@ def _check_complete(path: Path) -> dict[str, Any]:
 
 def _tables_of(path: Path) -> str:
     with suppress(UserError):
-        return str(files.map_tensors(path)[1].get("tables"))
+        return str(files.read_state(path).get("tables"))
     return ""
 
 
@@ -405,30 +436,10 @@ def write_model(
             for _ in _blocks(table):
                 pass
         return
-    header: dict[str, Any] = {"__metadata__": {"state": json.dumps(meta)}}
-    offset = 0
-    shapes = {name: list(tensor.shape) for name, tensor in tensors.items()} | {
-        name: [t.n, t.dim] for name, t in tables.items()
-    }
-    kinds = {torch.float32: "F32", torch.float64: "F64", torch.int64: "I64", torch.int32: "I32"}
-    for name, shape in shapes.items():
-        kind = tensors[name].dtype if name in tensors else tables[name].weight.dtype
-        size = int(torch.tensor(shape).prod()) * kind.itemsize
-        header[name] = {"dtype": kinds[kind], "shape": shape, "data_offsets": [offset, offset + size]}
-        offset += size
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-
-    def write_to(file: Path) -> None:
-        with open(file, "wb") as out:
-            out.write(len(text).to_bytes(8, "little") + text)
-            for tensor in tensors.values():
-                out.write(tensor.detach().cpu().contiguous().numpy().tobytes())
-            for table in tables.values():
-                for block in _blocks(table):
-                    out.write(block.cpu().numpy().tobytes())
-
-    files.write(path, write_to)
+    shapes = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    shapes |= {name: (table.weight.dtype, (table.n, table.dim)) for name, table in tables.items()}
+    blocks = chain(tensors.values(), *(_blocks(table) for table in tables.values()))
+    files.write_tensor_blocks(path, shapes, blocks, meta)
 
 
 def _blocks(table: RowWiseTable) -> Iterator[Tensor]:

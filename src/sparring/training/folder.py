@@ -11,6 +11,12 @@
     encoder/, query_texts/, item_texts/   text towers: a transformers folder (or a bag), and the tokens
     classifiers/, fusion.safetensors, fusion_per_query.parquet   later stages, where the run has them (stages.py)
     curve.png, README.md   the training curve and a short model card
+    manifest.json       length and hash of every file above, and whether training has finished (core/manifest.py)
+    index/, serve/, cache/   an index, the changes of a service, computed vectors: each checks itself
+
+The manifest is written when training starts, for the files that will not change, and again at the end, for all. The
+model and the checkpoint change in between, so each has a hash of its own content too (core/files.py) and the id of its
+run. Readers compare each file with its hash before they use it.
 
 Every file is written beside its target and renamed, so a kill or a full disk leaves the last good one. Tensors are
 safetensors: nothing executable is ever loaded from the folder. Custom towers are built by the recipe named in run.json.
@@ -22,6 +28,7 @@ import dataclasses
 import json
 import logging
 import platform
+import secrets
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -30,18 +37,20 @@ from typing import Any
 
 import numpy as np
 import polars as pl
+from torch import Tensor
 
-from sparring.core import files, locks
+from sparring.core import files, locks, manifest
 from sparring.core.errors import UserError
 from sparring.core.files import write_table
 from sparring.core.locks import HeldError, Lock
+from sparring.core.manifest import Manifest
 from sparring.core.ranks import rank
 from sparring.core.types import Positives, Ranks
 from sparring.data.features import Histories
 from sparring.data.interactions import Ids, Interactions, Split, Vocabulary
 from sparring.evaluation.metrics import LIST_METRICS
 from sparring.evaluation.ranking import Evaluation
-from sparring.models.build import encoder_folder
+from sparring.models.build import encoder_folder, text_sides
 from sparring.models.encoders import save_encoder
 from sparring.models.retriever import Retriever
 from sparring.models.text import text_tower
@@ -57,9 +66,15 @@ from sparring.training.step import describe_batch
 
 log = logging.getLogger(__name__)
 
-FORMAT = 2  # of run.json and the files beside it; Sparring 0.1 wrote none
+FORMAT = 3  # of run.json and the files beside it; Sparring 0.1 wrote none
 LOCK = ".lock"
 SERVICE = "serve"  # the folder of a service's acknowledged changes: no training may delete it
+STARTED = (  # files that training writes first and never again
+    *("run.json", "seen.safetensors"),
+    *(f"{side}_{part}.parquet" for side in ("query", "item") for part in ("ids", "table")),
+)
+APART = ("index", SERVICE, "cache")  # folders that are written after training and check themselves
+_ADVICE = "train the run again, or restore it from a copy"
 RESULTS = ("metrics.jsonl", "result.json", "per_query.parquet", "measured.json", "curve.png", "README.md")
 
 
@@ -184,13 +199,25 @@ def write_start(
 
     `warm` has the dense ids of `queries` and `items` that start with the trained vectors of an earlier run.
     """
-    for name in ("run.json", checkpoint.NAME, checkpoint.PREVIOUS, "model.safetensors", *RESULTS):
+    for name in (manifest.NAME, "run.json", checkpoint.NAME, checkpoint.PREVIOUS, "model.safetensors", *RESULTS):
         (folder / name).unlink(missing_ok=True)
     data.save_ids(folder)
     if model is not None:
         _write_encoders(folder, model, setup, weights=False)
-    files.write_tensors(folder / "seen.safetensors", seen_tensors(data, seen, test, model, warm))
-    files.write_json(folder / "run.json", {"format": FORMAT, **meta, "setup": dataclasses.asdict(setup)})
+    run = secrets.token_hex(8)
+    files.write_tensors(folder / "seen.safetensors", seen_tensors(data, seen, test, model, warm), {"run": run})
+    files.write_json(folder / "run.json", {"format": FORMAT, "id": run, **meta, "setup": dataclasses.asdict(setup)})
+    manifest.write_manifest(folder, finished=False, apart=APART)
+
+
+def reopen(folder: Path) -> None:
+    """Mark a run as unfinished before more of it is written: only the files that stay as they are remain listed."""
+    manifest.write_manifest(folder, finished=False, names=(), keep=STARTED, apart=APART)
+
+
+def finish(folder: Path) -> None:
+    """Mark a run as finished and list all its files: the last write of a training."""
+    manifest.write_manifest(folder, keep=STARTED, apart=APART)
 
 
 def _write_encoders(folder: Path, model: Retriever, setup: Setup, weights: bool) -> None:
@@ -208,6 +235,7 @@ def write_end(
     """Write the result, the metrics of every test query, the curve and the model card."""
     from sparring.training.curve import training_curve
 
+    reopen(folder)
     meta = read_meta(folder)
     result: dict[str, Any] = {"best_epoch": best_epoch, "epochs": len(history), "train_seconds": round(seconds, 3)}
     result["untrained"] = meta["untrained"]
@@ -233,7 +261,7 @@ def write_stages(folder: Path, stages: Mapping[str, Evaluation], history: list[d
 
 def _write_queries(folder: Path, name: str, test: Evaluation) -> None:
     """One row per test query, by its original id, with the metrics of quality (not those that describe lists)."""
-    queries = Vocabulary.load(folder / "query_ids.parquet").decode(test.query_ids)
+    queries = Vocabulary.load(read_manifest(folder).path("query_ids.parquet")).decode(test.query_ids)
     metrics = {
         key: values.astype(np.float32)
         for key, values in test.per_query.items()
@@ -245,6 +273,17 @@ def _write_queries(folder: Path, name: str, test: Evaluation) -> None:
 # Reading
 
 
+def has_run(folder: Path) -> bool:
+    """Whether a folder has a run to resume; a run.json alone is from a start that was killed at once."""
+    others = (manifest.NAME, "model.safetensors", checkpoint.NAME)
+    return (folder / "run.json").is_file() and any((folder / name).is_file() for name in others)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a run folder."""
+    return manifest.read_manifest(folder, _ADVICE)
+
+
 def read_meta(folder: Path) -> dict[str, Any]:
     """run.json of a run folder; folders of other versions of Sparring are refused."""
     from sparring import __version__
@@ -252,15 +291,25 @@ def read_meta(folder: Path) -> dict[str, Any]:
     path = folder / "run.json"
     if not path.is_file():
         raise UserError(f"{folder} is not a run folder: it has no run.json")
+    if (folder / manifest.NAME).is_file():
+        read_manifest(folder).path("run.json")
     meta = files.read_json(path, "train the run again")
     if meta.get("format") != FORMAT:
         version = (meta.get("versions") or {}).get("sparring")
         writer = f"Sparring {version}" if version else "another version of Sparring"
         raise UserError(f"{path} was written by {writer}; Sparring {__version__} cannot read it: train the run again")
-    for key in ("setup", "recipe"):
+    read_manifest(folder)  # missing where its writer was killed
+    for key in ("setup", "recipe", "id"):
         if key not in meta:
             raise UserError(f"{path} is corrupt: it has no {key}")
     return meta
+
+
+def model_hash(folder: Path) -> str:
+    """The hash of a run's model file, which tells its vectors from those of any other model."""
+    name = "model.safetensors"
+    listed = read_manifest(folder).files
+    return listed[name][1] if name in listed else manifest.file_hash(folder / name)
 
 
 def check_same(folder: Path, meta: Mapping[str, Any], setup: Setup) -> None:
@@ -296,10 +345,10 @@ def read_run(folder: Path, model: Retriever | None = None) -> tuple[Retriever, I
     """The model of a finished run, its ids, its eligibility and run.json. `model`: custom towers without a recipe."""
     if not folder.is_dir():
         raise UserError(f"no such run folder: {folder}")
-    meta, ids = read_meta(folder), Ids.load(folder)
-    path = folder / "model.safetensors"
-    tensors, _ = files.read_tensors(path)
-    eligibility = Eligibility.read(files.read_tensors(folder / "seen.safetensors")[0])
+    meta, listed = read_meta(folder), read_manifest(folder)
+    ids, path = Ids.load(folder, listed), folder / "model.safetensors"
+    tensors, seen = (_own_tensors(listed, name, meta) for name in ("model.safetensors", "seen.safetensors"))
+    eligibility = Eligibility.read(seen)
     own = model is not None
     if model is None and meta.get("towers"):
         model = _custom_model(folder, meta, ids, eligibility.seen)
@@ -310,6 +359,9 @@ def read_run(folder: Path, model: Retriever | None = None) -> tuple[Retriever, I
             if not {"query.start", "query.items"} <= tensors.keys():
                 raise UserError(f"{path} does not fit this run: it has no histories for the history tower")
             past = Histories(tensors["query.start"], tensors["query.items"])
+        for side in text_sides(setup.model):
+            listed.check(encoder_folder(setup.text, side), but=["model.safetensors"])  # its weights are in the model
+            listed.check(f"{side}_texts")
         model = build_towers(setup, ids, past, folder)
     try:
         files.load_tensors(model, tensors, path)
@@ -319,6 +371,13 @@ def read_run(folder: Path, model: Retriever | None = None) -> tuple[Retriever, I
         hint = "if its Setup does not describe the model, pass that: sparring.load(folder, model=...)"
         raise UserError(f"{error}; {hint}") from error
     return model.eval(), ids, eligibility, meta
+
+
+def _own_tensors(listed: Manifest, name: str, meta: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The tensors of a file that belongs to this run."""
+    tensors, state = listed.tensors(name)
+    checkpoint.check_owner(listed.folder / name, state, meta["id"])
+    return tensors
 
 
 # Custom towers
