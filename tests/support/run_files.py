@@ -38,3 +38,12 @@ def change_tensors(folder: Path, name: str, **changes: Any) -> None:
     changed = {key: tensor for key, tensor in {**tensors, **changes}.items() if tensor is not None}
     files.write_tensors(path, changed, state)
     approve(folder)
+
+
+def flip(path: Path, bit: int) -> bytes:
+    """Flip one bit of a file in place; its content before."""
+    whole = path.read_bytes()
+    damaged = bytearray(whole)
+    damaged[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(damaged)
+    return whole

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from sparring.core.errors import UserError, first_line
 
 AnyPath = str | os.PathLike[str]
+_ABOUT = "sparring"  # the metadata of a safetensors file: the hash of its content, a space, a JSON value
 
 
 def write(
@@ -101,8 +102,8 @@ def read_table(path: AnyPath) -> pl.DataFrame:
 def write_tensors(path: AnyPath, tensors: Mapping[str, Tensor], meta: Mapping[str, object] | None = None) -> None:
     """Write tensors and a JSON value to one file, so that they can never disagree, with a hash of both."""
     plain = {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
-    state = json.dumps(meta or {})
-    about = {"state": state, "hash": _tensors_hash(plain, state)}
+    value = json.dumps(meta or {})
+    about = {_ABOUT: f"{_tensors_hash(plain, value)} {value}"}
     write(Path(path), lambda file: safetensors.torch.save_file(plain, file, about))
 
 
@@ -110,8 +111,8 @@ def write_tensor_blocks(
     path: Path, shapes: Mapping[str, tuple[torch.dtype, Sequence[int]]], blocks: Iterator[Tensor], meta: object
 ) -> None:
     """As write_tensors, for tensors that arrive as blocks of rows, in the order of `shapes`: one block is in memory."""
-    state, blank = json.dumps(meta), "0" * 32
-    header: dict[str, Any] = {"__metadata__": {"state": state, "hash": blank}}
+    value, blank = json.dumps(meta), "0" * 32
+    header: dict[str, Any] = {"__metadata__": {_ABOUT: f"{blank} {value}"}}
     offset = 0
     for name, (kind, shape) in shapes.items():
         size = math.prod(shape) * kind.itemsize
@@ -134,7 +135,7 @@ def write_tensor_blocks(
                 digests[name] = digest.hexdigest()
             described = {name: (str(kind), tuple(shape), digests[name]) for name, (kind, shape) in shapes.items()}
             out.seek(8)
-            out.write(text.replace(blank, _combined(described, state), 1).encode())
+            out.write(text.replace(blank, _combined(described, value), 1).encode())
 
     write(path, write_to)
 
@@ -167,30 +168,36 @@ def map_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 def read_state(path: Path) -> dict[str, Any]:
     """The JSON value in a file of tensors, which are neither read nor checked."""
     with _reading(path), safetensors.safe_open(path, "pt") as file:
-        return dict(json.loads((file.metadata() or {}).get("state", "{}")))
+        return dict(json.loads(_hash_and_value(file.metadata())[1]))
 
 
 def _checked(tensors: Mapping[str, Tensor], about: Mapping[str, str] | None, check: bool = True) -> dict[str, Any]:
     """The JSON value in the metadata, if the hash beside it is that of value and tensors."""
-    about = about or {}
-    if check and "hash" not in about:
-        raise ValueError("it has no hash, or another version of Sparring wrote it")
-    if check and _tensors_hash(tensors, about.get("state", "")) != about["hash"]:
+    digest, value = _hash_and_value(about)
+    if check and _tensors_hash(tensors, value) != digest:
         raise ValueError("its hash does not match")
-    return dict(json.loads(about.get("state", "{}")))
+    return dict(json.loads(value))
 
 
-def _tensors_hash(tensors: Mapping[str, Tensor], state: str) -> str:
+def _hash_and_value(about: Mapping[str, str] | None) -> tuple[str, str]:
+    """The two parts of the metadata; one entry, since safetensors writes several in a random order."""
+    digest, _, value = (about or {}).get(_ABOUT, "").partition(" ")
+    if len(digest) != 32 or not value:
+        raise ValueError("it has no hash, so another version of Sparring wrote it")
+    return digest, value
+
+
+def _tensors_hash(tensors: Mapping[str, Tensor], value: str) -> str:
     described = {
         name: (str(tensor.dtype), tuple(tensor.shape), xxhash.xxh3_128_hexdigest(_bytes_of(tensor)))
         for name, tensor in tensors.items()
     }
-    return _combined(described, state)
+    return _combined(described, value)
 
 
-def _combined(described: Mapping[str, tuple[str, tuple[int, ...], str]], state: str) -> str:
+def _combined(described: Mapping[str, tuple[str, tuple[int, ...], str]], value: str) -> str:
     """The hash of tensors, each given as type, shape and hash of its data, and of the JSON value."""
-    return xxhash.xxh3_128_hexdigest(repr((sorted(described.items()), state)).encode())
+    return xxhash.xxh3_128_hexdigest(repr((sorted(described.items()), value)).encode())
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

@@ -166,7 +166,7 @@ def check_folder(folder: Path, progress: HashProgress | None = None) -> list[Pro
         manifest = read_manifest(folder)
     except UserError as error:
         kind: Literal["damaged", "missing"] = "damaged" if (folder / NAME).is_file() else "missing"
-        return [Problem(folder / NAME, kind, error.message.split(": ", 1)[-1].split(";")[0])]
+        return [Problem(folder / NAME, kind, reason(error))]
     found = [manifest.problem(name, progress) for name in manifest.files]
     problems = [problem for problem in found if problem is not None]
     if manifest.finished:
@@ -175,9 +175,9 @@ def check_folder(folder: Path, progress: HashProgress | None = None) -> list[Pro
     return problems
 
 
-def listed_bytes(folder: Path) -> int:
-    """The sum of the lengths in a manifest, for a progress bar."""
-    return sum(length for length, _ in read_manifest(folder).files.values())
+def reason(error: UserError) -> str:
+    """The part of "FILE is corrupt: REASON; ADVICE" that says what is wrong."""
+    return error.message.split(": ", 1)[-1].split(";")[0]
 
 
 # Sealed JSON

@@ -69,17 +69,26 @@ class Store:
                 f"cannot store changes in {self.path}: {error.strerror}; choose another file with --store FILE"
             ) from error
         try:
-            self._db = sqlite3.connect(self.path, check_same_thread=False, isolation_level=None)
-            self._db.execute("PRAGMA journal_mode=WAL")
-            self._db.execute("PRAGMA synchronous=FULL")
-            if not self._db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
-                self._db.executescript(f"BEGIN; {_TABLES} COMMIT;")
-            problems = _structure(self._db)
-            if problems:
-                raise UserError(f"{self.path} is corrupt: {problems[0]}; {_ADVICE}")
-            self.sequence = int(self._db.execute("SELECT coalesce(max(sequence), 0) FROM items").fetchone()[0])
-        except sqlite3.Error as error:
-            raise UserError(f"{self.path} cannot be opened: {error}; {_ADVICE}") from error
+            self._db = self._opened()
+        except BaseException:
+            self._lock.release()
+            raise
+        self.sequence = int(self._db.execute("SELECT coalesce(max(sequence), 0) FROM items").fetchone()[0])
+
+    def _opened(self) -> sqlite3.Connection:
+        try:
+            db = sqlite3.connect(self.path, check_same_thread=False, isolation_level=None)
+            db.execute("PRAGMA journal_mode=WAL")
+            db.execute("PRAGMA synchronous=FULL")
+            if not db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
+                db.executescript(f"BEGIN; {_TABLES} COMMIT;")
+            problems = _structure(db)
+        except (sqlite3.Error, UnicodeDecodeError) as error:
+            raise UserError(f"{self.path} cannot be opened: {first_line(error)}; {_ADVICE}") from error
+        if problems:
+            db.close()
+            raise UserError(f"{self.path} is corrupt: {problems[0]}; {_ADVICE}")
+        return db
 
     def write(self, changes: Sequence[Change]) -> int:
         """Store changes, all or none; returns the sequence number of the last. Durable on return."""

@@ -23,7 +23,16 @@ import numpy as np
 
 from sparring.core import files as disk
 from sparring.core.errors import UserError, first_line
-from sparring.core.manifest import HashProgress, Manifest, Problem, check_folder, file_hash, read_sealed, write_sealed
+from sparring.core.manifest import (
+    HashProgress,
+    Manifest,
+    Problem,
+    check_folder,
+    file_hash,
+    read_sealed,
+    reason,
+    write_sealed,
+)
 from sparring.serving.index.faiss_backends import KINDS, Effort, require_faiss
 
 META = "index.json"
@@ -137,7 +146,7 @@ def check_index(folder: Path, progress: HashProgress | None = None) -> list[Prob
     try:
         meta = read_meta(folder)
     except UserError as error:
-        return [Problem(folder / META, "damaged", error.message.split(": ", 1)[-1].split(";")[0])]
+        return [Problem(folder / META, "damaged", reason(error))]
     listed = {
         Path(str(entry["name"])).name: (int(entry["bytes"]), str(entry["hash"])) for entry in meta["files"].values()
     }
