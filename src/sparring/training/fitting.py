@@ -168,9 +168,9 @@ def _start(
             raise UserError(
                 f"{folder} was started from other vectors than those of warm={warm}: resume cannot change that"
             )
-        if ranks.rank == 0:
-            run_folder.reopen(folder)
         trainer.load()
+        if ranks.rank == 0:
+            run_folder.reopen(folder)  # not before: a run that cannot be resumed stays as it was
     elif ranks.rank == 0:
         if overwrite:
             run_folder.delete_run(folder)

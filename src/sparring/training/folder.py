@@ -375,7 +375,11 @@ def read_run(folder: Path, model: Retriever | None = None) -> tuple[Retriever, I
 
 def _own_tensors(listed: Manifest, name: str, meta: Mapping[str, Any]) -> dict[str, Tensor]:
     """The tensors of a file that belongs to this run."""
-    tensors, state = listed.tensors(name)
+    try:
+        tensors, state = listed.tensors(name)
+    except UserError:
+        checkpoint.own_tensors(listed.folder / name, meta["id"])  # says so if the file is whole, and of another run
+        raise
     checkpoint.check_owner(listed.folder / name, state, meta["id"])
     return tensors
 
