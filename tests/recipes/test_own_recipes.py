@@ -27,6 +27,7 @@ from sparring.data.synthetic_world import make_world
 from sparring.recipes import finding, settings
 from sparring.testing import NegativesContract
 from sparring.training import loop as training
+from support.run_files import approve
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "guide" / "extend.md").read_text()
@@ -157,6 +158,7 @@ def test_resume_warns_of_a_changed_file(
     if not recorded:
         del meta["recipe_digest"]
         (out / "run.json").write_text(json.dumps(meta))
+        approve(out, finished=False)
     file.write_text(f"{FILE}\n# changed\n")
     capsys.readouterr()
     assert main(["train", "--resume", "--quiet", "--device", "cpu", "--out", str(out)]) == 0
@@ -284,6 +286,7 @@ def test_a_folder_brings_no_code_along(
     meta = json.loads(Path("run/run.json").read_text())
     for name in (f"{evil}:layered", "run/evil.py:layered", "./mine.py:layered"):
         Path("run/run.json").write_text(json.dumps({**meta, "recipe": name}))
+        approve(Path("run"))
         for command in (
             ["recommend", "run", "--query", "1003"],
             ["train", "--resume", "--out", "run"],

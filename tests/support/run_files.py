@@ -26,9 +26,9 @@ def contents(folder: Path) -> dict[str, Any]:
     return found
 
 
-def approve(folder: Path) -> None:
-    """Write the manifest of a finished run for its files as they are now, whatever a test has changed."""
-    run_folder.manifest.write_manifest(folder, apart=run_folder.APART)
+def approve(folder: Path, finished: bool = True) -> None:
+    """Write the manifest of a run for its files as they are now, whatever a test has changed."""
+    run_folder.manifest.write_manifest(folder, finished, apart=run_folder.APART)
 
 
 def change_tensors(folder: Path, name: str, **changes: Any) -> None:

@@ -194,8 +194,12 @@ def query_values(per_query: pl.DataFrame, metrics: Mapping[str, float], metric: 
 
 
 def finished(folder: Path, last: str = "measured.json") -> bool:
-    """Whether a training has ended and the file that follows it is complete, which its manifest says."""
-    return is_finished(folder) and last in read_manifest(folder).files
+    """Whether a training has ended and the file that follows it is complete, which its manifest says.
+
+    Where a result was deleted, it has not: deleting one is the way to train again.
+    """
+    there = all((folder / name).is_file() for name in ("result.json", last))
+    return there and is_finished(folder) and last in read_manifest(folder).files
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from sparring.serving.index.run_index import FOLDER
 from sparring.training.folder import delete_run, hold, model_hash
 from sparring.training.trained import load
 from support.made_run import DIM, MadeRun, make_run
-from support.run_files import change_tensors
+from support.run_files import approve, change_tensors
 
 
 def index_of(truth: MadeRun) -> None:
@@ -71,6 +71,7 @@ def test_changes_fit_a_run_of_another_shape(tmp_path: Path, serving: Callable[..
     new = make_run(tmp_path / "run", 2, dim=DIM + 3)
     assert new.table is not None
     new.table.with_columns(category=np.arange(len(new.table))).write_parquet(new.folder / "item_table.parquet")
+    approve(new.folder)
     events: list[tuple[str, dict[str, object]]] = []
     registry = RunRegistry(
         [new.folder],
