@@ -42,7 +42,8 @@ from sparring.serving.index import Index, index_files
 from sparring.serving.index.faiss_backends import parameters, require_faiss, widened
 from sparring.serving.index.run_index import FOLDER, build_index, open_index
 from sparring.training import trained as runs
-from sparring.training.folder import write_start
+from sparring.training.checkpoint import run_id
+from sparring.training.folder import finish, write_start
 
 
 def main() -> None:
@@ -118,7 +119,8 @@ def write_run(folder: Path, users: np.ndarray, items: np.ndarray) -> None:
         model.item.weight.copy_(torch.from_numpy(items))
     start = torch.arange(len(users) + 1) * SEEN
     write_start(folder, data, Positives(start, torch.from_numpy(seen.ravel())), {"recipe": "synthetic"}, setup)
-    write_tensors(folder / "model.safetensors", tensors_of(model))
+    write_tensors(folder / "model.safetensors", tensors_of(model), {"run": run_id(folder)})
+    finish(folder)
 
 
 def bare(index: Index, users: np.ndarray, seconds: float = 5.0) -> dict[str, tuple[float, float]]:

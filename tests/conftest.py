@@ -35,6 +35,7 @@ SLOW = (
     "serving/http/test_faults.py",
     "serving/http/test_openapi.py",
     "serving/http/test_page.py",
+    "serving/test_bit_rot.py::test_one_flipped_bit",
     "serving/test_export_databases.py",
     "training/test_lock.py",
     "training/test_resume.py::test_killed",

@@ -20,6 +20,7 @@ from sparring.data.reading import read
 from sparring.data.splits import split
 from sparring.data.table import from_frame
 from sparring.training.trained import run_vectors
+from support.run_files import flip
 
 RNG = np.random.default_rng(0)
 
@@ -200,6 +201,22 @@ def test_a_stopped_encoding_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert asked == [8, 9]
     assert np.concatenate(parts)[at, 0].tolist() == [i + 1.0 for i in range(10)]
     assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_a_damaged_segment_is_encoded_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A flipped bit in any file of the cache gives the same vectors, and a line in the log names the file."""
+    keys = hashes([str(i) for i in range(10)])
+
+    def encode(rows: np.ndarray) -> np.ndarray:
+        return rows[:, None].astype(np.float32) + 1
+
+    VectorCache(tmp_path).encode(keys, encode)
+    for path in sorted(tmp_path.iterdir()):
+        flip(path, path.stat().st_size * 8 - 12)
+        caplog.clear()
+        parts, at = VectorCache(tmp_path).encode(keys, encode)
+        assert np.concatenate(parts)[at, 0].tolist() == [i + 1.0 for i in range(10)]
+        assert path.name in caplog.text
 
 
 def test_pictures_of_a_folder_and_of_a_column(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

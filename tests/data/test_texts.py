@@ -18,6 +18,7 @@ from sparring.core.errors import UserError
 from sparring.data import from_frame
 from sparring.data.texts.texts import Texts, find_texts, reporting, text_of, tokenize, tokenized
 from sparring.data.texts.tokenizers import FastTokenizer, WordTokenizer, find_tokenizer
+from support.run_files import flip
 
 SRC = Path(__file__).resolve().parents[2] / "src"
 ODD = [
@@ -130,6 +131,16 @@ def test_an_unfinished_cache_is_made_again(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="holds no tokens"):
         Texts.load(folder)
     assert tokenized(["red shoes"], "words", 8, tmp_path).lengths().tolist() == [2]
+
+
+def test_a_damaged_cache_is_made_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A flipped bit in any file of the cache gives the same tokens, and a line in the log names the file."""
+    wanted = tokenized(["red shoes", "a hat"], "words", 8, tmp_path).tokens.tolist()
+    for path in sorted(path for path in tmp_path.rglob("*") if path.is_file()):
+        flip(path, path.stat().st_size * 8 - 12)
+        caplog.clear()
+        assert tokenized(["red shoes", "a hat"], "words", 8, tmp_path).tokens.tolist() == wanted
+        assert path.name in caplog.text
 
 
 def test_hashed_words_are_the_same_in_every_process() -> None:

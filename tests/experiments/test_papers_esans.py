@@ -18,6 +18,7 @@ import scipy.stats
 import torch
 
 from sparring.cli import main
+from sparring.core.manifest import write_manifest
 from sparring.data.synthetic_world import SyntheticWorld, make_world
 from sparring.evaluation.statistics import equal_variance_t, summary
 from sparring.experiments.papers import ItemModalities, PaperDataset, Reproduction, find, reproduce
@@ -190,6 +191,7 @@ def test_rows_equal_the_folders(tmp_path: Path, world: SyntheticWorld) -> None:
             pl.DataFrame({"query": range(40), "recall@50": values}).write_parquet(folder / "per_query.parquet")
             (folder / "result.json").write_text(json.dumps({"test": {"metrics": {"recall@50": float(values.mean())}}}))
             (folder / "measured.json").write_text("{}")
+            write_manifest(folder)
     rows = {row["method"]: row for row in relative_rows(plan, one, "Recall@50", TABLE_4)}
     base = each["ESANS"].astype(np.float64)
     expected = {}

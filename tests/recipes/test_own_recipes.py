@@ -28,6 +28,7 @@ from sparring.data.synthetic_world import make_world
 from sparring.recipes import finding, settings
 from sparring.testing import NegativesContract
 from sparring.training import loop as training
+from support.run_files import approve
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "guide" / "extend.md").read_text()
@@ -159,6 +160,7 @@ def test_resume_warns_of_a_changed_file(
     if not recorded:
         del meta["recipe_digest"]
         (out / "run.json").write_text(json.dumps(meta))
+        approve(out, finished=False)
     file.write_text(f"{FILE}\n# changed\n")
     capsys.readouterr()
     words = ["train", "--resume", "--quiet", "--device", "cpu", "--out", str(out)]
@@ -297,6 +299,7 @@ def test_a_folder_brings_no_code_along(
     inside = "/proc/self/cwd/run/evil.py:layered"
     for name in (f"{evil}:layered", "run/evil.py:layered", inside, "evil:layered", "evil.sub:layered", "evil"):
         Path("run/run.json").write_text(json.dumps({**meta, "recipe": name}))
+        approve(Path("run"))
         for command in (
             ["recommend", "run", "--query", "1003"],
             ["train", "--resume", "--out", "run"],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import signal
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 
 from sparring.core.errors import UserError
+from sparring.core.manifest import read_sealed, write_sealed
 from sparring.serving.index import Effort, Index, faiss_backends, index_files
 
 N, D = 2000, 8
@@ -99,8 +99,8 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 def test_an_index_of_another_version_is_refused(tmp_path: Path, change: dict[str, object]) -> None:
     """An index.json of another version and a kind without its file raise errors."""
     index_files.write(made("exact"), tmp_path)
-    meta = json.loads((tmp_path / "index.json").read_text())
-    (tmp_path / "index.json").write_text(json.dumps({**meta, **change}))
+    meta = read_sealed(tmp_path / "index.json", "")
+    write_sealed(tmp_path / "index.json", {**meta, **change})
     with pytest.raises(UserError, match=r"index\.json"):
         Index.load(tmp_path)
 
@@ -109,9 +109,9 @@ def test_a_name_cannot_lead_out_of_the_folder(tmp_path: Path) -> None:
     """A file name with a path in index.json is refused."""
     index_files.write(made("exact"), tmp_path / "a")
     index_files.write(made("exact"), tmp_path / "b")
-    meta = json.loads((tmp_path / "a" / "index.json").read_text())
+    meta = read_sealed(tmp_path / "a" / "index.json", "")
     meta["files"]["vectors"]["name"] = f"../b/{next((tmp_path / 'b').glob('vectors-*')).name}"
-    (tmp_path / "a" / "index.json").write_text(json.dumps(meta))
+    write_sealed(tmp_path / "a" / "index.json", meta)
     with pytest.raises(UserError, match="plain name"):
         Index.load(tmp_path / "a")
 

@@ -29,6 +29,7 @@ from sparring.serving.index import KINDS, Index, recall_tuning, tune
 from sparring.serving.index.run_index import open_index
 from sparring.training import trained as runs
 from sparring.training.fitting import fit
+from support.run_files import change_tensors
 
 rng = np.random.default_rng(2)
 CENTRES = rng.standard_normal((80, 12))
@@ -178,8 +179,8 @@ def test_an_index_of_another_model_is_refused(run: Path, tmp_path: Path, refused
     copy = Path(shutil.copytree(run, tmp_path / "run"))
     refused(["recommend", copy, "--all", "--index", "--out", tmp_path / "a.parquet"], "no index", "sparring index")
     assert main(["index", str(copy), "--kind", "exact", "--quiet"]) == 0
-    tensors, meta = files.read_tensors(copy / "model.safetensors")
-    files.write_tensors(copy / "model.safetensors", {name: tensor * 2 for name, tensor in tensors.items()}, meta)
+    tensors, _ = files.read_tensors(copy / "model.safetensors")
+    change_tensors(copy, "model", **{name: tensor * 2 for name, tensor in tensors.items()})
     refused(["recommend", copy, "--all", "--index", "--out", tmp_path / "a.parquet"], "another model", "sparring index")
     assert not (tmp_path / "a.parquet").exists()
 

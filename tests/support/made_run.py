@@ -18,7 +18,8 @@ from sparring.data.interactions import Interactions, Vocabulary
 from sparring.models.retriever import Retriever
 from sparring.models.towers import IdTower
 from sparring.recipes.setup import Setup
-from sparring.training.folder import write_start
+from sparring.training.checkpoint import run_id
+from sparring.training.folder import finish, write_start
 
 USERS, ITEMS, DIM, SEEN = 40, 60, 8, 5
 
@@ -88,7 +89,8 @@ def make_run(
             parameter.copy_(torch.randn(parameter.shape, generator=generator))
     start = torch.arange(USERS + 1) * SEEN
     write_start(folder, data, Positives(start, torch.from_numpy(seen.ravel())), {"recipe": "made"}, setup)
-    write_tensors(folder / "model.safetensors", tensors_of(model))
+    write_tensors(folder / "model.safetensors", tensors_of(model), {"run": run_id(folder)})
+    finish(folder)
     users, vectors = (tower.weight.detach().numpy().astype(np.float64) for tower in (query, item))
     if score == "cosine":
         users, vectors = (each / np.linalg.norm(each, axis=1, keepdims=True) for each in (users, vectors))

@@ -127,7 +127,9 @@ def test_stopped_at_any_step_and_resumed(case: str, optimizer: str, parts: Split
 TARGETS = ["model", "checkpoint", "checkpoint.previous", "seen"]
 
 
-@pytest.mark.parametrize("target", [*(f"{name}.safetensors" for name in TARGETS), "metrics.jsonl", "run.json"])
+@pytest.mark.parametrize(
+    "target", [*(f"{name}.safetensors" for name in TARGETS), "metrics.jsonl", "run.json", "manifest.json"]
+)
 @pytest.mark.parametrize("renamed", [False, True])
 def test_stopped_while_saving(
     target: str, renamed: bool, parts: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -24,6 +24,7 @@ from sparring.data.synthetic_world import SyntheticWorld
 from sparring.recipes.settings import build
 from sparring.training.fitting import fit
 from sparring.training.trained import Trained, load
+from support.run_files import approve
 from support.settings import quick
 
 QUICK = quick(epochs=3, n=16, patience=None)
@@ -305,12 +306,13 @@ def test_a_damaged_run_json_is_named(copy: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "keyword"), [({"format": None, "versions": {"sparring": "0.1.0"}}, "0.1.0"), ({"format": 3}, "again")]
+    ("change", "keyword"), [({"format": None, "versions": {"sparring": "0.1.0"}}, "0.1.0"), ({"format": 4}, "again")]
 )
 def test_a_folder_of_another_version_is_refused(copy: Path, change: dict[str, Any], keyword: str) -> None:
     """A folder of Sparring 0.1 or of another format raises one line with the version that wrote it."""
     meta = {**json.loads((copy / "run.json").read_text()), **change}
     (copy / "run.json").write_text(json.dumps({name: value for name, value in meta.items() if value is not None}))
+    (copy / "manifest.json").unlink()
     with pytest.raises(UserError, match=keyword) as error:
         load(copy)
     assert len(str(error.value).splitlines()) == 1
@@ -323,6 +325,7 @@ def test_a_model_of_other_towers_is_refused(copy: Path) -> None:
         (copy / "run.json").write_text(
             json.dumps({**meta, "setup": {**meta["setup"], "model": {**meta["setup"]["model"], **change}}})
         )
+        approve(copy)
         with pytest.raises(UserError, match=r"model\.safetensors does not fit"):
             load(copy)
 

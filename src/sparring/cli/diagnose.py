@@ -98,13 +98,13 @@ def _parts(args: Namespace, meta: dict[str, Any]) -> Split:
 
     from sparring.data.interactions import Ids, Split
     from sparring.data.pairs import pair_keys
-    from sparring.training.folder import read_eligibility, seen_interactions
+    from sparring.training.folder import read_eligibility, read_manifest, seen_interactions
 
     if args.data is None or (meta.get("source") or {}).get("data"):
         record = inputs.recorded(meta, args.run)
         data = inputs.read_recorded(meta, args.run, args.data, record["columns"])
         return inputs.split_recorded(data, meta, args.run, args.data)
-    given, ids = inputs.read_data(args.data, {}), Ids.load(args.run)
+    given, ids = inputs.read_data(args.data, {}), Ids.load(args.run, read_manifest(args.run))
     pairs = seen_interactions(ids, read_eligibility(args.run, ids).seen)
     queries = ids.query_ids.encode(given.query_ids.ids)[given.queries]
     items = ids.item_ids.encode(given.item_ids.ids)[given.items]

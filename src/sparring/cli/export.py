@@ -63,11 +63,14 @@ def export(args: Namespace) -> int:
 
 
 def _files(args: Namespace, trained: Trained) -> int:
+    from sparring.core.manifest import add_files
     from sparring.serving.export.onnx import write_onnx
     from sparring.serving.export.vectors import write_vectors
 
     folder, onnx = args.out or args.run / args.to, args.to == "onnx"
     paths, omitted = write_onnx(trained, folder) if onnx else (write_vectors(trained, folder), [])
+    if folder.resolve().is_relative_to(args.run.resolve()):
+        add_files(args.run, *(str(path.resolve().relative_to(args.run.resolve())) for path in paths))
     checked = "; checked against the model" if onnx else ""
     show(*omitted, f"{folder}: {', '.join(path.name for path in paths)}{checked}")
     return 0

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from sparring.cli.bench import add_bench
+from sparring.cli.check import add_check
 from sparring.cli.cluster import add_cluster
 from sparring.cli.compare import add_compare
 from sparring.cli.data import add_data
@@ -102,6 +103,7 @@ def parser() -> tuple[Parser, dict[str, Parser]]:
         add_index,
         add_serve,
         add_export,
+        add_check,
         add_recipes,
         add_data,
         add_bench,

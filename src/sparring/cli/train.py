@@ -90,6 +90,7 @@ def train(args: Namespace) -> int:
     from sparring.core.devices import pick_device
     from sparring.core.ranks import join, leave
     from sparring.recipes.finding import named, short
+    from sparring.training.folder import has_run
 
     name = named(args.recipe or "default")
     folder = args.out or Path("runs") / short(name)
@@ -98,7 +99,7 @@ def train(args: Namespace) -> int:
     if args.restarts:
         raise UserError("--restarts needs --nproc, which starts the processes")
     ranks = join(pick_device(args.device))
-    if ranks.share(args.resume and (folder / "run.json").is_file()):
+    if ranks.share(args.resume and has_run(folder)):
         run, parts, source, warm = _resumed(args, folder)
     else:
         if ranks.rank == 0:
@@ -276,9 +277,9 @@ def _figures(test: Evaluation) -> str:
 def _launch(args: Namespace, name: str, folder: Path) -> int:
     """Check the settings, then start the processes, which resume the run in the folder if there is one."""
     from sparring.core.types import ALONE
-    from sparring.training.folder import claimed, delete_run
+    from sparring.training.folder import claimed, delete_run, has_run
 
-    if not (args.resume and (folder / "run.json").is_file()):
+    if not (args.resume and has_run(folder)):
         if args.data is None:
             raise UserError(NEEDED)
         inputs.check_settings([(name, _settings(args))], inputs.base_setup(args))

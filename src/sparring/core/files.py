@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import re
 import secrets
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,12 +24,14 @@ import polars as pl
 import safetensors
 import safetensors.torch
 import torch
+import xxhash
 from torch import Tensor, nn
 
 from sparring.core.errors import UserError, first_line
 from sparring.core.memory_usage import machine_bytes
 
 AnyPath = str | os.PathLike[str]
+_ABOUT = "sparring"  # the metadata of a safetensors file: the hash of its content, a space, a JSON value
 
 JSON_BYTES = 64 * 2**20  # the longest JSON file, and the longest header of a safetensors file, that is read
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
@@ -45,10 +48,7 @@ def write(path: Path, write_to: Callable[[Path], object], advice: str = "earlier
         mode = _create(beside)
         write_to(beside)
         with open(beside, "rb+") as file:
-            if (
-                stat.S_IMODE(os.fstat(file.fileno()).st_mode) != mode
-            ):  # safetensors makes a file that others cannot read
-                os.fchmod(file.fileno(), mode)
+            os.fchmod(file.fileno(), mode)  # safetensors makes a file that others cannot read
             os.fsync(file.fileno())
         os.replace(beside, path)
     except BaseException as error:  # an interrupt must not leave a partial file either
@@ -218,35 +218,129 @@ def read_table(path: AnyPath) -> pl.DataFrame:
 
 
 def write_tensors(path: AnyPath, tensors: Mapping[str, Tensor], meta: Mapping[str, object] | None = None) -> None:
-    """Write tensors and a JSON value to one file, so that they can never disagree."""
+    """Write tensors and a JSON value to one file, so that they can never disagree, with a hash of both."""
     plain = {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
-    write(Path(path), lambda file: safetensors.torch.save_file(plain, file, {"state": json.dumps(meta or {})}))
+    value = json.dumps(meta or {})
+    about = {_ABOUT: f"{_tensors_hash(plain, value)} {value}"}
+    write(Path(path), lambda file: safetensors.torch.save_file(plain, file, about))
 
 
-def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors and the JSON value written with them; one read, so both belong to the same version of the file."""
+def write_tensor_blocks(
+    path: Path, shapes: Mapping[str, tuple[torch.dtype, Sequence[int]]], blocks: Iterator[Tensor], meta: object
+) -> None:
+    """As write_tensors, for tensors that arrive as blocks of rows, in the order of `shapes`: one block is in memory."""
+    value, blank = json.dumps(meta), "0" * 32
+    header: dict[str, Any] = {"__metadata__": {_ABOUT: f"{blank} {value}"}}
+    offset = 0
+    for name, (kind, shape) in shapes.items():
+        size = math.prod(shape) * kind.itemsize
+        header[name] = {"dtype": KINDS[kind], "shape": list(shape), "data_offsets": [offset, offset + size]}
+        offset += size
+    text = json.dumps(header)
+    text += " " * (-len(text.encode()) % 8)
+
+    def write_to(file: Path) -> None:
+        digests, filled = dict[str, str](), (block for block in blocks if block.numel())
+        with open(file, "wb") as out:
+            out.write(len(text.encode()).to_bytes(8, "little") + text.encode())
+            for name, (kind, shape) in shapes.items():
+                digest, left = xxhash.xxh3_128(), math.prod(shape) * kind.itemsize
+                while left:
+                    data = _bytes_of(next(filled).detach().contiguous().cpu())
+                    digest.update(data)
+                    out.write(data)
+                    left -= len(data)
+                digests[name] = digest.hexdigest()
+            described = {name: (str(kind), tuple(shape), digests[name]) for name, (kind, shape) in shapes.items()}
+            out.seek(8)
+            out.write(text.replace(blank, _combined(described, value), 1).encode())
+
+    write(path, write_to)
+
+
+KINDS = {
+    torch.float64: "F64",
+    torch.int64: "I64",
+    torch.float32: "F32",
+    torch.int32: "I32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+def read_tensors(path: Path, digest: str | None = None) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors and the JSON value written with them; one read, so both belong to the same version of the file.
+
+    A file that differs from the written one is an error. `digest` is the XXH3-128 of the file, where it is known; the
+    hash inside the file is checked otherwise.
+    """
     with _reading(path):
         if path.stat().st_size > machine_bytes():
             raise ValueError(f"its {path.stat().st_size:,} bytes do not fit into memory")
         content = path.read_bytes()
+        if digest is not None and xxhash.xxh3_128_hexdigest(content) != digest:
+            raise ValueError("its hash does not match")
         tensors = safetensors.torch.load(content)
         header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-        return tensors, _state(header.get("__metadata__"))
+        return tensors, _checked(tensors, header.get("__metadata__"), digest is None)
 
 
 def map_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """As read_tensors, through a memory map: pages are read as tensors are used."""
+    """As read_tensors, through a memory map: the check reads the file once, and its pages may be reclaimed after it."""
     with _reading(path), safetensors.safe_open(path, "pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        return tensors, _state(file.metadata())
+        return tensors, _checked(tensors, file.metadata())
 
 
-def _state(metadata: Mapping[str, str] | None) -> dict[str, Any]:
-    """The JSON value that `write_tensors` put into a file."""
-    value = json.loads((metadata or {}).get("state", "{}"))
+def read_state(path: Path) -> dict[str, Any]:
+    """The JSON value in a file of tensors, which are neither read nor checked."""
+    with _reading(path), safetensors.safe_open(path, "pt") as file:
+        return _object(_hash_and_value(file.metadata())[1])
+
+
+def _checked(tensors: Mapping[str, Tensor], about: Mapping[str, str] | None, check: bool = True) -> dict[str, Any]:
+    """The JSON value in the metadata, if the hash beside it is that of value and tensors."""
+    digest, value = _hash_and_value(about)
+    if check and _tensors_hash(tensors, value) != digest:
+        raise ValueError("its hash does not match")
+    return _object(value)
+
+
+def _object(text: str) -> dict[str, Any]:
+    value = json.loads(text)
     if not isinstance(value, dict):
         raise ValueError("its metadata is no JSON object")
     return value
+
+
+def _hash_and_value(about: Mapping[str, str] | None) -> tuple[str, str]:
+    """The two parts of the metadata; one entry, since safetensors writes several in a random order."""
+    digest, _, value = (about or {}).get(_ABOUT, "").partition(" ")
+    if len(digest) != 32 or not value:
+        raise ValueError("it has no hash, so another version of Sparring wrote it")
+    return digest, value
+
+
+def _tensors_hash(tensors: Mapping[str, Tensor], value: str) -> str:
+    described = {
+        name: (str(tensor.dtype), tuple(tensor.shape), xxhash.xxh3_128_hexdigest(_bytes_of(tensor)))
+        for name, tensor in tensors.items()
+    }
+    return _combined(described, value)
+
+
+def _combined(described: Mapping[str, tuple[str, tuple[int, ...], str]], value: str) -> str:
+    """The hash of tensors, each given as type, shape and hash of its data, and of the JSON value."""
+    return xxhash.xxh3_128_hexdigest(repr((sorted(described.items()), value)).encode())
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """The data of a contiguous tensor; not by reshape, since the stride of a tensor of one number may be anything."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
 @contextmanager
@@ -256,7 +350,7 @@ def _reading(path: Path) -> Iterator[None]:
     try:
         _check_length(path)
         yield
-    except (safetensors.SafetensorError, OSError, ValueError, RecursionError) as error:
+    except (safetensors.SafetensorError, OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         if isinstance(error, UserError):
             raise
         raise _unreadable(path, error, "train again, or restore it from a copy") from error
@@ -285,11 +379,12 @@ def read_section(path: AnyPath, name: str) -> tuple[dict[str, Tensor], dict[str,
     try:
         _check_length(path)
         with safetensors.safe_open(path, "pt") as file:
-            tensors = {key: file.get_tensor(key) for key in file.keys() if key.startswith(f"{name}.")}  # noqa: SIM118
-            meta = json.loads((file.metadata() or {}).get("state", "{}"))
+            found = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+            meta = _checked(found, file.metadata())
     except (OSError, ValueError, RecursionError, safetensors.SafetensorError) as error:
         raise UserError(f"{path} is not a readable safetensors file: {first_line(error)}") from error
-    if not tensors or not isinstance(meta, dict) or not isinstance(meta.get(name), dict):
+    tensors = {key: tensor for key, tensor in found.items() if key.startswith(f"{name}.")}
+    if not tensors or not isinstance(meta.get(name), dict):
         raise UserError(f"{path} holds no {name}: give a file that `sparring cluster` wrote")
     return {key.removeprefix(f"{name}."): tensor for key, tensor in tensors.items()}, meta[name]
 

@@ -8,7 +8,6 @@ from sparring.data.columns import Columns
 from sparring.data.features import Features, Histories, histories
 from sparring.data.interactions import Ids, Interactions, Split, Vocabulary
 from sparring.data.modalities import Modalities, load_modalities
-from sparring.data.prepared.format import check_prepared
 from sparring.data.prepared.preparation import prepare
 from sparring.data.public_sets import PUBLIC_SETS, load_set
 from sparring.data.reading import describe, read, show
@@ -31,7 +30,6 @@ __all__ = [
     "SyntheticWorld",
     "Texts",
     "Vocabulary",
-    "check_prepared",
     "describe",
     "from_frame",
     "histories",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -14,9 +15,11 @@ import polars as pl
 
 from sparring.core import files
 from sparring.core.errors import UserError, first_line
+from sparring.core.manifest import file_hash, read_sealed, write_sealed
 
 ItemProgress = Callable[[str, int, int], None]  # the name of the step, items done, items in all
 
+log = logging.getLogger(__name__)
 ADVICE = "choose another folder with --cache"
 _SEGMENT = 16384  # rows encoded between two writes: the most that an interrupted encoding loses
 
@@ -34,8 +37,9 @@ def vectors_folder(cache: str | os.PathLike[str] | None = None) -> Path:
 class VectorCache:
     """A folder of vectors by the hash of the content they encode; one folder for each encoder and its settings.
 
-    Vectors are in segments, `NAME.npy` with the hashes in `NAME.keys.npy`. A segment is complete or absent, so an
-    interrupted encoding resumes where it was, and only new or changed content is ever encoded.
+    Vectors are in segments, `NAME.npy` with the hashes in `NAME.keys.npy` and the hashes of these two files in
+    `NAME.seal`. A segment is complete or absent, so an interrupted encoding resumes where it was, and only new or
+    changed content is ever encoded. A damaged segment is deleted and encoded again.
 
         cache = VectorCache(folder / encoder.fingerprint)
         parts, rows = cache.encode(hashes(texts), lambda missing: encoder.encode([texts[i] for i in missing]))
@@ -44,6 +48,7 @@ class VectorCache:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.n_encoded = 0  # rows that were not in the cache
+        self._checked = set[Path]()  # segments that were compared with their hashes
 
     def encode(
         self, keys: np.ndarray, encode: Callable[[np.ndarray], np.ndarray]
@@ -64,12 +69,31 @@ class VectorCache:
         return parts, _find_rows(keys, segments)
 
     def _segments(self) -> list[Path]:
-        return sorted(self.folder.glob("*.keys.npy"))
+        """The files of keys of all undamaged segments."""
+        return [seal.with_suffix(".keys.npy") for seal in sorted(self.folder.glob("*.seal")) if self._whole(seal)]
+
+    def _whole(self, seal: Path) -> bool:
+        if seal in self._checked:
+            return True
+        names = f"{seal.stem}.npy", f"{seal.stem}.keys.npy"
+        try:
+            hashes = read_sealed(seal, "")
+            wrong = next((name for name in names if file_hash(self.folder / name) != hashes.get(name)), None)
+        except (UserError, OSError):
+            wrong = seal.name
+        if wrong is not None:
+            log.warning("%s is damaged: its vectors are computed again", self.folder / wrong)
+            seal.unlink(missing_ok=True)
+            return False
+        self._checked.add(seal)
+        return True
 
     def _add(self, keys: np.ndarray, vectors: np.ndarray) -> None:
         name = hash_of([np.ascontiguousarray(keys)])
-        save_array(self.folder / f"{name}.npy", vectors)
-        save_array(self.folder / f"{name}.keys.npy", keys)  # last: it marks the segment as complete
+        names = f"{name}.npy", f"{name}.keys.npy"
+        for file, array in zip(names, (vectors, keys), strict=True):
+            save_array(self.folder / file, array)
+        write_sealed(self.folder / f"{name}.seal", {file: file_hash(self.folder / file) for file in names})  # last
 
     def describe(self, settings: Mapping[str, Any]) -> None:
         """Write the settings of the encoder to encoder.json."""

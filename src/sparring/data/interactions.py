@@ -15,6 +15,7 @@ from torch import Tensor
 
 from sparring.core.errors import UserError
 from sparring.core.files import read_table, write_table
+from sparring.core.manifest import Manifest
 from sparring.core.types import Positives
 from sparring.data.pairs import csr, occurrences
 
@@ -85,7 +86,7 @@ class Vocabulary:
             raise UserError(f"{path} is corrupt: its ids are {ids.dtype}, not integers or text")
         vocabulary = cls(ids)
         if not vocabulary.ids.equals(ids):  # sorting them would give every row another name
-            raise UserError(f"{path} is corrupt: its ids are not in ascending order, each once")
+            raise UserError(f"{path} is corrupt: its ids are not in ascending order, each once; restore it from a copy")
         return vocabulary
 
 
@@ -223,13 +224,12 @@ class Ids:
                 write_table(table, path)
 
     @classmethod
-    def load(cls, folder: str | os.PathLike[str]) -> Ids:
-        folder = Path(folder)
-        tables = [
-            read_table(path) if (path := folder / f"{name}.parquet").exists() else None
-            for name in ("query_table", "item_table")
-        ]
-        return cls(Vocabulary.load(folder / "query_ids.parquet"), Vocabulary.load(folder / "item_ids.parquet"), *tables)
+    def load(cls, folder: str | os.PathLike[str], manifest: Manifest | None = None) -> Ids:
+        """Read the maps and tables, after comparing them with the manifest of their folder, if given."""
+        listed = manifest or Manifest(Path(folder), finished=False, files={})
+        query, item = (Vocabulary.load(listed.path(f"{side}_ids.parquet")) for side in ("query", "item"))
+        names = [f"{side}_table.parquet" for side in ("query", "item")]
+        return cls(query, item, *(read_table(listed.path(name)) if listed.lists(name) else None for name in names))
 
 
 @dataclass(frozen=True, eq=False)

@@ -26,6 +26,7 @@ from sparring.core import files, memory_usage
 from sparring.core.devices import hardware, pick_device
 from sparring.core.errors import UserError, first_line
 from sparring.core.files import read_table
+from sparring.core.manifest import add_files, is_finished, read_manifest
 from sparring.core.workers import Failure, Listener, Say, Task, Tasks, perform
 from sparring.data.interactions import Split
 from sparring.evaluation.metrics import parse
@@ -147,13 +148,17 @@ class FinishedRun:
     def seed(self) -> int:
         return int(self.folder.name)
 
+    def path(self, name: str) -> Path:
+        """The path of a file, after comparing it with the manifest of the run."""
+        return read_manifest(self.folder, "delete its folder to train again").path(name)
+
     @cached_property
     def result(self) -> dict[str, Any]:
-        return read_json(self.folder / "result.json")
+        return read_json(self.path("result.json"))
 
     @cached_property
     def measured(self) -> dict[str, Any]:
-        return read_json(self.folder / "measured.json")
+        return read_json(self.path("measured.json"))
 
     @cached_property
     def meta(self) -> dict[str, Any]:
@@ -166,7 +171,7 @@ class FinishedRun:
     @cached_property
     def history(self) -> list[dict[str, Any]]:
         """One record per epoch."""
-        path = self.folder / "metrics.jsonl"
+        path = self.path("metrics.jsonl")
         try:
             return [json.loads(line) for line in path.read_text().splitlines()]
         except (OSError, ValueError) as error:
@@ -174,7 +179,7 @@ class FinishedRun:
 
     def values(self, metric: str) -> np.ndarray:
         """(Q,) values of a metric, one per test query."""
-        return query_values(read_table(self.folder / "per_query.parquet"), self.test_metrics, metric)
+        return query_values(read_table(self.path("per_query.parquet")), self.test_metrics, metric)
 
 
 def query_values(per_query: pl.DataFrame, metrics: Mapping[str, float], metric: str) -> np.ndarray:
@@ -188,8 +193,13 @@ def query_values(per_query: pl.DataFrame, metrics: Mapping[str, float], metric: 
     return values * (float(metrics[metric]) / values.mean())  # it divides by all queries, with test items or without
 
 
-def finished(folder: Path) -> bool:
-    return (folder / "result.json").is_file() and (folder / "measured.json").is_file()
+def finished(folder: Path, last: str = "measured.json") -> bool:
+    """Whether a training has ended and the file that follows it is complete, which its manifest says.
+
+    Where a result was deleted, it has not: deleting one is the way to train again.
+    """
+    there = all((folder / name).is_file() for name in ("result.json", last))
+    return there and is_finished(folder) and last in read_manifest(folder).files
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -311,7 +321,7 @@ def _measurements(study: Study, after: Measure) -> Tasks:
     tasks: Tasks = {}
     for data, method, seed in _each(study):
         folder = study.folder(data.name, method, seed)
-        if finished(folder) and not (folder / "after.json").is_file():
+        if finished(folder) and not finished(folder, "after.json"):
             work = (folder, data, method, seed, study.training, after)
             tasks[data.name, method.name, f"measuring seed {seed}"] = Task(
                 f"{data.name} {method.name} seed {seed}", _measure_one, work
@@ -362,6 +372,7 @@ def _train_one(say: Say, folder: Path, data: Dataset, method: Method, seed: int,
     )
     more = data.measure(built, split, training.device) if data.measure is not None else {}
     files.write_json(folder / "measured.json", {"peak_bytes": peak, "device": hardware(device), **more})
+    add_files(folder, "measured.json")
 
 
 def _measure_one(
@@ -370,8 +381,9 @@ def _measure_one(
     split = data.split(seed)
     built = _build(method, split, seed, training)
     path = folder / "model.safetensors"
-    files.load_tensors(built.model, files.read_tensors(path)[0], path)
+    files.load_tensors(built.model, read_manifest(folder).tensors(path.name)[0], path)
     files.write_json(folder / "after.json", after(built, split, training.device))
+    add_files(folder, "after.json")
 
 
 def _test_metrics(built: Run, split: Split, cutoff: int, metrics: Sequence[str]) -> dict[str, float]:

@@ -3,6 +3,7 @@
 Serving reads run folders and never trains.
 """
 
+from sparring.serving.checking import check
 from sparring.serving.export import MilvusItems, PostgresItems, write_lists, write_onnx, write_vectors
 from sparring.serving.index import Index
 from sparring.serving.index.run_index import build_index, open_index
@@ -12,6 +13,7 @@ __all__ = [
     "MilvusItems",
     "PostgresItems",
     "build_index",
+    "check",
     "open_index",
     "write_lists",
     "write_onnx",

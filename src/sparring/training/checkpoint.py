@@ -18,7 +18,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 
 from sparring.core import files
 from sparring.core.errors import UserError, first_line
+from sparring.core.manifest import read_manifest
 from sparring.core.ranks import Group, local_world
 from sparring.core.types import Ranks
 from sparring.models.rowwise_tables import RowWiseTable
@@ -41,6 +42,7 @@ from sparring.training.shards import Rows, check_tables, read_tables, write_mode
 log = logging.getLogger(__name__)
 
 NAME, PREVIOUS = "checkpoint.safetensors", "checkpoint.previous.safetensors"
+_ADVICE = "train again, or restore it from a copy"
 
 
 @dataclass
@@ -94,6 +96,12 @@ class CheckpointManager:
         self.writer = BackgroundWriter()
         self.copies = Copies(), Copies()  # of the best model and of the state
 
+    @cached_property
+    def owner(self) -> str:
+        """The id of the run, which its files repeat."""
+        assert self.folder is not None
+        return run_id(self.folder)
+
     def __enter__(self) -> CheckpointManager:
         return self
 
@@ -128,10 +136,10 @@ class CheckpointManager:
         if self.sharded:
             read_tables(self.folder / best_tables(epoch), self._spread(self._model()), self.ranks)
             tables = {f"{name}.weight": table for name, table in self.tables.items()}
-            write_model(path, files.tensors_of(self.model), tables, {"epoch": epoch}, self.ranks)
+            write_model(path, files.tensors_of(self.model), tables, {"epoch": epoch, "run": self.owner}, self.ranks)
             return
         if self.ranks.rank == 0:
-            files.load_tensors(self.model, files.map_tensors(path)[0], path)
+            files.load_tensors(self.model, own_tensors(path, self.owner)[0], path)
         self.ranks.equalise(files.tensors_of(self.model).values())
 
     def save(self, state: State, total: Tensor) -> None:
@@ -160,7 +168,7 @@ class CheckpointManager:
             tensors |= {"generator": self.generator.get_state(), **rows}
         place = self._place()
         copies = self.copies[1].take(tensors, place)
-        fields = dataclasses.asdict(state)
+        fields = {**dataclasses.asdict(state), "run": self.owner}
 
         def write() -> None:
             assert self.folder is not None
@@ -195,7 +203,7 @@ class CheckpointManager:
         if self.sharded:
             write_tables(self.folder / best_tables(epoch), self._spread(tensors), self.ranks)
         else:
-            files.write_tensors(self.folder / "model.safetensors", tensors, {"epoch": epoch})
+            files.write_tensors(self.folder / "model.safetensors", tensors, {"epoch": epoch, "run": self.owner})
 
     def _place(self) -> Place:
         """The device on which copies of the model and of all state fit."""
@@ -215,7 +223,8 @@ class CheckpointManager:
         path = find_checkpoint(self.folder, self.ranks)
         if path is None:
             return None
-        tensors, fields = files.map_tensors(path)
+        tensors, fields = own_tensors(path, self.owner)
+        del fields["run"]
         modules = {name.removeprefix("module."): t for name, t in tensors.items() if name.startswith("module.")}
         saved = {name.removeprefix("optimizer."): t for name, t in tensors.items() if name.startswith("optimizer.")}
         tables = {f"model.{name}.weight": module.weight for name, module in self.whole.items()}
@@ -284,6 +293,24 @@ def _on_a_stream(work: Callable[[], None], device: torch.device) -> None:
 # Files
 
 
+def run_id(folder: Path) -> str:
+    """The id of the run in a folder."""
+    return str(files.read_json(read_manifest(folder, _ADVICE).path("run.json"))["id"])
+
+
+def own_tensors(path: Path, run: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """`files.map_tensors` of a file that belongs to the run of this id."""
+    tensors, state = files.map_tensors(path)
+    check_owner(path, state, run)
+    return tensors, state
+
+
+def check_owner(path: Path, state: Mapping[str, Any], run: str) -> None:
+    """Raise if a file with this JSON value was written by another run."""
+    if state.get("run") != run:
+        raise UserError(f"{path} belongs to another run; {_ADVICE}")
+
+
 def write_checkpoint(folder: Path, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
     """Write a checkpoint; until training is done, keep the previous one."""
     path, previous = folder / NAME, folder / PREVIOUS
@@ -317,20 +344,23 @@ def _newest(folder: Path) -> Path | None:
     if not path.is_file():
         return previous if previous.is_file() else None
     try:
-        if _check_complete(path).get("done"):
+        state = _check_complete(path)
+        if state.get("done"):
             previous.unlink(missing_ok=True)  # a kill may have come before this
     except UserError as error:
         if not previous.is_file():
             raise
-        _check_complete(previous)
+        state = _check_complete(previous)
         os.replace(previous, path)  # so that the damaged file does not become the next previous one
         log.warning("%s; falling back to the previous checkpoint", str(error).split(";")[0])
+    if state["best_epoch"] >= 0 and not state["tables"]:
+        own_tensors(folder / "model.safetensors", state["run"])  # else the end of training would find it damaged
     return path
 
 
 def _check_complete(path: Path) -> dict[str, Any]:
     """The state in a checkpoint; raises if its file or its tables are damaged."""
-    state = files.map_tensors(path)[1]
+    state = own_tensors(path, run_id(path.parent))[1]
     tables = state.get("tables")
     if tables:
         check_tables(files.inside(path.parent, tables))
@@ -339,7 +369,7 @@ def _check_complete(path: Path) -> dict[str, Any]:
 
 def _tables_of(path: Path) -> str:
     with suppress(UserError):
-        return str(files.map_tensors(path)[1].get("tables"))
+        return str(files.read_state(path).get("tables"))
     return ""
 
 

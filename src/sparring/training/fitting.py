@@ -95,6 +95,8 @@ def fit(
         if folder is not None and ranks.rank == 0:
             run_folder.write_end(folder, run, state.history, state.best_epoch, state.seconds, test)
         if run.classifiers is None:
+            if folder is not None and ranks.rank == 0:
+                run_folder.finish(folder)
             return fitted
         log.info("classifiers: one vector for each of %s items over frozen query vectors", f"{split.train.n_items:,}")
         second = fit(
@@ -118,6 +120,7 @@ def fit(
         stages = {name: result for name, result in tests.items() if result is not None}
         if folder is not None and ranks.rank == 0:
             run_folder.write_stages(folder, stages, state.history)
+            run_folder.finish(folder)
         return replace(fitted, stages=stages)
 
 
@@ -159,13 +162,15 @@ def _start(
     described = run_folder.description(run, split, source)
     if began is not None:
         described["warm"] = began.described()
-    if ranks.share(resume and (folder / "run.json").is_file()):
+    if ranks.share(resume and run_folder.has_run(folder)):
         run_folder.check_same(folder, described, run.setup)
         if not saved and run_folder.read_meta(folder).get("warm") != described.get("warm"):
             raise UserError(
                 f"{folder} was started from other vectors than those of warm={warm}: resume cannot change that"
             )
         trainer.load()
+        if ranks.rank == 0:
+            run_folder.reopen(folder)  # not before: a run that cannot be resumed stays as it was
     elif ranks.rank == 0:
         if overwrite:
             run_folder.delete_run(folder)

@@ -11,6 +11,12 @@
     encoder/, query_texts/, item_texts/   text towers: a transformers folder (or a bag), and the tokens
     classifiers/, fusion.safetensors, fusion_per_query.parquet   later stages, where the run has them (stages.py)
     curve.png, README.md   the training curve and a short model card
+    manifest.json       length and hash of every file above, and whether training has finished (core/manifest.py)
+    index/, serve/, cache/   an index, the changes of a service, computed vectors: each checks itself
+
+The manifest is written when training starts, for the files that will not change, and again at the end, for all. The
+model and the checkpoint change in between, so each has a hash of its own content too (core/files.py) and the id of its
+run. Readers compare each file with its hash before they use it.
 
 Every file is written beside its target and renamed, so a kill or a full disk leaves the last good one.
 
@@ -24,6 +30,7 @@ import dataclasses
 import json
 import logging
 import platform
+import secrets
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -32,18 +39,20 @@ from typing import Any
 
 import numpy as np
 import polars as pl
+from torch import Tensor
 
-from sparring.core import files, locks
+from sparring.core import files, locks, manifest
 from sparring.core.errors import UserError
 from sparring.core.files import write_table
 from sparring.core.locks import HeldError, Lock
+from sparring.core.manifest import Manifest
 from sparring.core.ranks import rank
 from sparring.core.types import Positives, Ranks
 from sparring.data.features import Histories
 from sparring.data.interactions import Ids, Interactions, Split, Vocabulary
 from sparring.evaluation.metrics import LIST_METRICS
 from sparring.evaluation.ranking import Evaluation
-from sparring.models.build import encoder_folder
+from sparring.models.build import encoder_folder, text_sides
 from sparring.models.encoders import save_encoder
 from sparring.models.retriever import Retriever
 from sparring.models.text import text_tower
@@ -60,10 +69,16 @@ from sparring.training.step import describe_batch
 log = logging.getLogger(__name__)
 
 SEEN = "seen.safetensors"
-FORMAT = 2  # of run.json and the files beside it; Sparring 0.1 wrote none
+FORMAT = 3  # of run.json and the files beside it; Sparring 0.1 wrote none
 LOCK = ".lock"
 TEXT_FOLDERS = ("encoder", "query_encoder", "item_encoder", "query_texts", "item_texts")
 SERVICE = "serve"  # the folder of a service's acknowledged changes: no training may delete it
+STARTED = (  # files that training writes first and never again
+    *("run.json", SEEN),
+    *(f"{side}_{part}.parquet" for side in ("query", "item") for part in ("ids", "table")),
+)
+APART = ("index", SERVICE, "cache")  # folders that are written after training and check themselves
+_ADVICE = "train the run again, or restore it from a copy"
 RESULTS = ("metrics.jsonl", "result.json", "per_query.parquet", "measured.json", "curve.png", "README.md")
 
 
@@ -193,13 +208,25 @@ def write_start(
 
     `warm` has the dense ids of `queries` and `items` that start with the trained vectors of an earlier run.
     """
-    for name in ("run.json", checkpoint.NAME, checkpoint.PREVIOUS, "model.safetensors", *RESULTS):
+    for name in (manifest.NAME, "run.json", checkpoint.NAME, checkpoint.PREVIOUS, "model.safetensors", *RESULTS):
         (folder / name).unlink(missing_ok=True)
     data.save_ids(folder)
     if model is not None:
         _write_encoders(folder, model, setup, weights=False)
-    files.write_tensors(folder / SEEN, seen_tensors(data, seen, test, model, warm))
-    files.write_json(folder / "run.json", {"format": FORMAT, **meta, "setup": dataclasses.asdict(setup)})
+    run = secrets.token_hex(8)
+    files.write_tensors(folder / SEEN, seen_tensors(data, seen, test, model, warm), {"run": run})
+    files.write_json(folder / "run.json", {"format": FORMAT, "id": run, **meta, "setup": dataclasses.asdict(setup)})
+    manifest.write_manifest(folder, finished=False, apart=APART)
+
+
+def reopen(folder: Path) -> None:
+    """Mark a run as unfinished before more of it is written: only the files that stay as they are remain listed."""
+    manifest.write_manifest(folder, finished=False, names=(), keep=STARTED, apart=APART)
+
+
+def finish(folder: Path) -> None:
+    """Mark a run as finished and list all its files: the last write of a training."""
+    manifest.write_manifest(folder, keep=STARTED, apart=APART)
 
 
 def _write_encoders(folder: Path, model: Retriever, setup: Setup, weights: bool) -> None:
@@ -217,6 +244,7 @@ def write_end(
     """Write the result, the metrics of every test query, the curve and the model card."""
     from sparring.training.curve import training_curve
 
+    reopen(folder)
     meta = read_meta(folder)
     result: dict[str, Any] = {"best_epoch": best_epoch, "epochs": len(history), "train_seconds": round(seconds, 3)}
     result["untrained"] = meta["untrained"]
@@ -242,7 +270,7 @@ def write_stages(folder: Path, stages: Mapping[str, Evaluation], history: list[d
 
 def _write_queries(folder: Path, name: str, test: Evaluation) -> None:
     """One row per test query, by its original id, with the metrics of quality (not those that describe lists)."""
-    queries = Vocabulary.load(folder / "query_ids.parquet").decode(test.query_ids)
+    queries = Vocabulary.load(read_manifest(folder).path("query_ids.parquet")).decode(test.query_ids)
     metrics = {
         key: values.astype(np.float32)
         for key, values in test.per_query.items()
@@ -254,6 +282,17 @@ def _write_queries(folder: Path, name: str, test: Evaluation) -> None:
 # Reading
 
 
+def has_run(folder: Path) -> bool:
+    """Whether a folder has a run to resume; a run.json alone is from a start that was killed at once."""
+    others = (manifest.NAME, "model.safetensors", checkpoint.NAME)
+    return (folder / "run.json").is_file() and any((folder / name).is_file() for name in others)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a run folder."""
+    return manifest.read_manifest(folder, _ADVICE)
+
+
 def read_meta(folder: Path) -> dict[str, Any]:
     """run.json of a run folder; folders of other versions of Sparring are refused."""
     from sparring import __version__
@@ -262,13 +301,16 @@ def read_meta(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise UserError(f"{folder} is not a run folder: it has no run.json")
     files.check_folder(folder)
+    if (folder / manifest.NAME).is_file():
+        read_manifest(folder).path("run.json")
     meta = files.read_json(path, "train the run again")
     if meta.get("format") != FORMAT:
         versions = meta.get("versions")
         version = versions.get("sparring") if isinstance(versions, dict) else None
         writer = f"Sparring {version}" if version else "another version of Sparring"
         raise UserError(f"{path} was written by {writer}; Sparring {__version__} cannot read it: train the run again")
-    for key, kind in (("setup", dict), ("recipe", str)):
+    read_manifest(folder)  # missing where its writer was killed
+    for key, kind in (("setup", dict), ("recipe", str), ("id", str)):
         if key not in meta:
             raise UserError(f"{path} is corrupt: it has no {key}")
         if not isinstance(meta[key], kind):
@@ -277,6 +319,13 @@ def read_meta(folder: Path) -> dict[str, Any]:
         if not isinstance(meta.get(key, {}), dict):
             raise UserError(f"{path} is corrupt: its {key} is {meta[key]!r:.80}")
     return meta
+
+
+def model_hash(folder: Path) -> str:
+    """The hash of a run's model file, which tells its vectors from those of any other model."""
+    name = "model.safetensors"
+    listed = read_manifest(folder).files
+    return listed[name][1] if name in listed else manifest.file_hash(folder / name)
 
 
 def check_same(folder: Path, meta: Mapping[str, Any], setup: Setup) -> None:
@@ -317,9 +366,9 @@ def read_run(
     """
     if not folder.is_dir():
         raise UserError(f"no such run folder: {folder}")
-    meta, ids = read_meta(folder), Ids.load(folder)
-    path = folder / "model.safetensors"
-    tensors, _ = files.read_tensors(path)
+    meta, listed = read_meta(folder), read_manifest(folder)
+    ids, path = Ids.load(folder, listed), folder / "model.safetensors"
+    tensors = _own_tensors(listed, "model.safetensors", meta)
     eligibility = read_eligibility(folder, ids)
     own = model is not None
     if model is None and meta.get("towers"):
@@ -335,6 +384,9 @@ def read_run(
             shape = f"{len(ids.item_ids):,} x {setup.model.dim:,}"
             if 4 * setup.model.dim * len(ids.item_ids) > path.stat().st_size:  # before memory is taken for it
                 raise UserError(f"{path} does not fit this run: it is too short for an item table of {shape} numbers")
+        for side in text_sides(setup.model):
+            listed.check(encoder_folder(setup.text, side), but=["model.safetensors"])  # its weights are in the model
+            listed.check(f"{side}_texts")
         model = build_towers(setup, ids, past, folder)
     try:
         files.load_tensors(model, tensors, path)
@@ -348,11 +400,22 @@ def read_run(
 
 def read_eligibility(folder: Path, ids: Ids) -> Eligibility:
     """The items that the queries of a run have taken, and its untrained ids."""
-    tensors = files.read_tensors(folder / SEEN)[0]
+    tensors = _own_tensors(read_manifest(folder), SEEN, read_meta(folder))
     try:
         return Eligibility.read(tensors, len(ids.query_ids), len(ids.item_ids))
     except ValueError as error:
         raise UserError(f"{folder / SEEN} does not fit this run: {error}; train it again") from error
+
+
+def _own_tensors(listed: Manifest, name: str, meta: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The tensors of a file that belongs to this run."""
+    try:
+        tensors, state = listed.tensors(name)
+    except UserError:
+        checkpoint.own_tensors(listed.folder / name, meta["id"])  # says so if the file is whole, and of another run
+        raise
+    checkpoint.check_owner(listed.folder / name, state, meta["id"])
+    return tensors
 
 
 # Custom towers

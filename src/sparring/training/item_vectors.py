@@ -2,39 +2,45 @@
 
 from __future__ import annotations
 
-import hashlib
+import logging
 from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from sparring.core import files
 from sparring.core.errors import UserError
+from sparring.core.manifest import file_hash, text_hash
 from sparring.models.retriever import Retriever
 from sparring.models.text import text_tower
+from sparring.training.folder import model_hash
 
-_FOLDER = "vectors"
+_FOLDER = "cache"
+log = logging.getLogger(__name__)
 
 
 def item_vectors(model: Retriever, folder: Path) -> Tensor:
     """All item vectors (N, D) of the model in a run folder.
 
-    Those of text towers are cached in `vectors/items-HASH.npy`, with the hash of the model file and of the texts, so
-    that another model or other texts never match. A damaged cache is recomputed; one that cannot be written is left
+    Those of text towers are cached in `cache/items-HASH.safetensors`, with the hash of the model file and of the texts,
+    so that another model or other texts never match. A damaged cache is recomputed; one that cannot be written is left
     out.
     """
     if text_tower(model.item) is None:
         return model.item_vectors()
-    path = folder / _FOLDER / f"items-{_key(folder)}.npy"
-    with suppress(UserError):
-        cached = files.read_array(path, np.float32)
-        if cached.shape == (model.n_items, model.dim):
-            return torch.from_numpy(cached)
+    key = _key(folder)
+    path = folder / _FOLDER / f"items-{key}.safetensors"
+    if path.is_file():
+        try:
+            tensors, state = files.read_tensors(path)
+            if state == {"key": key} and tensors["items"].shape == (model.n_items, model.dim):
+                return tensors["items"]
+        except UserError as error:
+            log.warning("%s; its vectors are computed again", str(error).split(";")[0])
     vectors = model.item_vectors().float().cpu()
     with suppress(OSError, UserError):  # a folder that cannot be written is no error: the vectors are computed again
-        files.write_array(path, vectors.numpy())
+        files.write_tensors(path, {"items": vectors}, {"key": key})
         for old in set(path.parent.glob("items-*")) - {path}:  # of an earlier model
             old.unlink(missing_ok=True)
     return vectors
@@ -60,8 +66,5 @@ def mean_query(model: Retriever, vectors: np.ndarray) -> np.ndarray:
 
 
 def _key(folder: Path) -> str:
-    digest = hashlib.sha256()
-    for path in (folder / "model.safetensors", *sorted((folder / "item_texts").glob("*"))):
-        with open(path, "rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
-    return digest.hexdigest()[:16]
+    texts = sorted((folder / "item_texts").glob("*"))
+    return text_hash(" ".join([model_hash(folder), *map(file_hash, texts)]))[:16]

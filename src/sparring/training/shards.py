@@ -12,6 +12,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from sparring.core import files
 from sparring.core.errors import UserError, first_line
+from sparring.core.manifest import read_sealed, write_sealed
 from sparring.core.ranks import Group
 from sparring.core.types import Ranks
 from sparring.models.rowwise_tables import RowWiseTable
@@ -32,18 +34,6 @@ _ADVICE = "train again, or restore it from a backup"
 _FORMAT = 1
 _ROWS = 1 << 16  # rows of a table that are sent, written or read at a time
 _BYTES = 1 << 20  # of a file that are hashed at a time
-_KINDS = {
-    torch.float64: "F64",
-    torch.int64: "I64",
-    torch.float32: "F32",
-    torch.int32: "I32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +64,9 @@ def write_tables(folder: Path, tensors: Mapping[str, Tensor | Rows], ranks: Rank
         shapes = {name: (rows.local.dtype, list(rows.local.shape)) for name, rows in own.items()}
         blocks = {name: _blocks(rows.local) for name, rows in own.items()}
         size, digest = write_stream(path, shapes, blocks)
-        tables = {name: [_KINDS[rows.local.dtype], rows.shape, rows.first, rows.last] for name, rows in own.items()}
+        tables = {
+            name: [files.KINDS[rows.local.dtype], rows.shape, rows.first, rows.last] for name, rows in own.items()
+        }
         written = {"name": path.name, "bytes": size, "xxh3_128": digest, "tables": tables}
     except UserError as error:
         written = error
@@ -82,7 +74,7 @@ def write_tables(folder: Path, tensors: Mapping[str, Tensor | Rows], ranks: Rank
     problem: UserError | None = None
     if ranks.rank == 0:
         try:
-            files.write_json(folder / INDEX, _description(shards))
+            write_sealed(folder / INDEX, _description(shards))
         except UserError as error:
             problem = error
     _gathered(problem, ranks)
@@ -101,7 +93,7 @@ def _description(shards: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def check_tables(folder: Path, which: slice = slice(None)) -> dict[str, Any]:
     """The content of index.json; raises if it or a shard (of those chosen by `which`) is missing or damaged."""
-    index = files.read_json(folder / INDEX, _ADVICE)
+    index = read_sealed(folder / INDEX, _ADVICE)
     try:
         if index["format"] != _FORMAT:
             raise ValueError(f"format {index['format']!r} is unknown")
@@ -143,7 +135,7 @@ def read_tables(folder: Path, tensors: Mapping[str, Tensor | Rows], ranks: Ranks
             for name, tensor in tensors.items():
                 wanted = _rows(tensor)
                 about = index["tensors"].get(name)
-                if about is None or about["shape"] != wanted.shape or about["dtype"] != _KINDS[wanted.local.dtype]:
+                if about is None or about["shape"] != wanted.shape or about["dtype"] != files.KINDS[wanted.local.dtype]:
                     found = "missing" if about is None else f"{about['dtype']} of shape {about['shape']}"
                     raise ValueError(f"the tensor {name!r} is {found}")
                 for number, first, last in about["rows"]:
@@ -205,16 +197,15 @@ def write_stream(
     path: Path,
     shapes: Mapping[str, tuple[torch.dtype, Sequence[int]]],
     blocks: Mapping[str, Iterable[Tensor]],
-    meta: object = None,
 ) -> tuple[int, str]:
     """Write a safetensors file block by block: its length and hash. `blocks` are the rows of each tensor in order."""
-    header: dict[str, Any] = {"__metadata__": {"state": json.dumps(meta or {})}}
+    header: dict[str, Any] = {}
     offset = 0
     order = sorted(shapes, key=lambda name: -shapes[name][0].itemsize)  # so that each tensor is aligned
     for name in order:
         kind, shape = shapes[name]
         size = torch.Size(shape).numel() * kind.itemsize
-        header[name] = {"dtype": _KINDS[kind], "shape": list(shape), "data_offsets": [offset, offset + size]}
+        header[name] = {"dtype": files.KINDS[kind], "shape": list(shape), "data_offsets": [offset, offset + size]}
         offset += size
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
@@ -253,7 +244,7 @@ def write_model(
     blocks: dict[str, Iterable[Tensor]] = {name: _blocks(tensor) for name, tensor in tensors.items()}
     for name, table in tables.items():
         shapes[name], blocks[name] = (table.weight.dtype, [table.n, table.dim]), _sent(table)
-    write_stream(path, shapes, blocks, meta)
+    files.write_tensor_blocks(path, shapes, chain.from_iterable(blocks.values()), meta)
 
 
 def _sent(table: RowWiseTable) -> Iterator[Tensor]:

@@ -25,7 +25,7 @@ from sparring.models.text import text_tower
 from sparring.models.towers import HistoryTower
 from sparring.recipes.finding import Recipe
 from sparring.training.eligibility import Eligibility, FusedRanking, Ranking
-from sparring.training.folder import read_run
+from sparring.training.folder import read_manifest, read_run
 from sparring.training.item_vectors import item_vectors, mean_query
 
 How = Literal["fused", "encoder"]
@@ -131,8 +131,11 @@ class Trained:
     @cached_property
     def fused(self) -> Fused | None:
         """The fused ranking of towers and classifiers; None if the run has no later stages (stages.py)."""
-        if not (self.folder / FILE).is_file():
+        listed = read_manifest(self.folder)
+        if not listed.lists(FILE):
             return None
+        for name in (FILE, "classifiers/manifest.json"):
+            listed.path(name)
         return Fused.load(self.folder, self.model, load(self.folder / "classifiers").model)
 
     def how(self, asked: How | None = None) -> How:

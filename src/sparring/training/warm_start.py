@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from sparring.data.interactions import Split, Vocabulary
 from sparring.models.retriever import Retriever
 from sparring.models.towers import HistoryTower, IdTower
 from sparring.training import trained
+from sparring.training.folder import model_hash
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ class WarmStart:
     """The run that a model started from, and dense ids of the queries and items that take its trained vectors."""
 
     run: Path
-    model: str  # SHA-256 of the run's model file
+    model: str  # the hash of the run's model file
     queries: np.ndarray
     items: np.ndarray
     leaked: int  # test pairs of this split that the run was trained on or chosen by
@@ -70,8 +70,7 @@ def warm_start(model: Retriever, split: Split, run: str | Path) -> WarmStart:
                 parameter.copy_(_besides_items(old.query)[name])
         else:
             _copy(old.query, model.query, queries)
-    with open(before.folder / "model.safetensors", "rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    digest = model_hash(before.folder)
     return WarmStart(before.folder.resolve(), digest, queries[1], items[1], trained.leaked_pairs(before, split))
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from sparring.core import files
 from sparring.core.errors import UserError
 from sparring.data.interactions import Vocabulary
 from sparring.models.clusters import Codes
@@ -138,10 +139,8 @@ def test_codes_that_do_not_fit_are_refused(change: dict[str, object], words: str
 
 def test_other_files_are_refused(tmp_path: Path) -> None:
     """A missing file, a text file and another safetensors file raise one-line errors."""
-    from safetensors.torch import save_file
-
     (tmp_path / "text").write_text("no tensors here, whatever it is called")
-    save_file({"x": torch.zeros(1)}, tmp_path / "other")
+    files.write_tensors(tmp_path / "other", {"x": torch.zeros(1)})
     for name, words in (("none", "no such file"), ("text", "not a readable"), ("other", "holds no codes")):
         with pytest.raises(UserError, match=words):
             Codes.load(tmp_path / name)

@@ -19,8 +19,9 @@ import httpx
 import numpy as np
 import pytest
 
-from sparring.serving.index import Index, index_files
+from sparring.serving.index import Index
 from sparring.serving.index.run_index import FOLDER
+from sparring.training.folder import model_hash
 from sparring.training.trained import load
 from support.made_run import MadeRun, make_run
 
@@ -132,7 +133,7 @@ def test_nothing_acknowledged_is_lost_by_a_kill(tmp_path: Path) -> None:
     runs = [make_run(tmp_path / "runs" / name, seed) for name, seed in (("a", 1), ("b", 2))]
     for run in runs:
         vectors = load(run.folder).model.item_vectors().numpy()
-        meta = {"model": index_files.sha256(run.folder / "model.safetensors")}
+        meta = {"model": model_hash(run.folder)}
         Index(vectors, np.arange(len(vectors)), meta=meta).save(run.folder / FOLDER)
     doings, rng = Doings(runs), np.random.default_rng(0)
     service = Running(runs[0].folder, tmp_path / "log")

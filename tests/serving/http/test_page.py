@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import polars as pl
 import pytest
-import safetensors.torch
 import torch
 import uvicorn
 
 from sparring import cli
 from sparring.cli.serve import _parts
+from sparring.core import files
 from sparring.data.synthetic_world import make_world
 from sparring.experiments.report.html import Page, Section, Sheet
 from sparring.experiments.report.tables import Column, Table
@@ -30,6 +30,7 @@ from sparring.serving.http.store import Store
 from sparring.training import curve
 from sparring.training import trained as runs
 from sparring.training.fitting import fit
+from support.run_files import change_tensors
 from support.texts import text_parts
 
 sync_api = pytest.importorskip("playwright.sync_api")
@@ -84,10 +85,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, runs.Trained]
         ]
         words += ["--epochs", "3", "--device", "cpu", "--set", "batch_size=64", "--set", "dim=8", "--set", "lr=0.05"]
         assert cli.main([*words, "--out", str(root / "runs" / recipe)]) == 0
-        kept = root / "runs" / recipe / "seen.safetensors"
-        tensors = safetensors.torch.load_file(kept)
+        tensors, _ = files.read_tensors(root / "runs" / recipe / "seen.safetensors")
         tensors["test_start"][-1] -= 1  # the newcomer, the last user, has no items
-        safetensors.torch.save_file({**tensors, "test_items": tensors["test_items"][:-1].clone()}, kept)
+        change_tensors(root / "runs" / recipe, "seen", **{**tensors, "test_items": tensors["test_items"][:-1]})
         found[recipe] = runs.load(root / "runs" / recipe)
     columns = Column("recipe", "{recipe}", text=True), Column("recall", "{recall:.2f}")
     compared = Table(columns, [{"recipe": "uns", "recall": 0.2}, {"recipe": "bir", "recall": 0.4}])

@@ -20,6 +20,7 @@ from sparring.serving.http.catalogue import IdLookup
 from sparring.serving.http.store import Change, Store
 from sparring.training import trained
 from sparring.training.fitting import fit
+from support.run_files import change_tensors
 from support.texts import text_parts, tiny_bert
 
 
@@ -105,7 +106,7 @@ def test_item_vectors_of_a_transformer_are_computed_once(
     assert second.recommend_text(["some words"], 3).equals(first)
     assert len(calls) == 1
     np.testing.assert_allclose(second.item_vectors().numpy(), truth.numpy(), rtol=1e-5, atol=1e-6)
-    path = next((tmp_path / "run" / "vectors").iterdir())
+    path = next((tmp_path / "run" / "cache").iterdir())
     path.write_bytes(path.read_bytes()[:200])
     assert trained.load(tmp_path / "run").recommend_text(["some words"], 3).equals(first)
     assert len(calls) == 2
@@ -118,12 +119,11 @@ def test_item_vectors_of_a_transformer_are_computed_once(
     model = trained.load(tmp_path / "run")
     tensors, _ = files.read_tensors(tmp_path / "run" / "model.safetensors")
     key = next(name for name, tensor in tensors.items() if tensor.is_floating_point())
-    tensors[key] = tensors[key] + 0.5
-    files.write_tensors(tmp_path / "run" / "model.safetensors", tensors)
+    change_tensors(tmp_path / "run", "model", **{key: tensors[key] + 0.5})
     trained.load(tmp_path / "run").item_vectors()
     assert len(calls) == 4
     assert model is not None
-    assert len(list((tmp_path / "run" / "vectors").glob("items-*.npy"))) == 1
+    assert len(list((tmp_path / "run" / "cache").glob("items-*"))) == 1
 
 
 def _full(*_: object) -> None:

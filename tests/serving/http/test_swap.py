@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import safetensors.torch
 import torch
 from fastapi.testclient import TestClient
 
@@ -23,15 +22,16 @@ from sparring.serving.http.server import _watch
 from sparring.serving.http.store import Store
 from sparring.serving.index import Index, index_files
 from sparring.serving.index.run_index import FOLDER
-from sparring.training.folder import delete_run, hold
+from sparring.training.folder import delete_run, hold, model_hash
 from sparring.training.trained import load
 from support.made_run import DIM, MadeRun, make_run
+from support.run_files import approve, change_tensors
 
 
 def index_of(truth: MadeRun) -> None:
     """Build an exact index in a run folder, as `sparring index` does."""
     vectors = load(truth.folder).model.item_vectors().numpy()
-    meta = {"model": index_files.sha256(truth.folder / "model.safetensors"), "measured": {"recall": 1.0}}
+    meta = {"model": model_hash(truth.folder), "measured": {"recall": 1.0}}
     Index(vectors, np.arange(len(vectors)), meta=meta).save(truth.folder / FOLDER)
 
 
@@ -71,6 +71,7 @@ def test_changes_fit_a_run_of_another_shape(tmp_path: Path, serving: Callable[..
     new = make_run(tmp_path / "run", 2, dim=DIM + 3)
     assert new.table is not None
     new.table.with_columns(category=np.arange(len(new.table))).write_parquet(new.folder / "item_table.parquet")
+    approve(new.folder)
     events: list[tuple[str, dict[str, object]]] = []
     registry = RunRegistry(
         [new.folder],
@@ -169,9 +170,7 @@ def test_a_broken_run_is_refused_and_the_last_good_one_answers(
 def test_a_diverged_model_is_refused(tmp_path: Path, serving: Callable[..., TestClient]) -> None:
     """NaN in the vectors is detected before the swap."""
     good, bad = make_run(tmp_path / "good", 1), make_run(tmp_path / "bad", 2)
-    tensors = safetensors.torch.load_file(bad.folder / "model.safetensors")
-    tensors["item.weight"] = torch.full_like(tensors["item.weight"], float("nan"))
-    safetensors.torch.save_file(tensors, bad.folder / "model.safetensors", {"state": "{}"})
+    change_tensors(bad.folder, "model", **{"item.weight": torch.full(bad.items.shape, float("nan"))})
     client = serving(good.folder)
     assert client.post("/v1/reload", json={"run": str(bad.folder)}).status_code == 422
     assert best(client) == expected(good)
@@ -310,12 +309,10 @@ def test_serving_leaves_out_the_test_part_and_what_was_never_trained(
     """A user's lists, with and without an index, contain neither; the run reports how many items are untrained."""
     truth = make_run(tmp_path / "run", 4)
     taken, blank = [int(row) for row in range(60) if row not in truth.seen[2].tolist()][:5], [40, 41]
-    tensors = safetensors.torch.load_file(truth.folder / "seen.safetensors")
     start = torch.zeros(len(truth.users) + 1, dtype=torch.long)
     start[3:] = len(taken)  # of user 2
-    tensors |= {"test_start": start, "test_items": torch.tensor(taken, dtype=torch.int32)}
-    tensors |= {"untrained_items": torch.tensor(blank, dtype=torch.int32)}
-    safetensors.torch.save_file(tensors, truth.folder / "seen.safetensors")
+    tensors = {"test_start": start, "test_items": torch.tensor(taken, dtype=torch.int32)}
+    change_tensors(truth.folder, "seen", **tensors, untrained_items=torch.tensor(blank, dtype=torch.int32))
     for with_index in (False, True):
         if with_index:
             index_of(truth)
@@ -341,9 +338,7 @@ def test_an_item_that_was_never_trained_can_be_put(tmp_path: Path, serving: Call
     """Columns alone do not list it; `like` does, also in the next run that has not trained on it."""
     old, new = make_run(tmp_path / "old", 4), make_run(tmp_path / "new", 5)
     for truth in (old, new):
-        tensors = safetensors.torch.load_file(truth.folder / "seen.safetensors")
-        tensors["untrained_items"] = torch.tensor([40], dtype=torch.int32)
-        safetensors.torch.save_file(tensors, truth.folder / "seen.safetensors")
+        change_tensors(truth.folder, "seen", untrained_items=torch.tensor([40], dtype=torch.int32))
     client, item = serving(old.folder), old.item_ids[40]
     assert client.put("/v1/items", json={"items": [{"id": item, "price": 3.0}]}).status_code == 200
     assert item not in best(client, k=60, exclude_seen=False)

@@ -1,6 +1,7 @@
 """Prepared data: a folder of memory-mapped columns, already split, so that training never holds them in memory.
 
-    prepared.json           format, sizes, columns, split, checksums; written last: without it, a folder is not prepared
+    prepared.json           format, sizes, columns, split
+    manifest.json           length and hash of every file (core/manifest.py); written last
     queries.npy, items.npy  int32: one row per pair, sorted by (part, query, item); the parts are train, valid, test
     split.npy               uint8: the part of each row
     time.npy, weight.npy    int64 or float64, float32; where the data has them
@@ -14,7 +15,6 @@ Dense ids are positions in the ascending order of original ids. Row offsets are 
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -25,12 +25,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from sparring.core import manifest
 from sparring.core.errors import UserError, first_line
-from sparring.core.files import check_folder, inside, read_array, read_json, write_json
+from sparring.core.files import check_folder, read_array, read_json, write_json
+from sparring.core.manifest import Manifest
 from sparring.core.types import Positives
 from sparring.data.interactions import Ids, Interactions, Split
 
-FORMAT = 1
+FORMAT = 2
 NAME = "prepared.json"
 ADVICE = "prepare the data again"
 _DTYPES: dict[str, tuple[type, ...]] = {
@@ -92,15 +94,19 @@ def is_prepared(folder: Path) -> bool:
 
 
 def read_prepared(folder: str | os.PathLike[str]) -> Prepared:
-    """Open a prepared folder; only the id maps and tables are read into memory."""
+    """Open a prepared folder; only the id maps and tables are read into memory.
+
+    All files are read once to compare them with the manifest, at the speed of the disk.
+    """
     folder = Path(folder)
-    meta = read_description(folder)
-    ids = Ids.load(folder)
-    arrays = {name: _mapped(folder, name) for name in _DTYPES if f"{name}.npy" in meta["files"]}
+    meta, listed = read_description(folder)
+    ids = Ids.load(folder, listed)
+    arrays = {name: _mapped(listed, name) for name in _DTYPES if f"{name}.npy" in listed.files}
     sizes = {"start": len(ids.query_ids) + 1, "counts": len(ids.item_ids)}
     for name in ("queries", "items", "split", *sizes):
         if name not in arrays or arrays[name].shape != (sizes.get(name, sum(meta["rows"].values())),):
             raise UserError(f"{folder / NAME} is corrupt: {name}.npy is missing or has another length; {ADVICE}")
+    checksum = manifest.text_hash(" ".join(digest for name, (_, digest) in listed.files.items() if name != NAME))[:16]
     shared: dict[str, Any] = {
         "query_ids": ids.query_ids,
         "item_ids": ids.item_ids,
@@ -122,65 +128,41 @@ def read_prepared(folder: str | os.PathLike[str]) -> Prepared:
     if "seen_items" in arrays:
         seen = Positives(torch.from_numpy(arrays["seen_start"]), torch.from_numpy(arrays["seen_items"]))
     parts = Split(train, held[0], held[1], seen)
-    return Prepared(
-        **columns(0, ends[2]), **shared, shown=shown, parts=parts, rule=meta["split"], checksum=meta["checksum"]
-    )
+    return Prepared(**columns(0, ends[2]), **shared, shown=shown, parts=parts, rule=meta["split"], checksum=checksum)
 
 
-def read_description(folder: Path) -> dict[str, Any]:
-    """The content of prepared.json, with the size of every listed file checked."""
+def read_description(folder: Path) -> tuple[dict[str, Any], Manifest]:
+    """The content of prepared.json, and the manifest, with which the length of every file was compared."""
     path = folder / NAME
     check_folder(folder)
+    if (folder / manifest.NAME).is_file():
+        manifest.read_manifest(folder, ADVICE).path(NAME)
     meta = read_json(path, ADVICE)
-    try:
-        known = meta["format"]
-        complete = [facts["bytes"] for facts in meta["files"].values()]
-        complete += [int(meta["rows"][name]) for name in ("train", "valid", "test")]
-        complete += [meta["checksum"], meta["split"]["how"], list(meta["notes"])]
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise UserError(f"{path} is corrupt: {first_line(error)}; {ADVICE}") from error
+    known = meta.get("format")
     if known != FORMAT:
         raise UserError(
             f"{folder} was prepared in format {known}, and this version reads format {FORMAT}: prepare the data again"
         )
-    for name, facts in meta["files"].items():
-        file = inside(folder, name)
-        size = file.stat().st_size if file.is_file() else None
-        if size != facts["bytes"]:
-            state = "is missing" if size is None else f"has {size:,} bytes"
-            raise UserError(f"{file} {state}, expected {facts['bytes']:,} bytes: prepare the data again")
-    return meta
+    try:
+        _ = [int(meta["rows"][name]) for name in ("train", "valid", "test")]
+        _ = meta["split"]["how"], list(meta["notes"])
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise UserError(f"{path} is corrupt: {first_line(error)}; {ADVICE}") from error
+    return meta, manifest.read_manifest(folder, ADVICE)
 
 
 def write_description(folder: Path, meta: Mapping[str, Any]) -> None:
-    """Flush all files of the folder to disk, then write prepared.json with a checksum of each and one of all."""
+    """Flush all files of the folder to disk, then write prepared.json and the manifest of all."""
     for path in folder.iterdir():
         with open(path, "rb") as file:
             os.fsync(file.fileno())
-    files = {
-        path.name: {"bytes": path.stat().st_size, "blake2b": _checksum(path)}
-        for path in sorted(folder.iterdir())
-        if path.is_file()
-    }
-    whole = hashlib.blake2b("".join(facts["blake2b"] for facts in files.values()).encode(), digest_size=8).hexdigest()  # type: ignore[misc]
-    write_json(folder / NAME, {"format": FORMAT, **meta, "files": files, "checksum": whole})
+    write_json(folder / NAME, {"format": FORMAT, **meta})
+    manifest.write_manifest(folder)
 
 
-def check_prepared(folder: str | os.PathLike[str]) -> None:
-    """Read every file of a prepared folder and compare it with its checksum."""
-    for name, facts in read_description(Path(folder))["files"].items():
-        if _checksum(Path(folder) / name) != facts["blake2b"]:
-            raise UserError(f"{Path(folder) / name} has changed since it was written: prepare the data again")
-
-
-def _checksum(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
-
-
-def _mapped(folder: Path, name: str) -> np.ndarray:
+def _mapped(listed: Manifest, name: str) -> np.ndarray:
     """A copy-on-write map: torch wants writable arrays, and the file must not change."""
-    return read_array(folder / f"{name}.npy", *_DTYPES[name], advice=ADVICE)
+    return read_array(listed.path(f"{name}.npy"), *_DTYPES[name], advice=ADVICE)
 
 
 class ColumnWriter:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,11 +19,13 @@ from torch import Tensor
 
 from sparring.core import files
 from sparring.core.errors import UserError
+from sparring.core.manifest import NAME, check_folder, write_manifest
 from sparring.data.cache import ItemProgress, cache_folder, hash_of, save_array
 from sparring.data.columns import table_text_columns
 from sparring.data.interactions import Ids, Interactions
 from sparring.data.texts.tokenizers import Tokenizer, find_tokenizer
 
+log = logging.getLogger(__name__)
 _BATCH = 16384  # texts tokenised between two reports of progress
 _listener: ContextVar[ItemProgress | None] = ContextVar("progress of tokenising", default=None)
 IDS = "id"  # among text columns, stands for the ids themselves
@@ -174,10 +177,14 @@ def tokenized(
     """
     encoder = find_tokenizer(tokenizer) if isinstance(tokenizer, (str, Path)) else tokenizer
     series, progress = as_series(strings), progress or _listener.get()
-    key = hash_of(["tokens 1", encoder.fingerprint, str(max_len), *series.to_list()])
+    key = hash_of(["tokens 2", encoder.fingerprint, str(max_len), *series.to_list()])
     folder = (Path(cache) if cache is not None else cache_folder() / "texts") / key
-    if not (folder / "texts.npy").is_file():
+    problems = check_folder(folder)
+    if problems:
+        if (folder / NAME).is_file():
+            log.warning("%s is damaged: its texts are tokenised again", problems[0].path)
         tokenize(series, encoder, max_len, progress).save(folder)
+        write_manifest(folder)
     elif progress is not None and len(series):
         progress("tokens", len(series), len(series))
     return Texts.load(folder)

@@ -20,6 +20,7 @@ from sparring.recipes import finding, settings
 from sparring.recipes.finding import Recipe
 from sparring.recipes.run import Run
 from sparring.recipes.setup import parse_setup
+from sparring.training.checkpoint import own_tensors
 from sparring.training.folder import read_meta, recipe_of
 from sparring.training.step import sample_steps
 
@@ -51,13 +52,13 @@ def load_for_diagnosis(
     if not model.is_file() and not checkpoint.is_file():
         raise UserError(f"{folder} has neither a model nor a checkpoint yet: train it for at least one epoch")
     if checkpoint.is_file():
-        tensors, _ = files.read_tensors(checkpoint)
+        tensors, _ = own_tensors(checkpoint, meta["id"])
         modules = {
             name.removeprefix("module."): tensor for name, tensor in tensors.items() if name.startswith("module.")
         }
         files.load_tensors(run.modules(), modules, checkpoint)
     if model.is_file():
-        files.load_tensors(run.model, files.read_tensors(model)[0], model)
+        files.load_tensors(run.model, own_tensors(model, meta["id"])[0], model)
     run.modules().to(device).eval()
     warm_up(run, split, 0 if checkpoint.is_file() else WARM_STEPS)
     return run

@@ -122,7 +122,7 @@ def by_seed(plan: Reproduction, dataset: PaperDataset, method: PaperMethod, rank
     for run in plan.runs(dataset, method):
         own = evaluations(run)
         if ranking in own:
-            per_query = read_table(run.folder / f"{RANKINGS[ranking][1]}.parquet")
+            per_query = read_table(run.path(f"{RANKINGS[ranking][1]}.parquet"))
             values[run.seed] = query_values(per_query, own[ranking]["metrics"], our_metric(metric))
     return values
 

@@ -20,6 +20,7 @@ from sparring.serving.http.store import Change
 from sparring.serving.index import Index, index_files
 from sparring.serving.index.run_index import FOLDER, open_index
 from sparring.training import trained as runs
+from sparring.training.folder import model_hash
 from sparring.training.item_vectors import mean_query
 from sparring.training.trained import Trained
 
@@ -226,7 +227,7 @@ def load_served(folder: Path, name: str, recipe: str | None = None, trust: bool 
         index = open_index(folder)
         model = str(index.meta["model"])  # open_index has compared it with the hash of the file
     else:
-        model = index_files.sha256(folder / "model.safetensors")
+        model = model_hash(folder)
         vectors = trained.item_vectors().float().contiguous().numpy()
         index = Index(vectors, np.arange(len(vectors)))
         if len(vectors) > 100_000:

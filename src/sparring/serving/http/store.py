@@ -4,25 +4,32 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import orjson
+import xxhash
 
-from sparring.core.errors import UserError
+from sparring.core.errors import UserError, first_line
 from sparring.core.locks import HeldError, Lock
+from sparring.core.manifest import Problem
 from sparring.serving.http.schema import RequestError
 
-_TABLES = """
-CREATE TABLE IF NOT EXISTS items (
+FORMAT = 2  # the user_version of the file
+_TABLES = f"""
+CREATE TABLE items (
     id TEXT PRIMARY KEY, sequence INTEGER NOT NULL, deleted INTEGER NOT NULL, content TEXT NOT NULL,
-    vector BLOB, model TEXT
+    vector BLOB, model TEXT, hash TEXT NOT NULL
 );
-CREATE INDEX IF NOT EXISTS by_sequence ON items (sequence);
-CREATE TABLE IF NOT EXISTS state (key TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE INDEX by_sequence ON items (sequence);
+CREATE TABLE state (key TEXT PRIMARY KEY, value TEXT NOT NULL, hash TEXT NOT NULL);
+PRAGMA user_version = {FORMAT};
 """
+_ITEM = "id, sequence, deleted, content, vector, model, hash"
+_ADVICE = "restore it from a backup, or choose another file with --store FILE"
 
 
 @dataclass(frozen=True)
@@ -34,7 +41,7 @@ class Change:
     text: str | None = None
     like: list[int | str] | None = None
     vector: np.ndarray | None = None
-    model: str | None = None  # SHA-256 of the model file under which it was placed; a vector is in its space
+    model: str | None = None  # the hash of the model file under which it was placed; a vector is in its space
     deleted: bool = False
 
 
@@ -42,6 +49,7 @@ class Store:
     """Changes of items, one row per item, ordered by the last change.
 
     SQLite in WAL mode with synchronous=FULL: once `write` returns, neither a kill nor a power cut loses the change.
+    Each row has a hash of its values, and opening checks the structure, so damage is an error and never an answer.
     Only one service may open it; the lock ends with the process.
 
         store = Store("runs/first/serve/items.sqlite")
@@ -61,15 +69,26 @@ class Store:
                 f"cannot store changes in {self.path}: {error.strerror}; choose another file with --store FILE"
             ) from error
         try:
-            self._db = sqlite3.connect(self.path, check_same_thread=False, isolation_level=None)
-            self._db.execute("PRAGMA journal_mode=WAL")
-            self._db.execute("PRAGMA synchronous=FULL")
-            self._db.executescript(_TABLES)
-            self._db.execute("SELECT content FROM items LIMIT 0")  # fails on a store of another version
-            self.sequence = int(self._db.execute("SELECT coalesce(max(sequence), 0) FROM items").fetchone()[0])
-        except sqlite3.Error as error:
-            how = "restore it from a backup, or choose another file with --store FILE"
-            raise UserError(f"{self.path} cannot be opened: {error}; {how}") from error
+            self._db = self._opened()
+        except BaseException:
+            self._lock.release()
+            raise
+        self.sequence = int(self._db.execute("SELECT coalesce(max(sequence), 0) FROM items").fetchone()[0])
+
+    def _opened(self) -> sqlite3.Connection:
+        try:
+            db = sqlite3.connect(self.path, check_same_thread=False, isolation_level=None)
+            db.execute("PRAGMA journal_mode=WAL")
+            db.execute("PRAGMA synchronous=FULL")
+            if not db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
+                db.executescript(f"BEGIN; {_TABLES} COMMIT;")
+            problems = _structure(db)
+        except (sqlite3.Error, UnicodeDecodeError) as error:
+            raise UserError(f"{self.path} cannot be opened: {first_line(error)}; {_ADVICE}") from error
+        if problems:
+            db.close()
+            raise UserError(f"{self.path} is corrupt: {problems[0]}; {_ADVICE}")
+        return db
 
     def write(self, changes: Sequence[Change]) -> int:
         """Store changes, all or none; returns the sequence number of the last. Durable on return."""
@@ -77,7 +96,7 @@ class Store:
             (
                 str(change.id),
                 self.sequence + number,
-                change.deleted,
+                int(change.deleted),
                 orjson.dumps(
                     {"id": change.id, "columns": change.columns, "text": change.text, "like": change.like},
                     option=orjson.OPT_NON_STR_KEYS,
@@ -87,22 +106,19 @@ class Store:
             )
             for number, change in enumerate(changes, 1)
         ]
-        self._transaction("INSERT OR REPLACE INTO items VALUES (?, ?, ?, ?, ?, ?)", rows)
+        hashed = [(*row, row_hash(row)) for row in rows]
+        self._transaction("INSERT OR REPLACE INTO items VALUES (?, ?, ?, ?, ?, ?, ?)", hashed)
         self.sequence += len(rows)
         return self.sequence
 
     def get(self, item: int | str) -> Change | None:
-        row = self._db.execute(
-            "SELECT deleted, content, vector, model FROM items WHERE id = ?", (str(item),)
-        ).fetchone()
-        return None if row is None else _change(*row)
+        row = self._db.execute(f"SELECT {_ITEM} FROM items WHERE id = ?", (str(item),)).fetchone()  # noqa: S608
+        return None if row is None else _change(self._checked(row))
 
     def since(self, sequence: int) -> Iterator[Change]:
         """Changes after this sequence number, oldest first."""
-        rows = self._db.execute(
-            "SELECT deleted, content, vector, model FROM items WHERE sequence > ? ORDER BY sequence", (sequence,)
-        )
-        return (_change(*row) for row in rows.fetchall())
+        rows = self._db.execute(f"SELECT {_ITEM} FROM items WHERE sequence > ? ORDER BY sequence", (sequence,))  # noqa: S608
+        return (_change(self._checked(row)) for row in rows.fetchall())
 
     def counts(self) -> tuple[int, int]:
         """(items added or changed, items deleted)."""
@@ -112,11 +128,18 @@ class Store:
         return int(put), int(deleted)
 
     def read_state(self, key: str) -> str | None:
-        row = self._db.execute("SELECT value FROM state WHERE key = ?", (key,)).fetchone()
-        return None if row is None else str(row[0])
+        row = self._db.execute("SELECT key, value, hash FROM state WHERE key = ?", (key,)).fetchone()
+        return None if row is None else str(self._checked(row)[1])
 
     def write_state(self, key: str, value: str) -> None:
-        self._transaction("INSERT OR REPLACE INTO state VALUES (?, ?)", [(key, value)])
+        row = key, value
+        self._transaction("INSERT OR REPLACE INTO state VALUES (?, ?, ?)", [(*row, row_hash(row))])
+
+    def _checked(self, row: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The row without its hash, if they fit."""
+        if row_hash(row[:-1]) != row[-1]:
+            raise UserError(f"{self.path} is corrupt: the hash of row {str(row[0])[:80]!r} does not match; {_ADVICE}")
+        return row[:-1]
 
     def close(self) -> None:
         self._db.close()
@@ -133,7 +156,39 @@ class Store:
             raise RequestError(507, f"the change was not stored: {error}") from error
 
 
-def _change(deleted: int, content: str, vector: bytes | None, model: str | None) -> Change:
+def row_hash(row: tuple[Any, ...]) -> str:
+    """The hash of a row's values."""
+    return xxhash.xxh3_128_hexdigest(b"\0".join([v if isinstance(v, bytes) else repr(v).encode() for v in row]))
+
+
+def check_store(path: Path) -> list[Problem]:
+    """All damage in a store, which a service may have open meanwhile."""
+    try:
+        with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as db:
+            found = _structure(db)
+            for table in () if found else ("items", "state"):
+                for row in db.execute(f"SELECT * FROM {table}"):  # noqa: S608
+                    if row_hash(row[:-1]) != row[-1]:
+                        found.append(f"the hash of row {str(row[0])[:80]!r} in {table} does not match")
+    except (sqlite3.Error, ValueError) as error:
+        found = [first_line(error)]
+    return [Problem(path, "damaged", line) for line in found]
+
+
+def _structure(db: sqlite3.Connection) -> list[str]:
+    """The damage that SQLite finds in its own pages and indexes, or tables other than ours."""
+    lines = [str(line) for (line,) in db.execute("PRAGMA integrity_check(1)") if line != "ok"]
+    schema = "SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL ORDER BY name"
+    with closing(sqlite3.connect(":memory:")) as ours:
+        ours.executescript(_TABLES)
+        wanted = ours.execute(schema).fetchall()
+    if db.execute("PRAGMA user_version").fetchone()[0] != FORMAT or db.execute(schema).fetchall() != wanted:
+        lines.append("its tables are not those that this version writes")
+    return lines
+
+
+def _change(row: tuple[Any, ...]) -> Change:
+    _, _, deleted, content, vector, model = row
     fields = orjson.loads(content)
     numbers = None if vector is None else np.frombuffer(vector, "<f4")
     return Change(fields["id"], fields["columns"], fields["text"], fields["like"], numbers, model, bool(deleted))

@@ -1,17 +1,17 @@
 """An index on disk: files with unique names, and index.json, which lists them and is written last.
 
-    index.json           kind, effort, measurements; name, size and SHA-256 of each file
+    index.json           kind, effort, measurements; name, size and hash of each file; its own seal (core/manifest.py)
     vectors-*.npy        (N, D) float32
     ids-*.npy            (N,) int64
     ann-*.faiss          the FAISS index; absent if the index is exact
 
-A save that is killed at any moment leaves the old index.json and its files intact. A damaged file fails its checksum.
+A save that is killed at any moment leaves the old index.json and its files intact. A damaged file is refused. The
+folder report/, if the command line wrote one, has a manifest of its own.
 """
 
 from __future__ import annotations
 
 import errno
-import hashlib
 import secrets
 import time
 from contextlib import suppress
@@ -23,9 +23,20 @@ import numpy as np
 
 from sparring.core import files as disk
 from sparring.core.errors import UserError, first_line
+from sparring.core.manifest import (
+    HashProgress,
+    Manifest,
+    Problem,
+    check_folder,
+    file_hash,
+    read_sealed,
+    reason,
+    write_sealed,
+)
 from sparring.serving.index.faiss_backends import KINDS, Effort, require_faiss
 
 META = "index.json"
+FORMAT = 2
 _PARTS = ("vectors", "ids", "ann")
 _DTYPES = {"vectors": np.float32, "ids": np.int64}
 _ADVICE = "build the index again with `sparring index`"
@@ -59,10 +70,16 @@ def write(index: Stored, folder: Path) -> None:
         paths["ann"] = folder / f"ann-{token}.faiss"
         disk.write(paths["ann"], lambda path: require_faiss().write_index(index.ann, str(path)))
     files = {
-        part: {"name": path.name, "bytes": path.stat().st_size, "sha256": sha256(path)} for part, path in paths.items()
+        part: {"name": path.name, "bytes": path.stat().st_size, "hash": file_hash(path)} for part, path in paths.items()
     }
-    about = {"format": 1, "kind": index.kind, "effort": asdict(index.effort), "items": len(index.ids), "dim": index.dim}
-    disk.write_json(folder / META, {**about, **index.meta, "files": files})
+    about = {
+        "format": FORMAT,
+        "kind": index.kind,
+        "effort": asdict(index.effort),
+        "items": len(index.ids),
+        "dim": index.dim,
+    }
+    write_sealed(folder / META, {**about, **index.meta, "files": files})
     _clean(folder, before | _abandoned(folder), {path.name for path in paths.values()})
 
 
@@ -84,12 +101,12 @@ def read_meta(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise UserError(f"{folder} contains no index: build one with `sparring index`")
     disk.check_folder(folder)
-    meta = disk.read_json(path, _ADVICE)
+    meta = read_sealed(path, _ADVICE)
     try:
-        known = meta["format"] == 1 and meta["kind"] in KINDS
+        known = meta["format"] == FORMAT and meta["kind"] in KINDS
         Effort(**meta["effort"])
         complete = {"vectors", "ids"} <= meta["files"].keys()
-        complete &= all({"name", "bytes", "sha256"} <= entry.keys() for entry in meta["files"].values())
+        complete &= all({"name", "bytes", "hash"} <= entry.keys() for entry in meta["files"].values())
     except (KeyError, TypeError, AttributeError) as error:
         raise UserError(
             f"{path} is corrupt: {first_line(error)}; build the index again with `sparring index`"
@@ -103,7 +120,7 @@ def _read(folder: Path, meta: dict[str, Any], check: bool) -> Stored:
     paths = {}
     for part, about in meta["files"].items():
         path = disk.inside(folder, about["name"])
-        if path.stat().st_size != about["bytes"] or (check and sha256(path) != about["sha256"]):
+        if path.stat().st_size != about["bytes"] or (check and file_hash(path) != about["hash"]):
             raise UserError(
                 f"{path} is corrupt: its checksum does not match; build the index again with `sparring index`"
             )
@@ -127,9 +144,21 @@ def _read(folder: Path, meta: dict[str, Any], check: bool) -> Stored:
     return Stored(vectors, ids, meta["kind"], ann, Effort(**meta["effort"]), meta)
 
 
-def sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def check_index(folder: Path, progress: HashProgress | None = None) -> list[Problem]:
+    """All differences between the files of an index and index.json."""
+    try:
+        meta = read_meta(folder)
+    except UserError as error:
+        return [Problem(folder / META, "damaged", reason(error))]
+    listed = {
+        Path(str(entry["name"])).name: (int(entry["bytes"]), str(entry["hash"])) for entry in meta["files"].values()
+    }
+    found = [Manifest(folder, True, listed).problem(name, progress) for name in listed]
+    problems = [problem for problem in found if problem is not None]
+    own = {META, *listed}
+    extra = sorted(path for path in folder.iterdir() if path.is_file() and path.name not in own)
+    problems += [Problem(path, "additional", f"it is not in {META}") for path in extra if path.suffix != ".tmp"]
+    return problems + (check_folder(folder / "report", progress) if (folder / "report").is_dir() else [])
 
 
 def _save(path: Path, array: np.ndarray) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from sparring.core.figure_style import COLOURS, INK, MARKERS, blank, by_decades, legend, style, tidy
+from sparring.core.manifest import write_manifest
 from sparring.experiments.report import figures
 from sparring.experiments.report.figures import RenderedFigure
 from sparring.experiments.report.html import Facts, Figures, Page, Points, Section, Sheet
@@ -109,6 +110,7 @@ def write(tuned: Tuned, target: float, memory: int | None, k: int, folder: Path,
     )
     path = folder / "report.html"
     Page("Index", lead, sections).write(path)
+    write_manifest(folder)
     return path
 
 

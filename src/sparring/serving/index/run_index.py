@@ -14,6 +14,7 @@ from sparring.core.errors import UserError
 from sparring.serving.index import index_files
 from sparring.serving.index.recall_tuning import Tuned, tune
 from sparring.serving.index.search import Index
+from sparring.training.folder import model_hash
 from sparring.training.trained import Trained
 
 FOLDER = "index"
@@ -48,7 +49,8 @@ def build_index(
         "queries_per_second": round(tuned.chosen.speed, 1),
     }
     meta = {
-        "model": index_files.sha256(trained.folder / "model.safetensors"),
+        "run": trained.meta["id"],
+        "model": model_hash(trained.folder),
         "memory": tuned.chosen.memory,
         "measured": figures,
     }
@@ -68,8 +70,8 @@ def open_index(run: str | Path, check: bool = True) -> Index:
         raise UserError(f"{run} has no index: build one with `sparring index {run}`")
     files.check_folder(run)
     index = Index.load(folder, check)
-    model = run / "model.safetensors"
-    if model.is_file() and index.meta.get("model") != index_files.sha256(model):
+    if index.meta.get("model") != model_hash(run):
+        model = run / "model.safetensors"
         raise UserError(
             f"{folder} was built from another model than {model}: build it again with `sparring index {run}`"
         )
