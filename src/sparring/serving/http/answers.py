@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
+from hashlib import blake2b
 from typing import Any, TypeVar
 
 import numpy as np
@@ -13,15 +13,17 @@ import orjson
 from sparring import __version__
 from sparring.recipes.finding import short
 from sparring.serving.http import schema as s
-from sparring.serving.http.conditions import Conditions, check_column
+from sparring.serving.http.conditions import check_column
 from sparring.serving.http.runs import RunRegistry
 from sparring.serving.http.schema import Query, Recommend, RequestError, Similar
 from sparring.serving.http.searcher import Searcher, SearchJob
 from sparring.serving.http.served_run import ServedRun
+from sparring.serving.http.threads import in_thread
 
 _Q = TypeVar("_Q", Recommend, Similar)
 _NONE = np.empty(0, np.int64)
 _KINDS = ("user", "users", "history", "text", "texts")
+_TEXTS = 8  # texts encoded at a time; a request that has ended encodes no more
 
 
 class Answering:
@@ -35,16 +37,20 @@ class Answering:
         self.registry, self.searcher, self.encoder, self.filterer = registry, searcher, encoder, filterer
 
     def plain_recommend(self, body: bytes) -> Awaitable[bytes] | None:
-        """The response to a request for known users without filters; None for any other: `recommend` answers it."""
+        """The response to a valid request; None for any other: the application names its error."""
         query = _parsed(Recommend, body)
-        if query is None or _filtered(query) or _kinds(query) not in (["user"], ["users"]):
+        if query is None:
             return None
+        if _filtered(query) or _kinds(query) not in (["user"], ["users"]):
+            return self.recommend(query)
         return self.searcher.submit(self._user_job(query))
 
     def plain_similar(self, body: bytes) -> Awaitable[bytes] | None:
-        """The response to a request without filters; None for any other: `similar` answers it."""
+        """The response to a valid request; None for any other: the application names its error."""
         query = _parsed(Similar, body)
-        return None if query is None or _filtered(query) else self.searcher.submit(self._item_job(query))
+        if query is None:
+            return None
+        return self.similar(query) if _filtered(query) else self.searcher.submit(self._item_job(query))
 
     async def recommend(self, query: Recommend) -> bytes:
         """The best items for users, for a history or for texts; the JSON of `Answers`."""
@@ -83,11 +89,7 @@ class Answering:
 
     async def _history_job(self, query: Recommend, history: list[int | str]) -> SearchJob:
         served = self.registry.served(query.run)
-        items = served.catalogue.find(history)
-        usable = served.usable_in_history(items)
-        if not usable.any():
-            raise RequestError(404, f"run {served.name} knows none of the {len(history)} items in the history")
-        vector = await self._encode(served.history_vector, items[usable])
+        items, usable, vector = await in_thread(self.encoder, _history, served, history)
         exclude = [items[items >= 0] if query.exclude_seen else _NONE]
         unknown = [history[row] for row in np.flatnonzero(~usable).tolist()]
         fields = _fields(served, query)
@@ -98,17 +100,13 @@ class Answering:
         if "text" not in served.answers:
             message = f"the query tower of run {served.name} does not read texts: ask for a user or a history"
             raise RequestError(422, message)
-        vectors = await self._encode(_text_vectors, served, texts)
+        parts = [texts[begin : begin + _TEXTS] for begin in range(0, len(texts), _TEXTS)]
+        vectors = np.concatenate([await in_thread(self.encoder, _text_vectors, served, part) for part in parts])
         return SearchJob(served, texts, None, vectors, query.k, [_NONE] * len(texts), fields=_fields(served, query))
-
-    async def _encode(self, encode: Callable[..., np.ndarray], *arguments: Any) -> np.ndarray:
-        return await asyncio.get_running_loop().run_in_executor(self.encoder, encode, *arguments)
 
     async def _search(self, query: Query, job: SearchJob) -> bytes:
         if _filtered(query):
-            job.allow, job.deny, job.filters = await asyncio.get_running_loop().run_in_executor(
-                self.filterer, _filters, job.served, query
-            )
+            await in_thread(self.filterer, _resolve_filters, job, query)
         return await self.searcher.submit(job)
 
     def info(self, limits: s.Limits) -> s.Info:
@@ -236,33 +234,34 @@ def _fields(served: ServedRun, query: Query) -> tuple[str, ...]:
     return tuple(query.fields or ())
 
 
-def _filters(served: ServedRun, query: Query) -> tuple[np.ndarray | None, np.ndarray | None, Any]:
-    """(allow, deny, key): dense ids, and a key that is equal if they are."""
-    catalogue = served.catalogue
-    where: Conditions = tuple(
-        (
-            condition.column,
-            condition.op,
-            tuple(condition.value) if isinstance(condition.value, list) else condition.value,
-        )
-        for condition in query.where or ()
-    )
-    allow = None if query.allow is None else _known(catalogue.find(query.allow))
-    deny = None if not query.deny else _known(catalogue.find(query.deny))
-    key = (
-        where,
-        None if allow is None else allow.tobytes(),
-        None if deny is None else deny.tobytes(),
-        catalogue.version,
-    )
-    if where:
-        passing = catalogue.passing(where)
-        allow = passing if allow is None else np.intersect1d(allow, passing)
-    return allow, deny, key
+def _resolve_filters(job: SearchJob, query: Query) -> None:
+    """Set the items that a job may and may not list, and a key that is equal for equal filters."""
+    catalogue = job.served.catalogue
+    where = [(condition.column, condition.op, condition.value) for condition in query.where or ()]
+    asked = orjson.dumps([where, query.allow, query.deny])  # in JSON 1, 1.0, "1" and true differ; in Python most agree
+    job.filters = blake2b(asked, digest_size=16).digest(), catalogue.version
+    job.deny = None if not query.deny else _known(catalogue.find(query.deny))
+    job.passing = catalogue.passing(where) if where else None
+    if query.allow is not None:
+        allow = _known(catalogue.find(query.allow))
+        if job.passing is not None:
+            bits = np.unpackbits(job.passing)
+            allow, job.passing = allow[allow < len(bits)], None
+            allow = allow[bits[allow] == 1]
+        job.allow = allow
 
 
 def _known(dense: np.ndarray) -> np.ndarray:
     return np.unique(dense[dense >= 0])
+
+
+def _history(served: ServedRun, history: list[int | str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(dense ids, which of them are usable, the vector of those)."""
+    items = served.catalogue.find(history)
+    usable = served.usable_in_history(items)
+    if not usable.any():
+        raise RequestError(404, f"run {served.name} knows none of the {len(history)} items in the history")
+    return items, usable, served.history_vector(items[usable])
 
 
 def _text_vectors(served: ServedRun, texts: list[str]) -> np.ndarray:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -24,6 +23,7 @@ from sparring.serving.http.runs import RunRegistry
 from sparring.serving.http.schema import MAX_ID, Limits, RequestError
 from sparring.serving.http.searcher import Searcher
 from sparring.serving.http.telemetry import EventLog, Metrics
+from sparring.serving.http.threads import in_thread
 
 _ERROR_SCHEMA = {"type": "object", "properties": {"detail": {"type": "string"}}}
 _ERRORS: dict[int | str, dict[str, Any]] = {
@@ -79,10 +79,6 @@ class Service:
         plain = {"/v1/recommend": self.answering.plain_recommend, "/v1/similar": self.answering.plain_similar}
         self.gate = Gate(self.app, plain, self.metrics, self.log, limits, token, hosts)
 
-    async def off_loop(self, pool: ThreadPoolExecutor, work: Callable[..., Any], *arguments: Any) -> Any:
-        """Run slow work in a thread. It is finished even if the client disconnects."""
-        return await asyncio.shield(asyncio.get_running_loop().run_in_executor(pool, work, *arguments))
-
     def close(self) -> None:
         self.searcher.close()
         for pool in (self.encoder, self.filterer, self.writer, self.loader):
@@ -130,13 +126,13 @@ def _routes(service: Service) -> APIRouter:
     async def put_items(request: s.PutItems) -> s.Written:
         """Add or change items, all or none. The change is durable and visible to searches when the response is sent."""
         items = [item.model_dump(exclude_unset=True) for item in request.items]
-        sequence, waiting = await service.off_loop(service.writer, registry.put, items)
+        sequence, waiting = await in_thread(service.writer, registry.put, items)
         return s.Written(count=len(items), sequence=sequence, waiting=waiting)
 
     @routes.delete("/v1/items", tags=["items"], response_model=s.Written, responses=_WRITE_ERRORS)
     async def delete_items(request: s.DeleteItems) -> s.Written:
         """Delete items, all or none."""
-        sequence, waiting = await service.off_loop(service.writer, registry.delete, request.ids)
+        sequence, waiting = await in_thread(service.writer, registry.delete, request.ids)
         return s.Written(count=len(request.ids), sequence=sequence, waiting=waiting)
 
     @routes.get("/v1/items/{id}", tags=["items"], response_model=s.ItemInfo, responses=_ERRORS)
@@ -173,7 +169,7 @@ def _routes(service: Service) -> APIRouter:
     )
     async def reload(request: s.Reload) -> s.Reloaded:
         """Load a run or its index again and swap it in. If anything is wrong with it, the current run stays."""
-        new, seconds = await service.off_loop(service.loader, registry.reload, request.run, request.name)
+        new, seconds = await in_thread(service.loader, registry.reload, request.run, request.name)
         return s.Reloaded(
             run=new.name,
             folder=str(new.folder),
@@ -204,7 +200,8 @@ def _errors(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"] if part != "body")
+        parts = [str(part) for part in first["loc"] if part != "body"]
+        where = ".".join(part for part in parts if not part.startswith("constrained-"))  # a type of a union, no field
         return await request_error(request, RequestError(422, f"{where or 'body'}: {first['msg']}"[:500]))
 
     @app.exception_handler(HTTPException)

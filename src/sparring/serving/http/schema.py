@@ -37,10 +37,13 @@ class RequestError(Exception):
 
 Text = Annotated[StrictStr, Field(max_length=MAX_TEXT)]
 Name = Annotated[StrictStr, Field(max_length=MAX_ID)]
-Id = StrictInt | Name
+Int = Annotated[StrictInt, Field(ge=-(2**63), le=2**63 - 1)]  # a response cannot hold larger ones
+Id = Int | Name
 RequestIds = Annotated[list[Id], Field(max_length=MAX_IDS)]
 Queries = Annotated[list[Id], Field(min_length=1, max_length=MAX_QUERIES)]
-Scalar = StrictBool | StrictInt | StrictFloat | Text
+Float = Annotated[StrictFloat, Field(allow_inf_nan=False)]
+# the frequent types first: a filter may have 160,000 values; an integer beyond 64 bits is a float
+Scalar = Annotated[Int | Text | Float | StrictBool, Field(union_mode="left_to_right")]
 Vector = Annotated[list[float], Field(min_length=1, max_length=MAX_DIM)]
 Op = Literal["=", "!=", "<", "<=", ">", ">=", "in", "not in", "contains"]
 
