@@ -32,7 +32,7 @@ import torch
 from _serve_load import CONNECTIONS, SEEN, USERS, K, Seen, check, cpu_seconds, disturb, drive, listen, resident, start
 from _shared import table
 from index import world
-from sparring.core.files import tensors_of, write_tensors
+from sparring.core.files import tensors_of, write_json, write_tensors
 from sparring.core.types import Positives
 from sparring.data.interactions import Interactions, Vocabulary
 from sparring.models.retriever import Retriever
@@ -119,6 +119,7 @@ def write_run(folder: Path, users: np.ndarray, items: np.ndarray) -> None:
     start = torch.arange(len(users) + 1) * SEEN
     write_start(folder, data, Positives(start, torch.from_numpy(seen.ravel())), {"recipe": "synthetic"}, setup)
     write_tensors(folder / "model.safetensors", tensors_of(model))
+    write_json(folder / "result.json", {"best_epoch": 0, "epochs": 1})
 
 
 def bare(index: Index, users: np.ndarray, seconds: float = 5.0) -> dict[str, tuple[float, float]]:

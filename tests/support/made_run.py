@@ -12,7 +12,7 @@ import numpy as np
 import polars as pl
 import torch
 
-from sparring.core.files import tensors_of, write_tensors
+from sparring.core.files import tensors_of, write_json, write_tensors
 from sparring.core.types import Positives
 from sparring.data.interactions import Interactions, Vocabulary
 from sparring.models.retriever import Retriever
@@ -89,6 +89,7 @@ def make_run(
     start = torch.arange(USERS + 1) * SEEN
     write_start(folder, data, Positives(start, torch.from_numpy(seen.ravel())), {"recipe": "made"}, setup)
     write_tensors(folder / "model.safetensors", tensors_of(model))
+    write_json(folder / "result.json", {"best_epoch": 0, "epochs": 1})
     users, vectors = (tower.weight.detach().numpy().astype(np.float64) for tower in (query, item))
     if score == "cosine":
         users, vectors = (each / np.linalg.norm(each, axis=1, keepdims=True) for each in (users, vectors))

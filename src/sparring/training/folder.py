@@ -263,6 +263,25 @@ def read_meta(folder: Path) -> dict[str, Any]:
     return meta
 
 
+def is_finished(folder: Path) -> bool:
+    """Whether the training in a run folder came to its end, with its classifiers if it has any."""
+    if not (folder / "result.json").is_file():
+        return False
+    classifiers = read_meta(folder)["setup"].get("classifiers") or {}
+    return not classifiers.get("epochs") or "stages" in files.read_json(folder / "result.json")
+
+
+def check_finished(folder: Path) -> None:
+    """Raise unless the training in a run folder came to its end."""
+    read_meta(folder)
+    if not is_finished(folder):
+        state = "is in progress" if is_held(folder) else "was interrupted"
+        how = (
+            f"resume it with `sparring train --out {folder} --resume`, or take its best epoch so far with --unfinished"
+        )
+        raise UserError(f"{folder} is not finished, its training {state}: {how} (unfinished=True in Python)")
+
+
 def check_same(folder: Path, meta: Mapping[str, Any], setup: Setup) -> None:
     """Raise if a run would resume with another method, settings or data; warn if its recipe's file has changed."""
     before = read_meta(folder)

@@ -24,7 +24,7 @@ from sparring.models.retriever import Retriever
 from sparring.models.text import text_tower
 from sparring.models.towers import HistoryTower
 from sparring.training.eligibility import Eligibility, FusedRanking, Ranking
-from sparring.training.folder import read_run
+from sparring.training.folder import check_finished, read_run
 from sparring.training.item_vectors import item_vectors, mean_query
 
 How = Literal["fused", "encoder"]
@@ -173,12 +173,18 @@ def _first_few(ids: Sequence[object], which: np.ndarray) -> str:
     return ", ".join([repr(ids[row]) for row in rows[:5]] + (["..."] if len(rows) > 5 else []))
 
 
-def load(folder: str | Path, model: Retriever | None = None) -> Trained:
+def load(folder: str | Path, model: Retriever | None = None, unfinished: bool = False) -> Trained:
     """Read a finished run. Its recipe builds custom towers; if it has none, pass the `model` that was trained.
+
+    With `unfinished`, also a run whose training was interrupted: the best epoch so far.
 
     load("runs/xir").recommend([1042], k=10)
     """
     folder = Path(folder)
+    if not folder.is_dir():
+        raise UserError(f"no such run folder: {folder}")
+    if not unfinished:
+        check_finished(folder)
     return Trained(folder, *read_run(folder, model))
 
 

@@ -97,10 +97,12 @@ def _routes(service: Service) -> APIRouter:
 
     @routes.get("/readyz", tags=["state"], responses={503: {"description": "not ready"}})
     async def ready() -> dict[str, Any]:
-        """A run is loaded and can be searched."""
+        """A run is loaded and can be searched; `degraded` if the watch could not load a newer one, and why."""
         if not service.searcher.alive:
             raise RequestError(503, "the search threads have stopped")
-        return {"status": "ready", "run": registry.served().name, "generation": registry.served().generation}
+        problems = dict(registry.problems)
+        state: dict[str, Any] = {"status": "degraded", "problems": problems} if problems else {"status": "ready"}
+        return {**state, "run": registry.served().name, "generation": registry.served().generation}
 
     @routes.get("/metrics", tags=["state"], response_class=Response, responses={200: {"content": {"text/plain": {}}}})
     async def metrics() -> Response:

@@ -17,6 +17,7 @@ from sparring.core.errors import UserError
 from sparring.serving.http.schema import RequestError
 from sparring.serving.http.served_run import ServedRun, load_served, signature
 from sparring.serving.http.store import Change, Store
+from sparring.serving.http.threads import contained
 
 _DRAIN_SECONDS = 2.0  # after a swap, until the memory of the replaced run is released
 
@@ -39,10 +40,12 @@ class RunRegistry:
         roots: Sequence[Path] = (),
         log: Callable[..., None] = lambda event, **facts: None,
         as_given: bool = False,
+        unfinished: bool = False,
     ) -> None:
         if not folders:
             raise UserError("give at least one run to serve")
-        self.store, self.log = store, log
+        self.store, self.log, self.unfinished = store, log, unfinished
+        self.problems: dict[str, str] = {}  # run -> why the watch could not reload it
         self.roots = [root.resolve() for root in roots] or [folder.resolve().parent for folder in folders]
         self._writing, self._loading = threading.Lock(), threading.Lock()
         self._runs: dict[str, ServedRun] = {}
@@ -98,9 +101,9 @@ class RunRegistry:
             raise RequestError(409, "another run is being loaded; try again when it is done")
         began = time.perf_counter()
         try:
-            new = load_served(folder, slot)
+            new = contained(load_served, folder, slot, self.unfinished)
             self._adopt(new)
-        except (UserError, OSError, RuntimeError, ValueError, KeyError, TypeError, EOFError, MemoryError) as error:
+        except Exception as error:  # whatever is wrong with the new run, the current one keeps serving
             why = " ".join(str(error).split()) or type(error).__name__
             self.log("reload failed", run=slot, folder=str(folder), why=why)
             raise RequestError(422, f"could not load {folder}; still serving the previous run: {why}") from error
@@ -129,10 +132,10 @@ class RunRegistry:
         if swapped and Path(swapped) != folder.resolve():
             try:
                 self.log("swapped earlier", run=name, given=str(folder), folder=swapped)
-                return load_served(Path(swapped), name)
-            except (UserError, OSError) as error:
-                self.log("swapped run lost", run=name, folder=swapped, why=str(error))
-        return load_served(folder, name)
+                return contained(load_served, Path(swapped), name, self.unfinished)
+            except Exception as error:
+                self.log("swapped run lost", run=name, folder=swapped, why=" ".join(str(error).split()))
+        return load_served(folder, name, self.unfinished)
 
     def _adopt(self, new: ServedRun) -> None:
         new.apply(self.store.since(0), self.store.sequence)

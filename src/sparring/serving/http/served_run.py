@@ -24,7 +24,8 @@ from sparring.training.item_vectors import mean_query
 from sparring.training.trained import Trained
 
 _PROBES = 16  # queries and items that a newly loaded run is tried on
-_SIGNED = ("run.json", "model.safetensors", f"{FOLDER}/{index_files.META}")
+# result.json too: an interrupted run that is resumed may end with the model that it already had
+_SIGNED = ("run.json", "model.safetensors", "result.json", f"{FOLDER}/{index_files.META}")
 
 
 @dataclass(eq=False)
@@ -233,13 +234,14 @@ def signature(folder: Path) -> tuple[Any, ...]:
     return tuple(stats)
 
 
-def load_served(folder: Path, name: str) -> ServedRun:
+def load_served(folder: Path, name: str, unfinished: bool = False) -> ServedRun:
     """Load a run with its index and probe them: finite vectors, an index of this model, searches that find items.
 
-    A run without an index is searched exactly. A damaged index, or that of another model, raises UserError.
+    A run without an index is searched exactly. A damaged index, or that of another model, raises UserError; so does a
+    run whose training is not finished, unless `unfinished` allows it.
     """
     before = signature(folder)
-    trained = runs.load(folder)
+    trained = runs.load(folder, unfinished=unfinished)
     notes = []
     if (folder / FOLDER / index_files.META).is_file():
         index = open_index(folder)
@@ -255,6 +257,8 @@ def load_served(folder: Path, name: str) -> ServedRun:
     catalogue, users, placer = Catalogue(trained.ids), IdLookup(trained.ids.query_ids), ItemPlacer(trained, model)
     served = ServedRun(name, folder, trained, index, catalogue, users, placer, before, notes=notes)
     _check(served)
+    if signature(folder) != before:
+        raise UserError(f"{folder} was written while it was read: try again when that is done")
     untrained = trained.eligibility.items.numpy()
     if len(untrained):
         index.remove(untrained)
