@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 
@@ -19,3 +20,8 @@ def quick_words(**changes: Any) -> list[str]:
 
 
 QUICK = quick()
+
+
+def effort(quick: int, full: int) -> int:
+    """The length of a long proof: `full` if the environment variable SPARRING_PROOF is "full", else `quick`."""
+    return full if os.environ.get("SPARRING_PROOF") == "full" else quick
