@@ -37,6 +37,21 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
         422: "invalid request",
     }.items()
 }
+
+
+def _leads(id: str) -> dict[str, Any]:
+    """OpenAPI links from a response to the requests that take the item at `id`."""
+    return {
+        "item": {"operationId": "item_by_query", "parameters": {"id": id}},
+        "similar": {"operationId": "similar", "requestBody": {"item": id}},
+        "history": {"operationId": "recommend", "requestBody": {"history": [id]}},
+        "put": {"operationId": "put_items", "requestBody": {"items": [{"id": id, "title": "changed"}]}},
+        "delete": {"operationId": "delete_items", "requestBody": {"ids": [id]}},
+    }
+
+
+_LISTED: dict[int | str, dict[str, Any]] = {200: {"links": _leads("$response.body#/results/0/items/0/id")}}
+_PUT: dict[int | str, dict[str, Any]] = {200: {"links": _leads("$request.body#/items/0/id")}}
 _WRITE_ERRORS = {**_ERRORS, 507: {"description": "the disk is full"}}
 
 
@@ -71,6 +86,7 @@ class Service:
             docs_url=None,
             redoc_url=None,
             description="Recommendations from a trained retriever.",
+            generate_unique_id_function=lambda route: route.name,
         )
         self.app.state.service = self
         _errors(self.app)
@@ -114,17 +130,17 @@ def _routes(service: Service) -> APIRouter:
         """The runs, the queries they support, the item columns and the limits."""
         return answering.info(service.limits)
 
-    @routes.post("/v1/recommend", tags=["queries"], response_model=s.Answers, responses=_ERRORS)
+    @routes.post("/v1/recommend", tags=["queries"], response_model=s.Answers, responses={**_ERRORS, **_LISTED})
     async def recommend(query: s.Recommend) -> Response:
         """The best items for known users, for a history of items, or for texts."""
         return Response(await answering.recommend(query), media_type="application/json")
 
-    @routes.post("/v1/similar", tags=["queries"], response_model=s.Answers, responses=_ERRORS)
+    @routes.post("/v1/similar", tags=["queries"], response_model=s.Answers, responses={**_ERRORS, **_LISTED})
     async def similar(query: s.Similar) -> Response:
         """The nearest neighbours of items."""
         return Response(await answering.similar(query), media_type="application/json")
 
-    @routes.put("/v1/items", tags=["items"], response_model=s.Written, responses=_WRITE_ERRORS)
+    @routes.put("/v1/items", tags=["items"], response_model=s.Written, responses={**_WRITE_ERRORS, **_PUT})
     async def put_items(request: s.PutItems) -> s.Written:
         """Add or change items, all or none. The change is durable and visible to searches when the response is sent."""
         items = [item.model_dump(exclude_unset=True) for item in request.items]
