@@ -203,6 +203,12 @@ BAD: list[tuple[str, dict[str, Any], int, str]] = [
     ("/v1/recommend", {"history": [1000, -(2**63) - 1]}, 422, "history.1:"),
     ("/v1/recommend", {"user": "user-01", "deny": [10**30]}, 422, "deny.0:"),
     ("/v1/recommend", {"user": "user-01", "allow": list(range(10_001))}, 422, "allow"),
+    (
+        "/v1/recommend",
+        {"users": ["user-01"] * 256, "k": 1000, "fields": ["price", "year", "tags"]},
+        422,
+        "1,048,576",
+    ),
     ("/v1/recommend", {"user": "user-01", "limit": 3}, 422, "limit"),
     ("/v1/recommend", {"user": "user-01", "run": "other"}, 404, "'other'"),
     ("/v1/recommend", {"user": "user-01", "fields": ["colour"]}, 422, "'colour'"),

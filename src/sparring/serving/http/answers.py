@@ -15,7 +15,7 @@ from sparring.recipes.finding import short
 from sparring.serving.http import schema as s
 from sparring.serving.http.conditions import check_column
 from sparring.serving.http.runs import RunRegistry
-from sparring.serving.http.schema import Query, Recommend, RequestError, Similar
+from sparring.serving.http.schema import MAX_VALUES, Query, Recommend, RequestError, Similar
 from sparring.serving.http.searcher import Searcher, SearchJob
 from sparring.serving.http.served_run import ServedRun
 from sparring.serving.http.threads import in_thread
@@ -74,8 +74,9 @@ class Answering:
         served = self.registry.served(query.run)
         queries = [query.user] if query.user is not None else query.users or []
         users, missing = _find_known(served.users.find_one, queries, "user", served)
+        fields = _fields(served, query, len(queries))
         exclude = [served.seen(user) for user in users] if query.exclude_seen else [_NONE] * len(users)
-        return SearchJob(served, queries, users, None, query.k, exclude, fields=_fields(served, query), missing=missing)
+        return SearchJob(served, queries, users, None, query.k, exclude, fields=fields, missing=missing)
 
     def _item_job(self, query: Similar) -> SearchJob:
         served = self.registry.served(query.run)
@@ -84,15 +85,15 @@ class Answering:
         queries = [query.item] if query.item is not None else query.items or []
         known, missing = _find_known(served.catalogue.find_one, queries, "item", served)
         items = np.array(known, np.int64)
-        vectors, fields = served.item_queries(items), _fields(served, query)
+        vectors, fields = served.item_queries(items), _fields(served, query, len(queries))
         return SearchJob(served, queries, None, vectors, query.k, list(items[:, None]), fields=fields, missing=missing)
 
     async def _history_job(self, query: Recommend, history: list[int | str]) -> SearchJob:
         served = self.registry.served(query.run)
+        fields = _fields(served, query)
         items, usable, vector = await in_thread(self.encoder, _history, served, history)
         exclude = [items[items >= 0] if query.exclude_seen else _NONE]
         unknown = [history[row] for row in np.flatnonzero(~usable).tolist()]
-        fields = _fields(served, query)
         return SearchJob(served, [history], None, vector, query.k, exclude, fields=fields, unknown=unknown)
 
     async def _text_job(self, query: Recommend, texts: list[str]) -> SearchJob:
@@ -100,9 +101,10 @@ class Answering:
         if "text" not in served.answers:
             message = f"the query tower of run {served.name} does not read texts: ask for a user or a history"
             raise RequestError(422, message)
+        fields = _fields(served, query, len(texts))
         parts = [texts[begin : begin + _TEXTS] for begin in range(0, len(texts), _TEXTS)]
         vectors = np.concatenate([await in_thread(self.encoder, _text_vectors, served, part) for part in parts])
-        return SearchJob(served, texts, None, vectors, query.k, [_NONE] * len(texts), fields=_fields(served, query))
+        return SearchJob(served, texts, None, vectors, query.k, [_NONE] * len(texts), fields=fields)
 
     async def _search(self, query: Query, job: SearchJob) -> bytes:
         if _filtered(query):
@@ -127,6 +129,7 @@ class Answering:
                 "queries": s.MAX_QUERIES,
                 "ids": s.MAX_IDS,
                 "items": s.MAX_ITEMS,
+                "values": MAX_VALUES,
                 "body": limits.body,
                 "seconds": limits.seconds,
             },
@@ -228,10 +231,16 @@ def _find_known(
     return known, frozenset(id for id, row in zip(asked, dense, strict=True) if row < 0)
 
 
-def _fields(served: ServedRun, query: Query) -> tuple[str, ...]:
-    for name in query.fields or ():
+def _fields(served: ServedRun, query: Query, queries: int = 1) -> tuple[str, ...]:
+    """The columns to return besides id, title and score; an error if the response would be too large."""
+    fields = tuple(query.fields or ())
+    for name in fields:
         check_column(name, served.catalogue.schema)
-    return tuple(query.fields or ())
+    values = queries * query.k * (3 + len(fields))
+    if values > MAX_VALUES:
+        how = "ask for fewer queries, a smaller k or fewer fields"
+        raise RequestError(422, f"the response would have {values:,} values; the limit is {MAX_VALUES:,}: {how}")
+    return fields
 
 
 def _resolve_filters(job: SearchJob, query: Query) -> None:

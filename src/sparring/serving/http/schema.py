@@ -13,6 +13,7 @@ MAX_IDS = 10_000  # ids in a history, an allow list or a deny list
 MAX_ITEMS = 1000  # items put or deleted by one request
 MAX_CONDITIONS = 16  # in one filter
 MAX_FIELDS = 32  # item columns in one response
+MAX_VALUES = 1 << 20  # values in one response: queries x k x columns
 MAX_TEXT = 10_000  # characters of a text, a title or a value
 MAX_ID = 1024  # characters of an id
 MAX_DIM = 65_536  # numbers in a vector
