@@ -19,7 +19,7 @@ import torch
 from fastapi.testclient import TestClient
 
 from sparring.core.errors import UserError
-from sparring.serving.http import runs
+from sparring.serving.http import runs, served_run
 from sparring.serving.http.runs import RunRegistry
 from sparring.serving.http.server import _watch
 from sparring.serving.http.store import Store
@@ -431,3 +431,21 @@ def test_a_sibling_of_the_root_is_outside(tmp_path: Path, serving: Callable[...,
     client = serving(inside.folder)
     assert client.post("/v1/reload", json={"run": str(evil.folder)}).status_code == 403
     assert client.post("/v1/reload", json={"run": str(inside.folder)}).status_code == 200
+
+
+def test_a_run_that_is_written_while_it_is_read_is_refused(
+    tmp_path: Path, serving: Callable[..., TestClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A training that replaces the model during a reload mixes no two runs: the previous one keeps serving."""
+    good, other = make_run(tmp_path / "good", 1), make_run(tmp_path / "other", 2)
+    client, read = serving(good.folder), served_run.runs.load
+
+    def overtaken(folder: Path, **how: Any) -> Any:
+        trained = read(folder, **how)
+        make_run(other.folder, 3)
+        return trained
+
+    monkeypatch.setattr(served_run.runs, "load", overtaken)
+    answer = client.post("/v1/reload", json={"run": str(other.folder)})
+    assert (answer.status_code, "while it was read" in answer.json()["detail"]) == (422, True)
+    assert best(client) == expected(good)

@@ -25,7 +25,8 @@ from sparring.training.trained import Trained
 
 _PROBES = 16  # queries and items that a newly loaded run is tried on
 # result.json too: an interrupted run that is resumed may end with the model that it already had
-_SIGNED = ("run.json", "model.safetensors", "result.json", f"{FOLDER}/{index_files.META}")
+_RUN = ("run.json", "model.safetensors", "result.json")
+_SIGNED = (*_RUN, f"{FOLDER}/{index_files.META}")
 
 
 @dataclass(eq=False)
@@ -222,10 +223,10 @@ def _after_those_they_are_like(changes: list[Change]) -> list[Change]:
     return list(ordered.values())
 
 
-def signature(folder: Path) -> tuple[Any, ...]:
+def signature(folder: Path, names: Sequence[str] = _SIGNED) -> tuple[Any, ...]:
     """A value that changes whenever the run or its index is written again."""
     stats = []
-    for name in _SIGNED:
+    for name in names:
         try:
             stat = (folder / name).stat()
             stats.append((stat.st_mtime_ns, stat.st_size, stat.st_ino))
@@ -257,7 +258,7 @@ def load_served(folder: Path, name: str, unfinished: bool = False) -> ServedRun:
     catalogue, users, placer = Catalogue(trained.ids), IdLookup(trained.ids.query_ids), ItemPlacer(trained, model)
     served = ServedRun(name, folder, trained, index, catalogue, users, placer, before, notes=notes)
     _check(served)
-    if signature(folder) != before:
+    if signature(folder, _RUN) != before[: len(_RUN)]:  # an index is replaced at once, and was read whole
         raise UserError(f"{folder} was written while it was read: try again when that is done")
     untrained = trained.eligibility.items.numpy()
     if len(untrained):
