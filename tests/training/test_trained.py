@@ -16,6 +16,7 @@ import polars as pl
 import pytest
 import torch
 
+from sparring.cli import main
 from sparring.core import files
 from sparring.core.errors import UserError
 from sparring.core.files import write, write_tensors
@@ -23,6 +24,8 @@ from sparring.data.interactions import Interactions, Split, Vocabulary
 from sparring.data.synthetic_world import SyntheticWorld
 from sparring.recipes.settings import build
 from sparring.training.fitting import fit
+from sparring.training.folder import is_finished
+from sparring.training.loop import TrainingProgress
 from sparring.training.trained import Trained, load
 from support.run_files import approve
 from support.settings import quick
@@ -390,3 +393,45 @@ def test_a_file_where_the_folder_should_be(named_parts: Split, tmp_path: Path) -
     with pytest.raises(UserError, match="is a file"):
         fit(build("ssl", named_parts.train, {}), named_parts, tmp_path / "file", k=(10,), device="cpu")
     assert (tmp_path / "file").read_text() == "precious"
+
+
+def test_an_interrupted_training_is_not_taken_for_a_run(
+    copy: Path, named_parts: Split, refused: Callable[..., str]
+) -> None:
+    """A training with overwrite that dies after its first epoch is refused by every reader, until it is resumed."""
+
+    epochs = list[dict[str, Any]]()
+
+    def dies(record: dict[str, Any]) -> None:
+        epochs.append(record)
+        if len(epochs) == 2:
+            raise RuntimeError("killed")
+
+    def train(**how: Any) -> None:
+        fit(build("default", named_parts.train, QUICK), named_parts, copy, k=(10,), device="cpu", save_seconds=0, **how)
+
+    finished = load(copy).item_vectors().clone()
+    with pytest.raises(RuntimeError, match="killed"):
+        train(overwrite=True, progress=TrainingProgress(epoch=dies))
+    assert (copy / "model.safetensors").is_file()
+    with pytest.raises(UserError, match="not finished"):
+        load(copy)
+    for words in (["recommend", copy, "--query", "user-001"], ["evaluate", copy], ["index", copy, "--kind", "exact"]):
+        refused(words, "not finished", "--resume", "--unfinished")
+    refused(["export", copy, "--to", "parquet"], "not finished")
+    assert main(["recommend", str(copy), "--query", "user-001", "--unfinished", "--json"]) == 0
+    assert len(load(copy, unfinished=True).recommend(["user-001"], 5)) == 5
+    train(resume=True)
+    assert torch.equal(load(copy).item_vectors(), finished)
+
+
+def test_a_run_without_its_classifiers_is_not_finished(copy: Path) -> None:
+    """A run that trains classifiers after its towers is finished when their test is written."""
+    meta = json.loads((copy / "run.json").read_text())
+    assert is_finished(copy)
+    meta["setup"]["classifiers"]["epochs"] = 2
+    (copy / "run.json").write_text(json.dumps(meta))
+    assert not is_finished(copy)
+    result = json.loads((copy / "result.json").read_text())
+    (copy / "result.json").write_text(json.dumps({**result, "stages": {}}))
+    assert is_finished(copy)

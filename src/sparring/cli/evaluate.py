@@ -6,7 +6,16 @@ from argparse import Namespace
 from typing import TYPE_CHECKING, Any
 
 import sparring.cli.inputs as inputs
-from sparring.cli.parsing import Commands, add_device, add_json, add_ranking, add_run, constants, cutoffs
+from sparring.cli.parsing import (
+    Commands,
+    add_device,
+    add_json,
+    add_ranking,
+    add_run,
+    add_unfinished,
+    constants,
+    cutoffs,
+)
 from sparring.cli.screen import evaluation_tables, result, stages_table
 from sparring.core.choices import DIALECTS
 from sparring.core.errors import UserError
@@ -37,6 +46,7 @@ def add_evaluate(commands: Commands) -> None:
     text = "constants of psp and psndcg (default: those of the data)"
     group.add_argument("--propensity", type=constants, metavar="A,B", help=text)
     add_ranking(group)
+    add_unfinished(group)
     add_device(group)
     add_json(group)
 
@@ -48,7 +58,7 @@ def evaluate(args: Namespace) -> int:
     from sparring.training import trained as runs
 
     device = pick_device(args.device)
-    trained = runs.load(args.run, recipe=args.recipe, trust=args.trust)
+    trained = runs.load(args.run, recipe=args.recipe, trust=args.trust, unfinished=args.unfinished)
     cutoffs = inputs.cutoffs_for(args.k, len(trained.ids.item_ids))
     data = inputs.read_recorded(trained.meta, args.run, args.data, inputs.columns(args))
     test, seen, counts, title, blank = _to_rank(trained, data, args)

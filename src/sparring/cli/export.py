@@ -7,7 +7,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sparring.cli.parsing import Commands, add_quiet, add_run, names
+from sparring.cli.parsing import Commands, add_quiet, add_run, add_unfinished, names
 from sparring.cli.screen import console, note_towers, progress, show
 from sparring.core.errors import UserError
 
@@ -33,6 +33,7 @@ def add_export(commands: Commands) -> None:
     parser.add_argument("--to", choices=("parquet", "onnx", *ADDRESSES), required=True, help=text)
     text = "parquet, onnx: folder of the files (default: RUN/parquet, RUN/onnx)"
     parser.add_argument("--out", type=Path, metavar="FOLDER", help=text)
+    add_unfinished(parser)
     add_quiet(parser)
     group = parser.add_argument_group("databases")
     text = (
@@ -57,7 +58,7 @@ def export(args: Namespace) -> int:
         raise UserError(f"--out is for parquet and onnx; --to {args.to} takes --address")
     if not files and not args.address:
         raise UserError(f"--to {args.to} needs --address {ADDRESSES[args.to]}")
-    trained = runs.load(args.run, recipe=args.recipe, trust=args.trust)
+    trained = runs.load(args.run, recipe=args.recipe, trust=args.trust, unfinished=args.unfinished)
     note_towers(trained)
     return _files(args, trained) if files else _database(args, trained)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from sparring.cli.parsing import Commands, add_json, add_quiet, add_run, count, size, target, whole
+from sparring.cli.parsing import Commands, add_json, add_quiet, add_run, add_unfinished, count, size, target, whole
 from sparring.cli.screen import detail, note_towers, result, table
 from sparring.core.choices import INDEX_KINDS
 from sparring.core.errors import UserError
@@ -32,6 +32,7 @@ def add_index(commands: Commands) -> None:
     group.add_argument("--queries", type=count, default=1000, metavar="N", help=text)
     text = "seed of the sampled queries and of the clusters (default: 0)"
     group.add_argument("--seed", type=whole, default=0, metavar="N", help=text)
+    add_unfinished(group)
     add_json(group)
     add_quiet(group)
 
@@ -46,7 +47,7 @@ def index(args: Namespace) -> int:
 
     if args.kind not in ("auto", "exact"):
         require_faiss()
-    trained = runs.load(args.run, recipe=args.recipe, trust=args.trust)
+    trained = runs.load(args.run, recipe=args.recipe, trust=args.trust, unfinished=args.unfinished)
     note_towers(trained)
     n_items = len(trained.ids.item_ids)
     if args.kind == "auto" and n_items > SMALL:

@@ -87,6 +87,11 @@ def add_trust(group: OptionGroup) -> None:
     group.add_argument("--trust", action="store_true", help=text)
 
 
+def add_unfinished(group: OptionGroup) -> None:
+    text = "also take a run whose training was interrupted: its best epoch so far"
+    group.add_argument("--unfinished", action="store_true", help=text)
+
+
 def add_device(group: OptionGroup) -> None:
     group.add_argument("--device", type=device, default="auto", help="auto, cpu or cuda (default: auto)")
 

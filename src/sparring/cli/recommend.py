@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from sparring.cli.parsing import Commands, add_ranking, add_run, count
+from sparring.cli.parsing import Commands, add_ranking, add_run, add_unfinished, count
 from sparring.cli.screen import console, note, note_towers, progress, result, table
 from sparring.core.errors import UserError
 
@@ -47,6 +47,7 @@ def add_recommend(commands: Commands) -> None:
     add_ranking(group)
     text = "include items that the query is known to have"
     group.add_argument("--with-seen", action="store_true", help=text)
+    add_unfinished(group)
     group.add_argument("--json", action="store_true", help="print one JSON object per line instead of a table")
 
 
@@ -58,7 +59,7 @@ def recommend(args: Namespace) -> int:
     if args.all or args.out or args.index:
         return _recommend_all(args)
     k = args.k or 10
-    trained = runs.load(args.run, recipe=args.recipe, trust=args.trust)
+    trained = runs.load(args.run, recipe=args.recipe, trust=args.trust, unfinished=args.unfinished)
     if args.text:
         best = trained.recommend_text(args.text, k, args.ranking)
     elif args.history:
@@ -104,7 +105,7 @@ def _recommend_all(args: Namespace) -> int:
     check_file(args.out)
     if args.index and args.ranking == "fused":
         raise UserError("an index holds the vectors of the towers alone: omit --index for --ranking fused")
-    trained = runs.load(args.run, recipe=args.recipe, trust=args.trust)
+    trained = runs.load(args.run, recipe=args.recipe, trust=args.trust, unfinished=args.unfinished)
     index = open_index(args.run) if args.index else None
     if index is not None:
         note_towers(trained)

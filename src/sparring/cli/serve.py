@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sparring.cli.inputs import read_recorded, split_recorded
-from sparring.cli.parsing import Commands, add_code, count, seconds, size, whole
+from sparring.cli.parsing import Commands, add_code, add_unfinished, count, seconds, size, whole
 from sparring.core.errors import UserError
 from sparring.core.extras import optional
 from sparring.core.files import check_folder
@@ -50,6 +50,7 @@ def add_serve(commands: Commands) -> None:
     group.add_argument("--root", type=Path, action="append", default=[], metavar="FOLDER", help=text)
     text = "serve RUN even if a reload replaced it"
     group.add_argument("--as-given", action="store_true", help=text)
+    add_unfinished(group)
     text = "check this often whether a run or its index has changed, and reload it"
     group.add_argument("--watch", type=seconds, metavar="SECONDS", help=text)
     text = "search threads (default: one per core)"
@@ -74,7 +75,16 @@ def serve(args: Namespace) -> int:
     if not local and token is None:
         log("open to the network", host=args.host, advice=f"set {TOKEN} or --token-file")
     store = Store(args.store or args.runs[0] / "serve" / "items.sqlite")
-    registry = RunRegistry(args.runs, store, args.root, log, args.as_given, args.recipe, args.trust)
+    registry = RunRegistry(
+        args.runs,
+        store,
+        args.root,
+        log,
+        args.as_given,
+        recipe=args.recipe,
+        trust=args.trust,
+        unfinished=args.unfinished,
+    )
     for folder in args.runs:
         if (folder / FILE).is_file():
             unused = "its classifiers, which `sparring recommend` and `evaluate` use"

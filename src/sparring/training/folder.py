@@ -328,6 +328,17 @@ def model_hash(folder: Path) -> str:
     return listed[name][1] if name in listed else manifest.file_hash(folder / name)
 
 
+def check_finished(folder: Path) -> None:
+    """Raise unless the training in a run folder came to its end."""
+    read_meta(folder)
+    if not manifest.is_finished(folder):
+        state = "is in progress" if is_held(folder) else "was interrupted"
+        how = (
+            f"resume it with `sparring train --out {folder} --resume`, or take its best epoch so far with --unfinished"
+        )
+        raise UserError(f"{folder} is not finished, its training {state}: {how} (unfinished=True in Python)")
+
+
 def check_same(folder: Path, meta: Mapping[str, Any], setup: Setup) -> None:
     """Raise if a run would resume with another method, settings or data; warn if its recipe's file has changed."""
     before = read_meta(folder)

@@ -25,7 +25,7 @@ from sparring.models.text import text_tower
 from sparring.models.towers import HistoryTower
 from sparring.recipes.finding import Recipe
 from sparring.training.eligibility import Eligibility, FusedRanking, Ranking
-from sparring.training.folder import read_manifest, read_run
+from sparring.training.folder import check_finished, read_manifest, read_run
 from sparring.training.item_vectors import item_vectors, mean_query
 
 How = Literal["fused", "encoder"]
@@ -178,16 +178,26 @@ def _first_few(ids: Sequence[object], which: np.ndarray) -> str:
 
 
 def load(
-    folder: str | Path, model: Retriever | None = None, *, recipe: str | Recipe | None = None, trust: bool = False
+    folder: str | Path,
+    model: Retriever | None = None,
+    *,
+    recipe: str | Recipe | None = None,
+    trust: bool = False,
+    unfinished: bool = False,
 ) -> Trained:
     """Read a finished run. No code that the folder names runs, so it may come from a stranger.
 
     A run with custom towers needs code to build them: pass its `recipe` (a function, FILE.py:FUNCTION or the name of an
-    installed one), or the `model` that was trained. `trust` imports the recipe that run.json names, and logs it.
+    installed one), or the `model` that was trained. `trust` imports the recipe that run.json names, and logs it. With
+    `unfinished`, also a run whose training was interrupted: the best epoch so far.
 
         load("runs/xir").recommend([1042], k=10);   load("runs/mine", recipe="mine.py:deep")
     """
     folder = Path(folder)
+    if not folder.is_dir():
+        raise UserError(f"no such run folder: {folder}")
+    if not unfinished:
+        check_finished(folder)
     return Trained(folder, *read_run(folder, model, recipe, trust))
 
 

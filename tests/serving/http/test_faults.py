@@ -1,6 +1,6 @@
 """kill -9 during puts, swaps and index saves: the next start serves the last good state and every acknowledged change.
 
-SPARRING_KILLS=50 kills more often.
+SPARRING_PROOF=full kills more often.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,9 @@ from sparring.serving.index.run_index import FOLDER
 from sparring.training.folder import model_hash
 from sparring.training.trained import load
 from support.made_run import MadeRun, make_run
+from support.settings import effort
 
-KILLS = int(os.environ.get("SPARRING_KILLS", "4"))
+KILLS, UPSERT_KILLS = effort(3, 50), effort(8, 200)
 SAVE = """
 import sys, time
 from pathlib import Path
@@ -162,6 +164,90 @@ def test_nothing_acknowledged_is_lost_by_a_kill(tmp_path: Path) -> None:
         service.kill()
     assert doings.there
     assert doings.swaps > KILLS
+
+
+# A process that has imported everything and forks a service for each line: a start takes a fraction of a second.
+NURSERY = """
+import os, signal, sys
+import uvicorn.protocols.http.httptools_impl
+from sparring.cli import main
+from sparring.serving.http import app, server
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+for line in sys.stdin:
+    pid = os.fork()
+    if pid == 0:
+        os.dup2(os.open(line.strip(), os.O_WRONLY | os.O_CREAT), 2)
+        os._exit(main(["serve", sys.argv[1], "--port", "0", "--quiet"]))
+    print(pid, flush=True)
+"""
+
+
+class Upserts:
+    """One client's puts and deletes of its own items; after a kill each item is as acknowledged, or as asked last."""
+
+    def __init__(self, client: int) -> None:
+        self.client, self.turn = client, 0
+        self.acknowledged: dict[str, str | None] = {}
+        self.asked: dict[str, str | None] = {}  # without an acknowledgement
+
+    def work(self, http: httpx.Client) -> None:
+        while True:
+            self.turn += 1
+            name, title = f"item-{self.client}-{self.turn % 40}", f"title {self.turn}"
+            gone = self.turn % 5 == 0 and self.acknowledged.get(name) is not None
+            self.asked[name] = None if gone else title
+            items = {"ids": [name]} if gone else {"items": [{"id": name, "title": title, "like": [1000]}]}
+            try:
+                answer = http.request("DELETE" if gone else "PUT", "/v1/items", json=items)
+            except httpx.TransportError:
+                return
+            assert answer.status_code == 200, answer.text
+            self.acknowledged[name] = self.asked.pop(name)
+
+    def check(self, titles: dict[Any, str]) -> None:
+        for name in {*self.acknowledged, *self.asked}:
+            allowed = {self.acknowledged.get(name), self.asked.get(name, self.acknowledged.get(name))}
+            assert titles.get(name) in allowed, (name, titles.get(name), allowed)
+            self.acknowledged[name] = titles.get(name)
+        self.asked.clear()
+
+
+@pytest.mark.timeout(60 + 10 * UPSERT_KILLS)
+def test_an_acknowledged_upsert_survives_any_kill(tmp_path: Path) -> None:
+    """Kills at random instants, during puts and deletes by two clients: each item is in a state that is allowed."""
+    run, rng, clients = make_run(tmp_path / "run", 1), np.random.default_rng(7), [Upserts(0), Upserts(1)]
+    words = [sys.executable, "-c", NURSERY, str(run.folder)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(words, text=True, env=environment(), **pipes) as nursery:  # type: ignore[call-overload]
+        try:
+            for turn in range(UPSERT_KILLS + 1):
+                log = tmp_path / f"log-{turn}"
+                nursery.stdin.write(f"{log}\n")
+                nursery.stdin.flush()
+                pid = int(nursery.stdout.readline())
+                with httpx.Client(base_url=started(log), timeout=30) as http:
+                    answer = http.post("/v1/similar", json={"item": 1000, "k": 1000}).json()
+                    listed = {item["id"]: item["title"] for item in answer["results"][0]["items"]}
+                    for client in clients:
+                        client.check(listed)
+                    with ThreadPoolExecutor(2) as pool:
+                        work = [pool.submit(client.work, http) for client in clients]
+                        time.sleep(float(rng.uniform(0.0, 0.4)))
+                        os.kill(pid, signal.SIGKILL)
+                    for each in work:
+                        each.result()
+        finally:
+            nursery.kill()
+    assert min(client.turn for client in clients) > UPSERT_KILLS
+
+
+def started(log: Path) -> str:
+    """The address of a service, once its log has it."""
+    deadline = time.monotonic() + 60
+    while not (found := re.search(r'"url":"([^"]+)/"', log.read_text() if log.exists() else "")):
+        assert time.monotonic() < deadline, "the service did not start"
+        time.sleep(0.01)
+    return found[1]
 
 
 def test_a_stop_is_clean(tmp_path: Path) -> None:

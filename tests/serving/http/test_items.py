@@ -13,6 +13,8 @@ from fastapi.testclient import TestClient
 
 from sparring.data.interactions import Split
 from sparring.recipes.settings import build
+from sparring.serving.http.store import Change, Store
+from sparring.serving.index import Index
 from sparring.training.fitting import fit
 from support.made_run import DIM, MadeRun, make_run
 from support.texts import text_parts
@@ -341,3 +343,24 @@ def test_single_precision_is_shown_as_it_was_written(tmp_path: Path, serving: Ca
     assert [client.get(f"/v1/items/{item}").json()["columns"]["price"] for item in (*truth.item_ids[:2], "new")] == [
         5.95
     ] * 3
+
+
+def test_items_like_others_are_placed_together(
+    truth: MadeRun, tmp_path: Path, serving: Callable[..., TestClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A start joins all items to the index at once, in any order: each of a chain of 3,000 is like the one after it."""
+    store, last = Store(tmp_path / "items.sqlite"), 2_999
+    chain = [Change(f"new-{at}", like=[f"new-{at + 1}" if at < last else truth.item_ids[3]]) for at in range(last + 1)]
+    circle = [Change("egg", like=["hen"]), Change("hen", like=["egg"])]
+    store.write([*chain, *circle, Change("both", like=["new-7", truth.item_ids[4]])])
+    store.close()
+    added, add = list[int](), Index.add
+    monkeypatch.setattr(Index, "add", lambda self, ids, vectors: (added.append(len(ids)), add(self, ids, vectors))[1])
+    served = serving(truth.folder, store=tmp_path / "items.sqlite").service.registry.served()  # type: ignore[attr-defined]
+    assert added == [3_001]
+    assert served.waiting.keys() == {"egg", "hen"}
+    at = served.catalogue.find([f"new-{row}" for row in (0, 1_500, last)])
+    np.testing.assert_allclose(served.vectors(at), np.stack([truth.items[3]] * 3), rtol=1e-4)
+    mean = (truth.items[3] + truth.items[4]) / 2
+    expected = mean / np.linalg.norm(mean) * np.linalg.norm(truth.items[[3, 4]], axis=1).mean()
+    np.testing.assert_allclose(served.vectors(served.catalogue.find(["both"]))[0], expected, rtol=1e-4)

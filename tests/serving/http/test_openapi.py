@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+import time
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ from sparring.serving.http.runs import RunRegistry
 from sparring.serving.http.schema import Limits
 from sparring.serving.http.store import Store
 from support.made_run import MadeRun, make_run
+from support.settings import effort
 
 PATHS = {
     "/healthz": {"get"},
@@ -93,3 +97,83 @@ def test_made_up_requests_are_never_a_5xx(tmp_path: Path, mode: str) -> None:
         assert len(seen) >= (sum(map(len, PATHS.values())) if mode == "POSITIVE" else 8)
     finally:
         service.close()
+
+
+SEQUENCES = effort(30, 300)  # seconds of made-up sequences
+
+
+@pytest.mark.timeout(120 + 2 * SEQUENCES)
+def test_made_up_sequences_are_never_a_5xx(tmp_path: Path) -> None:
+    """schemathesis follows the links: items are put, asked for, changed and deleted by the ids of earlier answers.
+
+    Integers beyond 64 bits are mixed into bodies.
+    """
+    schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not installed: pip install schemathesis")
+    from hypothesis import HealthCheck, Phase, settings
+
+    truth, services = make_run(tmp_path / "run", 1), list[Service]()
+    outcomes: dict[tuple[str, int], int] = {}
+
+    def renew() -> None:
+        """A service without changes: a sequence must not depend on those before it."""
+        while services:
+            services.pop().close()
+        shutil.rmtree(tmp_path / "store", ignore_errors=True)
+        registry = RunRegistry([truth.folder], Store(tmp_path / "store" / "items.sqlite"))
+        services.append(Service(registry, Limits(seconds=30)))
+
+    async def current(*call: Any) -> None:
+        await services[0].gate(*call)
+
+    renew()
+
+    class Sequences(schemathesis.openapi.from_asgi("/openapi.json", current).as_state_machine()):  # type: ignore[misc]
+        def setup(self) -> None:
+            renew()
+
+        def before_call(self, case: Any) -> None:
+            """Most made-up ids are unknown, and every new item needs a place: use ids of the run in most requests."""
+            if not isinstance(case.body, dict):
+                return
+            choice = zlib.crc32(repr(case.body).encode())
+            if case.path == "/v1/items" and case.method == "PUT" and choice % 4:
+                items = [item for item in case.body.get("items") or () if isinstance(item, dict) and "id" in item]
+                like = [truth.item_ids[choice % 60]]
+                case.body = {"items": [{"id": item["id"], "title": str(choice), "like": like} for item in items]}
+            elif case.path == "/v1/recommend" and choice % 2:
+                case.body = {"user": truth.user(choice % 40), "k": case.body.get("k", 10)}
+            if choice % 7 == 0:
+                case.body = larger(case.body, 2**64 + choice)
+
+        def validate_response(self, response: Any, case: Any, **_: Any) -> None:
+            key = f"{case.method} {case.path}", response.status_code
+            outcomes[key] = outcomes.get(key, 0) + 1
+            assert response.status_code < 500, (case.as_curl_command(), response.text)
+
+    often = settings(
+        max_examples=25,
+        stateful_step_count=8,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+        derandomize=False,
+        database=None,
+    )
+    deadline = time.monotonic() + SEQUENCES
+    try:
+        while time.monotonic() < deadline:
+            Sequences.run(settings=often)
+    finally:
+        services.pop().close()
+    asked = ("POST /v1/recommend", "GET /v1/item", "PUT /v1/items", "DELETE /v1/items", "POST /v1/similar")
+    for operation in asked[: effort(1, 5)]:  # a short run may have no success of the rarer ones
+        assert outcomes.get((operation, 200)), outcomes
+    print(sum(outcomes.values()), "requests", outcomes)
+
+
+def larger(value: Any, number: int) -> Any:
+    """The value with each id and each number replaced by a large integer."""
+    if isinstance(value, dict):
+        return {key: part if key in ("k", "title") else larger(part, number) for key, part in value.items()}
+    if isinstance(value, list):
+        return [larger(part, number) for part in value]
+    return number if isinstance(value, (int, str)) and not isinstance(value, bool) else value

@@ -87,6 +87,14 @@ def test_a_store_that_cannot_be_opened_is_told(tmp_path: Path) -> None:
         Store(tmp_path / "other.sqlite")
 
 
+def test_a_change_is_on_the_disk_when_it_is_acknowledged(tmp_path: Path) -> None:
+    """SQLite syncs its log with every commit (synchronous=FULL is 2); with OFF a power cut would lose changes."""
+    store = Store(tmp_path / "items.sqlite")
+    assert store._db.execute("PRAGMA synchronous").fetchone() == (2,)
+    assert store._db.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+    store.close()
+
+
 def test_item_vectors_of_a_transformer_are_computed_once(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,8 @@ import pytest
 import torch
 from fastapi.testclient import TestClient
 
+from sparring.core.errors import UserError
+from sparring.serving.http import runs, served_run
 from sparring.serving.http.runs import RunRegistry
 from sparring.serving.http.server import _watch
 from sparring.serving.http.store import Store
@@ -352,3 +354,93 @@ def test_an_item_that_was_never_trained_can_be_put(tmp_path: Path, serving: Call
     assert client.request("DELETE", "/v1/items", json={"ids": [item]}).status_code == 200
     assert client.put("/v1/items", json={"items": [{"id": item, "price": 4.0}]}).status_code == 200
     assert item not in best(client, k=60, exclude_seen=False)
+
+
+def test_a_failing_watch_says_so_and_goes_on(
+    tmp_path: Path, serving: Callable[..., TestClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A panic, an unfinished run and a damaged table show in /readyz and the log, and the next good run is loaded."""
+    truth = make_run(tmp_path / "run", 1)
+    client = serving(truth.folder)
+    registry, events = client.service.registry, list[tuple[str, Any]]()  # type: ignore[attr-defined]
+    registry.log = lambda event, **facts: events.append((event, facts))
+    stop, load = threading.Event(), runs.load_served
+
+    class Panic(BaseException):
+        pass
+
+    def panics(*_: Any) -> None:
+        raise Panic("out of range")
+
+    watch = threading.Thread(target=_watch, args=(registry, 0.05, stop))
+    watch.start()
+
+    def degraded(word: str) -> bool:
+        state = client.get("/readyz")
+        return state.status_code == 200 and word in str(state.json().get("problems"))
+
+    try:
+        monkeypatch.setattr(runs, "load_served", panics)
+        make_run(truth.folder, 2)
+        wait(lambda: degraded("out of range"))
+        monkeypatch.setattr(runs, "load_served", load)
+        (make_run(truth.folder, 3).folder / "result.json").unlink()
+        wait(lambda: degraded("not finished"))
+        assert str(tmp_path) not in client.get("/readyz").text
+        make_run(truth.folder, 4)
+        (truth.folder / "item_table.parquet").write_bytes(b"PAR1" + b"\xff" * 200 + b"\x40\x00\x00\x00PAR1")
+        wait(lambda: degraded("item_table.parquet"))
+        assert best(client) == expected(truth)
+        newest = make_run(truth.folder, 5)
+        wait(lambda: client.get("/readyz").json()["status"] == "ready")
+        assert best(client) == expected(newest)
+    finally:
+        stop.set()
+        watch.join()
+    failures = [facts["why"] for event, facts in events if event == "watch failed"]
+    for word in ("out of range", "not finished", "parquet"):
+        assert any(word in why for why in failures), failures
+
+
+def test_only_finished_runs_are_served(tmp_path: Path, serving: Callable[..., TestClient]) -> None:
+    """An unfinished run is refused at the start and by a reload, and taken where the operator allows it."""
+    good, half = make_run(tmp_path / "good", 1), make_run(tmp_path / "half", 2)
+    (half.folder / "result.json").unlink()
+    with pytest.raises(UserError, match="not finished"):
+        RunRegistry([half.folder], Store(tmp_path / "a.sqlite"))
+    client = serving(good.folder)
+    answer = client.post("/v1/reload", json={"run": str(half.folder)})
+    assert (answer.status_code, "not finished" in answer.json()["detail"]) == (422, True)
+    assert best(client) == expected(good)
+    held = hold(half.folder)
+    assert "in progress" in client.post("/v1/reload", json={"run": str(half.folder)}).json()["detail"]
+    held.release()
+    registry = RunRegistry([half.folder], Store(tmp_path / "b.sqlite"), unfinished=True)
+    assert registry.reload()[0].generation == 2
+    registry.close()
+
+
+def test_a_sibling_of_the_root_is_outside(tmp_path: Path, serving: Callable[..., TestClient]) -> None:
+    """A folder whose path only begins with that of an allowed folder is refused."""
+    inside, evil = make_run(tmp_path / "runs" / "a", 1), make_run(tmp_path / "runs-evil" / "a", 2)
+    client = serving(inside.folder)
+    assert client.post("/v1/reload", json={"run": str(evil.folder)}).status_code == 403
+    assert client.post("/v1/reload", json={"run": str(inside.folder)}).status_code == 200
+
+
+def test_a_run_that_is_written_while_it_is_read_is_refused(
+    tmp_path: Path, serving: Callable[..., TestClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A training that replaces the model during a reload mixes no two runs: the previous one keeps serving."""
+    good, other = make_run(tmp_path / "good", 1), make_run(tmp_path / "other", 2)
+    client, read = serving(good.folder), served_run.runs.load
+
+    def overtaken(folder: Path, **how: Any) -> Any:
+        trained = read(folder, **how)
+        make_run(other.folder, 3)
+        return trained
+
+    monkeypatch.setattr(served_run.runs, "load", overtaken)
+    answer = client.post("/v1/reload", json={"run": str(other.folder)})
+    assert (answer.status_code, "while it was read" in answer.json()["detail"]) == (422, True)
+    assert best(client) == expected(good)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
+from hashlib import blake2b
 from typing import Any, TypeVar
 
 import numpy as np
@@ -13,15 +13,17 @@ import orjson
 from sparring import __version__
 from sparring.recipes.finding import short
 from sparring.serving.http import schema as s
-from sparring.serving.http.conditions import Conditions, check_column
+from sparring.serving.http.conditions import check_column
 from sparring.serving.http.runs import RunRegistry
-from sparring.serving.http.schema import Query, Recommend, RequestError, Similar
+from sparring.serving.http.schema import MAX_VALUES, Query, Recommend, RequestError, Similar
 from sparring.serving.http.searcher import Searcher, SearchJob
 from sparring.serving.http.served_run import ServedRun
+from sparring.serving.http.threads import in_thread
 
 _Q = TypeVar("_Q", Recommend, Similar)
 _NONE = np.empty(0, np.int64)
 _KINDS = ("user", "users", "history", "text", "texts")
+_TEXTS = 8  # texts encoded at a time; a request that has ended encodes no more
 
 
 class Answering:
@@ -35,16 +37,20 @@ class Answering:
         self.registry, self.searcher, self.encoder, self.filterer = registry, searcher, encoder, filterer
 
     def plain_recommend(self, body: bytes) -> Awaitable[bytes] | None:
-        """The response to a request for known users without filters; None for any other: `recommend` answers it."""
+        """The response to a valid request; None for any other: the application names its error."""
         query = _parsed(Recommend, body)
-        if query is None or _filtered(query) or _kinds(query) not in (["user"], ["users"]):
+        if query is None:
             return None
+        if _filtered(query) or _kinds(query) not in (["user"], ["users"]):
+            return self.recommend(query)
         return self.searcher.submit(self._user_job(query))
 
     def plain_similar(self, body: bytes) -> Awaitable[bytes] | None:
-        """The response to a request without filters; None for any other: `similar` answers it."""
+        """The response to a valid request; None for any other: the application names its error."""
         query = _parsed(Similar, body)
-        return None if query is None or _filtered(query) else self.searcher.submit(self._item_job(query))
+        if query is None:
+            return None
+        return self.similar(query) if _filtered(query) else self.searcher.submit(self._item_job(query))
 
     async def recommend(self, query: Recommend) -> bytes:
         """The best items for users, for a history or for texts; the JSON of `Answers`."""
@@ -68,8 +74,9 @@ class Answering:
         served = self.registry.served(query.run)
         queries = [query.user] if query.user is not None else query.users or []
         users, missing = _find_known(served.users.find_one, queries, "user", served)
+        fields = _fields(served, query, len(queries))
         exclude = [served.seen(user) for user in users] if query.exclude_seen else [_NONE] * len(users)
-        return SearchJob(served, queries, users, None, query.k, exclude, fields=_fields(served, query), missing=missing)
+        return SearchJob(served, queries, users, None, query.k, exclude, fields=fields, missing=missing)
 
     def _item_job(self, query: Similar) -> SearchJob:
         served = self.registry.served(query.run)
@@ -78,19 +85,15 @@ class Answering:
         queries = [query.item] if query.item is not None else query.items or []
         known, missing = _find_known(served.catalogue.find_one, queries, "item", served)
         items = np.array(known, np.int64)
-        vectors, fields = served.item_queries(items), _fields(served, query)
+        vectors, fields = served.item_queries(items), _fields(served, query, len(queries))
         return SearchJob(served, queries, None, vectors, query.k, list(items[:, None]), fields=fields, missing=missing)
 
     async def _history_job(self, query: Recommend, history: list[int | str]) -> SearchJob:
         served = self.registry.served(query.run)
-        items = served.catalogue.find(history)
-        usable = served.usable_in_history(items)
-        if not usable.any():
-            raise RequestError(404, f"run {served.name} knows none of the {len(history)} items in the history")
-        vector = await self._encode(served.history_vector, items[usable])
+        fields = _fields(served, query)
+        items, usable, vector = await in_thread(self.encoder, _history, served, history)
         exclude = [items[items >= 0] if query.exclude_seen else _NONE]
         unknown = [history[row] for row in np.flatnonzero(~usable).tolist()]
-        fields = _fields(served, query)
         return SearchJob(served, [history], None, vector, query.k, exclude, fields=fields, unknown=unknown)
 
     async def _text_job(self, query: Recommend, texts: list[str]) -> SearchJob:
@@ -98,17 +101,14 @@ class Answering:
         if "text" not in served.answers:
             message = f"the query tower of run {served.name} does not read texts: ask for a user or a history"
             raise RequestError(422, message)
-        vectors = await self._encode(_text_vectors, served, texts)
-        return SearchJob(served, texts, None, vectors, query.k, [_NONE] * len(texts), fields=_fields(served, query))
-
-    async def _encode(self, encode: Callable[..., np.ndarray], *arguments: Any) -> np.ndarray:
-        return await asyncio.get_running_loop().run_in_executor(self.encoder, encode, *arguments)
+        fields = _fields(served, query, len(texts))
+        parts = [texts[begin : begin + _TEXTS] for begin in range(0, len(texts), _TEXTS)]
+        vectors = np.concatenate([await in_thread(self.encoder, _text_vectors, served, part) for part in parts])
+        return SearchJob(served, texts, None, vectors, query.k, [_NONE] * len(texts), fields=fields)
 
     async def _search(self, query: Query, job: SearchJob) -> bytes:
         if _filtered(query):
-            job.allow, job.deny, job.filters = await asyncio.get_running_loop().run_in_executor(
-                self.filterer, _filters, job.served, query
-            )
+            await in_thread(self.filterer, _resolve_filters, job, query)
         return await self.searcher.submit(job)
 
     def info(self, limits: s.Limits) -> s.Info:
@@ -129,6 +129,7 @@ class Answering:
                 "queries": s.MAX_QUERIES,
                 "ids": s.MAX_IDS,
                 "items": s.MAX_ITEMS,
+                "values": MAX_VALUES,
                 "body": limits.body,
                 "seconds": limits.seconds,
             },
@@ -230,39 +231,46 @@ def _find_known(
     return known, frozenset(id for id, row in zip(asked, dense, strict=True) if row < 0)
 
 
-def _fields(served: ServedRun, query: Query) -> tuple[str, ...]:
-    for name in query.fields or ():
+def _fields(served: ServedRun, query: Query, queries: int = 1) -> tuple[str, ...]:
+    """The columns to return besides id, title and score; an error if the response would be too large."""
+    fields = tuple(query.fields or ())
+    for name in fields:
         check_column(name, served.catalogue.schema)
-    return tuple(query.fields or ())
+    values = queries * query.k * (3 + len(fields))
+    if values > MAX_VALUES:
+        how = "ask for fewer queries, a smaller k or fewer fields"
+        raise RequestError(422, f"the response would have {values:,} values; the limit is {MAX_VALUES:,}: {how}")
+    return fields
 
 
-def _filters(served: ServedRun, query: Query) -> tuple[np.ndarray | None, np.ndarray | None, Any]:
-    """(allow, deny, key): dense ids, and a key that is equal if they are."""
-    catalogue = served.catalogue
-    where: Conditions = tuple(
-        (
-            condition.column,
-            condition.op,
-            tuple(condition.value) if isinstance(condition.value, list) else condition.value,
-        )
-        for condition in query.where or ()
-    )
-    allow = None if query.allow is None else _known(catalogue.find(query.allow))
-    deny = None if not query.deny else _known(catalogue.find(query.deny))
-    key = (
-        where,
-        None if allow is None else allow.tobytes(),
-        None if deny is None else deny.tobytes(),
-        catalogue.version,
-    )
-    if where:
-        passing = catalogue.passing(where)
-        allow = passing if allow is None else np.intersect1d(allow, passing)
-    return allow, deny, key
+def _resolve_filters(job: SearchJob, query: Query) -> None:
+    """Set the items that a job may and may not list, and a key that is equal for equal filters."""
+    catalogue = job.served.catalogue
+    where = [(condition.column, condition.op, condition.value) for condition in query.where or ()]
+    asked = orjson.dumps([where, query.allow, query.deny])  # in JSON 1, 1.0, "1" and true differ; in Python most agree
+    job.filters = blake2b(asked, digest_size=16).digest(), catalogue.version
+    job.deny = None if not query.deny else _known(catalogue.find(query.deny))
+    job.passing = catalogue.passing(where) if where else None
+    if query.allow is not None:
+        allow = _known(catalogue.find(query.allow))
+        if job.passing is not None:
+            bits = np.unpackbits(job.passing)
+            allow, job.passing = allow[allow < len(bits)], None
+            allow = allow[bits[allow] == 1]
+        job.allow = allow
 
 
 def _known(dense: np.ndarray) -> np.ndarray:
     return np.unique(dense[dense >= 0])
+
+
+def _history(served: ServedRun, history: list[int | str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(dense ids, which of them are usable, the vector of those)."""
+    items = served.catalogue.find(history)
+    usable = served.usable_in_history(items)
+    if not usable.any():
+        raise RequestError(404, f"run {served.name} knows none of the {len(history)} items in the history")
+    return items, usable, served.history_vector(items[usable])
 
 
 def _text_vectors(served: ServedRun, texts: list[str]) -> np.ndarray:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -24,6 +23,7 @@ from sparring.serving.http.runs import RunRegistry
 from sparring.serving.http.schema import MAX_ID, Limits, RequestError
 from sparring.serving.http.searcher import Searcher
 from sparring.serving.http.telemetry import EventLog, Metrics
+from sparring.serving.http.threads import in_thread
 
 _ERROR_SCHEMA = {"type": "object", "properties": {"detail": {"type": "string"}}}
 _ERRORS: dict[int | str, dict[str, Any]] = {
@@ -37,6 +37,21 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
         422: "invalid request",
     }.items()
 }
+
+
+def _leads(id: str) -> dict[str, Any]:
+    """OpenAPI links from a response to the requests that take the item at `id`."""
+    return {
+        "item": {"operationId": "item_by_query", "parameters": {"id": id}},
+        "similar": {"operationId": "similar", "requestBody": {"item": id}},
+        "history": {"operationId": "recommend", "requestBody": {"history": [id]}},
+        "put": {"operationId": "put_items", "requestBody": {"items": [{"id": id, "title": "changed"}]}},
+        "delete": {"operationId": "delete_items", "requestBody": {"ids": [id]}},
+    }
+
+
+_LISTED: dict[int | str, dict[str, Any]] = {200: {"links": _leads("$response.body#/results/0/items/0/id")}}
+_PUT: dict[int | str, dict[str, Any]] = {200: {"links": _leads("$request.body#/items/0/id")}}
 _WRITE_ERRORS = {**_ERRORS, 507: {"description": "the disk is full"}}
 
 
@@ -71,6 +86,7 @@ class Service:
             docs_url=None,
             redoc_url=None,
             description="Recommendations from a trained retriever.",
+            generate_unique_id_function=lambda route: route.name,
         )
         self.app.state.service = self
         _errors(self.app)
@@ -78,10 +94,6 @@ class Service:
         self.app.include_router(pages(registry, read_split))
         plain = {"/v1/recommend": self.answering.plain_recommend, "/v1/similar": self.answering.plain_similar}
         self.gate = Gate(self.app, plain, self.metrics, self.log, limits, token, hosts)
-
-    async def off_loop(self, pool: ThreadPoolExecutor, work: Callable[..., Any], *arguments: Any) -> Any:
-        """Run slow work in a thread. It is finished even if the client disconnects."""
-        return await asyncio.shield(asyncio.get_running_loop().run_in_executor(pool, work, *arguments))
 
     def close(self) -> None:
         self.searcher.close()
@@ -101,10 +113,12 @@ def _routes(service: Service) -> APIRouter:
 
     @routes.get("/readyz", tags=["state"], responses={503: {"description": "not ready"}})
     async def ready() -> dict[str, Any]:
-        """A run is loaded and can be searched."""
+        """A run is loaded and can be searched; `degraded` if the watch could not load a newer one, and why."""
         if not service.searcher.alive:
             raise RequestError(503, "the search threads have stopped")
-        return {"status": "ready", "run": registry.served().name, "generation": registry.served().generation}
+        problems = dict(registry.problems)
+        state: dict[str, Any] = {"status": "degraded", "problems": problems} if problems else {"status": "ready"}
+        return {**state, "run": registry.served().name, "generation": registry.served().generation}
 
     @routes.get("/metrics", tags=["state"], response_class=Response, responses={200: {"content": {"text/plain": {}}}})
     async def metrics() -> Response:
@@ -116,27 +130,27 @@ def _routes(service: Service) -> APIRouter:
         """The runs, the queries they support, the item columns and the limits."""
         return answering.info(service.limits)
 
-    @routes.post("/v1/recommend", tags=["queries"], response_model=s.Answers, responses=_ERRORS)
+    @routes.post("/v1/recommend", tags=["queries"], response_model=s.Answers, responses={**_ERRORS, **_LISTED})
     async def recommend(query: s.Recommend) -> Response:
         """The best items for known users, for a history of items, or for texts."""
         return Response(await answering.recommend(query), media_type="application/json")
 
-    @routes.post("/v1/similar", tags=["queries"], response_model=s.Answers, responses=_ERRORS)
+    @routes.post("/v1/similar", tags=["queries"], response_model=s.Answers, responses={**_ERRORS, **_LISTED})
     async def similar(query: s.Similar) -> Response:
         """The nearest neighbours of items."""
         return Response(await answering.similar(query), media_type="application/json")
 
-    @routes.put("/v1/items", tags=["items"], response_model=s.Written, responses=_WRITE_ERRORS)
+    @routes.put("/v1/items", tags=["items"], response_model=s.Written, responses={**_WRITE_ERRORS, **_PUT})
     async def put_items(request: s.PutItems) -> s.Written:
         """Add or change items, all or none. The change is durable and visible to searches when the response is sent."""
         items = [item.model_dump(exclude_unset=True) for item in request.items]
-        sequence, waiting = await service.off_loop(service.writer, registry.put, items)
+        sequence, waiting = await in_thread(service.writer, registry.put, items)
         return s.Written(count=len(items), sequence=sequence, waiting=waiting)
 
     @routes.delete("/v1/items", tags=["items"], response_model=s.Written, responses=_WRITE_ERRORS)
     async def delete_items(request: s.DeleteItems) -> s.Written:
         """Delete items, all or none."""
-        sequence, waiting = await service.off_loop(service.writer, registry.delete, request.ids)
+        sequence, waiting = await in_thread(service.writer, registry.delete, request.ids)
         return s.Written(count=len(request.ids), sequence=sequence, waiting=waiting)
 
     @routes.get("/v1/items/{id}", tags=["items"], response_model=s.ItemInfo, responses=_ERRORS)
@@ -173,7 +187,7 @@ def _routes(service: Service) -> APIRouter:
     )
     async def reload(request: s.Reload) -> s.Reloaded:
         """Load a run or its index again and swap it in. If anything is wrong with it, the current run stays."""
-        new, seconds = await service.off_loop(service.loader, registry.reload, request.run, request.name)
+        new, seconds = await in_thread(service.loader, registry.reload, request.run, request.name)
         return s.Reloaded(
             run=new.name,
             folder=str(new.folder),
@@ -204,7 +218,8 @@ def _errors(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"] if part != "body")
+        parts = [str(part) for part in first["loc"] if part != "body"]
+        where = ".".join(part for part in parts if not part.startswith("constrained-"))  # a type of a union, no field
         return await request_error(request, RequestError(422, f"{where or 'body'}: {first['msg']}"[:500]))
 
     @app.exception_handler(HTTPException)

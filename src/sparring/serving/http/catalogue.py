@@ -5,16 +5,19 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from hashlib import blake2b
 from typing import Any, Literal
 
 import numpy as np
+import orjson
 import polars as pl
 
 from sparring.data.interactions import Ids, Vocabulary
 from sparring.serving.http.conditions import Conditions, check_column, expression
 from sparring.serving.http.schema import RequestError
 
-_CACHED = 64  # filters whose result is cached
+_CACHE = 32 * 2**20  # bytes of cached filter results
+_ENTRY = 512  # bytes that an entry of the cache takes besides its arrays
 _STRINGS = np.dtypes.StringDType(na_object=None)
 _CONVERSION_ERRORS = (pl.exceptions.PolarsError, OverflowError, TypeError, ValueError)
 ColumnKind = Literal["text", "number", "boolean", "time", "list"]
@@ -85,7 +88,7 @@ class Catalogue:
 
     catalogue.find(["espresso"])
     catalogue.put("espresso", {"title": "Espresso", "price": 2.5})
-    catalogue.passing((("price", "<", 3),))
+    np.flatnonzero(np.unpackbits(catalogue.passing([("price", "<", 3)])))
     """
 
     def __init__(self, ids: Ids) -> None:
@@ -103,8 +106,9 @@ class Catalogue:
         self.version = 0  # grows with every change of a column
         self._added: dict[str, int] = {}
         self._added_ids: list[int | str] = []  # of dense ids from N on
-        self._base_masks: dict[Conditions, np.ndarray] = {}
-        self._passing: dict[Conditions, tuple[int, np.ndarray]] = {}
+        # by a hash of the conditions, oldest use first: (bits of the run's items, version, bits of all items)
+        self._passing: dict[bytes, tuple[np.ndarray, int, np.ndarray]] = {}
+        self._cached = 0  # bytes
 
     def __len__(self) -> int:
         return len(self.base) + len(self._added_ids)
@@ -198,39 +202,50 @@ class Catalogue:
             self.version += 1
 
     def passing(self, where: Conditions) -> np.ndarray:
-        """Dense ids of the items that meet all conditions, ascending."""
-        version, cached = self.version, self._passing.get(where)
-        if cached is not None and cached[0] == version:
-            return cached[1]
-        test = expression(where, self.schema)
-        mask = self._base_masks.get(where)
-        if mask is None:
-            mask = _evaluate(self.table, test, len(self.base))
-            _cache(self._base_masks, where, mask)
+        """The bits of the items that meet all conditions, by dense id; `np.unpackbits` gives one byte per item.
+
+        Results are cached up to a number of bytes; a change of items recomputes only the changed rows. Only one thread
+        may call it at a time.
+        """
+        key = blake2b(orjson.dumps(where), digest_size=16).digest()
+        version, cached = self.version, self._forget(key)
+        if cached is None or cached[1] != version:
+            test = expression(where, self.schema)
+            base = _bits(self.table, test, len(self.base)) if cached is None else cached[0]
+            cached = base, version, self._with_changed(base, test)
+        self._passing[key] = cached
+        self._cached += _size(cached)
+        while self._cached > _CACHE and len(self._passing) > 1:
+            self._forget(next(iter(self._passing)))
+        return cached[2]
+
+    def _forget(self, key: bytes) -> tuple[np.ndarray, int, np.ndarray] | None:
+        entry = self._passing.pop(key, None)
+        self._cached -= 0 if entry is None else _size(entry)
+        return entry
+
+    def _with_changed(self, base: np.ndarray, test: pl.Expr) -> np.ndarray:
+        """The bits of the run's items, with those of changed and added items."""
         changed = dict(self.changed)
-        if changed:
-            rows = pl.DataFrame(list(changed.values()), schema=self.schema, orient="row")
-            dense = np.fromiter(changed, np.int64, len(changed))
-            base, mask = mask, np.zeros(max(len(mask), int(dense.max()) + 1), dtype=bool)
-            mask[: len(base)] = base
-            mask[dense] = _evaluate(rows, test, len(rows))
-        passing = np.flatnonzero(mask)
-        _cache(self._passing, where, (version, passing))
-        return passing
+        if not changed:
+            return base
+        rows = pl.DataFrame(list(changed.values()), schema=self.schema, orient="row")
+        dense = np.fromiter(changed, np.int64, len(changed))
+        mask = np.unpackbits(base, count=max(len(self.base), int(dense.max()) + 1))
+        mask[dense] = np.unpackbits(_bits(rows, test, len(rows)), count=len(rows))
+        return np.packbits(mask)
 
 
-def _evaluate(table: pl.DataFrame | None, test: pl.Expr, n: int) -> np.ndarray:
+def _size(entry: tuple[np.ndarray, int, np.ndarray]) -> int:
+    return _ENTRY + entry[0].nbytes + (entry[2].nbytes if entry[2] is not entry[0] else 0)
+
+
+def _bits(table: pl.DataFrame | None, test: pl.Expr, n: int) -> np.ndarray:
     if table is None:  # the only column that a condition can name is then the title, and no item has one
         table = pl.DataFrame({"title": pl.Series([None] * n, dtype=pl.String)})
     elif "title" not in table.columns:
         table = table.with_columns(title=pl.lit(None, pl.String))
-    return table.select(test.fill_null(False)).to_series().to_numpy()
-
-
-def _cache(cache: dict[Conditions, Any], key: Conditions, value: Any) -> None:
-    if len(cache) >= _CACHED:
-        cache.pop(next(iter(cache)), None)
-    cache[key] = value
+    return np.packbits(table.select(test.fill_null(False)).to_series().to_numpy())
 
 
 def _shortest(column: pl.Series) -> pl.Series:

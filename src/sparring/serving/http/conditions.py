@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import polars as pl
 
 from sparring.serving.http.schema import RequestError
 
-Conditions = tuple[tuple[str, str, Any], ...]  # (column, op, value), hashable
+Conditions = Sequence[tuple[str, str, Any]]  # (column, op, value); the value of "in" and "not in" is a list
 
+_DIGITS = str.maketrans("123456789", "000000000")
 _ORDER = {"<": pl.Expr.lt, "<=": pl.Expr.le, ">": pl.Expr.gt, ">=": pl.Expr.ge}
 
 
@@ -28,7 +29,7 @@ def check_column(name: str, schema: Mapping[str, Any], status: int = 422) -> Non
 def _one(column: str, op: str, value: Any, schema: Mapping[str, Any]) -> pl.Expr:
     check_column(column, schema)
     dtype, values = schema[column], pl.col(column)
-    if isinstance(value, tuple) != (op in ("in", "not in")):
+    if isinstance(value, list) != (op in ("in", "not in")):
         raise RequestError(422, f"{column} {op}: give {'a list of values' if op in ('in', 'not in') else 'one value'}")
     if isinstance(dtype, (pl.List, pl.Array)):
         if op != "contains":
@@ -44,14 +45,10 @@ def _one(column: str, op: str, value: Any, schema: Mapping[str, Any]) -> pl.Expr
             message = f"{column} contains: needs a text column and a text, not {dtype} and {str(value)[:80]!r}"
             raise RequestError(422, message)
         return values.str.to_lowercase().str.contains(value.lower(), literal=True)
-    if isinstance(value, tuple):
-        if len(value) > 64 and dtype == pl.String and all(isinstance(choice, str) for choice in value):
-            among = values.is_in(list(value))
-        elif value:
-            among = pl.any_horizontal([values == _literal(column, choice, dtype) for choice in value])
-        else:
-            among = pl.lit(False)
-        return among.fill_null(False) if op == "in" else ~among.fill_null(False)
+    if isinstance(value, list):
+        choices = _choices(column, value, dtype)
+        among = values.cast(choices.dtype).is_in(choices.implode()).fill_null(False)
+        return among if op == "in" else ~among
     literal = _literal(column, value, dtype)
     if op == "=":
         return values == literal
@@ -60,22 +57,53 @@ def _one(column: str, op: str, value: Any, schema: Mapping[str, Any]) -> pl.Expr
     return _ORDER[op](values, literal)
 
 
+def _choices(column: str, values: list[Any], dtype: Any) -> pl.Series:
+    """The values with the type of the column (floats for decimals), for one membership test of all of them."""
+    for value in values:
+        if not _comparable(value, dtype):
+            raise _incomparable(column, value, dtype)
+    if dtype.is_temporal():
+        shapes: dict[str, list[str]] = {}  # polars parses a series by the format of its first text
+        for value in values:
+            shapes.setdefault(value.translate(_DIGITS), []).append(value)
+        return pl.concat([pl.Series([], dtype=dtype), *(_times(column, texts, dtype) for texts in shapes.values())])
+    if dtype.is_integer():  # no other number equals one of the column
+        bits = int(str(dtype).lstrip("UInt"))
+        low, high = (0, 2**bits) if dtype.is_unsigned_integer() else (-(2 ** (bits - 1)), 2 ** (bits - 1))
+        values = [int(value) for value in values if value == int(value) and low <= value < high]
+    elif dtype.is_numeric():
+        floats = pl.Series(list(map(float, values)), dtype=pl.Float64)
+        return floats.cast(dtype) if dtype.is_float() else floats
+    return pl.Series(values, dtype=dtype)
+
+
 def _literal(column: str, value: Any, dtype: Any) -> pl.Expr:
     """The value with a type that can be compared with the column."""
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if (
-        (dtype.is_numeric() and number)
-        or (dtype == pl.String and isinstance(value, str))
-        or (dtype == pl.Boolean and isinstance(value, bool))
-    ):
-        try:
-            return pl.lit(pl.Series([value])[0]) if number else pl.lit(value)
-        except (OverflowError, TypeError, pl.exceptions.PolarsError) as error:
-            raise RequestError(422, f"{str(value)[:80]} is too large a number for column {column!r}") from error
-    if dtype.is_temporal() and isinstance(value, str):
-        try:
-            return pl.lit(pl.Series([value]).str.strptime(dtype)[0], dtype)
-        except pl.exceptions.PolarsError as error:
-            how = "write it as 2026-11-15 or 2026-11-15T12:00:00"
-            raise RequestError(422, f"{value[:80]!r} is not a {dtype} for column {column!r}: {how}") from error
-    raise RequestError(422, f"column {column!r} has type {dtype}: it cannot be compared with {str(value)[:80]!r}")
+    if not _comparable(value, dtype):
+        raise _incomparable(column, value, dtype)
+    return pl.lit(_times(column, [value], dtype)[0], dtype) if dtype.is_temporal() else pl.lit(value)
+
+
+def _comparable(value: Any, dtype: Any) -> bool:
+    if isinstance(value, bool):
+        return bool(dtype == pl.Boolean)
+    if isinstance(value, str):
+        return bool(dtype == pl.String or dtype.is_temporal())
+    return bool(dtype.is_numeric())
+
+
+def _incomparable(column: str, value: Any, dtype: Any) -> RequestError:
+    return RequestError(422, f"column {column!r} has type {dtype}: it cannot be compared with {str(value)[:80]!r}")
+
+
+def _times(column: str, texts: list[str], dtype: Any) -> pl.Series:
+    """Times of one format."""
+    try:
+        times = pl.Series(texts).str.strptime(dtype, strict=False)
+    except (pl.exceptions.PolarsError, ValueError):  # no known format, or a column of durations
+        times = pl.Series([None] * len(texts))
+    if times.has_nulls() or times.dtype != dtype:  # a text with a zone gives another type
+        wrong = texts[int(times.is_null().arg_max() or 0)]
+        how = "write it as 2026-11-15 or 2026-11-15T12:00:00"
+        raise RequestError(422, f"{wrong[:80]!r} is not a {dtype} for column {column!r}: {how}")
+    return times

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from sparring.core.errors import UserError
 from sparring.serving.http.schema import RequestError
 from sparring.serving.http.served_run import ServedRun, load_served, signature
 from sparring.serving.http.store import Change, Store
+from sparring.serving.http.threads import contained
 
 _DRAIN_SECONDS = 2.0  # after a swap, until the memory of the replaced run is released
 
@@ -39,12 +41,16 @@ class RunRegistry:
         roots: Sequence[Path] = (),
         log: Callable[..., None] = lambda event, **facts: None,
         as_given: bool = False,
+        *,
         recipe: str | None = None,
         trust: bool = False,
+        unfinished: bool = False,
     ) -> None:
         if not folders:
             raise UserError("give at least one run to serve")
         self.store, self.log, self.recipe, self.trust = store, log, recipe, trust
+        self._load = partial(load_served, recipe=recipe, trust=trust, unfinished=unfinished)
+        self.problems: dict[str, str] = {}  # run -> why the watch could not reload it
         self.roots = [root.resolve() for root in roots] or [folder.resolve().parent for folder in folders]
         self._writing, self._loading = threading.Lock(), threading.Lock()
         self._runs: dict[str, ServedRun] = {}
@@ -100,9 +106,9 @@ class RunRegistry:
             raise RequestError(409, "another run is being loaded; try again when it is done")
         began = time.perf_counter()
         try:
-            new = load_served(folder, slot, self.recipe, self.trust)
+            new = contained(self._load, folder, slot)
             self._adopt(new)
-        except (UserError, OSError, RuntimeError, ValueError, KeyError, TypeError, EOFError, MemoryError) as error:
+        except Exception as error:  # whatever is wrong with the new run, the current one keeps serving
             why = " ".join(str(error).split()) or type(error).__name__
             self.log("reload failed", run=slot, folder=str(folder), why=why)
             raise RequestError(422, f"could not load {folder}; still serving the previous run: {why}") from error
@@ -131,10 +137,10 @@ class RunRegistry:
         if swapped and Path(swapped) != folder.resolve():
             try:
                 self.log("swapped earlier", run=name, given=str(folder), folder=swapped)
-                return load_served(Path(swapped), name, self.recipe, self.trust)
-            except (UserError, OSError) as error:
-                self.log("swapped run lost", run=name, folder=swapped, why=str(error))
-        return load_served(folder, name, self.recipe, self.trust)
+                return contained(self._load, Path(swapped), name)
+            except Exception as error:
+                self.log("swapped run lost", run=name, folder=swapped, why=" ".join(str(error).split()))
+        return self._load(folder, name)
 
     def _adopt(self, new: ServedRun) -> None:
         new.apply(self.store.since(0), self.store.sequence)

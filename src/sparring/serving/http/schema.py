@@ -13,6 +13,7 @@ MAX_IDS = 10_000  # ids in a history, an allow list or a deny list
 MAX_ITEMS = 1000  # items put or deleted by one request
 MAX_CONDITIONS = 16  # in one filter
 MAX_FIELDS = 32  # item columns in one response
+MAX_VALUES = 1 << 20  # values in one response: queries x k x columns
 MAX_TEXT = 10_000  # characters of a text, a title or a value
 MAX_ID = 1024  # characters of an id
 MAX_DIM = 65_536  # numbers in a vector
@@ -37,10 +38,13 @@ class RequestError(Exception):
 
 Text = Annotated[StrictStr, Field(max_length=MAX_TEXT)]
 Name = Annotated[StrictStr, Field(max_length=MAX_ID)]
-Id = StrictInt | Name
+Int = Annotated[StrictInt, Field(ge=-(2**63), le=2**63 - 1)]  # a response cannot hold larger ones
+Id = Int | Name
 RequestIds = Annotated[list[Id], Field(max_length=MAX_IDS)]
 Queries = Annotated[list[Id], Field(min_length=1, max_length=MAX_QUERIES)]
-Scalar = StrictBool | StrictInt | StrictFloat | Text
+Float = Annotated[StrictFloat, Field(allow_inf_nan=False)]
+# the frequent types first: a filter may have 160,000 values; an integer beyond 64 bits is a float
+Scalar = Annotated[Int | Text | Float | StrictBool, Field(union_mode="left_to_right")]
 Vector = Annotated[list[float], Field(min_length=1, max_length=MAX_DIM)]
 Op = Literal["=", "!=", "<", "<=", ">", ">=", "in", "not in", "contains"]
 

@@ -15,6 +15,7 @@ import torch
 
 from sparring.serving.http.schema import RequestError
 from sparring.serving.http.served_run import ServedRun
+from sparring.serving.http.threads import contained
 
 _MAX_BATCH = 64  # queries in one search
 _MIN_SHARE = 8  # queries below which splitting the work over a second thread does not pay
@@ -31,8 +32,9 @@ class SearchJob:
     k: int
     exclude: Sequence[np.ndarray]
     allow: np.ndarray | None = None
+    passing: np.ndarray | None = None  # the bits of the items that may be listed: many ids take 64 times the memory
     deny: np.ndarray | None = None
-    filters: Any = None  # equal if allow and deny are equal; None without filters
+    filters: Any = None  # equal if allow, passing and deny are equal; None without filters
     fields: tuple[str, ...] = ()
     unknown: Sequence[int | str] = ()  # items of a history that the run does not know
     missing: frozenset[int | str] = frozenset()  # unknown queries; every field but `queries` skips them
@@ -54,7 +56,8 @@ class Searcher:
 
     Requests with the same run, k, fields and filters form one batch: users are encoded and titles looked up once for
     all of them. No request is delayed to fill a batch. All work but that of FAISS needs the interpreter lock, so each
-    worker searches with one thread.
+    worker searches with one thread. A batch that fails is searched again in halves, down to the request that fails
+    by itself, so that it fails alone.
     """
 
     def __init__(self, write: Write, threads: int = 1, max_waiting: int = 4096) -> None:
@@ -145,9 +148,14 @@ class Searcher:
     def _answer(self, batch: list[SearchJob]) -> None:
         responses: Sequence[bytes | Exception]
         try:
-            responses = self._search(batch)
+            responses = contained(self._search, batch)
         except Exception as error:
-            responses = [error] * len(batch)
+            if len(batch) > 1:
+                middle = len(batch) // 2
+                self._answer(batch[:middle])
+                self._answer(batch[middle:])
+                return
+            responses = [error]
         loops: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[bytes], bytes | Exception]]] = {}
         for job, response in zip(batch, responses, strict=True):
             if job.response is not None:
@@ -159,7 +167,8 @@ class Searcher:
     def _search(self, batch: list[SearchJob]) -> list[bytes]:
         first, q = batch[0], _query_vectors(batch)
         exclude = [items for job in batch for items in job.exclude]
-        scores, items = first.served.index.search(q, first.k, exclude, first.allow, first.deny)
+        allow = first.allow if first.passing is None else np.flatnonzero(np.unpackbits(first.passing))
+        scores, items = first.served.index.search(q, first.k, exclude, allow, first.deny)
         with self._wake:
             self.batches += 1
             self.searched += len(q)

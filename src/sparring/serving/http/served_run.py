@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,9 @@ from sparring.training.item_vectors import mean_query
 from sparring.training.trained import Trained
 
 _PROBES = 16  # queries and items that a newly loaded run is tried on
-_SIGNED = ("run.json", "model.safetensors", f"{FOLDER}/{index_files.META}")
+# result.json too: an interrupted run that is resumed may end with the model that it already had
+_RUN = ("run.json", "model.safetensors", "result.json")
+_SIGNED = (*_RUN, f"{FOLDER}/{index_files.META}")
 
 
 @dataclass(eq=False)
@@ -127,10 +129,11 @@ class ServedRun:
         """Whether searches can find an item: it is placed and not deleted."""
         return self.index.has(dense)
 
-    def place(self, change: Change) -> np.ndarray | None:
+    def place(self, change: Change, placed: Mapping[int, np.ndarray] | None = None) -> np.ndarray | None:
         """The vector that a change gives an item; None to keep the trained vector; RequestError if there is none.
 
         An item in the training data keeps its trained vector unless the change was made under this very model.
+        `placed` has vectors by dense id that are not in the index yet.
         """
         dense = self.catalogue.find_one(change.id)
         trained = 0 <= dense < self.trained.model.n_items
@@ -140,7 +143,7 @@ class ServedRun:
         if vector is None and change.text is not None:
             vector = self.placer.from_text(change.text, change.columns)
         if vector is None and change.like:
-            vector = self._from_like(change.like)
+            vector = self._from_like(change.like, placed or {})
         if vector is None and not trained:
             vector = self.placer.from_columns(change.columns)
             if vector is None:
@@ -154,21 +157,24 @@ class ServedRun:
             raise RequestError(422, f"item {change.id!r} would get a vector that is zero or not finite")
         return vector
 
-    def _from_like(self, like: Sequence[int | str]) -> np.ndarray | None:
+    def _from_like(self, like: Sequence[int | str], placed: Mapping[int, np.ndarray]) -> np.ndarray | None:
         dense = self.catalogue.find(like)
         untrained = np.fromiter((item in self.untrained for item in dense.tolist()), bool, len(dense))
         trained = dense[(dense >= 0) & (dense < len(self.index.ids)) & ~untrained]  # even if deleted since
         others = dense[(dense >= len(self.index.ids)) | untrained]
         vectors = [np.asarray(self.index.vectors[trained])] if len(trained) else []
-        vectors += [self.index.vectors_of(np.array([item])) for item in others.tolist() if self.index.has(item)]
+        for item in others.tolist():
+            if item in placed:
+                vectors.append(placed[item][None])
+            elif self.index.has(item):
+                vectors.append(self.index.vectors_of(np.array([item])))
         return self.placer.from_like(np.concatenate(vectors)) if vectors else None
 
     def apply(self, changes: Iterable[Change], sequence: int) -> None:
         """Apply changes from the store. An item that this run cannot place waits for a run that can."""
         removed: set[int] = set()
-        placed: dict[int, np.ndarray] = {}
-        changes, postponed = list(changes), list[Change]()
-        for change in changes:
+        placed: dict[int, np.ndarray] = {}  # joined to the index at once: every addition copies the earlier ones
+        for change in _after_those_they_are_like(list(changes)):
             self.waiting.pop(str(change.id), None)
             if change.deleted:
                 dense = self.catalogue.find_one(change.id)
@@ -178,10 +184,9 @@ class ServedRun:
                     self.catalogue.forget(dense)
                 continue
             try:
-                vector = self.place(change)
+                vector = self.place(change, placed)
             except RequestError:
                 self.waiting[str(change.id)] = change.id
-                postponed += [change] if change.like else []
                 continue
             dense = self.catalogue.put(change.id, change.columns)
             removed.discard(dense)
@@ -190,22 +195,39 @@ class ServedRun:
                     continue
                 vector = np.asarray(self.index.vectors[dense])
             placed[dense] = vector
-            if change.like is not None:  # a later item may be like this one
-                self.index.add(np.array([dense]), vector[None])
         self.moved |= removed | placed.keys()
         if removed:
             self.index.remove(np.fromiter(removed, np.int64, len(removed)))
         if placed:
             self.index.add(np.fromiter(placed, np.int64, len(placed)), np.stack(list(placed.values())))
         self.sequence = sequence
-        if 0 < len(postponed) < len(changes):  # an item may come before the items it is like
-            self.apply(postponed, sequence)
 
 
-def signature(folder: Path) -> tuple[Any, ...]:
+def _after_those_they_are_like(changes: list[Change]) -> list[Change]:
+    """The changes, one per item, in their order, except that each follows the items of the same list that it is like.
+
+    Without recursion: a chain of items, each like the next, may have any length. A circle is cut at its first change.
+    """
+    by_id = {str(change.id): change for change in changes}
+    ordered: dict[str, Change] = {}
+    begun: set[str] = set()
+    for first in by_id:
+        stack = [first]
+        while stack:
+            key = stack[-1]
+            if key not in begun:
+                begun.add(key)
+                like = map(str, by_id[key].like or ())
+                stack += [other for other in like if other in by_id and other not in begun]
+            else:
+                ordered.setdefault(stack.pop(), by_id[key])
+    return list(ordered.values())
+
+
+def signature(folder: Path, names: Sequence[str] = _SIGNED) -> tuple[Any, ...]:
     """A value that changes whenever the run or its index is written again."""
     stats = []
-    for name in _SIGNED:
+    for name in names:
         try:
             stat = (folder / name).stat()
             stats.append((stat.st_mtime_ns, stat.st_size, stat.st_ino))
@@ -214,14 +236,16 @@ def signature(folder: Path) -> tuple[Any, ...]:
     return tuple(stats)
 
 
-def load_served(folder: Path, name: str, recipe: str | None = None, trust: bool = False) -> ServedRun:
+def load_served(
+    folder: Path, name: str, recipe: str | None = None, trust: bool = False, unfinished: bool = False
+) -> ServedRun:
     """Load a run with its index and probe them: finite vectors, an index of this model, searches that find items.
 
-    `recipe` and `trust` as in `load`. A run without an index is searched exactly. A damaged index, or that of another
-    model, raises UserError.
+    `recipe`, `trust` and `unfinished` as in `load`. A run without an index is searched exactly. A damaged index, or
+    that of another model, raises UserError.
     """
     before = signature(folder)
-    trained = runs.load(folder, recipe=recipe, trust=trust)
+    trained = runs.load(folder, recipe=recipe, trust=trust, unfinished=unfinished)
     notes = []
     if (folder / FOLDER / index_files.META).is_file():
         index = open_index(folder)
@@ -237,6 +261,8 @@ def load_served(folder: Path, name: str, recipe: str | None = None, trust: bool 
     catalogue, users, placer = Catalogue(trained.ids), IdLookup(trained.ids.query_ids), ItemPlacer(trained, model)
     served = ServedRun(name, folder, trained, index, catalogue, users, placer, before, notes=notes)
     _check(served)
+    if signature(folder, _RUN) != before[: len(_RUN)]:  # an index is replaced at once, and was read whole
+        raise UserError(f"{folder} was written while it was read: try again when that is done")
     untrained = trained.eligibility.items.numpy()
     if len(untrained):
         index.remove(untrained)

@@ -17,6 +17,7 @@ from sparring.serving.http.runs import RunRegistry
 from sparring.serving.http.schema import Limits, RequestError
 from sparring.serving.http.served_run import signature
 from sparring.serving.http.telemetry import EventLog
+from sparring.serving.http.threads import contained
 from sparring.training.folder import is_held
 
 
@@ -95,16 +96,38 @@ def _log_notes(registry: RunRegistry, log: EventLog) -> None:
 
 
 def _watch(registry: RunRegistry, seconds: float, stop: threading.Event) -> None:
-    """Reload runs whose files change, unless training is in progress. A rejected run waits for its next change."""
+    """Reload runs whose files change, unless training is in progress. A rejected run waits for its next change.
+
+    A failure of any kind is logged and shown by /readyz until the run is reloaded, and the watch goes on.
+    """
     rejected: dict[str, object] = {}
     while not stop.wait(seconds):
-        for name, folder, loaded in [(served.name, served.folder, served.signature) for served in registry.runs]:
-            current = signature(folder)
-            if current == loaded or rejected.get(name) == current or is_held(folder):  # held: training is in progress
-                continue
-            if stop.wait(min(seconds, 1.0)) or signature(folder) != current:  # still being written
-                continue
+        for name in [served.name for served in registry.runs]:
             try:
-                registry.reload(None, name)
-            except RequestError:
-                rejected[name] = current
+                contained(_reload_changed, registry, name, rejected, min(seconds, 1.0), stop)
+            except Exception as error:
+                why = " ".join(str(error).split()) or type(error).__name__
+                why = why.replace(str(registry.served(name).folder), name)  # /readyz needs no token
+                if registry.problems.get(name) != why:  # a lasting failure is logged once
+                    registry.log("watch failed", run=name, why=why)
+                registry.problems[name] = why
+
+
+def _reload_changed(
+    registry: RunRegistry, name: str, rejected: dict[str, object], settle: float, stop: threading.Event
+) -> None:
+    folder, loaded = registry.served(name).folder, registry.served(name).signature
+    current = signature(folder)
+    if current == loaded:
+        registry.problems.pop(name, None)
+    elif rejected.get(name) != current and not is_held(folder):  # held: training is in progress
+        if stop.wait(settle) or signature(folder) != current:  # still being written
+            return
+        try:
+            registry.reload(None, name)
+        except RequestError as error:
+            if error.status == 409:  # another reload is in progress: look again after it
+                return
+            rejected[name] = current
+            raise
+        registry.problems.pop(name, None)
