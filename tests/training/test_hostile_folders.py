@@ -345,21 +345,26 @@ def test_only_the_caller_chooses_the_code(copied: Callable[[str], Path], guarded
             del sys.modules[name]
 
 
-@pytest.mark.parametrize("name", ["../outside/x", "/etc/passwd", "..", "", "a/../b", 5, None, "x\0y"])
+@pytest.mark.parametrize("name", [Path("x"), "../outside/x", "/etc/passwd", "..", "", "a/../b", 5, None, "x\0y"])
 def test_names_in_descriptions_are_plain(
     name: object, copied: Callable[[str], Path], readers: dict[str, dict[str, Reader]], guarded: Guarded
 ) -> None:
-    """index.json, prepared.json, the index of shards and a checkpoint cannot name a file outside their folder."""
+    """index.json, prepared.json, the index of shards and a checkpoint cannot name a file outside their folder, not even
+    a faithful copy (`x`)."""
     index, prepared, tables = copied("run") / "index", copied("prepared"), copied("tables")
+    outside = guarded.outside / "x"
+    name = str(outside) if isinstance(name, Path) else name
     meta = json.loads((index / "index.json").read_text())
+    shutil.copy(index / meta["files"]["vectors"]["name"], outside)
     meta["files"]["vectors"]["name"] = name
     (index / "index.json").write_text(json.dumps(meta))
     guarded.refuses(readers["run/index"]["index"], index)
     meta = json.loads((prepared / "prepared.json").read_text())
-    meta["files"] = {str(name): {"bytes": 5}, **meta["files"]}
+    meta["files"] = {str(name): {"bytes": outside.stat().st_size}, **meta["files"]}
     (prepared / "prepared.json").write_text(json.dumps(meta))
     guarded.refuses(readers["prepared"]["read"], prepared)
     meta = json.loads((tables / "index.json").read_text())
+    shutil.copy(tables / meta["shards"][0]["name"], outside)
     meta["shards"][0]["name"] = name
     (tables / "index.json").write_text(json.dumps(meta))
     guarded.refuses(readers["tables"]["shards"], tables)

@@ -195,15 +195,15 @@ def recorded(meta: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     record = meta.get("source") or {}
     if "data" not in record:
         raise UserError(f"{folder / 'run.json'} does not record where its data came from: give --data")
-    rule = record.get("split") if isinstance(record.get("split"), dict) else {}
-    parts = [(rule, {"how": str, "valid": (int, float), "test": (int, float), "seed": int})]
-    parts += [(record, {"data": str, "columns": dict, "fingerprint": str, "k": list})]
-    for part, kinds in parts:
-        for name, kind in kinds.items():
-            if not isinstance(part.get(name), kind) or (part is rule and len(rule) != len(kinds)):
-                raise UserError(
-                    f"{folder / 'run.json'} is corrupt: its source has no usable {name}; train the run again"
-                )
+    kinds: dict[str, Any] = {"data": str, "columns": dict, "fingerprint": str, "k": list, "split": dict}
+    rule: dict[str, Any] = {"how": str, "valid": (int, float), "test": (int, float), "seed": int}
+    wrong = [name for name, kind in kinds.items() if not isinstance(record.get(name), kind)]
+    if not wrong:
+        split = record["split"]
+        wrong = [name for name, kind in rule.items() if not isinstance(split.get(name), kind)]
+        wrong += list(split.keys() - rule.keys())
+    if wrong:
+        raise UserError(f"{folder / 'run.json'} is corrupt: its source has no usable {wrong[0]}; train the run again")
     for name in record["columns"].keys() - {*COLUMNS, "min_rating", "items", "queries"}:
         raise UserError(f"{folder / 'run.json'} is corrupt: its source has the column {name!r}; train the run again")
     return dict(record)
