@@ -24,7 +24,6 @@ from sparring.data.interactions import Interactions, Split, Vocabulary
 from sparring.data.synthetic_world import SyntheticWorld
 from sparring.recipes.settings import build
 from sparring.training.fitting import fit
-from sparring.training.folder import is_finished
 from sparring.training.loop import TrainingProgress
 from sparring.training.trained import Trained, load
 from support.run_files import approve
@@ -423,15 +422,3 @@ def test_an_interrupted_training_is_not_taken_for_a_run(
     assert len(load(copy, unfinished=True).recommend(["user-001"], 5)) == 5
     train(resume=True)
     assert torch.equal(load(copy).item_vectors(), finished)
-
-
-def test_a_run_without_its_classifiers_is_not_finished(copy: Path) -> None:
-    """A run that trains classifiers after its towers is finished when their test is written."""
-    meta = json.loads((copy / "run.json").read_text())
-    assert is_finished(copy)
-    meta["setup"]["classifiers"]["epochs"] = 2
-    (copy / "run.json").write_text(json.dumps(meta))
-    assert not is_finished(copy)
-    result = json.loads((copy / "result.json").read_text())
-    (copy / "result.json").write_text(json.dumps({**result, "stages": {}}))
-    assert is_finished(copy)
