@@ -60,7 +60,7 @@ Rows = TypeVar("Rows", bound=RawRows)
 
 
 def clean(rows: Rows, roles: Mapping[str, str], columns: Columns, source: str) -> tuple[Rows, list[str]]:
-    """Typed rows with ids, times and a sufficient rating, and a note for each kind of dropped row.
+    """Typed rows with ids and a sufficient rating, and notes on dropped rows, null times and null weights.
 
     `roles` maps each role to its column, `columns` are the caller's arguments, and `source` names the table in errors.
     """
@@ -75,7 +75,7 @@ def clean(rows: Rows, roles: Mapping[str, str], columns: Columns, source: str) -
     counted |= {f"without_{role}": f"{keep} AND {SHORT[role]} IS NULL" for role in ("time", "weight") if role in roles}
     counts = rows.count({**counted, "left": keep})
     notes, timed = _notes(counts, roles, columns, source)
-    rows = rows.where(f"{keep} AND t IS NOT NULL" if timed else keep)
+    rows = rows.where(keep)
     unused = ["t"] * ("time" in roles and not timed) + ["r"] * ("rating" in roles)
     for name in unused:
         rows = rows.drop(name)
@@ -104,6 +104,8 @@ def _typed(rows: Rows, role: str, holds: str) -> Rows:
     if kind not in ("integer", "float", "decimal", "boolean", "null"):
         raise UserError(f"{holds} {dtype}; expected numbers")
     rows = rows.with_column(name, f"NULLIF(CAST({name} AS DOUBLE), {_NAN})")
+    if role == "time" and rows.first(name, f"ABS({name}) = CAST('Infinity' AS DOUBLE)") is not None:
+        raise UserError(f"{holds} an infinite number; times must be finite, or null where unknown")
     if role == "weight":
         wrong = rows.first(name, f"{name} < 0 OR {name} = CAST('Infinity' AS DOUBLE)")
         if wrong is not None:
@@ -118,14 +120,14 @@ def _coded(rows: Rows, role: str, holds: str) -> Rows:
     unknown = ["null"] * (None in words) + sorted(repr(word) for word, code in codes.items() if code is None)
     if unknown:
         shown = ", ".join(unknown[:3]) + ", ..." * (len(unknown) > 3)
-        raise UserError(f'{holds} {shown}; expected {_EXPECTED[role]}, or pass {role}="" to leave it out')
+        raise UserError(f'{holds} {shown}; expected {_EXPECTED[role]}, or name it "none" to leave it out', role)
     return rows.with_codes(SHORT[role], {word: code for word, code in codes.items() if code is not None})
 
 
 def _notes(
     counts: Mapping[str, int], roles: Mapping[str, str], columns: Columns, source: str
 ) -> tuple[list[str], bool]:
-    """A note for each kind of dropped row, and whether the rows have times; an error where no row is left."""
+    """A note for each kind of dropped or filled row, and whether any has a time; an error where no row is left."""
     lowest = columns.get("min_rating")
     if not counts["rows"]:
         raise UserError(f"{source} is empty: it has no rows")
@@ -146,7 +148,7 @@ def _notes(
         notes.append(f"ignored the column {roles['time']}: it holds nulls only")
         timed = False
     elif counts.get("without_time"):
-        notes.append(f"dropped {counts['without_time']:,} rows with a null {roles['time']}")
+        notes.append(f"{counts['without_time']:,} rows have no {roles['time']}: they count as the earliest, and train")
     if counts.get("without_weight"):
         notes.append(f"counted {counts['without_weight']:,} rows with a null {roles['weight']} as weight 1")
     return notes, timed

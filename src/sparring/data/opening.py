@@ -13,7 +13,7 @@ import polars as pl
 from sparring.core.errors import UserError
 from sparring.data.columns import Columns, find_column, inline_text_columns
 from sparring.data.lines import check_utf8
-from sparring.data.table import OpenTable, read_errors
+from sparring.data.table import OpenTable, file_states, read_errors
 
 _PARQUET = (".parquet", ".pq")
 _TEXT = (".csv", ".tsv", ".txt", ".csv.gz", ".tsv.gz", ".txt.gz")
@@ -65,7 +65,8 @@ def inline_texts(table: OpenTable, role: str) -> tuple[str, list[str]]:
 def open_rows(path: Path) -> OpenTable:
     """The rows of a file, a folder or a glob, unread, and the tables beside them."""
     with read_errors(str(path)):
-        return replace(_open(path), source=str(path))
+        opened = _open(path)
+        return replace(opened, source=str(path), opened=file_states(opened.files))
 
 
 def _open(path: Path) -> OpenTable:
@@ -90,7 +91,7 @@ def _open(path: Path) -> OpenTable:
     if name.endswith(_PARQUET):
         return OpenTable(pl.scan_parquet(path), {}, files=(path,))
     if name.endswith(_TEXT):
-        return OpenTable(_scan_text(path), {}, text=True)
+        return OpenTable(_scan_text(path), {}, text=True, files=(path,))
     raise UserError(f"{path}: unknown kind of file; expected {', '.join((*_PARQUET, *_TEXT, '.inter'))} or a folder")
 
 
@@ -235,12 +236,13 @@ def _recbole(folder: Path, parts: dict[str | None, Path], stem: str) -> OpenTabl
         file = folder / f"{stem}.{kind}"
         with read_errors(str(file)):
             tables[kind] = _atomic(file).collect() if file.is_file() else None
-    return OpenTable(pl.concat(scans), {}, text=True, items=tables["item"], queries=tables["user"])
+    files = tuple(parts.values())
+    return OpenTable(pl.concat(scans), {}, text=True, items=tables["item"], queries=tables["user"], files=files)
 
 
 def _lightgcn(folder: Path) -> OpenTable:
     """LightGCN's lists: lines of `user item item ...`; the name of the file is the part."""
-    scans = []
+    scans, files = [], []
     for part, names in _PARTS.items():
         file = next((folder / f"{name}.txt" for name in names if (folder / f"{name}.txt").is_file()), None)
         if file is None:
@@ -251,4 +253,5 @@ def _lightgcn(folder: Path) -> OpenTable:
         ids = ids.filter(pl.col("line").list.len() > 1)
         pairs = ids.select(pl.col("line").list.first().alias("user_id"), pl.col("line").list.slice(1).alias("item_id"))
         scans.append(pairs.explode("item_id").with_columns(pl.lit(part).alias("split")))
-    return OpenTable(pl.concat(scans), {}, text=True)
+        files.append(file)
+    return OpenTable(pl.concat(scans), {}, text=True, files=tuple(files))
