@@ -104,7 +104,7 @@ def test_evaluate_repeats_the_figures_of_the_training(world: Path, capsys: pytes
 def test_evaluate_on_other_data_leaves_out_training_pairs(
     world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of another file, only pairs with known ids that training did not see are ranked."""
+    """Of another file, only pairs with known ids that training did not see are ranked; the rest is counted."""
     trained = runs.load(world / "run")
     start, items = trained.seen.start, trained.seen.items
     first = set(items[start[0] : start[1]].tolist())
@@ -118,6 +118,14 @@ def test_evaluate_on_other_data_leaves_out_training_pairs(
     assert result["queries"] == 1
     assert result["metrics"]["recall@40"] == 1.0
     assert result["metrics"]["precision@40"] == pytest.approx(3 / 40)
+    counts = {"pairs": 7, "trained": 2, "unknown_query_pairs": 1, "unknown_item_pairs": 1}
+    assert counts.items() <= result["left_out"].items()
+    words = ["evaluate", str(world / "run"), "--data", str(tmp_path / "other.csv"), "--unknown", "miss", "--k", "40"]
+    assert main([*words, "--json"]) == 0
+    missed = json.loads(capsys.readouterr().out)
+    assert missed["metrics"]["recall@40"] == pytest.approx((3 / 4 + 0) / 2)
+    assert main(words) == 0
+    assert "of 7 pairs 2 were trained on, and 2 (1 of 1 unknown queries" in capsys.readouterr().out
 
 
 def test_evaluate_in_another_dialect(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -218,7 +226,7 @@ def test_data_commands(world: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "item_id (Int64), stock_code (String), title (String)" in shown.out
     assert "six" in shown.out
     assert len(shown.err.splitlines()) == 1
-    assert "not a file of interactions" in shown.err
+    assert "does not read as interactions, though --items" in shown.err
 
 
 def test_resume_continues_and_refuses_changes(world: Path, tmp_path: Path, refused: Callable[..., str]) -> None:

@@ -115,6 +115,7 @@ def test_a_lock_excludes_other_processes(tmp_path: Path) -> None:
 def test_hints_of_errors() -> None:
     """did_you_mean suggests the nearest choice or nothing; first_line is never empty and has a single line."""
     assert did_you_mean("bit", ["xir", "bir"]) == " (did you mean 'bir'?)"
+    assert did_you_mean("XIR", ["xir", "bir"]) == " (did you mean 'xir'?)"
     assert did_you_mean("zzz", ["xir", "bir"]) == ""
     assert first_line(ValueError("  a\nb")) == "a"
     assert first_line(ValueError()) == "ValueError"
