@@ -355,6 +355,33 @@ def test_bad_arguments_are_refused(world: Path, tmp_path: Path, refused: Callabl
     assert not (tmp_path / "out").exists()
 
 
+def test_train_says_how_weights_count(
+    world: Path, tmp_path: Path, refused: Callable[..., str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A skewed column called weight has to be named; then its spread is printed, and in the batch of run.json."""
+    pairs = pl.read_parquet(world / "pairs.parquet")
+    weight = np.ones(len(pairs))
+    weight[0] = 5000
+    pairs.with_columns(weight=pl.Series(weight)).write_parquet(tmp_path / "played.parquet")
+    words = [
+        "train",
+        "--data",
+        str(tmp_path / "played.parquet"),
+        "--epochs",
+        "1",
+        "--out",
+        str(tmp_path / "run"),
+        *QUICK,
+    ]
+    refused(words, "5,000 times the median", "--weight-column 'weight' or 'none'")
+    for column, said in (("weight", True), ("none", False)):
+        assert main([*words, "--overwrite", "--weight-column", column]) == 0
+        out = capfd.readouterr().out
+        assert ("weight multiplies the loss of each pair: 1 to 5,000, median 1" in out) == said
+        batch = " ".join(json.loads((tmp_path / "run" / "run.json").read_text())["batch"])
+        assert ("times the weight of its pair" in batch) == said
+
+
 def test_bad_runs_are_refused(world: Path, tmp_path: Path, refused: Callable[..., str]) -> None:
     """A folder without a run, a corrupt model or checkpoint, an unknown query and too large a cutoff are refused."""
     refused(["evaluate", tmp_path / "missing"], "missing")

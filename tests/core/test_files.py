@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from sparring.core import files
-from sparring.core.errors import UserError, did_you_mean, first_line
+from sparring.core.errors import UserError, did_you_mean, first_line, out_of_memory
 from sparring.core.locks import HeldError, Lock, is_held
 
 
@@ -120,3 +120,12 @@ def test_hints_of_errors() -> None:
     assert first_line(ValueError("  a\nb")) == "a"
     assert first_line(ValueError()) == "ValueError"
     assert len(first_line(ValueError("x" * 999))) == 200
+
+
+def test_a_failed_allocation_is_recognised() -> None:
+    """PyTorch raises a plain RuntimeError on the CPU; another one is not taken for it."""
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**60, dtype=torch.uint8)
+    assert out_of_memory(caught.value)
+    assert out_of_memory(MemoryError())
+    assert not out_of_memory(RuntimeError("shapes do not match"))

@@ -133,7 +133,7 @@ def test_spark_refuses_in_one_line(spark: Any, tmp_path: Path, capfd: pytest.Cap
         "words": (frame.with_columns(weight=pl.lit("much")), "text"),
         "when": (frame.with_columns(timestamp=pl.lit("2020-01-01")), "dates"),
         "part": (frame.with_columns(split=pl.lit("later")), "'later'"),
-        "nulls": (frame.with_columns(user_id=pl.lit(None, dtype=pl.String)), "null in 'user_id'"),
+        "nulls": (frame.with_columns(user_id=pl.lit(None, dtype=pl.String)), "null or empty 'user_id'"),
         "empty": (frame.clear(), "is empty"),
     }
     for table, words in wrong.values():

@@ -145,13 +145,13 @@ def test_rows_without_ids_are_dropped_and_counted(found: list) -> None:
     frame = pl.DataFrame(found, schema={"user": pl.Int64, "item": pl.String}, orient="row")
     want = {(q, i) for q, i in found if q is not None and i is not None}
     if len({q for q, _ in want}) < 2 or len({i for _, i in want}) < 2:
-        with pytest.raises(UserError, match=r"null in|only one"):
+        with pytest.raises(UserError, match=r"null or empty|only one"):
             from_frame(frame)
         return
     data = from_frame(frame)
     assert set(content(data)) == want
     lost = sum(q is None or i is None for q, i in found)
-    assert (f"dropped {lost:,} rows with null ids" in data.notes) == (lost > 0)
+    assert (f"dropped {lost:,} rows with null or empty ids" in data.notes) == (lost > 0)
 
 
 def test_ratings_are_cut_only_when_asked() -> None:
@@ -303,8 +303,9 @@ def test_an_item_table_with_an_id_twice(tmp_path: Path) -> None:
     data = read(tmp_path / "pairs.parquet", items=tmp_path / "items.parquet")
     assert data.item_table is not None
     assert data.item_table["title"].to_list() == ["five", "six", "seven"]
-    assert len(data.notes) == 1
-    assert "2 rows" in data.notes[0]
+    assert ["2 rows" in note for note in data.notes] == [True, True]
+    assert "no interactions" in data.notes[0]
+    assert "repeat" in data.notes[1]
 
 
 def test_dates_that_are_not_read_name_those_that_are(tmp_path: Path) -> None:

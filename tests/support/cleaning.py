@@ -30,7 +30,7 @@ COLUMNS = {
 
 
 def missing(value: Any) -> bool:
-    return value is None or (isinstance(value, float) and math.isnan(value))
+    return value is None or value == "" or (isinstance(value, float) and math.isnan(value))
 
 
 class CleaningContract:

@@ -92,7 +92,7 @@ def find_column(
     for tier in _NAMES[role]:
         matches = [column for column in columns if _plain(column) in tier.split()]
         if len(matches) > 1:
-            off = "" if required else ", or none of them"
+            off = "" if role in ("query", "item") else ", or none of them"
             raise UserError(f"{' and '.join(map(repr, matches))} could each be the {role}{off}: {listed}", role)
         if matches:
             return matches[0]

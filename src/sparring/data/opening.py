@@ -157,21 +157,24 @@ def _first(folder: Path, stems: tuple[str, ...]) -> Path | None:
 def _separator(path: Path) -> str:
     """The separator of a text table, guessed from its first line."""
     try:
-        with (
-            gzip.open(path, "rt", errors="replace")
-            if path.name.endswith(".gz")
-            else open(path, errors="replace") as file
-        ):
-            line = file.readline()
+        with gzip.open(path, "rb") if path.name.endswith(".gz") else open(path, "rb") as file:
+            start = file.readline()
     except (OSError, EOFError) as error:
         raise UserError(f"cannot read {path}: {error}") from error
+    if b"\0" in start:
+        raise UserError(f"{path} is not UTF-8 text: convert it, as iconv -f UTF-16 -t UTF-8 does")
+    line = start.decode(errors="replace")
     if not line.strip():
         raise UserError(f"{path} is empty: its first line should name the columns")
     return max("\t,;|", key=line.count)
 
 
 def _scan_text(path: Path) -> pl.LazyFrame:
-    return pl.scan_csv(path, separator=_separator(path), infer_schema=False, encoding="utf8-lossy")
+    scan = pl.scan_csv(path, separator=_separator(path), infer_schema=False, encoding="utf8-lossy")
+    repeated = next((name for name in scan.collect_schema().names() if "_duplicated_" in name), None)
+    if repeated is not None:
+        raise UserError(f"{path} has two columns called {repeated.partition('_duplicated_')[0]!r}: rename one of them")
+    return scan
 
 
 def _scan_lines(path: Path) -> pl.LazyFrame:

@@ -136,8 +136,10 @@ class PartSizes:
         return np.array([0, 0, 1, 0, 2, 0, 1, 0], dtype=np.uint8)[parts]
 
     def notes(self, source: str) -> list[str]:
-        """A note for each part that lost pairs; an error where it lost all of them."""
+        """Notes on a missing test part and on each part that lost pairs; an error where one lost all of them."""
         notes = []
+        if self.found.any() and not self.found[2]:
+            notes.append("the split column has no test rows, so there is no test part")
         for code, (name, earlier) in enumerate(_EARLIER.items()):
             found, lost = int(self.found[code]), int(self.lost[code])
             if lost and lost == found:

@@ -96,6 +96,7 @@ def to_interactions(table: OpenTable, catalogue: bool = False) -> Interactions:
             extra = table.items[table_key(table.items, "item", roles["item"], source)]
         item_ids, lazy = _encode(lazy, "i", roles["item"], table.text, extra, source)
         check_ids(query_ids, item_ids, source)
+        notes += id_notes(query_ids, item_ids)
         rows = lazy.collect(engine="streaming")
     columns = to_arrays(rows)
     del rows
@@ -115,6 +116,28 @@ def clean_frame(table: OpenTable) -> tuple[pl.LazyFrame, dict[str, str], list[st
     notes += order_notes(roles, table.columns)
     others = [name for name in ("q", "i") if rows.kind(name)[0] not in ("integer", "float", "text")]
     return rows.frame.with_columns(pl.col(name).cast(pl.String) for name in others), roles, notes
+
+
+_MISSING = ("nan", "na", "n/a", "null", "none", "nil", "undefined", "unknown", "-")
+
+
+def id_notes(query_ids: Vocabulary, item_ids: Vocabulary) -> list[str]:
+    """Notes on text ids that may be mistakes: some look alike, or spell a missing value."""
+    notes = []
+    for vocabulary, name, plural in ((query_ids, "query", "queries"), (item_ids, "item", "items")):
+        if vocabulary.kind != "text":
+            continue
+        ids = vocabulary.ids
+        plain = ids.str.normalize("NFC").str.strip_chars()
+        odd = ids.filter(plain.is_duplicated())
+        if len(odd):
+            shown = " and ".join(map(ascii, odd[:2]))
+            notes.append(f"{len(odd):,} {name} ids differ from another in spaces or Unicode form only: {shown}")
+        spelt = ids.filter(ids.str.to_lowercase().is_in(_MISSING)).to_list()
+        if spelt:
+            are = f"are {plural}" if len(spelt) > 1 else f"is a {name}"
+            notes.append(f"the {name} ids have {', '.join(map(repr, spelt))}, which {are} like any other")
+    return notes
 
 
 def check_ids(query_ids: Vocabulary, item_ids: Vocabulary, source: str) -> None:
@@ -243,6 +266,9 @@ def align_table(
     rows = np.full(len(ids), -1, dtype=np.int64)
     rows[known] = first
     repeated = int((dense >= 0).sum()) - len(known)
+    strange = int((dense < 0).sum())
+    if strange:
+        notes.append(f"ignored {strange:,} rows of the {role} table whose id has no interactions")
     if repeated:
         notes.append(f"ignored {repeated:,} rows of the {role} table that repeat the id of an earlier row")
     if len(known) < len(ids):

@@ -25,7 +25,7 @@ from sparring.data.opening import open_table
 from sparring.data.prepared.format import Prepared, is_prepared, read_prepared, write_description
 from sparring.data.prepared.row_buckets import StageProgress, merge, write_parts
 from sparring.data.splits import check_split
-from sparring.data.table import align_table, unchanged
+from sparring.data.table import align_table, id_notes, unchanged
 
 Engine = Literal["polars", "spark"]
 
@@ -81,6 +81,7 @@ def prepare(
         shutil.rmtree(folder / "merged")
         report("ids and checksums", 0, None)
         ids = {"query": buckets.query_ids, "item": buckets.item_ids}
+        buckets.notes.extend(id_notes(buckets.query_ids, buckets.item_ids))
         described: dict[str, pl.DataFrame | None] = {"query": buckets.queries, "item": buckets.items}
         for role, given in described.items():
             if given is not None:
