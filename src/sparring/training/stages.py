@@ -23,7 +23,7 @@ from sparring.core.ranks import rank
 from sparring.core.types import ALONE, Positives, Ranks
 from sparring.data.interactions import Interactions, Split
 from sparring.data.propensity import inverse_propensities
-from sparring.evaluation.ranking import evaluate
+from sparring.evaluation.ranking import Encoder, Lister, evaluate
 from sparring.losses import Fixed, HardPairs
 from sparring.models.clusters.clustered_batches import ClusteredBatches
 from sparring.models.fusion import ROWS, Fused
@@ -124,7 +124,7 @@ def best_ranking(
     learnt, compared = (valid.subset(np.isin(valid.queries, some)) for some in (queries[:half], queries[half:]))
     fused.learn(learnt, seen, seed)
     metric, k = selected(select)
-    models = {"encoder": fused.knn, "classifiers": fused.clf, "fused": fused}
+    models: dict[str, Encoder | Lister] = {"encoder": fused.knn, "classifiers": fused.clf, "fused": fused}
     values = {
         name: evaluate(model, compared, seen, (k,), (metric,), ranks=ranks).metrics[f"{metric}@{k}"]
         for name, model in models.items()
