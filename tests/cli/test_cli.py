@@ -104,7 +104,7 @@ def test_evaluate_repeats_the_figures_of_the_training(world: Path, capsys: pytes
 def test_evaluate_on_other_data_leaves_out_training_pairs(
     world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of another file, only pairs with known ids that training did not see are ranked."""
+    """Of another file, only pairs with known ids that training did not see are ranked; the rest is counted."""
     trained = runs.load(world / "run")
     start, items = trained.seen.start, trained.seen.items
     first = set(items[start[0] : start[1]].tolist())
@@ -118,6 +118,14 @@ def test_evaluate_on_other_data_leaves_out_training_pairs(
     assert result["queries"] == 1
     assert result["metrics"]["recall@40"] == 1.0
     assert result["metrics"]["precision@40"] == pytest.approx(3 / 40)
+    counts = {"pairs": 7, "trained": 2, "unknown_query_pairs": 1, "unknown_item_pairs": 1}
+    assert counts.items() <= result["left_out"].items()
+    words = ["evaluate", str(world / "run"), "--data", str(tmp_path / "other.csv"), "--unknown", "miss", "--k", "40"]
+    assert main([*words, "--json"]) == 0
+    missed = json.loads(capsys.readouterr().out)
+    assert missed["metrics"]["recall@40"] == pytest.approx((3 / 4 + 0) / 2)
+    assert main(words) == 0
+    assert "of 7 pairs 2 were trained on, and 2 (1 of 1 unknown queries" in capsys.readouterr().out
 
 
 def test_evaluate_in_another_dialect(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -218,7 +226,7 @@ def test_data_commands(world: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "item_id (Int64), stock_code (String), title (String)" in shown.out
     assert "six" in shown.out
     assert len(shown.err.splitlines()) == 1
-    assert "not a file of interactions" in shown.err
+    assert "does not read as interactions, though --items" in shown.err
 
 
 def test_resume_continues_and_refuses_changes(world: Path, tmp_path: Path, refused: Callable[..., str]) -> None:
@@ -345,6 +353,33 @@ def test_bad_arguments_are_refused(world: Path, tmp_path: Path, refused: Callabl
     refused(["recipes", "xri"], "'xri'", "'xir'")
     refused(["evaluate"], "RUN")
     assert not (tmp_path / "out").exists()
+
+
+def test_train_says_how_weights_count(
+    world: Path, tmp_path: Path, refused: Callable[..., str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A skewed column called weight has to be named; then its spread is printed, and in the batch of run.json."""
+    pairs = pl.read_parquet(world / "pairs.parquet")
+    weight = np.ones(len(pairs))
+    weight[0] = 5000
+    pairs.with_columns(weight=pl.Series(weight)).write_parquet(tmp_path / "played.parquet")
+    words = [
+        "train",
+        "--data",
+        str(tmp_path / "played.parquet"),
+        "--epochs",
+        "1",
+        "--out",
+        str(tmp_path / "run"),
+        *QUICK,
+    ]
+    refused(words, "5,000 times the median", "--weight-column 'weight' or 'none'")
+    for column, said in (("weight", True), ("none", False)):
+        assert main([*words, "--overwrite", "--weight-column", column]) == 0
+        out = capfd.readouterr().out
+        assert ("weight multiplies the loss of each pair: 1 to 5,000, median 1" in out) == said
+        batch = " ".join(json.loads((tmp_path / "run" / "run.json").read_text())["batch"])
+        assert ("times the weight of its pair" in batch) == said
 
 
 def test_bad_runs_are_refused(world: Path, tmp_path: Path, refused: Callable[..., str]) -> None:

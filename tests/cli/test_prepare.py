@@ -92,7 +92,7 @@ def test_refused_input(parts: Path, tmp_path: Path, refused: Callable[..., None]
     pl.DataFrame({"user_id": [None, None], "item_id": [1, 2]}, schema_overrides={"user_id": pl.Int64}).write_parquet(
         empty
     )
-    refused(["prepare", empty, *out], "all 2 rows", "null in 'user_id'")
+    refused(["prepare", empty, *out], "all 2 rows", "null or empty 'user_id'")
     pl.DataFrame({"user_id": [1, 2], "item_id": [1, 2], "label": [0, 0]}).write_parquet(empty)
     refused(["prepare", empty, *out], "labelled 1")
     pl.DataFrame({"user_id": range(10), "item_id": range(10), "timestamp": [5] * 10}).write_parquet(empty)
@@ -111,7 +111,7 @@ def test_some_null_ids_are_dropped_and_told(parts: Path, tmp_path: Path, capfd: 
     frame.write_parquet(parts / "0.parquet")
     missing = frame["user_id"].null_count()
     assert main(["prepare", str(parts), "--out", str(tmp_path / "out")]) == 0
-    line = f"dropped {missing} rows with null ids"
+    line = f"dropped {missing} rows with null or empty ids"
     assert line in capfd.readouterr().out
     assert line in json.loads((tmp_path / "out" / "prepared.json").read_text())["notes"]
 

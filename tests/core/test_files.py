@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from sparring.core import files
-from sparring.core.errors import UserError, did_you_mean, first_line
+from sparring.core.errors import UserError, did_you_mean, first_line, out_of_memory
 from sparring.core.locks import HeldError, Lock, is_held
 
 
@@ -115,6 +115,7 @@ def test_a_lock_excludes_other_processes(tmp_path: Path) -> None:
 def test_hints_of_errors() -> None:
     """did_you_mean suggests the nearest choice or nothing; first_line is never empty and has a single line."""
     assert did_you_mean("bit", ["xir", "bir"]) == " (did you mean 'bir'?)"
+    assert did_you_mean("XIR", ["xir", "bir"]) == " (did you mean 'xir'?)"
     assert did_you_mean("zzz", ["xir", "bir"]) == ""
     assert first_line(ValueError("  a\nb")) == "a"
     assert first_line(ValueError()) == "ValueError"
@@ -207,3 +208,12 @@ def test_tensors_have_the_length_of_their_header(tmp_path: Path, extra: int) -> 
         os.truncate(path, path.stat().st_size + extra)
         with pytest.raises(UserError, match=name):
             read(path)  # type: ignore[operator]
+
+
+def test_a_failed_allocation_is_recognised() -> None:
+    """PyTorch raises a plain RuntimeError on the CPU; another one is not taken for it."""
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**60, dtype=torch.uint8)
+    assert out_of_memory(caught.value)
+    assert out_of_memory(MemoryError())
+    assert not out_of_memory(RuntimeError("shapes do not match"))

@@ -17,6 +17,7 @@ from sparring.core.errors import UserError
 from sparring.data.prepared import row_buckets
 from sparring.data.prepared.preparation import prepare
 from support.cleaning import CleaningContract
+from support.odd_inputs import ODD, Odd
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -61,6 +62,7 @@ def rows(n: int = 900) -> pl.DataFrame:
     return frame.with_columns(
         pl.when(at % 97 != 5).then("user_id").alias("user_id"),
         pl.when(at % 89 != 5).then("item_id").alias("item_id"),
+        pl.when(at % 79 != 5).then("timestamp").alias("timestamp"),
         pl.when(at % 83 == 5).then(float("nan")).when(at % 83 == 6).then(None).otherwise("weight").alias("weight"),
     )
 
@@ -124,6 +126,25 @@ def test_spark_and_polars_write_the_same_files(case: str, spark: Any, tmp_path: 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["parts", "polars", "spark"]
 
 
+SHARED = ("an empty string", "null, split by time", "a column `position`")
+SHARED += ("a pair in train and test", "one above 100 medians")
+
+
+@pytest.mark.parametrize("odd", [odd for odd in ODD if odd.name in SHARED], ids=lambda odd: f"{odd.group}: {odd.name}")
+def test_spark_agrees_on_odd_inputs(odd: Odd, spark: Any, tmp_path: Path) -> None:
+    """The files are those of polars, note for note; or both refuse the input in the same line."""
+    path, lines = odd.write(tmp_path), []
+    for engine in ("polars", "spark"):
+        options: dict[str, Any] = {"how": odd.how, "engine": engine, **odd.arguments(tmp_path)}
+        try:
+            prepare(path, tmp_path / engine, **options)
+            lines.append((tmp_path / engine / "prepared.json").read_text())
+        except UserError as error:
+            lines.append(str(error))
+    assert lines[0] == lines[1]
+    assert (tmp_path / "spark").exists() == (odd.pairs is not None)
+
+
 def test_spark_refuses_in_one_line(spark: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Input that Spark cannot read or does not support raises one line that names it and leaves nothing behind."""
     frame = rows().drop("split", "label")
@@ -133,7 +154,7 @@ def test_spark_refuses_in_one_line(spark: Any, tmp_path: Path, capfd: pytest.Cap
         "words": (frame.with_columns(weight=pl.lit("much")), "text"),
         "when": (frame.with_columns(timestamp=pl.lit("2020-01-01")), "dates"),
         "part": (frame.with_columns(split=pl.lit("later")), "'later'"),
-        "nulls": (frame.with_columns(user_id=pl.lit(None, dtype=pl.String)), "null in 'user_id'"),
+        "nulls": (frame.with_columns(user_id=pl.lit(None, dtype=pl.String)), "null or empty 'user_id'"),
         "empty": (frame.clear(), "is empty"),
     }
     for table, words in wrong.values():

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from sparring.core.errors import UserError
 from sparring.data import Interactions, describe, from_frame, read, show, split
+from sparring.data.pairs import undated
 from sparring.data.reading import describe_roles
 
 quick = settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -105,7 +106,7 @@ def test_a_folder_of_parts_equals_one_file(tmp_path: Path) -> None:
 @given(st.lists(st.tuples(*(st.integers(0, most) for most in (5, 6, 9, 4))), min_size=2, max_size=60), st.randoms())
 def test_duplicates_merge_and_row_order_does_not_matter(found: list, shuffler: Random) -> None:
     """One row per pair remains, with the last time and the summed weight, in any row order."""
-    if len({r[0] for r in found}) < 2 or len({r[1] for r in found}) < 2:
+    if len({r[0] for r in found}) < 2 or len({r[1] for r in found}) < 2 or not any(r[3] for r in found):
         return
     want: dict[tuple[int, int], tuple[int, float]] = {}
     for query, item, time, weight in found:
@@ -144,13 +145,13 @@ def test_rows_without_ids_are_dropped_and_counted(found: list) -> None:
     frame = pl.DataFrame(found, schema={"user": pl.Int64, "item": pl.String}, orient="row")
     want = {(q, i) for q, i in found if q is not None and i is not None}
     if len({q for q, _ in want}) < 2 or len({i for _, i in want}) < 2:
-        with pytest.raises(UserError, match=r"null in|only one"):
+        with pytest.raises(UserError, match=r"null or empty|only one"):
             from_frame(frame)
         return
     data = from_frame(frame)
     assert set(content(data)) == want
     lost = sum(q is None or i is None for q, i in found)
-    assert (f"dropped {lost:,} rows with null ids" in data.notes) == (lost > 0)
+    assert (f"dropped {lost:,} rows with null or empty ids" in data.notes) == (lost > 0)
 
 
 def test_ratings_are_cut_only_when_asked() -> None:
@@ -230,10 +231,13 @@ def test_times_in_numbers_and_dates(values: list, want: list) -> None:
 
 
 def test_null_times() -> None:
-    """Rows without a time are dropped; a guessed column of nulls is ignored, a named one is an error."""
+    """Rows without a time count as the earliest; a guessed column of nulls is ignored, a named one is an error."""
     data = from_frame(SMALL.with_columns(timestamp=pl.Series([None, 1, 2, 3])))
-    assert len(data) == 3
-    assert data.notes == ("dropped 1 rows with a null timestamp",)
+    assert len(data) == 4
+    assert data.time is not None
+    assert sorted(data.time.tolist())[1:] == [1, 2, 3]
+    assert undated(data.time).sum() == 1
+    assert "1 rows have no timestamp" in data.notes[0]
     empty = SMALL.with_columns(timestamp=pl.lit(None, dtype=pl.Int64))
     data = from_frame(empty)
     assert data.time is None
@@ -299,8 +303,9 @@ def test_an_item_table_with_an_id_twice(tmp_path: Path) -> None:
     data = read(tmp_path / "pairs.parquet", items=tmp_path / "items.parquet")
     assert data.item_table is not None
     assert data.item_table["title"].to_list() == ["five", "six", "seven"]
-    assert len(data.notes) == 1
-    assert "2 rows" in data.notes[0]
+    assert ["2 rows" in note for note in data.notes] == [True, True]
+    assert "no interactions" in data.notes[0]
+    assert "repeat" in data.notes[1]
 
 
 def test_dates_that_are_not_read_name_those_that_are(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from sparring.core import topk
 from sparring.core.errors import UserError
 from sparring.core.types import Positives
-from sparring.evaluation.ranking import evaluate, top_k
+from sparring.evaluation.ranking import Misses, evaluate, top_k
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
 
@@ -351,3 +351,28 @@ def test_an_empty_test_set_is_refused() -> None:
     model, _, seen, _, _ = small_world()
     with pytest.raises(UserError, match="empty"):
         evaluate(model, Tests(np.array([], dtype=np.int32), np.array([], dtype=np.int32), USERS), positives(seen))
+
+
+def test_misses_equal_items_that_are_ranked_last() -> None:
+    """A missed item counts as a relevant item that no list holds, and a missed query as a query without a hit."""
+    k, n_items, missed = 4, 9, {0: 2, 2: 1}
+    q, items = whole_numbers((5, 3), 5), whole_numbers((n_items, 3), 6)
+    relevant = {0: {1, 2}, 2: {3}, 3: {0, 8}}
+    test = Tests(*(np.array(ids) for ids in zip(*((u, i) for u in relevant for i in relevant[u]), strict=True)), 5)
+    counts = np.array([missed.get(u, 0) for u in range(5)])
+    got = evaluate(
+        Vectors(q, items), test, None, (k,), ("recall", "ndcg", "hit", "precision"), misses=Misses(counts, 2)
+    )
+    lists = brute(q, items, k, [set()] * 5)
+    want = dict.fromkeys(("recall", "ndcg", "hit", "precision"), 0.0)
+    for u, wanted in relevant.items():
+        hits = [item in wanted for item in lists[u]]
+        total = len(wanted) + missed.get(u, 0)
+        ideal = sum(1 / math.log2(rank + 2) for rank in range(min(total, k)))
+        want["recall"] += sum(hits) / total / 5
+        want["ndcg"] += sum(hit / math.log2(rank + 2) for rank, hit in enumerate(hits)) / ideal / 5
+        want["hit"] += any(hits) / 5
+        want["precision"] += sum(hits) / k / 5
+    assert {name: got.metrics[f"{name}@{k}"] for name in want} == pytest.approx(want)
+    with pytest.raises(UserError, match="psp"):
+        evaluate(Vectors(q, items), test, None, (k,), ("psp",), misses=Misses(counts, 2))

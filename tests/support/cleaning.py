@@ -30,7 +30,7 @@ COLUMNS = {
 
 
 def missing(value: Any) -> bool:
-    return value is None or (isinstance(value, float) and math.isnan(value))
+    return value is None or value == "" or (isinstance(value, float) and math.isnan(value))
 
 
 class CleaningContract:
@@ -48,33 +48,34 @@ class CleaningContract:
 
     @pytest.mark.parametrize("lowest", [None, 4, 3.5, -INF])
     def test_rows_are_kept_as_in_plain_python(self, lowest: float | None) -> None:
-        """Rows need two ids, a time and, with a threshold, a sufficient rating; each kind of dropped row is counted."""
+        """Rows need two ids and, with a threshold, a sufficient rating; dropped and filled rows are counted."""
         names = [name for name in COLUMNS if name != "stars" or lowest is not None]
         rows = [
             dict(zip(names, values, strict=True)) for values in zip(*(COLUMNS[name] for name in names), strict=True)
         ]
         with_ids = [row for row in rows if not missing(row["user"]) and not missing(row["item"])]
         left = [row for row in with_ids if lowest is None or (row["stars"] is not None and row["stars"] >= lowest)]
-        timed = [row for row in left if row["when"] is not None]
+        undated = [row for row in left if row["when"] is None]
         codes = {"train": 0, "0": 0, "val": 1, " Valid": 1, "1.0": 1, "test": 2, "TEST": 2}
         got, notes = self.cleaned({name: COLUMNS[name] for name in names}, min_rating=lowest)
         assert set(got) == {"q", "i", "t", "w", "s", "l"}
-        assert got["q"] == [row["user"] for row in timed]
-        assert got["i"] == [row["item"] for row in timed]
-        assert got["t"] == [row["when"] for row in timed]
-        assert got["w"] == [None if missing(row["much"]) else row["much"] for row in timed]
-        assert got["s"] == [codes[row["part"]] for row in timed]
-        assert got["l"] == [int(row["clicked"]) for row in timed]
-        dropped = [len(rows) - len(with_ids), len(with_ids) - len(left), len(left) - len(timed)]
+        assert got["q"] == [row["user"] for row in left]
+        assert got["i"] == [row["item"] for row in left]
+        assert got["t"] == [row["when"] for row in left]
+        assert got["w"] == [None if missing(row["much"]) else row["much"] for row in left]
+        assert got["s"] == [codes[row["part"]] for row in left]
+        assert got["l"] == [int(row["clicked"]) for row in left]
+        dropped = [len(rows) - len(with_ids), len(with_ids) - len(left), len(undated)]
         dropped.append(sum(missing(row["much"]) for row in left))
-        assert [note.split()[1] for note in notes] == [str(n) for n in dropped if n]
+        counted = [next(word for word in note.split() if word.isdigit()) for note in notes]
+        assert counted == [str(n) for n in dropped if n]
 
     @pytest.mark.parametrize(
         ("times", "want"),
         [
-            ([1.5, NAN, -2.0], [1.5, -2.0]),
-            ([date(2020, 2, 29), None, date(1969, 12, 31)], [18321 * 86400 * 10**6, -86400 * 10**6]),
-            ([datetime(2020, 2, 29, 1, 2, 3, 4), None, datetime(1969, 12, 31)], [1582938123000004, -86400 * 10**6]),
+            ([1.5, NAN, -2.0], [1.5, None, -2.0]),
+            ([date(2020, 2, 29), None, date(1969, 12, 31)], [18321 * 86400 * 10**6, None, -86400 * 10**6]),
+            ([datetime(2020, 2, 29, 1, 2, 3, 4), None, datetime(1969, 12, 31)], [1582938123000004, None, -86400000000]),
         ],
     )
     def test_times_are_numbers(self, times: list, want: list) -> None:
@@ -100,6 +101,7 @@ class CleaningContract:
             ({"much": ["1", "much"]}, {}, "number"),
             ({"when": [True, False]}, {}, "dates"),
             ({"when": ["5", "noon"]}, {}, "date"),
+            ({"when": [1.0, -INF]}, {}, "finite"),
             ({"part": ["train", "later"]}, {}, "'later'"),
             ({"part": ["train", None]}, {}, "null"),
             ({"clicked": [1, 7]}, {}, "'7'"),

@@ -1,4 +1,4 @@
-"""The fused ranking of a run in stages is the default of every command that ranks, for known queries and new texts."""
+"""The rankings of a run in stages: the best on validation is the default of every command, also for new texts."""
 
 from __future__ import annotations
 
@@ -9,11 +9,16 @@ import numpy as np
 import polars as pl
 import pytest
 import torch
+import torch.nn.functional as F
 
 import sparring
 from sparring.cli import main
 from sparring.core.errors import UserError
-from sparring.data.interactions import Split
+from sparring.data.interactions import Interactions, Split, Vocabulary
+from sparring.models.fusion import Fused
+from sparring.models.retriever import Retriever
+from sparring.models.towers import IdTower
+from sparring.training.stages import best_ranking
 from support.texts import text_parts
 
 SETTINGS = {
@@ -64,26 +69,57 @@ def by_hand(
 
 
 def test_fit_trains_all_stages(run: sparring.Trained) -> None:
-    """sparring.fit trains all stages, and the run folder recommends by towers and classifiers."""
+    """sparring.fit trains all stages, and the run folder recommends by the ranking that it recorded."""
     assert run.fused is not None
-    assert run.how() == "fused"
-    assert set(json.loads((run.folder / "result.json").read_text())["stages"]) == {"knn", "clf", "fusion"}
+    result = json.loads((run.folder / "result.json").read_text())
+    assert set(result["stages"]) == {"knn", "clf", "fusion"}
+    assert run.how() == result["ranking"]
+    by_default, asked = (run.recommend([0, 1], 5, ranking=name) for name in (None, result["ranking"]))
+    assert by_default.equals(asked)
+
+
+@pytest.mark.parametrize("best", ["encoder", "classifiers", "fused"])
+def test_the_default_is_the_best_ranking_on_held_out_queries(best: str) -> None:
+    """Of towers, classifiers and both, the one that ranks as relevance does is chosen."""
+    random = np.random.default_rng(0)
+    truth, noise = (F.normalize(torch.from_numpy(random.normal(size=(100, 4))).float(), dim=1) for _ in range(2))
+    (q, v), (r, w) = truth.split([60, 40]), noise.split([60, 40])
+    score = q @ v.T + (r @ w.T if best == "fused" else 0)
+    items = score.topk(3).indices.flatten().numpy().astype(np.int32)
+    valid = Interactions(
+        np.repeat(np.arange(60, dtype=np.int32), 3), items, Vocabulary(np.arange(60)), Vocabulary(np.arange(40))
+    )
+    towers = {"encoder": ((q, v), (r, w)), "classifiers": ((r, -w), (q, v)), "fused": ((q, v), (r, w))}[best]
+    models = []
+    for queries, vectors in towers:
+        model = Retriever(IdTower(60, 4), IdTower(40, 4), "cosine")
+        with torch.no_grad():
+            model.query.weight.copy_(queries)
+            model.item.weight.copy_(vectors)
+        models.append(model)
+    fused = Fused(*models, np.ones(40, dtype=np.float32))
+    assert best_ranking(fused, valid, None, "ndcg@3", seed=1) == best
 
 
 def test_known_queries_are_ranked_by_both(run: sparring.Trained, parts: Split) -> None:
-    """Lists without taken items equal the formula; ranking="encoder" uses the towers alone, and the two differ."""
+    """Lists without taken items equal the formula; other rankings use towers or classifiers alone, and they differ."""
     at = torch.arange(parts.train.n_queries)
     every = [part for part in (parts.train, parts.valid, parts.test) if part is not None]
     taken = [{int(item) for part in every for item in part.items[part.queries == query]} for query in at.tolist()]
     items, scores = by_hand(run, run.model.query_vectors(at), taken, 5)
     asked = parts.train.query_ids.decode(at.numpy()).tolist()
-    found = run.recommend(asked, 5)
+    found = run.recommend(asked, 5, ranking="fused")
     assert lists(found) == [parts.train.item_ids.decode(each).tolist() for each in items]
     np.testing.assert_allclose(found["score"], np.concatenate(scores), atol=1e-5)
+    assert run.fused is not None
+    unit = F.normalize(run.model.query_vectors(at), dim=1) @ run.fused.clf.item_vectors().T
     towers = run.recommend(asked, 5, ranking="encoder")
     near = run.model.query_vectors(at) @ run.model.item_vectors().T
     for query, own in enumerate(taken):
         near[query, list(own)] = -torch.inf
+        unit[query, list(own)] = -torch.inf
+    alone = run.recommend(asked, 5, ranking="classifiers")
+    assert lists(alone) == [parts.train.item_ids.decode(each).tolist() for each in unit.topk(5).indices.numpy()]
     assert lists(towers) == [parts.train.item_ids.decode(each).tolist() for each in near.topk(5).indices.numpy()]
     assert lists(towers) != lists(found)
 
@@ -92,8 +128,9 @@ def test_new_texts_are_ranked_by_both(run: sparring.Trained, parts: Split) -> No
     """New texts go through the query tower to the classifiers as well."""
     texts = ["warm wool coat", "a small old lamp"]
     items, _ = by_hand(run, run.encode_texts(texts, "query"), [set(), set()], 5)
-    assert lists(run.recommend_text(texts, 5)) == [parts.train.item_ids.decode(each).tolist() for each in items]
-    assert lists(run.recommend_text(texts, 5, ranking="encoder")) != lists(run.recommend_text(texts, 5))
+    found = lists(run.recommend_text(texts, 5, ranking="fused"))
+    assert found == [parts.train.item_ids.decode(each).tolist() for each in items]
+    assert lists(run.recommend_text(texts, 5, ranking="encoder")) != found
 
 
 def test_a_run_without_classifiers_has_no_fused_ranking(parts: Split, tmp_path: Path) -> None:
@@ -134,18 +171,18 @@ def trained(parts: Split, tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 def test_every_command_ranks_by_both_and_can_be_asked_for_the_towers(
     trained: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """train, the card and evaluate show fused and tower figures, and recommend follows --ranking."""
-    stages = json.loads((trained / "result.json").read_text())["stages"]
+    """train, the card and evaluate show the figures of the best ranking and the towers; recommend follows --ranking."""
+    result = json.loads((trained / "result.json").read_text())
+    stages, best = result["stages"], result["ranking"]
+    assert best == "classifiers"  # on this data
+    chosen = stages["clf"]
     figures = {name: f"recall@10 {test['metrics']['recall@10']:.4f}" for name, test in stages.items()}
     last = trained.with_name("out").read_text().strip().splitlines()[-1]
-    assert f"test, fused: {figures['fusion']}" in last
+    assert f"test, {best}: {figures['clf']}" in last
     assert f"towers alone: {figures['knn']}" in last
     card = (trained / "README.md").read_text()
-    assert "Ranked by towers and classifiers fused." in card
-    assert (
-        f"| recall | {stages['fusion']['metrics']['recall@1']:.4f} | {stages['fusion']['metrics']['recall@10']:.4f} |"
-        in card
-    )
+    assert "Ranked by the classifiers alone, the best on the validation part." in card
+    assert f"| recall | {chosen['metrics']['recall@1']:.4f} | {chosen['metrics']['recall@10']:.4f} |" in card
     assert f'`ranking="encoder"`: {figures["knn"]}' in card
 
     def evaluated(*more: str) -> dict:
@@ -153,20 +190,22 @@ def test_every_command_ranks_by_both_and_can_be_asked_for_the_towers(
         found: dict = json.loads(capsys.readouterr().out)
         return found
 
-    both, towers = evaluated(), evaluated("--ranking=encoder")
+    assert evaluated()["ranking"] == best
+    assert evaluated()["metrics"]["recall@10"] == pytest.approx(chosen["metrics"]["recall@10"])
+    both, towers = evaluated("--ranking=fused"), evaluated("--ranking=encoder")
     assert (both["ranking"], towers["ranking"]) == ("fused", "encoder")
     for name in ("recall@10", "ndcg@10", "precision@1"):
         assert both["metrics"][name] == pytest.approx(stages["fusion"]["metrics"][name])
         assert (
             both["encoder"]["metrics"][name] == towers["metrics"][name] == pytest.approx(stages["knn"]["metrics"][name])
         )
-    assert main(["evaluate", str(trained), "--k=1,10", "--device=cpu"]) == 0
+    assert main(["evaluate", str(trained), "--k=1,10", "--device=cpu", "--ranking=fused"]) == 0
     out = capsys.readouterr().out
     assert "by towers and classifiers fused" in out
     assert [line.split()[0] for line in out.strip().splitlines()[-2:]] == ["encoder", "fused"]
 
     run = sparring.load(trained)
-    for ranking in ("fused", "encoder"):
+    for ranking in ("fused", "classifiers", "encoder"):
         assert main(["recommend", str(trained), "--text", "warm coat", "-k=5", "--json", f"--ranking={ranking}"]) == 0
         found = [json.loads(line)["item"] for line in capsys.readouterr().out.splitlines()]
         assert found == run.recommend_text(["warm coat"], 5, ranking)["item"].to_list()  # type: ignore[arg-type]

@@ -189,15 +189,18 @@ def test_a_new_query_is_served_by_its_items(named_parts: Split, tmp_path: Path) 
     assert table["score"].to_list() == pytest.approx(best.values.tolist(), abs=1e-5)
     with pytest.raises(UserError, match="999999"):
         trained.recommend_history([999_999], k=3)
+    with pytest.raises(UserError, match="flat list"):
+        trained.recommend_history([[1000, 1007]], k=3)
 
 
 def test_features_are_read_back(named_parts: Split, tmp_path: Path) -> None:
-    """A loaded tower with features has bitwise the vectors of the selected epoch."""
+    """A loaded tower with features has bitwise the vectors of the selected epoch, and the card says their width."""
     run = build("default", named_parts.train, {**QUICK, "item_features": "category", "hidden": "8,5"})
     fit(run, named_parts, tmp_path / "run", k=(10,), device="cpu")
     trained = load(tmp_path / "run")
     assert trained.model.item_vectors().shape == (40, 6)  # five dimensions and the item bias
     assert torch.equal(trained.model.item_vectors(), run.model.item_vectors())
+    assert " 6 dimensions" in (tmp_path / "run" / "README.md").read_text()
 
 
 def test_own_towers_are_given_to_load(named_parts: Split, folder: Path) -> None:

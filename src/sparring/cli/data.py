@@ -55,7 +55,8 @@ def show_data(args: Namespace) -> int:
         if given or not path.is_file():
             raise
         show(first_rows(args.data).rpartition("\n")[0])  # the last line says that it holds no interactions
-        note(f"not a file of interactions, though --items or --queries may take it: {inputs.message(error)}")
+        table = ", though --items or --queries may take it" if error.argument in ("query", "item") else ""
+        note(f"this does not read as interactions{table}: {inputs.message(error)}")
         return 0
     show(*(describe_roles(path, given) if path.exists() else []), describe(data))
     return 0

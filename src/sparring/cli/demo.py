@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -90,7 +91,12 @@ def _popular(folder: Path) -> dict[str, float]:
 
 
 def _show_household(folder: Path) -> None:
-    """Show a household's purchases beside its recommendations, and mark those that it bought in the held-out part."""
+    """Show a household's purchases beside the list that the test ranks, and mark those that it bought.
+
+    `recommend` leaves out every purchase, held-out ones too; the test leaves out those of the training only.
+    """
+    import torch
+
     from sparring.training import trained as runs
 
     trained = runs.load(folder)
@@ -103,8 +109,10 @@ def _show_household(folder: Path) -> None:
     bought = parts.train.items[parts.train.queries == household]
     bought = bought[counts[bought].argsort(kind="stable")]  # the rarest purchases say most about a household
     held = set(parts.test.items[parts.test.queries == household].tolist())
-    best = trained.ids.item_ids.encode(trained.recommend([HOUSEHOLD], k=10)["item"])
-    rows: list[list[object]] = [["bought in training (the rarest)", "recommended", "held out and bought?"]]
-    rows += [[titles[b], titles[r], "yes" if int(r) in held else ""] for b, r in zip(bought, best, strict=False)]
+    query = torch.tensor([household])
+    seen = replace(trained.eligibility, test=None).taken(query)
+    best = trained.ranking().best(trained.model.query_vectors(query), 10, seen)[1][0].tolist()
+    rows: list[list[object]] = [["bought in training (the rarest)", "ranked in the test", "held out and bought?"]]
+    rows += [[titles[b], titles[r], "yes" if r in held else ""] for b, r in zip(bought, best, strict=False)]
     sizes = f"bought {len(bought):,} products in the training part; {len(held):,} more were held out"
     show("", f"Household {HOUSEHOLD} {sizes}:", "", table(rows, left=3))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import sparring.cli.inputs as inputs
@@ -38,6 +40,10 @@ def add_evaluate(commands: Commands) -> None:
     )
     inputs.add_data(parser, text)
     group = parser.add_argument_group("ranking and metrics")
+    text = (
+        "pairs of other data whose query or item the run does not know: left out, or counted as misses (default: drop)"
+    )
+    group.add_argument("--unknown", choices=("drop", "miss"), default="drop", help=text)
     text = "part of the run's own data to rank (default: test)"
     group.add_argument("--part", choices=("test", "valid"), default="test", help=text)
     group.add_argument("-k", "--k", type=cutoffs, default=None, metavar="K,K", help="cutoffs (default: 10,20,50)")
@@ -61,31 +67,43 @@ def evaluate(args: Namespace) -> int:
     trained = runs.load(args.run, recipe=args.recipe, trust=args.trust, unfinished=args.unfinished)
     cutoffs = inputs.cutoffs_for(args.k, len(trained.ids.item_ids))
     data = inputs.read_recorded(trained.meta, args.run, args.data, inputs.columns(args))
-    test, seen, counts, title, blank = _to_rank(trained, data, args)
-    propensity = _propensity(data, args.propensity)
+    task = _to_rank(trained, data, args)
+    propensity = None if task.misses is not None else _propensity(data, args.propensity)
     names = []
     for name in METRICS + (PROPENSITY_METRICS if propensity is not None else ()) + LIST_METRICS:
         try:
             names.append(parse(name, args.dialect).name)
         except UserError:  # the dialect does not define this metric
             continue
-    how, seen = trained.how(args.ranking), seen.to(device)
+    how, seen = trained.how(args.ranking), task.seen.to(device)
+    given = {"counts": task.counts, "propensity": propensity, "misses": task.misses}
     results = {
-        name: rank(model.to(device), test, seen, cutoffs, names, args.dialect, counts, propensity=propensity)
-        for name, model in (("encoder", trained.model), ("fused", trained.fused))
-        if name in ("encoder", how) and model is not None
+        name: rank(model.to(device), task.test, seen, cutoffs, names, args.dialect, **given)
+        for name, model in _rankings(trained).items()
+        if name in ("encoder", how)
     }
     chosen = results[how]
-    facts = {"run": str(args.run), "ranked": title, "ranking": how, "dialect": args.dialect, "untrained": blank}
+    facts = {"run": str(args.run), "ranked": task.title, "ranking": how, "dialect": args.dialect}
+    facts |= {"untrained": task.blank} if task.left_out is None else {"untrained": None, "left_out": task.left_out}
     record = {**facts, **chosen.to_dict()}
-    line = f"{args.run} on {title}: {len(chosen.query_ids):,} queries ranked in {chosen.seconds:.1f} s"
-    line += f"; {blank:,} of them have no training pair" if blank else ""
+    words = [f"{args.run} on {task.title}: {len(chosen.query_ids):,} queries ranked in {chosen.seconds:.1f} s"]
+    words += [f"{task.blank:,} of them have no training pair"] if task.blank else []
     parts = [part for table in evaluation_tables(chosen) for part in ("", table)]
-    if how == "fused":
+    if how != "encoder":
         record["encoder"] = results["encoder"].to_dict()
-        line += "; by towers and classifiers fused"
+        words.append(_BY[how])
         parts += ["", stages_table(results)]
-    return result(args, [record], line, *parts)
+    left_out = [] if task.left_out is None else [_left_out_line(task.left_out)]
+    return result(args, [record], "; ".join(words), *left_out, *parts)
+
+
+_BY = {"fused": "by towers and classifiers fused", "classifiers": "by the classifiers alone"}
+
+
+def _rankings(trained: Trained) -> dict[str, Any]:
+    """The models of a run that rank, by name."""
+    fused = trained.fused
+    return {"encoder": trained.model} | ({} if fused is None else {"classifiers": fused.clf, "fused": fused})
 
 
 def _propensity(data: Interactions, constants: tuple[float, float] | None) -> Any:
@@ -102,8 +120,21 @@ def _propensity(data: Interactions, constants: tuple[float, float] | None) -> An
     return inverse_propensities(counts, len(np.unique(data.queries[rows])), *constants)
 
 
-def _to_rank(trained: Trained, data: Interactions, args: Namespace) -> tuple[Any, Any, Any, str, int | None]:
-    """The pairs to rank, exclusions, training counts if known, a title, and how many queries have no training pair.
+@dataclass(frozen=True)
+class _Task:
+    """Pairs to rank, exclusions, and training counts where they are known."""
+
+    test: Any
+    seen: Any
+    counts: Any
+    title: str
+    blank: int | None = None  # queries without a training pair
+    left_out: dict[str, Any] | None = None  # pairs of other data that are not ranked, by reason
+    misses: Any = None
+
+
+def _to_rank(trained: Trained, data: Interactions, args: Namespace) -> _Task:
+    """The task of an evaluation.
 
     Of the run's own data this is the part that its training held out. Of other data it is the test part, or every pair,
     without those trained on, in the ids of the run.
@@ -118,30 +149,60 @@ def _to_rank(trained: Trained, data: Interactions, args: Namespace) -> tuple[Any
         if part is None:
             raise UserError(f"the data of {args.run} has no {args.part} part: the split left none")
         blank = len(np.setdiff1d(part.queries, parts.train.queries))
-        return part, parts.seen_for(args.part), parts.train.counts(), f"its own {args.part} part", blank
+        return _Task(part, parts.seen_for(args.part), parts.train.counts(), f"its own {args.part} part", blank)
+    if args.data is None:
+        raise UserError(f"{record['data']} has changed since {args.run} was trained on it: --data ranks its new pairs")
     if args.part == "valid":
         raise UserError(f"--part valid needs the training data of {args.run}, and {args.data} is other data")
-    title = f"the pairs of {args.data} that it was not trained on"
-    return _new_pairs(trained, data, args.data), trained.seen, None, title, None
+    return _new_pairs(trained, data, args)
 
 
-def _new_pairs(trained: Trained, data: Interactions, where: str) -> Interactions:
-    """The pairs of other data that the run was not trained on, in the ids of the run."""
+def _new_pairs(trained: Trained, data: Interactions, args: Namespace) -> _Task:
+    """The pairs of other data that the run was not trained on, in the ids of the run; pairs of unknown ids counted."""
     import numpy as np
 
     from sparring.data.interactions import TEST, Interactions
-    from sparring.data.pairs import pair_keys
+    from sparring.data.pairs import occurrences, pair_keys
+    from sparring.evaluation.ranking import Misses
 
     rows = np.ones(len(data), dtype=bool) if data.split is None else data.split == TEST
     queries = trained.ids.query_ids.encode(data.query_ids.ids)[data.queries[rows]]
     items = trained.ids.item_ids.encode(data.item_ids.ids)[data.items[rows]]
-    n_items = len(trained.ids.item_ids)
+    n_queries, n_items = len(trained.ids.query_ids), len(trained.ids.item_ids)
     start = trained.seen.start.numpy()
     owner = np.repeat(np.arange(len(start) - 1), np.diff(start))
     known = (queries >= 0) & (items >= 0)
-    new = known & ~np.isin(pair_keys(queries, items, n_items), pair_keys(owner, trained.seen.items.numpy(), n_items))
+    trained_on = np.isin(pair_keys(queries, items, n_items), pair_keys(owner, trained.seen.items.numpy(), n_items))
+    new = known & ~trained_on
+    strangers, unlisted = queries < 0, (queries >= 0) & (items < 0)
+    left_out = {
+        "how": args.unknown,
+        "pairs": len(queries),
+        "trained": int((known & trained_on).sum()),
+        "unknown_query_pairs": int(strangers.sum()),
+        "unknown_queries": len(np.unique(data.queries[rows][strangers])),
+        "unknown_item_pairs": int(unlisted.sum()),
+        "unknown_items": len(np.unique(data.items[rows][unlisted])),
+    }
     if not new.any():
-        raise UserError(f"nothing to rank: {where} has no new pair of a query and an item that {trained.folder} knows")
-    return Interactions(
+        reason = f"{args.data} has no new pair of a query and an item that {trained.folder} knows"
+        raise UserError(f"nothing to rank: {reason}; {_left_out_line(left_out)}")
+    misses = None
+    if args.unknown == "miss":
+        without = np.setdiff1d(queries[unlisted], queries[new])  # known queries with unknown items alone
+        misses = Misses(occurrences(queries[unlisted], n_queries), len(without) + left_out["unknown_queries"])
+    pairs = Interactions(
         queries[new].astype(np.int32), items[new].astype(np.int32), trained.ids.query_ids, trained.ids.item_ids
     )
+    title = f"the pairs of {args.data} that it was not trained on"
+    return _Task(pairs, trained.seen, None, title, left_out=left_out, misses=misses)
+
+
+def _left_out_line(left_out: Mapping[str, Any]) -> str:
+    """The pairs of other data that are not ranked, by reason, as one line."""
+    queries, items = left_out["unknown_query_pairs"], left_out["unknown_item_pairs"]
+    strange = f"{queries:,} of {left_out['unknown_queries']:,} unknown queries, {items:,} of "
+    strange += f"{left_out['unknown_items']:,} unknown items"
+    counted = "count as misses" if left_out["how"] == "miss" else "are left out (--unknown miss counts them)"
+    line = f"of {left_out['pairs']:,} pairs {left_out['trained']:,} were trained on"
+    return f"{line}, and {queries + items:,} ({strange}) {counted}" if queries + items else f"{line}; no id is unknown"

@@ -28,7 +28,7 @@ from sparring.cli.reproduce import add_reproduce
 from sparring.cli.screen import logged, quiet
 from sparring.cli.serve import add_serve
 from sparring.cli.train import add_train
-from sparring.core.errors import UserError, disk_full
+from sparring.core.errors import UserError, disk_full, out_of_memory
 
 DISK_SECONDS = int(os.environ.get("SPARRING_DISK_SECONDS", "60"))  # to free a full disk before a restart
 # Read when torch is first imported. Threads that spin while they wait are many times slower when a core is shared.
@@ -123,8 +123,8 @@ def explanation(error: Exception) -> str | None:
         return message(error)
     if isinstance(error, OSError):
         return f"{error.strerror or text}{f': {error.filename}' if error.filename else ''}"
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        return "out of memory: lower --set batch_size, or the number of negatives"
+    if out_of_memory(error):
+        return "out of memory: lower --set batch_size, or the number of negatives (--set n)"
     return None
 
 

@@ -110,8 +110,8 @@ def add_jobs(group: OptionGroup) -> None:
 
 
 def add_ranking(group: OptionGroup) -> None:
-    text = "fused: towers and classifiers; encoder: towers alone (default: fused if the run has classifiers)"
-    group.add_argument("--ranking", choices=("fused", "encoder"), default=None, help=text)
+    text = "towers alone, or for a run with classifiers those alone or both (default: the best on the validation part)"
+    group.add_argument("--ranking", choices=("encoder", "classifiers", "fused"), default=None, help=text)
 
 
 def add_json(group: OptionGroup) -> None:

@@ -103,8 +103,8 @@ def _recommend_all(args: Namespace) -> int:
     if args.out is None:
         raise UserError("--all needs --out FILE: a .parquet or .csv file for the lists")
     check_file(args.out)
-    if args.index and args.ranking == "fused":
-        raise UserError("an index holds the vectors of the towers alone: omit --index for --ranking fused")
+    if args.index and args.ranking not in (None, "encoder"):
+        raise UserError(f"an index holds the vectors of the towers alone: omit --index for --ranking {args.ranking}")
     trained = runs.load(args.run, recipe=args.recipe, trust=args.trust, unfinished=args.unfinished)
     index = open_index(args.run) if args.index else None
     if index is not None:
@@ -126,7 +126,8 @@ def _recommend_all(args: Namespace) -> int:
     blank = len(trained.eligibility.queries)
     if blank:
         note(f"{blank:,} queries have no training pair: their lists are not personalised")
-    exact = "exact, towers and classifiers fused" if trained.how(args.ranking) == "fused" else "exact"
+    by = {"fused": ", towers and classifiers fused", "classifiers": ", by the classifiers"}
+    exact = f"exact{by.get(trained.how(args.ranking), '')}"
     how = exact if index is None else f"through the {index.kind} index"
     speed = f"in {seconds:.1f} s ({n / seconds:,.0f} queries/s)"
     record = {"file": str(args.out), "queries": n, "rows": rows, "seconds": round(seconds, 3)}

@@ -111,7 +111,7 @@ def train(args: Namespace) -> int:
     if ranks.rank:
         return 0
     if fitted.test is not None:
-        for table in evaluation_tables(fitted.stages.get("fusion", fitted.test)):
+        for table in evaluation_tables(_ranked(fitted)):
             detail(args, "", table)
     if fitted.stages:
         detail(args, "", stages_table(fitted.stages))
@@ -259,10 +259,17 @@ def _closing(fitted: Fitted, folder: Path) -> str:
     line = f"{folder}: best epoch {fitted.best_epoch} of {len(fitted.history)}, {fitted.seconds:.1f} s"
     if fitted.test is None:
         return line
-    fused = fitted.stages.get("fusion")
-    if fused is None:
+    if fitted.ranking == "encoder":
         return f"{line}; test {_figures(fitted.test)}"
-    return f"{line}; test, fused: {_figures(fused)}; towers alone: {_figures(fitted.test)}"
+    return f"{line}; test, {fitted.ranking}: {_figures(_ranked(fitted))}; towers alone: {_figures(fitted.test)}"
+
+
+def _ranked(fitted: Fitted) -> Evaluation:
+    """The test metrics of the run's default ranking."""
+    from sparring.models.fusion import RANKINGS
+
+    assert fitted.test is not None
+    return fitted.stages.get(RANKINGS[fitted.ranking], fitted.test)
 
 
 def _figures(test: Evaluation) -> str:

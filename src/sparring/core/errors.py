@@ -41,9 +41,16 @@ def disk_full(error: BaseException | None) -> bool:
 
 
 def did_you_mean(name: str, choices: Iterable[str]) -> str:
-    """A hint to append to an error: ` (did you mean 'bir'?)`, or nothing if no choice is close."""
-    close = difflib.get_close_matches(name, list(choices), n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
+    """A hint to append to an error: ` (did you mean 'bir'?)`, or nothing if none is close. Case does not matter."""
+    plain = {choice.lower(): choice for choice in choices}
+    close = difflib.get_close_matches(name.lower(), plain, n=1)
+    return f" (did you mean {plain[close[0]]!r}?)" if close else ""
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed, in Python, NumPy, PyTorch or polars, on the CPU or a GPU."""
+    named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    return named or (isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error))
 
 
 def first_line(error: BaseException) -> str:

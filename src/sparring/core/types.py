@@ -165,7 +165,9 @@ class Bag:
             line = f"{block.provenance.source}: {block.ids.shape[-1]:,} candidates "
             line += "shared by all queries" if block.shared else "for each query"
             line += f", {block.ids[real].unique().numel():,} distinct items, {int((~real).sum()):,} synthetic or empty"
-            line += f"; weight: {block.provenance.weighting}, {int(torch.isneginf(block.log_w).sum()):,} dropped"
+            line += (
+                f"; candidate weight: {block.provenance.weighting}, {int(torch.isneginf(block.log_w).sum()):,} dropped"
+            )
             line += f"; masked: {block.masked}"
             if block.exclude is not None:
                 line += f", {len(block.exclude.hits(block.ids)[0]):,} places"

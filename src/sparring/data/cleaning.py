@@ -60,10 +60,11 @@ Rows = TypeVar("Rows", bound=RawRows)
 
 
 def clean(rows: Rows, roles: Mapping[str, str], columns: Columns, source: str) -> tuple[Rows, list[str]]:
-    """Typed rows with ids, times and a sufficient rating, and a note for each kind of dropped row.
+    """Typed rows with ids and a sufficient rating, and notes on dropped rows, null times and null weights.
 
     `roles` maps each role to its column, `columns` are the caller's arguments, and `source` names the table in errors.
     """
+    slashed = rows.first("t", "t LIKE '%/%/%'") if "time" in roles and rows.kind("t")[0] == "text" else None
     for role, column in roles.items():
         rows = _typed(rows, role, f"the {role} column {column!r} of {source} holds")
     keep = f"NOT {_NO_ID}"
@@ -75,7 +76,9 @@ def clean(rows: Rows, roles: Mapping[str, str], columns: Columns, source: str) -
     counted |= {f"without_{role}": f"{keep} AND {SHORT[role]} IS NULL" for role in ("time", "weight") if role in roles}
     counts = rows.count({**counted, "left": keep})
     notes, timed = _notes(counts, roles, columns, source)
-    rows = rows.where(f"{keep} AND t IS NOT NULL" if timed else keep)
+    if slashed is not None and not slashed[:4].isdigit():
+        notes.append(f"read dates such as {slashed} as day/month/year")
+    rows = rows.where(keep)
     unused = ["t"] * ("time" in roles and not timed) + ["r"] * ("rating" in roles)
     for name in unused:
         rows = rows.drop(name)
@@ -83,13 +86,14 @@ def clean(rows: Rows, roles: Mapping[str, str], columns: Columns, source: str) -
 
 
 def _typed(rows: Rows, role: str, holds: str) -> Rows:
-    """The rows with the column of a role typed: ids without NaN, int64 or float64 times, float64 numbers, codes."""
+    """The rows with the column of a role typed: ids (null for NaN and ""), int64 or float64 times, numbers, codes."""
     name = SHORT[role]
     kind, dtype = rows.kind(name)
     if role in ("query", "item"):
         if kind not in rows.id_kinds:
             raise UserError(f"{holds} {dtype}, not ids: give whole numbers or text")
-        return rows.with_column(name, f"NULLIF({name}, {_NAN})") if kind == "float" else rows
+        nothing = {"float": _NAN, "text": "''"}.get(kind)
+        return rows if nothing is None else rows.with_column(name, f"NULLIF({name}, {nothing})")
     if role in CODES:
         return _coded(rows, role, holds)
     if kind == "text":
@@ -104,6 +108,8 @@ def _typed(rows: Rows, role: str, holds: str) -> Rows:
     if kind not in ("integer", "float", "decimal", "boolean", "null"):
         raise UserError(f"{holds} {dtype}; expected numbers")
     rows = rows.with_column(name, f"NULLIF(CAST({name} AS DOUBLE), {_NAN})")
+    if role == "time" and rows.first(name, f"ABS({name}) = CAST('Infinity' AS DOUBLE)") is not None:
+        raise UserError(f"{holds} an infinite number; times must be finite, or null where unknown")
     if role == "weight":
         wrong = rows.first(name, f"{name} < 0 OR {name} = CAST('Infinity' AS DOUBLE)")
         if wrong is not None:
@@ -118,26 +124,26 @@ def _coded(rows: Rows, role: str, holds: str) -> Rows:
     unknown = ["null"] * (None in words) + sorted(repr(word) for word, code in codes.items() if code is None)
     if unknown:
         shown = ", ".join(unknown[:3]) + ", ..." * (len(unknown) > 3)
-        raise UserError(f'{holds} {shown}; expected {_EXPECTED[role]}, or pass {role}="" to leave it out')
+        raise UserError(f"{holds} {shown}; expected {_EXPECTED[role]}, or ignore the column", role, "'none'")
     return rows.with_codes(SHORT[role], {word: code for word, code in codes.items() if code is not None})
 
 
 def _notes(
     counts: Mapping[str, int], roles: Mapping[str, str], columns: Columns, source: str
 ) -> tuple[list[str], bool]:
-    """A note for each kind of dropped row, and whether the rows have times; an error where no row is left."""
+    """A note for each kind of dropped or filled row, and whether any has a time; an error where no row is left."""
     lowest = columns.get("min_rating")
     if not counts["rows"]:
         raise UserError(f"{source} is empty: it has no rows")
     if counts["without_id"] == counts["rows"]:
         raise UserError(
-            f"all {counts['rows']:,} rows of {source} have a null in {roles['query']!r} or {roles['item']!r}"
+            f"all {counts['rows']:,} rows of {source} have a null or empty {roles['query']!r} or {roles['item']!r}"
         )
     if not counts["left"]:
         raise UserError(f"no row of {source} has a {roles['rating']!r} of at least {lowest}")
     notes, timed = [], "time" in roles
     if counts["without_id"]:
-        notes.append(f"dropped {counts['without_id']:,} rows with null ids")
+        notes.append(f"dropped {counts['without_id']:,} rows with null or empty ids")
     if counts.get("below"):
         notes.append(f"dropped {counts['below']:,} rows with {roles['rating']} below {lowest:g}")
     if timed and counts["without_time"] == counts["left"]:
@@ -146,7 +152,7 @@ def _notes(
         notes.append(f"ignored the column {roles['time']}: it holds nulls only")
         timed = False
     elif counts.get("without_time"):
-        notes.append(f"dropped {counts['without_time']:,} rows with a null {roles['time']}")
+        notes.append(f"{counts['without_time']:,} rows have no {roles['time']}: they count as the earliest")
     if counts.get("without_weight"):
         notes.append(f"counted {counts['without_weight']:,} rows with a null {roles['weight']} as weight 1")
     return notes, timed

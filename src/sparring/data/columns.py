@@ -14,9 +14,9 @@ from sparring.core.errors import UserError, did_you_mean
 class Columns(TypedDict, total=False):
     """The columns of interactions by role, as the caller names them, and the lowest rating of a positive.
 
-    A role that is absent or None is guessed from common names; "" leaves an optional one out. `min_rating` drops the
-    rows rated lower; without it every row is a positive. `label` is 1 for a positive and 0 for an item shown and not
-    clicked.
+    A role that is absent or None is guessed from common names; "" or "none" leaves an optional one out. `min_rating`
+    drops the rows rated lower; without it every row is a positive. `label` is 1 for a positive and 0 for an item shown
+    and not clicked.
     """
 
     query: str | None
@@ -46,6 +46,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "time": (
         "timestamp ts time datetime unixtime unixreviewtime eventtime transactiontimestamp createdat ratedat",
         "date day eventdate orderdate transactiondate",
+        "position sequence sequencenumber positioninsession rankinsession",
     ),
     "rating": ("rating ratings score stars overall",),
     "weight": ("weight",),
@@ -80,9 +81,9 @@ def _plain(name: str) -> str:
 def find_column(
     role: str, columns: Sequence[str], named: str | None, source: str, required: bool = False
 ) -> str | None:
-    """The column of a role: the named one, None for the empty name, otherwise the best guess."""
+    """The column of a role: the named one, None for the name "" or "none", otherwise the best guess."""
     listed = f"{source} has the columns {', '.join(columns)}"
-    if named == "" and not required:
+    if not required and (named == "" or (named == "none" and named not in columns)):
         return None
     if named is not None:
         if named not in columns:
@@ -91,7 +92,7 @@ def find_column(
     for tier in _NAMES[role]:
         matches = [column for column in columns if _plain(column) in tier.split()]
         if len(matches) > 1:
-            off = "" if required else ', or "" for none'
+            off = "" if role in ("query", "item") else ", or none of them"
             raise UserError(f"{' and '.join(map(repr, matches))} could each be the {role}{off}: {listed}", role)
         if matches:
             return matches[0]
@@ -122,6 +123,16 @@ def find_roles(names: Sequence[str], columns: Columns, source: str) -> dict[str,
             raise UserError(f"column {column!r} cannot be both the {other} and the {role}; {listed}")
         roles[role] = column
     return roles
+
+
+def is_order(roles: Mapping[str, str], columns: Columns) -> bool:
+    """Whether the time is a guessed position: it orders the items of one query, and gives no common cut in time."""
+    return columns.get("time") is None and _plain(roles.get("time", "")) in _NAMES["time"][-1].split()
+
+
+def order_notes(roles: Mapping[str, str], columns: Columns) -> list[str]:
+    """A note if the time is a position."""
+    return [f"{roles['time']} is the order of a query's items"] if is_order(roles, columns) else []
 
 
 def unused_ratings(names: Sequence[str], named: str | None) -> list[str]:

@@ -90,22 +90,42 @@ class Vocabulary:
         return vocabulary
 
 
+_EXACT = 2**53  # below, a float64 holds every integer
+
+
+def _series(ids: list[Any]) -> pl.Series:
+    """Ids of Python as a series; all as text where one is an integer beyond 64 bits, which polars would make null."""
+    nested = next((value for value in ids if isinstance(value, (list, tuple, dict, set, np.ndarray, pl.Series))), None)
+    if nested is not None:
+        raise UserError(f"ids must be integers or text, not {nested!r}: give a flat list")
+    if any(isinstance(value, int) and not -(2**63) <= value < 2**64 for value in ids):
+        return pl.Series([None if value is None else str(value) for value in ids], dtype=pl.String)
+    return pl.Series(ids, strict=False)
+
+
 def _id_series(ids: pl.Series | np.ndarray | Sequence[Any]) -> pl.Series:
     """Ids as Int64, UInt64 (only where Int64 cannot hold them) or String, nulls kept."""
     if isinstance(ids, np.ndarray):
         ids = ids.ravel()
-        series = pl.Series(ids.tolist() if ids.dtype == object else ids, strict=False)
+        series = _series(ids.tolist()) if ids.dtype == object else pl.Series(ids)
     elif isinstance(ids, pl.Series):
         series = ids
     else:
-        series = pl.Series(list(ids), strict=False)
+        series = _series(list(ids))
+    if series.dtype.is_nested() or series.dtype == pl.Object:
+        raise UserError(f"ids must be integers or text, not {series.dtype}: give a flat list")
     if series.dtype.is_float():
-        if not bool((series.fill_nan(None).drop_nulls() % 1 == 0).all()):
-            raise UserError(f"ids must be integers or text, not fractions such as {series.filter(series % 1 != 0)[0]}")
-        return series.fill_nan(None).cast(pl.Int64)
+        series = series.fill_nan(None)
+        fractions = series.filter(series % 1 != 0)  # infinite ones too: their remainder is NaN
+        if len(fractions):
+            raise UserError(f"ids must be integers or text, not fractions such as {fractions[0]}")
+        large = series.filter(series.abs() > _EXACT)
+        if len(large):
+            raise UserError(f"the id {large[0]:.0f} is a float above 2^53, so its last digits are lost: give integers")
+        return series.cast(pl.Int64)
     if series.dtype == pl.UInt64:
         return series if (series.max() or 0) > np.iinfo(np.int64).max else series.cast(pl.Int64)  # type: ignore[operator]
-    if series.dtype.is_integer():
+    if series.dtype.is_integer() and series.dtype not in (pl.Int128, pl.UInt128):
         return series.cast(pl.Int64)
     return series.cast(pl.String)
 
@@ -124,7 +144,7 @@ class Interactions:
     items: np.ndarray  # (n,) int32
     query_ids: Vocabulary
     item_ids: Vocabulary
-    time: np.ndarray | None = None  # (n,) int64 or float64; dates become microseconds since 1970
+    time: np.ndarray | None = None  # (n,) int64 or float64; dates become microseconds since 1970; see pairs.NO_TIME
     weight: np.ndarray | None = None  # (n,) float32
     split: np.ndarray | None = None  # (n,) uint8: 0 train, 1 valid, 2 test, where the file has one
     shown: tuple[np.ndarray, np.ndarray] | None = None  # (queries, items) shown and not clicked, int32
@@ -135,7 +155,8 @@ class Interactions:
     hidden: tuple[np.ndarray, np.ndarray] | None = None  # (queries, items) never recommended nor scored, int32
     empty: int = 0  # test queries without any item, which some metrics count as 0
     propensity: np.ndarray | None = None  # (N,) inverse propensities, where the data has a convention for them
-    notes: tuple[str, ...] = ()  # the rows that the reader dropped or merged
+    is_order: bool = False  # the time is a position among the query's items, which no two queries share
+    notes: tuple[str, ...] = ()  # the rows that the reader dropped or merged, and the spread of the weights
 
     def __post_init__(self) -> None:
         for name in ("items", "time", "weight", "split"):

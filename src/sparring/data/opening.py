@@ -13,7 +13,7 @@ import polars as pl
 from sparring.core.errors import UserError
 from sparring.data.columns import Columns, find_column, inline_text_columns
 from sparring.data.lines import check_utf8
-from sparring.data.table import OpenTable, read_errors
+from sparring.data.table import OpenTable, file_states, read_errors
 
 _PARQUET = (".parquet", ".pq")
 _TEXT = (".csv", ".tsv", ".txt", ".csv.gz", ".tsv.gz", ".txt.gz")
@@ -65,7 +65,8 @@ def inline_texts(table: OpenTable, role: str) -> tuple[str, list[str]]:
 def open_rows(path: Path) -> OpenTable:
     """The rows of a file, a folder or a glob, unread, and the tables beside them."""
     with read_errors(str(path)):
-        return replace(_open(path), source=str(path))
+        opened = _open(path)
+        return replace(opened, source=str(path), opened=file_states(opened.files))
 
 
 def _open(path: Path) -> OpenTable:
@@ -90,7 +91,7 @@ def _open(path: Path) -> OpenTable:
     if name.endswith(_PARQUET):
         return OpenTable(pl.scan_parquet(path), {}, files=(path,))
     if name.endswith(_TEXT):
-        return OpenTable(_scan_text(path), {}, text=True)
+        return OpenTable(_scan_text(path), {}, text=True, files=(path,))
     raise UserError(f"{path}: unknown kind of file; expected {', '.join((*_PARQUET, *_TEXT, '.inter'))} or a folder")
 
 
@@ -156,21 +157,24 @@ def _first(folder: Path, stems: tuple[str, ...]) -> Path | None:
 def _separator(path: Path) -> str:
     """The separator of a text table, guessed from its first line."""
     try:
-        with (
-            gzip.open(path, "rt", errors="replace")
-            if path.name.endswith(".gz")
-            else open(path, errors="replace") as file
-        ):
-            line = file.readline()
+        with gzip.open(path, "rb") if path.name.endswith(".gz") else open(path, "rb") as file:
+            start = file.readline()
     except (OSError, EOFError) as error:
         raise UserError(f"cannot read {path}: {error}") from error
+    if b"\0" in start:
+        raise UserError(f"{path} is not UTF-8 text: convert it, as iconv -f UTF-16 -t UTF-8 does")
+    line = start.decode(errors="replace")
     if not line.strip():
         raise UserError(f"{path} is empty: its first line should name the columns")
     return max("\t,;|", key=line.count)
 
 
 def _scan_text(path: Path) -> pl.LazyFrame:
-    return pl.scan_csv(path, separator=_separator(path), infer_schema=False, encoding="utf8-lossy")
+    scan = pl.scan_csv(path, separator=_separator(path), infer_schema=False, encoding="utf8-lossy")
+    repeated = next((name for name in scan.collect_schema().names() if "_duplicated_" in name), None)
+    if repeated is not None:
+        raise UserError(f"{path} has two columns called {repeated.partition('_duplicated_')[0]!r}: rename one of them")
+    return scan
 
 
 def _scan_lines(path: Path) -> pl.LazyFrame:
@@ -235,12 +239,13 @@ def _recbole(folder: Path, parts: dict[str | None, Path], stem: str) -> OpenTabl
         file = folder / f"{stem}.{kind}"
         with read_errors(str(file)):
             tables[kind] = _atomic(file).collect() if file.is_file() else None
-    return OpenTable(pl.concat(scans), {}, text=True, items=tables["item"], queries=tables["user"])
+    files = tuple(parts.values())
+    return OpenTable(pl.concat(scans), {}, text=True, items=tables["item"], queries=tables["user"], files=files)
 
 
 def _lightgcn(folder: Path) -> OpenTable:
     """LightGCN's lists: lines of `user item item ...`; the name of the file is the part."""
-    scans = []
+    scans, files = [], []
     for part, names in _PARTS.items():
         file = next((folder / f"{name}.txt" for name in names if (folder / f"{name}.txt").is_file()), None)
         if file is None:
@@ -251,4 +256,5 @@ def _lightgcn(folder: Path) -> OpenTable:
         ids = ids.filter(pl.col("line").list.len() > 1)
         pairs = ids.select(pl.col("line").list.first().alias("user_id"), pl.col("line").list.slice(1).alias("item_id"))
         scans.append(pairs.explode("item_id").with_columns(pl.lit(part).alias("split")))
-    return OpenTable(pl.concat(scans), {}, text=True)
+        files.append(file)
+    return OpenTable(pl.concat(scans), {}, text=True, files=tuple(files))

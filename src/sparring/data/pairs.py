@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import numpy as np
 import polars as pl
 import torch
 
+from sparring.core.errors import UserError
 from sparring.core.types import Positives
 
 CHUNK = 1 << 24  # rows per pass: a copy of an entire column may not fit into memory
+
+NO_TIME = {"i": np.iinfo(np.int64).min, "f": -np.inf}  # by the kind of the column
 
 
 def chunks(n: int, size: int | None = None) -> Iterator[slice]:
@@ -28,6 +32,11 @@ def occurrences(ids: np.ndarray, n: int) -> np.ndarray:
         part = np.bincount(ids[rows])
         counts[: len(part)] += part
     return counts
+
+
+def undated(time: np.ndarray) -> np.ndarray:
+    """Which rows have no time: they hold the lowest value, so that they come before all others."""
+    return time == NO_TIME[time.dtype.kind]
 
 
 def offsets(counts: np.ndarray) -> np.ndarray:
@@ -73,12 +82,13 @@ def unpack_keys(key: np.ndarray, n_items: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def merge_pairs(columns: dict[str, np.ndarray], n_items: int) -> dict[str, np.ndarray]:
-    """One row per (q, i), sorted: the last time `t`, the summed weight `w`, the first part `s`. Empties `columns`.
+    """One row per (q, i), sorted: the last time `t`, the summed weight `w`, the parts `s` as bits. Empties `columns`.
 
-    Weights are sorted before they are summed, so that not even rounding depends on the order of rows. A pair that a
-    file has in both train and test counts as train: a seen item is masked, so it could never be found.
+    Weights are sorted before they are summed, so that not even rounding depends on the order of rows.
     """
     queries, items = columns.pop("q"), columns.pop("i")
+    if "s" in columns:
+        columns["s"] = np.left_shift(np.uint8(1), columns["s"].astype(np.uint8))
     if is_canonical(queries, items):
         merged = dict(columns)
     else:
@@ -104,17 +114,64 @@ def merge_pairs(columns: dict[str, np.ndarray], n_items: int) -> dict[str, np.nd
     return {"q": queries, "i": items, **merged}
 
 
-_REDUCE = {"t": np.maximum.reduceat, "w": np.add.reduceat, "s": np.minimum.reduceat}
+_REDUCE = {"t": np.maximum.reduceat, "w": np.add.reduceat, "s": np.bitwise_or.reduceat}
+
+
+@dataclass
+class PartSizes:
+    """Pairs of the train, valid and test part in a file, and the pairs that each lost because an earlier part has them.
+
+    A pair counts in its first part only: a seen item is masked, so that it could never be found in a later one.
+    """
+
+    found: np.ndarray = field(default_factory=lambda: np.zeros(3, dtype=np.int64))
+    lost: np.ndarray = field(default_factory=lambda: np.zeros(3, dtype=np.int64))
+
+    def first(self, parts: np.ndarray) -> np.ndarray:
+        """The first part of each pair, from its parts as bits; counted."""
+        for code in range(3):
+            inside = (parts >> np.uint8(code)) & 1 == 1
+            self.found[code] += inside.sum()
+            self.lost[code] += (inside & (parts & np.uint8((1 << code) - 1) != 0)).sum()
+        return np.array([0, 0, 1, 0, 2, 0, 1, 0], dtype=np.uint8)[parts]
+
+    def notes(self, source: str) -> list[str]:
+        """Notes on a missing test part and on each part that lost pairs; an error where one lost all of them."""
+        notes = []
+        if self.found.any() and not self.found[2]:
+            notes.append("the split column has no test rows, so there is no test part")
+        for code, (name, earlier) in enumerate(_EARLIER.items()):
+            found, lost = int(self.found[code]), int(self.lost[code])
+            if lost and lost == found:
+                reason = f"all {found:,} pairs of the {name} part of {source} are in the {earlier} part too"
+                raise UserError(f"{reason}: remove them there, or ignore the split column", "split", "'none'")
+            if lost:
+                leak = f"{lost:,} pairs of the {name} part are in the {earlier} part too and count there"
+                notes.append(f"{leak}: {name} shrank from {found:,} to {found - lost:,}")
+        return notes
+
+
+_EARLIER = {"train": "", "valid": "train", "test": "train or valid"}
 
 
 def positive_and_shown(
-    columns: dict[str, np.ndarray], n_items: int
+    columns: dict[str, np.ndarray], n_items: int, sizes: PartSizes
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray] | None]:
-    """The positives (all rows, without a label `l`) and the pairs only ever shown, each once; None where none were."""
+    """The positives (all rows, without a label `l`) and the pairs only ever shown, each once; None where none were.
+
+    The part `s` of a pair is its first; `sizes` counts the pairs that later parts lose by it.
+    """
     label = columns.pop("l", None)
     if label is None or label.all():
-        return merge_pairs(columns, n_items), None
-    shown = merge_pairs({name: column[label == 0] for name, column in columns.items() if name != "w"}, n_items)
-    positive = merge_pairs({name: column[label == 1] for name, column in columns.items()}, n_items)
+        positive, shown = merge_pairs(columns, n_items), None
+    else:
+        shown = merge_pairs({name: column[label == 0] for name, column in columns.items() if name != "w"}, n_items)
+        positive = merge_pairs({name: column[label == 1] for name, column in columns.items()}, n_items)
+    if "s" in positive:
+        positive["s"] = sizes.first(positive["s"])
+    if shown is None:
+        return positive, None
+    if "s" in shown:
+        shown["s"] = PartSizes().first(shown["s"])
     fresh = ~np.isin(pair_keys(shown["q"], shown["i"], n_items), pair_keys(positive["q"], positive["i"], n_items))
     return positive, {name: column[fresh] for name, column in shown.items()}

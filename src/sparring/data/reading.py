@@ -14,12 +14,12 @@ import polars as pl
 import torch
 
 from sparring.core.errors import UserError
-from sparring.data.columns import Columns, unused_ratings
+from sparring.data.columns import Columns, is_order, unused_ratings
 from sparring.data.formats.beir import is_beir, read_beir
 from sparring.data.formats.xc import is_xc, read_xc
 from sparring.data.interactions import Interactions
 from sparring.data.opening import open_rows, open_table
-from sparring.data.pairs import occurrences
+from sparring.data.pairs import occurrences, undated
 from sparring.data.prepared.format import is_prepared, read_prepared
 from sparring.data.table import AnyTable, as_frame, read_errors, to_interactions
 from sparring.data.texts.texts import ROLES, find_texts, has_texts, text_of
@@ -45,14 +45,15 @@ def read(
     wrote.
 
     The columns `query`, `item`, `time`, `weight`, `rating`, `split` and `label` are guessed from common names. A name
-    sets one, and "" leaves an optional one out. Rows with a null id are dropped. With `min_rating`, so are rows rated
-    lower; without it every row is a positive. `label` is 1 for a positive and 0 for an item shown and not clicked. A
-    pair that occurs more than once is kept once, with its last time and the sum of its weights.
+    sets one, and "" or "none" leaves an optional one out. Rows with a null id are dropped. With `min_rating`, so are
+    rows rated lower; without it every row is a positive. `label` is 1 for a positive and 0 for an item shown and not
+    clicked. A pair that occurs more than once is kept once, with its last time, the sum of its weights and its first
+    part. A weight multiplies the loss of its pair; skewed ones have to be named.
 
     `items` and `queries` are tables (paths, or in memory) that describe them; with `catalogue`, items that only the
     table has are kept too. Without such a table, a column of the interactions that is named like a text of items
     (`title`, `item_text`, ...) or queries (`query_text`, ...) makes one. `notes` of the result lists the dropped and
-    merged rows.
+    merged rows, and the spread of the weights. A file that changes while it is read is refused.
 
         read("ratings.csv", min_rating=4, items="movies.csv");  read(frame, query="customer", item="sku")
     """
@@ -89,7 +90,12 @@ def describe_roles(path: Path, columns: Mapping[str, Any]) -> list[str]:
     given = cast(Columns, {name: value for name, value in columns.items() if name in Columns.__annotations__})
     table = replace(open_rows(path), columns=given)
     rated = given.get("min_rating") is not None
-    roles = [f"{column} is the {role}" for role, column in table.roles().items() if rated or role != "rating"]
+    names = {"time": "order"} if is_order(table.roles(), given) else {}
+    roles = [
+        f"{column} is the {names.get(role, role)}"
+        for role, column in table.roles().items()
+        if rated or role != "rating"
+    ]
     unused = [] if rated else unused_ratings(table.frame.collect_schema().names(), given.get("rating"))
     lines = [f"columns: {', '.join(roles)}"]
     if unused:
@@ -106,7 +112,7 @@ def describe(data: Interactions) -> str:
     if len(active):
         lines.append(f"items per query: median {active.median():g}, mean {active.mean():.1f}, most {active.max():g}")
     if data.time is not None:
-        lines.append(f"time: {_span(data.time)}")
+        lines.append(f"{'order' if data.is_order else 'time'}: {_span(data.time[~undated(data.time)])}")
     if data.split is not None:
         parts = [f"{name} {int((data.split == code).sum()):,}" for code, name in enumerate(("train", "valid", "test"))]
         lines.append("split of the file: " + ", ".join(parts))

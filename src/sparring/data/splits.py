@@ -10,7 +10,7 @@ import numpy as np
 from sparring.core.choices import SPLITS
 from sparring.core.errors import UserError
 from sparring.data.interactions import TEST, TRAIN, VALID, Interactions, Split
-from sparring.data.pairs import CHUNK, chunks, is_canonical, pair_keys
+from sparring.data.pairs import CHUNK, chunks, is_canonical, pair_keys, undated
 from sparring.data.prepared.format import Prepared
 
 
@@ -20,7 +20,8 @@ def split(data: Interactions, how: str = "auto", valid: float = 0.1, test: float
     "file": the parts in the file. "random": of a query's n items, round((1 - test) n) train, drawn at random (the XIR
     protocol). "temporal": the latest `test` share of all rows, by one cut in time; equal times stay together.
     "leave-last-out": each query's last item is test and the one before valid; queries with fewer than 3 items only
-    train. "auto": the parts in the file if it has them, otherwise random.
+    train. "auto": the parts in the file if it has them, otherwise random. A row without a time counts as the earliest
+    and trains.
 
     `valid` is the share of the training part held out for validation in the same way (at random for a file without a
     valid part), leaving each query at least one item; 0 gives none. If no test query of the file trains, as with texts,
@@ -33,7 +34,7 @@ def split(data: Interactions, how: str = "auto", valid: float = 0.1, test: float
     """
     if isinstance(data, Prepared):
         return data.parts_for(how, valid, test, seed)
-    check_split(how, valid, test, data.time is not None, data.split is not None)
+    check_split(how, valid, test, data.time is not None, data.split is not None, data.is_order)
     if how == "auto":
         how = "random" if data.split is None else "file"
     part, keep_shown = split_rule(data, how, valid, test, seed)(SplitRows.of(data))
@@ -41,7 +42,7 @@ def split(data: Interactions, how: str = "auto", valid: float = 0.1, test: float
     return _parts(data, part, keep_shown)
 
 
-def check_split(how: str, valid: float, test: float, timed: bool, parted: bool) -> None:
+def check_split(how: str, valid: float, test: float, timed: bool, parted: bool, order: bool) -> None:
     """Refuse an unknown way to split, a share outside [0, 1), and a way that needs a column which the data lacks."""
     if how not in SPLITS:
         raise UserError(f"no split called {how!r}; choose from {', '.join(SPLITS)}")
@@ -52,6 +53,9 @@ def check_split(how: str, valid: float, test: float, timed: bool, parted: bool) 
         raise UserError(
             f"the split {how!r} needs a time column, and the data has none: split at random, or name it", "time"
         )
+    if how == "temporal" and order:
+        reason = "the split 'temporal' needs times, and the data has positions within a query"
+        raise UserError(f"{reason}: split leave-last-out, or name a column with times", "time")
     if how == "file" and not parted:
         raise UserError("the data has no split column: choose another split, or name it", "split")
 
@@ -259,6 +263,7 @@ def _leave_last_out(rows: SplitRows, valid: float, test: float) -> tuple[np.ndar
         last = last - 1
     if valid:
         part[(count >= 3) & (place == last)] = VALID
+    part[undated(rows.time)] = TRAIN
     if rows.shown is None or rows.shown_time is None:
         return part, None
     held = part != TRAIN

@@ -6,7 +6,7 @@ more for a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,10 +17,11 @@ import polars as pl
 
 from sparring.core.errors import UserError, first_line
 from sparring.data.cleaning import SHORT, PolarsRows, clean
-from sparring.data.columns import Columns, find_column, find_roles, with_title
+from sparring.data.columns import Columns, find_column, find_roles, is_order, order_notes, with_title
 from sparring.data.interactions import Interactions, Vocabulary
 from sparring.data.lines import check_utf8
-from sparring.data.pairs import positive_and_shown
+from sparring.data.pairs import NO_TIME, PartSizes, positive_and_shown
+from sparring.data.weights import weight_note
 
 
 class Arrow(Protocol):
@@ -29,6 +30,8 @@ class Arrow(Protocol):
     def __arrow_c_stream__(self, requested_schema: object | None = None) -> object: ...
 
 
+# A panic is no Exception: it would pass any other handler.
+READ_ERRORS = (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError)
 AnyTable = pl.DataFrame | pl.LazyFrame | Arrow
 
 
@@ -42,7 +45,8 @@ class OpenTable:
     text: bool = False  # every column is text, as in a CSV file
     items: pl.DataFrame | None = None
     queries: pl.DataFrame | None = None
-    files: tuple[Path, ...] = ()  # the Parquet parts; empty for any other kind of source
+    files: tuple[Path, ...] = ()  # Parquet parts, or text files where `text` is set; empty for a frame
+    opened: tuple[tuple[int, int], ...] = ()  # size and time of change of each file when it was opened
 
     def roles(self) -> dict[str, str]:
         """{role: column} for the roles that the rows have."""
@@ -84,7 +88,7 @@ def from_frame(
 def to_interactions(table: OpenTable, catalogue: bool = False) -> Interactions:
     """Interactions of a table; with `catalogue`, items that only the items table has are kept."""
     source = table.source
-    with read_errors(source):
+    with unchanged(table), read_errors(source):
         lazy, roles, notes = clean_frame(table)
         query_ids, lazy = _encode(lazy, "q", roles["query"], table.text, None, source)
         extra = None
@@ -92,10 +96,12 @@ def to_interactions(table: OpenTable, catalogue: bool = False) -> Interactions:
             extra = table.items[table_key(table.items, "item", roles["item"], source)]
         item_ids, lazy = _encode(lazy, "i", roles["item"], table.text, extra, source)
         check_ids(query_ids, item_ids, source)
+        notes += id_notes(query_ids, item_ids)
         rows = lazy.collect(engine="streaming")
     columns = to_arrays(rows)
     del rows
-    data = _assemble(columns, query_ids, item_ids, notes, source)
+    data = _assemble(columns, query_ids, item_ids, notes, table)
+    data["is_order"] = is_order(roles, table.columns) and data["time"] is not None
     described: dict[str, pl.DataFrame | None] = {}
     for role, given, ids in (("query", table.queries, query_ids), ("item", table.items, item_ids)):
         described[role] = None if given is None else align_table(given, role, roles[role], ids, source, notes)
@@ -107,8 +113,31 @@ def clean_frame(table: OpenTable) -> tuple[pl.LazyFrame, dict[str, str], list[st
     roles = table.roles()
     short = table.frame.select(pl.col(column).alias(SHORT[role]) for role, column in roles.items())
     rows, notes = clean(PolarsRows(short), roles, table.columns, table.source)
+    notes += order_notes(roles, table.columns)
     others = [name for name in ("q", "i") if rows.kind(name)[0] not in ("integer", "float", "text")]
     return rows.frame.with_columns(pl.col(name).cast(pl.String) for name in others), roles, notes
+
+
+_MISSING = ("nan", "na", "n/a", "null", "none", "nil", "undefined", "unknown", "-")
+
+
+def id_notes(query_ids: Vocabulary, item_ids: Vocabulary) -> list[str]:
+    """Notes on text ids that may be mistakes: some look alike, or spell a missing value."""
+    notes = []
+    for vocabulary, name, plural in ((query_ids, "query", "queries"), (item_ids, "item", "items")):
+        if vocabulary.kind != "text":
+            continue
+        ids = vocabulary.ids
+        plain = ids.str.normalize("NFC").str.strip_chars()
+        odd = ids.filter(plain.is_duplicated())
+        if len(odd):
+            shown = " and ".join(map(ascii, odd[:2]))
+            notes.append(f"{len(odd):,} {name} ids differ from another in spaces or Unicode form only: {shown}")
+        spelt = ids.filter(ids.str.to_lowercase().is_in(_MISSING)).to_list()
+        if spelt:
+            are = f"are {plural}" if len(spelt) > 1 else f"is a {name}"
+            notes.append(f"the {name} ids have {', '.join(map(repr, spelt))}, which {are} like any other")
+    return notes
 
 
 def check_ids(query_ids: Vocabulary, item_ids: Vocabulary, source: str) -> None:
@@ -120,13 +149,36 @@ def check_ids(query_ids: Vocabulary, item_ids: Vocabulary, source: str) -> None:
 
 @contextmanager
 def read_errors(source: str) -> Iterator[None]:
-    """Turn an error of polars or the system into one line that names the source."""
+    """Turn an error or a panic of polars, or an error of the system, into one line that names the source."""
     try:
         yield
     except pl.exceptions.NoDataError as error:
         raise UserError(f"{source} is empty") from error
-    except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError) as error:
+    except READ_ERRORS as error:
         raise UserError(f"cannot read {source}: {first_line(error)}") from error
+
+
+@contextmanager
+def unchanged(table: OpenTable) -> Iterator[None]:
+    """Refuse rows from files that change while they are read: several scans would see different rows."""
+    try:
+        yield
+    except UserError as error:
+        _check_unchanged(table, error)  # the change may be the cause
+        raise
+    _check_unchanged(table)
+
+
+def _check_unchanged(table: OpenTable, cause: Exception | None = None) -> None:
+    for file, before, now in zip(table.files, table.opened, file_states(table.files), strict=False):
+        if now != before:
+            raise UserError(f"{file} changed while it was read: read it again when it is complete") from cause
+
+
+def file_states(files: Sequence[Path]) -> tuple[tuple[int, int], ...]:
+    """Size and time of change of each file; (-1, -1) for one that is gone."""
+    stats = [file.stat() if file.is_file() else None for file in files]
+    return tuple((-1, -1) if stat is None else (stat.st_size, stat.st_mtime_ns) for stat in stats)
 
 
 def _encode(
@@ -160,23 +212,29 @@ def vocabulary_of(known: pl.Series, column: str, text: bool, extra: pl.Series | 
 
 
 def to_arrays(rows: pl.DataFrame) -> dict[str, np.ndarray]:
-    """The columns as arrays, a null weight as 1. The frame is emptied."""
+    """The columns as arrays, a null weight as 1 and a null time as NO_TIME. The frame is emptied."""
     if "w" in rows.columns:
         rows = rows.with_columns(pl.col("w").fill_null(1.0))
+    if "t" in rows.columns:
+        rows = rows.with_columns(pl.col("t").fill_null(NO_TIME["i" if rows["t"].dtype.is_integer() else "f"]))
     # Columns leave the frame one at a time, so that only one is held in both forms.
     return {name: rows.drop_in_place(name).to_numpy(writable=True) for name in rows.columns}
 
 
 def _assemble(
-    columns: dict[str, np.ndarray], query_ids: Vocabulary, item_ids: Vocabulary, notes: list[str], source: str
+    columns: dict[str, np.ndarray], query_ids: Vocabulary, item_ids: Vocabulary, notes: list[str], table: OpenTable
 ) -> dict:
     """The fields of Interactions: positives and shown pairs apart, each pair once."""
+    source, sizes = table.source, PartSizes()
     before = int(columns["l"].sum()) if "l" in columns else len(columns["q"])
     if not before:
         raise UserError(f"no row of {source} is labelled 1: there are no positives")
-    positive, shown = positive_and_shown(columns, len(item_ids))
+    positive, shown = positive_and_shown(columns, len(item_ids), sizes)
     if len(positive["q"]) < before:
         notes.append(f"merged {before - len(positive['q']):,} duplicates")
+    notes += sizes.notes(source)
+    if "w" in positive:
+        notes.append(weight_note(positive["w"], table.roles()["weight"], bool(table.columns.get("weight")), source))
     fields: dict = {"queries": positive["q"], "items": positive["i"], "query_ids": query_ids, "item_ids": item_ids}
     fields |= {"time": positive.get("t"), "weight": positive.get("w"), "split": positive.get("s")}
     if shown is not None:
@@ -208,6 +266,9 @@ def align_table(
     rows = np.full(len(ids), -1, dtype=np.int64)
     rows[known] = first
     repeated = int((dense >= 0).sum()) - len(known)
+    strange = int((dense < 0).sum())
+    if strange:
+        notes.append(f"ignored {strange:,} rows of the {role} table whose id has no interactions")
     if repeated:
         notes.append(f"ignored {repeated:,} rows of the {role} table that repeat the id of an earlier row")
     if len(known) < len(ids):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -32,6 +33,14 @@ class Pairs(Protocol):
     def n_queries(self) -> int: ...
 
 
+@dataclass(frozen=True)
+class Misses:
+    """Relevant items that no list can hold, because the model does not know them or their query."""
+
+    items: np.ndarray  # (n_queries,) of each query, beside its test pairs
+    queries: int  # queries without any test pair, which count as 0
+
+
 class MetricAccumulator:
     """Hits and gains of the lists of all test queries; then means, values per query, strata and bins.
 
@@ -46,12 +55,16 @@ class MetricAccumulator:
         cutoffs: list[int],
         counts: np.ndarray | None,
         propensity: np.ndarray | None,
+        misses: Misses | None = None,
     ) -> None:
         self.n_items, self.cutoffs, self.counts, self.propensity = n_items, cutoffs, counts, propensity
         self.pairs = np.unique(test.queries.astype(np.int64) * n_items + test.items)
         self.query_ids, self.query_of_pair, self.relevant = np.unique(
             self.pairs // n_items, return_inverse=True, return_counts=True
         )
+        self.missed_queries = 0 if misses is None else misses.queries
+        if misses is not None:
+            self.relevant = self.relevant + misses.items[self.query_ids]
         # Dialects that average over other queries: all of the data, or also the test points without a label.
         self.averaged_over = {"xir-release": test.n_queries, "xc": len(self.query_ids) + getattr(test, "empty", 0)}
         self.ranked = [m for m in chosen if m.name in METRICS]
@@ -122,7 +135,8 @@ class MetricAccumulator:
             m.key(k): self.averaged_over[m.dialect] for m in self.ranked if m.over_all_queries for k in self.cutoffs
         }
         for key, values in self.per_query.items():
-            means[key] = float(values.sum()) / sizes.get(key, len(values))
+            missed = 0 if key.startswith("popularity@") else self.missed_queries  # they have no list to describe
+            means[key] = float(values.sum()) / (sizes.get(key, len(values)) + missed)
         for metric in self.covers:
             items = np.unique(self.pairs % self.n_items) if metric.of_hits else slice(None)
             counted = self.found if metric.of_hits else self.listed

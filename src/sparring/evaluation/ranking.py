@@ -21,12 +21,12 @@ from sparring.core.errors import UserError
 from sparring.core.topk import top_k
 from sparring.core.types import ALONE, Positives, Ranks
 from sparring.data.propensity import inverse_propensities
-from sparring.evaluation.accumulator import MetricAccumulator, Pairs
+from sparring.evaluation.accumulator import MetricAccumulator, Misses, Pairs
 from sparring.evaluation.metrics import LIST_METRICS, METRICS, PROPENSITY_METRICS, parse
 from sparring.models.retriever import Retriever
 from sparring.models.towers import evaluating
 
-__all__ = ["Encoder", "Evaluation", "Pairs", "evaluate", "evaluate_lists", "top_k"]
+__all__ = ["Encoder", "Evaluation", "Misses", "Pairs", "evaluate", "evaluate_lists", "top_k"]
 
 _CHUNK = 8192  # queries encoded and ranked at once
 
@@ -93,6 +93,7 @@ def evaluate(
     progress: Callable[[int, int], None] | None = None,
     propensity: np.ndarray | None = None,
     ranks: Ranks = ALONE,
+    misses: Misses | None = None,
 ) -> Evaluation:
     """Rank the complete catalogue for every query with a test item, without its seen items, and measure the lists.
 
@@ -109,6 +110,9 @@ def evaluate(
     those of the data, else computed from counts and the number of queries in `seen`. Several `ranks` share the work,
     and each gets the complete result.
 
+    `misses` are relevant items that the model does not know: they count in the means and in the values per query, not
+    in strata and bins. psp and psndcg are not defined with them.
+
     Equal scores are ranked by item id (core/topk.py). Repeated test pairs count once. A test item that its query has
     also seen cannot be listed but still counts as relevant.
 
@@ -122,7 +126,7 @@ def evaluate(
         )
         if counts is None and seen is not None:
             counts = np.bincount(seen.items.cpu().numpy(), minlength=lists.n_items)
-        accumulator = _accumulator(test, lists.n_items, k, metrics, dialect, counts, propensity, seen)
+        accumulator = _accumulator(test, lists.n_items, k, metrics, dialect, counts, propensity, seen, misses)
         total = len(accumulator.query_ids)
         for start in range(0, total, _CHUNK):
             queries = torch.from_numpy(accumulator.query_ids[start : start + _CHUNK])
@@ -223,6 +227,7 @@ def _accumulator(
     counts: np.ndarray | None,
     propensity: np.ndarray | None,
     seen: Positives | None,
+    misses: Misses | None = None,
 ) -> MetricAccumulator:
     """Validate the arguments and return an empty accumulator."""
     chosen = list(dict.fromkeys(parse(name, dialect) for name in metrics))
@@ -238,9 +243,11 @@ def _accumulator(
         raise UserError(f"test item {item} is not among the model's {n_items} items: evaluate on its training data")
     if counts is not None and len(counts) != n_items:
         raise UserError(f"counts has {len(counts)} entries for {n_items} items: give one number per item")
+    if misses is not None and any(metric.name in PROPENSITY_METRICS for metric in chosen):
+        raise UserError("psp and psndcg need a propensity of every item, and unknown ones have none: leave them out")
     if any(metric.name in PROPENSITY_METRICS for metric in chosen):
         propensity = _propensity(propensity, test, n_items, counts, seen)
-    return MetricAccumulator(test, n_items, chosen, cutoffs, counts, propensity)
+    return MetricAccumulator(test, n_items, chosen, cutoffs, counts, propensity, misses)
 
 
 def _evaluation(metrics: MetricAccumulator, began: float) -> Evaluation:

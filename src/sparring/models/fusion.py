@@ -16,6 +16,7 @@ from sparring.data.interactions import Interactions
 from sparring.models.retriever import Retriever
 from sparring.models.tree import grow
 
+RANKINGS = {"encoder": "knn", "classifiers": "clf", "fused": "fusion"}  # and the stage of each in result.json
 FILE = "fusion.safetensors"  # in a run folder
 DEPTH = 7  # depth of the tree
 ROWS = 75_000  # queries the tree is fitted to
@@ -28,7 +29,8 @@ class Fused(nn.Module):
         score = clf + beta (knn + P(relevant | clf, knn, inverse propensity))   for the `shortlist` best by clf
 
     clf and knn are cosines. P is given by a decision tree of depth 7, fitted to the lists of held-out queries
-    (`learn`); before that it is 0.
+    (`learn`); before that it is 0. `ranking` is the best of encoder, classifiers and fused on held-out queries, and the
+    default of commands.
 
         fused = Fused(model, classifiers, propensity);   fused.learn(split.valid, seen)
         fused.lists(query_ids, 10, seen)
@@ -48,6 +50,7 @@ class Fused(nn.Module):
         self, knn: Retriever, clf: Retriever, propensity: np.ndarray, beta: float = 1.0, shortlist: int = 300
     ) -> None:
         super().__init__()
+        self.ranking = "encoder"
         self.knn, self.clf, self.beta, self.shortlist = knn, clf, beta, min(shortlist, knn.n_items)
         self.register_buffer("propensity", torch.from_numpy(propensity).float())
         nodes = 2 ** (DEPTH + 1) - 1
@@ -117,7 +120,8 @@ class Fused(nn.Module):
     def save(self, folder: Path) -> None:
         """Write the tree; the two models are saved with their runs."""
         learnt = dict(self.named_buffers(recurse=False))
-        files.write_tensors(folder / FILE, learnt, {"beta": self.beta, "shortlist": self.shortlist})
+        settings = {"beta": self.beta, "shortlist": self.shortlist, "ranking": self.ranking}
+        files.write_tensors(folder / FILE, learnt, settings)
 
     @classmethod
     def load(cls, folder: Path, knn: Retriever, clf: Retriever) -> Fused:
@@ -130,4 +134,7 @@ class Fused(nn.Module):
                     f"{folder / FILE} does not fit this run: tensor {name!r} is missing or has another shape"
                 )
             own.copy_(tensors[name])
+        fused.ranking = str(settings.get("ranking"))
+        if fused.ranking not in RANKINGS:
+            raise UserError(f"{folder / FILE} does not name the best ranking of the run: train the run again")
         return fused

@@ -176,3 +176,10 @@ class FusedRanking:
         blocks = zip(scores.split(BLOCK), items.split(BLOCK), q.split(BLOCK), strict=True)
         parts = [self.fused.ordered(*block, self.knn) for block in blocks]
         return torch.cat([part[0][:, :k] for part in parts]), torch.cat([part[1][:, :k] for part in parts])
+
+
+class ClassifierRanking(Ranking):
+    """`Ranking` by the classifiers alone, for any query vector of the retriever."""
+
+    def best(self, q: Tensor, k: int, taken: Positives | None = None) -> tuple[Tensor, Tensor]:
+        return super().best(F.normalize(q.float(), dim=-1), k, taken)

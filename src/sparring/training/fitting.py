@@ -39,6 +39,9 @@ class Fitted:
     test: Evaluation | None
     seconds: float
     stages: dict[str, Evaluation] = field(default_factory=dict)  # test metrics of knn, clf and fusion (stages.py)
+    ranking: str = (
+        "encoder"  # the default of commands: the best of encoder, classifiers and fused on the validation part
+    )
 
 
 def fit(
@@ -111,17 +114,18 @@ def fit(
             source=source,
             save_seconds=save_seconds,
         )
-        tests = {"knn": test, "clf": second.test}
+        tests, ranking = {"knn": test, "clf": second.test}, "encoder"
         if run.classifiers.fusion:
-            fused = fuse(run, second.run, split, where, folder)
+            fused = fuse(run, second.run, split, where, folder, ranks)
+            ranking = fused.ranking
             if split.test is not None:
                 log.info("ranking by towers and classifiers for every test query")
                 tests["fusion"] = _test(fused, split, k, metrics, where)
         stages = {name: result for name, result in tests.items() if result is not None}
         if folder is not None and ranks.rank == 0:
-            run_folder.write_stages(folder, stages, state.history)
+            run_folder.write_stages(folder, stages, state.history, ranking)
             run_folder.finish(folder)
-        return replace(fitted, stages=stages)
+        return replace(fitted, stages=stages, ranking=ranking)
 
 
 def _check(run: object, split: object, k: Sequence[int], metrics: Sequence[str]) -> None:

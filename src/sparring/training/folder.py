@@ -185,6 +185,7 @@ def description(run: Run, split: Split, source: Mapping[str, Any] | None) -> dic
             **{name: len(part) for name, part in parts.items() if part is not None},
         },
         "untrained": untrained(split),
+        "dim": run.model.dim,
         "batch": describe_batch(run, split).splitlines(),
         "versions": {
             "python": platform.python_version(),
@@ -258,12 +259,13 @@ def write_end(
     files.write_text(folder / "README.md", model_card(meta, result, history))
 
 
-def write_stages(folder: Path, stages: Mapping[str, Evaluation], history: list[dict[str, Any]]) -> None:
-    """Add the test metrics of later stages to the result and the model card."""
+def write_stages(folder: Path, stages: Mapping[str, Evaluation], history: list[dict[str, Any]], ranking: str) -> None:
+    """Add the test metrics of later stages and the chosen ranking to the result and the model card."""
     if "fusion" in stages:
         _write_queries(folder, "fusion_per_query.parquet", stages["fusion"])
     path = folder / "result.json"
     result = files.read_json(path) | {"stages": {name: test.to_dict() for name, test in stages.items()}}
+    result["ranking"] = ranking
     files.write_json(path, result)
     files.write_text(folder / "README.md", model_card(read_meta(folder), result, history))
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from sparring.models.fusion import RANKINGS
 from sparring.recipes import finding
 from sparring.recipes.setup import flat
 from sparring.training.eligibility import untrained_line
@@ -25,7 +26,7 @@ def model_card(meta: Mapping[str, Any], result: Mapping[str, Any], history: Sequ
         f"# A retriever trained with `{meta['recipe'].rpartition(':')[2]}`",
         "",
         f"{_tower(meta, 'query')} query tower, {_tower(meta, 'item')} item tower, "
-        f"{setup['dim']} dimensions, {setup['score']} score. Trained with Sparring {meta['versions']['sparring']}.",
+        f"{meta['dim']} dimensions, {setup['score']} score. Trained with Sparring {meta['versions']['sparring']}.",
         "",
         "## Data",
         f"{data['queries']:,} queries x {data['items']:,} items; interactions: {parts}. Source: {origin}"
@@ -83,9 +84,10 @@ def _tower(meta: Mapping[str, Any], side: str) -> str:
 
 
 def _tests(result: Mapping[str, Any]) -> list[str]:
-    """The test metrics of the ranking that recommends; if that is the fused one, those of the towers too."""
-    fused, towers = result.get("stages", {}).get("fusion"), result.get("test")
-    if not fused or not towers:
+    """The test metrics of the ranking that recommends; if that is not the towers', those of the towers too."""
+    ranking, towers = result.get("ranking", "encoder"), result.get("test")
+    chosen = result.get("stages", {}).get(RANKINGS[ranking])
+    if ranking == "encoder" or not chosen or not towers:
         return _test(towers)
     cutoffs = sorted({int(name.split("@")[1]) for name in towers["metrics"]})
     k = cutoffs[len(cutoffs) // 2]
@@ -93,7 +95,8 @@ def _tests(result: Mapping[str, Any]) -> list[str]:
         f"{name}@{k} {_figure(towers['metrics'].get(f'{name}@{k}'))}" for name in ("recall", "ndcg", "precision")
     )
     also = 'An index, the service and exports rank by the towers alone, as does `recommend` with `ranking="encoder"`'
-    return ["Ranked by towers and classifiers fused.", "", *_test(fused), "", f"{also}: {figures}."]
+    by = {"fused": "towers and classifiers fused", "classifiers": "the classifiers alone"}[ranking]
+    return [f"Ranked by {by}, the best on the validation part.", "", *_test(chosen), "", f"{also}: {figures}."]
 
 
 def _test(test: Mapping[str, Any] | None) -> list[str]:

@@ -5,8 +5,9 @@
     M4  the classifiers: a run like any other, trained and loaded like one, in the folder `classifiers` inside it
     fusion.safetensors: the fused ranking, learnt from held-out queries
 
-`load` of the run's folder then recommends by both, for new texts too, and its model card has the figures of both.
-Each stage resumes from its own checkpoint; a finished stage is not trained again.
+`load` of the run's folder then recommends by the best of encoder, classifiers and both on the validation part, for new
+texts too, and its model card has the figures. Each stage resumes from its own checkpoint; a finished stage is not
+trained again.
 """
 
 from __future__ import annotations
@@ -19,17 +20,20 @@ import numpy as np
 import torch
 
 from sparring.core.ranks import rank
-from sparring.data.interactions import Split
+from sparring.core.types import ALONE, Positives, Ranks
+from sparring.data.interactions import Interactions, Split
 from sparring.data.propensity import inverse_propensities
+from sparring.evaluation.ranking import Encoder, Lister, evaluate
 from sparring.losses import Fixed, HardPairs
 from sparring.models.clusters.clustered_batches import ClusteredBatches
-from sparring.models.fusion import Fused
+from sparring.models.fusion import ROWS, Fused
 from sparring.models.retriever import Retriever
 from sparring.models.sharded_tables import ShardedTable
 from sparring.models.towers import IdTower
 from sparring.negatives import BatchPositives
 from sparring.recipes.run import Run, Term
 from sparring.recipes.setup import Setup
+from sparring.training.loop import selected
 
 log = logging.getLogger(__name__)
 
@@ -84,8 +88,11 @@ def classifier_run(run: Run, split: Split) -> Run:
     return Run(Retriever(*towers, "cosine"), (term,), Fixed(1.0), inner, name, settings, batches)
 
 
-def fuse(run: Run, classifiers: Run, split: Split, device: torch.device, folder: Path | None) -> Fused:
-    """The fused ranking, learnt from the validation part; without one from the training part (too optimistic)."""
+def fuse(run: Run, classifiers: Run, split: Split, device: torch.device, folder: Path | None, ranks: Ranks) -> Fused:
+    """The fused ranking, learnt from the validation part; without one from the training part (too optimistic).
+
+    Its `ranking` is the best one on the validation part, or "encoder" if there is none.
+    """
     wanted, train, weights = run.classifiers, split.train, split.train.propensity
     assert wanted is not None
     if weights is None:
@@ -95,7 +102,34 @@ def fuse(run: Run, classifiers: Run, split: Split, device: torch.device, folder:
     part = "training" if split.valid is None else "validation"
     log.info("fusion: learning the weight of each score from the %s part", part)
     held_out, seen = (train, None) if split.valid is None else (split.valid, split.seen_for("valid").to(device))
+    if split.valid is not None:
+        fused.ranking = best_ranking(fused, split.valid, seen, run.setup.validation.select, run.setup.seed, ranks)
     fused.learn(held_out, seen, run.setup.seed)
     if folder is not None and rank() == 0:
         fused.save(folder)
     return fused
+
+
+def best_ranking(
+    fused: Fused, valid: Interactions, seen: Positives | None, select: str, seed: int, ranks: Ranks = ALONE
+) -> str:
+    """The ranking with the best `select` on half of the validation queries; a tie goes to the simpler one.
+
+    The fused ranking learns from the other half meanwhile: on its own queries it would look better than it is.
+    """
+    queries = np.random.default_rng(seed).permutation(np.unique(valid.queries))[: 2 * ROWS]
+    half = len(queries) // 2
+    if not half:
+        return "encoder"
+    learnt, compared = (valid.subset(np.isin(valid.queries, some)) for some in (queries[:half], queries[half:]))
+    fused.learn(learnt, seen, seed)
+    metric, k = selected(select)
+    models: dict[str, Encoder | Lister] = {"encoder": fused.knn, "classifiers": fused.clf, "fused": fused}
+    values = {
+        name: evaluate(model, compared, seen, (k,), (metric,), ranks=ranks).metrics[f"{metric}@{k}"]
+        for name, model in models.items()
+    }
+    shown = ", ".join(f"{name} {value:.4f}" for name, value in values.items())
+    best = max(values, key=lambda name: values[name])
+    log.info("fusion: %s on held-out queries: %s; the default ranking is %s", select, shown, best)
+    return best

@@ -18,6 +18,7 @@ from sparring.core.part import loss_output
 from sparring.core.types import ALONE, Bag, Batch, LossOutput, Outcome, Positives, Ranks, Step
 from sparring.data.batches import batches_for, query_rows
 from sparring.data.interactions import Interactions, Split
+from sparring.data.weights import spread
 from sparring.recipes.run import Run, Term
 
 
@@ -178,7 +179,10 @@ def sample_steps(
 
 
 def describe_batch(run: Run, split: Split) -> str:
-    """The first training batch of a run, term by term: sources, counts, corrections, masks. The run is unchanged."""
+    """The first training batch of a run: sources, counts, corrections and masks by term, and the weights of pairs.
+
+    The run is unchanged.
+    """
     device = run.model.device
     with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
         _, _, outcome = next(sample_steps(run, split))
@@ -186,4 +190,8 @@ def describe_batch(run: Run, split: Split) -> str:
     for term, bag in zip(run.terms, outcome.bags, strict=True):
         name = getattr(term.loss, "__name__", type(term.loss).__name__)
         lines += [f"{term.weight:g} x {name} over", *(f"  {line}" for line in bag.describe().splitlines())]
+    if split.train.weight is not None:
+        lines.append(
+            f"each loss times the weight of its pair, divided by the mean weight: {spread(split.train.weight)}"
+        )
     return "\n".join(lines)

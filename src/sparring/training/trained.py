@@ -19,16 +19,16 @@ from sparring.core.types import Positives
 from sparring.data.interactions import Ids, Split
 from sparring.data.pairs import pair_keys
 from sparring.data.texts.texts import as_series
-from sparring.models.fusion import FILE, Fused
+from sparring.models.fusion import FILE, RANKINGS, Fused
 from sparring.models.retriever import Retriever
 from sparring.models.text import text_tower
 from sparring.models.towers import HistoryTower
 from sparring.recipes.finding import Recipe
-from sparring.training.eligibility import Eligibility, FusedRanking, Ranking
+from sparring.training.eligibility import ClassifierRanking, Eligibility, FusedRanking, Ranking
 from sparring.training.folder import check_finished, read_manifest, read_run
 from sparring.training.item_vectors import item_vectors, mean_query
 
-How = Literal["fused", "encoder"]
+How = Literal["fused", "classifiers", "encoder"]
 log = logging.getLogger(__name__)
 
 
@@ -53,8 +53,8 @@ class Trained:
         """The k best items of each query (original ids): query, rank, item, title where known, score.
 
         Items that a query is known to have taken and untrained items are left out; a warning names untrained queries.
-        `ranking` is "encoder", the towers alone, or "fused", towers and classifiers together: the default if the run
-        has classifiers (stages.py).
+        `ranking` is "encoder", the towers alone; for a run with classifiers (stages.py) also "classifiers" or "fused",
+        towers and classifiers together. By default it is the best of them on the validation part.
         """
         asked = _listed(queries)
         dense = self.ids.query_ids.encode(asked)
@@ -139,17 +139,20 @@ class Trained:
         return Fused.load(self.folder, self.model, load(self.folder / "classifiers").model)
 
     def how(self, asked: How | None = None) -> How:
-        """The requested ranking; by default fused if the run has it."""
-        if asked not in (None, "fused", "encoder"):
-            raise UserError(f'ranking is {asked!r}; it must be "fused" or "encoder"')
-        if asked == "fused" and self.fused is None:
-            raise UserError(f"{self.folder} has no fused ranking: train it with clf_epochs=N and clf_fusion=true")
-        return asked or ("encoder" if self.fused is None else "fused")
+        """The requested ranking; by default the best one on the validation part, if the run has several."""
+        if asked not in (None, *RANKINGS):
+            raise UserError(f"ranking is {asked!r}; it must be {', '.join(RANKINGS)}")
+        if asked not in (None, "encoder") and self.fused is None:
+            raise UserError(f"{self.folder} has no {asked} ranking: train it with clf_epochs=N and clf_fusion=true")
+        return asked or ("encoder" if self.fused is None else self.fused.ranking)  # type: ignore[return-value]
 
     def ranking(self, asked: How | None = None) -> Ranking | FusedRanking:
         """Ranks all items for vectors of queries; see `recommend`."""
-        if self.how(asked) == "encoder" or self.fused is None:
+        how = self.how(asked)
+        if how == "encoder" or self.fused is None:
             return self.eligibility.ranking(self.item_vectors())
+        if how == "classifiers":
+            return ClassifierRanking(self.fused.clf.item_vectors(), self.eligibility.items)
         return FusedRanking(self.fused, self.item_vectors(), self.eligibility.items)
 
     def _best(self, q: Tensor, k: int, taken: Positives | None, how: How | None) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ import polars as pl
 
 from sparring.core.errors import UserError, first_line, not_written
 from sparring.data.prepared.row_buckets import Buckets, StageProgress, number_ids
-from sparring.data.table import OpenTable, clean_frame, read_errors
+from sparring.data.table import READ_ERRORS, OpenTable, clean_frame, read_errors
 
 
 def fill_buckets(
@@ -44,7 +44,7 @@ def _part_errors(table: OpenTable, folder: Path) -> Iterator[None]:
         with read_errors(table.source):
             yield
     except UserError as error:
-        if not isinstance(error.__cause__, (pl.exceptions.PolarsError, OSError)):
+        if not isinstance(error.__cause__, READ_ERRORS):
             raise
         if not_written(error.__cause__):
             reason = f"cannot write into {folder.parent.parent}: {first_line(error.__cause__)}"
@@ -57,9 +57,9 @@ def _part_errors(table: OpenTable, folder: Path) -> Iterator[None]:
 
 def broken_part(table: OpenTable) -> str | None:
     """An error line for the first Parquet part that cannot be read; None where all can."""
-    for file in table.files:
+    for file in () if table.text else table.files:
         try:
             pl.scan_parquet(file).select(pl.all().null_count()).collect(engine="streaming")
-        except (pl.exceptions.PolarsError, OSError) as error:
+        except READ_ERRORS as error:
             return f"cannot read {file}: {first_line(error)}"
     return None

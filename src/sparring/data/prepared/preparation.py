@@ -17,7 +17,7 @@ from typing import Literal, Unpack
 import polars as pl
 
 from sparring.core.errors import UserError, disk_full
-from sparring.data.columns import Columns
+from sparring.data.columns import Columns, is_order
 from sparring.data.formats.beir import is_beir
 from sparring.data.formats.xc import is_xc
 from sparring.data.interactions import Ids
@@ -25,7 +25,7 @@ from sparring.data.opening import open_table
 from sparring.data.prepared.format import Prepared, is_prepared, read_prepared, write_description
 from sparring.data.prepared.row_buckets import StageProgress, merge, write_parts
 from sparring.data.splits import check_split
-from sparring.data.table import align_table
+from sparring.data.table import align_table, id_notes, unchanged
 
 Engine = Literal["polars", "spark"]
 
@@ -62,23 +62,26 @@ def prepare(
         raise UserError(f"{path} needs no preparation: train on it directly")
     table = open_table(path, columns, items, queries, inline=engine == "polars")
     roles = table.roles()
-    check_split(how, valid, test, "time" in roles, "split" in roles)  # before a long read
+    order = is_order(roles, columns)
+    check_split(how, valid, test, "time" in roles, "split" in roles, order)  # before a long read
     with _work_folder(out) as folder:
         if engine == "spark":
             from sparring.data.prepared.spark_engine import fill_buckets
         else:
             from sparring.data.prepared.polars_engine import fill_buckets
-        buckets = fill_buckets(table, folder / "buckets", report, lambda n_rows: _check_space(folder, n_rows, roles))
-        merged = merge(buckets, folder / "merged", table.source, report)
+        with unchanged(table):
+            buckets = fill_buckets(table, folder / "buckets", report, lambda n: _check_space(folder, n, roles))
+        merged = merge(buckets, folder / "merged", table, report)
         shutil.rmtree(folder / "buckets")
         data = merged.data
         how = how if how != "auto" else "random" if data.split is None else "file"
-        check_split(how, valid, test, data.time is not None, data.split is not None)
+        check_split(how, valid, test, data.time is not None, data.split is not None, order)
         sizes = write_parts(merged, data, folder, how, valid, test, seed, report)
         del data, merged
         shutil.rmtree(folder / "merged")
         report("ids and checksums", 0, None)
         ids = {"query": buckets.query_ids, "item": buckets.item_ids}
+        buckets.notes.extend(id_notes(buckets.query_ids, buckets.item_ids))
         described: dict[str, pl.DataFrame | None] = {"query": buckets.queries, "item": buckets.items}
         for role, given in described.items():
             if given is not None:

@@ -18,10 +18,11 @@ import polars as pl
 
 from sparring.core.errors import UserError
 from sparring.data.interactions import TRAIN, VALID, Interactions, Vocabulary
-from sparring.data.pairs import chunks, occurrences, offsets, positive_and_shown
+from sparring.data.pairs import PartSizes, chunks, occurrences, offsets, positive_and_shown
 from sparring.data.prepared.format import ColumnWriter
 from sparring.data.splits import SplitRows, check_parts, split_rule
 from sparring.data.table import OpenTable, check_ids, to_arrays, vocabulary_of
+from sparring.data.weights import weight_note
 
 BUCKET = 1 << 22  # rows sorted at once
 MAX_BUCKETS = 1024  # more would be too many open files
@@ -139,23 +140,28 @@ class MergedPairs:
             yield shown.stop - shown.start, bucket
 
 
-def merge(buckets: Buckets, folder: Path, source: str, progress: StageProgress) -> MergedPairs:
+def merge(buckets: Buckets, folder: Path, table: OpenTable, progress: StageProgress) -> MergedPairs:
     """Sort each bucket, merge its duplicates, and delete it."""
     folder.mkdir()
-    merged, n_buckets, n_positive = MergedPairs(folder, buckets), len(buckets.first) - 1, 0
+    merged, n_buckets, n_positive, sizes = MergedPairs(folder, buckets), len(buckets.first) - 1, 0, PartSizes()
     for k in range(n_buckets):
         progress("sorting", k, n_buckets)
         columns = buckets.rows(k)
         n_positive += int(columns["l"].sum()) if "l" in columns else len(columns["q"])
-        positive, shown = positive_and_shown(columns, len(buckets.item_ids))
+        positive, shown = positive_and_shown(columns, len(buckets.item_ids), sizes)
         merged.add(positive)
         merged.add(shown, "shown_")
         shutil.rmtree(buckets.folder / f"b={k}")
     merged.close()
     if not n_positive:
-        raise UserError(f"no row of {source} is labelled 1: there are no positives")
+        raise UserError(f"no row of {table.source} is labelled 1: there are no positives")
     if merged.begin[""][-1] < n_positive:
         buckets.notes.append(f"merged {n_positive - merged.begin[''][-1]:,} duplicates")
+    buckets.notes.extend(sizes.notes(table.source))
+    weight = merged.column("w")
+    if weight is not None:
+        named = bool(table.columns.get("weight"))
+        buckets.notes.append(weight_note(weight, buckets.roles["weight"], named, table.source))
     return merged
 
 

@@ -17,6 +17,7 @@ import polars as pl
 from sparring.core.errors import UserError, first_line
 from sparring.core.extras import optional
 from sparring.data.cleaning import SHORT, clean
+from sparring.data.columns import order_notes
 from sparring.data.opening import inline_texts
 from sparring.data.prepared.polars_engine import broken_part
 from sparring.data.prepared.row_buckets import Buckets, StageProgress, number_ids
@@ -36,7 +37,7 @@ def fill_buckets(
     table: OpenTable, folder: Path, progress: StageProgress, check_space: Callable[[int], None]
 ) -> Buckets:
     """Write the rows of a table into buckets under `folder`, in the active Spark session or a temporary local one."""
-    if not table.files:
+    if table.text:
         raise UserError(f"the engine spark reads Parquet, and {table.source} is of another kind: use the engine polars")
     roles = table.roles()
     with _session() as spark, _spark_errors(table):
@@ -46,6 +47,7 @@ def fill_buckets(
         parts = spark.read.parquet(*(file.absolute().as_uri() for file in table.files))
         short = parts.select(*(F.col(f"`{column}`").alias(SHORT[role]) for role, column in roles.items()))
         cleaned, notes = clean(SparkRows(short), roles, table.columns, table.source)
+        notes += order_notes(roles, table.columns)
         rows = cleaned.frame
         exchange = folder.parent / "ids"
         progress("numbering queries", 0, None)
