@@ -98,9 +98,8 @@ class CheckpointManager:
 
     @cached_property
     def owner(self) -> str:
-        """The id of the run, which its files repeat."""
-        assert self.folder is not None
-        return run_id(self.folder)
+        """The id of the run, which its files repeat; rank 0 writes it, and others may not see the folder yet."""
+        return run_id(self.folder) if self.folder is not None and self.ranks.rank == 0 else ""
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -223,7 +222,7 @@ class CheckpointManager:
         path = find_checkpoint(self.folder, self.ranks)
         if path is None:
             return None
-        tensors, fields = own_tensors(path, self.owner)
+        tensors, fields = own_tensors(path, run_id(self.folder))
         del fields["run"]
         modules = {name.removeprefix("module."): t for name, t in tensors.items() if name.startswith("module.")}
         saved = {name.removeprefix("optimizer."): t for name, t in tensors.items() if name.startswith("optimizer.")}

@@ -222,7 +222,9 @@ def write_start(
 
 def reopen(folder: Path) -> None:
     """Mark a run as unfinished before more of it is written: only the files that stay as they are remain listed."""
-    manifest.write_manifest(folder, finished=False, names=(), keep=STARTED, apart=APART)
+    listed = read_manifest(folder)
+    if listed.finished or not listed.files.keys() <= set(STARTED):
+        manifest.write_manifest(folder, finished=False, names=(), keep=STARTED, apart=APART)
 
 
 def finish(folder: Path) -> None:

@@ -28,7 +28,7 @@ CREATE INDEX by_sequence ON items (sequence);
 CREATE TABLE state (key TEXT PRIMARY KEY, value TEXT NOT NULL, hash TEXT NOT NULL);
 PRAGMA user_version = {FORMAT};
 """
-_ITEM = "id, sequence, deleted, content, vector, model, hash"
+_ITEMS = "SELECT id, sequence, deleted, content, vector, model, hash FROM items WHERE "
 _ADVICE = "restore it from a backup, or choose another file with --store FILE"
 
 
@@ -112,13 +112,12 @@ class Store:
         return self.sequence
 
     def get(self, item: int | str) -> Change | None:
-        row = self._db.execute(f"SELECT {_ITEM} FROM items WHERE id = ?", (str(item),)).fetchone()  # noqa: S608
-        return None if row is None else _change(self._checked(row))
+        rows = self._rows(_ITEMS + "id = ?", str(item))
+        return _change(rows[0]) if rows else None
 
     def since(self, sequence: int) -> Iterator[Change]:
         """Changes after this sequence number, oldest first."""
-        rows = self._db.execute(f"SELECT {_ITEM} FROM items WHERE sequence > ? ORDER BY sequence", (sequence,))  # noqa: S608
-        return (_change(self._checked(row)) for row in rows.fetchall())
+        return map(_change, self._rows(_ITEMS + "sequence > ? ORDER BY sequence", sequence))
 
     def counts(self) -> tuple[int, int]:
         """(items added or changed, items deleted)."""
@@ -128,18 +127,24 @@ class Store:
         return int(put), int(deleted)
 
     def read_state(self, key: str) -> str | None:
-        row = self._db.execute("SELECT key, value, hash FROM state WHERE key = ?", (key,)).fetchone()
-        return None if row is None else str(self._checked(row)[1])
+        rows = self._rows("SELECT key, value, hash FROM state WHERE key = ?", key)
+        return str(rows[0][1]) if rows else None
 
     def write_state(self, key: str, value: str) -> None:
         row = key, value
         self._transaction("INSERT OR REPLACE INTO state VALUES (?, ?, ?)", [(*row, row_hash(row))])
 
-    def _checked(self, row: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The row without its hash, if they fit."""
-        if row_hash(row[:-1]) != row[-1]:
-            raise UserError(f"{self.path} is corrupt: the hash of row {str(row[0])[:80]!r} does not match; {_ADVICE}")
-        return row[:-1]
+    def _rows(self, query: str, *given: str | int) -> list[tuple[Any, ...]]:
+        """The rows that a query finds, without their hashes, which must match."""
+        try:
+            rows = self._db.execute(query, given).fetchall()
+        except sqlite3.Error as error:
+            raise UserError(f"{self.path} cannot be read: {first_line(error)}; {_ADVICE}") from error
+        for row in rows:
+            if row_hash(row[:-1]) != row[-1]:
+                name = str(row[0])[:80]
+                raise UserError(f"{self.path} is corrupt: the hash of row {name!r} does not match; {_ADVICE}")
+        return [row[:-1] for row in rows]
 
     def close(self) -> None:
         self._db.close()
