@@ -11,12 +11,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import uvicorn
 
 from sparring.serving.http.app import Service
 from sparring.serving.http.runs import RunRegistry
 from sparring.serving.http.schema import Limits
-from sparring.serving.http.server import configured
+from sparring.serving.http.server import Server
 from sparring.serving.http.store import Store
 from sparring.serving.http.telemetry import EventLog
 from support.made_run import MadeRun
@@ -29,10 +28,9 @@ class Listening:
 
     def __init__(self, service: Service) -> None:
         self.service = service
-        config = configured(service, "127.0.0.1", 0)
-        listener = config.bind_socket()
-        self.server = uvicorn.Server(config)
-        self.thread = threading.Thread(target=self.server.run, args=([listener],), daemon=True)
+        listener = socket.create_server(("127.0.0.1", 0))
+        self.server = Server(service, listener)
+        self.thread = threading.Thread(target=self.server.run, daemon=True)
         self.address: tuple[str, int] = listener.getsockname()
         self.thread.start()
         while not self.server.started:
@@ -245,11 +243,9 @@ def test_a_body_is_never_parsed_as_a_request(listening: Callable[..., Listening]
         connection.send(request(b"", length=len(inner)))
         assert connection.response()[0] == 401
         connection.send(inner)
-        connection.send(request(QUERY, "Authorization: Bearer secret"))
-        assert connection.response()[0] == 200
-        connection.socket.settimeout(0.3)
-        with pytest.raises(TimeoutError):
+        with pytest.raises(ConnectionError):
             connection.response()
+    assert b'"/v1/recommend",status="200"' not in service.service.metrics.text()
 
 
 @pytest.mark.parametrize(
@@ -258,7 +254,8 @@ def test_a_body_is_never_parsed_as_a_request(listening: Callable[..., Listening]
         (["Authorization: Bearer secret"], 200),
         (["Authorization: Bearer wrong"], 401),
         (["X-Nothing: 1"], 401),
-        (["Authorization: Bearer secret", "Host: evil.example"], 421),
+        (["Authorization: Bearer secret", "Host: evil.example"], 400),
+        (["Authorization: Bearer secret", "Origin: http://evil.example"], 403),
         (["Authorization: Bearer secret", "Content-Type: text/plain"], 415),
     ],
 )
@@ -282,7 +279,7 @@ def test_body_size_and_chunked_bodies(listening: Callable[..., Listening]) -> No
 
 
 def test_time_and_queue_limits(listening: Callable[..., Listening], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slow searches, a full queue and half a request get 503 with Retry-After within the time limit."""
+    """Slow searches and a full queue get 503 with Retry-After within the time limit."""
     service = listening(limits=Limits(seconds=0.4, waiting=3))
     release = held_search(service, monkeypatch)
     with service.connect() as connection:
@@ -295,7 +292,6 @@ def test_time_and_queue_limits(listening: Callable[..., Listening], monkeypatch:
         release.set()
         connection.send(request(QUERY))
         assert connection.response()[0] == 200
-    assert service.ask(request(QUERY)[:-5])[0] == 503
 
 
 def test_an_internal_error_is_logged_not_shown(
@@ -361,7 +357,7 @@ def test_a_client_that_does_not_read_fills_no_memory(listening: Callable[..., Li
         for _ in range(40):
             connection.send(large)
             time.sleep(0.05)
-            sizes = [c.transport.get_write_buffer_size() for c in list(service.server.server_state.connections)]
+            sizes = [c.transport.get_write_buffer_size() for c in list(service.server.connections.open)]
             buffered = max([buffered, *sizes])
         responses = [connection.response() for _ in range(40)]
     assert {status for status, _, _ in responses} == {200}

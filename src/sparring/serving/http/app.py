@@ -189,9 +189,8 @@ def _routes(service: Service) -> APIRouter:
 def _errors(app: FastAPI) -> None:
     @app.exception_handler(RequestError)
     async def request_error(request: Request, error: RequestError) -> Response:
-        body, headers = error_response(error)
-        decoded = {name.decode(): value.decode() for name, value in headers}
-        return Response(body, error.status, decoded, media_type="application/json")
+        status, headers, body, _ = error_response(error)
+        return Response(body, status, {name.decode(): value.decode() for name, value in headers or ()})
 
     @app.exception_handler(Exception)
     async def fault(request: Request, error: Exception) -> Response:  # the gate logs it

@@ -20,11 +20,23 @@ MAX_DIM = 65_536  # numbers in a vector
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits set by the operator: bytes of a request body, seconds per request, and queries waiting to be searched."""
+    """Limits set by the operator. A client is an IPv4 address, or the first 64 bits of an IPv6 address."""
 
-    body: int = 8 * 2**20
-    seconds: float = 10.0
-    waiting: int = 4096
+    seconds: float = 10.0  # for an answer
+    slow_seconds: float = 300.0  # for /v1/reload and /v1/items
+    head_seconds: float = 10.0  # for the head of a request, and for the first one of a new connection
+    body_seconds: float = 30.0  # for the body of a request
+    send_seconds: float = 30.0  # for the client to read a response
+    idle_seconds: float = 75.0  # between two requests
+    head: int = 32 * 2**10  # bytes of a request line and its headers
+    headers: int = 100
+    body: int = 8 * 2**20  # bytes
+    buffered: int = 64 * 2**20  # bytes of all large bodies together
+    waiting: int = 4096  # queries waiting to be searched
+    connections: int = 4096  # at most the descriptors of the process less 128
+    client_connections: int | None = None
+    client_requests: int | None = None  # answered at once
+    client_rate: float | None = None  # requests per second
 
 
 class RequestError(Exception):
@@ -37,10 +49,11 @@ class RequestError(Exception):
 
 Text = Annotated[StrictStr, Field(max_length=MAX_TEXT)]
 Name = Annotated[StrictStr, Field(max_length=MAX_ID)]
-Id = StrictInt | Name
+Integer = Annotated[StrictInt, Field(ge=-(2**63), lt=2**63)]
+Id = Integer | Name
 RequestIds = Annotated[list[Id], Field(max_length=MAX_IDS)]
 Queries = Annotated[list[Id], Field(min_length=1, max_length=MAX_QUERIES)]
-Scalar = StrictBool | StrictInt | StrictFloat | Text
+Scalar = StrictBool | Integer | StrictFloat | Text
 Vector = Annotated[list[float], Field(min_length=1, max_length=MAX_DIM)]
 Op = Literal["=", "!=", "<", "<=", ">", ">=", "in", "not in", "contains"]
 
