@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Sequence
@@ -75,6 +76,7 @@ def serve(args: Namespace) -> int:
     limits = Limits(**{"body": args.max_body, "seconds": args.timeout, **_limits(args.limit, fields(Limits))})
     token, log = _token(args.token_file), EventLog(os.fdopen(os.dup(2), "wb"), requests=not args.quiet)
     host_names(args.host, args.allow_host, token)  # before the runs are loaded
+    gc.freeze()  # modules live as long as the service: a collection while requests wait need not look at them
     store = Store(args.store or args.runs[0] / "serve" / "items.sqlite")
     registry = RunRegistry(args.runs, store, args.root, log, args.as_given)
     for folder in args.runs:

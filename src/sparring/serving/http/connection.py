@@ -45,7 +45,7 @@ class Connections:
     def __init__(self, gate: Gate, limits: Limits) -> None:
         self.gate, self.limits = gate, limits
         self.most = min(limits.connections, max(16, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - _OTHER_FILES))
-        self.open: set[Connection] = set()
+        self.open: dict[Connection, None] = {}  # oldest first
         self.buffered = 0
         self.stopped: float | None = None  # since when
         self._of_client: Counter[str] = Counter()
@@ -53,7 +53,7 @@ class Connections:
         self._rates: dict[str, tuple[float, float]] = {}  # client -> (requests it may send now, time of the last one)
 
     def add(self, connection: Connection) -> None:
-        self.open.add(connection)
+        self.open[connection] = None
         client = connection.client
         self._of_client[client] += 1
         if self._of_client[client] > (self.limits.client_connections or self.most):
@@ -63,7 +63,7 @@ class Connections:
 
     def remove(self, connection: Connection) -> None:
         if connection in self.open:
-            self.open.remove(connection)
+            del self.open[connection]
             self._of_client[connection.client] -= 1
             if not self._of_client[connection.client]:
                 del self._of_client[connection.client]

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from sparring.core.errors import UserError
-from sparring.serving.http.schema import Limits, RequestError
+from sparring.serving.http.schema import MAX_PARTS, Limits, RequestError
 from sparring.serving.http.telemetry import EventLog, Metrics
 
 Scope = Any
@@ -96,14 +96,14 @@ class Gate:
         headers = dict(request.headers)
         get = headers.get
         host, length, request.content_type = get(b"host"), get(b"content-length"), get(b"content-type")
-        if len(headers) < len(request.headers) and sum(name == b"host" for name, _ in request.headers) > 1:
-            raise RequestError(400, "more than one Host header")
         if b"transfer-encoding" in headers:
             request.has_body = True
         elif length is not None and length != b"0":
             request.has_body = True
             if not length.isdigit() or len(length) > 15 or int(length) > self.limits.body:
                 raise self.too_large()
+        if len(headers) < len(request.headers) and sum(name == b"host" for name, _ in request.headers) > 1:
+            raise RequestError(400, "more than one Host header")
         if b"expect" in headers:
             request.continues = headers[b"expect"].lower() == b"100-continue"
         if self.hosts is not None:
@@ -138,6 +138,8 @@ class Gate:
         method, content_type = request.method, request.content_type
         if method in _WRITES and (request.body or content_type is not None) and not _is_json(content_type or b""):
             raise RequestError(415, "send JSON with the header Content-Type: application/json")
+        if len(request.body) > MAX_PARTS and sum(map(request.body.count, (b"[", b"{", b":"))) > MAX_PARTS:
+            raise RequestError(422, f"the body has more than {MAX_PARTS:,} lists, objects and keys")
         plain = self.plain.get(request.path) if method == "POST" else None
         if plain is not None:
             request.route = request.path

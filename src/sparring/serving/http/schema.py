@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr, model_validator
 
 MAX_K = 1000  # items in one list
 MAX_QUERIES = 256  # users, texts or items in one request
@@ -16,6 +16,7 @@ MAX_FIELDS = 32  # item columns in one response
 MAX_TEXT = 10_000  # characters of a text, a title or a value
 MAX_ID = 1024  # characters of an id
 MAX_DIM = 65_536  # numbers in a vector
+MAX_PARTS = 100_000  # lists, objects and keys in one request: parsing them stops all other requests
 
 
 @dataclass(frozen=True)
@@ -51,26 +52,36 @@ Text = Annotated[StrictStr, Field(max_length=MAX_TEXT)]
 Name = Annotated[StrictStr, Field(max_length=MAX_ID)]
 Integer = Annotated[StrictInt, Field(ge=-(2**63), lt=2**63)]
 Id = Integer | Name
-RequestIds = Annotated[list[Id], Field(max_length=MAX_IDS)]
-Queries = Annotated[list[Id], Field(min_length=1, max_length=MAX_QUERIES)]
-Scalar = StrictBool | Integer | StrictFloat | Text
-Vector = Annotated[list[float], Field(min_length=1, max_length=MAX_DIM)]
+RequestIds = Annotated[list[Id], Field(max_length=MAX_IDS, fail_fast=True)]
+Queries = Annotated[list[Id], Field(min_length=1, max_length=MAX_QUERIES, fail_fast=True)]
+Scalar = StrictBool | StrictInt | StrictFloat | Text
+Vector = Annotated[list[float], Field(min_length=1, max_length=MAX_DIM, fail_fast=True)]
 Op = Literal["=", "!=", "<", "<=", ">", ">=", "in", "not in", "contains"]
 
 
-class Condition(BaseModel):
+class Exact(BaseModel):
+    """A request with these fields and no others. One unknown field is reported: pydantic would describe all of them."""
+
+    model_config = ConfigDict(extra="allow", json_schema_extra={"additionalProperties": False})
+
+    @model_validator(mode="after")
+    def _no_others(self) -> Self:
+        if self.__pydantic_extra__:
+            raise ValueError(f"unknown field {next(iter(self.__pydantic_extra__))[:100]!r}")
+        return self
+
+
+class Condition(Exact):
     """A condition on an item column: {"column": "price", "op": "<", "value": 10}."""
 
-    model_config = ConfigDict(extra="forbid")
     column: Name
     op: Op
-    value: Scalar | Annotated[list[Scalar], Field(max_length=MAX_IDS)]
+    value: Scalar | Annotated[list[Scalar], Field(max_length=MAX_IDS, fail_fast=True)]
 
 
-class Query(BaseModel):
+class Query(Exact):
     """Fields that every query has: the length of the list, filters, and the item columns to return."""
 
-    model_config = ConfigDict(extra="forbid")
     k: Annotated[StrictInt, Field(ge=1, le=MAX_K)] = 10
     allow: RequestIds | None = Field(None, description="list only these items")
     deny: RequestIds | None = Field(None, description="never list these items")
@@ -89,11 +100,11 @@ class Recommend(Query):
 
     user: Id | None = None
     users: Queries | None = None
-    history: Annotated[list[Id], Field(min_length=1, max_length=MAX_IDS)] | None = Field(
+    history: Annotated[list[Id], Field(min_length=1, max_length=MAX_IDS, fail_fast=True)] | None = Field(
         None, description="item ids, oldest first"
     )
     text: Text | None = None
-    texts: Annotated[list[Text], Field(min_length=1, max_length=MAX_QUERIES)] | None = None
+    texts: Annotated[list[Text], Field(min_length=1, max_length=MAX_QUERIES, fail_fast=True)] | None = None
     exclude_seen: StrictBool = Field(
         True, description="leave out the items the user has interacted with, or the items in the history"
     )
@@ -137,20 +148,18 @@ class Item(BaseModel):
     title: Text | None = None
     text: Text | None = Field(None, description="encoded by the item tower, if it reads texts")
     vector: Vector | None = Field(None, description="in the vector space of the default run's items")
-    like: Annotated[list[Id], Field(min_length=1, max_length=MAX_IDS)] | None = Field(
+    like: Annotated[list[Id], Field(min_length=1, max_length=MAX_IDS, fail_fast=True)] | None = Field(
         None, description="place the item at the mean of these items"
     )
     __pydantic_extra__: dict[str, Scalar | None]
 
 
-class PutItems(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-    items: Annotated[list[Item], Field(min_length=1, max_length=MAX_ITEMS)]
+class PutItems(Exact):
+    items: Annotated[list[Item], Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True)]
 
 
-class DeleteItems(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-    ids: Annotated[list[Id], Field(min_length=1, max_length=MAX_ITEMS)]
+class DeleteItems(Exact):
+    ids: Annotated[list[Id], Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True)]
 
 
 class Written(BaseModel):
@@ -163,8 +172,7 @@ class Written(BaseModel):
     )
 
 
-class Reload(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+class Reload(Exact):
     run: Text | None = Field(None, description="run folder to load; the current one by default")
     name: Name | None = Field(None, description="name of the served run to replace; the first one by default")
 
