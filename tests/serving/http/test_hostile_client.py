@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import resource
 import socket
@@ -186,6 +187,22 @@ def test_random_bytes_never_raise(service: Listening) -> None:
     assert b'status="500"' not in service.service.metrics.text()
 
 
+def test_refused_clients_leave_nothing_behind(service: Listening) -> None:
+    """A connection that was refused or cut is freed at once, without a garbage collection."""
+    gc.collect()
+    gc.disable()
+    try:
+        for data in (HEAD + b"X: " + b"x" * 5000, b"garbage\r\n\r\n", HEAD + b"Content-Length: 200001\r\n\r\n"):
+            for _ in range(5):
+                with service.connect() as connection:
+                    connection.send(data)
+                    connection.response()
+        time.sleep(0.3)
+        assert sum(type(each) is module.Connection for each in gc.get_objects()) == 0
+    finally:
+        gc.enable()
+
+
 def test_trailers_are_not_headers(service: Listening) -> None:
     """A trailer cannot name a host after the check of the hosts, and the next request is read."""
     body = json.dumps(QUERY).encode()
@@ -201,7 +218,9 @@ def test_odd_but_valid_requests(service: Listening) -> None:
     assert (status, headers["connection"]) == (200, "close")
     assert service.ask(b"GET http://127.0.0.1/healthz?x=1 HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")[0] == 200
     upgrade = b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n"
-    assert service.ask(upgrade)[0] == 200
+    with service.connect() as connection:
+        connection.send(upgrade + b"\x00\xffnot HTTP")
+        assert connection.responses() == [200]
     with service.connect() as connection:
         body = json.dumps(QUERY).encode()
         connection.send(HEAD + b"Expect: 100-continue\r\nContent-Length: %d\r\n\r\n" % len(body))

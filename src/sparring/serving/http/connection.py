@@ -24,6 +24,7 @@ from sparring.serving.http.schema import Limits, RequestError
 
 SWEEP_SECONDS = 0.1
 WAITING, HEAD, BODY = range(3)  # the parser's position: before, in the head of, or in the body of a request
+_TINY_BODY = 16 * 2**10  # bodies up to this size are parsed without a look at their parts
 _SMALL_BODY = 64 * 2**10  # bodies up to this size do not count towards Limits.buffered
 _RATE, _RATE_AFTER = 1024, 5.0  # least bytes per second of a body, once it has taken this many seconds
 _PIPELINED = 64  # requests that may wait behind another on their connection
@@ -33,7 +34,6 @@ _OTHER_FILES = 128  # descriptors kept for runs, stores and logs
 _CLIENTS = 10_000  # addresses whose rate is remembered
 _OK = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
 _STATUS_LINES = {each.value: b"HTTP/1.1 %d %s\r\n" % (each.value, each.phrase.encode()) for each in HTTPStatus}
-_MALFORMED = RequestError(400, "malformed HTTP request")
 
 
 class Connections:
@@ -134,7 +134,7 @@ class Connection(asyncio.Protocol):
     def __init__(self, everyone: Connections, loop: asyncio.AbstractEventLoop) -> None:
         self.everyone, self.gate, self.limits, self.time = everyone, everyone.gate, everyone.limits, loop.time
         self.limited = self.limits.client_requests is not None or self.limits.client_rate is not None
-        self.parser = httptools.HttpRequestParser(self)
+        self.parser: Any = httptools.HttpRequestParser(self)
         self.client = ""
         self.since = self.due = math.inf
         self.held = 0  # bytes counted towards Limits.buffered
@@ -164,6 +164,7 @@ class Connection(asyncio.Protocol):
         self.everyone.remove(self)
         self.everyone.release(self)
         self.queue.clear()
+        self.discarding, self.parser = True, None  # the parser refers to this connection
         if self.request is not None:
             self._end(asyncio.CancelledError())
 
@@ -176,9 +177,9 @@ class Connection(asyncio.Protocol):
         except httptools.HttpParserUpgrade:  # no other protocol is spoken here: answer the request, then close
             self.discarding = True
             if self.reading != WAITING:
-                self.refuse(_MALFORMED)
+                self.refuse(_malformed())
         except httptools.HttpParserError:
-            self.refuse(self.error or _MALFORMED)
+            self.refuse(self.error or _malformed())
         else:
             if self.reading != WAITING and self.begun == begun + waiting:  # all of `data` belongs to one request
                 self.fed += len(data)
@@ -223,9 +224,9 @@ class Connection(asyncio.Protocol):
             try:
                 path = httptools.parse_url(path).path or b"/"
             except httptools.HttpParserInvalidURLError:
-                self._fail(_MALFORMED)
+                self._fail(_malformed())
         if not path.isascii():
-            self._fail(_MALFORMED)
+            self._fail(_malformed())
         text = path.decode()
         request = self.incoming = Request(
             self.parser.get_method().decode(),
@@ -234,7 +235,9 @@ class Connection(asyncio.Protocol):
             query,
             headers,
             self.client,
-            self.parser.should_keep_alive() and self.parser.get_http_version() != "1.0",
+            self.parser.should_keep_alive()
+            and self.parser.get_http_version() != "1.0"
+            and not self.parser.should_upgrade(),
         )
         self.reading = BODY
         try:
@@ -252,9 +255,11 @@ class Connection(asyncio.Protocol):
         self.size += len(chunk)
         if self.size > self.limits.body:
             self._fail(self.gate.too_large())
-        if self.size > _SMALL_BODY:
+        if self.size > _TINY_BODY and self.incoming is not None:
             try:
-                self.everyone.hold(self, len(chunk))
+                self.gate.check_parts(self.incoming, chunk)
+                if self.size > _SMALL_BODY:
+                    self.everyone.hold(self, len(chunk))
             except RequestError as error:
                 self._fail(error)
         self.body.append(chunk)
@@ -284,9 +289,10 @@ class Connection(asyncio.Protocol):
     def _begin(self, request: Request) -> None:
         now = self.time()
         self.request, self.due = request, now + self.gate.seconds(request)
+        if request.error is not None:
+            self._respond(request.error)
+            return
         try:
-            if request.error is not None:
-                raise request.error
             if self.limited:
                 self.everyone.admit(self.client, now)
                 request.admitted = True
@@ -350,7 +356,10 @@ class Connection(asyncio.Protocol):
         """Ignore all further input, and close the connection behind this error."""
         request = self.incoming or Request("", "", b"", b"", [], self.client, False)
         self.incoming, self.body, self.reading, self.discarding = None, [], WAITING, True
+        error.__traceback__ = self.error = None  # its frames refer to this connection
         request.error, request.keep_alive = error, False
+        if self.request is None:
+            self.everyone.release(self)
         self._complete(request)
 
     def late(self) -> None:
@@ -370,7 +379,7 @@ class Connection(asyncio.Protocol):
 
     def _close(self) -> None:
         self.queue.clear()
-        self.due = self.time() + _LINGER
+        self.due = self.time() + (_LINGER if self.discarding else self.limits.send_seconds)
         if (
             self.discarding and self.transport.can_write_eof()
         ):  # to close on unread input could cost the client the answer
@@ -386,6 +395,10 @@ class Connection(asyncio.Protocol):
     def _head_too_large(self) -> RequestError:
         most = f"{self.limits.headers} headers and {self.limits.head:,} bytes"
         return RequestError(431, f"the head of the request exceeds the limit of {most}")
+
+
+def _malformed() -> RequestError:
+    return RequestError(400, "malformed HTTP request")
 
 
 def _written(response: Response, last: bool, without_body: bool) -> bytes:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from sparring.core.errors import UserError
-from sparring.serving.http.schema import MAX_PARTS, Limits, RequestError
+from sparring.serving.http.schema import MAX_ITEM_KEYS, MAX_KEYS, MAX_LISTS, Limits, RequestError
 from sparring.serving.http.telemetry import EventLog, Metrics
 
 Scope = Any
@@ -47,6 +47,7 @@ class Request:
     error: RequestError | None = None  # the response, if the head ruled the request out
     content_type: bytes | None = None
     has_body = continues = admitted = False
+    lists = keys = 0  # counted by check_parts
 
     def __init__(
         self, method: str, path: str, raw_path: bytes, query: bytes, headers: Headers, client: str, keep_alive: bool
@@ -133,13 +134,20 @@ class Gate:
         if foreign:
             raise RequestError(403, "requests of pages on other sites are refused; see --allow-host")
 
+    def check_parts(self, request: Request, chunk: bytes) -> None:
+        """Raise RequestError if the body, of which `chunk` is the next part, has too many lists, objects and keys."""
+        request.lists += chunk.count(b"[") + chunk.count(b"{")
+        request.keys += sum(map(chunk.count, _KEY_ENDS))
+        most = MAX_ITEM_KEYS if request.path == "/v1/items" else MAX_KEYS
+        if request.lists > MAX_LISTS or request.keys > most:
+            limit = f"{MAX_LISTS:,} lists and objects and {most:,} keys"
+            raise RequestError(422, f"the JSON of the request exceeds the limit of {limit}")
+
     def answer(self, request: Request) -> asyncio.Future[Any]:
         """Start on a complete request that passed `check`: the future body of a 200, or the future Response."""
         method, content_type = request.method, request.content_type
         if method in _WRITES and (request.body or content_type is not None) and not _is_json(content_type or b""):
             raise RequestError(415, "send JSON with the header Content-Type: application/json")
-        if len(request.body) > MAX_PARTS and sum(map(request.body.count, (b"[", b"{", b":"))) > MAX_PARTS:
-            raise RequestError(422, f"the body has more than {MAX_PARTS:,} lists, objects and keys")
         plain = self.plain.get(request.path) if method == "POST" else None
         if plain is not None:
             request.route = request.path
@@ -224,6 +232,7 @@ class Gate:
         try:
             self.check(request)
             request.body = await self._read_body(receive)
+            self.check_parts(request, request.body)
             answer = self.answer(request)
             await asyncio.wait({answer}, timeout=self.seconds(request))
             if not answer.done():
@@ -253,6 +262,7 @@ class Gate:
         return RequestError(413, f"the request body exceeds the limit of {self.limits.body:,} bytes")
 
 
+_KEY_ENDS = (b'":', b'" ', b'"\t', b'"\r', b'"\n')  # a key ends in one of these, and few values do
 _WRITES = frozenset({"POST", "PUT", "DELETE", "PATCH"})
 _LOOPBACK = frozenset({b"127.0.0.1", b"localhost", b"[::1]"})
 

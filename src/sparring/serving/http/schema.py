@@ -16,7 +16,10 @@ MAX_FIELDS = 32  # item columns in one response
 MAX_TEXT = 10_000  # characters of a text, a title or a value
 MAX_ID = 1024  # characters of an id
 MAX_DIM = 65_536  # numbers in a vector
-MAX_PARTS = 100_000  # lists, objects and keys in one request: parsing them stops all other requests
+# Parsing JSON stops all other requests, so its parts are counted before. Texts may contain some of their characters.
+MAX_LISTS = 20_000  # lists and objects in one request
+MAX_KEYS = 2_000  # keys of objects in one query
+MAX_ITEM_KEYS = 40_000  # keys of objects in one change of items
 
 
 @dataclass(frozen=True)
