@@ -41,6 +41,7 @@ def hold(address: Address, count: int, data: bytes = b"", trickle: bytes = b"") 
             while len(crowd) < count:
                 crowd.append(socket.create_connection(address, timeout=5))
                 crowd[-1].sendall(data)
+                time.sleep(PAUSE if len(data) > 10_000 else 0)
         for each in list(crowd):
             each.setblocking(False)
             try:

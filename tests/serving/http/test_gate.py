@@ -7,6 +7,8 @@ import json
 import re
 import threading
 from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -343,3 +345,11 @@ def test_the_page_comes_with_a_strict_policy(client: TestClient) -> None:
     assert "script-src 'self';" in policy
     assert "unsafe" not in policy
     assert headers["x-content-type-options"] == "nosniff"
+
+
+def test_the_guide_lists_every_limit() -> None:
+    """The table of the guide has the names and defaults of all limits, in their order."""
+    text = (Path(__file__).parents[3] / "docs" / "guide" / "security.md").read_text()
+    rows = re.findall(r"(?m)^\| `(\w+)` \| (\S+) \|", text)
+    known = [(field.name, "none" if field.default is None else f"{field.default:g}") for field in fields(Limits)]
+    assert [(name, value if value == "none" else f"{float(value):g}") for name, value in rows] == known

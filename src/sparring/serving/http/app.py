@@ -41,10 +41,10 @@ _WRITE_ERRORS = {**_ERRORS, 507: {"description": "the disk is full"}}
 
 
 class Service:
-    """All parts of one service. `gate` is the ASGI application; `close` stops the threads.
+    """All parts of one service. `gate` answers requests; `close` stops the threads.
 
     service = Service(RunRegistry([Path("runs/first")], Store(...)))
-    uvicorn.run(service.gate)
+    Server(service, socket.create_server(("127.0.0.1", 8000))).run()
     """
 
     def __init__(

@@ -29,6 +29,7 @@ _SMALL_BODY = 64 * 2**10  # bodies up to this size do not count towards Limits.b
 _RATE, _RATE_AFTER = 1024, 5.0  # least bytes per second of a body, once it has taken this many seconds
 _PIPELINED = 64  # requests that may wait behind another on their connection
 _LINGER = 2.0  # seconds in which a client may read a refusal before its connection is cut
+_LINGER_BYTES = 2**20  # bytes that it may send meanwhile
 _STOP_IDLE, _STOP_UPLOAD = 0.5, 5.0  # seconds that idle connections and unfinished requests get when the service stops
 _OTHER_FILES = 128  # descriptors kept for runs, stores and logs
 _CLIENTS = 10_000  # addresses whose rate is remembered
@@ -170,6 +171,9 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self.discarding:
+            self.fed += len(data)
+            if self.fed > _LINGER_BYTES:
+                self.abort()
             return
         begun, waiting, self.chunk = self.begun, self.reading == WAITING, len(data)
         try:
@@ -210,11 +214,13 @@ class Connection(asyncio.Protocol):
         self.url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        if len(self.headers) >= self.limits.headers:
+            self._fail(self._head_too_large())
         self.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
         headers, self.headers = self.headers, []  # trailers come later and are ignored
-        if len(headers) > self.limits.headers or (
+        if (
             self.fed + self.chunk > self.limits.head
             and len(self.url) + sum(len(name) + len(value) + 4 for name, value in headers) > self.limits.head
         ):
@@ -355,7 +361,7 @@ class Connection(asyncio.Protocol):
     def refuse(self, error: RequestError) -> None:
         """Ignore all further input, and close the connection behind this error."""
         request = self.incoming or Request("", "", b"", b"", [], self.client, False)
-        self.incoming, self.body, self.reading, self.discarding = None, [], WAITING, True
+        self.incoming, self.body, self.reading, self.discarding, self.fed = None, [], WAITING, True, 0
         error.__traceback__ = self.error = None  # its frames refer to this connection
         request.error, request.keep_alive = error, False
         if self.request is None:
@@ -380,10 +386,8 @@ class Connection(asyncio.Protocol):
     def _close(self) -> None:
         self.queue.clear()
         self.due = self.time() + (_LINGER if self.discarding else self.limits.send_seconds)
-        if (
-            self.discarding and self.transport.can_write_eof()
-        ):  # to close on unread input could cost the client the answer
-            self._read_on()
+        if self.discarding and self.transport.can_write_eof():
+            self._read_on()  # to close on unread input could cost the client the answer
             self.transport.write_eof()
         else:
             self.transport.close()
