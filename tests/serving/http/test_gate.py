@@ -188,6 +188,7 @@ BAD_JSON = [
     b'{"x":' * 50_000 + b"1" + b"}" * 50_000,
     b'{"users": [%s]}' % b",".join([b"[]"] * 200_000),
     b'{"user": "%s"}' % (b"x" * 2_000_000),
+    b'{"users": [%s]}' % b",".join([b'""'] * 250_002),
     b'{"user": 1, %s}' % b",".join(b'"%x":1' % number for number in range(90_000)),
     b'{"items": [%s]}' % b",".join([b'{"id": 1, "vector": [%s]}' % b",".join([b'""'] * 900)] * 900),
 ]
@@ -200,6 +201,17 @@ def test_large_numbers_and_deep_json_are_refused(client: TestClient, body: bytes
         answer = client.request(method, path, content=body, headers={"content-type": "application/json"})
         assert answer.status_code in (400, 422), answer.text[:300]
         assert len(answer.json()["detail"].splitlines()) == 1
+
+
+def test_the_largest_queries_are_taken(client: TestClient) -> None:
+    """Long lists of ids with colons and brackets, and texts with quotes, are no structure."""
+    ids = [f"sku:{number:05}[a]" for number in range(9_000)]
+    wide = {"user": "user-01", "k": 3, "deny": ids, "allow": [*ids, 1000, 1007, 1014]}
+    answer = client.post("/v1/recommend", json=wide)
+    assert answer.status_code == 200, answer.text
+    assert {item["id"] for item in answer.json()["results"][0]["items"]} <= {1000, 1007, 1014}
+    quotes = client.post("/v1/recommend", json={"texts": ['say "this": ' * 800] * 2})
+    assert "limit" not in quotes.json()["detail"]
 
 
 def test_integers_of_64_bits_are_ids(client: TestClient) -> None:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import re
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
 import orjson
 
 from sparring.core.errors import UserError
-from sparring.serving.http.schema import MAX_ITEM_KEYS, MAX_KEYS, MAX_LISTS, Limits, RequestError
+from sparring.serving.http.schema import MAX_ITEM_KEYS, MAX_KEYS, MAX_LISTS, MAX_VALUES, Limits, RequestError
 from sparring.serving.http.telemetry import EventLog, Metrics
 
 Scope = Any
@@ -48,7 +48,7 @@ class Request:
     error: RequestError | None = None  # the response, if the head ruled the request out
     content_type: bytes | None = None
     has_body = continues = admitted = False
-    lists = keys = 0  # counted by check_parts
+    lists = keys = values = 0  # counted by check_parts
 
     def __init__(
         self, method: str, path: str, raw_path: bytes, query: bytes, headers: Headers, client: str, keep_alive: bool
@@ -137,11 +137,17 @@ class Gate:
 
     def check_parts(self, request: Request, chunk: bytes) -> None:
         """Raise RequestError if the body, of which `chunk` is the next part, has too many lists, objects and keys."""
-        request.lists += chunk.count(b"[") + chunk.count(b"{")
-        request.keys += len(_KEY_ENDS.findall(chunk))
-        most = MAX_ITEM_KEYS if request.path == "/v1/items" else MAX_KEYS
-        if request.lists > MAX_LISTS or request.keys > most:
-            limit = f"{MAX_LISTS:,} lists and objects and {most:,} keys"
+        data = np.frombuffer(chunk, np.uint8)  # counts several times as fast as bytes do
+        request.lists += _count(data == ord("[")) + _count(data == ord("{"))
+        items = request.path == "/v1/items"
+        keys, values = (MAX_ITEM_KEYS, self.limits.body) if items else (MAX_KEYS, MAX_VALUES)
+        if not items:
+            request.values += _count(data == ord(","))
+        if _count(data == ord(":")) > keys - request.keys:  # a key is a string before a colon or a space
+            ends, behind = data[:-1] == ord('"'), data[1:]
+            request.keys += _count(ends & ((behind == ord(":")) | (behind <= ord(" "))))
+        if request.lists > MAX_LISTS or request.keys > keys or request.values > values:
+            limit = f"{MAX_LISTS:,} lists and objects, {keys:,} keys and {values:,} values"
             raise RequestError(422, f"the JSON of the request exceeds the limit of {limit}")
 
     def answer(self, request: Request) -> asyncio.Future[Any]:
@@ -263,7 +269,6 @@ class Gate:
         return RequestError(413, f"the request body exceeds the limit of {self.limits.body:,} bytes")
 
 
-_KEY_ENDS = re.compile(rb'"\s*:')
 _WRITES = frozenset({"POST", "PUT", "DELETE", "PATCH"})
 _LOOPBACK = frozenset({b"127.0.0.1", b"localhost", b"[::1]"})
 
@@ -275,6 +280,10 @@ def error_response(error: RequestError) -> Response:
     if error.status in (429, 503):
         headers.append((b"retry-after", b"1"))
     return Response(error.status, headers, orjson.dumps({"detail": error.message}))
+
+
+def _count(flags: np.ndarray) -> int:
+    return int(np.count_nonzero(flags))
 
 
 def _without_port(host: bytes) -> bytes:
