@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted(ROOT.glob("examples/*.py"))
-NEEDS = {"serve": ("faiss", "fastapi", "uvicorn"), "text": ("tokenizers",)}  # packages of the extras
+NEEDS = {"serve": ("faiss", "fastapi", "httptools"), "text": ("tokenizers",)}  # packages of the extras
 PRINTS = {
     "quickstart": ("in-batch and uniform: recall@20", "title"),
     "own_sampler": ("positive: one per query", "recall"),

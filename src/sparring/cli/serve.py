@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import os
-from argparse import Namespace
+from argparse import ArgumentTypeError, Namespace
+from collections.abc import Sequence
+from dataclasses import Field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sparring.cli.inputs import read_recorded, split_recorded
-from sparring.cli.parsing import Commands, add_code, add_unfinished, count, seconds, size, whole
-from sparring.core.errors import UserError
+from sparring.cli.parsing import Commands, add_code, add_unfinished, count, seconds, setting, size, whole
+from sparring.core.errors import UserError, did_you_mean
 from sparring.core.extras import optional
 from sparring.core.files import check_folder
 
@@ -19,7 +22,7 @@ if TYPE_CHECKING:
 
 # An environment variable: every user of the machine could read a token on the command line.
 TOKEN = "SPARRING_TOKEN"  # noqa: S105
-_LOOPBACK = {"127.0.0.1": "127.0.0.1", "localhost": "localhost", "::1": "[::1]"}
+SIZES = ("head", "body", "buffered")  # limits in bytes
 
 
 def add_serve(commands: Commands) -> None:
@@ -33,7 +36,7 @@ def add_serve(commands: Commands) -> None:
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help=text)
     add_code(parser)
     group = parser.add_argument_group("network")
-    text = "address to listen on (default: 127.0.0.1, this machine only)"
+    text = "address to listen on; others than this machine's own need a token (default: 127.0.0.1, this machine only)"
     group.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help=text)
     text = "port, 0 for any free one (default: 8000)"
     group.add_argument("--port", type=whole, default=8000, metavar="N", help=text)
@@ -43,6 +46,10 @@ def add_serve(commands: Commands) -> None:
     group.add_argument("--timeout", type=seconds, default=10.0, metavar="SECONDS", help=text)
     text = "largest request (default: 8MiB)"
     group.add_argument("--max-body", type=size, default=8 * 2**20, metavar="SIZE", help=text)
+    text = "another limit, such as connections=500; repeatable; the guide on security lists them"
+    group.add_argument("--limit", type=setting, action="append", default=[], metavar="NAME=VALUE", help=text)
+    text = "name under which a proxy publishes the service; repeatable"
+    group.add_argument("--allow-host", action="append", default=[], metavar="NAME", help=text)
     group = parser.add_argument_group("runs and items")
     text = "database of the changes of items (default: RUN/serve/items.sqlite)"
     group.add_argument("--store", type=Path, metavar="FILE", help=text)
@@ -59,10 +66,11 @@ def add_serve(commands: Commands) -> None:
 
 
 def serve(args: Namespace) -> int:
-    for module in ("fastapi", "orjson", "prometheus_client", "uvicorn"):
+    for module in ("fastapi", "orjson", "prometheus_client", "httptools", "uvloop"):
         optional(module, "serve", "`sparring serve`")
     from sparring.models.fusion import FILE
     from sparring.serving.http import EventLog, Limits, RunRegistry, Store, run
+    from sparring.serving.http.server import host_names
 
     if args.port >= 65536:
         raise UserError(f"--port {args.port} is not a port: give one from 0 to 65535")
@@ -70,10 +78,10 @@ def serve(args: Namespace) -> int:
         if not folder.is_dir():
             raise UserError(f"no such run folder: {folder}")
         check_folder(folder)  # before the store in it is opened
+    limits = Limits(**{"body": args.max_body, "seconds": args.timeout, **_limits(args.limit, fields(Limits))})
     token, log = _token(args.token_file), EventLog(os.fdopen(os.dup(2), "wb"), requests=not args.quiet)
-    local = args.host in _LOOPBACK
-    if not local and token is None:
-        log("open to the network", host=args.host, advice=f"set {TOKEN} or --token-file")
+    host_names(args.host, args.allow_host, token)  # before the runs are loaded
+    gc.freeze()  # modules live as long as the service: a collection while requests wait need not look at them
     store = Store(args.store or args.runs[0] / "serve" / "items.sqlite")
     registry = RunRegistry(
         args.runs,
@@ -89,10 +97,26 @@ def serve(args: Namespace) -> int:
         if (folder / FILE).is_file():
             unused = "its classifiers, which `sparring recommend` and `evaluate` use"
             log("towers alone", run=str(folder), left_out=unused)
-    limits = Limits(body=args.max_body, seconds=args.timeout)
-    hosts = list(_LOOPBACK.values()) if local else None
-    run(registry, args.host, args.port, limits, token, hosts, log, args.watch, _parts, args.threads)
+    run(registry, args.host, args.port, limits, token, args.allow_host, log, args.watch, _parts, args.threads)
     return 0
+
+
+def _limits(given: list[tuple[str, str]], known: Sequence[Field[Any]]) -> dict[str, Any]:
+    """Values of --limit by name: sizes, counts or seconds, by the type of the field."""
+    kinds = {
+        field.name: size if field.name in SIZES else seconds if "float" in field.type else count for field in known
+    }
+    values = {}
+    for name, text in given:
+        if name not in kinds:
+            raise UserError(
+                f"--limit {name}: no such limit{did_you_mean(name, kinds)}; the limits are {', '.join(kinds)}"
+            )
+        try:
+            values[name] = kinds[name](text)
+        except ArgumentTypeError as error:
+            raise UserError(f"--limit {name}: {error}") from error
+    return values
 
 
 def _parts(trained: Trained) -> Split:

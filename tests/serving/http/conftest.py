@@ -17,6 +17,7 @@ from sparring.serving.http.app import Service
 from sparring.serving.http.runs import RunRegistry
 from sparring.serving.http.store import Store
 from support.made_run import MadeRun, make_run
+from support.sockets import Listening
 
 
 @pytest.fixture
@@ -50,3 +51,17 @@ def serving() -> Iterator[Callable[..., TestClient]]:
 @pytest.fixture
 def client(truth: MadeRun, serving: Callable[..., TestClient]) -> TestClient:
     return serving(truth.folder)
+
+
+@pytest.fixture
+def listening(truth: MadeRun) -> Iterator[Callable[..., Listening]]:
+    started: list[Listening] = []
+
+    def start(**options: Any) -> Listening:
+        registry = RunRegistry([truth.folder], Store(truth.folder / "serve" / "items.sqlite"))
+        started.append(Listening(Service(registry, **options)))
+        return started[-1]
+
+    yield start
+    for service in started:
+        service.stop()

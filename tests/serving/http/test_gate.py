@@ -7,6 +7,8 @@ import json
 import re
 import threading
 from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -131,6 +133,112 @@ def test_another_host_is_refused_where_hosts_are_known(truth: MadeRun, serving: 
         assert client.get("/v1/info", headers={"host": host}).status_code == status, host
 
 
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 200),
+        ({"origin": "http://127.0.0.1:8000", "sec-fetch-site": "same-origin"}, 200),
+        ({"sec-fetch-site": "none"}, 200),
+        ({"origin": "https://shop.example", "sec-fetch-site": "same-origin"}, 200),
+        ({"origin": "http://127.0.0.1:3000", "sec-fetch-site": "same-site"}, 403),
+        ({"origin": "http://localhost:8000"}, 403),
+        ({"origin": "https://evil.example"}, 403),
+        ({"origin": "https://evil.example", "sec-fetch-site": "same-origin"}, 403),
+        ({"origin": "https://shop.example.evil.example"}, 403),
+        ({"origin": "null"}, 403),
+        ({"origin": ""}, 403),
+        ({"sec-fetch-site": "cross-site"}, 403),
+        ({"sec-fetch-site": "same-site"}, 403),
+    ],
+)
+def test_pages_of_other_sites_are_refused(
+    truth: MadeRun, serving: Callable[..., TestClient], headers: dict[str, str], status: int
+) -> None:
+    """A browser's cross-site request to a local service is refused; its own page and a published one are not."""
+    client = serving(truth.folder, hosts=["127.0.0.1", "localhost", "[::1]", "shop.example"])
+    headers = {"host": "127.0.0.1:8000", **headers}
+    assert client.post("/v1/recommend", json=ASK, headers=headers).status_code == status
+    assert client.request("DELETE", "/v1/items", json={"ids": [1]}, headers=headers).status_code in (404, status)
+    plain = {name: value for name, value in headers.items() if name != "origin"}
+    assert client.get("/", headers=plain).status_code == 200, "a link on another site may lead here"
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH"])
+def test_a_body_needs_a_content_type(client: TestClient, method: str) -> None:
+    """A body without a content type, or with a wrong one, gets 415 from every method; without a body there is none."""
+    path = "/v1/recommend" if method == "POST" else "/v1/items"
+    assert client.request(method, path, content=b'{"ids": [1]}').status_code == 415
+    assert client.request(method, path, content=iter([b'{"ids": [1]}'])).status_code == 415
+    for kind in ("text/plain", "", "application/x-www-form-urlencoded"):
+        assert client.request(method, path, content=b"{}", headers={"content-type": kind}).status_code == 415
+    assert client.request(method, path).status_code in (405, 422)
+
+
+HUGE = 2**63
+DEEP = b"[" * 100_000 + b"]" * 100_000
+BAD_JSON = [
+    b'{"user": %d}' % HUGE,
+    b'{"users": ["user-01", %d]}' % 2**70,
+    b'{"history": [%d]}' % (-HUGE - 1),
+    b'{"user": "user-01", "deny": [%d]}' % 2**64,
+    b'{"items": [{"id": %d, "like": [1000]}]}' % 2**64,
+    b'{"user": %s}' % (b"9" * 5000),
+    b'{"user": %s}' % DEEP,
+    b'{"user": "user-01", "x": %s}' % DEEP,
+    b'{"x":' * 50_000 + b"1" + b"}" * 50_000,
+    b'{"users": [%s]}' % b",".join([b"[]"] * 200_000),
+    b'{"user": "%s"}' % (b"x" * 2_000_000),
+    b'{"users": [%s]}' % b",".join([b'""'] * 250_002),
+    b'{"user": 1, %s}' % b",".join(b'"%x":1' % number for number in range(90_000)),
+    b'{"items": [%s]}' % b",".join([b'{"id": 1, "vector": [%s]}' % b",".join([b'""'] * 900)] * 900),
+]
+
+
+@pytest.mark.parametrize("body", BAD_JSON, ids=range(len(BAD_JSON)))
+def test_large_numbers_and_deep_json_are_refused(client: TestClient, body: bytes) -> None:
+    """Integers beyond 64 bits, deep nesting and long lists get a one-line 4xx on every path that takes JSON."""
+    for method, path in (("POST", "/v1/recommend"), ("POST", "/v1/similar"), ("PUT", "/v1/items")):
+        answer = client.request(method, path, content=body, headers={"content-type": "application/json"})
+        assert answer.status_code in (400, 422), answer.text[:300]
+        assert len(answer.json()["detail"].splitlines()) == 1
+
+
+def test_the_largest_queries_are_taken(client: TestClient) -> None:
+    """Long lists of ids with colons and brackets, and texts with quotes, are no structure."""
+    ids = [f"sku:{number:05}[a]" for number in range(9_000)]
+    wide = {"user": "user-01", "k": 3, "deny": ids, "allow": [*ids, 1000, 1007, 1014]}
+    answer = client.post("/v1/recommend", json=wide)
+    assert answer.status_code == 200, answer.text
+    assert {item["id"] for item in answer.json()["results"][0]["items"]} <= {1000, 1007, 1014}
+    quotes = client.post("/v1/recommend", json={"texts": ['say "this": ' * 800] * 2})
+    assert "limit" not in quotes.json()["detail"]
+
+
+def test_integers_of_64_bits_are_ids(client: TestClient) -> None:
+    """The largest and the smallest integer of 64 bits are looked up like any other."""
+    for id in (HUGE - 1, -HUGE):
+        assert client.post("/v1/recommend", json={"user": id}).status_code == 404
+    item = {"id": HUGE, "like": [1000]}
+    assert client.put("/v1/items", json={"items": [item]}).status_code == 422
+    assert client.request("DELETE", "/v1/items", json={"ids": [HUGE]}).status_code == 422
+
+
+def test_slow_routes_have_a_time_limit_too(
+    truth: MadeRun, serving: Callable[..., TestClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reload or a change of items that takes too long gets 503; others keep their own limit."""
+    client = serving(truth.folder, limits=Limits(slow_seconds=0.3))
+    registry, hold = client.service.registry, threading.Event()  # type: ignore[attr-defined]
+    monkeypatch.setattr(registry, "reload", lambda *_: hold.wait(20))
+    monkeypatch.setattr(registry, "delete", lambda *_: hold.wait(20))
+    try:
+        for method, path, body in (("POST", "/v1/reload", {}), ("DELETE", "/v1/items", {"ids": [1]})):
+            answer = client.request(method, path, json=body)
+            assert (answer.status_code, "0.3 seconds" in answer.text) == (503, True)
+    finally:
+        hold.set()
+
+
 PATHS = [
     "/v1/items/..%2f..%2fetc%2fpasswd",
     "/page/files/..%2f..%2fpages.py",
@@ -249,3 +357,11 @@ def test_the_page_comes_with_a_strict_policy(client: TestClient) -> None:
     assert "script-src 'self';" in policy
     assert "unsafe" not in policy
     assert headers["x-content-type-options"] == "nosniff"
+
+
+def test_the_guide_lists_every_limit() -> None:
+    """The table of the guide has the names and defaults of all limits, in their order."""
+    text = (Path(__file__).parents[3] / "docs" / "guide" / "security.md").read_text()
+    rows = re.findall(r"(?m)^\| `(\w+)` \| (\S+) \|", text)
+    known = [(field.name, "none" if field.default is None else f"{field.default:g}") for field in fields(Limits)]
+    assert [(name, value if value == "none" else f"{float(value):g}") for name, value in rows] == known

@@ -15,7 +15,6 @@ import numpy as np
 import polars as pl
 import pytest
 import torch
-import uvicorn
 
 from sparring import cli
 from sparring.cli.serve import _parts
@@ -26,6 +25,7 @@ from sparring.experiments.report.tables import Column, Table
 from sparring.recipes.settings import build
 from sparring.serving.http.app import Service
 from sparring.serving.http.runs import RunRegistry
+from sparring.serving.http.server import Server
 from sparring.serving.http.store import Store
 from sparring.training import curve
 from sparring.training import trained as runs
@@ -99,8 +99,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, runs.Trained]
 def running(service: Service) -> Iterator[str]:
     """The service on a free port until the end of the tests."""
     listening = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(service.gate, log_level="warning"))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+    server = Server(service, listening)
+    thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     while not server.started:
         time.sleep(0.01)

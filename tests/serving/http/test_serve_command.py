@@ -40,7 +40,12 @@ def test_what_cannot_be_served_is_told_in_one_line(
         ([run, "--token", "secret"], "--token"),
         ([run, "--store", "/proc/none/items.sqlite"], "/proc/none"),
         ([run, "--store", str(tmp_path)], "cannot"),
-        ([run, "--host", "no such host", "--port", "0"], "listen"),
+        ([run, "--host", "0.0.0.0"], "SPARRING_TOKEN"),
+        ([run, "--host", "no such host", "--port", "0"], "SPARRING_TOKEN"),
+        ([run, "--host", "::"], "127.0.0.1"),
+        ([run, "--limit", "connection=5"], "'connections'"),
+        ([run, "--limit", "head=much"], "head"),
+        ([run, "--limit", "client_rate=0"], "client_rate"),
     ):
         assert word in refused(words, capsys), words
 
@@ -51,6 +56,14 @@ def test_a_port_in_use_is_told(truth: MadeRun, capsys: pytest.CaptureFixture[str
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         assert "--port" in refused([str(truth.folder), "--port", str(taken.getsockname()[1])], capsys)
+
+
+def test_an_address_of_another_machine_is_told(
+    truth: MadeRun, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a token any address may be given, but it must be this machine's."""
+    monkeypatch.setenv("SPARRING_TOKEN", "secret")
+    assert "listen" in refused([str(truth.folder), "--host", "192.0.2.1", "--port", "0"], capsys)
 
 
 def test_an_empty_token_is_not_taken_for_none(

@@ -56,10 +56,10 @@ _WRITE_ERRORS = {**_ERRORS, 507: {"description": "the disk is full"}}
 
 
 class Service:
-    """All parts of one service. `gate` is the ASGI application; `close` stops the threads.
+    """All parts of one service. `gate` answers requests; `close` stops the threads.
 
     service = Service(RunRegistry([Path("runs/first")], Store(...)))
-    uvicorn.run(service.gate)
+    Server(service, socket.create_server(("127.0.0.1", 8000))).run()
     """
 
     def __init__(
@@ -203,9 +203,8 @@ def _routes(service: Service) -> APIRouter:
 def _errors(app: FastAPI) -> None:
     @app.exception_handler(RequestError)
     async def request_error(request: Request, error: RequestError) -> Response:
-        body, headers = error_response(error)
-        decoded = {name.decode(): value.decode() for name, value in headers}
-        return Response(body, error.status, decoded, media_type="application/json")
+        status, headers, body, _ = error_response(error)
+        return Response(body, status, {name.decode(): value.decode() for name, value in headers or ()})
 
     @app.exception_handler(Exception)
     async def fault(request: Request, error: Exception) -> Response:  # the gate logs it

@@ -1,4 +1,4 @@
-"""The ASGI entry point: size, token, host and time limits, the log and the metrics, in front of the application."""
+"""From a complete request to its response: token, host and type checks, time limits, the log and the metrics."""
 
 from __future__ import annotations
 
@@ -6,25 +6,27 @@ import asyncio
 import hmac
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from typing import Any, NamedTuple
 
+import numpy as np
 import orjson
 
 from sparring.core.errors import UserError
-from sparring.serving.http.schema import Limits, RequestError
+from sparring.serving.http.schema import MAX_ITEM_KEYS, MAX_KEYS, MAX_LISTS, MAX_VALUES, Limits, RequestError
 from sparring.serving.http.telemetry import EventLog, Metrics
 
 Scope = Any
 Receive = Callable[[], Awaitable[Any]]
 Send = Callable[[Any], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
-Headers = Iterable[tuple[bytes, bytes]]
+Headers = list[tuple[bytes, bytes]]
 Plain = Callable[[bytes], Awaitable[bytes] | None]  # request body -> response body; None: ask the application
 
 OPEN_PATHS = frozenset({"/", "/healthz", "/readyz"})  # need no token: health, and the page, which asks for the token
 OPEN_PREFIX = "/page/files/"
-SLOW_PATHS = frozenset({"/v1/reload", "/v1/items"})  # have no time limit
+SLOW_PATHS = frozenset({"/v1/reload", "/v1/items"})  # have Limits.slow_seconds instead of Limits.seconds
+GONE = 499  # in the log and the metrics: the client disconnected before its answer
 INTERNAL_ERROR = RequestError(500, "internal error; see the log of the service")
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: https:; font-src 'self'; "
@@ -38,12 +40,39 @@ _SECURITY_HEADERS = [
 ]
 
 
+class Request:
+    """A request: the facts of an ASGI scope from its head, and its body when that is complete."""
+
+    body = b""
+    route = "other"  # in the metrics: ids must not become labels
+    error: RequestError | None = None  # the response, if the head ruled the request out
+    content_type: bytes | None = None
+    has_body = continues = admitted = False
+    lists = keys = values = 0  # counted by check_parts
+
+    def __init__(
+        self, method: str, path: str, raw_path: bytes, query: bytes, headers: Headers, client: str, keep_alive: bool
+    ) -> None:
+        self.method, self.path, self.raw_path, self.query = method, path, raw_path, query
+        self.headers, self.client, self.keep_alive = headers, client, keep_alive
+        self.began = time.perf_counter()
+
+
+class Response(NamedTuple):
+    status: int
+    headers: Headers | None  # without the length; None: JSON
+    body: bytes
+    last: bool = False  # the connection closes behind it
+
+
 class Gate:
-    """The path of every request: check its head, read its body, answer it within the time limit, count and log it.
+    """The path of every request: `check` its head, `answer` it when its body is complete, `finish` the outcome.
 
     FastAPI costs more per request than a search does. `plain` has, by path, functions that answer the most frequent
     requests (known users or items, no filters) without it. For other requests, malformed ones included, they return
-    None and the application answers.
+    None and the application answers. `hosts` are the names that the service answers to; None: any.
+
+    The service runs it behind `Connections`. It is an ASGI application too, for tests and other servers.
     """
 
     def __init__(
@@ -60,57 +89,32 @@ class Gate:
         self.token = None if token is None else f"Bearer {token}".encode()
         self.hosts = None if hosts is None else {host.lower().encode() for host in hosts}
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        began, method, path, response = time.perf_counter(), scope["method"], scope["path"], ResponseRecorder(send)
-        try:
-            self._check_head(method, path, scope["headers"])
-            async with asyncio.timeout(None if path in SLOW_PATHS else self.limits.seconds):
-                body = await self._read_body(receive)
-                plain = self.plain.get(path) if method == "POST" else None
-                if plain:
-                    response.route = path
-                answer = plain(body) if plain else None
-                if answer is None:
-                    await self.app(scope, _replay(body, receive), response)
-                else:
-                    await response.send_json(200, await answer)
-        except RequestError as error:
-            await response.send_error(error)
-        except UserError as error:
-            await response.send_error(RequestError(422, " ".join(str(error).split())))
-        except TimeoutError:
-            await response.send_error(
-                RequestError(503, f"no answer within {self.limits.seconds:g} seconds; try again later")
-            )
-        except Exception:
-            self.log("fault", method=method, path=path, trace=traceback.format_exc())
-            await response.send_error(INTERNAL_ERROR)
-        finally:
-            seconds = time.perf_counter() - began
-            route = getattr(scope.get("route"), "path", response.route)
-            self.metrics.count(route, response.status, seconds)
-            if self.log.requests or response.status >= 500:
-                client = (scope.get("client") or ("", 0))[0]
-                milliseconds = round(seconds * 1e3, 3)
-                self.log("request", method=method, path=path, status=response.status, ms=milliseconds, client=client)
+    def seconds(self, request: Request) -> float:
+        """The time limit of the answer."""
+        return self.limits.slow_seconds if request.path in SLOW_PATHS else self.limits.seconds
 
-    def _check_head(self, method: str, path: str, headers: Headers) -> None:
-        """Raise RequestError if the headers alone rule the request out."""
-        length = token = host = content_type = None
-        for name, value in headers:
-            if name == b"content-length":
-                length = value
-            elif name == b"authorization":
-                token = value
-            elif name == b"host":
-                host = value
-            elif name == b"content-type":
-                content_type = value
-        if self.hosts is not None and host is not None and _without_port(host) not in self.hosts:
-            raise RequestError(421, "unknown host name: start the service with --host and the address that you use")
+    def check(self, request: Request) -> None:
+        """Raise RequestError if the head alone rules the request out."""
+        headers = dict(request.headers)
+        get = headers.get
+        host, length, request.content_type = get(b"host"), get(b"content-length"), get(b"content-type")
+        if b"transfer-encoding" in headers:
+            request.has_body = True
+        elif length is not None and length != b"0":
+            request.has_body = True
+            if not length.isdigit() or len(length) > 15 or int(length) > self.limits.body:
+                raise self.too_large()
+        if len(headers) < len(request.headers) and sum(name == b"host" for name, _ in request.headers) > 1:
+            raise RequestError(400, "more than one Host header")
+        if b"expect" in headers:
+            request.continues = headers[b"expect"].lower() == b"100-continue"
+        if self.hosts is not None:
+            if host is not None and _without_port(host) not in self.hosts:
+                raise RequestError(421, "unknown host name: give the names that the service answers to by --allow-host")
+            origin, site = get(b"origin"), get(b"sec-fetch-site")
+            if origin is not None or site is not None:
+                self._check_site(request.method, host or b"", origin, site)
+        path, token = request.path, get(b"authorization")
         if (
             self.token is not None
             and path not in OPEN_PATHS
@@ -118,80 +122,168 @@ class Gate:
             and not hmac.compare_digest(token or b"", self.token)
         ):
             raise RequestError(401, "missing or wrong token: send the header Authorization: Bearer TOKEN")
-        if length is not None and (not length.isdigit() or int(length) > self.limits.body):
-            raise self._too_large()
-        if method in ("POST", "PUT", "DELETE", "PATCH") and content_type is not None and not _is_json(content_type):
+
+    def _check_site(self, method: str, host: bytes, origin: bytes | None, site: bytes | None) -> None:
+        """Refuse what a page of another site makes a browser send: it could reach a service without a token."""
+        assert self.hosts is not None
+        if origin is not None:
+            name = origin.partition(b"://")[2].lower()
+            published = _without_port(name) in self.hosts - _LOOPBACK
+            foreign = name != host.lower() and not published
+        else:
+            foreign = site not in (b"same-origin", b"none") and method not in ("GET", "HEAD")
+        if foreign:
+            raise RequestError(403, "requests of pages on other sites are refused; see --allow-host")
+
+    def check_parts(self, request: Request, chunk: bytes) -> None:
+        """Raise RequestError if the body, of which `chunk` is the next part, has too many lists, objects and keys."""
+        data = np.frombuffer(chunk, np.uint8)  # counts several times as fast as bytes do
+        request.lists += _count(data == ord("[")) + _count(data == ord("{"))
+        items = request.path == "/v1/items"
+        keys, values = (MAX_ITEM_KEYS, self.limits.body) if items else (MAX_KEYS, MAX_VALUES)
+        if not items:
+            request.values += _count(data == ord(","))
+        if _count(data == ord(":")) > keys - request.keys:  # a key is a string before a colon or a space
+            ends, behind = data[:-1] == ord('"'), data[1:]
+            request.keys += _count(ends & ((behind == ord(":")) | (behind <= ord(" "))))
+        if request.lists > MAX_LISTS or request.keys > keys or request.values > values:
+            limit = f"{MAX_LISTS:,} lists and objects, {keys:,} keys and {values:,} values"
+            raise RequestError(422, f"the JSON of the request exceeds the limit of {limit}")
+
+    def answer(self, request: Request) -> asyncio.Future[Any]:
+        """Start on a complete request that passed `check`: the future body of a 200, or the future Response."""
+        method, content_type = request.method, request.content_type
+        if method in _WRITES and (request.body or content_type is not None) and not _is_json(content_type or b""):
             raise RequestError(415, "send JSON with the header Content-Type: application/json")
+        plain = self.plain.get(request.path) if method == "POST" else None
+        if plain is not None:
+            request.route = request.path
+            answer = plain(request.body)
+            if answer is not None:
+                return asyncio.ensure_future(answer)
+        return asyncio.get_running_loop().create_task(self._ask_application(request))
+
+    def finish(self, request: Request, outcome: Any) -> Response:
+        """The response to an outcome of `answer`, or to an exception; counted and logged."""
+        if isinstance(outcome, bytes):
+            response = Response(200, None, outcome)
+        elif isinstance(outcome, Response):
+            response = outcome
+        else:
+            response = error_response(self._request_error(request, outcome))
+        status, seconds = response.status, time.perf_counter() - request.began
+        self.metrics.count(request.route, status, seconds)
+        if self.log.requests or status >= 500:
+            self.log.request(request.method, request.path, status, seconds, request.client)
+        return response
+
+    def _request_error(self, request: Request, error: BaseException) -> RequestError:
+        if isinstance(error, RequestError):
+            return error
+        if isinstance(error, UserError):
+            return RequestError(422, " ".join(str(error).split()))
+        if isinstance(error, TimeoutError):
+            return RequestError(503, f"no answer within {self.seconds(request):g} seconds; try again later")
+        if isinstance(error, asyncio.CancelledError):
+            return RequestError(GONE, "the client disconnected")
+        trace = "".join(traceback.format_exception(error))
+        self.log("fault", method=request.method, path=request.path, trace=trace)
+        return INTERNAL_ERROR
+
+    async def _ask_application(self, request: Request) -> Response:
+        """The response of the application, with the security headers that it lacks."""
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.4"},
+            "http_version": "1.1",
+            "scheme": "http",
+            "method": request.method,
+            "path": request.path,
+            "raw_path": request.raw_path,
+            "query_string": request.query,
+            "root_path": "",
+            "headers": request.headers,
+            "client": (request.client, 0),
+            "server": None,
+            "state": {},
+        }
+        messages = [{"type": "http.request", "body": request.body, "more_body": False}]
+        status, headers, body = 500, list[tuple[bytes, bytes]](), list[bytes]()
+
+        async def receive() -> Any:
+            return messages.pop() if messages else await asyncio.get_running_loop().create_future()
+
+        async def send(message: Any) -> None:
+            nonlocal status, headers
+            if message["type"] == "http.response.start":
+                status, headers = message["status"], [h for h in message["headers"] if h[0] != b"content-length"]
+            else:
+                body.append(message.get("body", b""))
+
+        try:
+            await self.app(scope, receive, send)
+        finally:
+            request.route = getattr(scope.get("route"), "path", request.route)
+        present = {name for name, _ in headers}
+        headers += (header for header in _SECURITY_HEADERS if header[0] not in present)
+        return Response(status, headers, b"".join(body), (b"connection", b"close") in headers)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The gate as an ASGI application."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        raw, query, headers = scope.get("raw_path") or b"", scope["query_string"], list(scope["headers"])
+        client = (scope.get("client") or ("",))[0]
+        request = Request(scope["method"], scope["path"], raw, query, headers, client, True)
+        try:
+            self.check(request)
+            request.body = await self._read_body(receive)
+            self.check_parts(request, request.body)
+            answer = self.answer(request)
+            await asyncio.wait({answer}, timeout=self.seconds(request))
+            if not answer.done():
+                answer.cancel()
+                raise TimeoutError
+            outcome: Any = answer.exception() or answer.result()
+        except Exception as error:
+            outcome = error
+        status, given, body, _ = self.finish(request, outcome)
+        given = [*([_JSON] if given is None else given), (b"content-length", b"%d" % len(body))]
+        await send({"type": "http.response.start", "status": status, "headers": given})
+        await send({"type": "http.response.body", "body": body})
 
     async def _read_body(self, receive: Receive) -> bytes:
-        chunks, size = [], 0
+        body = bytearray()
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
-                raise RequestError(400, "the client disconnected")
-            chunk = message.get("body", b"")
-            size += len(chunk)
-            if size > self.limits.body:
-                raise self._too_large()
-            chunks.append(chunk)
+                raise RequestError(GONE, "the client disconnected")
+            body += message.get("body", b"")
+            if len(body) > self.limits.body:
+                raise self.too_large()
             if not message.get("more_body"):
-                return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+                return bytes(body)
 
-    def _too_large(self) -> RequestError:
+    def too_large(self) -> RequestError:
         return RequestError(413, f"the request body exceeds the limit of {self.limits.body:,} bytes")
 
 
-class ResponseRecorder:
-    """Sends a response, adds the security headers to those of the application, and records status and route."""
-
-    def __init__(self, send: Send) -> None:
-        self._send = send
-        self.status, self.started, self.route = 500, False, "other"
-
-    async def __call__(self, message: Any) -> None:
-        if message["type"] == "http.response.start":
-            self.status, self.started = message["status"], True
-            present = {name for name, _ in message["headers"]}
-            missing = (header for header in _SECURITY_HEADERS if header[0] not in present)
-            message["headers"] = [*message["headers"], *missing]
-        await self._send(message)
-
-    async def send_json(self, status: int, body: bytes, headers: Headers = ()) -> None:
-        self.status, self.started = status, True
-        headers = [_JSON, (b"content-length", b"%d" % len(body)), *headers]
-        await self._send({"type": "http.response.start", "status": status, "headers": headers})
-        await self._send({"type": "http.response.body", "body": body})
-
-    async def send_error(self, error: RequestError) -> None:
-        if not self.started:  # too late to change a response that has started
-            body, headers = error_response(error)
-            await self.send_json(error.status, body, [*headers, *_SECURITY_HEADERS])
+_WRITES = frozenset({"POST", "PUT", "DELETE", "PATCH"})
+_LOOPBACK = frozenset({b"127.0.0.1", b"localhost", b"[::1]"})
 
 
-def error_response(error: RequestError) -> tuple[bytes, list[tuple[bytes, bytes]]]:
-    """(body, headers other than type and length) of an error."""
-    headers = []
+def error_response(error: RequestError) -> Response:
+    headers = [_JSON, *_SECURITY_HEADERS]
     if error.status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
-    if error.status in (413, 421):  # the rest of the request is not read
-        headers.append((b"connection", b"close"))
-    if error.status == 503:
+    if error.status in (429, 503):
         headers.append((b"retry-after", b"1"))
-    return orjson.dumps({"detail": error.message}), headers
+    return Response(error.status, headers, orjson.dumps({"detail": error.message}))
 
 
-def _replay(body: bytes, receive: Receive) -> Receive:
-    """A `receive` that returns a body that was already read."""
-    sent = False
-
-    async def replay() -> Any:
-        nonlocal sent
-        if sent:
-            return await receive()
-        sent = True
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    return replay
+def _count(flags: np.ndarray) -> int:
+    return int(np.count_nonzero(flags))
 
 
 def _without_port(host: bytes) -> bytes:

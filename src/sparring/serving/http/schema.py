@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr, model_validator
 
 MAX_K = 1000  # items in one list
 MAX_QUERIES = 256  # users, texts or items in one request
@@ -17,15 +17,32 @@ MAX_VALUES = 1 << 20  # values in one response: queries x k x columns
 MAX_TEXT = 10_000  # characters of a text, a title or a value
 MAX_ID = 1024  # characters of an id
 MAX_DIM = 65_536  # numbers in a vector
+# Parsing JSON stops all other requests, so its parts are counted before. Texts may contain some of their characters.
+MAX_LISTS = 20_000  # lists and objects in one request
+MAX_KEYS = 2_000  # keys of objects in one query
+MAX_ITEM_KEYS = 40_000  # keys of objects in one change of items
+MAX_VALUES = 250_000  # values in one query
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits set by the operator: bytes of a request body, seconds per request, and queries waiting to be searched."""
+    """Limits set by the operator. A client is an IPv4 address, or the first 64 bits of an IPv6 address."""
 
-    body: int = 8 * 2**20
-    seconds: float = 10.0
-    waiting: int = 4096
+    seconds: float = 10.0  # for an answer
+    slow_seconds: float = 300.0  # for /v1/reload and /v1/items
+    head_seconds: float = 10.0  # for the head of a request, and for the first one of a new connection
+    body_seconds: float = 30.0  # for the body of a request
+    send_seconds: float = 30.0  # for the client to read a response
+    idle_seconds: float = 75.0  # between two requests
+    head: int = 32 * 2**10  # bytes of a request line and its headers
+    headers: int = 100
+    body: int = 8 * 2**20  # bytes
+    buffered: int = 64 * 2**20  # bytes of all large bodies together
+    waiting: int = 4096  # queries waiting to be searched
+    connections: int = 4096  # at most the descriptors of the process less 128
+    client_connections: int | None = None
+    client_requests: int | None = None  # answered at once
+    client_rate: float | None = None  # requests per second
 
 
 class RequestError(Exception):
@@ -40,28 +57,38 @@ Text = Annotated[StrictStr, Field(max_length=MAX_TEXT)]
 Name = Annotated[StrictStr, Field(max_length=MAX_ID)]
 Int = Annotated[StrictInt, Field(ge=-(2**63), le=2**63 - 1)]  # a response cannot hold larger ones
 Id = Int | Name
-RequestIds = Annotated[list[Id], Field(max_length=MAX_IDS)]
-Queries = Annotated[list[Id], Field(min_length=1, max_length=MAX_QUERIES)]
+RequestIds = Annotated[list[Id], Field(max_length=MAX_IDS, fail_fast=True)]
+Queries = Annotated[list[Id], Field(min_length=1, max_length=MAX_QUERIES, fail_fast=True)]
 Float = Annotated[StrictFloat, Field(allow_inf_nan=False)]
 # the frequent types first: a filter may have 160,000 values; an integer beyond 64 bits is a float
 Scalar = Annotated[Int | Text | Float | StrictBool, Field(union_mode="left_to_right")]
-Vector = Annotated[list[float], Field(min_length=1, max_length=MAX_DIM)]
+Vector = Annotated[list[float], Field(min_length=1, max_length=MAX_DIM, fail_fast=True)]
 Op = Literal["=", "!=", "<", "<=", ">", ">=", "in", "not in", "contains"]
 
 
-class Condition(BaseModel):
+class Exact(BaseModel):
+    """A request with these fields and no others. One unknown field is reported: pydantic would describe all of them."""
+
+    model_config = ConfigDict(extra="allow", json_schema_extra={"additionalProperties": False})
+
+    @model_validator(mode="after")
+    def _no_others(self) -> Self:
+        if self.__pydantic_extra__:
+            raise ValueError(f"unknown field {next(iter(self.__pydantic_extra__))[:100]!r}")
+        return self
+
+
+class Condition(Exact):
     """A condition on an item column: {"column": "price", "op": "<", "value": 10}."""
 
-    model_config = ConfigDict(extra="forbid")
     column: Name
     op: Op
-    value: Scalar | Annotated[list[Scalar], Field(max_length=MAX_IDS)]
+    value: Scalar | Annotated[list[Scalar], Field(max_length=MAX_IDS, fail_fast=True)]
 
 
-class Query(BaseModel):
+class Query(Exact):
     """Fields that every query has: the length of the list, filters, and the item columns to return."""
 
-    model_config = ConfigDict(extra="forbid")
     k: Annotated[StrictInt, Field(ge=1, le=MAX_K)] = 10
     allow: RequestIds | None = Field(None, description="list only these items")
     deny: RequestIds | None = Field(None, description="never list these items")
@@ -80,11 +107,11 @@ class Recommend(Query):
 
     user: Id | None = None
     users: Queries | None = None
-    history: Annotated[list[Id], Field(min_length=1, max_length=MAX_IDS)] | None = Field(
+    history: Annotated[list[Id], Field(min_length=1, max_length=MAX_IDS, fail_fast=True)] | None = Field(
         None, description="item ids, oldest first"
     )
     text: Text | None = None
-    texts: Annotated[list[Text], Field(min_length=1, max_length=MAX_QUERIES)] | None = None
+    texts: Annotated[list[Text], Field(min_length=1, max_length=MAX_QUERIES, fail_fast=True)] | None = None
     exclude_seen: StrictBool = Field(
         True, description="leave out the items the user has interacted with, or the items in the history"
     )
@@ -128,20 +155,18 @@ class Item(BaseModel):
     title: Text | None = None
     text: Text | None = Field(None, description="encoded by the item tower, if it reads texts")
     vector: Vector | None = Field(None, description="in the vector space of the default run's items")
-    like: Annotated[list[Id], Field(min_length=1, max_length=MAX_IDS)] | None = Field(
+    like: Annotated[list[Id], Field(min_length=1, max_length=MAX_IDS, fail_fast=True)] | None = Field(
         None, description="place the item at the mean of these items"
     )
     __pydantic_extra__: dict[str, Scalar | None]
 
 
-class PutItems(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-    items: Annotated[list[Item], Field(min_length=1, max_length=MAX_ITEMS)]
+class PutItems(Exact):
+    items: Annotated[list[Item], Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True)]
 
 
-class DeleteItems(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-    ids: Annotated[list[Id], Field(min_length=1, max_length=MAX_ITEMS)]
+class DeleteItems(Exact):
+    ids: Annotated[list[Id], Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True)]
 
 
 class Written(BaseModel):
@@ -154,8 +179,7 @@ class Written(BaseModel):
     )
 
 
-class Reload(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+class Reload(Exact):
     run: Text | None = Field(None, description="run folder to load; the current one by default")
     name: Name | None = Field(None, description="name of the served run to replace; the first one by default")
 

@@ -1,17 +1,20 @@
-"""The service as a process: uvicorn, the watch on run folders, and a graceful shutdown."""
+"""The service as a process: its listening socket, the watch on run folders, and a graceful shutdown."""
 
 from __future__ import annotations
 
+import asyncio
+import ipaddress
 import os
 import signal
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-import uvicorn
+import uvloop
 
 from sparring.core.errors import UserError
 from sparring.serving.http.app import Service
+from sparring.serving.http.connection import SWEEP_SECONDS, Connection, Connections
 from sparring.serving.http.pages import ReadSplit
 from sparring.serving.http.runs import RunRegistry
 from sparring.serving.http.schema import Limits, RequestError
@@ -20,30 +23,61 @@ from sparring.serving.http.telemetry import EventLog
 from sparring.serving.http.threads import contained
 from sparring.training.folder import is_held
 
-
-class _Server(uvicorn.Server):
-    """uvicorn with a callback for the moment when it accepts connections."""
-
-    on_ready: Callable[[], None] = staticmethod(lambda: None)
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.on_ready()
+_STOP_SECONDS = 30.0  # the longest time to finish requests after a signal
+_BACKLOG = 2048
 
 
-def configured(service: Service, host: str, port: int) -> uvicorn.Config:
-    return uvicorn.Config(
-        service.gate,
-        host=host,
-        port=port,
-        http="httptools",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        date_header=False,
-        timeout_keep_alive=75,
-        timeout_graceful_shutdown=30,
-    )
+class Server:
+    """Accepts connections until `should_exit`; then finishes the requests that have arrived, at most for 30 seconds."""
+
+    def __init__(self, service: Service, listener: socket.socket, on_ready: Callable[[], None] = lambda: None) -> None:
+        self.connections = Connections(service.gate, service.limits)
+        self.started = self.should_exit = self.force_exit = False
+        self._app, self._listener, self._on_ready = service.app, listener, on_ready
+
+    def run(self) -> None:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(self.serve())
+
+    def exit(self, *_: object) -> None:
+        """Handle a signal: the first one asks for an end, a second one does not wait for it."""
+        self.force_exit, self.should_exit = self.should_exit, True
+
+    async def serve(self) -> None:
+        loop, connections = asyncio.get_running_loop(), self.connections
+        async with self._app.router.lifespan_context(self._app):
+            server = await loop.create_server(
+                lambda: Connection(connections, loop), sock=self._listener, backlog=_BACKLOG
+            )
+            self.started = True
+            self._on_ready()
+            while not self.should_exit:
+                await self._sweep(loop)
+            server.close()
+            connections.stop(loop.time())
+            end = loop.time() + _STOP_SECONDS
+            while connections.open and loop.time() < end and not self.force_exit:
+                await self._sweep(loop)
+            for connection in list(connections.open):
+                connection.abort()
+
+    async def _sweep(self, loop: asyncio.AbstractEventLoop) -> None:
+        await asyncio.sleep(SWEEP_SECONDS)
+        self.connections.sweep(loop.time())
+
+
+def host_names(host: str, published: Sequence[str], token: str | None) -> list[str] | None:
+    """The names that a service on this address answers to; None for any. An address that others reach needs a token."""
+    try:
+        local = host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        local = False
+    if local:
+        return ["127.0.0.1", "localhost", "[::1]", f"[{host}]" if ":" in host else host, *published]
+    if token is None:
+        how = "set SPARRING_TOKEN or --token-file, or listen on 127.0.0.1"
+        raise UserError(f"whoever reaches {host} could change items and load runs: {how}")
+    return list(published) or None
 
 
 def run(
@@ -52,36 +86,39 @@ def run(
     port: int,
     limits: Limits,
     token: str | None = None,
-    hosts: list[str] | None = None,
+    published: Sequence[str] = (),
     log: EventLog | None = None,
     watch: float | None = None,
     read_split: ReadSplit | None = None,
     threads: int | None = None,
 ) -> None:
-    """Serve until SIGINT or SIGTERM, then finish the requests in progress."""
+    """Serve until SIGINT or SIGTERM, then finish the requests in progress.
+
+    `published` are names under which a proxy publishes the service.
+    """
+    names = host_names(host, published, token)
     log = log or EventLog()
-    service = Service(registry, limits, token, hosts, log, read_split, threads or len(os.sched_getaffinity(0)))
-    config = configured(service, host, port)
-    server = _Server(config)
-    stop = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):  # a signal may arrive before uvicorn installs its own handlers
-        signal.signal(number, lambda *_: setattr(server, "should_exit", True))
     try:
-        listener = config.bind_socket()
-    except SystemExit as error:
+        listener = socket.create_server(
+            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=_BACKLOG
+        )
+    except OSError as error:
         why = "the address is in use or does not belong to this machine; choose another with --host or --port"
         raise UserError(f"cannot listen on {host}:{port}: {why}") from error
+    service = Service(registry, limits, token, names, log, read_split, threads or len(os.sched_getaffinity(0)))
     name, bound_port = listener.getsockname()[:2]
     address = f"[{name}]" if ":" in name else name
     _log_notes(registry, log)
-    names, items = [served.name for served in registry.runs], len(registry.served().index)
-    server.on_ready = lambda: log(
-        "serving", url=f"http://{address}:{bound_port}/", runs=names, items=items, pid=os.getpid()
-    )
+    run_names, items = [served.name for served in registry.runs], len(registry.served().index)
+    url = f"http://{address}:{bound_port}/"
+    server = Server(service, listener, lambda: log("serving", url=url, runs=run_names, items=items, pid=os.getpid()))
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, server.exit)
     if watch is not None:
         threading.Thread(target=_watch, args=(registry, watch, stop), name="watch", daemon=True).start()
     try:
-        server.run(sockets=[listener])
+        server.run()
     finally:
         stop.set()
         service.close()

@@ -39,6 +39,9 @@ class EventLog:
             self._flushed = now
             stream.flush()
 
+    def request(self, method: str, path: str, status: int, seconds: float, client: str) -> None:
+        self("request", method=method, path=path, status=status, ms=round(seconds * 1e3, 3), client=client)
+
 
 class Metrics(Collector):
     """Metrics of one service, in the text format of `GET /metrics`. Only the event loop counts requests."""
