@@ -20,12 +20,19 @@ from sparring.data.splits import split
 from sparring.data.synthetic_world import SyntheticWorld, make_world
 from sparring.testing import NegativesContract
 from sparring.training import curve
+from support.settings import effort
 
 # Fixed examples and no deadline, so that a failure is never caused by the machine. For random examples: `pytest
 # --hypothesis-profile default`.
 hypothesis.settings.register_profile("sparring", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("sparring")
 
+# The wrong samplers of tests/negatives/test_contract_rejects.py fail with 10,000 draws and 100 trials.
+NegativesContract.draws = effort(30_000, NegativesContract.draws)
+NegativesContract.trials = effort(200, NegativesContract.trials)
+
+
+HERE = Path(__file__).parent
 
 # Tests that kill processes, open browsers, start databases or Spark, or train on several ranks: `make test-slow`.
 SLOW = (
@@ -59,6 +66,15 @@ MEDIUM = (
     "data/test_modality_sources.py",
     "negatives/test_contract_rejects.py",
 )
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not import the files of other tiers for `-m fast` and `-m slow`."""
+    tier = {"fast": FAST, "slow": SLOW}.get(config.option.markexpr)
+    if tier is None or collection_path.suffix != ".py":
+        return None
+    place = collection_path.relative_to(HERE).as_posix()
+    return None if any(place.startswith(path.split("::")[0]) for path in tier) else True
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

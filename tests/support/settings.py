@@ -1,8 +1,16 @@
-"""Settings of trainings that take a fraction of a second, for Python and for the command line."""
+"""Settings of trainings that take a fraction of a second, for Python and the command line; the length of proofs."""
 
 from __future__ import annotations
 
-from typing import Any
+import os
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def effort(quick: T, full: T) -> T:
+    """The length of a long proof: `full` if the environment variable SPARRING_PROOF is "full", else `quick`."""
+    return full if os.environ.get("SPARRING_PROOF") == "full" else quick
 
 
 def quick(**changes: Any) -> dict[str, Any]:
