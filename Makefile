@@ -63,6 +63,8 @@ test-fast: $(READY)
 test: lint
 	$(PYTEST) -m "not slow"
 
+# Half of this tier is waiting for processes, so one more of ours shares the cores.
+test-slow: JOBS := $(shell expr $(JOBS) + 1)
 test-slow: $(READY)
 	$(PYTEST) -m slow
 
