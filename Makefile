@@ -55,7 +55,7 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 
 # One thread for each of the JOBS processes: more would compete for the same cores.
-PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
 
 test-fast: $(READY)
 	$(PYTEST) -m fast
@@ -74,7 +74,7 @@ check-min:
 	$(VENV)-min/bin/python -m pip install --quiet "$(TORCH)"
 	$(VENV)-min/bin/python -m pip install --quiet --no-deps --editable .
 	$(VENV)-min/bin/python .ci/oldest.py | xargs $(VENV)-min/bin/python -m pip install --quiet pytest pytest-timeout pytest-xdist hypothesis scipy
-	OMP_NUM_THREADS=1 $(VENV)-min/bin/python -m pytest -n $(JOBS) --dist loadgroup -m fast
+	OMP_NUM_THREADS=1 $(VENV)-min/bin/python -m pytest -n $(JOBS) -m fast
 
 # The site, in build/site. It needs no network once the extra is installed; warnings are errors.
 docs: $(READY)

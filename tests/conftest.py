@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -80,6 +81,7 @@ TOGETHER = (
     "experiments/test_report.py",
     "serving/http/test_page.py",
     "serving/test_export",
+    "several_ranks/test_equality.py",
     "training/test_stages.py",
 )
 # Single tests of many seconds, which start first so that no process is left alone with one.
@@ -96,6 +98,19 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None if wanted and not (tier is FAST and place.startswith(MEDIUM)) else True
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give single tests to the processes of pytest-xdist, and the files TOGETHER whole; pytest 9 breaks xdist_group."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            together = nodeid.removeprefix("tests/").startswith(TOGETHER)
+            return str(nodeid.split("::")[0]) if together else nodeid
+
+    return Scheduling(config, log)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark the tiers by path, and leave out contract tests that do not apply to a sampler instead of skipping them."""
     kept, dropped, inapplicable = [], [], {}
@@ -103,8 +118,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         place = item.nodeid.removeprefix("tests/")
         fast = place.startswith(FAST) and not place.startswith(MEDIUM)
         item.add_marker("slow" if place.startswith(SLOW) else "fast" if fast else "medium")
-        if place.startswith(TOGETHER):
-            item.add_marker(pytest.mark.xdist_group(place.split("::")[0]))
         contract = getattr(item, "cls", None)
         if isinstance(contract, type) and issubclass(contract, NegativesContract):
             if contract not in inapplicable:

@@ -21,9 +21,6 @@ assert _spec is not None
 assert _spec.loader is not None
 cases = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(cases)
-pytestmark = pytest.mark.xdist_group(
-    "equality"
-)  # one test process runs them all, so that shared results are computed once
 
 
 def free_port() -> int:
