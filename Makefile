@@ -7,15 +7,20 @@ BIN := $(VENV)/bin
 DEMO := $(VENV)/.sparring-demo
 READY := $(VENV)/.sparring-ready
 # Extras that the tests use for real. If one cannot be installed, its tests are skipped and say so.
-EXTRAS := text sentence-transformers images serve onnx milvus pgvector pgserver spark encoders
+EXTRAS := text,sentence-transformers,images,serve,onnx,milvus,pgvector,pgserver,spark,encoders
+comma := ,
 # On CPUs TorchRec is installed without its dependencies: it requires the CUDA build of fbgemm, which needs CUDA to load.
 TORCHREC := torchrec==1.8.0 fbgemm-gpu-cpu==1.8.0
 TORCHREC_NEEDS := tensordict torchmetrics==1.0.3 tqdm pyre-extensions
+# Modules are compiled when they are first imported: most of what is installed never is.
+INSTALL := $(BIN)/python -m pip install --quiet --no-compile
 
 # Threads sleep while they wait for each other: spinning, the default, is many times slower on a shared core.
 export OMP_WAIT_POLICY ?= PASSIVE
+# Tests start many processes, which import what the first one compiled.
+unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test test-fast test-slow check-min lint format audit docs bench clean
+.PHONY: setup one-by-one demo test test-fast test-slow check-min lint format audit docs bench clean
 
 setup: $(READY)
 
@@ -23,15 +28,19 @@ setup: $(READY)
 $(DEMO): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Sparring needs Python 3.11 or later: make PYTHON=python3.11 ..."; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install --quiet "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --editable ".[demo]"
+	$(BIN)/python -c 'import torch' 2>/dev/null || $(INSTALL) "$(TORCH)"
+	$(INSTALL) --editable ".[demo]"
 	@touch $@
 
+# All extras in one call; if that fails, each in a call of its own, to find those that can be installed.
 $(READY): $(DEMO)
-	$(BIN)/python -m pip install --quiet --editable ".[dev]"
-	@for extra in $(EXTRAS); do $(BIN)/python -m pip install --quiet --editable ".[$$extra]" || echo "could not install $$extra: its tests are skipped"; done
-	@$(BIN)/python -m pip install --quiet $(TORCHREC_NEEDS) && $(BIN)/python -m pip install --quiet --no-deps $(TORCHREC) || echo "could not install torchrec: its tests are skipped"
+	$(INSTALL) --editable ".[dev,$(EXTRAS)]" || $(MAKE) one-by-one
+	@$(INSTALL) $(TORCHREC_NEEDS) && $(INSTALL) --no-deps $(TORCHREC) || echo "could not install torchrec: its tests are skipped"
 	@touch $@
+
+one-by-one:
+	$(INSTALL) --editable ".[dev]"
+	@for extra in $(subst $(comma), ,$(EXTRAS)); do $(INSTALL) --editable ".[$$extra]" || echo "could not install $$extra: its tests are skipped"; done
 
 demo: $(DEMO)
 	$(BIN)/sparring demo
@@ -46,7 +55,7 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 
 # One thread for each of the JOBS processes: more would compete for the same cores.
-PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
 
 test-fast: $(READY)
 	$(PYTEST) -m fast
@@ -54,6 +63,8 @@ test-fast: $(READY)
 test: lint
 	$(PYTEST) -m "not slow"
 
+# Half of this tier is waiting for processes, so one more of ours shares the cores.
+test-slow: JOBS := $(shell expr $(JOBS) + 1)
 test-slow: $(READY)
 	$(PYTEST) -m slow
 
@@ -63,7 +74,7 @@ check-min:
 	$(VENV)-min/bin/python -m pip install --quiet "$(TORCH)"
 	$(VENV)-min/bin/python -m pip install --quiet --no-deps --editable .
 	$(VENV)-min/bin/python .ci/oldest.py | xargs $(VENV)-min/bin/python -m pip install --quiet pytest pytest-timeout pytest-xdist hypothesis scipy
-	OMP_NUM_THREADS=1 $(VENV)-min/bin/python -m pytest -n $(JOBS) --dist loadgroup -m fast
+	OMP_NUM_THREADS=1 $(VENV)-min/bin/python -m pytest -n $(JOBS) -m fast
 
 # Of an installation with the extras text and serve: a bill of materials (CycloneDX, build/sbom.json) and known
 # vulnerabilities. The latter need the network: without it pip-audit lists every package as not audited.

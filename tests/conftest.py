@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -15,17 +16,28 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is first imported
 
+from sparring.core import files
 from sparring.data.interactions import Split
 from sparring.data.splits import split
 from sparring.data.synthetic_world import SyntheticWorld, make_world
 from sparring.testing import NegativesContract
 from sparring.training import curve
+from support.settings import effort
 
 # Fixed examples and no deadline, so that a failure is never caused by the machine. For random examples: `pytest
 # --hypothesis-profile default`.
 hypothesis.settings.register_profile("sparring", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("sparring")
 
+# The wrong samplers of tests/negatives/test_contract_rejects.py fail with 10,000 draws and 100 trials.
+NegativesContract.draws = effort(30_000, NegativesContract.draws)
+NegativesContract.trials = effort(200, NegativesContract.trials)
+
+# A curve takes four times as long as a small training, so only tests that use the fixture `curves` draw any.
+drawn_curve = curve.training_curve
+curve.training_curve = lambda history, path, *_: files.write(path, lambda file: file.write_bytes(b"no curve"))
+
+HERE = Path(__file__).parent
 
 # Tests that kill processes, open browsers, start databases or Spark, or train on several ranks: `make test-slow`.
 SLOW = (
@@ -52,14 +64,52 @@ FAST = (
     "recipes/test_settings.py",
     "test_public_names.py",
 )
-
-
+# Of these folders, but they start processes, read encoders or take half a minute.
 MEDIUM = (
     "core/test_workers.py",
     "data/test_encoders.py",
     "data/test_modality_sources.py",
     "negatives/test_contract_rejects.py",
 )
+
+# Tests of these files share what a fixture trains or starts, so one process runs a file's tests.
+TOGETHER = (
+    "cli/test_texts.py",
+    "data/test_prepared_spark.py",
+    "experiments/test_comparison.py",
+    "experiments/test_diagnosis_report.py",
+    "experiments/test_papers",
+    "experiments/test_report.py",
+    "serving/http/test_page.py",
+    "serving/test_export",
+    "several_ranks/test_equality.py",
+    "training/test_stages.py",
+)
+# Single tests of many seconds, which start first so that no process is left alone with one.
+LONG = ("several_ranks/test_launch.py::test_faults", "test_examples.py", "recipes/test_own_recipes.py", "kernels/")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not import the files of other tiers for `-m fast` and `-m slow`."""
+    tier = {"fast": FAST, "slow": SLOW}.get(config.option.markexpr)
+    if tier is None or collection_path.suffix != ".py":
+        return None
+    place = collection_path.relative_to(HERE).as_posix()
+    wanted = place.startswith(tuple(path.split("::")[0] for path in tier))
+    return None if wanted and not (tier is FAST and place.startswith(MEDIUM)) else True
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give single tests to the processes of pytest-xdist, and the files TOGETHER whole; pytest 9 breaks xdist_group."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            together = nodeid.removeprefix("tests/").startswith(TOGETHER)
+            return str(nodeid.split("::")[0]) if together else nodeid
+
+    return Scheduling(config, log)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -77,14 +127,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 dropped.append(item)
                 continue
         kept.append(item)
-    items[:] = kept
+    items[:] = sorted(kept, key=lambda item: not item.nodeid.removeprefix("tests/").startswith(LONG))
     config.hook.pytest_deselected(items=dropped)
 
 
 @pytest.fixture
+def curves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw the curves of trainings."""
+    monkeypatch.setattr(curve, "training_curve", drawn_curve)
+
+
+@pytest.fixture
 def quick_texts(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Draw no curves, which take longer than small trainings, and use a private token cache."""
-    monkeypatch.setattr(curve, "training_curve", lambda history, path, *_: Path(path).write_bytes(b"no curve"))
+    """Use a private token cache."""
     monkeypatch.setenv("SPARRING_HOME", str(tmp_path_factory.getbasetemp() / "home"))
 
 

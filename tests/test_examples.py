@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+import runpy
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -14,6 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted(ROOT.glob("examples/*.py"))
 NEEDS = {"serve": ("faiss", "fastapi", "httptools"), "text": ("tokenizers",)}  # packages of the extras
+FORKS = {"own_recipe_compare"}  # its trainings import the script, so it needs a process of its own
 PRINTS = {
     "quickstart": ("in-batch and uniform: recall@20", "title"),
     "own_sampler": ("positive: one per query", "recall"),
@@ -24,24 +25,25 @@ PRINTS = {
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_the_script_runs(path: Path, tmp_path: Path) -> None:
-    """It exits with 0 and prints the promised output."""
+def test_the_script_runs(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It runs to its end and prints the promised output."""
     for package in NEEDS.get(path.stem, ()):
         if find_spec(package) is None:
             pytest.skip(f"{package} is not installed")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [sys.executable, str(path)],
-        cwd=tmp_path,
-        env={**environment, "SPARRING_HOME": str(tmp_path / "cache")},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
+    monkeypatch.setenv("SPARRING_HOME", str(tmp_path / "cache"))
+    if path.stem in FORKS:
+        done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=280, check=False)
+        assert done.returncode == 0, done.stderr
+        printed = done.stdout
+    else:
+        runpy.run_path(str(path), run_name="__main__")
+        printed = capsys.readouterr().out
     for words in PRINTS[path.stem]:
-        assert words in done.stdout
+        assert words in printed
 
 
 def test_the_notebook_was_executed() -> None:

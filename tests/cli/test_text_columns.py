@@ -13,6 +13,7 @@ from sparring.data.texts.texts import tokenize
 from sparring.models.text import text_tower
 from sparring.training import trained
 from sparring.training.folder import read_meta
+from support.papers import run_here
 
 COLOURS = ["red", "blue", "green", "black"]
 THINGS = ["shoe", "hat", "coat", "sock", "glove"]
@@ -132,8 +133,11 @@ def test_ids_are_texts_when_asked_for(rows: pl.DataFrame, tmp_path: Path) -> Non
     assert read(tmp_path / "pairs.parquet").item_table is None
 
 
-def test_a_comparison_reads_texts_too(tmp_path: Path, rows: pl.DataFrame, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_comparison_reads_texts_too(
+    tmp_path: Path, rows: pl.DataFrame, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """If no test query is trained on, compare encodes the texts like train, and notes that classifiers are left out."""
+    run_here(monkeypatch)
     parts = ["train"] * 28 + ["valid"] * 4 + ["test"] * 8
     rows.with_columns(split=pl.Series(parts)).write_parquet(tmp_path / "asked.parquet")
     quick = [

@@ -29,6 +29,8 @@ def spark() -> Iterator[Any]:
     if shutil.which("java") is None:
         pytest.skip("Java is not installed: the engine spark was not tested")
     settings = {"spark.sql.shuffle.partitions": "3", "spark.ui.enabled": "false", "spark.driver.host": "127.0.0.1"}
+    # small jobs end before an optimising compiler pays off
+    settings["spark.driver.extraJavaOptions"] = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
     builder = sql.SparkSession.builder.master("local[2]").config(
         map=settings | {"spark.driver.bindAddress": "127.0.0.1"}
     )

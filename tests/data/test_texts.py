@@ -147,17 +147,9 @@ def test_hashed_words_are_the_same_in_every_process() -> None:
     """Another process with another hash seed gives the same ids."""
     words = "['Red shoes, 2024', 'straße']"
     code = f"from sparring.data.texts import tokenize; print(tokenize({words}, 'words', 8).tokens.tolist())"
-    found = {
-        subprocess.run(
-            [sys.executable, "-c", code],
-            capture_output=True,
-            text=True,
-            check=True,
-            env={"PYTHONPATH": str(SRC), "PYTHONHASHSEED": seed},
-        ).stdout
-        for seed in ("1", "2")
-    }
-    assert found == {f"{tokenize(['red SHOES 2024', 'Straße'], 'words', 8).tokens.tolist()}\n"}
+    environment = {"PYTHONPATH": str(SRC), "PYTHONHASHSEED": "1"}
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert found.stdout == f"{tokenize(['red SHOES 2024', 'Straße'], 'words', 8).tokens.tolist()}\n"
 
 
 def test_hashed_words_are_words_and_numbers() -> None:

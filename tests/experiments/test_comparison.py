@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import shlex
 from collections.abc import Callable
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sparring.cli import main
-from sparring.core import workers
+from sparring.core import memory_usage, workers
 from sparring.core.errors import UserError
 from sparring.core.types import Bag, Candidates, Step
 from sparring.core.workers import Listener
@@ -31,9 +32,9 @@ from sparring.recipes.run import Term, compose
 from sparring.recipes.settings import build
 from sparring.recipes.setup import Setup, flat
 from sparring.training import trained as runs
-from support.papers import result_json, run_json, table
+from support.papers import result_json, run_here, run_json, table
 
-SEEDS = 3
+SEEDS = 2
 WORDS = shlex.split(
     f"compare --recipes uns,ssl_pop,shown --seeds {SEEDS} --setup default --epochs 2 --metrics recall@5,ndcg@10"
 )
@@ -47,7 +48,11 @@ def done(tmp_path_factory: pytest.TempPathFactory, small_world: SyntheticWorld) 
     data = small_world.interactions
     pl.DataFrame({"user_id": data.queries + 1000, "item_id": data.items}).write_parquet(folder / "tiny.parquet")
     words = [*WORDS, "--data", str(folder / "tiny.parquet"), "--out", str(folder / "out")]
-    assert main(words) == 1
+    with pytest.MonkeyPatch.context() as patch:
+        run_here(patch)
+        patch.setattr(memory_usage, "resident_bytes", lambda: 0)
+        patch.setattr(memory_usage, "peak_bytes", itertools.count(1000, 1000).__next__)
+        assert main(words) == 1
     return folder / "out", words
 
 
@@ -102,7 +107,8 @@ def test_costs_are_ratios_to_uns(done: tuple[Path, list[str]]) -> None:
     for recipe in ("uns", "ssl_pop"):
         results_of = [result_json(done[0] / "tiny" / recipe / str(s)) for s in range(SEEDS)]
         assert rows[recipe]["seconds"] == pytest.approx(np.mean([result["train_seconds"] for result in results_of]))
-        assert rows[recipe]["peak_bytes"] > 0
+        measured = [json.loads((done[0] / "tiny" / recipe / f"{s}/measured.json").read_text()) for s in range(SEEDS)]
+        assert rows[recipe]["peak_bytes"] == np.mean([each["peak_bytes"] for each in measured]) >= 1000
     assert rows["ssl_pop"]["seconds_ratio"] == pytest.approx(rows["ssl_pop"]["seconds"] / rows["uns"]["seconds"])
     assert rows["ssl_pop"]["popularity"] == pytest.approx(0.5, abs=0.02)
     assert rows["uns"]["popularity"] < 0.45
@@ -111,7 +117,8 @@ def test_costs_are_ratios_to_uns(done: tuple[Path, list[str]]) -> None:
 def test_failures_are_reported_and_nothing_is_trained_twice(
     done: tuple[Path, list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The same command retries only failures; finished runs keep their files; a deleted run is retrained."""
+    """The same command retries only failures; finished runs keep their files; a deleted run is retrained, now in a
+    process of its own, with the same values."""
     out, words = done
     before = {path: path.stat().st_mtime_ns for path in out.glob("tiny/*/*/model.safetensors")}
     assert len(before) == 2 * SEEDS
@@ -122,12 +129,13 @@ def test_failures_are_reported_and_nothing_is_trained_twice(
     capsys.readouterr()
     assert main(words) == 1
     told = capsys.readouterr().out
-    assert "5 of 9 already done" in told
+    assert f"{2 * SEEDS - 1} of {3 * SEEDS} already done" in told
     assert told.count("failed: tiny shown seed") == SEEDS
     assert "--label-column" in told
     after = {path: path.stat().st_mtime_ns for path in out.glob("tiny/*/*/model.safetensors")}
     assert {path for path in after if after[path] != before[path]} == {lost / "model.safetensors"}
     assert pl.read_parquet(lost / "per_query.parquet").equals(values)
+    assert json.loads((lost / "measured.json").read_text())["peak_bytes"] > 0
     assert "shown seed 0" in (out / "README.md").read_text()
 
 
@@ -173,8 +181,11 @@ def test_bad_input_is_one_line(done: tuple[Path, list[str]], tmp_path: Path, cap
     refused(lambda words: [*words, "--out", str(tmp_path / "full")], "is not empty")
 
 
-def test_an_interrupted_comparison_resumes(parts: Split, small_world: SyntheticWorld, tmp_path: Path) -> None:
+def test_an_interrupted_comparison_resumes(
+    parts: Split, small_world: SyntheticWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Interrupted after one training and resumed, a comparison ends with the values of an uninterrupted one."""
+    run_here(monkeypatch)
     shared = {"dim": 4, "batch_size": 128, "n": 16, "epochs": 2}
     data = (ComparedData("w", parts, world=small_world),)
     whole = Comparison(tmp_path / "whole", data, ("uns", "pns"), 2, "", ("ndcg@10",), Setup(), dict(shared))
@@ -200,9 +211,10 @@ def test_an_interrupted_comparison_resumes(parts: Split, small_world: SyntheticW
         comparison_tables.quality(dataclasses.replace(whole, metrics=("recall@30",)))
 
 
-def test_tuned_comparison(small_world: SyntheticWorld, tmp_path: Path) -> None:
+def test_tuned_comparison(small_world: SyntheticWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With --tune every recipe has the same number of trials, and its final runs have the best settings."""
     pytest.importorskip("optuna")
+    run_here(monkeypatch)
     words = shlex.split("compare --data world:80x60 --recipes uns,pns --seeds 1 --tune 2 --epochs 1 --metrics ndcg@10")
     words += ["--set", "dim=4", "--set", "n=8", "--setup", "default", "--device", "cpu", "--quiet", "--valid", "0.3"]
     assert main([*words, "--out", str(tmp_path / "out")]) == 0
@@ -223,9 +235,12 @@ def test_tuned_comparison(small_world: SyntheticWorld, tmp_path: Path) -> None:
     assert verdicts == {"baseline", "one seed: no verdict"}
 
 
-def test_a_recipe_whose_trials_all_failed_does_not_stop_the_others(parts: Split, tmp_path: Path) -> None:
+def test_a_recipe_whose_trials_all_failed_does_not_stop_the_others(
+    parts: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The failure is reported, also when the comparison is repeated, and the other recipes are trained."""
     pytest.importorskip("optuna")
+    run_here(monkeypatch)
     shared = {"dim": 4, "batch_size": 128, "epochs": 1}
     data = (ComparedData("w", dataclasses.replace(parts, train=no_shown(parts))),)
     plan = Comparison(tmp_path / "out", data, ("uns", "shown"), 1, trials=1)

@@ -56,7 +56,7 @@ def small(name: str, out: Path, data: Interactions, known_as: str = "", **settin
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory, world: SyntheticWorld) -> Path:
-    """xir-table2 by the command line, in worker processes, on a file; XIR fails because of lam=2."""
+    """xir-table2 by the command line on a file; XIR fails because of lam=2."""
     folder = tmp_path_factory.mktemp("reproduce")
     data = world.interactions
     pl.DataFrame({"user_id": data.queries, "item_id": data.items}).write_parquet(folder / "tiny.parquet")
@@ -73,7 +73,9 @@ def done(tmp_path_factory: pytest.TempPathFactory, world: SyntheticWorld) -> Pat
         "--jobs",
         "2",
     ]
-    assert main([*words, "--out", str(folder / "out")]) == 1
+    with pytest.MonkeyPatch.context() as patch:
+        run_here(patch)
+        assert main([*words, "--out", str(folder / "out")]) == 1
     return folder / "out"
 
 
@@ -221,8 +223,8 @@ def test_data_that_was_not_given_has_published_figures_only(done: Path) -> None:
     assert (done / "table.md").read_text().count("not run: the data was not given") == 60
 
 
-def test_a_second_call_runs_only_what_is_missing(done: Path, here: None, capsys: pytest.CaptureFixture[str]) -> None:
-    """Finished runs are untouched, a lost result is recomputed identically, and other settings are errors."""
+def test_a_second_call_runs_only_what_is_missing(done: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Finished runs are untouched, a worker process recomputes a lost result identically, other settings are errors."""
     words = [
         "reproduce",
         "xir-table2",

@@ -28,7 +28,7 @@ from sparring.experiments.report import comparison_page, figures
 from sparring.experiments.report.html import Code, Facts, Figures, Page, Paragraph, Points, Section, Sheet
 from sparring.experiments.report.tables import Column, Table
 from sparring.recipes.setup import Setup
-from support.papers import run_json
+from support.papers import run_here, run_json
 
 NASTY = '</script><b onload="x">&$x$'
 NAME = "<b>&$x$"  # of a data set, also used for its folder
@@ -111,8 +111,9 @@ def made(tmp_path_factory: pytest.TempPathFactory, parts: Split, small_world: Sy
         Setup(),
         shared,
     )
-    failures = compare(plan, 2)
-    assert failures == []
+    with pytest.MonkeyPatch.context() as patch:
+        run_here(patch)
+        assert compare(plan, 2) == []
     told = [Failure(NAME, "psl", "seed 1", NASTY)]
     page = comparison_page.write(
         plan,
@@ -255,8 +256,11 @@ def test_a_comparison_without_runs_still_has_a_page(parts: Split, tmp_path: Path
     assert Seen(page).open == []
 
 
-def test_the_command_writes_the_page_and_prints_its_path(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_the_page_and_prints_its_path(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`sparring compare` on two sets without validation prints the path of a page with a section for each set."""
+    run_here(monkeypatch)
     words = shlex.split("compare --data world:60x40 --data world:70x40 --recipes uns,pns --seeds 1 --setup default")
     words += shlex.split("--epochs 1 --metrics ndcg@10 --set dim=4 --set n=8 --valid 0 --device cpu --jobs 2")
     out = tmp_path / "out"

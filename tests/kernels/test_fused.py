@@ -22,7 +22,8 @@ pytestmark = [
     pytest.mark.filterwarnings(f"ignore:{words}:RuntimeWarning") for words in ("divide by zero", "invalid value")
 ]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SHAPES = [(140, 150, 24), (33, 57, 13), (70, 1, 8), (1, 77, 16)]  # the first spans more than one group of 128
+SMALL = (33, 57, 13)
+SHAPES = [(140, 150, 24), (70, 1, 8), (1, 77, 16)]  # the first spans more than one group of 128
 
 
 def truth(
@@ -42,12 +43,14 @@ def truth(
     return value.detach(), grad_q, grad_emb, counts.sum(0)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("draws", [None, 17.0])
-@pytest.mark.parametrize("weight", ["scalar", "column", "row", "pair", "one row"])
-@pytest.mark.parametrize("keyed", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "weight", "keyed"),
+    [(SMALL, weight, keyed) for weight in ("scalar", "column", "row", "pair", "one row") for keyed in (False, True)]
+    + [(shape, weight, True) for shape in SHAPES for weight in ("column", "pair")],
+)
 def test_value_gradients_and_draw_counts(
-    shape: tuple[int, int, int], draws: float | None, weight: str, keyed: bool
+    draws: float | None, shape: tuple[int, int, int], weight: str, keyed: bool
 ) -> None:
     """With weights of any shape, some -inf, and excluded keys, results are within float32 error of the full matrix."""
     b, c, d = shape
@@ -104,8 +107,8 @@ def test_a_device_with_little_shared_memory_gets_smaller_tiles(
     for name in ("_forward", "_backward"):
         monkeypatch.setattr(fused._Problem, name, limited(getattr(fused._Problem, name)))
     g = torch.Generator().manual_seed(0)
-    q, emb, w = (torch.randn(size, generator=g).to(DEVICE) for size in ((140, 24), (150, 24), (140, 150)))
-    upstream = torch.ones(140, device=DEVICE)
+    q, emb, w = (torch.randn(size, generator=g).to(DEVICE) for size in ((70, 24), (75, 24), (70, 75)))
+    upstream = torch.ones(70, device=DEVICE)
     expected = truth(q, emb, w, 17.0, upstream)
     for _ in range(2):
         ours_q, ours_emb = q.clone().requires_grad_(), emb.clone().requires_grad_()
@@ -149,7 +152,7 @@ def drawn_counts(
     return counts.round(), value.detach().cpu(), draw_counts.cpu()
 
 
-@pytest.mark.parametrize("seed", [0, 1, 1 << 61])
+@pytest.mark.parametrize("seed", [0, 1 << 61])
 def test_drawn_counts_follow_their_distribution(seed: int) -> None:
     """floor(n p + u): each count is one of the two integers around n p, with the right probability, independently."""
     logits = torch.tensor([[0.3, -1.0, 1.2, 0.0, -0.4, 2.0]]).expand(1900, 6)
@@ -193,13 +196,13 @@ def test_draws_under_weights(monkeypatch: pytest.MonkeyPatch, kind: str, scale: 
     """With extreme weights and vectors, counts are integers next to n p, with matching value and gradients."""
     monkeypatch.setattr(fused, "halves", lambda dtype: half)
     g = torch.Generator().manual_seed(9)
-    logits, n = torch.randn(160, 140, generator=g), 90.0
-    w = 25 + 3 * torch.randn((140,) if kind == "column" else (160, 140), generator=g)
+    logits, n = torch.randn(40, 140, generator=g), 90.0
+    w = 25 + 3 * torch.randn((140,) if kind == "column" else (40, 140), generator=g)
     w = torch.where(torch.rand(w.shape, generator=g) < 0.2, -math.inf, w)
     q, emb = (logits / scale).to(DEVICE).requires_grad_(), (scale * torch.eye(140, device=DEVICE)).requires_grad_()
     draw_counts = torch.zeros(140, device=DEVICE)
     value = fused.weighted_logsumexp(q, emb, w.to(DEVICE), None, n, draw_counts, torch.tensor([3, 0], device=DEVICE))
-    upstream = torch.rand(160, generator=g, dtype=torch.float64)
+    upstream = torch.rand(40, generator=g, dtype=torch.float64)
     (value * upstream.to(DEVICE, value.dtype)).sum().backward()
     assert q.grad is not None
     assert emb.grad is not None

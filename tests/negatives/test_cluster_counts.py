@@ -16,6 +16,7 @@ from sparring.models.clusters import Codes
 from sparring.negatives import Interpolated, Negatives, OtherClusters, SameCluster, TowardsPositive, Union
 from sparring.negatives.clusters import inclusion
 from sparring.testing import NegativesContract, World, weights
+from support.settings import effort
 
 COUNTS = torch.tensor([9, 1, 4, 2, 7, 1, 3, 5, 2, 6, 1, 8, 2, 4, 3, 1, 5, 2, 6, 1, 3, 2, 7, 4])
 
@@ -123,7 +124,9 @@ def test_all_items_but_the_cell(m_c: int, shared: bool) -> None:
     apart = "cluster" if shared else "cell"
     simple = OtherClusters(codes, m_c, 3, 0.5, shared=shared, exclude=apart, correction="counts", counts=COUNTS)  # type: ignore[arg-type]
     found = estimates(
-        world, Union(simple, SameCluster(codes, 4, correction="counts")), *((256, 100) if shared else (4096, 300))
+        world,
+        Union(simple, SameCluster(codes, 4, correction="counts")),
+        *((256, 100) if shared else (4096, effort(150, 300))),
     )
     torch.testing.assert_close(found, exact(world, outside(codes, "cell")), rtol=0.03, atol=0)
 

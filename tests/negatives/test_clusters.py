@@ -67,22 +67,9 @@ class TestOtherClusters(NegativesContract):
         return OtherClusters(codes_of(world.n_items), m_c=2, m_o=1, gamma=1.5)
 
     def expected(self, world: World, step: Step) -> Tensor:
-        codes = codes_of(world.n_items)
-        p = chances(codes, 1.5, "cosine")
-        count = torch.zeros(len(step.q), world.n_items, dtype=torch.float64)
-        primary, cell = codes.primary.tolist(), codes.cell_of.tolist()
-        for item in step.item_ids.tolist():
-            row = p[primary[item]]
-            for j, k in enumerate(primary):
-                if row[k]:  # drawn first, or after another
-                    count[:, j] += (
-                        row[k] + sum(row[a] * row[k] / (1 - row[a]) for a in range(6) if a != k)
-                    ) / primary.count(k)
-        for row, item in enumerate(step.item_ids.tolist()):
-            for j in range(world.n_items):
-                if cell[j] == cell[item]:
-                    count[row, j] = 0.0
-        return count
+        shares, same_cell = two_of_others(world.n_items)
+        count = shares[step.item_ids].sum(0).expand(len(step.q), -1)
+        return torch.where(same_cell[step.item_ids], 0.0, count)
 
 
 class TestOtherClustersKnown(NegativesContract):
@@ -128,6 +115,21 @@ class TestSameClusterKnown(NegativesContract):
 
     def make(self, world: World) -> Negatives:
         return SameCluster(codes_of(world.n_items), m_h=4, exclude="known")
+
+
+@cache
+def two_of_others(n_items: int) -> tuple[Tensor, Tensor]:
+    """(N, N) each: how often a positive draws item j with two clusters of one item, and whether they share a cell."""
+    codes = codes_of(n_items)
+    p, primary, cell = chances(codes, 1.5, "cosine"), codes.primary.tolist(), codes.cell_of.tolist()
+    shares = torch.zeros(n_items, n_items, dtype=torch.float64)
+    for i in range(n_items):
+        row = p[primary[i]]
+        for j, k in enumerate(primary):
+            if row[k]:  # drawn first, or after another
+                both = row[k] + sum(row[a] * row[k] / (1 - row[a]) for a in range(6) if a != k)
+                shares[i, j] = both / primary.count(k)
+    return shares, torch.tensor([[a == b for b in cell] for a in cell])
 
 
 @cache

@@ -589,7 +589,7 @@ def test_pytest_shows_the_skips(tmp_path: Path) -> None:
         "    make = lambda self, world: InBatch()\n"
     )
     command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "test_uncounted.py"]
-    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
     assert f" {len(NOT_STATED | NEED_COUNTS)} skipped" in done.stdout.splitlines()[-1]

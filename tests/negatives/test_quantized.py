@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 
 import pytest
 import torch
@@ -28,13 +29,17 @@ def refreshed(world: World, n: int, words: int = 4, codebook: Codebook = "residu
     return negatives
 
 
-def proposal(negatives: QuantizedSoftmax, world: World, step: Step) -> Tensor:
+@cache
+def quantized(n_items: int, codebook: Codebook) -> list[Tensor]:
+    """The quantised vectors of the items."""
+    negatives = refreshed(World.build(n_items), 1, codebook=codebook)
+    return [negatives.book[0, negatives.code[0, j]] + negatives.book[1, negatives.code[1, j]] for j in range(n_items)]
+
+
+def proposal(codebook: Codebook, world: World, step: Step) -> Tensor:
     """(B, N) softmax over the quantised vectors, one item at a time."""
     q = step.q.detach().double() / world.tau
-    vectors = [
-        negatives.book[0, negatives.code[0, j]] + negatives.book[1, negatives.code[1, j]] for j in range(world.n_items)
-    ]
-    mass = torch.stack([(q @ vector.double()).exp() for vector in vectors], 1)
+    mass = torch.stack([(q @ vector.double()).exp() for vector in quantized(world.n_items, codebook)], 1)
     return mass / mass.sum(1, keepdim=True)
 
 
@@ -49,7 +54,7 @@ class TestResidual(NegativesContract):
         return refreshed(world, n, codebook=self.codebook)
 
     def expected(self, world: World, step: Step) -> Tensor:
-        return self.n * proposal(refreshed(world, self.n, codebook=self.codebook), world, step)
+        return self.n * proposal(self.codebook, world, step)
 
     trials = 300
 
@@ -80,7 +85,7 @@ class TestUnion(NegativesContract):
         return Union(InBatch(Popularity(world.counts)), refreshed(world, 60))
 
     def expected(self, world: World, step: Step) -> Tensor:
-        return (len(step.q) - 1) * world.popularity + 60 * proposal(refreshed(world, 60), world, step)
+        return (len(step.q) - 1) * world.popularity + 60 * proposal("residual", world, step)
 
 
 @pytest.mark.parametrize("codebook", ["product", "residual"])
@@ -174,7 +179,7 @@ def test_the_positive_is_corrected_by_its_own_chance() -> None:
     step = world.step(16, 1)
     found = refreshed(world, 30, correction="both")
     bag = found(step)
-    q = proposal(found, world, step)
+    q = proposal("residual", world, step)
     assert bag.log_w_positive is not None
     torch.testing.assert_close(
         bag.log_w_positive.double(), -q.gather(1, step.item_ids.unsqueeze(1)).squeeze(1).log(), rtol=1e-4, atol=1e-5

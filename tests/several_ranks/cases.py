@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from support.settings import effort
+
 SMALL: dict[str, Any] = {
     "dim": 8,
     "batch_size": 61,
@@ -71,3 +73,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "texts": ("default", {"n": 16, "encoder": "bag", "query_tower": "text", "item_tower": "text", "chunk": 7}),
     "labels": ("dpr", {"warmup": 2, "draw": "propensity", "optimizer": "adam"}),
 }
+
+# Four ranks exchange what two exchange, so every third case shows it; all of them if the proof is full.
+BY_FOUR = list(CASES)[:: effort(3, 1)]

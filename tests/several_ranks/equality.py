@@ -18,7 +18,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
 import sharded
-from cases import CASES, SMALL
+from cases import BY_FOUR, CASES, SMALL
 
 from sparring.core.ranks import Group
 from sparring.core.types import ALONE, Ranks
@@ -116,7 +116,7 @@ def main(out: Path, only: list[str]) -> None:
     names = [name for name in CASES if not only or name in only]
     mine = [name for at, name in enumerate(names) if at % 2 == rank // 2]  # this pair's
     alone: dict[str, Any] = {}  # the rank that trains it in one process compares all others with it
-    for name, ranks in [(name, pair) for name in mine] + [(name, four) for name in names]:
+    for name, ranks in [(name, pair) for name in mine] + [(name, four) for name in names if name in BY_FOUR]:
         parts = worlds["texts" if name == "texts" else "plain"]
         key = f"{name} x{ranks.world}"
         try:

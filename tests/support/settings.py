@@ -1,4 +1,4 @@
-"""Settings of trainings that take a fraction of a second, for Python and for the command line."""
+"""Settings of trainings that take a fraction of a second, for Python and the command line; the length of proofs."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from sparring.core import files
 from sparring.core.errors import UserError
 from sparring.data.interactions import Split
 from sparring.recipes.settings import build
-from sparring.training import checkpoint_writer, curve
+from sparring.training import checkpoint_writer
 from sparring.training.checkpoint_writer import BackgroundWriter, Copies
 from sparring.training.fitting import Fitted, fit
 from sparring.training.loop import TrainingProgress
@@ -31,11 +31,6 @@ CASES: dict[str, dict[str, Any]] = {
 
 class Killed(BaseException):
     """Simulates a kill: nothing may catch it."""
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(curve, "training_curve", lambda history, path, *_: Path(path).write_bytes(b"no curve"))
 
 
 def train(

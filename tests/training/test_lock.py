@@ -180,7 +180,9 @@ def test_one_of_many_has_the_lock(tmp_path: Path) -> None:
 import sys, time, pathlib
 from sparring.training.folder import hold
 from sparring.core.errors import UserError
-folder, end, had = pathlib.Path(sys.argv[1]), time.time() + 3, 0
+print("ready", flush=True)
+sys.stdin.readline()
+folder, end, had = pathlib.Path(sys.argv[1]), time.time() + 1, 0
 while time.time() < end:
     try:
         held = hold(folder)
@@ -195,7 +197,15 @@ print(had)
 """
     environment = {**os.environ, "PYTHONPATH": str(Path(sparring.__file__).parents[1])}
     words = [sys.executable, "-c", code, str(tmp_path / "run")]
-    processes = [subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment) for _ in range(3)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    processes = [subprocess.Popen(words, text=True, env=environment, **pipes) for _ in range(3)]
+    for process in processes:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("begin\n")
+        process.stdin.flush()
     counts = [int(process.communicate(timeout=120)[0]) for process in processes]
     assert all(process.returncode == 0 for process in processes)
     assert sum(counts) > 10

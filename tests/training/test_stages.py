@@ -21,7 +21,6 @@ from sparring.models.fusion import DEPTH, Fused
 from sparring.models.retriever import Retriever
 from sparring.models.towers import IdTower
 from sparring.recipes.settings import build
-from sparring.training import curve
 from sparring.training.fitting import Fitted, fit
 from sparring.training.loop import TrainingProgress
 from sparring.training.stages import classifier_run
@@ -50,11 +49,6 @@ OWN: dict[str, Any] = {
 
 class Killed(BaseException):
     """Simulates a kill: nothing may catch it."""
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(curve, "training_curve", lambda history, path, *_: Path(path).write_bytes(b"no curve"))
 
 
 def train(
