@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
+
+
+def effort(quick: int, full: int) -> int:
+    """The length of a long proof: `full` if the environment variable SPARRING_PROOF is "full", else `quick`."""
+    return full if os.environ.get("SPARRING_PROOF") == "full" else quick
 
 
 def quick(**changes: Any) -> dict[str, Any]:
