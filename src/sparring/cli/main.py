@@ -28,6 +28,7 @@ from sparring.cli.screen import logged, quiet
 from sparring.cli.serve import add_serve
 from sparring.cli.train import add_train
 from sparring.core.errors import UserError, disk_full
+from sparring.core.processes import Terminated, raise_on_termination
 
 DISK_SECONDS = int(os.environ.get("SPARRING_DISK_SECONDS", "60"))  # to free a full disk before a restart
 # Read when torch is first imported. Threads that spin while they wait are many times slower when a core is shared.
@@ -40,12 +41,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     main(["recipes", "xir"])
     """
     words = list(sys.argv[1:] if argv is None else argv)
+    if argv is None:  # this process is the command's own
+        raise_on_termination()
     try:
         return execute(words)
     except KeyboardInterrupt as stop:  # `train` supplies the hint
         repeat = "run the same command again to continue" if words[:1] in (["compare"], ["reproduce"]) else ""
         hint = str(stop) or repeat
-        return _fail(f"interrupted{'; ' if hint else ''}{hint}", 130)
+        what, code = ("terminated", 143) if isinstance(stop, Terminated) else ("interrupted", 130)
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # the launcher reports it, once for all ranks
+            return code
+        return _fail(f"{what}{'; ' if hint else ''}{hint}", code)
     except BrokenPipeError:  # `sparring recipes | head`: the reader has gone, and so must the flush at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141

@@ -157,7 +157,9 @@ def _rank_block(
             s.view(-1).index_fill_(0, (row // tile * size + item) * tile + row % tile, _NEVER)
         top = _select(s, q, part, k, slack)
         top = top[0], top[1] + low
-        best = top if best is None else in_order(*(torch.cat(pair, 1) for pair in zip(best, top, strict=True)), k)
+        if best is not None:
+            top = in_order(torch.cat([best[0], top[0]], 1), torch.cat([best[1], top[1]], 1), k)
+        best = top
     assert best is not None
     short = (0, k - best[0].shape[1])
     value, ids = nn.functional.pad(best[0], short, value=_NEVER), nn.functional.pad(best[1], short)

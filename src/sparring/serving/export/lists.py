@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -90,22 +92,35 @@ def check_file(path: Path) -> None:
 def _stream(
     tables: Callable[[], Iterator[pl.DataFrame]], schema: Mapping[str, object], path: Path, csv: bool, group: int
 ) -> None:
-    """Stream tables into one file, with only a few of them in memory."""
+    """Stream tables into one file, with only a few of them in memory.
 
+    polars works in another thread: this one would see no signal until the file is complete.
+    """
     failed: list[Exception] = []
+    stopped = threading.Event()
 
     def source(columns: object, predicate: object, n_rows: object, size: object) -> Iterator[pl.DataFrame]:
         try:
-            yield from tables()
+            for table in tables():
+                if stopped.is_set():
+                    raise InterruptedError("stopped by a signal")
+                yield table
         except Exception as error:  # polars would replace it by one of its own
             failed.append(error)
             raise
 
-    lazy = register_io_source(source, schema=schema)  # type: ignore[arg-type]
-    try:
+    def sink() -> None:
+        lazy = register_io_source(source, schema=schema)  # type: ignore[arg-type]
         if csv:
             lazy.sink_csv(path)
         else:
             lazy.sink_parquet(path, row_group_size=group, compression="zstd", compression_level=1)
-    except Exception as error:
-        raise failed[0] if failed else error from None
+
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            pool.submit(sink).result()
+        except Exception as error:
+            raise failed[0] if failed else error from None
+        except KeyboardInterrupt:
+            stopped.set()
+            raise
