@@ -29,6 +29,7 @@ hypothesis.settings.load_profile("sparring")
 
 # Tests that kill processes, open browsers, start databases or Spark, or train on several ranks: `make test-slow`.
 SLOW = (
+    "cli/test_endings.py",
     "cli/test_prepare.py::test_killed",
     "data/test_prepared_spark.py",
     "several_ranks/",

@@ -313,7 +313,8 @@ def launch(words: list[str], nproc: int, restarts: int) -> int:
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_SECONDS))
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # a new store for each restart
     if os.environ.get("SPARRING_DEBUG", "") in ("", "0"):  # the process that failed has printed why
-        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+        for name in ("torch.distributed.elastic", "torch.distributed.elastic.agent.server.api"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     os.environ[LAUNCHER_PID] = str(os.getpid())
     options = ["--standalone", f"--nproc-per-node={nproc}", f"--max-restarts={restarts}", "--monitor-interval=0.2"]
     try:

@@ -34,7 +34,7 @@ import polars as pl
 from sparring.core import files, locks
 from sparring.core.errors import UserError
 from sparring.core.files import write_table
-from sparring.core.locks import HeldError, Lock
+from sparring.core.locks import LOCK, HeldError, Lock
 from sparring.core.ranks import rank
 from sparring.core.types import Positives, Ranks
 from sparring.data.features import Histories
@@ -58,7 +58,6 @@ from sparring.training.step import describe_batch
 log = logging.getLogger(__name__)
 
 FORMAT = 2  # of run.json and the files beside it; Sparring 0.1 wrote none
-LOCK = ".lock"
 SERVICE = "serve"  # the folder of a service's acknowledged changes: no training may delete it
 RESULTS = ("metrics.jsonl", "result.json", "per_query.parquet", "measured.json", "curve.png", "README.md")
 
@@ -116,6 +115,9 @@ def check_free(folder: Path, resume: bool, overwrite: bool) -> None:
         raise UserError(f"{folder} is not empty: choose another folder, or resume or overwrite the run in it")
     if not (folder / "run.json").is_file():
         raise UserError(f"{folder} is not a run folder (no run.json), so overwrite does not delete it")
+    for lock in sorted(folder.glob(f"*/{LOCK}")):
+        if locks.is_held(lock):
+            raise UserError(f"{locks.owner(lock)} writes to {lock.parent}: wait for it, or choose another folder")
 
 
 def delete_run(folder: Path) -> bool:

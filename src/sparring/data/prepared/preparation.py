@@ -17,6 +17,7 @@ from typing import Literal, Unpack
 import polars as pl
 
 from sparring.core.errors import UserError, disk_full
+from sparring.core.locks import writing
 from sparring.data.columns import Columns
 from sparring.data.formats.beir import is_beir
 from sparring.data.formats.xc import is_xc
@@ -63,7 +64,7 @@ def prepare(
     table = open_table(path, columns, items, queries, inline=engine == "polars")
     roles = table.roles()
     check_split(how, valid, test, "time" in roles, "split" in roles)  # before a long read
-    with _work_folder(out) as folder:
+    with writing(out), _work_folder(out) as folder:
         if engine == "spark":
             from sparring.data.prepared.spark_engine import fill_buckets
         else:

@@ -14,6 +14,7 @@ from polars.io.plugins import register_io_source
 
 from sparring.core import files
 from sparring.core.errors import UserError
+from sparring.core.locks import writing
 from sparring.serving.index.search import Index
 from sparring.training.trained import How, Trained
 
@@ -77,7 +78,8 @@ def write_lists(
 
     schema = {"query": queries.dtype, "rank": pl.Int32, "item": items.dtype, "score": pl.Float32}
     csv = path.suffix.lower() == ".csv"
-    files.write(path, lambda file: _stream(tables, schema, file, csv, block * k))
+    with writing(path):
+        files.write(path, lambda file: _stream(tables, schema, file, csv, block * k))
     return total
 
 

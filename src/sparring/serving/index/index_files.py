@@ -55,7 +55,7 @@ def write(index: Stored, folder: Path) -> None:
     disk.write(paths["ids"], lambda path: _save(path, index.ids))
     if index.ann is not None:
         paths["ann"] = folder / f"ann-{token}.faiss"
-        disk.write(paths["ann"], lambda path: require_faiss().write_index(index.ann, str(path)))
+        disk.write(paths["ann"], lambda path: _save_ann(path, index.ann))
     files = {
         part: {"name": path.name, "bytes": path.stat().st_size, "sha256": sha256(path)} for part, path in paths.items()
     }
@@ -132,6 +132,13 @@ def sha256(path: Path) -> str:
 def _save(path: Path, array: np.ndarray) -> None:
     with open(path, "wb") as file:
         np.save(file, np.asarray(array))
+
+
+def _save_ann(path: Path, ann: Any) -> None:
+    try:
+        require_faiss().write_index(ann, str(path))
+    except RuntimeError as error:  # a full disk, among others
+        raise OSError(first_line(error)) from error
 
 
 def _named_files(folder: Path) -> set[str]:
