@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -64,6 +65,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if line is None:
             raise
         return _fail(f"error: {line}", 2)
+    finally:
+        if argv is None:  # all is cleaned up: the exit of the interpreter may be cut short
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def execute(words: list[str]) -> int:
