@@ -28,8 +28,8 @@ class TestUniform(NegativesContract):
 class TestTwoLines(NegativesContract):
     """Two lines make a complete test, as documented."""
 
-    resized = UNKNOWN
     make = lambda self, world: Sampled(Uniform(world.n_items), 64)  # noqa: E731
+    resized = lambda self, world, n: Sampled(Uniform(world.n_items), n)  # noqa: E731
 
 
 class TestPopularity(NegativesContract):
@@ -55,7 +55,7 @@ class TestUniformOverItemsThatOccur(TestPopularity):
 
 
 class TestPerQuery(NegativesContract):
-    resized = UNKNOWN
+    resized = lambda self, world, n: Sampled(Popularity(world.counts), n, per_query=True)  # noqa: E731
 
     def make(self, world: World) -> Negatives:
         return Sampled(Popularity(world.counts), 200, per_query=True)
@@ -72,7 +72,7 @@ class TestPerQuery(NegativesContract):
 
 
 class TestKnownPositives(NegativesContract):
-    resized = UNKNOWN
+    resized = lambda self, world, n: Sampled(Uniform(world.n_items), n, exclude="known")  # noqa: E731
     masks = "known"
 
     def make(self, world: World) -> Negatives:
@@ -80,7 +80,7 @@ class TestKnownPositives(NegativesContract):
 
 
 class TestKnownPositivesPerQuery(NegativesContract):
-    resized = UNKNOWN
+    resized = lambda self, world, n: Sampled(Uniform(world.n_items), n, per_query=True, exclude="known")  # noqa: E731
     masks = "known"
 
     def make(self, world: World) -> Negatives:
