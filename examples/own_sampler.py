@@ -32,6 +32,7 @@ class Stratified(Negatives):
 
 class TestStratified(NegativesContract):
     make = lambda self, world: Stratified(world.n_items, 8)  # noqa: E731
+    resized = lambda self, world, n: Stratified(world.n_items, n)  # noqa: E731
 
 
 if __name__ == "__main__":

@@ -41,6 +41,7 @@ HERE = Path(__file__).parent
 
 # Tests that kill processes, open browsers, start databases or Spark, or train on several ranks: `make test-slow`.
 SLOW = (
+    "cli/test_endings.py",
     "cli/test_prepare.py::test_killed",
     "data/test_prepared_spark.py",
     "several_ranks/",
@@ -112,23 +113,45 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Scheduling(config, log)
 
 
+UNPROVED = pytest.StashKey[list[tuple[str, str]]]()
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark the tiers by path, and leave out contract tests that do not apply to a sampler instead of skipping them."""
-    kept, dropped, inapplicable = [], [], {}
+    kept, dropped, gaps = [], [], {}
     for item in items:
         place = item.nodeid.removeprefix("tests/")
         fast = place.startswith(FAST) and not place.startswith(MEDIUM)
         item.add_marker("slow" if place.startswith(SLOW) else "fast" if fast else "medium")
         contract = getattr(item, "cls", None)
         if isinstance(contract, type) and issubclass(contract, NegativesContract):
-            if contract not in inapplicable:
-                inapplicable[contract] = contract().inapplicable()
-            if getattr(item, "originalname", item.name) in inapplicable[contract]:
+            if contract not in gaps:
+                gaps[contract] = contract().gaps()
+            if getattr(item, "originalname", item.name) in gaps[contract]:
                 dropped.append(item)
                 continue
         kept.append(item)
     items[:] = sorted(kept, key=lambda item: not item.nodeid.removeprefix("tests/").startswith(LONG))
     config.hook.pytest_deselected(items=dropped)
+    config.stash[UNPROVED] = sorted((reason, one.__name__) for one, own in gaps.items() for reason in own.values())
+    if hasattr(config, "workeroutput"):  # a process of pytest-xdist, whose summary the first process prints
+        config.workeroutput["unproved"] = config.stash[UNPROVED]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    node.config.stash[UNPROVED] = [tuple(pair) for pair in node.workeroutput.get("unproved", [])]
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """List the properties of samplers that their contracts could not prove."""
+    found: dict[str, list[str]] = {}
+    for reason, name in config.stash.get(UNPROVED, []):
+        found.setdefault(reason, []).append(name)
+    if found:
+        terminalreporter.section("unproved, as declared")
+        for reason, names in found.items():
+            terminalreporter.line(f"{reason} ({len(names)}): {', '.join(names)}")
 
 
 @pytest.fixture

@@ -225,7 +225,7 @@ def test_killed_and_run_again(parts: Path, tmp_path: Path) -> None:
     assert child.stdout.readline() == b"here\n"
     child.send_signal(signal.SIGKILL)
     child.wait()
-    assert left(tmp_path) == [".out.preparing"]
+    assert left(tmp_path) == [".out.lock", ".out.preparing"]
     subprocess.run([sys.executable, *words], check=True, capture_output=True)
     assert main(["prepare", str(parts), "--out", str(tmp_path / "whole"), "--quiet"]) == 0
     assert left(tmp_path) == ["out", "whole"]

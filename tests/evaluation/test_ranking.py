@@ -121,10 +121,10 @@ def test_scratch_memory_is_bounded_by_the_block(monkeypatch: pytest.MonkeyPatch)
     plain = topk._rank_block
 
     def spy(
-        q: Tensor, items: Tensor, k: int, hidden: tuple[Tensor, Tensor] | None, scratch: Tensor
+        q: Tensor, items: Tensor, k: int, hidden: tuple[Tensor, Tensor] | None, scratch: Tensor, slack: Tensor
     ) -> tuple[Tensor, Tensor]:
         made.append(scratch.numel())
-        return plain(q, items, k, hidden, scratch)
+        return plain(q, items, k, hidden, scratch, slack)
 
     monkeypatch.setattr(topk, "_rank_block", spy)
     top_k(torch.randn(1000, 4), torch.randn(640, 4), 5, block=128)

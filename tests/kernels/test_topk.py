@@ -7,6 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from sparring.core.topk import top_k
 from sparring.kernels import topk
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -50,3 +51,17 @@ def test_a_doubtful_list_says_so() -> None:
     """If an unsearched group may hold an item as good as the last one listed, the list is marked as unsure."""
     items = torch.ones(64 * 40, 4)  # all equal, so the skipped groups could hold equally good items
     assert not bool(topk.top_k(torch.ones(3, 4, device=DEVICE), items.to(DEVICE), 2, None, None, None).sure.any())
+
+
+def test_lists_are_those_of_the_other_ranking() -> None:
+    """With repeated vectors, scores and ids equal those of `core.topk`, bit by bit: equal vectors tie, by id."""
+    g = torch.Generator().manual_seed(5)
+    q, items = (
+        torch.randn(16, 24, generator=g),
+        torch.randn(300, 24, generator=g)[torch.randint(300, (900,), generator=g)],
+    )
+    scores, ids, sure = (x.cpu() for x in topk.top_k(q.to(DEVICE), items.to(DEVICE), 6, None, None, None))
+    other = top_k(q, items, 6)
+    assert int(sure.sum()) >= 12
+    assert torch.equal(scores[sure], other[0][sure])
+    assert torch.equal(ids[sure], other[1][sure])

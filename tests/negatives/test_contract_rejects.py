@@ -21,8 +21,20 @@ import torch
 from torch import Tensor
 
 from sparring.core.types import Bag, Candidates, Exclude, Outcome, Step
-from sparring.negatives import Hardest, InBatch, Memory, Negatives, Popularity, Resample, Sampled, Shown, Uniform, Union
-from sparring.testing import NegativesContract, World, dense
+from sparring.negatives import (
+    UNKNOWN,
+    Hardest,
+    InBatch,
+    Memory,
+    Negatives,
+    Popularity,
+    Resample,
+    Sampled,
+    Shown,
+    Uniform,
+    Union,
+)
+from sparring.testing import NegativesContract, World, dense, unproved
 
 Fields = dict[str, Any]  # of Candidates
 SOURCE = Path(__file__).parents[2] / "src"
@@ -30,6 +42,8 @@ SOURCE = Path(__file__).parents[2] / "src"
 
 class Even(Negatives):
     """n items drawn uniformly, without known counts."""
+
+    log_count = UNKNOWN
 
     def __init__(self, n_items: int, n: int = 50):
         super().__init__()
@@ -55,6 +69,7 @@ class Quick(NegativesContract):
     """The contract for samplers that share a constructor, with fewer draws."""
 
     draws, trials = 10_000, 100
+    resized = UNKNOWN
     sampler: Callable[..., Negatives]
 
 
@@ -531,6 +546,13 @@ class NeverObserves(Memory):
         return None
 
 
+@rejected(OfEven, "gaps_are_declared")
+class Undeclared(Even):
+    """It neither defines log_count nor says that it is unknown."""
+
+    log_count = Negatives.log_count
+
+
 def verdicts(contract: type[NegativesContract]) -> dict[str, str]:
     """For each test of a contract: passed, failed, or the reason why it was skipped."""
     verdict = {}
@@ -593,4 +615,20 @@ def test_pytest_shows_the_skips(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
     assert f" {len(NOT_STATED | NEED_COUNTS)} skipped" in done.stdout.splitlines()[-1]
-    assert "no log_count: size was not tested" in done.stdout
+    assert "log_count is unknown: size was not tested" in done.stdout
+
+
+def test_gaps_are_listed() -> None:
+    """`unproved` has the reason of each skipped test, with the contracts that it concerns."""
+    listed = unproved(OfEven, OfCounted)
+    assert set(listed) == {verdict for verdict in verdicts(OfEven).values() if verdict != "passed"}
+    assert all(names == ["OfEven"] for names in listed.values())
+
+
+def test_a_contract_without_resized_fails() -> None:
+    """A sampler with known counts needs `resized`, or a declaration that there is none."""
+
+    class Left(OfCounted):
+        resized = NegativesContract.resized
+
+    assert failed(Left) == {"test_gaps_are_declared"}

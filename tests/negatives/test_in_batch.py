@@ -12,13 +12,14 @@ from torch import Tensor
 from sparring.core.errors import UserError
 from sparring.core.types import Bag, Outcome, Step
 from sparring.losses import sampled_softmax
-from sparring.negatives import InBatch, Memory, Negatives, Popularity, Sampled, Streaming, Uniform, Union
+from sparring.negatives import UNKNOWN, InBatch, Memory, Negatives, Popularity, Sampled, Streaming, Uniform, Union
 from sparring.testing import NegativesContract, World, dense, observe
 
 NOTHING = Outcome(torch.zeros(1), ())
 
 
 class TestInBatch(NegativesContract):
+    resized = UNKNOWN
     batch = 128
 
     def make(self, world: World) -> Negatives:
@@ -59,6 +60,7 @@ class TestInBatchUncorrected(NegativesContract):
 
 
 class TestInBatchKnown(NegativesContract):
+    resized = UNKNOWN
     batch, masks, draws = 128, "known", 20_000
 
     def make(self, world: World) -> Negatives:
@@ -81,6 +83,7 @@ class TestInBatchBoth(NegativesContract):
 
 
 class TestInBatchStreaming(NegativesContract):
+    resized = UNKNOWN
     batch = 128
 
     def make(self, world: World) -> Negatives:
@@ -121,6 +124,7 @@ def check_ring(memory: Memory, batch: int) -> None:
 
 
 class TestMemory(NegativesContract):
+    resized = UNKNOWN
     batch, between = 128, 1
 
     def make(self, world: World) -> Negatives:
@@ -205,6 +209,7 @@ def test_wrong_rings_are_rejected(wrong: type[Memory], batch: int) -> None:
 
 
 class TestCbns(NegativesContract):
+    resized = UNKNOWN
     batch, between, trials = 128, 1, 300
 
     def make(self, world: World) -> Negatives:
@@ -244,6 +249,7 @@ class TestCbns(NegativesContract):
 class TestMixed(NegativesContract):
     """MNS: candidates of the batch and of the catalogue."""
 
+    resized = UNKNOWN
     batch = 64
 
     def make(self, world: World) -> Negatives:
@@ -254,6 +260,7 @@ class TestMixed(NegativesContract):
 
 
 class TestMixedKnown(NegativesContract):
+    resized = UNKNOWN
     batch, masks, draws = 64, "known", 20_000
 
     def make(self, world: World) -> Negatives:
@@ -265,6 +272,7 @@ class TestMixedKnown(NegativesContract):
 class TestMixedPerQuery(NegativesContract):
     """A union of shared and per-query candidates."""
 
+    resized = UNKNOWN
     draws = 20_000
 
     def make(self, world: World) -> Negatives:

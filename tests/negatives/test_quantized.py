@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sparring.core.types import Corpus, Step
 from sparring.losses import sampled_softmax
-from sparring.negatives import InBatch, Negatives, Popularity, QuantizedSoftmax, Union
+from sparring.negatives import UNKNOWN, InBatch, Negatives, Popularity, QuantizedSoftmax, Union
 from sparring.negatives import quantized as module
 from sparring.negatives.quantized import Codebook
 from sparring.testing import NegativesContract, World, chi_square
@@ -66,6 +66,8 @@ class TestProduct(TestResidual):
 class TestBeforeRefresh(NegativesContract):
     """Without codebooks every item is equally likely."""
 
+    resized = UNKNOWN
+
     def make(self, world: World) -> Negatives:
         return QuantizedSoftmax(world.n_items, world.dim, 500, exclude="known")
 
@@ -78,6 +80,7 @@ class TestBeforeRefresh(NegativesContract):
 class TestUnion(NegativesContract):
     """With the batch in one partition function, the expected counts of both sources add up for each query."""
 
+    resized = UNKNOWN
     trials = 300
     draws = 20_000
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparring.core.types import Bag, Positives, Step
 from sparring.losses import sampled_softmax
-from sparring.negatives import AllItems, Negatives, Popularity, Sampled, Shown, Uniform
+from sparring.negatives import UNKNOWN, AllItems, Negatives, Popularity, Sampled, Shown, Uniform
 from sparring.testing import NegativesContract, World
 
 
@@ -29,6 +29,7 @@ class TestTwoLines(NegativesContract):
     """Two lines make a complete test, as documented."""
 
     make = lambda self, world: Sampled(Uniform(world.n_items), 64)  # noqa: E731
+    resized = lambda self, world, n: Sampled(Uniform(world.n_items), n)  # noqa: E731
 
 
 class TestPopularity(NegativesContract):
@@ -54,6 +55,8 @@ class TestUniformOverItemsThatOccur(TestPopularity):
 
 
 class TestPerQuery(NegativesContract):
+    resized = lambda self, world, n: Sampled(Popularity(world.counts), n, per_query=True)  # noqa: E731
+
     def make(self, world: World) -> Negatives:
         return Sampled(Popularity(world.counts), 200, per_query=True)
 
@@ -69,6 +72,7 @@ class TestPerQuery(NegativesContract):
 
 
 class TestKnownPositives(NegativesContract):
+    resized = lambda self, world, n: Sampled(Uniform(world.n_items), n, exclude="known")  # noqa: E731
     masks = "known"
 
     def make(self, world: World) -> Negatives:
@@ -76,6 +80,7 @@ class TestKnownPositives(NegativesContract):
 
 
 class TestKnownPositivesPerQuery(NegativesContract):
+    resized = lambda self, world, n: Sampled(Uniform(world.n_items), n, per_query=True, exclude="known")  # noqa: E731
     masks = "known"
 
     def make(self, world: World) -> Negatives:
@@ -107,6 +112,7 @@ class TestUncorrected(TestRefined):
 
 
 class TestAllItems(NegativesContract):
+    resized = UNKNOWN
     draws, trials = 500, 5  # nothing is random
 
     def make(self, world: World) -> Negatives:

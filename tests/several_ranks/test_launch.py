@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -225,6 +227,60 @@ def test_faults_cost_nothing(fault: str) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert ("of the uninterrupted run" if "--gone" in FAULTS[fault] else "equal bit by bit") in done.stdout
+
+
+STOPS = {
+    "the launcher": (signal.SIGKILL, -signal.SIGKILL, ""),
+    "a rank": (signal.SIGKILL, 128 + signal.SIGKILL, "rank 1 was killed by SIGKILL"),
+    "the launcher, gently": (signal.SIGTERM, 128 + signal.SIGTERM, "terminated"),
+}
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").is_file(), reason="finds the ranks in /proc")
+@pytest.mark.parametrize("whom", STOPS)
+def test_no_rank_outlives_its_launcher(whom: str, pairs: Path, tmp_path: Path) -> None:
+    """A killed launcher takes its ranks with it; a killed rank ends the run with one line, even under --quiet."""
+    number, code, told = STOPS[whom]
+    words = ["train", "--data", str(pairs), "--recipe", "ssl", "--device", "cpu", "--epochs", "100000", "--quiet"]
+    words += ["--set", "patience=none", "--set", "dim=8", "--nproc", "2", "--out", str(tmp_path / "run")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with subprocess.Popen(
+        [sys.executable, "-m", "sparring", *words], env=environment, stderr=subprocess.PIPE, text=True
+    ) as launcher:
+        wait_until((tmp_path / "run" / "metrics.jsonl").is_file, 120)
+        ranks = children(launcher.pid)
+        assert len(ranks) == 2
+        os.kill(ranks[1] if whom == "a rank" else launcher.pid, number)
+        wait_until(lambda: not any(map(alive, ranks)), 20)
+        assert launcher.wait(timeout=20) == code
+        assert launcher.stderr is not None
+        lines = launcher.stderr.read().splitlines()
+    assert len(lines) == bool(told), lines
+    assert told in "".join(lines)
+    assert not list((tmp_path / "run").rglob("*.tmp"))
+
+
+def wait_until(condition: Callable[[], bool], seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"not within {seconds} s"
+        time.sleep(0.1)
+
+
+def fields(pid: int | str) -> list[str]:
+    """State, parent and more of a process; empty if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def alive(pid: int) -> bool:
+    return bool(fields(pid)) and fields(pid)[0] != "Z"
+
+
+def children(pid: int) -> list[int]:
+    return sorted(int(path.name) for path in Path("/proc").glob("[0-9]*") if fields(path.name)[1:2] == [str(pid)])
 
 
 def may_mount() -> bool:

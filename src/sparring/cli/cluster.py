@@ -11,6 +11,7 @@ import sparring.cli.inputs as inputs
 from sparring.cli.parsing import Commands, add_code, add_device, add_quiet, add_set, command_line, count, whole
 from sparring.cli.screen import detail, progress, show
 from sparring.core.errors import UserError, did_you_mean
+from sparring.core.locks import writing
 
 if TYPE_CHECKING:
     from sparring.data.interactions import Vocabulary
@@ -60,6 +61,13 @@ def add_cluster(commands: Commands) -> None:
 
 
 def cluster(args: Namespace) -> int:
+    folder = args.report or args.out.with_suffix("")
+    _check(args, folder)
+    with writing(args.out):
+        return _cluster(args, folder)
+
+
+def _cluster(args: Namespace, folder: Path) -> int:
     from sparring.core.devices import pick_device
     from sparring.data.splits import split
     from sparring.experiments.report import clustering
@@ -67,8 +75,6 @@ def cluster(args: Namespace) -> int:
     from sparring.models.clusters import MSAC, Codes
 
     device = pick_device(args.device)
-    folder = args.report or args.out.with_suffix("")
-    _check(args, folder)
     old = None if args.update is None else (MSAC.load(args.update, device), Codes.load(args.update))
     settings = _settings(args)
     data = inputs.read_data(args.data, inputs.columns(args))

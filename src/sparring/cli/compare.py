@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,8 @@ from sparring.cli.parsing import (
     whole,
 )
 from sparring.cli.screen import bar, detail, epoch_line, show, table
+from sparring.core.errors import UserError
+from sparring.core.locks import LOCK, writing
 
 if TYPE_CHECKING:
     from sparring.core.workers import Failure, Listener
@@ -79,14 +81,22 @@ def compare(args: Namespace) -> int:
 
     plan = _plan(args)
     detail(args, *_notes(plan))
-    with listening(args.quiet) as listener:
-        failures = run_all(plan, args.jobs, listener)
-    tables = comparison_tables.write(plan, failures, command_line(args))
-    page = comparison_page.write(plan, tables, failures, command_line(args))
+    with writing_study(args.out):
+        with listening(args.quiet) as listener:
+            failures = run_all(plan, args.jobs, listener)
+        tables = comparison_tables.write(plan, failures, command_line(args))
+        page = comparison_page.write(plan, tables, failures, command_line(args))
     for each in tables:
         if each.rows:
             detail(args, "", study_table(each))
     return closing(args, failures, page, plan.out)
+
+
+def writing_study(out: Path) -> AbstractContextManager[None]:
+    """Hold the folder of a study."""
+    if out.exists() and not out.is_dir():
+        raise UserError(f"{out} is a file: choose another folder for the study")
+    return writing(out, out / LOCK)
 
 
 def study_table(report: ReportTable) -> Table:

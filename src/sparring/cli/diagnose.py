@@ -19,6 +19,7 @@ from sparring.cli.parsing import (
 )
 from sparring.cli.screen import console, detail, result, table
 from sparring.core.errors import UserError
+from sparring.core.locks import LOCK, writing
 
 if TYPE_CHECKING:
     from sparring.data.interactions import Split
@@ -83,9 +84,10 @@ def diagnose(args: Namespace) -> int:
     shown = [part for each in tables.values() for part in (table(each.cells(), each.caption), "")]
     shown += [f"{line.kind}: {line.text}" for line in lines]
     if args.out is not None:
-        for name, each in {**tables, "advice": advice.as_table(lines)}.items():
-            each.write(args.out, name)
-        page = diagnosis.write(args.out, measured, lines, parts, meta, sample, hardware(device), command_line(args))
+        with writing(args.out, args.out / LOCK):
+            for name, each in {**tables, "advice": advice.as_table(lines)}.items():
+                each.write(args.out, name)
+            page = diagnosis.write(args.out, measured, lines, parts, meta, sample, hardware(device), command_line(args))
         shown.append(f"{page}: the complete report; {args.out}: figures, and tables as .md, .csv, .tex and .json")
     rows = [advice.row(each) for each in measured]
     record = {"run": str(args.run), **vars(sample), "samplers": rows, "advice": [vars(line) for line in lines]}

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from sparring.cli.parsing import Commands, add_quiet, add_run, add_unfinished, names
 from sparring.cli.screen import console, note_towers, progress, show
 from sparring.core.errors import UserError
+from sparring.core.locks import LOCK, writing
 
 if TYPE_CHECKING:
     import polars as pl
@@ -69,9 +70,12 @@ def _files(args: Namespace, trained: Trained) -> int:
     from sparring.serving.export.vectors import write_vectors
 
     folder, onnx = args.out or args.run / args.to, args.to == "onnx"
-    paths, omitted = write_onnx(trained, folder) if onnx else (write_vectors(trained, folder), [])
-    if folder.resolve().is_relative_to(args.run.resolve()):
-        add_files(args.run, *(str(path.resolve().relative_to(args.run.resolve())) for path in paths))
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{folder} is a file: give a folder for the exported files")
+    with writing(folder, folder / LOCK):
+        paths, omitted = write_onnx(trained, folder) if onnx else (write_vectors(trained, folder), [])
+        if folder.resolve().is_relative_to(args.run.resolve()):
+            add_files(args.run, *(str(path.resolve().relative_to(args.run.resolve())) for path in paths))
     checked = "; checked against the model" if onnx else ""
     show(*omitted, f"{folder}: {', '.join(path.name for path in paths)}{checked}")
     return 0

@@ -8,6 +8,7 @@ from sparring.cli.parsing import Commands, add_json, add_quiet, add_run, add_unf
 from sparring.cli.screen import detail, note_towers, result, table
 from sparring.core.choices import INDEX_KINDS
 from sparring.core.errors import UserError
+from sparring.core.locks import LOCK, writing
 
 
 def add_index(commands: Commands) -> None:
@@ -58,11 +59,12 @@ def index(args: Namespace) -> int:
     def log(line: str) -> None:
         detail(args, line)
 
-    tuned = build_index(trained, args.k, args.recall, args.memory, args.kind, args.queries, args.seed, log)
     k, folder = min(args.k, n_items), args.run / FOLDER
-    shape = f"{len(tuned.index.ids):,} x {tuned.index.dim}"
-    facts = {"run": str(args.run), "items": shape, "hardware": hardware(pick_device("cpu"))}
-    path = report.write(tuned, args.recall, args.memory, k, folder / "report", facts)
+    with writing(folder, folder / LOCK):
+        tuned = build_index(trained, args.k, args.recall, args.memory, args.kind, args.queries, args.seed, log)
+        shape = f"{len(tuned.index.ids):,} x {tuned.index.dim}"
+        facts = {"run": str(args.run), "items": shape, "hardware": hardware(pick_device("cpu"))}
+        path = report.write(tuned, args.recall, args.memory, k, folder / "report", facts)
     best = report.table(tuned, args.recall, best_only=True)
     detail(args, "", table(best.cells(), left=2), *(f"not tried: {line}" for line in tuned.left_out), "")
     chosen = {"kind": tuned.chosen.kind, "width": tuned.chosen.effort.width, "refine": tuned.chosen.effort.refine}

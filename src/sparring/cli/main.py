@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -29,6 +30,7 @@ from sparring.cli.screen import logged, quiet
 from sparring.cli.serve import add_serve
 from sparring.cli.train import add_train
 from sparring.core.errors import UserError, disk_full, out_of_memory
+from sparring.core.processes import Terminated, raise_on_termination
 
 DISK_SECONDS = int(os.environ.get("SPARRING_DISK_SECONDS", "60"))  # to free a full disk before a restart
 # Read when torch is first imported. Threads that spin while they wait are many times slower when a core is shared.
@@ -41,12 +43,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     main(["recipes", "xir"])
     """
     words = list(sys.argv[1:] if argv is None else argv)
+    if argv is None:  # this process is the command's own
+        raise_on_termination()
     try:
         return execute(words)
     except KeyboardInterrupt as stop:  # `train` supplies the hint
         repeat = "run the same command again to continue" if words[:1] in (["compare"], ["reproduce"]) else ""
         hint = str(stop) or repeat
-        return _fail(f"interrupted{'; ' if hint else ''}{hint}", 130)
+        what, code = ("terminated", 143) if isinstance(stop, Terminated) else ("interrupted", 130)
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # the launcher reports it, once for all ranks
+            return code
+        return _fail(f"{what}{'; ' if hint else ''}{hint}", code)
     except BrokenPipeError:  # `sparring recipes | head`: the reader has gone, and so must the flush at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
@@ -59,6 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if line is None:
             raise
         return _fail(f"error: {line}", 2)
+    finally:
+        if argv is None:  # all is cleaned up: the exit of the interpreter may be cut short
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def execute(words: list[str]) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import sparring.cli.inputs as inputs
-from sparring.cli.compare import add_study, closing, listening, short_names, study_table
+from sparring.cli.compare import add_study, closing, listening, short_names, study_table, writing_study
 from sparring.cli.parsing import Commands, add_set, command_line, count
 from sparring.cli.screen import detail, show, table
 from sparring.core.errors import UserError
@@ -57,7 +57,7 @@ def reproduce(args: Namespace) -> int:
         show(table([["name", "result", "paper"], *listed], left=3))
         return 0
     plan = _plan(args)
-    with listening(args.quiet) as listener:
+    with writing_study(args.out), listening(args.quiet) as listener:
         results, page = run_all(plan, args.jobs, listener)
     shown = {each.shown for each in plan.data}
     rows = [row for row in results.table.rows if row["data"] in shown]

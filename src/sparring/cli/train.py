@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,8 +25,11 @@ from sparring.cli.parsing import (
 )
 from sparring.cli.screen import detail, evaluation_tables, note, show, stages_table, training_progress
 from sparring.core.errors import UserError
+from sparring.core.processes import Terminated, end_with_parent
 
 if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
     from sparring.data.interactions import Interactions, Split
     from sparring.evaluation.ranking import Evaluation
     from sparring.recipes.run import Run
@@ -34,6 +38,8 @@ if TYPE_CHECKING:
 NEEDED = f"--data is needed: {inputs.DATA}"
 # Options of the launcher, which the processes do not get, and the number of values that follow each.
 LAUNCHER = {"--nproc": 1, "--restarts": 1, "--overwrite": 0, "--resume": 0}
+LAUNCHER_PID = "SPARRING_LAUNCHER"  # environment variable of the processes
+USER_ERROR = 2  # exit code
 SHUTDOWN_SECONDS = 5  # for the other processes to end after one has failed
 
 
@@ -98,6 +104,8 @@ def train(args: Namespace) -> int:
         return _launch(args, name, folder)
     if args.restarts:
         raise UserError("--restarts needs --nproc, which starts the processes")
+    if os.environ.get("TORCHELASTIC_RUN_ID"):
+        end_with_parent(int(os.environ.get(LAUNCHER_PID, os.getppid())))
     ranks = join(pick_device(args.device))
     if ranks.share(args.resume and has_run(folder)):
         run, parts, source, warm = _resumed(args, folder)
@@ -161,10 +169,15 @@ def _fit(args: Namespace, run: Run, parts: Split, folder: Path, source: dict[str
                 save_seconds=args.save_seconds,
                 warm=warm,
             )
-        except KeyboardInterrupt:
-            saved = any(folder.rglob("checkpoint*.safetensors"))
-            hint = "continues from the last checkpoint" if saved else "starts again: no checkpoint was saved yet"
-            raise KeyboardInterrupt(f"the same command with --resume {hint}") from None
+        except KeyboardInterrupt as stop:
+            raise type(stop)(_hint(folder)) from None
+
+
+def _hint(folder: Path) -> str:
+    """How to continue a training that was stopped."""
+    saved = any(folder.rglob("checkpoint*.safetensors"))
+    after = "continues from the last checkpoint" if saved else "starts again: no checkpoint was saved yet"
+    return f"the same command with --resume {after}"
 
 
 def _fresh(args: Namespace, name: str, folder: Path) -> tuple[Run, Split, dict[str, Any]]:
@@ -296,12 +309,16 @@ def _launch(args: Namespace, name: str, folder: Path) -> int:
         if args.overwrite:
             with claimed(folder, False, True, ALONE):
                 delete_run(folder)
-    return launch(args.words, args.nproc, args.restarts)
+    try:
+        return launch(args.words, args.nproc, args.restarts)
+    except KeyboardInterrupt as stop:
+        raise type(stop)(_hint(folder)) from None
 
 
 def launch(words: list[str], nproc: int, restarts: int) -> int:
     """Run `sparring WORDS` in `nproc` processes; the exit code."""
     from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     if "TORCHELASTIC_RUN_ID" in os.environ or int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -310,14 +327,30 @@ def launch(words: list[str], nproc: int, restarts: int) -> int:
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_SECONDS))
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # a new store for each restart
     if os.environ.get("SPARRING_DEBUG", "") in ("", "0"):  # the process that failed has printed why
-        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+        for name in ("torch.distributed.elastic", "torch.distributed.elastic.agent.server.api"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+    os.environ[LAUNCHER_PID] = str(os.getpid())
     options = ["--standalone", f"--nproc-per-node={nproc}", f"--max-restarts={restarts}", "--monitor-interval=0.2"]
     try:
         run.main([*options, "-m", "sparring", *without_launcher(words), "--resume"])
     except ChildFailedError as error:
-        code = error.get_first_failure()[1].exitcode
-        return code if code > 0 else 128 - code
+        return _report(list(error.failures.values()))
+    except SignalException as stop:
+        raise KeyboardInterrupt if stop.sigval == signal.SIGINT else Terminated from None
     return 0
+
+
+def _report(failures: list[ProcessFailure]) -> int:
+    """Name the rank that ended the training, a killed one before those that only lost it; the exit code."""
+    failure = min(failures, key=lambda each: (each.exitcode >= 0, each.timestamp))
+    code, who = failure.exitcode, f"rank {failure.local_rank}"
+    advice = "the same command with --resume continues from the last checkpoint"
+    if code < 0:
+        note(f"{who} was killed by {signal.Signals(-code).name}; {advice}", "error")
+        return 128 - code
+    if code != USER_ERROR:  # that rank has printed its line
+        note(f"{who} ended with code {code}; {advice}", "error")
+    return code
 
 
 def without_launcher(words: list[str]) -> list[str]:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import socket
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from sparring.core.errors import UserError, first_line
+
+LOCK = ".lock"  # the lock of a folder, inside it
 _WAIT = 0.1  # seconds: a process that only asks whether a lock is held has it for a moment
 
 
@@ -33,7 +37,7 @@ class Lock:
         try:
             self._lock.acquire(timeout=_WAIT, poll_interval=_WAIT / 4)
         except Timeout as error:
-            raise HeldError(_owner(path)) from error
+            raise HeldError(owner(path)) from error
         with suppress(OSError):
             path.write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
 
@@ -42,6 +46,30 @@ class Lock:
         with suppress(OSError):
             self.path.unlink(missing_ok=True)
         self._lock.release()
+
+
+@contextmanager
+def writing(target: Path, lock: Path | None = None) -> Iterator[None]:
+    """Keep other processes from writing a file, or a folder with its `lock` inside; the error names the holder.
+
+    with writing(Path("lists.parquet")): ...
+    with writing(folder, folder / LOCK): ...
+    """
+    lock = lock or target.with_name(f".{target.name}{LOCK}")
+    new = not lock.parent.exists()
+    try:
+        held = Lock(lock)
+    except HeldError as error:
+        raise UserError(f"{error.owner} writes to {target}: wait for it, or choose another place") from error
+    except OSError as error:
+        raise UserError(f"cannot write {target}: {error.strerror or first_line(error)}") from error
+    try:
+        yield
+    finally:
+        held.release()
+        if new:
+            with suppress(OSError):  # it is not empty: something was written
+                lock.parent.rmdir()
 
 
 def is_held(path: Path) -> bool:
@@ -59,7 +87,8 @@ def is_held(path: Path) -> bool:
     return False
 
 
-def _owner(path: Path) -> str:
+def owner(path: Path) -> str:
+    """The holder that a lock file names."""
     with suppress(OSError):
         return path.read_text().strip() or "another process"
     return "another process"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,10 +15,12 @@ from torch import Tensor, nn
 from sparring.core.errors import UserError
 from sparring.core.types import Positives
 
-_TILE = 64  # queries per matrix product: BLAS rounds differently for other shapes, and lists must not depend on `block`
+_TILE = 64  # most queries per matrix product
 _GROUP = 32  # items reduced to their maximum before the first selection
+_SPARE = 16  # items rescored beyond k, so that a difference in rounding rarely decides who is among them
 _COLUMNS = 1 << 16  # items scored at once; the lists of further parts are merged
 _CUDA_SCORES = 1 << 27  # scores held at once on a GPU by default, 512 MB
+_NUMBERS = 1 << 21  # numbers of item vectors rescored at once
 _NEVER = float("-inf")
 _TRITON = find_spec("triton") is not None
 _settings = threading.RLock()  # held while process-wide settings of torch are changed
@@ -30,19 +33,22 @@ def top_k(
     seen: Positives | None = None,
     query_ids: Tensor | None = None,
     block: int | None = None,
+    largest: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The k items with the largest inner product for every query: scores (B, k) and ids (B, k).
 
     Exact: equal to sorting all N scores by (score descending, id ascending), without the seen items of `query_ids`. If
-    fewer than k unseen items are left, the rest holds id -1 and score -inf. The result does not depend on `block`
+    fewer than k unseen items are left, the rest holds id -1 and score -inf. A score depends on its two vectors alone
+    (`inner_products`), so equal vectors tie, and a list does not depend on the other queries of the batch, on `block`
     (queries scored at once, rounded up to a multiple of 64) or on the number of threads. Memory is bounded by block x
     min(N, 65536) scores per thread. On a GPU, unless `block` is given, a fused kernel ranks without storing the scores
-    (kernels/topk.py).
+    (kernels/topk.py). `largest` is the largest absolute value in `items`, for callers that know it.
 
         scores, ids = top_k(model.encode_queries(users), model.item_vectors(), 10, train.positives(), users)
 
-    Each group of 32 items is first reduced to its maximum. The k best items are in the k groups with the largest
-    maxima, so only those are searched, and the selection costs a fraction of the matrix product.
+    Each group of 32 items is first reduced to its maximum. The best items are in the groups with the largest maxima, so
+    only those are searched, and the selection costs a fraction of the matrix product. The best of these are scored
+    again, since a matrix product rounds by the shape of the matrices and the place in them.
     """
     if q.dim() != 2 or items.dim() != 2 or q.shape[1] != items.shape[1]:
         raise ValueError(f"q must be (B, D) and items (N, D), not {tuple(q.shape)} and {tuple(items.shape)}")
@@ -53,7 +59,9 @@ def top_k(
     device = items.device
     dtype = torch.float64 if items.dtype == torch.float64 else torch.float32
     q, items = q.detach().to(device, dtype), items.detach().to(dtype).contiguous()
-    if not bool(torch.isfinite(q).all() & torch.isfinite(items).all()):
+    if largest is None:
+        largest = largest_value(items)
+    if not math.isfinite(largest) or not bool(torch.isfinite(q).all()):
         raise UserError(
             "the vectors to rank contain NaN or infinite values: the model diverged, train with a lower learning rate"
         )
@@ -73,7 +81,7 @@ def top_k(
             doubtful = torch.nonzero(~sure).flatten()
             if len(doubtful):
                 whose = None if query_ids is None else query_ids[doubtful]
-                scores[doubtful], ids[doubtful] = _ranked(q[doubtful], items, k, seen, whose, _TILE * 8)
+                scores[doubtful], ids[doubtful] = _ranked(q[doubtful], items, k, seen, whose, _TILE * 8, largest)
             return scores, ids
     if block is None:
         block = (
@@ -81,7 +89,7 @@ def top_k(
         )
     while True:
         try:
-            return _ranked(q, items, k, seen, query_ids, -(-block // _TILE) * _TILE)
+            return _ranked(q, items, k, seen, query_ids, -(-block // _TILE) * _TILE, largest)
         except torch.OutOfMemoryError:
             if block <= _TILE:
                 raise
@@ -89,8 +97,11 @@ def top_k(
 
 
 def _ranked(
-    q: Tensor, items: Tensor, k: int, seen: Positives | None, query_ids: Tensor | None, block: int
+    q: Tensor, items: Tensor, k: int, seen: Positives | None, query_ids: Tensor | None, block: int, largest: float
 ) -> tuple[Tensor, Tensor]:
+    # Twice the most that a score of the matrix product can differ from the inner product.
+    kind = torch.finfo(q.dtype)
+    slack = (q.abs().sum(1) * largest + kind.tiny) * ((q.shape[1] + 2) * kind.eps)
     scores = torch.full((len(q), k), _NEVER, dtype=q.dtype, device=q.device)
     ids = torch.full((len(q), k), -1, dtype=torch.int64, device=q.device)
     starts = iter(range(0, len(q), block))
@@ -98,7 +109,8 @@ def _ranked(
     groups = -(-min(len(items), _COLUMNS) // _GROUP)
 
     def work(_: int) -> None:
-        scratch = q.new_empty(min(block, -(-len(q) // _TILE) * _TILE) * groups * _GROUP)
+        most = len(q) if len(q) < _TILE else min(block, -(-len(q) // _TILE) * _TILE)
+        scratch = q.new_empty(most * groups * _GROUP)
         for start in starts:  # shared by all workers
             rows = slice(start, start + block)
             hidden = None
@@ -106,7 +118,7 @@ def _ranked(
                 exclude = seen.of(query_ids[rows])
                 assert exclude.rows is not None
                 hidden = (exclude.rows, exclude.ids)
-            scores[rows], ids[rows] = _rank_block(q[rows], items, k, hidden, scratch)
+            scores[rows], ids[rows] = _rank_block(q[rows], items, k, hidden, scratch, slack[rows])
 
     if not len(items) or not len(q):
         return scores, ids
@@ -122,76 +134,99 @@ def _ranked(
 
 
 def _rank_block(
-    q: Tensor, items: Tensor, k: int, hidden: tuple[Tensor, Tensor] | None, scratch: Tensor
+    q: Tensor, items: Tensor, k: int, hidden: tuple[Tensor, Tensor] | None, scratch: Tensor, slack: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Top k of one block of queries, without the (row, item) pairs `hidden`."""
-    tiles = -(-len(q) // _TILE)
-    padded = nn.functional.pad(q, (0, 0, 0, tiles * _TILE - len(q)))
+    tile = min(_TILE, len(q))
+    tiles = -(-len(q) // tile)
+    padded = nn.functional.pad(q, (0, 0, 0, tiles * tile - len(q)))
     best: tuple[Tensor, Tensor] | None = None
     for low in range(0, len(items), _COLUMNS):
         part = items[low : low + _COLUMNS]
         size = -(-len(part) // _GROUP) * _GROUP
         # items x queries: reductions over items run along memory
-        s = scratch[: tiles * size * _TILE].view(tiles, size, _TILE)
+        s = scratch[: tiles * size * tile].view(tiles, size, tile)
         s[:, len(part) :] = _NEVER
         for t in range(tiles):
-            torch.mm(part, padded[t * _TILE : (t + 1) * _TILE].T, out=s[t, : len(part)])
+            torch.mm(part, padded[t * tile : (t + 1) * tile].T, out=s[t, : len(part)])
         if hidden is not None:
             row, item = hidden
             if len(items) > _COLUMNS:
                 here = (item >= low) & (item < low + _COLUMNS)
                 row, item = row[here], item[here] - low
-            s.view(-1).index_fill_(0, (row // _TILE * size + item) * _TILE + row % _TILE, _NEVER)
-        top = _select(s, len(q), k)
+            s.view(-1).index_fill_(0, (row // tile * size + item) * tile + row % tile, _NEVER)
+        top = _select(s, q, part, k, slack)
         top = top[0], top[1] + low
         if best is not None:
-            # Earlier parts have smaller ids and come first, so a stable sort keeps ties in the order of ids.
-            joined = torch.cat([best[0], top[0]], 1), torch.cat([best[1], top[1]], 1)
-            ordered = torch.sort(joined[0], dim=1, descending=True, stable=True)
-            top = ordered.values[:, :k], joined[1].gather(1, ordered.indices[:, :k])
+            top = in_order(torch.cat([best[0], top[0]], 1), torch.cat([best[1], top[1]], 1), k)
         best = top
     assert best is not None
-    return best[0], best[1].masked_fill_(torch.isneginf(best[0]), -1)
+    short = (0, k - best[0].shape[1])
+    value, ids = nn.functional.pad(best[0], short, value=_NEVER), nn.functional.pad(best[1], short)
+    return value, ids.masked_fill_(torch.isneginf(value), -1)
 
 
-def _select(s: Tensor, n_rows: int, k: int) -> tuple[Tensor, Tensor]:
-    """Top k of the first n_rows queries of s (tiles, items, _TILE), ties in the order of ids."""
-    tiles, size, _ = s.shape
+def _select(s: Tensor, q: Tensor, items: Tensor, k: int, slack: Tensor) -> tuple[Tensor, Tensor]:
+    """Top k of queries by their inner products; s (tiles, items, queries of a tile) are these within slack / 2."""
+    (tiles, size, tile), n_rows, m = s.shape, len(q), k + _SPARE
     groups = size // _GROUP
-    if groups <= k + 1:
-        scores = s.transpose(1, 2).reshape(tiles * _TILE, size)[:n_rows]
-        value, ids = torch.topk(scores, min(k + 1, size), dim=1)
+    if groups <= m:
+        scores = s.transpose(1, 2).reshape(tiles * tile, size)[:n_rows]
+        value, ids = torch.topk(scores, min(m, size), dim=1)
     else:
-        highest = s.view(tiles, groups, _GROUP, _TILE).amax(2).transpose(1, 2).reshape(tiles * _TILE, groups)[:n_rows]
-        chosen = torch.topk(highest, k + 1, dim=1, sorted=False).indices
+        highest = s.view(tiles, groups, _GROUP, tile).amax(2).transpose(1, 2).reshape(tiles * tile, groups)[:n_rows]
+        chosen = torch.topk(highest, m, dim=1, sorted=False).indices
         candidates = (chosen.unsqueeze(2) * _GROUP + torch.arange(_GROUP, device=s.device)).view(n_rows, -1)
         row = torch.arange(n_rows, device=s.device)
-        scores = s.view(-1)[candidates * _TILE + (row // _TILE * (size * _TILE) + row % _TILE).unsqueeze(1)]
-        value, column = torch.topk(scores, k + 1, dim=1)
+        scores = s.view(-1)[candidates * tile + (row // tile * (size * tile) + row % tile).unsqueeze(1)]
+        value, column = torch.topk(scores, m, dim=1)
         ids = candidates.gather(1, column)
-    if value.shape[1] <= k:
-        short = k + 1 - value.shape[1]
-        value, ids = nn.functional.pad(value, (0, short), value=_NEVER), nn.functional.pad(ids, (0, short))
-    # With k + 1 groups chosen, an item outside them that equals the k-th score implies one inside that does:
-    # comparing neighbours in the first k + 1 finds every tie that matters.
-    tied = (value[:, :-1] == value[:, 1:]) & (value[:, 1:] > _NEVER)
-    value, ids = value[:, :k].contiguous(), ids[:, :k].contiguous()
-    if bool(tied.any()):
-        for rows in torch.nonzero(tied[:, -1]).flatten().split(8):  # few at a time: each copies full rows of scores
-            ids[rows] = _first_at_boundary(s[rows // _TILE, :, rows % _TILE], value[rows, -1:], k)
-            value[rows] = s[(rows // _TILE).unsqueeze(1), ids[rows], (rows % _TILE).unsqueeze(1)]
-        rows = torch.nonzero(tied.any(1)).flatten()
-        by_id = torch.sort(ids[rows], dim=1)
-        by_score = torch.sort(value[rows].gather(1, by_id.indices), dim=1, descending=True, stable=True)
-        value[rows], ids[rows] = by_score.values, by_id.values.gather(1, by_score.indices)
-    return value, ids
+    best = _rescored(q, items, value, ids, k)
+    if value.shape[1] < size:
+        least = value[:, k - 1] - slack
+        near = (value[:, -1] >= least) & ~torch.isneginf(value[:, -1])  # more items may belong to the k best
+        doubtful = torch.nonzero(near).flatten()
+        for first in range(0, len(doubtful), 8):  # few at a time: each copies full rows of scores
+            rows = doubtful[first : first + 8]
+            scores = s[rows // tile, :, rows % tile]
+            n = int((scores >= least[rows].unsqueeze(1)).sum(1).max())
+            best[0][rows], best[1][rows] = _rescored(q[rows], items, *torch.topk(scores, n, dim=1), k)
+    return best
 
 
-def _first_at_boundary(scores: Tensor, kth: Tensor, k: int) -> Tensor:
-    """(R, k) ids with a score above the k-th, then the smallest ids that equal it."""
-    above, equal = scores > kth, scores == kth
-    kept = above | (equal & (torch.cumsum(equal, 1) <= k - above.sum(1, keepdim=True)))
-    return torch.nonzero(kept)[:, 1].view(len(scores), k)
+def _rescored(q: Tensor, items: Tensor, value: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k best of these items by inner product; those with value -inf are hidden."""
+    scores = inner_products(q, items, ids.clamp(max=len(items) - 1))
+    return in_order(scores.masked_fill_(torch.isneginf(value), _NEVER), ids, k)
+
+
+def inner_products(q: Tensor, items: Tensor, ids: Tensor) -> Tensor:
+    """(B, C): the inner products of queries (B, D) with their items (B, C) of a table (N, D).
+
+    Summed in float64 and rounded once. Unlike a matrix product, which rounds by shape and place, this gives the same
+    pair of vectors the same score everywhere.
+    """
+    out = q.new_empty(ids.shape)
+    width = max(1, min(ids.shape[1], _NUMBERS // max(1, q.shape[1])))
+    height = max(1, _NUMBERS // max(1, width * q.shape[1]))
+    for top in range(0, len(ids), height):
+        wide = q[top : top + height].double().unsqueeze(1)
+        for left in range(0, ids.shape[1], width):
+            part = slice(top, top + height), slice(left, left + width)
+            out[part] = (items[ids[part]].double() * wide).sum(2).to(q.dtype)
+    return out
+
+
+def in_order(scores: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The first k of scores and ids (B, C) by (score descending, id ascending): the order of every exact list."""
+    by_id = torch.sort(ids, dim=1)
+    by_score = torch.sort(scores.gather(1, by_id.indices), dim=1, descending=True, stable=True)
+    return by_score.values[:, :k], by_id.values.gather(1, by_score.indices[:, :k])
+
+
+def largest_value(items: Tensor) -> float:
+    """The largest absolute value; NaN if there is one."""
+    return float(torch.linalg.vector_norm(items, math.inf)) if items.numel() else 0.0
 
 
 @contextmanager

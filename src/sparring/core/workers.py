@@ -12,6 +12,7 @@ from multiprocessing.context import ForkServerProcess
 from typing import Any
 
 from sparring.core.errors import first_line
+from sparring.core.processes import raise_on_termination
 
 Say = Callable[[object], None]
 # Slow imports without threads, done once by the fork server (the first optimiser imports torch._dynamo). Not polars:
@@ -114,13 +115,14 @@ def run(tasks: Sequence[Task], jobs: int = 1, threads: int | None = None) -> Ite
 def _begin(pipe: Connection, threads: int | None, task: Task) -> None:
     import torch
 
+    raise_on_termination()
     threading.Thread(target=_end_with_caller, daemon=True).start()
     if threads is not None:
         torch.set_num_threads(threads)
     try:
         value = task.work(lambda message: pipe.send(TaskMessage(task.name, message)), *task.arguments)
         pipe.send(Ended(task.name, value, None))
-    except KeyboardInterrupt:  # the caller was interrupted too, and reports it
+    except KeyboardInterrupt:  # the caller was interrupted too, or ended this task
         os._exit(130)
     except Exception as error:
         if os.environ.get("SPARRING_DEBUG", "") not in ("", "0"):

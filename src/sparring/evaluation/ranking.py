@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from sparring.core.errors import UserError
-from sparring.core.topk import top_k
+from sparring.core.topk import in_order, top_k
 from sparring.core.types import ALONE, Positives, Ranks
 from sparring.data.propensity import inverse_propensities
 from sparring.evaluation.accumulator import MetricAccumulator, Misses, Pairs
@@ -163,8 +163,7 @@ class _RankedLists:
         n = len(ids)
         parts = [self.ranks.gather(x, self.ranks.world * n).unflatten(0, (-1, n)) for x in (scores, items)]
         scores, items = (x.transpose(0, 1).flatten(1) for x in parts)
-        # Ties by id, as in top_k: ranks hold items in the order of their ids, and the sort is stable.
-        return items.gather(1, torch.sort(scores, dim=1, descending=True, stable=True).indices[:, :k])
+        return in_order(scores, items, k)[1]
 
 
 class _GivenLists:

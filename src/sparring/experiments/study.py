@@ -26,6 +26,7 @@ from sparring.core import files, memory_usage
 from sparring.core.devices import hardware, pick_device
 from sparring.core.errors import UserError, first_line
 from sparring.core.files import read_table
+from sparring.core.locks import LOCK
 from sparring.core.manifest import add_files, is_finished, read_manifest
 from sparring.core.workers import Failure, Listener, Say, Task, Tasks, perform
 from sparring.data.interactions import Split
@@ -240,7 +241,7 @@ def check_folder(
                 if old_growing[part].get(name, value) != value:
                     raise UserError(f"{out} was started with another {part} of {name}: choose another folder")
         growing = {part: {**old_growing[part], **values} for part, values in growing.items()}
-    elif out.is_dir() and any(out.iterdir()):
+    elif out.is_dir() and any(path.name != LOCK for path in out.iterdir()):
         raise UserError(f"{out} is not empty and holds no {kind}: choose another folder")
     files.write_json(path, {"kind": kind, "fixed": fixed, "growing": growing, **notes})
 

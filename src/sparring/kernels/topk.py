@@ -78,9 +78,10 @@ def _scores(  # type: ignore[no-untyped-def]
     place = row.to(tl.int64) * m + tl.program_id(1)
     col = tl.load(CHOSEN + place) * BN + tl.arange(0, BN)
     d = tl.arange(0, BD)
-    q = tl.load(Q + row.to(tl.int64) * D + d, mask=d < D, other=0.0)
+    q = tl.load(Q + row.to(tl.int64) * D + d, mask=d < D, other=0.0).to(tl.float64)
     e = tl.load(E + col[:, None].to(tl.int64) * D + d[None, :], mask=(col[:, None] < N) & (d[None, :] < D), other=0.0)
-    s = tl.where(col < N, tl.sum(e * q[None, :], 1), float("-inf"))
+    # in float64, rounded once, as core/topk.inner_products: a score depends on its two vectors alone
+    s = tl.where(col < N, tl.sum(e.to(tl.float64) * q[None, :], 1).to(tl.float32), float("-inf"))
     if MASKED:
         who = tl.load(WHO + row)
         stop = tl.load(START + who + 1)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from sparring.core import files
 from sparring.core.errors import UserError
-from sparring.core.topk import top_k
+from sparring.core.topk import in_order, inner_products, top_k
 from sparring.core.types import Positives
 from sparring.data.interactions import Interactions
 from sparring.models.retriever import Retriever
@@ -75,16 +75,15 @@ class Fused(nn.Module):
         return torch.cat(parts)
 
     def ordered(self, scores: Tensor, items: Tensor, q: Tensor, knn: Tensor) -> tuple[Tensor, Tensor]:
-        """Fused scores and ids (B, n) of the items listed by the classifiers, best first."""
+        """Fused scores and ids (B, n) of the items listed by the classifiers, best first, equal scores by id."""
         features = self._features(scores, items, q, knn)
         fused = features[..., 0] + self.beta * (features[..., 1] + self.probability(features))
-        fused, order = torch.sort(fused.masked_fill(items < 0, -torch.inf), dim=1, descending=True, stable=True)
-        return fused, items.gather(1, order)
+        return in_order(fused.masked_fill(items < 0, -torch.inf), items, items.shape[1])
 
     def _features(self, scores: Tensor, items: Tensor, q: Tensor, knn: Tensor) -> Tensor:
         """(B, n, 3): classifier score, retriever score and inverse propensity of each listed item."""
         index = items.clamp(min=0)
-        near = torch.bmm(knn[index], q.unsqueeze(2)).squeeze(2)
+        near = inner_products(q, knn, index)
         return torch.stack([scores.nan_to_num(neginf=0.0), near, self.propensity[index]], 2)
 
     def probability(self, features: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ A sampler returns a bag. Scoring the bag is the task of `losses`; nothing here t
 """
 
 from sparring.negatives.algebra import DrawMethod, Resample, Union
-from sparring.negatives.base import Correction, ExcludeKind, Negatives, corrected, exclude_for
+from sparring.negatives.base import UNKNOWN, Correction, ExcludeKind, Negatives, corrected, exclude_for
 from sparring.negatives.buckets import HardestBucket
 from sparring.negatives.clusters import CellExcludeKind, CountCorrection, Distance, OtherClusters, SameCluster
 from sparring.negatives.distributions import Distribution, Frequency, Popularity, Streaming, Uniform
@@ -19,6 +19,7 @@ from sparring.negatives.selection import AmongHardest, Hardest, NearestTo
 from sparring.negatives.synthetic import BatchMix, MixPositive
 
 __all__ = [
+    "UNKNOWN",
     "AllItems",
     "AmongHardest",
     "BatchMix",

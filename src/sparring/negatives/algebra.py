@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from sparring.core.types import Bag, Batch, Candidates, Exclude, Provenance, Step
 from sparring.kernels import fuses, logits, reference
-from sparring.negatives.base import Correction, Negatives, check_choice, corrected
+from sparring.negatives.base import UNKNOWN, Correction, Negatives, check_choice, corrected
 from sparring.negatives.distributions import Frequency
 
 DrawMethod = Literal["expected", "multinomial", "systematic", "rounded"]
@@ -88,6 +88,8 @@ class Resample(Negatives):
 
     Chen et al., Cache-Augmented Inbatch Importance Resampling, NeurIPS 2022, section 3.1.
     """
+
+    log_count = UNKNOWN
 
     def __init__(self, source: Negatives, n: int | None = None, draw: DrawMethod = "expected"):
         super().__init__()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -14,6 +14,19 @@ from sparring.core.types import Bag, Candidates, Exclude, Step
 
 Correction = Literal["count", "negatives", "both", "refined", "none"]
 ExcludeKind = Literal["positive", "known", "none"]
+
+
+class Unknown:
+    """The type of UNKNOWN."""
+
+    def __call__(self, *arguments: object) -> None:
+        return None
+
+    def __repr__(self) -> str:
+        return "UNKNOWN"
+
+
+UNKNOWN: Any = Unknown()  # `log_count = UNKNOWN` in a sampler: how often it offers an item is not known
 
 
 class Negatives(Part):
@@ -37,7 +50,7 @@ class Negatives(Part):
         """Log of the expected number of occurrences of each id among the `size(step)` candidates; None if unknown.
 
         Corrections divide by the count, and Union adds counts up. If it depends on the query, the result is (B, C), for
-        ids (C,) or (B, C).
+        ids (C,) or (B, C). A sampler that cannot tell declares `log_count = UNKNOWN`.
         """
         return None
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sparring.core.types import Bag, Candidates, Provenance, Step
 from sparring.kernels import reference
-from sparring.negatives.base import ExcludeKind, Negatives, check_choice
+from sparring.negatives.base import UNKNOWN, ExcludeKind, Negatives, check_choice
 
 
 class HardestBucket(Negatives):
@@ -31,6 +31,7 @@ class HardestBucket(Negatives):
     Mezentsev et al., Scalable Cross-Entropy Loss for Sequential Recommendations with Large Item Catalogs, RecSys 2024.
     """
 
+    log_count = UNKNOWN
     encodes = True
     n_items: int
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from sparring.core.types import Bag, Candidates, Exclude, Provenance, Step
 from sparring.kernels import fuses_draws
 from sparring.models.clusters.codes import Codes
-from sparring.negatives.base import Negatives, check_choice
+from sparring.negatives.base import UNKNOWN, Negatives, check_choice
 
 Distance = Literal["cosine", "literal"]
 CellExcludeKind = Literal["cell", "cluster", "known", "positive", "none"]
@@ -59,6 +59,7 @@ class ByCluster(Negatives):
     pairs per item.
     """
 
+    log_count = UNKNOWN
     cell: Tensor
     cluster: Tensor
     popularity: Tensor

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparring.core.types import Bag, Outcome, Provenance, Step
 from sparring.negatives.algebra import merged
-from sparring.negatives.base import Negatives
+from sparring.negatives.base import UNKNOWN, Negatives
 from sparring.negatives.distributions import Distribution, draw_from_cdf
 from sparring.negatives.selection import masked_logits
 
@@ -128,6 +128,8 @@ class Tilted(Negatives):
     Chen et al., Fairly Adaptive Negative Sampling for Recommendations, WWW 2023; the softmax over a pool instead of the
     catalogue.
     """
+
+    log_count = UNKNOWN
 
     def __init__(self, source: Negatives, share: float = 0.1, temperature: float = 0.4):
         super().__init__()

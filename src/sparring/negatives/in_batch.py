@@ -8,7 +8,16 @@ import torch
 from torch import Tensor
 
 from sparring.core.types import Bag, Candidates, Provenance, Step
-from sparring.negatives.base import Correction, ExcludeKind, Negatives, check_choice, corrected, exclude_for, zeros
+from sparring.negatives.base import (
+    UNKNOWN,
+    Correction,
+    ExcludeKind,
+    Negatives,
+    check_choice,
+    corrected,
+    exclude_for,
+    zeros,
+)
 from sparring.negatives.distributions import Frequency
 
 
@@ -31,6 +40,8 @@ class InBatch(Negatives):
         check_choice("correction", correction, Correction)
         check_choice("exclude", exclude, ExcludeKind)
         self.frequency, self.correction, self.exclude = frequency, correction, exclude
+        if frequency is None:
+            self.log_count = UNKNOWN  # type: ignore[method-assign]
 
     def forward(self, step: Step) -> Bag:
         exclude, words = exclude_for(step, self.exclude), Provenance("in-batch")
@@ -55,6 +66,7 @@ class BatchPositives(Negatives):
     Dahiya et al., NGAME: Negative Mining-aware Mini-batching for Extreme Classification, WSDM 2023, module 4.
     """
 
+    log_count = UNKNOWN
     encodes = True
 
     def __init__(self, exclude: ExcludeKind = "known"):

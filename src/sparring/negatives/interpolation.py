@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sparring.core.types import Bag, Batch, Exclude, Mixtures, Outcome, Step
 from sparring.kernels import fuses_mixtures, logits, reference
-from sparring.negatives.base import Negatives, check_choice
+from sparring.negatives.base import UNKNOWN, Negatives, check_choice
 from sparring.negatives.clusters import OtherClusters, SameCluster
 
 Normalisation = Literal["minmax_block", "minmax_set", "affine", "dirichlet"]
@@ -37,6 +37,7 @@ class Interpolated(Negatives):
     Xing et al., ESANS, WWW 2025, equations 11 and 12.
     """
 
+    log_count = UNKNOWN
     sizes: Tensor
     slots: Tensor
 
@@ -156,6 +157,7 @@ class TowardsPositive(Negatives):
     Xing et al., ESANS, WWW 2025, equation 13; the rules for lam are ours.
     """
 
+    log_count = UNKNOWN
     lam: Tensor
     gap: Tensor
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from sparring.core.errors import UserError
 from sparring.core.partition import drawn_blocks
 from sparring.core.types import Bag, Candidates, Outcome, Provenance, Step
-from sparring.negatives.base import Correction, ExcludeKind, Negatives, check_choice, corrected, exclude_for
+from sparring.negatives.base import UNKNOWN, Correction, ExcludeKind, Negatives, check_choice, corrected, exclude_for
 from sparring.negatives.distributions import Distribution, Frequency, draw_from_cdf
 
 
@@ -97,6 +97,7 @@ class Cache(Negatives):
     Chen et al., Cache-Augmented Inbatch Importance Resampling, NeurIPS 2022, algorithm 2.
     """
 
+    log_count = UNKNOWN
     ids: Tensor
     occurrences: Tensor
     sums: Tensor

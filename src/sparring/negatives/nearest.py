@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sparring.core.topk import top_k
 from sparring.core.types import Bag, Candidates, Corpus, Provenance, Step
-from sparring.negatives.base import ExcludeKind, Negatives, check_choice, exclude_for
+from sparring.negatives.base import UNKNOWN, ExcludeKind, Negatives, check_choice, exclude_for
 
 _BLOCK = 8192  # queries encoded and ranked at a time
 
@@ -38,6 +38,7 @@ class NearestItems(Negatives):
     Xiong et al., Approximate Nearest Neighbor Negative Contrastive Learning for Dense Text Retrieval, ICLR 2021.
     """
 
+    log_count = UNKNOWN
     in_place = True
     lists: Tensor
     coming: Tensor

@@ -8,7 +8,16 @@ import torch
 from torch import Tensor
 
 from sparring.core.types import Bag, Candidates, Positives, Provenance, Step
-from sparring.negatives.base import Correction, ExcludeKind, Negatives, check_choice, corrected, exclude_for, zeros
+from sparring.negatives.base import (
+    UNKNOWN,
+    Correction,
+    ExcludeKind,
+    Negatives,
+    check_choice,
+    corrected,
+    exclude_for,
+    zeros,
+)
 from sparring.negatives.distributions import Distribution
 
 
@@ -90,6 +99,7 @@ class Shown(Negatives):
         Union(InBatch(pop), Shown(train.shown_lists(), 4))
     """
 
+    log_count = UNKNOWN
     start: Tensor
     items: Tensor
 

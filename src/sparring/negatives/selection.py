@@ -11,7 +11,7 @@ from torch import Tensor
 from sparring.core.types import Bag, Candidates, Step
 from sparring.kernels import ExcludedKeys, logits
 from sparring.negatives.algebra import merged
-from sparring.negatives.base import Negatives
+from sparring.negatives.base import UNKNOWN, Negatives
 
 
 class Selection(Negatives):
@@ -21,6 +21,7 @@ class Selection(Negatives):
     flows through the choice. An excluded candidate is chosen only if too few others are left, and counts nothing.
     """
 
+    log_count = UNKNOWN
     name = "selected"
     # most vectors gathered per batch; beyond this a shared block keeps all columns and drops the others by weight
     gathered = 1 << 16

@@ -9,7 +9,7 @@ import torch
 from sparring.core.types import Bag, Candidates, Provenance, Step
 from sparring.kernels import reference
 from sparring.negatives.algebra import merged
-from sparring.negatives.base import Negatives, check_choice, zeros
+from sparring.negatives.base import UNKNOWN, Negatives, check_choice, zeros
 from sparring.negatives.distributions import Frequency
 
 MixPer = Literal["query", "candidate"]
@@ -29,6 +29,8 @@ class MixPositive(Negatives):
 
     Huang et al., MixGCF: An Improved Training Method for Graph Neural Network-based Recommender Systems, KDD 2021.
     """
+
+    log_count = UNKNOWN
 
     def __init__(self, source: Negatives, mix: MixPer = "query", high: float = 1.0):
         super().__init__()
@@ -66,6 +68,8 @@ class BatchMix(Negatives):
 
     Fan et al., Batch-Mix Negative Sampling for Learning Recommendation Retrievers, CIKM 2023.
     """
+
+    log_count = UNKNOWN
 
     def __init__(self, frequency: Frequency, n: int, temperature: float = 1.0):
         super().__init__()

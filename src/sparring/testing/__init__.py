@@ -2,10 +2,21 @@
 
 class TestMine(NegativesContract):
     make = lambda self, world: MySampler(world.n_items)
+    resized = lambda self, world, n: MySampler(world.n_items, n)
 """
 
 from sparring.testing.bag_reading import chi_square, dense, observe, plain_loss, weights
-from sparring.testing.contract import NegativesContract
+from sparring.testing.contract import NegativesContract, unproved
 from sparring.testing.world import World, excluded
 
-__all__ = ["NegativesContract", "World", "chi_square", "dense", "excluded", "observe", "plain_loss", "weights"]
+__all__ = [
+    "NegativesContract",
+    "World",
+    "chi_square",
+    "dense",
+    "excluded",
+    "observe",
+    "plain_loss",
+    "unproved",
+    "weights",
+]

@@ -13,7 +13,7 @@ from torch import Tensor
 from sparring.core.types import Bag, Step
 from sparring.losses import sampled_softmax
 from sparring.negatives.algebra import Union
-from sparring.negatives.base import Negatives
+from sparring.negatives.base import Negatives, Unknown
 from sparring.negatives.distributions import Popularity
 from sparring.negatives.in_batch import InBatch
 from sparring.testing.bag_reading import chi_square, dense, observe, plain_loss, weights
@@ -26,14 +26,17 @@ class NegativesContract:
         class TestMine(NegativesContract):
             make = lambda self, world: MySampler(world.n_items)
 
-    `make` builds the sampler for a world, which also has `counts`, `popularity`, `dim` and `shown`. Everything else
-    is optional and is checked where it is given: `expected`, a formula of how often each item is offered; `resized`,
-    the same sampler with n candidates; `masks`, the items that it excludes. Where the sampler defines log_count, its
-    draws must agree with it and its weights must give the full partition function. A test that lacks log_count or one
-    of these is skipped with a reason. The world has 24 items, the last of them never taken; `make` also gets a world of
-    one item, and `resized` is called with 4 and 64, so n may exceed the catalogue. A test switches exclusion off by
-    setting the attribute `exclude` of the sampler and its parts to "none". All seeds are fixed and all bounds are 4
-    standard errors or p > 1e-4, so a pass is repeatable.
+            resized = lambda self, world, n: MySampler(world.n_items, n)
+
+    `make` builds the sampler for a world, which also has `counts`, `popularity`, `dim` and `shown`; `resized` builds
+    the same sampler with n candidates; `masks` are the items that it excludes; `expected` is a formula of how often
+    each item is offered. Where the sampler defines log_count, its draws must agree with it and its weights must give
+    the full partition function. A sampler that cannot tell its counts declares `log_count = UNKNOWN`, and a contract of
+    a sampler with a fixed size `resized = UNKNOWN`; leaving them out is a failure. A test that lacks one of these is
+    skipped with a reason, and `unproved` lists the gaps. The world has 24 items, the last of them never taken; `make`
+    also gets a world of one item, and `resized` is called with 4 and 64, so n may exceed the catalogue. A test switches
+    exclusion off by setting the attribute `exclude` of the sampler and its parts to "none". All seeds are fixed and all
+    bounds are 4 standard errors or p > 1e-4, so a pass is repeatable.
     """
 
     batch: int = 16  # queries of a step
@@ -53,10 +56,10 @@ class NegativesContract:
         return None
 
     def resized(self, world: World, n: int) -> Negatives | None:
-        """The same sampler with n candidates, for the test of the gradient's bias; None: not tested."""
+        """The same sampler with n candidates, for the test of the gradient's bias, or `resized = UNKNOWN`."""
         return None
 
-    def inapplicable(self) -> dict[str, str]:
+    def gaps(self) -> dict[str, str]:
         """{test: reason} of the tests that need something this sampler does not give: they are skipped."""
         world = World.build()
         step = world.step(self.batch, 1)
@@ -64,23 +67,26 @@ class NegativesContract:
         formula = self.expected(world, step)
         reasons = {}
         if log_count is None:
-            reasons["test_size_is_the_sum_of_counts"] = "no log_count: size was not tested"
-            reasons["test_partition_function"] = "no log_count: the partition function was not tested"
+            reasons["test_size_is_the_sum_of_counts"] = "log_count is unknown: size was not tested"
+            reasons["test_partition_function"] = "log_count is unknown: the partition function was not tested"
         if not self.normalised:
             reasons["test_size_is_the_sum_of_counts"] = "normalised = False: the sum of the counts was not tested"
         if not self.partition:
             reasons["test_partition_function"] = "partition = False: the partition function was not tested"
         if formula is None or log_count is None:
-            missing = "expected" if formula is None else "log_count"
-            reasons["test_log_count_is_the_formula"] = f"no {missing}: the formula of log_count was not tested"
+            missing = "no expected" if log_count is not None else "log_count is unknown"
+            reasons["test_log_count_is_the_formula"] = f"{missing}: the formula of log_count was not tested"
         if formula is None and log_count is None:
-            reasons["test_distribution"] = "neither log_count nor expected: the distribution was not tested"
-        if self.resized(world, 4) is None:
-            reasons["test_gradient_bias_falls"] = "no resized: the bias of the gradient was not tested"
+            reasons["test_distribution"] = "log_count is unknown, no expected: the distribution was not tested"
+        if log_count is None or not self.partition:
+            missing = "log_count is unknown" if log_count is None else "partition = False"
+            reasons["test_gradient_bias_falls"] = f"{missing}: the bias of the gradient was not tested"
+        elif self.resized(world, 4) is None:
+            reasons["test_gradient_bias_falls"] = "resized is unknown: the bias of the gradient was not tested"
         return reasons
 
     def _skip_unless_applicable(self, test: str) -> None:
-        reason = self.inapplicable().get(test)
+        reason = self.gaps().get(test)
         if reason is not None:
             raise unittest.SkipTest(reason)
 
@@ -97,6 +103,18 @@ class NegativesContract:
         for seed in range(steps):
             observe(negatives, world.step(self.batch, 1_000_000 + seed))
         return negatives
+
+    def test_gaps_are_declared(self) -> None:
+        """Counts that are not known, of the sampler or a part of it, are declared UNKNOWN, and so is `resized`."""
+        world = World.build()
+        negatives = self.warmed(world)
+        if negatives.log_count(torch.arange(world.n_items), world.step(self.batch, 1)) is None:
+            parts = [part for part in negatives.modules() if isinstance(part, Negatives)]
+            declared = any(isinstance(part.log_count, Unknown) for part in parts)
+            assert declared, f"{type(negatives).__name__} has no log_count: define it, or declare log_count = UNKNOWN"
+        elif self.partition and not isinstance(self.resized, Unknown):
+            given = self.resized(world, 4) is not None
+            assert given, f"{type(self).__name__} has no resized: define it, or declare resized = UNKNOWN"
 
     def test_bag_is_well_formed(self) -> None:
         """Ids are (C,) or (B, C) and exist, vectors match them, weights broadcast and are never nan or +inf.
@@ -334,6 +352,18 @@ class NegativesContract:
             assert ("for each query" in line) == (block.ids.dim() == 2)
             assert ("masked: nothing" in line) == (self.masks == "none"), line
         assert ("uncorrected" in lines[-1]) == (bag.log_w_positive is None)
+
+
+def unproved(*contracts: type[NegativesContract]) -> dict[str, list[str]]:
+    """{reason: names of contracts}: the tests of these contracts that had nothing to check.
+
+    unproved(TestMine)     # {"log_count is unknown: size was not tested": ["TestMine"], ...}
+    """
+    found: dict[str, list[str]] = {}
+    for contract in contracts:
+        for reason in contract().gaps().values():
+            found.setdefault(reason, []).append(contract.__name__)
+    return found
 
 
 def _state(negatives: Negatives) -> dict[str, Tensor]:

@@ -22,17 +22,18 @@ class BackgroundWriter:
     """
 
     def __init__(self) -> None:
-        self._thread: threading.Thread | None = None
+        self._idle = threading.Event()  # a join of the thread, once interrupted, would count it as ended
+        self._idle.set()
         self._error: BaseException | None = None
 
     def start(self, work: Callable[[], object]) -> None:
         """Wait for the previous work, then start this."""
         self.wait()
-        self._thread = threading.Thread(target=self._run, args=(work,), name="sparring-saving")
-        self._thread.start()
+        self._idle.clear()
+        threading.Thread(target=self._run, args=(work,), name="sparring-saving").start()
 
     def busy(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
+        return not self._idle.is_set()
 
     def check(self) -> None:
         """Raise the error of the last work, if it failed."""
@@ -42,9 +43,7 @@ class BackgroundWriter:
 
     def join(self) -> None:
         """Wait for the work to end; its error stays for `check`."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        self._idle.wait()
 
     def wait(self) -> None:
         self.join()
@@ -55,6 +54,8 @@ class BackgroundWriter:
             work()
         except BaseException as error:  # of any kind: training must not continue without it
             self._error = error
+        finally:
+            self._idle.set()
 
 
 class Copies:

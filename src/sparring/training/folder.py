@@ -44,7 +44,7 @@ from torch import Tensor
 from sparring.core import files, locks, manifest
 from sparring.core.errors import UserError
 from sparring.core.files import write_table
-from sparring.core.locks import HeldError, Lock
+from sparring.core.locks import LOCK, HeldError, Lock
 from sparring.core.manifest import Manifest
 from sparring.core.ranks import rank
 from sparring.core.types import Positives, Ranks
@@ -70,7 +70,6 @@ log = logging.getLogger(__name__)
 
 SEEN = "seen.safetensors"
 FORMAT = 3  # of run.json and the files beside it; Sparring 0.1 wrote none
-LOCK = ".lock"
 TEXT_FOLDERS = ("encoder", "query_encoder", "item_encoder", "query_texts", "item_texts")
 SERVICE = "serve"  # the folder of a service's acknowledged changes: no training may delete it
 STARTED = (  # files that training writes first and never again
@@ -140,6 +139,9 @@ def check_free(folder: Path, resume: bool, overwrite: bool) -> None:
         raise UserError(f"{folder} is not empty: choose another folder, or resume or overwrite the run in it")
     if not (folder / "run.json").is_file():
         raise UserError(f"{folder} is not a run folder (no run.json), so overwrite does not delete it")
+    for lock in sorted(folder.glob(f"*/{LOCK}")):
+        if locks.is_held(lock):
+            raise UserError(f"{locks.owner(lock)} writes to {lock.parent}: wait for it, or choose another folder")
 
 
 def delete_run(folder: Path) -> bool:

@@ -17,6 +17,7 @@ from typing import Literal, Unpack
 import polars as pl
 
 from sparring.core.errors import UserError, disk_full
+from sparring.core.locks import writing
 from sparring.data.columns import Columns, is_order
 from sparring.data.formats.beir import is_beir
 from sparring.data.formats.xc import is_xc
@@ -64,7 +65,7 @@ def prepare(
     roles = table.roles()
     order = is_order(roles, columns)
     check_split(how, valid, test, "time" in roles, "split" in roles, order)  # before a long read
-    with _work_folder(out) as folder:
+    with writing(out), _work_folder(out) as folder:
         if engine == "spark":
             from sparring.data.prepared.spark_engine import fill_buckets
         else:

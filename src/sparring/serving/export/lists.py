@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +14,7 @@ from polars.io.plugins import register_io_source
 
 from sparring.core import files
 from sparring.core.errors import UserError
+from sparring.core.locks import writing
 from sparring.serving.index.search import Index
 from sparring.training.trained import How, Trained
 
@@ -75,7 +78,8 @@ def write_lists(
 
     schema = {"query": queries.dtype, "rank": pl.Int32, "item": items.dtype, "score": pl.Float32}
     csv = path.suffix.lower() == ".csv"
-    files.write(path, lambda file: _stream(tables, schema, file, csv, block * k))
+    with writing(path):
+        files.write(path, lambda file: _stream(tables, schema, file, csv, block * k))
     return total
 
 
@@ -90,22 +94,35 @@ def check_file(path: Path) -> None:
 def _stream(
     tables: Callable[[], Iterator[pl.DataFrame]], schema: Mapping[str, object], path: Path, csv: bool, group: int
 ) -> None:
-    """Stream tables into one file, with only a few of them in memory."""
+    """Stream tables into one file, with only a few of them in memory.
 
+    polars works in another thread: this one would see no signal until the file is complete.
+    """
     failed: list[Exception] = []
+    stopped = threading.Event()
 
     def source(columns: object, predicate: object, n_rows: object, size: object) -> Iterator[pl.DataFrame]:
         try:
-            yield from tables()
+            for table in tables():
+                if stopped.is_set():
+                    raise InterruptedError("stopped by a signal")
+                yield table
         except Exception as error:  # polars would replace it by one of its own
             failed.append(error)
             raise
 
-    lazy = register_io_source(source, schema=schema)  # type: ignore[arg-type]
-    try:
+    def sink() -> None:
+        lazy = register_io_source(source, schema=schema)  # type: ignore[arg-type]
         if csv:
             lazy.sink_csv(path)
         else:
             lazy.sink_parquet(path, row_group_size=group, compression="zstd", compression_level=1)
-    except Exception as error:
-        raise failed[0] if failed else error from None
+
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            pool.submit(sink).result()
+        except Exception as error:
+            raise failed[0] if failed else error from None
+        except KeyboardInterrupt:
+            stopped.set()
+            raise

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from sparring.core.topk import in_order, top_k
 from sparring.serving.index.filters import Hidden, Lists, pairs, positions
-
-_SCORES = 1 << 22  # scores of added items in memory at once
 
 
 @dataclass(frozen=True)
@@ -48,25 +47,19 @@ class Changes:
         allow: np.ndarray | None,
         denied: np.ndarray,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Merge the added items into lists (B, k). Only items that beat the last of a list are considered further."""
+        """Merge the added items into lists (B, k)."""
         ids, vectors = self.ids, self.vectors
         if allow is not None or len(denied):
             kept = np.ones(len(ids), bool) if allow is None else np.isin(ids, np.asarray(allow, dtype=np.int64))
             kept &= ~np.isin(ids, denied)
             ids, vectors = ids[kept], vectors[kept]
-        k, step = scores.shape[1], max(1, _SCORES // max(1, len(q)))
-        for begin in range(0, len(ids), step):
-            # torch: the threads of numpy's BLAS spin while they wait, which costs more than this small product
-            more = (torch.from_numpy(q) @ torch.from_numpy(vectors[begin : begin + step]).T).numpy()
-            better = np.flatnonzero((more > scores[:, -1:]).any(0))
-            if not len(better):
-                continue
-            more, new = more[:, better], ids[begin + better]
-            rows, items = pairs(exclude, len(q))
-            hidden = Hidden(rows, positions(new, items), len(q), len(new))
-            more[hidden.rows, hidden.columns] = -np.inf
-            every = np.concatenate([scores, more], 1)
-            order = np.argsort(-every, axis=1, kind="stable")[:, :k]
-            names = np.concatenate([labels, np.where(np.isneginf(more), -1, new)], 1)
-            scores, labels = np.take_along_axis(every, order, 1), np.take_along_axis(names, order, 1)
-        return scores, labels
+        if not len(ids):
+            return scores, labels
+        rows, items = pairs(exclude, len(q))
+        hidden = Hidden(rows, positions(ids, items), len(q), len(ids)).positives(np.empty(0, np.int64))
+        k, names = scores.shape[1], torch.from_numpy(ids)
+        more, at = top_k(torch.from_numpy(q), torch.from_numpy(vectors), min(k, len(ids)), hidden, torch.arange(len(q)))
+        found = torch.where(at >= 0, names[at.clamp(min=0)], -1)
+        every = torch.cat([torch.from_numpy(scores), more], 1), torch.cat([torch.from_numpy(labels), found], 1)
+        best, listed = in_order(*every, k)
+        return best.numpy(), listed.numpy()

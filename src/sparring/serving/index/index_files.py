@@ -68,7 +68,7 @@ def write(index: Stored, folder: Path) -> None:
     disk.write(paths["ids"], lambda path: _save(path, index.ids))
     if index.ann is not None:
         paths["ann"] = folder / f"ann-{token}.faiss"
-        disk.write(paths["ann"], lambda path: require_faiss().write_index(index.ann, str(path)))
+        disk.write(paths["ann"], lambda path: _save_ann(path, index.ann))
     files = {
         part: {"name": path.name, "bytes": path.stat().st_size, "hash": file_hash(path)} for part, path in paths.items()
     }
@@ -164,6 +164,13 @@ def check_index(folder: Path, progress: HashProgress | None = None) -> list[Prob
 def _save(path: Path, array: np.ndarray) -> None:
     with open(path, "wb") as file:
         np.save(file, np.asarray(array), allow_pickle=False)
+
+
+def _save_ann(path: Path, ann: Any) -> None:
+    try:
+        require_faiss().write_index(ann, str(path))
+    except RuntimeError as error:  # a full disk, among others
+        raise OSError(first_line(error)) from error
 
 
 def _named_files(folder: Path) -> set[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +13,15 @@ import numpy as np
 import torch
 
 from sparring.core.errors import UserError
-from sparring.core.topk import top_k
+from sparring.core.topk import in_order, inner_products, largest_value, top_k
 from sparring.core.types import Positives
 from sparring.serving.index import faiss_backends
 from sparring.serving.index.changes import Changes
 from sparring.serving.index.filters import Hidden, Lists, pairs, positions, present
 from sparring.serving.index.index_files import Stored, read, write
 
-_FEW = 8  # queries: for fewer, one product with all items is faster than the blockwise exact ranking
 _SMALL = 20_000  # an allow list of this length, or of a twentieth of the items, is ranked exactly
 _EXTRA = 32  # hidden items up to which queries are searched in one batch
-_SCORED = 1 << 24  # numbers gathered at once when candidates are rescored
 
 
 @dataclass(eq=False)
@@ -31,7 +30,9 @@ class Index(Stored):
 
     Filters are exact for every kind: an excluded, denied or not allowed item is never returned, and a list is shorter
     than k only if there are no more items. Added items are searched exactly, besides the index, so additions and
-    removals take effect at once; rebuild the index after many changes. Searches and changes are thread-safe.
+    removals take effect at once; rebuild the index after many changes. Searches and changes are thread-safe. An exact
+    index orders items by (score descending, id ascending), and a list depends on neither the other queries of the batch
+    nor on whether an item was added later.
 
         index = Index.load("runs/first/index")
         scores, ids = index.search(q, k=10, exclude=[[3, 17]], allow=ids_in_stock)     # (B, 10) each
@@ -215,10 +216,22 @@ class Index(Stored):
     def _found_exactly(
         self, q: np.ndarray, k: int, hidden: Hidden, only: np.ndarray | None, gone: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
+        """Scores and rows of the k best vectors, without rows hidden from a query or removed; equal scores by row."""
         if only is None:
-            return _exact(q, k, self.vectors, hidden, gone)
-        scores, at = _exact(q, k, self.vectors[only], hidden.within(only), np.empty(0, np.int64))
+            return self._ranked(q, k, self.vectors, hidden.positives(gone))
+        scores, at = self._ranked(q, k, self.vectors[only], hidden.within(only).positives(np.empty(0, np.int64)))
         return scores, np.where(at >= 0, only[at.clip(min=0)], -1) if len(only) else at
+
+    def _ranked(
+        self, q: np.ndarray, k: int, vectors: np.ndarray, hidden: Positives | None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        asked, items = torch.from_numpy(q), torch.from_numpy(vectors)
+        scores, at = top_k(asked, items, k, hidden, torch.arange(len(q)), largest=self._largest)
+        return scores.numpy(), at.numpy()
+
+    @cached_property
+    def _largest(self) -> float:
+        return largest_value(torch.from_numpy(self.vectors))
 
     def _nearly(self, q: np.ndarray, k: int, hidden: Hidden, selector: Any) -> tuple[np.ndarray, np.ndarray]:
         """Search with FAISS: fetch k plus the number of hidden items, then drop the hidden ones; by similar numbers."""
@@ -231,25 +244,20 @@ class Index(Stored):
             score[found_at < 0] = -np.inf
             dropped = hidden.of(rows).mask(found_at) if extra else None
             if self.effort.refine > 1:
-                score = self._rescored(q[rows], found_at, score)
+                score = self._rescored(q[rows], found_at)
             drops = dropped is not None and bool(dropped.any())
             if drops:
                 score[dropped] = -np.inf
             if drops or self.effort.refine > 1:
-                order = np.argsort(-score, axis=1, kind="stable")[:, :k]
-                score, found_at = np.take_along_axis(score, order, 1), np.take_along_axis(found_at, order, 1)
+                score, found_at = (x.numpy() for x in in_order(torch.from_numpy(score), torch.from_numpy(found_at), k))
             kept = min(k, score.shape[1])
             scores[rows, :kept] = score[:, :kept]
             at[rows, :kept] = np.where(np.isneginf(score[:, :kept]), -1, found_at[:, :kept])
         return scores, at
 
-    def _rescored(self, q: np.ndarray, at: np.ndarray, score: np.ndarray) -> np.ndarray:
-        out = np.empty_like(score)
-        step = max(1, _SCORED // max(1, at.shape[1] * self.dim))
-        for begin in range(0, len(q), step):
-            part = slice(begin, begin + step)
-            vectors = torch.from_numpy(self.vectors[at[part].clip(min=0)])
-            out[part] = torch.bmm(vectors, torch.from_numpy(q[part]).unsqueeze(2)).squeeze(2).numpy()
+    def _rescored(self, q: np.ndarray, at: np.ndarray) -> np.ndarray:
+        rows = torch.from_numpy(at.clip(min=0))
+        out = inner_products(torch.from_numpy(q), torch.from_numpy(self.vectors), rows).numpy()
         out[at < 0] = -np.inf
         return out
 
@@ -274,25 +282,3 @@ def _by_hidden_count(hidden: Hidden) -> Iterator[tuple[int, np.ndarray]]:
         return
     for bound in np.unique(extra).tolist():
         yield bound, np.nonzero(extra == bound)[0]
-
-
-def _exact(
-    q: np.ndarray, k: int, vectors: np.ndarray, hidden: Hidden, gone: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Scores and rows of the k best vectors, without rows hidden from a query or removed; equal scores by row."""
-    if not len(vectors) or not len(q):
-        return np.full((len(q), k), -np.inf, np.float32), np.full((len(q), k), -1, np.int64)
-    asked, items = torch.from_numpy(q), torch.from_numpy(vectors)
-    if len(q) < _FEW:
-        scores = asked @ items.T
-        scores[torch.from_numpy(hidden.rows), torch.from_numpy(hidden.columns)] = -torch.inf
-        scores[:, torch.from_numpy(gone)] = -torch.inf
-        best, at = torch.topk(scores, min(k + 1, len(items)), dim=1)
-        tied = (best[:, 1:] == best[:, :-1]) & torch.isfinite(best[:, 1:])
-        best, at = best[:, :k], at[:, :k]
-    if len(q) >= _FEW or bool(tied.any()):  # torch.topk leaves the order of equal scores open
-        best, at = top_k(asked, items, k, hidden.positives(gone), torch.arange(len(q)))
-        return best.numpy(), at.numpy()
-    short = (0, k - best.shape[1])
-    best, at = torch.nn.functional.pad(best, short, value=-torch.inf), torch.nn.functional.pad(at, short, value=-1)
-    return best.numpy(), at.masked_fill(torch.isneginf(best), -1).numpy()
