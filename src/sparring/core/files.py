@@ -158,13 +158,23 @@ def read_json(path: Path, advice: str = "restore it from a copy") -> dict[str, A
 def read_json_value(path: Path, advice: str = "restore it from a copy") -> Any:
     """The value in a JSON file."""
     try:
+        return json.loads(read_text(path, advice))
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise _unreadable(path, error, advice) from error
+
+
+def read_text(path: Path, advice: str = "restore it from a copy") -> str:
+    """The text of a file that holds JSON, so a short one."""
+    try:
         _check_regular(path)
         if path.stat().st_size > JSON_BYTES:
             raise ValueError(f"it has {path.stat().st_size:,} bytes, more than the {JSON_BYTES:,} of any such file")
-        return json.loads(path.read_text(encoding="utf-8"))
+        return path.read_text(encoding="utf-8")
     except FileNotFoundError as error:
         raise UserError(f"no such file: {path}; {advice}") from error
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise _unreadable(path, error, advice) from error
 
 

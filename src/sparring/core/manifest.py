@@ -191,13 +191,11 @@ def write_sealed(path: Path, value: Mapping[str, Any]) -> None:
 
 def read_sealed(path: Path, advice: str) -> dict[str, Any]:
     """The JSON object of `write_sealed`, without its seal; a file that differs in any byte is an error."""
+    text = files.read_text(path, advice)
     try:
-        text = path.read_text(encoding="utf-8")
         value = dict(json.loads(text))
         seal = str(value.pop("seal"))
-    except FileNotFoundError as error:
-        raise UserError(f"no such file: {path}; {advice}") from error
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise UserError(f"{path} is corrupt: {first_line(error)}; {advice}") from error
     head, found, tail = text.rpartition(seal)
     if not found or text_hash(head + _BLANK + tail) != seal:
