@@ -17,7 +17,7 @@ from sparring.core.types import Positives
 
 _TILE = 64  # most queries per matrix product
 _GROUP = 32  # items reduced to their maximum before the first selection
-_SPARE = 16  # items rescored beyond k, so that a difference in rounding rarely decides who is among them
+_SPARE = 4  # items rescored beyond k, so that a difference in rounding rarely decides who is among them
 _COLUMNS = 1 << 16  # items scored at once; the lists of further parts are merged
 _CUDA_SCORES = 1 << 27  # scores held at once on a GPU by default, 512 MB
 _NUMBERS = 1 << 21  # numbers of item vectors rescored at once

@@ -169,7 +169,6 @@ def test_nothing_acknowledged_is_lost_by_a_kill(tmp_path: Path) -> None:
 # A process that has imported everything and forks a service for each line: a start takes a fraction of a second.
 NURSERY = """
 import os, signal, sys
-import uvicorn.protocols.http.httptools_impl
 from sparring.cli import main
 from sparring.serving.http import app, server
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)
