@@ -140,7 +140,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    node.config.stash[UNPROVED] = [tuple(pair) for pair in node.workeroutput.get("unproved", [])]
+    output = getattr(node, "workeroutput", {})  # missing if the process crashed
+    node.config.stash[UNPROVED] = [tuple(pair) for pair in output.get("unproved", [])]
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
