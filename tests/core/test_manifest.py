@@ -222,3 +222,20 @@ def test_the_hash_of_a_file_is_that_of_its_bytes(tmp_path: Path) -> None:
     content = random.Random(2).randbytes((1 << 20) + 17)
     (tmp_path / "x").write_bytes(content)
     assert file_hash(tmp_path / "x") == xxhash.xxh3_128(content).hexdigest()
+
+
+def test_a_file_of_a_folder_inside(tmp_path: Path) -> None:
+    """A file below a folder with a manifest of its own is compared with that one, and that one with the outer."""
+    inner = tmp_path / "inner"
+    inner.mkdir()
+    (inner / "a").write_text("a")
+    write_manifest(inner)
+    write_manifest(tmp_path)
+    listed = read_manifest(tmp_path)
+    assert listed.path("inner/a") == inner / "a"
+    (inner / "a").write_text("b")
+    with pytest.raises(UserError, match="hash"):
+        listed.path("inner/a")
+    write_manifest(inner)  # whole in itself, but not the one that was listed
+    with pytest.raises(UserError, match=r"inner.manifest\.json"):
+        listed.path("inner/a")

@@ -14,7 +14,6 @@ from sparring.cli.inputs import read_recorded, split_recorded
 from sparring.cli.parsing import Commands, add_code, add_unfinished, count, seconds, setting, size, whole
 from sparring.core.errors import UserError, did_you_mean
 from sparring.core.extras import optional
-from sparring.core.files import check_folder
 
 if TYPE_CHECKING:
     from sparring.data.interactions import Split
@@ -68,6 +67,7 @@ def add_serve(commands: Commands) -> None:
 def serve(args: Namespace) -> int:
     for module in ("fastapi", "orjson", "prometheus_client", "httptools", "uvloop"):
         optional(module, "serve", "`sparring serve`")
+    from sparring.core.files import check_folder
     from sparring.models.fusion import FILE
     from sparring.serving.http import EventLog, Limits, RunRegistry, Store, run
     from sparring.serving.http.server import host_names

@@ -70,6 +70,10 @@ class Manifest:
 
     def path(self, name: str) -> Path:
         """The path of a file whose length and hash are those of the manifest; otherwise an error that names it."""
+        for inner in PurePosixPath(name).parents:
+            if inner.name and f"{inner}/{NAME}" in self.files and name != f"{inner}/{NAME}":
+                listed = read_manifest(self.path(f"{inner}/{NAME}").parent, self.advice)
+                return listed.path(str(PurePosixPath(name).relative_to(inner)))
         path = self.folder / name
         if not self.lists(name):
             raise UserError(f"{path} is missing; {self.advice}")
