@@ -12,6 +12,7 @@ from rich.console import Console
 
 from sparring.cli import screen
 from sparring.cli.inputs import add_modalities, read_modalities
+from sparring.cli.parsing import add_code
 from sparring.core.errors import UserError
 from sparring.data.interactions import Split
 
@@ -20,6 +21,7 @@ def parsed(*words: str) -> Namespace:
     parser = ArgumentParser()
     parser.add_argument("--device", default="cpu")
     add_modalities(parser)
+    add_code(parser)
     return parser.parse_args(words)
 
 
