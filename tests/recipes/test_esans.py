@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from sparring.cli import main
+from sparring.core import files
 from sparring.core.errors import UserError
 from sparring.data.interactions import Split, Vocabulary
 from sparring.data.synthetic_world import SyntheticWorld, make_world
@@ -70,8 +71,9 @@ def test_killed_and_resumed_it_ends_where_an_undisturbed_run_ends(
         fit(run, parts, tmp_path / folder, k=(10,), device="cpu", progress=progress, resume=resume, save_seconds=0.0)
         lines = [json.loads(line) for line in (tmp_path / folder / "metrics.jsonl").read_text().splitlines()]
         found = [{name: value for name, value in line.items() if "seconds" not in name} for line in lines]
+        tensors = files.read_tensors(tmp_path / folder / "model.safetensors")[0]
         result = json.loads((tmp_path / folder / "result.json").read_text())["test"]["metrics"]
-        return {"metrics": found, "test": result, "model": (tmp_path / folder / "model.safetensors").read_bytes()}
+        return {"metrics": found, "test": result, "model": {name: tensor.tolist() for name, tensor in tensors.items()}}
 
     whole = train("whole")
     with pytest.raises(Killed):

@@ -3,9 +3,7 @@ hand."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +13,6 @@ from torch import Tensor
 
 from sparring.core.errors import UserError
 from sparring.data.interactions import Interactions, Split
-from sparring.experiments.diagnose import samplers
 from sparring.negatives import Cache, InBatch, Memory, Resample, Streaming, Union
 from sparring.recipes import PAPER, RECIPES
 from sparring.recipes.run import Term, compose
@@ -23,7 +20,6 @@ from sparring.recipes.settings import build
 from sparring.recipes.setup import Setup
 from sparring.training.fitting import Fitted, fit
 from sparring.training.step import describe_batch
-from sparring.training.trained import load
 from support.by_hand import INF, TINY, B, Hand, check, observe
 from support.settings import QUICK
 
@@ -407,28 +403,6 @@ def test_the_memory_of_cbns_opens_in_a_short_training(parts: Split) -> None:
     without = build("cbns", parts.train, {**settings, "opens": 10**6})
     fit(without, parts, k=(10,), device="cpu")
     assert not torch.equal(run.model.item.weight, without.model.item.weight)  # type: ignore[union-attr]
-
-
-def test_a_folder_with_arguments_of_older_names_still_answers(parts: Split, tmp_path: Path) -> None:
-    """A run.json with CBNS's obsolete `warmup` argument still loads, with the same recommendations."""
-    fit(
-        build("cbns", parts.train, {**QUICK, "size": 100}),
-        parts,
-        tmp_path / "run",
-        k=(10,),
-        device="cpu",
-    )
-    ids = parts.train.query_ids.decode(np.arange(5)).tolist()
-    before = load(tmp_path / "run").recommend(ids, 5)
-    file = tmp_path / "run" / "run.json"
-    meta = json.loads(file.read_text())
-    del meta["arguments"]["opens"]
-    meta["arguments"]["warmup"] = 40_000
-    file.write_text(json.dumps(meta))
-    assert load(tmp_path / "run").recommend(ids, 5).equals(before)
-    again = samplers.load_for_diagnosis(tmp_path / "run", parts)
-    assert again.setup.training.warmup == 0
-    assert any(isinstance(module, Memory) for module in again.modules().modules())
 
 
 def test_full_softmax(parts: Split) -> None:

@@ -17,6 +17,7 @@ from sparring.serving.http.store import Change, Store
 from sparring.serving.index import Index
 from sparring.training.fitting import fit
 from support.made_run import DIM, MadeRun, make_run
+from support.run_files import approve
 from support.texts import text_parts
 
 
@@ -332,6 +333,7 @@ def test_single_precision_is_shown_as_it_was_written(tmp_path: Path, serving: Ca
     assert truth.table is not None
     table = truth.table.with_columns(price=pl.Series([5.95] * len(truth.table), dtype=pl.Float32))
     table.write_parquet(truth.folder / "item_table.parquet")
+    approve(truth.folder)
     client, where = serving(truth.folder), [{"column": "price", "op": "=", "value": 5.95}]
     put(
         client, {"id": truth.item_ids[0], "title": "changed"}, {"id": "new", "price": 5.95, "like": [truth.item_ids[1]]}

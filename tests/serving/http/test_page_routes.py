@@ -15,6 +15,7 @@ from fastapi.testclient import TestClient
 
 from sparring.serving.http import pages
 from support.made_run import MadeRun, make_run
+from support.run_files import approve
 
 
 def found(client: TestClient, kind: str, text: str, limit: int = 8) -> list[Any]:
@@ -136,11 +137,12 @@ def test_images_lie_below_the_run_or_they_are_not_served(tmp_path: Path, serving
     (folder / "deep").mkdir()
     for name in ("inside.png", "deep/er.jpg", "notes.txt", "drawing.svg", "../outside.png"):
         (folder / name).write_bytes(b"picture")
-    (folder / "link.png").symlink_to(folder.parent / "outside.png")
     wanted = {**IMAGES, str(folder / "inside.png"): 200, str(folder.parent / "outside.png"): 404}
     values = [*wanted, *[None] * (len(truth.item_ids) - len(wanted))]
     truth.table.with_columns(pl.Series("image", values, dtype=pl.String)).write_parquet(folder / "item_table.parquet")
+    approve(folder)
     client = serving(folder)
+    (folder / "link.png").symlink_to(folder.parent / "outside.png")  # a run that has one already is not opened
     for id, (value, status) in zip(truth.item_ids, wanted.items(), strict=False):
         answer = client.get("/page/image", params={"item": str(id)})
         assert answer.status_code == status, value[:80]

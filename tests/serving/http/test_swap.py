@@ -384,7 +384,7 @@ def test_a_failing_watch_says_so_and_goes_on(
         make_run(truth.folder, 2)
         wait(lambda: degraded("out of range"))
         monkeypatch.setattr(runs, "load_served", load)
-        (make_run(truth.folder, 3).folder / "result.json").unlink()
+        approve(make_run(truth.folder, 3).folder, finished=False)
         wait(lambda: degraded("not finished"))
         assert str(tmp_path) not in client.get("/readyz").text
         make_run(truth.folder, 4)
@@ -405,7 +405,7 @@ def test_a_failing_watch_says_so_and_goes_on(
 def test_only_finished_runs_are_served(tmp_path: Path, serving: Callable[..., TestClient]) -> None:
     """An unfinished run is refused at the start and by a reload, and taken where the operator allows it."""
     good, half = make_run(tmp_path / "good", 1), make_run(tmp_path / "half", 2)
-    (half.folder / "result.json").unlink()
+    approve(half.folder, finished=False)
     with pytest.raises(UserError, match="not finished"):
         RunRegistry([half.folder], Store(tmp_path / "a.sqlite"))
     client = serving(good.folder)

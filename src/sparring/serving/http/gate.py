@@ -13,7 +13,7 @@ import numpy as np
 import orjson
 
 from sparring.core.errors import UserError
-from sparring.serving.http.schema import MAX_ITEM_KEYS, MAX_KEYS, MAX_LISTS, MAX_VALUES, Limits, RequestError
+from sparring.serving.http.schema import MAX_ITEM_KEYS, MAX_KEYS, MAX_LISTS, MAX_QUERY_VALUES, Limits, RequestError
 from sparring.serving.http.telemetry import EventLog, Metrics
 
 Scope = Any
@@ -140,7 +140,7 @@ class Gate:
         data = np.frombuffer(chunk, np.uint8)  # counts several times as fast as bytes do
         request.lists += _count(data == ord("[")) + _count(data == ord("{"))
         items = request.path == "/v1/items"
-        keys, values = (MAX_ITEM_KEYS, self.limits.body) if items else (MAX_KEYS, MAX_VALUES)
+        keys, values = (MAX_ITEM_KEYS, self.limits.body) if items else (MAX_KEYS, MAX_QUERY_VALUES)
         if not items:
             request.values += _count(data == ord(","))
         if _count(data == ord(":")) > keys - request.keys:  # a key is a string before a colon or a space

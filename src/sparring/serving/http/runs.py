@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +47,7 @@ class RunRegistry:
     ) -> None:
         if not folders:
             raise UserError("give at least one run to serve")
-        self.store, self.log, self.recipe, self.trust = store, log, recipe, trust
-        self._load = partial(load_served, recipe=recipe, trust=trust, unfinished=unfinished)
+        self.store, self.log, self.recipe, self.trust, self.unfinished = store, log, recipe, trust, unfinished
         self.problems: dict[str, str] = {}  # run -> why the watch could not reload it
         self.roots = [root.resolve() for root in roots] or [folder.resolve().parent for folder in folders]
         self._writing, self._loading = threading.Lock(), threading.Lock()
@@ -141,6 +139,9 @@ class RunRegistry:
             except Exception as error:
                 self.log("swapped run lost", run=name, folder=swapped, why=" ".join(str(error).split()))
         return self._load(folder, name)
+
+    def _load(self, folder: Path, name: str) -> ServedRun:
+        return load_served(folder, name, self.recipe, self.trust, self.unfinished)
 
     def _adopt(self, new: ServedRun) -> None:
         new.apply(self.store.since(0), self.store.sequence)

@@ -21,7 +21,7 @@ MAX_DIM = 65_536  # numbers in a vector
 MAX_LISTS = 20_000  # lists and objects in one request
 MAX_KEYS = 2_000  # keys of objects in one query
 MAX_ITEM_KEYS = 40_000  # keys of objects in one change of items
-MAX_VALUES = 250_000  # values in one query
+MAX_QUERY_VALUES = 250_000  # values in one query
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from sparring.core import manifest
 from sparring.core.errors import UserError
 from sparring.models.text import TextTower
 from sparring.models.towers import HistoryTower, IdTower
@@ -25,8 +26,8 @@ from sparring.training.item_vectors import mean_query
 from sparring.training.trained import Trained
 
 _PROBES = 16  # queries and items that a newly loaded run is tried on
-# result.json too: an interrupted run that is resumed may end with the model that it already had
-_RUN = ("run.json", "model.safetensors", "result.json")
+# The manifest is written last: an interrupted run that is resumed may end with the model that it already had.
+_RUN = ("run.json", "model.safetensors", manifest.NAME)
 _SIGNED = (*_RUN, f"{FOLDER}/{index_files.META}")
 
 
