@@ -21,9 +21,9 @@ from sparring.recipes.in_batch import (
     default,
     full_softmax,
     g_tower,
+    item_frequency,
     mns,
     pns,
-    popularity,
     quick,
     shown,
     ssl,
@@ -58,4 +58,4 @@ RECIPES: dict[str, Callable[..., Run]] = {
     recipe.__name__: recipe for recipe in (*_IN_BATCH, *_HARD, *_LOSSES, esans, *_EXTREME)
 }
 
-__all__ = ["PAPER", "RECIPES", "Form", "OneOf", "Range", "popularity", *RECIPES]
+__all__ = ["PAPER", "RECIPES", "Form", "OneOf", "Range", "item_frequency", *RECIPES]
