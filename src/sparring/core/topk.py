@@ -25,13 +25,15 @@ _settings = threading.RLock()  # held while process-wide settings of torch are c
 
 def top_k(
     q: Tensor,
-    items: Tensor,
+    items: Tensor | None,
     k: int,
     seen: Positives | None = None,
     query_ids: Tensor | None = None,
     block: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The k items with the largest inner product for every query: scores (B, k) and ids (B, k).
+
+    Without `items`, q (B, N) has the scores themselves.
 
     Exact: equal to sorting all N scores by (score descending, id ascending), without the seen items of `query_ids`. If
     fewer than k unseen items are left, the rest holds id -1 and score -inf. The result does not depend on `block`
@@ -44,16 +46,20 @@ def top_k(
     Each group of 32 items is first reduced to its maximum. The k best items are in the k groups with the largest
     maxima, so only those are searched, and the selection costs a fraction of the matrix product.
     """
-    if q.dim() != 2 or items.dim() != 2 or q.shape[1] != items.shape[1]:
-        raise ValueError(f"q must be (B, D) and items (N, D), not {tuple(q.shape)} and {tuple(items.shape)}")
+    if q.dim() != 2 or (items is not None and (items.dim() != 2 or q.shape[1] != items.shape[1])):
+        shape = None if items is None else tuple(items.shape)
+        raise ValueError(f"q must be (B, D) and items (N, D), not {tuple(q.shape)} and {shape}")
     if k < 1 or (block is not None and block < 1):
         raise UserError(f"k and block must be at least 1, not {k} and {block}")
     if seen is not None and (query_ids is None or len(query_ids) != len(q)):
         raise ValueError("`seen` needs `query_ids`: the id of every query")
-    device = items.device
-    dtype = torch.float64 if items.dtype == torch.float64 else torch.float32
-    q, items = q.detach().to(device, dtype), items.detach().to(dtype).contiguous()
-    if not bool(torch.isfinite(q).all() & torch.isfinite(items).all()):
+    ranked = q if items is None else items
+    device = ranked.device
+    dtype = torch.float64 if ranked.dtype == torch.float64 else torch.float32
+    q = q.detach().to(device, dtype)
+    items = None if items is None else items.detach().to(dtype).contiguous()
+    n_items = q.shape[1] if items is None else len(items)
+    if not bool(torch.isfinite(q).all()) or (items is not None and not bool(torch.isfinite(items).all())):
         raise UserError(
             "the vectors to rank contain NaN or infinite values: the model diverged, train with a lower learning rate"
         )
@@ -64,7 +70,7 @@ def top_k(
                 f"query {int(query_ids.max())} is out of range: seen items are known for {len(seen.start) - 1} queries"
             )
         seen = seen.to(device)
-    if _TRITON and block is None and q.is_cuda:
+    if _TRITON and block is None and q.is_cuda and items is not None:
         from sparring.kernels import topk
 
         if topk.fits(q, items, k):
@@ -76,9 +82,7 @@ def top_k(
                 scores[doubtful], ids[doubtful] = _ranked(q[doubtful], items, k, seen, whose, _TILE * 8)
             return scores, ids
     if block is None:
-        block = (
-            _TILE if device.type == "cpu" else max(_TILE, min(_CUDA_SCORES // max(1, min(len(items), _COLUMNS)), 4096))
-        )
+        block = _TILE if device.type == "cpu" else max(_TILE, min(_CUDA_SCORES // max(1, min(n_items, _COLUMNS)), 4096))
     while True:
         try:
             return _ranked(q, items, k, seen, query_ids, -(-block // _TILE) * _TILE)
@@ -89,13 +93,14 @@ def top_k(
 
 
 def _ranked(
-    q: Tensor, items: Tensor, k: int, seen: Positives | None, query_ids: Tensor | None, block: int
+    q: Tensor, items: Tensor | None, k: int, seen: Positives | None, query_ids: Tensor | None, block: int
 ) -> tuple[Tensor, Tensor]:
+    n_items = q.shape[1] if items is None else len(items)
     scores = torch.full((len(q), k), _NEVER, dtype=q.dtype, device=q.device)
     ids = torch.full((len(q), k), -1, dtype=torch.int64, device=q.device)
     starts = iter(range(0, len(q), block))
     blocks = -(-len(q) // block)
-    groups = -(-min(len(items), _COLUMNS) // _GROUP)
+    groups = -(-min(n_items, _COLUMNS) // _GROUP)
 
     def work(_: int) -> None:
         scratch = q.new_empty(min(block, -(-len(q) // _TILE) * _TILE) * groups * _GROUP)
@@ -108,7 +113,7 @@ def _ranked(
                 hidden = (exclude.rows, exclude.ids)
             scores[rows], ids[rows] = _rank_block(q[rows], items, k, hidden, scratch)
 
-    if not len(items) or not len(q):
+    if not n_items or not len(q):
         return scores, ids
     workers = 1 if q.device.type != "cpu" else min(torch.get_num_threads(), blocks)
     with _full_precision(q.device):
@@ -122,23 +127,28 @@ def _ranked(
 
 
 def _rank_block(
-    q: Tensor, items: Tensor, k: int, hidden: tuple[Tensor, Tensor] | None, scratch: Tensor
+    q: Tensor, items: Tensor | None, k: int, hidden: tuple[Tensor, Tensor] | None, scratch: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Top k of one block of queries, without the (row, item) pairs `hidden`."""
+    n_items = q.shape[1] if items is None else len(items)
     tiles = -(-len(q) // _TILE)
     padded = nn.functional.pad(q, (0, 0, 0, tiles * _TILE - len(q)))
     best: tuple[Tensor, Tensor] | None = None
-    for low in range(0, len(items), _COLUMNS):
-        part = items[low : low + _COLUMNS]
-        size = -(-len(part) // _GROUP) * _GROUP
+    for low in range(0, n_items, _COLUMNS):
+        n_part = min(n_items - low, _COLUMNS)
+        size = -(-n_part // _GROUP) * _GROUP
         # items x queries: reductions over items run along memory
         s = scratch[: tiles * size * _TILE].view(tiles, size, _TILE)
-        s[:, len(part) :] = _NEVER
+        s[:, n_part:] = _NEVER
         for t in range(tiles):
-            torch.mm(part, padded[t * _TILE : (t + 1) * _TILE].T, out=s[t, : len(part)])
+            tile = padded[t * _TILE : (t + 1) * _TILE].T
+            if items is None:
+                s[t, :n_part] = tile[low : low + n_part]
+            else:
+                torch.mm(items[low : low + n_part], tile, out=s[t, :n_part])
         if hidden is not None:
             row, item = hidden
-            if len(items) > _COLUMNS:
+            if n_items > _COLUMNS:
                 here = (item >= low) & (item < low + _COLUMNS)
                 row, item = row[here], item[here] - low
             s.view(-1).index_fill_(0, (row // _TILE * size + item) * _TILE + row % _TILE, _NEVER)

@@ -41,7 +41,7 @@ from sparring.data.features import Histories
 from sparring.data.interactions import Ids, Interactions, Split, Vocabulary
 from sparring.evaluation.metrics import LIST_METRICS
 from sparring.evaluation.ranking import Evaluation
-from sparring.models.build import encoder_folder
+from sparring.models.build import encoder_folder, solved_retriever
 from sparring.models.encoders import save_encoder
 from sparring.models.retriever import Retriever
 from sparring.models.text import text_tower
@@ -306,11 +306,16 @@ def read_run(folder: Path, model: Retriever | None = None) -> tuple[Retriever, I
     if model is None:
         setup = parse_setup(meta["setup"])
         past = None
-        if setup.model.query_tower == "history":
+        if setup.model.query_tower in ("history", "items"):
             if not {"query.start", "query.items"} <= tensors.keys():
-                raise UserError(f"{path} does not fit this run: it has no histories for the history tower")
+                raise UserError(f"{path} does not fit this run: it has no histories for the query tower")
             past = Histories(tensors["query.start"], tensors["query.items"])
-        model = build_towers(setup, ids, past, folder)
+        if setup.training.optimizer == "solver":
+            width = tensors["query.neighbours"].shape[1] if "query.neighbours" in tensors else None
+            n_queries, n_items = len(ids.query_ids), len(ids.item_ids)
+            model = solved_retriever(setup.model, n_queries, n_items, past, width, setup.seed)
+        else:
+            model = build_towers(setup, ids, past, folder)
     try:
         files.load_tensors(model, tensors, path)
     except UserError as error:

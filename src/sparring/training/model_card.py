@@ -37,7 +37,7 @@ def model_card(meta: Mapping[str, Any], result: Mapping[str, Any], history: Sequ
         f"{result['train_seconds']:,.1f} s of training, without validation."
         + (f" Loss {history[0]['loss']:.4f} to {history[-1]['loss']:.4f}. ![curve](curve.png)" if history else ""),
         "",
-        "Each query of a batch was contrasted with:",
+        "How it was solved:" if setup["optimizer"] == "solver" else "Each query of a batch was contrasted with:",
         "```",
         *meta["batch"],
         "```",

@@ -178,7 +178,13 @@ def sample_steps(
 
 
 def describe_batch(run: Run, split: Split) -> str:
-    """The first training batch of a run, term by term: sources, counts, corrections, masks. The run is unchanged."""
+    """The first training batch of a run, term by term: sources, counts, corrections, masks. The run is unchanged.
+
+    A run with a solver has no batches; one line says how it is solved.
+    """
+    if run.solver is not None:
+        weights = "" if split.train.weight is None or run.solver.weighted else "\nweights of interactions do not count"
+        return f"solved {'in closed form' if run.solver.closed_form else 'by sweeps'}; it draws no negatives{weights}"
     device = run.model.device
     with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
         _, _, outcome = next(sample_steps(run, split))
