@@ -52,7 +52,7 @@ def test_ease_is_the_ridge_regression_of_each_item_on_the_others(lam: float, par
 
 @pytest.mark.parametrize(("neighbours", "shrink"), [(5, 0.0), (5, 10.0), (200, 2.5)])
 def test_item_knn_is_a_double_loop_over_items(neighbours: int, shrink: float, parts: Split) -> None:
-    """Cosines with shrinkage, the largest of each item in the order of (similarity, id); the item itself is left out."""
+    """Cosines with shrinkage, each item's largest by (similarity, id); an item is not its own neighbour."""
     x = dense(parts)
     n = x.shape[1]
     expected = np.zeros((n, n), dtype=np.float32)

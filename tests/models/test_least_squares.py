@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -93,7 +94,7 @@ def test_the_objective_falls_at_every_half_sweep(parts: Split) -> None:
         assert values[-1] == pytest.approx(value(*tables(data), u.double().numpy(), v.double().numpy()), rel=1e-5)
         by_query.solve(v, ALPHA, REG, u)
         values.append(objective(by_query, by_item, u, v, ALPHA, REG))
-    assert all(after < before for before, after in zip(values, values[1:], strict=False))
+    assert all(after < before for before, after in itertools.pairwise(values))
 
 
 def test_rows_without_pairs_are_zero(parts: Split) -> None:

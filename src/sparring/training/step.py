@@ -18,7 +18,7 @@ from sparring.core.part import loss_output
 from sparring.core.types import ALONE, Bag, Batch, LossOutput, Outcome, Positives, Ranks, Step
 from sparring.data.batches import batches_for, query_rows
 from sparring.data.interactions import Interactions, Split
-from sparring.recipes.run import Run, Term
+from sparring.recipes.run import Run, Solver, Term
 
 
 def training_step(
@@ -167,6 +167,7 @@ def sample_steps(
 
         for losses, step, outcome in islice(sample_steps(run, split), 4): outcome.bags[0].describe()
     """
+    check_steps(run)
     device = run.model.device
     generator = torch.Generator(device).manual_seed(run.setup.seed if seed is None else seed)
     rows = TrainingRows(run, split.train, device)
@@ -177,6 +178,16 @@ def sample_steps(
         yield training_step(run, *rows.ids(pairs.to(device)), generator, positives)
 
 
+def check_steps(run: Run) -> None:
+    """Refuse a run that is not trained by steps."""
+    if run.solver is not None:
+        raise UserError(f"{run.recipe} is {_how_solved(run.solver)}")
+
+
+def _how_solved(solver: Solver) -> str:
+    return f"solved {'in closed form' if solver.closed_form else 'by sweeps'}; it draws no negatives"
+
+
 def describe_batch(run: Run, split: Split) -> str:
     """The first training batch of a run, term by term: sources, counts, corrections, masks. The run is unchanged.
 
@@ -184,7 +195,7 @@ def describe_batch(run: Run, split: Split) -> str:
     """
     if run.solver is not None:
         weights = "" if split.train.weight is None or run.solver.weighted else "\nweights of interactions do not count"
-        return f"solved {'in closed form' if run.solver.closed_form else 'by sweeps'}; it draws no negatives{weights}"
+        return f"{_how_solved(run.solver)}{weights}"
     device = run.model.device
     with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
         _, _, outcome = next(sample_steps(run, split))

@@ -21,7 +21,7 @@ from sparring.recipes.finding import Recipe
 from sparring.recipes.run import Run
 from sparring.recipes.setup import parse_setup
 from sparring.training.folder import read_meta, recipe_of
-from sparring.training.step import sample_steps
+from sparring.training.step import check_steps, sample_steps
 
 WARM_STEPS = 50  # fill a cache or a memory as in training, and let a streaming estimate see the usual items
 
@@ -38,6 +38,7 @@ def load_for_diagnosis(folder: Path, split: Split, device: torch.device | str = 
         raise UserError(f"{folder} was composed in Python, so no recipe builds its negatives: {how}")
     # the initial values of the towers are overwritten, so they need no costly initialisation
     run = settings.build(recipe_of(folder, meta), split.train, meta["arguments"], setup=setup.replaced(init="normal"))
+    check_steps(run)
     run = replace(run, setup=setup)
     model, checkpoint = folder / "model.safetensors", folder / "checkpoint.safetensors"
     if not model.is_file() and not checkpoint.is_file():
@@ -80,6 +81,7 @@ def with_negatives_of(name: str | Recipe, run: Run, split: Split, steps: int = W
 
 def _on(run: Run, name: str | Recipe, split: Split, chosen: dict[str, Any]) -> Run:
     built = settings.build(name, split.train, chosen, setup=run.setup.replaced(init="normal"))
+    check_steps(built)
     built = replace(built, model=run.model, temperature=run.temperature, setup=run.setup)
     built.modules().to(next(run.model.parameters()).device).eval()
     return built
