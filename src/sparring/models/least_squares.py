@@ -90,9 +90,9 @@ class Ials:
         query.reg.fill_(self.reg)
         while True:
             by_item.solve(query.weight, self.alpha, self.reg, item.weight)
-            by_query.solve(item.weight, self.alpha, self.reg, query.weight)
+            left = by_query.solve(item.weight, self.alpha, self.reg, query.weight)
             query.gram.copy_(item.weight.T @ item.weight)
-            yield objective(by_query, by_item, query.weight, item.weight, self.alpha, self.reg) / max(len(data), 1)
+            yield (left + by_item.penalty(item.weight, self.alpha, self.reg)) / max(len(data), 1)
 
 
 class Rows:
@@ -104,70 +104,80 @@ class Rows:
     """
 
     def __init__(self, owners: Tensor, others: Tensor, weight: Tensor | None, n: int, n_others: int, dim: int) -> None:
-        self.owners, self.others, self.weight = owners, others, weight
         self.n_others, self.dim = n_others, dim
         order = torch.argsort(owners, stable=True)
-        self.ids = others[order]
-        self.root = None if weight is None else weight[order].sqrt()
         count = torch.bincount(owners, minlength=n)
+        begin = count.cumsum(0) - count
         self.total = count.float() if weight is None else torch.bincount(owners, weight, n).float()
-        self.begin = count.cumsum(0) - count
-        self.count = count
-        self.blocks = list(self._blocks())
-
-    def _blocks(self) -> Iterator[tuple[Tensor, int]]:
-        """(rows, the most pairs of one of them), the longest rows first; a block wastes at most a fifth on padding."""
-        length, rows = torch.sort(self.count, descending=True, stable=True)
-        lengths = length.cpu()
-        room = _CUDA_NUMBERS if length.is_cuda else _NUMBERS
-        last = int((lengths > 0).sum())
-        rising = lengths[:last].flip(0).contiguous()
-        first = 0
-        while first < last:
-            longest = int(lengths[first])
-            similar = last - int(torch.searchsorted(rising, max(1, math.ceil(0.8 * longest))))
-            size = max(1, room // (longest * self.dim + min(longest, self.dim) ** 2))
-            end = min(similar, first + size, last)
-            yield rows[first:end], longest
-            first = end
+        self.blocks: list[tuple[Tensor, Tensor, Tensor | None]] = []  # rows, others (b, L), roots of weights (b, L)
+        for rows, longest in _blocks(count, dim):
+            place = torch.arange(longest, device=owners.device)
+            inside = place < count[rows].unsqueeze(1)
+            pairs = order[(begin[rows].unsqueeze(1) + place).clamp(max=len(order) - 1)]
+            padded = torch.where(inside, others[pairs], n_others).int()
+            root = None if weight is None else torch.where(inside, weight[pairs].sqrt(), 0.0)
+            self.blocks.append((rows, padded, root))
 
     @torch.no_grad()
-    def solve(self, vectors: Tensor, alpha: float, reg: float, out: Tensor) -> None:
-        """Set the rows of `out` (n, D) to their ridge regressions on `vectors` (M, D); rows without pairs are 0."""
+    def solve(self, vectors: Tensor, alpha: float, reg: float, out: Tensor) -> float:
+        """Set the rows of `out` (n, D) to their ridge regressions on `vectors` (M, D); rows without pairs are 0.
+
+        Returns the least value of the objective over these rows, without the penalty of the other side: the sum over
+        rows of their weight less u . sum_j w_j v_j.
+        """
         values, basis = torch.linalg.eigh((vectors.T @ vectors).double())
         shared, turn = alpha * values.clamp(min=0.0).to(vectors), basis.to(vectors)
         turned = torch.cat([vectors @ turn, vectors.new_zeros(1, self.dim)])  # the last row pads
         solved = torch.zeros_like(out)
-        for rows, longest in self.blocks:
-            x, target = self._gathered(turned, rows, longest)
+        explained = torch.zeros((), dtype=torch.float64, device=out.device)
+        for rows, ids, root in self.blocks:
+            x = turned.index_select(0, ids.flatten()).unflatten(0, ids.shape)
+            target = (ids != self.n_others).to(x) if root is None else root
+            x = x if root is None else x * root.unsqueeze(2)
             diagonal = shared + reg * (self.total[rows] + alpha * self.n_others).unsqueeze(1)
-            solved[rows] = ridge(x, target, diagonal)
+            u, along = ridge(x, target, diagonal)
+            solved.index_copy_(0, rows, u)
+            explained += along.double().sum()
         torch.mm(solved, turn.T, out=out)
+        return float(self.total.double().sum() - explained)
 
-    def _gathered(self, vectors: Tensor, rows: Tensor, longest: int) -> tuple[Tensor, Tensor]:
-        """Vectors (b, L, D) of the pairs of rows and their targets (b, L), both times the root of the weight."""
-        place = torch.arange(longest, device=rows.device)
-        inside = place < self.count[rows].unsqueeze(1)
-        position = (self.begin[rows].unsqueeze(1) + place).clamp(max=len(self.ids) - 1)
-        x = vectors[torch.where(inside, self.ids[position], len(vectors) - 1)]
-        if self.root is None:
-            return x, inside.to(x)
-        target = torch.where(inside, self.root[position], 0.0)
-        return x * target.unsqueeze(2), target
+    def penalty(self, vectors: Tensor, alpha: float, reg: float) -> float:
+        """The regularisation of this side's vectors (n, D)."""
+        return reg * float(((self.total + alpha * self.n_others).double() * vectors.double().square().sum(1)).sum())
 
 
-def ridge(x: Tensor, target: Tensor, diagonal: Tensor) -> Tensor:
-    """(b, D): solutions of (diag(d) + X^T X) u = X^T t for X (b, L, D), t (b, L), d (b, D), by Cholesky."""
+def _blocks(count: Tensor, dim: int) -> Iterator[tuple[Tensor, int]]:
+    """(rows, the most pairs of one of them), the longest rows first; a block wastes at most a fifth on padding."""
+    length, rows = torch.sort(count, descending=True, stable=True)
+    lengths = length.cpu()
+    room = _CUDA_NUMBERS if length.is_cuda else _NUMBERS
+    last = int((lengths > 0).sum())
+    rising = lengths[:last].flip(0).contiguous()
+    first = 0
+    while first < last:
+        longest = int(lengths[first])
+        similar = last - int(torch.searchsorted(rising, max(1, math.ceil(0.8 * longest))))
+        size = max(1, room // (longest * dim + min(longest, dim) ** 2))
+        end = min(similar, first + size)
+        yield rows[first:end], longest
+        first = end
+
+
+def ridge(x: Tensor, target: Tensor, diagonal: Tensor) -> tuple[Tensor, Tensor]:
+    """Solutions u (b, D) of (diag(d) + X^T X) u = X^T t for X (b, L, D), t (b, L), d (b, D), and u . X^T t (b,)."""
+    right = target.unsqueeze(2)
     if x.shape[1] < x.shape[2]:
         scale = diagonal.rsqrt().unsqueeze(1)
         x = x * scale
         normal = x @ x.mT
         normal.diagonal(dim1=1, dim2=2).add_(1.0)
-        y = _solved(normal, target.unsqueeze(2))
-        return (x.mT @ y).squeeze(2) * scale.squeeze(1)
+        y = _solved(normal, right)
+        return (x.mT @ y).squeeze(2) * scale.squeeze(1), (target * (target - y.squeeze(2))).sum(1)
     normal = x.mT @ x
     normal.diagonal(dim1=1, dim2=2).add_(diagonal)
-    return _solved(normal, x.mT @ target.unsqueeze(2)).squeeze(2)
+    right = x.mT @ right
+    u = _solved(normal, right)
+    return u.squeeze(2), (u * right).sum((1, 2))
 
 
 def _solved(normal: Tensor, right: Tensor) -> Tensor:
@@ -175,20 +185,6 @@ def _solved(normal: Tensor, right: Tensor) -> Tensor:
     if bool(info.any()):
         raise UserError("the normal equations of ials are singular in float32: set a larger reg")
     return torch.cholesky_solve(right, factor)
-
-
-@torch.no_grad()
-def objective(by_query: Rows, by_item: Rows, u: Tensor, v: Tensor, alpha: float, reg: float) -> float:
-    """The objective of `Ials`."""
-    total = alpha * float(((u.T @ u).double() * (v.T @ v).double()).sum())
-    for rows, vectors in ((by_query, u), (by_item, v)):
-        total += reg * float(((rows.total + alpha * rows.n_others).double() * vectors.double().square().sum(1)).sum())
-    size = max(1, _CUDA_NUMBERS // 4 // u.shape[1])
-    for first in range(0, len(by_query.owners), size):
-        part = slice(first, first + size)
-        error = (1 - (u[by_query.owners[part]] * v[by_query.others[part]]).sum(1)).square().double()
-        total += float((error if by_query.weight is None else error * by_query.weight[part]).sum())
-    return total
 
 
 def ials_model(n_queries: int, n_items: int, dim: int, init_std: float, seed: int) -> Retriever:
