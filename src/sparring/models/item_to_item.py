@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import math
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -14,14 +14,14 @@ from torch.nn import functional as F
 from sparring.core.errors import UserError
 from sparring.core.memory_usage import available_bytes
 from sparring.core.topk import top_k
-from sparring.core.types import Positives
+from sparring.core.types import Exclude, Positives
 from sparring.data.features import Histories
 from sparring.data.interactions import Interactions
 from sparring.data.pairs import csr
 from sparring.models.retriever import Retriever
 from sparring.models.towers import HistoryReader, UnitTower
 
-_EXPANDED = 1 << 22  # pairs of items that are counted at once
+_EXPANDED = 1 << 22  # weights that are added at once
 _CELLS = 1 << 24  # counts that are held at once
 _SQUARE = 24  # bytes per cell of EASE: the Gram matrix, its factor and its inverse, in float64
 
@@ -178,26 +178,24 @@ class ItemKnn:
 def co_counts(data: Interactions, device: torch.device) -> Iterator[tuple[int, Tensor]]:
     """(first item, counts (b, N)): the queries that have both items, for blocks of items in order.
 
-    The time is that of counting all pairs of items of all queries; memory is bounded by blocks.
+    A sparse product: the time is that of all pairs of items of all queries; memory is bounded by blocks.
     """
-    n = data.n_items
-    takers = csr(data.items, data.queries, n, data.n_queries).to(device)  # of each item
-    baskets = data.positives().to(device)
-    size = baskets.start.diff()
+    n, n_queries = data.n_items, data.n_queries
+    takers = csr(data.items, data.queries, n, n_queries).to(device)  # of each item
+    everyone = torch.arange(n_queries, device=device)
+    baskets = _sparse(data.positives().to(device).of(everyone), n_queries, n)
     block = max(1, min(n, _CELLS // max(n, 1)))
     for low in range(0, n, block):
-        high = min(low + block, n)
-        pairs = takers.of(torch.arange(low, high, device=device))
-        assert pairs.rows is not None
-        counts = torch.zeros((high - low) * n, dtype=torch.int64, device=device)
-        queries = pairs.ids.long()
-        work = size[queries].cumsum(0)
-        pieces = int(work[-1]) // _EXPANDED + 1 if len(work) else 0
-        cuts = torch.arange(1, pieces + 1, device=device) * _EXPANDED
-        edges = [0, *torch.searchsorted(work, cuts).tolist()] if pieces else []
-        for first, last in itertools.pairwise(edges):
-            expanded = baskets.of(queries[first:last])
-            assert expanded.rows is not None
-            cells = pairs.rows[first:last].long()[expanded.rows] * n + expanded.ids.long()
-            counts += torch.bincount(cells, minlength=len(counts))
-        yield low, counts.view(high - low, n)
+        items = torch.arange(low, min(low + block, n), device=device)
+        with warnings.catch_warnings():  # the product passes through CSR, which PyTorch calls a beta
+            warnings.filterwarnings("ignore", message="Sparse CSR", category=UserWarning)
+            counts = torch.sparse.mm(_sparse(takers.of(items), len(items), n_queries), baskets).to_dense()
+        yield low, counts
+
+
+def _sparse(pairs: Exclude, rows: int, columns: int) -> Tensor:
+    """1 at every pair of a row and an id."""
+    assert pairs.rows is not None
+    places = torch.stack([pairs.rows.long(), pairs.ids.long()])
+    ones = torch.ones(places.shape[1], device=places.device)
+    return torch.sparse_coo_tensor(places, ones, (rows, columns), is_coalesced=True, check_invariants=False)
