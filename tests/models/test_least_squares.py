@@ -56,15 +56,15 @@ def value(pairs: np.ndarray, weight: np.ndarray, u: np.ndarray, v: np.ndarray) -
 
 
 @pytest.mark.parametrize("by", ["pairs", "weights"])
-@pytest.mark.parametrize("dim", [3, 24])
+@pytest.mark.parametrize(("dim", "start"), [(3, "spectral"), (24, "normal")])
 @pytest.mark.parametrize("numbers", [1 << 20, 1])
 def test_a_sweep_solves_dense_normal_equations(
-    by: str, dim: int, numbers: int, parts: Split, monkeypatch: pytest.MonkeyPatch
+    by: str, dim: int, start: str, numbers: int, parts: Split, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Items, then queries, whether rows are shorter or longer than the vectors are wide, in blocks of any size."""
     monkeypatch.setattr(module, "_NUMBERS", numbers)
     data = weighted(parts, by)
-    run = build("ials", data, {"dim": dim, "alpha": ALPHA, "reg": REG})
+    run = build("ials", data, {"dim": dim, "alpha": ALPHA, "reg": REG, "init": start})
     u = run.model.query.weight.detach().double().numpy()  # type: ignore[union-attr, operator]
     assert run.solver is not None
     with torch.no_grad():

@@ -136,6 +136,8 @@ def solved(
     setup = own.replaced(**{name: given[name] for name in read})
     check(setup)
     model = solved_retriever(setup.model, data.n_queries, data.n_items, past, neighbours, setup.seed)
+    if setup.model.init == "spectral":
+        start_from(data.positives(), model, setup.seed)
     return Run(model, (), Fixed(1.0), setup, solver=solver)
 
 

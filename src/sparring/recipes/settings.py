@@ -156,7 +156,7 @@ def _method_of(recipe: Callable[..., Run], base: Setup | None) -> Setup | None:
     if is_solved(recipe):  # the number of sweeps is the method's: an epoch of steps is something else
         given = base.flat()
         return own_setup(recipe).replaced(
-            **{name: given[name] for name in settings_of(recipe) - {"epochs", "init_std"}}
+            **{name: given[name] for name in settings_of(recipe) - {"epochs", "init", "init_std"}}
         )
     return base.replaced(**{name: own[name] for name in METHOD if own[name] != usual[name]})
 

@@ -178,7 +178,7 @@ _BY_PATH = {each.path: each for each in SETTINGS.values()}
 
 # The settings that a solver reads, and those that only sweeps read.
 SOLVED = frozenset({"seed", *(each.name for each in SETTINGS.values() if each.group == "validation")})
-SWEPT = frozenset({"dim", "epochs", "init_std"})
+SWEPT = frozenset({"dim", "epochs", "init", "init_std"})
 
 
 def find_setting(name: str) -> Setting | None:
