@@ -15,7 +15,7 @@ from sparring.models.item_to_item import distinct
 from sparring.models.retriever import Retriever
 from sparring.models.towers import HistoryReader, IdTower
 
-_NUMBERS = 1 << 20  # of gathered vectors and normal equations that are held at once: what a CPU's cache holds
+_NUMBERS = 1 << 18  # of gathered vectors and normal equations that are held at once: what a CPU's cache holds
 _CUDA_NUMBERS = 1 << 26
 
 
