@@ -109,6 +109,19 @@ def test_a_folder_recommends_what_numpy_ranks(name: str, parts: Split, tmp_path:
     assert fitted.test.metrics["recall@10"] == pytest.approx(np.mean(hits), abs=0.01)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_gpu_solves_what_a_cpu_solves(name: str, parts: Split) -> None:
+    """The same scores, up to rounding, and the same test metrics."""
+    runs = {device: made(name, parts, patience=None) for device in ("cpu", "cuda")}
+    tests = {device: fit(run, parts, k=(10,), device=device).test for device, run in runs.items()}
+    scores = [table(replace(run, model=run.model.cpu()), parts) for run in runs.values()]
+    np.testing.assert_allclose(scores[0], scores[1], rtol=1e-3, atol=1e-4)
+    assert tests["cpu"] is not None
+    assert tests["cuda"] is not None
+    assert tests["cuda"].metrics["recall@10"] == pytest.approx(tests["cpu"].metrics["recall@10"], abs=0.02)
+
+
 def test_popularity_ranks_by_interactions_of_late(parts: Split) -> None:
     """Counts sum weights; with a half-life, each interaction counts 2^(-age / half-life)."""
     train = replace(parts.train, weight=np.random.default_rng(0).uniform(0.1, 2, len(parts.train)).astype(np.float32))
