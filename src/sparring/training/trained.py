@@ -199,7 +199,7 @@ def run_vectors(folder: str | Path, split: Split) -> tuple[np.ndarray, np.ndarra
             f"{folder} was trained on {leaked:,} test pairs of this data: train it with the same split and seed"
         )
     rows = trained.ids.item_ids.encode(split.train.item_ids.ids)
-    return trained.model.item_vectors().detach().cpu().numpy(), rows
+    return trained.item_vectors().detach().cpu().numpy(), rows
 
 
 def leaked_pairs(trained: Trained, split: Split) -> int:
