@@ -27,6 +27,7 @@ from sparring.negatives import Sampled, Uniform
 from sparring.recipes.run import Run, Term, compose
 from sparring.recipes.settings import build
 from sparring.recipes.setup import Setup
+from sparring.serving.http.served_run import load_served
 from sparring.training import curve, fitting, trained
 from sparring.training.fitting import fit
 from sparring.training.loop import TrainingProgress
@@ -293,3 +294,17 @@ def test_solved_and_trained_recipes_are_compared(parts: Split, tmp_path: Path, m
     assert trials["ials"][0].settings == {"dim": 64, "alpha": 0.1, "reg": 0.003}
     drawn = {row["recipe"]: row["popularity"] for row in negatives(comparison).rows}
     assert [name for name in names if drawn[name] is not None] == ["default"]
+
+
+@pytest.mark.parametrize("name", ["popularity", "ials"])
+def test_models_with_vectors_are_served(name: str, parts: Split, tmp_path: Path) -> None:
+    """A served run lists for a user and for a history what the folder recommends."""
+    fit(made(name, parts), parts, tmp_path / name, k=(10,), device="cpu")
+    served, loaded = load_served(tmp_path / name, name), trained.load(tmp_path / name)
+    query, items = loaded.ids.query_ids.decode([3])[0], loaded.ids.item_ids
+    listed = items.decode(served.index.search(served.user_vectors(np.array([3])), 5)[1][0])
+    assert listed.tolist() == loaded.recommend([query], 5, with_seen=True)["item"].to_list()
+    listed = items.decode(served.index.search(served.history_vector(np.array([1, 2])), 5)[1][0])
+    assert (
+        listed.tolist() == loaded.recommend_history(items.decode([1, 2]).tolist(), 5, with_seen=True)["item"].to_list()
+    )

@@ -131,8 +131,7 @@ def check_square(n_items: int, device: torch.device) -> None:
     if needed > room:
         sizes = f"{n_items:,} items need {needed / 1e9:,.1f} GB and {device.type} has {room / 1e9:,.1f} GB left"
         raise UserError(
-            f"ease holds item-item matrices: {sizes}, enough for {largest:,} items; use item_knn or ials, "
-            "or drop rare items with --min-item"
+            f"ease holds item-item matrices: {sizes}, enough for {largest:,} items; use item_knn or ials instead"
         )
 
 
