@@ -46,11 +46,11 @@ class Method:
 
 
 def in_batch(data: Interactions, setup: Setup) -> Run:
-    return compose(data, setup, Term(1.0, InBatch(recipes.popularity(data))))
+    return compose(data, setup, Term(1.0, InBatch(recipes.item_frequency(data))))
 
 
 def filled_up(data: Interactions, setup: Setup) -> Run:
-    mixed = Union(InBatch(recipes.popularity(data)), Sampled(Uniform(data.n_items), setup.batches.batch_size))
+    mixed = Union(InBatch(recipes.item_frequency(data)), Sampled(Uniform(data.n_items), setup.batches.batch_size))
     return compose(data, setup, Term(1.0, mixed))
 
 

@@ -39,7 +39,7 @@ if __name__ == "__main__":
     data = make_world(queries=400, items=200, seed=0).interactions
     split = sparring.split(data, "random", valid=0.1, test=0.2, seed=0)
     train, setup = split.train, sparring.Setup.of(dim=16, batch_size=256, epochs=15, lr=0.02)
-    popularity = sparring.recipes.popularity(train)
+    popularity = sparring.recipes.item_frequency(train)
     negatives = Union(InBatch(popularity), Stratified(train.n_items, 50))  # it combines with every other sampler
     run = sparring.compose(train, setup, sparring.Term(1.0, negatives))
     print(sparring.describe_batch(run, split))

@@ -8,7 +8,7 @@ data = make_world(queries=400, items=200, seed=0).interactions  # or sparring.re
 split = sparring.split(data, "random", valid=0.1, test=0.2, seed=0)
 train = split.train
 setup = sparring.Setup.of(dim=16, batch_size=256, epochs=15, lr=0.02)
-popularity = sparring.recipes.popularity(train)
+popularity = sparring.recipes.item_frequency(train)
 
 choices = {
     "in-batch": InBatch(popularity),

@@ -18,7 +18,7 @@ from sparring.experiments.search_space import OneOf, Range, defaults, first_tria
 from sparring.experiments.tuning import Trial, best, read_trials, tune
 from sparring.recipes import RECIPES
 from sparring.recipes.finding import find
-from sparring.recipes.settings import own_arguments, own_setup
+from sparring.recipes.settings import is_solved, own_arguments, own_setup
 from sparring.recipes.setup import Setup
 from support.settings import quick
 
@@ -28,11 +28,15 @@ FIXED = {"n": 16}
 
 
 def test_the_space_is_shared_settings_plus_the_recipes_own() -> None:
-    """Every recipe tunes rate, temperature and decay, xir also lam; never numbers of candidates or fixed settings."""
+    """Recipes of steps tune rate, temperature and decay, xir also lam; solvers their own arguments and their width;
+    never numbers of candidates or fixed settings."""
     assert set(space("xir")) == {"lr", "tau", "weight_decay", "item_bias", "lam"}
     assert set(space("uns")) == {"lr", "tau", "weight_decay", "item_bias"}
     assert set(space("pns", {"tau": 0.1})) == {"lr", "weight_decay", "item_bias", "alpha"}
-    for name in RECIPES:
+    assert set(space("ials")) == {"dim", "alpha", "reg"}
+    assert (set(space("ease")), set(space("popularity"))) == ({"lam"}, set())
+    assert set(space("item_knn")) == {"neighbours", "shrink"}
+    for name in (name for name, recipe in RECIPES.items() if not is_solved(recipe)):
         assert {"lr", "weight_decay"} <= set(space(name))
         assert ("tau" in space(name)) == (name not in ("ada_tau", "ccl"))
         assert not {"n", "size", "cache_size"} & set(space(name))

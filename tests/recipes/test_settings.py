@@ -14,7 +14,7 @@ from sparring.data.interactions import Split
 from sparring.models.settings import ModelSettings
 from sparring.recipes import PAPER, RECIPES, xir
 from sparring.recipes.finding import find
-from sparring.recipes.settings import build, own_arguments, own_setup, resolve
+from sparring.recipes.settings import build, known, own_arguments, own_setup, resolve
 from sparring.recipes.setup import GROUPS, SETTINGS, Setup, check, find_setting, parse, parse_setup
 
 
@@ -233,7 +233,8 @@ def test_a_whole_setup_is_taken_as_it_is(parts: Split) -> None:
 def test_a_run_survives_json(name: str, parts: Split) -> None:
     """A Setup and arguments that went through JSON build the same run."""
     features = {} if name == "quick" else {"item_features": "category"}  # the spectral start of `quick` needs id tables
-    run = build(name, parts.train, {"dim": 4, "hidden": "6,3", "patience": "none", **features})
+    settings = known(RECIPES[name], {"dim": 4, "hidden": "6,3", "patience": "none", **features})
+    run = build(name, parts.train, settings)
     setup, arguments = json.loads(json.dumps([dataclasses.asdict(run.setup), run.arguments]))
     assert parse_setup(setup) == run.setup
     again = build(name, parts.train, arguments, setup=parse_setup(setup))

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from sparring.recipes import RECIPES
+from sparring.recipes.settings import is_solved
 
 HERE = Path(__file__).parent
 _spec = importlib.util.spec_from_file_location("dist_cases", HERE / "cases.py")
@@ -57,8 +58,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_every_recipe_is_compared() -> None:
-    """The cases below cover every recipe."""
-    assert set(RECIPES) <= {recipe for recipe, _ in cases.CASES.values()}
+    """The cases below cover every recipe that is trained by steps; one process solves the others."""
+    stepped = {name for name, recipe in RECIPES.items() if not is_solved(recipe)}
+    assert stepped <= {recipe for recipe, _ in cases.CASES.values()}
 
 
 @pytest.mark.parametrize("name", [f"{name} x2" for name in cases.CASES] + [f"{name} x4" for name in cases.BY_FOUR])

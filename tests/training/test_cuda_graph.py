@@ -8,7 +8,7 @@ import torch
 from sparring.data.interactions import Split
 from sparring.data.synthetic_world import make_world
 from sparring.recipes import RECIPES
-from sparring.recipes.settings import build
+from sparring.recipes.settings import build, is_solved
 from sparring.training import loop as training
 from sparring.training.cuda_graph import EAGER_STEPS, CudaGraphStep
 from support.settings import quick
@@ -30,7 +30,7 @@ def history(
     return trainer.state.history, run.model.item_vectors(), step
 
 
-@pytest.mark.parametrize("name", sorted(RECIPES.keys() - NEEDS_MORE))
+@pytest.mark.parametrize("name", [name for name in sorted(RECIPES.keys() - NEEDS_MORE) if not is_solved(RECIPES[name])])
 def test_a_recorded_training_equals_a_plain_one(name: str, parts: Split) -> None:
     """Three epochs of every recipe, captured and eager: the same losses and item vectors, up to the order of sums."""
     ours, vectors, step = history(name, parts, recorded=True)

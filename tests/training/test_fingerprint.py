@@ -18,7 +18,7 @@ from sparring.data.interactions import Split
 from sparring.losses import bpr, hinge
 from sparring.negatives import InBatch, Negatives, Popularity, Resample, Sampled, Uniform, Union
 from sparring.recipes import RECIPES
-from sparring.recipes.settings import build
+from sparring.recipes.settings import build, known
 from sparring.training.fingerprint import described, method
 from sparring.training.fitting import fit
 
@@ -87,6 +87,7 @@ def test_training_changes_no_word(name: str, parts: Split) -> None:
         "dim": 8,
         **({"clf_epochs": 0} if RECIPES[name].__module__.endswith("extreme") else {}),
     }
+    settings = known(RECIPES[name], settings)
     run = build(name, parts.train, settings)
     before = method(run)
     fit(run, parts, k=(10,), device="cpu")

@@ -10,7 +10,7 @@ from sparring.core.errors import UserError
 from sparring.data.interactions import Split
 from sparring.losses import softmax_loss
 from sparring.negatives import InBatch, Negatives, Sampled, Uniform, Union
-from sparring.recipes import popularity
+from sparring.recipes import item_frequency
 from sparring.recipes.run import Run, Term, compose
 from sparring.recipes.settings import build
 from sparring.recipes.setup import Setup
@@ -32,10 +32,10 @@ TOWERS: dict[str, Setup] = {
 def negatives(name: str, parts: Split) -> Negatives:
     n_items = parts.train.n_items
     found: dict[str, Negatives] = {
-        "in-batch": InBatch(popularity(parts.train)),
+        "in-batch": InBatch(item_frequency(parts.train)),
         "sampled": Sampled(Uniform(n_items), 33),
         "per query": Sampled(Uniform(n_items), 5, per_query=True),
-        "union": Union(InBatch(popularity(parts.train)), Sampled(Uniform(n_items), 33)),
+        "union": Union(InBatch(item_frequency(parts.train)), Sampled(Uniform(n_items), 33)),
     }
     return found[name]
 

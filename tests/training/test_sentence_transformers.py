@@ -12,7 +12,7 @@ import torch
 
 from sparring.core.errors import UserError
 from sparring.negatives import Cache, InBatch, Memory, QuantizedSoftmax, Resample, Sampled, Uniform, Union
-from sparring.recipes import popularity
+from sparring.recipes import item_frequency
 from sparring.training.sentence_transformers import NegativesLoss, hard_negatives, in_batch, pairs_of, row_keys
 from support.texts import WORDS, tiny_bert
 
@@ -94,9 +94,9 @@ def trained(model: Any, dataset: Any, loss: torch.nn.Module, folder: Path, **arg
 NEGATIVES = {
     "in batch": in_batch,
     "uniform": lambda data: Union(in_batch(data), Sampled(Uniform(data.n_items), 5)),
-    "bir": lambda data: Resample(InBatch(popularity(data))),
-    "cache": lambda data: Resample(Cache(6, popularity(data), data.n_items)),
-    "memory": lambda data: Union(InBatch(popularity(data)), Memory(20, 16, popularity(data))),
+    "bir": lambda data: Resample(InBatch(item_frequency(data))),
+    "cache": lambda data: Resample(Cache(6, item_frequency(data), data.n_items)),
+    "memory": lambda data: Union(InBatch(item_frequency(data)), Memory(20, 16, item_frequency(data))),
 }
 
 

@@ -31,3 +31,14 @@ def machine_bytes() -> int:
             return min(physical, int(file.read()))
     except (OSError, ValueError):  # no such limit
         return physical
+
+
+def available_bytes() -> int:
+    """Memory that this process can still take, as the system estimates it, within the limit of its container."""
+    room = machine_bytes() - resident_bytes()
+    try:
+        with open("/proc/meminfo") as file:
+            line = next(line for line in file if line.startswith("MemAvailable:"))
+        return min(room, int(line.split()[1]) * 1024)
+    except (OSError, StopIteration):
+        return room

@@ -28,7 +28,7 @@ _settings = threading.RLock()  # held while process-wide settings of torch are c
 
 def top_k(
     q: Tensor,
-    items: Tensor,
+    items: Tensor | None,
     k: int,
     seen: Positives | None = None,
     query_ids: Tensor | None = None,
@@ -36,6 +36,8 @@ def top_k(
     largest: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The k items with the largest inner product for every query: scores (B, k) and ids (B, k).
+
+    Without `items`, q (B, N) has the scores themselves.
 
     Exact: equal to sorting all N scores by (score descending, id ascending), without the seen items of `query_ids`. If
     fewer than k unseen items are left, the rest holds id -1 and score -inf. A score depends on its two vectors alone
@@ -50,17 +52,21 @@ def top_k(
     only those are searched, and the selection costs a fraction of the matrix product. The best of these are scored
     again, since a matrix product rounds by the shape of the matrices and the place in them.
     """
-    if q.dim() != 2 or items.dim() != 2 or q.shape[1] != items.shape[1]:
-        raise ValueError(f"q must be (B, D) and items (N, D), not {tuple(q.shape)} and {tuple(items.shape)}")
+    if q.dim() != 2 or (items is not None and (items.dim() != 2 or q.shape[1] != items.shape[1])):
+        shape = None if items is None else tuple(items.shape)
+        raise ValueError(f"q must be (B, D) and items (N, D), not {tuple(q.shape)} and {shape}")
     if k < 1 or (block is not None and block < 1):
         raise UserError(f"k and block must be at least 1, not {k} and {block}")
     if seen is not None and (query_ids is None or len(query_ids) != len(q)):
         raise ValueError("`seen` needs `query_ids`: the id of every query")
-    device = items.device
-    dtype = torch.float64 if items.dtype == torch.float64 else torch.float32
-    q, items = q.detach().to(device, dtype), items.detach().to(dtype).contiguous()
+    ranked = q if items is None else items
+    device = ranked.device
+    dtype = torch.float64 if ranked.dtype == torch.float64 else torch.float32
+    q = q.detach().to(device, dtype)
+    items = None if items is None else items.detach().to(dtype).contiguous()
+    n_items = q.shape[1] if items is None else len(items)
     if largest is None:
-        largest = largest_value(items)
+        largest = 0.0 if items is None else largest_value(items)
     if not math.isfinite(largest) or not bool(torch.isfinite(q).all()):
         raise UserError(
             "the vectors to rank contain NaN or infinite values: the model diverged, train with a lower learning rate"
@@ -72,7 +78,7 @@ def top_k(
                 f"query {int(query_ids.max())} is out of range: seen items are known for {len(seen.start) - 1} queries"
             )
         seen = seen.to(device)
-    if _TRITON and block is None and q.is_cuda:
+    if _TRITON and block is None and q.is_cuda and items is not None:
         from sparring.kernels import topk
 
         if topk.fits(q, items, k):
@@ -84,9 +90,7 @@ def top_k(
                 scores[doubtful], ids[doubtful] = _ranked(q[doubtful], items, k, seen, whose, _TILE * 8, largest)
             return scores, ids
     if block is None:
-        block = (
-            _TILE if device.type == "cpu" else max(_TILE, min(_CUDA_SCORES // max(1, min(len(items), _COLUMNS)), 4096))
-        )
+        block = _TILE if device.type == "cpu" else max(_TILE, min(_CUDA_SCORES // max(1, min(n_items, _COLUMNS)), 4096))
     while True:
         try:
             return _ranked(q, items, k, seen, query_ids, -(-block // _TILE) * _TILE, largest)
@@ -97,16 +101,25 @@ def top_k(
 
 
 def _ranked(
-    q: Tensor, items: Tensor, k: int, seen: Positives | None, query_ids: Tensor | None, block: int, largest: float
+    q: Tensor,
+    items: Tensor | None,
+    k: int,
+    seen: Positives | None,
+    query_ids: Tensor | None,
+    block: int,
+    largest: float,
 ) -> tuple[Tensor, Tensor]:
-    # Twice the most that a score of the matrix product can differ from the inner product.
+    n_items = q.shape[1] if items is None else len(items)
+    # Twice the most that a score of the matrix product can differ from the inner product; given scores are exact.
     kind = torch.finfo(q.dtype)
-    slack = (q.abs().sum(1) * largest + kind.tiny) * ((q.shape[1] + 2) * kind.eps)
+    slack = q.new_zeros(len(q))
+    if items is not None:
+        slack = (q.abs().sum(1) * largest + kind.tiny) * ((q.shape[1] + 2) * kind.eps)
     scores = torch.full((len(q), k), _NEVER, dtype=q.dtype, device=q.device)
     ids = torch.full((len(q), k), -1, dtype=torch.int64, device=q.device)
     starts = iter(range(0, len(q), block))
     blocks = -(-len(q) // block)
-    groups = -(-min(len(items), _COLUMNS) // _GROUP)
+    groups = -(-min(n_items, _COLUMNS) // _GROUP)
 
     def work(_: int) -> None:
         most = len(q) if len(q) < _TILE else min(block, -(-len(q) // _TILE) * _TILE)
@@ -120,7 +133,7 @@ def _ranked(
                 hidden = (exclude.rows, exclude.ids)
             scores[rows], ids[rows] = _rank_block(q[rows], items, k, hidden, scratch, slack[rows])
 
-    if not len(items) or not len(q):
+    if not n_items or not len(q):
         return scores, ids
     workers = 1 if q.device.type != "cpu" else min(torch.get_num_threads(), blocks)
     with _full_precision(q.device):
@@ -134,24 +147,30 @@ def _ranked(
 
 
 def _rank_block(
-    q: Tensor, items: Tensor, k: int, hidden: tuple[Tensor, Tensor] | None, scratch: Tensor, slack: Tensor
+    q: Tensor, items: Tensor | None, k: int, hidden: tuple[Tensor, Tensor] | None, scratch: Tensor, slack: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Top k of one block of queries, without the (row, item) pairs `hidden`."""
+    n_items = q.shape[1] if items is None else len(items)
     tile = min(_TILE, len(q))
     tiles = -(-len(q) // tile)
     padded = nn.functional.pad(q, (0, 0, 0, tiles * tile - len(q)))
     best: tuple[Tensor, Tensor] | None = None
-    for low in range(0, len(items), _COLUMNS):
-        part = items[low : low + _COLUMNS]
-        size = -(-len(part) // _GROUP) * _GROUP
+    for low in range(0, n_items, _COLUMNS):
+        n_part = min(n_items - low, _COLUMNS)
+        size = -(-n_part // _GROUP) * _GROUP
         # items x queries: reductions over items run along memory
         s = scratch[: tiles * size * tile].view(tiles, size, tile)
-        s[:, len(part) :] = _NEVER
+        s[:, n_part:] = _NEVER
+        part = None if items is None else items[low : low + n_part]
         for t in range(tiles):
-            torch.mm(part, padded[t * tile : (t + 1) * tile].T, out=s[t, : len(part)])
+            queries = padded[t * tile : (t + 1) * tile].T
+            if part is None:
+                s[t, :n_part] = queries[low : low + n_part]
+            else:
+                torch.mm(part, queries, out=s[t, :n_part])
         if hidden is not None:
             row, item = hidden
-            if len(items) > _COLUMNS:
+            if n_items > _COLUMNS:
                 here = (item >= low) & (item < low + _COLUMNS)
                 row, item = row[here], item[here] - low
             s.view(-1).index_fill_(0, (row // tile * size + item) * tile + row % tile, _NEVER)
@@ -166,7 +185,7 @@ def _rank_block(
     return value, ids.masked_fill_(torch.isneginf(value), -1)
 
 
-def _select(s: Tensor, q: Tensor, items: Tensor, k: int, slack: Tensor) -> tuple[Tensor, Tensor]:
+def _select(s: Tensor, q: Tensor, items: Tensor | None, k: int, slack: Tensor) -> tuple[Tensor, Tensor]:
     """Top k of queries by their inner products; s (tiles, items, queries of a tile) are these within slack / 2."""
     (tiles, size, tile), n_rows, m = s.shape, len(q), k + _SPARE
     groups = size // _GROUP
@@ -194,8 +213,10 @@ def _select(s: Tensor, q: Tensor, items: Tensor, k: int, slack: Tensor) -> tuple
     return best
 
 
-def _rescored(q: Tensor, items: Tensor, value: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k best of these items by inner product; those with value -inf are hidden."""
+def _rescored(q: Tensor, items: Tensor | None, value: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k best of these items by inner product, or by `value` without vectors; those with value -inf are hidden."""
+    if items is None:
+        return in_order(value, ids, k)
     scores = inner_products(q, items, ids.clamp(max=len(items) - 1))
     return in_order(scores.masked_fill_(torch.isneginf(value), _NEVER), ids, k)
 

@@ -29,6 +29,7 @@ from sparring.models.towers import evaluating
 __all__ = ["Encoder", "Evaluation", "Misses", "Pairs", "evaluate", "evaluate_lists", "top_k"]
 
 _CHUNK = 8192  # queries encoded and ranked at once
+_SCORES = 1 << 26  # scores that a model without item vectors computes at once
 
 
 class Encoder(Protocol):
@@ -141,9 +142,13 @@ class _RankedLists:
 
     def __init__(self, model: Encoder, seen: Positives | None, ranks: Ranks):
         self.model, self.seen, self.ranks = model, seen, ranks
+        self.vectors: Tensor | None = None
+        self.first: int | None = None
+        if isinstance(model, Retriever) and model.scores_items:
+            self.n_items = model.n_items
+            return
         shard = model.item_shard() if isinstance(model, Retriever) else None
         if shard is None:
-            self.first = None
             self.vectors = model.item_vectors(ranks=ranks) if isinstance(model, Retriever) else model.item_vectors()
             self.n_items = len(self.vectors)
         else:
@@ -153,6 +158,8 @@ class _RankedLists:
 
     def of(self, ids: Tensor, k: int) -> Tensor:
         """(n, k): the lists of these queries."""
+        if self.vectors is None:
+            return self._by_scores(ids, k)
         ids = ids.to(self.vectors.device)
         local_ids = self.ranks.own(ids)
         q = self.model.encode_queries(local_ids)
@@ -164,6 +171,13 @@ class _RankedLists:
         parts = [self.ranks.gather(x, self.ranks.world * n).unflatten(0, (-1, n)) for x in (scores, items)]
         scores, items = (x.transpose(0, 1).flatten(1) for x in parts)
         return in_order(scores, items, k)[1]
+
+    def _by_scores(self, ids: Tensor, k: int) -> Tensor:
+        """(n, k): the lists of a model that scores all items itself, so few queries at a time."""
+        assert isinstance(self.model, Retriever)
+        size, device = max(1, _SCORES // self.n_items), self.model.device
+        parts = [part.to(device) for part in ids.split(size)]
+        return torch.cat([top_k(self.model.encode_queries(part), None, k, self.seen, part)[1] for part in parts])
 
 
 class _GivenLists:

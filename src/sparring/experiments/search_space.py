@@ -22,8 +22,11 @@ def shared(setup: Setup) -> dict[str, Range | OneOf]:
     Cosines are in [-1, 1] and inner products grow as needed, so their temperatures differ. A decoupled decay (row
     optimisers) is multiplied by the learning rate, a coupled one (adam) by the scale of the gradient; 0 must be among
     the values, and no logarithmic range contains it. Popularity-heavy data needs an item bias with any negatives.
-    A pretrained transformer forgets at the learning rates that a table of vectors needs.
+    A pretrained transformer forgets at the learning rates that a table of vectors needs. A solver has none of these,
+    and sweeps have a width.
     """
+    if setup.training.optimizer == "solver":
+        return {"dim": OneOf((32, 64, 128, 256))} if setup.model.query_tower == "ridge" else {}
     decays = (0.0, 1e-6, 1e-5, 1e-4, 1e-3) if setup.training.optimizer == "adam" else (0.0, 1e-4, 0.01, 0.1, 1.0)
     return {
         "lr": Range(1e-5, 1e-3, log=True) if _transformer(setup) else Range(1e-4, 0.05, log=True),
@@ -103,6 +106,8 @@ def first_trials(
     halves cosines.
     """
     setup = resolve(find(recipe), fixed, base)[0]
+    if setup.training.optimizer == "solver":
+        return [defaults(recipe, choices, base, fixed)] if choices else []
     usual = {"tau": default_tau(train)} if setup.model.score == "cosine" else {}
     first = _clipped(choices, usual | defaults(recipe, choices, base, fixed))
     strong: dict[str, Any] = {"weight_decay": 0.0, "item_bias": True, **usual}

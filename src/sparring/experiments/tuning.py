@@ -83,6 +83,7 @@ def tune(
         raise UserError("tuning needs a validation part, and the split has none: use --valid with a share above 0")
     path, fixed = Path(folder) / "trials.jsonl", fixed or {}
     choices = space(recipe, fixed, base)
+    trials = trials if choices else 1  # more would be equal
     distributions = {name: _distribution(optuna, entry) for name, entry in choices.items()}
     done = read_trials(path)
     for trial in done:

@@ -17,6 +17,9 @@ from sparring.data.texts.encoder import Pooling
 from sparring.data.texts.texts import Role, Texts, text_of, tokenized
 from sparring.models.encoders import encoder_width, load_encoder, open_encoder
 from sparring.models.item_corrections import Augmented, Centroids, shared_vectors
+from sparring.models.item_to_item import item_to_item
+from sparring.models.least_squares import ials_model
+from sparring.models.popularity import popularity_model
 from sparring.models.retriever import Retriever
 from sparring.models.rowwise_tables import RowWiseTable
 from sparring.models.settings import ModelSettings, TextSettings
@@ -68,6 +71,18 @@ def retriever(
             item = Augmented(item, shared + private, model.auxiliary_init, sparse, private, seed)
         bias = IdTower(n_items, 1, 0.0, sparse) if model.item_bias else None
         return Retriever(query, item, model.score, item_bias=bias)
+
+
+def solved_retriever(
+    model: ModelSettings, n_queries: int, n_items: int, past: Histories | None, neighbours: int | None, seed: int
+) -> Retriever:
+    """The towers of a run with a solver, before its first sweep."""
+    if model.query_tower == "constant":
+        return popularity_model(n_queries, n_items)
+    if model.query_tower == "ridge":
+        return ials_model(n_queries, n_items, model.dim, model.init_std, seed)
+    assert past is not None
+    return item_to_item(past, n_items, neighbours)
 
 
 def _item_tower(

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from sparring.core.part import Part
 from sparring.core.types import ALONE, Ranks
-from sparring.models.towers import FeatureTower, HistoryTower, IdTower, evaluating, width_of
+from sparring.models.towers import FeatureTower, HistoryReader, IdTower, UnitTower, evaluating, width_of
 
 NORM_EPS = 1e-6  # a shorter vector is scaled by 1 / NORM_EPS, so that zero stays zero and its gradient finite
 
@@ -78,7 +78,7 @@ class Retriever(nn.Module):
 
     def encode_histories(self, items: Tensor) -> Tensor:
         """Vectors (B, D) of queries given by their items (B, L) in time order, padded with -1."""
-        if not isinstance(self.query, HistoryTower):
+        if not isinstance(self.query, HistoryReader):
             raise ValueError(
                 f"the query tower {type(self.query).__name__} cannot encode a history: train with a HistoryTower"
             )
@@ -129,6 +129,11 @@ class Retriever(nn.Module):
                 [vectors, self.item_bias(torch.arange(low, low + len(vectors), device=vectors.device))], -1
             )
         return low, vectors
+
+    @property
+    def scores_items(self) -> bool:
+        """Whether a query's vector already holds its score of every item; items are then unit vectors."""
+        return isinstance(self.item, UnitTower)
 
     def query_vectors(self, ids: Tensor, block: int = 65536) -> Tensor:
         """Vectors of these queries (n, D), without gradient, in evaluation mode, `block` at a time."""

@@ -21,7 +21,9 @@ class ModelSettings:
         "normal", "start of id tables: random numbers, or an SVD of the interactions"
     )
     init_std: float = setting(0.1, "standard deviation of a random start", positive=True)
-    query_tower: Literal["id", "history", "text"] = setting("id", "input of the query tower")
+    query_tower: Literal["id", "history", "text", "constant", "items", "ridge"] = setting(
+        "id", "input of the query tower; the last three belong to recipes that are solved, not trained by steps"
+    )
     item_tower: Literal["id", "text"] = setting("id", "input of the item tower")
     history: int = setting(50, "most recent items that a history tower reads", at_least=1)
     pooling: Literal["mean", "attention", "cls"] = setting("mean", "how a tower pools items or tokens into one vector")

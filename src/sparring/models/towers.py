@@ -7,6 +7,7 @@ training step follows the batch and not the catalogue (training/row_optimizers.p
 from __future__ import annotations
 
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal
@@ -118,7 +119,15 @@ class FeatureTower(nn.Module):
         return torch.cat(parts, 1)
 
 
-class HistoryTower(nn.Module):
+class HistoryReader(Part, ABC):
+    """A query tower that also encodes a history of items, so that it serves queries that arrive after training."""
+
+    @abstractmethod
+    def encode_history(self, items: Tensor) -> Tensor:
+        """Item ids (B, L) in time order, padded with -1, to vectors (B, D)."""
+
+
+class HistoryTower(HistoryReader):
     """A query as the mean, or an attention-weighted mean, of the vectors of its last items.
 
         q_u = sum_j a_j x_j,   a_j = 1 / n (mean)   or   a = softmax_j(c . tanh(A x_j + b) + recency_age(j)) (attention)
@@ -190,6 +199,17 @@ class HistoryTower(nn.Module):
             weights = torch.softmax(logits, 1)[present]
             pooled = F.embedding_bag(which, vectors, begin, mode="sum", per_sample_weights=weights)
         return torch.where(length.unsqueeze(1) > 0, pooled, self.empty)
+
+
+class UnitTower(Part):
+    """Item j as the j-th unit vector, for a query tower that scores all items itself (models/item_to_item.py)."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__()
+        self.n = self.dim = n
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.one_hot(ids.long(), self.n).float()
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from sparring.recipes.arguments import Form, OneOf, Range
+from sparring.recipes.baselines import ease, ials, item_knn, popularity
 from sparring.recipes.esans import esans
 from sparring.recipes.extreme import ance, dexa, dexml, dpr, ngame, prime
 from sparring.recipes.hard import ahns, amns, bmns, dns, fairneg, midx, mixgcf, sce
@@ -21,9 +22,9 @@ from sparring.recipes.in_batch import (
     default,
     full_softmax,
     g_tower,
+    item_frequency,
     mns,
     pns,
-    popularity,
     quick,
     shown,
     ssl,
@@ -54,8 +55,9 @@ _IN_BATCH = (
 _HARD = (dns, ahns, mixgcf, amns, bmns, fairneg, midx, sce)
 _LOSSES = (sl, bsl, psl, slatk, ccl, ada_tau)
 _EXTREME = (dpr, ance, ngame, dexa, prime, dexml)
+_BASELINES = (popularity, item_knn, ease, ials)
 RECIPES: dict[str, Callable[..., Run]] = {
-    recipe.__name__: recipe for recipe in (*_IN_BATCH, *_HARD, *_LOSSES, esans, *_EXTREME)
+    recipe.__name__: recipe for recipe in (*_IN_BATCH, *_HARD, *_LOSSES, esans, *_EXTREME, *_BASELINES)
 }
 
-__all__ = ["PAPER", "RECIPES", "Form", "OneOf", "Range", "popularity", *RECIPES]
+__all__ = ["PAPER", "RECIPES", "Form", "OneOf", "Range", "item_frequency", *RECIPES]

@@ -18,7 +18,7 @@ from sparring.models.clusters.clustered_batches import ClusteredBatches
 from sparring.models.item_corrections import Centroids
 from sparring.negatives import AllItems, InBatch, NearestItems, Union
 from sparring.recipes.arguments import PerQuery
-from sparring.recipes.in_batch import popularity
+from sparring.recipes.in_batch import item_frequency
 from sparring.recipes.run import Run, Term, compose
 from sparring.recipes.setup import Setup
 
@@ -65,7 +65,7 @@ def dpr(
     """
     if corrected and loss == "hinge":
         raise ValueError("corrected=true weighs the candidates of a softmax: it needs loss=softmax")
-    frequency = popularity(data, setup) if corrected else None
+    frequency = item_frequency(data, setup) if corrected else None
     return compose(data, setup, Term(1.0, InBatch(frequency, exclude="known"), _loss(loss)))
 
 

@@ -32,7 +32,7 @@ from sparring.negatives import (
 from sparring.negatives.quantized import Codebook
 from sparring.negatives.synthetic import MixPer
 from sparring.recipes.arguments import Corrected, Excluded, OneOf, PerQuery, Range, UniformDraws
-from sparring.recipes.in_batch import PAPER, popularity
+from sparring.recipes.in_batch import PAPER, item_frequency
 from sparring.recipes.run import Run, Term, compose
 from sparring.recipes.setup import Setup
 
@@ -116,7 +116,7 @@ def amns(
     Prakash et al., Evaluating Performance and Bias of Negative Sampling in Large-Scale Sequential Recommendation
     Models, arXiv 2410.17276.
     """
-    batch = InBatch(popularity(data, setup), correction, exclude)
+    batch = InBatch(item_frequency(data, setup), correction, exclude)
     uniform = Sampled(Uniform(data.n_items), n, False, correction, exclude)
     return compose(data, setup, Term(1.0, Hardest(Union(batch, uniform, correction=correction), k)))
 
@@ -137,7 +137,7 @@ def bmns(
     """
     if not 0 <= share <= 1:
         raise ValueError(f"share is the weight of the in-batch term, between 0 and 1; got {share}")
-    pop = popularity(data, setup)
+    pop = item_frequency(data, setup)
     return compose(data, setup, Term(share, InBatch(pop, correction)), Term(1 - share, BatchMix(pop, n, temperature)))
 
 

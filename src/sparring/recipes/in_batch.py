@@ -75,7 +75,7 @@ def quick(
 
     Start: Halko et al., Finding Structure with Randomness, SIAM Review 2011; negatives as in ssl_pop.
     """
-    return compose(data, setup, Term(1.0, InBatch(popularity(data, setup))))
+    return compose(data, setup, Term(1.0, InBatch(item_frequency(data, setup))))
 
 
 def uns(
@@ -106,7 +106,7 @@ def pns(
 
     Mikolov et al., Distributed Representations of Words and Phrases, NIPS 2013 (alpha = 0.75).
     """
-    return compose(data, setup, Term(1.0, Sampled(popularity(data, alpha=alpha), n, per_query, correction)))
+    return compose(data, setup, Term(1.0, Sampled(item_frequency(data, alpha=alpha), n, per_query, correction)))
 
 
 def bpr(
@@ -137,7 +137,7 @@ def ssl_pop(data: Interactions, setup: Setup = PAPER, *, form: AsIn = "paper", c
 
     Yi et al., Sampling-Bias-Corrected Neural Modeling, RecSys 2019, equation 3.
     """
-    return compose(data, setup, Term(1.0, InBatch(popularity(data, setup), correction, masking(form))))
+    return compose(data, setup, Term(1.0, InBatch(item_frequency(data, setup), correction, masking(form))))
 
 
 def g_tower(
@@ -169,7 +169,7 @@ def mns(data: Interactions, setup: Setup = PAPER, *, n: UniformDraws = 2048, for
     code does.
     Yang et al., Mixed Negative Sampling for Learning Two-tower Neural Networks, WWW 2020 companion.
     """
-    pop, exclude = popularity(data, setup), masking(form)
+    pop, exclude = item_frequency(data, setup), masking(form)
     sources = InBatch(pop, exclude=exclude), Sampled(Uniform(data.n_items), n, exclude=exclude)
     if form == "paper":
         return compose(data, setup, Term(1.0, Union(*sources, correction="negatives")))
@@ -183,7 +183,7 @@ def debiased_mns(
 
     Xing et al., ESANS, WWW 2025 (baseline: Yang et al. 2020 with the correction of Yi et al. 2019).
     """
-    sources = InBatch(popularity(data, setup)), Sampled(Uniform(data.n_items), n)
+    sources = InBatch(item_frequency(data, setup)), Sampled(Uniform(data.n_items), n)
     return compose(data, setup, Term(1.0, Union(*sources, correction=correction)))
 
 
@@ -199,7 +199,7 @@ def bir(
 
     Chen et al., Cache-Augmented Inbatch Importance Resampling, NeurIPS 2022, section 3.1.
     """
-    batch = InBatch(popularity(data, setup), exclude=masking(form))
+    batch = InBatch(item_frequency(data, setup), exclude=masking(form))
     return compose(data, setup, Term(1.0, Resample(batch, n, draw)))
 
 
@@ -219,7 +219,7 @@ def xir(
     """
     if not 0 <= lam <= 1:
         raise ValueError(f"lam is the weight of the cache term, between 0 and 1; got {lam}")
-    pop, exclude, n = popularity(data, setup), masking(form), max(cache_size // 2, 1) if n is None else n
+    pop, exclude, n = item_frequency(data, setup), masking(form), max(cache_size // 2, 1) if n is None else n
     pool: Literal["all", "drawn"] = "all" if form == "paper" else "drawn"
     cache = Cache(
         cache_size, pop, data.n_items, pool, start=0.0 if form == "paper" else 1.0, exclude=exclude, seed=setup.seed
@@ -241,7 +241,7 @@ def cbns(
     The paper waits 40,000 steps; in a short training its memory would stay empty, hence the tenth.
     Wang et al., Cross-Batch Negative Sampling for Training Two-Tower Recommenders, SIGIR 2021, equation 9.
     """
-    pop = popularity(data, setup)
+    pop = item_frequency(data, setup)
     if opens is None:
         steps = setup.training.epochs * epoch_steps(data, setup.batches.rows, setup.batches.batch_size)
         opens = min(40_000, steps // 10)
@@ -273,10 +273,10 @@ def shown(
         raise ValueError(
             "the recipe `shown` needs shown items: name their column with --label-column (1 taken, 0 shown)"
         )
-    return compose(data, setup, Term(1.0, Union(InBatch(popularity(data, setup), correction), Shown(lists, n))))
+    return compose(data, setup, Term(1.0, Union(InBatch(item_frequency(data, setup), correction), Shown(lists, n))))
 
 
-def popularity(data: Interactions, setup: Setup | None = None, alpha: float = 1.0) -> Popularity:
+def item_frequency(data: Interactions, setup: Setup | None = None, alpha: float = 1.0) -> Popularity:
     """The frequency of each item in a batch of this setup, to the power alpha; without a setup, in a batch of pairs."""
     return Popularity(torch.from_numpy(data.counts()) if setup is None else positive_counts(data, setup), alpha)
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -18,11 +19,11 @@ from sparring.data.features import Histories, histories
 from sparring.data.interactions import Ids, Interactions
 from sparring.data.texts.texts import find_texts
 from sparring.losses import Fixed, Learned, Loss, sampled_softmax
-from sparring.models.build import device_bytes, retriever, table_bytes, text_sides
+from sparring.models.build import device_bytes, retriever, solved_retriever, table_bytes, text_sides
 from sparring.models.retriever import Retriever
 from sparring.models.spectral_start import start_from
 from sparring.negatives import Negatives
-from sparring.recipes.setup import ClassifierSettings, Setup, check, check_sharded
+from sparring.recipes.setup import SOLVED, SWEPT, ClassifierSettings, Setup, check, check_sharded
 
 
 @dataclass(frozen=True)
@@ -44,9 +45,29 @@ class Term:
                 raise UserError(f"a Term is Term(weight, negatives, loss): its {name} must be {kind}, got {value}")
 
 
+class Solver(Protocol):
+    """Fits a model without steps, in closed form or by sweeps. One epoch of training is one sweep.
+
+    `sweeps` updates the model in place at each `next`, without gradient, on the device of the model, and yields the
+    loss per training pair. It starts from the model's current tables, so a resumed run continues. A closed form yields
+    once.
+    """
+
+    @property
+    def closed_form(self) -> bool: ...
+    @property
+    def weighted(self) -> bool:
+        """Whether the weights of interactions count; if not, a pair is 0 or 1."""
+
+    def sweeps(self, model: Retriever, data: Interactions) -> Iterator[float]: ...
+
+
 @dataclass(frozen=True)
 class Run:
-    """A complete description of a training: towers, terms, temperature, settings, and the recipe that built it."""
+    """A complete description of a training: towers, terms, temperature, settings, and the recipe that built it.
+
+    A run is trained by steps on its terms, or it has a solver and no terms.
+    """
 
     model: Retriever
     terms: tuple[Term, ...]
@@ -55,6 +76,7 @@ class Run:
     recipe: str = "custom"
     arguments: dict[str, Any] | None = None
     batches: RandomBatches | None = None  # a sampler of batches in place of random ones
+    solver: Solver | None = None
 
     @property
     def classifiers(self) -> ClassifierSettings | None:
@@ -77,6 +99,9 @@ def compose(data: Interactions, setup: Setup, *terms: Term) -> Run:
         raise UserError(f"compose needs a Setup, got {_short_repr(setup)}")
     check(setup)
     check_terms(terms, data.n_items)
+    if setup.training.optimizer == "solver" or setup.model.query_tower in ("constant", "items", "ridge"):
+        why = "optimizer=solver and query_tower=constant, items and ridge are for recipes with a solver"
+        raise UserError(f"this run is trained by steps: {why}")
     setup = with_tables(setup, data.n_queries, data.n_items)
     for side in text_sides(setup.model):
         if not getattr(setup.text, f"{side}_text"):
@@ -91,6 +116,29 @@ def compose(data: Interactions, setup: Setup, *terms: Term) -> Run:
     if setup.model.init == "spectral":
         start_from(data.positives(), model, setup.seed)
     return Run(model, terms, temperature, setup)
+
+
+def solved(
+    data: Interactions,
+    setup: Setup,
+    own: Setup,
+    solver: Solver,
+    past: Histories | None = None,
+    neighbours: int | None = None,
+) -> Run:
+    """A run with a solver: settings from `own`, except those of `setup` that a solver reads.
+
+    `past` and `neighbours` are for models of items (query_tower=items): each query's items, and the neighbours that an
+    item keeps, where it does not keep all.
+    """
+    read = SOLVED if solver.closed_form else SOLVED | SWEPT
+    given = setup.flat()
+    setup = own.replaced(**{name: given[name] for name in read})
+    check(setup)
+    model = solved_retriever(setup.model, data.n_queries, data.n_items, past, neighbours, setup.seed)
+    if setup.model.init == "spectral":
+        start_from(data.positives(), model, setup.seed)
+    return Run(model, (), Fixed(1.0), setup, solver=solver)
 
 
 def check_terms(terms: tuple[Term, ...], n_items: int) -> None:

@@ -14,6 +14,9 @@ from sparring.data.interactions import Interactions
 from sparring.recipes.finding import Recipe, find, named
 from sparring.recipes.run import Run
 from sparring.recipes.setup import (
+    SETTINGS,
+    SOLVED,
+    SWEPT,
     Setup,
     check,
     find_setting,
@@ -78,8 +81,24 @@ def argument_metadata(recipe: Callable[..., Run]) -> dict[str, tuple[Any, ...]]:
 
 def known(recipe: Callable[..., Run], shared: Mapping[str, object]) -> dict[str, object]:
     """The settings that this recipe takes, as its own arguments or as shared settings."""
-    own = own_arguments(recipe)
-    return {name: value for name, value in shared.items() if name in own or find_setting(name) is not None}
+    own, read = own_arguments(recipe), settings_of(recipe)
+    return {
+        name: value
+        for name, value in shared.items()
+        if name in own or ((found := find_setting(name)) is not None and found.name in read)
+    }
+
+
+def is_solved(recipe: Callable[..., Run]) -> bool:
+    """Whether a recipe has a solver; all others are trained by steps."""
+    return own_setup(recipe).training.optimizer == "solver"
+
+
+def settings_of(recipe: Callable[..., Run]) -> frozenset[str]:
+    """The shared settings that a recipe reads, by flat name: all of them, unless it has a solver."""
+    if not is_solved(recipe):
+        return frozenset(SETTINGS)
+    return SOLVED | SWEPT if own_setup(recipe).model.query_tower == "ridge" else SOLVED
 
 
 def own_setup(recipe: Callable[..., Run]) -> Setup:
@@ -97,6 +116,8 @@ def resolve(
     `base` and `setup` as in `build`.
     """
     own = own_arguments(recipe)
+    if is_solved(recipe):
+        _check_read(recipe, settings, own)
     if setup is None:
         setup = _method_of(recipe, base)
     encoder = settings.get("encoder", settings.get("text.encoder"))
@@ -117,10 +138,27 @@ def resolve(
     return setup, arguments
 
 
+def _check_read(recipe: Callable[..., Run], settings: Mapping[str, object], own: Mapping[str, object]) -> None:
+    """Refuse shared settings that a solver does not read."""
+    read = settings_of(recipe)
+    for key in settings:
+        shared = find_setting(key)
+        if key not in own and shared is not None and shared.name not in read:
+            named_recipe, names = named(recipe), ", ".join([*own, *sorted(read)])
+            raise UserError(f"{named_recipe} is solved, not trained by steps: it has no {key}, only {names}")
+
+
 def _method_of(recipe: Callable[..., Run], base: Setup | None) -> Setup | None:
     """`base` with the settings that define the method (METHOD) taken from the recipe."""
+    if base is None:
+        return None
     own, usual = own_setup(recipe).flat(), Setup().flat()
-    return None if base is None else base.replaced(**{name: own[name] for name in METHOD if own[name] != usual[name]})
+    if is_solved(recipe):  # the number of sweeps is the method's: an epoch of steps is something else
+        given = base.flat()
+        return own_setup(recipe).replaced(
+            **{name: given[name] for name in settings_of(recipe) - {"epochs", "init", "init_std"}}
+        )
+    return base.replaced(**{name: own[name] for name in METHOD if own[name] != usual[name]})
 
 
 def _with_text_towers(recipe: Callable[..., Run], base: Setup | None, encoder: str) -> Setup:

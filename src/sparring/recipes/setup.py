@@ -49,8 +49,8 @@ class TrainingSettings:
     """Epochs, optimiser and learning-rate schedule."""
 
     epochs: int = setting(100, "passes over the training rows", at_least=1)
-    optimizer: Literal["row-adam", "row-adagrad", "adam"] = setting(
-        "row-adam", "update rule: of the rows that a step touched, or adam of all parameters"
+    optimizer: Literal["row-adam", "row-adagrad", "adam", "solver"] = setting(
+        "row-adam", "update rule: of the rows that a step touched, adam of all parameters, or the recipe's own solver"
     )
     lr: float = setting(0.005, "learning rate", positive=True)
     weight_decay: float = setting(
@@ -174,6 +174,11 @@ def _settings() -> dict[str, Setting]:
 GROUPS: dict[str, Any] = {name: kind for name, kind in get_type_hints(Setup).items() if is_dataclass(kind)}
 SETTINGS = _settings()  # by flat name
 _BY_PATH = {each.path: each for each in SETTINGS.values()}
+
+
+# The settings that a solver reads, and those that only sweeps read.
+SOLVED = frozenset({"seed", *(each.name for each in SETTINGS.values() if each.group == "validation")})
+SWEPT = frozenset({"dim", "epochs", "init", "init_std"})
 
 
 def find_setting(name: str) -> Setting | None:

@@ -20,7 +20,7 @@ from sparring.data.interactions import Interactions, Split
 from sparring.data.pairs import csr, occurrences
 from sparring.models.fusion import BLOCK, Fused
 from sparring.models.retriever import Retriever
-from sparring.models.towers import HistoryTower, IdTower
+from sparring.models.towers import HistoryReader, IdTower, UnitTower
 
 _NONE = torch.empty(0, dtype=torch.int32)
 
@@ -75,22 +75,22 @@ class Eligibility:
         taken = np.concatenate(items)
         return csr(np.concatenate(rows), taken, len(queries), int(taken.max(initial=0)) + 1)
 
-    def ranking(self, vectors: Tensor) -> Ranking:
-        """Ranks the eligible items by the vectors (N, D) of all items."""
-        return Ranking(vectors, self.items)
+    def ranking(self, vectors: Tensor | None, n_items: int | None = None) -> Ranking:
+        """Ranks the eligible items by the vectors (N, D) of all items, or `n_items` items by scores."""
+        return Ranking(vectors, self.items, n_items)
 
 
 class Ranking:
-    """An exact ranking of all items except untrained ones."""
+    """An exact ranking of all items except untrained ones; without vectors, a query is its scores of all items."""
 
-    def __init__(self, vectors: Tensor, untrained: Tensor) -> None:
+    def __init__(self, vectors: Tensor | None, untrained: Tensor, n_items: int | None = None) -> None:
         self.vectors, self.kept, self.place = vectors, None, None
         if len(untrained):
-            trained = torch.ones(len(vectors), dtype=torch.bool)
+            trained = torch.ones(n_items or len(vectors), dtype=torch.bool)  # type: ignore[arg-type]
             trained[untrained.long()] = False
             self.kept = torch.nonzero(trained).flatten()
             self.place = torch.where(trained, trained.cumsum(0) - 1, -1)
-            self.vectors = vectors[self.kept.to(vectors.device)]
+            self.vectors = None if vectors is None else vectors[self.kept.to(vectors.device)]
 
     def best(self, q: Tensor, k: int, taken: Positives | None = None) -> tuple[Tensor, Tensor]:
         """Scores and ids (B, k) of the best items, id -1 where none is left; row i of `taken` belongs to query i."""
@@ -98,6 +98,8 @@ class Ranking:
             items = self.place[taken.items.long()]
             left = torch.cat([torch.zeros(1, dtype=torch.long), (items >= 0).cumsum(0)])
             taken = Positives(left[taken.start], items[items >= 0])
+        if self.vectors is None and self.kept is not None:
+            q = q[:, self.kept.to(q.device)]
         scores, ids = top_k(q, self.vectors, k, taken, torch.arange(len(q)))
         return scores, ids if self.kept is None else torch.where(
             ids >= 0, self.kept.to(ids.device)[ids.clamp(min=0)], -1
@@ -122,9 +124,9 @@ def seen_tensors(
         tensors |= {"test_start": held_out.start, "test_items": held_out.items}
     frozen = model is None or not all(parameter.requires_grad for parameter in model.parameters())
     if model is not None and not frozen:  # frozen vectors were trained by an earlier stage
-        if _is_table(model.query) or isinstance(model.query, HistoryTower):
+        if _is_table(model.query) or isinstance(model.query, HistoryReader):
             tensors["untrained_queries"] = _absent(data.queries, data.n_queries, warm.get("queries"))
-        if _is_table(model.item):
+        if _is_table(model.item) or isinstance(model.item, UnitTower):
             tensors["untrained_items"] = _absent(data.items, data.n_items, warm.get("items"))
     return tensors
 

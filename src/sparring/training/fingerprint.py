@@ -24,7 +24,8 @@ def method(run: Run) -> dict[str, str]:
         f"term {i}": f"{float(t.weight):g} x {described(t.loss)} over {described(t.negatives)}"
         for i, t in enumerate(run.terms, 1)
     }
-    return {**terms, "temperature": described(run.temperature)}
+    solver = {} if run.solver is None else {"solver": described(run.solver)}
+    return {**terms, **solver, "temperature": described(run.temperature)}
 
 
 def described(value: object) -> str:

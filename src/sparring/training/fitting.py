@@ -13,7 +13,7 @@ import torch
 
 from sparring.core.devices import pick_device
 from sparring.core.errors import UserError
-from sparring.core.ranks import join
+from sparring.core.ranks import join, launched
 from sparring.core.types import ALONE, Ranks
 from sparring.data.interactions import Interactions, Split
 from sparring.evaluation.metrics import PROPENSITY_METRICS, parse
@@ -83,7 +83,7 @@ def fit(
     with nullcontext() if folder is None else run_folder.claimed(folder, resume, overwrite, ranks):
         trainer = Trainer(run, split, where, folder, progress, ranks, save_seconds)
         batch = _start(trainer, resume, overwrite, source, warm)
-        progress.start(run.setup.training.epochs, len(trainer.rows.batches))
+        progress.start(run.setup.training.epochs, trainer.epoch_steps)
         for line in batch:
             log.info("  %s", line)
         with trainer.checkpoints:
@@ -135,6 +135,8 @@ def _check(run: object, split: object, k: Sequence[int], metrics: Sequence[str])
     if not isinstance(split, Split):
         hint = ": pass sparring.split(data), or Split(data) to train on all of it" * isinstance(split, Interactions)
         raise UserError(f"fit needs a Split, got {type(split).__name__}{hint}")
+    if run.solver is not None and launched() > 1:
+        raise UserError(f"{run.recipe} is solved by one process: start it without torchrun or --nproc")
     weight, n_items = split.train.weight, split.train.n_items
     if weight is not None and len(weight) and not weight.any():
         reason = "the weights of the training pairs are all 0, so there is nothing to learn"

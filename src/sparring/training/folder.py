@@ -52,7 +52,7 @@ from sparring.data.features import Histories
 from sparring.data.interactions import Ids, Interactions, Split, Vocabulary
 from sparring.evaluation.metrics import LIST_METRICS
 from sparring.evaluation.ranking import Evaluation
-from sparring.models.build import encoder_folder, text_sides
+from sparring.models.build import encoder_folder, solved_retriever, text_sides
 from sparring.models.encoders import save_encoder
 from sparring.models.retriever import Retriever
 from sparring.models.text import text_tower
@@ -393,18 +393,24 @@ def read_run(
     if model is None:
         setup = parse_setup(meta["setup"])
         past = None
-        if setup.model.query_tower == "history":
+        if setup.model.query_tower in ("history", "items"):
             if not {"query.start", "query.items"} <= tensors.keys():
-                raise UserError(f"{path} does not fit this run: it has no histories for the history tower")
+                raise UserError(f"{path} does not fit this run: it has no histories for the query tower")
             past = Histories(tensors["query.start"], tensors["query.items"])
-        if setup.model.item_tower == "id" and not setup.model.item_features:
-            shape = f"{len(ids.item_ids):,} x {setup.model.dim:,}"
-            if 4 * setup.model.dim * len(ids.item_ids) > path.stat().st_size:  # before memory is taken for it
-                raise UserError(f"{path} does not fit this run: it is too short for an item table of {shape} numbers")
-        for side in text_sides(setup.model):
-            listed.check(encoder_folder(setup.text, side), but=["model.safetensors"])  # its weights are in the model
-            listed.check(f"{side}_texts")
-        model = build_towers(setup, ids, past, folder)
+        n_queries, n_items = len(ids.query_ids), len(ids.item_ids)
+        if setup.training.optimizer == "solver":
+            width = tensors["query.neighbours"].shape[1] if "query.neighbours" in tensors else None
+            columns = n_items if setup.model.query_tower == "items" and width is None else 1
+            _check_room(path, n_items, columns)
+            model = solved_retriever(setup.model, n_queries, n_items, past, width, setup.seed)
+        else:
+            if setup.model.item_tower == "id" and not setup.model.item_features:
+                _check_room(path, n_items, setup.model.dim)
+            for side in text_sides(setup.model):
+                # the weights of the encoder are in the model
+                listed.check(encoder_folder(setup.text, side), but=["model.safetensors"])
+                listed.check(f"{side}_texts")
+            model = build_towers(setup, ids, past, folder)
     try:
         files.load_tensors(model, tensors, path)
     except UserError as error:
@@ -413,6 +419,13 @@ def read_run(
         hint = "if its Setup does not describe the model, pass that: sparring.load(folder, model=...)"
         raise UserError(f"{error}; {hint}") from error
     return model.eval(), ids, eligibility, meta
+
+
+def _check_room(path: Path, rows: int, columns: int) -> None:
+    """Raise if a model file is too short for a table of this shape, before memory is taken for it."""
+    if 4 * rows * columns > path.stat().st_size:
+        shape = f"{rows:,} x {columns:,}"
+        raise UserError(f"{path} does not fit this run: it is too short for an item table of {shape} numbers")
 
 
 def read_eligibility(folder: Path, ids: Ids) -> Eligibility:

@@ -6,7 +6,7 @@ import copy
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -87,6 +87,12 @@ class Trainer:
         # the gradient cache reads the state of the global generator, which a graph cannot capture
         captured = device.type == "cuda" and ranks.world == 1 and setup.batches.chunk is None
         self.step: Callable[[Tensor], None] = CudaGraphStep(self.work, self.generator) if captured else self.work
+        self.sweeps = None if run.solver is None else run.solver.sweeps(run.model, train)
+
+    @property
+    def epoch_steps(self) -> int:
+        """Steps of an epoch; a sweep is one."""
+        return len(self.rows.batches) if self.sweeps is None else 1
 
     def train(self) -> None:
         """Train until the last epoch, or until the validation metric stops improving."""
@@ -115,6 +121,8 @@ class Trainer:
 
     def epoch(self) -> float:
         """Train the rest of the current epoch; returns its mean loss."""
+        if self.sweeps is not None:
+            return self.sweep(self.sweeps)
         state = self.state
         began = time.monotonic()
         if state.step == 0:
@@ -135,6 +143,16 @@ class Trainer:
         mean = self._finite() / max(state.rows, 1)
         state.seconds += time.monotonic() - began
         return mean
+
+    @torch.no_grad()
+    def sweep(self, sweeps: Iterator[float]) -> float:
+        """One sweep of the solver; returns its loss."""
+        began = time.monotonic()
+        loss = next(sweeps)
+        self.state.seconds += time.monotonic() - began
+        self.save_asked |= bool(self.progress.step(self.state.epoch, 1, lambda: loss))
+        self.checkpoints.check()
+        return loss
 
     def work(self, rows: Tensor) -> None:
         """One step on these rows of the training data; nothing waits for the device."""

@@ -25,8 +25,13 @@ def model_card(meta: Mapping[str, Any], result: Mapping[str, Any], history: Sequ
     lines = [
         f"# A retriever trained with `{meta['recipe'].rpartition(':')[2]}`",
         "",
-        f"{_tower(meta, 'query')} query tower, {_tower(meta, 'item')} item tower, "
-        f"{meta['dim']} dimensions, {setup['score']} score. Trained with Sparring {meta['versions']['sparring']}.",
+        (
+            "An item-item matrix"
+            if setup["query_tower"] == "items"
+            else f"{_tower(meta, 'query')} query tower, {_tower(meta, 'item')} item tower, "
+            f"{meta['dim']} dimensions, {setup['score']} score"
+        )
+        + f". Trained with Sparring {meta['versions']['sparring']}.",
         "",
         "## Data",
         f"{data['queries']:,} queries x {data['items']:,} items; interactions: {parts}. Source: {origin}"
@@ -40,7 +45,7 @@ def model_card(meta: Mapping[str, Any], result: Mapping[str, Any], history: Sequ
         f"{result['train_seconds']:,.1f} s of training, without validation."
         + (f" Loss {history[0]['loss']:.4f} to {history[-1]['loss']:.4f}. ![curve](curve.png)" if history else ""),
         "",
-        "Each query of a batch was contrasted with:",
+        "How it was solved:" if setup["optimizer"] == "solver" else "Each query of a batch was contrasted with:",
         "```",
         *meta["batch"],
         "```",
@@ -68,7 +73,7 @@ def model_card(meta: Mapping[str, Any], result: Mapping[str, Any], history: Sequ
 
 
 _NEW = {  # how a query tower encodes new queries
-    "history": " (new queries by their items: `recommend_history`).",
+    **dict.fromkeys(("history", "items", "ridge"), " (new queries by their items: `recommend_history`)."),
     "text": ", and new queries by their texts: `recommend_text`.",
 }
 

@@ -15,7 +15,7 @@ from sparring.core.part import Part
 from sparring.core.sparse_rows import sum_rows
 from sparring.training.row_optimizers import RowAdagrad, RowAdam, RowOptimizer
 
-Rule = Literal["row-adam", "row-adagrad", "adam"]
+Rule = Literal["row-adam", "row-adagrad", "adam", "solver"]
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
@@ -59,10 +59,12 @@ def optimizers(
     "row-adam" and "row-adagrad" use decoupled weight decay. Of the dense parameters only matrices decay: biases, a
     learned temperature and tables whose module is `undecayed` do not. `dense_lr` is the rate of the dense parameters,
     by default lr. "adam" is torch.optim.Adam with coupled L2 on everything, as in the XIR release: every row decays in
-    every step, so the towers must be built with sparse=False.
+    every step, so the towers must be built with sparse=False. A run with a "solver" has none.
 
         for optimizer in optimizers(model, "row-adam", lr=1e-2): optimizer.step()
     """
+    if rule == "solver":
+        return []
     if rule not in ("row-adam", "row-adagrad", "adam"):
         raise ValueError(f"unknown optimiser rule {rule!r}: use 'row-adam', 'row-adagrad' or 'adam'")
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}

@@ -1,7 +1,7 @@
 """For users of sentence-transformers: any negatives as a loss of its trainer, and hard negatives in its data format.
 
 loss = NegativesLoss(model, dataset)                                                      # corrected in-batch negatives
-loss = NegativesLoss(model, dataset, lambda data: Resample(InBatch(popularity(data))))    # BIR
+loss = NegativesLoss(model, dataset, lambda data: Resample(InBatch(item_frequency(data))))    # BIR
 SentenceTransformerTrainer(model=model, train_dataset=dataset, loss=loss).train()
 """
 

@@ -19,7 +19,7 @@ from sparring.core.types import ALONE, Bag, Batch, LossOutput, Outcome, Positive
 from sparring.data.batches import batches_for, query_rows
 from sparring.data.interactions import Interactions, Split
 from sparring.data.weights import spread
-from sparring.recipes.run import Run, Term
+from sparring.recipes.run import Run, Solver, Term
 
 
 def training_step(
@@ -168,6 +168,7 @@ def sample_steps(
 
         for losses, step, outcome in islice(sample_steps(run, split), 4): outcome.bags[0].describe()
     """
+    check_steps(run)
     device = run.model.device
     generator = torch.Generator(device).manual_seed(run.setup.seed if seed is None else seed)
     rows = TrainingRows(run, split.train, device)
@@ -178,11 +179,24 @@ def sample_steps(
         yield training_step(run, *rows.ids(pairs.to(device)), generator, positives)
 
 
+def check_steps(run: Run) -> None:
+    """Refuse a run that is not trained by steps."""
+    if run.solver is not None:
+        raise UserError(f"{run.recipe} is {_how_solved(run.solver)}")
+
+
+def _how_solved(solver: Solver) -> str:
+    return f"solved {'in closed form' if solver.closed_form else 'by sweeps'}; it draws no negatives"
+
+
 def describe_batch(run: Run, split: Split) -> str:
     """The first training batch of a run: sources, counts, corrections and masks by term, and the weights of pairs.
 
-    The run is unchanged.
+    The run is unchanged. A run with a solver has no batches; one line says how it is solved.
     """
+    if run.solver is not None:
+        weights = "" if split.train.weight is None or run.solver.weighted else "\nweights of interactions do not count"
+        return f"{_how_solved(run.solver)}{weights}"
     device = run.model.device
     with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
         _, _, outcome = next(sample_steps(run, split))

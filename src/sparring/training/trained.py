@@ -22,7 +22,7 @@ from sparring.data.texts.texts import as_series
 from sparring.models.fusion import FILE, RANKINGS, Fused
 from sparring.models.retriever import Retriever
 from sparring.models.text import text_tower
-from sparring.models.towers import HistoryTower
+from sparring.models.towers import HistoryReader
 from sparring.recipes.finding import Recipe
 from sparring.training.eligibility import ClassifierRanking, Eligibility, FusedRanking, Ranking
 from sparring.training.folder import check_finished, read_manifest, read_run
@@ -102,7 +102,7 @@ class Trained:
     @property
     def reads_histories(self) -> bool:
         """Whether the query tower encodes histories; if not, the mean of the items' vectors is the query."""
-        return isinstance(self.model.query, HistoryTower)
+        return isinstance(self.model.query, HistoryReader)
 
     def recommend_text(self, texts: Sequence[str], k: int = 10, ranking: How | None = None) -> pl.DataFrame:
         """The k best items for new queries that are given by their texts; needs a text query tower."""
@@ -112,6 +112,9 @@ class Trained:
 
     def item_vectors(self) -> Tensor:
         """Vectors (N, D) of all items; those of text towers are computed once and cached in the run folder."""
+        if self.model.scores_items:
+            why = "its model is an item-item matrix, without vectors to index, export or serve"
+            raise UserError(f"{self.folder} has no item vectors: {why}; recommend writes its lists")
         return item_vectors(self.model, self.folder)
 
     def encode_texts(self, texts: Sequence[str], side: Literal["query", "item"]) -> Tensor:
@@ -148,6 +151,8 @@ class Trained:
 
     def ranking(self, asked: How | None = None) -> Ranking | FusedRanking:
         """Ranks all items for vectors of queries; see `recommend`."""
+        if self.model.scores_items:
+            return self.eligibility.ranking(None, self.model.n_items)
         how = self.how(asked)
         if how == "encoder" or self.fused is None:
             return self.eligibility.ranking(self.item_vectors())
@@ -218,7 +223,7 @@ def run_vectors(
             f"{folder} was trained on {leaked:,} test pairs of this data: train it with the same split and seed"
         )
     rows = trained.ids.item_ids.encode(split.train.item_ids.ids)
-    return trained.model.item_vectors().detach().cpu().numpy(), rows
+    return trained.item_vectors().detach().cpu().numpy(), rows
 
 
 def leaked_pairs(trained: Trained, split: Split) -> int:

@@ -27,10 +27,13 @@ def profile(run: Run, split: Split, batches: int = 4, world: SyntheticWorld | No
     false_negatives  share of items that the query would like and never took; only if `world` has the truth
 
     All shares but `synthetic` are of items, and absent if there are none. If draws are known only in sum over the
-    queries of a batch (closed-form resampling), each query is assigned an equal part. The run is left unchanged.
+    queries of a batch (closed-form resampling), each query is assigned an equal part. The run is left unchanged. A run
+    with a solver draws none: its profile is empty.
 
         profile(fitted.run, split)["popularity"]
     """
+    if run.solver is not None:
+        return {}
     device = next(run.model.parameters()).device
     percentile = torch.from_numpy(popularity_percentile(split.train.counts())).to(device)
     stratum = torch.from_numpy(popularity_strata(split.train.counts())).to(device)

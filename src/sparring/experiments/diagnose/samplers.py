@@ -22,7 +22,7 @@ from sparring.recipes.run import Run
 from sparring.recipes.setup import parse_setup
 from sparring.training.checkpoint import own_tensors
 from sparring.training.folder import read_meta, recipe_of
-from sparring.training.step import sample_steps
+from sparring.training.step import check_steps, sample_steps
 
 WARM_STEPS = 50  # fill a cache or a memory as in training, and let a streaming estimate see the usual items
 
@@ -47,6 +47,7 @@ def load_for_diagnosis(
     # the initial values of the towers are overwritten, so they need no costly initialisation
     builder = recipe_of(folder, meta, recipe, trust)
     run = settings.build(builder, split.train, meta["arguments"], setup=setup.replaced(init="normal"))
+    check_steps(run)
     run = replace(run, setup=setup)
     model, checkpoint = folder / "model.safetensors", folder / "checkpoint.safetensors"
     if not model.is_file() and not checkpoint.is_file():
@@ -89,6 +90,7 @@ def with_negatives_of(name: str | Recipe, run: Run, split: Split, steps: int = W
 
 def _on(run: Run, name: str | Recipe, split: Split, chosen: dict[str, Any]) -> Run:
     built = settings.build(name, split.train, chosen, setup=run.setup.replaced(init="normal"))
+    check_steps(built)
     built = replace(built, model=run.model, temperature=run.temperature, setup=run.setup)
     built.modules().to(next(run.model.parameters()).device).eval()
     return built
