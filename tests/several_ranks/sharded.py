@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from sparring.core import files
+from sparring.core import files, manifest
 from sparring.core.ranks import Group
 from sparring.core.types import ALONE, Ranks
 from sparring.data.interactions import Split
@@ -84,6 +84,9 @@ def compared(parts: Split, out: Path, pair: Group, four: Group) -> dict[str, Any
                 whole, results(train(name, parts, ranks, "sharded", None), parts)
             )
     folder = out / "passed"
+    if four.rank == 0:  # the files of a start: checkpoints repeat the id of their run
+        files.write_json(folder / "run.json", {"id": "passed"})
+        manifest.write_manifest(folder, finished=False)
     whole = results(train("xir", parts, ALONE, "replicated", None), parts)
     train("xir", parts, four, "sharded", folder, until=1)
     dist.barrier()
