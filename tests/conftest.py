@@ -65,11 +65,18 @@ FAST = (
     "recipes/test_settings.py",
     "test_public_names.py",
 )
-# Of these folders, but they start processes, read encoders or take half a minute.
+# Of these folders, but they start processes, read encoders, train, or take ten seconds or more.
 MEDIUM = (
+    "core/test_files.py::test_a_lock_excludes_other_processes",
+    "core/test_rooms.py::test_nothing_that_ships_needs_pytest",
     "core/test_workers.py",
     "data/test_encoders.py",
+    "data/test_modalities.py",
     "data/test_modality_sources.py",
+    "data/test_prepared.py",
+    "data/test_public_sets.py",
+    "data/test_texts.py::test_hashed_words_are_the_same_in_every_process",
+    "negatives/test_cluster_counts.py",
     "negatives/test_contract_rejects.py",
 )
 
