@@ -43,7 +43,7 @@ from sparring.serving.index.faiss_backends import parameters, require_faiss, wid
 from sparring.serving.index.run_index import FOLDER, build_index, open_index
 from sparring.training import trained as runs
 from sparring.training.checkpoint import run_id
-from sparring.training.folder import finish, write_start
+from sparring.training.folder import finish, model_hash, write_start
 
 
 def main() -> None:
@@ -89,7 +89,7 @@ def prepared(args: argparse.Namespace) -> tuple[Path, Path]:
             f"index built and tuned in {time.perf_counter() - began:.0f} s: {tuned.chosen.kind}, "
             f"recall@{K} {tuned.recall:.4f}\n"
         )
-        other = {"model": index_files.sha256(second / "model.safetensors")}
+        other = {"model": model_hash(second)}
         index_files.write(replace(tuned.index, meta=tuned.index.meta | other), second / FOLDER)
     for name in ("first/serve", "broken"):
         shutil.rmtree(args.cache / name, ignore_errors=True)
