@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 
 from sparring.core import files
@@ -200,14 +201,20 @@ def test_tensors_are_checked_by_the_manifest_as_they_are_read(tmp_path: Path) ->
 
 
 def test_blocks_of_rows_make_the_same_file_content(tmp_path: Path) -> None:
-    """Tensors that arrive as blocks are read back equal, with their value, and each bit of the file counts."""
-    wanted = {"a": torch.arange(12.0).reshape(6, 2), "none": torch.zeros(0, 2), "b": torch.arange(3)}
+    """Tensors that arrive as blocks are read back equal, with their value and hash, and each bit of the file counts."""
+    wanted = {"bool": torch.tensor([True, False, True]), "a": torch.arange(12.0).reshape(6, 2)}
+    wanted |= {"half": torch.ones(5, 1).half(), "none": torch.zeros(0, 2), "b": torch.arange(3), "one": torch.tensor(7)}
     shapes = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in wanted.items()}
-    blocks = iter([wanted["a"][:4], wanted["a"][4:], wanted["none"], wanted["b"]])
-    files.write_tensor_blocks(tmp_path / "x.safetensors", shapes, blocks, {"epoch": 1})
+    blocks = {name: tensor.split(4) if tensor.ndim else [tensor] for name, tensor in wanted.items()}
+    digest = files.write_tensor_blocks(tmp_path / "x.safetensors", shapes, blocks, {"epoch": 1})
+    files.write_tensors(tmp_path / "whole.safetensors", wanted, {"epoch": 1})
     tensors, state = files.read_tensors(tmp_path / "x.safetensors")
     assert state == {"epoch": 1}
-    assert all(torch.equal(tensors[name], tensor) for name, tensor in wanted.items())
+    assert (
+        digest == files.tensors_hash(tmp_path / "whole.safetensors") == files.tensors_hash(tmp_path / "x.safetensors")
+    )
+    for found in (tensors, safetensors.torch.load_file(tmp_path / "x.safetensors")):
+        assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
     for bit in random.Random(1).sample(range((tmp_path / "x.safetensors").stat().st_size * 8), 100):
         whole = flip(tmp_path / "x.safetensors", bit)
         with pytest.raises(UserError, match="corrupt"):

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -126,17 +125,6 @@ def test_tables_of_another_run_do_not_fit(wrong: Tensor, tmp_path: Path, monkeyp
         shards.read_tables(tmp_path, {"table": wrong}, ALONE)
     with pytest.raises(UserError, match=r"'other' is missing"):
         shards.read_tables(tmp_path, {"other": wrong}, ALONE)
-
-
-def test_a_streamed_file_is_a_safetensors_file(tmp_path: Path) -> None:
-    """Tensors of every type are aligned and read back, and the length and hash are those of the file."""
-    tensors = {"b": torch.tensor([True, False, True]), "i": torch.arange(3), "h": torch.ones(5, 1).half()}
-    shapes = {name: (tensor.dtype, list(tensor.shape)) for name, tensor in tensors.items()}
-    path = tmp_path / "a.safetensors"
-    size, digest = shards.write_stream(path, shapes, {name: [tensor] for name, tensor in tensors.items()})
-    found = safetensors.torch.load_file(path)
-    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
-    assert (size, digest) == (path.stat().st_size, shards._hash(path))
 
 
 def test_one_rank_that_fails_stops_all(tmp_path: Path) -> None:

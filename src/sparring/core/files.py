@@ -13,7 +13,7 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -236,12 +236,16 @@ def write_tensors(path: AnyPath, tensors: Mapping[str, Tensor], meta: Mapping[st
 
 
 def write_tensor_blocks(
-    path: Path, shapes: Mapping[str, tuple[torch.dtype, Sequence[int]]], blocks: Iterator[Tensor], meta: object
-) -> None:
-    """As write_tensors, for tensors that arrive as blocks of rows, in the order of `shapes`: one block is in memory."""
-    value, blank = json.dumps(meta), "0" * 32
+    path: Path,
+    shapes: Mapping[str, tuple[torch.dtype, Sequence[int]]],
+    blocks: Mapping[str, Iterable[Tensor]],
+    meta: Mapping[str, object] | None = None,
+) -> str:
+    """As write_tensors, for tensors that arrive as blocks of rows, of which one is in memory; the hash in the file."""
+    value, blank = json.dumps(meta or {}), "0" * 32
     header: dict[str, Any] = {"__metadata__": {_ABOUT: f"{blank} {value}"}}
-    offset = 0
+    offset, digest = 0, ""
+    shapes = {name: shapes[name] for name in sorted(shapes, key=lambda name: -shapes[name][0].itemsize)}  # aligned
     for name, (kind, shape) in shapes.items():
         size = math.prod(shape) * kind.itemsize
         header[name] = {"dtype": KINDS[kind], "shape": list(shape), "data_offsets": [offset, offset + size]}
@@ -250,22 +254,23 @@ def write_tensor_blocks(
     text += " " * (-len(text.encode()) % 8)
 
     def write_to(file: Path) -> None:
-        digests, filled = dict[str, str](), (block for block in blocks if block.numel())
+        nonlocal digest
+        described = {}
         with open(file, "wb") as out:
             out.write(len(text.encode()).to_bytes(8, "little") + text.encode())
             for name, (kind, shape) in shapes.items():
-                digest, left = xxhash.xxh3_128(), math.prod(shape) * kind.itemsize
-                while left:
-                    data = _bytes_of(next(filled).detach().contiguous().cpu())
-                    digest.update(data)
+                own = xxhash.xxh3_128()
+                for block in blocks[name]:
+                    data = _bytes_of(block.detach().contiguous().cpu())
+                    own.update(data)
                     out.write(data)
-                    left -= len(data)
-                digests[name] = digest.hexdigest()
-            described = {name: (str(kind), tuple(shape), digests[name]) for name, (kind, shape) in shapes.items()}
+                described[name] = str(kind), tuple(shape), own.hexdigest()
+            digest = _combined(described, value)
             out.seek(8)
-            out.write(text.replace(blank, _combined(described, value), 1).encode())
+            out.write(text.replace(blank, digest, 1).encode())
 
     write(path, write_to)
+    return digest
 
 
 KINDS = {
@@ -304,6 +309,13 @@ def map_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     with _reading(path), safetensors.safe_open(path, "pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         return tensors, _checked(tensors, file.metadata())
+
+
+def tensors_hash(path: Path) -> str:
+    """The hash in a file of tensors, after comparing it with their content."""
+    with _reading(path), safetensors.safe_open(path, "pt") as file:
+        _checked({name: file.get_tensor(name) for name in file.keys()}, file.metadata())  # noqa: SIM118
+        return _hash_and_value(file.metadata())[0]
 
 
 def read_state(path: Path) -> dict[str, Any]:

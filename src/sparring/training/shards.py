@@ -1,25 +1,22 @@
 """Tables in shards: one safetensors file per rank, and index.json, which rank 0 writes last.
 
     0-of-2.safetensors, 1-of-2.safetensors   the rows of each rank; the first also has the tensors that all ranks share
-    index.json   of every shard its length and its XXH3-128 hash; of every tensor its dtype, shape and rows by shard
+    index.json   of every shard the hash of its content; of every tensor its dtype, shape and rows by shard
 
 Any number of ranks reads what any number wrote: each reads the rows that it holds, a block at a time.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import safetensors
 import torch
 import torch.distributed as dist
-import xxhash
 from torch import Tensor
 
 from sparring.core import files
@@ -33,7 +30,6 @@ INDEX = "index.json"
 _ADVICE = "train again, or restore it from a backup"
 _FORMAT = 1
 _ROWS = 1 << 16  # rows of a table that are sent, written or read at a time
-_BYTES = 1 << 20  # of a file that are hashed at a time
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,11 +59,11 @@ def write_tables(folder: Path, tensors: Mapping[str, Tensor | Rows], ranks: Rank
     try:
         shapes = {name: (rows.local.dtype, list(rows.local.shape)) for name, rows in own.items()}
         blocks = {name: _blocks(rows.local) for name, rows in own.items()}
-        size, digest = write_stream(path, shapes, blocks)
+        digest = files.write_tensor_blocks(path, shapes, blocks)
         tables = {
             name: [files.KINDS[rows.local.dtype], rows.shape, rows.first, rows.last] for name, rows in own.items()
         }
-        written = {"name": path.name, "bytes": size, "xxh3_128": digest, "tables": tables}
+        written = {"name": path.name, "hash": digest, "tables": tables}
     except UserError as error:
         written = error
     shards = _gathered(written, ranks)
@@ -87,7 +83,7 @@ def _description(shards: Sequence[dict[str, Any]]) -> dict[str, Any]:
         for name, (kind, shape, first, last) in shard["tables"].items():
             about = tensors.setdefault(name, {"dtype": kind, "shape": shape, "rows": []})
             about["rows"].append([number, first, last])
-    facts = [{key: shard[key] for key in ("name", "bytes", "xxh3_128")} for shard in shards]
+    facts = [{key: shard[key] for key in ("name", "hash")} for shard in shards]
     return {"format": _FORMAT, "shards": facts, "tensors": tensors}
 
 
@@ -97,7 +93,7 @@ def check_tables(folder: Path, which: slice = slice(None)) -> dict[str, Any]:
     try:
         if index["format"] != _FORMAT:
             raise ValueError(f"format {index['format']!r} is unknown")
-        shards = [(files.inside(folder, shard["name"]), shard["bytes"], shard["xxh3_128"]) for shard in index["shards"]]
+        shards = [(files.inside(folder, shard["name"]), shard["hash"]) for shard in index["shards"]]
         for name, about in index["tensors"].items():
             ends = [0]
             for number, first, last in about["rows"]:
@@ -110,10 +106,11 @@ def check_tables(folder: Path, which: slice = slice(None)) -> dict[str, Any]:
         if isinstance(error, UserError):
             raise
         raise UserError(f"{folder / INDEX} is corrupt: {first_line(error)}; {_ADVICE}") from error
-    for path, size, digest in shards[which]:
-        if not path.is_file() or path.stat().st_size != size or _hash(path) != digest:
-            state = "is corrupt: its length or its hash is wrong" if path.is_file() else "is missing"
-            raise UserError(f"{path} {state}; {_ADVICE}")
+    for path, digest in shards[which]:
+        if not path.is_file():
+            raise UserError(f"{path} is missing; {_ADVICE}")
+        if files.tensors_hash(path) != digest:
+            raise UserError(f"{path} is corrupt: it belongs to another checkpoint; {_ADVICE}")
     return index
 
 
@@ -185,49 +182,12 @@ def _gathered(value: Any, ranks: Ranks) -> list[Any]:
     return values
 
 
-def _hash(path: Path) -> str:
-    digest = xxhash.xxh3_128()
-    with open(path, "rb") as file:
-        while block := file.read(_BYTES):
-            digest.update(block)
-    return str(digest.hexdigest())
-
-
-def write_stream(
-    path: Path,
-    shapes: Mapping[str, tuple[torch.dtype, Sequence[int]]],
-    blocks: Mapping[str, Iterable[Tensor]],
-) -> tuple[int, str]:
-    """Write a safetensors file block by block: its length and hash. `blocks` are the rows of each tensor in order."""
-    header: dict[str, Any] = {}
-    offset = 0
-    order = sorted(shapes, key=lambda name: -shapes[name][0].itemsize)  # so that each tensor is aligned
-    for name in order:
-        kind, shape = shapes[name]
-        size = torch.Size(shape).numel() * kind.itemsize
-        header[name] = {"dtype": files.KINDS[kind], "shape": list(shape), "data_offsets": [offset, offset + size]}
-        offset += size
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    digest = xxhash.xxh3_128()
-
-    def write_to(file: Path) -> None:
-        with open(file, "wb") as out:
-            for part in (len(text).to_bytes(8, "little"), text):
-                out.write(part)
-                digest.update(part)
-            for name in order:
-                for block in blocks[name]:
-                    content = block.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-                    out.write(content)
-                    digest.update(content)
-
-    files.write(path, write_to)
-    return 8 + len(text) + offset, str(digest.hexdigest())
-
-
 def write_model(
-    path: Path, tensors: Mapping[str, Tensor], tables: Mapping[str, RowWiseTable], meta: object, ranks: Ranks
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    tables: Mapping[str, RowWiseTable],
+    meta: Mapping[str, object],
+    ranks: Ranks,
 ) -> None:
     """Write model.safetensors with complete tables, of which rank 0 holds one block at a time.
 
@@ -244,7 +204,7 @@ def write_model(
     blocks: dict[str, Iterable[Tensor]] = {name: _blocks(tensor) for name, tensor in tensors.items()}
     for name, table in tables.items():
         shapes[name], blocks[name] = (table.weight.dtype, [table.n, table.dim]), _sent(table)
-    files.write_tensor_blocks(path, shapes, chain.from_iterable(blocks.values()), meta)
+    files.write_tensor_blocks(path, shapes, blocks, meta)
 
 
 def _sent(table: RowWiseTable) -> Iterator[Tensor]:
