@@ -106,8 +106,9 @@ def _parts(args: Namespace, meta: dict[str, Any]) -> Split:
         record = inputs.recorded(meta, args.run)
         data = inputs.read_recorded(meta, args.run, args.data, record["columns"])
         return inputs.split_recorded(data, meta, args.run, args.data)
-    given, ids = inputs.read_data(args.data, {}), Ids.load(args.run, read_manifest(args.run))
-    pairs = seen_interactions(ids, read_eligibility(args.run, ids).seen)
+    given, listed = inputs.read_data(args.data, {}), read_manifest(args.run)
+    ids = Ids.load(args.run, listed)
+    pairs = seen_interactions(ids, read_eligibility(listed, meta, ids).seen)
     queries = ids.query_ids.encode(given.query_ids.ids)[given.queries]
     items = ids.item_ids.encode(given.item_ids.ids)[given.items]
     known = (queries >= 0) & (items >= 0)

@@ -39,9 +39,7 @@ class Fitted:
     test: Evaluation | None
     seconds: float
     stages: dict[str, Evaluation] = field(default_factory=dict)  # test metrics of knn, clf and fusion (stages.py)
-    ranking: str = (
-        "encoder"  # the default of commands: the best of encoder, classifiers and fused on the validation part
-    )
+    ranking: str = "encoder"  # by default: the best of encoder, classifiers and fused on the validation part
 
 
 def fit(

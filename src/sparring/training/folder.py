@@ -334,17 +334,6 @@ def model_hash(folder: Path) -> str:
     return listed[name][1] if name in listed else manifest.file_hash(folder / name)
 
 
-def check_finished(folder: Path) -> None:
-    """Raise unless the training in a run folder came to its end."""
-    read_meta(folder)
-    if not manifest.is_finished(folder):
-        state = "is in progress" if is_held(folder) else "was interrupted"
-        how = (
-            f"resume it with `sparring train --out {folder} --resume`, or take its best epoch so far with --unfinished"
-        )
-        raise UserError(f"{folder} is not finished, its training {state}: {how} (unfinished=True in Python)")
-
-
 def check_same(folder: Path, meta: Mapping[str, Any], setup: Setup) -> None:
     """Raise if a run would resume with another method, settings or data; warn if its recipe's file has changed."""
     before = read_meta(folder)
@@ -375,42 +364,33 @@ def difference(part: str, old: object, new: object) -> str:
 
 
 def read_run(
-    folder: Path, model: Retriever | None = None, recipe: str | Recipe | None = None, trust: bool = False
+    folder: Path,
+    model: Retriever | None = None,
+    recipe: str | Recipe | None = None,
+    trust: bool = False,
+    unfinished: bool = False,
 ) -> tuple[Retriever, Ids, Eligibility, dict[str, Any]]:
-    """The model of a finished run, its ids, its eligibility and run.json.
+    """The model of a run, its ids, its eligibility and run.json; a run that is not finished only with `unfinished`.
 
     Custom towers are those of `model`, or built by the recipe that `recipe_of` allows.
     """
     if not folder.is_dir():
         raise UserError(f"no such run folder: {folder}")
     meta, listed = read_meta(folder), read_manifest(folder)
+    if not (unfinished or listed.finished):
+        state = "is in progress" if is_held(folder) else "was interrupted"
+        resume = f"resume it with `sparring train --out {folder} --resume`"
+        how = f"{resume}, or take its best epoch so far with --unfinished (unfinished=True in Python)"
+        raise UserError(f"{folder} is not finished, its training {state}: {how}")
     ids, path = Ids.load(folder, listed), folder / "model.safetensors"
-    tensors = _own_tensors(listed, "model.safetensors", meta)
-    eligibility = read_eligibility(folder, ids)
+    tensors = _own_tensors(listed, path.name, meta)
+    eligibility = read_eligibility(listed, meta, ids)
     own = model is not None
-    if model is None and meta.get("towers"):
-        model = _custom_model(folder, meta, ids, eligibility.seen, recipe, trust)
     if model is None:
-        setup = parse_setup(meta["setup"])
-        past = None
-        if setup.model.query_tower in ("history", "items"):
-            if not {"query.start", "query.items"} <= tensors.keys():
-                raise UserError(f"{path} does not fit this run: it has no histories for the query tower")
-            past = Histories(tensors["query.start"], tensors["query.items"])
-        n_queries, n_items = len(ids.query_ids), len(ids.item_ids)
-        if setup.training.optimizer == "solver":
-            width = tensors["query.neighbours"].shape[1] if "query.neighbours" in tensors else None
-            columns = n_items if setup.model.query_tower == "items" and width is None else 1
-            _check_room(path, n_items, columns)
-            model = solved_retriever(setup.model, n_queries, n_items, past, width, setup.seed)
+        if meta.get("towers"):
+            model = _custom_model(folder, meta, ids, eligibility.seen, recipe, trust)
         else:
-            if setup.model.item_tower == "id" and not setup.model.item_features:
-                _check_room(path, n_items, setup.model.dim)
-            for side in text_sides(setup.model):
-                # the weights of the encoder are in the model
-                listed.check(encoder_folder(setup.text, side), but=["model.safetensors"])
-                listed.check(f"{side}_texts")
-            model = build_towers(setup, ids, past, folder)
+            model = _described_model(listed, meta, ids, tensors)
     try:
         files.load_tensors(model, tensors, path)
     except UserError as error:
@@ -421,6 +401,28 @@ def read_run(
     return model.eval(), ids, eligibility, meta
 
 
+def _described_model(listed: Manifest, meta: Mapping[str, Any], ids: Ids, tensors: Mapping[str, Tensor]) -> Retriever:
+    """The model that the setup in run.json describes, before its weights are read."""
+    setup, path = parse_setup(meta["setup"]), listed.folder / "model.safetensors"
+    past, n_queries, n_items = None, len(ids.query_ids), len(ids.item_ids)
+    if setup.model.query_tower in ("history", "items"):
+        if not {"query.start", "query.items"} <= tensors.keys():
+            raise UserError(f"{path} does not fit this run: it has no histories for the query tower")
+        past = Histories(tensors["query.start"], tensors["query.items"])
+    if setup.training.optimizer == "solver":
+        width = tensors["query.neighbours"].shape[1] if "query.neighbours" in tensors else None
+        columns = n_items if setup.model.query_tower == "items" and width is None else 1
+        _check_room(path, n_items, columns)
+        return solved_retriever(setup.model, n_queries, n_items, past, width, setup.seed)
+    if setup.model.item_tower == "id" and not setup.model.item_features:
+        _check_room(path, n_items, setup.model.dim)
+    for side in text_sides(setup.model):
+        # the weights of the encoder are in the model
+        listed.check(encoder_folder(setup.text, side), but=["model.safetensors"])
+        listed.check(f"{side}_texts")
+    return build_towers(setup, ids, past, listed.folder)
+
+
 def _check_room(path: Path, rows: int, columns: int) -> None:
     """Raise if a model file is too short for a table of this shape, before memory is taken for it."""
     if 4 * rows * columns > path.stat().st_size:
@@ -428,13 +430,13 @@ def _check_room(path: Path, rows: int, columns: int) -> None:
         raise UserError(f"{path} does not fit this run: it is too short for an item table of {shape} numbers")
 
 
-def read_eligibility(folder: Path, ids: Ids) -> Eligibility:
+def read_eligibility(listed: Manifest, meta: Mapping[str, Any], ids: Ids) -> Eligibility:
     """The items that the queries of a run have taken, and its untrained ids."""
-    tensors = _own_tensors(read_manifest(folder), SEEN, read_meta(folder))
+    tensors = _own_tensors(listed, SEEN, meta)
     try:
         return Eligibility.read(tensors, len(ids.query_ids), len(ids.item_ids))
     except ValueError as error:
-        raise UserError(f"{folder / SEEN} does not fit this run: {error}; train it again") from error
+        raise UserError(f"{listed.folder / SEEN} does not fit this run: {error}; train it again") from error
 
 
 def _own_tensors(listed: Manifest, name: str, meta: Mapping[str, Any]) -> dict[str, Tensor]:

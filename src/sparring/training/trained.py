@@ -25,7 +25,7 @@ from sparring.models.text import text_tower
 from sparring.models.towers import HistoryReader
 from sparring.recipes.finding import Recipe
 from sparring.training.eligibility import ClassifierRanking, Eligibility, FusedRanking, Ranking
-from sparring.training.folder import check_finished, read_manifest, read_run
+from sparring.training.folder import read_manifest, read_run
 from sparring.training.item_vectors import item_vectors, mean_query
 
 How = Literal["fused", "classifiers", "encoder"]
@@ -202,11 +202,7 @@ def load(
         load("runs/xir").recommend([1042], k=10);   load("runs/mine", recipe="mine.py:deep")
     """
     folder = Path(folder)
-    if not folder.is_dir():
-        raise UserError(f"no such run folder: {folder}")
-    if not unfinished:
-        check_finished(folder)
-    return Trained(folder, *read_run(folder, model, recipe, trust))
+    return Trained(folder, *read_run(folder, model, recipe, trust, unfinished))
 
 
 def run_vectors(

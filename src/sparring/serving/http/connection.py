@@ -151,7 +151,7 @@ class Connection(asyncio.Protocol):
         self.incoming: Request | None = None
         self.error: RequestError | None = None
 
-    # what asyncio calls
+    # called by asyncio
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport: Any = transport
@@ -201,7 +201,7 @@ class Connection(asyncio.Protocol):
         if self.request is None:
             self._next()
 
-    # what the parser calls; an error raised here ends the parsing
+    # called by the parser; an error raised here ends the parsing
 
     def on_message_begin(self) -> None:
         self.reading, self.begun = HEAD, self.begun + 1

@@ -68,9 +68,9 @@ class Response(NamedTuple):
 class Gate:
     """The path of every request: `check` its head, `answer` it when its body is complete, `finish` the outcome.
 
-    FastAPI costs more per request than a search does. `plain` has, by path, functions that answer the most frequent
-    requests (known users or items, no filters) without it. For other requests, malformed ones included, they return
-    None and the application answers. `hosts` are the names that the service answers to; None: any.
+    FastAPI costs more per request than a search does. `plain` has, by path, functions that answer valid queries without
+    it. For all others they return None, and the application says what is wrong with them. `hosts` are the names that
+    the service answers to; None: any.
 
     The service runs it behind `Connections`. It is an ASGI application too, for tests and other servers.
     """
