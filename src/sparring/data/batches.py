@@ -225,8 +225,3 @@ def batches_for(train: Interactions, rows: QueryRows | None, batch_size: int, se
     if rows is None and isinstance(train.queries, np.memmap):
         return BlockBatches(len(train), batch_size, seed)
     return RandomBatches(len(train if rows is None else rows), batch_size, seed)
-
-
-def epoch_steps(train: Interactions, rows: str, batch_size: int) -> int:
-    """Steps of an epoch over the pairs of training data, or over its queries."""
-    return -(-(len(train) if rows == "pairs" else len(np.unique(train.queries))) // batch_size)

@@ -213,6 +213,30 @@ class SetBatches(RandomBatches):
             yield tuple(torch.from_numpy(column).to(device, non_blocking=True) for column in (places[step], owners))
 
 
+def rows_per_query(train: Interactions, rows: str, most: int) -> np.ndarray:
+    """(queries,) the rows that each query gives an epoch; sequences and sets have at most `most`."""
+    count = np.bincount(train.queries, minlength=train.n_queries)
+    if rows == "pairs":
+        return count
+    if rows == "queries":
+        return np.minimum(count, 1)
+    return np.minimum(count if rows == "sets" else np.maximum(count - 1, 0), most)
+
+
+def target_shares(train: Interactions, rows: str, most: int) -> np.ndarray:
+    """(pairs,) how often a pair is the positive of a row in an epoch, for rows of sequences and sets."""
+    if rows == "sets":
+        return (rows_per_query(train, rows, most) / np.maximum(rows_per_query(train, "pairs", most), 1))[train.queries]
+    past = histories(train)
+    assert past.pairs is not None
+    end = np.repeat(past.start[1:].numpy(), past.start.diff().numpy())
+    age = end - np.arange(len(end))
+    first = np.repeat(past.start.diff().numpy(), past.start.diff().numpy())
+    shares = np.zeros(len(train))
+    shares[past.pairs.numpy()] = (age <= most) & (age < first)
+    return shares
+
+
 def best_fit(lengths: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray, int]:
     """Pack pieces into windows of a width, the longest first, each where it leaves least room.
 

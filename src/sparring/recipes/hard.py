@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from sparring.core.errors import UserError
-from sparring.data.batches import epoch_steps
 from sparring.data.interactions import Interactions
 from sparring.losses import bpr
 from sparring.models.build import width
@@ -34,7 +33,7 @@ from sparring.negatives.synthetic import MixPer
 from sparring.recipes.arguments import Corrected, Excluded, OneOf, PerQuery, Range, UniformDraws
 from sparring.recipes.in_batch import PAPER, item_frequency
 from sparring.recipes.run import Run, Term, compose
-from sparring.recipes.setup import Setup
+from sparring.recipes.setup import Setup, epoch_steps
 
 # Shared by DNS(M, N), MixGCF and AHNS: d = 64, B = 2048, Adam at 0.001 from Xavier's initialisation, whose standard
 # deviation is about 0.01 for ten thousand rows.
@@ -166,7 +165,7 @@ def fairneg(
     Chen et al., Fairly Adaptive Negative Sampling for Recommendations, WWW 2023.
     """
     of_items = popularity_classes(data, groups) if column is None else column_classes(data, column)
-    steps = epoch_steps(data, setup.batches.rows, setup.batches.batch_size) if every is None else every
+    steps = epoch_steps(data, setup) if every is None else every
     shares = GroupShares(of_items, lr_shares, momentum, decay, steps, floor)
     pool = Sampled(shares, n, correction=correction, exclude=exclude)
     return compose(data, setup, Term(1.0, Tilted(pool, importance, temperature)))

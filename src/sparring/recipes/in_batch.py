@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparring.data.batches import epoch_steps
+from sparring.data.histories import target_shares
 from sparring.data.interactions import Interactions
 from sparring.data.propensity import inverse_propensities
 from sparring.losses import bpr as bpr_loss
@@ -30,7 +30,7 @@ from sparring.negatives import (
 )
 from sparring.recipes.arguments import AsIn, Corrected, Excluded, Form, PerQuery, Range, Redrawn, UniformDraws
 from sparring.recipes.run import Run, Term, compose
-from sparring.recipes.setup import Setup
+from sparring.recipes.setup import Setup, epoch_steps
 
 PAPER = Setup.of(
     dim=32,
@@ -243,7 +243,7 @@ def cbns(
     """
     pop = item_frequency(data, setup)
     if opens is None:
-        steps = setup.training.epochs * epoch_steps(data, setup.batches.rows, setup.batches.batch_size)
+        steps = setup.training.epochs * epoch_steps(data, setup)
         opens = min(40_000, steps // 10)
     memory = Memory(size, width(setup.model, setup.text), pop, opens)
     return compose(data, setup, Term(1.0, Union(InBatch(pop), memory, correction=correction)))
@@ -283,8 +283,12 @@ def item_frequency(data: Interactions, setup: Setup | None = None, alpha: float 
 
 def positive_counts(data: Interactions, setup: Setup) -> Tensor:
     """(N,) expected rows of an epoch whose positive is the item; a query as row gives each of n positives 1/n."""
-    if setup.batches.rows == "pairs":
+    rows = setup.batches.rows
+    if rows == "pairs":
         return torch.from_numpy(data.counts())
+    if rows in ("sequences", "sets"):
+        shares = target_shares(data, rows, setup.model.history)
+        return torch.from_numpy(np.bincount(data.items, weights=shares, minlength=data.n_items))
     weight = np.ones(data.n_items)
     if setup.batches.draw == "propensity":
         weight = inverse_propensities(data.counts(), len(np.unique(data.queries)))

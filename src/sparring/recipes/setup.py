@@ -16,6 +16,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from sparring.core.errors import UserError, did_you_mean
 from sparring.core.finding import own_arguments
+from sparring.data.histories import rows_per_query
+from sparring.data.interactions import Interactions
 from sparring.models.named import TABLES, Model
 from sparring.models.rowwise_tables import require_torchrec
 from sparring.models.settings import ModelSettings, TextSettings, setting
@@ -300,6 +302,14 @@ def check_sharded(setup: Setup) -> None:
     if setup.model.dim % 4:
         raise UserError(f"tables=sharded needs a dim that is a multiple of 4, not {setup.model.dim}")
     require_torchrec()
+
+
+def epoch_steps(data: Interactions, setup: Setup) -> int:
+    """Steps of an epoch over the rows of training data."""
+    batches = setup.batches
+    rows = int(rows_per_query(data, batches.rows, setup.model.history).sum())
+    slots = round(batches.batch_size / (1 - batches.given)) if batches.rows == "sets" else batches.batch_size
+    return -(-rows // slots)
 
 
 def _optional(kind: Any) -> bool:

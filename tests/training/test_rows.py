@@ -1,0 +1,168 @@
+"""Rows of sequences and sets in training steps, against loops: contexts, known positives, frequencies, runs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from sparring.core.errors import UserError
+from sparring.data.histories import Before, Given, Windows, histories
+from sparring.data.interactions import Interactions, Split
+from sparring.data.splits import split
+from sparring.data.table import from_frame
+from sparring.evaluation.ranking import evaluate
+from sparring.negatives import InBatch
+from sparring.recipes.in_batch import item_frequency
+from sparring.recipes.run import Term, compose
+from sparring.recipes.settings import build
+from sparring.recipes.setup import Setup, epoch_steps
+from sparring.training.fitting import fit
+from sparring.training.step import TrainingRows, sample_steps
+from sparring.training.trained import load
+
+SMALL = {"epochs": 2, "dim": 8, "batch_size": 24, "history": 6, "patience": None}
+MODELS = ["history", "sets", "sasrec", "ligr", "hstu"]
+
+
+def ordered(queries: int = 14, items: int = 20, rows: int = 160) -> Interactions:
+    import polars as pl
+
+    rng = np.random.default_rng(1)
+    frame = {"user": rng.integers(0, queries, rows), "item": rng.integers(0, items, rows), "time": np.arange(rows)}
+    return from_frame(pl.DataFrame(frame))
+
+
+@pytest.fixture(scope="module")
+def parts() -> Split:
+    return split(ordered(), "leave-last-out")
+
+
+@pytest.mark.parametrize("rows", ["sequences", "sets"])
+def test_an_epoch_has_the_rows_that_frequencies_and_steps_promise(parts: Split, rows: str) -> None:
+    """Positives occur in proportion to item_frequency; epoch_steps counts the steps."""
+    setup = Setup.of(rows=rows, history=4, batch_size=10, query_tower="history", dim=8)
+    run = compose(parts.train, setup, Term(1.0, InBatch(item_frequency(parts.train, setup))))
+    training = TrainingRows(run, parts.train)
+    assert len(training.batches) == epoch_steps(parts.train, setup)
+    counts = torch.zeros(parts.train.n_items, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(0)
+    epochs = 1 if rows == "sequences" else 800
+    for epoch in range(epochs):
+        for step in training.batches.steps(epoch):
+            pairs, context = training.drawn(step, generator)
+            assert len(pairs) == training.count(step)
+            assert isinstance(context, Windows if rows == "sequences" else Given)
+            counts += torch.bincount(training.ids(pairs)[1], minlength=len(counts))
+    expected = item_frequency(parts.train, setup).log_prob(torch.arange(len(counts))).exp().double()
+    found = counts / counts.sum()
+    tolerance = 1e-6 if rows == "sequences" else 0.05 * float(expected.max())
+    assert float((found - expected).abs().max()) < tolerance
+
+
+def test_sets_give_a_part_and_ask_for_the_rest(parts: Split) -> None:
+    """Given items and targets of a step are disjoint, and each target is asked of its own query's set."""
+    run = build("ssl", parts.train, {**SMALL, "model": "sets", "given": 0.25})
+    training, generator = TrainingRows(run, parts.train), torch.Generator().manual_seed(0)
+    past = histories(parts.train)
+    assert past.pairs is not None
+    for step in training.batches.steps(0):
+        pairs, context = training.drawn(step, generator)
+        assert isinstance(context, Given)
+        given = past.pairs[context.places]
+        assert not set(given.tolist()) & set(pairs.tolist())
+        assert len(given) == int(0.25 * len(step[0]))
+        owner = {}
+        sets = torch.cat([context.owners, context.rows]).tolist()
+        for pair, which in zip(torch.cat([given, pairs]).tolist(), sets, strict=True):
+            assert owner.setdefault(which, int(parts.train.queries[pair])) == int(parts.train.queries[pair])
+
+
+@pytest.mark.parametrize("model", ["sets", "sasrec"])
+def test_rows_of_one_query_never_count_against_each_other(parts: Split, model: str) -> None:
+    """In-batch candidates that the query has taken are excluded, whichever row they come from; others count."""
+    run = build("ssl", parts.train, {**SMALL, "model": model})
+    known = {(int(q), int(i)) for q, i in zip(parts.train.queries, parts.train.items, strict=True)}
+    for _, step, outcome in sample_steps(run, parts):
+        (block,) = outcome.bags[0].blocks
+        assert block.exclude is not None
+        mask = torch.zeros(len(step.q), len(block.ids), dtype=torch.bool)
+        mask[block.exclude.hits(block.ids)] = True
+        for row, query in enumerate(step.query_ids.tolist()):
+            want = [(query, item) in known for item in block.ids.tolist()]
+            assert mask[row].tolist() == want
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_run_is_saved_loaded_and_resumed(parts: Split, model: str, tmp_path: Path) -> None:
+    """A loaded run ranks the test part as its training did, validation items included; resuming changes no bit."""
+    settings = {**SMALL, "model": model}
+    whole = fit(build("ssl_pop", parts.train, settings), parts, tmp_path / "a", k=(5,), device="cpu")
+    trained = load(tmp_path / "a")
+    assert parts.test is not None
+    again = evaluate(trained.model, parts.test, parts.seen_for("test"), (5,), ("ndcg",))
+    assert whole.test is not None
+    assert again.metrics["ndcg@5"] == whole.test.metrics["ndcg@5"]
+    reader = trained.model.past_readers()[0]
+    assert parts.valid is not None
+    query = int(parts.valid.queries[0])
+    assert int(reader.items[int(reader.start[query + 1]) - 1]) == int(parts.valid.items[0])
+    assert len(trained.recommend_history([int(parts.train.item_ids.ids[0])], k=3)) == 3
+
+    class Stop(Exception):
+        pass
+
+    def stop(record: dict[str, object]) -> bool:
+        if record["epoch"] == 1:
+            raise Stop
+        return False
+
+    from sparring.training.loop import TrainingProgress
+
+    with pytest.raises(Stop):
+        fit(
+            build("ssl_pop", parts.train, settings),
+            parts,
+            tmp_path / "b",
+            k=(5,),
+            device="cpu",
+            progress=TrainingProgress(step=lambda epoch, step, loss: True, epoch=stop),
+        )
+    resumed = fit(build("ssl_pop", parts.train, settings), parts, tmp_path / "b", resume=True, k=(5,), device="cpu")
+    assert [r["loss"] for r in resumed.history] == [r["loss"] for r in whole.history]
+    for name, value in resumed.run.model.state_dict().items():
+        assert torch.equal(value, whole.run.model.state_dict()[name]), name
+
+
+def test_order_is_needed_where_it_is_read(parts: Split) -> None:
+    """Sequence models and rows of sequences refuse data without an order, in one line that says so."""
+    from dataclasses import replace
+
+    unordered = replace(parts.train, time=None)
+    for ask in (
+        lambda: build("ssl", unordered, {**SMALL, "model": "ligr"}),
+        lambda: TrainingRows(build("ssl", unordered, {**SMALL, "rows": "sequences"}), unordered),
+    ):
+        with pytest.raises(UserError, match="order") as error:
+            ask()
+        assert len(str(error.value).splitlines()) == 1
+
+
+def test_histories_under_rows_of_pairs_are_causal(parts: Split) -> None:
+    """Each pair of a batch is read with exactly the items that came before it."""
+    run = build("ssl", parts.train, {**SMALL, "model": "history"})
+    training, generator = TrainingRows(run, parts.train), torch.Generator().manual_seed(0)
+    past = histories(parts.train)
+    seen: Counter[int] = Counter()
+    for step in training.batches.steps(0):
+        pairs, context = training.drawn(step, generator)
+        assert isinstance(context, Before)
+        for pair, place in zip(pairs.tolist(), context.places.tolist(), strict=True):
+            assert past.pairs is not None
+            assert int(past.pairs[place]) == pair
+            seen[pair] += 1
+    assert set(seen.values()) == {1}
+    assert len(seen) == len(parts.train)
