@@ -1,0 +1,158 @@
+"""Negatives under a sequence model: every method at equal tuning, leave-one-out, full ranking.
+
+    python benchmarks/sequence_negatives.py --data amazon_beauty --device cuda --jobs 8 --out beauty.jsonl
+    python benchmarks/sequence_negatives.py --data ml1m_mm --device cuda --jobs 8 --out ml1m.jsonl
+
+One model (`--model`, 64 dimensions) and one schedule for all; only negatives and loss differ. Each method tries three
+temperatures in its own unit (BIR and XIR square weights, so theirs are twice as high; gBCE takes inner products and
+tries three calibrations), chooses by NDCG@10 on the validation part, and repeats its choice over the seeds. Results are
+appended to --out as they come, one line per training, and a second call continues. The table shows means over seeds,
+and the share of the catalogue that the first step is contrasted with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from functools import cache
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import torch
+
+from _shared import DATA, table
+from sparring import Split, build, fit, read, split
+from sparring.recipes.run import Run
+from sparring.training.step import sample_steps
+
+WINDOW = {"amazon_beauty": 50, "ml1m_mm": 200}  # items of a history in the published figures
+TAU = [{"tau": tau} for tau in (0.05, 0.1, 0.2)]
+TWICE = [{"tau": 2 * each["tau"]} for each in TAU]
+DOT = {"score": "dot", "tau": 1.0}
+# name: recipe, arguments, trials
+METHODS: dict[str, tuple[str, dict[str, Any], list[dict[str, Any]]]] = {
+    "uniform, 256": ("uns", {"n": 256}, TAU),
+    "uniform, 2,048": ("uns", {"n": 2048}, TAU),
+    "in-batch": ("ssl", {}, TAU),
+    "in-batch, logQ": ("ssl_pop", {}, TAU),
+    "mixed, logQ": ("mns", {"n": 256}, TAU),
+    "gBCE, 256": ("gbce", {"n": 256, **DOT}, [{"calibration": t} for t in (0.5, 0.75, 1.0)]),
+    "BIR": ("bir", {}, TWICE),
+    "XIR": ("xir", {}, TWICE),
+    "DNS, 32": ("dns", {"n": 32}, TAU),
+    "MIDX, 256": ("midx", {"n": 256}, TAU),
+    "SCE": ("sce", {}, TAU),
+    "ESANS": ("esans", {}, TAU),
+    "all items": ("full_softmax", {}, TAU),
+}
+
+
+@cache
+def parts(data: str) -> Split:
+    return split(read(DATA / data / "interactions.parquet"), "leave-last-out")
+
+
+def trial(data: str, model: str, device: str, epochs: int, method: str, number: int, seed: int) -> dict[str, Any]:
+    """One training, as a line of the results."""
+    recipe, arguments, trials = METHODS[method]
+    shared = {"history": WINDOW[data], "dim": 64, "batch_size": 2048, "epochs": epochs, "patience": 4, "eval_every": 2}
+    settings = {**shared, "select": "ndcg@10", "rows": "sequences", **arguments, **trials[number], "seed": seed}
+    line: dict[str, Any] = {"data": data, "method": method, "trial": number, "seed": seed, **trials[number]}
+    began = time.perf_counter()
+    try:
+        run = build(recipe, parts(data).train, settings, model=model)
+        line["share"] = share(run, parts(data))
+        fitted = fit(run, parts(data), k=(10,), device=device, metrics=("recall", "ndcg"))
+    except Exception as error:  # one method must not end the others
+        return line | {"error": f"{type(error).__name__}: {error}"}
+    assert fitted.test is not None
+    line["valid"] = max(record["ndcg@10"] for record in fitted.history if "ndcg@10" in record)
+    line |= {name: fitted.test.metrics[name] for name in ("recall@10", "ndcg@10")}
+    seconds = time.perf_counter() - began
+    return line | {"best": fitted.best_epoch, "epochs": len(fitted.history), "seconds": round(seconds, 1)}
+
+
+def share(run: Run, data: Split) -> float:
+    """The part of the catalogue among the candidates of the first step."""
+    _, _, outcome = next(sample_steps(run, data))
+    ids = torch.cat([block.ids.flatten() for bag in outcome.bags for block in bag.plain().blocks])
+    return len(ids[ids >= 0].unique()) / data.train.n_items
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", default="amazon_beauty", choices=WINDOW)
+    parser.add_argument("--model", default="sasrec")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--jobs", type=int, default=4)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--epochs", type=int, default=60)
+    parser.add_argument("--methods", default=",".join(METHODS), help="names of METHODS, separated by ;")
+    parser.add_argument("--out", type=Path, required=True)
+    given = parser.parse_args()
+    chosen = [name for name in METHODS if name in given.methods.split(";")] or list(METHODS)
+    lines = [json.loads(line) for line in given.out.read_text().splitlines()] if given.out.exists() else []
+    done = {(line["method"], line["trial"], line["seed"]): line for line in lines if line["data"] == given.data}
+
+    with ProcessPoolExecutor(given.jobs, multiprocessing.get_context("spawn")) as pool:
+
+        def submit(method: str, number: int, seed: int) -> None:
+            if (method, number, seed) not in done:
+                arguments = (given.data, given.model, given.device, given.epochs, method, number, seed)
+                waiting[pool.submit(trial, *arguments)] = method
+
+        waiting: dict[Any, str] = {}
+        for method in chosen:
+            for number in range(len(METHODS[method][2])):
+                submit(method, number, 0)
+        repeated = {method for method in chosen if _repeat(method, done, given.seeds, submit)}
+        while waiting:
+            future = next(as_completed(waiting))
+            method = waiting.pop(future)
+            line = future.result()
+            done[method, line["trial"], line["seed"]] = line
+            with given.out.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+            print(json.dumps(line), flush=True)
+            if method not in repeated and _repeat(method, done, given.seeds, submit):
+                repeated.add(method)
+
+    rows = []
+    for method in chosen:
+        best = _best(method, done)
+        if best is None:
+            errors = [line["error"] for (name, _, _), line in done.items() if name == method and "error" in line]
+            rows.append([method, "-", "-", "-", "-", (errors or ["not run"])[0][:60]])
+            continue
+        found = [
+            line for (name, number, _), line in done.items() if (name, number) == (method, best) and "valid" in line
+        ]
+        figures = [f"{mean(line[name] for line in found):.4f}" for name in ("recall@10", "ndcg@10", "valid")]
+        rows.append([method, *figures, f"{found[0]['share']:.0%}", f"{METHODS[method][2][best]}, {len(found)} seeds"])
+    print(table([given.data, "R@10", "N@10", "validation N@10", "share", "chosen"], rows))
+
+
+def _best(method: str, done: dict[tuple[str, int, int], dict[str, Any]]) -> int | None:
+    """The trial with the best validation figure of seed 0; None while one is missing or if all failed."""
+    found = [done.get((method, number, 0)) for number in range(len(METHODS[method][2]))]
+    if any(line is None for line in found):
+        return None
+    valid = [line.get("valid", -1.0) for line in found if line is not None]
+    return max(range(len(valid)), key=valid.__getitem__) if max(valid) >= 0 else None
+
+
+def _repeat(method: str, done: dict[tuple[str, int, int], dict[str, Any]], seeds: int, submit: Any) -> bool:
+    """Submit the other seeds of a method whose trials are done."""
+    best = _best(method, done)
+    if best is not None:
+        for seed in range(1, seeds):
+            submit(method, best, seed)
+    return best is not None
+
+
+if __name__ == "__main__":
+    main()
