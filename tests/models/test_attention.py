@@ -191,10 +191,12 @@ def test_padding_is_finite_and_so_are_all_gradients(kind: str, training: bool) -
     result = block(x, rows.allowed, rows.position, rows.time)
     result.square().sum().backward()
     assert result.isfinite().all()
-    assert x.grad is not None and x.grad.isfinite().all()
+    assert x.grad is not None
+    assert x.grad.isfinite().all()
     for name, parameter in block.named_parameters():
-        assert parameter.grad is not None and parameter.grad.isfinite().all(), name
-        assert parameter.grad.abs().sum() > 0, name
+        assert parameter.grad is not None, name
+        assert parameter.grad.isfinite().all(), name
+        assert parameter.grad.any(), name
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -216,7 +218,8 @@ def test_blocks_run_in_bfloat16(kind: str) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         rough = block(x, *ROWS[1:])
     rough.float().sum().backward()
-    assert x.grad is not None and x.grad.isfinite().all()
+    assert x.grad is not None
+    assert x.grad.isfinite().all()
     torch.testing.assert_close(rough.float(), exact, rtol=0.1, atol=0.2)
 
 

@@ -110,8 +110,10 @@ class HstuBlock(nn.Module):
         self.dropout = nn.Dropout(dropout)
         self.by_position = nn.Embedding(length, 1)
         self.by_time = nn.Embedding(_BUCKETS + 1, 1) if timed else None
-        for table in [self.uvqk, self.by_position, *([self.by_time] if self.by_time else [])]:
-            nn.init.normal_(table.weight, std=0.02)
+        nn.init.normal_(self.uvqk.weight, std=0.02)
+        nn.init.normal_(self.by_position.weight, std=0.02)
+        if self.by_time is not None:
+            nn.init.normal_(self.by_time.weight, std=0.02)
         nn.init.xavier_uniform_(self.outer.weight)
 
     def forward(self, x: Tensor, allowed: Tensor, position: Tensor, time: Tensor | None = None) -> Tensor:
