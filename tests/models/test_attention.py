@@ -243,10 +243,17 @@ def test_a_distance_beyond_the_window_has_the_bias_of_the_longest() -> None:
 
 
 def test_bad_arguments_are_refused() -> None:
-    """Heads that do not divide the width, and a timed block without times."""
+    """Heads that do not divide the width."""
     for kind in (SasRecBlock, LigrBlock, HstuBlock):
         with pytest.raises(UserError, match="heads") as error:
             kind(DIM, heads=4)
         assert error.value.argument == "heads"
-    with pytest.raises(ValueError, match="times"):
-        a_block("hstu")(*ROWS[:3], None)
+
+
+def test_a_timed_block_without_times_leaves_the_time_bias_out() -> None:
+    """Its result is that of the same block with time biases of 0."""
+    block = a_block("hstu")
+    with torch.no_grad():
+        without = block(*ROWS[:3], None)
+        block.by_time.weight.zero_()  # type: ignore[union-attr, operator]
+        torch.testing.assert_close(without, block(*ROWS), rtol=1e-12, atol=1e-12)

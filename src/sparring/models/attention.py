@@ -97,7 +97,8 @@ class HstuBlock(nn.Module):
     `length` is the longest window: it divides, so that padding changes nothing, and distances of `length` and more
     share a bias. The biases are the same for all heads, the norms have no parameters, and W starts from N(0, 0.02^2),
     as in the release. The release subtracts time_j from the time of the item to predict, which a request would have to
-    know; here from the time of place i. Only a `timed` block has time biases, and it needs times.
+    know; here from the time of place i. Only a `timed` block has time biases; it leaves them out where times are not
+    given.
 
     Zhai et al., Actions Speak Louder than Words: Trillion-Parameter Sequential Transducers for Generative
     Recommendations, ICML 2024, section 3.
@@ -120,9 +121,7 @@ class HstuBlock(nn.Module):
         u, v, q, k = F.silu(self.uvqk(self._norm(x))).chunk(4, -1)
         distance = _differences(position).clamp(0, self.length - 1)
         bias = self.by_position(distance).squeeze(-1)
-        if self.by_time is not None:
-            if time is None:
-                raise ValueError("a timed HSTU block needs the times of its places: pass time or build timed=False")
+        if self.by_time is not None and time is not None:
             bias = bias + self.by_time(time_buckets(_differences(time))).squeeze(-1)
         scores = split_heads(q, self.heads) @ split_heads(k, self.heads).mT + bias.unsqueeze(1)
         weights = (F.silu(scores) / self.length).masked_fill(~allowed.unsqueeze(1), 0.0)
