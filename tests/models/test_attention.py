@@ -127,10 +127,10 @@ def hstu_by_loop(block: Any, x: Tensor, allowed: Tensor, position: Tensor, time:
             for j in range(len(x)):
                 if not allowed[i, j]:
                     continue
-                score = q[i][head] @ k[j][head] + block.by_position.weight[position[i] - position[j], 0]
+                score = q[i][head] @ k[j][head] + block.by_position[position[i] - position[j]]
                 if block.by_time is not None:
                     seconds = max(abs(int(time[i] - time[j])), 1)
-                    score = score + block.by_time.weight[min(int(math.log(seconds) / 0.301), 128), 0]
+                    score = score + block.by_time[min(int(math.log(seconds) / 0.301), 128)]
                 read[head] += silu(score) / LENGTH * v[j][head]
         out.append(x[i] + linear(block.outer, normed(read) * u[i]))
     return out
@@ -255,5 +255,5 @@ def test_a_timed_block_without_times_leaves_the_time_bias_out() -> None:
     block = a_block("hstu")
     with torch.no_grad():
         without = block(*ROWS[:3], None)
-        block.by_time.weight.zero_()  # type: ignore[union-attr, operator]
+        block.by_time.zero_()  # type: ignore[operator]
         torch.testing.assert_close(without, block(*ROWS), rtol=1e-12, atol=1e-12)
