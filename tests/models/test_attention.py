@@ -14,6 +14,7 @@ from sparring.core.errors import UserError
 from sparring.models.attention import HstuBlock, LigrBlock, SasRecBlock, time_buckets
 
 DIM, HEADS, LENGTH = 6, 2, 5
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class Rows(NamedTuple):
@@ -185,10 +186,10 @@ def test_packed_rows_equal_separate_rows(kind: str) -> None:
 @pytest.mark.parametrize("training", [False, True])
 def test_padding_is_finite_and_so_are_all_gradients(kind: str, training: bool) -> None:
     """Places and whole rows that may read nothing have finite values and gradients, with dropout and without."""
-    block = a_block(kind).float().train(training)
-    rows = packed([[2], []], columns=4)
-    x = rows.x.float().requires_grad_()
-    result = block(x, rows.allowed, rows.position, rows.time)
+    block = a_block(kind).float().train(training).to(DEVICE)
+    x, *rest = (part.to(DEVICE) for part in packed([[2], []], columns=4))
+    x = x.float().requires_grad_()
+    result = block(x, *rest)
     result.square().sum().backward()
     assert result.isfinite().all()
     assert x.grad is not None
@@ -212,11 +213,12 @@ def test_dropout_acts_in_training_alone(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_blocks_run_in_bfloat16(kind: str) -> None:
     """Under autocast the result is finite, near that in float32, and the gradients arrive."""
-    block = a_block(kind).float()
-    x = ROWS.x.float().requires_grad_()
-    exact = block(x, *ROWS[1:])
-    with torch.autocast("cpu", torch.bfloat16):
-        rough = block(x, *ROWS[1:])
+    block = a_block(kind).float().to(DEVICE)
+    x, *rest = (part.to(DEVICE) for part in ROWS)
+    x = x.float().requires_grad_()
+    exact = block(x, *rest)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        rough = block(x, *rest)
     rough.float().sum().backward()
     assert x.grad is not None
     assert x.grad.isfinite().all()
