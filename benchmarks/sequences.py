@@ -12,10 +12,9 @@ part, and the test lists know the validation item. Settings are the published on
 
 cpu and loop: one SASRec over ML-1M, 2 blocks, 64 dimensions, the last 200 items, 256 uniform negatives, batches of 128
 users, dropout 0.1, Adam. The peer of `cpu` runs in its own process and interpreter (`pip install "rectools[torch]"`).
-RecTools draws 256 negatives for each position; ours are shared by the batch, which is the point of most of the
-difference, so its softmax over the whole catalogue, which draws nothing and is its default, stands beside it. The peer
-of `loop` is an eager loop with the same blocks and shared negatives over padded windows on the device; the two
-alternate.
+RecTools draws 256 negatives for each position, ours serve the whole batch; its default, a softmax over the catalogue,
+draws none and stands beside it. The peer of `loop` is an eager loop over padded windows on the device, with the same
+blocks and with shared negatives; the two alternate.
 """
 
 from __future__ import annotations
