@@ -20,7 +20,6 @@ from rectools.models import SASRecModel
 
 from _shared import Clock
 
-
 SECONDS: list[tuple[float, float]] = []  # CPU and wall, of each epoch; RecTools copies a trainer and its callbacks
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import math
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +11,7 @@ import polars as pl
 import pytest
 
 from sparring.core.errors import UserError
-from sparring.data.features import Features, histories
+from sparring.data.features import Features
 
 TABLE = pl.DataFrame(
     {
@@ -137,31 +136,3 @@ def test_bad_input_is_one_line(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=message) as raised:
             make()
         assert "\n" not in str(raised.value)
-
-
-@dataclass
-class Log:
-    """The part of Interactions that histories read."""
-
-    queries: np.ndarray
-    items: np.ndarray
-    time: np.ndarray | None
-    n_queries: int
-
-
-@pytest.mark.parametrize("last", [None, 1, 3, 100])
-@pytest.mark.parametrize("timed", [True, False])
-def test_histories_equal_a_loop(timed: bool, last: int | None) -> None:
-    """A query's items are oldest first, ties and untimed rows in row order; only the last ones are kept."""
-    rng = np.random.default_rng(0)
-    queries, items = rng.integers(0, 9, 60).astype(np.int32), rng.integers(0, 20, 60).astype(np.int32)
-    time = rng.integers(0, 15, 60) if timed else None
-    got = histories(Log(queries, items, time, 11), last)  # type: ignore[arg-type]
-    assert len(got.start) == 12
-    assert got.start[0] == 0
-    for query in range(11):
-        rows = [r for r in range(60) if queries[r] == query]
-        if time is not None:
-            rows.sort(key=lambda r: int(time[r]))
-        want = [int(items[r]) for r in rows][-last if last else 0 :]
-        assert got.items[got.start[query] : got.start[query + 1]].tolist() == want

@@ -12,8 +12,8 @@ from torch import Tensor
 from sparring.data.interactions import Split
 from sparring.evaluation.ranking import evaluate
 from sparring.experiments.diagnose.measures import diagnose, exact
+from sparring.models.histories import HistoryTower
 from sparring.models.retriever import Retriever
-from sparring.models.towers import HistoryTower
 from sparring.recipes.settings import build
 from sparring.training import trained as runs
 from sparring.training.fitting import fit

@@ -10,7 +10,7 @@ import torch
 
 from sparring.core import memory_usage
 from sparring.core.errors import UserError
-from sparring.data.features import Histories
+from sparring.data.histories import Histories
 from sparring.data.interactions import Split
 from sparring.models import item_to_item as module
 from sparring.models.item_to_item import Ease, ItemKnn, ItemSums, check_square, co_counts, item_to_item

@@ -1,4 +1,4 @@
-"""Towers against loops over ids, histories without the positive, and the Retriever."""
+"""Towers against loops over ids, and the Retriever."""
 
 from __future__ import annotations
 
@@ -7,43 +7,11 @@ import math
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from sparring.data.features import Features, Histories
+from sparring.data.features import Features
 from sparring.models.retriever import Retriever
-from sparring.models.towers import FeatureTower, HistoryTower, IdTower
-
-HISTORY = [[4, 1, 1, 7], [], [2], [0, 3, 5, 6, 8, 9, 2], [2, 2]]  # oldest first
-
-
-def csr(lists: list[list[int]]) -> Histories:
-    start = np.cumsum([0, *[len(x) for x in lists]])
-    return Histories(torch.from_numpy(start), torch.tensor([i for x in lists for i in x], dtype=torch.int32))
-
-
-def a_history_tower(pooling: str = "mean", last: int = 3) -> HistoryTower:
-    torch.manual_seed(0)
-    tower = HistoryTower(IdTower(10, 6), csr(HISTORY), last=last, pooling=pooling)  # type: ignore[arg-type]
-    if pooling == "attention":
-        nn.init.normal_(tower.context)
-        nn.init.normal_(tower.recency)
-    return tower
-
-
-def pooled_by_loop(tower: HistoryTower, items: list[int]) -> Tensor:
-    """The query vector of a list of items, oldest first, one item at a time."""
-    kept = items[-tower.last :]
-    if not kept:
-        return tower.empty
-    x = [tower.item(torch.tensor(i)) for i in kept]
-    if tower.pooling == "mean":
-        return sum(x, torch.zeros(6)) / len(x)
-    logits = [
-        tower.context @ torch.tanh(tower.key.weight @ v + tower.key.bias) + tower.recency[len(x) - 1 - j]
-        for j, v in enumerate(x)
-    ]
-    scores = [math.exp(logit.item()) for logit in logits]
-    return sum((s / sum(scores) * v for s, v in zip(scores, x, strict=True)), torch.zeros(6))
+from sparring.models.towers import FeatureTower, IdTower
 
 
 def test_id_tower_reads_rows_of_any_shape() -> None:
@@ -126,83 +94,6 @@ def test_feature_tower_errors_are_one_line() -> None:
     assert FeatureTower(6, 4, nothing)(torch.tensor([1])).shape == (1, 16)
 
 
-@pytest.mark.parametrize("pooling", ["mean", "attention"])
-def test_history_equals_a_loop(pooling: str) -> None:
-    """The last 3 items of each query, repeats counted, in any shape of ids; no history gives the learned vector."""
-    tower = a_history_tower(pooling)
-    want = torch.stack([pooled_by_loop(tower, items) for items in HISTORY])
-    assert torch.allclose(tower(torch.arange(5)), want, atol=1e-6)
-    ids = torch.tensor([[3, 1], [0, 3]])
-    assert torch.allclose(tower(ids), want[ids], atol=1e-6)
-    assert torch.allclose(tower(torch.tensor(4)), want[4], atol=1e-6)
-    assert torch.equal(tower(torch.tensor([1])), tower.empty[None])
-
-
-@pytest.mark.parametrize("pooling", ["mean", "attention"])
-def test_history_leaves_the_positive_out(pooling: str) -> None:
-    """All places of the positive are removed and the next older item moves up; other rows are unaffected."""
-    tower = a_history_tower(pooling)
-    pairs = [(0, 1), (0, 7), (2, 2), (3, 9), (3, 0), (4, 2), (1, 5), (4, 9)]
-    queries, items = torch.tensor([q for q, _ in pairs]), torch.tensor([i for _, i in pairs])
-    # A history reads last + 1 = 4 items, so that one can be removed.
-    want = [pooled_by_loop(tower, [i for i in HISTORY[q][-4:] if i != positive]) for q, positive in pairs]
-    got = tower(queries, exclude_items=items)
-    assert torch.allclose(got, torch.stack(want), atol=1e-6)
-    assert torch.equal(got[5], tower.empty)  # only the positive
-
-
-@pytest.mark.parametrize("pooling", ["mean", "attention"])
-def test_history_gives_the_positive_no_gradient(pooling: str) -> None:
-    """The gradient of the query vector with respect to its positive is exactly zero, so nothing leaks."""
-    tower = a_history_tower(pooling)
-    tower(torch.tensor([0, 3]), exclude_items=torch.tensor([7, 8])).square().sum().backward()
-    touched = tower.item.weight.grad.coalesce().indices()[0].tolist()  # type: ignore[union-attr, operator]
-    assert touched == [1, 2, 4, 6, 9]
-
-
-@pytest.mark.parametrize("pooling", ["mean", "attention"])
-def test_new_queries_are_encoded_from_items_alone(pooling: str) -> None:
-    """encode_history of a known query's items equals the tower, wherever the padding is; longer lists are truncated."""
-    tower = a_history_tower(pooling)
-    items = torch.tensor(
-        [[4, 1, 1, 7, -1, -1], [-1, -1, -1, -1, -1, -1], [-1, 2, -1, -1, -1, -1], [6, 8, -1, 9, -1, 2]]
-    )
-    want = torch.stack([pooled_by_loop(tower, row) for row in ([4, 1, 1, 7], [], [2], [6, 8, 9, 2])])
-    assert torch.allclose(tower.encode_history(items), want, atol=1e-6)
-    known = tower(torch.tensor([0, 1, 2, 3]))
-    assert torch.allclose(tower.encode_history(items), known, atol=1e-6)
-    assert torch.equal(tower.encode_history(torch.full((2, 3), -1)), tower.empty.expand(2, 6))
-
-
-def test_history_gradients_reach_everything() -> None:
-    """Items, attention, recency and the empty history's vector get gradients; absent items do not."""
-    tower = a_history_tower("attention")
-    (tower(torch.tensor([0, 1, 3])) ** 2).sum().backward()
-    for name, parameter in tower.named_parameters():
-        assert parameter.grad is not None, name
-        grad = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
-        assert grad.abs().sum() > 0, name
-    touched = tower.item.weight.grad.coalesce().indices()[0].tolist()  # type: ignore[union-attr, operator]
-    assert touched == [1, 2, 7, 8, 9]
-
-
-def test_attention_starts_as_the_mean() -> None:
-    """Before training both poolings agree."""
-    torch.manual_seed(0)
-    item = IdTower(10, 6)
-    mean, attention = HistoryTower(item, csr(HISTORY)), HistoryTower(item, csr(HISTORY), pooling="attention")
-    assert torch.allclose(mean(torch.tensor([0, 3])), attention(torch.tensor([0, 3])), atol=1e-6)
-
-
-def test_histories_that_are_all_empty() -> None:
-    """If all histories are empty the learned vector is used, with gradient, and new users with items still work."""
-    tower = HistoryTower(IdTower(10, 6), csr([[], []]))
-    tower(torch.tensor([0, 1]), exclude_items=torch.tensor([1, 2])).sum().backward()
-    assert tower.empty.grad is not None
-    assert torch.equal(tower.empty.grad, torch.full((6,), 2.0))
-    assert torch.allclose(tower.encode_history(torch.tensor([[3, -1]])), tower.item(torch.tensor([3])))
-
-
 @pytest.mark.parametrize("score", ["cosine", "dot"])
 def test_retriever_scales_as_its_score_says(score: str) -> None:
     """Cosine scales every vector to length 1; dot leaves vectors unchanged."""
@@ -226,22 +117,6 @@ def test_cosine_of_a_zero_vector_is_finite() -> None:
     vectors.sum().backward()
     assert torch.equal(vectors.detach(), torch.zeros(3, 4))
     assert bool(model.item.weight.grad.to_dense().isfinite().all())  # type: ignore[union-attr, operator]
-
-
-def test_retriever_passes_the_positive_to_a_history_tower_only() -> None:
-    """encode_queries(ids, positives) excludes in a HistoryTower, and is ignored by a tower that reads no history."""
-    tower = a_history_tower()
-    model = Retriever(tower, tower.item, score="dot")
-    ids, positives = torch.tensor([0, 3]), torch.tensor([7, 2])
-    assert torch.allclose(model.encode_queries(ids, positives), tower(ids, exclude_items=positives))
-    assert not torch.allclose(model.encode_queries(ids, positives), model.encode_queries(ids))
-    assert torch.allclose(
-        model.encode_histories(torch.tensor([[2, -1]])), tower.encode_history(torch.tensor([[2, -1]]))
-    )
-    plain = Retriever(IdTower(5, 6), tower.item)
-    assert torch.equal(plain.encode_queries(ids, positives), plain.encode_queries(ids))
-    with pytest.raises(ValueError, match="IdTower cannot encode a history"):
-        plain.encode_histories(torch.tensor([[1]]))
 
 
 def test_retriever_takes_any_modules_and_checks_their_widths() -> None:

@@ -138,7 +138,7 @@ def test_a_batch_around_pairs_starts_with_them(parts: Split, rows: str) -> None:
 def test_chances_are_how_often_pairs_are_drawn(parts: Split, draw: str) -> None:
     """Given its query, the probability of a pair is its share of the query's weights; they sum to one."""
     run = build("dpr", parts.train, {**QUICK, "draw": draw})
-    drawn = TrainingRows(run, parts.train).drawn
+    drawn = TrainingRows(run, parts.train).by_query
     assert drawn is not None
     queries, chances = parts.train.pairs()[0].long(), drawn.chances()
     total = torch.zeros(parts.train.n_queries, dtype=torch.float64).index_add_(0, queries, chances)

@@ -17,7 +17,8 @@ from sparring.core.errors import UserError
 from sparring.data.interactions import Interactions, Split
 from sparring.data.splits import split
 from sparring.data.table import from_frame
-from sparring.models.towers import HistoryTower, IdTower
+from sparring.models.histories import HistoryTower
+from sparring.models.towers import IdTower
 from sparring.recipes.settings import build
 from sparring.training.fitting import fit
 from sparring.training.trained import load

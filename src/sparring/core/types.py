@@ -216,8 +216,11 @@ class Batch:
     of all ranks stay in step.
     """
 
-    def __init__(self, query_ids: Tensor, item_ids: Tensor, q: Tensor, v: Tensor, ranks: Ranks = ALONE):
+    def __init__(
+        self, query_ids: Tensor, item_ids: Tensor, q: Tensor, v: Tensor, ranks: Ranks = ALONE, grouped: bool = False
+    ):
         self.query_ids, self.item_ids, self.ranks = query_ids, item_ids, ranks
+        self.grouped = grouped  # rows of one query share the batch, as those of a sequence do
         self._q, self._v = q, v  # of this rank
 
     def __len__(self) -> int:

@@ -5,7 +5,8 @@ Data knows no models and no training: it hands out arrays, tables and row indice
 
 from sparring.data.batches import BlockBatches, RandomBatches
 from sparring.data.columns import Columns
-from sparring.data.features import Features, Histories, histories
+from sparring.data.features import Features
+from sparring.data.histories import Histories, histories
 from sparring.data.interactions import Ids, Interactions, Split, Vocabulary
 from sparring.data.modalities import Modalities, load_modalities
 from sparring.data.prepared.preparation import prepare

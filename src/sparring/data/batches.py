@@ -13,6 +13,8 @@ from sparring.core.part import Part
 from sparring.data.interactions import Interactions
 from sparring.data.propensity import inverse_propensities
 
+Columns = tuple[Tensor, ...]  # the tensors of a step
+
 BLOCK = 1 << 14  # rows read together: 64 KB of a column
 WINDOW = 512  # blocks shuffled together: 8 million rows
 
@@ -43,11 +45,20 @@ class RandomBatches(Part):
 
     def epoch(self, epoch: int, start_step: int = 0, device: torch.device | str = "cpu") -> Iterator[Tensor]:
         """Row indices (B,) int64 of each step from start_step on, copied to the device once per epoch."""
-        if not 0 <= start_step <= len(self):
-            raise UserError(f"start_step is {start_step}; an epoch has {len(self)} steps")
+        self._check_start(start_step)
         order = self._order(epoch).to(device)
         for step in range(start_step, len(self)):
             yield order[step * self.batch_size : (step + 1) * self.batch_size].long()
+
+    def steps(
+        self, epoch: int, start_step: int = 0, device: torch.device | str = "cpu"
+    ) -> Iterator[tuple[Tensor, ...]]:
+        """The tensors of each step from start_step on: here its row indices."""
+        return ((rows,) for rows in self.epoch(epoch, start_step, device))
+
+    def _check_start(self, start_step: int) -> None:
+        if not 0 <= start_step <= len(self):
+            raise UserError(f"start_step is {start_step}; an epoch has {len(self)} steps")
 
     def around(self, rows: Tensor, size: int, generator: torch.Generator) -> Tensor:
         """Row indices (at most `size`,) of a batch that starts with `rows` (CPU, distinct), mixed as in an epoch.
@@ -113,8 +124,7 @@ class BlockBatches(RandomBatches):
         if self.n_rows <= self.block * self.window:
             yield from super().epoch(epoch, start_step, device)
             return
-        if not 0 <= start_step <= len(self):
-            raise UserError(f"start_step is {start_step}; an epoch has {len(self)} steps")
+        self._check_start(start_step)
         skip, left = start_step * self.batch_size, len(self) - start_step
         kept = torch.empty(0, dtype=torch.int64, device=device)  # the rest of a window, which starts the next batch
         for window in self._windows(epoch, skip):

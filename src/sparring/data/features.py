@@ -1,22 +1,17 @@
-"""Features of items and queries as tower inputs, and histories of queries in time order."""
+"""Features of items and queries as tower inputs."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import polars as pl
-import torch
-from torch import Tensor
 
 from sparring.core.errors import UserError
 from sparring.data.cache import load_array
-
-if TYPE_CHECKING:
-    from sparring.data.interactions import Interactions
 
 FeatureKind = Literal["categorical", "numeric", "vector"]
 
@@ -99,37 +94,6 @@ class Features:
             dense=np.concatenate([self.dense, other.dense], axis=1),
             names=self.names[:first] + other.names[:second] + self.names[first:] + other.names[second:],
         )
-
-
-@dataclass(frozen=True)
-class Histories:
-    """The items of every query, oldest first, as one flat array with offsets (CSR)."""
-
-    start: Tensor  # (queries + 1,) int64
-    items: Tensor  # (interactions,) int32
-
-
-def histories(interactions: Interactions, last: int | None = None) -> Histories:
-    """The items of each query in time order; ties, and rows without times, in the order of the rows.
-
-    With `last`, only the most recent items of each query are kept. A HistoryTower(last=n) reads n + 1 in training,
-    because one of them may be the positive, which it leaves out.
-    """
-    if last is not None and last < 1:
-        raise UserError(f"last {last} must be at least 1 item of history")
-    queries = np.asarray(interactions.queries)
-    if interactions.time is None:
-        order = np.argsort(queries, kind="stable")
-    else:
-        order = np.lexsort((interactions.time, queries))
-    count = np.bincount(queries, minlength=interactions.n_queries)
-    end = np.cumsum(count)
-    if last is not None:
-        age = np.repeat(end, count) - np.arange(len(order))  # 1 = the most recent
-        order = order[age <= last]
-        end = np.cumsum(np.minimum(count, last))
-    items = np.asarray(interactions.items)[order].astype(np.int32, copy=False)
-    return Histories(torch.from_numpy(np.concatenate([[0], end])), torch.from_numpy(items))
 
 
 def _kind(column: pl.Series) -> FeatureKind:

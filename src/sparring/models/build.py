@@ -11,11 +11,13 @@ from sparring.core.devices import pick_device
 from sparring.core.errors import UserError
 from sparring.core.memory_usage import machine_bytes
 from sparring.core.ranks import Group, home, join
-from sparring.data.features import Features, Histories
+from sparring.data.features import Features
+from sparring.data.histories import Histories
 from sparring.data.interactions import Ids
 from sparring.data.texts.encoder import Pooling
 from sparring.data.texts.texts import Role, Texts, text_of, tokenized
 from sparring.models.encoders import encoder_width, load_encoder, open_encoder
+from sparring.models.histories import HistoryTower
 from sparring.models.item_corrections import Augmented, Centroids, shared_vectors
 from sparring.models.item_to_item import item_to_item
 from sparring.models.least_squares import ials_model
@@ -25,7 +27,7 @@ from sparring.models.rowwise_tables import RowWiseTable
 from sparring.models.settings import ModelSettings, TextSettings
 from sparring.models.sharded_tables import ShardedTable
 from sparring.models.text import TextTower
-from sparring.models.towers import FeatureTower, HistoryTower, IdTower
+from sparring.models.towers import FeatureTower, IdTower
 
 
 def width(model: ModelSettings, text: TextSettings) -> int:
@@ -61,7 +63,8 @@ def retriever(
         if "query" in towers:
             query = towers["query"]
         elif past is not None:
-            query = HistoryTower(item, past, model.history, "attention" if model.pooling == "attention" else "mean")
+            inputs = item if model.history_table == "items" else id_table(model, n_items, item.dim, sparse)
+            query = HistoryTower(inputs, past, model.history, "mean" if model.pooling == "cls" else model.pooling)
         else:
             query = id_table(model, len(ids.query_ids), item.dim, sparse)
         if model.centroids:

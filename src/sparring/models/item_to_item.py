@@ -15,7 +15,7 @@ from sparring.core.errors import UserError
 from sparring.core.memory_usage import available_bytes
 from sparring.core.topk import top_k
 from sparring.core.types import Exclude, Positives
-from sparring.data.features import Histories
+from sparring.data.histories import Histories
 from sparring.data.interactions import Interactions
 from sparring.data.pairs import csr
 from sparring.models.retriever import Retriever

@@ -14,6 +14,8 @@ from torch.nn import functional as F
 
 from sparring.core.part import Part
 from sparring.core.types import ALONE, Ranks
+from sparring.data.histories import Context, Histories
+from sparring.models.histories import PastReader
 from sparring.models.towers import FeatureTower, HistoryReader, IdTower, UnitTower, evaluating, width_of
 
 NORM_EPS = 1e-6  # a shorter vector is scaled by 1 / NORM_EPS, so that zero stays zero and its gradient finite
@@ -52,13 +54,22 @@ class Retriever(nn.Module):
         if count is None:
             raise ValueError(f"the item tower {type(item).__name__} has no attribute n: pass n_items")
         self.n_items, self.dim = int(count), widths[0] + (item_bias is not None)
-        self._excludes = "exclude_items" in inspect.signature(query.forward).parameters
+        self._reads_context = "context" in inspect.signature(query.forward).parameters
 
-    def encode_queries(self, ids: Tensor, positives: Tensor | None = None) -> Tensor:
-        """Vectors of queries (..., D). In training pass their positives: a history tower leaves them out."""
-        if positives is not None and self._excludes:
-            return self._finished(self.query(ids, exclude_items=positives))
+    def encode_queries(self, ids: Tensor, context: Context | None = None) -> Tensor:
+        """Vectors of queries (..., D). In training a context says what a tower of histories may read for each row."""
+        if context is not None and self._reads_context:
+            return self._finished(self.query(ids, context))
         return self._finished(self.query(ids))
+
+    def past_readers(self) -> list[PastReader]:
+        """The parts of the query tower that read histories."""
+        return [part for part in self.query.modules() if isinstance(part, PastReader)]
+
+    def remember(self, past: Histories) -> None:
+        """Let the query tower read these histories from now on."""
+        for part in self.past_readers():
+            part.remember(past)
 
     def encode_items(self, ids: Tensor) -> Tensor:
         """Vectors of items (..., D)."""

@@ -26,7 +26,12 @@ class ModelSettings:
     )
     item_tower: Literal["id", "text"] = setting("id", "input of the item tower")
     history: int = setting(50, "most recent items that a history tower reads", at_least=1)
-    pooling: Literal["mean", "attention", "cls"] = setting("mean", "how a tower pools items or tokens into one vector")
+    history_table: Literal["items", "own"] = setting(
+        "items", "vectors of the items of a history: the item tower's, or a table of their own"
+    )
+    pooling: Literal["mean", "sum", "attention", "cls"] = setting(
+        "mean", "how a tower pools items or tokens into one vector"
+    )
     item_features: tuple[str, ...] = setting((), "columns of the items table that the item tower reads")
     hidden: tuple[int, ...] = setting((32, 16), "layer widths of the perceptron over item features")
     item_bias: bool = setting(False, "add a learned bias per item to its scores")

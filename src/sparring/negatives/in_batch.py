@@ -26,7 +26,8 @@ class InBatch(Negatives):
 
         expected count of j = (B - 1) q_j,   since the query's own column never counts against it
 
-    Without a frequency the candidates are uncorrected: popular items are over-represented.
+    Without a frequency the candidates are uncorrected: popular items are over-represented. Where rows of one query
+    share the batch (sequences, sets), those rows never count against each other: the expected count holds for others.
 
         InBatch(Popularity(train.counts()))
 
@@ -44,7 +45,8 @@ class InBatch(Negatives):
             self.log_count = UNKNOWN  # type: ignore[method-assign]
 
     def forward(self, step: Step) -> Bag:
-        exclude, words = exclude_for(step, self.exclude), Provenance("in-batch")
+        grouped = step.batch.grouped and self.exclude == "positive"
+        exclude, words = exclude_for(step, "known" if grouped else self.exclude), Provenance("in-batch")
         block = Candidates(step.batch.item_ids, step.batch.v, zeros(step), exclude, provenance=words)
         return corrected([block], step, self, "none" if self.frequency is None else self.correction)
 

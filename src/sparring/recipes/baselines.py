@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from sparring.core.devices import pick_device
-from sparring.data.features import Histories
+from sparring.data.histories import Histories
 from sparring.data.interactions import Interactions
 from sparring.models.item_to_item import Ease, ItemKnn, check_square
 from sparring.models.least_squares import Ials

@@ -15,7 +15,7 @@ from sparring.core.errors import UserError
 from sparring.core.part import Part
 from sparring.core.ranks import launched
 from sparring.data.batches import RandomBatches
-from sparring.data.features import Histories, histories
+from sparring.data.histories import Histories, histories
 from sparring.data.interactions import Ids, Interactions
 from sparring.data.texts.texts import find_texts
 from sparring.losses import Fixed, Learned, Loss, sampled_softmax
@@ -111,7 +111,7 @@ def compose(data: Interactions, setup: Setup, *terms: Term) -> Run:
         tau = default_tau(data) if setup.model.score == "cosine" else 1.0
         setup = setup.replaced(tau=tau)
     temperature = Learned(tau) if setup.temperature.learn_tau else Fixed(tau)
-    past = histories(data, setup.model.history + 1) if setup.model.query_tower == "history" else None
+    past = histories(data) if setup.model.query_tower == "history" else None
     model = build_towers(setup, Ids(data.query_ids, data.item_ids, data.query_table, data.item_table), past)
     if setup.model.init == "spectral":
         start_from(data.positives(), model, setup.seed)

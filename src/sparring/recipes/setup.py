@@ -32,9 +32,12 @@ class TemperatureSettings:
 class BatchSettings:
     """The rows of a training batch."""
 
-    rows: Literal["pairs", "queries"] = setting(
-        "pairs", "a training row: an interaction, or a query with one of its positives per epoch"
+    rows: Literal["pairs", "queries", "sequences", "sets"] = setting(
+        "pairs",
+        "a training row: an interaction, a query with one of its positives per epoch, "
+        "a position of a query's sequence, or an item of a query of which others are given",
     )
+    given: float = setting(0.5, "share of a query's items that rows=sets gives to predict the others")
     draw: Literal["uniform", "propensity"] = setting(
         "uniform", "how rows=queries draws a query's positive: uniformly, or by inverse propensity"
     )
@@ -232,7 +235,11 @@ def check(setup: Setup) -> None:
             bound = "must not be negative" if declared.at_least == 0 else f"must be at least {declared.at_least}"
             raise UserError(f"{name} {bound}, got {value}{'; none turns it off' if _optional(declared.kind) else ''}")
     model, text, batches = setup.model, setup.text, setup.batches
-    for name, rate in (("dropout", model.dropout), ("clf_dropout", setup.classifiers.dropout)):
+    for name, rate in (
+        ("dropout", model.dropout),
+        ("clf_dropout", setup.classifiers.dropout),
+        ("given", batches.given),
+    ):
         if not 0 <= rate < 1:
             raise UserError(f"{name} must be in [0, 1), got {rate}")
     reads_text = "text" in (model.query_tower, model.item_tower)
@@ -247,10 +254,12 @@ def check(setup: Setup) -> None:
             raise UserError(
                 f"{side}_text is for text towers, and {side}_tower is {tower}: set an encoder, or leave it out"
             )
-    if (model.pooling == "cls" and not reads_text) or (model.pooling == "attention" and model.query_tower != "history"):
-        why = "cls is for text towers, attention for query_tower=history"
+    if (model.pooling == "cls" and not reads_text) or (
+        model.pooling in ("attention", "sum") and model.query_tower != "history"
+    ):
+        why = "cls is for text towers, attention and sum for query_tower=history"
         raise UserError(f"pooling={model.pooling} is not for these towers: {why}")
-    if batches.draw != "uniform" and batches.rows == "pairs":
+    if batches.draw != "uniform" and batches.rows != "queries":
         raise UserError(f"draw={batches.draw} chooses among a query's positives: set rows=queries")
     if model.item_tower == "text" and model.item_features:
         raise UserError("item_tower=text takes no item_features: leave one of them out")

@@ -20,7 +20,7 @@ EAGER_STEPS = (
 
 
 class CudaGraphStep:
-    """`work(rows)`, replayed as a graph after its first calls; eager if the number of rows differs or capture fails.
+    """`work(*tensors)`, replayed as a graph after its first calls; eager if a shape differs or capture fails.
 
     A graph repeats the captured launches on the same memory. The work must therefore keep all state in tensors that it
     changes in place, and must draw from `generator` alone; after a module replaces a tensor, call `forget()`. Work that
@@ -29,11 +29,11 @@ class CudaGraphStep:
         step = CudaGraphStep(work, generator);  step(rows)
     """
 
-    def __init__(self, work: Callable[[Tensor], None], generator: torch.Generator):
+    def __init__(self, work: Callable[..., None], generator: torch.Generator):
         self.work, self.generator = work, generator
         self.stream = torch.cuda.Stream(generator.device)
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.rows: Tensor | None = None  # the input of the graph
+        self.inputs: tuple[Tensor, ...] | None = None  # of the graph
         self.eager = 0  # eager steps so far
         self.why: str | None = None  # why it is not captured
 
@@ -41,23 +41,25 @@ class CudaGraphStep:
         """Capture again at the next call."""
         self.graph = None
 
-    def __call__(self, rows: Tensor) -> None:
-        if self.why is not None or (self.rows is not None and len(rows) != len(self.rows)):
-            self.work(rows)
+    def __call__(self, *tensors: Tensor) -> None:
+        shapes = [tensor.shape for tensor in tensors]
+        if self.why is not None or (self.inputs is not None and shapes != [tensor.shape for tensor in self.inputs]):
+            self.work(*tensors)
         elif self.eager < EAGER_STEPS:
-            self._run_eagerly(rows)
+            self._run_eagerly(tensors)
         else:
             if self.graph is None and not self._capture():
-                self.work(rows)
+                self.work(*tensors)
                 return
             assert self.graph is not None
-            assert self.rows is not None
-            self.rows.copy_(rows)
+            assert self.inputs is not None
+            for kept, tensor in zip(self.inputs, tensors, strict=True):
+                kept.copy_(tensor)
             self.graph.replay()
 
-    def _run_eagerly(self, rows: Tensor) -> None:
-        if self.rows is None:
-            self.rows = rows.clone()
+    def _run_eagerly(self, tensors: tuple[Tensor, ...]) -> None:
+        if self.inputs is None:
+            self.inputs = tuple(tensor.clone() for tensor in tensors)
         self.eager += 1
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream), warnings.catch_warnings(record=True) as caught:
@@ -65,7 +67,7 @@ class CudaGraphStep:
             before = torch.cuda.get_sync_debug_mode()
             torch.cuda.set_sync_debug_mode("warn" if self.eager == EAGER_STEPS else before)
             try:
-                self.work(rows)
+                self.work(*tensors)
             finally:
                 torch.cuda.set_sync_debug_mode(before)
         torch.cuda.current_stream().wait_stream(self.stream)
@@ -76,14 +78,14 @@ class CudaGraphStep:
                 warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
 
     def _capture(self) -> bool:
-        assert self.rows is not None
+        assert self.inputs is not None
         graph = torch.cuda.CUDAGraph()
         shared = torch.cuda.default_generators[self.stream.device.index]  # used by dropout
         before, shared_before = self.generator.clone_state(), shared.clone_state()
         try:
             graph.register_generator_state(self.generator)
             with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
-                self.work(self.rows)
+                self.work(*self.inputs)
         except RuntimeError as error:  # nothing has run: the step is done eagerly
             self.why = first_line(error)
             torch.cuda.synchronize()

@@ -15,9 +15,11 @@ from sparring.core.devices import pick_device
 from sparring.core.errors import UserError
 from sparring.core.ranks import join, launched
 from sparring.core.types import ALONE, Ranks
+from sparring.data.histories import Histories, past_of
 from sparring.data.interactions import Interactions, Split
 from sparring.evaluation.metrics import PROPENSITY_METRICS, parse
 from sparring.evaluation.ranking import Encoder, Evaluation, Lister, evaluate
+from sparring.models.retriever import Retriever
 from sparring.recipes.run import Run
 from sparring.training import checkpoint
 from sparring.training import folder as run_folder
@@ -89,6 +91,9 @@ def fit(
         state = trainer.state
         trainer.checkpoints.load_best(state.best_epoch)
         test = None
+        past = _past_for_test(run.model, split)
+        if past is not None:
+            run.model.remember(past)
         if split.test is not None:
             log.info("ranking the complete catalogue for every test query")
             test = _test(run.model, split, k, metrics, where, ranks)
@@ -181,11 +186,18 @@ def _start(
         checkpoint.clear_tables(folder)
         ids = None if began is None else {"queries": began.queries, "items": began.items}
         seen = split.seen_for("test")
-        run_folder.write_start(folder, split.train, seen, described, run.setup, run.model, split.test, ids)
+        past = _past_for_test(run.model, split)
+        run_folder.write_start(folder, split.train, seen, described, run.setup, run.model, split.test, ids, past)
     if began is not None:
         began.report()
     batch: list[str] = described["batch"]
     return batch
+
+
+def _past_for_test(model: Retriever, split: Split) -> Histories | None:
+    """The histories that the test part is ranked by, validation part included, as long as the model reads them."""
+    readers = model.past_readers()
+    return past_of(split, "test").latest(max(reader.last for reader in readers)) if readers else None
 
 
 def _test(

@@ -6,6 +6,7 @@
     per_query.parquet   the same for every test query, float32, for paired tests: query, recall@10, ndcg@10, ...
     model.safetensors   the towers of the chosen epoch
     checkpoint.safetensors   everything that a resumed training needs (checkpoint.py)
+    histories.safetensors   the last items of each query in order, where the query tower reads them
     seen.safetensors    the items each query has taken, the test part apart; queries and items that were never trained
     *_ids.parquet, *_table.parquet   id maps, titles and other columns
     encoder/, query_texts/, item_texts/   text towers: a transformers folder (or a bag), and the tokens
@@ -48,7 +49,7 @@ from sparring.core.locks import LOCK, HeldError, Lock
 from sparring.core.manifest import Manifest
 from sparring.core.ranks import rank
 from sparring.core.types import Positives, Ranks
-from sparring.data.features import Histories
+from sparring.data.histories import Histories
 from sparring.data.interactions import Ids, Interactions, Split, Vocabulary
 from sparring.evaluation.metrics import LIST_METRICS
 from sparring.evaluation.ranking import Evaluation
@@ -69,11 +70,12 @@ from sparring.training.step import describe_batch
 log = logging.getLogger(__name__)
 
 SEEN = "seen.safetensors"
+PAST = "histories.safetensors"
 FORMAT = 3  # of run.json and the files beside it; Sparring 0.1 wrote none
 TEXT_FOLDERS = ("encoder", "query_encoder", "item_encoder", "query_texts", "item_texts")
 SERVICE = "serve"  # the folder of a service's acknowledged changes: no training may delete it
 STARTED = (  # files that training writes first and never again
-    *("run.json", SEEN),
+    *("run.json", SEEN, PAST),
     *(f"{side}_{part}.parquet" for side in ("query", "item") for part in ("ids", "table")),
 )
 APART = ("index", SERVICE, "cache")  # folders that are written after training and check themselves
@@ -206,18 +208,24 @@ def write_start(
     model: Retriever | None = None,
     test: Interactions | None = None,
     warm: Mapping[str, np.ndarray] | None = None,
+    past: Histories | None = None,
 ) -> None:
     """Write all that is known before the first step; results of an earlier run are deleted first.
 
-    `warm` has the dense ids of `queries` and `items` that start with the trained vectors of an earlier run.
+    `warm` has the dense ids of `queries` and `items` that start with the trained vectors of an earlier run; `past` has
+    the histories that a query tower reads once training is over.
     """
-    for name in (manifest.NAME, "run.json", checkpoint.NAME, checkpoint.PREVIOUS, "model.safetensors", *RESULTS):
+    for name in (manifest.NAME, "run.json", PAST, checkpoint.NAME, checkpoint.PREVIOUS, "model.safetensors", *RESULTS):
         (folder / name).unlink(missing_ok=True)
     data.save_ids(folder)
     if model is not None:
         _write_encoders(folder, model, setup, weights=False)
     run = secrets.token_hex(8)
     files.write_tensors(folder / SEEN, seen_tensors(data, seen, test, model, warm), {"run": run})
+    if past is not None:
+        columns = {"start": past.start, "items": past.items, "time": past.time}
+        tensors = {name: column for name, column in columns.items() if column is not None}
+        files.write_tensors(folder / PAST, tensors, {"run": run})
     files.write_json(folder / "run.json", {"format": FORMAT, "id": run, **meta, "setup": dataclasses.asdict(setup)})
     manifest.write_manifest(folder, finished=False, apart=APART)
 
@@ -404,8 +412,11 @@ def read_run(
 def _described_model(listed: Manifest, meta: Mapping[str, Any], ids: Ids, tensors: Mapping[str, Tensor]) -> Retriever:
     """The model that the setup in run.json describes, before its weights are read."""
     setup, path = parse_setup(meta["setup"]), listed.folder / "model.safetensors"
-    past, n_queries, n_items = None, len(ids.query_ids), len(ids.item_ids)
-    if setup.model.query_tower in ("history", "items"):
+    n_queries, n_items = len(ids.query_ids), len(ids.item_ids)
+    past = _read_past(listed, meta, n_queries, n_items)
+    if setup.model.query_tower == "history" and past is None:
+        raise UserError(f"{path} does not fit this run: it has no histories for the query tower")
+    if setup.model.query_tower == "items":
         if not {"query.start", "query.items"} <= tensors.keys():
             raise UserError(f"{path} does not fit this run: it has no histories for the query tower")
         past = Histories(tensors["query.start"], tensors["query.items"])
@@ -421,6 +432,18 @@ def _described_model(listed: Manifest, meta: Mapping[str, Any], ids: Ids, tensor
         listed.check(encoder_folder(setup.text, side), but=["model.safetensors"])
         listed.check(f"{side}_texts")
     return build_towers(setup, ids, past, listed.folder)
+
+
+def _read_past(listed: Manifest, meta: Mapping[str, Any], n_queries: int, n_items: int) -> Histories | None:
+    """The histories in a run folder; None where its model reads none."""
+    if not listed.lists(PAST):
+        return None
+    tensors = _own_tensors(listed, PAST, meta)
+    try:
+        Eligibility.read(tensors, n_queries, n_items)  # offsets that rise, items of the catalogue
+    except ValueError as error:
+        raise UserError(f"{listed.folder / PAST} does not fit this run: {error}; train it again") from error
+    return Histories(tensors["start"], tensors["items"], tensors.get("time"))
 
 
 def _check_room(path: Path, rows: int, columns: int) -> None:

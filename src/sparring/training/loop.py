@@ -86,7 +86,7 @@ class Trainer:
         self.saved, self.save_asked = time.monotonic(), False
         # the gradient cache reads the state of the global generator, which a graph cannot capture
         captured = device.type == "cuda" and ranks.world == 1 and setup.batches.chunk is None
-        self.step: Callable[[Tensor], None] = CudaGraphStep(self.work, self.generator) if captured else self.work
+        self.step: Callable[..., None] = CudaGraphStep(self.work, self.generator) if captured else self.work
         self.sweeps = None if run.solver is None else run.solver.sweeps(run.model, train)
 
     @property
@@ -128,10 +128,10 @@ class Trainer:
         if state.step == 0:
             self.total.zero_()
             self.refresh()
-        for rows in self.rows.batches.epoch(state.epoch, state.step, self.device):
+        for step in self.rows.batches.steps(state.epoch, state.step, self.device):
             self.set_rate(self.schedule.lr_at(state.epoch * len(self.rows.batches) + state.step, state.epoch))
-            self.step(rows)
-            state.rows += len(rows)
+            self.step(*step)
+            state.rows += self.rows.count(step)
             state.step += 1
             self.save_asked |= bool(self.progress.step(state.epoch, state.step, self.mean))
             self.checkpoints.check()
@@ -154,13 +154,13 @@ class Trainer:
         self.checkpoints.check()
         return loss
 
-    def work(self, rows: Tensor) -> None:
-        """One step on these rows of the training data; nothing waits for the device."""
+    def work(self, *step: Tensor) -> None:
+        """One step, given by the tensors of `TrainingRows.batches`; nothing waits for the device."""
         for optimizer in self.optimizers:  # first, because a failed graph capture leaves gradients without values
             optimizer.zero_grad(set_to_none=True)
-        pairs = self.rows.pairs(rows, self.generator)
-        losses, step, outcome = training_step(
-            self.run, *self.rows.ids(pairs), self.generator, self.positives, self.ranks
+        pairs, context = self.rows.drawn(step, self.generator)
+        losses, taken, outcome = training_step(
+            self.run, *self.rows.ids(pairs), self.generator, self.positives, self.ranks, context
         )
         weighed = losses if self.weight is None else losses * self.ranks.own(self.weight[pairs] / self.mean_weight)
         (weighed.sum() / len(pairs)).backward()
@@ -173,7 +173,7 @@ class Trainer:
             table.step(self.setup.training.lr * (1.0 if self.factor is None else self.factor))
         with torch.no_grad():
             for observer in self.observers:
-                observer.observe(step, outcome)
+                observer.observe(taken, outcome)
         self.total += outcome.loss.sum()
 
     def mean(self) -> float:

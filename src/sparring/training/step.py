@@ -1,6 +1,6 @@
 """One training step of a run up to its loss, and the steps of an epoch: the one place where a batch is drawn.
 
-    rows of an epoch (`TrainingRows.batches`) -> one pair for each row (`TrainingRows.pairs`) -> `training_step`
+    tensors of a step (`TrainingRows.batches`) -> its pairs and their context (`TrainingRows.drawn`) -> `training_step`
 
 The trainer takes this path, and so does everything that reports on a run's batches (`sample_steps`).
 """
@@ -16,9 +16,11 @@ from torch.utils.checkpoint import checkpoint
 from sparring.core.errors import UserError
 from sparring.core.part import loss_output
 from sparring.core.types import ALONE, Bag, Batch, LossOutput, Outcome, Positives, Ranks, Step
-from sparring.data.batches import batches_for, query_rows
+from sparring.data.batches import RandomBatches, batches_for, query_rows
+from sparring.data.histories import Before, Context, Given, SequenceBatches, SetBatches, Windows, histories
 from sparring.data.interactions import Interactions, Split
 from sparring.data.weights import spread
+from sparring.models.retriever import Retriever
 from sparring.recipes.run import Run, Solver, Term
 
 
@@ -29,10 +31,12 @@ def training_step(
     generator: torch.Generator,
     positives: Positives | None = None,
     ranks: Ranks = ALONE,
+    context: Context | None = None,
 ) -> tuple[Tensor, Step, Outcome]:
-    """The loss of each query (B,), with step and outcome for observers: encode, gather each term's bag, score it.
+    """The loss of each row (B,), with step and outcome for observers: encode, gather each term's bag, score it.
 
-    The ids are those of the complete batch, the same on every rank; the losses are those of this rank's rows.
+    The ids are those of the complete batch, the same on every rank; the losses are those of this rank's rows. The
+    context says what a tower of histories may read for each row; without one it reads all it knows.
     """
     model, setup = run.model, run.setup
 
@@ -54,15 +58,22 @@ def training_step(
         return ranks.gather(model.encode_mixtures(ranks.own(ids), ranks.own(weights), layer), len(ids))
 
     own_queries, own_items = ranks.own(query_ids), ranks.own(item_ids)
+    own_context = None if context is None else context.own(ranks)
     with half:
-        q = as_compared(in_chunks(setup.batches.chunk, model.encode_queries, own_queries, own_items))
+        if isinstance(own_context, Before):
+            q = in_chunks(setup.batches.chunk, _encode_before(model), own_queries, own_context.places)
+        elif own_context is None:
+            q = in_chunks(setup.batches.chunk, model.encode_queries, own_queries)
+        else:
+            q = model.encode_queries(own_queries, own_context)
+        q = as_compared(q)
     v = encoded(own_items)
     if setup.model.dropout and model.training:  # from the run's generator, which is in its checkpoint
         uniform = torch.rand(
             len(query_ids), q.shape[1] - (model.item_bias is not None), generator=generator, device=q.device
         )
         q = model.dropped(q, setup.model.dropout, ranks.own(uniform))
-    batch = Batch(query_ids, item_ids, q, v, ranks)
+    batch = Batch(query_ids, item_ids, q, v, ranks, grouped=isinstance(context, Windows | Given))
     step = Step(
         own_queries, own_items, q, v, run.temperature(own_queries), encode, generator, positives, encode_mixtures, batch
     )
@@ -78,6 +89,10 @@ def training_step(
         bags.append(bag)
         outputs.append(output._replace(losses=output.losses.detach()))
     return total, step, Outcome(total.detach(), tuple(bags), tuple(outputs))
+
+
+def _encode_before(model: Retriever) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda ids, places: model.encode_queries(ids, Before(places))
 
 
 def _check_bag(term: Term, bag: object) -> None:
@@ -119,27 +134,66 @@ def in_chunks(size: int | None, encode: Callable[..., Tensor], *ids: Tensor) -> 
 
 
 class TrainingRows:
-    """The rows of a run's training data on a device: which rows share a batch, and the pair that each row stands for.
+    """The rows of a run's training data on a device: which rows share a batch, and what each row stands for.
 
-    A row is a pair of the training data, or with rows=queries a query, for which one of its pairs is drawn each time.
+    A row is a pair of the training data; with rows=queries a query, for which one of its pairs is drawn each time; with
+    rows=sequences a position of a query's sequence; with rows=sets one of the items of a query that are not given.
     Batches are `run.batches` where the run composes its own (NGAME), else random.
 
         rows = TrainingRows(run, split.train)
-        for batch in rows.batches.epoch(0): query_ids, item_ids = rows.ids(rows.pairs(batch, generator))
+        for step in rows.batches.steps(0): pairs, context = rows.drawn(step, generator)
     """
 
     def __init__(self, run: Run, train: Interactions, device: torch.device | str = "cpu") -> None:
-        setup = run.setup
+        setup, model = run.setup, run.model
+        self.kind, self.given = setup.batches.rows, setup.batches.given
         self.queries, self.items = (column.to(device) for column in train.pairs())
-        self.drawn = query_rows(train, setup.batches.draw, device) if setup.batches.rows == "queries" else None
-        if run.batches is None:
-            self.batches = batches_for(train, self.drawn, setup.batches.batch_size, setup.seed)
-        else:
+        self.by_query = query_rows(train, setup.batches.draw, device) if self.kind == "queries" else None
+        self.at: Tensor | None = None  # (places,) the pair at each place
+        self.places: Tensor | None = None  # (pairs,) the place of each pair
+        readers = model.past_readers()
+        if readers or self.kind in ("sequences", "sets"):
+            past = histories(train)
+            model.remember(past)
+            assert past.pairs is not None
+            self.at = past.pairs.to(device)
+            self.places = torch.empty_like(self.at).scatter_(0, self.at, torch.arange(len(train), device=device))
+        size, seed = setup.batches.batch_size, setup.seed
+        self.batches: RandomBatches
+        if run.batches is not None:
             self.batches = run.batches
+        elif self.kind == "sequences":
+            if not past.ordered:
+                raise UserError("rows=sequences needs an order, and the data has no times: name one", "time")
+            self.batches = SequenceBatches(past, setup.model.history, size, seed)
+        elif self.kind == "sets":
+            self.batches = SetBatches(past, setup.model.history, round(size / (1 - self.given)), seed)
+        else:
+            self.batches = batches_for(train, self.by_query, size, seed)
 
-    def pairs(self, rows: Tensor, generator: torch.Generator) -> Tensor:
-        """(B,) the index of one training pair for each row."""
-        return rows if self.drawn is None else self.drawn.pairs(rows, generator)
+    def drawn(self, step: tuple[Tensor, ...], generator: torch.Generator) -> tuple[Tensor, Context | None]:
+        """(R,) the index of one training pair for each row of a step, and what may predict it."""
+        if self.kind == "sequences":
+            assert self.at is not None
+            places, slots, windows = step
+            return self.at[places], Windows(windows, slots)
+        if self.kind == "sets":
+            assert self.at is not None
+            places, owners = step
+            order = torch.rand(len(places), generator=generator, device=places.device).argsort()
+            rows, given = order.tensor_split([self.count(step)])
+            return self.at[places[rows]], Given(places[given], owners[given], owners[rows], len(places))
+        pairs = step[0] if self.by_query is None else self.by_query.pairs(step[0], generator)
+        return pairs, self.before(pairs)
+
+    def count(self, step: tuple[Tensor, ...]) -> int:
+        """Rows of a step."""
+        n = len(step[0])
+        return n - int(self.given * n) if self.kind == "sets" else n
+
+    def before(self, pairs: Tensor) -> Before | None:
+        """What may predict these pairs, each by itself; None if no tower reads histories."""
+        return None if self.places is None else Before(self.places.to(pairs.device)[pairs])
 
     def ids(self, pairs: Tensor) -> tuple[Tensor, Tensor]:
         """The queries and the items (B,) of these pairs."""
@@ -147,14 +201,22 @@ class TrainingRows:
 
     def sample(self, n: int, generator: torch.Generator) -> Tensor:
         """(at most n,) pairs of distinct random rows, as an epoch would meet them; rows on the CPU only."""
-        return self.pairs(torch.randperm(self.batches.n_rows, generator=generator)[:n], generator)
+        if self.kind in ("sequences", "sets"):
+            return torch.randperm(len(self.items), generator=generator)[:n]
+        rows = torch.randperm(self.batches.n_rows, generator=generator)[:n]
+        return rows if self.by_query is None else self.by_query.pairs(rows, generator)
 
     def around(self, pairs: Tensor, size: int, generator: torch.Generator) -> Tensor:
-        """A batch of `size` pairs: these (of distinct rows), then pairs of rows they meet in training; CPU only."""
-        if self.drawn is None:
+        """A batch of `size` pairs: these (of distinct rows), then pairs of rows they meet in training; CPU only.
+
+        Rows of sequences and sets meet random pairs here, each read by itself.
+        """
+        if self.kind in ("sequences", "sets"):
+            return RandomBatches(len(self.items), size).around(pairs, size, generator)
+        if self.by_query is None:
             return self.batches.around(pairs, size, generator)
-        rows = self.batches.around(torch.searchsorted(self.drawn.queries, self.queries[pairs]), size, generator)
-        return torch.cat([pairs, self.drawn.pairs(rows[len(pairs) :], generator)])
+        rows = self.batches.around(torch.searchsorted(self.by_query.queries, self.queries[pairs]), size, generator)
+        return torch.cat([pairs, self.by_query.pairs(rows[len(pairs) :], generator)])
 
 
 def sample_steps(
@@ -174,9 +236,11 @@ def sample_steps(
     rows = TrainingRows(run, split.train, device)
     positives = split.train.positives().to(device)
     if batches is None:
-        batches = (rows.pairs(batch, generator) for batch in rows.batches.epoch(epoch, device=device))
-    for pairs in batches:
-        yield training_step(run, *rows.ids(pairs.to(device)), generator, positives)
+        drawn = (rows.drawn(step, generator) for step in rows.batches.steps(epoch, device=device))
+    else:
+        drawn = ((pairs.to(device), rows.before(pairs.to(device))) for pairs in batches)
+    for pairs, context in drawn:
+        yield training_step(run, *rows.ids(pairs), generator, positives, context=context)
 
 
 def check_steps(run: Run) -> None:

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from sparring.core.errors import UserError
 from sparring.data.interactions import Split, Vocabulary
+from sparring.models.histories import HistoryTower
 from sparring.models.retriever import Retriever
-from sparring.models.towers import HistoryTower, IdTower
+from sparring.models.towers import IdTower
 from sparring.training import trained
 from sparring.training.folder import model_hash
 

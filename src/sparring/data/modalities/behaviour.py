@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sparring.core.errors import UserError
 from sparring.data.cache import hash_of, load_array, save_array
-from sparring.data.features import histories
+from sparring.data.histories import histories
 from sparring.data.interactions import Interactions
 from sparring.data.spectral import orthonormal_basis, sparse_product
 

@@ -65,10 +65,10 @@ def negatives_of_item(
         torch.zeros(n + 1, dtype=torch.float64, device=device) for _ in range(2)
     )  # the last entry: synthetic vectors
     candidates, taken, end = 0.0, 0, time.monotonic() + seconds
-    if training.drawn is None:
+    if training.by_query is None:
         positive = pairs[torch.randint(len(pairs), (steps,), generator=generator)]
     else:
-        chances = training.drawn.chances()[pairs]
+        chances = training.by_query.chances()[pairs]
         positive = pairs[torch.multinomial(chances, steps, replacement=True, generator=generator)]
     batches = (training.around(pair, size, generator) for pair in positive.split(1))
     for _, step, outcome in sample_steps(run, split, seed=seed + 1, batches=batches):

@@ -146,12 +146,13 @@ def exact(run: Run, split: Split, rows: Tensor, block: int = 64) -> tuple[Tensor
     """
     vectors = run.model.item_vectors().double()
     n = len(vectors)
-    queries, items = _pairs(split, vectors.device)
+    training = TrainingRows(run, split.train, vectors.device)
+    queries, items = training.queries.long(), training.items.long()
     # midway between the scores on both sides: a score computed in another order falls on the same side
     below = torch.tensor([-(-k * n // BINS) for k in range(1, BINS)], device=vectors.device)
     gradients, edges = [], []
     for pairs in rows.to(vectors.device).split(block):
-        q = run.model.encode_queries(queries[pairs], items[pairs]).double()
+        q = run.model.encode_queries(queries[pairs], training.before(pairs)).double()
         tau = run.temperature(queries[pairs]).double().unsqueeze(-1)
         scores = (q / tau) @ vectors.T
         gradients.append((scores.softmax(-1) @ vectors - vectors[items[pairs]]) / tau)
@@ -290,8 +291,3 @@ def _batches(
     for draw in range(draws):
         for places in torch.randperm(len(sampled), generator=generator).split(most):
             yield draw, places, training.around(sampled[places], size, generator)
-
-
-def _pairs(split: Split, device: torch.device) -> tuple[Tensor, Tensor]:
-    queries, items = split.train.pairs()
-    return queries.long().to(device), items.long().to(device)

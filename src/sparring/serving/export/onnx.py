@@ -23,8 +23,9 @@ from torch import Tensor, nn
 
 from sparring.core import files
 from sparring.core.errors import UserError
+from sparring.models.histories import HistoryTower
 from sparring.models.retriever import NORM_EPS, Retriever
-from sparring.models.towers import FeatureTower, HistoryTower, IdTower
+from sparring.models.towers import FeatureTower, IdTower
 from sparring.training.trained import Trained
 
 _OPSET, _VERSION = 18, 10  # operators and file format; ONNX Runtime 1.19 and later read them

@@ -12,8 +12,9 @@ import torch
 
 from sparring.core import manifest
 from sparring.core.errors import UserError
+from sparring.models.histories import PastReader
 from sparring.models.text import TextTower
-from sparring.models.towers import HistoryTower, IdTower
+from sparring.models.towers import IdTower
 from sparring.serving.http.catalogue import Catalogue, IdLookup
 from sparring.serving.http.placement import ItemPlacer
 from sparring.serving.http.schema import RequestError
@@ -75,7 +76,7 @@ class ServedRun:
     def history(self, user: int) -> tuple[np.ndarray, bool]:
         """(items of a user, whether they are in time order): the history that the tower reads, or the items seen."""
         tower = self.trained.model.query
-        if isinstance(tower, HistoryTower):
+        if isinstance(tower, PastReader):
             return tower.items[int(tower.start[user]) : int(tower.start[user + 1])].numpy(), True
         return self.seen(user), False
 
