@@ -16,7 +16,7 @@ from sparring.models.towers import width_of
 class SequenceTower(PastReader):
     """A query as the output of causal blocks at its last item.
 
-        x_j = item_j scale + position_j,   q = norm(blocks(dropout(x)))_last
+        x_j = sqrt(D) item_j + position_j,   q = norm(blocks(dropout(x)))_last
 
     `item` is the tower that items are compared with, or a separate table. A position counts from the newest item
     backwards: the newest has the last of `last` positions, in training the newest that predicts another. A block
@@ -36,11 +36,9 @@ class SequenceTower(PastReader):
         blocks: Sequence[nn.Module],
         dropout: float = 0.1,
         positions: bool = True,
-        scale: float | None = None,
     ) -> None:
         super().__init__(past, last)
         self.item, self.dim = item, width_of(item)
-        self.scale = self.dim**0.5 if scale is None else scale
         std = self.dim**-0.5
         self.position = nn.Parameter(torch.empty(last, self.dim).normal_(0.0, std)) if positions else None
         self.empty = nn.Parameter(torch.empty(self.dim).normal_(0.0, std))
@@ -74,7 +72,7 @@ class SequenceTower(PastReader):
         return torch.where(inside[:, -1:], self._encoded(items, position, allowed, time)[:, -1], self.empty)
 
     def _encoded(self, items: Tensor, position: Tensor, allowed: Tensor, time: Tensor | None) -> Tensor:
-        x = self.item(filled(items)) * self.scale
+        x = self.item(filled(items)) * self.dim**0.5
         position = position.clamp(0, self.last - 1)
         if self.position is not None:
             x = x + gather(self.position, position)

@@ -1,0 +1,187 @@
+"""Models by name: one function each, from inputs and settings to a Retriever.
+
+    @model(query_tower="history", batch_size=512)
+    def mine(inputs: Inputs, settings: ModelSettings, *, blocks: Annotated[int, "number of blocks"] = 2) -> Retriever:
+        item = item_tower(inputs, settings)
+        return finished(inputs, settings, Mine(item, inputs.past, blocks), item)
+
+The keyword arguments are the model's options: `--set model.blocks=3`. `sparring.models.finding` finds models of others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, TypeVar
+
+from torch import nn
+
+from sparring.core.errors import UserError
+from sparring.models.attention import HstuBlock, LigrBlock, SasRecBlock
+from sparring.models.build import finished, history_items, item_tower, query_tower
+from sparring.models.inputs import Inputs
+from sparring.models.retriever import Retriever
+from sparring.models.sequences import SequenceTower
+from sparring.models.settings import ModelSettings
+
+Model = Callable[..., Retriever]
+F = TypeVar("F", bound=Model)
+_USUAL: dict[Model, Mapping[str, object]] = {}
+
+
+def model(**usual: object) -> Callable[[F], F]:
+    """Mark a function as a model that is usually trained with these shared settings, by flat name.
+
+    They replace the recipe's, except those that define its method and those that the user sets.
+    """
+
+    def marked(function: F) -> F:
+        _USUAL[function] = usual
+        return function
+
+    return marked
+
+
+def usual_settings(function: Model) -> Mapping[str, object]:
+    """The shared settings that a model is usually trained with."""
+    return _USUAL.get(function, {})
+
+
+def towers(inputs: Inputs, settings: ModelSettings) -> Retriever:
+    """The towers that query_tower, item_tower and the columns of features name."""
+    item = item_tower(inputs, settings)
+    return finished(inputs, settings, query_tower(inputs, settings, item), item)
+
+
+@model(query_tower="id", item_tower="id", item_features=())
+def ids(inputs: Inputs, settings: ModelSettings) -> Retriever:
+    """One free vector per query and per item."""
+    return towers(inputs, settings)
+
+
+@model(query_tower="history")
+def history(inputs: Inputs, settings: ModelSettings) -> Retriever:
+    """A query as the mean, or an attention-weighted mean, of the vectors of its last items; new queries by their items.
+
+    Covington et al., Deep Neural Networks for YouTube Recommendations, RecSys 2016.
+    """
+    return towers(inputs, settings)
+
+
+def _sequence(
+    inputs: Inputs, settings: ModelSettings, blocks: Sequence[nn.Module], dropout: float, positions: bool = True
+) -> Retriever:
+    """The Retriever of a causal network over the last items of a query."""
+    if not inputs.past.ordered:
+        raise UserError("a sequence model needs an order, and the data has no times: name their column", "time")
+    item = item_tower(inputs, settings)
+    read = history_items(inputs, settings, item)
+    query = SequenceTower(read, inputs.past, settings.history, blocks, dropout, positions)
+    return finished(inputs, settings, query, item)
+
+
+Blocks = Annotated[int, "blocks, one after another"]
+Heads = Annotated[int, "heads of attention"]
+InnerDropout = Annotated[float, "dropout inside the network"]
+_SEQUENCES: dict[str, object] = {
+    "rows": "sequences",
+    "dim": 128,
+    "history": 50,
+    "score": "cosine",
+    "tau": 0.07,
+    "item_bias": False,
+    "dropout": 0.0,
+    "init_std": 0.02,
+    "batch_size": 8192,
+    "optimizer": "adam",
+    "lr": 1e-3,
+    "weight_decay": 0.0,
+    "schedule": "step",
+    "lr_decay": 1.0,
+    "epochs": 100,
+    "patience": 10,
+}
+
+
+@model(**_SEQUENCES)
+def sasrec(
+    inputs: Inputs,
+    settings: ModelSettings,
+    *,
+    blocks: Blocks = 2,
+    heads: Heads = 1,
+    inner_dropout: InnerDropout = 0.3,
+) -> Retriever:
+    """The items of a query in order through causal self-attention, trained at every position (SASRec).
+
+    Kang and McAuley, Self-Attentive Sequential Recommendation, ICDM 2018.
+    """
+    parts = [SasRecBlock(settings.dim, heads, inner_dropout) for _ in range(blocks)]
+    return _sequence(inputs, settings, parts, inner_dropout)
+
+
+@model(**_SEQUENCES)
+def ligr(
+    inputs: Inputs,
+    settings: ModelSettings,
+    *,
+    blocks: Blocks = 2,
+    heads: Heads = 1,
+    inner_dropout: InnerDropout = 0.3,
+    multiplier: Annotated[int, "width of the feed-forward network, in units of dim"] = 4,
+) -> Retriever:
+    """SASRec with the gated layers of LiGR (eSASRec).
+
+    Tikhonovich et al., eSASRec: Enhancing Transformer-based Recommendations in a Modular Fashion, RecSys 2025.
+    """
+    parts = [LigrBlock(settings.dim, heads, inner_dropout, multiplier) for _ in range(blocks)]
+    return _sequence(inputs, settings, parts, inner_dropout)
+
+
+@model(**_SEQUENCES)
+def hstu(
+    inputs: Inputs,
+    settings: ModelSettings,
+    *,
+    blocks: Blocks = 2,
+    heads: Heads = 1,
+    inner_dropout: InnerDropout = 0.3,
+) -> Retriever:
+    """The items of a query through attention without softmax, with biases for distance in places and time (HSTU).
+
+    Zhai et al., Actions Speak Louder than Words, ICML 2024.
+    """
+    timed = inputs.past.time is not None
+    parts = [HstuBlock(settings.dim, heads, inner_dropout, settings.history, timed) for _ in range(blocks)]
+    return _sequence(inputs, settings, parts, inner_dropout, positions=False)
+
+
+@model(query_tower="history", pooling="mean", rows="sets", history=200, history_table="own")
+def sets(inputs: Inputs, settings: ModelSettings) -> Retriever:
+    """A query as the sum or mean of its items, trained by giving a random part of them and predicting the rest.
+
+    Steck, Collaborative Filtering via High-Dimensional Regression, 2019; Liang et al., Variational Autoencoders for
+    Collaborative Filtering, WWW 2018 (Mult-DAE).
+    """
+    return towers(inputs, settings)
+
+
+@model()
+def features(inputs: Inputs, settings: ModelSettings) -> Retriever:
+    """Ids with columns of the items table, through fully connected layers."""
+    if not settings.item_features:
+        table = inputs.ids.item_table
+        known = "there is no items table (--items FILE)" if table is None else f"it has {', '.join(table.columns)}"
+        raise UserError(f"the model features needs columns: set item_features=COLUMN,COLUMN; {known}")
+    return towers(inputs, settings)
+
+
+@model(encoder="auto")
+def text(inputs: Inputs, settings: ModelSettings) -> Retriever:
+    """Queries and items by their texts, with one encoder or two."""
+    return towers(inputs, settings)
+
+
+MODELS: dict[str, Model] = {
+    each.__name__: each for each in (towers, ids, history, sets, sasrec, ligr, hstu, features, text)
+}
+TABLES = ("towers", "ids")  # models that a recipe's spectral start may fill
