@@ -6,9 +6,9 @@
 
 quality: a user's last item is test and the one before valid, in time order (ML-1M: the file's order of equal times);
 the complete catalogue is ranked, without the items of the history; the epoch is chosen by NDCG@10 on the validation
-part, and the test lists know the validation item. Settings are the published ones of eSASRec's benchmark, changed by
---set. Published there, R@10 / N@10: Beauty .0928 / .0523 (eSASRec), .0921 / .0531 (SASRec); ML-1M .3164 / .1813
-(FuXi-alpha), .3133 / .1772 (eSASRec).
+part, and the test lists know the validation item. Settings are those of the recipe and the model unless --set changes
+them; windows are as long as the published ones. Published by eSASRec's benchmark, R@10 / N@10: Beauty .0928 / .0523
+(eSASRec), .0921 / .0531 (SASRec); ML-1M .3164 / .1813 (FuXi-alpha), .3133 / .1772 (eSASRec).
 
 cpu and loop: one SASRec over ML-1M, 2 blocks, 64 dimensions, the last 200 items, 256 uniform negatives, batches of 128
 users, dropout 0.1, Adam. The peer of `cpu` runs in its own process and interpreter (`pip install "rectools[torch]"`).
@@ -44,19 +44,14 @@ from sparring.training.loop import TrainingProgress
 
 HERE = Path(__file__).resolve().parent
 LENGTH, USERS, DIM, BLOCKS, DRAWN, DROPOUT = 200, 128, 64, 2, 256, 0.1
-# eSASRec's grid: 256 uniform negatives, Adam at 0.001
-PUBLISHED: dict[str, dict[str, object]] = {
-    "amazon_beauty": {"history": 50, "model.blocks": 1, "dropout": 0.2},
-    "ml1m_mm": {"history": LENGTH, "model.blocks": BLOCKS, "dropout": DROPOUT},
-}
-SHARED: dict[str, object] = {"dim": DIM, "lr": 0.001, "optimizer": "adam", "n": DRAWN}
+WINDOW = {"amazon_beauty": 50, "ml1m_mm": LENGTH}  # items of a history in the published figures
 
 
 def quality(given: argparse.Namespace) -> None:
     """The test figures of each seed, and their mean."""
     parts = leave_one_out(given.data)
     own = dict(each.split("=", 1) for each in given.set)
-    usual = {**SHARED, "epochs": 200, "patience": 20, "select": "ndcg@10", **PUBLISHED.get(given.data, {})}
+    usual: dict[str, object] = {"history": WINDOW.get(given.data, 50), "select": "ndcg@10"}
     figures = []
     for seed in range(given.seeds):
         run = build(given.recipe, parts.train, {**usual, **own, "seed": seed}, model=given.model)
@@ -119,7 +114,23 @@ def in_order(train: Interactions) -> tuple[np.ndarray, np.ndarray]:
 
 def ours(train: Interactions, device: str, epochs: int) -> list[tuple[float, float]]:
     """(CPU seconds, wall seconds) of each epoch through `fit`."""
-    settings = {**SHARED, **PUBLISHED["ml1m_mm"], "model.heads": 1, "epochs": epochs, "patience": None}
+    positions = np.minimum(np.bincount(train.queries) - 1, LENGTH).clip(0).sum()
+    steps = -(-train.n_queries // USERS)
+    settings = {
+        "n": DRAWN,
+        "dim": DIM,
+        "score": "dot",
+        "tau": 1.0,
+        "history": LENGTH,
+        "model.blocks": BLOCKS,
+        "model.heads": 1,
+        "model.inner_dropout": DROPOUT,
+        "batch_size": int(-(-positions // steps)),  # as many steps an epoch as batches of users
+        "optimizer": "adam",
+        "lr": 0.001,
+        "epochs": epochs,
+        "patience": None,
+    }
     run = build("uns", train, settings, model="sasrec")
     found: list[tuple[float, float]] = []
     clock = Clock()
