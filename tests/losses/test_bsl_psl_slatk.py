@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sparring.core.types import Bag, Candidates, Corpus, Exclude, Positives, Step
-from sparring.losses import AdaTau, Loss, SLatK, adaptive_softmax, bsl, ccl, psl, sampled_softmax, softmax_loss
+from sparring.losses import AdaTau, Loss, SLatK, adaptive_softmax, bsl, ccl, gbce, psl, sampled_softmax, softmax_loss
 from sparring.negatives import InBatch, Resample, Sampled, Uniform
 from sparring.testing import World
 
@@ -123,6 +123,19 @@ def ccl_formula(margin: float, weight: float) -> Formula:
     return formula
 
 
+def gbce_formula(n_items: int, t: float) -> Formula:
+    """The paper's beta, written as it stands there; the positive's weight is ignored."""
+
+    def formula(row: int, own: Tensor, log_w: float, tau: float, found: Pairs) -> Tensor:
+        n = sum(w for _, w in found)
+        alpha = min(n / (n_items - 1), 1.0)
+        beta = alpha * (t * (1 - 1 / alpha) + 1 / alpha)
+        negatives = total(found, lambda s: torch.log(1 - torch.sigmoid(s / tau)))
+        return -(beta * torch.log(torch.sigmoid(own / tau)) + negatives) / (1 + n)
+
+    return formula
+
+
 FORMULAS: dict[str, tuple[Loss, Formula]] = {
     "log sum_j w_j exp((s_j - s_+) / tau)": (softmax_loss, sl_formula),
     "-log(exp(s_+ / tau_1) / (sum_j w_j exp(s_j / tau_2))^(tau_2 / tau_1))": (bsl(1.3), bsl_formula),
@@ -132,6 +145,9 @@ FORMULAS: dict[str, tuple[Loss, Formula]] = {
     "log sum_j w_j max(0, 1 + d_j)^(1 / tau)": (psl("relu"), psl_formula("relu")),
     "(1 - s_+) + 3 mean_j max(0, s_j - 0.1)": (ccl(0.1, 3.0), ccl_formula(0.1, 3.0)),
     "(1 - s_+) + 150 mean_j max(0, s_j + 0.4)": (ccl(-0.4, 150.0), ccl_formula(-0.4, 150.0)),
+    "BCE, the positive's part times beta, t = 0.75": (gbce(40, 0.75), gbce_formula(40, 0.75)),
+    "BCE, the positive's part times beta, t = 1": (gbce(40, 1.0), gbce_formula(40, 1.0)),
+    "BCE": (gbce(40, 0.0), gbce_formula(40, 0.0)),
 }
 
 
@@ -151,6 +167,7 @@ WRONG: dict[str, Loss] = {
     "whole cosines": lambda step, bag: psl("tanh")(replace(step, q=2 * step.q), bag),
     "divided by the temperature": lambda step, bag: ccl(0.1, 3.0)(replace(step, q=step.scaled), bag),
     "sum instead of mean": ccl(0.1, 18.0),
+    "sampling rate of another catalogue": gbce(20, 0.75),
 }
 
 
@@ -331,12 +348,41 @@ def test_ccl_with_nothing_left_keeps_the_positive() -> None:
     torch.testing.assert_close(ccl()(step, empty), 1 - (step.q * step.v).sum(1))
 
 
-@pytest.mark.parametrize("which", range(9))
+def test_gbce_with_nothing_left_keeps_the_positive() -> None:
+    """With everything excluded nothing was sampled: alpha = 0, and (1 - t) log(1 + exp(-s_+)) remains."""
+    step, bag = case(TAUS[0])
+    block = bag.blocks[0]
+    empty = Bag((Candidates(block.ids, block.emb, torch.full((4,), -math.inf)),))
+    expected = 0.25 * torch.log1p((-(step.q * step.v).sum(1) / 0.5).exp())
+    torch.testing.assert_close(gbce(40)(step, empty), expected)
+
+
+def test_gbce_of_weights_that_stand_for_the_catalogue_is_bce() -> None:
+    """Draws weighted to the sum over all items have sampling rate 1 and not more: t changes nothing."""
+    step, bag = case(TAUS[0])
+    block = bag.blocks[1]
+    heavy = Bag((Candidates(block.ids, block.emb, torch.full((B, 2), math.log(25.0), dtype=torch.float64)),))
+    torch.testing.assert_close(gbce(40, 0.75)(step, heavy), gbce(40, 0.0)(step, heavy))
+
+
+@pytest.mark.parametrize(("t", "probability"), [(1.0, 1 / 101), (0.0, 1 / 6)])
+def test_gbce_is_calibrated_at_its_optimum(t: float, probability: float) -> None:
+    """The best common score of 101 items, one of them positive and 5 drawn, has sigmoid 1 / 101 with t = 1; BCE's has
+    1 / 6."""
+    scores = torch.linspace(-8, 8, 16_001, dtype=torch.float64).unsqueeze(1)
+    one, ids = torch.ones_like(scores), torch.zeros(len(scores), dtype=torch.long)
+    step = Step(ids, ids, scores, one, torch.ones((), dtype=torch.float64), lambda at: one[at], torch.Generator())
+    drawn = Candidates(ids[:5], one[:5], torch.zeros(5, dtype=torch.float64))
+    best = gbce(101, t)(step, Bag((drawn,))).argmin()
+    assert float(torch.sigmoid(scores[best, 0])) == pytest.approx(probability, rel=1e-3)
+
+
+@pytest.mark.parametrize("which", range(10))
 def test_blocks_share_one_sum(which: int) -> None:
     """Splitting a block in two changes nothing."""
     world = World.build()
     step = world.step(8, 1)
-    loss = [*every_loss(1 + int(step.query_ids.max())), ccl(0.1, 2.0)][which]
+    loss = [*every_loss(1 + int(step.query_ids.max())), ccl(0.1, 2.0), gbce(world.n_items)][which]
     (whole,) = Sampled(Uniform(world.n_items), 30)(step).blocks
     halves = tuple(
         Candidates(whole.ids[at], whole.emb[at], whole.log_w[at], whole.exclude) for at in (slice(0, 11), slice(11, 30))
@@ -350,7 +396,7 @@ def test_expected_draws() -> None:
     step = world.step(8, 1)
     bag = Resample(InBatch())(step)
     assert bool(torch.isfinite(softmax_loss(step, bag)).all())
-    for loss in (psl(), ccl()):
+    for loss in (psl(), ccl(), gbce(9)):
         with pytest.raises(ValueError, match="multinomial"):
             loss(step, bag)
 
@@ -362,10 +408,12 @@ def test_what_is_refused() -> None:
         lambda: bsl(1.0, "multi"),  # type: ignore[arg-type]
         lambda: psl("exp"),  # type: ignore[arg-type]
         lambda: ccl(weight=-1.0),
+        lambda: gbce(1),
+        lambda: gbce(9, calibration=1.5),
         lambda: SLatK(3, k=0),
         lambda: SLatK(3, k=20, n=10),
         lambda: SLatK(3, every=0),
         lambda: SLatK(3, tau_w=0.0),
     ):
-        with pytest.raises(ValueError, match=r"exponent|form|surrogate|weight|SL@K"):
+        with pytest.raises(ValueError, match=r"exponent|form|surrogate|weight|SL@K|gBCE"):
             make()

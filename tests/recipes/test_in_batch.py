@@ -74,6 +74,7 @@ SOURCES = {
         "masked: all known",
     ],
     "ccl": ["1 x ccl over", "sampled from Uniform(40): 1,000 candidates shared", "weight: none"],
+    "gbce": ["1 x gbce over", "sampled from Uniform(40): 256 candidates shared", "weight: none"],
     "ada_tau": ["1 x adaptive_softmax over", "sampled from Uniform(40): 1,024 candidates shared", "weight: none"],
     "dns": ["1 x bpr over", "hardest 1 of sampled from Uniform(40): 1 candidates for each query", "masked: all known"],
     "ahns": [

@@ -54,6 +54,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "psl": ("psl", {"n": 16}),
     "slatk": ("slatk", {"n": 16, "k": 5, "every": 1}),
     "ccl": ("ccl", {"n": 16}),
+    "gbce": ("gbce", {"n": 16}),
     "ada_tau": ("ada_tau", {"settle": 1}),
     "ada_tau running": ("ada_tau", {"settle": 1, "means": "running"}),
     "esans": ("esans", {"k_primary": 5, "k_secondary": 3}),

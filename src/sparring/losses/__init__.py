@@ -5,7 +5,7 @@ Nothing here draws candidates: that is the task of `negatives`.
 
 from sparring.losses.adaptive import AdaTau, adaptive_softmax
 from sparring.losses.mined import HardPairs, OnlineHard, Reduction
-from sparring.losses.pairwise import Surrogate, bpr, ccl, hinge, psl
+from sparring.losses.pairwise import Surrogate, bpr, ccl, gbce, hinge, psl
 from sparring.losses.softmax import BSLForm, Loss, bsl, sampled_softmax, softmax_loss
 from sparring.losses.softmax_at_k import SLatK
 from sparring.losses.temperature import Fixed, Learned
@@ -25,6 +25,7 @@ __all__ = [
     "bpr",
     "bsl",
     "ccl",
+    "gbce",
     "hinge",
     "psl",
     "sampled_softmax",

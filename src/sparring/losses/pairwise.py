@@ -1,4 +1,4 @@
-"""Losses over single pairs (positive, candidate) or single candidates: BPR, hinge, PSL, CCL."""
+"""Losses over single pairs (positive, candidate) or single candidates: BPR, hinge, PSL, CCL, gBCE."""
 
 from __future__ import annotations
 
@@ -88,6 +88,36 @@ def ccl(margin: float = 0.9, weight: float = 150.0) -> Loss:
     return ccl
 
 
+def gbce(n_items: int, calibration: float = 0.75) -> Loss:
+    """Binary cross-entropy whose positive counts less the fewer items are drawn (gBCE, generalised BCE).
+
+        loss_i = -(beta_i log sigmoid(s_i+) + sum_j w_ij log(1 - sigmoid(s_ij))) / (1 + n_i),   s = q . e / tau
+        beta_i = alpha_i (t (1 - 1 / alpha_i) + 1 / alpha_i) = 1 - t (1 - alpha_i),   n_i = sum_j w_ij
+        alpha_i = n_i / (N - 1), at most 1: the sampling rate
+
+    Plain BCE against a few negatives overestimates probabilities. With calibration t = 1 a model that fits has
+    calibrated ones; t = 0 is plain BCE; the authors use 0.75. A weight w counts a candidate w times, so weights that
+    estimate the sum over all N items give alpha = 1, plain BCE. The positive's own weight is ignored. If everything in
+    the bag is excluded, the positive's part remains.
+
+        Term(1.0, Sampled(Uniform(n_items), 256, correction="none"), gbce(n_items))
+
+    Petrov and Macdonald, gSASRec: Reducing Overconfidence in Sequential Recommendation Trained with Negative Sampling,
+    RecSys 2023.
+    """
+    if n_items < 2:
+        raise ValueError(f"gBCE needs at least two items, got {n_items}")
+    if not 0 <= calibration <= 1:
+        raise ValueError(f"the calibration of gBCE must be between 0 and 1, got {calibration}")
+
+    def gbce(step: Step, bag: Bag) -> Tensor:
+        total, mass = _sums(step.scaled, bag, F.softplus)
+        beta = 1 - calibration * (1 - (mass / (n_items - 1)).clamp(max=1.0))
+        return (beta * F.softplus(-step.positive_logits) + total) / (1 + mass)
+
+    return gbce
+
+
 class _LogSumSigma(torch.autograd.Function):
     """log sum_j w_ij sigma(s_ij - s_i+)^sharpness_i, (B,); the gradient is computed in forward: one (B, C) matrix."""
 
@@ -142,12 +172,18 @@ def weighed(q: Tensor, bag: Bag) -> Iterator[tuple[Tensor, Tensor]]:
 
 def _mean(q: Tensor, bag: Bag, penalty: Callable[[Tensor], Tensor]) -> Tensor:
     """The weighted mean of penalty(q_i . e_j) over the bag, (B,); 0 if nothing counts."""
+    total, mass = _sums(q, bag, penalty)
+    return total / mass.clamp(min=torch.finfo(mass.dtype).tiny)
+
+
+def _sums(q: Tensor, bag: Bag, penalty: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    """The weighted sum of penalty(q_i . e_j) over the bag, and the sum of the weights, (B,) each."""
     total, mass = torch.zeros_like(q[:, 0]), torch.zeros_like(q[:, 0])
     for scores, log_w in weighed(q, bag):
         weights = log_w.exp()
         total = total + (weights * penalty(scores)).sum(1)
         mass = mass + weights.sum(1)
-    return total / mass.clamp(min=torch.finfo(mass.dtype).tiny)
+    return total, mass
 
 
 def _pairwise(step: Step, bag: Bag, penalty: Callable[[Tensor], Tensor]) -> Tensor:

@@ -109,20 +109,16 @@ class HstuBlock(nn.Module):
         self.dim, self.heads, self.length = dim, checked_heads(dim, heads), length
         self.uvqk, self.outer = nn.Linear(dim, 4 * dim, bias=False), nn.Linear(dim, dim)
         self.dropout = nn.Dropout(dropout)
-        self.by_position = nn.Embedding(length, 1)
-        self.by_time = nn.Embedding(_BUCKETS + 1, 1) if timed else None
+        self.by_position = nn.Parameter(torch.empty(length).normal_(0.0, 0.02))
+        self.by_time = nn.Parameter(torch.empty(_BUCKETS + 1).normal_(0.0, 0.02)) if timed else None
         nn.init.normal_(self.uvqk.weight, std=0.02)
-        nn.init.normal_(self.by_position.weight, std=0.02)
-        if self.by_time is not None:
-            nn.init.normal_(self.by_time.weight, std=0.02)
         nn.init.xavier_uniform_(self.outer.weight)
 
     def forward(self, x: Tensor, allowed: Tensor, position: Tensor, time: Tensor | None = None) -> Tensor:
         u, v, q, k = F.silu(self.uvqk(self._norm(x))).chunk(4, -1)
-        distance = _differences(position).clamp(0, self.length - 1)
-        bias = self.by_position(distance).squeeze(-1)
+        bias = _biases(self.by_position, _differences(position).clamp(0, self.length - 1))
         if self.by_time is not None and time is not None:
-            bias = bias + self.by_time(time_buckets(_differences(time))).squeeze(-1)
+            bias = bias + _biases(self.by_time, time_buckets(_differences(time)))
         scores = split_heads(q, self.heads) @ split_heads(k, self.heads).mT + bias.unsqueeze(1)
         weights = (F.silu(scores) / self.length).masked_fill(~allowed.unsqueeze(1), 0.0)
         read = (weights @ split_heads(v, self.heads)).transpose(1, 2).flatten(2)
@@ -155,6 +151,11 @@ def checked_heads(dim: int, heads: int) -> int:
     if heads < 1 or dim % heads:
         raise UserError(f"{heads} heads do not divide {dim} dimensions", "heads", "1")
     return heads
+
+
+def _biases(table: Tensor, index: Tensor) -> Tensor:
+    """table[index], (B, L, L). The gradient is first summed place by place: an embedding's would sort B L L indices."""
+    return table.expand(*index.shape[:2], -1).gather(-1, index)
 
 
 def _differences(x: Tensor) -> Tensor:

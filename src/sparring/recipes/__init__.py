@@ -32,7 +32,7 @@ from sparring.recipes.in_batch import (
     uns,
     xir,
 )
-from sparring.recipes.losses import ada_tau, bsl, ccl, psl, sl, slatk
+from sparring.recipes.losses import ada_tau, bsl, ccl, gbce, psl, sl, slatk
 from sparring.recipes.run import Run
 
 _IN_BATCH = (
@@ -53,7 +53,7 @@ _IN_BATCH = (
     shown,
 )
 _HARD = (dns, ahns, mixgcf, amns, bmns, fairneg, midx, sce)
-_LOSSES = (sl, bsl, psl, slatk, ccl, ada_tau)
+_LOSSES = (sl, bsl, psl, slatk, ccl, ada_tau, gbce)
 _EXTREME = (dpr, ance, ngame, dexa, prime, dexml)
 _BASELINES = (popularity, item_knn, ease, ials)
 RECIPES: dict[str, Callable[..., Run]] = {

@@ -1,4 +1,4 @@
-"""Losses on cosine scores with uniform negatives: SL, BSL, PSL, SL@K, CCL, Ada-tau.
+"""Losses with uniform negatives: SL, BSL, PSL, SL@K, CCL and Ada-tau on cosines, gBCE on inner products.
 
 The authors draw negatives for each query; here the batch shares them unless per_query is set: the gradient has the same
 expectation and a step is many times cheaper. The authors of PSL and SL@K redraw known positives; here exclude does.
@@ -16,6 +16,7 @@ from sparring.data.interactions import Interactions
 from sparring.losses import AdaTau, BSLForm, Loss, SLatK, Surrogate, adaptive_softmax, softmax_loss
 from sparring.losses import bsl as bsl_loss
 from sparring.losses import ccl as ccl_loss
+from sparring.losses import gbce as gbce_loss
 from sparring.losses import psl as psl_loss
 from sparring.negatives import ExcludeKind, Sampled, Uniform
 from sparring.recipes.arguments import Excluded, OneOf, PerQuery, Range, UniformDraws
@@ -153,6 +154,22 @@ def ada_tau(
     temperature = AdaTau(counts, data.n_items, beta, quantile, gap, settle, means)
     term = _against_uniform(data, n, per_query, "positive", adaptive_softmax(temperature))
     return replace(compose(data, setup, term), temperature=temperature)
+
+
+def gbce(
+    data: Interactions,
+    setup: Setup = Setup.of(score="dot", tau=1.0, init_std=0.02, batch_size=1024, optimizer="adam", lr=0.001),
+    *,
+    n: UniformDraws = 256,
+    calibration: Annotated[float, Range(0.0, 1.0), "0 is plain cross-entropy, 1 gives calibrated scores"] = 0.75,
+    per_query: PerQuery = False,
+    exclude: Excluded = "positive",
+) -> Run:
+    """Binary cross-entropy with the positive weighted for the share of the catalogue that is drawn (gBCE).
+
+    Petrov and Macdonald, gSASRec: Reducing Overconfidence in Sequential Recommendation, RecSys 2023.
+    """
+    return compose(data, setup, _against_uniform(data, n, per_query, exclude, gbce_loss(data.n_items, calibration)))
 
 
 def _against_uniform(data: Interactions, n: int, per_query: bool, exclude: ExcludeKind, loss: Loss) -> Term:
