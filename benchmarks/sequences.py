@@ -75,7 +75,7 @@ def cpu(given: argparse.Namespace) -> None:
     train = leave_one_out(given.data).train
     spent: dict[str, list[float]] = {"ours": []}
     for _ in range(given.rounds):
-        spent["ours"] += [seconds[0] for seconds in ours(train, "cpu", given.epochs)]
+        spent["ours"] += [seconds[0] for seconds in ours(train, "cpu", "float32", given.epochs)]
         for loss in given.losses.split(","):
             found = rectools(train, given.rectools_python, loss, given.threads, given.epochs)
             spent.setdefault(f"RecTools, {loss}", []).extend(seconds[0] for seconds in found)
@@ -91,12 +91,13 @@ def loop(given: argparse.Namespace) -> None:
     """Seconds of an epoch, ours and the plain loop's in turn; the first epoch of each turn, a warm-up, is left out."""
     train = leave_one_out(given.data).train
     torch.set_float32_matmul_precision("high")  # tf32, as in our runs
+    how = given.device, given.precision, given.epochs + 1
     walls: dict[str, list[float]] = {"ours": [], "plain loop": []}
     for _ in range(given.rounds):
-        walls["ours"] += [seconds[1] for seconds in ours(train, given.device, given.epochs + 1)][1:]
-        walls["plain loop"] += list(plain_epochs(train, given.device, given.epochs + 1))[1:]
+        walls["ours"] += [seconds[1] for seconds in ours(train, *how)][1:]
+        walls["plain loop"] += list(plain_epochs(train, *how))[1:]
     rows = [[name, f"{min(found):.3f}", f"{mean(found):.3f}"] for name, found in walls.items()]
-    print(table(["ML-1M, an epoch of SASRec", "s, best", "s, mean"], rows))
+    print(table([f"ML-1M, an epoch of SASRec, {given.precision}", "s, best", "s, mean"], rows))
     ratio = mean(walls["plain loop"]) / mean(walls["ours"])
     print(f"\nat least 3 times as fast as a plain eager loop: {'yes' if ratio >= 3 else 'NO'} ({ratio:.1f} times)")
 
@@ -112,7 +113,7 @@ def in_order(train: Interactions) -> tuple[np.ndarray, np.ndarray]:
     return train.queries[order], train.items[order]
 
 
-def ours(train: Interactions, device: str, epochs: int) -> list[tuple[float, float]]:
+def ours(train: Interactions, device: str, precision: str, epochs: int) -> list[tuple[float, float]]:
     """(CPU seconds, wall seconds) of each epoch through `fit`."""
     positions = np.minimum(np.bincount(train.queries) - 1, LENGTH).clip(0).sum()
     steps = -(-train.n_queries // USERS)
@@ -128,6 +129,7 @@ def ours(train: Interactions, device: str, epochs: int) -> list[tuple[float, flo
         "batch_size": int(-(-positions // steps)),  # as many steps an epoch as batches of users
         "optimizer": "adam",
         "lr": 0.001,
+        "precision": precision,
         "epochs": epochs,
         "patience": None,
     }
@@ -172,7 +174,7 @@ class PlainSasRec(nn.Module):
         return encoded
 
 
-def plain_epochs(train: Interactions, device: str, epochs: int) -> Iterator[float]:
+def plain_epochs(train: Interactions, device: str, precision: str, epochs: int) -> Iterator[float]:
     """Wall seconds of each epoch of an eager loop; the windows (users, length + 1), padded on the left, are there."""
     queries, items = in_order(train)
     windows = np.zeros((train.n_queries, LENGTH + 1), np.int64)
@@ -190,12 +192,13 @@ def plain_epochs(train: Interactions, device: str, epochs: int) -> Iterator[floa
         for users in torch.randperm(len(data), device=device).split(USERS):
             batch = data[users]
             targets = batch[:, 1:]
-            encoded = model(batch[:, :-1])
             drawn = torch.randint(1, train.n_items + 1, (DRAWN,), device=device)
-            positive = (encoded * model.items(targets)).sum(-1, keepdim=True)
-            negative = (encoded @ model.items(drawn).T).masked_fill(targets.unsqueeze(-1) == drawn, -torch.inf)
-            logits = torch.cat([positive, negative], -1)
-            losses = F.cross_entropy(logits.flatten(0, 1), torch.zeros_like(targets).flatten(), reduction="none")
+            with torch.autocast(device, torch.bfloat16, enabled=precision == "bf16"):
+                encoded = model(batch[:, :-1])
+                positive = (encoded * model.items(targets)).sum(-1, keepdim=True)
+                negative = (encoded @ model.items(drawn).T).masked_fill(targets.unsqueeze(-1) == drawn, -torch.inf)
+                logits = torch.cat([positive, negative], -1)
+                losses = F.cross_entropy(logits.flatten(0, 1), torch.zeros_like(targets).flatten(), reduction="none")
             counted = (targets > 0) & (batch[:, :-1] > 0)
             loss = (losses * counted.flatten()).sum() / counted.sum()
             optimizer.zero_grad()
@@ -252,6 +255,8 @@ def main() -> None:
             command.add_argument("--rectools-python", default=os.environ.get("RECTOOLS_PYTHON", sys.executable))
         else:
             command.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+        if name == "loop":
+            command.add_argument("--precision", default="tf32", choices=("tf32", "bf16"), help="of both")
     given = parser.parse_args()
     works[given.command](given)
 
