@@ -141,9 +141,9 @@ def world() -> Split:
     from sparring.data.splits import split
     from sparring.data.synthetic_world import make_world
 
-    return split(
-        make_world(60, 40, exposure=0.5, relevant=0.4, seed=3).interactions, "random", valid=0.1, test=0.2, seed=1
-    )
+    made = make_world(60, 40, exposure=0.5, relevant=0.4, seed=3).interactions
+    ordered = dataclasses.replace(made, time=np.random.default_rng(2).permutation(len(made)))
+    return split(ordered, "random", valid=0.1, test=0.2, seed=1)
 
 
 if __name__ == "__main__":
