@@ -59,7 +59,7 @@ def quality(given: argparse.Namespace) -> None:
         fitted = fit(run, parts, k=(10,), device=given.device)
         assert fitted.test is not None
         figures.append([fitted.test.metrics[name] for name in ("recall@10", "ndcg@10")])
-        valid = max(record["ndcg@10"] for record in fitted.history)
+        valid = max(record["ndcg@10"] for record in fitted.history if "ndcg@10" in record)
         print(
             f"seed {seed}: test R@10 {figures[-1][0]:.4f}, N@10 {figures[-1][1]:.4f}; validation N@10 {valid:.4f}, "
             f"{len(fitted.history)} epochs in {time.perf_counter() - began:.0f} s",
