@@ -151,7 +151,12 @@ class SequenceBatches(RandomBatches):
         for rows, windows in self._plan(epoch, start_step):
             if recorded and len(windows) < self.windows:
                 windows = np.concatenate([windows, np.full((self.windows - len(windows), self.length), -1)])
-            yield tuple(torch.from_numpy(column).to(device, non_blocking=True) for column in (*rows, windows))
+            columns = (torch.from_numpy(column) for column in (*rows, windows))
+            # A copy from pageable memory waits for the step before it; with pinned ones the next step is planned
+            # meanwhile.
+            yield tuple(
+                (column.pin_memory() if recorded else column).to(device, non_blocking=True) for column in columns
+            )
 
     def _plan(self, epoch: int, start_step: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """For each step: rows (2, R), the places of targets and their slots; windows (W, L) of places of inputs."""
