@@ -81,6 +81,24 @@ def test_the_pages_tower_keeps_the_contract(place: Path) -> None:
             assert name in ("test_devices", "test_histories")
 
 
+def test_models_are_listed(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """`sparring models` lists ours; with a name it describes one, also of a file: options and usual settings."""
+    monkeypatch.chdir(place)
+    assert main(["models", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out).keys() >= MODELS.keys()
+    assert main(["models", "gated.py:gated", "--json"]) == 0
+    (facts,) = json.loads(capsys.readouterr().out).values()
+    assert facts["usual"] == {"batch_size": 512, "lr": 0.01}
+    assert facts["options"]["layers"] == {
+        "path": "model.layers",
+        "type": "a whole number",
+        "default": "1",
+        "description": "hidden layers of the query tower",
+    }
+    assert main(["models"]) == 0
+    assert "usually with query_tower=history" in capsys.readouterr().out
+
+
 def test_a_run_records_its_model(place: Path) -> None:
     """run.json has the file's full path, all options, and the usual settings; the card says how to load the run."""
     meta = json.loads((place / "runs/gated/run.json").read_text())

@@ -69,7 +69,7 @@ def test_a_run_is_read_again_without_its_files(
     assert torch.equal(loaded.query_vectors(queries), run.model.query_vectors(queries))
     assert loaded.dim == 6
     assert isinstance(loaded.item, FeatureTower)
-    assert ("IdTower" in [type(part).__name__ for part in loaded.item.parts]) is ("item_tower" not in settings)
+    assert ("IdTower" in [type(part).__name__ for part in loaded.item.inputs]) is ("item_tower" not in settings)
     kinds: dict[object, type] = {"history": DescribedHistory, "features": FeatureTower}
     if "query_features" in settings:
         assert isinstance(loaded.query, kinds.get(settings.get("query_tower"), FeatureTower))
@@ -93,7 +93,7 @@ def test_vectors_are_matched_by_ids(described: Split, tmp_path: Path) -> None:
     place = f"{tmp_path / 'v.npy'}:{tmp_path / 'ids.parquet'}"
     tower = build("uns", described.train, {**QUICK, "item_vectors": place}).model.item
     assert isinstance(tower, FeatureTower)
-    found = tower.parts[-1](torch.arange(len(ids)))
+    found = tower.inputs[-1](torch.arange(len(ids)))
     assert torch.equal(found[:-1], torch.from_numpy(array[::-1].copy()))
     assert not found[-1].any()
 
@@ -152,8 +152,8 @@ def test_new_items_are_placed_by_their_columns(described: Split, vectors: Path, 
     every = torch.arange(tower.n)
     for item in (0, 5):
         row: dict[str, Any] = table.row(item, named=True)
-        parts = [part(torch.tensor([item])) for part in tower.parts]
-        parts[0], parts[-1] = (tower.parts[at](every).mean(0, keepdim=True) for at in (0, -1))
+        parts = [part(torch.tensor([item])) for part in tower.inputs]
+        parts[0], parts[-1] = (tower.inputs[at](every).mean(0, keepdim=True) for at in (0, -1))
         want = tower.layers(torch.cat(parts, 1))[0].detach().numpy()
         found = placer.from_columns({name: row[name] for name in ("category", "tags")})
         assert found is not None
