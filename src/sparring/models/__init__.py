@@ -9,25 +9,32 @@ from sparring.models.histories import HistoryTower
 from sparring.models.inputs import Inputs
 from sparring.models.item_corrections import Augmented, Centroids
 from sparring.models.named import MODELS, model
+from sparring.models.parts import Categories, Concat, Dense, FeatureTower, Perceptron, Sum, Tags
 from sparring.models.retriever import Retriever
 from sparring.models.sequences import SequenceTower
 from sparring.models.settings import ModelSettings
 from sparring.models.text import BagEncoder, TextTower, TransformerEncoder
-from sparring.models.towers import FeatureTower, IdTower
+from sparring.models.towers import IdTower
 
 __all__ = [
     "MODELS",
     "Augmented",
     "BagEncoder",
+    "Categories",
     "Centroids",
+    "Concat",
+    "Dense",
     "FeatureTower",
     "Fused",
     "HistoryTower",
     "IdTower",
     "Inputs",
     "ModelSettings",
+    "Perceptron",
     "Retriever",
     "SequenceTower",
+    "Sum",
+    "Tags",
     "TextTower",
     "TransformerEncoder",
     "finished",

@@ -7,13 +7,19 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
+import numpy as np
+
 from sparring.core.errors import UserError
+from sparring.data.cache import load_array
 from sparring.data.histories import Histories
 from sparring.data.interactions import Ids
+from sparring.data.modalities.vector_files import id_vectors
+from sparring.data.texts.texts import Role
 from sparring.models.settings import TextSettings
 
 
-def _no_past() -> Histories:
+def no_past() -> Histories:
+    """The past where there are no interactions: an error."""
     raise UserError("this model reads histories, and there are no interactions to take them from")
 
 
@@ -31,7 +37,7 @@ class Inputs:
     sparse: bool = True  # tables have row-sparse gradients
     shards: int = 1  # ranges of items that the item table is split into
     saved: Path | None = None
-    recall: Callable[[], Histories] = field(default=_no_past, repr=False)
+    recall: Callable[[], Histories] = field(default=no_past, repr=False)
 
     @property
     def n_queries(self) -> int:
@@ -40,6 +46,12 @@ class Inputs:
     @property
     def n_items(self) -> int:
         return len(self.ids.item_ids)
+
+    def vectors(self, side: Role, place: str) -> np.ndarray:
+        """(n, D) the vectors in a file, FILE.npy or FILE.npy:IDS, one row per id of a side; a run folder has a copy."""
+        if self.saved is not None:
+            return load_array(self.saved / f"{side}_vectors.npy")
+        return id_vectors(place, self.ids.query_ids if side == "query" else self.ids.item_ids, side)
 
     @cached_property
     def past(self) -> Histories:

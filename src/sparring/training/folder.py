@@ -8,7 +8,7 @@
     checkpoint.safetensors   everything that a resumed training needs (checkpoint.py)
     histories.safetensors   the last items of each query in order, where the query tower reads them
     seen.safetensors    the items each query has taken, the test part apart; queries and items that were never trained
-    *_ids.parquet, *_table.parquet   id maps, titles and other columns
+    *_ids.parquet, *_table.parquet, *_vectors.npy   id maps, titles and other columns, vectors of files
     encoder/, query_texts/, item_texts/   text towers: a transformers folder (or a bag), and the tokens
     classifiers/, fusion.safetensors, fusion_per_query.parquet   later stages, where the run has them (stages.py)
     curve.png, README.md   the training curve and a short model card
@@ -35,6 +35,7 @@ import secrets
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +50,11 @@ from sparring.core.locks import LOCK, HeldError, Lock
 from sparring.core.manifest import Manifest
 from sparring.core.ranks import rank
 from sparring.core.types import Positives, Ranks
+from sparring.data.cache import hash_of
 from sparring.data.histories import Histories
 from sparring.data.interactions import Ids, Interactions, Split, Vocabulary
+from sparring.data.modalities.vector_files import id_vectors
+from sparring.data.texts.texts import Role
 from sparring.evaluation.metrics import LIST_METRICS
 from sparring.evaluation.ranking import Evaluation
 from sparring.models import finding as models
@@ -58,7 +62,7 @@ from sparring.models.build import encoder_folder, solved_retriever, text_sides
 from sparring.models.encoders import save_encoder
 from sparring.models.named import TABLES, Model
 from sparring.models.retriever import Retriever
-from sparring.models.text import text_tower
+from sparring.models.text import TextTower
 from sparring.recipes import finding, settings
 from sparring.recipes.finding import Recipe, source_digest
 from sparring.recipes.run import OWN, Run, build_towers
@@ -79,6 +83,7 @@ SERVICE = "serve"  # the folder of a service's acknowledged changes: no training
 STARTED = (  # files that training writes first and never again
     *("run.json", SEEN, PAST),
     *(f"{side}_{part}.parquet" for side in ("query", "item") for part in ("ids", "table")),
+    *("query_vectors.npy", "item_vectors.npy"),
 )
 APART = ("index", SERVICE, "cache")  # folders that are written after training and check themselves
 _ADVICE = "train the run again, or restore it from a copy"
@@ -183,6 +188,7 @@ def description(run: Run, split: Split, source: Mapping[str, Any] | None) -> dic
         "arguments": run.arguments or {},
         **{f"{kind}_digest": digest for kind, digest in _digests(run).items() if digest},
         "method": method(run),
+        **({"vectors": hashes} if (hashes := _vector_hashes(run.setup)) else {}),
         **({"towers": towers} if (towers := custom_towers(run.model)) else {}),
         "source": dict(source or {}),
         "data": {
@@ -199,6 +205,12 @@ def description(run: Run, split: Split, source: Mapping[str, Any] | None) -> dic
             **{name: version(name) for name in ("torch", "polars", "numpy")},
         },
     }
+
+
+def _vector_hashes(setup: Setup) -> dict[str, str]:
+    """Hashes of the files of vectors, by setting, to detect changes."""
+    files_of = {side: Path(f"{place.partition('.npy')[0]}.npy") for side, place in _vector_files(setup).items()}
+    return {f"{side}_vectors": hash_of([file]) for side, file in files_of.items()}
 
 
 def _digests(run: Run) -> dict[str, str | None]:
@@ -225,6 +237,9 @@ def write_start(
     for name in (manifest.NAME, "run.json", PAST, checkpoint.NAME, checkpoint.PREVIOUS, "model.safetensors", *RESULTS):
         (folder / name).unlink(missing_ok=True)
     data.save_ids(folder)
+    for side, place in _vector_files(setup).items():
+        vectors = id_vectors(place, data.query_ids if side == "query" else data.item_ids, side)
+        files.write(folder / f"{side}_vectors.npy", partial(_write_array, vectors))
     if model is not None:
         _write_encoders(folder, model, setup, weights=False)
     run = secrets.token_hex(8)
@@ -235,6 +250,17 @@ def write_start(
         files.write_tensors(folder / PAST, tensors, {"run": run})
     files.write_json(folder / "run.json", {"format": FORMAT, "id": run, **meta, "setup": dataclasses.asdict(setup)})
     manifest.write_manifest(folder, finished=False, apart=APART)
+
+
+def _vector_files(setup: Setup) -> dict[Role, str]:
+    """The files of vectors that a setup names, by side."""
+    places: dict[Role, str | None] = {"query": setup.model.query_vectors, "item": setup.model.item_vectors}
+    return {side: place for side, place in places.items() if place}
+
+
+def _write_array(vectors: np.ndarray, path: Path) -> None:
+    with open(path, "wb") as file:
+        np.save(file, vectors)
 
 
 def reopen(folder: Path) -> None:
@@ -251,8 +277,9 @@ def finish(folder: Path) -> None:
 
 def _write_encoders(folder: Path, model: Retriever, setup: Setup, weights: bool) -> None:
     """Write the files that rebuild the text towers; with `weights` the encoders also work outside this folder."""
-    for side, module in (("query", model.query), ("item", model.item)):
-        tower = text_tower(module)
+    items = list(model.item.modules())
+    for side, parts in (("item", items), ("query", [part for part in model.query.modules() if part not in items])):
+        tower = next((part for part in parts if isinstance(part, TextTower)), None)
         if tower is not None:
             tower.texts.save(folder / f"{side}_texts")
             save_encoder(tower.encoder, folder / encoder_folder(setup.text, side), weights)
@@ -354,10 +381,10 @@ def check_same(folder: Path, meta: Mapping[str, Any], setup: Setup) -> None:
     before = read_meta(folder)
     before["setup"] = flat(before["setup"])
     now = json.loads(json.dumps({**meta, "setup": setup.flat()}, default=str))
-    for part in ("recipe", "arguments", "setup", "method", "data"):
-        if before.get(part) != now[part]:
+    for part in ("recipe", "arguments", "setup", "method", "data", "vectors"):
+        if before.get(part) != now.get(part):
             raise UserError(
-                f"{folder} was started {difference(part, before.get(part), now[part])}: resume cannot change it"
+                f"{folder} was started {difference(part, before.get(part), now.get(part))}: resume cannot change it"
             )
     for kind, name in (("recipe", now["recipe"]), ("model", setup.model.name)):
         digest = now.get(f"{kind}_digest")
@@ -441,8 +468,11 @@ def _described_model(
                 raise UserError(f"{path} does not fit this run: it has no items of the queries")
             past = Histories(tensors["query.start"], tensors["query.items"])
         return solved_retriever(setup.model, n_queries, n_items, past, width, setup.seed)
-    if setup.model.name in TABLES and setup.model.item_tower == "id" and not setup.model.item_features:
+    features = setup.model.item_features or setup.model.item_vectors
+    if setup.model.name in TABLES and setup.model.item_tower == "id" and not features:
         _check_room(path, n_items, setup.model.dim)
+    for side in _vector_files(setup):
+        listed.path(f"{side}_vectors.npy")
     for side in text_sides(setup.model):
         # the weights of the encoder are in the model
         listed.check(encoder_folder(setup.text, side), but=["model.safetensors"])
