@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from sparring.core.errors import UserError
-from sparring.data.features import Features, Histories
+from sparring.data.features import Features
+from sparring.data.histories import Before, Histories
 from sparring.models.histories import HistoryTower
 from sparring.models.parts import (
     Categories,
@@ -176,14 +177,14 @@ def test_a_history_with_columns_is_their_sum() -> None:
     past = Histories(torch.tensor([0, 2, 3]), torch.tensor([1, 3, 2], dtype=torch.int32))
     history, columns = HistoryTower(item, past, 3), FeatureTower(2, 4, None, vectors=np.eye(2), with_id=False)
     model = Retriever(DescribedHistory(history, columns), item, score="dot")
-    ids, positives = torch.tensor([0, 1]), torch.tensor([3, 0])
-    want = history(ids, positives) + columns(ids)
-    torch.testing.assert_close(model.encode_queries(ids, positives), want)
+    ids, context = torch.tensor([0, 1]), Before(torch.tensor([2, 3]))
+    want = history(ids, context) + columns(ids)
+    torch.testing.assert_close(model.encode_queries(ids, context), want)
     deep = Retriever(Perceptron(Concat(history, columns), (6,), 4), item, score="dot")
-    want = deep.query.layers(torch.cat([history(ids, positives), columns(ids)], 1))  # type: ignore[operator, union-attr]
-    torch.testing.assert_close(deep.encode_queries(ids, positives), want)
+    want = deep.query.layers(torch.cat([history(ids, context), columns(ids)], 1))  # type: ignore[operator, union-attr]
+    torch.testing.assert_close(deep.encode_queries(ids, context), want)
     both = Retriever(Sum(history, columns), item, score="dot")
-    torch.testing.assert_close(both.encode_queries(ids, positives), model.encode_queries(ids, positives))
+    torch.testing.assert_close(both.encode_queries(ids, context), model.encode_queries(ids, context))
     new = torch.tensor([[1, 3]])
     torch.testing.assert_close(model.encode_histories(new), history.encode_history(new))
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sparring.data.features import Features, Histories
+from sparring.data.features import Features
+from sparring.data.histories import Histories
 from sparring.data.texts.texts import tokenize
 from sparring.data.texts.tokenizers import WordTokenizer
 from sparring.models.histories import HistoryTower
