@@ -26,13 +26,12 @@ from sparring.negatives import (
     QuantizedSoftmax,
     Sampled,
     Tilted,
-    Uniform,
     Union,
 )
 from sparring.negatives.quantized import Codebook
 from sparring.negatives.synthetic import MixPer
 from sparring.recipes.arguments import Corrected, Excluded, OneOf, PerQuery, Range, UniformDraws
-from sparring.recipes.in_batch import PAPER, item_frequency
+from sparring.recipes.in_batch import PAPER, item_frequency, uniform, with_pairs
 from sparring.recipes.run import Run, Term, compose
 from sparring.recipes.setup import Setup
 
@@ -117,8 +116,8 @@ def amns(
     Models, arXiv 2410.17276.
     """
     batch = InBatch(item_frequency(data, setup), correction, exclude)
-    uniform = Sampled(Uniform(data.n_items), n, False, correction, exclude)
-    return compose(data, setup, Term(1.0, Hardest(Union(batch, uniform, correction=correction), k)))
+    drawn = Sampled(uniform(data), n, False, correction, exclude)
+    return compose(data, setup, Term(1.0, Hardest(Union(batch, drawn, correction=correction), k)))
 
 
 def bmns(
@@ -167,7 +166,7 @@ def fairneg(
     """
     of_items = popularity_classes(data, groups) if column is None else column_classes(data, column)
     steps = epoch_steps(data, setup.batches.rows, setup.batches.batch_size) if every is None else every
-    shares = GroupShares(of_items, lr_shares, momentum, decay, steps, floor)
+    shares = GroupShares(of_items, lr_shares, momentum, decay, steps, floor, with_pairs(data))
     pool = Sampled(shares, n, correction=correction, exclude=exclude)
     return compose(data, setup, Term(1.0, Tilted(pool, importance, temperature)))
 
@@ -188,9 +187,8 @@ def midx(
     Our common settings: the paper's are for autoencoders and language models.
     Chen et al., Fast Variational AutoEncoder with Inverted Multi-Index for Collaborative Filtering, WWW 2022.
     """
-    negatives = QuantizedSoftmax(
-        data.n_items, width(setup.model, setup.text), n, words, codebook, correction, exclude, every
-    )
+    dim, among = width(setup.model, setup.text), with_pairs(data)
+    negatives = QuantizedSoftmax(data.n_items, dim, n, words, codebook, correction, exclude, every, among)
     return compose(data, setup, Term(1.0, negatives))
 
 
@@ -209,7 +207,8 @@ def sce(
     Our common settings: the paper's are for sequence models.
     Mezentsev et al., Scalable Cross-Entropy Loss for Sequential Recommendations with Large Item Catalogs, RecSys 2024.
     """
-    return compose(data, setup, Term(1.0, HardestBucket(data.n_items, n, buckets, queries, mix, exclude)))
+    negatives = HardestBucket(data.n_items, n, buckets, queries, mix, exclude, with_pairs(data))
+    return compose(data, setup, Term(1.0, negatives))
 
 
 def popularity_classes(data: Interactions, groups: int) -> Tensor:
@@ -234,4 +233,4 @@ def column_classes(data: Interactions, column: str) -> Tensor:
 
 
 def _pool(data: Interactions, n: int, per_query: bool, exclude: ExcludeKind) -> Sampled:
-    return Sampled(Uniform(data.n_items), n, per_query, "none", exclude)
+    return Sampled(uniform(data), n, per_query, "none", exclude)

@@ -430,6 +430,13 @@ def _check_room(path: Path, rows: int, columns: int) -> None:
         raise UserError(f"{path} does not fit this run: it is too short for an item table of {shape} numbers")
 
 
+def listed_items(folder: Path) -> Tensor | None:
+    """The items that lists of a run may hold; None for all."""
+    listed, meta = read_manifest(folder), read_meta(folder)
+    ids = Ids.load(folder, listed)
+    return read_eligibility(listed, meta, ids).listed(len(ids.item_ids))
+
+
 def read_eligibility(listed: Manifest, meta: Mapping[str, Any], ids: Ids) -> Eligibility:
     """The items that the queries of a run have taken, and its untrained ids."""
     tensors = _own_tensors(listed, SEEN, meta)
