@@ -48,6 +48,8 @@ def add_compare(commands: Commands) -> None:
     group = parser.add_argument_group("comparison")
     text = "recipes to compare, also FILE.py:FUNCTION; `sparring recipes` lists them"
     group.add_argument("--recipes", type=names, required=True, metavar="NAME,NAME", help=text)
+    text = "compare every recipe with each of these models, also FILE.py:FUNCTION; `sparring models` lists them"
+    group.add_argument("--models", type=names, default=(), metavar="NAME,NAME", help=text)
     text = "train each recipe with the seeds 0..N-1 (default: 5)"
     group.add_argument("--seeds", type=count, default=5, metavar="N", help=text)
     text = "seed of the split, which all runs share (default: 0)"
@@ -56,7 +58,7 @@ def add_compare(commands: Commands) -> None:
     group.add_argument("--setup", metavar="RECIPE", help=text)
     text = "first tune each recipe with N trials on the validation part"
     group.add_argument("--tune", type=count, default=0, metavar="N", help=text)
-    text = "recipe that the others are compared with (default: uns, else the first)"
+    text = "recipe, or row of the table, that the others are compared with (default: uns, else the first)"
     group.add_argument("--baseline", metavar="NAME", help=text)
     text, usual = "metrics to compare (default: recall@20,ndcg@20)", ("recall@20", "ndcg@20")
     group.add_argument("--metrics", type=names, default=usual, metavar="NAME@K,NAME@K", help=text)
@@ -143,10 +145,12 @@ def _plan(args: Namespace) -> Comparison:
     base = inputs.base_setup(args)
     cutoffs(args.metrics)  # raises for unknown metrics
     recipes, baseline = args.recipes, args.baseline or ""
-    plan = Comparison(args.out, (), recipes, args.seeds, baseline, args.metrics, base, shared, args.tune, args.device)
+    plan = Comparison(
+        args.out, (), recipes, args.seeds, baseline, args.metrics, base, shared, args.tune, args.device, args.models
+    )
     inputs.check_settings([(method.recipe, method.settings) for method in plan.methods.values()], base, args.tune)
     data = tuple(_data(args, where, name) for where, name in zip(args.data, short_names(args.data), strict=True))
-    if base is None and inputs.only_texts_help(shared, *(each.split for each in data)):
+    if base is None and not args.models and inputs.only_texts_help(shared, *(each.split for each in data)):
         shared = {**shared, "encoder": "auto"}
     return dataclasses.replace(plan, data=data, shared=shared)
 

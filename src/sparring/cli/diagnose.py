@@ -72,7 +72,7 @@ def diagnose(args: Namespace) -> int:
     meta = read_meta(args.run)
     parts = _parts(args, meta)
     world = inputs.world(args.data or meta["source"]["data"])
-    own = opponents.load_for_diagnosis(args.run, parts, device, args.recipe, args.trust)
+    own = opponents.load_for_diagnosis(args.run, parts, device, args.recipe, args.trust, args.model)
     sample = diagnosis.SampleSize(min(args.queries, len(parts.train)), args.draws, args.seed)
     how = {"queries": args.queries, "draws": args.draws, "seed": args.seed, "world": world}
     measured = []

@@ -64,7 +64,7 @@ def evaluate(args: Namespace) -> int:
     from sparring.training import trained as runs
 
     device = pick_device(args.device)
-    trained = runs.load(args.run, recipe=args.recipe, trust=args.trust, unfinished=args.unfinished)
+    trained = runs.load(args.run, args.model, recipe=args.recipe, trust=args.trust, unfinished=args.unfinished)
     cutoffs = inputs.cutoffs_for(args.k, len(trained.ids.item_ids))
     data = inputs.read_recorded(trained.meta, args.run, args.data, inputs.columns(args))
     task = _to_rank(trained, data, args)

@@ -59,7 +59,7 @@ def export(args: Namespace) -> int:
         raise UserError(f"--out is for parquet and onnx; --to {args.to} takes --address")
     if not files and not args.address:
         raise UserError(f"--to {args.to} needs --address {ADDRESSES[args.to]}")
-    trained = runs.load(args.run, recipe=args.recipe, trust=args.trust, unfinished=args.unfinished)
+    trained = runs.load(args.run, args.model, recipe=args.recipe, trust=args.trust, unfinished=args.unfinished)
     note_towers(trained)
     return _files(args, trained) if files else _database(args, trained)
 

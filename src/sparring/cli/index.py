@@ -48,7 +48,7 @@ def index(args: Namespace) -> int:
 
     if args.kind not in ("auto", "exact"):
         require_faiss()
-    trained = runs.load(args.run, recipe=args.recipe, trust=args.trust, unfinished=args.unfinished)
+    trained = runs.load(args.run, args.model, recipe=args.recipe, trust=args.trust, unfinished=args.unfinished)
     note_towers(trained)
     n_items = len(trained.ids.item_ids)
     if args.kind == "auto" and n_items > SMALL:

@@ -169,7 +169,7 @@ def read_modalities(args: Namespace, split: Split) -> Modalities:
             cache=args.cache,
             device=args.device,
             progress=update,
-            run_vectors=partial(run_vectors, recipe=args.recipe, trust=args.trust),
+            run_vectors=partial(run_vectors, recipe=args.recipe, trust=args.trust, model=args.model),
         )
     detail(args, *modalities.notes)
     return modalities
@@ -265,13 +265,19 @@ def settings(args: Namespace, *short: str) -> dict[str, object]:
     return asked
 
 
-def build(name: str | Recipe, data: Interactions, asked: Mapping[str, object], **setup: Setup | None) -> Run:
+def build(
+    name: str | Recipe,
+    data: Interactions,
+    asked: Mapping[str, object],
+    base: Setup | None = None,
+    setup: Setup | None = None,
+) -> Run:
     """The run of a recipe, with a bar on a terminal while its texts are tokenised."""
     from sparring.data.texts.texts import reporting
     from sparring.recipes import settings
 
     with progress("texts") as update, reporting(update):
-        return settings.build(name, data, asked, **setup)
+        return settings.build(name, data, asked, base, setup=setup)
 
 
 def base_setup(args: Namespace) -> Setup | None:

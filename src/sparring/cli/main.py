@@ -21,6 +21,7 @@ from sparring.cli.evaluate import add_evaluate
 from sparring.cli.export import add_export
 from sparring.cli.index import add_index
 from sparring.cli.inputs import message
+from sparring.cli.models import add_models
 from sparring.cli.parsing import Commands, Parser
 from sparring.cli.prepare import add_prepare
 from sparring.cli.recipes import add_recipes
@@ -115,6 +116,7 @@ def parser() -> tuple[Parser, dict[str, Parser]]:
         add_export,
         add_check,
         add_recipes,
+        add_models,
         add_data,
         add_bench,
         partial(add_demo, execute=execute),

@@ -79,11 +79,14 @@ def add_run(group: OptionGroup) -> None:
 
 def add_code(group: OptionGroup, text: str = "recipe of the run, if it is your own: FILE.py:FUNCTION") -> None:
     group.add_argument("--recipe", metavar="NAME", help=text)
+    group.add_argument("--model", metavar="NAME", help=text.replace("recipe of", "model of"))
     add_trust(group)
 
 
 def add_trust(group: OptionGroup) -> None:
-    text = "import the recipe that the run folder names: it runs code, so only for folders of people you trust"
+    text = (
+        "import the recipe and model that the run folder names: it runs code, so only for folders of people you trust"
+    )
     group.add_argument("--trust", action="store_true", help=text)
 
 

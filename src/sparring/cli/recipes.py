@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from rich.text import Text
@@ -42,14 +42,14 @@ def _all(known: dict[str, dict[str, Any]]) -> Iterator[Any]:
     for name, facts in known.items():
         yield Text(name, style="bold")
         arguments = "  ".join(f"{key}={value['default']}" for key, value in facts["arguments"].items())
-        yield from (f"    {line}" for line in (facts["summary"], facts["paper"], arguments, _origin(facts)) if line)
+        yield from (f"    {line}" for line in (facts["summary"], facts["paper"], arguments, origin(facts)) if line)
     yield from ("", f"Settings of every recipe: {', '.join(SETTINGS)}.")
     yield "`sparring recipes NAME` describes each; change one with `sparring train --set NAME=VALUE`."
     yield "A custom recipe is FILE.py:FUNCTION or MODULE:FUNCTION; see docs/guide/extend.md."
 
 
 def _one(name: str, facts: dict[str, Any]) -> Iterator[Any]:
-    yield from filter(None, (f"{name}: {facts['summary']}", *facts["notes"], facts["paper"], _origin(facts)))
+    yield from filter(None, (f"{name}: {facts['summary']}", *facts["notes"], facts["paper"], origin(facts)))
     for title, key in (("argument", "arguments"), ("setting", "setup")):
         if facts[key]:
             columns = ("path", "default", "type", "description")
@@ -77,17 +77,13 @@ def recipe_facts(name: str) -> dict[str, Any]:
 
     recipe = find(name)
     lines = (inspect.getdoc(recipe) or "no docstring").splitlines()
-    setup, metadata = settings.own_setup(recipe).flat(), settings.argument_metadata(recipe)
-    descriptions = {key: next((x for x in each if isinstance(x, str)), "") for key, each in metadata.items()}
+    setup = settings.own_setup(recipe).flat()
     return {
         "summary": lines[0],
         "notes": [line for line in lines[1:-1] if line],
         "paper": lines[-1] if len(lines) > 1 else "",
         "source": source(name),
-        "arguments": {
-            key: {"path": key, **_type(kind, default), "description": descriptions[key]}
-            for key, (kind, default) in settings.own_arguments(recipe).items()
-        },
+        "arguments": argument_facts(recipe),
         "setup": {
             name: {"path": each.path, **_type(each.kind, setup[name]), "description": each.description}
             for name, each in SETTINGS.items()
@@ -95,18 +91,34 @@ def recipe_facts(name: str) -> dict[str, Any]:
     }
 
 
+def argument_facts(function: Callable[..., Any], prefix: str = "") -> dict[str, dict[str, str]]:
+    """The arguments of a recipe or the options of a model: name for --set, type, default and description."""
+    from sparring.core.finding import argument_metadata, own_arguments
+
+    metadata = argument_metadata(function)
+    descriptions = {key: next((x for x in each if isinstance(x, str)), "") for key, each in metadata.items()}
+    return {
+        key: {"path": f"{prefix}{key}", **_type(kind, default), "description": descriptions[key]}
+        for key, (kind, default) in own_arguments(function).items()
+    }
+
+
 def _type(kind: Any, default: object) -> dict[str, str]:
     """The type of a value and its default, as --set takes them."""
     from sparring.recipes.setup import type_name
 
-    if isinstance(default, tuple):
-        text = ",".join(map(str, default)) or "empty"
-    elif isinstance(default, bool) or default is None:
-        text = str(default).lower()
-    else:
-        text = f"{default:g}" if isinstance(default, float) else str(default)
-    return {"type": type_name(kind), "default": text}
+    return {"type": type_name(kind), "default": value_text(default)}
 
 
-def _origin(facts: dict[str, Any]) -> str:
+def value_text(value: object) -> str:
+    """A value as --set takes it."""
+    if isinstance(value, tuple | dict):
+        return ",".join(map(str, value)) or "empty"
+    if isinstance(value, bool) or value is None:
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def origin(facts: dict[str, Any]) -> str:
+    """Where a recipe or a model comes from, if it is not ours."""
     return "" if facts["source"] == "sparring" else f"from {facts['source']}"

@@ -59,7 +59,7 @@ def recommend(args: Namespace) -> int:
     if args.all or args.out or args.index:
         return _recommend_all(args)
     k = args.k or 10
-    trained = runs.load(args.run, recipe=args.recipe, trust=args.trust, unfinished=args.unfinished)
+    trained = runs.load(args.run, args.model, recipe=args.recipe, trust=args.trust, unfinished=args.unfinished)
     if args.text:
         best = trained.recommend_text(args.text, k, args.ranking)
     elif args.history:
@@ -105,7 +105,7 @@ def _recommend_all(args: Namespace) -> int:
     check_file(args.out)
     if args.index and args.ranking not in (None, "encoder"):
         raise UserError(f"an index holds the vectors of the towers alone: omit --index for --ranking {args.ranking}")
-    trained = runs.load(args.run, recipe=args.recipe, trust=args.trust, unfinished=args.unfinished)
+    trained = runs.load(args.run, args.model, recipe=args.recipe, trust=args.trust, unfinished=args.unfinished)
     index = open_index(args.run) if args.index else None
     if index is not None:
         note_towers(trained)

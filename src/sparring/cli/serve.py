@@ -92,6 +92,7 @@ def serve(args: Namespace) -> int:
         recipe=args.recipe,
         trust=args.trust,
         unfinished=args.unfinished,
+        model=args.model,
     )
     for folder in args.runs:
         if (folder / FILE).is_file():

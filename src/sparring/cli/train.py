@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from sparring.data.interactions import Interactions, Split
     from sparring.evaluation.ranking import Evaluation
     from sparring.recipes.run import Run
+    from sparring.recipes.setup import Setup
     from sparring.training.fitting import Fitted
 
 NEEDED = f"--data is needed: {inputs.DATA}"
@@ -56,6 +57,8 @@ def add_train(commands: Commands) -> None:
     group = parser.add_argument_group("training")
     text = "recipe to train, or FILE.py:FUNCTION; `sparring recipes` lists them (default: default)"
     group.add_argument("--recipe", metavar="NAME", help=text)
+    text = "model to train, or FILE.py:FUNCTION; `sparring models` lists them (default: the towers that settings name)"
+    group.add_argument("--model", metavar="NAME", help=text)
     add_set(group)
     text = "take the model, optimiser and schedule from this recipe, so that only the method differs"
     group.add_argument("--setup", metavar="RECIPE", help=text)
@@ -68,7 +71,7 @@ def add_train(commands: Commands) -> None:
     text = "cutoffs of the metrics (default: 10,20,50)"
     group.add_argument("--k", type=cutoffs, default=None, metavar="K,K", help=text)
     group = parser.add_argument_group("run folder")
-    group.add_argument("--out", type=Path, metavar="FOLDER", help="run folder (default: runs/RECIPE)")
+    group.add_argument("--out", type=Path, metavar="FOLDER", help="run folder (default: runs/RECIPE[-MODEL])")
     text = "continue an interrupted run, to the same result as an uninterrupted one; no setting can change"
     group.add_argument("--resume", action="store_true", help=text)
     add_trust(group)
@@ -95,11 +98,11 @@ def _add_processes(parser: Parser) -> None:
 def train(args: Namespace) -> int:
     from sparring.core.devices import pick_device
     from sparring.core.ranks import join, leave
-    from sparring.recipes.finding import named, short
+    from sparring.recipes.finding import named
     from sparring.training.folder import has_run
 
     name = named(args.recipe or "default")
-    folder = args.out or Path("runs") / short(name)
+    folder = args.out or _default_folder(args, name)
     if args.nproc is not None:
         return _launch(args, name, folder)
     if args.restarts:
@@ -198,7 +201,7 @@ def _fresh(args: Namespace, name: str, folder: Path) -> tuple[Run, Split, dict[s
     if parts.test is None and args.test and data.split is None and rank() == 0:
         hint = "a column `split` (train, valid, test) holds out complete queries"
         note(f"there is no test part, since no query has enough items to hold one out; {hint}")
-    if base is None and inputs.only_texts_help(asked, parts):
+    if base is None and "model" not in asked and inputs.only_texts_help(asked, parts):
         asked = {**asked, "encoder": "auto"}
         if rank() == 0:
             detail(args, inputs.TEXTS_READ)
@@ -209,10 +212,12 @@ def _fresh(args: Namespace, name: str, folder: Path) -> tuple[Run, Split, dict[s
 
 def _resumed(args: Namespace, folder: Path) -> tuple[Run, Split, dict[str, Any], Path | None]:
     """The run in a folder as run.json records it, with which the command line must agree; and its warm start."""
+    from sparring.models import finding
     from sparring.recipes.finding import find, named
+    from sparring.recipes.run import OWN
     from sparring.recipes.settings import resolve
     from sparring.recipes.setup import flat_name, parse_setup
-    from sparring.training.folder import read_meta, recipe_of
+    from sparring.training.folder import model_of, read_meta, recipe_of
 
     meta = read_meta(folder)
 
@@ -229,14 +234,22 @@ def _resumed(args: Namespace, folder: Path) -> tuple[Run, Split, dict[str, Any],
         recipe_of(folder, meta, args.recipe, args.trust),
         inputs.base_setup(args),
     )
+    before = recorded.model.name
+    if args.model is not None and finding.named(args.model) != before:
+        raise fixed(f"the model {before!r}", repr(args.model))
+    if before != OWN:
+        model_of(folder, recorded, args.model, args.trust)
     asked = _settings(args)
+    if base is None:
+        asked.pop("model", None)
     setup, arguments = resolve(find(recipe), asked, base, recorded if base is None else None)
     if base is not None and setup != recorded:
         raise fixed("other settings", f"those of --setup {args.setup}")
-    for name in asked:
-        own = name in arguments
-        before = meta["arguments"][name] if own else recorded.flat()[flat_name(name)]
-        now = arguments[name] if own else setup.flat()[flat_name(name)]
+    for name in asked.keys() - {"model"}:
+        known, given = ({**each.flat(), **_options(each)} for each in (recorded, setup))
+        own, key = name in arguments, flat_name(name)
+        before = meta["arguments"][name] if own else known[key]
+        now = arguments[name] if own else given[key]
         if json.dumps(now) != json.dumps(before):
             raise fixed(f"{name}={before}", now)
     data = inputs.read_recorded(meta, folder, args.data, inputs.columns(args))
@@ -245,8 +258,22 @@ def _resumed(args: Namespace, folder: Path) -> tuple[Run, Split, dict[str, Any],
     return run, parts, inputs.recorded(meta, folder), None if warm is None else Path(warm)
 
 
+def _options(setup: Setup) -> dict[str, object]:
+    """The options of the model by the names that --set takes."""
+    return {f"model.{name}": value for name, value in setup.model.options.items()}
+
+
+def _default_folder(args: Namespace, recipe: str) -> Path:
+    """runs/RECIPE, or runs/RECIPE-MODEL if a model is named."""
+    from sparring.models import finding
+    from sparring.recipes.finding import short
+
+    model = "" if args.model is None else f"-{finding.short(finding.named(args.model))}"
+    return Path("runs") / f"{short(recipe)}{model}"
+
+
 def _settings(args: Namespace) -> dict[str, object]:
-    asked = inputs.settings(args, "epochs", "seed")
+    asked = inputs.settings(args, "epochs", "seed", "model")
     return {**asked, "tables": "sharded"} if args.shard_tables else asked
 
 

@@ -1,4 +1,4 @@
-"""A fair comparison: recipes x seeds x data on the same split, optionally after equal tuning.
+"""A fair comparison: recipes x models x seeds x data on the same split, optionally after equal tuning.
 
     OUT/study.json, OUT/DATA/RECIPE/...    the study (see study.py); measured.json also profiles the negatives
     OUT/quality.*, OUT/negatives.*         the tables of comparison_tables.py, as md, csv, tex and json
@@ -9,6 +9,7 @@ Every recipe and seed has the same split, so values are paired by query and by s
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -22,7 +23,9 @@ from sparring.evaluation.metrics import LIST_METRICS, parse
 from sparring.experiments import study
 from sparring.experiments.diagnose.profile import profile
 from sparring.experiments.study import Dataset, Method, Study, Training
-from sparring.recipes import finding
+from sparring.models import finding as model_finding
+from sparring.models.named import Model
+from sparring.recipes import finding, settings
 from sparring.recipes.finding import Recipe, source_digest
 from sparring.recipes.run import Run
 from sparring.recipes.setup import Setup
@@ -45,7 +48,8 @@ class Comparison:
 
     `base` gives all of them the same towers and optimiser; `shared` are settings for every recipe that has them.
 
-    A recipe is a name (see finding.find) or a function that worker processes can import.
+    A recipe is a name (see finding.find) or a function that worker processes can import; so is a model. With `models`,
+    every recipe that is trained by steps is compared with each of them, in rows named RECIPE x MODEL.
 
         Comparison(Path("compare/a"), (ComparedData("demo", split),), ("uns", "ssl_pop", my_recipe), seeds=5)
     """
@@ -60,6 +64,7 @@ class Comparison:
     shared: dict[str, object] = field(default_factory=dict)
     trials: int = 0
     device: str = "auto"
+    models: tuple[str | Model, ...] = ()
 
     def __post_init__(self) -> None:
         _ = self.methods  # an unknown recipe, or two of one name, is an error here
@@ -68,17 +73,25 @@ class Comparison:
     def methods(self) -> dict[str, Method]:
         """The recipes by their short names, which tables and folders use, with the shared settings that they have."""
         methods: dict[str, Method] = {}
-        for recipe in self.recipes:
+        for recipe, model in self._pairs():
             place = finding.lasting(recipe)
-            name = finding.short(place)
+            chosen = {} if model is None else {"model": model_finding.lasting(model)}
+            name = finding.short(place) + "".join(f" x {model_finding.short(each)}" for each in chosen.values())
             if name in methods:
                 same = methods[name].recipe == place
                 twice = (
                     f"recipe {name!r} is named twice" if same else f"{methods[name].recipe} and {place} share a name"
                 )
                 raise UserError(f"{twice}: rename one, or leave it out")
-            methods[name] = Method(name, place, study.known_settings(place, self.shared), name)
+            known = study.known_settings(place, {**self.shared, **chosen})
+            methods[name] = Method(name, place, known, name.replace(" ", ""))
         return methods
+
+    def _pairs(self) -> Iterator[tuple[str | Recipe, str | Model | None]]:
+        """Every recipe with every model; a recipe that is solved has its own."""
+        for recipe in self.recipes:
+            own = not self.models or settings.is_solved(finding.find(recipe))
+            yield from ((recipe, None),) if own else ((recipe, model) for model in self.models)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -86,11 +99,14 @@ class Comparison:
 
     @property
     def baseline_name(self) -> str:
-        if not self.baseline:
-            return "uns" if "uns" in self.methods else self.names[0]
+        """The row that the others are compared with: a row's name, or the first row of a recipe."""
         if isinstance(self.baseline, str) and self.baseline in self.methods:
             return self.baseline
-        return finding.short(finding.named(self.baseline))
+        recipe = finding.named(self.baseline) if self.baseline else "uns"
+        rows = [name for name, method in self.methods.items() if method.recipe == recipe]
+        if self.baseline:
+            return rows[0] if rows else finding.short(recipe)
+        return rows[0] if rows else self.names[0]
 
     @cached_property
     def study(self) -> Study:
@@ -132,7 +148,7 @@ def check(comparison: Comparison) -> None:
             raise UserError(f"{need}: use --valid with a larger share")
         if largest > data.split.train.n_items:
             raise UserError(f"cutoff {largest} exceeds the {data.split.train.n_items:,} items of {data.name}")
-    sources = {method.name: [method.recipe, source_digest(method.recipe)] for method in methods}
+    sources = {method.name: _sources(method) for method in methods}
     study.check_folder(
         comparison.out,
         "comparison",
@@ -143,7 +159,7 @@ def check(comparison: Comparison) -> None:
         },
         {
             "version or split": {data.name: data.source or _sizes(data.split) for data in comparison.data},
-            "source": {name: source for name, source in sources.items() if name != source[0]},  # not our recipes
+            "source": {name: source for name, source in sources.items() if [name] != source[:1]},  # not our recipes
         },
         {
             "recipes": names,
@@ -152,6 +168,12 @@ def check(comparison: Comparison) -> None:
             "metrics": comparison.metrics,
         },
     )
+
+
+def _sources(method: Method) -> list[str | None]:
+    """The recipe of a method and its model, if one is named, each with the hash of its file."""
+    names = [method.recipe, *([str(method.settings["model"])] if "model" in method.settings else [])]
+    return [part for name in names for part in (name, source_digest(name))]
 
 
 def cutoffs(metrics: tuple[str, ...]) -> list[int]:

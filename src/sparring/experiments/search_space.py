@@ -8,7 +8,10 @@ from typing import Any, get_args
 
 from sparring.core.errors import UserError
 from sparring.data.interactions import Interactions
+from sparring.models import finding
 from sparring.models.encoders import is_bag
+from sparring.models.named import Model
+from sparring.models.settings import ModelSettings
 from sparring.recipes.arguments import OneOf, Range
 from sparring.recipes.finding import Recipe, find, named
 from sparring.recipes.run import default_tau
@@ -51,13 +54,21 @@ def space(
 ) -> dict[str, Range | OneOf]:
     """The range of each tuned setting of a recipe with the towers and optimiser of `base`, except for `fixed` settings.
 
-    An argument of a custom recipe is tuned if its type declares a range: `alpha: Annotated[float, Range(0, 1)] = 0.5`.
+    An argument of a recipe, or an option of the model in `fixed`, is tuned if its type declares a range:
+    `alpha: Annotated[float, Range(0, 1)] = 0.5`.
 
         space("xir")  # lr, tau, weight_decay, item_bias, lam
     """
     entries = shared(resolve(find(recipe), fixed or {}, base)[0]) | _argument_space(find(recipe))
+    entries |= {f"model.{name}": entry for name, entry in _argument_space(_model(fixed)).items()}
     left_out = {*map(flat_name, fixed or {}), *UNUSED.get(named(recipe), ())}
     return {name: entry for name, entry in entries.items() if name not in left_out}
+
+
+def _model(fixed: Mapping[str, object] | None) -> Model:
+    """The model among fixed settings, or the one that settings describe."""
+    name = (fixed or {}).get("model", ModelSettings().name)
+    return finding.find(name)  # type: ignore[arg-type]
 
 
 def untuned(recipe: str | Recipe, fixed: Mapping[str, object] | None = None) -> list[str]:
@@ -66,7 +77,7 @@ def untuned(recipe: str | Recipe, fixed: Mapping[str, object] | None = None) -> 
     return [name for name in own_arguments(find(recipe)) if name not in tuned]
 
 
-def _argument_space(recipe: Recipe) -> dict[str, Range | OneOf]:
+def _argument_space(recipe: Recipe | Model) -> dict[str, Range | OneOf]:
     """The ranges that the types of a recipe's own arguments declare; other arguments keep their defaults.
 
     A number of candidates (n, cache_size, size) declares none: more of them would be a larger budget, not a better
@@ -136,6 +147,7 @@ def defaults(
     function = find(recipe)
     values = resolve(function, fixed, base)[0].flat()
     values |= {name: default for name, (_, default) in own_arguments(function).items()}
+    values |= {f"model.{name}": default for name, (_, default) in own_arguments(_model(fixed)).items()}
     known = _clipped(choices, {name: value for name, value in values.items() if value is not None})
     return {
         name: value

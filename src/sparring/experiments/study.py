@@ -257,7 +257,7 @@ def check_settings(
 ) -> None:
     """Raise before any training if a setting is unknown to every method, or a method's settings are invalid."""
     recipes = {method.recipe: finding.find(method.recipe) for method in methods}
-    known = {name for recipe in recipes.values() for name in settings.known(recipe, asked)}
+    known = {name for each in methods for name in settings.known(recipes[each.recipe], {**asked, **_model(each)})}
     for name in asked:
         if flat_name(name) == "seed":
             raise UserError(f"seed cannot be set: a {kind} uses the seeds {seeds} (--seeds N)")
@@ -266,6 +266,11 @@ def check_settings(
             raise UserError(f"no method of this {kind} has it: {unknown_setting(name, own)}")
     for method in methods:
         settings.resolve(recipes[method.recipe], method.settings, setup)
+
+
+def _model(method: Method) -> dict[str, object]:
+    """The model of a method, as a setting, if it names one."""
+    return {name: value for name, value in method.settings.items() if name == "model"}
 
 
 def run(study: Study, jobs: int = 1, listener: Listener | None = None) -> list[Failure]:

@@ -3,13 +3,18 @@
 Nothing here chooses negatives or knows how models are trained.
 """
 
+from sparring.models.build import finished, item_tower, query_tower
 from sparring.models.fusion import Fused
+from sparring.models.inputs import Inputs
 from sparring.models.item_corrections import Augmented, Centroids
+from sparring.models.named import MODELS, model
 from sparring.models.retriever import Retriever
+from sparring.models.settings import ModelSettings
 from sparring.models.text import BagEncoder, TextTower, TransformerEncoder
 from sparring.models.towers import FeatureTower, HistoryTower, IdTower
 
 __all__ = [
+    "MODELS",
     "Augmented",
     "BagEncoder",
     "Centroids",
@@ -17,7 +22,13 @@ __all__ = [
     "Fused",
     "HistoryTower",
     "IdTower",
+    "Inputs",
+    "ModelSettings",
     "Retriever",
     "TextTower",
     "TransformerEncoder",
+    "finished",
+    "item_tower",
+    "model",
+    "query_tower",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import nn
@@ -12,10 +12,10 @@ from sparring.core.errors import UserError
 from sparring.core.memory_usage import machine_bytes
 from sparring.core.ranks import Group, home, join
 from sparring.data.features import Features, Histories
-from sparring.data.interactions import Ids
 from sparring.data.texts.encoder import Pooling
 from sparring.data.texts.texts import Role, Texts, text_of, tokenized
 from sparring.models.encoders import encoder_width, load_encoder, open_encoder
+from sparring.models.inputs import Inputs
 from sparring.models.item_corrections import Augmented, Centroids, shared_vectors
 from sparring.models.item_to_item import item_to_item
 from sparring.models.least_squares import ials_model
@@ -24,7 +24,7 @@ from sparring.models.retriever import Retriever
 from sparring.models.rowwise_tables import RowWiseTable
 from sparring.models.settings import ModelSettings, TextSettings
 from sparring.models.sharded_tables import ShardedTable
-from sparring.models.text import TextTower
+from sparring.models.text import BagEncoder, TextTower, TransformerEncoder
 from sparring.models.towers import FeatureTower, HistoryTower, IdTower
 
 
@@ -35,42 +35,46 @@ def width(model: ModelSettings, text: TextSettings) -> int:
     return (model.hidden[-1] if model.item_features else model.dim) + model.item_bias
 
 
-def retriever(
-    model: ModelSettings,
-    text: TextSettings,
-    ids: Ids,
-    past: Histories | None = None,
-    saved: Path | None = None,
-    *,
-    seed: int,
-    sparse: bool,
-    shards: int = 1,
-) -> Retriever:
-    """The two towers that the settings ask for, initialised from the seed.
+Tower = TextTower | IdTower | RowWiseTable | ShardedTable | FeatureTower
 
-    `saved` is a run folder that text towers are read from; `sparse` gives tables row-sparse gradients; `shards` > 1
-    splits the item table into ranges of items.
-    """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        n_items = len(ids.item_ids)
-        towers = text_towers(model, text, ids, saved, sparse)
-        item: TextTower | IdTower | RowWiseTable | ShardedTable | FeatureTower | Centroids | Augmented
-        item = towers["item"] if "item" in towers else _item_tower(model, ids, sparse, shards)
-        query: nn.Module
-        if "query" in towers:
-            query = towers["query"]
-        elif past is not None:
-            query = HistoryTower(item, past, model.history, "attention" if model.pooling == "attention" else "mean")
-        else:
-            query = id_table(model, len(ids.query_ids), item.dim, sparse)
-        if model.centroids:
-            item = Centroids(item)
-        if model.auxiliary:
-            shared, private = shared_vectors(n_items, model.auxiliary, model.private)
-            item = Augmented(item, shared + private, model.auxiliary_init, sparse, private, seed)
-        bias = IdTower(n_items, 1, 0.0, sparse) if model.item_bias else None
-        return Retriever(query, item, model.score, item_bias=bias)
+
+def item_tower(inputs: Inputs, settings: ModelSettings) -> Tower:
+    """The item tower that the settings describe: ids, ids with features, or texts."""
+    if settings.item_tower == "text":
+        return text_tower_of(inputs, settings, "item")
+    n_items, sparse = inputs.n_items, inputs.sparse
+    if inputs.shards > 1:
+        return ShardedTable(n_items, settings.dim, inputs.shards, settings.init_std, sparse)
+    if not settings.item_features:
+        return id_table(settings, n_items, settings.dim, sparse)
+    if inputs.ids.item_table is None:
+        names = ",".join(settings.item_features)
+        raise UserError(f"item_features={names} needs an items table: give one with --items FILE")
+    features = Features.from_table(inputs.ids.item_table, settings.item_features)
+    return FeatureTower(n_items, settings.dim, features, settings.hidden, init_std=settings.init_std, sparse=sparse)
+
+
+def query_tower(inputs: Inputs, settings: ModelSettings, item: Tower) -> nn.Module:
+    """The query tower that the settings describe: ids, the history of items, or texts."""
+    if settings.query_tower == "text":
+        shared = item.encoder if isinstance(item, TextTower) and inputs.text.share_encoder else None
+        return text_tower_of(inputs, settings, "query", shared)
+    if settings.query_tower == "history":
+        pooling: Literal["mean", "attention"] = "attention" if settings.pooling == "attention" else "mean"
+        return HistoryTower(item, inputs.past, settings.history, pooling)
+    return id_table(settings, inputs.n_queries, item.dim, inputs.sparse)
+
+
+def finished(inputs: Inputs, settings: ModelSettings, query: nn.Module, item: nn.Module) -> Retriever:
+    """The Retriever of two towers, with the additions to the item tower and the bias that the settings ask for."""
+    n_items, sparse = inputs.n_items, inputs.sparse
+    if settings.centroids:
+        item = Centroids(item)
+    if settings.auxiliary:
+        shared, private = shared_vectors(n_items, settings.auxiliary, settings.private)
+        item = Augmented(item, shared + private, settings.auxiliary_init, sparse, private, inputs.seed)
+    bias = IdTower(n_items, 1, 0.0, sparse) if settings.item_bias else None
+    return Retriever(query, item, settings.score, n_items=n_items, item_bias=bias)
 
 
 def solved_retriever(
@@ -83,21 +87,6 @@ def solved_retriever(
         return ials_model(n_queries, n_items, model.dim, model.init_std, seed)
     assert past is not None
     return item_to_item(past, n_items, neighbours)
-
-
-def _item_tower(
-    model: ModelSettings, ids: Ids, sparse: bool, shards: int
-) -> IdTower | RowWiseTable | ShardedTable | FeatureTower:
-    n_items = len(ids.item_ids)
-    if shards > 1:
-        return ShardedTable(n_items, model.dim, shards, model.init_std, sparse)
-    if not model.item_features:
-        return id_table(model, n_items, model.dim, sparse)
-    if ids.item_table is None:
-        names = ",".join(model.item_features)
-        raise UserError(f"item_features={names} needs an items table: give one with --items FILE")
-    features = Features.from_table(ids.item_table, model.item_features)
-    return FeatureTower(n_items, model.dim, features, model.hidden, init_std=model.init_std, sparse=sparse)
 
 
 def id_table(model: ModelSettings, n: int, dim: int, sparse: bool) -> IdTower | RowWiseTable:
@@ -131,27 +120,24 @@ def text_sides(model: ModelSettings) -> list[Role]:
     return [side for side, kind in towers.items() if kind == "text"]
 
 
-def text_towers(
-    model: ModelSettings, text: TextSettings, ids: Ids, saved: Path | None = None, sparse: bool = True
-) -> dict[str, TextTower]:
-    """The text towers that the settings ask for, by side."""
-    pooling: Pooling = "cls" if model.pooling == "cls" else "mean"
-    towers: dict[str, TextTower] = {}
-    for side in text_sides(model):
-        if towers and text.share_encoder:
-            encoder = towers["query"].encoder
-        elif saved is not None:
-            encoder = load_encoder(saved / encoder_folder(text, side), pooling, sparse, weights=False)
-        else:
-            assert text.encoder is not None  # recipes.setup.check refuses it
-            encoder = open_encoder(text.encoder, model.dim, pooling, sparse, model.init_std)
-        if saved is not None:
-            texts = Texts.load(saved / f"{side}_texts")
-        else:
-            columns = text.query_text if side == "query" else text.item_text
-            texts = tokenized(text_of(ids, side, columns), encoder.tokenizer, text.max_len)
-        towers[side] = TextTower(encoder, texts, text.max_len)
-    return towers
+def text_tower_of(
+    inputs: Inputs, settings: ModelSettings, side: Role, encoder: BagEncoder | TransformerEncoder | None = None
+) -> TextTower:
+    """The text tower of a side, with its own encoder unless one is given."""
+    text, saved = inputs.text, inputs.saved
+    pooling: Pooling = "cls" if settings.pooling == "cls" else "mean"
+    if encoder is None and saved is not None:
+        encoder = load_encoder(saved / encoder_folder(text, side), pooling, inputs.sparse, weights=False)
+    elif encoder is None:
+        if text.encoder is None:
+            raise UserError("a text tower needs an encoder: set encoder to bag, wordllama, minilm, or a folder")
+        encoder = open_encoder(text.encoder, settings.dim, pooling, inputs.sparse, settings.init_std)
+    if saved is not None:
+        return TextTower(encoder, Texts.load(saved / f"{side}_texts"), text.max_len)
+    columns = text.query_text if side == "query" else text.item_text
+    return TextTower(
+        encoder, tokenized(text_of(inputs.ids, side, columns), encoder.tokenizer, text.max_len), text.max_len
+    )
 
 
 def encoder_folder(text: TextSettings, side: str) -> str:

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 
 def setting(default: Any, description: str, at_least: float | None = None, positive: bool = False) -> Any:
     """A dataclass field with a one-line description and, for a number, its lower bound."""
-    return field(default=default, metadata={"description": description, "at_least": at_least, "positive": positive})
+    metadata = {"description": description, "at_least": at_least, "positive": positive}
+    return (
+        field(default_factory=dict, metadata=metadata) if default == {} else field(default=default, metadata=metadata)
+    )
 
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """The two towers and how their vectors are compared."""
+    """The model by name, its two towers, and how their vectors are compared."""
 
+    name: str = setting(
+        "towers", "the model (--model), a function that builds the towers; `sparring models` lists them"
+    )
+    options: Mapping[str, Any] = setting({}, "the model's own options: --set model.OPTION=VALUE")
     dim: int = setting(64, "dimensions of a vector in the tables and of the bag encoder", at_least=1)
     score: Literal["cosine", "dot"] = setting("cosine", "similarity of a query and an item vector")
     init: Literal["normal", "spectral"] = setting(

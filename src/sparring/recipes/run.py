@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 
 from sparring.core.devices import pick_device
@@ -19,11 +20,17 @@ from sparring.data.features import Histories, histories
 from sparring.data.interactions import Ids, Interactions
 from sparring.data.texts.texts import find_texts
 from sparring.losses import Fixed, Learned, Loss, sampled_softmax
-from sparring.models.build import device_bytes, retriever, solved_retriever, table_bytes, text_sides
+from sparring.models import finding
+from sparring.models.build import device_bytes, solved_retriever, table_bytes, text_sides, width
+from sparring.models.inputs import Inputs
+from sparring.models.named import TABLES, Model
 from sparring.models.retriever import Retriever
+from sparring.models.settings import ModelSettings
 from sparring.models.spectral_start import start_from
 from sparring.negatives import Negatives
-from sparring.recipes.setup import SOLVED, SWEPT, ClassifierSettings, Setup, check, check_sharded
+from sparring.recipes.setup import SOLVED, SWEPT, ClassifierSettings, Setup, check, check_sharded, parse_options
+
+OWN = "own"  # the name of a model that was passed to compose
 
 
 @dataclass(frozen=True)
@@ -91,8 +98,11 @@ class Run:
         return nn.ModuleDict({"model": self.model, "temperature": self.temperature, **terms, **losses, **batches})
 
 
-def compose(data: Interactions, setup: Setup, *terms: Term) -> Run:
-    """A custom run: towers and temperature from the setup, the terms as given."""
+def compose(data: Interactions, setup: Setup, *terms: Term, model: Retriever | None = None) -> Run:
+    """A custom run: the terms as given, the temperature from the setup, and the setup's model or one of your own.
+
+    compose(split.train, setup, Term(1.0, negatives), model=Retriever(query_tower, item_tower))
+    """
     if not isinstance(data, Interactions):
         raise UserError(f"compose needs the training part, Interactions such as split.train, got {_short_repr(data)}")
     if not isinstance(setup, Setup):
@@ -111,11 +121,24 @@ def compose(data: Interactions, setup: Setup, *terms: Term) -> Run:
         tau = default_tau(data) if setup.model.score == "cosine" else 1.0
         setup = setup.replaced(tau=tau)
     temperature = Learned(tau) if setup.temperature.learn_tau else Fixed(tau)
-    past = histories(data, setup.model.history + 1) if setup.model.query_tower == "history" else None
-    model = build_towers(setup, Ids(data.query_ids, data.item_ids, data.query_table, data.item_table), past)
+    if model is not None:
+        return Run(_own_model(model, data, setup), terms, temperature, setup.replaced(model_name=OWN))
+    ids = Ids(data.query_ids, data.item_ids, data.query_table, data.item_table)
+    model = build_towers(setup, ids, lambda: histories(data, setup.model.history + 1))
     if setup.model.init == "spectral":
         start_from(data.positives(), model, setup.seed)
     return Run(model, terms, temperature, setup)
+
+
+def _own_model(model: object, data: Interactions, setup: Setup) -> Retriever:
+    """A model that was passed to compose, if it fits the data and no other is asked for."""
+    if not isinstance(model, Retriever):
+        raise UserError(f"model must be a Retriever(query, item), got {_short_repr(model)}")
+    if model.n_items != data.n_items:
+        raise UserError(f"the model has {model.n_items:,} items and the data {data.n_items:,}: they must agree")
+    if setup.model.name not in (OWN, ModelSettings().name):
+        raise UserError(f"this run has a model of its own: leave out the model {setup.model.name}")
+    return model
 
 
 def solved(
@@ -172,25 +195,45 @@ def default_tau(data: Interactions) -> float:
     return round(min(max(4.7 / x**2, 0.05), 0.5), 3)
 
 
-def build_towers(setup: Setup, ids: Ids, past: Histories | None = None, saved: Path | None = None) -> Retriever:
-    """The towers of a setup (models.build.retriever)."""
-    return retriever(
-        setup.model,
-        setup.text,
+def build_towers(
+    setup: Setup,
+    ids: Ids,
+    recall: Callable[[], Histories],
+    saved: Path | None = None,
+    function: Model | None = None,
+) -> Retriever:
+    """The model that a setup names, or the function's, initialised from the seed; `recall` and `saved` as in Inputs."""
+    settings, name = setup.model, finding.short(setup.model.name)
+    inputs = Inputs(
         ids,
-        past,
-        saved,
-        seed=setup.seed,
+        setup.text,
+        setup.seed,
         sparse=setup.training.optimizer != "adam",
         shards=1 if setup.classifiers.epochs else setup.classifiers.shards,
+        saved=saved,
+        recall=recall,
     )
+    function = finding.find(setup.model.name) if function is None else function
+    options = parse_options(function, settings.options)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(setup.seed)
+        model: object = function(inputs, settings, **options)
+    if not isinstance(model, Retriever):
+        raise UserError(f"the model {name} returned a {type(model).__name__}, not a Retriever")
+    expected = width(settings, setup.text)
+    if model.dim != expected:
+        how = f"end its towers with layers of settings.dim, or set dim={model.dim - settings.item_bias}"
+        raise UserError(
+            f"the model {name} has vectors of {model.dim} dimensions, not the {expected} it is set to: {how}"
+        )
+    return model
 
 
 def with_tables(setup: Setup, n_queries: int, n_items: int) -> Setup:
     """The setup with tables=auto resolved: sharded if tables and optimiser state exceed a device's memory."""
     if setup.model.tables == "sharded":
         check_sharded(setup)
-    if setup.model.tables != "auto" or text_sides(setup.model):
+    if setup.model.tables != "auto" or setup.model.name not in TABLES or text_sides(setup.model):
         return setup
     needed = table_bytes(setup.model, setup.training.optimizer, n_queries, n_items)
     room = device_bytes(pick_device("auto"))

@@ -5,14 +5,18 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, get_type_hints
+from typing import Any
 
 import torch
 
 from sparring.core.errors import UserError
+from sparring.core.finding import argument_metadata, own_arguments
 from sparring.data.interactions import Interactions
+from sparring.models import finding
+from sparring.models.named import TABLES, Model, usual_settings
+from sparring.models.settings import ModelSettings
 from sparring.recipes.finding import Recipe, find, named
-from sparring.recipes.run import Run
+from sparring.recipes.run import OWN, Run
 from sparring.recipes.setup import (
     SETTINGS,
     SOLVED,
@@ -21,10 +25,12 @@ from sparring.recipes.setup import (
     check,
     find_setting,
     parse,
+    parse_options,
     unknown_setting,
 )
 from sparring.recipes.text import default_encoder, text_setup
 
+__all__ = ["argument_metadata", "build", "is_solved", "known", "own_arguments", "own_setup", "resolve", "settings_of"]
 _JSON = (str, int, float, bool, tuple, list, dict, type(None))  # run.json holds the repr of any other value
 # Settings that define a method if its recipe changes them: its training rows (DPR, ANCE, DEXML, NGAME), additions to
 # the item tower (DEXA, PRIME), classifiers (NGAME).
@@ -38,17 +44,22 @@ def build(
     base: Setup | None = None,
     *,
     setup: Setup | None = None,
+    model: str | Model | None = None,
 ) -> Run:
     """The run of a recipe (a function or its name, see `find`) with settings by name: its arguments or shared settings.
 
     Settings are values or strings. `base` replaces the recipe's default Setup except the settings that define the
-    method (METHOD); `setup` replaces all of it. The run records its recipe and resolved arguments. torch's generator is
-    seeded from the Setup while the recipe builds its parts.
+    method (METHOD); `setup` replaces all of it. `model` is a model or its name (models.finding.find): its usual
+    settings replace those of the recipe or the base, except METHOD, and its options are settings with the prefix
+    `model.`. The run records its recipe and resolved arguments. torch's generator is seeded from the Setup while the
+    recipe builds its parts.
 
-        build("xir", train, {"lam": 0.2, "training.lr": "0.01"});  build("mine.py:loss_tilted", train)
+        build("xir", train, {"lam": 0.2, "training.lr": "0.01"});  build("mine.py:loss_tilted", train, model="history")
     """
     recipe = find(name)
-    chosen, arguments = resolve(recipe, settings or {}, base, setup)
+    chosen, arguments = resolve(
+        recipe, {**(settings or {}), **({} if model is None else {"model": model})}, base, setup
+    )
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(chosen.seed)
@@ -67,26 +78,22 @@ def build(
     return dataclasses.replace(run, recipe=named(name), arguments=values)
 
 
-def own_arguments(recipe: Callable[..., Run]) -> dict[str, tuple[Any, Any]]:
-    """The recipe's own arguments, those after the setup: name -> (type, default)."""
-    hints = get_type_hints(recipe)
-    return {p.name: (hints[p.name], p.default) for p in list(inspect.signature(recipe).parameters.values())[2:]}
-
-
-def argument_metadata(recipe: Callable[..., Run]) -> dict[str, tuple[Any, ...]]:
-    """The metadata of the recipe's own arguments: a description (str), a range for tuning (Range, OneOf)."""
-    hints = get_type_hints(recipe, include_extras=True)
-    return {name: getattr(hints[name], "__metadata__", ()) for name in own_arguments(recipe)}
-
-
 def known(recipe: Callable[..., Run], shared: Mapping[str, object]) -> dict[str, object]:
-    """The settings that this recipe takes, as its own arguments or as shared settings."""
+    """The settings that this recipe takes: its own arguments, shared settings, and the model with its options."""
     own, read = own_arguments(recipe), settings_of(recipe)
+    options = {} if is_solved(recipe) else _options(shared)
     return {
         name: value
         for name, value in shared.items()
-        if name in own or ((found := find_setting(name)) is not None and found.name in read)
+        if name in own or name in options or ((found := find_setting(name)) is not None and found.name in read)
     }
+
+
+def _options(settings: Mapping[str, object]) -> dict[str, object]:
+    """The chosen model (`model`) and those of its options (`model.OPTION`) that it has."""
+    chosen = settings.get("model", ModelSettings().name)
+    own = own_arguments(finding.find(chosen))  # type: ignore[arg-type]
+    return {name: value for name, value in settings.items() if name == "model" or name.removeprefix("model.") in own}
 
 
 def is_solved(recipe: Callable[..., Run]) -> bool:
@@ -113,34 +120,72 @@ def resolve(
 ) -> tuple[Setup, dict[str, Any]]:
     """Split settings into the Setup and the recipe's own arguments, with values of the declared types.
 
-    `base` and `setup` as in `build`.
+    `base` and `setup` as in `build`; the setting `model` is the model.
     """
-    own = own_arguments(recipe)
+    own, model = own_arguments(recipe), settings.get("model")
     if is_solved(recipe):
         _check_read(recipe, settings, own)
+    whole = setup is not None
     if setup is None:
         setup = _method_of(recipe, base)
-    encoder = settings.get("encoder", settings.get("text.encoder"))
+    if model is not None and not (isinstance(model, str) or callable(model)):
+        raise UserError(f"the model must be a name or a function, got {model!r}; {unknown_setting('model')}")
+    usual = {} if model is None else dict(usual_settings(finding.find(model)))
+    named_encoder = settings.get("encoder", settings.get("text.encoder"))
+    encoder = usual.get("encoder") if named_encoder is None and not whole else named_encoder
     encoder = default_encoder() if encoder == "auto" else encoder
     if isinstance(encoder, str) and encoder.lower() != "none":
         setup = _with_text_towers(recipe, setup, encoder)
     setup = setup or own_setup(recipe)
+    if model is not None:
+        name = finding.passed(model)
+        if not whole:
+            setup = _with_usual(recipe, setup, name, usual | ({"encoder": encoder} if "encoder" in usual else {}))
+        setup = setup.replaced(model_name=name)
+    function = None if is_solved(recipe) or setup.model.name == OWN else finding.find(setup.model.name)
+    has = {} if function is None else {f"model.{name}": name for name in own_arguments(function)}
     arguments: dict[str, Any] = {}
+    options = dict(setup.model.options)
     for key, value in settings.items():
         shared = find_setting(key)
         if key in own:
             arguments[key] = parse(key, value, own[key][0])
-        elif shared is None:
-            raise UserError(f"{unknown_setting(key, own)}; `sparring recipes {named(recipe)}` lists them")
-        else:
+        elif key == "model":
+            continue
+        elif shared is not None and shared.name not in ("model_name", "model_options"):
             setup = setup.replaced(**{key: parse(key, encoder if shared.name == "encoder" else value, shared.kind)})
+        elif key in has:
+            options[has[key]] = value
+        else:
+            raise UserError(f"{unknown_setting(key, [*own, *has])}; `sparring recipes {named(recipe)}` lists them")
+    if function is not None:
+        setup = setup.replaced(model_options=parse_options(function, options))
     check(setup)
     return setup, arguments
 
 
+def _with_usual(recipe: Callable[..., Run], setup: Setup, name: str, usual: Mapping[str, object]) -> Setup:
+    """The setup with the usual settings of a model, except where the recipe's define its method.
+
+    A recipe that starts from an SVD starts from it with id tables only.
+    """
+    own, plain = own_setup(recipe).flat(), Setup().flat()
+    method = {key for key in METHOD if own[key] != plain[key]}
+    if setup.text.encoder is not None:
+        method.add("encoder")
+    start = {} if name in TABLES else {"init": "normal"}
+    taken = {key: value for key, value in {**start, **usual}.items() if key not in method}
+    for key in taken:
+        if find_setting(key) is None:
+            raise UserError(f"among the usual settings of the model {finding.short(name)}: {unknown_setting(key)}")
+    return setup.replaced(**taken)
+
+
 def _check_read(recipe: Callable[..., Run], settings: Mapping[str, object], own: Mapping[str, object]) -> None:
-    """Refuse shared settings that a solver does not read."""
+    """Refuse a model, and shared settings that a solver does not read."""
     read = settings_of(recipe)
+    if "model" in settings:
+        raise UserError(f"{named(recipe)} is solved and has a model of its own: leave out --model")
     for key in settings:
         shared = find_setting(key)
         if key not in own and shared is not None and shared.name not in read:

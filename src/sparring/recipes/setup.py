@@ -1,6 +1,7 @@
 """Setup: the settings that every recipe shares, in groups; by flat or dotted name, with types, bounds and descriptions.
 
-`model.dim` and `dim` name one setting. The flat name is the field's name, with the prefix `clf_` for the classifiers.
+`model.dim` and `dim` name one setting. The flat name is the field's name, with the prefix `clf_` for the classifiers,
+and `model_name` and `model_options` for the model and its options.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from sparring.core.errors import UserError, did_you_mean
+from sparring.core.finding import own_arguments
+from sparring.models.named import TABLES, Model
 from sparring.models.rowwise_tables import require_torchrec
 from sparring.models.settings import ModelSettings, TextSettings, setting
 
@@ -166,7 +169,8 @@ def _settings() -> dict[str, Setting]:
         kinds = get_type_hints(owner)
         for field in fields(owner):
             if group or field.name not in GROUPS:
-                name = f"clf_{field.name}" if group == "classifiers" else field.name
+                prefix = "clf_" if group == "classifiers" else "model_" if field.name in ("name", "options") else ""
+                name = f"{prefix}{field.name}"
                 found[name] = Setting(name, group, field.name, kinds[field.name], **field.metadata)
     return found
 
@@ -208,6 +212,19 @@ def unknown_setting(name: str, own: Iterable[str] = ()) -> str:
     return f"unknown setting {name!r}{did_you_mean(name, [*own, *SETTINGS, *_BY_PATH])}"
 
 
+def parse_options(model: Model, given: Mapping[str, object]) -> dict[str, Any]:
+    """All options of a model with values of the declared types: the given ones, and the defaults of the others."""
+    own = own_arguments(model)
+    for name in given:
+        if name not in own:
+            known = f"it has {', '.join(own)}" if own else "it has none"
+            raise UserError(f"the model {model.__name__} has no option {name!r}{did_you_mean(name, own)}: {known}")
+    return {
+        name: parse(f"model.{name}", given[name], kind) if name in given else default
+        for name, (kind, default) in own.items()
+    }
+
+
 def parse_setup(nested: Mapping[str, Any]) -> Setup:
     """The Setup that a run folder holds as nested dicts."""
     values = flat(nested)
@@ -224,7 +241,7 @@ def check(setup: Setup) -> None:
         parsed = parse(name, value, declared.kind)
         if isinstance(value, str) and not isinstance(parsed, str):
             raise UserError(f"{name} must be {type_name(declared.kind)}, got {value!r}")
-        if value is None or isinstance(value, str | tuple):
+        if value is None or isinstance(value, str | tuple | Mapping):
             continue
         if declared.positive and not 0 < value < math.inf:
             raise UserError(f"{name} must be positive and finite, got {value}")
@@ -260,6 +277,9 @@ def check(setup: Setup) -> None:
 
 def check_sharded(setup: Setup) -> None:
     """Refuse settings that tables=sharded does not support."""
+    model = setup.model.name
+    if model not in TABLES:
+        raise UserError(f"tables=sharded is for the model ids, not {model}")
     needed: dict[str, object] = {"optimizer": "row-adagrad", "query_tower": "id", "item_tower": "id", "init": "normal"}
     needed |= {"weight_decay": 0.0, "clip": None, "chunk": None, "item_features": (), "auxiliary": 0}
     needed |= {"centroids": False, "clf_epochs": 0}
@@ -300,6 +320,8 @@ def _parse(value: object, kind: Any) -> Any:
     if get_origin(kind) is tuple:
         parts = [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else list(value)  # type: ignore[call-overload]
         return tuple(_parse(part, get_args(kind)[0]) for part in parts)
+    if get_origin(kind) is Mapping:
+        return dict(value)  # type: ignore[call-overload]
     if kind is bool:
         words = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
         return words[value.lower()] if isinstance(value, str) and value.lower() in words else _exactly(value, bool)
@@ -328,6 +350,8 @@ def type_name(kind: Any) -> str:
         return " or ".join("none" if part is type(None) else type_name(part) for part in get_args(kind))
     if get_origin(kind) is tuple:
         return f"a comma-separated list of {type_name(get_args(kind)[0])}"
+    if get_origin(kind) is Mapping:
+        return "name=value, ..."
     return {int: "a whole number", float: "a number", bool: "true or false", str: "text"}.get(
         kind, getattr(kind, "__name__", str(kind))
     )

@@ -52,13 +52,15 @@ from sparring.data.features import Histories
 from sparring.data.interactions import Ids, Interactions, Split, Vocabulary
 from sparring.evaluation.metrics import LIST_METRICS
 from sparring.evaluation.ranking import Evaluation
+from sparring.models import finding as models
 from sparring.models.build import encoder_folder, solved_retriever, text_sides
 from sparring.models.encoders import save_encoder
+from sparring.models.named import TABLES, Model
 from sparring.models.retriever import Retriever
 from sparring.models.text import text_tower
 from sparring.recipes import finding, settings
 from sparring.recipes.finding import Recipe, source_digest
-from sparring.recipes.run import Run, build_towers
+from sparring.recipes.run import OWN, Run, build_towers
 from sparring.recipes.setup import Setup, flat, parse_setup
 from sparring.training import checkpoint
 from sparring.training.eligibility import Eligibility, seen_tensors, untrained
@@ -177,7 +179,7 @@ def description(run: Run, split: Split, source: Mapping[str, Any] | None) -> dic
     return {
         "recipe": run.recipe,
         "arguments": run.arguments or {},
-        **({"recipe_digest": digest} if (digest := source_digest(run.recipe)) else {}),
+        **{f"{kind}_digest": digest for kind, digest in _digests(run).items() if digest},
         "method": method(run),
         **({"towers": towers} if (towers := custom_towers(run.model)) else {}),
         "source": dict(source or {}),
@@ -195,6 +197,11 @@ def description(run: Run, split: Split, source: Mapping[str, Any] | None) -> dic
             **{name: version(name) for name in ("torch", "polars", "numpy")},
         },
     }
+
+
+def _digests(run: Run) -> dict[str, str | None]:
+    """Hashes of the files of a custom recipe and a custom model."""
+    return {"recipe": source_digest(run.recipe), "model": source_digest(run.setup.model.name)}
 
 
 def write_start(
@@ -344,10 +351,11 @@ def check_same(folder: Path, meta: Mapping[str, Any], setup: Setup) -> None:
             raise UserError(
                 f"{folder} was started {difference(part, before.get(part), now[part])}: resume cannot change it"
             )
-    digest = now.get("recipe_digest")
-    if rank() == 0 and before.get("recipe_digest", digest) != digest:
-        file = now["recipe"].rpartition(":")[0]
-        log.warning("%s has changed since this run started; the remaining epochs use the current version", file)
+    for kind, name in (("recipe", now["recipe"]), ("model", setup.model.name)):
+        digest = now.get(f"{kind}_digest")
+        if rank() == 0 and before.get(f"{kind}_digest", digest) != digest:
+            file = name.rpartition(":")[0]
+            log.warning("%s has changed since this run started; the remaining epochs use the current version", file)
 
 
 def difference(part: str, old: object, new: object) -> str:
@@ -365,14 +373,15 @@ def difference(part: str, old: object, new: object) -> str:
 
 def read_run(
     folder: Path,
-    model: Retriever | None = None,
+    model: Retriever | str | Model | None = None,
     recipe: str | Recipe | None = None,
     trust: bool = False,
     unfinished: bool = False,
 ) -> tuple[Retriever, Ids, Eligibility, dict[str, Any]]:
     """The model of a run, its ids, its eligibility and run.json; a run that is not finished only with `unfinished`.
 
-    Custom towers are those of `model`, or built by the recipe that `recipe_of` allows.
+    A custom model is `model`, or built by the model function that `model_of` allows or the recipe that `recipe_of`
+    allows.
     """
     if not folder.is_dir():
         raise UserError(f"no such run folder: {folder}")
@@ -385,42 +394,47 @@ def read_run(
     ids, path = Ids.load(folder, listed), folder / "model.safetensors"
     tensors = _own_tensors(listed, path.name, meta)
     eligibility = read_eligibility(listed, meta, ids)
-    own = model is not None
-    if model is None:
-        if meta.get("towers"):
-            model = _custom_model(folder, meta, ids, eligibility.seen, recipe, trust)
-        else:
-            model = _described_model(listed, meta, ids, tensors)
+    setup = parse_setup(meta["setup"])
+    if isinstance(model, Retriever):
+        built = model
+    elif (setup.model.name == OWN and model is None) or (models.is_ours(setup.model.name) and meta.get("towers")):
+        built = _recipe_model(folder, meta, ids, eligibility.seen, recipe, trust)
+    else:
+        built = _described_model(listed, setup, ids, tensors, model_of(folder, setup, model, trust))
     try:
-        files.load_tensors(model, tensors, path)
+        files.load_tensors(built, tensors, path)
     except UserError as error:
-        if own or meta["recipe"] != "custom":
+        if isinstance(model, Retriever) or meta["recipe"] != "custom":
             raise
         hint = "if its Setup does not describe the model, pass that: sparring.load(folder, model=...)"
         raise UserError(f"{error}; {hint}") from error
-    return model.eval(), ids, eligibility, meta
+    return built.eval(), ids, eligibility, meta
 
 
-def _described_model(listed: Manifest, meta: Mapping[str, Any], ids: Ids, tensors: Mapping[str, Tensor]) -> Retriever:
-    """The model that the setup in run.json describes, before its weights are read."""
-    setup, path = parse_setup(meta["setup"]), listed.folder / "model.safetensors"
-    past, n_queries, n_items = None, len(ids.query_ids), len(ids.item_ids)
-    if setup.model.query_tower in ("history", "items"):
+def _described_model(
+    listed: Manifest, setup: Setup, ids: Ids, tensors: Mapping[str, Tensor], function: Model
+) -> Retriever:
+    """The model that a setup describes, before its weights are read."""
+    path, n_queries, n_items = listed.folder / "model.safetensors", len(ids.query_ids), len(ids.item_ids)
+
+    def recall() -> Histories:
         if not {"query.start", "query.items"} <= tensors.keys():
             raise UserError(f"{path} does not fit this run: it has no histories for the query tower")
-        past = Histories(tensors["query.start"], tensors["query.items"])
+        return Histories(tensors["query.start"], tensors["query.items"])
+
     if setup.training.optimizer == "solver":
         width = tensors["query.neighbours"].shape[1] if "query.neighbours" in tensors else None
         columns = n_items if setup.model.query_tower == "items" and width is None else 1
         _check_room(path, n_items, columns)
+        past = recall() if setup.model.query_tower == "items" else None
         return solved_retriever(setup.model, n_queries, n_items, past, width, setup.seed)
-    if setup.model.item_tower == "id" and not setup.model.item_features:
+    if setup.model.name in TABLES and setup.model.item_tower == "id" and not setup.model.item_features:
         _check_room(path, n_items, setup.model.dim)
     for side in text_sides(setup.model):
         # the weights of the encoder are in the model
         listed.check(encoder_folder(setup.text, side), but=["model.safetensors"])
         listed.check(f"{side}_texts")
-    return build_towers(setup, ids, past, listed.folder)
+    return build_towers(setup, ids, recall, listed.folder, function)
 
 
 def _check_room(path: Path, rows: int, columns: int) -> None:
@@ -471,14 +485,16 @@ def custom_towers(model: Retriever) -> dict[str, str]:
     }
 
 
-def _custom_model(
+def _recipe_model(
     folder: Path, meta: Mapping[str, Any], ids: Ids, seen: Positives, recipe: str | Recipe | None, trust: bool
 ) -> Retriever:
-    """The model of a run with custom towers as its recipe builds it, before its weights are read."""
+    """The model of a run whose recipe builds it, before its weights are read."""
     if meta["recipe"] == "custom" and recipe is None:
-        names = ", ".join(dict.fromkeys(str(kind).rpartition(":")[2] for kind in meta["towers"].values()))
-        hint = "pass sparring.load(folder, model=...), or train with a custom recipe (docs/guide/extend.md)"
-        raise UserError(f"{folder} has custom towers ({names}) and no recipe that builds them: {hint}")
+        kinds = meta.get("towers", {}).values()
+        names = ", ".join(dict.fromkeys(str(kind).rpartition(":")[2] for kind in kinds))
+        hint = "pass sparring.load(folder, model=...), or train with a model or a recipe (docs/guide/models.md)"
+        towers = f"custom towers ({names})" if names else "a model of its own"
+        raise UserError(f"{folder} has {towers} and no recipe that builds them: {hint}")
     setup = parse_setup(meta["setup"])
     data = seen_interactions(ids, seen)
     return settings.build(recipe_of(folder, meta, recipe, trust), data, meta.get("arguments"), setup=setup).model
@@ -495,15 +511,28 @@ def recipe_of(
     if recipe is not None:
         return recipe
     name = str(meta["recipe"])
-    if finding.is_ours(name):
-        return name
+    if not finding.is_ours(name):
+        _check_trust(folder, "recipe", name, trust)
+    return name
+
+
+def model_of(folder: Path, setup: Setup, model: str | Model | None = None, trust: bool = False) -> Model:
+    """The function that builds a run's model, by the rules of `recipe_of`; the caller's if it is not one of ours."""
+    name = setup.model.name
+    if models.is_ours(name):
+        return models.find(name)
+    if model is not None:
+        return models.find(model)
+    _check_trust(folder, "model", name, trust)
+    return models.find(name)
+
+
+def _check_trust(folder: Path, kind: str, name: str, trust: bool) -> None:
+    """Refuse to import code that a folder names, unless the caller trusts it; log it if so."""
     if not trust:
         reason = f"{folder} needs code that is not part of Sparring, and opening a folder imports none"
-        raise UserError(
-            f"{reason}: trust whoever wrote it (trust=True, --trust), or give your copy", "recipe", repr(name)
-        )
+        raise UserError(f"{reason}: trust whoever wrote it (trust=True, --trust), or give your copy", kind, repr(name))
     log.warning("importing %s, which %s names", name, folder / "run.json")
-    return name
 
 
 def seen_interactions(ids: Ids, seen: Positives) -> Interactions:

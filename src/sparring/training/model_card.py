@@ -6,8 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from sparring.models import finding as models
 from sparring.models.fusion import RANKINGS
+from sparring.models.settings import ModelSettings
 from sparring.recipes import finding
+from sparring.recipes.run import OWN
 from sparring.recipes.setup import flat
 from sparring.training.eligibility import untrained_line
 
@@ -20,10 +23,9 @@ def model_card(meta: Mapping[str, Any], result: Mapping[str, Any], history: Sequ
     setup, data, source = flat(meta["setup"]), meta["data"], meta["source"]
     parts = ", ".join(f"{data[name]:,} {name}" for name in ("train", "valid", "test") if name in data)
     origin = Path(source["data"]).name if source.get("data") else "not recorded"
-    code = "model=YOUR_RETRIEVER" if meta["recipe"] == "custom" else f'recipe="FILE.py:{finding.short(meta["recipe"])}"'
-    own = f", {code}" if meta.get("towers") else ""
+    model = "" if setup["model_name"] in (OWN, ModelSettings().name) else f" and the model `{_function(setup)}`"
     lines = [
-        f"# A retriever trained with `{meta['recipe'].rpartition(':')[2]}`",
+        f"# A retriever trained with `{meta['recipe'].rpartition(':')[2]}`{model}",
         "",
         (
             "An item-item matrix"
@@ -60,7 +62,7 @@ def model_card(meta: Mapping[str, Any], result: Mapping[str, Any], history: Sequ
         "```python",
         "import sparring",
         "",
-        f'sparring.load("THIS_FOLDER"{own}).recommend([QUERY_ID], k=10)',
+        f'sparring.load("THIS_FOLDER"{_code(meta, setup)}).recommend([QUERY_ID], k=10)',
         "```",
         "",
         "## Limits",
@@ -70,6 +72,20 @@ def model_card(meta: Mapping[str, Any], result: Mapping[str, Any], history: Sequ
         " the rows by popularity show by how much.",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _function(setup: Mapping[str, Any]) -> str:
+    return str(setup["model_name"].rpartition(":")[2])
+
+
+def _code(meta: Mapping[str, Any], setup: Mapping[str, Any]) -> str:
+    """The argument of `load` for a run whose model is not ours."""
+    if not (models.is_ours(setup["model_name"]) or setup["model_name"] == OWN):
+        return f', model="FILE.py:{_function(setup)}"'
+    if setup["model_name"] != OWN and not meta.get("towers"):
+        return ""
+    recipe = meta["recipe"]
+    return ", model=YOUR_RETRIEVER" if recipe == "custom" else f', recipe="FILE.py:{finding.short(recipe)}"'
 
 
 _NEW = {  # how a query tower encodes new queries
@@ -138,6 +154,8 @@ def _split(split: Mapping[str, Any]) -> str:
 
 
 def _text(value: object) -> str:
+    if isinstance(value, Mapping):
+        return ",".join(f"{name}={_text(each)}" for name, each in value.items()) or "none"
     if isinstance(value, list | tuple):
         return ",".join(map(str, value)) or "none"
     return "none" if value is None else str(value)

@@ -20,6 +20,7 @@ from sparring.data.interactions import Ids, Split
 from sparring.data.pairs import pair_keys
 from sparring.data.texts.texts import as_series
 from sparring.models.fusion import FILE, RANKINGS, Fused
+from sparring.models.named import Model
 from sparring.models.retriever import Retriever
 from sparring.models.text import text_tower
 from sparring.models.towers import HistoryReader
@@ -187,7 +188,7 @@ def _first_few(ids: Sequence[object], which: np.ndarray) -> str:
 
 def load(
     folder: str | Path,
-    model: Retriever | None = None,
+    model: Retriever | str | Model | None = None,
     *,
     recipe: str | Recipe | None = None,
     trust: bool = False,
@@ -195,24 +196,29 @@ def load(
 ) -> Trained:
     """Read a finished run. No code that the folder names runs, so it may come from a stranger.
 
-    A run with custom towers needs code to build them: pass its `recipe` (a function, FILE.py:FUNCTION or the name of an
-    installed one), or the `model` that was trained. `trust` imports the recipe that run.json names, and logs it. With
-    `unfinished`, also a run whose training was interrupted: the best epoch so far.
+    A run with custom towers needs code to build them: pass its `model` (a function, FILE.py:FUNCTION or the name of an
+    installed one; or the Retriever that was trained), or the `recipe` that builds it. `trust` imports the model or the
+    recipe that run.json names, and logs it. With `unfinished`, also a run whose training was interrupted: the best
+    epoch so far.
 
-        load("runs/xir").recommend([1042], k=10);   load("runs/mine", recipe="mine.py:deep")
+        load("runs/xir").recommend([1042], k=10);   load("runs/mine", model="mine.py:deep")
     """
     folder = Path(folder)
     return Trained(folder, *read_run(folder, model, recipe, trust, unfinished))
 
 
 def run_vectors(
-    folder: str | Path, split: Split, recipe: str | Recipe | None = None, trust: bool = False
+    folder: str | Path,
+    split: Split,
+    recipe: str | Recipe | None = None,
+    trust: bool = False,
+    model: str | Model | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Item vectors of a finished run, and the row in them of each item of this data (-1 for unknown items).
 
     A run that was trained on test pairs of this split is refused: its vectors would leak the test part.
     """
-    trained = load(folder, recipe=recipe, trust=trust)
+    trained = load(folder, model, recipe=recipe, trust=trust)
     leaked = leaked_pairs(trained, split)
     if leaked:
         raise UserError(

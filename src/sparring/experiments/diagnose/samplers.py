@@ -15,13 +15,16 @@ from sparring.core.errors import UserError
 from sparring.core.part import listeners
 from sparring.core.types import Corpus
 from sparring.data.interactions import Split
+from sparring.models import finding as models
 from sparring.models.clusters.clustered_batches import ClusteredBatches
+from sparring.models.named import Model
+from sparring.models.settings import ModelSettings
 from sparring.recipes import finding, settings
 from sparring.recipes.finding import Recipe
-from sparring.recipes.run import Run
+from sparring.recipes.run import OWN, Run
 from sparring.recipes.setup import parse_setup
 from sparring.training.checkpoint import own_tensors
-from sparring.training.folder import read_meta, recipe_of
+from sparring.training.folder import model_of, read_meta, recipe_of
 from sparring.training.step import check_steps, sample_steps
 
 WARM_STEPS = 50  # fill a cache or a memory as in training, and let a streaming estimate see the usual items
@@ -33,11 +36,12 @@ def load_for_diagnosis(
     device: torch.device | str = "cpu",
     recipe: str | Recipe | None = None,
     trust: bool = False,
+    model: str | Model | None = None,
 ) -> Run:
     """A run from its folder: the towers of the chosen epoch, or of the checkpoint, and the checkpoint's other state.
 
-    A recipe that is not part of Sparring must be given or trusted, as in `load`. Without a checkpoint, the caches and
-    memories of its negatives are refilled (see `warm_up`).
+    A recipe or a model that is not part of Sparring must be given or trusted, as in `load`. Without a checkpoint, the
+    caches and memories of its negatives are refilled (see `warm_up`).
     """
     meta = read_meta(folder)
     setup = parse_setup(meta["setup"])
@@ -46,11 +50,13 @@ def load_for_diagnosis(
         raise UserError(f"{folder} was composed in Python, so no recipe builds its negatives: {how}")
     # the initial values of the towers are overwritten, so they need no costly initialisation
     builder = recipe_of(folder, meta, recipe, trust)
-    run = settings.build(builder, split.train, meta["arguments"], setup=setup.replaced(init="normal"))
+    name = setup.model.name
+    function = None if name == OWN or models.is_ours(name) else model_of(folder, setup, model, trust)
+    run = settings.build(builder, split.train, meta["arguments"], setup=setup.replaced(init="normal"), model=function)
     check_steps(run)
-    run = replace(run, setup=setup)
-    model, checkpoint = folder / "model.safetensors", folder / "checkpoint.safetensors"
-    if not model.is_file() and not checkpoint.is_file():
+    run = replace(run, setup=run.setup.replaced(init=setup.model.init))
+    towers, checkpoint = folder / "model.safetensors", folder / "checkpoint.safetensors"
+    if not towers.is_file() and not checkpoint.is_file():
         raise UserError(f"{folder} has neither a model nor a checkpoint yet: train it for at least one epoch")
     if checkpoint.is_file():
         tensors, _ = own_tensors(checkpoint, meta["id"])
@@ -58,8 +64,8 @@ def load_for_diagnosis(
             name.removeprefix("module."): tensor for name, tensor in tensors.items() if name.startswith("module.")
         }
         files.load_tensors(run.modules(), modules, checkpoint)
-    if model.is_file():
-        files.load_tensors(run.model, own_tensors(model, meta["id"])[0], model)
+    if towers.is_file():
+        files.load_tensors(run.model, own_tensors(towers, meta["id"])[0], towers)
     run.modules().to(device).eval()
     warm_up(run, split, 0 if checkpoint.is_file() else WARM_STEPS)
     return run
@@ -89,7 +95,10 @@ def with_negatives_of(name: str | Recipe, run: Run, split: Split, steps: int = W
 
 
 def _on(run: Run, name: str | Recipe, split: Split, chosen: dict[str, Any]) -> Run:
-    built = settings.build(name, split.train, chosen, setup=run.setup.replaced(init="normal"))
+    setup = run.setup.replaced(init="normal")
+    if setup.model.name == OWN:  # the towers that the recipe builds are replaced: any will do
+        setup = setup.replaced(model_name=ModelSettings().name, model_options={})
+    built = settings.build(name, split.train, chosen, setup=setup)
     check_steps(built)
     built = replace(built, model=run.model, temperature=run.temperature, setup=run.setup)
     built.modules().to(next(run.model.parameters()).device).eval()

@@ -186,7 +186,8 @@ class PageState:
         self.runs.pop(served.name, None)
         while len(self.runs) > 1:  # keep two, for runs side by side
             self.runs.pop(next(iter(self.runs)))
-        run = samplers.load_for_diagnosis(served.folder, split, "cpu", self.registry.recipe, self.registry.trust)
+        registry = self.registry
+        run = samplers.load_for_diagnosis(served.folder, split, "cpu", registry.recipe, registry.trust, registry.model)
         self.runs[served.name] = served, run, split
         return self.runs[served.name]
 

@@ -44,10 +44,12 @@ class RunRegistry:
         recipe: str | None = None,
         trust: bool = False,
         unfinished: bool = False,
+        model: str | None = None,
     ) -> None:
         if not folders:
             raise UserError("give at least one run to serve")
         self.store, self.log, self.recipe, self.trust, self.unfinished = store, log, recipe, trust, unfinished
+        self.model = model
         self.problems: dict[str, str] = {}  # run -> why the watch could not reload it
         self.roots = [root.resolve() for root in roots] or [folder.resolve().parent for folder in folders]
         self._writing, self._loading = threading.Lock(), threading.Lock()
@@ -141,7 +143,7 @@ class RunRegistry:
         return self._load(folder, name)
 
     def _load(self, folder: Path, name: str) -> ServedRun:
-        return load_served(folder, name, self.recipe, self.trust, self.unfinished)
+        return load_served(folder, name, self.recipe, self.trust, self.unfinished, self.model)
 
     def _adopt(self, new: ServedRun) -> None:
         new.apply(self.store.since(0), self.store.sequence)

@@ -238,15 +238,20 @@ def signature(folder: Path, names: Sequence[str] = _SIGNED) -> tuple[Any, ...]:
 
 
 def load_served(
-    folder: Path, name: str, recipe: str | None = None, trust: bool = False, unfinished: bool = False
+    folder: Path,
+    name: str,
+    recipe: str | None = None,
+    trust: bool = False,
+    unfinished: bool = False,
+    model: str | None = None,
 ) -> ServedRun:
     """Load a run with its index and probe them: finite vectors, an index of this model, searches that find items.
 
-    `recipe`, `trust` and `unfinished` as in `load`. A run without an index is searched exactly. A damaged index, or
-    that of another model, raises UserError.
+    `recipe`, `model`, `trust` and `unfinished` as in `load`. A run without an index is searched exactly. A damaged
+    index, or that of another model, raises UserError.
     """
     before = signature(folder)
-    trained = runs.load(folder, recipe=recipe, trust=trust, unfinished=unfinished)
+    trained = runs.load(folder, model, recipe=recipe, trust=trust, unfinished=unfinished)
     notes = []
     if (folder / FOLDER / index_files.META).is_file():
         index = open_index(folder)

@@ -1,0 +1,47 @@
+"""Inputs: all that a model may be built from, before training and when a run is opened."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+from sparring.core.errors import UserError
+from sparring.data.features import Histories
+from sparring.data.interactions import Ids
+from sparring.models.settings import TextSettings
+
+
+def _no_past() -> Histories:
+    raise UserError("this model reads histories, and there are no interactions to take them from")
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Ids with their tables, and the past of the training part; a model reads nothing else.
+
+    `recall` returns the past. It is called when a model first reads `past`: before training the past is computed from
+    the training part, and a run folder holds it. `saved` is that folder.
+    """
+
+    ids: Ids
+    text: TextSettings = TextSettings()
+    seed: int = 0
+    sparse: bool = True  # tables have row-sparse gradients
+    shards: int = 1  # ranges of items that the item table is split into
+    saved: Path | None = None
+    recall: Callable[[], Histories] = field(default=_no_past, repr=False)
+
+    @property
+    def n_queries(self) -> int:
+        return len(self.ids.query_ids)
+
+    @property
+    def n_items(self) -> int:
+        return len(self.ids.item_ids)
+
+    @cached_property
+    def past(self) -> Histories:
+        """The items of each query in time order, at least the `history` most recent ones."""
+        return self.recall()
