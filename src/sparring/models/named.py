@@ -11,10 +11,11 @@ The keyword arguments are the model's options: `--set model.blocks=3`. `sparring
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 from sparring.core.errors import UserError
 from sparring.models.build import finished, item_tower, query_tower
+from sparring.models.graph import Graph, GraphItems
 from sparring.models.inputs import Inputs
 from sparring.models.retriever import Retriever
 from sparring.models.settings import ModelSettings
@@ -79,5 +80,24 @@ def text(inputs: Inputs, settings: ModelSettings) -> Retriever:
     return towers(inputs, settings)
 
 
-MODELS: dict[str, Model] = {each.__name__: each for each in (towers, ids, history, features, text)}
+@model(query_tower="id", item_tower="id", item_features=(), history=10**9, optimizer="adam", lr=0.001)
+def lightgcn(
+    inputs: Inputs, settings: ModelSettings, *, layers: Annotated[int, "layers of propagation"] = 3
+) -> Retriever:
+    """One free vector per id, averaged with those of its neighbours in the graph of the training pairs (LightGCN).
+
+    A query is joined with its `history` most recent items: by default all. Gradients are dense: optimizer=adam.
+    He et al., LightGCN: Simplifying and Powering Graph Convolution Network for Recommendation, SIGIR 2020.
+    """
+    if inputs.sparse:
+        raise UserError(
+            "every step of lightgcn changes all rows of its table, which a row optimiser cannot: set optimizer=adam"
+        )
+    if layers < 0:
+        raise UserError(f"layers must not be negative, got {layers}")
+    graph = Graph(inputs.past, inputs.n_items, settings.dim, layers, settings.init_std)
+    return finished(inputs, settings, graph, GraphItems(graph))
+
+
+MODELS: dict[str, Model] = {each.__name__: each for each in (towers, ids, history, features, text, lightgcn)}
 TABLES = ("towers", "ids")  # models that a recipe's spectral start may fill

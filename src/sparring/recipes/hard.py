@@ -21,6 +21,7 @@ from sparring.negatives import (
     Hardest,
     HardestBucket,
     InBatch,
+    MixHops,
     MixPositive,
     NearestTo,
     QuantizedSoftmax,
@@ -90,13 +91,14 @@ def mixgcf(
     per_query: PerQuery = True,
     exclude: Excluded = "known",
 ) -> Run:
-    """Softmax against the k hardest of n draws, each mixed with the positive (MixGCF, two-tower form).
+    """Softmax against the k hardest of n draws, each mixed with the positive, in every layer of a graph (MixGCF).
 
-    mix="query" cannot change the choice of the hardest; mix="candidate" can.
+    Of the model lightgcn the layers are mixed one by one, as published; any other model has one layer. mix="query"
+    cannot change the choice of the hardest; mix="candidate" can, and mixes the final vectors of any model.
     Huang et al., MixGCF: An Improved Training Method for Graph Neural Network-based Recommender Systems, KDD 2021.
     """
     pool = _pool(data, n, per_query, exclude)
-    negatives = MixPositive(Hardest(pool, k)) if mix == "query" else Hardest(MixPositive(pool, mix), k)
+    negatives = MixHops(pool, k) if mix == "query" else Hardest(MixPositive(pool, mix), k)
     return compose(data, setup, Term(1.0, negatives))
 
 
