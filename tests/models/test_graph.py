@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sparring.cli import main
 from sparring.core.errors import UserError
-from sparring.data.features import Histories, histories
+from sparring.core.types import Positives
 from sparring.data.interactions import Split
 from sparring.evaluation.ranking import evaluate
 from sparring.models import graph as module
@@ -39,14 +39,14 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_PIECE", 2)
 
 
-def past() -> Histories:
+def pairs() -> Positives:
     start = np.concatenate([[0], np.cumsum([len(items) for items in PAIRS])])
-    return Histories(torch.from_numpy(start), torch.tensor([item for items in PAIRS for item in items]))
+    return Positives(torch.from_numpy(start), torch.tensor([item for items in PAIRS for item in items]))
 
 
 def model(layers: int, score: str = "dot") -> Retriever:
     torch.manual_seed(layers)
-    graph = Graph(past(), N_ITEMS, DIM, layers)
+    graph = Graph(pairs(), N_ITEMS, DIM, layers)
     return Retriever(graph, GraphItems(graph), score)  # type: ignore[arg-type]
 
 
@@ -239,7 +239,7 @@ def test_row_optimisers_are_refused(parts: Split) -> None:
         build("default", parts.train, {"model.layers": -1}, model="lightgcn")
     deep = build("default", parts.train, {"model.layers": 5, "dim": 8}, model="lightgcn").model
     assert deep.item_layers().count == 6  # type: ignore[union-attr]
-    assert len(histories(parts.train).items) == len(deep.query.items)  # type: ignore[arg-type, union-attr]
+    assert len(parts.train) == len(deep.query.items)  # type: ignore[arg-type, union-attr]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from sparring.core.part import Part
-from sparring.data.features import Histories
+from sparring.core.types import Positives
 from sparring.kernels import gather
 
 _PIECE = 64  # edges that one thread adds up: the most popular item has thousands
@@ -27,7 +27,7 @@ class Graph(Part):
     its gradient is dense: row optimisers cannot train it. All ids are propagated together, once in a training step,
     and once in evaluation mode until the weights change. Nothing waits for the device.
 
-        graph = Graph(histories(train), n_items, 64);  Retriever(graph, GraphItems(graph))
+        graph = Graph(train.positives(), n_items, 64);  Retriever(graph, GraphItems(graph))
 
     He et al., LightGCN: Simplifying and Powering Graph Convolution Network for Recommendation, SIGIR 2020.
     """
@@ -40,16 +40,18 @@ class Graph(Part):
     rows: Tensor
     places: Tensor
 
-    def __init__(self, past: Histories, n_items: int, dim: int, layers: int = 3, init_std: float | None = None) -> None:
+    def __init__(
+        self, pairs: Positives, n_items: int, dim: int, layers: int = 3, init_std: float | None = None
+    ) -> None:
         super().__init__()
         if layers < 0 or dim < 1:
             raise ValueError(f"a graph needs layers >= 0 and dim >= 1, got {layers} and {dim}")
-        self.n, self.n_items, self.dim, self.layers = len(past.start) - 1, n_items, dim, layers
+        self.n, self.n_items, self.dim, self.layers = len(pairs.start) - 1, n_items, dim, layers
         std = dim**-0.5 if init_std is None else init_std
         self.weight = nn.Parameter(torch.empty(self.n + n_items, dim).normal_(0.0, std))
-        self.register_buffer("start", past.start.long())
-        self.register_buffer("items", past.items.int())
-        for name, tensor in _adjacency(past, n_items).items():
+        self.register_buffer("start", pairs.start.long())
+        self.register_buffer("items", pairs.items.int())
+        for name, tensor in _adjacency(pairs, n_items).items():
             self.register_buffer(name, tensor, persistent=False)
         self._propagated: _Propagated | None = None
 
@@ -149,15 +151,15 @@ def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     return b if a is None else a if b is None else a + b
 
 
-def _adjacency(past: Histories, n_items: int) -> dict[str, Tensor]:
+def _adjacency(pairs: Positives, n_items: int) -> dict[str, Tensor]:
     """D^-1/2 A D^-1/2 by rows, each cut into pieces of at most _PIECE entries.
 
     `columns` and `value` are the entries, `pieces` the first entry of each piece, `rows` the first piece of each row.
     """
-    n_queries = len(past.start) - 1
-    queries = np.repeat(np.arange(n_queries, dtype=np.int64), past.start.diff().cpu().numpy())
-    pairs = np.unique(queries * n_items + past.items.cpu().numpy())  # an item counts once, however often a query has it
-    query, item = pairs // n_items, pairs % n_items + n_queries
+    n_queries = len(pairs.start) - 1
+    queries = np.repeat(np.arange(n_queries, dtype=np.int64), pairs.start.diff().cpu().numpy())
+    keys = np.unique(queries * n_items + pairs.items.cpu().numpy())  # an item counts once, however often a query has it
+    query, item = keys // n_items, keys % n_items + n_queries
     row, column = np.concatenate([query, item]), np.concatenate([item, query])
     order = np.argsort(row, kind="stable")
     row, column = row[order], column[order]

@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 
 from sparring.core.errors import UserError
+from sparring.core.types import Positives
 from sparring.data.features import Histories
 from sparring.data.interactions import Ids
 from sparring.models.settings import TextSettings
@@ -17,12 +18,16 @@ def _no_past() -> Histories:
     raise UserError("this model reads histories, and there are no interactions to take them from")
 
 
+def _no_pairs() -> Positives:
+    raise UserError("this model reads the graph of the training pairs, and there are no interactions to take it from")
+
+
 @dataclass(frozen=True)
 class Inputs:
-    """Ids with their tables, and the past of the training part; a model reads nothing else.
+    """Ids with their tables, and the past and the pairs of the training part; a model reads nothing else.
 
     `recall` returns the past. It is called when a model first reads `past`: before training the past is computed from
-    the training part, and a run folder holds it. `saved` is that folder.
+    the training part, and a run folder holds it. `saved` is that folder. `known` does the same for the training pairs.
     """
 
     ids: Ids
@@ -32,6 +37,7 @@ class Inputs:
     shards: int = 1  # ranges of items that the item table is split into
     saved: Path | None = None
     recall: Callable[[], Histories] = field(default=_no_past, repr=False)
+    known: Callable[[], Positives] = field(default=_no_pairs, repr=False)
 
     @property
     def n_queries(self) -> int:
@@ -45,3 +51,8 @@ class Inputs:
     def past(self) -> Histories:
         """The items of each query in time order, at least the `history` most recent ones."""
         return self.recall()
+
+    @cached_property
+    def pairs(self) -> Positives:
+        """The items of each query in the training part, each once, in no order of time."""
+        return self.known()

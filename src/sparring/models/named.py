@@ -80,13 +80,13 @@ def text(inputs: Inputs, settings: ModelSettings) -> Retriever:
     return towers(inputs, settings)
 
 
-@model(query_tower="id", item_tower="id", item_features=(), history=10**9, optimizer="adam", lr=0.001)
+@model(query_tower="id", item_tower="id", item_features=(), optimizer="adam", lr=0.001)
 def lightgcn(
     inputs: Inputs, settings: ModelSettings, *, layers: Annotated[int, "layers of propagation"] = 3
 ) -> Retriever:
     """One free vector per id, averaged with those of its neighbours in the graph of the training pairs (LightGCN).
 
-    A query is joined with its `history` most recent items: by default all. Gradients are dense: optimizer=adam.
+    Gradients are dense, so it trains with optimizer=adam.
     He et al., LightGCN: Simplifying and Powering Graph Convolution Network for Recommendation, SIGIR 2020.
     """
     if inputs.sparse:
@@ -95,7 +95,7 @@ def lightgcn(
         )
     if layers < 0:
         raise UserError(f"layers must not be negative, got {layers}")
-    graph = Graph(inputs.past, inputs.n_items, settings.dim, layers, settings.init_std)
+    graph = Graph(inputs.pairs, inputs.n_items, settings.dim, layers, settings.init_std)
     return finished(inputs, settings, graph, GraphItems(graph))
 
 

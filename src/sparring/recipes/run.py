@@ -15,6 +15,7 @@ from sparring.core.devices import pick_device
 from sparring.core.errors import UserError
 from sparring.core.part import Part
 from sparring.core.ranks import launched
+from sparring.core.types import Positives
 from sparring.data.batches import RandomBatches
 from sparring.data.features import Histories, histories
 from sparring.data.interactions import Ids, Interactions
@@ -124,7 +125,7 @@ def compose(data: Interactions, setup: Setup, *terms: Term, model: Retriever | N
     if model is not None:
         return Run(_own_model(model, data, setup), terms, temperature, setup.replaced(model_name=OWN))
     ids = Ids(data.query_ids, data.item_ids, data.query_table, data.item_table)
-    model = build_towers(setup, ids, lambda: histories(data, setup.model.history + 1))
+    model = build_towers(setup, ids, lambda: histories(data, setup.model.history + 1), known=data.positives)
     if setup.model.init == "spectral":
         start_from(data.positives(), model, setup.seed)
     return Run(model, terms, temperature, setup)
@@ -201,8 +202,10 @@ def build_towers(
     recall: Callable[[], Histories],
     saved: Path | None = None,
     function: Model | None = None,
+    *,
+    known: Callable[[], Positives],
 ) -> Retriever:
-    """The model that a setup names, or the function's, initialised from the seed; `recall` and `saved` as in Inputs."""
+    """The model that a setup names, or the function's, initialised from the seed; the others are as in Inputs."""
     settings, name = setup.model, finding.short(setup.model.name)
     inputs = Inputs(
         ids,
@@ -212,6 +215,7 @@ def build_towers(
         shards=1 if setup.classifiers.epochs else setup.classifiers.shards,
         saved=saved,
         recall=recall,
+        known=known,
     )
     function = finding.find(setup.model.name) if function is None else function
     options = parse_options(function, settings.options)

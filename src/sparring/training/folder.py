@@ -434,7 +434,13 @@ def _described_model(
         # the weights of the encoder are in the model
         listed.check(encoder_folder(setup.text, side), but=["model.safetensors"])
         listed.check(f"{side}_texts")
-    return build_towers(setup, ids, recall, listed.folder, function)
+
+    def known() -> Positives:
+        if not {"query.start", "query.items"} <= tensors.keys():
+            raise UserError(f"{path} does not fit this run: it has no training pairs for the query tower")
+        return Positives(tensors["query.start"], tensors["query.items"])
+
+    return build_towers(setup, ids, recall, listed.folder, function, known=known)
 
 
 def _check_room(path: Path, rows: int, columns: int) -> None:
