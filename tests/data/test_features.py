@@ -123,7 +123,8 @@ def test_bad_input_is_one_line(tmp_path: Path) -> None:
         (lambda: Features.from_table(TABLE, {"shop": "vector"}), "holds no vectors"),
         (lambda: Features.from_table(TABLE, {"shop": "text"}), "cannot be 'text'"),  # type: ignore[dict-item]
         (lambda: Features.from_table(pl.DataFrame({"v": [[1.0], [1.0, 2.0]]}), ["v"]), "2 different lengths"),
-        (lambda: Features.from_table(pl.DataFrame({"v": [["a"], ["b"]]}), ["v"]), "holds no vectors"),
+        (lambda: Features.from_table(pl.DataFrame({"v": [["a"], ["b"]]}), {"v": "vector"}), "holds no vectors"),
+        (lambda: Features.from_table(TABLE, {"shop": "tags"}), "cannot be tags"),
         (lambda: Features.from_array(tmp_path / "no.npy"), "no.npy"),
         (lambda: Features.from_array(tmp_path / "text.npy"), "text.npy"),
         (lambda: Features.from_array(np.zeros(3)), "one row per id"),

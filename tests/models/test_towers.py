@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sparring.data.features import Features, Histories
+from sparring.data.features import Histories
 from sparring.models.retriever import Retriever
-from sparring.models.towers import FeatureTower, HistoryTower, IdTower
+from sparring.models.towers import HistoryTower, IdTower
 
 HISTORY = [[4, 1, 1, 7], [], [2], [0, 3, 5, 6, 8, 9, 2], [2, 2]]  # oldest first
 
@@ -67,63 +67,6 @@ def test_id_tower_gradient_is_sparse_or_dense(sparse: bool) -> None:
     want = torch.zeros(50, 4)
     want[7], want[2] = 2, 1
     assert torch.equal(tower.weight.grad.to_dense() if sparse else tower.weight.grad, want)
-
-
-def some_features(n: int = 6) -> Features:
-    codes = np.array([[0, 1], [1, 2], [2, 0], [1, 1], [0, 0], [2, 2]], np.int32)[:n]
-    return Features(codes, (3, 3), np.random.default_rng(0).normal(size=(n, 2)).astype(np.float32), ("a", "b", "x"))
-
-
-@pytest.mark.parametrize("with_id", [True, False])
-def test_feature_tower_equals_a_loop(with_id: bool) -> None:
-    """Each column has its own vectors, code 0 (missing) included; then two layers with one ReLU between them."""
-    torch.manual_seed(1)
-    features = some_features()
-    tower = FeatureTower(6, 4, features, hidden=(8, 3), with_id=with_id)
-    ids = torch.tensor([[0, 5], [2, 2]])
-    got = tower(ids)
-    assert got.shape == (2, 2, 3)
-    assert tower(torch.tensor(1)).shape == (3,)
-    first, second = tower.layers[0], tower.layers[2]
-    assert len(tower.layers) == 3
-    for i, vector in zip(ids.flatten().tolist(), got.reshape(-1, 3), strict=True):
-        x = [tower.id.weight[i]] if tower.id is not None else []
-        for column, code in enumerate(features.categorical[i].tolist()):
-            x.append(tower.values.weight[3 * column + code])  # type: ignore[union-attr]
-        x.append(torch.from_numpy(features.dense[i]))
-        hidden = [max(0.0, (w @ torch.cat(x) + b).item()) for w, b in zip(first.weight, first.bias, strict=True)]  # type: ignore[arg-type]
-        assert torch.allclose(vector, second.weight @ torch.tensor(hidden) + second.bias, atol=1e-5)  # type: ignore[operator]
-
-
-def test_feature_tower_missing_category_learns() -> None:
-    """The vector of a missing value gets a gradient, and the rows of other codes do not."""
-    tower = FeatureTower(6, 4, some_features())
-    tower(torch.tensor([4])).square().sum().backward()  # codes (0, 0)
-    grad = tower.values.weight.grad.to_dense()  # type: ignore[union-attr]
-    assert [r for r in range(6) if grad[r].abs().sum() > 0] == [0, 3]
-    assert tower.dim == 16
-    assert tower.layers[0].out_features == 32
-
-
-def test_feature_tower_travels_with_its_features() -> None:
-    """state_dict includes the features, so a tower built over blank ones becomes the trained one."""
-    tower = FeatureTower(6, 4, some_features())
-    blank = Features(np.zeros((6, 2), np.int32), (3, 3), np.zeros((6, 2), np.float32), ("a", "b", "x"))
-    other = FeatureTower(6, 4, blank)
-    other.load_state_dict(tower.state_dict())
-    assert torch.equal(other(torch.arange(6)), tower(torch.arange(6)))
-
-
-def test_feature_tower_errors_are_one_line() -> None:
-    """A wrong number of rows, no layers and no columns raise one-line errors."""
-    with pytest.raises(ValueError, match="6 ids"):
-        FeatureTower(7, 4, some_features())
-    with pytest.raises(ValueError, match="at least one layer"):
-        FeatureTower(6, 4, some_features(), hidden=())
-    nothing = Features(np.zeros((6, 0), np.int32), (), np.zeros((6, 0), np.float32), ())
-    with pytest.raises(ValueError, match="at least one feature"):
-        FeatureTower(6, 4, nothing, with_id=False)
-    assert FeatureTower(6, 4, nothing)(torch.tensor([1])).shape == (1, 16)
 
 
 @pytest.mark.parametrize("pooling", ["mean", "attention"])
@@ -259,37 +202,3 @@ def test_retriever_takes_any_modules_and_checks_their_widths() -> None:
     assert item[1].training
     assert not item[2].training
     assert Retriever(item, nn.Embedding(6, 4)).n_items == 6
-
-
-@pytest.mark.parametrize("layer", [0, 1, 2])
-@pytest.mark.parametrize("bias", [False, True])
-def test_mixtures_inside_the_tower(layer: int, bias: bool) -> None:
-    """Items are mixed after the first layers and passed through the rest; a share of 1 is the item; biases mix."""
-    torch.manual_seed(0)
-    features = Features(torch.randint(3, (10, 2)).int().numpy(), (3, 3), torch.randn(10, 2).numpy(), tuple("abcd"))
-    tower = FeatureTower(10, 4, features, hidden=(7, 6, 5))
-    model = Retriever(IdTower(3, 5), tower, item_bias=IdTower(10, 1) if bias else None)
-    ids, weights = torch.tensor([[1, 4, 4], [9, 0, 2]]), torch.rand(2, 4, 3)
-    got = model.encode_mixtures(ids, weights, layer)
-    for g in range(2):
-        hidden = [tower.layers[: 2 * layer](tower._joined(ids[g, m : m + 1]))[0] for m in range(3)]
-        for v in range(4):
-            mixed = tower.layers[2 * layer :](sum((weights[g, v, m] * hidden[m] for m in range(3)), torch.zeros(())))
-            mixed = mixed / mixed.norm()
-            if bias:
-                own = sum(float(weights[g, v, m] * model.item_bias(ids[g, m]).detach()) for m in range(3))  # type: ignore[misc]
-                mixed = torch.cat([mixed, torch.tensor([own])])
-            torch.testing.assert_close(got[g, v], mixed, rtol=1e-4, atol=1e-5)
-    alone = model.encode_mixtures(ids, torch.eye(3).expand(2, 3, 3), layer)
-    torch.testing.assert_close(alone, model.encode_items(ids), rtol=1e-4, atol=1e-5)
-
-
-def test_mixtures_need_hidden_layers() -> None:
-    """A table has no layers and a tower of two has no third: both are one-line errors."""
-    with pytest.raises(ValueError, match="hidden layers"):
-        Retriever(IdTower(3, 5), IdTower(4, 5)).encode_mixtures(torch.zeros(1, 2).long(), torch.ones(1, 1, 2), 1)
-    tower = FeatureTower(
-        10, 4, Features(np.zeros((10, 1), np.int32), (1,), np.zeros((10, 0), np.float32), ("a",)), hidden=(7, 5)
-    )
-    with pytest.raises(ValueError, match="0 to 1"):
-        tower.mixtures(torch.zeros(1, 2).long(), torch.ones(1, 1, 2), 2)

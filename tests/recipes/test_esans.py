@@ -233,7 +233,7 @@ def test_new_codes_while_training(parts: Split) -> None:
 
 def test_mixtures_inside_the_item_tower(parts: Split) -> None:
     """layer=1 mixes after the first layer of the item tower, which gives a different loss, and it trains."""
-    settings = {**SMALL, "item_features": ("category",), "hidden": (8, 6), "lr": 0.05, "lam": 0.3}
+    settings = {**SMALL, "item_features": ("category",), "hidden": (8,), "lr": 0.05, "lam": 0.3}
     found = {}
     for layer in (None, 0, 1):
         run = build("esans", parts.train, {**settings, "layer": layer})
@@ -244,8 +244,8 @@ def test_mixtures_inside_the_item_tower(parts: Split) -> None:
             hard = outcome.bags[0].blocks[-1]
             tower = run.model.item
             inner = tower.layers[: 2 * layer]  # type: ignore[union-attr, index]
-            mixed = 0.3 * inner(tower._joined(items)).unsqueeze(1) + 0.7 * inner(
-                tower._joined(hard.ids[:, :5].flatten())
+            mixed = 0.3 * inner(tower.part(items)).unsqueeze(1) + 0.7 * inner(
+                tower.part(hard.ids[:, :5].flatten())
             ).view(B, 5, -1)  # type: ignore[operator]
             want = torch.nn.functional.normalize(tower.layers[2 * layer :](mixed), dim=-1)  # type: ignore[union-attr, index, operator]
             torch.testing.assert_close(hard.emb[:, 5:], want, rtol=1e-4, atol=1e-5)

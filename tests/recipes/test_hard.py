@@ -197,11 +197,13 @@ def test_midx(parts: Split, codebook: str) -> None:
 def test_midx_follows_the_feature_tower(parts: Split) -> None:
     """With item features the codebooks have the width of the feature tower, and one epoch trains."""
     run = build(
-        "midx", parts.train, {"item_features": "category", "hidden": "6,3", "epochs": 1, "batch_size": 64, "words": 4}
+        "midx",
+        parts.train,
+        {"item_features": "category", "hidden": "6", "dim": 4, "epochs": 1, "batch_size": 64, "words": 4},
     )
     found = fit(run, parts, k=(10,), device="cpu")
     assert np.isfinite(found.history[0]["loss"])
-    assert run.terms[0].negatives.book.shape == (2, 4, 3)  # type: ignore[union-attr]
+    assert run.terms[0].negatives.book.shape == (2, 4, 4)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("mix", [False, True])

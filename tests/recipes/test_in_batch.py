@@ -455,7 +455,7 @@ def test_recipes_are_wired_from_the_parts_that_their_papers_name(parts: Split) -
         == 50 * -(-len(set(parts.train.queries.tolist())) // B) // 10
     )
     assert parts_of("cbns", Memory, opens=7).warmup == 7
-    assert parts_of("cbns", Memory, item_features="category", hidden="5,3").emb.shape == (2432, 3)
+    assert parts_of("cbns", Memory, item_features="category", hidden="5,3", dim=6).emb.shape == (2432, 6)
     assert parts_of("g_tower", Streaming).alpha == 0.01
     assert parts_of("mns", Union).correction == "negatives"
     assert (

@@ -21,11 +21,9 @@ B = 29
 TOWERS: dict[str, Setup] = {
     "id": Setup.of(dim=6),
     "dense id": Setup.of(dim=6, optimizer="adam", score="dot"),
-    "features": Setup.of(dim=6, item_features=("category",), hidden=(7, 5)),
+    "features": Setup.of(dim=6, item_features=("category",), hidden=(7,)),
     "history": Setup.of(dim=6, query_tower="history", history=4),
-    "history of features": Setup.of(
-        dim=6, query_tower="history", history=4, item_features=("category",), hidden=(5, 4)
-    ),
+    "history of features": Setup.of(dim=6, query_tower="history", history=4, item_features=("category",), hidden=(5,)),
 }
 
 

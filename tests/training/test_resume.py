@@ -42,7 +42,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "g_tower": {"alpha": 0.2},
     "cbns": {"opens": 3, "size": 100},
     "default": {"n": 16, "learn_tau": True, "clip": 1.0, "warmup": 5},
-    "default history": {"n": 16, "query_tower": "history", "item_features": "category", "hidden": "8,8"},
+    "default history": {"n": 16, "query_tower": "history", "item_features": "category", "hidden": "8"},
     "shown": {"n": 2, "lr_decay": 0.5, "lr_decay_every": 1},
     "bpr": {"patience": 1, "eval_every": 2},
     "fairneg": {"n": 64, "every": 2, "groups": 4},

@@ -194,12 +194,12 @@ def test_a_new_query_is_served_by_its_items(named_parts: Split, tmp_path: Path) 
 
 def test_features_are_read_back(named_parts: Split, tmp_path: Path) -> None:
     """A loaded tower with features has bitwise the vectors of the selected epoch, and the card says their width."""
-    run = build("default", named_parts.train, {**QUICK, "item_features": "category", "hidden": "8,5"})
+    run = build("default", named_parts.train, {**QUICK, "item_features": "category", "hidden": "5", "dim": 7})
     fit(run, named_parts, tmp_path / "run", k=(10,), device="cpu")
     trained = load(tmp_path / "run")
-    assert trained.model.item_vectors().shape == (40, 6)  # five dimensions and the item bias
+    assert trained.model.item_vectors().shape == (40, 8)  # seven dimensions and the item bias
     assert torch.equal(trained.model.item_vectors(), run.model.item_vectors())
-    assert " 6 dimensions" in (tmp_path / "run" / "README.md").read_text()
+    assert " 8 dimensions" in (tmp_path / "run" / "README.md").read_text()
 
 
 def test_own_towers_are_given_to_load(named_parts: Split, folder: Path) -> None:

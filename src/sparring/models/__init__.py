@@ -9,16 +9,20 @@ from sparring.models.graph import Graph, GraphItems
 from sparring.models.inputs import Inputs
 from sparring.models.item_corrections import Augmented, Centroids
 from sparring.models.named import MODELS, model
+from sparring.models.parts import Categories, Concat, Dense, FeatureTower, Perceptron, Sum, Tags
 from sparring.models.retriever import Retriever
 from sparring.models.settings import ModelSettings
 from sparring.models.text import BagEncoder, TextTower, TransformerEncoder
-from sparring.models.towers import FeatureTower, HistoryTower, IdTower
+from sparring.models.towers import HistoryTower, IdTower
 
 __all__ = [
     "MODELS",
     "Augmented",
     "BagEncoder",
+    "Categories",
     "Centroids",
+    "Concat",
+    "Dense",
     "FeatureTower",
     "Fused",
     "Graph",
@@ -27,7 +31,10 @@ __all__ = [
     "IdTower",
     "Inputs",
     "ModelSettings",
+    "Perceptron",
     "Retriever",
+    "Sum",
+    "Tags",
     "TextTower",
     "TransformerEncoder",
     "finished",

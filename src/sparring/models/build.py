@@ -19,20 +19,21 @@ from sparring.models.inputs import Inputs
 from sparring.models.item_corrections import Augmented, Centroids, shared_vectors
 from sparring.models.item_to_item import item_to_item
 from sparring.models.least_squares import ials_model
+from sparring.models.parts import DescribedHistory, FeatureTower
 from sparring.models.popularity import popularity_model
 from sparring.models.retriever import Retriever
 from sparring.models.rowwise_tables import RowWiseTable
 from sparring.models.settings import ModelSettings, TextSettings
 from sparring.models.sharded_tables import ShardedTable
 from sparring.models.text import BagEncoder, TextTower, TransformerEncoder
-from sparring.models.towers import FeatureTower, HistoryTower, IdTower
+from sparring.models.towers import HistoryTower, IdTower
 
 
 def width(model: ModelSettings, text: TextSettings) -> int:
     """Dimensions of the vectors that are compared: those of the item tower, plus one for an item bias."""
     if model.item_tower == "text" and text.encoder is not None:
         return encoder_width(text.encoder, model.dim) + model.item_bias
-    return (model.hidden[-1] if model.item_features else model.dim) + model.item_bias
+    return model.dim + model.item_bias
 
 
 Tower = TextTower | IdTower | RowWiseTable | ShardedTable | FeatureTower
@@ -45,24 +46,58 @@ def item_tower(inputs: Inputs, settings: ModelSettings) -> Tower:
     n_items, sparse = inputs.n_items, inputs.sparse
     if inputs.shards > 1:
         return ShardedTable(n_items, settings.dim, inputs.shards, settings.init_std, sparse)
-    if not settings.item_features:
+    if settings.item_tower == "id" and not _described(settings, "item"):
         return id_table(settings, n_items, settings.dim, sparse)
-    if inputs.ids.item_table is None:
-        names = ",".join(settings.item_features)
-        raise UserError(f"item_features={names} needs an items table: give one with --items FILE")
-    features = Features.from_table(inputs.ids.item_table, settings.item_features)
-    return FeatureTower(n_items, settings.dim, features, settings.hidden, init_std=settings.init_std, sparse=sparse)
+    return feature_tower(inputs, settings, "item", settings.dim, with_id=settings.item_tower == "id")
 
 
 def query_tower(inputs: Inputs, settings: ModelSettings, item: Tower) -> nn.Module:
-    """The query tower that the settings describe: ids, the history of items, or texts."""
-    if settings.query_tower == "text":
+    """The query tower that the settings describe: ids, columns, the history of items, with columns or not, or texts."""
+    kind, described = settings.query_tower, _described(settings, "query")
+    if kind == "text":
         shared = item.encoder if isinstance(item, TextTower) and inputs.text.share_encoder else None
         return text_tower_of(inputs, settings, "query", shared)
-    if settings.query_tower == "history":
+    if kind == "history":
         pooling: Literal["mean", "attention"] = "attention" if settings.pooling == "attention" else "mean"
-        return HistoryTower(item, inputs.past, settings.history, pooling)
-    return id_table(settings, inputs.n_queries, item.dim, inputs.sparse)
+        history = HistoryTower(item, inputs.past, settings.history, pooling)
+        if not described:
+            return history
+        return DescribedHistory(history, feature_tower(inputs, settings, "query", item.dim, with_id=False))
+    if kind == "id" and not described:
+        return id_table(settings, inputs.n_queries, item.dim, inputs.sparse)
+    return feature_tower(inputs, settings, "query", item.dim, with_id=kind == "id")
+
+
+def _described(settings: ModelSettings, side: Role) -> bool:
+    """Whether a tower reads columns or vectors."""
+    return bool(
+        settings.query_features or settings.query_vectors
+        if side == "query"
+        else settings.item_features or settings.item_vectors
+    )
+
+
+def feature_tower(inputs: Inputs, settings: ModelSettings, side: Role, dim: int, with_id: bool) -> FeatureTower:
+    """The tower over the columns and vectors of a side."""
+    if side == "query":
+        table, columns, place = inputs.ids.query_table, settings.query_features, settings.query_vectors
+    else:
+        table, columns, place = inputs.ids.item_table, settings.item_features, settings.item_vectors
+    if columns and table is None:
+        tables = "queries" if side == "query" else "items"
+        names = ",".join(columns)
+        raise UserError(f"{side}_features={names} needs a table of {tables}: give one with --{tables} FILE")
+    return FeatureTower(
+        inputs.n_queries if side == "query" else inputs.n_items,
+        dim,
+        Features.from_table(table, columns) if columns and table is not None else None,
+        settings.hidden,
+        with_id,
+        settings.init_std,
+        inputs.sparse,
+        inputs.vectors(side, place) if place else None,
+        settings.feature_dim,
+    )
 
 
 def finished(inputs: Inputs, settings: ModelSettings, query: nn.Module, item: nn.Module) -> Retriever:

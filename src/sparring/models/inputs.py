@@ -7,18 +7,25 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
+import numpy as np
+
 from sparring.core.errors import UserError
 from sparring.core.types import Positives
+from sparring.data.cache import load_array
 from sparring.data.features import Histories
 from sparring.data.interactions import Ids
+from sparring.data.modalities.vector_files import id_vectors
+from sparring.data.texts.texts import Role
 from sparring.models.settings import TextSettings
 
 
-def _no_past() -> Histories:
+def no_past() -> Histories:
+    """The past where there are no interactions: an error."""
     raise UserError("this model reads histories, and there are no interactions to take them from")
 
 
-def _no_pairs() -> Positives:
+def no_pairs() -> Positives:
+    """The training pairs where there are no interactions: an error."""
     raise UserError("this model reads the graph of the training pairs, and there are no interactions to take it from")
 
 
@@ -36,8 +43,8 @@ class Inputs:
     sparse: bool = True  # tables have row-sparse gradients
     shards: int = 1  # ranges of items that the item table is split into
     saved: Path | None = None
-    recall: Callable[[], Histories] = field(default=_no_past, repr=False)
-    known: Callable[[], Positives] = field(default=_no_pairs, repr=False)
+    recall: Callable[[], Histories] = field(default=no_past, repr=False)
+    known: Callable[[], Positives] = field(default=no_pairs, repr=False)
 
     @property
     def n_queries(self) -> int:
@@ -46,6 +53,12 @@ class Inputs:
     @property
     def n_items(self) -> int:
         return len(self.ids.item_ids)
+
+    def vectors(self, side: Role, place: str) -> np.ndarray:
+        """(n, D) the vectors in a file, FILE.npy or FILE.npy:IDS, one row per id of a side; a run folder has a copy."""
+        if self.saved is not None:
+            return load_array(self.saved / f"{side}_vectors.npy")
+        return id_vectors(place, self.ids.query_ids if side == "query" else self.ids.item_ids, side)
 
     @cached_property
     def past(self) -> Histories:

@@ -49,7 +49,7 @@ def towers(inputs: Inputs, settings: ModelSettings) -> Retriever:
     return finished(inputs, settings, query_tower(inputs, settings, item), item)
 
 
-@model(query_tower="id", item_tower="id", item_features=())
+@model(query_tower="id", item_tower="id", item_features=(), item_vectors=None, query_features=(), query_vectors=None)
 def ids(inputs: Inputs, settings: ModelSettings) -> Retriever:
     """One free vector per query and per item."""
     return towers(inputs, settings)
@@ -66,11 +66,12 @@ def history(inputs: Inputs, settings: ModelSettings) -> Retriever:
 
 @model()
 def features(inputs: Inputs, settings: ModelSettings) -> Retriever:
-    """Ids with columns of the items table, through fully connected layers."""
-    if not settings.item_features:
+    """Ids with columns of their tables and vectors of files, through fully connected layers."""
+    if not (settings.item_features or settings.item_vectors or settings.query_features or settings.query_vectors):
         table = inputs.ids.item_table
-        known = "there is no items table (--items FILE)" if table is None else f"it has {', '.join(table.columns)}"
-        raise UserError(f"the model features needs columns: set item_features=COLUMN,COLUMN; {known}")
+        known = "there is no items table" if table is None else f"the items have {', '.join(table.columns)}"
+        options = "item_features=COLUMN,COLUMN, item_vectors=FILE.npy, query_features or query_vectors"
+        raise UserError(f"the model features needs columns or vectors: set {options}; {known}")
     return towers(inputs, settings)
 
 

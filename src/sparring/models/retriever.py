@@ -15,7 +15,8 @@ from torch.nn import functional as F
 from sparring.core.part import Part
 from sparring.core.types import ALONE, ItemLayers, Ranks
 from sparring.models.graph import GraphItems
-from sparring.models.towers import FeatureTower, HistoryReader, IdTower, UnitTower, evaluating, width_of
+from sparring.models.parts import Perceptron
+from sparring.models.towers import HistoryReader, IdTower, UnitTower, evaluating, width_of
 
 NORM_EPS = 1e-6  # a shorter vector is scaled by 1 / NORM_EPS, so that zero stays zero and its gradient finite
 
@@ -68,7 +69,7 @@ class Retriever(nn.Module):
 
     def encode_mixtures(self, ids: Tensor, weights: Tensor, layer: int) -> Tensor:
         """Vectors (..., V, D) of items (..., M) mixed by weights (..., V, M) after `layer` layers."""
-        if not isinstance(self.item, FeatureTower):
+        if not isinstance(self.item, Perceptron):
             raise ValueError(
                 f"layer={layer} needs hidden layers in the item tower {type(self.item).__name__}: set item_features"
             )

@@ -29,14 +29,24 @@ class ModelSettings:
         "normal", "start of id tables: random numbers, or an SVD of the interactions"
     )
     init_std: float = setting(0.1, "standard deviation of a random start", positive=True)
-    query_tower: Literal["id", "history", "text", "constant", "items", "ridge"] = setting(
+    query_tower: Literal["id", "features", "history", "text", "constant", "items", "ridge"] = setting(
         "id", "input of the query tower; the last three belong to recipes that are solved, not trained by steps"
     )
-    item_tower: Literal["id", "text"] = setting("id", "input of the item tower")
+    item_tower: Literal["id", "features", "text"] = setting(
+        "id", "input of the item tower; id includes the features where columns or vectors are named"
+    )
     history: int = setting(50, "most recent items that a history tower reads", at_least=1)
     pooling: Literal["mean", "attention", "cls"] = setting("mean", "how a tower pools items or tokens into one vector")
     item_features: tuple[str, ...] = setting((), "columns of the items table that the item tower reads")
-    hidden: tuple[int, ...] = setting((32, 16), "layer widths of the perceptron over item features")
+    item_vectors: str | None = setting(None, "vectors of the items: FILE.npy, or FILE.npy:IDS; none reads none")
+    query_features: tuple[str, ...] = setting((), "columns of the queries table that the query tower reads")
+    query_vectors: str | None = setting(None, "vectors of the queries, as item_vectors")
+    hidden: tuple[int, ...] = setting(
+        (64,), "hidden layers of the perceptron over features; a last layer has dim units"
+    )
+    feature_dim: int | None = setting(
+        None, "dimensions of an id's and a column's vector under the perceptron; none takes dim", at_least=1
+    )
     item_bias: bool = setting(False, "add a learned bias per item to its scores")
     auxiliary: int = setting(0, "items that share one free vector in the item tower (DEXA); 0 adds none", at_least=0)
     private: int = setting(0, "most frequent items that have a free vector each (DEXA)", at_least=0)

@@ -23,7 +23,7 @@ from sparring.data.texts.texts import find_texts
 from sparring.losses import Fixed, Learned, Loss, sampled_softmax
 from sparring.models import finding
 from sparring.models.build import device_bytes, solved_retriever, table_bytes, text_sides, width
-from sparring.models.inputs import Inputs
+from sparring.models.inputs import Inputs, no_pairs, no_past
 from sparring.models.named import TABLES, Model
 from sparring.models.retriever import Retriever
 from sparring.models.settings import ModelSettings
@@ -199,11 +199,10 @@ def default_tau(data: Interactions) -> float:
 def build_towers(
     setup: Setup,
     ids: Ids,
-    recall: Callable[[], Histories],
+    recall: Callable[[], Histories] = no_past,
     saved: Path | None = None,
     function: Model | None = None,
-    *,
-    known: Callable[[], Positives],
+    known: Callable[[], Positives] = no_pairs,
 ) -> Retriever:
     """The model that a setup names, or the function's, initialised from the seed; the others are as in Inputs."""
     settings, name = setup.model, finding.short(setup.model.name)

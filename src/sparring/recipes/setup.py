@@ -269,10 +269,16 @@ def check(setup: Setup) -> None:
         raise UserError(f"pooling={model.pooling} is not for these towers: {why}")
     if batches.draw != "uniform" and batches.rows == "pairs":
         raise UserError(f"draw={batches.draw} chooses among a query's positives: set rows=queries")
-    if model.item_tower == "text" and model.item_features:
-        raise UserError("item_tower=text takes no item_features: leave one of them out")
-    if not model.hidden or min(model.hidden) < 1:
-        raise UserError(f"hidden must name at least one layer, each of at least 1 unit, got {model.hidden}")
+    for side, tower, described in (
+        ("query", model.query_tower, model.query_features or model.query_vectors),
+        ("item", model.item_tower, model.item_features or model.item_vectors),
+    ):
+        if tower == "text" and described:
+            raise UserError(f"{side}_tower=text takes no {side}_features or {side}_vectors: leave one of them out")
+        if tower == "features" and not described:
+            raise UserError(f"{side}_tower=features needs columns or vectors: set {side}_features or {side}_vectors")
+    if min(model.hidden, default=1) < 1:
+        raise UserError(f"every hidden layer needs at least 1 unit, got hidden={model.hidden}")
 
 
 def check_sharded(setup: Setup) -> None:
@@ -282,7 +288,7 @@ def check_sharded(setup: Setup) -> None:
         raise UserError(f"tables=sharded is for the model ids, not {model}")
     needed: dict[str, object] = {"optimizer": "row-adagrad", "query_tower": "id", "item_tower": "id", "init": "normal"}
     needed |= {"weight_decay": 0.0, "clip": None, "chunk": None, "item_features": (), "auxiliary": 0}
-    needed |= {"centroids": False, "clf_epochs": 0}
+    needed |= {"query_features": (), "item_vectors": None, "query_vectors": None, "centroids": False, "clf_epochs": 0}
     values = setup.flat()
     for name, value in needed.items():
         if values[name] != value:

@@ -7,7 +7,7 @@
     model.safetensors   the towers of the chosen epoch
     checkpoint.safetensors   everything that a resumed training needs (checkpoint.py)
     seen.safetensors    the items each query has taken, the test part apart; queries and items that were never trained
-    *_ids.parquet, *_table.parquet   id maps, titles and other columns
+    *_ids.parquet, *_table.parquet, *_vectors.npy   id maps, titles and other columns, vectors of files
     encoder/, query_texts/, item_texts/   text towers: a transformers folder (or a bag), and the tokens
     classifiers/, fusion.safetensors, fusion_per_query.parquet   later stages, where the run has them (stages.py)
     curve.png, README.md   the training curve and a short model card
@@ -34,6 +34,7 @@ import secrets
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +49,11 @@ from sparring.core.locks import LOCK, HeldError, Lock
 from sparring.core.manifest import Manifest
 from sparring.core.ranks import rank
 from sparring.core.types import Positives, Ranks
+from sparring.data.cache import hash_of
 from sparring.data.features import Histories
 from sparring.data.interactions import Ids, Interactions, Split, Vocabulary
+from sparring.data.modalities.vector_files import id_vectors
+from sparring.data.texts.texts import Role
 from sparring.evaluation.metrics import LIST_METRICS
 from sparring.evaluation.ranking import Evaluation
 from sparring.models import finding as models
@@ -77,6 +81,7 @@ SERVICE = "serve"  # the folder of a service's acknowledged changes: no training
 STARTED = (  # files that training writes first and never again
     *("run.json", SEEN),
     *(f"{side}_{part}.parquet" for side in ("query", "item") for part in ("ids", "table")),
+    *("query_vectors.npy", "item_vectors.npy"),
 )
 APART = ("index", SERVICE, "cache")  # folders that are written after training and check themselves
 _ADVICE = "train the run again, or restore it from a copy"
@@ -181,6 +186,7 @@ def description(run: Run, split: Split, source: Mapping[str, Any] | None) -> dic
         "arguments": run.arguments or {},
         **{f"{kind}_digest": digest for kind, digest in _digests(run).items() if digest},
         "method": method(run),
+        **({"vectors": hashes} if (hashes := _vector_hashes(run.setup)) else {}),
         **({"towers": towers} if (towers := custom_towers(run.model)) else {}),
         "source": dict(source or {}),
         "data": {
@@ -197,6 +203,11 @@ def description(run: Run, split: Split, source: Mapping[str, Any] | None) -> dic
             **{name: version(name) for name in ("torch", "polars", "numpy")},
         },
     }
+
+
+def _vector_hashes(setup: Setup) -> dict[Role, str]:
+    """Hashes of the files of vectors, to detect changes."""
+    return {side: hash_of([Path(f"{place.partition('.npy')[0]}.npy")]) for side, place in _vector_files(setup).items()}
 
 
 def _digests(run: Run) -> dict[str, str | None]:
@@ -221,12 +232,26 @@ def write_start(
     for name in (manifest.NAME, "run.json", checkpoint.NAME, checkpoint.PREVIOUS, "model.safetensors", *RESULTS):
         (folder / name).unlink(missing_ok=True)
     data.save_ids(folder)
+    for side, place in _vector_files(setup).items():
+        vectors = id_vectors(place, data.query_ids if side == "query" else data.item_ids, side)
+        files.write(folder / f"{side}_vectors.npy", partial(_write_array, vectors))
     if model is not None:
         _write_encoders(folder, model, setup, weights=False)
     run = secrets.token_hex(8)
     files.write_tensors(folder / SEEN, seen_tensors(data, seen, test, model, warm), {"run": run})
     files.write_json(folder / "run.json", {"format": FORMAT, "id": run, **meta, "setup": dataclasses.asdict(setup)})
     manifest.write_manifest(folder, finished=False, apart=APART)
+
+
+def _vector_files(setup: Setup) -> dict[Role, str]:
+    """The files of vectors that a setup names, by side."""
+    places: dict[Role, str | None] = {"query": setup.model.query_vectors, "item": setup.model.item_vectors}
+    return {side: place for side, place in places.items() if place}
+
+
+def _write_array(vectors: np.ndarray, path: Path) -> None:
+    with open(path, "wb") as file:
+        np.save(file, vectors)
 
 
 def reopen(folder: Path) -> None:
@@ -346,10 +371,10 @@ def check_same(folder: Path, meta: Mapping[str, Any], setup: Setup) -> None:
     before = read_meta(folder)
     before["setup"] = flat(before["setup"])
     now = json.loads(json.dumps({**meta, "setup": setup.flat()}, default=str))
-    for part in ("recipe", "arguments", "setup", "method", "data"):
-        if before.get(part) != now[part]:
+    for part in ("recipe", "arguments", "setup", "method", "data", "vectors"):
+        if before.get(part) != now.get(part):
             raise UserError(
-                f"{folder} was started {difference(part, before.get(part), now[part])}: resume cannot change it"
+                f"{folder} was started {difference(part, before.get(part), now.get(part))}: resume cannot change it"
             )
     for kind, name in (("recipe", now["recipe"]), ("model", setup.model.name)):
         digest = now.get(f"{kind}_digest")
@@ -428,8 +453,11 @@ def _described_model(
         _check_room(path, n_items, columns)
         past = recall() if setup.model.query_tower == "items" else None
         return solved_retriever(setup.model, n_queries, n_items, past, width, setup.seed)
-    if setup.model.name in TABLES and setup.model.item_tower == "id" and not setup.model.item_features:
+    features = setup.model.item_features or setup.model.item_vectors
+    if setup.model.name in TABLES and setup.model.item_tower == "id" and not features:
         _check_room(path, n_items, setup.model.dim)
+    for side in _vector_files(setup):
+        listed.path(f"{side}_vectors.npy")
     for side in text_sides(setup.model):
         # the weights of the encoder are in the model
         listed.check(encoder_folder(setup.text, side), but=["model.safetensors"])

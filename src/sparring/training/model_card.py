@@ -99,9 +99,8 @@ def _tower(meta: Mapping[str, Any], side: str) -> str:
     if side in meta.get("towers", {}):
         return f"`{meta['towers'][side].rpartition(':')[2]}`"
     setup = flat(meta["setup"])
-    if side == "item":
-        return "features and id" if setup["item_features"] else str(setup["item_tower"])
-    return str(setup["query_tower"])
+    kind, described = str(setup[f"{side}_tower"]), setup[f"{side}_features"] or setup[f"{side}_vectors"]
+    return f"features and {kind}" if described and kind != "features" else kind
 
 
 def _tests(result: Mapping[str, Any]) -> list[str]:

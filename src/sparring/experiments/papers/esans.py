@@ -333,7 +333,7 @@ def open_methods(dataset: PaperDataset, asked: Mapping[str, object]) -> Sequence
         "mixed before the layers": {"layer": 0},
         "no mixtures": {"simple_mixtures": False, "hard_mixtures": False},
     }
-    tower: dict[str, Any] = {"item_features": names, "hidden": "64,64"}
+    tower: dict[str, Any] = {"item_features": names, "hidden": "64"}
     return [esans(dataset, name, **tower, **chosen) for name, chosen in places.items()]
 
 

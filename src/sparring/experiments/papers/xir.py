@@ -212,7 +212,9 @@ def table_4_methods(dataset: PaperDataset, asked: Mapping[str, object]) -> Seque
     if not columns:
         why = "it has no item table (--items FILE)" if table is None else "its item table has no column of categories"
         raise Unsuited(f"{why}; --set item_features=COLUMN,COLUMN names columns")
-    return in_batch(dataset, "SSL", "SSL-Pop", "BIR", "XIR", item_features=columns, hidden="32,16")
+    # layers of 32 and 16 units over vectors of 32: the towers compare 16 numbers
+    tower = {"item_features": columns, "feature_dim": 32, "hidden": "32", "dim": 16}
+    return in_batch(dataset, "SSL", "SSL-Pop", "BIR", "XIR", **tower)
 
 
 def feature_columns(table: pl.DataFrame | None) -> list[str]:

@@ -23,8 +23,9 @@ from torch import Tensor, nn
 
 from sparring.core import files
 from sparring.core.errors import UserError
+from sparring.models.parts import Categories, Concat, Dense, Perceptron, Sum, Tags
 from sparring.models.retriever import NORM_EPS, Retriever
-from sparring.models.towers import FeatureTower, HistoryTower, IdTower
+from sparring.models.towers import HistoryTower, IdTower
 from sparring.training.trained import Trained
 
 _OPSET, _VERSION = 18, 10  # operators and file format; ONNX Runtime 1.19 and later read them
@@ -72,7 +73,11 @@ def write_onnx(trained: Trained, folder: Path) -> tuple[list[Path], list[str]]:
 
 def _unsupported(tower: nn.Module) -> str:
     inner = tower.item if isinstance(tower, HistoryTower) else tower
-    if isinstance(inner, IdTower | FeatureTower | nn.Embedding):
+    if isinstance(inner, Perceptron):
+        return _unsupported(inner.part)
+    if isinstance(inner, Sum | Concat):
+        return next(filter(None, map(_unsupported, inner.parts)), "")
+    if isinstance(inner, IdTower | Categories | Tags | Dense | nn.Embedding):
         return ""
     return f"{type(inner).__name__} is not supported, only id, feature and history towers are"
 
@@ -106,14 +111,20 @@ def _tower(graph: Graph, tower: nn.Module, ids: str) -> str:
     """Ids (n,) -> vectors (n, D)."""
     if isinstance(tower, IdTower | nn.Embedding):
         return graph.node("Gather", graph.table(tower.weight), ids)
-    assert isinstance(tower, FeatureTower)
-    parts = [] if tower.id is None else [_tower(graph, tower.id, ids)]
-    if tower.values is not None:
-        codes = graph.node("Gather", graph.table(tower.categorical), ids)
-        parts.append(graph.node("Flatten", graph.node("Gather", graph.table(tower.values.weight), codes), axis=1))
-    if tower.dense.shape[1]:
-        parts.append(graph.node("Gather", graph.table(tower.dense), ids))
-    joined = graph.node("Concat", *parts, axis=1)
+    if isinstance(tower, Dense):
+        return graph.node("Gather", graph.table(tower.values), ids)
+    if isinstance(tower, Categories | Tags):
+        codes = graph.node("Gather", graph.table(tower.codes), ids)
+        vectors = graph.node("Gather", graph.table(tower.values.weight), codes)
+        if isinstance(tower, Categories):
+            return graph.node("Flatten", vectors, axis=1)
+        weights = graph.node("Gather", graph.table(tower.weights.unsqueeze(-1)), ids)
+        return graph.node("ReduceSum", graph.node("Mul", vectors, weights), graph.constant(np.array([1])), keepdims=0)
+    if isinstance(tower, Sum | Concat):
+        parts = [_tower(graph, part, ids) for part in tower.parts]
+        return graph.node("Concat", *parts, axis=1) if isinstance(tower, Concat) else graph.node("Sum", *parts)
+    assert isinstance(tower, Perceptron)
+    joined = _tower(graph, tower.part, ids)
     for layer in tower.layers:
         if isinstance(layer, nn.Linear):
             joined = graph.node("Gemm", joined, graph.table(layer.weight), graph.table(layer.bias), transB=1)

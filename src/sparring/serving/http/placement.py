@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sparring.data.features import Features
+from sparring.data.features import Features, value_codes
 from sparring.data.texts.texts import joined_text
+from sparring.models.parts import Categories, Dense, FeatureTower, Tags
 from sparring.models.text import TextTower
-from sparring.models.towers import FeatureTower
 from sparring.serving.http.store import Change
 from sparring.training.item_vectors import mean_item
 from sparring.training.trained import Trained
@@ -80,40 +80,49 @@ class _FeatureEncoder:
 
     def __init__(self, tower: FeatureTower, table: pl.DataFrame, names: tuple[str, ...]) -> None:
         self.tower, self.table = tower, table
-        dense = {name for name in names if Features.from_table(table.head(1), [name]).dense.shape[1]}
-        self.coded = [name for name in names if name not in dense]
-        self.scaled = [name for name in names if name in dense]
-        offsets = tower.categorical.min(0).values if self.coded else torch.empty(0)
-        self.codes: list[dict[str, int]] = []
-        for column, name in enumerate(self.coded):
-            pairs = pl.DataFrame(
-                {"value": table[name].cast(pl.String), "code": tower.categorical[:, column].numpy()}
-            ).unique()
-            self.codes.append({value: code for value, code in pairs.iter_rows() if value})
-        self.missing = [
-            min(known.values(), default=int(low) + 1) - 1
-            for known, low in zip(self.codes, offsets.tolist(), strict=True)
-        ]
+        kinds = {name: Features.from_table(table.head(1), [name]) for name in names}
+        self.coded = [name for name, found in kinds.items() if found.cardinalities]
+        self.tagged = [name for name, found in kinds.items() if found.tags]
+        self.scaled = [name for name, found in kinds.items() if found.dense.shape[1]]
+        self.codes: dict[str, dict[str, int]] = {
+            name: dict(value_codes(table[name]).iter_rows()) for name in (*self.coded, *self.tagged)
+        }
 
     def vector(self, row: Mapping[str, Any]) -> Tensor:
-        parts: list[Tensor] = []
-        if self.tower.id is not None:
-            parts.append(self.tower.id.weight.mean(0, keepdim=True))
-        if self.tower.values is not None:
-            codes = [
-                known.get(_text(row.get(name)), none)
-                for known, none, name in zip(self.codes, self.missing, self.coded, strict=True)
-            ]
-            parts.append(self.tower.values(torch.tensor([codes])).flatten(1))
-        if self.scaled:
-            # appended to the table: one row hardly changes the mean and the deviation that columns are scaled by
-            new = pl.DataFrame(
-                [{name: row.get(name) for name in self.scaled}], schema={n: self.table.schema[n] for n in self.scaled}
-            )
-            joined = pl.concat([self.table.select(self.scaled), new])
-            parts.append(torch.from_numpy(Features.from_table(joined, self.scaled).dense[-1:]))
+        parts, tags = list[Tensor](), iter(self.tagged)
+        for part in self.tower.parts:
+            if isinstance(part, Categories):
+                parts.append(part.values(torch.tensor([self._categories(row)])).flatten(1))
+            elif isinstance(part, Tags):
+                parts.append(part.values(torch.tensor(self._tags(row, next(tags)))).mean(0, keepdim=True))
+            elif isinstance(part, Dense) and part.saved:
+                parts.append(self._numbers(row))
+            else:  # a new item has no id and no vector of its own
+                parts.append(part(torch.arange(self.tower.n)).mean(0, keepdim=True))
         out: Tensor = self.tower.layers(torch.cat(parts, 1))
         return out[0]
+
+    def _categories(self, row: Mapping[str, Any]) -> list[int]:
+        """The rows of the table of all columns, each at the offset of its column; row 0 of a column is "unknown"."""
+        places, offset = [], 0
+        for name in self.coded:
+            places.append(offset + self.codes[name].get(_text(row.get(name)), 0))
+            offset += len(self.codes[name]) + 1
+        return places
+
+    def _tags(self, row: Mapping[str, Any], name: str) -> list[int]:
+        """The codes of the known values of a column of tags."""
+        values = row.get(name) or []
+        given = values if isinstance(values, list | tuple) else [values]
+        return sorted({self.codes[name].get(_text(value), 0) for value in given} - {0}) or [0]
+
+    def _numbers(self, row: Mapping[str, Any]) -> Tensor:
+        # appended to the table: one row hardly changes the mean and the deviation that columns are scaled by
+        new = pl.DataFrame(
+            [{name: row.get(name) for name in self.scaled}], schema={n: self.table.schema[n] for n in self.scaled}
+        )
+        joined = pl.concat([self.table.select(self.scaled), new])
+        return torch.from_numpy(Features.from_table(joined, self.scaled).dense[-1:])
 
 
 def _text(value: Any) -> str:
