@@ -27,7 +27,7 @@ PACKAGES = {
     "sparring.training": "Fitting a run and reading its folder.",
     "sparring.experiments": "Comparing, tuning and diagnosing.",
     "sparring.serving": "Indexes, exports and the service.",
-    "sparring.testing": "The contract that every sampler keeps.",
+    "sparring.testing": "The contracts that every sampler and every tower keeps.",
 }
 
 

@@ -61,7 +61,7 @@ from sparring.models.build import encoder_folder, solved_retriever, text_sides
 from sparring.models.encoders import save_encoder
 from sparring.models.named import TABLES, Model
 from sparring.models.retriever import Retriever
-from sparring.models.text import text_tower
+from sparring.models.text import TextTower
 from sparring.recipes import finding, settings
 from sparring.recipes.finding import Recipe, source_digest
 from sparring.recipes.run import OWN, Run, build_towers
@@ -268,8 +268,9 @@ def finish(folder: Path) -> None:
 
 def _write_encoders(folder: Path, model: Retriever, setup: Setup, weights: bool) -> None:
     """Write the files that rebuild the text towers; with `weights` the encoders also work outside this folder."""
-    for side, module in (("query", model.query), ("item", model.item)):
-        tower = text_tower(module)
+    items = list(model.item.modules())
+    for side, parts in (("item", items), ("query", [part for part in model.query.modules() if part not in items])):
+        tower = next((part for part in parts if isinstance(part, TextTower)), None)
         if tower is not None:
             tower.texts.save(folder / f"{side}_texts")
             save_encoder(tower.encoder, folder / encoder_folder(setup.text, side), weights)
