@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sparring.cli import main
 from sparring.core.errors import UserError
@@ -22,6 +22,7 @@ from sparring.models.retriever import Retriever
 from sparring.models.towers import evaluating
 from sparring.recipes import RECIPES
 from sparring.recipes.settings import build, is_solved
+from sparring.testing import TowersContract
 from sparring.training import loop as training
 from sparring.training.cuda_graph import CudaGraphStep
 from sparring.training.fitting import fit
@@ -63,6 +64,20 @@ def powers(weight: Tensor, layers: int) -> list[Tensor]:
     for _ in range(layers):
         found.append(torch.diag(root) @ joined @ torch.diag(root) @ found[-1])
     return found
+
+
+class TestGraph(TowersContract):
+    """The query tower."""
+
+    def make(self) -> nn.Module:
+        return Graph(pairs(), N_ITEMS, DIM, 2)
+
+
+class TestGraphItems(TowersContract):
+    """The item tower, which holds the same graph."""
+
+    def make(self) -> nn.Module:
+        return GraphItems(Graph(pairs(), N_ITEMS, DIM, 2))
 
 
 @pytest.mark.parametrize("layers", [0, 1, 3])
