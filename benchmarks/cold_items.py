@@ -37,6 +37,7 @@ def main() -> None:
     parser.add_argument("--towers", default="text,features", help="text, features or both")
     parser.add_argument("--features", default="category,brand", help="columns of the items table")
     parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--item-bias", action="store_true", help="with a bias per item, 0 for cold ones")
     parser.add_argument("--n", type=int, default=1024, help="negatives, shared by the batch")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="auto")
@@ -53,7 +54,9 @@ def main() -> None:
     print("|---|---|" + "---:|" * (len(header) + 2))
     for name in args.towers.split(","):
         towers = TOWERS[name] | ({"item_features": tuple(args.features.split(","))} if name == "features" else {})
-        setup = DEFAULT.replaced(query_tower="history", epochs=args.epochs, seed=args.seed, item_bias=False, **towers)
+        setup = DEFAULT.replaced(
+            query_tower="history", epochs=args.epochs, seed=args.seed, item_bias=args.item_bias, **towers
+        )
         recall: dict[str, dict[str, float]] = {}
         for source, among in (("all items", None), ("items with pairs", with_pairs(parts.train))):
             began = time.perf_counter()
