@@ -1,4 +1,4 @@
-"""Negatives that are not items: MixPositive (MixGCF), BatchMix (BMNS)."""
+"""Negatives that are not items: MixPositive and MixHops (MixGCF), BatchMix (BMNS)."""
 
 from __future__ import annotations
 
@@ -9,9 +9,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparring.core.types import Step
+from sparring.core.types import ItemLayers, Step
 from sparring.losses import sampled_softmax
-from sparring.negatives import BatchMix, Hardest, InBatch, MixPositive, Negatives, Popularity, Sampled, Uniform
+from sparring.negatives import (
+    BatchMix,
+    Hardest,
+    InBatch,
+    MixHops,
+    MixPositive,
+    Negatives,
+    Popularity,
+    Sampled,
+    Uniform,
+)
 from sparring.testing import NegativesContract, World, chi_square, weights
 
 
@@ -193,3 +203,90 @@ def test_bad_arguments_are_named(build, words) -> None:
     """A wrong argument raises a one-line error that names it."""
     with pytest.raises(ValueError, match=words):
         build()
+
+
+LAYERS = 3
+
+
+def layered(world: World, step: Step, tables: Tensor) -> Step:
+    """The step of a model whose item vectors are the unit vectors of the mean over tables (LAYERS, N, D)."""
+    layers = ItemLayers(
+        LAYERS, lambda ids, layer: tables[layer][ids], lambda mean: torch.nn.functional.normalize(mean, dim=-1)
+    )
+    return replace(step, layers=layers)
+
+
+def layer_tables(world: World) -> Tensor:
+    return torch.randn(LAYERS, *world.items.shape, generator=torch.Generator().manual_seed(8))
+
+
+class TestMixHops(NegativesContract):
+    """Without layers it is MixPositive(Hardest(source, k)), and meets the same contract."""
+
+    masks = "positive"
+    selects = True
+
+    def make(self, world: World) -> Negatives:
+        return MixHops(Sampled(Uniform(world.n_items), 30, per_query=True), 2)
+
+    test_excluded_items_weigh_nothing = None  # type: ignore[assignment]  # a mixture has no id; tested below
+
+
+@pytest.mark.parametrize("k", [1, 3])
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("exclude", ["positive", "known"])
+def test_hops_are_mixed_one_by_one(k: int, shared: bool, exclude: str) -> None:
+    """The hardest candidates of each layer, mixed with the positive's, averaged: the same as loops over everything."""
+    world = World.build()
+    tables = layer_tables(world)
+    source = Sampled(Uniform(world.n_items), 12, not shared, "none", exclude)  # type: ignore[arg-type]
+    drawn = source(world.step(16, 4))
+    ids, counted = drawn.blocks[0].ids.expand(16, -1), weights(drawn.blocks[0], world.step(16, 4)) > 0
+    generator = torch.Generator().manual_seed(8)  # the draws of ids, then those of shares, as in world.step(16, 4)
+    source.distribution.sample((12,) if shared else (16, 12), generator)
+    share = torch.rand(16, LAYERS, generator=generator)
+    step = layered(world, world.step(16, 4), tables)
+    block = MixHops(source, k)(step).blocks[0]
+    assert bool((block.ids == -1).all())
+    for row in range(16):
+        total = torch.zeros(k, world.dim)
+        allowed = [m for m in range(12) if counted[row, m]]
+        for layer in range(LAYERS):
+            mixed = []
+            for m in allowed:
+                a = share[row, layer]
+                vector = a * tables[layer, step.item_ids[row]] + (1 - a) * tables[layer, ids[row, m]]
+                mixed.append((float(step.q[row].detach() @ vector), vector))
+            best = sorted(mixed, key=lambda pair: -pair[0])[:k]
+            total[: len(best)] += torch.stack([vector for _, vector in best])
+        expected = torch.nn.functional.normalize(total / LAYERS, dim=-1)
+        n = min(k, len(allowed))
+        torch.testing.assert_close(block.emb[row, :n], expected[:n])
+        assert torch.isneginf(block.log_w[row]).tolist() == [j >= n for j in range(k)]
+
+
+def test_gradients_reach_every_layer() -> None:
+    """The positive and the chosen items of each layer get gradients; scores that choose them get none."""
+    world = World.build()
+    tables = layer_tables(world).requires_grad_()
+    step = layered(world, world.step(16, 4), tables)
+    bag = MixHops(Sampled(Uniform(world.n_items), 12, per_query=True, correction="none"))(step)
+    sampled_softmax(step, bag).sum().backward()
+    assert tables.grad is not None
+    assert bool((tables.grad[:, step.item_ids].abs().sum((1, 2)) > 0).all())
+    assert int((tables.grad.abs().sum(-1) > 0).sum()) < tables.shape[0] * tables.shape[1]
+
+
+def test_one_layer_is_the_two_tower_form() -> None:
+    """Without layers the bag is bitwise that of MixPositive(Hardest(source, k))."""
+    world = World.build()
+    source = Sampled(Uniform(world.n_items), 12, per_query=True)
+    ours, plain = MixHops(source, 2)(world.step(16, 1)), MixPositive(Hardest(source, 2))(world.step(16, 1))
+    assert torch.equal(ours.blocks[0].emb, plain.blocks[0].emb)
+    assert torch.equal(ours.blocks[0].log_w, plain.blocks[0].log_w)
+
+
+def test_hops_need_items() -> None:
+    """A source whose vectors are not encoded from ids is refused."""
+    with pytest.raises(ValueError, match="InBatch"):
+        MixHops(InBatch())

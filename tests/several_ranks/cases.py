@@ -78,6 +78,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "features": ("esans", {"k_primary": 5, "k_secondary": 3, "item_features": ("category",), "layer": 1}),
     "dropout, bias, clip": ("default", {"n": 16, "dropout": 0.3, "item_bias": True, "clip": 0.5, "learn_tau": True}),
     "texts": ("default", {"n": 16, "encoder": "bag", "query_tower": "text", "item_tower": "text", "chunk": 7}),
+    "graph": ("default", {"n": 16, "model": "lightgcn", "item_bias": True}),
+    "graph, hops": ("mixgcf", {"n": 8, "k": 2, "model": "lightgcn"}),
     "labels": ("dpr", {"warmup": 2, "draw": "propensity", "optimizer": "adam"}),
 }
 

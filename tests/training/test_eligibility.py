@@ -87,12 +87,22 @@ def test_lists_hold_nothing_known_and_nothing_untrained(
         assert listed == expected(trained, shop, query, 15, set() if with_seen else taken)
 
 
-def test_evaluation_stays_as_it_was(folder: Path, shop: Split) -> None:
-    """The test part is ranked among all items, and only items taken before it are excluded."""
+def test_evaluation_ranks_the_items_of_lists(folder: Path, shop: Split) -> None:
+    """The test part is ranked among trained items, and only items taken before it are excluded."""
     trained = load(folder)
     assert shop.test is not None
-    result = evaluate(trained.model, shop.test, shop.seen_for("test"), (5,), ("recall",))
-    assert json.loads((folder / "result.json").read_text())["test"]["metrics"]["recall@5"] == result.metrics["recall@5"]
+    before, shares = known(dataclasses.replace(shop, test=shop.train)), []
+    for query in sorted(set(shop.test.queries.tolist())):
+        wanted = {100 + item for item in shop.test.items[shop.test.queries == query].tolist()}
+        best = expected(trained, shop, query, 5, before[query])
+        shares.append(len(wanted & set(best)) / len(wanted))
+    result = json.loads((folder / "result.json").read_text())["test"]
+    assert result["metrics"]["recall@5"] == pytest.approx(sum(shares) / len(shares))
+    assert result["strata"]["cold"]["recall@5"] == 0  # a table has no vector for them
+    assert "cold among cold" not in result["strata"]
+    among = trained.eligibility.listed(15)
+    again = evaluate(trained.model, shop.test, shop.seen_for("test"), (5,), ("recall",), among=among)
+    assert again.metrics["recall@5"] == result["metrics"]["recall@5"]
     seen = [set(trained.seen.items[trained.seen.start[q] : trained.seen.start[q + 1]].tolist()) for q in range(20)]
     assert seen[2] == known(shop)[2]
     assert not seen[17]

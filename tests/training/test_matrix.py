@@ -39,6 +39,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "sasrec": {"history": 6},
     "ligr": {"history": 6},
     "hstu": {"history": 6},
+    "lightgcn": {},
     "text": {"encoder": "bag"},
 }
 STEPPED = [name for name, recipe in RECIPES.items() if not is_solved(recipe)]

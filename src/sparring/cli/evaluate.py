@@ -76,7 +76,8 @@ def evaluate(args: Namespace) -> int:
         except UserError:  # the dialect does not define this metric
             continue
     how, seen = trained.how(args.ranking), task.seen.to(device)
-    given = {"counts": task.counts, "propensity": propensity, "misses": task.misses}
+    listed = trained.eligibility.listed(len(trained.ids.item_ids))
+    given = {"counts": task.counts, "propensity": propensity, "misses": task.misses, "among": listed}
     results = {
         name: rank(model.to(device), task.test, seen, cutoffs, names, args.dialect, **given)
         for name, model in _rankings(trained).items()

@@ -56,6 +56,8 @@ def add_columns(parser: ArgumentParser) -> None:
     group = parser.add_argument_group("columns (recognised by common names unless given)")
     group.add_argument("--items", type=Path, metavar="FILE", help="table of items: an id, a title, a category, ...")
     group.add_argument("--queries", type=Path, metavar="FILE", help="table of queries")
+    text = "items that exist: those of the interactions, or all of the items table (default: interactions)"
+    group.add_argument("--catalogue", choices=("interactions", "all"), default="interactions", help=text)
     for name, text in COLUMNS.items():
         group.add_argument(f"--{name}-column", metavar="NAME", help=text)
     group.add_argument("--min-rating", type=number, metavar="X", help="keep pairs rated at least X")
@@ -90,6 +92,7 @@ def columns(args: Namespace) -> dict[str, Any]:
     """The reader's arguments that were given on the command line."""
     given: dict[str, Any] = {name: getattr(args, f"{name}_column") for name in COLUMNS}
     given["min_rating"] = args.min_rating
+    given["catalogue"] = True if args.catalogue == "all" else None
     for name in ("items", "queries"):
         path = getattr(args, name)
         given[name] = None if path is None else str(path.resolve())
@@ -204,7 +207,7 @@ def recorded(meta: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         wrong += list(split.keys() - rule.keys())
     if wrong:
         raise UserError(f"{folder / 'run.json'} is corrupt: its source has no usable {wrong[0]}; train the run again")
-    for name in record["columns"].keys() - {*COLUMNS, "min_rating", "items", "queries"}:
+    for name in record["columns"].keys() - {*COLUMNS, "min_rating", "items", "queries", "catalogue"}:
         raise UserError(f"{folder / 'run.json'} is corrupt: its source has the column {name!r}; train the run again")
     return dict(record)
 

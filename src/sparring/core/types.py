@@ -252,6 +252,15 @@ class Batch:
 
 
 @dataclass(frozen=True)
+class ItemLayers:
+    """The layers of a graph's item tower, whose mean is an item's vector."""
+
+    count: int
+    encode: Callable[[Tensor, int], Tensor]  # item ids, layer -> (..., D), before any scaling
+    join: Callable[[Tensor], Tensor]  # the mean over the layers (..., D) -> a vector as it is compared
+
+
+@dataclass(frozen=True)
 class Step:
     """The inputs of one training step: the rows of this rank, and through `batch` those of all ranks."""
 
@@ -266,6 +275,7 @@ class Step:
     positives: Positives | None = None  # all known positives of every query; training always provides them
     encode_mixtures: Callable[[Tensor, Tensor, int], Tensor] | None = None  # Retriever.encode_mixtures
     whole: Batch | None = None  # the batch of all ranks; None: a single process
+    layers: ItemLayers | None = None  # Retriever.item_layers
 
     @property
     def batch(self) -> Batch:

@@ -59,12 +59,12 @@ def read(
     """
     rows = Path(source) if isinstance(source, (str, os.PathLike)) else as_frame(source)
     if isinstance(rows, Path) and (layout := _layout(rows)) is not None:
-        arguments = {**columns, "items": items, "queries": queries}
+        arguments = {**columns, "items": items, "queries": queries, "catalogue": catalogue or None}
         given = next((name for name, value in arguments.items() if value is not None), None)
         if given is not None:
             raise UserError(f"{given} is for tables: the files of {rows} have a fixed layout")
         return layout(rows)
-    return to_interactions(open_table(rows, columns, _table(items), _table(queries)), catalogue)
+    return to_interactions(replace(open_table(rows, columns, _table(items), _table(queries)), catalogue=catalogue))
 
 
 def show(path: str | os.PathLike[str], rows: int = 5) -> str:

@@ -47,11 +47,20 @@ class OpenTable:
     queries: pl.DataFrame | None = None
     files: tuple[Path, ...] = ()  # Parquet parts, or text files where `text` is set; empty for a frame
     opened: tuple[tuple[int, int], ...] = ()  # size and time of change of each file when it was opened
+    catalogue: bool = False  # items that only the items table has are kept too
 
     def roles(self) -> dict[str, str]:
         """{role: column} for the roles that the rows have."""
         with read_errors(self.source):
             return find_roles(self.frame.collect_schema().names(), self.columns, self.source)
+
+    def more_items(self, name: str) -> pl.Series | None:
+        """The ids of the items table if they all join the catalogue; `name` is the item column of the rows."""
+        if not self.catalogue:
+            return None
+        if self.items is None:
+            raise UserError("the complete catalogue needs an items table: give one", "items", "FILE")
+        return self.items[table_key(self.items, "item", name, self.source)]
 
 
 def as_frame(table: AnyTable) -> pl.LazyFrame:
@@ -82,19 +91,17 @@ def from_frame(
 
         from_frame(pl.DataFrame({"user": ["a", "b"], "item": [1, 2]}))
     """
-    return to_interactions(OpenTable(frame.lazy(), columns, source, text, items, queries), catalogue)
+    opened = OpenTable(frame.lazy(), columns, source, text, items, queries, catalogue=catalogue and items is not None)
+    return to_interactions(opened)
 
 
-def to_interactions(table: OpenTable, catalogue: bool = False) -> Interactions:
-    """Interactions of a table; with `catalogue`, items that only the items table has are kept."""
+def to_interactions(table: OpenTable) -> Interactions:
+    """Interactions of a table."""
     source = table.source
     with unchanged(table), read_errors(source):
         lazy, roles, notes = clean_frame(table)
         query_ids, lazy = _encode(lazy, "q", roles["query"], table.text, None, source)
-        extra = None
-        if catalogue and table.items is not None:
-            extra = table.items[table_key(table.items, "item", roles["item"], source)]
-        item_ids, lazy = _encode(lazy, "i", roles["item"], table.text, extra, source)
+        item_ids, lazy = _encode(lazy, "i", roles["item"], table.text, table.more_items(roles["item"]), source)
         check_ids(query_ids, item_ids, source)
         notes += id_notes(query_ids, item_ids)
         rows = lazy.collect(engine="streaming")

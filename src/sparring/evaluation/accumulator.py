@@ -78,13 +78,21 @@ class MetricAccumulator:
         self.per_query = {f"{label}@{k}": np.zeros(len(self.query_ids)) for label in labels for k in cutoffs}
         self.listed = {k: np.zeros(n_items, dtype=np.int64) for k in cutoffs}  # lists that hold the item
         self.found = {k: np.zeros(n_items, dtype=np.int64) for k in cutoffs}  # lists that hold it as a hit
-        self.stratum = popularity_strata(counts) if counts is not None else None
-        if self.stratum is not None:
-            n_queries = len(self.query_ids)
-            cell = self.stratum[self.pairs % n_items] * n_queries + self.query_of_pair
-            self.relevant_in = np.bincount(cell, minlength=3 * n_queries).reshape(3, -1)  # test items, (3, U)
-            self.by_stratum = [m for m in self.ranked if not m.over_all_queries]
-            self.sums_in = [{m.key(k): 0.0 for m in self.by_stratum for k in cutoffs} for _ in STRATA]
+        self.by_stratum = [m for m in self.ranked if not m.over_all_queries]
+        self.stratum = {} if counts is None else self._strata(counts)  # name -> (N,) bool
+        tested = self.pairs % n_items
+        self.relevant_in = {  # name -> (U,) test items of the stratum
+            name: np.bincount(self.query_of_pair[inside[tested]], minlength=len(self.query_ids))
+            for name, inside in self.stratum.items()
+        }
+        self.sums_in = {name: {m.key(k): 0.0 for m in self.by_stratum for k in cutoffs} for name in self.stratum}
+
+    def _strata(self, counts: np.ndarray) -> dict[str, np.ndarray]:
+        """Thirds of the interactions; warm and cold items, with and without interactions, if a test item is cold."""
+        third = popularity_strata(counts)
+        strata = {name: third == index for index, name in enumerate(STRATA)}
+        cold = counts == 0
+        return strata | ({"warm": ~cold, "cold": cold} if cold[self.pairs % self.n_items].any() else {})
 
     def add(self, start: int, ids: np.ndarray) -> None:
         """Add the lists (rows, K) of the queries from `start` on; id -1 is an empty place."""
@@ -104,14 +112,13 @@ class MetricAccumulator:
                 self.per_query[f"popularity@{k}"][rows] = share
             self.listed[k] += np.bincount(ids[:, :k][filled[:, :k]], minlength=self.n_items)
             self.found[k] += np.bincount(ids[:, :k][hits[:, :k]], minlength=self.n_items)
-        if self.stratum is not None:
-            for index, sums in enumerate(self.sums_in):
-                tested = np.flatnonzero(self.relevant_in[index, rows])
-                relevant = self.relevant_in[index, rows][tested]
-                stratum_hits = hits[tested] & (self.stratum[ids[tested]] == index)
-                for metric in self.by_stratum:
-                    for k in self.cutoffs:
-                        sums[metric.key(k)] += float(per_query(metric, stratum_hits, relevant, k).sum())
+        for name, sums in self.sums_in.items():
+            tested = np.flatnonzero(self.relevant_in[name][rows])
+            relevant = self.relevant_in[name][rows][tested]
+            stratum_hits = hits[tested] & self.stratum[name][ids[tested]]
+            for metric in self.by_stratum:
+                for k in self.cutoffs:
+                    sums[metric.key(k)] += float(per_query(metric, stratum_hits, relevant, k).sum())
 
     def close(self) -> None:
         """Divide gains by propensity by the mean of their largest possible values, so that their mean is the metric."""
@@ -144,13 +151,11 @@ class MetricAccumulator:
         return means
 
     def strata(self) -> dict[str, dict[str, float]]:
-        """The means of each stratum of popularity, its coverage and its share of the lists; empty without counts."""
+        """The means of each stratum of items, its coverage and its share of the lists; empty without counts."""
         strata: dict[str, dict[str, float]] = {}
-        if self.stratum is None:
-            return strata
-        for index, name in enumerate(STRATA):
-            inside, queries = np.equal(self.stratum, index), int((self.relevant_in[index] > 0).sum())
-            strata[name] = {key: value / queries for key, value in self.sums_in[index].items() if queries}
+        for name, inside in self.stratum.items():
+            queries = int((self.relevant_in[name] > 0).sum())
+            strata[name] = {key: value / queries for key, value in self.sums_in[name].items() if queries}
             for k in self.cutoffs:
                 if self.covers and inside.any():
                     strata[name][f"coverage@{k}"] = float((self.listed[k][inside] > 0).mean())

@@ -6,6 +6,7 @@ are broken, change it there; `_RankedLists.of` merges the lists of several ranks
 
 from __future__ import annotations
 
+import copy
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from sparring.core.errors import UserError
+from sparring.core.subset import Subset
 from sparring.core.topk import in_order, top_k
 from sparring.core.types import ALONE, Positives, Ranks
 from sparring.data.propensity import inverse_propensities
@@ -53,7 +55,7 @@ class Evaluation:
     """Metrics of a full ranking: means, values per query, and the same by popularity of the items."""
 
     metrics: dict[str, float]  # "recall@20" -> mean
-    strata: dict[str, dict[str, float]]  # "head" | "mid" | "tail" -> the same; empty without counts
+    strata: dict[str, dict[str, float]]  # "head" | "mid" | "tail" | ... -> the same; empty without counts
     query_ids: np.ndarray  # (U,) the queries with a test item, ascending
     per_query: dict[str, np.ndarray]  # "recall@20" -> (U,), in the order of query_ids
     seconds: float
@@ -95,6 +97,7 @@ def evaluate(
     propensity: np.ndarray | None = None,
     ranks: Ranks = ALONE,
     misses: Misses | None = None,
+    among: Tensor | None = None,
 ) -> Evaluation:
     """Rank the complete catalogue for every query with a test item, without its seen items, and measure the lists.
 
@@ -103,7 +106,11 @@ def evaluate(
     default those in `seen`; they define popularity@k and the strata head, mid and tail, which are omitted without them.
     In a stratum only its own items are relevant, and means are over the queries with such a test item; a stratum also
     has coverage@k of its items, share@k (its share of all listed places), and its numbers of items and queries.
-    `progress(done, total)` is called after each chunk of queries.
+    `progress(done, total)` is called after each chunk of queries. `among` are the items that a list may hold, by
+    default all: a table of ids has no useful vector of an item that it was not trained on (training/eligibility.py).
+
+    If a test item has no interactions, it is cold, and there are three more strata: "warm", "cold" (both in the ranking
+    of the complete catalogue), and "cold among cold", in which cold items are ranked alone.
 
     `bins` are ten bins of items, each with about a tenth of the training interactions: the number of items, their least
     and most interactions, the test pairs, the bin's part of precision@k (the bins add up to it), and recall@k, the
@@ -122,9 +129,11 @@ def evaluate(
     """
     began = time.perf_counter()
     with torch.no_grad(), evaluating(model) if isinstance(model, nn.Module) else nullcontext():
-        lists = (
-            _GivenLists(model, seen, test, max(k)) if isinstance(model, Lister) else _RankedLists(model, seen, ranks)
-        )
+        lists: _GivenLists | _RankedLists
+        if isinstance(model, Lister):
+            lists = _GivenLists(model, seen, test, max(k))
+        else:
+            lists = _RankedLists(model, seen, ranks, among)
         if counts is None and seen is not None:
             counts = np.bincount(seen.items.cpu().numpy(), minlength=lists.n_items)
         accumulator = _accumulator(test, lists.n_items, k, metrics, dialect, counts, propensity, seen, misses)
@@ -134,27 +143,78 @@ def evaluate(
             accumulator.add(start, lists.of(queries, max(k)).cpu().numpy())
             if progress is not None:
                 progress(min(start + _CHUNK, total), total)
-    return _evaluation(accumulator, began)
+        alone = {}
+        if "cold" in accumulator.stratum and isinstance(lists, _RankedLists):
+            alone = _cold_among_cold(lists, accumulator, test)
+    return _evaluation(accumulator, began, alone)
+
+
+def _cold_among_cold(lists: _RankedLists, whole: MetricAccumulator, test: Pairs) -> dict[str, dict[str, float]]:
+    """The stratum of cold test items in a ranking of the cold items that can be listed; empty if none can."""
+    cold = np.flatnonzero(whole.stratum["cold"])
+    lists = lists.only(torch.from_numpy(cold))
+    assert lists.among is not None
+    if not len(lists.among):
+        return {}
+    pairs = _SomePairs(test.queries, test.items, test.n_queries, np.isin(test.items, cold))
+    metrics = MetricAccumulator(pairs, whole.n_items, whole.by_stratum, whole.cutoffs, None, None)
+    for start in range(0, len(metrics.query_ids), _CHUNK):
+        queries = torch.from_numpy(metrics.query_ids[start : start + _CHUNK])
+        metrics.add(start, lists.of(queries, whole.cutoffs[-1]).cpu().numpy())
+    sizes = {"items": float(len(lists.among)), "queries": float(len(metrics.query_ids))}
+    return {"cold among cold": metrics.means() | sizes}
+
+
+class _SomePairs:
+    """The test pairs that a mask keeps."""
+
+    def __init__(self, queries: np.ndarray, items: np.ndarray, n_queries: int, kept: np.ndarray) -> None:
+        self.queries, self.items, self.n_queries = queries[kept], items[kept], n_queries
 
 
 class _RankedLists:
-    """The best items of each query. Each rank ranks some of the queries, or its shard of the items for all queries."""
+    """The best items of each query, of `among` if given.
 
-    def __init__(self, model: Encoder, seen: Positives | None, ranks: Ranks):
-        self.model, self.seen, self.ranks = model, seen, ranks
-        self.vectors: Tensor | None = None
+    Each rank ranks some of the queries, or its shard of the items for all queries.
+    """
+
+    def __init__(self, model: Encoder, seen: Positives | None, ranks: Ranks, among: Tensor | None = None):
+        self.model, self.ranks, self.among = model, ranks, among
+        vectors: Tensor | None = None
         self.first: int | None = None
+        shard = model.item_shard() if isinstance(model, Retriever) else None
         if isinstance(model, Retriever) and model.scores_items:
             self.n_items = model.n_items
-            return
-        shard = model.item_shard() if isinstance(model, Retriever) else None
-        if shard is None:
-            self.vectors = model.item_vectors(ranks=ranks) if isinstance(model, Retriever) else model.item_vectors()
-            self.n_items = len(self.vectors)
+        elif shard is None:
+            vectors = model.item_vectors(ranks=ranks) if isinstance(model, Retriever) else model.item_vectors()
+            self.n_items = len(vectors)
         else:
-            self.first, self.vectors = shard
+            self.first, vectors = shard
             self.n_items = model.n_items  # type: ignore[attr-defined]
-            self.seen = None if seen is None else _between(seen, self.first, self.first + len(self.vectors))
+            seen = None if seen is None else _between(seen, self.first, self.first + len(vectors))
+        self.all = vectors, seen  # of this rank's items
+        self.part: Subset | None = None
+        self.vectors, self.seen = vectors, seen
+        if among is not None:
+            self._restrict(among)
+
+    def only(self, ids: Tensor) -> _RankedLists:
+        """The same ranking, of those of its items that are among `ids`."""
+        lists = copy.copy(self)
+        lists.among = ids if self.among is None else ids[torch.isin(ids, self.among)]
+        lists._restrict(lists.among)
+        return lists
+
+    def _restrict(self, ids: Tensor) -> None:
+        vectors, seen = self.all
+        n = self.n_items if vectors is None else len(vectors)
+        if self.first is not None:
+            ids = ids[(ids >= self.first) & (ids < self.first + n)] - self.first
+        self.part = Subset(ids, n)
+        if vectors is not None:
+            self.part = self.part.to(vectors.device)
+            self.vectors = vectors[self.part.ids]
+        self.seen = None if seen is None else self.part.lists(seen.to(self.part.ids.device))
 
     def of(self, ids: Tensor, k: int) -> Tensor:
         """(n, k): the lists of these queries."""
@@ -164,20 +224,29 @@ class _RankedLists:
         local_ids = self.ranks.own(ids)
         q = self.model.encode_queries(local_ids)
         if self.first is None:
-            return self.ranks.gather(top_k(q, self.vectors, k, self.seen, local_ids)[1], len(ids))
+            best = top_k(q, self.vectors, k, self.seen, local_ids)[1]
+            return self.ranks.gather(self._named(best), len(ids))
         scores, items = top_k(self.ranks.gather(q, len(ids)), self.vectors, k, self.seen, ids)
-        items = torch.where(items >= 0, items + self.first, -1)
+        items = torch.where(items >= 0, self._named(items) + self.first, -1)
         n = len(ids)
         parts = [self.ranks.gather(x, self.ranks.world * n).unflatten(0, (-1, n)) for x in (scores, items)]
         scores, items = (x.transpose(0, 1).flatten(1) for x in parts)
         return in_order(scores, items, k)[1]
 
+    def _named(self, places: Tensor) -> Tensor:
+        return places if self.part is None else self.part.ids_at(places)
+
     def _by_scores(self, ids: Tensor, k: int) -> Tensor:
         """(n, k): the lists of a model that scores all items itself, so few queries at a time."""
         assert isinstance(self.model, Retriever)
         size, device = max(1, _SCORES // self.n_items), self.model.device
-        parts = [part.to(device) for part in ids.split(size)]
-        return torch.cat([top_k(self.model.encode_queries(part), None, k, self.seen, part)[1] for part in parts])
+        part, lists = None if self.part is None else self.part.to(device), list[Tensor]()
+        for chunk in (chunk.to(device) for chunk in ids.split(size)):
+            scores = self.model.encode_queries(chunk)
+            scores = scores if part is None else scores[:, part.ids]
+            best = top_k(scores, None, k, self.seen, chunk)[1]
+            lists.append(best if part is None else part.ids_at(best))
+        return torch.cat(lists)
 
 
 class _GivenLists:
@@ -263,10 +332,13 @@ def _accumulator(
     return MetricAccumulator(test, n_items, chosen, cutoffs, counts, propensity, misses)
 
 
-def _evaluation(metrics: MetricAccumulator, began: float) -> Evaluation:
+def _evaluation(
+    metrics: MetricAccumulator, began: float, more: dict[str, dict[str, float]] | None = None
+) -> Evaluation:
     metrics.close()
+    strata = metrics.strata() | (more or {})
     seconds = time.perf_counter() - began
-    return Evaluation(metrics.means(), metrics.strata(), metrics.query_ids, metrics.per_query, seconds, metrics.bins())
+    return Evaluation(metrics.means(), strata, metrics.query_ids, metrics.per_query, seconds, metrics.bins())
 
 
 def _propensity(

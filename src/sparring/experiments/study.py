@@ -36,6 +36,7 @@ from sparring.experiments.tuning import Trial, TuningResult, best, read_trials, 
 from sparring.recipes import finding, settings
 from sparring.recipes.run import Run
 from sparring.recipes.setup import Setup, flat_name, unknown_setting
+from sparring.training.eligibility import listed_items
 from sparring.training.fitting import METRICS, fit
 from sparring.training.folder import difference, read_meta
 from sparring.training.loop import TrainingProgress
@@ -395,5 +396,6 @@ def _measure_one(
 def _test_metrics(built: Run, split: Split, cutoff: int, metrics: Sequence[str]) -> dict[str, float]:
     assert split.test is not None
     device = next(built.model.parameters()).device
-    evaluation = evaluate(built.model, split.test, split.seen_for("test").to(device), (cutoff,), metrics)
+    seen, among = split.seen_for("test").to(device), listed_items(built.model, split.train)
+    evaluation = evaluate(built.model, split.test, seen, (cutoff,), metrics, among=among)
     return {f"test_{name}": value for name, value in evaluation.metrics.items()}

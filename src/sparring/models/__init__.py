@@ -5,6 +5,7 @@ Nothing here chooses negatives or knows how models are trained.
 
 from sparring.models.build import finished, item_tower, query_tower
 from sparring.models.fusion import Fused
+from sparring.models.graph import Graph, GraphItems
 from sparring.models.histories import HistoryTower
 from sparring.models.inputs import Inputs
 from sparring.models.item_corrections import Augmented, Centroids
@@ -26,6 +27,8 @@ __all__ = [
     "Dense",
     "FeatureTower",
     "Fused",
+    "Graph",
+    "GraphItems",
     "HistoryTower",
     "IdTower",
     "Inputs",

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from sparring.core.errors import UserError
+from sparring.core.types import Positives
 from sparring.data.cache import load_array
 from sparring.data.histories import Histories
 from sparring.data.interactions import Ids
@@ -23,12 +24,17 @@ def no_past() -> Histories:
     raise UserError("this model reads histories, and there are no interactions to take them from")
 
 
+def no_pairs() -> Positives:
+    """The training pairs where there are no interactions: an error."""
+    raise UserError("this model reads the graph of the training pairs, and there are no interactions to take it from")
+
+
 @dataclass(frozen=True)
 class Inputs:
-    """Ids with their tables, and the past of the training part; a model reads nothing else.
+    """Ids with their tables, and the past and the pairs of the training part; a model reads nothing else.
 
     `recall` returns the past. It is called when a model first reads `past`: before training the past is computed from
-    the training part, and a run folder holds it. `saved` is that folder.
+    the training part, and a run folder holds it. `saved` is that folder. `known` does the same for the training pairs.
     """
 
     ids: Ids
@@ -38,6 +44,7 @@ class Inputs:
     shards: int = 1  # ranges of items that the item table is split into
     saved: Path | None = None
     recall: Callable[[], Histories] = field(default=no_past, repr=False)
+    known: Callable[[], Positives] = field(default=no_pairs, repr=False)
 
     @property
     def n_queries(self) -> int:
@@ -57,3 +64,8 @@ class Inputs:
     def past(self) -> Histories:
         """The items of each query in time order, at least the `history` most recent ones."""
         return self.recall()
+
+    @cached_property
+    def pairs(self) -> Positives:
+        """The items of each query in the training part, each once, in no order of time."""
+        return self.known()

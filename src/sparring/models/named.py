@@ -18,6 +18,7 @@ from torch import nn
 from sparring.core.errors import UserError
 from sparring.models.attention import HstuBlock, LigrBlock, SasRecBlock
 from sparring.models.build import finished, history_items, item_tower, query_tower
+from sparring.models.graph import Graph, GraphItems
 from sparring.models.inputs import Inputs
 from sparring.models.retriever import Retriever
 from sparring.models.sequences import SequenceTower
@@ -182,7 +183,26 @@ def text(inputs: Inputs, settings: ModelSettings) -> Retriever:
     return towers(inputs, settings)
 
 
+@model(query_tower="id", item_tower="id", item_features=(), optimizer="adam", lr=0.001)
+def lightgcn(
+    inputs: Inputs, settings: ModelSettings, *, layers: Annotated[int, "layers of propagation"] = 3
+) -> Retriever:
+    """One free vector per id, averaged with those of its neighbours in the graph of the training pairs (LightGCN).
+
+    Gradients are dense, so it trains with optimizer=adam.
+    He et al., LightGCN: Simplifying and Powering Graph Convolution Network for Recommendation, SIGIR 2020.
+    """
+    if inputs.sparse:
+        raise UserError(
+            "every step of lightgcn changes all rows of its table, which a row optimiser cannot: set optimizer=adam"
+        )
+    if layers < 0:
+        raise UserError(f"layers must not be negative, got {layers}")
+    graph = Graph(inputs.pairs, inputs.n_items, settings.dim, layers, settings.init_std)
+    return finished(inputs, settings, graph, GraphItems(graph))
+
+
 MODELS: dict[str, Model] = {
-    each.__name__: each for each in (towers, ids, history, sets, sasrec, ligr, hstu, features, text)
+    each.__name__: each for each in (towers, ids, history, sets, sasrec, ligr, hstu, lightgcn, features, text)
 }
 TABLES = ("towers", "ids")  # models that a recipe's spectral start may fill

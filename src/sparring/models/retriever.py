@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sparring.core.part import Part
-from sparring.core.types import ALONE, Ranks
+from sparring.core.types import ALONE, ItemLayers, Ranks
 from sparring.data.histories import Context, Histories
+from sparring.models.graph import GraphItems
 from sparring.models.histories import PastReader
 from sparring.models.parts import Perceptron
 from sparring.models.towers import HistoryReader, IdTower, UnitTower, evaluating, width_of
@@ -87,6 +88,23 @@ class Retriever(nn.Module):
         if self.item_bias is None:
             return vectors
         return torch.cat([vectors, weights @ self.item_bias(ids).to(vectors.dtype)], -1)
+
+    def item_layers(self) -> ItemLayers | None:
+        """The layers of the item tower, if it is that of a graph; an item bias is the last dimension of each."""
+        tower = self.item
+        if not isinstance(tower, GraphItems):
+            return None
+
+        def encode(ids: Tensor, layer: int) -> Tensor:
+            vectors = tower.layer(ids, layer)
+            return vectors if self.item_bias is None else torch.cat([vectors, self.item_bias(ids)], -1)
+
+        def join(mean: Tensor) -> Tensor:
+            if self.item_bias is None:
+                return self._scaled(mean)
+            return torch.cat([self._scaled(mean[..., :-1]), mean[..., -1:]], -1)
+
+        return ItemLayers(tower.layers + 1, encode, join)
 
     def encode_histories(self, items: Tensor) -> Tensor:
         """Vectors (B, D) of queries given by their items (B, L) in time order, padded with -1."""

@@ -16,7 +16,7 @@ from sparring.negatives.nearest import NearestItems
 from sparring.negatives.quantized import QuantizedSoftmax
 from sparring.negatives.sampled import AllItems, Sampled, Shown
 from sparring.negatives.selection import AmongHardest, Hardest, NearestTo
-from sparring.negatives.synthetic import BatchMix, MixPositive
+from sparring.negatives.synthetic import BatchMix, MixHops, MixPositive
 
 __all__ = [
     "UNKNOWN",
@@ -39,6 +39,7 @@ __all__ = [
     "InBatch",
     "Interpolated",
     "Memory",
+    "MixHops",
     "MixPositive",
     "NearestItems",
     "NearestTo",

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from sparring.core.part import Part
+from sparring.core.subset import checked
 from sparring.core.types import Bag, Candidates, Exclude, Step
 
 Correction = Literal["count", "negatives", "both", "refined", "none"]
@@ -77,6 +78,24 @@ def check_choice(name: str, value: str, choices: object) -> None:
     """Raise ValueError unless the value is one of the choices of a Literal."""
     if value not in get_args(choices):
         raise ValueError(f"{name} must be one of {', '.join(get_args(choices))}; got {value!r}")
+
+
+def drawable(among: Tensor | None, n_items: int) -> Tensor | None:
+    """The items that a sampler may draw, in ascending order; None for the complete catalogue.
+
+    An item without a training pair is never a positive. A sampler that draws it all the same teaches towers over
+    features or texts to rank it last, so recipes leave such items out (`recipes.in_batch.with_pairs`).
+    """
+    ids = None if among is None else checked(among, n_items)
+    return None if ids is None or len(ids) == n_items else ids
+
+
+def within(log_count: Tensor, ids: Tensor, among: Tensor | None) -> Tensor:
+    """Log counts of ids, -inf where a sampler never draws the id; `among` is in ascending order."""
+    if among is None:
+        return log_count
+    place = torch.searchsorted(among, ids).clamp(max=len(among) - 1)
+    return torch.where(among[place] == ids, log_count, -math.inf)
 
 
 def corrected(blocks: list[Candidates], step: Step, source: Negatives, correction: Correction) -> Bag:

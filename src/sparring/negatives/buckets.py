@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sparring.core.types import Bag, Candidates, Provenance, Step
 from sparring.kernels import reference
-from sparring.negatives.base import UNKNOWN, ExcludeKind, Negatives, check_choice
+from sparring.negatives.base import UNKNOWN, ExcludeKind, Negatives, check_choice, drawable
 
 
 class HardestBucket(Negatives):
@@ -24,7 +24,8 @@ class HardestBucket(Negatives):
     over the query's buckets. A query in no bucket gets candidates that count nothing. The items are not a sample of the
     catalogue, so there is no correction. mix=True uses r_b = sum_i w_bi q_i, w ~ N(0, 1), which places buckets near the
     queries. Each step reads all item vectors without gradient; only items in a bucket are encoded with gradient.
-    `buckets` and `queries` default to 2 sqrt(B). On CUDA nothing synchronises, unless exclude="known".
+    `buckets` and `queries` default to 2 sqrt(B); `among` are the items of the catalogue that a bucket may hold, by
+    default all. On CUDA nothing synchronises, unless exclude="known".
 
         Term(1.0, HardestBucket(n_items, 256), sampled_softmax)
 
@@ -34,6 +35,7 @@ class HardestBucket(Negatives):
     log_count = UNKNOWN
     encodes = True
     n_items: int
+    among: Tensor | None
 
     def __init__(
         self,
@@ -43,6 +45,7 @@ class HardestBucket(Negatives):
         queries: int | None = None,
         mix: bool = False,
         exclude: ExcludeKind = "positive",
+        among: Tensor | None = None,
     ):
         super().__init__()
         check_choice("exclude", exclude, ExcludeKind)
@@ -52,6 +55,7 @@ class HardestBucket(Negatives):
             )
         self.n_items, self.n, self.buckets = n_items, n, buckets
         self.queries, self.mix, self.exclude = queries, mix, exclude
+        self.register_buffer("among", drawable(among, n_items), persistent=False)
 
     def forward(self, step: Step) -> Bag:
         with torch.no_grad():
@@ -83,9 +87,11 @@ class HardestBucket(Negatives):
         centres = torch.randn(shape, generator=step.generator, device=q.device).to(q.dtype)
         if self.mix:
             centres = centres @ q
-        vectors = step.encode(torch.arange(self.n_items, device=q.device)).to(q.dtype)
+        ids = torch.arange(self.n_items, device=q.device) if self.among is None else self.among
+        vectors = step.encode(ids).to(q.dtype)
         members = (centres @ q.T).topk(min(self.queries or usual, b), 1).indices
-        return members, (centres @ vectors.T).topk(min(self.n, self.n_items), 1).indices
+        places = (centres @ vectors.T).topk(min(self.n, len(ids)), 1).indices
+        return members, places if self.among is None else self.among[places]
 
 
 def _never(step: Step, members: Tensor, items: Tensor, exclude: ExcludeKind) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 from sparring.core.types import Bag, Candidates, Exclude, Provenance, Step
 from sparring.kernels import fuses_draws
 from sparring.models.clusters.codes import Codes
-from sparring.negatives.base import UNKNOWN, Negatives, check_choice
+from sparring.negatives.base import UNKNOWN, Negatives, check_choice, drawable
 
 Distance = Literal["cosine", "literal"]
 CellExcludeKind = Literal["cell", "cluster", "known", "positive", "none"]
@@ -56,10 +56,11 @@ class ByCluster(Negatives):
 
     correction="counts" weights each candidate by 1 / E[occurrences of its item among the candidates], so that the
     expected sum over candidates is the sum over the items they represent. Shared draws need `counts`, the training
-    pairs per item.
+    pairs per item. With `among`, only these items are drawn, as if clusters held no others.
     """
 
     log_count = UNKNOWN
+    among: Tensor | None
     cell: Tensor
     cluster: Tensor
     popularity: Tensor
@@ -70,7 +71,13 @@ class ByCluster(Negatives):
     name: str
 
     def __init__(
-        self, codes: Codes, shared: bool, exclude: CellExcludeKind, correction: CountCorrection, counts: Tensor | None
+        self,
+        codes: Codes,
+        shared: bool,
+        exclude: CellExcludeKind,
+        correction: CountCorrection,
+        counts: Tensor | None,
+        among: Tensor | None,
     ):
         super().__init__()
         check_choice("exclude", exclude, CellExcludeKind)
@@ -78,6 +85,7 @@ class ByCluster(Negatives):
         self.shared, self.exclude = shared, exclude
         self.correction: CountCorrection = correction
         self.k_primary, self.k_secondary = codes.k_primary, codes.k_secondary
+        self.register_buffer("among", drawable(among, len(codes)), persistent=False)
         if correction == "counts" and shared:
             if counts is None or counts.shape != (len(codes),):
                 shape = None if counts is None else tuple(counts.shape)
@@ -92,8 +100,17 @@ class ByCluster(Negatives):
 
     def tables(self, codes: Codes) -> dict[str, Tensor]:
         """The buffers derived from the codes."""
-        tables = {"cell": codes.cell_of, "order": codes.order, "start": codes.start, "cell_start": codes.cell_start}
+        drawn = self.drawn_codes(codes)
+        order = drawn.order if self.among is None else self.among.cpu()[drawn.order]
+        tables = {"cell": codes.cell_of, "order": order, "start": drawn.start, "cell_start": drawn.cell_start}
         return tables | ({"cluster": codes.primary.long()} if self.exclude == "cluster" else {})
+
+    def drawn_codes(self, codes: Codes) -> Codes:
+        """The codes of the items that are drawn."""
+        if self.among is None:
+            return codes
+        ids = self.among.cpu()
+        return Codes(codes.primary[ids], codes.secondary[ids], codes.codewords, codes.k_secondary)
 
     @torch.no_grad()
     def set_codes(self, codes: Codes) -> None:
@@ -180,6 +197,7 @@ class OtherClusters(ByCluster):
         exclude: CellExcludeKind = "cell",
         correction: CountCorrection = "none",
         counts: Tensor | None = None,
+        among: Tensor | None = None,
     ):
         check_choice("distance", distance, Distance)
         if not 1 <= m_c < codes.k_primary or m_o < 1 or not gamma >= 0:
@@ -187,20 +205,19 @@ class OtherClusters(ByCluster):
                 f"OtherClusters needs 1 <= m_c < {codes.k_primary} clusters, m_o >= 1, gamma >= 0; "
                 f"got {m_c}, {m_o}, {gamma}"
             )
-        super().__init__(codes, shared, exclude, correction, counts)
+        super().__init__(codes, shared, exclude, correction, counts, among)
         self.m_c, self.m_o, self.gamma = m_c, m_o, gamma
         self.distance: Distance = distance
         self.name = f"{m_o} of each of {m_c} other clusters"
         self.register(codes)
 
     def tables(self, codes: Codes) -> dict[str, Tensor]:
-        tables = super().tables(codes) | {
-            "chance": cluster_chances(codes.codewords, codes.sizes, self.gamma, self.distance)
-        }
+        sizes = self.drawn_codes(codes).sizes
+        tables = super().tables(codes) | {"chance": cluster_chances(codes.codewords, sizes, self.gamma, self.distance)}
         if self.correction == "none":
             return tables
         # (K, K): expected count of an item of cluster k for a positive in c
-        count = inclusion(tables["chance"], self.m_c) * self.m_o / codes.sizes.clamp(min=1)
+        count = inclusion(tables["chance"], self.m_c) * self.m_o / sizes.clamp(min=1)
         if self.shared:
             primary = codes.primary.long()
             share = torch.zeros(self.k_primary, dtype=torch.float64).index_add_(
@@ -266,10 +283,11 @@ class SameCluster(ByCluster):
         exclude: CellExcludeKind = "cell",
         correction: CountCorrection = "none",
         counts: Tensor | None = None,
+        among: Tensor | None = None,
     ):
         if m_h < 1:
             raise ValueError(f"SameCluster needs m_h >= 1, got {m_h}")
-        super().__init__(codes, shared, exclude, correction, counts)
+        super().__init__(codes, shared, exclude, correction, counts, among)
         self.m_h = m_h
         self.name = f"{m_h} of the same cluster"
         self.register(codes)
@@ -281,7 +299,7 @@ class SameCluster(ByCluster):
         own = torch.arange(len(hole)) // codes.k_secondary
         begin, width = start[own], tables["cell_start"].diff()
         left = start[own + 1] - begin - width
-        chance = cluster_chances(codes.codewords, codes.sizes, 1.0, "cosine")[own]
+        chance = cluster_chances(codes.codewords, start.diff(), 1.0, "cosine")[own]
         there = chance.argmax(1)
         size = torch.where(chance.amax(1) > 0, start[there + 1] - start[there], 0)
         own_cluster = torch.stack([begin, left, hole, width], 1)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from sparring.core.part import Part
 from sparring.core.types import Outcome, Step
+from sparring.negatives.base import drawable, within
 
 
 class Frequency(Part):
@@ -26,27 +27,31 @@ class Distribution(Frequency):
 
 
 class Uniform(Distribution):
-    """The uniform distribution: q_j = 1 / N.
+    """The uniform distribution: q_j = 1 / N; with `among`, 1 / len(among) for these items and 0 for all others.
 
     Sampled(Uniform(n_items), 1024)
     """
 
     n_items: int
+    among: Tensor | None
 
-    def __init__(self, n_items: int):
+    def __init__(self, n_items: int, among: Tensor | None = None):
         super().__init__()
         if n_items < 1:
             raise ValueError(f"Uniform needs at least one item, got {n_items}")
         self.n_items = n_items
+        self.register_buffer("among", drawable(among, n_items), persistent=False)
+        self.size = n_items if self.among is None else len(self.among)
 
     def log_prob(self, ids: Tensor) -> Tensor:
-        return torch.full(ids.shape, -math.log(self.n_items), device=ids.device)
+        return within(torch.full(ids.shape, -math.log(self.size), device=ids.device), ids, self.among)
 
     def sample(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        return torch.randint(self.n_items, shape, generator=generator, device=generator.device)
+        places = torch.randint(self.size, shape, generator=generator, device=generator.device)
+        return places if self.among is None else self.among[places]
 
     def extra_repr(self) -> str:
-        return f"{self.n_items}"
+        return f"{self.n_items}" if self.among is None else f"{self.size} of {self.n_items}"
 
 
 class Popularity(Distribution):

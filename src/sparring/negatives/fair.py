@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparring.core.types import Bag, Outcome, Provenance, Step
 from sparring.negatives.algebra import merged
-from sparring.negatives.base import UNKNOWN, Negatives
+from sparring.negatives.base import UNKNOWN, Negatives, drawable, within
 from sparring.negatives.distributions import Distribution, draw_from_cdf
 from sparring.negatives.selection import masked_logits
 
@@ -23,7 +23,8 @@ class GroupShares(Distribution):
 
     L_z is the mean loss of the positives in group z, with a weight that decays by `decay` per step. The projection is
     the nearest point with shares that sum to 1, none below floor / groups. Shares start at each group's part of the
-    catalogue, which is uniform sampling. `groups` (N,) is the group of each item: a column, or cluster ids. A
+    catalogue, which is uniform sampling. `groups` (N,) is the group of each item: a column, or cluster ids. With
+    `among`, groups consist of these items alone. A
     correction by log_prob would cancel the effect of the shares on the expected gradient: use correction="none".
 
         Sampled(GroupShares(category_ids), 2048, correction="none")
@@ -32,6 +33,7 @@ class GroupShares(Distribution):
     all pairs.
     """
 
+    among: Tensor | None
     group: Tensor
     items: Tensor
     start: Tensor
@@ -50,6 +52,7 @@ class GroupShares(Distribution):
         decay: float = 0.99,
         every: int = 1000,
         floor: float = 0.1,
+        among: Tensor | None = None,
     ):
         super().__init__()
         groups = torch.as_tensor(groups)
@@ -63,10 +66,17 @@ class GroupShares(Distribution):
                 f"got {lr}, {momentum}, {decay}, {every}, {floor}"
             )
         self.lr, self.momentum, self.decay, self.every, self.floor = lr, momentum, decay, every, floor
-        group = torch.unique(groups, return_inverse=True)[1]
-        size = torch.bincount(group)
+        self.register_buffer("among", drawable(among, len(groups)), persistent=False)
+        if self.among is None:
+            group = torch.unique(groups, return_inverse=True)[1]
+            size, items = torch.bincount(group), torch.argsort(group, stable=True)
+        else:
+            inside = torch.unique(groups[self.among], return_inverse=True)[1]
+            size, items = torch.bincount(inside), self.among[torch.argsort(inside, stable=True)]
+            group = torch.zeros_like(groups, dtype=torch.long)  # of other items: never read but by log_prob
+            group[self.among] = inside
         self.register_buffer("group", group, persistent=False)
-        self.register_buffer("items", torch.argsort(group, stable=True), persistent=False)
+        self.register_buffer("items", items, persistent=False)
         self.register_buffer("start", torch.cumsum(size, 0) - size, persistent=False)
         self.register_buffer("size", size, persistent=False)
         self.register_buffer("shares", size.double() / size.sum())
@@ -76,7 +86,7 @@ class GroupShares(Distribution):
 
     def log_prob(self, ids: Tensor) -> Tensor:
         z = self.group[ids]
-        return (self.shares[z] / self.size[z]).log().float()
+        return within((self.shares[z] / self.size[z]).log().float(), ids, self.among)
 
     def sample(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
         z = draw_from_cdf(torch.cumsum(self.shares, 0), shape, generator)

@@ -12,6 +12,7 @@ from threading import Thread
 import torch
 from torch import Tensor
 
+from sparring.core.subset import Subset
 from sparring.core.topk import top_k
 from sparring.core.types import Bag, Candidates, Corpus, Provenance, Step
 from sparring.negatives.base import UNKNOWN, ExcludeKind, Negatives, check_choice, exclude_for
@@ -23,10 +24,10 @@ class NearestItems(Negatives):
     """The items nearest to each query in an exact ranking of the catalogue by a recent model (ANCE).
 
     Every `every` epochs, from epoch `start` (counted from 0), all queries with positives are encoded and their k best
-    items are listed, without known positives. The first `skip` of a list are dropped: some are relevant but unknown. A
-    step draws n items of its query's list with replacement. They are shared by all queries of the batch; with
-    per_query=True they count only against the query of the list. Before the first lists they count nothing. Lists take
-    4 k bytes per query.
+    items are listed, of `among` if given, without known positives. The first `skip` of a list are dropped: some are
+    relevant but unknown. A step draws n items of its query's list with replacement. They are shared by all queries of
+    the batch; with per_query=True they count only against the query of the list. Before the first lists they count
+    nothing. Lists take 4 k bytes per query.
 
     With `delay`, lists built from the vectors at the start of epoch e are used from epoch e + delay on. Meanwhile a
     copy of the model builds them in the background: on a second GPU, or on a CPU with several cores. If nothing is free
@@ -40,6 +41,7 @@ class NearestItems(Negatives):
 
     log_count = UNKNOWN
     in_place = True
+    among: Tensor | None
     lists: Tensor
     coming: Tensor
     due: Tensor
@@ -55,6 +57,7 @@ class NearestItems(Negatives):
         per_query: bool = False,
         exclude: ExcludeKind = "known",
         delay: int = 0,
+        among: Tensor | None = None,
     ):
         super().__init__()
         check_choice("exclude", exclude, ExcludeKind)
@@ -68,6 +71,7 @@ class NearestItems(Negatives):
         self.n, self.skip, self.every = n, skip, every
         self.start, self.per_query, self.exclude = start, per_query, exclude
         self.delay, self.seconds = delay, 0.0
+        self.register_buffer("among", None if among is None else torch.unique(among), persistent=False)
         self.register_buffer("lists", torch.full((n_queries, k), -1, dtype=torch.int32))
         if delay:
             self.register_buffer("coming", self.lists.clone())
@@ -122,11 +126,16 @@ class NearestItems(Negatives):
     def _build(self, corpus: Corpus) -> Tensor:
         """(n_queries, k): lists from the vectors of a corpus, on its device."""
         queries = torch.nonzero(corpus.positives.start.diff()).flatten()
-        k = min(self.lists.shape[1] + self.skip, len(corpus.items))
+        items, known = corpus.items.float(), corpus.positives
+        part = None if self.among is None else Subset(self.among.to(items.device), len(items))
+        if part is not None:
+            items, known = items[part.ids], part.lists(known)
+        k = min(self.lists.shape[1] + self.skip, len(items))
         lists = torch.full(self.lists.shape, -1, dtype=torch.int32, device=queries.device)
         for ids in queries.split(_BLOCK * corpus.ranks.world):
             own = corpus.ranks.own(ids)
-            best = top_k(corpus.encode_queries(own).float(), corpus.items.float(), k, corpus.positives, own)[1]
+            best = top_k(corpus.encode_queries(own).float(), items, k, known, own)[1]
+            best = best if part is None else part.ids_at(best)
             kept = best[:, self.skip :].to(torch.int32)
             lists[ids, : kept.shape[1]] = corpus.ranks.gather(kept, len(ids))
         return lists

@@ -10,7 +10,17 @@ from torch import Tensor
 
 from sparring.core.types import Bag, Candidates, Corpus, Provenance, Step
 from sparring.models.clusters.kmeans import lloyd, nearest
-from sparring.negatives.base import Correction, ExcludeKind, Negatives, check_choice, corrected, exclude_for, zeros
+from sparring.negatives.base import (
+    Correction,
+    ExcludeKind,
+    Negatives,
+    check_choice,
+    corrected,
+    drawable,
+    exclude_for,
+    within,
+    zeros,
+)
 
 Codebook = Literal["product", "residual"]
 CELLS = 1 << 23  # cells of all queries held at once
@@ -26,7 +36,8 @@ class QuantizedSoftmax(Negatives):
     residuals ("residual", more accurate). All items of a cell (a, b) have the same quantised vector, so a draw picks a
     cell by score times size and then any item in it: words^2 operations per query for any size of the catalogue. B * n
     items are encoded, as with Sampled(per_query=True). Probabilities follow the codebooks of the last refresh exactly,
-    so the correction is exact while vectors change. Before the first refresh all items share one cell: uniform.
+    so the correction is exact while vectors change. Before the first refresh all items share one cell: uniform. With
+    `among`, only these items are quantised and drawn.
 
         QuantizedSoftmax(n_items, dim, n=64)
 
@@ -34,6 +45,7 @@ class QuantizedSoftmax(Negatives):
     """
 
     encodes = True
+    among: Tensor | None
     book: Tensor
     code: Tensor
     items: Tensor
@@ -50,6 +62,7 @@ class QuantizedSoftmax(Negatives):
         correction: Correction = "count",
         exclude: ExcludeKind = "positive",
         every: int = 1,
+        among: Tensor | None = None,
     ):
         super().__init__()
         check_choice("codebook", codebook, Codebook)
@@ -63,10 +76,12 @@ class QuantizedSoftmax(Negatives):
         self.n, self.codebook, self.correction, self.exclude, self.every = n, codebook, correction, exclude, every
         self.register_buffer("book", torch.zeros(2, words, dim))
         self.register_buffer("code", torch.zeros(2, n_items, dtype=torch.long))  # the word of each item in each book
-        self.register_buffer("items", torch.arange(n_items))  # by cell
+        self.register_buffer("among", drawable(among, n_items), persistent=False)
+        items = torch.arange(n_items) if self.among is None else self.among
+        self.register_buffer("items", items.clone())  # by cell
         self.register_buffer("start", torch.zeros(words * words, dtype=torch.long))  # of each cell in items
         self.register_buffer("size_of", torch.zeros(words * words, dtype=torch.long))  # items in each cell
-        self.size_of[0] = n_items
+        self.size_of[0] = len(items)
 
     def forward(self, step: Step) -> Bag:
         with torch.no_grad():
@@ -109,7 +124,8 @@ class QuantizedSoftmax(Negatives):
         counts = self.size_of.double().view(self.book.shape[1], -1)
         total = ((first.exp() @ counts) * second.exp()).sum(1, keepdim=True)
         words = self.code[:, ids.expand(len(first), -1)]
-        return (first.gather(1, words[0]) + second.gather(1, words[1]) - total.log()).float()
+        log_prob = (first.gather(1, words[0]) + second.gather(1, words[1]) - total.log()).float()
+        return within(log_prob, ids, self.among)
 
     def log_count(self, ids: Tensor, step: Step) -> Tensor | None:
         return math.log(self.n) + self.log_prob(ids, step)
@@ -122,17 +138,24 @@ class QuantizedSoftmax(Negatives):
         if corpus.epoch % self.every:
             return
         items, words = corpus.items.to(self.book.dtype), self.book.shape[1]
+        code = self.code
+        if self.among is not None:
+            items, code = items[self.among], code[:, self.among]
         parts = [items.clone(), items.clone()]
         if self.codebook == "product":
             parts[0][:, items.shape[1] // 2 :] = 0
             parts[1][:, : items.shape[1] // 2] = 0
         for which in (0, 1):
             if which == 1 and self.codebook == "residual":
-                parts[1] -= self.book[0][self.code[0]]
+                parts[1] -= self.book[0][code[0]]
             self.book[which] = _centres(parts[which], words, corpus.generator)
-            self.code[which] = nearest(parts[which], self.book[which])
-        cell = self.code[0] * words + self.code[1]
-        self.items.copy_(torch.argsort(cell, stable=True))
+            code[which] = nearest(parts[which], self.book[which])
+        cell = code[0] * words + code[1]
+        order = torch.argsort(cell, stable=True)
+        if self.among is not None:
+            self.code[:, self.among] = code
+            order = self.among[order]
+        self.items.copy_(order)
         # scatter_add: bincount would synchronise
         self.size_of.zero_().scatter_add_(0, cell, torch.ones_like(cell))
         self.start.copy_(torch.cumsum(self.size_of, 0) - self.size_of)

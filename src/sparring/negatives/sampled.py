@@ -15,7 +15,9 @@ from sparring.negatives.base import (
     Negatives,
     check_choice,
     corrected,
+    drawable,
     exclude_for,
+    within,
     zeros,
 )
 from sparring.negatives.distributions import Distribution
@@ -65,28 +67,32 @@ class Sampled(Negatives):
 
 
 class AllItems(Negatives):
-    """Every item of the catalogue once: the full softmax. Affordable up to some 100,000 items; the oracle of the tests.
+    """Every item of the catalogue, or of `among`, once: the full softmax.
 
-    AllItems(n_items)
+    Affordable up to some 100,000 items; the oracle of the tests.
+
+        AllItems(n_items)
     """
 
     n_items: int
+    among: Tensor | None
 
-    def __init__(self, n_items: int, exclude: ExcludeKind = "positive"):
+    def __init__(self, n_items: int, exclude: ExcludeKind = "positive", among: Tensor | None = None):
         super().__init__()
         check_choice("exclude", exclude, ExcludeKind)
         self.n_items, self.exclude = n_items, exclude
+        self.register_buffer("among", drawable(among, n_items), persistent=False)
 
     def forward(self, step: Step) -> Bag:
-        ids = torch.arange(self.n_items, device=step.q.device)
+        ids = torch.arange(self.n_items, device=step.q.device) if self.among is None else self.among
         exclude, words = exclude_for(step, self.exclude), Provenance("all items")
         return Bag((Candidates(ids, step.encode(ids), zeros(step), exclude, provenance=words),))
 
     def log_count(self, ids: Tensor, step: Step) -> Tensor | None:
-        return torch.zeros(ids.shape, device=ids.device)
+        return within(torch.zeros(ids.shape, device=ids.device), ids, self.among)
 
     def size(self, step: Step) -> float:
-        return self.n_items
+        return self.n_items if self.among is None else len(self.among)
 
 
 class Shown(Negatives):

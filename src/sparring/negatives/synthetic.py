@@ -1,16 +1,19 @@
-"""Synthetic negatives: MixPositive (MixGCF), BatchMix (BMNS)."""
+"""Synthetic negatives: MixPositive and MixHops (MixGCF), BatchMix (BMNS)."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 import torch
+from torch import Tensor
 
-from sparring.core.types import Bag, Candidates, Provenance, Step
+from sparring.core.types import Bag, Candidates, ItemLayers, Provenance, Step
 from sparring.kernels import reference
 from sparring.negatives.algebra import merged
 from sparring.negatives.base import UNKNOWN, Negatives, check_choice, zeros
 from sparring.negatives.distributions import Frequency
+from sparring.negatives.selection import Hardest, masked_logits
 
 MixPer = Literal["query", "candidate"]
 
@@ -52,6 +55,64 @@ class MixPositive(Negatives):
         ids = torch.full(shape, -1, device=block.ids.device)
         words = block.derived(f"positive mixed into {block.provenance.source}")
         return Bag((Candidates(ids, emb, log_w, provenance=words),), bag.log_w_positive)
+
+
+class MixHops(Negatives):
+    """The hardest candidates of every layer, each mixed with the positive, and averaged over the layers (MixGCF).
+
+        e'_im(l) = a_il v_i(l) + (1 - a_il) e_m(l),   a ~ U(0, 1)            positive mixing, in each layer l
+        e_i = mean over l of e'_im(l) with the largest q_i . e'_im(l)        hop mixing
+
+    For the item tower of a graph (Step.layers). A negative then consists of a different item in each layer. One share
+    per query and layer keeps the order of candidates, so the hardest are chosen before they are mixed. k > 1 averages
+    the j-th hardest of each layer; the authors divide the candidates into k groups instead. A model without layers has
+    one, and this is MixPositive(Hardest(source, k)).
+
+        MixHops(Sampled(Uniform(n_items), 32, per_query=True))
+
+    Huang et al., MixGCF: An Improved Training Method for Graph Neural Network-based Recommender Systems, KDD 2021.
+    """
+
+    log_count = UNKNOWN
+
+    def __init__(self, source: Negatives, k: int = 1):
+        super().__init__()
+        if not source.encodes:
+            raise ValueError(f"MixHops needs a source of items, such as Sampled, not {type(source).__name__}")
+        self.k, self.source = k, source
+        self.plain = MixPositive(Hardest(source, k))
+
+    def forward(self, step: Step) -> Bag:
+        if step.layers is None:
+            bag: Bag = self.plain(step)
+            return bag
+        layers = range(step.layers.count)
+        with torch.no_grad():
+            bag = self.source(step)
+            block = merged(bag, step)
+            hardest = [self._hardest(step, block, step.layers, layer) for layer in layers]
+        share = torch.rand(len(step.batch), step.layers.count, generator=step.generator, device=step.q.device)
+        share = step.batch.own(share).to(step.q.dtype)
+        total: Tensor | None = None
+        for layer, (ids, _) in zip(layers, hardest, strict=True):
+            positive = step.layers.encode(step.item_ids, layer).unsqueeze(1)
+            mixed = torch.lerp(step.layers.encode(ids, layer), positive, share[:, layer].view(-1, 1, 1))
+            total = mixed if total is None else total + mixed
+        assert total is not None
+        emb = step.layers.join(total / len(layers)).to(step.q.dtype)
+        log_w = torch.stack([weights for _, weights in hardest]).mean(0)
+        words = block.derived(f"positive mixed into the hardest of each layer of {block.provenance.source}")
+        return Bag((Candidates(torch.full_like(hardest[0][0], -1), emb, log_w, provenance=words),), bag.log_w_positive)
+
+    def _hardest(self, step: Step, block: Candidates, layers: ItemLayers, layer: int) -> tuple[Tensor, Tensor]:
+        """(B, k) each: the hardest candidates by the vectors of a layer, and their weights, -inf for excluded ones."""
+        emb = layers.encode(block.ids, layer).to(step.q.dtype)
+        scores = masked_logits(step.scaled, replace(block, emb=emb))
+        best = scores.topk(min(self.k, scores.shape[1]), dim=1)
+        weights = block.log_w.expand(scores.shape).gather(1, best.indices)
+        return block.ids.expand(scores.shape).gather(1, best.indices), torch.where(
+            torch.isneginf(best.values), best.values, weights
+        )
 
 
 class BatchMix(Negatives):

@@ -30,6 +30,7 @@ from sparring.recipes.in_batch import (
     ssl,
     ssl_pop,
     uns,
+    with_pairs,
     xir,
 )
 from sparring.recipes.losses import ada_tau, bsl, ccl, gbce, psl, sl, slatk
@@ -60,4 +61,4 @@ RECIPES: dict[str, Callable[..., Run]] = {
     recipe.__name__: recipe for recipe in (*_IN_BATCH, *_HARD, *_LOSSES, esans, *_EXTREME, *_BASELINES)
 }
 
-__all__ = ["PAPER", "RECIPES", "Form", "OneOf", "Range", "item_frequency", *RECIPES]
+__all__ = ["PAPER", "RECIPES", "Form", "OneOf", "Range", "item_frequency", "with_pairs", *RECIPES]

@@ -28,7 +28,7 @@ from sparring.negatives import (
 from sparring.negatives.clusters import ByCluster
 from sparring.recipes.arguments import Range
 from sparring.recipes.hard import column_classes
-from sparring.recipes.in_batch import positive_counts
+from sparring.recipes.in_batch import positive_counts, with_pairs
 from sparring.recipes.run import Run, Term, compose
 from sparring.recipes.setup import Setup
 
@@ -88,15 +88,15 @@ def esans(
     negatives: list[Negatives] = []
     # Corrected hard negatives stand for the rest of the positive's cluster, so the shared ones must not.
     apart: CellExcludeKind = "cluster" if correction == "counts" and masks == "cell" and m_h > 0 else masks
-    rows = positive_counts(data, setup)
-    others = OtherClusters(cells, min(m_c, cells.k_primary - 1), m_o, gamma, near, shared, apart, correction, rows)
+    rows, among, m_c = positive_counts(data, setup), with_pairs(data), min(m_c, cells.k_primary - 1)
+    others = OtherClusters(cells, m_c, m_o, gamma, near, shared, apart, correction, rows, among)
     if simple_mixtures and m_o > 1:
         scale: Normalisation = normalisation or ("minmax_block" if ours else "affine")
         negatives.append(Interpolated(others, eta, scale, renorm, offset, layer))
     else:
         negatives.append(others)
     if m_h > 0:
-        same = SameCluster(cells, m_h, exclude=masks, correction=correction)
+        same = SameCluster(cells, m_h, exclude=masks, correction=correction, among=among)
         negatives.append(TowardsPositive(same, lam, detach_positive, renorm, offset, layer) if hard_mixtures else same)
     return compose(data, setup, Term(1.0, negatives[0] if len(negatives) == 1 else Union(*negatives)))
 

@@ -18,7 +18,7 @@ from sparring.models.clusters.clustered_batches import ClusteredBatches
 from sparring.models.item_corrections import Centroids
 from sparring.negatives import AllItems, InBatch, NearestItems, Union
 from sparring.recipes.arguments import PerQuery
-from sparring.recipes.in_batch import item_frequency
+from sparring.recipes.in_batch import item_frequency, with_pairs
 from sparring.recipes.run import Run, Term, compose
 from sparring.recipes.setup import Setup
 
@@ -87,7 +87,8 @@ def ance(
     The ranking is exact: it encodes all queries and all items, on a second GPU or another core if delay > 0.
     Xiong et al., Approximate Nearest Neighbor Negative Contrastive Learning for Dense Text Retrieval, ICLR 2021.
     """
-    nearest = NearestItems(data.n_queries, n, min(k, data.n_items), skip, every, start, per_query, delay=delay)
+    k, among = min(k, data.n_items), with_pairs(data)
+    nearest = NearestItems(data.n_queries, n, k, skip, every, start, per_query, delay=delay, among=among)
     return compose(data, setup, Term(1.0, Union(InBatch(exclude="known"), nearest), _loss(loss)))
 
 
@@ -214,7 +215,7 @@ def dexml(data: Interactions, setup: Setup = SOFTMAX) -> Run:
     all items: with text towers set chunk, so that they fit.
     Gupta et al., Dual-Encoders for Extreme Multi-Label Classification, ICLR 2024.
     """
-    return compose(data, setup, Term(1.0, AllItems(data.n_items, exclude="known")))
+    return compose(data, setup, Term(1.0, AllItems(data.n_items, "known", with_pairs(data))))
 
 
 def _loss(name: Literal["softmax", "hinge"]) -> Loss:

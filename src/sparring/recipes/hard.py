@@ -20,18 +20,18 @@ from sparring.negatives import (
     Hardest,
     HardestBucket,
     InBatch,
+    MixHops,
     MixPositive,
     NearestTo,
     QuantizedSoftmax,
     Sampled,
     Tilted,
-    Uniform,
     Union,
 )
 from sparring.negatives.quantized import Codebook
 from sparring.negatives.synthetic import MixPer
 from sparring.recipes.arguments import Corrected, Excluded, OneOf, PerQuery, Range, UniformDraws
-from sparring.recipes.in_batch import PAPER, item_frequency
+from sparring.recipes.in_batch import PAPER, item_frequency, uniform, with_pairs
 from sparring.recipes.run import Run, Term, compose
 from sparring.recipes.setup import Setup, epoch_steps
 
@@ -90,13 +90,14 @@ def mixgcf(
     per_query: PerQuery = True,
     exclude: Excluded = "known",
 ) -> Run:
-    """Softmax against the k hardest of n draws, each mixed with the positive (MixGCF, two-tower form).
+    """Softmax against the k hardest of n draws, each mixed with the positive, in every layer of a graph (MixGCF).
 
-    mix="query" cannot change the choice of the hardest; mix="candidate" can.
+    Of the model lightgcn the layers are mixed one by one, as published; any other model has one layer. mix="query"
+    cannot change the choice of the hardest; mix="candidate" can, and mixes the final vectors of any model.
     Huang et al., MixGCF: An Improved Training Method for Graph Neural Network-based Recommender Systems, KDD 2021.
     """
     pool = _pool(data, n, per_query, exclude)
-    negatives = MixPositive(Hardest(pool, k)) if mix == "query" else Hardest(MixPositive(pool, mix), k)
+    negatives = MixHops(pool, k) if mix == "query" else Hardest(MixPositive(pool, mix), k)
     return compose(data, setup, Term(1.0, negatives))
 
 
@@ -116,8 +117,8 @@ def amns(
     Models, arXiv 2410.17276.
     """
     batch = InBatch(item_frequency(data, setup), correction, exclude)
-    uniform = Sampled(Uniform(data.n_items), n, False, correction, exclude)
-    return compose(data, setup, Term(1.0, Hardest(Union(batch, uniform, correction=correction), k)))
+    drawn = Sampled(uniform(data), n, False, correction, exclude)
+    return compose(data, setup, Term(1.0, Hardest(Union(batch, drawn, correction=correction), k)))
 
 
 def bmns(
@@ -166,7 +167,7 @@ def fairneg(
     """
     of_items = popularity_classes(data, groups) if column is None else column_classes(data, column)
     steps = epoch_steps(data, setup) if every is None else every
-    shares = GroupShares(of_items, lr_shares, momentum, decay, steps, floor)
+    shares = GroupShares(of_items, lr_shares, momentum, decay, steps, floor, with_pairs(data))
     pool = Sampled(shares, n, correction=correction, exclude=exclude)
     return compose(data, setup, Term(1.0, Tilted(pool, importance, temperature)))
 
@@ -187,9 +188,8 @@ def midx(
     Our common settings: the paper's are for autoencoders and language models.
     Chen et al., Fast Variational AutoEncoder with Inverted Multi-Index for Collaborative Filtering, WWW 2022.
     """
-    negatives = QuantizedSoftmax(
-        data.n_items, width(setup.model, setup.text), n, words, codebook, correction, exclude, every
-    )
+    dim, among = width(setup.model, setup.text), with_pairs(data)
+    negatives = QuantizedSoftmax(data.n_items, dim, n, words, codebook, correction, exclude, every, among)
     return compose(data, setup, Term(1.0, negatives))
 
 
@@ -208,7 +208,8 @@ def sce(
     Our common settings: the paper's are for sequence models.
     Mezentsev et al., Scalable Cross-Entropy Loss for Sequential Recommendations with Large Item Catalogs, RecSys 2024.
     """
-    return compose(data, setup, Term(1.0, HardestBucket(data.n_items, n, buckets, queries, mix, exclude)))
+    negatives = HardestBucket(data.n_items, n, buckets, queries, mix, exclude, with_pairs(data))
+    return compose(data, setup, Term(1.0, negatives))
 
 
 def popularity_classes(data: Interactions, groups: int) -> Tensor:
@@ -233,4 +234,4 @@ def column_classes(data: Interactions, column: str) -> Tensor:
 
 
 def _pool(data: Interactions, n: int, per_query: bool, exclude: ExcludeKind) -> Sampled:
-    return Sampled(Uniform(data.n_items), n, per_query, "none", exclude)
+    return Sampled(uniform(data), n, per_query, "none", exclude)

@@ -61,7 +61,7 @@ def default(
 
     SL (Wu et al., TOIS 2024) with the initial temperature of Adap-tau (Chen et al., WWW 2023).
     """
-    negatives = Sampled(Uniform(data.n_items), n, exclude=exclude, correction="none")
+    negatives = Sampled(uniform(data), n, exclude=exclude, correction="none")
     return compose(data, setup, Term(1.0, negatives, softmax_loss))
 
 
@@ -90,7 +90,7 @@ def uns(
 
     Jean et al., On Using Very Large Target Vocabulary, ACL 2015 (sampled softmax).
     """
-    return compose(data, setup, Term(1.0, Sampled(Uniform(data.n_items), n, per_query, correction)))
+    return compose(data, setup, Term(1.0, Sampled(uniform(data), n, per_query, correction)))
 
 
 def pns(
@@ -120,7 +120,7 @@ def bpr(
 
     Rendle et al., BPR: Bayesian Personalized Ranking from Implicit Feedback, UAI 2009.
     """
-    negatives = Sampled(Uniform(data.n_items), n, True, "none", exclude)
+    negatives = Sampled(uniform(data), n, True, "none", exclude)
     return compose(data, setup, Term(1.0, negatives, bpr_loss))
 
 
@@ -170,7 +170,7 @@ def mns(data: Interactions, setup: Setup = PAPER, *, n: UniformDraws = 2048, for
     Yang et al., Mixed Negative Sampling for Learning Two-tower Neural Networks, WWW 2020 companion.
     """
     pop, exclude = item_frequency(data, setup), masking(form)
-    sources = InBatch(pop, exclude=exclude), Sampled(Uniform(data.n_items), n, exclude=exclude)
+    sources = InBatch(pop, exclude=exclude), Sampled(uniform(data), n, exclude=exclude)
     if form == "paper":
         return compose(data, setup, Term(1.0, Union(*sources, correction="negatives")))
     return compose(data, setup, Term(1.0, Union(*sources, correction="both", positive=pop)))
@@ -183,7 +183,7 @@ def debiased_mns(
 
     Xing et al., ESANS, WWW 2025 (baseline: Yang et al. 2020 with the correction of Yi et al. 2019).
     """
-    sources = InBatch(item_frequency(data, setup)), Sampled(Uniform(data.n_items), n)
+    sources = InBatch(item_frequency(data, setup)), Sampled(uniform(data), n)
     return compose(data, setup, Term(1.0, Union(*sources, correction=correction)))
 
 
@@ -254,7 +254,7 @@ def full_softmax(data: Interactions, setup: Setup = PAPER) -> Run:
 
     Covington et al., Deep Neural Networks for YouTube Recommendations, RecSys 2016 (the exact loss they sample).
     """
-    return compose(data, setup, Term(1.0, AllItems(data.n_items)))
+    return compose(data, setup, Term(1.0, AllItems(data.n_items, among=with_pairs(data))))
 
 
 def shown(
@@ -274,6 +274,21 @@ def shown(
             "the recipe `shown` needs shown items: name their column with --label-column (1 taken, 0 shown)"
         )
     return compose(data, setup, Term(1.0, Union(InBatch(item_frequency(data, setup), correction), Shown(lists, n))))
+
+
+def uniform(data: Interactions) -> Uniform:
+    """The uniform distribution over the items that have a training pair."""
+    return Uniform(data.n_items, with_pairs(data))
+
+
+def with_pairs(data: Interactions) -> Tensor | None:
+    """The items that have a training pair, the only ones that negatives are drawn from; None if all have one.
+
+    An item that is never a positive must not be a negative either: a tower over features or texts would learn to rank
+    it last.
+    """
+    counts = data.counts()
+    return None if counts.all() else torch.from_numpy(np.flatnonzero(counts))
 
 
 def item_frequency(data: Interactions, setup: Setup | None = None, alpha: float = 1.0) -> Popularity:

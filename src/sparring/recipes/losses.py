@@ -18,8 +18,9 @@ from sparring.losses import bsl as bsl_loss
 from sparring.losses import ccl as ccl_loss
 from sparring.losses import gbce as gbce_loss
 from sparring.losses import psl as psl_loss
-from sparring.negatives import ExcludeKind, Sampled, Uniform
+from sparring.negatives import ExcludeKind, Sampled
 from sparring.recipes.arguments import Excluded, OneOf, PerQuery, Range, UniformDraws
+from sparring.recipes.in_batch import uniform
 from sparring.recipes.run import Run, Term, compose
 from sparring.recipes.setup import Setup
 
@@ -173,4 +174,4 @@ def gbce(
 
 
 def _against_uniform(data: Interactions, n: int, per_query: bool, exclude: ExcludeKind, loss: Loss) -> Term:
-    return Term(1.0, Sampled(Uniform(data.n_items), n, per_query, "none", exclude), loss)
+    return Term(1.0, Sampled(uniform(data), n, per_query, "none", exclude), loss)

@@ -15,6 +15,7 @@ from sparring.core.devices import pick_device
 from sparring.core.errors import UserError
 from sparring.core.part import Part
 from sparring.core.ranks import launched
+from sparring.core.types import Positives
 from sparring.data.batches import RandomBatches
 from sparring.data.histories import Histories, histories
 from sparring.data.interactions import Ids, Interactions
@@ -22,7 +23,7 @@ from sparring.data.texts.texts import find_texts
 from sparring.losses import Fixed, Learned, Loss, sampled_softmax
 from sparring.models import finding
 from sparring.models.build import device_bytes, solved_retriever, table_bytes, text_sides, width
-from sparring.models.inputs import Inputs, no_past
+from sparring.models.inputs import Inputs, no_pairs, no_past
 from sparring.models.named import TABLES, Model
 from sparring.models.retriever import Retriever
 from sparring.models.settings import ModelSettings
@@ -124,7 +125,7 @@ def compose(data: Interactions, setup: Setup, *terms: Term, model: Retriever | N
     if model is not None:
         return Run(_own_model(model, data, setup), terms, temperature, setup.replaced(model_name=OWN))
     ids = Ids(data.query_ids, data.item_ids, data.query_table, data.item_table)
-    model = build_towers(setup, ids, lambda: histories(data))
+    model = build_towers(setup, ids, lambda: histories(data), known=data.positives)
     if setup.model.init == "spectral":
         start_from(data.positives(), model, setup.seed)
     return Run(model, terms, temperature, setup)
@@ -201,8 +202,9 @@ def build_towers(
     recall: Callable[[], Histories] = no_past,
     saved: Path | None = None,
     function: Model | None = None,
+    known: Callable[[], Positives] = no_pairs,
 ) -> Retriever:
-    """The model that a setup names, or the function's, initialised from the seed; `recall` and `saved` as in Inputs."""
+    """The model that a setup names, or the function's, initialised from the seed; the others are as in Inputs."""
     settings, name = setup.model, finding.short(setup.model.name)
     inputs = Inputs(
         ids,
@@ -212,6 +214,7 @@ def build_towers(
         shards=1 if setup.classifiers.epochs else setup.classifiers.shards,
         saved=saved,
         recall=recall,
+        known=known,
     )
     function = finding.find(setup.model.name) if function is None else function
     options = parse_options(function, settings.options)

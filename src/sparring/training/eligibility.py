@@ -1,6 +1,7 @@
 """Eligibility: a run recommends neither items that a query has taken nor items whose vectors were never trained.
 
-Evaluation differs: it ranks the complete catalogue and excludes only items taken earlier (`Split.seen_for`).
+Towers over features or texts have a useful vector of any item, so they list untrained ones too. Evaluation ranks the
+same items for every query, but excludes only those taken before the part that it ranks (`Split.seen_for`).
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sparring.core.part import Part
+from sparring.core.subset import Subset
 from sparring.core.topk import top_k
 from sparring.core.types import Positives
 from sparring.data.interactions import Interactions, Split
 from sparring.data.pairs import csr, occurrences
 from sparring.models.fusion import BLOCK, Fused
+from sparring.models.graph import Graph, GraphItems
 from sparring.models.retriever import Retriever
 from sparring.models.towers import HistoryReader, IdTower, UnitTower
 
@@ -75,6 +78,10 @@ class Eligibility:
         taken = np.concatenate(items)
         return csr(np.concatenate(rows), taken, len(queries), int(taken.max(initial=0)) + 1)
 
+    def listed(self, n_items: int) -> Tensor | None:
+        """The items that lists may hold; None for all."""
+        return _others(self.items, n_items)
+
     def ranking(self, vectors: Tensor | None, n_items: int | None = None) -> Ranking:
         """Ranks the eligible items by the vectors (N, D) of all items, or `n_items` items by scores."""
         return Ranking(vectors, self.items, n_items)
@@ -84,26 +91,21 @@ class Ranking:
     """An exact ranking of all items except untrained ones; without vectors, a query is its scores of all items."""
 
     def __init__(self, vectors: Tensor | None, untrained: Tensor, n_items: int | None = None) -> None:
-        self.vectors, self.kept, self.place = vectors, None, None
-        if len(untrained):
-            trained = torch.ones(n_items or len(vectors), dtype=torch.bool)  # type: ignore[arg-type]
-            trained[untrained.long()] = False
-            self.kept = torch.nonzero(trained).flatten()
-            self.place = torch.where(trained, trained.cumsum(0) - 1, -1)
-            self.vectors = None if vectors is None else vectors[self.kept.to(vectors.device)]
+        n = n_items or len(vectors)  # type: ignore[arg-type]
+        listed = _others(untrained, n)
+        self.vectors, self.part = vectors, None if listed is None else Subset(listed, n)
+        if self.part is not None and vectors is not None:
+            self.vectors = vectors[self.part.ids.to(vectors.device)]
 
     def best(self, q: Tensor, k: int, taken: Positives | None = None) -> tuple[Tensor, Tensor]:
         """Scores and ids (B, k) of the best items, id -1 where none is left; row i of `taken` belongs to query i."""
-        if taken is not None and self.place is not None:
-            items = self.place[taken.items.long()]
-            left = torch.cat([torch.zeros(1, dtype=torch.long), (items >= 0).cumsum(0)])
-            taken = Positives(left[taken.start], items[items >= 0])
-        if self.vectors is None and self.kept is not None:
-            q = q[:, self.kept.to(q.device)]
-        scores, ids = top_k(q, self.vectors, k, taken, torch.arange(len(q)))
-        return scores, ids if self.kept is None else torch.where(
-            ids >= 0, self.kept.to(ids.device)[ids.clamp(min=0)], -1
-        )
+        if self.part is None:
+            return top_k(q, self.vectors, k, taken, torch.arange(len(q)))
+        taken = None if taken is None else self.part.lists(taken)
+        if self.vectors is None:
+            q = q[:, self.part.ids.to(q.device)]
+        scores, places = top_k(q, self.vectors, k, taken, torch.arange(len(q)))
+        return scores, self.part.to(places.device).ids_at(places)
 
 
 def seen_tensors(
@@ -122,13 +124,25 @@ def seen_tensors(
     if test is not None:
         held_out = test.positives()
         tensors |= {"test_start": held_out.start, "test_items": held_out.items}
-    frozen = model is None or not all(parameter.requires_grad for parameter in model.parameters())
-    if model is not None and not frozen:  # frozen vectors were trained by an earlier stage
+    if model is not None and not _is_frozen(model):
         if _is_table(model.query) or isinstance(model.query, HistoryReader):
             tensors["untrained_queries"] = _absent(data.queries, data.n_queries, warm.get("queries"))
-        if _is_table(model.item) or isinstance(model.item, UnitTower):
-            tensors["untrained_items"] = _absent(data.items, data.n_items, warm.get("items"))
+        if (items := untrained_items(model, data, warm.get("items"))) is not None:
+            tensors["untrained_items"] = items
     return tensors
+
+
+def untrained_items(model: Retriever, data: Interactions, warm: np.ndarray | None = None) -> Tensor | None:
+    """The items whose vectors a training on `data` leaves as they started; None if the item tower has no such items."""
+    if _is_frozen(model) or not (_is_table(model.item) or isinstance(model.item, UnitTower)):
+        return None
+    return _absent(data.items, data.n_items, warm)
+
+
+def listed_items(model: Retriever, data: Interactions, warm: np.ndarray | None = None) -> Tensor | None:
+    """The items that an evaluation of a model trained on `data` may list; None for all."""
+    absent = untrained_items(model, data, warm)
+    return None if absent is None else _others(absent, data.n_items)
 
 
 def untrained(split: Split) -> dict[str, int]:
@@ -150,8 +164,23 @@ def untrained_line(counts: Mapping[str, int]) -> str | None:
     return f"{who} {'have' if sum(n for n, _, _ in named) > 1 else 'has'} no training pair{tested}"
 
 
+def _is_frozen(model: Retriever) -> bool:
+    """Whether vectors were trained by an earlier stage."""
+    return not all(parameter.requires_grad for parameter in model.parameters())
+
+
+def _others(ids: Tensor, n: int) -> Tensor | None:
+    """The other ids of 0..n-1; None if `ids` is empty."""
+    if not len(ids):
+        return None
+    kept = torch.ones(n, dtype=torch.bool)
+    kept[ids.long()] = False
+    return torch.nonzero(kept).flatten()
+
+
 def _is_table(tower: torch.nn.Module) -> bool:
-    return isinstance(tower, IdTower) or (isinstance(tower, Part) and tower.spread)
+    """Whether only the training pairs of an id give it a vector."""
+    return isinstance(tower, IdTower | Graph | GraphItems) or (isinstance(tower, Part) and tower.spread)
 
 
 def _absent(ids: np.ndarray, n: int, warm: np.ndarray | None) -> Tensor:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from sparring.core.devices import pick_device
 from sparring.core.errors import UserError
@@ -23,6 +24,7 @@ from sparring.models.retriever import Retriever
 from sparring.recipes.run import Run
 from sparring.training import checkpoint
 from sparring.training import folder as run_folder
+from sparring.training.eligibility import listed_items
 from sparring.training.loop import Trainer, TrainingProgress, selected
 from sparring.training.stages import classifier_run, fuse
 from sparring.training.warm_start import warm_start
@@ -96,7 +98,7 @@ def fit(
             run.model.remember(past)
         if split.test is not None:
             log.info("ranking the complete catalogue for every test query")
-            test = _test(run.model, split, k, metrics, where, ranks)
+            test = _test(run.model, split, k, metrics, where, ranks, trainer.listed)
         fitted = Fitted(run, state.history, state.best_epoch, test, state.seconds)
         if folder is not None and ranks.rank == 0:
             run_folder.write_end(folder, run, state.history, state.best_epoch, state.seconds, test)
@@ -164,6 +166,8 @@ def _start(
     run, split, folder, ranks = trainer.run, trainer.split, trainer.folder, trainer.ranks
     saved = resume and folder is not None and any(folder.glob("checkpoint*.safetensors"))  # it has the vectors
     began = None if warm is None or saved else warm_start(run.model, split, warm)
+    if began is not None:
+        trainer.listed = listed_items(run.model, split.train, began.items)
     if folder is None:
         if began is not None:
             began.report()
@@ -178,6 +182,7 @@ def _start(
                 f"{folder} was started from other vectors than those of warm={warm}: resume cannot change that"
             )
         trainer.load()
+        trainer.listed = run_folder.listed_items(folder)  # a warm start trains items without pairs
         if ranks.rank == 0:
             run_folder.reopen(folder)  # not before: a run that cannot be resumed stays as it was
     elif ranks.rank == 0:
@@ -207,8 +212,9 @@ def _test(
     metrics: Sequence[str],
     device: torch.device,
     ranks: Ranks = ALONE,
+    among: Tensor | None = None,
 ) -> Evaluation:
     assert split.test is not None
     metrics = (*metrics, *(PROPENSITY_METRICS if split.test.propensity is not None else ()))
     seen = split.seen_for("test").to(device)
-    return evaluate(model, split.test, seen, k, metrics, counts=split.train.counts(), ranks=ranks)
+    return evaluate(model, split.test, seen, k, metrics, counts=split.train.counts(), ranks=ranks, among=among)

@@ -477,7 +477,13 @@ def _described_model(
         # the weights of the encoder are in the model
         listed.check(encoder_folder(setup.text, side), but=["model.safetensors"])
         listed.check(f"{side}_texts")
-    return build_towers(setup, ids, recall, listed.folder, function)
+
+    def known() -> Positives:
+        if not {"query.start", "query.items"} <= tensors.keys():
+            raise UserError(f"{path} does not fit this run: it has no training pairs for the query tower")
+        return Positives(tensors["query.start"], tensors["query.items"])
+
+    return build_towers(setup, ids, recall, listed.folder, function, known=known)
 
 
 def _read_past(listed: Manifest, meta: Mapping[str, Any], n_queries: int, n_items: int) -> Histories | None:
@@ -497,6 +503,13 @@ def _check_room(path: Path, rows: int, columns: int) -> None:
     if 4 * rows * columns > path.stat().st_size:
         shape = f"{rows:,} x {columns:,}"
         raise UserError(f"{path} does not fit this run: it is too short for an item table of {shape} numbers")
+
+
+def listed_items(folder: Path) -> Tensor | None:
+    """The items that lists of a run may hold; None for all."""
+    listed, meta = read_manifest(folder), read_meta(folder)
+    ids = Ids.load(folder, listed)
+    return read_eligibility(listed, meta, ids).listed(len(ids.item_ids))
 
 
 def read_eligibility(listed: Manifest, meta: Mapping[str, Any], ids: Ids) -> Eligibility:

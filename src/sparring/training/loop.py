@@ -25,6 +25,7 @@ from sparring.evaluation.ranking import evaluate
 from sparring.recipes.run import Run
 from sparring.training.checkpoint import CheckpointManager, State
 from sparring.training.cuda_graph import CudaGraphStep
+from sparring.training.eligibility import listed_items
 from sparring.training.optimizers import Schedule, clip_gradients, fitting_warmup, optimizers, set_lr
 from sparring.training.step import TrainingRows, training_step
 
@@ -79,6 +80,7 @@ class Trainer:
         most = setup.validation.valid_queries
         self.valid = None if split.valid is None else sample_queries(split.valid, most, setup.seed)
         self.seen = split.seen_for("valid").to(device) if self.valid is not None else None
+        self.listed = listed_items(run.model, train)
         self.checkpoints = CheckpointManager(run, self.modules, self.optimizers, self.generator, folder, ranks)
         self.state = State()
         self.total = torch.zeros((), device=device, dtype=torch.float64)  # this rank's summed loss of the epoch so far
@@ -234,7 +236,9 @@ class Trainer:
         if self.valid is not None and ((state.epoch + 1) % setup.validation.eval_every == 0 or last):
             metric, cutoff = selected(setup.validation.select)
             names = tuple(dict.fromkeys((metric, "recall", "ndcg")))
-            result = evaluate(self.run.model, self.valid, self.seen, (cutoff,), names, ranks=self.ranks)
+            result = evaluate(
+                self.run.model, self.valid, self.seen, (cutoff,), names, ranks=self.ranks, among=self.listed
+            )
             record |= result.metrics | {"valid_seconds": round(result.seconds, 3)}
             score = result.metrics[setup.validation.select]
             state.stale = 0 if score > state.best else state.stale + 1

@@ -75,7 +75,17 @@ def training_step(
         q = model.dropped(q, setup.model.dropout, ranks.own(uniform))
     batch = Batch(query_ids, item_ids, q, v, ranks, grouped=isinstance(context, Windows | Given))
     step = Step(
-        own_queries, own_items, q, v, run.temperature(own_queries), encode, generator, positives, encode_mixtures, batch
+        own_queries,
+        own_items,
+        q,
+        v,
+        run.temperature(own_queries),
+        encode,
+        generator,
+        positives,
+        encode_mixtures,
+        batch,
+        model.item_layers(),
     )
     bags: list[Bag] = []
     outputs: list[LossOutput] = []

@@ -11,6 +11,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal, Unpack
 
@@ -37,6 +38,7 @@ def prepare(
     *,
     items: str | os.PathLike[str] | None = None,
     queries: str | os.PathLike[str] | None = None,
+    catalogue: bool = False,
     how: str = "auto",
     valid: float = 0.1,
     test: float = 0.2,
@@ -61,8 +63,9 @@ def prepare(
     _check_out(out, overwrite)
     if path.is_dir() and (is_prepared(path) or is_xc(path) or is_beir(path)):
         raise UserError(f"{path} needs no preparation: train on it directly")
-    table = open_table(path, columns, items, queries, inline=engine == "polars")
+    table = replace(open_table(path, columns, items, queries, inline=engine == "polars"), catalogue=catalogue)
     roles = table.roles()
+    table.more_items(roles["item"])  # refused before a long read if there is no items table
     order = is_order(roles, columns)
     check_split(how, valid, test, "time" in roles, "split" in roles, order)  # before a long read
     with writing(out), _work_folder(out) as folder:

@@ -65,7 +65,7 @@ def number_ids(queries: pl.DataFrame, items: pl.Series, table: OpenTable, roles:
     `queries` has the columns q and n, the number of rows of each query. A bucket ends where its rows reach its size.
     """
     query_ids = vocabulary_of(queries["q"], roles["query"], table.text, None, table.source)
-    item_ids = vocabulary_of(items, roles["item"], table.text, None, table.source)
+    item_ids = vocabulary_of(items, roles["item"], table.text, table.more_items(roles["item"]), table.source)
     check_ids(query_ids, item_ids, table.source)
     dense = query_ids.encode(queries["q"])
     rows = np.zeros(len(query_ids), dtype=np.int64)
