@@ -210,8 +210,8 @@ def test_the_grid_of_recipes_and_models(place: Path, monkeypatch: pytest.MonkeyP
         assert row in text
     metas = {path.parent.parent.name: json.loads(path.read_text()) for path in Path("compare/grid").rglob("0/run.json")}
     assert {name: meta["setup"]["model"]["options"] for name, meta in metas.items()} == {
-        "unsxids": {},
-        "unsxgated": {"layers": 2},
+        "uns+ids": {},
+        "uns+gated": {"layers": 2},
         "popularity": {},
     }
 
