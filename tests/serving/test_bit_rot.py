@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from sparring.data.reading import read
 from sparring.recipes.settings import build
 from sparring.serving import build_index, check, open_index
 from sparring.serving.http.store import Change, Store
-from sparring.training import curve, item_vectors
+from sparring.training import item_vectors
 from sparring.training.fitting import fit
 from sparring.training.loop import TrainingProgress
 from sparring.training.trained import load
@@ -32,20 +32,14 @@ from support.run_files import contents, flip
 from support.settings import effort, quick
 from support.texts import text_parts
 
+pytestmark = pytest.mark.usefixtures("private_home")
+
 OWN = {"size": 4, "every": 1, "grow": "2", "clf_epochs": 1, "clf_batch_size": 16, "clf_warmup": 2, "clf_lr": 0.05}
 EVENTUALLY = {"README.md", "curve.png", "metrics.jsonl", "result.json", "per_query.parquet", "checkpoint.safetensors"}
 
 
 class Killed(BaseException):
     """Simulates a kill: nothing may catch it."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quick(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(curve, "training_curve", lambda history, path, *_: Path(path).write_bytes(b"no curve"))
-        patch.setenv("SPARRING_HOME", str(tmp_path_factory.mktemp("home")))
-        yield
 
 
 def trained(parts: Split, out: Path, seed: int = 0, **more: Any) -> Path:
