@@ -121,10 +121,6 @@ class RunRegistry:
         self.log("reloaded", run=slot, folder=str(folder), generation=new.generation, seconds=round(seconds, 3))
         return new, seconds
 
-    def changed_on_disk(self) -> list[str]:
-        """Names of the runs whose folder was written since they were loaded."""
-        return [served.name for served in self.runs if signature(served.folder) != served.signature]
-
     def close(self) -> None:
         with self._writing:
             self.store.close()
