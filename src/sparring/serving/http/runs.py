@@ -15,7 +15,7 @@ import numpy as np
 
 from sparring.core.errors import UserError
 from sparring.serving.http.schema import RequestError
-from sparring.serving.http.served_run import ServedRun, load_served, signature
+from sparring.serving.http.served_run import ServedRun, load_served
 from sparring.serving.http.store import Change, Store
 from sparring.serving.http.threads import contained
 
