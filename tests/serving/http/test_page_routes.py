@@ -191,11 +191,33 @@ def test_a_run_that_is_still_written_shows_what_there_is(truth: MadeRun, serving
     """An incomplete line is skipped, NaN becomes null, and a missing result leaves the metrics empty."""
     lines = [{"epoch": 1, "loss": float("nan"), "ndcg@10": 0.1}, {"epoch": 2, "loss": 0.5, "ndcg@10": 0.2}]
     (truth.folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + '\n{"epoch": 3, "lo')
+    approve(truth.folder)
     (run,) = serving(truth.folder).get("/page/runs").json()["runs"]
     assert run["epochs"] == [{"epoch": 1, "loss": None, "ndcg@10": 0.1}, {"epoch": 2, "loss": 0.5, "ndcg@10": 0.2}]
     assert run["test"] == {}
     assert run["best_epoch"] is None
     assert run["reports"] == []
+    assert run["problems"] == []
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "result.json"])
+def test_damaged_figures_are_not_shown(truth: MadeRun, serving: Callable[..., TestClient], name: str) -> None:
+    """A figure that was changed after training is left out, and the page names its file."""
+    (truth.folder / "metrics.jsonl").write_text('{"epoch": 1, "loss": 0.5}\n')
+    (truth.folder / "result.json").write_text('{"best_epoch": 1, "test": {"metrics": {"ndcg@10": 0.25}}}\n')
+    approve(truth.folder)
+    client, shown = serving(truth.folder), {"metrics.jsonl": [{"epoch": 1, "loss": 0.5}], "result.json": 1}
+    path = truth.folder / name
+    for text in (path.read_text(), path.read_text().replace("5", "9"), None):
+        if text is None:
+            path.unlink()
+        else:
+            path.write_text(text)
+        (run,) = client.get("/page/runs").json()["runs"]
+        found = {"metrics.jsonl": run["epochs"], "result.json": run["best_epoch"]}
+        whole = text is not None and "9" not in text
+        assert found == shown | ({} if whole else {name: [] if name == "metrics.jsonl" else None})
+        assert [name in problem for problem in run["problems"]] == ([] if whole else [True])
 
 
 def test_data_that_is_gone_is_said_and_a_slow_read_is_waited_for(
