@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -237,3 +238,67 @@ def test_data_that_is_gone_is_said_and_a_slow_read_is_waited_for(
         states.append(client.get("/page/negatives", params={"item": "1000"}).json())
     assert states[0] == {"state": "working"}
     assert states[-1] == {"state": "absent", "why": "the data is no longer there"}
+
+
+def test_negatives_that_cannot_be_had(
+    truth: MadeRun, serving: Callable[..., TestClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A service without training data, data beyond the limit and an item added later: each is said in one line."""
+    client = serving(truth.folder)
+    asked = client.get("/page/negatives", params={"item": "1000"}).json()
+    assert asked["state"] == "absent"
+    assert "cannot read" in asked["why"]
+    client.stop()  # type: ignore[attr-defined]
+    client = serving(truth.folder, read_split=lambda trained: pytest.fail("the data was read"))
+    assert client.put("/v1/items", json={"items": [{"id": 5, "like": [1000]}]}).status_code == 200
+    assert "added after" in client.get("/page/negatives", params={"item": "5"}).json()["why"]
+    monkeypatch.setattr(pages, "MAX_PAIRS", -1)
+    assert "limit" in client.get("/page/negatives", params={"item": "1000"}).json()["why"]
+
+
+def test_negatives_are_computed_one_after_another(
+    truth: MadeRun, serving: Callable[..., TestClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No more than QUEUED computations wait, and no more than CACHED results are kept."""
+    go, reads = threading.Event(), list[int]()
+
+    def slow(trained: Any) -> Any:
+        go.wait(20)
+        reads.append(1)
+        raise ValueError("nothing here")
+
+    for name, value in (("QUEUED", 2), ("CACHED", 1), ("WAIT", 0.02)):
+        monkeypatch.setattr(pages, name, value)
+    client = serving(truth.folder, read_split=slow)
+
+    def ask(row: int) -> str:
+        return str(client.get("/page/negatives", params={"item": str(truth.item_ids[row])}).json()["state"])
+
+    def answered(row: int, times: int) -> bool:
+        until = time.monotonic() + 10
+        while len(reads) < times and time.monotonic() < until:
+            time.sleep(0.01)
+        return ask(row) == "absent"
+
+    assert [ask(row) for row in (0, 1, 2, 3)] == ["working"] * 4
+    go.set()
+    assert answered(1, 2)
+    assert len(reads) == 2  # the third and the fourth were never queued
+    monkeypatch.setattr(pages, "WAIT", 10)
+    assert ask(4) == "absent"  # the result of row 0 makes room
+    assert len(reads) == 3
+    assert ask(0) == "absent"
+    assert len(reads) == 4
+
+
+def test_images_with_impossible_names(tmp_path: Path, serving: Callable[..., TestClient]) -> None:
+    """A name that is too long, or has a zero byte, is no image."""
+    truth = make_run(tmp_path / "run")
+    names = ["x" * 5000 + ".png", "a\0b.png"]
+    table = pl.read_parquet(truth.folder / "item_table.parquet")
+    images = pl.Series("image", names + [None] * (len(table) - 2), dtype=pl.String)
+    table.with_columns(images).write_parquet(truth.folder / "item_table.parquet")
+    approve(truth.folder)
+    client = serving(truth.folder)
+    for item in truth.item_ids[:2]:
+        assert client.get("/page/image", params={"item": str(item)}).status_code == 404
