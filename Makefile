@@ -68,13 +68,16 @@ test-slow: JOBS := $(shell expr $(JOBS) + 1)
 test-slow: $(READY)
 	$(PYTEST) -m slow
 
-# The oldest versions that pyproject.toml allows (torch: TORCH), without extras, in an environment of its own.
+# The oldest versions that pyproject.toml allows (torch: TORCH), in an environment of its own: the fast tests without
+# extras, then those of the extras serve and text.
 check-min:
 	test -x $(VENV)-min/bin/python || $(PYTHON) -m venv $(VENV)-min
 	$(VENV)-min/bin/python -m pip install --quiet "$(TORCH)"
 	$(VENV)-min/bin/python -m pip install --quiet --no-deps --editable .
 	$(VENV)-min/bin/python .ci/oldest.py | xargs $(VENV)-min/bin/python -m pip install --quiet pytest pytest-timeout pytest-xdist hypothesis scipy
 	OMP_NUM_THREADS=1 $(VENV)-min/bin/python -m pytest -n $(JOBS) -m fast
+	$(VENV)-min/bin/python .ci/oldest.py serve text | xargs $(VENV)-min/bin/python -m pip install --quiet httpx==0.27
+	OMP_NUM_THREADS=1 $(VENV)-min/bin/python -m pytest -n $(JOBS) -m "not slow" tests/serving tests/data/test_texts.py tests/training/test_text_runs.py
 
 # Of an installation with the extras text and serve: a bill of materials (CycloneDX, build/sbom.json) and known
 # vulnerabilities. The latter need the network: without it pip-audit lists every package as not audited.

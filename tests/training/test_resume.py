@@ -33,7 +33,7 @@ from sparring.recipes.setup import Setup
 from sparring.training import trained
 from sparring.training.fitting import Fitted, fit
 from sparring.training.loop import TrainingProgress
-from support.run_files import contents
+from support.run_files import contents, flip
 from support.settings import effort
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -544,3 +544,18 @@ def test_a_file_that_cannot_be_written_is_named(
     assert not list((tmp_path / "run").glob("*.tmp*"))
     train("xir", parts, tmp_path / "run", resume=True)
     assert_same(tmp_path / "whole", tmp_path / "run")
+
+
+def test_a_damaged_checkpoint_falls_back_to_the_one_before(
+    parts: Split, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With one flipped bit in the newest checkpoint, the run resumes from the previous one, says so, and ends alike."""
+    train("xir", parts, tmp_path / "whole")
+    folder = tmp_path / "stopped"
+    with pytest.raises(Killed):
+        train("xir", parts, folder, progress=killing({203}, random.Random(0)))
+    assert (folder / "checkpoint.previous.safetensors").is_file()
+    flip(folder / "checkpoint.safetensors", 8 * 5000)
+    train("xir", parts, folder, resume=True)
+    assert "falling back" in caplog.text
+    assert_same(tmp_path / "whole", folder)
