@@ -20,7 +20,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 # Tests start many processes, which import what the first one compiled.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup one-by-one demo test test-fast test-slow check-min lint format audit docs bench clean
+.PHONY: setup one-by-one demo test test-fast test-slow coverage check-min lint format audit docs bench clean
 
 setup: $(READY)
 
@@ -67,6 +67,14 @@ test: lint
 test-slow: JOBS := $(shell expr $(JOBS) + 1)
 test-slow: $(READY)
 	$(PYTEST) -m slow
+
+# Branch coverage of the code that serves and of the code that reads and writes files (pyproject.toml lists it), with
+# every tier of its tests, processes that they start included; docs/lab/coverage.md has the figures.
+coverage: $(READY)
+	rm -rf build/coverage && mkdir -p build/coverage
+	OMP_NUM_THREADS=1 $(BIN)/python -m coverage run -m pytest -n $(JOBS) tests/core tests/data tests/serving tests/training tests/several_ranks tests/cli
+	$(BIN)/python -m coverage combine --quiet
+	$(BIN)/python .ci/covered.py
 
 # The oldest versions that pyproject.toml allows (torch: TORCH), in an environment of its own: the fast tests without
 # extras, then those of the extras serve and text.
