@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from sparring.core.errors import UserError
 from sparring.data import Interactions, describe, from_frame, read, show, split
+from sparring.data.cache import load_array
 from sparring.data.pairs import undated
 from sparring.data.reading import describe_roles
 
@@ -574,3 +575,17 @@ def test_an_items_table_that_changes_while_it_is_read(
     with pytest.raises(UserError, match="changed while") as caught:
         read(tmp_path)
     assert name in str(caught.value)
+
+
+def test_files_that_hold_no_table(tmp_path: Path) -> None:
+    """A glob that matches other files, an empty part and an archive of arrays are each one line with the file."""
+    SMALL.write_parquet(tmp_path / "a.parquet")
+    (tmp_path / "b.txt").write_text("x")
+    assert "b.txt" in refusal(tmp_path / "[ab].*")
+    (tmp_path / "train.txt").write_text("0 1 2\n1 2\n")
+    (tmp_path / "test.txt").write_text("")
+    assert "test.txt is empty" in refusal(tmp_path / "train.txt")
+    np.savez(tmp_path / "several.npz", a=np.ones(2), b=np.ones(2))
+    (tmp_path / "several.npz").rename(tmp_path / "several.npy")
+    with pytest.raises(UserError, match="several arrays"):
+        load_array(tmp_path / "several.npy")
