@@ -17,7 +17,7 @@ pytest.importorskip("orjson", reason="the extra `serve` is not installed")
 from sparring.cli import main
 from sparring.core import files
 from sparring.core.errors import UserError
-from sparring.core.manifest import is_finished
+from sparring.core.manifest import is_finished, write_manifest
 from sparring.data.interactions import Split
 from sparring.data.prepared.preparation import prepare
 from sparring.data.reading import read
@@ -26,6 +26,7 @@ from sparring.serving import build_index, check, open_index
 from sparring.serving.http.store import Change, Store
 from sparring.training import item_vectors
 from sparring.training.fitting import fit
+from sparring.training.folder import APART, STARTED
 from sparring.training.loop import TrainingProgress
 from sparring.training.trained import load
 from support.run_files import contents, flip
@@ -321,3 +322,29 @@ def test_the_command_names_each_file_and_says_so_by_its_exit_code(
     refused(["check", tmp_path / "other"], "other")
     refused(["check", tmp_path / "nowhere"], "does not exist")
     refused(["recommend", folder, "--query", "1"], "model.safetensors", "corrupt")
+
+
+def test_every_kind_of_folder_is_recognised(run: Path, tmp_path: Path) -> None:
+    """A folder of stores and a folder with nothing but a manifest are checked too; any other folder is refused."""
+    stores = Path(shutil.copytree(run / "serve", tmp_path / "serve"))
+    assert (check(stores).kind, check(stores).problems) == ("store", [])
+    flip(stores / "items.sqlite", 8 * 30)
+    assert [problem.path.name for problem in check(stores).problems] == ["items.sqlite"]
+    (tmp_path / "report").mkdir()
+    (tmp_path / "report" / "page.html").write_text("<p>")
+    write_manifest(tmp_path / "report")
+    assert (check(tmp_path / "report").kind, check(tmp_path / "report").problems) == ("folder", [])
+    for folder, word in ((tmp_path, "neither"), (tmp_path / "none", "does not exist")):
+        with pytest.raises(UserError, match=word):
+            check(folder)
+
+
+def test_damage_in_an_unfinished_run_is_named(run: Path, tmp_path: Path) -> None:
+    """A file of tensors that no manifest lists yet is compared with its own hash."""
+    folder = Path(shutil.copytree(run, tmp_path / "run"))
+    write_manifest(folder, finished=False, names=(), keep=STARTED, apart=APART)
+    assert check(folder).kind == "unfinished run"
+    assert "model.safetensors" not in [problem.path.name for problem in check(folder).problems]
+    path = folder / "model.safetensors"
+    flip(path, path.stat().st_size * 8 - 9)
+    assert "model.safetensors" in [problem.path.name for problem in check(folder).problems]

@@ -27,7 +27,7 @@ from sparring.data.synthetic_world import make_world
 from sparring.recipes.settings import build
 from sparring.serving.export import lists
 from sparring.serving.index import KINDS, Index, recall_tuning, tune
-from sparring.serving.index.run_index import open_index
+from sparring.serving.index.run_index import build_index, open_index
 from sparring.training import trained as runs
 from sparring.training.fitting import fit
 from support.run_files import change_tensors
@@ -349,3 +349,14 @@ def test_a_graph_over_many_items_is_built_on_request_only(monkeypatch: pytest.Mo
     assert any("--kind hnsw" in reason for reason in tuned.left_out)
     assert "hnsw" not in {point.kind for point in tuned.points}
     assert tune(ITEMS[:3000], QUERIES, k=10, recall=0.5, kind="hnsw").chosen.kind == "hnsw"
+
+
+def test_a_diverged_model_has_no_index(run: Path, tmp_path: Path) -> None:
+    """NaN in the vectors of a run is one line, before any index is built."""
+    folder = Path(shutil.copytree(run, tmp_path / "run"))
+    shutil.rmtree(folder / "index", ignore_errors=True)
+    weight = torch.full_like(files.read_tensors(folder / "model.safetensors")[0]["item.weight"], float("nan"))
+    change_tensors(folder, "model", **{"item.weight": weight})
+    with pytest.raises(UserError, match="diverged"):
+        build_index(runs.load(folder), k=10, queries=20)
+    assert not (folder / "index").exists()

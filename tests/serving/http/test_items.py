@@ -403,3 +403,13 @@ def test_a_run_without_texts_places_none(truth: MadeRun, client: TestClient) -> 
     answer = client.put("/v1/items", json={"items": [{"id": "new", "text": "words"}]})
     assert answer.status_code == 422
     assert "text" in answer.json()["detail"]
+
+
+def test_a_value_can_be_taken_back(truth: MadeRun, client: TestClient) -> None:
+    """A column set to null has no value: the item fails every condition on it."""
+    item = truth.item_ids[7]
+    put(client, {"id": item, "price": None})
+    assert client.get(f"/v1/items/{item}").json()["columns"]["price"] is None
+    where = [{"column": "price", "op": ">=", "value": -1}]
+    listed = ids(client, {"user": "user-01", "k": 60, "exclude_seen": False, "where": where}, "/v1/recommend")
+    assert sorted([*listed, item]) == truth.item_ids
