@@ -20,7 +20,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 # Tests start many processes, which import what the first one compiled.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup one-by-one demo test test-fast test-slow check-min lint format audit docs bench clean
+.PHONY: setup one-by-one demo test test-fast test-slow coverage check-min lint format audit docs bench clean
 
 setup: $(READY)
 
@@ -68,13 +68,24 @@ test-slow: JOBS := $(shell expr $(JOBS) + 1)
 test-slow: $(READY)
 	$(PYTEST) -m slow
 
-# The oldest versions that pyproject.toml allows (torch: TORCH), without extras, in an environment of its own.
+# Branch coverage of the code that serves and of the code that reads and writes files (pyproject.toml lists it), with
+# every tier of its tests, processes that they start included; docs/lab/coverage.md has the figures.
+coverage: $(READY)
+	rm -rf build/coverage && mkdir -p build/coverage
+	OMP_NUM_THREADS=1 $(BIN)/python -m coverage run -m pytest -n $(JOBS) tests/core tests/data tests/serving tests/training tests/several_ranks tests/cli
+	$(BIN)/python -m coverage combine --quiet
+	$(BIN)/python .ci/covered.py
+
+# The oldest versions that pyproject.toml allows (torch: TORCH), in an environment of its own: the fast tests without
+# extras, then those of the extras serve and text.
 check-min:
 	test -x $(VENV)-min/bin/python || $(PYTHON) -m venv $(VENV)-min
 	$(VENV)-min/bin/python -m pip install --quiet "$(TORCH)"
 	$(VENV)-min/bin/python -m pip install --quiet --no-deps --editable .
 	$(VENV)-min/bin/python .ci/oldest.py | xargs $(VENV)-min/bin/python -m pip install --quiet pytest pytest-timeout pytest-xdist hypothesis scipy
 	OMP_NUM_THREADS=1 $(VENV)-min/bin/python -m pytest -n $(JOBS) -m fast
+	$(VENV)-min/bin/python .ci/oldest.py serve text | xargs $(VENV)-min/bin/python -m pip install --quiet httpx==0.27
+	OMP_NUM_THREADS=1 $(VENV)-min/bin/python -m pytest -n $(JOBS) -m "not slow" tests/serving tests/data/test_texts.py tests/training/test_text_runs.py
 
 # Of an installation with the extras text and serve: a bill of materials (CycloneDX, build/sbom.json) and known
 # vulnerabilities. The latter need the network: without it pip-audit lists every package as not audited.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,7 @@ FAST = (
 # Of these folders, but they start processes, read encoders, train, or take ten seconds or more.
 MEDIUM = (
     "core/test_files.py::test_a_lock_excludes_other_processes",
+    "core/test_processes.py",
     "core/test_rooms.py::test_nothing_that_ships_needs_pytest",
     "core/test_workers.py",
     "data/test_encoders.py",
@@ -169,10 +170,12 @@ def curves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(curve, "training_curve", drawn_curve)
 
 
-@pytest.fixture
-def quick_texts(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Use a private token cache."""
-    monkeypatch.setenv("SPARRING_HOME", str(tmp_path_factory.getbasetemp() / "home"))
+@pytest.fixture(scope="module")
+def private_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A cache of tokens and vectors for the tests of one file."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SPARRING_HOME", str(tmp_path_factory.mktemp("home")))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -217,3 +217,44 @@ def test_a_failed_allocation_is_recognised() -> None:
     assert out_of_memory(caught.value)
     assert out_of_memory(MemoryError())
     assert not out_of_memory(RuntimeError("shapes do not match"))
+
+
+def test_an_error_of_the_disk_is_not_called_corruption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failing disk is named with the system's reason; nobody is told to restore a copy."""
+    path = tmp_path / "a.json"
+    files.write_json(path, {"x": 1})
+
+    def fails(*_: object, **__: object) -> str:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(Path, "read_text", fails)
+    with pytest.raises(UserError, match="Input/output error") as error:
+        files.read_json(path)
+    assert "corrupt" not in str(error.value)
+
+
+def test_tensors_that_do_not_fit_into_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file larger than the memory of the machine is refused before it is read."""
+    path = tmp_path / "a.safetensors"
+    files.write_tensors(path, {"x": torch.arange(300)})
+    monkeypatch.setattr(files, "machine_bytes", lambda: 1000)
+    monkeypatch.setattr(Path, "read_bytes", lambda _: pytest.fail("it was read"))
+    with pytest.raises(UserError, match="fit into memory"):
+        files.read_tensors(path)
+
+
+def test_a_file_without_the_wanted_section(tmp_path: Path) -> None:
+    """Tensors of another kind, and a section without its description, name the section and the command."""
+    path = tmp_path / "a.safetensors"
+    for tensors, meta in (({"x": torch.ones(1)}, {"codes": {}}), ({"codes.x": torch.ones(1)}, {"codes": 3})):
+        files.write_tensors(path, tensors, meta)
+        with pytest.raises(UserError, match="holds no codes"):
+            files.read_section(path, "codes")
+
+
+def test_a_loop_of_links_is_refused(tmp_path: Path) -> None:
+    """Links that lead to each other are an error that names one of them, not an endless walk."""
+    (tmp_path / "a").symlink_to(tmp_path / "b")
+    (tmp_path / "b").symlink_to(tmp_path / "a")
+    with pytest.raises(UserError, match="cannot read"):
+        files.check_folder(tmp_path)

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 import sparring
-from sparring.core.locks import HeldError, Lock, is_held
+from sparring.core import locks
+from sparring.core.errors import UserError
+from sparring.core.locks import HeldError, Lock, is_held, owner, writing
 
 
 def test_a_released_lock_is_free(tmp_path: Path) -> None:
@@ -85,3 +87,42 @@ def test_waiters_never_hold_a_deleted_file(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert (max(most), len(turns)) == (1, 15)
+
+
+def test_writers_of_one_file_exclude_each_other(tmp_path: Path) -> None:
+    """A second writer is refused in one line with the holder's pid; the lock and its empty folder leave no trace."""
+    target = tmp_path / "out" / "lists.csv"
+    with writing(target):
+        with pytest.raises(UserError, match=str(os.getpid())) as refusal, writing(target):
+            pytest.fail("two writers")
+        assert "lists.csv" in str(refusal.value)
+    assert not target.parent.exists()
+    with writing(target):
+        target.write_text("a,b")
+    assert [path.name for path in target.parent.iterdir()] == ["lists.csv"]
+
+
+def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
+    """A file in the way of the folder is one line that names the target."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot write"), writing(tmp_path / "file" / "lists.csv"):
+        pytest.fail("it cannot be written")
+
+
+def test_a_lock_whose_holder_left_no_name(tmp_path: Path) -> None:
+    """An empty or missing lock file names nobody."""
+    assert owner(tmp_path / "none") == "another process"
+    (tmp_path / "empty").write_text("\n")
+    assert owner(tmp_path / "empty") == "another process"
+
+
+def test_a_lock_that_may_not_be_opened_is_not_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lock file that this user may not open counts as free: readers do not wait for it."""
+    path = tmp_path / ".lock"
+    path.write_text("process 1 on host\n")
+
+    def forbidden(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(locks.FileLock, "acquire", forbidden)
+    assert not is_held(path)

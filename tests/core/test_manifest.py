@@ -12,7 +12,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from sparring.core import files
+from sparring.core import files, manifest
 from sparring.core.errors import UserError
 from sparring.core.manifest import (
     Manifest,
@@ -246,3 +246,16 @@ def test_a_file_of_a_folder_inside(tmp_path: Path) -> None:
     write_manifest(inner)  # whole in itself, but not the one that was listed
     with pytest.raises(UserError, match=r"inner.manifest\.json"):
         listed.path("inner/a")
+
+
+def test_a_file_that_the_disk_does_not_give_is_damaged(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of the system while a file is hashed is a problem of that file, with the system's reason."""
+
+    def fails(path: Path, *_: object) -> str:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(manifest, "file_hash", fails)
+    found = manifest.check_folder(folder)
+    assert found
+    assert {problem.kind for problem in found} == {"damaged"}
+    assert all("Input/output" in str(problem) for problem in found)

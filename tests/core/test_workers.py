@@ -1,4 +1,4 @@
-"""Worker processes end with their caller."""
+"""Worker processes: a task that fails or is killed harms no other, and all end with their caller."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
+
+from sparring.core.workers import Ended, Failure, Listener, Task, TaskMessage, perform, run
+from support import tasks
 
 CALLER = """
 import os, sys, time
@@ -50,3 +53,52 @@ def alive(pid: int) -> bool:
         return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
     except OSError:
         return False
+
+
+def test_every_task_ends_with_a_value_or_a_line() -> None:
+    """Values and messages arrive; an error, a kill and a bug are one line each, and the other tasks are unharmed."""
+    work = [
+        Task("killed", tasks.die, ()),
+        Task("refused", tasks.fail, (ValueError("k is 0\nmore"),)),
+        Task("broken", tasks.fail, (KeyError("x"),)),
+        Task("three", tasks.square, (3,)),
+        Task("threads", tasks.threads, ()),
+    ]
+    events = list(run(work, jobs=2, threads=1))
+    ended = {event.name: event for event in events if isinstance(event, Ended)}
+    assert ended.keys() == {task.name for task in work}
+    assert [event for event in events if isinstance(event, TaskMessage)] == [TaskMessage("three", "squaring 3")]
+    assert (ended["three"].value, ended["three"].error) == (9, None)
+    assert ended["threads"].value == 1
+    assert ended["refused"].error == "k is 0"
+    assert str(ended["broken"].error).startswith("KeyError")
+    assert "-9" in str(ended["killed"].error)
+
+
+def test_failures_are_named_and_listeners_notified() -> None:
+    """`perform` returns the failures by data, recipe and seed, and tells a listener of every message and end."""
+    said, ends, begun = list[object](), dict[str, str | None](), list[object]()
+    listener = Listener(
+        begin=lambda *facts: begun.append(facts),
+        said=lambda *facts: said.append(facts),
+        ended=lambda name, error: ends.update({name: error}),
+    )
+    work = {
+        ("world", "ssl", "seed 1"): Task("one", tasks.square, (2,)),
+        ("world", "xir", "seed 1"): Task("two", tasks.fail, (ValueError("no"),)),
+    }
+    failures = perform(work, total=5, phase="training", jobs=1, listener=listener)
+    assert failures == [Failure("world", "xir", "seed 1", "no")]
+    assert begun == [("training", 3, 5)]
+    assert said == [("one", "squaring 2")]
+    assert ends == {"one": None, "two": "no"}
+
+
+def test_leaving_early_ends_the_running_tasks(tmp_path: Path) -> None:
+    """A caller that stops listening ends its tasks, which clean up first."""
+    events = run([Task("slow", tasks.linger, (str(tmp_path / "note"),))])
+    event = next(events)
+    assert isinstance(event, TaskMessage)
+    events.close()
+    assert not alive(event.message)
+    assert (tmp_path / "note").read_text() == "cleaned up"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections import defaultdict
 from itertools import permutations
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from sparring.core.errors import UserError
+from sparring.core.manifest import write_manifest
 from sparring.data import batches, pairs, read, splits
 from sparring.data.interactions import Interactions
 from sparring.data.prepared import row_buckets
@@ -324,3 +326,38 @@ def test_training_data_that_changes_order_is_not_taken_for_sorted(tmp_path: Path
     np.add.at(counts, train.items[::-3], 1)
     assert some.counts().tolist() == counts.tolist()
     assert len(some.positives().items) == len(some)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"rows": {"train": 1}}, {"rows": None}, {"notes": 5}, {"split": 3}],
+    ids=["train", "rows", "notes", "split"],
+)
+def test_a_description_of_another_kind_is_named(tmp_path: Path, change: dict[str, Any]) -> None:
+    """A prepared.json that its manifest lists, with parts that are missing or no numbers, is one line."""
+    rows(0).write_parquet(tmp_path / "rows.parquet")
+    prepare(tmp_path / "rows.parquet", tmp_path / "out")
+    path = tmp_path / "out" / "prepared.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    write_manifest(tmp_path / "out")
+    with pytest.raises(UserError, match=r"prepared\.json is corrupt"):
+        read(tmp_path / "out")
+
+
+def test_columns_of_another_length_are_named(tmp_path: Path) -> None:
+    """An array that is too short for the rows is refused before anything is indexed by it."""
+    rows(0).write_parquet(tmp_path / "rows.parquet")
+    prepare(tmp_path / "rows.parquet", tmp_path / "out")
+    items = np.load(tmp_path / "out" / "items.npy")
+    np.save(tmp_path / "out" / "items.npy", items[:-1])
+    write_manifest(tmp_path / "out")
+    with pytest.raises(UserError, match=r"items\.npy"):
+        read(tmp_path / "out")
+
+
+def test_an_unknown_engine_is_refused(tmp_path: Path) -> None:
+    """The error names the engines."""
+    rows(0).write_parquet(tmp_path / "rows.parquet")
+    with pytest.raises(UserError, match="polars, spark"):
+        prepare(tmp_path / "rows.parquet", tmp_path / "out", engine="duck")  # type: ignore[arg-type]
+    assert not (tmp_path / "out").exists()

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from sparring.core.errors import UserError
 from sparring.data import Interactions, describe, from_frame, read, show, split
+from sparring.data.cache import load_array
 from sparring.data.pairs import undated
 from sparring.data.reading import describe_roles
 
@@ -237,7 +238,7 @@ def test_null_times() -> None:
     assert data.time is not None
     assert sorted(data.time.tolist())[1:] == [1, 2, 3]
     assert undated(data.time).sum() == 1
-    assert "1 rows have no timestamp" in data.notes[0]
+    assert "1 row without a timestamp" in data.notes[0]
     empty = SMALL.with_columns(timestamp=pl.lit(None, dtype=pl.Int64))
     data = from_frame(empty)
     assert data.time is None
@@ -305,7 +306,7 @@ def test_an_item_table_with_an_id_twice(tmp_path: Path) -> None:
     assert data.item_table["title"].to_list() == ["five", "six", "seven"]
     assert ["2 rows" in note for note in data.notes] == [True, True]
     assert "no interactions" in data.notes[0]
-    assert "repeat" in data.notes[1]
+    assert "earlier row" in data.notes[1]
 
 
 def test_dates_that_are_not_read_name_those_that_are(tmp_path: Path) -> None:
@@ -551,3 +552,40 @@ def test_real_sets_have_their_published_sizes(
     data = read(real_data / name)
     assert (data.n_queries, data.n_items, len(data)) == sizes
     assert len(split(data, valid=0, test=0.2, seed=10).train) == train
+
+
+@pytest.mark.parametrize("name", ["items.parquet", "items.csv"])
+def test_an_items_table_that_changes_while_it_is_read(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A table of items whose file grows during the read is refused, as rows of interactions are."""
+    rows, items = pl.DataFrame({"user": [1, 2], "item": [1, 2]}), pl.DataFrame({"item": [1, 2], "title": ["a", "b"]})
+    rows.write_parquet(tmp_path / "interactions.parquet")
+    write = pl.DataFrame.write_parquet if name.endswith("parquet") else pl.DataFrame.write_csv
+    write(items, tmp_path / name)
+    read_file = f"read_{name.rpartition('.')[2]}"
+    original = getattr(pl, read_file)
+
+    def growing(path: Path, *arguments: Any, **options: Any) -> pl.DataFrame:
+        table = original(path, *arguments, **options)
+        write(pl.concat([items] * 2), path)
+        return table
+
+    monkeypatch.setattr(pl, read_file, growing)
+    with pytest.raises(UserError, match="changed while") as caught:
+        read(tmp_path)
+    assert name in str(caught.value)
+
+
+def test_files_that_hold_no_table(tmp_path: Path) -> None:
+    """A glob that matches other files, an empty part and an archive of arrays are each one line with the file."""
+    SMALL.write_parquet(tmp_path / "a.parquet")
+    (tmp_path / "b.txt").write_text("x")
+    assert "b.txt" in refusal(tmp_path / "[ab].*")
+    (tmp_path / "train.txt").write_text("0 1 2\n1 2\n")
+    (tmp_path / "test.txt").write_text("")
+    assert "test.txt is empty" in refusal(tmp_path / "train.txt")
+    np.savez(tmp_path / "several.npz", a=np.ones(2), b=np.ones(2))
+    (tmp_path / "several.npz").rename(tmp_path / "several.npy")
+    with pytest.raises(UserError, match="several arrays"):
+        load_array(tmp_path / "several.npy")

@@ -18,10 +18,12 @@ import scipy.stats
 import torch
 
 from sparring.cli import main
+from sparring.core.errors import UserError
 from sparring.core.manifest import write_manifest
+from sparring.data.interactions import Split
 from sparring.data.synthetic_world import SyntheticWorld, make_world
 from sparring.evaluation.statistics import equal_variance_t, summary
-from sparring.experiments.papers import ItemModalities, PaperDataset, Reproduction, find, reproduce
+from sparring.experiments.papers import ItemModalities, PaperDataset, Reproduction, find, paper, reproduce
 from sparring.experiments.papers.esans import FIGURE_4, FIVE_RUNS, TABLE_2, TABLE_4, TABLE_5, candidates, five_runs
 from sparring.experiments.papers.paper_tables import published_gain, relative_rows
 from sparring.experiments.papers.printed import PublishedFigure, published_counts
@@ -509,3 +511,23 @@ def test_a_browser_opens_the_page(done: Path, browse: Callable[[Path], tuple[str
         "the same split for all",
     ):
         assert words in dom
+
+
+def test_the_run_of_a_modality_is_opened_with_code_of_the_caller_only(
+    files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """--recipe and --trust reach the run that behaviour:RUN names; without them none of its code is allowed."""
+    run_here(monkeypatch)
+    asked: list[tuple[str, str | None, bool]] = []
+
+    def opened(folder: str, split: Split, recipe: str | None = None, trust: bool = False) -> None:
+        asked.append((folder, recipe, trust))
+        raise UserError("it is not opened")
+
+    monkeypatch.setattr(paper, "run_vectors", opened)
+    command = words(files, "esans-main", "opened", "--seeds", "1")
+    command[command.index("--modality=behaviour=behaviour:8")] = "--modality=behaviour=behaviour:runs/mine"
+    for more in ([], ["--recipe", "mine.py:deep"], ["--trust"]):
+        assert main([*command, *more]) == 2
+        assert "it is not opened" in capsys.readouterr().err
+    assert asked == [("runs/mine", None, False), ("runs/mine", "mine.py:deep", False), ("runs/mine", None, True)]

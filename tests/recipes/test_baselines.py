@@ -28,7 +28,7 @@ from sparring.recipes.run import Run, Term, compose
 from sparring.recipes.settings import build
 from sparring.recipes.setup import Setup
 from sparring.serving.http.served_run import load_served
-from sparring.training import curve, fitting, trained
+from sparring.training import fitting, trained
 from sparring.training.fitting import fit
 from sparring.training.loop import TrainingProgress
 from sparring.training.step import describe_batch
@@ -40,12 +40,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "ease": {"lam": 20.0},
     "ials": {"dim": 5, "epochs": 4, "alpha": 0.2, "reg": 0.02},
 }
-
-
-@pytest.fixture(autouse=True)
-def no_curve(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draw no curves, which take longer than the trainings."""
-    monkeypatch.setattr(curve, "training_curve", lambda history, path, *_: Path(path).write_bytes(b"no curve"))
 
 
 def made(name: str, parts: Split, **more: object) -> Run:

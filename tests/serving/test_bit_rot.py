@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +17,23 @@ pytest.importorskip("orjson", reason="the extra `serve` is not installed")
 from sparring.cli import main
 from sparring.core import files
 from sparring.core.errors import UserError
-from sparring.core.manifest import is_finished
+from sparring.core.manifest import is_finished, write_manifest
 from sparring.data.interactions import Split
 from sparring.data.prepared.preparation import prepare
 from sparring.data.reading import read
 from sparring.recipes.settings import build
 from sparring.serving import build_index, check, open_index
 from sparring.serving.http.store import Change, Store
-from sparring.training import curve, item_vectors
+from sparring.training import item_vectors
 from sparring.training.fitting import fit
+from sparring.training.folder import APART, STARTED
 from sparring.training.loop import TrainingProgress
 from sparring.training.trained import load
 from support.run_files import contents, flip
 from support.settings import effort, quick
 from support.texts import text_parts
+
+pytestmark = pytest.mark.usefixtures("private_home")
 
 OWN = {"size": 4, "every": 1, "grow": "2", "clf_epochs": 1, "clf_batch_size": 16, "clf_warmup": 2, "clf_lr": 0.05}
 EVENTUALLY = {"README.md", "curve.png", "metrics.jsonl", "result.json", "per_query.parquet", "checkpoint.safetensors"}
@@ -38,14 +41,6 @@ EVENTUALLY = {"README.md", "curve.png", "metrics.jsonl", "result.json", "per_que
 
 class Killed(BaseException):
     """Simulates a kill: nothing may catch it."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quick(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(curve, "training_curve", lambda history, path, *_: Path(path).write_bytes(b"no curve"))
-        patch.setenv("SPARRING_HOME", str(tmp_path_factory.mktemp("home")))
-        yield
 
 
 def trained(parts: Split, out: Path, seed: int = 0, **more: Any) -> Path:
@@ -327,3 +322,29 @@ def test_the_command_names_each_file_and_says_so_by_its_exit_code(
     refused(["check", tmp_path / "other"], "other")
     refused(["check", tmp_path / "nowhere"], "does not exist")
     refused(["recommend", folder, "--query", "1"], "model.safetensors", "corrupt")
+
+
+def test_every_kind_of_folder_is_recognised(run: Path, tmp_path: Path) -> None:
+    """A folder of stores and a folder with nothing but a manifest are checked too; any other folder is refused."""
+    stores = Path(shutil.copytree(run / "serve", tmp_path / "serve"))
+    assert (check(stores).kind, check(stores).problems) == ("store", [])
+    flip(stores / "items.sqlite", 8 * 30)
+    assert [problem.path.name for problem in check(stores).problems] == ["items.sqlite"]
+    (tmp_path / "report").mkdir()
+    (tmp_path / "report" / "page.html").write_text("<p>")
+    write_manifest(tmp_path / "report")
+    assert (check(tmp_path / "report").kind, check(tmp_path / "report").problems) == ("folder", [])
+    for folder, word in ((tmp_path, "neither"), (tmp_path / "none", "does not exist")):
+        with pytest.raises(UserError, match=word):
+            check(folder)
+
+
+def test_damage_in_an_unfinished_run_is_named(run: Path, tmp_path: Path) -> None:
+    """A file of tensors that no manifest lists yet is compared with its own hash."""
+    folder = Path(shutil.copytree(run, tmp_path / "run"))
+    write_manifest(folder, finished=False, names=(), keep=STARTED, apart=APART)
+    assert check(folder).kind == "unfinished run"
+    assert "model.safetensors" not in [problem.path.name for problem in check(folder).problems]
+    path = folder / "model.safetensors"
+    flip(path, path.stat().st_size * 8 - 9)
+    assert "model.safetensors" in [problem.path.name for problem in check(folder).problems]

@@ -230,3 +230,20 @@ def test_a_folder_that_is_a_file(trained: dict[str, Trained], tmp_path: Path) ->
         write_vectors(trained["id"], tmp_path / "file")
     assert (tmp_path / "file").read_text() == "precious"
     assert runs.load(trained["id"].folder)
+
+
+def test_a_tower_beyond_the_limit_of_the_format_is_named(
+    trained: dict[str, Trained], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A table larger than an ONNX file may be is left out with a line; the smaller one is written."""
+    pytest.importorskip("onnxruntime")
+    model = trained["id"].model
+    query, item = (module.weight.numel() * 4 for module in (model.query, model.item))
+    monkeypatch.setattr(towers, "_LIMIT", min(query, item))
+    paths, unsupported = write_onnx(trained["id"], tmp_path)
+    assert len([path for path in paths if path.suffix == ".onnx"]) == 1
+    assert len(unsupported) == 1
+    assert "limit" in unsupported[0]
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="is a file"):
+        write_onnx(trained["id"], tmp_path / "file")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -301,3 +302,28 @@ def test_few_queries_that_hide_a_few_items_find_what_any_search_finds(
             found.add([N, N + 7], 3 * QUERIES[:2])
             items = {item: vector for item, vector in items.items() if item not in gone}
             items |= {N: 3 * QUERIES[0].astype(np.float64), N + 7: 3 * QUERIES[1].astype(np.float64)}
+
+
+@pytest.mark.parametrize(("ids", "word"), [([0, 1], "ids"), ([0, 2, 1], "ascend"), ([0, 1, 1], "distinct")])
+def test_ids_and_vectors_must_agree(ids: list[int], word: str) -> None:
+    """An index needs one ascending id per vector."""
+    with pytest.raises(ValueError, match=word):
+        Index(VECTORS[:3], np.array(ids))
+
+
+def test_an_unknown_kind_is_refused() -> None:
+    """The error names the kinds."""
+    pytest.importorskip("faiss")
+    with pytest.raises(UserError, match="hnsw"):
+        faiss_backends.make("hsnw", VECTORS, None)
+
+
+def test_codes_are_learned_from_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With more vectors than the codes need, a sample teaches them, and the index still finds most neighbours."""
+    pytest.importorskip("faiss")
+    monkeypatch.setattr(faiss_backends, "_CODES", 4)  # 1,024 of 3,000 vectors
+    index = Index(VECTORS, IDS, "ivfsq", faiss_backends.make("ivfsq", VECTORS, faiss_backends.cells(VECTORS, 0)))
+    index = replace(index, effort=Effort(60, 4.0))
+    truth = Index(VECTORS, IDS).search(QUERIES, 10)[1]
+    found = index.search(QUERIES, 10)[1]
+    assert np.mean([len(set(a) & set(b)) / 10 for a, b in zip(found, truth, strict=True)]) > 0.9

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -26,7 +27,7 @@ from sparring.data.synthetic_world import make_world
 from sparring.recipes.settings import build
 from sparring.serving.export import lists
 from sparring.serving.index import KINDS, Index, recall_tuning, tune
-from sparring.serving.index.run_index import open_index
+from sparring.serving.index.run_index import build_index, open_index
 from sparring.training import trained as runs
 from sparring.training.fitting import fit
 from support.run_files import change_tensors
@@ -316,3 +317,46 @@ def test_a_stop_leaves_no_half_file(run: Path, tmp_path: Path, monkeypatch: pyte
     child.wait()
     child.stdout.close()
     assert out.read_text() == "old"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [({"kind": "hsnw"}, "hnsw"), ({"recall": 0.0}, "recall"), ({"recall": 1.5}, "1.5"), ({"queries": 1}, "2 queries")],
+)
+def test_a_tuning_that_cannot_be_measured_is_refused(arguments: dict[str, Any], word: str) -> None:
+    """An unknown kind, a recall outside (0, 1] and a single query are one-line errors, before anything is built."""
+    queries = QUERIES[: arguments.pop("queries", len(QUERIES))]
+    with pytest.raises(UserError, match=word):
+        tune(ITEMS, queries, k=10, **{"recall": 0.9, **arguments})
+
+
+def test_a_recall_that_held_out_queries_do_not_confirm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An index that reaches its recall only on the queries that tuned it is not returned."""
+    pytest.importorskip("faiss")
+    measured, half = recall_tuning._recall, len(QUERIES) // 2
+    held_out = Index(ITEMS, np.arange(len(ITEMS))).search(QUERIES, 10)[1][half:]
+    lucky = lambda found, truth: 0.5 if np.array_equal(truth, held_out) else measured(found, truth)  # noqa: E731
+    monkeypatch.setattr(recall_tuning, "_recall", lucky)
+    with pytest.raises(UserError, match="held-out"):
+        tune(ITEMS, QUERIES, k=10, recall=0.9, kind="ivf")
+
+
+def test_a_graph_over_many_items_is_built_on_request_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`auto` leaves HNSW out beyond a size and says how to get it; `--kind hnsw` builds it."""
+    pytest.importorskip("faiss")
+    monkeypatch.setattr(recall_tuning, "GRAPH", 2500)
+    tuned = tune(ITEMS[:3000], QUERIES, k=10, recall=0.5)
+    assert any("--kind hnsw" in reason for reason in tuned.left_out)
+    assert "hnsw" not in {point.kind for point in tuned.points}
+    assert tune(ITEMS[:3000], QUERIES, k=10, recall=0.5, kind="hnsw").chosen.kind == "hnsw"
+
+
+def test_a_diverged_model_has_no_index(run: Path, tmp_path: Path) -> None:
+    """NaN in the vectors of a run is one line, before any index is built."""
+    folder = Path(shutil.copytree(run, tmp_path / "run"))
+    shutil.rmtree(folder / "index", ignore_errors=True)
+    weight = torch.full_like(files.read_tensors(folder / "model.safetensors")[0]["item.weight"], float("nan"))
+    change_tensors(folder, "model", **{"item.weight": weight})
+    with pytest.raises(UserError, match="diverged"):
+        build_index(runs.load(folder), k=10, queries=20)
+    assert not (folder / "index").exists()

@@ -25,8 +25,9 @@ class Listening:
         while not self.server.started:
             time.sleep(0.01)
 
-    def connect(self) -> Connection:
-        return Connection(self.address)
+    def connect(self, host: str = "127.0.0.1") -> Connection:
+        """A connection from an address of this machine, such as 127.0.0.2."""
+        return Connection(self.address, host)
 
     def ask(self, *parts: bytes) -> tuple[int, dict[str, str], bytes]:
         with self.connect() as connection:
@@ -44,8 +45,8 @@ class Listening:
 class Connection:
     """A client that sees every byte."""
 
-    def __init__(self, address: tuple[str, int]) -> None:
-        self.socket = socket.create_connection(address, timeout=20)
+    def __init__(self, address: tuple[str, int], host: str) -> None:
+        self.socket = socket.create_connection(address, timeout=20, source_address=(host, 0))
         self.buffer = b""
 
     def __enter__(self) -> Connection:

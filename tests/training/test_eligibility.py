@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 import pytest
+import torch
 
 from sparring.cli import main
 from sparring.core.errors import UserError
@@ -17,6 +18,7 @@ from sparring.evaluation.ranking import evaluate
 from sparring.recipes.settings import build
 from sparring.serving.export.lists import write_lists
 from sparring.serving.index import Index
+from sparring.training.eligibility import Eligibility
 from sparring.training.fitting import fit
 from sparring.training.trained import Trained, load
 from support.settings import quick
@@ -206,3 +208,24 @@ def test_weights_of_nothing_are_refused(shop: Split, tmp_path: Path) -> None:
         tmp_path / "run",
         device="cpu",
     )
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"start": torch.tensor([0, 2, 1, 3])}, "overlap"),
+        ({"start": torch.tensor([1, 1, 2, 3])}, "overlap"),
+        ({"start": torch.tensor([0, 1, 3])}, "3 queries"),
+        ({"start": torch.tensor([0.0, 1.0, 2.0, 3.0])}, "3 queries"),
+        ({"items": torch.tensor([0, 4], dtype=torch.int32)}, "3 queries"),
+        ({"items": torch.tensor([0, 4, 5], dtype=torch.int32)}, "outside"),
+        ({"items": torch.tensor([-1, 0, 1], dtype=torch.int32)}, "outside"),
+        ({"untrained_items": torch.tensor([5], dtype=torch.int32)}, "outside"),
+    ],
+)
+def test_lists_that_do_not_fit_the_ids_are_refused(changes: dict[str, torch.Tensor], word: str) -> None:
+    """Offsets that overlap or are too few, and ids beyond the catalogue, are errors before anything is indexed."""
+    good = {"start": torch.tensor([0, 1, 2, 3]), "items": torch.tensor([0, 4, 2], dtype=torch.int32)}
+    assert Eligibility.read(good, 3, 5).seen.items.tolist() == [0, 4, 2]
+    with pytest.raises(ValueError, match=word):
+        Eligibility.read({**good, **changes}, 3, 5)

@@ -31,7 +31,7 @@ SETTINGS = {
     "clf_lr": 0.05,
     "size": 4,
 }
-pytestmark = pytest.mark.usefixtures("quick_texts")
+pytestmark = pytest.mark.usefixtures("private_home")
 
 
 @pytest.fixture(scope="module")

@@ -32,8 +32,9 @@ from sparring.recipes.settings import build
 from sparring.recipes.setup import Setup
 from sparring.training import trained
 from sparring.training.fitting import Fitted, fit
+from sparring.training.folder import difference
 from sparring.training.loop import TrainingProgress
-from support.run_files import contents
+from support.run_files import contents, flip
 from support.settings import effort
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -544,3 +545,44 @@ def test_a_file_that_cannot_be_written_is_named(
     assert not list((tmp_path / "run").glob("*.tmp*"))
     train("xir", parts, tmp_path / "run", resume=True)
     assert_same(tmp_path / "whole", tmp_path / "run")
+
+
+def test_a_damaged_checkpoint_falls_back_to_the_one_before(
+    parts: Split, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With one flipped bit in the newest checkpoint, the run resumes from the previous one, says so, and ends alike."""
+    train("xir", parts, tmp_path / "whole")
+    folder = tmp_path / "stopped"
+    with pytest.raises(Killed):
+        train("xir", parts, folder, progress=killing({203}, random.Random(0)))
+    assert (folder / "checkpoint.previous.safetensors").is_file()
+    flip(folder / "checkpoint.safetensors", 8 * 5000)
+    train("xir", parts, folder, resume=True)
+    assert "falling back" in caplog.text
+    assert_same(tmp_path / "whole", folder)
+
+
+def test_resume_says_that_the_file_of_its_recipe_has_changed(
+    parts: Split, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A recipe that was edited since the run started is named in a warning; the run goes on."""
+    file, recipe = tmp_path / "mine.py", f"{tmp_path}/mine.py:mine"
+    text = "from sparring.recipes import RECIPES\nfrom sparring.recipes.setup import Setup\n\n\n"
+    text += "def mine(data, setup=Setup()):\n    return RECIPES['bpr'](data, setup)\n"
+    file.write_text(text)
+
+    def trained_on(resume: bool) -> None:
+        run = build(recipe, parts.train, {"dim": 8, "epochs": 1, "batch_size": 64})
+        fit(run, parts, tmp_path / "run", resume=resume, k=(10,), device="cpu")
+
+    trained_on(resume=False)
+    trained_on(resume=True)
+    assert "has changed" not in caplog.text
+    file.write_text(text + "# edited\n")
+    trained_on(resume=True)
+    assert "mine.py has changed" in caplog.text
+
+
+def test_a_setting_that_is_missing_now() -> None:
+    """A run that was started with a setting which the resumed one lacks names it."""
+    assert "cache=3, which is missing now" in difference("arguments", {"n": 1, "cache": 3}, {"n": 1})

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
-import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -17,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 from sparring.data.splits import split
 from sparring.data.synthetic_world import make_world
 from sparring.recipes.settings import build
-from sparring.training import checkpoint, curve
+from sparring.training import checkpoint
 from sparring.training.fitting import fit
 from sparring.training.loop import TrainingProgress
 from support.run_files import contents
@@ -93,12 +92,5 @@ class Resumed(RuleBasedStateMachine):
 Resumed.TestCase.settings = settings(max_examples=effort(4, 80), stateful_step_count=effort(4, 10))
 
 
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draw no curves: they take more time than these trainings."""
-    monkeypatch.setattr(curve, "training_curve", lambda history, path, *_: Path(path).write_bytes(b"no curve"))
-
-
-@pytest.mark.usefixtures("_quick")
 class TestResumed(Resumed.TestCase):  # type: ignore[name-defined,misc]
     """Bitwise equal to an uninterrupted run, whatever happened before."""

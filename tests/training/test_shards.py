@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sparring.core import files
 from sparring.core.errors import UserError
+from sparring.core.manifest import read_sealed, write_sealed
 from sparring.core.types import ALONE, Ranks
 from sparring.training import shards
 from sparring.training.shards import Rows
@@ -100,7 +99,7 @@ def test_every_damage_of_a_shard_is_named(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(UserError, match=r"1-of-2.*missing"):
         shards.check_tables(folder)
     path.write_bytes(content)
-    index = json.loads((folder / "index.json").read_text())
+    index = read_sealed(folder / "index.json", "")
     for rows in (
         [],
         index["tensors"]["table"]["rows"][:1],
@@ -109,8 +108,17 @@ def test_every_damage_of_a_shard_is_named(tmp_path: Path, monkeypatch: pytest.Mo
         [[0, 0]],
     ):
         changed = {**index, "tensors": {**index["tensors"], "table": {**index["tensors"]["table"], "rows": rows}}}
-        files.write_json(folder / "index.json", changed)
-        with pytest.raises(UserError, match=r"index\.json is corrupt"):
+        write_sealed(folder / "index.json", changed)
+        with pytest.raises(UserError, match=r"index\.json is corrupt: .*(rows|unpack)"):
+            shards.check_tables(folder)
+    for change, word in (
+        ({"format": 9}, "format 9"),
+        ({"shards": 5}, "int"),
+        ({"shards": [{"name": "../t/1-of-2.safetensors", "hash": ""}]}, "plain name"),
+        ({"shards": [{**shard, "hash": "0" * 32} for shard in index["shards"]]}, "another checkpoint"),
+    ):
+        write_sealed(folder / "index.json", {**index, **change})
+        with pytest.raises(UserError, match=word):
             shards.check_tables(folder)
     (folder / "index.json").unlink()
     with pytest.raises(UserError, match=r"index\.json"):
@@ -135,3 +143,27 @@ def test_one_rank_that_fails_stops_all(tmp_path: Path) -> None:
         shards.write_tables(blocked, {"x": torch.arange(3)}, ALONE)
     assert not dist.is_initialized()
     assert os.listdir(tmp_path) == ["t"]
+
+
+def test_a_shard_with_other_rows_than_the_index_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An index that gives a shard more rows than it has is refused before any is copied wrongly."""
+    write(tmp_path, 2, monkeypatch)
+    index = read_sealed(tmp_path / "index.json", "")
+    (_, _, middle), (_, _, last) = index["tensors"]["table"]["rows"]
+    index["tensors"]["table"]["rows"] = [[0, 0, middle - 1], [1, middle - 1, last]]
+    write_sealed(tmp_path / "index.json", index)
+    with pytest.raises(UserError, match="the shard has"):
+        shards.read_tables(tmp_path, {"table": torch.zeros(N, DIM)}, ALONE)
+
+
+def test_an_index_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that is full when the index is due is an error, and the shards alone are no checkpoint."""
+
+    def full(*_: object) -> None:
+        raise UserError("cannot write index.json: No space left on device")
+
+    monkeypatch.setattr(shards, "write_sealed", full)
+    with pytest.raises(UserError, match="No space"):
+        shards.write_tables(tmp_path, {"x": torch.arange(3)}, ALONE)
+    with pytest.raises(UserError, match=r"index\.json"):
+        shards.check_tables(tmp_path)

@@ -31,7 +31,7 @@ from support.settings import quick
 from support.texts import text_parts, tiny_bert
 
 QUICK = quick(encoder="bag", epochs=2, warmup=2)
-pytestmark = pytest.mark.usefixtures("quick_texts")
+pytestmark = pytest.mark.usefixtures("private_home")
 
 
 @pytest.fixture(scope="module")

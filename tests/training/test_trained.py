@@ -22,7 +22,12 @@ from sparring.core.errors import UserError
 from sparring.core.files import write, write_tensors
 from sparring.data.interactions import Interactions, Split, Vocabulary
 from sparring.data.synthetic_world import SyntheticWorld
+from sparring.models.retriever import Retriever
+from sparring.models.towers import IdTower
+from sparring.negatives import InBatch
+from sparring.recipes.run import Run, Term, compose
 from sparring.recipes.settings import build
+from sparring.recipes.setup import Setup
 from sparring.training.fitting import fit
 from sparring.training.loop import TrainingProgress
 from sparring.training.trained import Trained, load
@@ -424,3 +429,52 @@ def test_an_interrupted_training_is_not_taken_for_a_run(
     assert len(load(copy, unfinished=True).recommend(["user-001"], 5)) == 5
     train(resume=True)
     assert torch.equal(load(copy).item_vectors(), finished)
+
+
+@pytest.mark.parametrize("key", ["setup", "recipe", "id"])
+def test_a_run_json_without_a_needed_part_is_named(copy: Path, key: str) -> None:
+    """A run.json that its writer approved but left incomplete raises one line with the missing part."""
+    meta = json.loads((copy / "run.json").read_text())
+    (copy / "run.json").write_text(json.dumps({name: value for name, value in meta.items() if name != key}))
+    approve(copy)
+    with pytest.raises(UserError, match=f"has no {key}"):
+        load(copy)
+
+
+def test_a_model_of_items_has_no_vectors(named_parts: Split, tmp_path: Path) -> None:
+    """An item-item matrix recommends by its own scores and refuses to give vectors to index or export."""
+    fit(build("ease", named_parts.train, {}), named_parts, tmp_path / "run", k=(10,), device="cpu")
+    trained = load(tmp_path / "run")
+    with pytest.raises(UserError, match="item-item"):
+        trained.item_vectors()
+    scores = trained.model.query_vectors(torch.tensor([0]))[0].tolist()
+    masked = set(trained.eligibility.taken(torch.tensor([0])).items.tolist())
+    expected = sorted((item for item in range(40) if item not in masked), key=lambda item: -scores[item])[:5]
+    assert trained.recommend(["user-000"], k=5)["item"].to_list() == [1000 + 7 * item for item in expected]
+
+
+class OwnTower(IdTower):
+    """A tower that is not of the package."""
+
+
+def own_run(parts: Split, tower: type[IdTower]) -> Run:
+    run = compose(parts.train, Setup.of(dim=8, epochs=1, batch_size=64, score="dot"), Term(1.0, InBatch()))
+    return dataclasses.replace(run, model=Retriever(tower(60, 8), tower(40, 8), "dot"))
+
+
+def test_own_towers_without_a_recipe_need_their_model(named_parts: Split, tmp_path: Path) -> None:
+    """A run of towers that the caller wrote, without a recipe, names them; given the model, it loads."""
+    run = own_run(named_parts, OwnTower)
+    fit(run, named_parts, tmp_path / "run", k=(10,), device="cpu")
+    with pytest.raises(UserError, match="OwnTower") as error:
+        load(tmp_path / "run")
+    assert "model=" in str(error.value)
+    assert torch.equal(load(tmp_path / "run", run.model).item_vectors(), run.model.item_vectors())
+
+
+def test_a_setup_that_does_not_describe_its_model(named_parts: Split, tmp_path: Path) -> None:
+    """A custom run whose Setup has another width than its towers says how to load it."""
+    run = own_run(named_parts, IdTower)
+    fit(dataclasses.replace(run, setup=run.setup.replaced(dim=4)), named_parts, tmp_path / "run", k=(10,), device="cpu")
+    with pytest.raises(UserError, match="does not describe the model"):
+        load(tmp_path / "run")

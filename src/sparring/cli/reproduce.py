@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import sparring.cli.inputs as inputs
 from sparring.cli.compare import add_study, closing, listening, short_names, study_table, writing_study
-from sparring.cli.parsing import Commands, add_set, command_line, count
+from sparring.cli.parsing import Commands, add_code, add_set, command_line, count
 from sparring.cli.screen import detail, show, table
 from sparring.core.errors import UserError
 
@@ -29,6 +29,7 @@ def add_reproduce(commands: Commands) -> None:
     parser.add_argument("name", nargs="?", metavar="NAME", help="table or figure; without a name all are listed")
     inputs.add_several(parser, required=False)
     inputs.add_modalities(parser)
+    add_code(parser, "recipe of the run of behaviour:RUN, if it is your own: FILE.py:FUNCTION")
     group = parser.add_argument_group("items")
     text = "column of the items with their categories (default: category)"
     group.add_argument("--category", default="category", metavar="COLUMN", help=text)
@@ -103,4 +104,5 @@ def _catalogue(args: Namespace, name: str) -> ItemModalities:
     settings = {key.removeprefix(MSAC): value for key, value in args.settings if key.startswith(MSAC)}
     specs = parse_modalities(args.modality) or {"behaviour": "behaviour"}
     folder = args.out / name / "codes" if args.codes is None else args.codes / name
-    return ItemModalities(folder, specs, args.text_encoder, args.cache, settings, args.category)
+    encoder, cache = args.text_encoder, args.cache
+    return ItemModalities(folder, specs, encoder, cache, settings, args.category, args.recipe, args.trust)

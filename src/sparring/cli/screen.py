@@ -183,7 +183,10 @@ def bar(unit: str, clock: ProgressColumn | None = None) -> Progress:
     """A progress bar, drawn on a terminal only: name, count, note, clock."""
     count = DownloadColumn() if unit == "bytes" else _Count(unit)
     columns = (TextColumn("{task.description}"), BarColumn(), count, clock or TimeRemainingColumn())
-    return Progress(*columns, console=console(), transient=True, disable=not console().is_terminal)
+    drawn = console().is_terminal
+    # rich before 14.3 ends a bar that it did not draw with an empty line
+    screen = console() if drawn else Console(quiet=True)
+    return Progress(*columns, console=screen, transient=True, disable=not drawn)
 
 
 @contextmanager

@@ -373,8 +373,6 @@ def _reading(path: Path) -> Iterator[None]:
         _check_length(path)
         yield
     except (safetensors.SafetensorError, OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-        if isinstance(error, UserError):
-            raise
         raise _unreadable(path, error, "train again, or restore it from a copy") from error
 
 

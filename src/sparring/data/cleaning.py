@@ -143,19 +143,23 @@ def _notes(
         raise UserError(f"no row of {source} has a {roles['rating']!r} of at least {lowest}")
     notes, timed = [], "time" in roles
     if counts["without_id"]:
-        notes.append(f"dropped {counts['without_id']:,} rows with null or empty ids")
+        notes.append(f"dropped {row_count(counts['without_id'])} with null or empty ids")
     if counts.get("below"):
-        notes.append(f"dropped {counts['below']:,} rows with {roles['rating']} below {lowest:g}")
+        notes.append(f"dropped {row_count(counts['below'])} with {roles['rating']} below {lowest:g}")
     if timed and counts["without_time"] == counts["left"]:
         if columns.get("time") is not None:
             raise UserError(f"the time column {roles['time']!r} of {source} holds nulls only")
         notes.append(f"ignored the column {roles['time']}: it holds nulls only")
         timed = False
     elif counts.get("without_time"):
-        notes.append(f"{counts['without_time']:,} rows have no {roles['time']}: they count as the earliest")
+        notes.append(f"counted {row_count(counts['without_time'])} without a {roles['time']} as the earliest")
     if counts.get("without_weight"):
-        notes.append(f"counted {counts['without_weight']:,} rows with a null {roles['weight']} as weight 1")
+        notes.append(f"counted {row_count(counts['without_weight'])} with a null {roles['weight']} as weight 1")
     return notes, timed
+
+
+def row_count(n: int) -> str:
+    return f"{n:,} row{'s' if n != 1 else ''}"
 
 
 @dataclass(frozen=True)

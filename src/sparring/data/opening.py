@@ -13,7 +13,7 @@ import polars as pl
 from sparring.core.errors import UserError
 from sparring.data.columns import Columns, find_column, inline_text_columns
 from sparring.data.lines import check_utf8
-from sparring.data.table import OpenTable, file_states, read_errors
+from sparring.data.table import OpenTable, file_states, read_errors, unchanged
 
 _PARQUET = (".parquet", ".pq")
 _TEXT = (".csv", ".tsv", ".txt", ".csv.gz", ".tsv.gz", ".txt.gz")
@@ -197,7 +197,7 @@ def _table(table: str | os.PathLike[str] | pl.DataFrame, role: str, key: str | N
     path = Path(table)
     if not path.is_file():
         raise UserError(f"no such {role} table: {path}")
-    with read_errors(str(path)):
+    with unchanged(file_states([path])), read_errors(str(path)):
         if path.name.lower().endswith(_PARQUET):
             return pl.read_parquet(path)
         if path.suffix in (".item", ".user"):
@@ -237,8 +237,7 @@ def _recbole(folder: Path, parts: dict[str | None, Path], stem: str) -> OpenTabl
     tables: dict[str, pl.DataFrame | None] = {}
     for kind in ("item", "user"):
         file = folder / f"{stem}.{kind}"
-        with read_errors(str(file)):
-            tables[kind] = _atomic(file).collect() if file.is_file() else None
+        tables[kind] = _table(file, kind) if file.is_file() else None
     files = tuple(parts.values())
     return OpenTable(pl.concat(scans), {}, text=True, items=tables["item"], queries=tables["user"], files=files)
 

@@ -6,9 +6,9 @@ more for a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, Unpack
 
@@ -16,7 +16,7 @@ import numpy as np
 import polars as pl
 
 from sparring.core.errors import UserError, first_line
-from sparring.data.cleaning import SHORT, PolarsRows, clean
+from sparring.data.cleaning import SHORT, PolarsRows, clean, row_count
 from sparring.data.columns import Columns, find_column, find_roles, is_order, order_notes, with_title
 from sparring.data.interactions import Interactions, Vocabulary
 from sparring.data.lines import check_utf8
@@ -33,6 +33,7 @@ class Arrow(Protocol):
 # A panic is no Exception: it would pass any other handler.
 READ_ERRORS = (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError)
 AnyTable = pl.DataFrame | pl.LazyFrame | Arrow
+FileState = tuple[int, int]  # size and time of change; (-1, -1) of a file that is gone
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class OpenTable:
     items: pl.DataFrame | None = None
     queries: pl.DataFrame | None = None
     files: tuple[Path, ...] = ()  # Parquet parts, or text files where `text` is set; empty for a frame
-    opened: tuple[tuple[int, int], ...] = ()  # size and time of change of each file when it was opened
+    opened: Mapping[Path, FileState] = field(default_factory=dict)  # the state of each file when it was opened
     catalogue: bool = False  # items that only the items table has are kept too
 
     def roles(self) -> dict[str, str]:
@@ -98,7 +99,7 @@ def from_frame(
 def to_interactions(table: OpenTable) -> Interactions:
     """Interactions of a table."""
     source = table.source
-    with unchanged(table), read_errors(source):
+    with unchanged(table.opened), read_errors(source):
         lazy, roles, notes = clean_frame(table)
         query_ids, lazy = _encode(lazy, "q", roles["query"], table.text, None, source)
         item_ids, lazy = _encode(lazy, "i", roles["item"], table.text, table.more_items(roles["item"]), source)
@@ -166,26 +167,25 @@ def read_errors(source: str) -> Iterator[None]:
 
 
 @contextmanager
-def unchanged(table: OpenTable) -> Iterator[None]:
-    """Refuse rows from files that change while they are read: several scans would see different rows."""
+def unchanged(opened: Mapping[Path, FileState]) -> Iterator[None]:
+    """Refuse what was read from files that have changed since they were opened: several scans would see other rows."""
     try:
         yield
     except UserError as error:
-        _check_unchanged(table, error)  # the change may be the cause
+        _check_unchanged(opened, error)  # the change may be the cause
         raise
-    _check_unchanged(table)
+    _check_unchanged(opened)
 
 
-def _check_unchanged(table: OpenTable, cause: Exception | None = None) -> None:
-    for file, before, now in zip(table.files, table.opened, file_states(table.files), strict=False):
-        if now != before:
+def _check_unchanged(opened: Mapping[Path, FileState], cause: Exception | None = None) -> None:
+    for file, state in file_states(opened).items():
+        if state != opened[file]:
             raise UserError(f"{file} changed while it was read: read it again when it is complete") from cause
 
 
-def file_states(files: Sequence[Path]) -> tuple[tuple[int, int], ...]:
-    """Size and time of change of each file; (-1, -1) for one that is gone."""
-    stats = [file.stat() if file.is_file() else None for file in files]
-    return tuple((-1, -1) if stat is None else (stat.st_size, stat.st_mtime_ns) for stat in stats)
+def file_states(files: Iterable[Path]) -> dict[Path, FileState]:
+    stats = {file: file.stat() if file.is_file() else None for file in files}
+    return {file: (-1, -1) if stat is None else (stat.st_size, stat.st_mtime_ns) for file, stat in stats.items()}
 
 
 def _encode(
@@ -275,16 +275,16 @@ def align_table(
     repeated = int((dense >= 0).sum()) - len(known)
     strange = int((dense < 0).sum())
     if strange:
-        notes.append(f"ignored {strange:,} rows of the {role} table whose id has no interactions")
+        notes.append(f"ignored {row_count(strange)} of the {role} table whose id has no interactions")
     if repeated:
-        notes.append(f"ignored {repeated:,} rows of the {role} table that repeat the id of an earlier row")
+        notes.append(f"ignored {row_count(repeated)} of the {role} table with the id of an earlier row")
     if len(known) < len(ids):
         plural = "items" if role == "item" else "queries"
         notes.append(f"{len(ids) - len(known):,} of {len(ids):,} {plural} are not in the {role} table")
     for column in (column for column in table.get_columns() if column.dtype == pl.String and column.name != key):
         lossy = int(column.str.contains("\ufffd", literal=True).sum())
         if lossy:
-            note = f"{column.name!r} of the {role} table has \ufffd where bytes were not UTF-8, in {lossy:,} rows"
+            note = f"{column.name!r} of the {role} table has \ufffd where bytes were not UTF-8, in {row_count(lossy)}"
             notes.append(note)
     if table.width == 1:
         return with_title(pl.DataFrame({key: ids.ids}))

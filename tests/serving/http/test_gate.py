@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import re
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 from fastapi.testclient import TestClient
 
+from sparring.core.errors import UserError
 from sparring.serving.http.schema import Limits
 from sparring.serving.http.telemetry import EventLog
 from support.made_run import MadeRun
@@ -365,3 +367,55 @@ def test_the_guide_lists_every_limit() -> None:
     rows = re.findall(r"(?m)^\| `(\w+)` \| (\S+) \|", text)
     known = [(field.name, "none" if field.default is None else f"{field.default:g}") for field in fields(Limits)]
     assert [(name, value if value == "none" else f"{float(value):g}") for name, value in rows] == known
+
+
+def test_a_service_whose_threads_have_stopped_is_not_ready(truth: MadeRun, serving: Callable[..., TestClient]) -> None:
+    """Without search threads /readyz is 503, so that a balancer sends no requests, and a request gets 503 at once."""
+    client = serving(truth.folder)
+    client.service.searcher.close()  # type: ignore[attr-defined]
+    assert client.get("/readyz").status_code == 503
+    assert client.get("/healthz").status_code == 200
+    assert client.post("/v1/recommend", json=ASK).status_code == 503
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [("/v1/recommend", ASK), ("/v1/similar", {"item": 1000, "k": 3}), ("/v1/recommend", {"k": 3})]
+)
+def test_the_application_answers_as_the_gate_does(client: TestClient, path: str, body: dict[str, Any]) -> None:
+    """A query answered without FastAPI and the same query through it give the same status and the same bytes."""
+    plain = client.post(path, json=body)
+    through = TestClient(client.service.app).post(path, json=body)  # type: ignore[attr-defined]
+    assert (plain.status_code, plain.content) == (through.status_code, through.content)
+
+
+@pytest.mark.parametrize(("error", "status"), [(UserError("no such thing"), 422), (KeyError("inner"), 500)])
+def test_errors_inside_the_application(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch, error: Exception, status: int
+) -> None:
+    """An error for the user is its line; a fault shows nothing of itself."""
+
+    def fails(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(client.service.registry, "put", fails)  # type: ignore[attr-defined]
+    answer = client.put("/v1/items", json={"items": [{"id": 1000, "price": 1.0}]})
+    assert answer.status_code == status
+    assert ("no such thing" in answer.text) == (status == 422)
+    assert "inner" not in answer.text
+
+
+def test_a_client_that_leaves_before_its_body_is_complete(client: TestClient) -> None:
+    """As an ASGI application, the gate gives up a body whose sender has gone, and counts it."""
+    sent: list[Any] = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    head = [(b"host", b"testserver"), (b"content-type", b"application/json"), (b"content-length", b"50")]
+    scope = {"type": "http", "method": "POST", "path": "/v1/recommend", "query_string": b"", "headers": head}
+    asyncio.run(client.service.gate(scope, receive, send))  # type: ignore[attr-defined]
+    assert sent[0]["status"] == 499
+    assert 'status="499"} 1.0' in client.get("/metrics").text

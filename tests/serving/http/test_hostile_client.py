@@ -18,7 +18,7 @@ import pytest
 from sparring.serving.http import connection as module
 from sparring.serving.http.app import Service
 from sparring.serving.http.runs import RunRegistry
-from sparring.serving.http.schema import Limits
+from sparring.serving.http.schema import Limits, RequestError
 from sparring.serving.http.store import Store
 from support.made_run import make_run
 from support.sockets import Connection, Listening, request
@@ -378,3 +378,134 @@ def test_a_stop_answers_what_has_arrived(listening: Callable[..., Listening], mo
     for upload in uploads:
         assert refused(upload) == 408
         upload.__exit__()
+
+
+def test_the_longest_idle_client_makes_room_for_another(listening: Callable[..., Listening]) -> None:
+    """With all connections in use by several clients, the longest idle one is cut, whoever it belongs to."""
+    service = listening(limits=Limits(connections=3))
+    first = [service.connect("127.0.0.2"), service.connect("127.0.0.2")]
+    with service.connect("127.0.0.3") as third, service.connect("127.0.0.4") as fourth:
+        cut_after(first[0])
+        for other in (first[1], third, fourth):
+            other.send(GOOD)
+            assert other.response()[0] == 200
+    for each in first:
+        each.__exit__()
+
+
+def test_a_newcomer_is_refused_where_all_are_busy(
+    listening: Callable[..., Listening], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If every connection waits for an answer, a new one gets 503, and the answers arrive."""
+    service = listening(limits=Limits(connections=1))
+    index, hold = service.service.registry.served().index, threading.Event()
+    search = index.search
+    monkeypatch.setattr(index, "search", lambda *given: (hold.wait(20), search(*given))[1])
+    with service.connect() as busy:
+        busy.send(GOOD)
+        time.sleep(0.2)
+        with service.connect() as late:
+            assert refused(late) == 503
+        hold.set()
+        assert busy.response()[0] == 200
+
+
+def test_one_body_beyond_the_memory_of_all(listening: Callable[..., Listening]) -> None:
+    """An upload that alone exceeds the memory for bodies gets 503, and its bytes are released."""
+    service = listening(limits=Limits(buffered=100_000))
+    head = HEAD.replace(b"POST /v1/recommend", b"PUT /v1/items") + b"Content-Length: 1000000\r\n\r\n"
+    with service.connect() as connection:
+        connection.send(head + b" " * 300_000)
+        assert refused(connection) == 503
+    assert service.server.connections.buffered == 0
+
+
+def test_a_refused_client_that_keeps_sending_is_cut(service: Listening, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Input behind an error is ignored up to a limit; then the connection is reset."""
+    monkeypatch.setattr(module, "_LINGER_BYTES", 50_000)
+    with service.connect() as connection:
+        connection.send(b"nonsense\r\n\r\n")
+        assert connection.response()[0] == 400
+        sent = 0
+        with suppress(OSError):
+            while sent < 1_000_000:
+                connection.send(b"x" * 10_000)
+                sent += 10_000
+                time.sleep(0.01)
+        assert 50_000 <= sent < 1_000_000
+
+
+def test_a_refused_request_without_a_body_leaves_the_connection_open(listening: Callable[..., Listening]) -> None:
+    """A wrong token gets 401, and the next request on the connection is answered."""
+    with listening(token="secret").connect() as connection:
+        for header, status in ((b"", 401), (b"Authorization: Bearer secret\r\n", 200)):
+            connection.send(b"GET /v1/info HTTP/1.1\r\nHost: 127.0.0.1\r\n" + header + b"\r\n")
+            assert connection.response()[0] == status
+
+
+def test_rates_of_many_clients_take_bounded_memory(service: Listening, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients whose rate has recovered are forgotten once there are many; one that has not is still refused."""
+    monkeypatch.setattr(module, "_CLIENTS", 10)
+    connections = module.Connections(service.service.gate, Limits(client_rate=1.0))
+    for n in range(100):
+        connections.admit(f"client {n}", now=n / 4)
+        connections.done(f"client {n}")
+    assert len(connections._rates) <= 10
+    with pytest.raises(RequestError) as caught:
+        connections.admit("client 99", now=100 / 4)
+    assert caught.value.status == 429
+    assert not connections._busy
+
+
+def test_requests_at_once_without_a_rate(service: Listening) -> None:
+    """A client with two requests in progress may send a third when one of them has ended."""
+    connections = module.Connections(service.service.gate, Limits(client_requests=2))
+    for _ in range(2):
+        connections.admit("a", now=0.0)
+    with pytest.raises(RequestError):
+        connections.admit("a", now=0.0)
+    connections.admit("b", now=0.0)
+    connections.done("a")
+    connections.admit("a", now=0.0)
+
+
+@pytest.mark.parametrize(
+    ("address", "client"),
+    [
+        ("10.0.0.7", "10.0.0.7"),
+        ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::/64"),
+        ("fe80::1%eth0", "fe80::/64"),
+        ("::ffff:10.0.0.7", "10.0.0.7"),
+    ],
+)
+def test_clients_by_address(address: str, client: str) -> None:
+    """A client of IPv6 is its network of 64 bits; an IPv4 address is the same client in both notations."""
+    assert module._client(address) == client
+
+
+@pytest.mark.parametrize(("status", "has_length"), [(200, True), (204, False), (304, False), (404, True)])
+def test_the_length_of_a_response(status: int, has_length: bool) -> None:
+    """Responses that must not have a body have no length either."""
+    written = module._written(module.Response(status, [], b"", False), last=False, without_body=False)
+    assert written.startswith(b"HTTP/1.1 %d " % status)
+    assert (b"content-length: 0\r\n" in written) == has_length
+
+
+def test_a_second_signal_does_not_wait(listening: Callable[..., Listening], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first signal waits for the request in progress; the second one cuts its connection."""
+    service = listening()
+    index, hold = service.service.registry.served().index, threading.Event()
+    search = index.search
+    monkeypatch.setattr(index, "search", lambda *given: (hold.wait(20), search(*given))[1])
+    with service.connect() as busy:
+        busy.send(GOOD)
+        time.sleep(0.2)
+        service.server.exit()
+        service.thread.join(0.5)
+        assert service.thread.is_alive()
+        service.server.exit()
+        service.thread.join(5)
+        assert not service.thread.is_alive()
+        hold.set()
+        with pytest.raises(OSError):
+            busy.read()

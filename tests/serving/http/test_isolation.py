@@ -10,13 +10,14 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
+import polars as pl
 import pytest
 from fastapi.testclient import TestClient
 
 from sparring.core.errors import UserError
-from sparring.serving.http import answers, catalogue
+from sparring.serving.http import answers, catalogue, conditions
 from sparring.serving.http.catalogue import Catalogue
-from sparring.serving.http.schema import Limits
+from sparring.serving.http.schema import Limits, RequestError
 from sparring.serving.http.searcher import Searcher, SearchJob
 from sparring.serving.http.served_run import ServedRun
 from sparring.serving.http.threads import in_thread
@@ -179,3 +180,27 @@ def test_texts_of_a_request_that_timed_out_are_not_encoded(
         assert client.post("/v1/recommend", json={"text": "b"}).status_code == 200
     assert sum(encoded[:-1]) < 64, encoded
     assert encoded[-1] == 1
+
+
+@pytest.mark.parametrize("dtype", [pl.Int8, pl.UInt8, pl.Int64, pl.UInt64, pl.Float32, pl.Decimal(20, 2)])
+@pytest.mark.parametrize("others", [[], [5.0, 6.5, 1e300]])
+def test_numbers_are_chosen_as_python_does(dtype: Any, others: list[float]) -> None:
+    """A column of any number type passes exactly the values that are equal to one of the choices."""
+    held = [0, 5, 6, 100, 127]
+    table = pl.DataFrame({"n": pl.Series([*held, None], dtype=dtype)})
+    choices = [-(2**63), -1, 0, 127, 128, 255, 256, 2**63 - 1, *others]
+    for op in ("in", "not in"):
+        test = conditions.expression([("n", op, choices)], table.schema)
+        expected = [(value in choices) == (op == "in") for value in held] + [op == "not in"]
+        assert table.select(test).to_series().to_list() == expected
+
+
+@pytest.mark.parametrize(
+    ("choices", "dtype"), [([1, 2, "x"], pl.Int64), (["x", 1], pl.String), ([1, True], pl.Int64), ([1], pl.Boolean)]
+)
+def test_a_choice_of_another_type_is_named(choices: list[Any], dtype: Any) -> None:
+    """The first value that cannot be compared with the column is in the error."""
+    with pytest.raises(RequestError) as caught:
+        conditions.expression([("n", "in", choices)], {"n": dtype()})
+    assert caught.value.status == 422
+    assert repr(str(choices[-1])) in caught.value.message

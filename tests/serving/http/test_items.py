@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import polars as pl
 import pytest
+import torch
 from fastapi.testclient import TestClient
 
 from sparring.data.interactions import Split
@@ -366,3 +368,48 @@ def test_items_like_others_are_placed_together(
     mean = (truth.items[3] + truth.items[4]) / 2
     expected = mean / np.linalg.norm(mean) * np.linalg.norm(truth.items[[3, 4]], axis=1).mean()
     np.testing.assert_allclose(served.vectors(served.catalogue.find(["both"]))[0], expected, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("score", "bias"), [("cosine", False), ("dot", True)])
+def test_scaled_columns_place_a_new_item(
+    parts: Split, serving: Callable[..., TestClient], tmp_path: Path, score: str, bias: bool
+) -> None:
+    """A new item with the price of a known one gets the vector of that price, the mean id and the mean bias."""
+    table = parts.train.item_table
+    assert table is not None
+    prices = np.linspace(1.0, 9.0, len(table))
+    table = table.with_columns(price=pl.Series(prices, dtype=pl.Float64))
+    parts = replace(parts, train=replace(parts.train, item_table=table))
+    settings = {"dim": 8, "epochs": 1, "item_features": "price", "score": score, "item_bias": bias}
+    fit(build("ssl_pop", parts.train, settings), parts, tmp_path / "run", k=(10,), device="cpu")
+    client = serving(tmp_path / "run")
+    put(client, {"id": "cheap", "price": 1.0}, {"id": "dear", "price": 9.0}, {"id": "unpriced", "title": "x"})
+    served = client.service.registry.served()  # type: ignore[attr-defined]
+    model, tower = served.trained.model, served.trained.model.item
+    z = (prices - prices.mean()) / prices.std()
+    for name, value in (("cheap", z[0]), ("dear", z[-1]), ("unpriced", 0.0)):
+        known = torch.cat([tower.id.weight.mean(0), torch.tensor([value], dtype=torch.float32)])
+        with torch.no_grad():
+            vector = tower.layers(known[None])[0]
+            vector = vector / vector.norm() if score == "cosine" else vector
+            if bias:
+                vector = torch.cat([vector, model.item_bias.weight.mean(0)])
+        placed = served.index.vectors_of([served.catalogue.find_one(name)])[0]
+        np.testing.assert_allclose(placed, vector.numpy(), rtol=0.1, atol=0.02)
+
+
+def test_a_run_without_texts_places_none(truth: MadeRun, client: TestClient) -> None:
+    """A text alone places no item where the tower does not read texts."""
+    answer = client.put("/v1/items", json={"items": [{"id": "new", "text": "words"}]})
+    assert answer.status_code == 422
+    assert "text" in answer.json()["detail"]
+
+
+def test_a_value_can_be_taken_back(truth: MadeRun, client: TestClient) -> None:
+    """A column set to null has no value: the item fails every condition on it."""
+    item = truth.item_ids[7]
+    put(client, {"id": item, "price": None})
+    assert client.get(f"/v1/items/{item}").json()["columns"]["price"] is None
+    where = [{"column": "price", "op": ">=", "value": -1}]
+    listed = ids(client, {"user": "user-01", "k": 60, "exclude_seen": False, "where": where}, "/v1/recommend")
+    assert sorted([*listed, item]) == truth.item_ids

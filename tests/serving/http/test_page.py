@@ -27,7 +27,6 @@ from sparring.serving.http.app import Service
 from sparring.serving.http.runs import RunRegistry
 from sparring.serving.http.server import Server
 from sparring.serving.http.store import Store
-from sparring.training import curve
 from sparring.training import trained as runs
 from sparring.training.fitting import fit
 from support.run_files import change_tensors
@@ -42,15 +41,7 @@ PNG = bytes.fromhex(
 )
 TOKEN = "open sesame"
 K = 10
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _no_curves(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Skip the curve images, which take longer than these trainings; use a private token cache."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(curve, "training_curve", lambda history, path, *_: Path(path).write_bytes(b"no curve"))
-        patch.setenv("SPARRING_HOME", str(tmp_path_factory.mktemp("home")))
-        yield
+pytestmark = pytest.mark.usefixtures("private_home")
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -191,11 +192,33 @@ def test_a_run_that_is_still_written_shows_what_there_is(truth: MadeRun, serving
     """An incomplete line is skipped, NaN becomes null, and a missing result leaves the metrics empty."""
     lines = [{"epoch": 1, "loss": float("nan"), "ndcg@10": 0.1}, {"epoch": 2, "loss": 0.5, "ndcg@10": 0.2}]
     (truth.folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + '\n{"epoch": 3, "lo')
+    approve(truth.folder)
     (run,) = serving(truth.folder).get("/page/runs").json()["runs"]
     assert run["epochs"] == [{"epoch": 1, "loss": None, "ndcg@10": 0.1}, {"epoch": 2, "loss": 0.5, "ndcg@10": 0.2}]
     assert run["test"] == {}
     assert run["best_epoch"] is None
     assert run["reports"] == []
+    assert run["problems"] == []
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "result.json"])
+def test_damaged_figures_are_not_shown(truth: MadeRun, serving: Callable[..., TestClient], name: str) -> None:
+    """A figure that was changed after training is left out, and the page names its file."""
+    (truth.folder / "metrics.jsonl").write_text('{"epoch": 1, "loss": 0.5}\n')
+    (truth.folder / "result.json").write_text('{"best_epoch": 1, "test": {"metrics": {"ndcg@10": 0.25}}}\n')
+    approve(truth.folder)
+    client, shown = serving(truth.folder), {"metrics.jsonl": [{"epoch": 1, "loss": 0.5}], "result.json": 1}
+    path = truth.folder / name
+    for text in (path.read_text(), path.read_text().replace("5", "9"), None):
+        if text is None:
+            path.unlink()
+        else:
+            path.write_text(text)
+        (run,) = client.get("/page/runs").json()["runs"]
+        found = {"metrics.jsonl": run["epochs"], "result.json": run["best_epoch"]}
+        whole = text is not None and "9" not in text
+        assert found == shown | ({} if whole else {name: [] if name == "metrics.jsonl" else None})
+        assert [name in problem for problem in run["problems"]] == ([] if whole else [True])
 
 
 def test_data_that_is_gone_is_said_and_a_slow_read_is_waited_for(
@@ -215,3 +238,67 @@ def test_data_that_is_gone_is_said_and_a_slow_read_is_waited_for(
         states.append(client.get("/page/negatives", params={"item": "1000"}).json())
     assert states[0] == {"state": "working"}
     assert states[-1] == {"state": "absent", "why": "the data is no longer there"}
+
+
+def test_negatives_that_cannot_be_had(
+    truth: MadeRun, serving: Callable[..., TestClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A service without training data, data beyond the limit and an item added later: each is said in one line."""
+    client = serving(truth.folder)
+    asked = client.get("/page/negatives", params={"item": "1000"}).json()
+    assert asked["state"] == "absent"
+    assert "cannot read" in asked["why"]
+    client.stop()  # type: ignore[attr-defined]
+    client = serving(truth.folder, read_split=lambda trained: pytest.fail("the data was read"))
+    assert client.put("/v1/items", json={"items": [{"id": 5, "like": [1000]}]}).status_code == 200
+    assert "added after" in client.get("/page/negatives", params={"item": "5"}).json()["why"]
+    monkeypatch.setattr(pages, "MAX_PAIRS", -1)
+    assert "limit" in client.get("/page/negatives", params={"item": "1000"}).json()["why"]
+
+
+def test_negatives_are_computed_one_after_another(
+    truth: MadeRun, serving: Callable[..., TestClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No more than QUEUED computations wait, and no more than CACHED results are kept."""
+    go, reads = threading.Event(), list[int]()
+
+    def slow(trained: Any) -> Any:
+        go.wait(20)
+        reads.append(1)
+        raise ValueError("nothing here")
+
+    for name, value in (("QUEUED", 2), ("CACHED", 1), ("WAIT", 0.02)):
+        monkeypatch.setattr(pages, name, value)
+    client = serving(truth.folder, read_split=slow)
+
+    def ask(row: int) -> str:
+        return str(client.get("/page/negatives", params={"item": str(truth.item_ids[row])}).json()["state"])
+
+    def answered(row: int, times: int) -> bool:
+        until = time.monotonic() + 10
+        while len(reads) < times and time.monotonic() < until:
+            time.sleep(0.01)
+        return ask(row) == "absent"
+
+    assert [ask(row) for row in (0, 1, 2, 3)] == ["working"] * 4
+    go.set()
+    assert answered(1, 2)
+    assert len(reads) == 2  # the third and the fourth were never queued
+    monkeypatch.setattr(pages, "WAIT", 10)
+    assert ask(4) == "absent"  # the result of row 0 makes room
+    assert len(reads) == 3
+    assert ask(0) == "absent"
+    assert len(reads) == 4
+
+
+def test_images_with_impossible_names(tmp_path: Path, serving: Callable[..., TestClient]) -> None:
+    """A name that is too long, or has a zero byte, is no image."""
+    truth = make_run(tmp_path / "run")
+    names = ["x" * 5000 + ".png", "a\0b.png"]
+    table = pl.read_parquet(truth.folder / "item_table.parquet")
+    images = pl.Series("image", names + [None] * (len(table) - 2), dtype=pl.String)
+    table.with_columns(images).write_parquet(truth.folder / "item_table.parquet")
+    approve(truth.folder)
+    client = serving(truth.folder)
+    for item in truth.item_ids[:2]:
+        assert client.get("/page/image", params={"item": str(item)}).status_code == 404

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import sqlite3
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import polars as pl
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,7 +19,10 @@ from sparring.core.errors import UserError
 from sparring.data.interactions import Vocabulary
 from sparring.models.retriever import Retriever
 from sparring.recipes.settings import build
+from sparring.serving.http import catalogue, conditions
+from sparring.serving.http.answers import _json_value
 from sparring.serving.http.catalogue import IdLookup
+from sparring.serving.http.schema import RequestError
 from sparring.serving.http.store import Change, Store
 from sparring.training import trained
 from sparring.training.fitting import fit
@@ -136,3 +142,65 @@ def test_item_vectors_of_a_transformer_are_computed_once(
 
 def _full(*_: object) -> None:
     raise OSError(28, "No space left on device")
+
+
+def test_texts_of_equal_hash_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where several ids have one hash, each finds itself, and an unknown one of that hash finds none."""
+    monkeypatch.setattr(catalogue, "hash", len, raising=False)
+    ids = ["aa", "bb", "cc", "d"]
+    names = IdLookup(Vocabulary(ids))
+    assert names.find([*ids, "zz", "q", "long"]).tolist() == [0, 1, 2, 3, -1, -1, -1]
+
+
+def test_a_store_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    """An error of SQLite while reading is one line with the path."""
+    store = Store(tmp_path / "items.sqlite")
+    store._db.execute("DROP TABLE state")
+    with pytest.raises(UserError, match=r"items\.sqlite cannot be read"):
+        store.read_state("swapped")
+    store.close()
+
+
+def test_a_change_that_fails_half_way_is_undone(tmp_path: Path) -> None:
+    """Of several items of which one cannot be stored none is, and the next change is."""
+    store = Store(tmp_path / "items.sqlite")
+    store._db.execute(
+        "CREATE TEMP TRIGGER full BEFORE INSERT ON items WHEN new.id = 'b' BEGIN SELECT RAISE(ABORT, 'disk full'); END"
+    )
+    with pytest.raises(RequestError) as caught:
+        store.write([Change("a", {"title": "A"}), Change("b", {"title": "B"})])
+    assert caught.value.status == 507
+    assert list(store.since(0)) == []
+    store.write([Change("c", {"title": "C"})])
+    assert [change.id for change in store.since(0)] == ["c"]
+    store.close()
+
+
+@pytest.mark.parametrize(
+    ("value", "written"),
+    [
+        (float("nan"), None),
+        (float("-inf"), None),
+        (True, True),
+        (datetime.date(2026, 11, 15), "2026-11-15"),
+        ([1.5, float("nan")], [1.5, None]),
+        (list(range(100)), list(range(64))),
+    ],
+)
+def test_values_as_json(value: Any, written: Any) -> None:
+    """Numbers that JSON lacks are null, dates are text, long lists are cut."""
+    assert _json_value(value) == written
+
+
+def test_columns_of_lists_and_structs() -> None:
+    """Arrays and lists are searched for a value; structs cannot be filtered; durations have no texts."""
+    table = pl.DataFrame(
+        {"array": [[1, 2], [3, 4]], "about": [{"x": 1}] * 2, "wait": [datetime.timedelta(1)] * 2},
+        schema_overrides={"array": pl.Array(pl.Int64, 2)},
+    )
+    test = conditions.expression([("array", "contains", 3)], table.schema)
+    assert table.select(test).to_series().to_list() == [False, True]
+    for column, op, value in (("about", "=", 1), ("array", "=", 1), ("wait", "=", "1 day")):
+        with pytest.raises(RequestError) as caught:
+            conditions.expression([(column, op, value)], table.schema)
+        assert (caught.value.status, column in caught.value.message) == (422, True)

@@ -444,3 +444,61 @@ def test_a_run_that_is_written_while_it_is_read_is_refused(
     answer = client.post("/v1/reload", json={"run": str(other.folder)})
     assert (answer.status_code, "while it was read" in answer.json()["detail"]) == (422, True)
     assert best(client) == expected(good)
+
+
+@pytest.mark.parametrize(("items", "dim", "word"), [(59, 8, "59 items"), (60, 7, "7 dimensions")])
+def test_an_index_of_another_shape_is_refused(
+    tmp_path: Path, serving: Callable[..., TestClient], items: int, dim: int, word: str
+) -> None:
+    """An index that claims to be of this model and has other items or dimensions is refused in one line."""
+    good, bad = make_run(tmp_path / "good", 1), make_run(tmp_path / "bad", 2)
+    vectors = np.ones((items, dim), np.float32)
+    Index(vectors, np.arange(items), meta={"model": model_hash(bad.folder)}).save(bad.folder / FOLDER)
+    client = serving(good.folder)
+    answer = client.post("/v1/reload", json={"run": str(bad.folder)})
+    assert (answer.status_code, word in answer.json()["detail"]) == (422, True), answer.text
+    assert best(client) == expected(good)
+
+
+def test_diverged_queries_are_refused(tmp_path: Path, serving: Callable[..., TestClient]) -> None:
+    """Sound items with query vectors of infinities are not swapped in."""
+    good, bad = make_run(tmp_path / "good", 1), make_run(tmp_path / "bad", 2)
+    change_tensors(bad.folder, "model", **{"query.weight": torch.full(bad.users.shape, float("inf"))})
+    answer = serving(good.folder).post("/v1/reload", json={"run": str(bad.folder)})
+    assert (answer.status_code, "diverged" in answer.json()["detail"]) == (422, True), answer.text
+
+
+def test_one_reload_at_a_time(
+    tmp_path: Path, serving: Callable[..., TestClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second reload gets 409 while the first one loads; a change that arrives meanwhile is in the new run."""
+    old, new = make_run(tmp_path / "old", 1), make_run(tmp_path / "new", 2)
+    client, load, loading, go = serving(old.folder), runs.load_served, threading.Event(), threading.Event()
+
+    def slow(*given: Any) -> Any:
+        served = load(*given)
+        loading.set()
+        go.wait(20)
+        return served
+
+    monkeypatch.setattr(runs, "load_served", slow)
+    answers: list[int] = []
+    first = threading.Thread(
+        target=lambda: answers.append(client.post("/v1/reload", json={"run": str(new.folder)}).status_code)
+    )
+    first.start()
+    assert loading.wait(20)
+    assert client.post("/v1/reload", json={"run": str(new.folder)}).status_code == 409
+    assert client.put("/v1/items", json={"items": [{"id": "late", "like": [old.item_ids[3]]}]}).status_code == 200
+    go.set()
+    first.join()
+    assert answers == [200]
+    assert "late" in best(client, k=61, exclude_seen=False)
+
+
+def test_a_service_needs_a_run(tmp_path: Path) -> None:
+    """A registry without folders is refused."""
+    store = Store(tmp_path / "items.sqlite")
+    with pytest.raises(UserError, match="at least one run"):
+        RunRegistry([], store)
+    store.close()

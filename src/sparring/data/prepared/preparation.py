@@ -73,7 +73,7 @@ def prepare(
             from sparring.data.prepared.spark_engine import fill_buckets
         else:
             from sparring.data.prepared.polars_engine import fill_buckets
-        with unchanged(table):
+        with unchanged(table.opened):
             buckets = fill_buckets(table, folder / "buckets", report, lambda n: _check_space(folder, n, roles))
         merged = merge(buckets, folder / "merged", table, report)
         shutil.rmtree(folder / "buckets")

@@ -80,6 +80,8 @@ class ItemModalities:
     cache: str | None = None
     settings: Mapping[str, object] = field(default_factory=dict)  # of MSAC
     category: str = "category"  # column of the item table
+    recipe: str | None = None  # of the run of behaviour:RUN, as in `sparring.load`
+    trust: bool = False
 
     @property
     def request(self) -> dict[str, Any]:
@@ -366,7 +368,8 @@ def _modalities(dataset: PaperDataset, protocol: SplitProtocol, names: Sequence[
     assert source is not None
     specs, parts = {name: source.specs[name] for name in names}, protocol.split(dataset.data, 0)
     encoder, cache = source.text_encoder, source.cache
-    return load_modalities(specs, parts, text_encoder=encoder, cache=cache, device=device, run_vectors=run_vectors)
+    vectors = partial(run_vectors, recipe=source.recipe, trust=source.trust)
+    return load_modalities(specs, parts, text_encoder=encoder, cache=cache, device=device, run_vectors=vectors)
 
 
 def _learn_one(say: Say, dataset: PaperDataset, clustering: Clustering, protocol: SplitProtocol, device: str) -> None:

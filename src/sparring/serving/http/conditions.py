@@ -58,15 +58,20 @@ def _one(column: str, op: str, value: Any, schema: Mapping[str, Any]) -> pl.Expr
 
 
 def _choices(column: str, values: list[Any], dtype: Any) -> pl.Series:
-    """The values with the type of the column (floats for decimals), for one membership test of all of them."""
-    for value in values:
-        if not _comparable(value, dtype):
-            raise _incomparable(column, value, dtype)
+    """The values with the type of the column (floats for decimals), for one membership test of all of them.
+
+    A filter may have 160,000 values: a Python loop over them would hold up the other threads.
+    """
+    kinds = set(map(type, values))
+    if not all(_comparable(kind, dtype) for kind in kinds):
+        raise _incomparable(column, next(value for value in values if not _comparable(type(value), dtype)), dtype)
     if dtype.is_temporal():
         shapes: dict[str, list[str]] = {}  # polars parses a series by the format of its first text
         for value in values:
             shapes.setdefault(value.translate(_DIGITS), []).append(value)
         return pl.concat([pl.Series([], dtype=dtype), *(_times(column, texts, dtype) for texts in shapes.values())])
+    if dtype.is_integer() and kinds == {int}:  # of 64 bits; those that the column cannot hold become null
+        return pl.Series(values, dtype=pl.Int64).cast(dtype, strict=False).drop_nulls()
     if dtype.is_integer():  # no other number equals one of the column
         bits = int(str(dtype).lstrip("UInt"))
         low, high = (0, 2**bits) if dtype.is_unsigned_integer() else (-(2 ** (bits - 1)), 2 ** (bits - 1))
@@ -79,15 +84,15 @@ def _choices(column: str, values: list[Any], dtype: Any) -> pl.Series:
 
 def _literal(column: str, value: Any, dtype: Any) -> pl.Expr:
     """The value with a type that can be compared with the column."""
-    if not _comparable(value, dtype):
+    if not _comparable(type(value), dtype):
         raise _incomparable(column, value, dtype)
     return pl.lit(_times(column, [value], dtype)[0], dtype) if dtype.is_temporal() else pl.lit(value)
 
 
-def _comparable(value: Any, dtype: Any) -> bool:
-    if isinstance(value, bool):
+def _comparable(kind: type, dtype: Any) -> bool:
+    if kind is bool:
         return bool(dtype == pl.Boolean)
-    if isinstance(value, str):
+    if kind is str:
         return bool(dtype == pl.String or dtype.is_temporal())
     return bool(dtype.is_numeric())
 

@@ -272,11 +272,11 @@ class Connection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         self.reading = WAITING
-        if self.incoming is not None:
-            request, self.incoming = self.incoming, None
-            request.body = self.body[0] if len(self.body) == 1 else b"".join(self.body)
-            self.body = []
-            self._complete(request)
+        request, self.incoming = self.incoming, None
+        assert request is not None
+        request.body = self.body[0] if len(self.body) == 1 else b"".join(self.body)
+        self.body = []
+        self._complete(request)
 
     # answers
 

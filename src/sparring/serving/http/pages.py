@@ -25,7 +25,7 @@ from fastapi import APIRouter, FastAPI
 from fastapi import Query as Parameter
 from fastapi.responses import FileResponse, Response
 
-from sparring.core.errors import UserError
+from sparring.core.errors import UserError, first_line
 from sparring.data.interactions import Split
 from sparring.recipes.finding import short
 from sparring.recipes.run import Run
@@ -34,6 +34,7 @@ from sparring.serving.http.conditions import check_column
 from sparring.serving.http.runs import RunRegistry
 from sparring.serving.http.schema import MAX_ID, RequestError
 from sparring.serving.http.served_run import ServedRun
+from sparring.training.folder import read_manifest
 from sparring.training.trained import Trained
 
 ReadSplit = Callable[[Trained], Split]
@@ -276,9 +277,10 @@ def _values(served: ServedRun, column: str) -> list[dict[str, Any]]:
 
 
 def _training(served: ServedRun) -> dict[str, Any]:
-    """The training of a run, read from its folder; missing or unfinished files leave their part empty."""
+    """The training of a run, read from its folder; missing, unfinished or damaged files leave their part empty."""
     meta, setup = served.trained.meta, flat(served.trained.meta.get("setup", {}))
-    result = next(iter(_objects(_text(served.folder / "result.json"))), {})
+    problems: list[str] = []
+    result = next(iter(_objects(_text(served, "result.json", problems))), {})
     about = {
         "name": served.name,
         "recipe": short(meta["recipe"]),
@@ -286,20 +288,24 @@ def _training(served: ServedRun) -> dict[str, Any]:
         "data": {"name": Path(str(meta.get("source", {}).get("data", "its own data"))).name, **meta.get("data", {})},
         "setup": {key: setup.get(key) for key in ("dim", "score", "tau", "batch_size", "optimizer", "lr", "seed")},
         "select": setup.get("select", "ndcg@10"),
-        "epochs": _objects(*_text(served.folder / "metrics.jsonl").splitlines()),
+        "epochs": _objects(*_text(served, "metrics.jsonl", problems).splitlines()),
         "best_epoch": result.get("best_epoch"),
         "seconds": result.get("train_seconds"),
         "test": result.get("test", {}).get("metrics", {}),
         "batch": meta.get("batch", []),
         "reports": sorted(_reports(served.folder)),
+        "problems": problems,
     }
     return {name: _finite(value) for name, value in about.items()}
 
 
-def _text(path: Path) -> str:
+def _text(served: ServedRun, name: str, problems: list[str]) -> str:
+    """The text of a file that agrees with the manifest; "" if it is missing, or damaged, which `problems` then says."""
     try:
-        return path.read_text()
-    except OSError:
+        listed = read_manifest(served.folder)
+        return listed.path(name).read_text() if listed.lists(name) else ""
+    except (UserError, OSError, ValueError) as error:
+        problems.append(first_line(error))
         return ""
 
 

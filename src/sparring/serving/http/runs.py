@@ -15,7 +15,7 @@ import numpy as np
 
 from sparring.core.errors import UserError
 from sparring.serving.http.schema import RequestError
-from sparring.serving.http.served_run import ServedRun, load_served, signature
+from sparring.serving.http.served_run import ServedRun, load_served
 from sparring.serving.http.store import Change, Store
 from sparring.serving.http.threads import contained
 
@@ -122,10 +122,6 @@ class RunRegistry:
         seconds = time.perf_counter() - began
         self.log("reloaded", run=slot, folder=str(folder), generation=new.generation, seconds=round(seconds, 3))
         return new, seconds
-
-    def changed_on_disk(self) -> list[str]:
-        """Names of the runs whose folder was written since they were loaded."""
-        return [served.name for served in self.runs if signature(served.folder) != served.signature]
 
     def close(self) -> None:
         with self._writing:

@@ -85,14 +85,14 @@ def write(index: Stored, folder: Path) -> None:
 
 def read(folder: Path, check: bool = True) -> Stored:
     """The index of a folder, memory-mapped."""
-    for attempt in (1, 2):
-        meta = read_meta(folder)
+    meta = read_meta(folder)
+    while True:
         try:
             return _read(folder, meta, check)
-        except FileNotFoundError as error:  # a newer index may have replaced it since index.json was read
-            if attempt == 2:
+        except FileNotFoundError as error:
+            meta, before = read_meta(folder), meta
+            if meta == before:  # no newer index has replaced it
                 raise UserError(f"{error.filename} is missing: build the index again with `sparring index`") from error
-    raise AssertionError
 
 
 def read_meta(folder: Path) -> dict[str, Any]:

@@ -108,6 +108,7 @@ function details(run) {
     "section",
     { "aria-label": `Run ${run.name}` },
     h("h2", null, run.name),
+    run.problems.map((problem) => h("p", { class: "wrong", role: "alert" }, problem)),
     h(
       "dl",
       null,
