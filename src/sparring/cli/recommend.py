@@ -126,7 +126,8 @@ def _recommend_all(args: Namespace) -> int:
     blank = len(trained.eligibility.queries)
     if blank:
         note(f"{blank:,} queries have no training pair: their lists are not personalised")
-    by = {"fused": ", towers and classifiers fused", "classifiers": ", by the classifiers"}
+    several = "parts" in trained.meta
+    by = {"fused": ", several runs fused" if several else ", towers and classifiers fused", "classifiers": ", by the classifiers"}
     exact = f"exact{by.get(trained.how(args.ranking), '')}"
     how = exact if index is None else f"through the {index.kind} index"
     speed = f"in {seconds:.1f} s ({n / seconds:,.0f} queries/s)"

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sparring.core.part import Part
-from sparring.core.topk import top_k
+from sparring.core.topk import inner_products, top_k
 from sparring.core.types import Positives
 from sparring.data.interactions import Interactions, Split
 from sparring.data.pairs import csr, occurrences
@@ -104,6 +104,16 @@ class Ranking:
         return scores, ids if self.kept is None else torch.where(
             ids >= 0, self.kept.to(ids.device)[ids.clamp(min=0)], -1
         )
+
+    def scores(self, q: Tensor, items: Tensor) -> Tensor:
+        """Scores (B, U) of items (B, U), NaN for untrained ones; -1 has the score of some item."""
+        items = items.clamp(min=0)
+        if self.vectors is None:
+            values = q.gather(1, items)
+        else:
+            at = items if self.place is None else self.place.to(items.device)[items].clamp(min=0)
+            values = inner_products(q, self.vectors, at)
+        return values if self.place is None else values.masked_fill(self.place.to(items.device)[items] < 0, torch.nan)
 
 
 def seen_tensors(
