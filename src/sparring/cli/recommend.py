@@ -127,7 +127,10 @@ def _recommend_all(args: Namespace) -> int:
     if blank:
         note(f"{blank:,} queries have no training pair: their lists are not personalised")
     several = "parts" in trained.meta
-    by = {"fused": ", several runs fused" if several else ", towers and classifiers fused", "classifiers": ", by the classifiers"}
+    by = {
+        "fused": ", several runs fused" if several else ", towers and classifiers fused",
+        "classifiers": ", by the classifiers",
+    }
     exact = f"exact{by.get(trained.how(args.ranking), '')}"
     how = exact if index is None else f"through the {index.kind} index"
     speed = f"in {seconds:.1f} s ({n / seconds:,.0f} queries/s)"

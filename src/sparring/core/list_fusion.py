@@ -75,6 +75,10 @@ class Pool:
         standard = [standardised(score(source, items), scores[:, :depth]) for source, (scores, _) in enumerate(lists)]
         return cls(items, ranks, torch.stack(standard, 2))
 
+    def cpu(self) -> Pool:
+        """The same in the memory of the CPU."""
+        return Pool(self.items.cpu(), self.ranks.cpu(), None if self.scores is None else self.scores.cpu())
+
     def best(self, weights: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Scores and ids (B, k) of the best items by weights (B, S), id -1 where none is left.
 
@@ -92,10 +96,11 @@ class Pool:
 def query_weights(weights: Tensor, known: Tensor) -> Tensor:
     """(B, S): the weights (S,) of the sources that know each query (B, S).
 
-    Where none of them has a weight, all that know the query count alike.
+    Where none of them has a weight, all that know the query count alike; where no source does, all sources.
     """
     own = weights.to(known.device) * known
-    return torch.where(own.any(1, keepdim=True), own, known.float())
+    alike = torch.where(known.any(1, keepdim=True), known.float(), 1.0)
+    return torch.where(own.any(1, keepdim=True), own, alike)
 
 
 def shares(items: Tensor, lists: Sequence[Tensor]) -> Tensor:

@@ -392,8 +392,7 @@ def read_run(
     if not folder.is_dir():
         raise UserError(f"no such run folder: {folder}")
     meta, listed = read_meta(folder), read_manifest(folder)
-    if "parts" in meta:
-        raise UserError(f"{folder} is fused of several runs: give one of those in {folder / 'parts'}")
+    _check_single(folder, meta)
     if not (unfinished or listed.finished):
         state = "is in progress" if is_held(folder) else "was interrupted"
         resume = f"resume it with `sparring train --out {folder} --resume`"
@@ -416,6 +415,12 @@ def read_run(
         hint = "if its Setup does not describe the model, pass that: sparring.load(folder, model=...)"
         raise UserError(f"{error}; {hint}") from error
     return model.eval(), ids, eligibility, meta
+
+
+def _check_single(folder: Path, meta: Mapping[str, Any]) -> None:
+    """Refuse a fused run where only a trained one will do."""
+    if "parts" in meta:
+        raise UserError(f"{folder} is fused of several runs: give one of those in {folder / 'parts'}")
 
 
 def _described_model(listed: Manifest, meta: Mapping[str, Any], ids: Ids, tensors: Mapping[str, Tensor]) -> Retriever:
@@ -502,6 +507,7 @@ def recipe_of(
     A folder must not choose the code that runs when it is opened. So a file, a module or an installed package's recipe
     that run.json names is imported only with `trust`, and is logged first.
     """
+    _check_single(folder, meta)
     if recipe is not None:
         return recipe
     name = str(meta["recipe"])

@@ -209,9 +209,7 @@ def _pool(model: Sources, valid: Interactions, seen: Eligibility, scored: bool) 
         for ids in torch.from_numpy(np.unique(valid.queries)).long().split(_BLOCK):
             q = model.query_vectors(ids)
             pool = model.pool(q, model.depth, seen.taken(ids), "scores" if scored else "ranks")
-            pools.append(
-                Pool(*(None if each is None else each.cpu() for each in (pool.items, pool.ranks, pool.scores)))
-            )
+            pools.append(pool.cpu())
             known.append(torch.stack([part.any(1) for part in model.parted(q)], 1).cpu())
     scores = torch.cat([pool.scores for pool in pools if pool.scores is not None]) if scored else None
     whole = Pool(torch.cat([pool.items for pool in pools]), torch.cat([pool.ranks for pool in pools]), scores)

@@ -28,7 +28,7 @@ from sparring.models.towers import HistoryReader
 from sparring.recipes.finding import Recipe
 from sparring.training import folder as run_folder
 from sparring.training.eligibility import Eligibility, Ranking
-from sparring.training.item_vectors import item_vectors, mean_query
+from sparring.training.item_vectors import item_queries, item_vectors, mean_query
 
 By = Literal["scores", "ranks"]
 BY: tuple[By, ...] = ("scores", "ranks")
@@ -64,6 +64,11 @@ class Source:
             vectors = self.model.encode_items(items[row][items[row] >= 0]).float().cpu().numpy()
             out[row] = torch.from_numpy(mean_query(self.model, vectors)[0]).to(out)
         return out
+
+    def similar(self, items: Tensor) -> Tensor:
+        """Vectors (n, D) of items as queries for similar items; zeros for those that the source does not know."""
+        unknown = torch.isin(items, self.eligibility.items.to(items))
+        return item_queries(self.model, items).float().masked_fill(unknown.unsqueeze(1), 0.0)
 
 
 class QueryVectors(HistoryReader):
@@ -123,6 +128,10 @@ class Sources(Retriever):
     def parted(self, q: Tensor) -> list[Tensor]:
         """The vectors of queries (B, D) in each source."""
         return list(q.split([source.model.dim for source in self.sources], 1))
+
+    def item_queries(self, items: Tensor) -> Tensor:
+        """Items (n,) as queries (n, D) for similar items."""
+        return torch.cat([source.similar(items) for source in self.sources], 1)
 
     def weights_of(self, parts: Sequence[Tensor]) -> Tensor:
         """(B, S): the weight of each source for each query."""
@@ -206,13 +215,14 @@ def read_fused(
     meta, listed = run_folder.read_meta(folder), run_folder.read_manifest(folder)
     if not listed.finished:
         raise UserError(f"{folder} is not finished, its writer was interrupted: fuse the runs again with --overwrite")
-    weights, state = run_folder.own_tensors(listed, "model.safetensors", meta)
-    names, by, depth = (state.get(name) for name in ("parts", "by", "depth"))
+    tensors, state = run_folder.own_tensors(listed, "model.safetensors", meta)
+    names: Any = state.get("parts")
+    by: Any = state.get("by")
+    depth: Any = state.get("depth")
     fits = isinstance(names, list) and names and isinstance(depth, int) and depth > 0 and by in BY
-    if not fits or set(weights) != {"weights"} or weights["weights"].shape != (len(names),):
-        raise UserError(
-            f"{folder / 'model.safetensors'} is corrupt: it has no weights of the fused runs; fuse them again"
-        )
+    if not fits or set(tensors) != {"weights"} or tensors["weights"].shape != (len(names),):
+        path = folder / "model.safetensors"
+        raise UserError(f"{path} is corrupt: it has no weights of the fused runs; fuse them again")
     ids = Ids.load(folder, listed)
     sources = []
     for name in names:
@@ -222,5 +232,5 @@ def read_fused(
         sources.append(Source(name, place, model, eligibility))
         if missing := difference(ids, own):
             raise UserError(f"{place} does not fit {folder}: it has {missing}; fuse the runs again")
-    model = Sources(sources, by, weights["weights"].tolist(), depth)
+    model = Sources(sources, by, tensors["weights"].tolist(), depth)
     return model, ids, run_folder.read_eligibility(listed, meta, ids), meta
