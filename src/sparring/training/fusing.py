@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +18,7 @@ from sparring.core import files, manifest
 from sparring.core.devices import pick_device
 from sparring.core.errors import UserError
 from sparring.core.list_fusion import Pool, query_weights
+from sparring.core.locks import LOCK
 from sparring.core.types import ALONE
 from sparring.data.interactions import Interactions, Split
 from sparring.evaluation.metrics import parse
@@ -77,37 +79,45 @@ def fuse(
         raise UserError(f"depth is {depth}; each run must list at least 1 item")
     metric, cutoff = selected(select)
     parse(metric)
-    if folder is not None and folder.exists():
+    if folder is not None:
         for run in map(Path, runs):
-            if folder.resolve() in (run.resolve(), *run.resolve().parents):
-                raise UserError(f"{folder} holds the run {run}: choose another folder for the fused run")
+            inner, outer = sorted((run.resolve(), folder.resolve()), key=lambda path: -len(path.parts))
+            if inner.is_relative_to(outer):
+                raise UserError(f"the run {run} and {folder} are one inside the other: choose another folder")
     if split.valid is None or not len(split.valid):
         raise UserError("fuse chooses weights on the validation part, and this split has none: train with --valid 0.1")
     if cutoff > split.train.n_items:
         raise UserError(
             f"the cutoff of select={select} exceeds the {split.train.n_items:,} items: choose a smaller one"
         )
-    sources = [
-        Source(name, each.folder, each.model, each.eligibility) for name, each in _loaded(runs, split, recipe, trust)
-    ]
-    model = Sources(sources, "scores", [1.0] * len(sources), depth).to(where)
-    valid, choice = _chosen(model, split, BY if by == "auto" else (by,), metric, cutoff)
-    model.by, model.weights = choice[0], torch.tensor(choice[1], device=where)
-    shown = ", ".join(f"{source.name} {weight:.2f}" for source, weight in zip(sources, choice[1], strict=True))
-    log.info("fused by %s: %s", model.by, shown)
-    tests = {}
-    if split.test is not None and len(split.test):
-        cutoffs = [each for each in k if each <= split.train.n_items] or [split.train.n_items]
-        seen, counts = split.seen_for("test").to(where), split.train.counts()
-        for name, each in {"": model, **{source.name: source.model for source in sources}}.items():
-            tests[name] = evaluate(each, split.test, seen, cutoffs, METRICS, counts=counts)
-    fused = FusedRun(model, valid, tests.pop("", None), tests)
-    if folder is not None:
-        with run_folder.claimed(folder, False, overwrite, ALONE):
+    loaded = _loaded(runs, split, recipe, trust)
+    sources = [Source(name, each.folder, each.model, each.eligibility) for name, each in loaded]
+    with nullcontext() if folder is None else run_folder.claimed(folder, False, overwrite, ALONE):
+        model = Sources(sources, "scores", [1.0] * len(sources), depth).to(where)
+        valid, (model.by, weights) = _chosen(model, split, BY if by == "auto" else (by,), metric, cutoff)
+        model.weights = torch.tensor(weights, device=where)
+        shown = ", ".join(f"{source.name} {weight:.2f}" for source, weight in zip(sources, weights, strict=True))
+        log.info("fused by %s: %s", model.by, shown)
+        fused = FusedRun(model, valid, *_tested(model, split, k))
+        if folder is not None:
             if overwrite:
                 run_folder.delete_run(folder)
             _write(fused, split, folder, select)
     return fused
+
+
+def _tested(model: Sources, split: Split, k: Sequence[int]) -> tuple[Evaluation | None, dict[str, Evaluation]]:
+    """The test metrics of the fused lists and of each source alone."""
+    if split.test is None or not len(split.test):
+        return None, {}
+    n_items = split.train.n_items
+    cutoffs = [each for each in k if each <= n_items] or [n_items]
+    seen, counts = split.seen_for("test").to(model.device), split.train.counts()
+    fused, *parts = (
+        evaluate(each, split.test, seen, cutoffs, METRICS, counts=counts)
+        for each in (model, *(source.model for source in model.sources))
+    )
+    return fused, dict(zip((source.name for source in model.sources), parts, strict=True))
 
 
 def _loaded(
@@ -276,10 +286,13 @@ def _copy(run: Path, to: Path) -> None:
 
     The hashes in the manifest of the copy are those of the original, so a fault of the copy is found.
     """
-    behind = ("checkpoint*", "classifiers", "fusion*", run_folder.SERVICE, "cache", "parquet", "onnx", ".*", "*.tmp")
     listed = run_folder.read_manifest(run).files
-    shutil.copytree(run, to, ignore=shutil.ignore_patterns(*behind))
-    kept = [name for name in listed if (to / name).is_file()]
+    behind = ("checkpoint", "classifiers/", "fusion")
+    kept = [name for name in listed if not name.startswith(behind)]
+    index = run / "index"
+    names = [*kept, *(str(path.relative_to(run)) for path in index.rglob("*") if path.is_file() and path.name != LOCK)]
+    for name in (manifest.NAME, *names):
+        files.write(to / name, lambda path, name=name: shutil.copyfile(run / name, path))  # type: ignore[misc]
     manifest.write_manifest(to, names=(), keep=kept, apart=run_folder.APART)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from sparring.serving.http.placement import ItemPlacer
 from sparring.serving.http.schema import RequestError
 from sparring.serving.http.store import Change
 from sparring.serving.index import Index, index_files
-from sparring.serving.index.run_index import FOLDER, open_index
+from sparring.serving.index.run_index import FOLDER, has_index, open_index, open_lists
 from sparring.serving.index.scored import FusedItems, ScoredItems
 from sparring.training import trained as runs
 from sparring.training.folder import model_hash
@@ -276,6 +276,7 @@ def load_served(
     before = signature(folder)
     trained = runs.load(folder, recipe=recipe, trust=trust, unfinished=unfinished)
     notes: list[str] = []
+    trained = _with_lists(trained)
     index: Index | ScoredItems | FusedItems
     if isinstance(trained.model, Sources):
         index = FusedItems(trained.model, [_index(each.model, each.folder, notes) for each in trained.model.sources])
@@ -290,18 +291,32 @@ def load_served(
     untrained = trained.eligibility.items.numpy()
     if len(untrained):
         index.remove(untrained)
-        notes.append(
-            f"{len(untrained):,} items have no training interactions: they are recommended only if put with a vector, "
-            "a text or items that they are like"
-        )
+        but = "recommended only if put with a vector, a text or items that they are like"
+        how = but if placer.ways else "not recommended"
+        notes.append(f"{len(untrained):,} items have no training interactions: they are {how}")
     return served
+
+
+def _with_lists(trained: Trained) -> Trained:
+    """A run with each of its item-item matrices cut to the neighbours in its index, where it has one."""
+    model = trained.model
+    if isinstance(model, Sources):
+        sources = [replace(each, model=_cut(each.model, each.folder)) for each in model.sources]
+        return replace(trained, model=Sources(sources, model.by, model.weights.tolist(), model.depth).eval())
+    return replace(trained, model=_cut(model, trained.folder))
+
+
+def _cut(model: Retriever, folder: Path) -> Retriever:
+    return open_lists(model, folder)[0] if model.scores_items and has_index(folder) else model
 
 
 def _index(model: Retriever, folder: Path, notes: list[str]) -> Index | ScoredItems:
     """The index of a run; without one its items are searched exactly, and a note says so where they are many."""
     if model.scores_items:
+        if has_index(folder):  # `_with_lists` has cut the matrix
+            return ScoredItems(model.n_items, index_files.LISTS, index_files.read_meta(folder / FOLDER))
         return ScoredItems(model.n_items)
-    if (folder / FOLDER / index_files.META).is_file():
+    if has_index(folder):
         index = open_index(folder)
     else:
         vectors = item_vectors(model, folder).float().contiguous().numpy()
