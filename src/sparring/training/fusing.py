@@ -166,7 +166,7 @@ def _chosen(
     """(the metric of each source and of each way to fuse, the best way and its weights), on the validation part."""
     assert split.valid is not None
     valid = sample_queries(split.valid, _QUERIES, 0)
-    pool, known = _pool(model, valid, Eligibility(split.seen_for("valid")), "scores" in ways)
+    pool, known = _pool(model, valid, Eligibility(split.seen_for("valid")), k, "scores" in ways)
     n = len(model.sources)
     values: dict[str, float] = {}
     best: tuple[float, By, list[float]] | None = None
@@ -212,13 +212,13 @@ def _climbed(value: Any, alone: Sequence[float]) -> tuple[float, list[float]]:
     return best, weights
 
 
-def _pool(model: Sources, valid: Interactions, seen: Eligibility, scored: bool) -> tuple[Pool, Tensor]:
+def _pool(model: Sources, valid: Interactions, seen: Eligibility, k: int, scored: bool) -> tuple[Pool, Tensor]:
     """The candidates of the validation queries in ascending order, and which sources know each query (B, S)."""
     pools, known = [], []
     with torch.no_grad():
         for ids in torch.from_numpy(np.unique(valid.queries)).long().split(_BLOCK):
             q = model.query_vectors(ids)
-            pool = model.pool(q, model.depth, seen.taken(ids), "scores" if scored else "ranks")
+            pool = model.pool(q, max(k, model.depth), seen.taken(ids), "scores" if scored else "ranks")
             pools.append(pool.cpu())
             known.append(torch.stack([part.any(1) for part in model.parted(q)], 1).cpu())
     scores = torch.cat([pool.scores for pool in pools if pool.scores is not None]) if scored else None
