@@ -15,7 +15,7 @@ import torch
 
 import sparring
 from sparring.cli import main
-from sparring.core import manifest
+from sparring.core import files, manifest
 from sparring.core.errors import UserError
 from sparring.data.interactions import Split
 from sparring.data.splits import split
@@ -163,6 +163,18 @@ def test_a_folder_is_whole_and_checked(everything: Path, runs: dict[str, Path], 
     (copy / "parts" / "ease").rename(tmp_path / "elsewhere")
     (copy / "parts" / "ease").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(UserError, match="out of"):
+        load(copy)
+
+
+@pytest.mark.parametrize("names", [["../ease", "default"], ["ease", ""], ["ease"], "ease", [1, 2]])
+def test_names_of_parts_stay_inside(names: object, everything: Path, tmp_path: Path) -> None:
+    """A file that names a part outside the folder, or too few parts, is refused."""
+    copy = tmp_path / "copy"
+    shutil.copytree(everything, copy)
+    state = {"run": json.loads((copy / "run.json").read_text())["id"], "by": "ranks", "depth": 9, "parts": names}
+    files.write_tensors(copy / "model.safetensors", {"weights": torch.tensor([0.5, 0.5])}, state)
+    manifest.write_manifest(copy, apart=("index", "serve", "cache"))
+    with pytest.raises(UserError, match=r"corrupt|missing"):
         load(copy)
 
 

@@ -204,8 +204,8 @@ def difference(one: Ids, other: Ids) -> str | None:
 
 
 def is_fused(folder: Path) -> bool:
-    """Whether a folder has the runs that were fused."""
-    return (folder / PARTS).is_dir()
+    """Whether a folder holds a fused run."""
+    return (folder / PARTS).is_dir() and PARTS in run_folder.read_meta(folder)
 
 
 def read_fused(
