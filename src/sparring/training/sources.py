@@ -54,15 +54,15 @@ class Source:
 
     def history(self, items: Tensor) -> Tensor:
         """Vectors (B, D) of histories (B, L), padded with -1; zeros where the source knows none of the items."""
-        items = items.masked_fill(torch.isin(items, self.eligibility.items.to(items)), -1)
-        known = (items >= 0).any(1)
         out = torch.zeros(len(items), self.model.dim, device=items.device)
-        if isinstance(self.model.query, HistoryReader):
-            out[known] = self.model.encode_histories(items[known]).float() if known.any() else out[known]
-            return out
-        for row in torch.nonzero(known).flatten().tolist():
-            vectors = self.model.encode_items(items[row][items[row] >= 0]).float().cpu().numpy()
-            out[row] = torch.from_numpy(mean_query(self.model, vectors)[0]).to(out)
+        known = (items >= 0) & ~torch.isin(items, self.eligibility.items.to(items))
+        for row in torch.nonzero(known.any(1)).flatten().tolist():
+            own = items[row][known[row]]
+            if isinstance(self.model.query, HistoryReader):
+                out[row] = self.model.encode_histories(own.unsqueeze(0))[0].float()
+            else:
+                vectors = self.model.encode_items(own).float().cpu().numpy()
+                out[row] = torch.from_numpy(mean_query(self.model, vectors)[0]).to(out)
         return out
 
     def similar(self, items: Tensor) -> Tensor:
