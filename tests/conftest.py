@@ -90,9 +90,11 @@ TOGETHER = (
     "experiments/test_diagnosis_report.py",
     "experiments/test_papers",
     "experiments/test_report.py",
+    "serving/http/test_fused.py",
     "serving/http/test_page.py",
     "serving/test_export",
     "several_ranks/test_equality.py",
+    "training/test_fusing.py",
     "training/test_stages.py",
 )
 # Single tests of many seconds, which start first so that no process is left alone with one.

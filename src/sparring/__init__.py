@@ -27,6 +27,7 @@ _HOMES = {
     "describe_batch": "training.step",
     "evaluate": "evaluation.ranking",
     "fit": "training.fitting",
+    "fuse": "training.fusing",
     "load": "training.trained",
     "prepare": "data.prepared.preparation",
     "read": "data.reading",

@@ -23,6 +23,7 @@ from sparring.recipes.settings import build as build
 from sparring.recipes.setup import Setup as Setup
 from sparring.training.fitting import Fitted as Fitted
 from sparring.training.fitting import fit as fit
+from sparring.training.fusing import fuse as fuse
 from sparring.training.step import describe_batch as describe_batch
 from sparring.training.trained import Trained as Trained
 from sparring.training.trained import load as load

@@ -258,12 +258,14 @@ def test_the_command_line_solves_and_lists(file: Path, tmp_path: Path, capsys: p
 
 
 def test_what_needs_vectors_or_negatives_is_refused(file: Path, tmp_path: Path, refused: Callable[..., str]) -> None:
-    """An item-item matrix has no index, export or service, and no solver has negatives to diagnose."""
+    """An item-item matrix has no vectors for FAISS, ONNX or a database, and no solver has negatives to diagnose."""
     out = tmp_path / "ease"
     words = ["train", "--data", file, "--recipe", "ease", "--out", out, "--device", "cpu", "--quiet"]
     assert main([str(word) for word in words]) == 0
-    refused(["index", out], "item-item")
-    refused(["export", out, "--to", "parquet", "--out", tmp_path / "vectors"], "item-item")
+    refused(["index", out, "--kind", "hnsw"], "item-item")
+    refused(["export", out, "--to", "onnx", "--out", tmp_path / "vectors"], "item-item")
+    refused(["export", out, "--to", "milvus", "--address", tmp_path / "items.db"], "item-item")
+    refused(["recommend", out, "--all", "--index", "--out", tmp_path / "lists.csv"], "no index")
     refused(["diagnose", out, "--device", "cpu"], "no negatives")
 
 
@@ -290,8 +292,8 @@ def test_solved_and_trained_recipes_are_compared(parts: Split, tmp_path: Path, m
     assert [name for name in names if drawn[name] is not None] == ["default"]
 
 
-@pytest.mark.parametrize("name", ["popularity", "ials"])
-def test_models_with_vectors_are_served(name: str, parts: Split, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", SETTINGS)
+def test_solved_models_are_served(name: str, parts: Split, tmp_path: Path) -> None:
     """A served run lists for a user and for a history what the folder recommends."""
     fit(made(name, parts), parts, tmp_path / name, k=(10,), device="cpu")
     served, loaded = load_served(tmp_path / name, name), trained.load(tmp_path / name)

@@ -78,10 +78,12 @@ def evaluate(args: Namespace) -> int:
     how, seen = trained.how(args.ranking), task.seen.to(device)
     listed = trained.eligibility.listed(len(trained.ids.item_ids))
     given = {"counts": task.counts, "propensity": propensity, "misses": task.misses, "among": listed}
+    rankings = _rankings(trained)
+    sources = [name for name in rankings if name.startswith(PARTS)]
     results = {
         name: rank(model.to(device), task.test, seen, cutoffs, names, args.dialect, **given)
-        for name, model in _rankings(trained).items()
-        if name in ("encoder", how)
+        for name, model in rankings.items()
+        if name in ("encoder", how, *sources)
     }
     chosen = results[how]
     facts = {"run": str(args.run), "ranked": task.title, "ranking": how, "dialect": args.dialect}
@@ -90,7 +92,10 @@ def evaluate(args: Namespace) -> int:
     words = [f"{args.run} on {task.title}: {len(chosen.query_ids):,} queries ranked in {chosen.seconds:.1f} s"]
     words += [f"{task.blank:,} of them have no training pair"] if task.blank else []
     parts = [part for table in evaluation_tables(chosen) for part in ("", table)]
-    if how != "encoder":
+    if sources:
+        record["parts"] = {name.removeprefix(PARTS): results[name].to_dict() for name in sources}
+        parts += ["", stages_table(results)]
+    elif how != "encoder":
         record["encoder"] = results["encoder"].to_dict()
         words.append(_BY[how])
         parts += ["", stages_table(results)]
@@ -98,11 +103,16 @@ def evaluate(args: Namespace) -> int:
     return result(args, [record], "; ".join(words), *left_out, *parts)
 
 
+PARTS = "parts/"  # of a fused run
 _BY = {"fused": "by towers and classifiers fused", "classifiers": "by the classifiers alone"}
 
 
 def _rankings(trained: Trained) -> dict[str, Any]:
     """The models of a run that rank, by name."""
+    from sparring.training.sources import Sources
+
+    if isinstance(trained.model, Sources):
+        return {"fused": trained.model, **{PARTS + source.name: source.model for source in trained.model.sources}}
     fused = trained.fused
     return {"encoder": trained.model} | ({} if fused is None else {"classifiers": fused.clf, "fused": fused})
 

@@ -1,4 +1,4 @@
-"""sparring export: a run's vectors as Parquet, its towers as ONNX, its items in Milvus or PostgreSQL."""
+"""sparring export: a run's vectors or neighbours as Parquet, its towers as ONNX, its items in Milvus or PostgreSQL."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sparring.cli.parsing import Commands, add_quiet, add_run, add_unfinished, names
+from sparring.cli.parsing import Commands, add_quiet, add_run, add_unfinished, count, names
 from sparring.cli.screen import console, note_towers, progress, show
 from sparring.core.errors import UserError
 from sparring.core.locks import LOCK, writing
@@ -34,6 +34,8 @@ def add_export(commands: Commands) -> None:
     parser.add_argument("--to", choices=("parquet", "onnx", *ADDRESSES), required=True, help=text)
     text = "parquet, onnx: folder of the files (default: RUN/parquet, RUN/onnx)"
     parser.add_argument("--out", type=Path, metavar="FOLDER", help=text)
+    text = "parquet of ease and item_knn: neighbours written of each item, the strongest (default: 200)"
+    parser.add_argument("--neighbours", type=count, metavar="M", help=text)
     add_unfinished(parser)
     add_quiet(parser)
     group = parser.add_argument_group("databases")
@@ -61,19 +63,30 @@ def export(args: Namespace) -> int:
         raise UserError(f"--to {args.to} needs --address {ADDRESSES[args.to]}")
     trained = runs.load(args.run, args.model, recipe=args.recipe, trust=args.trust, unfinished=args.unfinished)
     note_towers(trained)
+    matrix = trained.model.scores_items
+    if args.neighbours is not None and not (matrix and args.to == "parquet"):
+        raise UserError("--neighbours is for --to parquet of runs with an item-item matrix (ease, item_knn)")
+    if not trained.has_vectors and not (matrix and args.to == "parquet"):
+        trained.item_vectors()  # says why there are none
     return _files(args, trained) if files else _database(args, trained)
 
 
 def _files(args: Namespace, trained: Trained) -> int:
     from sparring.core.manifest import add_files
     from sparring.serving.export.onnx import write_onnx
-    from sparring.serving.export.vectors import write_vectors
+    from sparring.serving.export.vectors import write_neighbours, write_vectors
 
     folder, onnx = args.out or args.run / args.to, args.to == "onnx"
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is a file: give a folder for the exported files")
     with writing(folder, folder / LOCK):
-        paths, omitted = write_onnx(trained, folder) if onnx else (write_vectors(trained, folder), [])
+        omitted: list[str] = []
+        if onnx:
+            paths, omitted = write_onnx(trained, folder)
+        elif trained.model.scores_items:
+            paths = write_neighbours(trained, folder, args.neighbours or 200)
+        else:
+            paths = write_vectors(trained, folder)
         if folder.resolve().is_relative_to(args.run.resolve()):
             add_files(args.run, *(str(path.resolve().relative_to(args.run.resolve())) for path in paths))
     checked = "; checked against the model" if onnx else ""

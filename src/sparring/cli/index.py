@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from typing import TYPE_CHECKING
 
 from sparring.cli.parsing import Commands, add_json, add_quiet, add_run, add_unfinished, count, size, target, whole
 from sparring.cli.screen import detail, note_towers, result, table
 from sparring.core.choices import INDEX_KINDS
 from sparring.core.errors import UserError
 from sparring.core.locks import LOCK, writing
+
+if TYPE_CHECKING:
+    from sparring.training.trained import Trained
 
 
 def add_index(commands: Commands) -> None:
@@ -28,6 +32,8 @@ def add_index(commands: Commands) -> None:
     group.add_argument("--kind", choices=("auto", *INDEX_KINDS), default="auto", help=text)
     text = "length of the lists that the index is tuned for (default: 100)"
     group.add_argument("-k", "--k", type=count, default=100, metavar="K", help=text)
+    text = "for ease and item_knn: neighbours kept of each item, the strongest (default: 200)"
+    group.add_argument("--neighbours", type=count, metavar="M", help=text)
     group = parser.add_argument_group("measurement")
     text = "queries of the run to measure on (default: 1000)"
     group.add_argument("--queries", type=count, default=1000, metavar="N", help=text)
@@ -50,6 +56,13 @@ def index(args: Namespace) -> int:
         require_faiss()
     trained = runs.load(args.run, args.model, recipe=args.recipe, trust=args.trust, unfinished=args.unfinished)
     note_towers(trained)
+    if trained.model.scores_items:
+        return _lists(args, trained)
+    if args.neighbours is not None:
+        raise UserError("--neighbours is for runs with an item-item matrix (ease, item_knn): this run has vectors")
+    if "parts" in trained.meta:
+        each = args.run / "parts" / trained.meta["parts"][0]["name"]
+        raise UserError(f"{args.run} is fused of several runs: index each of them, such as {each}")
     n_items = len(trained.ids.item_ids)
     if args.kind == "auto" and n_items > SMALL:
         require_faiss()
@@ -72,3 +85,17 @@ def index(args: Namespace) -> int:
     record = {"run": str(args.run), "chosen": chosen, "recall": tuned.recall, "k": k, "points": points}
     line = f"{folder}: {report.describe(tuned.chosen)}, recall@{k} {tuned.recall:.4f} on held-out queries; {path}"
     return result(args, [record], line)
+
+
+def _lists(args: Namespace, trained: Trained) -> int:
+    """The index of an item-item matrix: the strongest neighbours of each item."""
+    from sparring.serving.index.run_index import FOLDER, build_lists
+
+    if args.kind != "auto":
+        raise UserError(f"--kind {args.kind} indexes vectors, and {args.run} has an item-item matrix: omit it")
+    folder = args.run / FOLDER
+    with writing(folder, folder / LOCK):
+        found = build_lists(trained, args.neighbours or 200, args.k, args.queries, args.seed)
+    size = f"{found['neighbours']:,} neighbours per item, {found['memory'] / 1e6:,.1f} MB"
+    line = f"{folder}: {size}, recall@{found['k']} {found['recall']:.4f}"
+    return result(args, [{"run": str(args.run), "kind": "lists", **found}], line)

@@ -19,6 +19,7 @@ from sparring.cli.demo import add_demo
 from sparring.cli.diagnose import add_diagnose
 from sparring.cli.evaluate import add_evaluate
 from sparring.cli.export import add_export
+from sparring.cli.fuse import add_fuse
 from sparring.cli.index import add_index
 from sparring.cli.inputs import message
 from sparring.cli.models import add_models
@@ -106,6 +107,7 @@ def parser() -> tuple[Parser, dict[str, Parser]]:
         add_prepare,
         add_train,
         add_evaluate,
+        add_fuse,
         add_compare,
         add_reproduce,
         add_diagnose,

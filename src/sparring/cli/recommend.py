@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from argparse import Namespace
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -95,7 +96,7 @@ def _items(trained: Trained, words: Sequence[str]) -> list[str]:
 def _recommend_all(args: Namespace) -> int:
     """Write the lists of every query to a file."""
     from sparring.serving.export.lists import check_file, write_lists
-    from sparring.serving.index.run_index import open_index
+    from sparring.serving.index.run_index import has_index, open_index, open_lists
     from sparring.training import trained as runs
 
     if not args.all:
@@ -106,7 +107,14 @@ def _recommend_all(args: Namespace) -> int:
     if args.index and args.ranking not in (None, "encoder"):
         raise UserError(f"an index holds the vectors of the towers alone: omit --index for --ranking {args.ranking}")
     trained = runs.load(args.run, args.model, recipe=args.recipe, trust=args.trust, unfinished=args.unfinished)
-    index = open_index(args.run) if args.index else None
+    index = None
+    if args.index and trained.model.scores_items:
+        if not has_index(args.run):
+            raise UserError(f"{args.run} has no index: build one with `sparring index {args.run}`")
+        trained = replace(trained, model=open_lists(trained.model, args.run)[0])
+    elif args.index:
+        trained.item_vectors()  # a fused run has none, and says so
+        index = open_index(args.run)
     if index is not None:
         note_towers(trained)
     n, k = len(trained.ids.query_ids), args.k or min(100, len(trained.ids.item_ids))
@@ -126,8 +134,13 @@ def _recommend_all(args: Namespace) -> int:
     blank = len(trained.eligibility.queries)
     if blank:
         note(f"{blank:,} queries have no training pair: their lists are not personalised")
-    by = {"fused": ", towers and classifiers fused", "classifiers": ", by the classifiers"}
+    several = "parts" in trained.meta
+    by = {
+        "fused": ", several runs fused" if several else ", towers and classifiers fused",
+        "classifiers": ", by the classifiers",
+    }
     exact = f"exact{by.get(trained.how(args.ranking), '')}"
+    exact = "through the neighbours in its index" if args.index else exact
     how = exact if index is None else f"through the {index.kind} index"
     speed = f"in {seconds:.1f} s ({n / seconds:,.0f} queries/s)"
     record = {"file": str(args.out), "queries": n, "rows": rows, "seconds": round(seconds, 3)}

@@ -65,7 +65,7 @@ def note(line: str, kind: str = "note") -> None:
 
 def note_towers(trained: Trained) -> None:
     """Say that a run's classifiers are left out, if it has any."""
-    if trained.how() != "encoder":
+    if "parts" not in trained.meta and trained.how() != "encoder":
         note("only the towers of this run are used; `recommend` and `evaluate` use its classifiers too")
 
 

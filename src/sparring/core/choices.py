@@ -4,4 +4,5 @@ from __future__ import annotations
 
 SPLITS = ("auto", "file", "random", "temporal", "leave-last-out")
 DIALECTS = ("standard", "trec", "rectools", "lenskit", "xir-release", "xc")
+FUSIONS = ("scores", "ranks")
 INDEX_KINDS = ("exact", "hnsw", "ivf", "ivfsq", "ivfpq")

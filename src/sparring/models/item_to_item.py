@@ -79,6 +79,35 @@ def item_to_item(histories: Histories, n_items: int, neighbours: int | None = No
     return Retriever(ItemSums(histories, n_items, neighbours), UnitTower(n_items), "dot")
 
 
+def from_lists(model: Retriever, weight: Tensor, neighbours: Tensor) -> Retriever:
+    """A retriever over the queries of another, with the weights (N, M) of these neighbours (N, M) of each item."""
+    tower = model.query
+    assert isinstance(tower, ItemSums)
+    lists = item_to_item(Histories(tower.start, tower.items), model.n_items, 0)
+    assert isinstance(lists.query, ItemSums)
+    lists.query.weight, lists.query.neighbours = nn.Parameter(weight.float()), neighbours.int()
+    return lists.eval()
+
+
+@torch.no_grad()
+def largest_weights(model: Retriever, m: int) -> tuple[Tensor, Tensor]:
+    """(weights, neighbours) (N, m): the m weights of each item that are largest in absolute value, largest first.
+
+    Negative weights count as much as positive ones: EASE needs both.
+    """
+    tower = model.query
+    assert isinstance(tower, ItemSums)
+    m = min(m, tower.weight.shape[1])
+    at = torch.cat(
+        [
+            torch.sort(part.abs(), dim=1, descending=True, stable=True).indices[:, :m]
+            for part in tower.weight.split(1024)
+        ]
+    )
+    weights = tower.weight.gather(1, at)
+    return weights, (at if tower.neighbours is None else tower.neighbours.gather(1, at)).int()
+
+
 def distinct(items: Tensor) -> tuple[Tensor, Tensor]:
     """(rows, items): the distinct items of each history (B, L), which is padded with -1."""
     ordered = items.long().sort(1).values

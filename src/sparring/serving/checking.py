@@ -14,6 +14,7 @@ from sparring.data.prepared.format import is_prepared
 from sparring.serving.index import index_files
 from sparring.serving.index.run_index import FOLDER as INDEX
 from sparring.training import folder as run_folder
+from sparring.training.sources import PARTS
 
 
 @dataclass(frozen=True)
@@ -69,8 +70,10 @@ def _kind(path: Path) -> tuple[str, Check]:
 def _run(folder: Path, progress: HashProgress) -> Iterator[Problem]:
     yield from check_folder(folder, progress)
     yield from _owners(folder, progress)
-    if (folder / "classifiers").is_dir():
-        yield from _run(folder / "classifiers", progress)
+    inner = [folder / "classifiers", *sorted((folder / PARTS).glob("*"))]
+    for part in inner:
+        if part.is_dir():
+            yield from _run(part, progress)
     if (folder / INDEX).is_dir():
         yield from _index(folder / INDEX, progress)
         yield from _index_of(folder)

@@ -4,6 +4,7 @@ Nothing here compares runs, builds an index or prints: messages go to loggers un
 """
 
 from sparring.training.fitting import Fitted, fit
+from sparring.training.fusing import FusedRun, fuse
 from sparring.training.loop import TrainingProgress
 from sparring.training.sentence_transformers import NegativesLoss, hard_negatives
 from sparring.training.step import describe_batch, sample_steps
@@ -11,11 +12,13 @@ from sparring.training.trained import Trained, load, run_vectors
 
 __all__ = [
     "Fitted",
+    "FusedRun",
     "NegativesLoss",
     "Trained",
     "TrainingProgress",
     "describe_batch",
     "fit",
+    "fuse",
     "hard_negatives",
     "load",
     "run_vectors",

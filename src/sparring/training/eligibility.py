@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from sparring.core.part import Part
 from sparring.core.subset import Subset
-from sparring.core.topk import top_k
+from sparring.core.topk import inner_products, top_k
 from sparring.core.types import Positives
 from sparring.data.interactions import Interactions, Split
 from sparring.data.pairs import csr, occurrences
@@ -106,6 +106,16 @@ class Ranking:
             q = q[:, self.part.ids.to(q.device)]
         scores, places = top_k(q, self.vectors, k, taken, torch.arange(len(q)))
         return scores, self.part.to(places.device).ids_at(places)
+
+    def scores(self, q: Tensor, items: Tensor) -> Tensor:
+        """Scores (B, U) of items (B, U), NaN for untrained ones; -1 has the score of some item."""
+        items = items.clamp(min=0)
+        place = None if self.part is None else self.part.place.to(items.device)
+        if self.vectors is None:
+            values = q.gather(1, items)
+        else:
+            values = inner_products(q, self.vectors, items if place is None else place[items].clamp(min=0))
+        return values if place is None else values.masked_fill(place[items] < 0, torch.nan)
 
 
 def seen_tensors(

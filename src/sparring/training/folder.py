@@ -10,6 +10,7 @@
     seen.safetensors    the items each query has taken, the test part apart; queries and items that were never trained
     *_ids.parquet, *_table.parquet, *_vectors.npy   id maps, titles and other columns, vectors of files
     encoder/, query_texts/, item_texts/   text towers: a transformers folder (or a bag), and the tokens
+    parts/              of a fused run: a copy of each of its runs (sources.py)
     classifiers/, fusion.safetensors, fusion_per_query.parquet   later stages, where the run has them (stages.py)
     curve.png, README.md   the training curve and a short model card
     manifest.json       length and hash of every file above, and whether training has finished (core/manifest.py)
@@ -33,7 +34,7 @@ import logging
 import platform
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -41,6 +42,7 @@ from typing import Any
 
 import numpy as np
 import polars as pl
+import torch
 from torch import Tensor
 
 from sparring.core import files, locks, manifest
@@ -263,6 +265,19 @@ def _write_array(vectors: np.ndarray, path: Path) -> None:
         np.save(file, vectors)
 
 
+def write_fused_start(folder: Path, split: Split, parts: Sequence[Eligibility], meta: Mapping[str, Any]) -> None:
+    """Write the ids and run.json of a fused run; it lists an item, or knows a query, if one of its parts does."""
+    split.train.save_ids(folder)
+    run = secrets.token_hex(8)
+    tensors = seen_tensors(split.train, split.seen_for("test"), split.test, None)
+    for side in ("queries", "items"):
+        blank = [set(getattr(part, side).tolist()) for part in parts]
+        tensors[f"untrained_{side}"] = torch.tensor(sorted(set.intersection(*blank)), dtype=torch.int32)
+    files.write_tensors(folder / SEEN, tensors, {"run": run})
+    files.write_json(folder / "run.json", {"format": FORMAT, "id": run, **meta})
+    manifest.write_manifest(folder, finished=False, apart=APART)
+
+
 def reopen(folder: Path) -> None:
     """Mark a run as unfinished before more of it is written: only the files that stay as they are remain listed."""
     listed = read_manifest(folder)
@@ -297,7 +312,7 @@ def write_end(
     result["untrained"] = meta["untrained"]
     if test is not None:
         result["test"] = test.to_dict()
-        _write_queries(folder, "per_query.parquet", test)  # first: readers of result.json expect it
+        write_queries(folder, "per_query.parquet", test)  # first: readers of result.json expect it
     _write_encoders(folder, run.model, run.setup, weights=True)
     files.write_json(folder / "result.json", result)
     title = finding.short(run.recipe)
@@ -308,7 +323,7 @@ def write_end(
 def write_stages(folder: Path, stages: Mapping[str, Evaluation], history: list[dict[str, Any]], ranking: str) -> None:
     """Add the test metrics of later stages and the chosen ranking to the result and the model card."""
     if "fusion" in stages:
-        _write_queries(folder, "fusion_per_query.parquet", stages["fusion"])
+        write_queries(folder, "fusion_per_query.parquet", stages["fusion"])
     path = folder / "result.json"
     result = files.read_json(path) | {"stages": {name: test.to_dict() for name, test in stages.items()}}
     result["ranking"] = ranking
@@ -316,7 +331,7 @@ def write_stages(folder: Path, stages: Mapping[str, Evaluation], history: list[d
     files.write_text(folder / "README.md", model_card(read_meta(folder), result, history))
 
 
-def _write_queries(folder: Path, name: str, test: Evaluation) -> None:
+def write_queries(folder: Path, name: str, test: Evaluation) -> None:
     """One row per test query, by its original id, with the metrics of quality (not those that describe lists)."""
     queries = Vocabulary.load(read_manifest(folder).path("query_ids.parquet")).decode(test.query_ids)
     metrics = {
@@ -421,13 +436,14 @@ def read_run(
     if not folder.is_dir():
         raise UserError(f"no such run folder: {folder}")
     meta, listed = read_meta(folder), read_manifest(folder)
+    _check_single(folder, meta)
     if not (unfinished or listed.finished):
         state = "is in progress" if is_held(folder) else "was interrupted"
         resume = f"resume it with `sparring train --out {folder} --resume`"
         how = f"{resume}, or take its best epoch so far with --unfinished (unfinished=True in Python)"
         raise UserError(f"{folder} is not finished, its training {state}: {how}")
     ids, path = Ids.load(folder, listed), folder / "model.safetensors"
-    tensors = _own_tensors(listed, path.name, meta)
+    tensors, _ = own_tensors(listed, path.name, meta)
     eligibility = read_eligibility(listed, meta, ids)
     setup = parse_setup(meta["setup"])
     if isinstance(model, Retriever):
@@ -444,6 +460,12 @@ def read_run(
         hint = "if its Setup does not describe the model, pass that: sparring.load(folder, model=...)"
         raise UserError(f"{error}; {hint}") from error
     return built.eval(), ids, eligibility, meta
+
+
+def _check_single(folder: Path, meta: Mapping[str, Any]) -> None:
+    """Refuse a fused run where only a trained one will do."""
+    if "parts" in meta:
+        raise UserError(f"{folder} is fused of several runs: give one of those in {folder / 'parts'}")
 
 
 def _described_model(
@@ -490,7 +512,7 @@ def _read_past(listed: Manifest, meta: Mapping[str, Any], n_queries: int, n_item
     """The histories in a run folder; None where its model reads none."""
     if not listed.lists(PAST):
         return None
-    tensors = _own_tensors(listed, PAST, meta)
+    tensors, _ = own_tensors(listed, PAST, meta)
     try:
         Eligibility.read(tensors, n_queries, n_items)  # offsets that rise, items of the catalogue
     except ValueError as error:
@@ -514,22 +536,22 @@ def listed_items(folder: Path) -> Tensor | None:
 
 def read_eligibility(listed: Manifest, meta: Mapping[str, Any], ids: Ids) -> Eligibility:
     """The items that the queries of a run have taken, and its untrained ids."""
-    tensors = _own_tensors(listed, SEEN, meta)
+    tensors, _ = own_tensors(listed, SEEN, meta)
     try:
         return Eligibility.read(tensors, len(ids.query_ids), len(ids.item_ids))
     except ValueError as error:
         raise UserError(f"{listed.folder / SEEN} does not fit this run: {error}; train it again") from error
 
 
-def _own_tensors(listed: Manifest, name: str, meta: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The tensors of a file that belongs to this run."""
+def own_tensors(listed: Manifest, name: str, meta: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors and the state of a file that belongs to this run."""
     try:
         tensors, state = listed.tensors(name)
     except UserError:
         checkpoint.own_tensors(listed.folder / name, meta["id"])  # says so if the file is whole, and of another run
         raise
     checkpoint.check_owner(listed.folder / name, state, meta["id"])
-    return tensors
+    return tensors, state
 
 
 # Custom towers
@@ -569,6 +591,7 @@ def recipe_of(
     A folder must not choose the code that runs when it is opened. So a file, a module or an installed package's recipe
     that run.json names is imported only with `trust`, and is logged first.
     """
+    _check_single(folder, meta)
     if recipe is not None:
         return recipe
     name = str(meta["recipe"])

@@ -7,11 +7,13 @@ from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from sparring.core import files
 from sparring.core.errors import UserError
 from sparring.core.manifest import file_hash, text_hash
+from sparring.models.popularity import ConstantTower
 from sparring.models.retriever import Retriever
 from sparring.models.text import text_tower
 from sparring.training.folder import model_hash
@@ -63,6 +65,17 @@ def mean_query(model: Retriever, vectors: np.ndarray) -> np.ndarray:
     if model.item_bias is not None:
         query[:, -1] = 1.0
     return query
+
+
+def item_queries(model: Retriever, items: Tensor) -> Tensor:
+    """Items (n,) as queries (n, D) for similar items; popularity, be it a bias or the whole model, does not count."""
+    with torch.no_grad():
+        if model.scores_items:
+            return model.encode_histories(items.unsqueeze(1))
+        vectors = model.encode_items(items).float()
+    if model.item_bias is not None:
+        vectors[:, -1] = 0.0
+    return torch.zeros_like(vectors) if isinstance(model.query, ConstantTower) else vectors
 
 
 def _key(folder: Path) -> str:

@@ -28,6 +28,7 @@ from sparring.recipes.finding import Recipe
 from sparring.training.eligibility import ClassifierRanking, Eligibility, FusedRanking, Ranking
 from sparring.training.folder import read_manifest, read_run
 from sparring.training.item_vectors import item_vectors, mean_query
+from sparring.training.sources import Sources, is_fused, read_fused
 
 How = Literal["fused", "classifiers", "encoder"]
 log = logging.getLogger(__name__)
@@ -111,11 +112,16 @@ class Trained:
         scores, best = self._best(self.encode_texts(texts, "query"), k, None, ranking)
         return self._named(np.asarray(texts), scores, best)
 
+    @property
+    def has_vectors(self) -> bool:
+        """Whether an item is a vector: neither an item-item matrix nor a fused run has any."""
+        return not (self.model.scores_items or isinstance(self.model, Sources))
+
     def item_vectors(self) -> Tensor:
         """Vectors (N, D) of all items; those of text towers are computed once and cached in the run folder."""
-        if self.model.scores_items:
-            why = "its model is an item-item matrix, without vectors to index, export or serve"
-            raise UserError(f"{self.folder} has no item vectors: {why}; recommend writes its lists")
+        if not self.has_vectors:
+            why = "is fused of several runs" if isinstance(self.model, Sources) else "has an item-item matrix"
+            raise UserError(f"{self.folder} {why} and has no item vectors; `recommend --all` writes its lists")
         return item_vectors(self.model, self.folder)
 
     def encode_texts(self, texts: Sequence[str], side: Literal["query", "item"]) -> Tensor:
@@ -146,12 +152,19 @@ class Trained:
         """The requested ranking; by default the best one on the validation part, if the run has several."""
         if asked not in (None, *RANKINGS):
             raise UserError(f"ranking is {asked!r}; it must be {', '.join(RANKINGS)}")
+        if isinstance(self.model, Sources):
+            if asked not in (None, "fused"):
+                raise UserError(f"{self.folder} is fused of several runs: for the {asked} of one, give its folder")
+            return "fused"
         if asked not in (None, "encoder") and self.fused is None:
             raise UserError(f"{self.folder} has no {asked} ranking: train it with clf_epochs=N and clf_fusion=true")
         return asked or ("encoder" if self.fused is None else self.fused.ranking)  # type: ignore[return-value]
 
-    def ranking(self, asked: How | None = None) -> Ranking | FusedRanking:
+    def ranking(self, asked: How | None = None) -> Ranking | FusedRanking | Sources:
         """Ranks all items for vectors of queries; see `recommend`."""
+        if isinstance(self.model, Sources):
+            self.how(asked)
+            return self.model
         if self.model.scores_items:
             return self.eligibility.ranking(None, self.model.n_items)
         how = self.how(asked)
@@ -204,6 +217,8 @@ def load(
         load("runs/xir").recommend([1042], k=10);   load("runs/mine", model="mine.py:deep")
     """
     folder = Path(folder)
+    if model is None and is_fused(folder):
+        return Trained(folder, *read_fused(folder, recipe, trust))
     return Trained(folder, *read_run(folder, model, recipe, trust, unfinished))
 
 

@@ -12,6 +12,7 @@ import torch
 
 from sparring.core.errors import UserError
 from sparring.core.files import write_table
+from sparring.models.item_to_item import largest_weights
 from sparring.training.trained import Trained
 
 _BLOCK = 10_000  # items per request
@@ -49,6 +50,26 @@ def write_vectors(trained: Trained, folder: Path) -> list[Path]:
         paths.append(folder / f"{name}.parquet")
         write_table(pl.DataFrame(columns if titles is None else {**columns, "title": titles}), paths[-1])
     return paths
+
+
+def write_neighbours(trained: Trained, folder: Path, neighbours: int = 200) -> list[Path]:
+    """Write neighbours.parquet of an item-item matrix: item, neighbour, score; the strongest of each item first.
+
+    The score of an item for a query is the sum over the query's items of their scores for it.
+
+        write_neighbours(load("runs/ease"), Path("lists"), neighbours=100)
+    """
+    weight, items = largest_weights(trained.model, neighbours)
+    rows, columns = np.nonzero(weight.numpy())
+    ids = trained.ids.item_ids.ids
+    table = {
+        "item": ids.gather(rows),
+        "neighbour": ids.gather(items.numpy()[rows, columns]),
+        "score": weight.numpy()[rows, columns],
+    }
+    path = folder / "neighbours.parquet"
+    write_table(pl.DataFrame(table), path)
+    return [path]
 
 
 def send(trained: Trained, store: Items, progress: Callable[[int, int], None] | None = None) -> tuple[int, int]:

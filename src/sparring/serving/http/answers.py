@@ -19,6 +19,7 @@ from sparring.serving.http.schema import MAX_VALUES, Query, Recommend, RequestEr
 from sparring.serving.http.searcher import Searcher, SearchJob
 from sparring.serving.http.served_run import ServedRun
 from sparring.serving.http.threads import in_thread
+from sparring.training.sources import Sources
 
 _Q = TypeVar("_Q", Recommend, Similar)
 _NONE = np.empty(0, np.int64)
@@ -199,6 +200,8 @@ def write_responses(jobs: Sequence[SearchJob], scores: np.ndarray, items: np.nda
         if job.unknown:
             results[0]["unknown"] = job.unknown
         response = {"results": results, "run": served.name, "generation": served.generation}
+        if job.sources:
+            response["sources"] = job.sources
         responses.append(orjson.dumps(response, default=str))
     return responses
 
@@ -290,12 +293,20 @@ def _run_info(served: ServedRun) -> s.RunInfo:
         index=served.index.kind,
         recall=1.0 if served.index.kind == "exact" else measured.get("recall"),
         answers=served.answers,
+        sources=_weights(served),
         history_by="tower" if served.by_history else "mean",
         places_by=served.placer.ways,
         generation=served.generation,
         notes=served.notes,
         waiting=len(served.waiting),
     )
+
+
+def _weights(served: ServedRun) -> dict[str, float] | None:
+    model = served.trained.model
+    if not isinstance(model, Sources):
+        return None
+    return {source.name: round(float(weight), 6) for source, weight in zip(model.sources, model.weights, strict=True)}
 
 
 def _json_value(value: Any) -> Any:

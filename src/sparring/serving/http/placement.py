@@ -28,17 +28,21 @@ class ItemPlacer:
     - like: the mean of similar items, rescaled to their mean length unless vectors have length 1;
     - features: encoded by the item tower, if it reads columns; the mean of all id vectors replaces the missing one.
 
+    An item-item matrix and a fused run place no new items: `ways` is empty.
+
     If the run has item biases, the bias is the mean of those of the similar items, or of all items.
     """
 
     def __init__(self, trained: Trained, model: str) -> None:
         self.trained, self.model = trained, model
         item = trained.model.item
-        self.ways = ["vector", "like"]
+        self.ways = ["vector", "like"] if trained.has_vectors else []
+        self._features: _FeatureEncoder | None = None
+        if not self.ways:
+            return
         if isinstance(item, TextTower):
             self.ways.append("text")
         self._text_columns: list[str] = list(trained.meta["setup"]["text"]["item_text"] or ())[:-1]
-        self._features: _FeatureEncoder | None = None
         if isinstance(item, FeatureTower) and trained.ids.item_table is not None:
             names = trained.meta["setup"]["model"]["item_features"] or ()
             self._features = _FeatureEncoder(item, trained.ids.item_table, tuple(names))

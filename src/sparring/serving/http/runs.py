@@ -193,6 +193,9 @@ class RunRegistry:
 def _check_placement(served: ServedRun, change: Change, pending: Mapping[str, Change]) -> None:
     """Raise RequestError if the run cannot place the item; `pending` are earlier items of the same request."""
     item, placer = change.id, served.placer
+    if not placer.ways:
+        served.place(change)
+        return
     if change.vector is not None and change.model == placer.model and len(change.vector) != placer.dim:
         message = f"the vector of item {item!r} has {len(change.vector)} numbers; run {served.name} needs {placer.dim}"
         raise RequestError(422, message)

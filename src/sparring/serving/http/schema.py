@@ -141,10 +141,19 @@ class Answer(BaseModel):
     )
 
 
+class SourceShare(BaseModel):
+    """The part of one source of a fused run in an answer."""
+
+    name: str
+    share: float = Field(description="share of the listed items that this source has among its own k best")
+    ms: float = Field(description="milliseconds of its search, for all requests that were searched together")
+
+
 class Answers(BaseModel):
     results: list[Answer]
     run: str
     generation: int
+    sources: list[SourceShare] = Field([], description="of a fused run; absent otherwise")
 
 
 class Item(BaseModel):
@@ -201,9 +210,10 @@ class RunInfo(BaseModel):
     queries: int
     dim: int
     score: str
-    index: str = Field(description="exact, hnsw, ivf, ...")
+    index: str = Field(description="exact, hnsw, ivf, ..., lists or fused")
     recall: float | None = Field(description="recall of the index, as measured by `sparring index`")
     answers: list[str] = Field(description="supported queries: user, history, text, similar")
+    sources: dict[str, float] | None = Field(description="weights of the runs of a fused run; null otherwise")
     history_by: str | None = Field(
         description='"tower", or "mean" of the item vectors if the query tower does not read histories'
     )

@@ -16,6 +16,7 @@ import torch
 from sparring.serving.http.schema import RequestError
 from sparring.serving.http.served_run import ServedRun
 from sparring.serving.http.threads import contained
+from sparring.serving.index.scored import FusedItems, SourceFigures
 
 _MAX_BATCH = 64  # queries in one search
 _MIN_SHARE = 8  # queries below which splitting the work over a second thread does not pay
@@ -38,6 +39,7 @@ class SearchJob:
     fields: tuple[str, ...] = ()
     unknown: Sequence[int | str] = ()  # items of a history that the run does not know
     missing: frozenset[int | str] = frozenset()  # unknown queries; every field but `queries` skips them
+    sources: Sequence[dict[str, Any]] = ()  # of a fused run, once it was searched: share and time of each source
     response: asyncio.Future[bytes] | None = None
 
     @property
@@ -168,11 +170,28 @@ class Searcher:
         first, q = batch[0], _query_vectors(batch)
         exclude = [items for job in batch for items in job.exclude]
         allow = first.allow if first.passing is None else np.flatnonzero(np.unpackbits(first.passing))
-        scores, items = first.served.index.search(q, first.k, exclude, allow, first.deny)
+        index = first.served.index
+        if isinstance(index, FusedItems):
+            scores, items, figures = index.search_sources(q, first.k, exclude, allow, first.deny)
+            _set_sources(batch, figures)
+        else:
+            scores, items = index.search(q, first.k, exclude, allow, first.deny)
         with self._wake:
             self.batches += 1
             self.searched += len(q)
         return self._write(batch, scores, items)
+
+
+def _set_sources(batch: list[SearchJob], figures: SourceFigures) -> None:
+    """Give each job the mean share of each source in its lists, and the time that the batch spent in the source."""
+    row = 0
+    for job in batch:
+        share = figures.shares[row : row + len(job)].mean(0).tolist()
+        row += len(job)
+        job.sources = [
+            {"name": name, "share": round(part, 4), "ms": round(seconds * 1e3, 3)}
+            for name, part, seconds in zip(figures.names, share, figures.seconds, strict=True)
+        ]
 
 
 def _use_one_thread() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from sparring.core import manifest
 from sparring.core.errors import UserError
 from sparring.models.histories import PastReader
+from sparring.models.retriever import Retriever
 from sparring.models.text import TextTower
 from sparring.models.towers import IdTower
 from sparring.serving.http.catalogue import Catalogue, IdLookup
@@ -20,10 +21,12 @@ from sparring.serving.http.placement import ItemPlacer
 from sparring.serving.http.schema import RequestError
 from sparring.serving.http.store import Change
 from sparring.serving.index import Index, index_files
-from sparring.serving.index.run_index import FOLDER, open_index
+from sparring.serving.index.run_index import FOLDER, has_index, open_index, open_lists
+from sparring.serving.index.scored import FusedItems, ScoredItems
 from sparring.training import trained as runs
 from sparring.training.folder import model_hash
-from sparring.training.item_vectors import mean_query
+from sparring.training.item_vectors import item_queries, item_vectors, mean_query
+from sparring.training.sources import Sources
 from sparring.training.trained import Trained
 
 _PROBES = 16  # queries and items that a newly loaded run is tried on
@@ -39,7 +42,7 @@ class ServedRun:
     name: str
     folder: Path
     trained: Trained
-    index: Index
+    index: Index | ScoredItems | FusedItems
     catalogue: Catalogue
     users: IdLookup
     placer: ItemPlacer
@@ -106,19 +109,31 @@ class ServedRun:
 
     def item_queries(self, dense: np.ndarray) -> np.ndarray:
         """Items as queries for similar items; the bias, which reflects popularity, does not count."""
+        if not isinstance(self.index, Index):
+            self._check_listed(dense)
+            items, model = torch.from_numpy(dense), self.trained.model
+            found = model.item_queries(items) if isinstance(model, Sources) else item_queries(model, items)
+            return found.float().numpy()
         vectors = self.vectors(dense)
         if self.trained.model.item_bias is not None:
             vectors[:, -1] = 0.0
         return vectors
 
     def vectors(self, dense: np.ndarray) -> np.ndarray:
+        assert isinstance(self.index, Index)
         try:
             return self.index.vectors_of(dense)
-        except UserError as error:
-            missing = next((item for item in dense.tolist() if not self.listed(item)), dense[0])
-            name = self.catalogue.original(np.array([missing]))[0]
-            message = f"run {self.name} does not list item {name!r}: it was deleted or cannot be placed"
-            raise RequestError(404, message) from error
+        except UserError:
+            self._check_listed(dense)
+            raise
+
+    def _check_listed(self, dense: np.ndarray) -> None:
+        for item in dense.tolist():
+            if not self.listed(item):
+                name = self.catalogue.original(np.array([item]))[0]
+                raise RequestError(
+                    404, f"run {self.name} does not list item {name!r}: it was deleted or cannot be placed"
+                )
 
     def find_item(self, id: int | str) -> int:
         """The dense id of an item; an error if it is unknown."""
@@ -141,6 +156,10 @@ class ServedRun:
         trained = 0 <= dense < self.trained.model.n_items
         if trained and change.model != self.placer.model and dense not in self.untrained:
             return None
+        if not self.placer.ways:
+            if trained and dense not in self.untrained and change.vector is None and not change.like:
+                return None
+            raise RequestError(422, f"run {self.name} scores only items that it was trained on, not item {change.id!r}")
         vector = self.placer.given(change)
         if vector is None and change.text is not None:
             vector = self.placer.from_text(change.text, change.columns)
@@ -160,6 +179,7 @@ class ServedRun:
         return vector
 
     def _from_like(self, like: Sequence[int | str], placed: Mapping[int, np.ndarray]) -> np.ndarray | None:
+        assert isinstance(self.index, Index)
         dense = self.catalogue.find(like)
         untrained = np.fromiter((item in self.untrained for item in dense.tolist()), bool, len(dense))
         trained = dense[(dense >= 0) & (dense < len(self.index.ids)) & ~untrained]  # even if deleted since
@@ -175,6 +195,7 @@ class ServedRun:
     def apply(self, changes: Iterable[Change], sequence: int) -> None:
         """Apply changes from the store. An item that this run cannot place waits for a run that can."""
         removed: set[int] = set()
+        restored: set[int] = set()
         placed: dict[int, np.ndarray] = {}  # joined to the index at once: every addition copies the earlier ones
         for change in _after_those_they_are_like(list(changes)):
             self.waiting.pop(str(change.id), None)
@@ -182,6 +203,7 @@ class ServedRun:
                 dense = self.catalogue.find_one(change.id)
                 if dense >= 0:
                     placed.pop(dense, None)
+                    restored.discard(dense)
                     removed.add(dense)
                     self.catalogue.forget(dense)
                 continue
@@ -195,12 +217,18 @@ class ServedRun:
             if vector is None:
                 if dense not in self.moved or dense in self.untrained:  # only its columns have changed
                     continue
-                vector = np.asarray(self.index.vectors[dense])
+                placed.pop(dense, None)
+                restored.add(dense)
+                continue
+            restored.discard(dense)
             placed[dense] = vector
-        self.moved |= removed | placed.keys()
+        self.moved |= removed | restored | placed.keys()
         if removed:
             self.index.remove(np.fromiter(removed, np.int64, len(removed)))
+        if restored:
+            self.index.restore(np.fromiter(restored, np.int64, len(restored)))
         if placed:
+            assert isinstance(self.index, Index)
             self.index.add(np.fromiter(placed, np.int64, len(placed)), np.stack(list(placed.values())))
         self.sequence = sequence
 
@@ -253,19 +281,15 @@ def load_served(
     """
     before = signature(folder)
     trained = runs.load(folder, model, recipe=recipe, trust=trust, unfinished=unfinished)
-    notes = []
-    if (folder / FOLDER / index_files.META).is_file():
-        index = open_index(folder)
-        model = str(index.meta["model"])  # open_index has compared it with the hash of the file
+    notes: list[str] = []
+    trained = _with_lists(trained)
+    index: Index | ScoredItems | FusedItems
+    if isinstance(trained.model, Sources):
+        index = FusedItems(trained.model, [_index(each.model, each.folder, notes) for each in trained.model.sources])
     else:
-        model = model_hash(folder)
-        vectors = trained.item_vectors().float().contiguous().numpy()
-        index = Index(vectors, np.arange(len(vectors)))
-        if len(vectors) > 100_000:
-            notes.append(
-                f"no index: searching {len(vectors):,} items exactly; build one with `sparring index {folder}`"
-            )
-    catalogue, users, placer = Catalogue(trained.ids), IdLookup(trained.ids.query_ids), ItemPlacer(trained, model)
+        index = _index(trained.model, folder, notes)
+    catalogue, users = Catalogue(trained.ids), IdLookup(trained.ids.query_ids)
+    placer = ItemPlacer(trained, model_hash(folder))
     served = ServedRun(name, folder, trained, index, catalogue, users, placer, before, notes=notes)
     _check(served)
     if signature(folder, _RUN) != before[: len(_RUN)]:  # an index is replaced at once, and was read whole
@@ -273,31 +297,64 @@ def load_served(
     untrained = trained.eligibility.items.numpy()
     if len(untrained):
         index.remove(untrained)
-        notes.append(
-            f"{len(untrained):,} items have no training interactions: they are recommended only if put with a vector, "
-            "a text or items that they are like"
-        )
+        but = "recommended only if put with a vector, a text or items that they are like"
+        how = but if placer.ways else "not recommended"
+        notes.append(f"{len(untrained):,} items have no training interactions: they are {how}")
     return served
 
 
-def _check(served: ServedRun) -> None:
-    n, index, folder = served.trained.model.n_items, served.index, served.folder
+def _with_lists(trained: Trained) -> Trained:
+    """A run with each of its item-item matrices cut to the neighbours in its index, where it has one."""
+    model = trained.model
+    if isinstance(model, Sources):
+        sources = [replace(each, model=_cut(each.model, each.folder)) for each in model.sources]
+        return replace(trained, model=Sources(sources, model.by, model.weights.tolist(), model.depth).eval())
+    return replace(trained, model=_cut(model, trained.folder))
+
+
+def _cut(model: Retriever, folder: Path) -> Retriever:
+    return open_lists(model, folder)[0] if model.scores_items and has_index(folder) else model
+
+
+def _index(model: Retriever, folder: Path, notes: list[str]) -> Index | ScoredItems:
+    """The index of a run; without one its items are searched exactly, and a note says so where they are many."""
+    if model.scores_items:
+        if has_index(folder):  # `_with_lists` has cut the matrix
+            return ScoredItems(model.n_items, index_files.LISTS, index_files.read_meta(folder / FOLDER))
+        return ScoredItems(model.n_items)
+    if has_index(folder):
+        index = open_index(folder)
+    else:
+        vectors = item_vectors(model, folder).float().contiguous().numpy()
+        index = Index(vectors, np.arange(len(vectors)))
+        if len(vectors) > 100_000:
+            how = f"build one with `sparring index {folder}`"
+            notes.append(f"no index: searching {len(vectors):,} items exactly; {how}")
+    _check_vectors(index, model, folder)
+    return index
+
+
+def _check_vectors(index: Index, model: Retriever, folder: Path) -> None:
+    """Raise unless an index has the vectors of its run, by a sample of them."""
+    n = model.n_items
     rebuild = f"build it again with `sparring index {folder}`"
     if len(index.ids) != n or int(index.ids[0]) != 0 or int(index.ids[-1]) != n - 1:
         raise UserError(f"the index of {folder} has {len(index.ids):,} items, its run has {n:,}: {rebuild}")
-    if index.dim != served.trained.model.dim:
-        raise UserError(
-            f"the index of {folder} has {index.dim} dimensions, its run has {served.trained.model.dim}: {rebuild}"
-        )
+    if index.dim != model.dim:
+        raise UserError(f"the index of {folder} has {index.dim} dimensions, its run has {model.dim}: {rebuild}")
     items = np.unique(np.linspace(0, n - 1, min(n, _PROBES)).astype(np.int64))
     with torch.no_grad():
-        truth = served.trained.model.encode_items(torch.from_numpy(items)).float().numpy()
+        truth = model.encode_items(torch.from_numpy(items)).float().numpy()
     if not np.allclose(truth, index.vectors[items], rtol=1e-3, atol=1e-4):
         raise UserError(f"the vectors in the index of {folder} are not those of its model: {rebuild}")
-    users = np.arange(min(len(served.users), _PROBES))
+
+
+def _check(served: ServedRun) -> None:
+    """Raise unless a run finds items for some of its users."""
+    users, folder = np.arange(min(len(served.users), _PROBES)), served.folder
     if not len(users):
         return
-    scores, nearest = index.search(served.user_vectors(users), 1)
+    scores, nearest = served.index.search(served.user_vectors(users), 1)
     if not np.isfinite(scores).all() or bool((nearest < 0).any()):
         raise UserError(
             f"{folder} returns scores that are not finite, or no items: the model has diverged, train it again"

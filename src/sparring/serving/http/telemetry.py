@@ -6,7 +6,7 @@ import datetime
 import sys
 import time
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import IO
 
@@ -17,6 +17,8 @@ from prometheus_client.registry import Collector
 
 from sparring.serving.http.runs import RunRegistry
 from sparring.serving.http.searcher import Searcher
+from sparring.serving.http.served_run import ServedRun
+from sparring.serving.index.scored import FusedItems
 
 _FLUSH_SECONDS = 0.2  # request lines may stay in the buffer this long
 _BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)  # seconds
@@ -41,6 +43,22 @@ class EventLog:
 
     def request(self, method: str, path: str, status: int, seconds: float, client: str) -> None:
         self("request", method=method, path=path, status=status, ms=round(seconds * 1e3, 3), client=client)
+
+
+def _sources(runs: Sequence[ServedRun]) -> Iterator[Metric]:
+    """Figures of the sources of fused runs."""
+    seconds = CounterMetricFamily("sparring_source_seconds", "Seconds of searches", labels=["run", "source"])
+    text = "Listed items that the source has among its own k best"
+    found = CounterMetricFamily("sparring_source_items", text, labels=["run", "source"])
+    listed = CounterMetricFamily("sparring_fused_items", "Items listed by a fused run", labels=["run"])
+    for served in runs:
+        index = served.index
+        if isinstance(index, FusedItems):
+            listed.add_metric([served.name], index.listed)
+            for name, spent, items in zip(index.names, index.seconds, index.found, strict=True):
+                seconds.add_metric([served.name, name], spent)
+                found.add_metric([served.name, name], items)
+    yield from (seconds, found, listed)
 
 
 class Metrics(Collector):
@@ -80,6 +98,7 @@ class Metrics(Collector):
             generation.add_metric([served.name], served.generation)
             waiting.add_metric([served.name], len(served.waiting))
         yield from (requests, latency, items, generation, waiting)
+        yield from _sources(self._runs.runs)
         searcher = self._searcher
         yield GaugeMetricFamily("sparring_queries_waiting", "Queries waiting to be searched", value=searcher.waiting)
         yield CounterMetricFamily("sparring_searches", "Batches searched", value=searcher.batches)

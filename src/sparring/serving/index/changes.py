@@ -38,6 +38,11 @@ class Changes:
         order = np.argsort(joined)
         return Changes(rest.gone, joined[order], np.concatenate([rest.vectors, vectors])[order])
 
+    def restored(self, ids: np.ndarray, rows: np.ndarray) -> Changes:
+        """Bring back items, which are in these rows of the index."""
+        kept = ~np.isin(self.ids, ids)
+        return Changes(np.setdiff1d(self.gone, rows), self.ids[kept], self.vectors[kept])
+
     def joined(
         self,
         q: np.ndarray,

@@ -4,6 +4,7 @@
     vectors-*.npy        (N, D) float32
     ids-*.npy            (N,) int64
     ann-*.faiss          the FAISS index; absent if the index is exact
+    neighbours-*.npy     kind lists, of an item-item matrix: (N, M) int32 ids; then vectors-*.npy has their weights
 
 A save that is killed at any moment leaves the old index.json and its files intact. A damaged file is refused. The
 folder report/, if the command line wrote one, has a manifest of its own.
@@ -37,7 +38,8 @@ from sparring.serving.index.faiss_backends import KINDS, Effort, require_faiss
 
 META = "index.json"
 FORMAT = 2
-_PARTS = ("vectors", "ids", "ann")
+LISTS = "lists"  # the kind of an index of an item-item matrix
+_PARTS = ("vectors", "ids", "ann", "neighbours")
 _DTYPES = {"vectors": np.float32, "ids": np.int64}
 _ADVICE = "build the index again with `sparring index`"
 _ABANDONED = 3600.0  # seconds after which a file that is not in index.json belongs to an interrupted save
@@ -53,6 +55,7 @@ class Stored:
     ann: Any = None  # the FAISS index over rows 0..N-1; None if exact
     effort: Effort = field(default_factory=Effort)
     meta: dict[str, Any] = field(default_factory=dict)
+    neighbours: np.ndarray | None = None  # (N, M) int32: the items that row i of `vectors` has the weights of
 
     @property
     def dim(self) -> int:
@@ -66,6 +69,10 @@ def write(index: Stored, folder: Path) -> None:
     before = _named_files(folder)
     disk.write(paths["vectors"], lambda path: _save(path, index.vectors))
     disk.write(paths["ids"], lambda path: _save(path, index.ids))
+    if index.neighbours is not None:
+        neighbours = index.neighbours
+        paths["neighbours"] = folder / f"neighbours-{token}.npy"
+        disk.write(paths["neighbours"], lambda path: _save(path, neighbours))
     if index.ann is not None:
         paths["ann"] = folder / f"ann-{token}.faiss"
         disk.write(paths["ann"], lambda path: _save_ann(path, index.ann))
@@ -103,7 +110,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
     disk.check_folder(folder)
     meta = read_sealed(path, _ADVICE)
     try:
-        known = meta["format"] == FORMAT and meta["kind"] in KINDS
+        known = meta["format"] == FORMAT and meta["kind"] in (*KINDS, LISTS)
         Effort(**meta["effort"])
         complete = {"vectors", "ids"} <= meta["files"].keys()
         complete &= all({"name", "bytes", "hash"} <= entry.keys() for entry in meta["files"].values())
@@ -111,7 +118,8 @@ def read_meta(folder: Path) -> dict[str, Any]:
         raise UserError(
             f"{path} is corrupt: {first_line(error)}; build the index again with `sparring index`"
         ) from error
-    if not known or not complete or (meta["kind"] != "exact" and "ann" not in meta["files"]):
+    needed = {"exact": "ids", LISTS: "neighbours"}.get(meta["kind"], "ann")
+    if not known or not complete or needed not in meta["files"]:
         raise UserError(f"{path} is not an index that this version can read: build it again with `sparring index`")
     return meta
 
@@ -128,8 +136,14 @@ def _read(folder: Path, meta: dict[str, Any], check: bool) -> Stored:
     try:
         vectors, ids = (disk.read_array(paths[part], kind, advice=_ADVICE) for part, kind in _DTYPES.items())
         ids = np.array(ids)
-        ann = None
-        if meta["kind"] != "exact":
+        ann = neighbours = None
+        if meta["kind"] == LISTS:
+            neighbours = disk.read_array(paths["neighbours"], np.int32, advice=_ADVICE)
+            if neighbours.shape != vectors.shape or not 0 <= neighbours.min(initial=0) <= neighbours.max(
+                initial=0
+            ) < len(ids):
+                raise ValueError("its neighbours do not fit its items")
+        elif meta["kind"] != "exact":
             faiss = require_faiss()
             ann = faiss.read_index(str(paths["ann"]), faiss.IO_FLAG_MMAP_IFC)
         if vectors.ndim != 2 or ids.shape != (len(vectors),) or (ann is not None and ann.ntotal != len(vectors)):
@@ -141,7 +155,7 @@ def _read(folder: Path, meta: dict[str, Any], check: bool) -> Stored:
         if isinstance(error, UserError):
             raise
         raise UserError(f"{folder} is corrupt: {first_line(error)}; {_ADVICE}") from error
-    return Stored(vectors, ids, meta["kind"], ann, Effort(**meta["effort"]), meta)
+    return Stored(vectors, ids, meta["kind"], ann, Effort(**meta["effort"]), meta, neighbours)
 
 
 def check_index(folder: Path, progress: HashProgress | None = None) -> list[Problem]:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from sparring.core import files
 from sparring.core.errors import UserError
+from sparring.core.topk import top_k
+from sparring.models.item_to_item import from_lists, largest_weights
+from sparring.models.retriever import Retriever
 from sparring.serving.index import index_files
 from sparring.serving.index.recall_tuning import Tuned, tune
 from sparring.serving.index.search import Index
@@ -59,6 +64,65 @@ def build_index(
     return tuned
 
 
+def build_lists(
+    trained: Trained, neighbours: int = 200, k: int = 100, queries: int = 1000, seed: int = 0
+) -> dict[str, Any]:
+    """Save the strongest neighbours of each item of an item-item matrix as the index of its run; returns the figures.
+
+    Recall is the share of the exact best k that the neighbours give, on a sample of the run's queries.
+
+        build_lists(load("runs/ease"), neighbours=200)["recall"]
+    """
+    if neighbours < 1:
+        raise UserError(f"neighbours is {neighbours}; keep at least 1 of each item")
+    weight, items = largest_weights(trained.model, neighbours)
+    if not bool(torch.isfinite(weight).all()):
+        raise UserError(f"the weights of {trained.folder} contain NaN or infinite values: train it again")
+    n_items, n = len(weight), len(trained.ids.query_ids)
+    pruned = from_lists(trained.model, weight, items)
+    asked = torch.from_numpy(np.random.default_rng(seed).permutation(n)[:queries])
+    k = min(k, n_items)
+    exact = _lists(trained.model, asked, k)
+    began = time.perf_counter()
+    found = _lists(pruned, asked, k)
+    seconds = time.perf_counter() - began
+    same = sum(len(np.intersect1d(*pair)) for pair in zip(exact, found, strict=True)) / exact.size
+    figures = {"recall": round(same, 6), "k": k, "queries_per_second": round(len(asked) / seconds, 1)}
+    meta = {
+        "run": trained.meta["id"],
+        "model": model_hash(trained.folder),
+        "memory": weight.numel() * 8,
+        "measured": figures,
+    }
+    stored = index_files.Stored(
+        weight.numpy(), np.arange(n_items), index_files.LISTS, meta=meta, neighbours=items.numpy()
+    )
+    index_files.write(stored, trained.folder / FOLDER)
+    return {**figures, "neighbours": weight.shape[1], "memory": meta["memory"]}
+
+
+def _lists(model: Retriever, queries: torch.Tensor, k: int) -> np.ndarray:
+    """(B, k): the best items of queries, by blocks."""
+    blocks = [top_k(model.query_vectors(ids), None, k)[1] for ids in queries.split(64)]
+    return torch.cat(blocks).numpy()
+
+
+def has_index(run: Path) -> bool:
+    """Whether a run folder has an index."""
+    return (run / FOLDER / index_files.META).is_file()
+
+
+def open_lists(model: Retriever, run: Path, check: bool = True) -> tuple[Retriever, dict[str, Any]]:
+    """The item-item matrix of a run, cut to the neighbours in its index, and index.json."""
+    files.check_folder(run)
+    stored = index_files.read(run / FOLDER, check)
+    _check_model(stored.meta, run)
+    if stored.neighbours is None or len(stored.ids) != model.n_items:
+        raise UserError(f"{run / FOLDER} does not hold the neighbours of {model.n_items:,} items: build it again")
+    weight, items = (torch.from_numpy(np.array(each)) for each in (stored.vectors, stored.neighbours))
+    return from_lists(model, weight, items), stored.meta
+
+
 def open_index(run: str | Path, check: bool = True) -> Index:
     """The index of a run folder; the index of another model raises UserError.
 
@@ -69,10 +133,17 @@ def open_index(run: str | Path, check: bool = True) -> Index:
     if not (folder / index_files.META).is_file():
         raise UserError(f"{run} has no index: build one with `sparring index {run}`")
     files.check_folder(run)
+    if index_files.read_meta(folder)["kind"] == index_files.LISTS:
+        raise UserError(f"{folder} holds the neighbours of an item-item matrix, not vectors: use open_lists")
     index = Index.load(folder, check)
-    if index.meta.get("model") != model_hash(run):
+    _check_model(index.meta, run)
+    return index
+
+
+def _check_model(meta: Mapping[str, Any], run: Path) -> None:
+    """Raise if an index was built from another model than that of its run."""
+    if meta.get("model") != model_hash(run):
         model = run / "model.safetensors"
         raise UserError(
-            f"{folder} was built from another model than {model}: build it again with `sparring index {run}`"
+            f"{run / FOLDER} was built from another model than {model}: build it again with `sparring index {run}`"
         )
-    return index

@@ -83,6 +83,25 @@ class Index(Stored):
             self._changes = self._changes.without(ids, present(self.ids, ids))
             return before - len(self)
 
+    @property
+    def gone(self) -> np.ndarray:
+        """Removed items of the index, ascending."""
+        return self.ids[self._changes.gone]
+
+    def restore(self, ids: np.ndarray) -> None:
+        """Undo the removal or the replacement of items of the index."""
+        at = present(self.ids, np.asarray(ids, dtype=np.int64))
+        with self._lock:
+            self._changes = self._changes.restored(self.ids[at], at)
+
+    def scores_of(self, q: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
+        """Scores (B, U) of items (B, U) of the index, without additions; NaN for removed ones."""
+        at = positions(self.ids, items.numpy().ravel())
+        gone = (at < 0) | np.isin(at, self._changes.gone)
+        rows = torch.from_numpy(at.clip(min=0)).view(items.shape)
+        scores = inner_products(q, torch.from_numpy(self.vectors), rows)
+        return scores.masked_fill(torch.from_numpy(gone).view(items.shape), torch.nan)
+
     def has(self, item: int) -> bool:
         """Whether a search can find an item."""
         one, changes = np.array([item], dtype=np.int64), self._changes

@@ -1,0 +1,319 @@
+"""Fuse finished runs: the weights of their lists are chosen on the validation part, and the result is a run folder."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparring.core import files, manifest
+from sparring.core.devices import pick_device
+from sparring.core.errors import UserError
+from sparring.core.list_fusion import Pool, query_weights
+from sparring.core.locks import LOCK
+from sparring.core.types import ALONE
+from sparring.data.interactions import Interactions, Split
+from sparring.evaluation.metrics import parse
+from sparring.evaluation.ranking import Evaluation, evaluate, evaluate_lists
+from sparring.recipes.finding import Recipe
+from sparring.training import checkpoint
+from sparring.training import folder as run_folder
+from sparring.training.eligibility import Eligibility, untrained
+from sparring.training.fitting import METRICS
+from sparring.training.loop import sample_queries, selected
+from sparring.training.sources import BY, DEPTH, PARTS, By, Source, Sources, difference
+from sparring.training.trained import Trained, load
+
+_QUERIES = 5_000  # of the validation part that weights are chosen on
+_GRID = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+_ROUNDS = 10
+_BLOCK = 256
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class FusedRun:
+    """Fused runs: how, with which weights, and the figures that chose them and those of the test part."""
+
+    model: Sources
+    valid: dict[str, float]  # `select` of each run and of each way to fuse
+    test: Evaluation | None
+    parts: dict[str, Evaluation]  # the test metrics of each run alone
+
+
+def fuse(
+    runs: Sequence[str | Path],
+    split: Split,
+    out: str | Path | None = None,
+    *,
+    by: By | Literal["auto"] = "auto",
+    select: str = "ndcg@20",
+    depth: int = DEPTH,
+    k: Sequence[int] = (10, 20, 50),
+    device: str = "auto",
+    overwrite: bool = False,
+    recipe: str | Recipe | None = None,
+    trust: bool = False,
+) -> FusedRun:
+    """Make one retriever of several finished runs over the same split, and measure it on the test part.
+
+    `by` fuses standardised scores or reciprocal ranks (`Sources`); auto takes the better one by `select` on the
+    validation part, which also chooses the weights. A single run with all the weight is among the choices. With `out`
+    the runs are copied into that folder, which then evaluates, recommends and serves like any run. `recipe` and `trust`
+    as in `load`.
+
+        fused = sparring.fuse(["runs/ease", "runs/default"], split, "runs/fused");  print(fused.test)
+    """
+    where, folder = pick_device(device), None if out is None else Path(out)
+    if by not in (*BY, "auto"):
+        raise UserError(f"by is {by!r}; it must be scores, ranks or auto")
+    if depth < 1:
+        raise UserError(f"depth is {depth}; each run must list at least 1 item")
+    metric, cutoff = selected(select)
+    parse(metric)
+    if folder is not None:
+        for run in map(Path, runs):
+            inner, outer = sorted((run.resolve(), folder.resolve()), key=lambda path: -len(path.parts))
+            if inner.is_relative_to(outer):
+                raise UserError(f"the run {run} and {folder} are one inside the other: choose another folder")
+    if split.valid is None or not len(split.valid):
+        raise UserError("fuse chooses weights on the validation part, and this split has none: train with --valid 0.1")
+    if cutoff > split.train.n_items:
+        raise UserError(
+            f"the cutoff of select={select} exceeds the {split.train.n_items:,} items: choose a smaller one"
+        )
+    loaded = _loaded(runs, split, recipe, trust)
+    sources = [Source(name, each.folder, each.model, each.eligibility) for name, each in loaded]
+    with nullcontext() if folder is None else run_folder.claimed(folder, False, overwrite, ALONE):
+        model = Sources(sources, "scores", [1.0] * len(sources), depth).to(where)
+        valid, (model.by, weights) = _chosen(model, split, BY if by == "auto" else (by,), metric, cutoff)
+        model.weights = torch.tensor(weights, device=where)
+        shown = ", ".join(f"{source.name} {weight:.2f}" for source, weight in zip(sources, weights, strict=True))
+        log.info("fused by %s: %s", model.by, shown)
+        fused = FusedRun(model, valid, *_tested(model, split, k))
+        if folder is not None:
+            if overwrite:
+                run_folder.delete_run(folder)
+            _write(fused, split, folder, select)
+    return fused
+
+
+def _tested(model: Sources, split: Split, k: Sequence[int]) -> tuple[Evaluation | None, dict[str, Evaluation]]:
+    """The test metrics of the fused lists and of each source alone."""
+    if split.test is None or not len(split.test):
+        return None, {}
+    n_items = split.train.n_items
+    cutoffs = [each for each in k if each <= n_items] or [n_items]
+    seen, counts = split.seen_for("test").to(model.device), split.train.counts()
+    fused, *parts = (
+        evaluate(each, split.test, seen, cutoffs, METRICS, counts=counts)
+        for each in (model, *(source.model for source in model.sources))
+    )
+    return fused, dict(zip((source.name for source in model.sources), parts, strict=True))
+
+
+def _loaded(
+    runs: Sequence[str | Path], split: Split, recipe: str | Recipe | None, trust: bool
+) -> list[tuple[str, Trained]]:
+    """The runs by name, if they can be fused: finished, over the same ids, split as this split is."""
+    if len(runs) < 2:
+        raise UserError(f"fuse makes one run of several: give at least two, not {len(runs)}")
+    loaded: dict[str, Trained] = {}
+    for place in map(Path, runs):
+        if place.resolve() in (each.folder.resolve() for each in loaded.values()):
+            raise UserError(f"{place} is given twice: give each run once")
+        trained = load(place, recipe=recipe, trust=trust)
+        if isinstance(trained.model, Sources):
+            raise UserError(f"{place} is itself fused of several runs: give the runs in {place / PARTS}")
+        name, number = place.resolve().name, 2
+        while name in loaded:
+            name, number = f"{place.resolve().name}-{number}", number + 1
+        loaded[name] = trained
+    train, first = split.train, next(iter(loaded.values()))
+    for trained in loaded.values():
+        if missing := difference(first.ids, trained.ids):
+            raise UserError(f"{trained.folder} cannot be fused with {first.folder}: it has {missing}")
+        ours, theirs = (each.meta.get("source") or {} for each in (first, trained))
+        for part in ("fingerprint", "split"):
+            if part in ours and part in theirs and ours[part] != theirs[part]:
+                how = (
+                    "on other data" if part == "fingerprint" else run_folder.difference(part, theirs[part], ours[part])
+                )
+                raise UserError(f"{trained.folder} was trained {how}, unlike {first.folder}: fuse runs of one split")
+        own = trained.ids.item_ids.ids.equals(train.item_ids.ids) and trained.ids.query_ids.ids.equals(
+            train.query_ids.ids
+        )
+        seen, known = split.seen_for("test"), trained.seen
+        if not (own and torch.equal(seen.start, known.start) and torch.equal(seen.items, known.items.to(seen.items))):
+            raise UserError(f"{trained.folder} was trained on another split than the one given: fuse with its own")
+    return list(loaded.items())
+
+
+# Weights
+
+
+def _chosen(
+    model: Sources, split: Split, ways: Sequence[By], metric: str, k: int
+) -> tuple[dict[str, float], tuple[By, list[float]]]:
+    """(the metric of each source and of each way to fuse, the best way and its weights), on the validation part."""
+    assert split.valid is not None
+    valid = sample_queries(split.valid, _QUERIES, 0)
+    pool, known = _pool(model, valid, Eligibility(split.seen_for("valid")), k, "scores" in ways)
+    n = len(model.sources)
+    values: dict[str, float] = {}
+    best: tuple[float, By, list[float]] | None = None
+    for way in ways:
+        features = pool if way == "scores" else Pool(pool.items, pool.ranks, None)
+
+        def value(weights: Sequence[float], features: Pool = features) -> float:
+            lists = features.best(query_weights(torch.tensor(weights), known), k)[1]
+            found = evaluate_lists(lists.numpy(), valid, split.train.n_items, (k,), (metric,))
+            return next(iter(found.metrics.values()))
+
+        alone = [value([float(other == source) for other in range(n)]) for source in range(n)]
+        for source, single in zip(model.sources, alone, strict=True):
+            values.setdefault(source.name, single)
+        score, weights = _climbed(value, alone)
+        values[f"fused by {way}"] = score
+        if best is None or score > best[0]:
+            best = score, way, weights
+    assert best is not None
+    figures = ", ".join(f"{name} {each:.4f}" for name, each in values.items())
+    log.info("%s@%d on the validation part: %s", metric, k, figures)
+    return values, best[1:]
+
+
+def _climbed(value: Any, alone: Sequence[float]) -> tuple[float, list[float]]:
+    """The best value and its weights: from the best source, move towards one source at a time while that helps."""
+    n = len(alone)
+    start = int(np.argmax(alone))
+    best, weights = alone[start], [float(source == start) for source in range(n)]
+    for _ in range(_ROUNDS):
+        before = best
+        for source in range(n):
+            trials = [
+                [(1 - step) * weight + step * (other == source) for other, weight in enumerate(weights)]
+                for step in _GRID
+                if weights[source] < 1
+            ]
+            scores = [value(trial) for trial in trials]
+            if scores and max(scores) > best:
+                best, weights = max(scores), trials[int(np.argmax(scores))]
+        if best == before:
+            break
+    return best, weights
+
+
+def _pool(model: Sources, valid: Interactions, seen: Eligibility, k: int, scored: bool) -> tuple[Pool, Tensor]:
+    """The candidates of the validation queries in ascending order, and which sources know each query (B, S)."""
+    pools, known = [], []
+    with torch.no_grad():
+        for ids in torch.from_numpy(np.unique(valid.queries)).long().split(_BLOCK):
+            q = model.query_vectors(ids)
+            pool = model.pool(q, max(k, model.depth), seen.taken(ids), "scores" if scored else "ranks")
+            pools.append(pool.cpu())
+            known.append(torch.stack([part.any(1) for part in model.parted(q)], 1).cpu())
+    scores = torch.cat([pool.scores for pool in pools if pool.scores is not None]) if scored else None
+    whole = Pool(torch.cat([pool.items for pool in pools]), torch.cat([pool.ranks for pool in pools]), scores)
+    return whole, torch.cat(known)
+
+
+# The folder
+
+
+def _write(fused: FusedRun, split: Split, folder: Path, select: str) -> None:
+    """Write a fused run, with copies of its runs; the manifest of the finished run is the last file."""
+    from sparring import __version__
+
+    model, metas = fused.model, {each.name: run_folder.read_meta(each.folder) for each in fused.model.sources}
+    weights = {
+        source.name: round(float(weight), 6) for source, weight in zip(model.sources, model.weights, strict=True)
+    }
+    first = next(iter(metas.values()))
+    parts = [
+        {
+            "name": source.name,
+            "run": str(source.folder.resolve()),
+            "id": metas[source.name]["id"],
+            "recipe": metas[source.name]["recipe"],
+            "model": run_folder.model_hash(source.folder),
+            "weight": weights[source.name],
+        }
+        for source in model.sources
+    ]
+    meta = {
+        "recipe": "fused",
+        "arguments": {"by": model.by, "depth": model.depth, "select": select},
+        "parts": parts,
+        "source": first.get("source", {}),
+        "data": first.get("data", {}),
+        "untrained": untrained(split),
+        "dim": model.dim,
+        "versions": {**first.get("versions", {}), "sparring": __version__},
+        "setup": {},
+    }
+    run_folder.write_fused_start(folder, split, [source.eligibility for source in model.sources], meta)
+    for source in model.sources:
+        _copy(source.folder, folder / PARTS / source.name)
+    state = {
+        "run": checkpoint.run_id(folder),
+        "by": model.by,
+        "depth": model.depth,
+        "parts": [source.name for source in model.sources],
+        "models": [part["model"] for part in parts],
+    }
+    files.write_tensors(folder / "model.safetensors", {"weights": model.weights.cpu()}, state)
+    result: dict[str, Any] = {"valid": fused.valid, "weights": weights, "untrained": meta["untrained"]}
+    if fused.test is not None:
+        run_folder.write_queries(folder, "per_query.parquet", fused.test)
+        result["test"] = fused.test.to_dict()
+        result["parts"] = {name: test.to_dict() for name, test in fused.parts.items()}
+    files.write_json(folder / "result.json", result)
+    files.write_text(folder / "README.md", _card(meta, result, select))
+    run_folder.finish(folder)
+
+
+def _copy(run: Path, to: Path) -> None:
+    """Copy a finished run and its index; its checkpoint, its caches, its service and its classifiers stay behind.
+
+    The hashes in the manifest of the copy are those of the original, so a fault of the copy is found.
+    """
+    listed = run_folder.read_manifest(run).files
+    behind = ("checkpoint", "classifiers/", "fusion")
+    kept = [name for name in listed if not name.startswith(behind)]
+    index = run / "index"
+    names = [*kept, *(str(path.relative_to(run)) for path in index.rglob("*") if path.is_file() and path.name != LOCK)]
+    for name in (manifest.NAME, *names):
+        files.write(to / name, lambda path, name=name: shutil.copyfile(run / name, path))  # type: ignore[misc]
+    manifest.write_manifest(to, names=(), keep=kept, apart=run_folder.APART)
+
+
+def _card(meta: Mapping[str, Any], result: Mapping[str, Any], select: str) -> str:
+    """A short model card: the runs, their weights and figures."""
+    by = {"scores": "standardised scores", "ranks": "reciprocal ranks"}[meta["arguments"]["by"]]
+    tests = {**result.get("parts", {}), "fused": result.get("test")}
+    lines = [
+        "# A retriever fused of several runs",
+        "",
+        f"The best {meta['arguments']['depth']} items of each run, fused by {by}. Weights were chosen by {select} on",
+        "the validation part; the other figures are of the test part.",
+        "",
+        "| run | recipe | weight | validation | recall@20 | ndcg@20 |",
+        "|---|---|---:|---:|---:|---:|",
+    ]
+    rows = [(part["name"], part["recipe"].rpartition(":")[2], f"{part['weight']:.2f}") for part in meta["parts"]]
+    for name, kind, weight in [*rows, ("fused", "", "")]:
+        valid = result["valid"][name if kind else f"fused by {meta['arguments']['by']}"]
+        metrics = (tests.get(name) or {}).get("metrics", {})
+        figures = (f"{metrics[each]:.4f}" if each in metrics else "" for each in ("recall@20", "ndcg@20"))
+        lines.append(f"| {name} | {kind} | {weight} | {valid:.4f} | {' | '.join(figures)} |")
+    use = ["", "```python", "import sparring", "", 'sparring.load("THIS_FOLDER").recommend([QUERY_ID], k=10)', "```"]
+    return "\n".join([*lines, *use]) + "\n"
