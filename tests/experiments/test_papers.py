@@ -339,7 +339,8 @@ def test_features_need_columns_of_items(tmp_path: Path, world: SyntheticWorld, h
     assert {method.settings["item_features"] for method in plan.methods["tiny"]} == {"kind"}
     reproduce(plan)
     setup = run_json(plan.out / "tiny" / "bir" / "10")["setup"]["model"]
-    assert (setup["item_features"], setup["hidden"]) == (["kind"], [32, 16])
+    assert (setup["item_features"], setup["feature_dim"]) == (["kind"], 32)
+    assert (setup["hidden"], setup["dim"]) == ([32], 16)
     assert len([row for row in table(plan.out) if row["data"] == "tiny" and row["mean"] is not None]) == 16
 
 
