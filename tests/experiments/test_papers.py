@@ -28,7 +28,7 @@ from sparring.experiments.papers import (
 )
 from sparring.experiments.papers.paper_tables import beside
 from sparring.experiments.papers.printed import PublishedFigure
-from sparring.experiments.papers.xir import DATA, TABLE_2_CELLS, TABLE_4_CELLS
+from sparring.experiments.papers.xir import DATA, TABLE_2_CELLS, TABLE_4_CELLS, table_4_methods
 from sparring.recipes import RECIPES
 from sparring.training import trained
 from support.papers import metrics_of, result_json, run_here, run_json, table
@@ -339,7 +339,9 @@ def test_features_need_columns_of_items(tmp_path: Path, world: SyntheticWorld, h
     assert {method.settings["item_features"] for method in plan.methods["tiny"]} == {"kind"}
     reproduce(plan)
     setup = run_json(plan.out / "tiny" / "bir" / "10")["setup"]["model"]
-    assert (setup["item_features"], setup["hidden"]) == (["kind"], [32, 16])
+    assert (setup["item_features"], setup["feature_dim"]) == (["kind"], 32)
+    assert (setup["hidden"], setup["dim"]) == ([32], QUICK["dim"])
+    assert {method.settings["dim"] for method in table_4_methods(dataset, {})} == {16}
     assert len([row for row in table(plan.out) if row["data"] == "tiny" and row["mean"] is not None]) == 16
 
 

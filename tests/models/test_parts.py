@@ -118,16 +118,16 @@ def test_feature_tower_is_a_perceptron_over_its_columns(with_id: bool) -> None:
     vectors = np.ones((6, 2), np.float32)
     tower = FeatureTower(6, 4, some_features(), (8, 3), with_id, vectors=vectors, width=5)
     assert tower.dim == 4
-    assert [type(part).__name__ for part in tower.parts] == ["IdTower"] * with_id + [
+    assert [type(part).__name__ for part in tower.inputs] == ["IdTower"] * with_id + [
         "Categories",
         "Tags",
         "Dense",
         "Dense",
     ]
-    widths = [int(part.dim) for part in tower.parts]  # type: ignore[arg-type]
+    widths = [int(part.dim) for part in tower.inputs]  # type: ignore[arg-type]
     assert widths == [5] * with_id + [10, 5, 1, 2]
     ids = torch.arange(6)
-    assert torch.equal(tower(ids), tower.layers(torch.cat([part(ids) for part in tower.parts], 1)))
+    assert torch.equal(tower(ids), tower.layers(torch.cat([part(ids) for part in tower.inputs], 1)))
     assert [layer.out_features for layer in tower.layers if isinstance(layer, nn.Linear)] == [8, 3, 4]
 
 
@@ -178,6 +178,11 @@ def test_a_history_with_columns_is_their_sum() -> None:
     ids, positives = torch.tensor([0, 1]), torch.tensor([3, 0])
     want = history(ids, positives) + columns(ids)
     torch.testing.assert_close(model.encode_queries(ids, positives), want)
+    deep = Retriever(Perceptron(Concat(history, columns), (6,), 4), item, score="dot")
+    want = deep.query.layers(torch.cat([history(ids, positives), columns(ids)], 1))  # type: ignore[operator, union-attr]
+    torch.testing.assert_close(deep.encode_queries(ids, positives), want)
+    both = Retriever(Sum(history, columns), item, score="dot")
+    torch.testing.assert_close(both.encode_queries(ids, positives), model.encode_queries(ids, positives))
     new = torch.tensor([[1, 3]])
     torch.testing.assert_close(model.encode_histories(new), history.encode_history(new))
 

@@ -81,6 +81,44 @@ def test_the_pages_tower_keeps_the_contract(place: Path) -> None:
             assert name in ("test_devices", "test_histories")
 
 
+def test_models_are_listed(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """`sparring models` lists ours; with a name it describes one, also of a file: options and usual settings."""
+    monkeypatch.chdir(place)
+    assert main(["models", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out).keys() >= MODELS.keys()
+    assert main(["models", "gated.py:gated", "--json"]) == 0
+    (facts,) = json.loads(capsys.readouterr().out).values()
+    assert facts["usual"] == {"batch_size": 512, "lr": 0.01}
+    assert facts["options"]["layers"] == {
+        "path": "model.layers",
+        "type": "a whole number",
+        "default": "1",
+        "description": "hidden layers of the query tower",
+    }
+    assert main(["models"]) == 0
+    assert "usually with query_tower=history" in capsys.readouterr().out
+
+
+def test_packages_offer_models(
+    parts: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Models of the entry point group sparring.models are found by name and listed; a broken one gives a warning."""
+    info = tmp_path / "paper-1.2.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: paper\nVersion: 1.2\n")
+    entries = ("offered = gated_offered:gated", "broken = nowhere_found:f", "ids = gated_offered:gated")
+    (info / "entry_points.txt").write_text("\n".join(["[sparring.models]", *entries]))
+    (tmp_path / "gated_offered.py").write_text(FILE)
+    monkeypatch.syspath_prepend(tmp_path)
+    run = build("uns", parts.train, {"dim": 4, "model.layers": 0}, model="offered")
+    assert (run.setup.model.name, run.setup.model.options) == ("offered", {"layers": 0})
+    assert main(["models", "--json"]) == 0
+    shown, told = capsys.readouterr()
+    assert [*json.loads(shown)] == [*MODELS, "offered"]
+    assert json.loads(shown)["ids"]["source"] == "sparring"
+    assert "'broken'" in told
+
+
 def test_a_run_records_its_model(place: Path) -> None:
     """run.json has the file's full path, all options, and the usual settings; the card says how to load the run."""
     meta = json.loads((place / "runs/gated/run.json").read_text())
@@ -191,8 +229,8 @@ def test_the_grid_of_recipes_and_models(place: Path, monkeypatch: pytest.MonkeyP
         assert row in text
     metas = {path.parent.parent.name: json.loads(path.read_text()) for path in Path("compare/grid").rglob("0/run.json")}
     assert {name: meta["setup"]["model"]["options"] for name, meta in metas.items()} == {
-        "unsxids": {},
-        "unsxgated": {"layers": 2},
+        "uns+ids": {},
+        "uns+gated": {"layers": 2},
         "popularity": {},
     }
 

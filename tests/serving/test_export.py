@@ -28,7 +28,7 @@ TOWERS: dict[str, dict[str, object]] = {
     "id": {},
     "dot": {"score": "dot"},
     "bias": {"item_bias": True},
-    "features": {"item_features": "category", "hidden": "8,5"},
+    "features": {"item_features": "category,tags", "hidden": "8,5"},
     "history": {"query_tower": "history", "history": 4},
     "attention": {"query_tower": "history", "history": 4, "pooling": "attention"},
     "history of features": {"query_tower": "history", "item_features": "category", "hidden": "8,5", "item_bias": True},
@@ -43,8 +43,12 @@ def named_parts(parts: Split) -> Split:
         Vocabulary(np.arange(parts.train.n_items) * 7 + 1000),
     )
 
+    assert parts.train.item_table is not None
+    tags = pl.Series([["new"] * (i % 2) + ["red", "blue"][: i % 3] for i in range(parts.train.n_items)])
+    table = parts.train.item_table.with_columns(tags=tags)
+
     def renamed(data: Interactions | None) -> Interactions | None:
-        return None if data is None else dataclasses.replace(data, query_ids=queries, item_ids=items)
+        return None if data is None else dataclasses.replace(data, query_ids=queries, item_ids=items, item_table=table)
 
     train = renamed(parts.train)
     assert train is not None

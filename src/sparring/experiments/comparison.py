@@ -84,7 +84,7 @@ class Comparison:
                 )
                 raise UserError(f"{twice}: rename one, or leave it out")
             known = study.known_settings(place, {**self.shared, **chosen})
-            methods[name] = Method(name, place, known, name.replace(" ", ""))
+            methods[name] = Method(name, place, known, name.replace(" x ", "+"))
         return methods
 
     def _pairs(self) -> Iterator[tuple[str | Recipe, str | Model | None]]:

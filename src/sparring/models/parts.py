@@ -8,6 +8,7 @@ A part maps ids of any shape to vectors and has `n` ids and `dim` dimensions; it
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
@@ -105,36 +106,49 @@ class Dense(nn.Module):
         return self.values[ids.long()]
 
 
-class Sum(nn.Module):
-    """The sum of parts of equal width."""
+class Joint(nn.Module):
+    """Several parts as one. A part that reads histories gets the positives of a training step, which it leaves out."""
 
     def __init__(self, *parts: nn.Module) -> None:
         super().__init__()
-        self.parts = nn.ModuleList(parts)
-        self.n, widths = _size(parts), [width_of(part) for part in parts]
+        self.parts, self.n = nn.ModuleList(parts), _size(parts)
+        self._excludes = ["exclude_items" in inspect.signature(part.forward).parameters for part in parts]
+
+    def each(self, ids: Tensor, exclude_items: Tensor | None) -> list[Tensor]:
+        """The vectors of every part."""
+        return [
+            part(ids, exclude_items) if excludes and exclude_items is not None else part(ids)
+            for part, excludes in zip(self.parts, self._excludes, strict=True)
+        ]
+
+
+class Sum(Joint):
+    """The sum of parts of equal width."""
+
+    def __init__(self, *parts: nn.Module) -> None:
+        super().__init__(*parts)
+        widths = [width_of(part) for part in parts]
         if len(set(widths)) > 1:
             raise UserError(f"parts of {', '.join(map(str, widths))} dimensions cannot be summed: use Concat")
         self.dim = widths[0]
 
-    def forward(self, ids: Tensor) -> Tensor:
-        first, *others = (part(ids) for part in self.parts)
-        vectors: Tensor = sum(others, first)
-        return vectors
+    def forward(self, ids: Tensor, exclude_items: Tensor | None = None) -> Tensor:
+        first, *others = self.each(ids, exclude_items)
+        return sum(others, first)
 
 
-class Concat(nn.Module):
+class Concat(Joint):
     """Parts side by side."""
 
     def __init__(self, *parts: nn.Module) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList(parts)
-        self.n, self.dim = _size(parts), sum(width_of(part) for part in parts)
+        super().__init__(*parts)
+        self.dim = sum(width_of(part) for part in parts)
 
-    def forward(self, ids: Tensor) -> Tensor:
-        return torch.cat([part(ids) for part in self.parts], -1)
+    def forward(self, ids: Tensor, exclude_items: Tensor | None = None) -> Tensor:
+        return torch.cat(self.each(ids, exclude_items), -1)
 
 
-class Perceptron(nn.Module):
+class Perceptron(Joint):
     """A part through fully connected layers of `hidden` units with ReLU between them, and a linear layer to `dim`.
 
     The last layer is linear, so scores can be negative. Without `hidden` the part is projected to `dim`.
@@ -143,17 +157,21 @@ class Perceptron(nn.Module):
     """
 
     def __init__(self, part: nn.Module, hidden: Sequence[int], dim: int) -> None:
-        super().__init__()
+        super().__init__(part)
         if min([*hidden, dim]) < 1:
             raise UserError(f"every layer needs at least one unit, got hidden={tuple(hidden)} and dim={dim}")
-        self.part, self.n, self.dim = part, _size([part]), dim
+        self.dim = dim
         layers: list[nn.Module] = []
         for before, after in itertools.pairwise([width_of(part), *hidden, dim]):
             layers += [nn.Linear(before, after), nn.ReLU()]
         self.layers = nn.Sequential(*layers[:-1])
 
-    def forward(self, ids: Tensor) -> Tensor:
-        vectors: Tensor = self.layers(self.part(ids))
+    @property
+    def part(self) -> nn.Module:
+        return self.parts[0]
+
+    def forward(self, ids: Tensor, exclude_items: Tensor | None = None) -> Tensor:
+        vectors: Tensor = self.layers(self.each(ids, exclude_items)[0])
         return vectors
 
     def mixtures(self, ids: Tensor, weights: Tensor, layer: int) -> Tensor:
@@ -211,7 +229,7 @@ class FeatureTower(Perceptron):
         super().__init__(Concat(*parts), hidden, dim)
 
     @property
-    def parts(self) -> list[nn.Module]:
+    def inputs(self) -> list[nn.Module]:
         """The inputs of the perceptron, in order."""
         return list(self.part.parts)  # type: ignore[union-attr, arg-type]
 

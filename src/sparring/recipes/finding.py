@@ -22,6 +22,8 @@ def _check(recipe: Recipe, name: str) -> None:
     if setup is None:
         raise UserError(f"the recipe {name} must start with (data, setup=Setup(...)): the default must be a Setup")
     check_arguments(recipe, "recipe", name)
+    if any(p.name == "model" for p in found):
+        raise UserError(f"the argument 'model' of the recipe {name} hides the setting of this name: rename it")
 
 
 _finder = Finder("recipe", RECIPES, _check)

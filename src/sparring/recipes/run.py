@@ -223,6 +223,8 @@ def build_towers(
         model: object = function(inputs, settings, **options)
     if not isinstance(model, Retriever):
         raise UserError(f"the model {name} returned a {type(model).__name__}, not a Retriever")
+    if saved is not None:  # the encoder of a text tower may be gone, which its width would be read from
+        return model
     expected = width(settings, setup.text)
     if model.dim != expected:
         how = f"end its towers with layers of settings.dim, or set dim={model.dim - settings.item_bias}"

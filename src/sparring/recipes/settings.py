@@ -154,6 +154,10 @@ def resolve(
             continue
         elif shared is not None and shared.name not in ("model_name", "model_options"):
             setup = setup.replaced(**{key: parse(key, encoder if shared.name == "encoder" else value, shared.kind)})
+        elif shared is not None:
+            raise UserError(
+                f"{key} cannot be set: choose a model with --model, its options with --set model.OPTION=VALUE"
+            )
         elif key in has:
             options[has[key]] = value
         else:
@@ -164,17 +168,20 @@ def resolve(
     return setup, arguments
 
 
+def _method(recipe: Callable[..., Run]) -> dict[str, Any]:
+    """The settings of a recipe that define its method."""
+    own, usual = own_setup(recipe).flat(), Setup().flat()
+    return {name: own[name] for name in METHOD if own[name] != usual[name]}
+
+
 def _with_usual(recipe: Callable[..., Run], setup: Setup, name: str, usual: Mapping[str, object]) -> Setup:
     """The setup with the usual settings of a model, except where the recipe's define its method.
 
     A recipe that starts from an SVD starts from it with id tables only.
     """
-    own, plain = own_setup(recipe).flat(), Setup().flat()
-    method = {key for key in METHOD if own[key] != plain[key]}
-    if setup.text.encoder is not None:
-        method.add("encoder")
+    kept = {*_method(recipe), *(["encoder"] if setup.text.encoder is not None else [])}
     start = {} if name in TABLES else {"init": "normal"}
-    taken = {key: value for key, value in {**start, **usual}.items() if key not in method}
+    taken = {key: value for key, value in {**start, **usual}.items() if key not in kept}
     for key in taken:
         if find_setting(key) is None:
             raise UserError(f"among the usual settings of the model {finding.short(name)}: {unknown_setting(key)}")
@@ -197,13 +204,12 @@ def _method_of(recipe: Callable[..., Run], base: Setup | None) -> Setup | None:
     """`base` with the settings that define the method (METHOD) taken from the recipe."""
     if base is None:
         return None
-    own, usual = own_setup(recipe).flat(), Setup().flat()
     if is_solved(recipe):  # the number of sweeps is the method's: an epoch of steps is something else
         given = base.flat()
         return own_setup(recipe).replaced(
             **{name: given[name] for name in settings_of(recipe) - {"epochs", "init", "init_std"}}
         )
-    return base.replaced(**{name: own[name] for name in METHOD if own[name] != usual[name]})
+    return base.replaced(**_method(recipe))
 
 
 def _with_text_towers(recipe: Callable[..., Run], base: Setup | None, encoder: str) -> Setup:

@@ -84,7 +84,8 @@ class TowersContract:
     def test_rows_are_independent(self) -> None:
         """A vector depends on its own id only: not on the order, the repetitions or the others, in training either.
 
-        Dropout is switched off for this test, because the rows of a batch draw their own masks.
+        The modules nn.Dropout are switched off for this test, because the rows of a batch draw their own masks; build
+        a tower that drops in other ways with a rate of 0.
         """
         tower = self.built()
         for mode in ("evaluation", "training"):

@@ -205,9 +205,10 @@ def description(run: Run, split: Split, source: Mapping[str, Any] | None) -> dic
     }
 
 
-def _vector_hashes(setup: Setup) -> dict[Role, str]:
-    """Hashes of the files of vectors, to detect changes."""
-    return {side: hash_of([Path(f"{place.partition('.npy')[0]}.npy")]) for side, place in _vector_files(setup).items()}
+def _vector_hashes(setup: Setup) -> dict[str, str]:
+    """Hashes of the files of vectors, by setting, to detect changes."""
+    files_of = {side: Path(f"{place.partition('.npy')[0]}.npy") for side, place in _vector_files(setup).items()}
+    return {f"{side}_vectors": hash_of([file]) for side, file in files_of.items()}
 
 
 def _digests(run: Run) -> dict[str, str | None]:
@@ -444,9 +445,13 @@ def _described_model(
     path, n_queries, n_items = listed.folder / "model.safetensors", len(ids.query_ids), len(ids.item_ids)
 
     def recall() -> Histories:
-        if not {"query.start", "query.items"} <= tensors.keys():
+        towers = (
+            name.removesuffix("start") for name in tensors if name.startswith("query.") and name.endswith(".start")
+        )
+        tower = next((name for name in towers if f"{name}items" in tensors), None)
+        if tower is None:
             raise UserError(f"{path} does not fit this run: it has no histories for the query tower")
-        return Histories(tensors["query.start"], tensors["query.items"])
+        return Histories(tensors[f"{tower}start"], tensors[f"{tower}items"])
 
     if setup.training.optimizer == "solver":
         width = tensors["query.neighbours"].shape[1] if "query.neighbours" in tensors else None

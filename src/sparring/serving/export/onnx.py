@@ -72,14 +72,15 @@ def write_onnx(trained: Trained, folder: Path) -> tuple[list[Path], list[str]]:
 
 
 def _unsupported(tower: nn.Module) -> str:
-    inner = tower.item if isinstance(tower, HistoryTower) else tower
-    if isinstance(inner, Perceptron):
-        return _unsupported(inner.part)
-    if isinstance(inner, Sum | Concat):
-        return next(filter(None, map(_unsupported, inner.parts)), "")
-    if isinstance(inner, IdTower | Categories | Tags | Dense | nn.Embedding):
+    return _unsupported_part(tower.item if isinstance(tower, HistoryTower) else tower)
+
+
+def _unsupported_part(part: nn.Module) -> str:
+    if isinstance(part, Sum | Concat | Perceptron):
+        return next(filter(None, map(_unsupported_part, part.parts)), "")
+    if isinstance(part, IdTower | Categories | Tags | Dense | nn.Embedding):
         return ""
-    return f"{type(inner).__name__} is not supported, only id, feature and history towers are"
+    return f"{type(part).__name__} is not supported, only id, feature and history towers are"
 
 
 def _graph(model: Retriever, side: str) -> Graph:

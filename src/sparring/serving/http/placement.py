@@ -90,7 +90,7 @@ class _FeatureEncoder:
 
     def vector(self, row: Mapping[str, Any]) -> Tensor:
         parts, tags = list[Tensor](), iter(self.tagged)
-        for part in self.tower.parts:
+        for part in self.tower.inputs:
             if isinstance(part, Categories):
                 parts.append(part.values(torch.tensor([self._categories(row)])).flatten(1))
             elif isinstance(part, Tags):
