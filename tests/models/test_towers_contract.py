@@ -17,9 +17,11 @@ from sparring.data.features import Features
 from sparring.data.histories import Histories
 from sparring.data.texts.texts import tokenize
 from sparring.data.texts.tokenizers import WordTokenizer
+from sparring.models.attention import HstuBlock, LigrBlock, SasRecBlock
 from sparring.models.histories import HistoryTower
 from sparring.models.item_corrections import Augmented
 from sparring.models.parts import Categories, Concat, Dense, DescribedHistory, FeatureTower, Perceptron, Sum, Tags
+from sparring.models.sequences import SequenceTower
 from sparring.models.text import BagEncoder, TextTower
 from sparring.models.towers import IdTower, UnitTower
 from sparring.testing import TowersContract
@@ -65,6 +67,12 @@ TOWERS: dict[str, Callable[[], nn.Module]] = {
     "texts": text_tower,
     "history": lambda: HistoryTower(IdTower(N, DIM), PAST, 3),
     "history, attention": lambda: HistoryTower(IdTower(N, DIM), PAST, 3, "attention"),
+    "history, sum": lambda: HistoryTower(IdTower(N, DIM), PAST, 3, "sum"),
+    "history by SASRec": lambda: SequenceTower(IdTower(N, DIM), PAST, 3, [SasRecBlock(DIM, dropout=0.0)], 0.0),
+    "history by LiGR": lambda: SequenceTower(IdTower(N, DIM), PAST, 3, [LigrBlock(DIM, dropout=0.0)], 0.0),
+    "history by HSTU": lambda: SequenceTower(
+        IdTower(N, DIM), PAST, 3, [HstuBlock(DIM, dropout=0.0, length=3)], 0.0, positions=False
+    ),
     "history of features": lambda: HistoryTower(FeatureTower(N, DIM, FEATURES), PAST, 3),
     "history and columns": lambda: DescribedHistory(
         HistoryTower(IdTower(N, DIM), PAST, 3), FeatureTower(N, DIM, FEATURES, with_id=False)
