@@ -139,7 +139,6 @@ def test_a_wrong_type_names_the_setting_the_type_and_the_value(value: object, ki
         {"clip": -1.0},
         {"patience": 0},
         {"seed": -1},
-        {"hidden": ()},
         {"hidden": (8, 0)},
     ],
 )

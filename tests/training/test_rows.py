@@ -21,6 +21,7 @@ from sparring.recipes.run import Term, compose
 from sparring.recipes.settings import build
 from sparring.recipes.setup import Setup, epoch_steps
 from sparring.training.fitting import fit
+from sparring.training.fusing import fuse
 from sparring.training.step import TrainingRows, sample_steps
 from sparring.training.trained import load
 
@@ -166,3 +167,15 @@ def test_histories_under_rows_of_pairs_are_causal(parts: Split) -> None:
             seen[pair] += 1
     assert set(seen.values()) == {1}
     assert len(seen) == len(parts.train)
+
+
+def test_weights_are_chosen_by_lists_that_do_not_know_the_validation_part(parts: Split, tmp_path: Path) -> None:
+    """Fusing reports the validation figure that training saw, although a finished run has read the validation part."""
+    best = {}
+    for name, settings in {"ligr": {**SMALL, "model": "ligr"}, "popularity": {}}.items():
+        recipe = "popularity" if name == "popularity" else "ssl_pop"
+        fitted = fit(build(recipe, parts.train, settings), parts, tmp_path / name, k=(5,), device="cpu")
+        best[name] = max(record["ndcg@10"] for record in fitted.history)
+    fused = fuse([tmp_path / name for name in best], parts, select="ndcg@10", depth=20, k=(5,), device="cpu")
+    for name, value in best.items():
+        assert fused.valid[name] == pytest.approx(value, abs=1e-6)

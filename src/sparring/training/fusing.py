@@ -20,6 +20,7 @@ from sparring.core.errors import UserError
 from sparring.core.list_fusion import Pool, query_weights
 from sparring.core.locks import LOCK
 from sparring.core.types import ALONE
+from sparring.data.histories import past_of
 from sparring.data.interactions import Interactions, Split
 from sparring.evaluation.metrics import parse
 from sparring.evaluation.ranking import Evaluation, evaluate, evaluate_lists
@@ -94,7 +95,9 @@ def fuse(
     sources = [Source(name, each.folder, each.model, each.eligibility) for name, each in loaded]
     with nullcontext() if folder is None else run_folder.claimed(folder, False, overwrite, ALONE):
         model = Sources(sources, "scores", [1.0] * len(sources), depth).to(where)
+        _remember(model, split, "valid")  # a finished run knows the validation part
         valid, (model.by, weights) = _chosen(model, split, BY if by == "auto" else (by,), metric, cutoff)
+        _remember(model, split, "test")
         model.weights = torch.tensor(weights, device=where)
         shown = ", ".join(f"{source.name} {weight:.2f}" for source, weight in zip(sources, weights, strict=True))
         log.info("fused by %s: %s", model.by, shown)
@@ -104,6 +107,15 @@ def fuse(
                 run_folder.delete_run(folder)
             _write(fused, split, folder, select)
     return fused
+
+
+def _remember(model: Sources, split: Split, part: str) -> None:
+    """Let the sources that read histories know what came before a part, and no more."""
+    readers = [source.model for source in model.sources if source.model.past_readers()]
+    past = past_of(split, part) if readers else None
+    for reader in readers:
+        assert past is not None
+        reader.remember(past)
 
 
 def _tested(model: Sources, split: Split, k: Sequence[int]) -> tuple[Evaluation | None, dict[str, Evaluation]]:
