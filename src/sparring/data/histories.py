@@ -131,7 +131,7 @@ class SequenceBatches(RandomBatches):
         count = np.minimum(np.diff(start) - 1, length)
         self.users = np.flatnonzero(count > 0)
         if not len(self.users):
-            raise UserError("rows=sequences needs a query with at least two items in the training part, and none has")
+            raise UserError("sequences need a query with at least two items, and none has")
         self.count = count[self.users]
         self.first = start[self.users + 1] - self.count  # the place of the first target
         super().__init__(int(self.count.sum()), batch_size, seed)

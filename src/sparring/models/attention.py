@@ -149,7 +149,7 @@ def time_buckets(seconds: Tensor) -> Tensor:
 def checked_heads(dim: int, heads: int) -> int:
     """`heads`, if that many of equal width make `dim`."""
     if heads < 1 or dim % heads:
-        raise UserError(f"{heads} heads do not divide {dim} dimensions", "heads", "1")
+        raise UserError(f"{heads} heads do not divide {dim} dimensions: choose a number that does")
     return heads
 
 

@@ -74,6 +74,8 @@ def _sequence(
     """The Retriever of a causal network over the last items of a query."""
     if not inputs.past.ordered:
         raise UserError("a sequence model needs an order, and the data has no times: name their column", "time")
+    if not blocks:
+        raise UserError("a sequence model needs at least one block: set model.blocks=1 or more")
     if settings.query_features or settings.query_vectors:
         raise UserError("a sequence model reads items alone: leave out query_features and query_vectors")
     item = item_tower(inputs, settings)

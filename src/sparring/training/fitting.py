@@ -27,6 +27,7 @@ from sparring.training import folder as run_folder
 from sparring.training.eligibility import listed_items
 from sparring.training.loop import Trainer, TrainingProgress, selected
 from sparring.training.stages import classifier_run, fuse
+from sparring.training.step import check_rows
 from sparring.training.warm_start import warm_start
 
 METRICS = ("recall", "ndcg", "hit", "mrr", "map", "precision", "coverage", "popularity")
@@ -142,6 +143,7 @@ def _check(run: object, split: object, k: Sequence[int], metrics: Sequence[str])
         raise UserError(f"fit needs a Split, got {type(split).__name__}{hint}")
     if run.solver is not None and launched() > 1:
         raise UserError(f"{run.recipe} is solved by one process: start it without torchrun or --nproc")
+    check_rows(run, split.train)
     weight, n_items = split.train.weight, split.train.n_items
     if weight is not None and len(weight) and not weight.any():
         reason = "the weights of the training pairs are all 0, so there is nothing to learn"

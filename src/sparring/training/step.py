@@ -17,7 +17,16 @@ from sparring.core.errors import UserError
 from sparring.core.part import loss_output
 from sparring.core.types import ALONE, Bag, Batch, LossOutput, Outcome, Positives, Ranks, Step
 from sparring.data.batches import RandomBatches, batches_for, query_rows
-from sparring.data.histories import Before, Context, Given, SequenceBatches, SetBatches, Windows, histories
+from sparring.data.histories import (
+    Before,
+    Context,
+    Given,
+    SequenceBatches,
+    SetBatches,
+    Windows,
+    histories,
+    rows_per_query,
+)
 from sparring.data.interactions import Interactions, Split
 from sparring.data.weights import spread
 from sparring.models.retriever import Retriever
@@ -155,6 +164,7 @@ class TrainingRows:
     """
 
     def __init__(self, run: Run, train: Interactions, device: torch.device | str = "cpu") -> None:
+        check_rows(run, train)
         setup, model = run.setup, run.model
         self.kind, self.given = setup.batches.rows, setup.batches.given
         self.queries, self.items = (column.to(device) for column in train.pairs())
@@ -173,8 +183,6 @@ class TrainingRows:
         if run.batches is not None:
             self.batches = run.batches
         elif self.kind == "sequences":
-            if not past.ordered:
-                raise UserError("rows=sequences needs an order, and the data has no times: name one", "time")
             self.batches = SequenceBatches(past, setup.model.history, size, seed)
         elif self.kind == "sets":
             self.batches = SetBatches(past, setup.model.history, round(size / (1 - self.given)), seed)
@@ -227,6 +235,16 @@ class TrainingRows:
             return self.batches.around(pairs, size, generator)
         rows = self.batches.around(torch.searchsorted(self.by_query.queries, self.queries[pairs]), size, generator)
         return torch.cat([pairs, self.by_query.pairs(rows[len(pairs) :], generator)])
+
+
+def check_rows(run: Run, train: Interactions) -> None:
+    """Refuse training data that has no rows of the kind that a run asks for."""
+    if run.setup.batches.rows != "sequences":
+        return
+    if train.time is None:
+        raise UserError("rows=sequences needs an order, and the data has no times: name their column", "time")
+    if not rows_per_query(train, "sequences", 1).any():
+        raise UserError("rows=sequences needs a query with at least two items in the training part, and none has")
 
 
 def sample_steps(
