@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from sparring.cli import main
 from sparring.core.errors import UserError
 from sparring.data.histories import Before, Given, Windows, histories
 from sparring.data.interactions import Interactions, Split
@@ -179,3 +180,30 @@ def test_weights_are_chosen_by_lists_that_do_not_know_the_validation_part(parts:
     fused = fuse([tmp_path / name for name in best], parts, select="ndcg@10", depth=20, k=(5,), device="cpu")
     for name, value in best.items():
         assert fused.valid[name] == pytest.approx(value, abs=1e-6)
+
+
+def test_evaluating_the_validation_part_forgets_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`evaluate --part valid` prints the figure that training chose its epoch by."""
+    import json
+
+    import polars as pl
+
+    rng = np.random.default_rng(1)
+    rows = {"user": rng.integers(0, 14, 160), "item": rng.integers(0, 20, 160), "time": np.arange(160)}
+    pl.DataFrame(rows).write_parquet(tmp_path / "pairs.parquet")
+    words = [
+        "train",
+        "--data",
+        str(tmp_path / "pairs.parquet"),
+        "--split",
+        "leave-last-out",
+        "--out",
+        str(tmp_path / "run"),
+    ]
+    words += ["--recipe", "ssl_pop", "--model", "sasrec", "--epochs", "2", "--device", "cpu", "--k", "5"]
+    assert main([*words, "--set", "dim=8", "--set", "batch_size=24", "--set", "history=6"]) == 0
+    capsys.readouterr()
+    chosen = [json.loads(line)["ndcg@10"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert main(["evaluate", str(tmp_path / "run"), "--part", "valid", "--k", "10", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["metrics"]["ndcg@10"] == pytest.approx(max(chosen), abs=1e-9)

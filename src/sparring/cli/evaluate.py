@@ -152,6 +152,8 @@ def _to_rank(trained: Trained, data: Interactions, args: Namespace) -> _Task:
     """
     import numpy as np
 
+    from sparring.data.histories import past_of
+
     record = trained.meta.get("source") or {}
     same = record and inputs.fingerprint(data) == record.get("fingerprint")
     if same and data.item_ids.ids.equals(trained.ids.item_ids.ids):
@@ -159,6 +161,8 @@ def _to_rank(trained: Trained, data: Interactions, args: Namespace) -> _Task:
         part = parts.test if args.part == "test" else parts.valid
         if part is None:
             raise UserError(f"the data of {args.run} has no {args.part} part: the split left none")
+        if trained.model.past_readers():  # a finished run knows the validation part
+            trained.model.remember(past_of(parts, args.part))
         blank = len(np.setdiff1d(part.queries, parts.train.queries))
         return _Task(part, parts.seen_for(args.part), parts.train.counts(), f"its own {args.part} part", blank)
     if args.data is None:

@@ -61,6 +61,7 @@ def fuse(args: Namespace) -> int:
         overwrite=args.overwrite,
         recipe=args.recipe,
         trust=args.trust,
+        model=args.model,
     )
     model, name = fused.model, f"fused by {fused.model.by}"
     weights = {

@@ -24,6 +24,7 @@ from sparring.data.histories import past_of
 from sparring.data.interactions import Interactions, Split
 from sparring.evaluation.metrics import parse
 from sparring.evaluation.ranking import Evaluation, evaluate, evaluate_lists
+from sparring.models.named import Model
 from sparring.recipes.finding import Recipe
 from sparring.training import checkpoint
 from sparring.training import folder as run_folder
@@ -63,13 +64,14 @@ def fuse(
     overwrite: bool = False,
     recipe: str | Recipe | None = None,
     trust: bool = False,
+    model: str | Model | None = None,
 ) -> FusedRun:
     """Make one retriever of several finished runs over the same split, and measure it on the test part.
 
     `by` fuses standardised scores or reciprocal ranks (`Sources`); auto takes the better one by `select` on the
     validation part, which also chooses the weights. A single run with all the weight is among the choices. With `out`
-    the runs are copied into that folder, which then evaluates, recommends and serves like any run. `recipe` and `trust`
-    as in `load`.
+    the runs are copied into that folder, which then evaluates, recommends and serves like any run. `model`,
+    `recipe` and `trust` as in `load`.
 
         fused = sparring.fuse(["runs/ease", "runs/default"], split, "runs/fused");  print(fused.test)
     """
@@ -91,17 +93,17 @@ def fuse(
         raise UserError(
             f"the cutoff of select={select} exceeds the {split.train.n_items:,} items: choose a smaller one"
         )
-    loaded = _loaded(runs, split, recipe, trust)
+    loaded = _loaded(runs, split, model, recipe, trust)
     sources = [Source(name, each.folder, each.model, each.eligibility) for name, each in loaded]
     with nullcontext() if folder is None else run_folder.claimed(folder, False, overwrite, ALONE):
-        model = Sources(sources, "scores", [1.0] * len(sources), depth).to(where)
-        _remember(model, split, "valid")  # a finished run knows the validation part
-        valid, (model.by, weights) = _chosen(model, split, BY if by == "auto" else (by,), metric, cutoff)
-        _remember(model, split, "test")
-        model.weights = torch.tensor(weights, device=where)
+        merged = Sources(sources, "scores", [1.0] * len(sources), depth).to(where)
+        _remember(merged, split, "valid")  # a finished run knows the validation part
+        valid, (merged.by, weights) = _chosen(merged, split, BY if by == "auto" else (by,), metric, cutoff)
+        _remember(merged, split, "test")
+        merged.weights = torch.tensor(weights, device=where)
         shown = ", ".join(f"{source.name} {weight:.2f}" for source, weight in zip(sources, weights, strict=True))
-        log.info("fused by %s: %s", model.by, shown)
-        fused = FusedRun(model, valid, *_tested(model, split, k))
+        log.info("fused by %s: %s", merged.by, shown)
+        fused = FusedRun(merged, valid, *_tested(merged, split, k))
         if folder is not None:
             if overwrite:
                 run_folder.delete_run(folder)
@@ -111,11 +113,8 @@ def fuse(
 
 def _remember(model: Sources, split: Split, part: str) -> None:
     """Let the sources that read histories know what came before a part, and no more."""
-    readers = [source.model for source in model.sources if source.model.past_readers()]
-    past = past_of(split, part) if readers else None
-    for reader in readers:
-        assert past is not None
-        reader.remember(past)
+    if model.past_readers():
+        model.remember(past_of(split, part))
 
 
 def _tested(model: Sources, split: Split, k: Sequence[int]) -> tuple[Evaluation | None, dict[str, Evaluation]]:
@@ -133,7 +132,11 @@ def _tested(model: Sources, split: Split, k: Sequence[int]) -> tuple[Evaluation 
 
 
 def _loaded(
-    runs: Sequence[str | Path], split: Split, recipe: str | Recipe | None, trust: bool
+    runs: Sequence[str | Path],
+    split: Split,
+    model: str | Model | None,
+    recipe: str | Recipe | None,
+    trust: bool,
 ) -> list[tuple[str, Trained]]:
     """The runs by name, if they can be fused: finished, over the same ids, split as this split is."""
     if len(runs) < 2:
@@ -142,7 +145,7 @@ def _loaded(
     for place in map(Path, runs):
         if place.resolve() in (each.folder.resolve() for each in loaded.values()):
             raise UserError(f"{place} is given twice: give each run once")
-        trained = load(place, recipe=recipe, trust=trust)
+        trained = load(place, model, recipe=recipe, trust=trust)
         if isinstance(trained.model, Sources):
             raise UserError(f"{place} is itself fused of several runs: give the runs in {place / PARTS}")
         name, number = place.resolve().name, 2

@@ -22,6 +22,7 @@ from sparring.core.errors import UserError
 from sparring.core.list_fusion import Pool, query_weights
 from sparring.core.types import Positives
 from sparring.data.interactions import Ids
+from sparring.models.named import Model
 from sparring.models.popularity import ConstantTower
 from sparring.models.retriever import Retriever
 from sparring.models.towers import HistoryReader
@@ -209,9 +210,9 @@ def is_fused(folder: Path) -> bool:
 
 
 def read_fused(
-    folder: Path, recipe: str | Recipe | None = None, trust: bool = False
+    folder: Path, model: str | Model | None = None, recipe: str | Recipe | None = None, trust: bool = False
 ) -> tuple[Sources, Ids, Eligibility, dict[str, Any]]:
-    """The model of a fused run, its ids, its eligibility and run.json; `recipe` and `trust` as in `load`."""
+    """The model of a fused run, its ids, its eligibility and run.json; `model`, `recipe` and `trust` as in `load`."""
     meta, listed = run_folder.read_meta(folder), run_folder.read_manifest(folder)
     if not listed.finished:
         raise UserError(f"{folder} is not finished, its writer was interrupted: fuse the runs again with --overwrite")
@@ -228,9 +229,9 @@ def read_fused(
     for name in names:
         place = files.inside(folder / PARTS, name)
         listed.path(f"{PARTS}/{name}/{manifest.NAME}")
-        model, own, eligibility, _ = run_folder.read_run(place, None, recipe, trust)
-        sources.append(Source(name, place, model, eligibility))
+        part, own, eligibility, _ = run_folder.read_run(place, model, recipe, trust)
+        sources.append(Source(name, place, part, eligibility))
         if missing := difference(ids, own):
             raise UserError(f"{place} does not fit {folder}: it has {missing}; fuse the runs again")
-    model = Sources(sources, by, tensors["weights"].tolist(), depth)
-    return model, ids, run_folder.read_eligibility(listed, meta, ids), meta
+    fused = Sources(sources, by, tensors["weights"].tolist(), depth)
+    return fused, ids, run_folder.read_eligibility(listed, meta, ids), meta

@@ -217,8 +217,8 @@ def load(
         load("runs/xir").recommend([1042], k=10);   load("runs/mine", model="mine.py:deep")
     """
     folder = Path(folder)
-    if model is None and is_fused(folder):
-        return Trained(folder, *read_fused(folder, recipe, trust))
+    if not isinstance(model, Retriever) and is_fused(folder):
+        return Trained(folder, *read_fused(folder, model, recipe, trust))
     return Trained(folder, *read_run(folder, model, recipe, trust, unfinished))
 
 
