@@ -68,10 +68,10 @@ def _kind(path: Path) -> tuple[str, Check]:
 
 
 def _run(folder: Path, progress: HashProgress) -> Iterator[Problem]:
-    yield from check_folder(folder, progress)
-    yield from _owners(folder, progress)
-    inner = [folder / "classifiers", *sorted((folder / PARTS).glob("*"))]
-    for part in inner:
+    problems = check_folder(folder, progress)
+    yield from problems
+    yield from _owners(folder, progress, {problem.path for problem in problems})
+    for part in [folder / "classifiers", *sorted((folder / PARTS).glob("*"))]:
         if part.is_dir():
             yield from _run(part, progress)
     if (folder / INDEX).is_dir():
@@ -82,13 +82,16 @@ def _run(folder: Path, progress: HashProgress) -> Iterator[Problem]:
         yield from _tensors(path, progress)
 
 
-def _owners(folder: Path, progress: HashProgress) -> Iterator[Problem]:
-    """Files of tensors that another run wrote, or, if no manifest lists them yet, whose own hash does not match."""
+def _owners(folder: Path, progress: HashProgress, named: set[Path]) -> Iterator[Problem]:
+    """Files of tensors that another run wrote, or, if no manifest lists them yet, whose own hash does not match.
+
+    Files that are `named` already are left out.
+    """
     try:
         run, listed = run_folder.read_meta(folder)["id"], read_manifest(folder)
     except UserError:
         return  # check_folder has named run.json or the manifest
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in sorted(set(folder.glob("*.safetensors")) - named):
         if path.name not in listed.files and not listed.finished:
             problems = list(_tensors(path, progress))
             yield from problems
