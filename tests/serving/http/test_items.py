@@ -388,7 +388,7 @@ def test_scaled_columns_place_a_new_item(
     model, tower = served.trained.model, served.trained.model.item
     z = (prices - prices.mean()) / prices.std()
     for name, value in (("cheap", z[0]), ("dear", z[-1]), ("unpriced", 0.0)):
-        known = torch.cat([tower.id.weight.mean(0), torch.tensor([value], dtype=torch.float32)])
+        known = torch.cat([tower.inputs[0].weight.mean(0), torch.tensor([value], dtype=torch.float32)])
         with torch.no_grad():
             vector = tower.layers(known[None])[0]
             vector = vector / vector.norm() if score == "cosine" else vector

@@ -435,8 +435,8 @@ def test_a_run_that_is_written_while_it_is_read_is_refused(
     good, other = make_run(tmp_path / "good", 1), make_run(tmp_path / "other", 2)
     client, read = serving(good.folder), served_run.runs.load
 
-    def overtaken(folder: Path, **how: Any) -> Any:
-        trained = read(folder, **how)
+    def overtaken(folder: Path, *model: Any, **how: Any) -> Any:
+        trained = read(folder, *model, **how)
         make_run(other.folder, 3)
         return trained
 
