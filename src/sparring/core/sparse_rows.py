@@ -33,12 +33,47 @@ class _Lookup(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
-        table, (ids,) = ctx.table, ctx.saved_tensors
-        index, values = ids.reshape(1, -1), grad.reshape(-1, grad.shape[-1])
-        if table.grad is not None:
-            index, values = torch.cat([table.grad._indices(), index], 1), torch.cat([table.grad._values(), values])
-        table.grad = torch.sparse_coo_tensor(index, values, table.shape, check_invariants=False)
+        (ids,) = ctx.saved_tensors
+        _append(ctx.table, ids.reshape(1, -1), grad.reshape(-1, grad.shape[-1]))
         return None, None
+
+
+def _append(table: Tensor, index: Tensor, values: Tensor) -> None:
+    """Append rows (1, n) to the sparse gradient of a table."""
+    if table.grad is not None:
+        index, values = torch.cat([table.grad._indices(), index], 1), torch.cat([table.grad._values(), values])
+    table.grad = torch.sparse_coo_tensor(index, values, table.shape, check_invariants=False)
+
+
+def bag_sums(table: Tensor, ids: Tensor, owners: Tensor, begin: Tensor, weights: Tensor) -> Tensor:
+    """sum_j weights_j table[ids_j] over each bag (B, D); the gradient of the table has one row per distinct id.
+
+    Bag b holds the ids from begin_b on; `owners` is the bag of each id, in ascending order. Neither pass writes a
+    vector per id. It waits for the number of distinct ids, so it is for CPUs. Weights get no gradient.
+
+        bag_sums(tower.weight, items, torch.tensor([0, 0, 1]), torch.tensor([0, 2]), torch.ones(3))
+    """
+    sums: Tensor = _BagSums.apply(table, ids, owners, begin, weights)  # type: ignore[no-untyped-call]
+    return sums
+
+
+class _BagSums(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, table: Tensor, ids: Tensor, owners: Tensor, begin: Tensor, weights: Tensor) -> Tensor:
+        ctx.save_for_backward(ids, owners, weights)
+        ctx.table = table
+        return F.embedding_bag(ids, table, begin, mode="sum", per_sample_weights=weights)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None, None, None]:
+        ids, owners, weights = ctx.saved_tensors
+        ordered, order = torch.sort(ids, stable=True)
+        rows, count = torch.unique_consecutive(ordered, return_counts=True)
+        begin = torch.cumsum(count, 0) - count
+        values = F.embedding_bag(owners[order], grad, begin, mode="sum", per_sample_weights=weights[order])
+        _append(ctx.table, rows.unsqueeze(0), values)
+        return None, None, None, None, None
 
 
 def sum_rows(grad: Tensor) -> tuple[Tensor, Tensor]:

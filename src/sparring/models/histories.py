@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sparring.core.errors import UserError
+from sparring.core.sparse_rows import bag_sums
 from sparring.data.histories import Before, Context, Given, Histories, Windows
 from sparring.models.towers import HistoryReader, IdTower, width_of
 
@@ -138,13 +139,21 @@ class HistoryTower(PastReader):
         present = present & (age < self.last)
         if items.is_cuda and isinstance(self.item, IdTower):  # padded: nothing waits for the number of items
             x = self.item(filled(items))
-            logits = self._scores(x, age).unsqueeze(1) if self.pooling == "attention" else None
+            logits = None
+            if self.pooling == "attention":
+                logits = (self._scores(x) + self.recency[age.clamp(0, self.last - 1)]).unsqueeze(1)
             return self._pooled(x, logits, present.unsqueeze(1)).squeeze(1)
         length = present.sum(1)
-        x, which = self._vectors(items[present].long())
-        begin = torch.cumsum(length, 0) - length
+        ids, begin = items[present].long(), torch.cumsum(length, 0) - length
+        if self.pooling != "attention" and isinstance(self.item, IdTower) and self.item.sparse:
+            owners = torch.repeat_interleave(torch.arange(len(items)), length)
+            weights = torch.ones(len(ids)) if self.pooling == "sum" else (1.0 / length)[owners]
+            pooled = bag_sums(self.item.weight, ids, owners, begin, weights.to(self.item.weight))
+            return torch.where(length.unsqueeze(1) > 0, pooled, self.empty)
+        distinct, which = torch.unique(ids, return_inverse=True)  # each item is encoded once
+        x = self.item(distinct)
         if self.pooling == "attention":
-            score = self._scores(x[which], age[present])
+            score = self._scores(x)[which] + self.recency[age[present]]
             # A row of -inf has a NaN softmax; a row without history reads no weights, so any finite value will do.
             logits = torch.full(present.shape, torch.finfo(score.dtype).min, dtype=score.dtype, device=score.device)
             weights = torch.softmax(logits.masked_scatter(present, score), 1)[present]
@@ -170,17 +179,9 @@ class HistoryTower(PastReader):
         count = x.new_zeros(sets, 1).index_add(0, owners, x.new_ones(len(items), 1))
         return torch.where(count > 0, total / count if self.pooling == "mean" else total, self.empty)
 
-    def _vectors(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Vectors of these items, and the row of each id in them: a table is read as it is, others encode once."""
-        if isinstance(self.item, IdTower) or not len(ids):
-            return self.item(ids), torch.arange(len(ids), device=ids.device)
-        distinct, which = torch.unique(ids, return_inverse=True)
-        return self.item(distinct), which
-
-    def _scores(self, x: Tensor, age: Tensor | None = None) -> Tensor:
-        """Logits of attention to items (...) with vectors x (..., D), at an age."""
-        score = torch.tanh(self.key(x)) @ self.context
-        return score if age is None else score + self.recency[age.clamp(0, self.last - 1)]
+    def _scores(self, x: Tensor) -> Tensor:
+        """Logits of attention to items (...) with vectors x (..., D), apart from their age."""
+        return torch.tanh(self.key(x)) @ self.context
 
     def _pooled(self, x: Tensor, logits: Tensor | None, allowed: Tensor) -> Tensor:
         """(B, M, D) from vectors x (B, L, D): each of M queries pools the items that it is allowed (B, M, L)."""
