@@ -26,6 +26,7 @@ ON_GPU = {  # arguments beside --device cuda
     "ranking": [],
     "samplers": ["--rounds", "3"],
     "esans_step": [],
+    "histories": [],
     "catalogue": ["--sizes", "4,5,6,7,8", "--rounds", "3"],
 }
 
