@@ -148,6 +148,23 @@ def test_histories_start_warm(today: Split, tmp_path: Path) -> None:
     assert torch.equal(model.item.weight[trained], before.item.weight[trained])
 
 
+@pytest.mark.parametrize("model", ["sets", "ligr"])
+def test_sets_and_sequences_start_warm(today: Split, tmp_path: Path, model: str) -> None:
+    """All parameters are copied, rows of both item tables by id; a tower of another kind is refused."""
+    ordered = Split(dataclasses.replace(today.train, time=np.arange(len(today.train))))
+    fit(build("ssl", ordered.train, {**QUICK, "model": model}), ordered, tmp_path / "old", device="cpu")
+    before, new = load(tmp_path / "old").model, build("ssl", ordered.train, {**QUICK, "seed": 3, "model": model}).model
+    warm_start(new, ordered, tmp_path / "old")
+    trained = torch.from_numpy(np.unique(ordered.train.items)).long()
+    for name, value in new.named_parameters():
+        old = before.state_dict()[name]
+        rows = trained if len(value) == ordered.train.n_items else slice(None)
+        assert torch.equal(value[rows], old[rows]), name
+    other = build("ssl", ordered.train, {**QUICK, "model": "sasrec" if model == "sets" else "history"}).model
+    with pytest.raises(UserError, match="cannot warm-start"):
+        warm_start(other, ordered, tmp_path / "old")
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [

@@ -25,6 +25,7 @@ class PastReader(HistoryReader):
     histories are buffers that no state dict holds: a run folder has them in a file of its own.
     """
 
+    item: nn.Module  # encodes the items of histories
     start: Tensor
     items: Tensor
     time: Tensor | None

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from sparring.core.errors import UserError
 from sparring.data.interactions import Split, Vocabulary
-from sparring.models.histories import HistoryTower
+from sparring.models.histories import PastReader
 from sparring.models.retriever import Retriever
 from sparring.models.towers import IdTower
 from sparring.training import trained
@@ -66,9 +66,12 @@ def warm_start(model: Retriever, split: Split, run: str | Path) -> WarmStart:
         _copy(old.item, model.item, items)
         if old.item_bias is not None and model.item_bias is not None:
             _copy(old.item_bias, model.item_bias, items)
-        if isinstance(model.query, HistoryTower):
+        if isinstance(model.query, PastReader):
+            assert isinstance(old.query, PastReader)
             for name, parameter in _besides_items(model.query).items():
                 parameter.copy_(_besides_items(old.query)[name])
+            if model.query.item is not model.item:
+                _copy(old.query.item, model.query.item, items)
         else:
             _copy(old.query, model.query, queries)
     digest = model_hash(before.folder)
@@ -79,8 +82,13 @@ def _check(old: Retriever, new: Retriever, folder: Path) -> None:
     """Raise unless the towers can be copied row by row."""
     for side, tower in (("query", new.query), ("item", new.item)):
         before = getattr(old, side)
-        if side == "query" and isinstance(tower, HistoryTower) and tower.item is new.item:
-            same = isinstance(before, HistoryTower) and _shapes(before) == _shapes(tower)
+        if (
+            side == "query"
+            and isinstance(tower, PastReader)
+            and (tower.item is new.item or isinstance(tower.item, IdTower))
+        ):
+            same = type(before) is type(tower) and _shapes(before) == _shapes(tower)
+            same = same and (before.item is old.item) == (tower.item is new.item)
         elif isinstance(tower, IdTower):
             same = isinstance(before, IdTower)
         else:
@@ -115,7 +123,7 @@ def _copy(old: nn.Module, new: nn.Module, rows: tuple[np.ndarray, np.ndarray]) -
 
 
 def _besides_items(tower: nn.Module) -> dict[str, Tensor]:
-    """The parameters of a history tower besides those of the item tower."""
+    """The parameters of a tower of histories besides those of the item tower."""
     return {name: parameter for name, parameter in tower.named_parameters() if not name.startswith("item.")}
 
 
