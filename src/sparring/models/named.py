@@ -61,7 +61,7 @@ def ids(inputs: Inputs, settings: ModelSettings) -> Retriever:
 
 @model(query_tower="history")
 def history(inputs: Inputs, settings: ModelSettings) -> Retriever:
-    """A query as the mean, or an attention-weighted mean, of the vectors of its last items; new queries by their items.
+    """A query as the mean, sum or attention-weighted mean of its last items' vectors; new queries by their items.
 
     Covington et al., Deep Neural Networks for YouTube Recommendations, RecSys 2016.
     """
@@ -164,8 +164,7 @@ def hstu(
 def sets(inputs: Inputs, settings: ModelSettings) -> Retriever:
     """A query as the sum or mean of its items, trained by giving a random part of them and predicting the rest.
 
-    Steck, Collaborative Filtering via High-Dimensional Regression, 2019; Liang et al., Variational Autoencoders for
-    Collaborative Filtering, WWW 2018 (Mult-DAE).
+    Liang et al., Variational Autoencoders for Collaborative Filtering, WWW 2018 (Mult-DAE).
     """
     return towers(inputs, settings)
 
