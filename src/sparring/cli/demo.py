@@ -18,7 +18,7 @@ from sparring.core.errors import UserError
 
 HOUSEHOLD = 1042
 EPOCHS = 8
-# Small enough for two minutes on a laptop.
+# Small enough for a minute each on a laptop.
 SHARED = "--setup default --set dim=32 --set batch_size=1024"
 # 1,024 candidates per query each: the other items of its batch, which are popular ones, or any of the catalogue. A
 # model that is contrasted with popular items alone learns to avoid the staples.
