@@ -210,7 +210,7 @@ class TrainingRows:
         return n - int(self.given * n) if self.kind == "sets" else n
 
     def before(self, pairs: Tensor) -> Before | None:
-        """What may predict these pairs, each by itself; None if no tower reads histories."""
+        """The context of these pairs, each by itself; None if no tower reads histories."""
         return None if self.places is None else Before(self.places.to(pairs.device)[pairs])
 
     def ids(self, pairs: Tensor) -> tuple[Tensor, Tensor]:
