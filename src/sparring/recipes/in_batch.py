@@ -57,7 +57,7 @@ DEFAULT = Setup.of(tau=None, item_bias=True, dropout=0.1, init_std=0.01, epochs=
 def default(
     data: Interactions, setup: Setup = DEFAULT, *, n: UniformDraws = 2048, exclude: Excluded = "positive"
 ) -> Run:
-    """Softmax loss on uniform negatives: cosines, an item bias, a temperature from the data; strong on every set tried.
+    """Softmax loss on uniform negatives: cosines, an item bias, and a temperature from the size of the data.
 
     SL (Wu et al., TOIS 2024) with the initial temperature of Adap-tau (Chen et al., WWW 2023).
     """
