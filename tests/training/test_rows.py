@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import polars as pl
 import pytest
 import torch
 
@@ -23,6 +26,7 @@ from sparring.recipes.settings import build
 from sparring.recipes.setup import Setup, epoch_steps
 from sparring.training.fitting import fit
 from sparring.training.fusing import fuse
+from sparring.training.loop import TrainingProgress
 from sparring.training.step import TrainingRows, sample_steps
 from sparring.training.trained import load
 
@@ -31,8 +35,6 @@ MODELS = ["history", "sets", "sasrec", "ligr", "hstu"]
 
 
 def ordered(queries: int = 14, items: int = 20, rows: int = 160) -> Interactions:
-    import polars as pl
-
     rng = np.random.default_rng(1)
     frame = {"user": rng.integers(0, queries, rows), "item": rng.integers(0, items, rows), "time": np.arange(rows)}
     return from_frame(pl.DataFrame(frame))
@@ -122,8 +124,6 @@ def test_a_run_is_saved_loaded_and_resumed(parts: Split, model: str, tmp_path: P
             raise Stop
         return False
 
-    from sparring.training.loop import TrainingProgress
-
     with pytest.raises(Stop):
         fit(
             build("ssl_pop", parts.train, settings),
@@ -141,8 +141,6 @@ def test_a_run_is_saved_loaded_and_resumed(parts: Split, model: str, tmp_path: P
 
 def test_order_is_needed_where_it_is_read(parts: Split) -> None:
     """Sequence models and rows of sequences refuse data without an order, in one line that says so."""
-    from dataclasses import replace
-
     unordered = replace(parts.train, time=None)
     for ask in (
         lambda: build("ssl", unordered, {**SMALL, "model": "ligr"}),
@@ -184,10 +182,6 @@ def test_weights_are_chosen_by_lists_that_do_not_know_the_validation_part(parts:
 
 def test_evaluating_the_validation_part_forgets_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`evaluate --part valid` prints the figure that training chose its epoch by."""
-    import json
-
-    import polars as pl
-
     rng = np.random.default_rng(1)
     rows = {"user": rng.integers(0, 14, 160), "item": rng.integers(0, 20, 160), "time": np.arange(160)}
     pl.DataFrame(rows).write_parquet(tmp_path / "pairs.parquet")

@@ -37,9 +37,8 @@ class Histories:
         count = self.start.diff()
         age = torch.repeat_interleave(self.start[1:], count) - torch.arange(len(self.items))  # 1 = the most recent
         keep = age <= n
-        start = torch.cat([self.start[:1] * 0, count.clamp(max=n).cumsum(0)])
-        columns = (None if column is None else column[keep] for column in (self.time, self.pairs))
-        time, pairs = columns
+        start = torch.cat([self.start.new_zeros(1), count.clamp(max=n).cumsum(0)])
+        time, pairs = (None if column is None else column[keep] for column in (self.time, self.pairs))
         return Histories(start, self.items[keep], time, self.ordered, pairs)
 
 
@@ -129,11 +128,11 @@ class SequenceBatches(RandomBatches):
     def __init__(self, past: Histories, length: int, batch_size: int, seed: int = 0) -> None:
         start = past.start.numpy()
         count = np.minimum(np.diff(start) - 1, length)
-        self.users = np.flatnonzero(count > 0)
-        if not len(self.users):
+        self.queries = np.flatnonzero(count > 0)
+        if not len(self.queries):
             raise UserError("sequences need a query with at least two items, and none has")
-        self.count = count[self.users]
-        self.first = start[self.users + 1] - self.count  # the place of the first target
+        self.count = count[self.queries]
+        self.first = start[self.queries + 1] - self.count  # the place of the first target
         super().__init__(int(self.count.sum()), batch_size, seed)
         self.length = length
         # Recorded steps need one shape: as many windows as the fullest batch of an epoch, and a few more.
@@ -160,7 +159,7 @@ class SequenceBatches(RandomBatches):
 
     def _plan(self, epoch: int, start_step: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """For each step: rows (2, R), the places of targets and their slots; windows (W, L) of places of inputs."""
-        order = torch.randperm(len(self.users), generator=self._generator(epoch)).numpy()
+        order = torch.randperm(len(self.queries), generator=self._generator(epoch)).numpy()
         count, first = self.count[order], self.first[order]
         end = np.cumsum(count)
         for low in range(start_step * self.batch_size, self.n_rows, self.batch_size):
@@ -234,11 +233,10 @@ def target_shares(train: Interactions, rows: str, most: int) -> np.ndarray:
         return (rows_per_query(train, rows, most) / np.maximum(rows_per_query(train, "pairs", most), 1))[train.queries]
     past = histories(train)
     assert past.pairs is not None
-    end = np.repeat(past.start[1:].numpy(), past.start.diff().numpy())
-    age = end - np.arange(len(end))
-    first = np.repeat(past.start.diff().numpy(), past.start.diff().numpy())
+    count = past.start.diff().numpy()
+    age = np.repeat(past.start[1:].numpy(), count) - np.arange(len(train))  # 1 = the most recent
     shares = np.zeros(len(train))
-    shares[past.pairs.numpy()] = (age <= most) & (age < first)
+    shares[past.pairs.numpy()] = age <= np.minimum(most, np.repeat(count, count) - 1)  # the first predicts nothing
     return shares
 
 

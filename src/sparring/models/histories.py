@@ -86,7 +86,11 @@ class PastReader(HistoryReader):
 
     @abstractmethod
     def encode_windows(self, items: Tensor, age: Tensor, allowed: Tensor, places: Tensor) -> Tensor:
-        """Vectors (W, L, D) of the queries at every slot of windows of items (W, L): each reads what it is allowed."""
+        """Vectors (W, L, D) of the queries at every slot of windows (W, L): each reads the slots that it is allowed.
+
+        A slot has its item, its age (slots before the newest that its query reads) and its place; items and places are
+        -1 where a window is empty.
+        """
 
     @abstractmethod
     def encode_places(self, places: Tensor) -> Tensor:

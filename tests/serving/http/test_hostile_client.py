@@ -393,14 +393,20 @@ def test_the_longest_idle_client_makes_room_for_another(listening: Callable[...,
         each.__exit__()
 
 
+def held_search(service: Listening, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Let every search of the service wait for an event."""
+    index, hold = service.service.registry.served().index, threading.Event()
+    search = index.search
+    monkeypatch.setattr(index, "search", lambda *given: (hold.wait(20), search(*given))[1])
+    return hold
+
+
 def test_a_newcomer_is_refused_where_all_are_busy(
     listening: Callable[..., Listening], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If every connection waits for an answer, a new one gets 503, and the answers arrive."""
     service = listening(limits=Limits(connections=1))
-    index, hold = service.service.registry.served().index, threading.Event()
-    search = index.search
-    monkeypatch.setattr(index, "search", lambda *given: (hold.wait(20), search(*given))[1])
+    hold = held_search(service, monkeypatch)
     with service.connect() as busy:
         busy.send(GOOD)
         time.sleep(0.2)
@@ -494,9 +500,7 @@ def test_the_length_of_a_response(status: int, has_length: bool) -> None:
 def test_a_second_signal_does_not_wait(listening: Callable[..., Listening], monkeypatch: pytest.MonkeyPatch) -> None:
     """The first signal waits for the request in progress; the second one cuts its connection."""
     service = listening()
-    index, hold = service.service.registry.served().index, threading.Event()
-    search = index.search
-    monkeypatch.setattr(index, "search", lambda *given: (hold.wait(20), search(*given))[1])
+    hold = held_search(service, monkeypatch)
     with service.connect() as busy:
         busy.send(GOOD)
         time.sleep(0.2)
