@@ -12,7 +12,6 @@ import torch
 
 from sparring.core import manifest
 from sparring.core.errors import UserError
-from sparring.models.histories import PastReader
 from sparring.models.retriever import Retriever
 from sparring.models.text import TextTower
 from sparring.models.towers import IdTower
@@ -78,9 +77,8 @@ class ServedRun:
 
     def history(self, user: int) -> tuple[np.ndarray, bool]:
         """(items of a user, whether they are in time order): the history that the tower reads, or the items seen."""
-        tower = self.trained.model.query
-        if isinstance(tower, PastReader):
-            return tower.items[int(tower.start[user]) : int(tower.start[user + 1])].numpy(), True
+        for reader in self.trained.model.past_readers():
+            return reader.items[int(reader.start[user]) : int(reader.start[user + 1])].numpy(), True
         return self.seen(user), False
 
     def user_vectors(self, dense: np.ndarray) -> np.ndarray:
