@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -30,7 +31,7 @@ from sparring.training.loop import TrainingProgress
 from sparring.training.step import TrainingRows, sample_steps
 from sparring.training.trained import load
 
-SMALL = {"epochs": 2, "dim": 8, "batch_size": 24, "history": 6, "patience": None}
+SMALL: dict[str, Any] = {"epochs": 2, "dim": 8, "batch_size": 24, "history": 6, "patience": None}
 MODELS = ["history", "sets", "sasrec", "ligr", "hstu"]
 
 
@@ -137,6 +138,20 @@ def test_a_run_is_saved_loaded_and_resumed(parts: Split, model: str, tmp_path: P
     assert [r["loss"] for r in resumed.history] == [r["loss"] for r in whole.history]
     for name, value in resumed.run.model.state_dict().items():
         assert torch.equal(value, whole.run.model.state_dict()[name]), name
+
+
+def test_a_run_remembers_whether_its_histories_have_an_order(parts: Split, tmp_path: Path) -> None:
+    """The histories of a loaded run are those of train and valid together, in time order or as sets."""
+    assert parts.valid is not None
+    untimed = Split(replace(parts.train, time=None), replace(parts.valid, time=None))
+    for given, ordered in ((parts, True), (untimed, False)):
+        assert given.valid is not None
+        folder = tmp_path / str(ordered)
+        fit(build("ssl", given.train, {**SMALL, "model": "history"}), given, folder, k=(5,), device="cpu")
+        (reader,) = load(folder).model.past_readers()
+        assert reader.past.ordered == ordered
+        taken = np.bincount([*given.train.queries, *given.valid.queries])
+        assert len(reader.past.items) == np.minimum(taken, SMALL["history"]).sum()
 
 
 def test_order_is_needed_where_it_is_read(parts: Split) -> None:

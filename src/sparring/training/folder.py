@@ -249,7 +249,7 @@ def write_start(
     if past is not None:
         columns = {"start": past.start, "items": past.items, "time": past.time}
         tensors = {name: column for name, column in columns.items() if column is not None}
-        files.write_tensors(folder / PAST, tensors, {"run": run})
+        files.write_tensors(folder / PAST, tensors, {"run": run, "ordered": past.ordered})
     files.write_json(folder / "run.json", {"format": FORMAT, "id": run, **meta, "setup": dataclasses.asdict(setup)})
     manifest.write_manifest(folder, finished=False, apart=APART)
 
@@ -512,12 +512,12 @@ def _read_past(listed: Manifest, meta: Mapping[str, Any], n_queries: int, n_item
     """The histories in a run folder; None where its model reads none."""
     if not listed.lists(PAST):
         return None
-    tensors, _ = own_tensors(listed, PAST, meta)
+    tensors, state = own_tensors(listed, PAST, meta)
     try:
         Eligibility.read(tensors, n_queries, n_items)  # offsets that rise, items of the catalogue
     except ValueError as error:
         raise UserError(f"{listed.folder / PAST} does not fit this run: {error}; train it again") from error
-    return Histories(tensors["start"], tensors["items"], tensors.get("time"))
+    return Histories(tensors["start"], tensors["items"], tensors.get("time"), state.get("ordered") is True)
 
 
 def _check_room(path: Path, rows: int, columns: int) -> None:

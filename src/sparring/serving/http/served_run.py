@@ -77,9 +77,11 @@ class ServedRun:
 
     def history(self, user: int) -> tuple[np.ndarray, bool]:
         """(items of a user, whether they are in time order): the history that the tower reads, or the items seen."""
-        for reader in self.trained.model.past_readers():
-            return reader.items[int(reader.start[user]) : int(reader.start[user + 1])].numpy(), True
-        return self.seen(user), False
+        readers = self.trained.model.past_readers()
+        if not readers:
+            return self.seen(user), False
+        past = readers[0].past
+        return past.items[int(past.start[user]) : int(past.start[user + 1])].numpy(), past.ordered
 
     def user_vectors(self, dense: np.ndarray) -> np.ndarray:
         """Vectors (n, D) of users."""
