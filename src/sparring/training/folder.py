@@ -517,7 +517,7 @@ def _read_past(listed: Manifest, meta: Mapping[str, Any], n_queries: int, n_item
         Eligibility.read(tensors, n_queries, n_items)  # offsets that rise, items of the catalogue
     except ValueError as error:
         raise UserError(f"{listed.folder / PAST} does not fit this run: {error}; train it again") from error
-    return Histories(tensors["start"], tensors["items"], tensors.get("time"), state.get("ordered") is True)
+    return Histories(tensors["start"], tensors["items"], tensors.get("time"), state.get("ordered") is not False)
 
 
 def _check_room(path: Path, rows: int, columns: int) -> None:
