@@ -141,7 +141,7 @@ def test_sets_pool_what_is_given(pooling: str) -> None:
     """Each row has the vector of its set's given items; a set of which nothing is given has the learned vector."""
     tower = a_history_tower(pooling)
     _, places = places_of([(3, 0), (0, 3), (3, 4), (3, 6)])
-    context = Given(places, torch.tensor([0, 1, 0, 0]), torch.tensor([1, 0, 2, 0]), 4)
+    context = Given(places, torch.tensor([0, 1, 0, 0]), torch.tensor([1, 0, 2, 0]), torch.tensor([3, 0, 2, 0]))
     got = tower(torch.tensor([0, 3, 2, 3]), context)
     scale = 3 if pooling == "mean" else 1
     three = sum((tower.item(torch.tensor(i)) for i in (0, 8, 2)), torch.zeros(6)) / scale

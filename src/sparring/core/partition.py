@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from sparring.core.exclusion import KnownPositives
 from sparring.core.types import Bag, Candidates, DrawCounts, Outcome, Step
 from sparring.kernels import Mix, reference, weighted_logsumexp
 
@@ -38,9 +39,21 @@ def drawn_blocks(step: Step, outcome: Outcome) -> Iterator[tuple[Candidates, Ten
 
 
 def _log_sum(step: Step, block: Candidates) -> tuple[Tensor, Tensor | None]:
+    shared = step.shared
+    if shared is not None and _same_for_all_rows(step, block):
+        known = None if block.exclude is None else step.known(shared.ids).places(block.ids)
+        total = weighted_logsumexp(shared.q / step.tau, block.emb, block.log_w, known)
+        return total.index_select(0, shared.rows), block.drawn
     places = block.exclude.places(block.ids) if block.exclude else None
     mix = Mix(block.mix.weights, block.mix.places(), block.mix.offset) if block.mix else None
     counts = block.drawn if block.draws is None else torch.zeros(block.ids.shape, device=step.q.device)
     wanted = None if block.draws is None else counts
     total = weighted_logsumexp(step.scaled, block.emb, block.log_w, places, block.draws, wanted, mix, block.seed)
     return total, counts
+
+
+def _same_for_all_rows(step: Step, block: Candidates) -> bool:
+    """Whether the sum depends on a row through its query alone."""
+    plain = block.draws is None and block.seed is None and block.mix is None
+    by_query = block.exclude is None or isinstance(block.exclude, KnownPositives)
+    return plain and by_query and block.shared and block.log_w.dim() < 2 and step.tau.dim() == 0

@@ -260,6 +260,14 @@ class ItemLayers:
     join: Callable[[Tensor], Tensor]  # the mean over the layers (..., D) -> a vector as it is compared
 
 
+class SharedQueries(NamedTuple):
+    """The queries of rows that share them: each distinct vector once, and the one that each row has."""
+
+    q: Tensor  # (S, D)
+    ids: Tensor  # (S,) query ids
+    rows: Tensor  # (B,) the place of each row's query among the S
+
+
 @dataclass(frozen=True)
 class Step:
     """The inputs of one training step: the rows of this rank, and through `batch` those of all ranks."""
@@ -276,6 +284,7 @@ class Step:
     encode_mixtures: Callable[[Tensor, Tensor, int], Tensor] | None = None  # Retriever.encode_mixtures
     whole: Batch | None = None  # the batch of all ranks; None: a single process
     layers: ItemLayers | None = None  # Retriever.item_layers
+    shared: SharedQueries | None = None  # where rows share queries and scoring each once is cheaper
 
     @property
     def batch(self) -> Batch:

@@ -104,9 +104,17 @@ class Given(NamedTuple):
     """The context of rows that are items of sets: the items that are given, each for the set that it belongs to."""
 
     places: Tensor  # (G,) of the given items
-    owners: Tensor  # (G,) the set of each, 0 to sets - 1
+    owners: Tensor  # (G,) the set of each
     rows: Tensor  # (R,) the set of each row
-    sets: int
+    queries: Tensor  # (S,) the query of each set; more sets than there are, where a shape must not depend on the data
+
+    @property
+    def sets(self) -> int:
+        return len(self.queries)
+
+    def each_once(self) -> Given:
+        """The context of the sets themselves as rows."""
+        return self._replace(rows=torch.arange(self.sets, device=self.rows.device))
 
     def own(self, ranks: Ranks) -> Given:
         return self._replace(rows=ranks.own(self.rows))

@@ -14,7 +14,7 @@ from sparring.models.named import Model
 from sparring.models.settings import ModelSettings
 from sparring.recipes.arguments import OneOf, Range
 from sparring.recipes.finding import Recipe, find, named
-from sparring.recipes.run import default_tau
+from sparring.recipes.run import TAU
 from sparring.recipes.settings import argument_metadata, own_arguments, resolve
 from sparring.recipes.setup import Setup, flat_name, parse
 
@@ -119,7 +119,7 @@ def first_trials(
     setup = resolve(find(recipe), fixed, base)[0]
     if setup.training.optimizer == "solver":
         return [defaults(recipe, choices, base, fixed)] if choices else []
-    usual = {"tau": default_tau(train)} if setup.model.score == "cosine" else {}
+    usual = {"tau": TAU} if setup.model.score == "cosine" else {}
     first = _clipped(choices, usual | defaults(recipe, choices, base, fixed))
     strong: dict[str, Any] = {"weight_decay": 0.0, "item_bias": True, **usual}
     strong |= {} if _transformer(setup) else {"lr": 3e-3}

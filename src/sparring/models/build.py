@@ -158,6 +158,18 @@ def device_bytes(device: torch.device) -> int:
     return machine_bytes()
 
 
+def has_tables(model: ModelSettings) -> bool:
+    """Whether a model is made of tables of ids alone, which can start from an SVD."""
+    described = _described(model, "query") or _described(model, "item")
+    return (
+        model.name in ("towers", "ids", "history", "sets")
+        and model.query_tower in ("id", "history")
+        and model.item_tower == "id"
+        and model.tables != "sharded"
+        and not described
+    )
+
+
 def text_sides(model: ModelSettings) -> list[Role]:
     """The sides whose tower reads texts: `query`, `item`, both or none."""
     towers: dict[Role, str] = {"query": model.query_tower, "item": model.item_tower}

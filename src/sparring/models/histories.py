@@ -132,6 +132,26 @@ class HistoryTower(PastReader):
             self.context = nn.Parameter(torch.zeros(self.dim))
             self.recency = nn.Parameter(torch.zeros(last))
 
+    def forward(self, ids: Tensor, context: Context | None = None) -> Tensor:
+        known = context is None and not torch.is_grad_enabled()
+        if known and self.pooling != "attention" and isinstance(self.item, IdTower):
+            return self._known(ids.reshape(-1)).reshape(*ids.shape, -1)
+        return super().forward(ids, context)
+
+    def _known(self, ids: Tensor) -> Tensor:
+        """(B, D) of known queries, without gradient: nothing is padded to the longest history."""
+        end = self.start[ids + 1]
+        length = (end - self.start[ids]).clamp(max=self.last)
+        begin = torch.cumsum(length, 0) - length
+        owners = torch.repeat_interleave(torch.arange(len(ids), device=ids.device), length)
+        places = torch.arange(len(owners), device=ids.device) + (end - length - begin)[owners]
+        weights = torch.ones_like(length) if self.pooling == "sum" else 1.0 / length
+        table: Tensor = self.item.weight  # type: ignore[assignment]
+        pooled = F.embedding_bag(
+            self.items[places].long(), table, begin, mode="sum", per_sample_weights=weights.to(table)[owners]
+        )
+        return torch.where(length.unsqueeze(1) > 0, pooled, self.empty)
+
     def encode_places(self, places: Tensor) -> Tensor:
         return self.encode_history(torch.where(places >= 0, self.items[places.clamp(min=0)], -1))
 

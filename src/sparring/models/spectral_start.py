@@ -1,4 +1,4 @@
-"""Spectral initialisation of two id tables: a truncated SVD of the interaction matrix by block power iteration."""
+"""Spectral initialisation of tables: a truncated SVD of the interaction matrix by block power iteration."""
 
 from __future__ import annotations
 
@@ -9,19 +9,30 @@ from sparring.core.errors import UserError
 from sparring.core.part import innermost
 from sparring.core.types import Positives
 from sparring.data.spectral import orthonormal_basis, sparse_product
+from sparring.models.histories import HistoryTower
 from sparring.models.retriever import Retriever
 from sparring.models.towers import IdTower
 
 
 def start_from(positives: Positives, model: Retriever, seed: int = 0) -> None:
-    """Initialise both id tables of a model from these positives."""
-    table = innermost(model.item)  # under auxiliary vectors
-    if not isinstance(model.query, IdTower) or not isinstance(table, IdTower):
-        raise UserError("init=spectral needs id tables: use query_tower=id and no item_features")
-    query, item = spectral(positives.start, positives.items, model.n_items, table.dim, seed=seed)
+    """Initialise the tables of a model from these positives: queries and items, or items as input and as output.
+
+    Where a query is a sum of items, both tables start at the items' singular vectors, with rows as long as they were.
+    """
+    query, table = model.query, innermost(model.item)  # under auxiliary vectors
+    read = query.item if isinstance(query, HistoryTower) else query
+    if not isinstance(read, IdTower) or not isinstance(table, IdTower):
+        raise UserError("init=spectral needs id tables: use query_tower=id or history, and no item_features")
+    start, items = positives.start, positives.items
     with torch.no_grad():
-        model.query.weight.copy_(query)
-        table.weight.copy_(item)
+        if isinstance(query, HistoryTower):
+            vectors = item_directions(start, items, model.n_items, table.dim, seed)
+            for each in {table.weight, read.weight}:
+                each.copy_(vectors * (each.norm() / vectors.norm()))
+        else:
+            of_queries, of_items = spectral(start, items, model.n_items, table.dim, seed=seed)
+            read.weight.copy_(of_queries)
+            table.weight.copy_(of_items)
 
 
 def spectral(
@@ -39,6 +50,23 @@ def spectral(
 
     Halko, Martinsson, Tropp, Finding Structure with Randomness, SIAM Review 2011, algorithm 4.4.
     """
+    image, basis, degree_i = _decomposed(start, items, n_items, dim, rounds, seed)
+    square, turn = torch.linalg.eigh(image.T @ image)
+    root = square.clamp(min=1e-12) ** 0.25  # S^1/2
+    query = image @ turn / root
+    item = basis @ turn * root * degree_i.unsqueeze(1) ** 0.25
+    return query / query.norm(dim=1).mean(), item / item.norm(dim=1).mean()
+
+
+def item_directions(start: Tensor, items: Tensor, n_items: int, dim: int, seed: int = 0) -> Tensor:
+    """(n_items, dim) V of `spectral`, up to a rotation: items by the queries that they share."""
+    return _decomposed(start, items, n_items, dim, rounds=3, seed=seed)[1]
+
+
+def _decomposed(
+    start: Tensor, items: Tensor, n_items: int, dim: int, rounds: int, seed: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A B (n_queries, dim), the orthonormal basis B (n_items, dim) of the largest directions, and Di."""
     n_queries = len(start) - 1
     degree_q = start.diff().clamp(min=1).float()
     columns = items.long()
@@ -53,9 +81,4 @@ def spectral(
     basis = torch.randn(n_items, dim, generator=generator)
     for _ in range(rounds):
         basis = orthonormal_basis(sparse_product(*turned, orthonormal_basis(sparse_product(*matrix, basis))))
-    image = sparse_product(*matrix, basis)
-    square, turn = torch.linalg.eigh(image.T @ image)
-    root = square.clamp(min=1e-12) ** 0.25  # S^1/2
-    query = image @ turn / root
-    item = basis @ turn * root * degree_i.unsqueeze(1) ** 0.25
-    return query / query.norm(dim=1).mean(), item / item.norm(dim=1).mean()
+    return sparse_product(*matrix, basis), basis, degree_i

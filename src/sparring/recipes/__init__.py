@@ -29,6 +29,7 @@ from sparring.recipes.in_batch import (
     shown,
     ssl,
     ssl_pop,
+    tables,
     uns,
     with_pairs,
     xir,
@@ -38,6 +39,7 @@ from sparring.recipes.run import Run
 
 _IN_BATCH = (
     default,
+    tables,
     quick,
     uns,
     pns,

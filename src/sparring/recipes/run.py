@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +30,7 @@ from sparring.models.spectral_start import start_from
 from sparring.negatives import Negatives
 from sparring.recipes.setup import SOLVED, SWEPT, ClassifierSettings, Setup, check, check_sharded, parse_options
 
+TAU = 0.12  # the temperature of cosines where none is set and none can be chosen (training/temperature.py)
 OWN = "own"  # the name of a model that was passed to compose
 
 
@@ -119,8 +119,9 @@ def compose(data: Interactions, setup: Setup, *terms: Term, model: Retriever | N
             setup = setup.replaced(**{f"{side}_text": find_texts(data, side)})
     tau = setup.temperature.tau
     if tau is None:
-        tau = default_tau(data) if setup.model.score == "cosine" else 1.0
-        setup = setup.replaced(tau=tau)
+        tau = TAU if setup.model.score == "cosine" else 1.0
+        if setup.model.score == "dot" or setup.temperature.learn_tau:
+            setup = setup.replaced(tau=tau)
     temperature = Learned(tau) if setup.temperature.learn_tau else Fixed(tau)
     if model is not None:
         return Run(_own_model(model, data, setup), terms, temperature, setup.replaced(model_name=OWN))
@@ -181,19 +182,6 @@ def check_terms(terms: tuple[Term, ...], n_items: int) -> None:
 def _short_repr(value: object) -> str:
     """A value for an error message: itself if it is short, else its type."""
     return repr(value) if isinstance(value, str | int | float | type(None)) else type(value).__name__
-
-
-def default_tau(data: Interactions) -> float:
-    """A temperature for cosines from the size and density of the data.
-
-        tau = 4.7 / x^2 in [0.05, 0.5],   x = log(n_queries n_items / (2 pairs))
-
-    Adap-tau has gap / x, where gap is the mean score of pairs less that of any query and item; the best gap on
-    validation parts grew as x fell, from 0.7 (Gowalla, x = 6.7) to 1.4 (the demo groceries, x = 3.3).
-    Chen et al., Adap-tau, WWW 2023, equation 14.
-    """
-    x = math.log(max(data.n_queries * data.n_items / (2 * max(len(data), 1)), math.e))
-    return round(min(max(4.7 / x**2, 0.05), 0.5), 3)
 
 
 def build_towers(

@@ -13,7 +13,8 @@ from sparring.core.errors import UserError
 from sparring.core.finding import argument_metadata, own_arguments
 from sparring.data.interactions import Interactions
 from sparring.models import finding
-from sparring.models.named import TABLES, Model, usual_settings
+from sparring.models.build import has_tables
+from sparring.models.named import Model, usual_settings
 from sparring.models.settings import ModelSettings
 from sparring.recipes.finding import Recipe, find, named
 from sparring.recipes.run import OWN, Run
@@ -164,24 +165,23 @@ def resolve(
             raise UserError(f"{unknown_setting(key, [*own, *has])}; `sparring recipes {named(recipe)}` lists them")
     if function is not None:
         setup = setup.replaced(model_options=parse_options(function, options))
+        if not {"init", "model.init"} & settings.keys() and not has_tables(setup.model):
+            setup = setup.replaced(init="normal")  # the recipe's start may be an SVD
     check(setup)
     return setup, arguments
 
 
 def _method(recipe: Callable[..., Run]) -> dict[str, Any]:
-    """The settings of a recipe that define its method."""
+    """The settings of a recipe that define its method; rows of sets and sequences belong to its model."""
     own, usual = own_setup(recipe).flat(), Setup().flat()
-    return {name: own[name] for name in METHOD if own[name] != usual[name]}
+    of_model = {"rows"} if own["rows"] in ("sets", "sequences") else set()
+    return {name: own[name] for name in METHOD if name not in of_model and own[name] != usual[name]}
 
 
 def _with_usual(recipe: Callable[..., Run], setup: Setup, name: str, usual: Mapping[str, object]) -> Setup:
-    """The setup with the usual settings of a model, except where the recipe's define its method.
-
-    A recipe that starts from an SVD starts from it with id tables only.
-    """
+    """The setup with the usual settings of a model, except where the recipe's define its method."""
     kept = {*_method(recipe), *(["encoder"] if setup.text.encoder is not None else [])}
-    start = {} if name in TABLES else {"init": "normal"}
-    taken = {key: value for key, value in {**start, **usual}.items() if key not in kept}
+    taken = {key: value for key, value in usual.items() if key not in kept}
     for key in taken:
         if find_setting(key) is None:
             raise UserError(f"among the usual settings of the model {finding.short(name)}: {unknown_setting(key)}")

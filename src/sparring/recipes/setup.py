@@ -28,7 +28,7 @@ class TemperatureSettings:
     """The temperature that divides scores."""
 
     tau: float | None = setting(
-        0.1, "temperature that scores are divided by; none derives it from the data", positive=True
+        0.1, "temperature that scores are divided by; none chooses it on the validation part", positive=True
     )
     learn_tau: bool = setting(False, "learn the temperature, starting from tau")
 
@@ -312,10 +312,24 @@ def check_sharded(setup: Setup) -> None:
 
 def epoch_steps(data: Interactions, setup: Setup) -> int:
     """Steps of an epoch over the rows of training data."""
-    batches = setup.batches
-    rows = int(rows_per_query(data, batches.rows, setup.model.history).sum())
-    slots = round(batches.batch_size / (1 - batches.given)) if batches.rows == "sets" else batches.batch_size
-    return -(-rows // slots)
+    slots = round(setup.batches.batch_size / _asked(setup))
+    return -(-_slots(data, setup) // slots)
+
+
+def epoch_rows(data: Interactions, setup: Setup) -> int:
+    """Rows of an epoch."""
+    return int(_slots(data, setup) * _asked(setup))
+
+
+def _slots(data: Interactions, setup: Setup) -> int:
+    """Rows of an epoch, and for rows=sets the items that are given."""
+    return int(rows_per_query(data, setup.batches.rows, setup.model.history).sum())
+
+
+def _asked(setup: Setup) -> float:
+    """The share of items that rows=sets does not give; 1 for other rows."""
+    given = setup.batches.rows == "sets" and setup.model.query_tower == "history"
+    return 1 - setup.batches.given if given else 1.0
 
 
 def _optional(kind: Any) -> bool:

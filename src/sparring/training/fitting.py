@@ -22,12 +22,14 @@ from sparring.evaluation.metrics import PROPENSITY_METRICS, parse
 from sparring.evaluation.ranking import Encoder, Evaluation, Lister, evaluate
 from sparring.models.retriever import Retriever
 from sparring.recipes.run import Run
+from sparring.recipes.setup import flat
 from sparring.training import checkpoint
 from sparring.training import folder as run_folder
 from sparring.training.eligibility import listed_items
 from sparring.training.loop import Trainer, TrainingProgress, selected
 from sparring.training.stages import classifier_run, fuse
 from sparring.training.step import check_rows
+from sparring.training.temperature import choose_tau, with_tau
 from sparring.training.warm_start import warm_start
 
 METRICS = ("recall", "ndcg", "hit", "mrr", "map", "precision", "coverage", "popularity")
@@ -84,8 +86,9 @@ def fit(
     if where.type == "cuda":
         torch.set_float32_matmul_precision("highest" if run.setup.training.precision == "float32" else "high")
     with nullcontext() if folder is None else run_folder.claimed(folder, resume, overwrite, ranks):
+        run, tried = _with_temperature(run, split, folder, resume, where, ranks)
         trainer = Trainer(run, split, where, folder, progress, ranks, save_seconds)
-        batch = _start(trainer, resume, overwrite, source, warm)
+        batch = _start(trainer, resume, overwrite, source, warm, tried)
         progress.start(run.setup.training.epochs, trainer.epoch_steps)
         for line in batch:
             log.info("  %s", line)
@@ -158,8 +161,26 @@ def _check(run: object, split: object, k: Sequence[int], metrics: Sequence[str])
         raise UserError(f"the cutoffs k={tuple(k)} must be between 1 and the {n_items:,} items of the catalogue")
 
 
+def _with_temperature(
+    run: Run, split: Split, folder: Path | None, resume: bool, device: torch.device, ranks: Ranks
+) -> tuple[Run, dict[float, float]]:
+    """The run with the temperature that was chosen for it or recorded, and what was tried."""
+    if run.setup.temperature.tau is not None or run.solver is not None:
+        return run, {}
+    if folder is not None and ranks.share(resume and run_folder.has_run(folder)):
+        recorded = run_folder.read_meta(folder)
+        return with_tau(run, flat(recorded["setup"])["tau"]), {}
+    tau, tried = choose_tau(run, split, device, ranks)
+    return with_tau(run, tau), tried
+
+
 def _start(
-    trainer: Trainer, resume: bool, overwrite: bool, source: Mapping[str, Any] | None, warm: str | Path | None
+    trainer: Trainer,
+    resume: bool,
+    overwrite: bool,
+    source: Mapping[str, Any] | None,
+    warm: str | Path | None,
+    temperatures: Mapping[float, float],
 ) -> list[str]:
     """Prepare the first step: copy the vectors of a warm start, then resume the run in the folder or start one.
 
@@ -175,6 +196,8 @@ def _start(
             began.report()
         return []
     described = run_folder.description(run, split, source)
+    if temperatures:
+        described["temperatures"] = {str(tau): round(score, 6) for tau, score in temperatures.items()}
     if began is not None:
         described["warm"] = began.described()
     if ranks.share(resume and run_folder.has_run(folder)):

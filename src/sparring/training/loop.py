@@ -21,7 +21,7 @@ from sparring.core.part import Part, listeners
 from sparring.core.ranks import sum_gradients
 from sparring.core.types import ALONE, Corpus, Positives, Ranks
 from sparring.data.interactions import Interactions, Split
-from sparring.evaluation.ranking import evaluate
+from sparring.evaluation.ranking import Evaluation, evaluate
 from sparring.recipes.run import Run
 from sparring.training.checkpoint import CheckpointManager, State
 from sparring.training.cuda_graph import CudaGraphStep
@@ -110,6 +110,22 @@ class Trainer:
                     self.save()
                 else:
                     self.write_metrics()
+
+    def first(self, epochs: int) -> float:
+        """Train the first epochs; returns the metric that chooses the epoch to keep."""
+        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+            self.set_random()
+            for _ in range(epochs):
+                self.epoch()
+                self.state.epoch, self.state.step, self.state.rows = self.state.epoch + 1, 0, 0
+        return self.ranked().metrics[self.setup.validation.select]
+
+    def ranked(self) -> Evaluation:
+        """The validation part, ranked by the current model."""
+        assert self.valid is not None
+        metric, cutoff = selected(self.setup.validation.select)
+        names = tuple(dict.fromkeys((metric, "recall", "ndcg")))
+        return evaluate(self.run.model, self.valid, self.seen, (cutoff,), names, ranks=self.ranks, among=self.listed)
 
     def set_random(self) -> None:
         """Seed or restore torch's global generator, which dropout inside transformers uses."""
@@ -234,11 +250,7 @@ class Trainer:
         record: dict[str, Any] = {"epoch": state.epoch + 1, "loss": loss, "seconds": round(state.seconds, 3)}
         last = state.epoch + 1 >= setup.training.epochs
         if self.valid is not None and ((state.epoch + 1) % setup.validation.eval_every == 0 or last):
-            metric, cutoff = selected(setup.validation.select)
-            names = tuple(dict.fromkeys((metric, "recall", "ndcg")))
-            result = evaluate(
-                self.run.model, self.valid, self.seen, (cutoff,), names, ranks=self.ranks, among=self.listed
-            )
+            result = self.ranked()
             record |= result.metrics | {"valid_seconds": round(result.seconds, 3)}
             score = result.metrics[setup.validation.select]
             state.stale = 0 if score > state.best else state.stale + 1

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from sparring.core.errors import UserError
 from sparring.core.part import loss_output
-from sparring.core.types import ALONE, Bag, Batch, LossOutput, Outcome, Positives, Ranks, Step
+from sparring.core.types import ALONE, Bag, Batch, LossOutput, Outcome, Positives, Ranks, SharedQueries, Step
 from sparring.data.batches import RandomBatches, batches_for, query_rows
 from sparring.data.histories import (
     Before,
@@ -73,15 +73,22 @@ def training_step(
             q = in_chunks(setup.batches.chunk, _encode_before(model), own_queries, own_context.places)
         elif own_context is None:
             q = in_chunks(setup.batches.chunk, model.encode_queries, own_queries)
+        elif isinstance(own_context, Given):
+            q = model.encode_queries(own_context.queries, own_context.each_once())
         else:
             q = model.encode_queries(own_queries, own_context)
         q = as_compared(q)
     v = encoded(own_items)
+    of_sets = isinstance(own_context, Given)
     if setup.model.dropout and model.training:  # from the run's generator, which is in its checkpoint
-        uniform = torch.rand(
-            len(query_ids), q.shape[1] - (model.item_bias is not None), generator=generator, device=q.device
-        )
-        q = model.dropped(q, setup.model.dropout, ranks.own(uniform))
+        rows = len(q) if of_sets else len(query_ids)
+        uniform = torch.rand(rows, q.shape[1] - (model.item_bias is not None), generator=generator, device=q.device)
+        q = model.dropped(q, setup.model.dropout, uniform if of_sets else ranks.own(uniform))
+    shared = None
+    if isinstance(own_context, Given):
+        sets = SharedQueries(q, own_context.queries.long(), own_context.rows)
+        q = q.index_select(0, own_context.rows)
+        shared = sets if len(sets.q) < len(q) else None
     batch = Batch(query_ids, item_ids, q, v, ranks, grouped=isinstance(context, Windows | Given))
     step = Step(
         own_queries,
@@ -95,6 +102,7 @@ def training_step(
         encode_mixtures,
         batch,
         model.item_layers(),
+        shared,
     )
     bags: list[Bag] = []
     outputs: list[LossOutput] = []
@@ -166,12 +174,13 @@ class TrainingRows:
     def __init__(self, run: Run, train: Interactions, device: torch.device | str = "cpu") -> None:
         check_rows(run, train)
         setup, model = run.setup, run.model
-        self.kind, self.given = setup.batches.rows, setup.batches.given
+        self.kind = setup.batches.rows
         self.queries, self.items = (column.to(device) for column in train.pairs())
         self.by_query = query_rows(train, setup.batches.draw, device) if self.kind == "queries" else None
         self.at: Tensor | None = None  # (places,) the pair at each place
         self.places: Tensor | None = None  # (pairs,) the place of each pair
         readers = model.past_readers()
+        self.given = setup.batches.given if readers else 0.0  # without a reader every item is a target
         if readers or self.kind in ("sequences", "sets"):
             past = histories(train)
             model.remember(past)
@@ -200,7 +209,9 @@ class TrainingRows:
             places, owners = step
             order = torch.rand(len(places), generator=generator, device=places.device).argsort()
             rows, given = order.tensor_split([self.count(step)])
-            return self.at[places[rows]], Given(places[given], owners[given], owners[rows], len(places))
+            sets = len(places) if places.is_cuda else int(owners[-1]) + 1  # a recorded step needs one shape
+            queries = self.queries.new_zeros(sets).scatter_(0, owners, self.queries[self.at[places]])
+            return self.at[places[rows]], Given(places[given], owners[given], owners[rows], queries)
         pairs = step[0] if self.by_query is None else self.by_query.pairs(step[0], generator)
         return pairs, self.before(pairs)
 
