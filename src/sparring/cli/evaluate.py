@@ -153,12 +153,16 @@ def _to_rank(trained: Trained, data: Interactions, args: Namespace) -> _Task:
     import numpy as np
 
     from sparring.data.histories import past_of
+    from sparring.training.folder import SELECTION
 
     record = trained.meta.get("source") or {}
     same = record and inputs.fingerprint(data) == record.get("fingerprint")
     if same and data.item_ids.ids.equals(trained.ids.item_ids.ids):
         parts = inputs.split_recorded(data, trained.meta, args.run)
         part = parts.test if args.part == "test" else parts.valid
+        if part is None and "refit" in trained.meta:
+            reason = f"{args.run} was refitted on the validation part, so it cannot be evaluated on it"
+            raise UserError(f"{reason}: evaluate {args.run / SELECTION}, which chose its epochs")
         if part is None:
             raise UserError(f"the data of {args.run} has no {args.part} part: the split left none")
         if trained.model.past_readers():  # a finished run knows the validation part

@@ -228,7 +228,16 @@ def _place(where: str) -> str:
 
 
 def split_recorded(data: Interactions, meta: Mapping[str, Any], folder: Path, where: str | None = None) -> Split:
-    """The parts of a run's data, split as in its training; `where` is the place it was read from, if another."""
+    """The parts that a run was trained and tested on; those of a refitted run have no validation part.
+
+    `where` is the place that the data was read from, if another.
+    """
+    parts = first_split(data, meta, folder, where)
+    return parts.joined() if "refit" in meta else parts
+
+
+def first_split(data: Interactions, meta: Mapping[str, Any], folder: Path, where: str | None = None) -> Split:
+    """The parts of a run's data before a refit joins them."""
     from sparring.data.splits import split
 
     record = recorded(meta, folder)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -277,6 +277,21 @@ class Split:
             return self.train.positives()
         queries, items = (np.concatenate(columns) for columns in zip(*pairs, strict=True))
         return csr(queries, items, self.train.n_queries, self.train.n_items)
+
+    def joined(self) -> Split:
+        """Train and valid as one training part, sorted as `read` sorts; the test part stays as it is."""
+        train, valid = self.train, self.valid
+        if valid is None:
+            return self
+        columns: dict[str, np.ndarray | None] = {}
+        for name in ("queries", "items", "time", "weight", "split"):
+            parts = [getattr(part, name) for part in (train, valid)]
+            columns[name] = None if any(part is None for part in parts) else np.concatenate(parts)
+        keys = [column for name in ("weight", "time", "items", "queries") if (column := columns[name]) is not None]
+        order = np.lexsort(keys)
+        sorted_columns = {name: _take(column, order) for name, column in columns.items()}
+        other = {column.name: getattr(train, column.name) for column in fields(Interactions)}
+        return Split(Interactions(**{**other, **sorted_columns}), None, self.test, self.seen)
 
 
 def _take(column: np.ndarray | None, rows: np.ndarray) -> np.ndarray | None:

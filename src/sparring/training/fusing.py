@@ -87,13 +87,13 @@ def fuse(
             inner, outer = sorted((run.resolve(), folder.resolve()), key=lambda path: -len(path.parts))
             if inner.is_relative_to(outer):
                 raise UserError(f"the run {run} and {folder} are one inside the other: choose another folder")
+    loaded = _loaded(runs, split, model, recipe, trust)
     if split.valid is None or not len(split.valid):
         raise UserError("fuse chooses weights on the validation part, and this split has none: train with --valid 0.1")
     if cutoff > split.train.n_items:
         raise UserError(
             f"the cutoff of select={select} exceeds the {split.train.n_items:,} items: choose a smaller one"
         )
-    loaded = _loaded(runs, split, model, recipe, trust)
     sources = [Source(name, each.folder, each.model, each.eligibility) for name, each in loaded]
     with nullcontext() if folder is None else run_folder.claimed(folder, False, overwrite, ALONE):
         merged = Sources(sources, "scores", [1.0] * len(sources), depth).to(where)
@@ -148,6 +148,9 @@ def _loaded(
         trained = load(place, model, recipe=recipe, trust=trust)
         if isinstance(trained.model, Sources):
             raise UserError(f"{place} is itself fused of several runs: give the runs in {place / PARTS}")
+        if "refit" in trained.meta:
+            why = "weights are chosen on the validation part, and it was refitted on that"
+            raise UserError(f"{place} cannot be fused: {why}; give {place / run_folder.SELECTION}")
         name, number = place.resolve().name, 2
         while name in loaded:
             name, number = f"{place.resolve().name}-{number}", number + 1

@@ -41,9 +41,7 @@ def model_card(meta: Mapping[str, Any], result: Mapping[str, Any], history: Sequ
         + (f" {line}." if (line := untrained_line(meta["untrained"])) else ""),
         "",
         "## Training",
-        f"Epoch {result['best_epoch']} of {result['epochs']} was kept, by {setup['select']} on the validation part."
-        if "valid" in data
-        else f"The last of {result['epochs']} epochs was kept: there was no validation part.",
+        _kept(meta, result),
         f"{result['train_seconds']:,.1f} s of training, without validation."
         + (f" Loss {history[0]['loss']:.4f} to {history[-1]['loss']:.4f}. ![curve](curve.png)" if history else ""),
         "",
@@ -72,6 +70,21 @@ def model_card(meta: Mapping[str, Any], result: Mapping[str, Any], history: Sequ
         " the rows by popularity show by how much.",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _kept(meta: Mapping[str, Any], result: Mapping[str, Any]) -> str:
+    """Which epoch was kept, and why."""
+    refit, setup = meta.get("refit"), flat(meta["setup"])
+    if refit:
+        chosen = f"Epoch {refit['epochs']} of {refit['of']} was chosen by {setup['select']} on the validation part"
+        again = f"then the model was trained from the start on all {refit['interactions']:,} interactions of both parts"
+        curve = "![curve of the first training](selection/curve.png)"
+        return f"{chosen} ({refit['value']:.4f}) with {refit['train']:,} training interactions; {again}. {curve}"
+    if "valid" in meta["data"]:
+        return (
+            f"Epoch {result['best_epoch']} of {result['epochs']} was kept, by {setup['select']} on the validation part."
+        )
+    return f"The last of {result['epochs']} epochs was kept: there was no validation part."
 
 
 def _function(setup: Mapping[str, Any]) -> str:
