@@ -160,7 +160,7 @@ def _data(args: Namespace, where: str, name: str) -> ComparedData:
     from sparring.experiments.comparison import ComparedData
 
     world, given, how = inputs.world(where), inputs.columns(args), inputs.split_arguments(args, args.split_seed)
-    data = inputs.read_data(where, given) if world is None else world.interactions
+    data = inputs.read_data(where, given)
     record = inputs.source(data, where, given, how, inputs.cutoffs_for(None, data.n_items))
     return ComparedData(name, split(data, **how), record, world)
 

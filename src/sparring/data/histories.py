@@ -43,7 +43,7 @@ class Histories:
 
 
 def histories(interactions: Interactions, last: int | None = None) -> Histories:
-    """The items of each query in time order; ties, and rows without times, in the order of the rows.
+    """The items of each query in time order, repeats included; ties, and rows without times, in the order of the rows.
 
     With `last`, only the most recent items of each query are kept.
     """

@@ -135,7 +135,8 @@ class Interactions:
     """(query, item) pairs in dense ids, with times, weights, parts, and tables of items and queries.
 
     `read` and `from_frame` return each pair once, sorted by (query, item), so no result depends on the order of rows in
-    a file. The columns are plain contiguous arrays: `pairs()` passes them to torch without a copy.
+    a file. With `repeats` a pair has a row for each time that it occurs, sorted by time. The columns are plain
+    contiguous arrays: `pairs()` passes them to torch without a copy.
 
         data = read("interactions.parquet");  data.n_queries, data.n_items, len(data);  data.positives()
     """
@@ -155,6 +156,7 @@ class Interactions:
     hidden: tuple[np.ndarray, np.ndarray] | None = None  # (queries, items) never recommended nor scored, int32
     empty: int = 0  # test queries without any item, which some metrics count as 0
     propensity: np.ndarray | None = None  # (N,) inverse propensities, where the data has a convention for them
+    repeats: bool = False  # a pair may occur more than once, so what a query has taken can be taken again
     is_order: bool = False  # the time is a position among the query's items, which no two queries share
     notes: tuple[str, ...] = ()  # the rows that the reader dropped or merged, and the spread of the weights
 
@@ -163,6 +165,8 @@ class Interactions:
             column = getattr(self, name)
             if column is not None and len(column) != len(self.queries):
                 raise UserError(f"{name} has {len(column):,} rows, queries has {len(self.queries):,}")
+        if self.repeats and self.hidden is not None:
+            raise UserError("data with hidden pairs cannot keep repeats: what was seen is masked in it")
         for table, n, name in (
             (self.item_table, self.n_items, "item_table"),
             (self.query_table, self.n_queries, "query_table"),
@@ -263,7 +267,12 @@ class Split:
     seen: Positives | None = None  # of train and valid together, where precomputed (prepared data)
 
     def seen_for(self, part: str) -> Positives:
-        """The pairs masked when `part` is ranked: train for "valid", train and valid for "test", and hidden pairs."""
+        """The pairs masked when `part` is ranked: those before it and hidden ones; none where repeats are kept."""
+        before = self.before(part)
+        return Positives(torch.zeros_like(before.start), before.items[:0]) if self.train.repeats else before
+
+    def before(self, part: str) -> Positives:
+        """The pairs before a part: train for "valid", train and valid for "test"; and hidden pairs."""
         if part not in ("valid", "test"):
             raise UserError(f'part is {part!r}; it must be "valid" or "test"')
         if part == "test" and self.seen is not None:

@@ -265,7 +265,7 @@ def _start(
             run_folder.delete_run(folder)
         checkpoint.clear_tables(folder)
         ids = None if began is None else {"queries": began.queries, "items": began.items}
-        seen = split.seen_for("test")
+        seen = split.before("test")
         past = _past_for_test(run.model, split)
         run_folder.write_start(folder, split.train, seen, described, run.setup, run.model, split.test, ids, past)
     if began is not None:

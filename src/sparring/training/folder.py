@@ -209,6 +209,7 @@ def description(run: Run, split: Split, source: Mapping[str, Any] | None) -> dic
             "items": split.train.n_items,
             **{name: len(part) for name, part in parts.items() if part is not None},
         },
+        **({"repeats": "keep"} if split.train.repeats else {}),
         "untrained": untrained(split),
         "dim": run.model.dim,
         "batch": describe_batch(run, split).splitlines(),
@@ -280,7 +281,7 @@ def write_fused_start(folder: Path, split: Split, parts: Sequence[Eligibility], 
     """Write the ids and run.json of a fused run; it lists an item, or knows a query, if one of its parts does."""
     split.train.save_ids(folder)
     run = secrets.token_hex(8)
-    tensors = seen_tensors(split.train, split.seen_for("test"), split.test, None)
+    tensors = seen_tensors(split.train, split.before("test"), split.test, None)
     for side in ("queries", "items"):
         blank = [set(getattr(part, side).tolist()) for part in parts]
         tensors[f"untrained_{side}"] = torch.tensor(sorted(set.intersection(*blank)), dtype=torch.int32)
@@ -423,7 +424,7 @@ def check_same(folder: Path, meta: Mapping[str, Any], setup: Setup) -> None:
     before = read_meta(folder)
     before["setup"] = flat(before["setup"])
     now = json.loads(json.dumps({**meta, "setup": setup.flat()}, default=str))
-    for part in ("recipe", "arguments", "setup", "method", "data", "vectors", "refit"):
+    for part in ("recipe", "arguments", "setup", "method", "data", "vectors", "refit", "repeats"):
         if before.get(part) != now.get(part):
             raise UserError(
                 f"{folder} was started {difference(part, before.get(part), now.get(part))}: resume cannot change it"

@@ -87,13 +87,13 @@ def fuse(
             inner, outer = sorted((run.resolve(), folder.resolve()), key=lambda path: -len(path.parts))
             if inner.is_relative_to(outer):
                 raise UserError(f"the run {run} and {folder} are one inside the other: choose another folder")
-    loaded = _loaded(runs, split, model, recipe, trust)
     if split.valid is None or not len(split.valid):
         raise UserError("fuse chooses weights on the validation part, and this split has none: train with --valid 0.1")
     if cutoff > split.train.n_items:
         raise UserError(
             f"the cutoff of select={select} exceeds the {split.train.n_items:,} items: choose a smaller one"
         )
+    loaded = _loaded(runs, split, model, recipe, trust)
     sources = [Source(name, each.folder, each.model, each.eligibility) for name, each in loaded]
     with nullcontext() if folder is None else run_folder.claimed(folder, False, overwrite, ALONE):
         merged = Sources(sources, "scores", [1.0] * len(sources), depth).to(where)
@@ -169,7 +169,7 @@ def _loaded(
         own = trained.ids.item_ids.ids.equals(train.item_ids.ids) and trained.ids.query_ids.ids.equals(
             train.query_ids.ids
         )
-        seen, known = split.seen_for("test"), trained.seen
+        seen, known = split.before("test"), trained.seen
         if not (own and torch.equal(seen.start, known.start) and torch.equal(seen.items, known.items.to(seen.items))):
             raise UserError(f"{trained.folder} was trained on another split than the one given: fuse with its own")
     return list(loaded.items())
@@ -273,6 +273,7 @@ def _write(fused: FusedRun, split: Split, folder: Path, select: str) -> None:
         "parts": parts,
         "source": first.get("source", {}),
         "data": first.get("data", {}),
+        **({"repeats": "keep"} if split.train.repeats else {}),
         "untrained": untrained(split),
         "dim": model.dim,
         "versions": {**first.get("versions", {}), "sparring": __version__},
