@@ -178,9 +178,9 @@ def _delete_files(folder: Path) -> None:
     for path in sorted(folder.iterdir(), key=lambda path: (path.name == "run.json", path.name == SELECTION)):
         if path.name == SERVICE:
             continue
-        if path.name == SELECTION and not path.is_symlink():
-            _delete_files(path)
         if path.is_dir() and not path.is_symlink():
+            if path.name == SELECTION:
+                _delete_files(path)
             shutil.rmtree(path)
         elif path.name != LOCK:
             path.unlink()
