@@ -235,6 +235,25 @@ def test_tuned_comparison(small_world: SyntheticWorld, tmp_path: Path, monkeypat
     assert verdicts == {"baseline", "one seed: no verdict"}
 
 
+def test_refitted_comparison(parts: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With refit, the tested runs are trained on train and valid; their learning curves are those of the validation; a
+    comparison without refit cannot continue in the folder."""
+    run_here(monkeypatch)
+    shared: dict[str, object] = {"dim": 4, "epochs": 2, "batch_size": 128}
+    plan = Comparison(
+        tmp_path, (ComparedData("w", parts),), ("uns",), 1, "", ("ndcg@10",), shared=shared, device="cpu", refit=True
+    )
+    assert not compare(plan)
+    (run,) = plan.study.runs("w", plan.methods["uns"])
+    assert run.meta["refit"]["interactions"] == run.meta["data"]["train"] == len(parts.train) + len(parts.valid or ())
+    assert [record["epoch"] for record in run.history] == [1, 2]
+    assert all("ndcg@10" in record for record in run.history)
+    with pytest.raises(UserError, match="refit"):
+        check(dataclasses.replace(plan, refit=False))
+    with pytest.raises(UserError, match="refit needs a validation part"):
+        check(dataclasses.replace(plan, data=(ComparedData("w", Split(parts.train, None, parts.test)),)))
+
+
 def test_a_recipe_whose_trials_all_failed_does_not_stop_the_others(
     parts: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,7 +29,9 @@ from sparring.recipes import run as runs
 from sparring.recipes.settings import build
 from sparring.training import checkpoint
 from sparring.training.fitting import fit
+from sparring.training.folder import read_meta
 from sparring.training.loop import TrainingProgress
+from support.settings import quick_words
 
 KILLS = Path(__file__).parents[2] / "benchmarks" / "kills.py"
 
@@ -161,6 +163,20 @@ def test_tables_that_do_not_fit_are_told_or_sharded(parts: Split, monkeypatch: p
     assert runs.with_tables(replicated, 10**9, 10**9) == replicated
     setup = build("bpr", parts.train, {"tables": "sharded"}).setup
     assert runs.with_tables(setup.replaced(tables="auto"), 10**6, 10**6) == setup
+
+
+def test_ranks_refit_as_one_process_does(pairs: Path, tmp_path: Path) -> None:
+    """Two processes choose the epoch and refit the run as one process does."""
+    words = ["train", "--data", str(pairs), "--recipe", "bpr", "--refit", "--quiet", "--out"]
+    rest = quick_words(epochs=2, lr=0.02, precision="float32")
+    assert main([*words, str(tmp_path / "one"), *rest]) == 0
+    command = [sys.executable, "-m", "sparring", *words, str(tmp_path / "two"), *rest, "--nproc", "2"]
+    subprocess.run(command, env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}, check=True)
+    one, two = (read_meta(tmp_path / name)["refit"] for name in ("one", "two"))
+    assert one == {**two, "value": pytest.approx(two["value"])}
+    alone, ranks = (files.read_tensors(tmp_path / name / "model.safetensors")[0] for name in ("one", "two"))
+    for name, tensor in alone.items():
+        torch.testing.assert_close(ranks[name], tensor, atol=1e-6, rtol=1e-5)
 
 
 def test_a_torn_checkpoint_costs_one_checkpoint(

@@ -72,6 +72,7 @@ def make_run(
     dim: int = DIM,
     with_table: bool = True,
     bias: bool = False,
+    repeats: bool = False,
 ) -> MadeRun:
     """A run folder as training would leave it, with vectors drawn from a seed."""
     rng = np.random.default_rng(seed)
@@ -88,7 +89,8 @@ def make_run(
         for parameter in model.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator))
     start = torch.arange(USERS + 1) * SEEN
-    write_start(folder, data, Positives(start, torch.from_numpy(seen.ravel())), {"recipe": "made"}, setup)
+    meta = {"recipe": "made", **({"repeats": "keep"} if repeats else {})}
+    write_start(folder, data, Positives(start, torch.from_numpy(seen.ravel())), meta, setup)
     write_tensors(folder / "model.safetensors", tensors_of(model), {"run": run_id(folder)})
     finish(folder)
     users, vectors = (tower.weight.detach().numpy().astype(np.float64) for tower in (query, item))

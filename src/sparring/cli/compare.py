@@ -58,6 +58,8 @@ def add_compare(commands: Commands) -> None:
     group.add_argument("--setup", metavar="RECIPE", help=text)
     text = "first tune each recipe with N trials on the validation part"
     group.add_argument("--tune", type=count, default=0, metavar="N", help=text)
+    text = "train every run again on train and valid, for the epochs that validation chose, and test that"
+    group.add_argument("--refit", action="store_true", help=text)
     text = "recipe, or row of the table, that the others are compared with (default: uns, else the first)"
     group.add_argument("--baseline", metavar="NAME", help=text)
     text, usual = "metrics to compare (default: recall@20,ndcg@20)", ("recall@20", "ndcg@20")
@@ -146,7 +148,18 @@ def _plan(args: Namespace) -> Comparison:
     cutoffs(args.metrics)  # raises for unknown metrics
     recipes, baseline = args.recipes, args.baseline or ""
     plan = Comparison(
-        args.out, (), recipes, args.seeds, baseline, args.metrics, base, shared, args.tune, args.device, args.models
+        args.out,
+        (),
+        recipes,
+        args.seeds,
+        baseline,
+        args.metrics,
+        base,
+        shared,
+        args.tune,
+        args.device,
+        args.models,
+        args.refit,
     )
     inputs.check_settings([(method.recipe, method.settings) for method in plan.methods.values()], base, args.tune)
     data = tuple(_data(args, where, name) for where, name in zip(args.data, short_names(args.data), strict=True))
@@ -160,7 +173,7 @@ def _data(args: Namespace, where: str, name: str) -> ComparedData:
     from sparring.experiments.comparison import ComparedData
 
     world, given, how = inputs.world(where), inputs.columns(args), inputs.split_arguments(args, args.split_seed)
-    data = inputs.read_data(where, given) if world is None else world.interactions
+    data = inputs.read_data(where, given)
     record = inputs.source(data, where, given, how, inputs.cutoffs_for(None, data.n_items))
     return ComparedData(name, split(data, **how), record, world)
 

@@ -75,7 +75,7 @@ def evaluate(args: Namespace) -> int:
             names.append(parse(name, args.dialect).name)
         except UserError:  # the dialect does not define this metric
             continue
-    how, seen = trained.how(args.ranking), task.seen.to(device)
+    how, seen = trained.how(args.ranking), None if task.seen is None else task.seen.to(device)
     listed = trained.eligibility.listed(len(trained.ids.item_ids))
     given = {"counts": task.counts, "propensity": propensity, "misses": task.misses, "among": listed}
     rankings = _rankings(trained)
@@ -87,10 +87,12 @@ def evaluate(args: Namespace) -> int:
     }
     chosen = results[how]
     facts = {"run": str(args.run), "ranked": task.title, "ranking": how, "dialect": args.dialect}
+    facts["repeats"] = "keep" if trained.repeats else "merge"
     facts |= {"untrained": task.blank} if task.left_out is None else {"untrained": None, "left_out": task.left_out}
     record = {**facts, **chosen.to_dict()}
     words = [f"{args.run} on {task.title}: {len(chosen.query_ids):,} queries ranked in {chosen.seconds:.1f} s"]
     words += [f"{task.blank:,} of them have no training pair"] if task.blank else []
+    words += ["repeats are kept, so seen items are ranked too"] if trained.repeats else []
     parts = [part for table in evaluation_tables(chosen) for part in ("", table)]
     if sources:
         record["parts"] = {name.removeprefix(PARTS): results[name].to_dict() for name in sources}
@@ -153,12 +155,16 @@ def _to_rank(trained: Trained, data: Interactions, args: Namespace) -> _Task:
     import numpy as np
 
     from sparring.data.histories import past_of
+    from sparring.training.folder import SELECTION
 
     record = trained.meta.get("source") or {}
     same = record and inputs.fingerprint(data) == record.get("fingerprint")
     if same and data.item_ids.ids.equals(trained.ids.item_ids.ids):
         parts = inputs.split_recorded(data, trained.meta, args.run)
         part = parts.test if args.part == "test" else parts.valid
+        if part is None and "refit" in trained.meta:
+            reason = f"{args.run} was refitted on the validation part, so it cannot be evaluated on it"
+            raise UserError(f"{reason}: evaluate {args.run / SELECTION}, which chose its epochs")
         if part is None:
             raise UserError(f"the data of {args.run} has no {args.part} part: the split left none")
         if trained.model.past_readers():  # a finished run knows the validation part
@@ -188,12 +194,12 @@ def _new_pairs(trained: Trained, data: Interactions, args: Namespace) -> _Task:
     owner = np.repeat(np.arange(len(start) - 1), np.diff(start))
     known = (queries >= 0) & (items >= 0)
     trained_on = np.isin(pair_keys(queries, items, n_items), pair_keys(owner, trained.seen.items.numpy(), n_items))
-    new = known & ~trained_on
+    new = known if trained.repeats else known & ~trained_on
     strangers, unlisted = queries < 0, (queries >= 0) & (items < 0)
     left_out = {
         "how": args.unknown,
         "pairs": len(queries),
-        "trained": int((known & trained_on).sum()),
+        "trained": int((known & ~new).sum()),
         "unknown_query_pairs": int(strangers.sum()),
         "unknown_queries": len(np.unique(data.queries[rows][strangers])),
         "unknown_item_pairs": int(unlisted.sum()),
@@ -209,8 +215,9 @@ def _new_pairs(trained: Trained, data: Interactions, args: Namespace) -> _Task:
     pairs = Interactions(
         queries[new].astype(np.int32), items[new].astype(np.int32), trained.ids.query_ids, trained.ids.item_ids
     )
-    title = f"the pairs of {args.data} that it was not trained on"
-    return _Task(pairs, trained.seen, None, title, left_out=left_out, misses=misses)
+    title = f"the pairs of {args.data}" + " that it was not trained on" * (not trained.repeats)
+    seen = None if trained.repeats else trained.seen
+    return _Task(pairs, seen, None, title, left_out=left_out, misses=misses)
 
 
 def _left_out_line(left_out: Mapping[str, Any]) -> str:

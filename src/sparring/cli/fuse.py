@@ -48,7 +48,7 @@ def fuse(args: Namespace) -> int:
         raise UserError(f"no such run folder: {args.runs[0]}")
     meta = read_meta(args.runs[0])
     data = inputs.read_recorded(meta, args.runs[0], args.data, inputs.columns(args))
-    parts = inputs.split_recorded(data, meta, args.runs[0], args.data)
+    parts = inputs.first_split(data, meta, args.runs[0], args.data)
     fused = fused_run(
         args.runs,
         parts,

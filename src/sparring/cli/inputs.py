@@ -6,6 +6,7 @@ import hashlib
 import re
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,6 +62,8 @@ def add_columns(parser: ArgumentParser) -> None:
     for name, text in COLUMNS.items():
         group.add_argument(f"--{name}-column", metavar="NAME", help=text)
     group.add_argument("--min-rating", type=number, metavar="X", help="keep pairs rated at least X")
+    text = "merge a pair's rows into one, or keep each row, and then never mask seen items (default: merge)"
+    group.add_argument("--repeats", choices=("merge", "keep"), default="merge", help=text)
 
 
 def add_split(parser: ArgumentParser) -> None:
@@ -93,6 +96,7 @@ def columns(args: Namespace) -> dict[str, Any]:
     given: dict[str, Any] = {name: getattr(args, f"{name}_column") for name in COLUMNS}
     given["min_rating"] = args.min_rating
     given["catalogue"] = True if args.catalogue == "all" else None
+    given["repeats"] = "keep" if args.repeats == "keep" else None
     for name in ("items", "queries"):
         path = getattr(args, name)
         given[name] = None if path is None else str(path.resolve())
@@ -128,16 +132,16 @@ def read_data(where: str, given: Mapping[str, Any]) -> Interactions:
         return read(where, **given)
     synthetic = world(where)
     if synthetic is not None:
-        return synthetic.interactions
+        return replace(synthetic.interactions, repeats="repeats" in given)
     if Path(where).suffix or "/" in where:
         raise UserError(f"no such file or folder: {where}")
     from sparring.data.public_sets import find_set, load_set
 
-    name = find_set(where).name
-    if given:
-        raise UserError(f"{option(min(given))} is for files: the columns of the data set {name!r} are known")
+    name, unread = find_set(where).name, sorted(given.keys() - {"repeats"})
+    if unread:
+        raise UserError(f"{option(unread[0])} is for files: the columns of the data set {name!r} are known")
     with progress("bytes") as update:
-        return load_set(name, lambda done, total: update(name, done, total))
+        return load_set(name, lambda done, total: update(name, done, total), given.get("repeats", "merge"))
 
 
 def world(where: str) -> SyntheticWorld | None:
@@ -207,7 +211,7 @@ def recorded(meta: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         wrong += list(split.keys() - rule.keys())
     if wrong:
         raise UserError(f"{folder / 'run.json'} is corrupt: its source has no usable {wrong[0]}; train the run again")
-    for name in record["columns"].keys() - {*COLUMNS, "min_rating", "items", "queries", "catalogue"}:
+    for name in record["columns"].keys() - {*COLUMNS, "min_rating", "items", "queries", "catalogue", "repeats"}:
         raise UserError(f"{folder / 'run.json'} is corrupt: its source has the column {name!r}; train the run again")
     return dict(record)
 
@@ -228,7 +232,16 @@ def _place(where: str) -> str:
 
 
 def split_recorded(data: Interactions, meta: Mapping[str, Any], folder: Path, where: str | None = None) -> Split:
-    """The parts of a run's data, split as in its training; `where` is the place it was read from, if another."""
+    """The parts that a run was trained and tested on; those of a refitted run have no validation part.
+
+    `where` is the place that the data was read from, if another.
+    """
+    parts = first_split(data, meta, folder, where)
+    return parts.joined() if "refit" in meta else parts
+
+
+def first_split(data: Interactions, meta: Mapping[str, Any], folder: Path, where: str | None = None) -> Split:
+    """The parts of a run's data before a refit joins them."""
     from sparring.data.splits import split
 
     record = recorded(meta, folder)

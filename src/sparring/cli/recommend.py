@@ -46,8 +46,8 @@ def add_recommend(commands: Commands) -> None:
     text = "number of items (default: 10; with --all 100)"
     group.add_argument("-k", "--k", type=count, default=None, metavar="K", help=text)
     add_ranking(group)
-    text = "include items that the query is known to have"
-    group.add_argument("--with-seen", action="store_true", help=text)
+    text = "include items that the query is known to have; a run that keeps repeats does so anyway"
+    group.add_argument("--with-seen", action="store_true", default=None, help=text)
     add_unfinished(group)
     group.add_argument("--json", action="store_true", help="print one JSON object per line instead of a table")
 

@@ -88,6 +88,8 @@ def _given(args: Namespace, where: str, name: str, experiment: Experiment) -> Pa
     from sparring.experiments.papers import PaperDataset
 
     given = inputs.columns(args)
+    if "repeats" in given:
+        raise UserError("the papers count every pair once: leave out --repeats keep")
     data = inputs.read_data(where, given)
     if data.weight is not None:
         data = replace(data, weight=None)  # the papers count every pair once

@@ -67,6 +67,8 @@ def add_train(commands: Commands) -> None:
     group.add_argument("--epochs", type=count, metavar="N", help="the same as --set epochs=N")
     text = "the same as --set seed=N; it also seeds the split"
     group.add_argument("--seed", type=whole, metavar="N", help=text)
+    text = "then train again on the training and validation parts, for the epochs that validation chose, and test that"
+    group.add_argument("--refit", action="store_true", help=text)
     add_device(group)
     text = "cutoffs of the metrics (default: 10,20,50)"
     group.add_argument("--k", type=cutoffs, default=None, metavar="K,K", help=text)
@@ -99,7 +101,7 @@ def train(args: Namespace) -> int:
     from sparring.core.devices import pick_device
     from sparring.core.ranks import join, leave
     from sparring.recipes.finding import named
-    from sparring.training.folder import has_run
+    from sparring.training.folder import begun_run, is_refit
 
     name = named(args.recipe or "default")
     folder = args.out or _default_folder(args, name)
@@ -110,14 +112,15 @@ def train(args: Namespace) -> int:
     if os.environ.get("TORCHELASTIC_RUN_ID"):
         end_with_parent(int(os.environ.get(LAUNCHER_PID, os.getppid())))
     ranks = join(pick_device(args.device))
-    if ranks.share(args.resume and has_run(folder)):
-        run, parts, source, warm = _resumed(args, folder)
+    begun = ranks.share(begun_run(folder) if args.resume else None)
+    if begun is not None:
+        run, parts, source, warm = _resumed(args, begun)
     else:
         if ranks.rank == 0:
             _check_folder(folder, args)
         run, parts, source = _fresh(args, name, folder)
         warm = args.warm
-    fitted = _fit(args, run, parts, folder, source, warm)
+    fitted = _fit(args, run, parts, folder, source, warm, args.refit or (begun is not None and is_refit(folder)))
     leave()
     if ranks.rank:
         return 0
@@ -131,7 +134,9 @@ def train(args: Namespace) -> int:
     return 0
 
 
-def _fit(args: Namespace, run: Run, parts: Split, folder: Path, source: dict[str, Any], warm: Path | None) -> Fitted:
+def _fit(
+    args: Namespace, run: Run, parts: Split, folder: Path, source: dict[str, Any], warm: Path | None, refit: bool
+) -> Fitted:
     """Train with the progress on the screen."""
     from sparring.core.ranks import rank
     from sparring.models.build import text_sides
@@ -171,6 +176,7 @@ def _fit(args: Namespace, run: Run, parts: Split, folder: Path, source: dict[str
                 device=args.device,
                 save_seconds=args.save_seconds,
                 warm=warm,
+                refit=refit,
             )
         except KeyboardInterrupt as stop:
             raise type(stop)(_hint(folder)) from None
@@ -253,7 +259,7 @@ def _resumed(args: Namespace, folder: Path) -> tuple[Run, Split, dict[str, Any],
         if json.dumps(now) != json.dumps(before):
             raise fixed(f"{name}={before}", now)
     data = inputs.read_recorded(meta, folder, args.data, inputs.columns(args))
-    parts = inputs.split_recorded(data, meta, folder, args.data)
+    parts = inputs.first_split(data, meta, folder, args.data)
     run = inputs.build(recipe, parts.train, meta["arguments"], setup=setup)
     return run, parts, inputs.recorded(meta, folder), None if warm is None else Path(warm)
 
@@ -296,7 +302,10 @@ def _check_select(select: str, data: Interactions) -> None:
 
 
 def _closing(fitted: Fitted, folder: Path) -> str:
-    line = f"{folder}: best epoch {fitted.best_epoch} of {len(fitted.history)}, {fitted.seconds:.1f} s"
+    chosen = fitted.selection or fitted
+    line = f"{folder}: best epoch {chosen.best_epoch} of {len(chosen.history)}, {chosen.seconds:.1f} s"
+    if fitted.selection is not None:
+        line += f", refitted on train and valid in {fitted.seconds:.1f} s"
     if fitted.test is None:
         return line
     if fitted.ranking == "encoder":
@@ -324,9 +333,9 @@ def _figures(test: Evaluation) -> str:
 def _launch(args: Namespace, name: str, folder: Path) -> int:
     """Check the settings, then start the processes, which resume the run in the folder if there is one."""
     from sparring.core.types import ALONE
-    from sparring.training.folder import claimed, delete_run, has_run
+    from sparring.training.folder import begun_run, claimed, delete_run
 
-    if not (args.resume and has_run(folder)):
+    if not (args.resume and begun_run(folder) is not None):
         if args.data is None:
             raise UserError(NEEDED)
         inputs.check_settings([(name, _settings(args))], inputs.base_setup(args))

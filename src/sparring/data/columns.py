@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 import polars as pl
 
 from sparring.core.errors import UserError, did_you_mean
 
+Repeats = Literal["merge", "keep"]
+
 
 class Columns(TypedDict, total=False):
-    """The columns of interactions by role, as the caller names them, and the lowest rating of a positive.
+    """The columns of interactions by role, as the caller names them, and which rows become interactions.
 
     A role that is absent or None is guessed from common names; "" or "none" leaves an optional one out. `min_rating`
     drops the rows rated lower; without it every row is a positive. `label` is 1 for a positive and 0 for an item shown
-    and not clicked.
+    and not clicked. `repeats` says whether the rows of one pair become one interaction ("merge", the default) or stay
+    ("keep").
     """
 
     query: str | None
@@ -27,6 +30,15 @@ class Columns(TypedDict, total=False):
     split: str | None
     label: str | None
     min_rating: float | None
+    repeats: Repeats | None
+
+
+def keeps_repeats(columns: Columns) -> bool:
+    """Whether every row stays an interaction."""
+    given = columns.get("repeats") or "merge"
+    if given not in ("merge", "keep"):
+        raise UserError(f"repeats is {given!r}; it must be 'merge' or 'keep'")
+    return given == "keep"
 
 
 # Tiers of names for each role, lower case, no punctuation. An earlier tier wins; two names of one tier are ambiguous.

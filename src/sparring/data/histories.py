@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -43,7 +43,7 @@ class Histories:
 
 
 def histories(interactions: Interactions, last: int | None = None) -> Histories:
-    """The items of each query in time order; ties, and rows without times, in the order of the rows.
+    """The items of each query in time order, repeats included; ties, and rows without times, in the order of the rows.
 
     With `last`, only the most recent items of each query are kept.
     """
@@ -67,13 +67,7 @@ def histories(interactions: Interactions, last: int | None = None) -> Histories:
 
 def past_of(split: Split, part: str) -> Histories:
     """The histories that rank a part: of train for "valid"; of train and valid, which came before it, for "test"."""
-    train, valid = split.train, split.valid
-    if part == "valid" or valid is None:
-        return histories(train)
-    timed = train.time is not None and valid.time is not None
-    queries, items = (np.concatenate(each) for each in ((train.queries, valid.queries), (train.items, valid.items)))
-    time = np.concatenate([train.time, valid.time]) if timed else None  # type: ignore[list-item]
-    return histories(replace(train, queries=queries, items=items, time=time, weight=None, split=None))
+    return histories(split.train if part == "valid" else split.joined().train)
 
 
 class Before(NamedTuple):

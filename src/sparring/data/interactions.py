@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +135,8 @@ class Interactions:
     """(query, item) pairs in dense ids, with times, weights, parts, and tables of items and queries.
 
     `read` and `from_frame` return each pair once, sorted by (query, item), so no result depends on the order of rows in
-    a file. The columns are plain contiguous arrays: `pairs()` passes them to torch without a copy.
+    a file. With `repeats` a pair has a row for each time that it occurs, sorted by time. The columns are plain
+    contiguous arrays: `pairs()` passes them to torch without a copy.
 
         data = read("interactions.parquet");  data.n_queries, data.n_items, len(data);  data.positives()
     """
@@ -155,6 +156,7 @@ class Interactions:
     hidden: tuple[np.ndarray, np.ndarray] | None = None  # (queries, items) never recommended nor scored, int32
     empty: int = 0  # test queries without any item, which some metrics count as 0
     propensity: np.ndarray | None = None  # (N,) inverse propensities, where the data has a convention for them
+    repeats: bool = False  # a pair may occur more than once, so what a query has taken can be taken again
     is_order: bool = False  # the time is a position among the query's items, which no two queries share
     notes: tuple[str, ...] = ()  # the rows that the reader dropped or merged, and the spread of the weights
 
@@ -163,6 +165,8 @@ class Interactions:
             column = getattr(self, name)
             if column is not None and len(column) != len(self.queries):
                 raise UserError(f"{name} has {len(column):,} rows, queries has {len(self.queries):,}")
+        if self.repeats and self.hidden is not None:
+            raise UserError("data with hidden pairs cannot keep repeats: what was seen is masked in it")
         for table, n, name in (
             (self.item_table, self.n_items, "item_table"),
             (self.query_table, self.n_queries, "query_table"),
@@ -263,7 +267,12 @@ class Split:
     seen: Positives | None = None  # of train and valid together, where precomputed (prepared data)
 
     def seen_for(self, part: str) -> Positives:
-        """The pairs masked when `part` is ranked: train for "valid", train and valid for "test", and hidden pairs."""
+        """The pairs masked when `part` is ranked: those before it and hidden ones; none where repeats are kept."""
+        before = self.before(part)
+        return Positives(torch.zeros_like(before.start), before.items[:0]) if self.train.repeats else before
+
+    def before(self, part: str) -> Positives:
+        """The pairs before a part: train for "valid", train and valid for "test"; and hidden pairs."""
         if part not in ("valid", "test"):
             raise UserError(f'part is {part!r}; it must be "valid" or "test"')
         if part == "test" and self.seen is not None:
@@ -277,6 +286,21 @@ class Split:
             return self.train.positives()
         queries, items = (np.concatenate(columns) for columns in zip(*pairs, strict=True))
         return csr(queries, items, self.train.n_queries, self.train.n_items)
+
+    def joined(self) -> Split:
+        """Train and valid as one training part, sorted as `read` sorts; the test part stays as it is."""
+        train, valid = self.train, self.valid
+        if valid is None:
+            return self
+        columns: dict[str, np.ndarray | None] = {}
+        for name in ("queries", "items", "time", "weight", "split"):
+            parts = [getattr(part, name) for part in (train, valid)]
+            columns[name] = None if any(part is None for part in parts) else np.concatenate(parts)
+        keys = [column for name in ("weight", "time", "items", "queries") if (column := columns[name]) is not None]
+        order = np.lexsort(keys)
+        sorted_columns = {name: _take(column, order) for name, column in columns.items()}
+        other = {column.name: getattr(train, column.name) for column in fields(Interactions)}
+        return Split(Interactions(**{**other, **sorted_columns}), None, self.test, self.seen)
 
 
 def _take(column: np.ndarray | None, rows: np.ndarray) -> np.ndarray | None:

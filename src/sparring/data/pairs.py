@@ -114,6 +114,18 @@ def merge_pairs(columns: dict[str, np.ndarray], n_items: int) -> dict[str, np.nd
     return {"q": queries, "i": items, **merged}
 
 
+def sort_pairs(columns: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """All rows sorted by (q, i) and every other column, so that nothing depends on the order they were read in."""
+    order = np.lexsort([columns[name] for name in ("s", "w", "t", "i", "q") if name in columns])
+    rows = {name: column[order] for name, column in columns.items()}
+    return rows if "w" not in rows else {**rows, "w": rows["w"].astype(np.float32)}
+
+
+def repeated(queries: np.ndarray, items: np.ndarray) -> int:
+    """The number of rows, sorted by (query, item), that repeat the pair of the row before."""
+    return int(((queries[1:] == queries[:-1]) & (items[1:] == items[:-1])).sum())
+
+
 _REDUCE = {"t": np.maximum.reduceat, "w": np.add.reduceat, "s": np.bitwise_or.reduceat}
 
 
@@ -155,19 +167,21 @@ _EARLIER = {"train": "", "valid": "train", "test": "train or valid"}
 
 
 def positive_and_shown(
-    columns: dict[str, np.ndarray], n_items: int, sizes: PartSizes
+    columns: dict[str, np.ndarray], n_items: int, sizes: PartSizes, repeats: bool = False
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray] | None]:
     """The positives (all rows, without a label `l`) and the pairs only ever shown, each once; None where none were.
 
-    The part `s` of a pair is its first; `sizes` counts the pairs that later parts lose by it.
+    The part `s` of a pair is its first; `sizes` counts the pairs that later parts lose by it. With `repeats`, the
+    positives are rows instead of pairs, and each has its own part.
     """
-    label = columns.pop("l", None)
-    if label is None or label.all():
-        positive, shown = merge_pairs(columns, n_items), None
-    else:
+    label, shown = columns.pop("l", None), None
+    if label is not None and not label.all():
         shown = merge_pairs({name: column[label == 0] for name, column in columns.items() if name != "w"}, n_items)
-        positive = merge_pairs({name: column[label == 1] for name, column in columns.items()}, n_items)
-    if "s" in positive:
+        columns = {name: column[label == 1] for name, column in columns.items()}
+    positive = sort_pairs(columns) if repeats else merge_pairs(columns, n_items)
+    if "s" in positive and repeats:
+        sizes.found += np.bincount(positive["s"], minlength=3)
+    elif "s" in positive:
         positive["s"] = sizes.first(positive["s"])
     if shown is None:
         return positive, None

@@ -25,6 +25,7 @@ import polars as pl
 
 from sparring.core.errors import UserError, did_you_mean
 from sparring.data.cache import cache_folder
+from sparring.data.columns import Repeats
 from sparring.data.interactions import Interactions
 from sparring.data.reading import read
 from sparring.data.table import from_frame, read_errors
@@ -51,14 +52,14 @@ class PublicSet:
     encoding: str = "utf8-lossy"
 
 
-def load_set(name: str, progress: ByteProgress | None = None) -> Interactions:
-    """Interactions of a public set, downloaded on first use; "demo" is the demo set.
+def load_set(name: str, progress: ByteProgress | None = None, repeats: Repeats = "merge") -> Interactions:
+    """Interactions of a public set, downloaded on first use; "demo" is the demo set. `repeats` as in `read`.
 
     data = load_set("movielens-1m")
     """
     public = find_set(name)
     folder = download_set(name, progress) / public.folder
-    return _READERS[public.reader](folder, public)
+    return _READERS[public.reader](folder, public, repeats)
 
 
 def find_set(name: str) -> PublicSet:
@@ -154,7 +155,7 @@ def _demo_folder() -> Path:
     return Path(package.submodule_search_locations[0]) / "data"
 
 
-def _complete_journey(folder: Path, public: PublicSet) -> Interactions:
+def _complete_journey(folder: Path, public: PublicSet, repeats: Repeats) -> Interactions:
     """Groceries that 2,469 households bought in a year (The Complete Journey, 84.51 degrees), with product names.
 
     Queries are households, items are products that at least 20 of them bought; fuel, coupons and products without a
@@ -181,11 +182,11 @@ def _complete_journey(folder: Path, public: PublicSet) -> Interactions:
             pl.col("package_size").str.to_lowercase().alias("size"),
         ).collect()
         households = pl.read_parquet(folder / "demographics.parquet")
-    columns = {"query": "household_id", "item": "product_id", "time": "time"}
+    columns = {"query": "household_id", "item": "product_id", "time": "time", "repeats": repeats}
     return from_frame(rows, **columns, items=items, queries=households, source=public.name)  # type: ignore[arg-type]
 
 
-def _movielens_tabs(folder: Path, public: PublicSet) -> Interactions:
+def _movielens_tabs(folder: Path, public: PublicSet, repeats: Repeats) -> Interactions:
     with read_errors(str(folder)):
         columns = ["user_id", "item_id", "rating", "timestamp"]
         ratings = pl.read_csv(folder / "u.data", separator="\t", has_header=False, new_columns=columns)
@@ -193,10 +194,10 @@ def _movielens_tabs(folder: Path, public: PublicSet) -> Interactions:
             folder / "u.item", separator="|", has_header=False, encoding="latin1", quote_char=None, infer_schema=False
         )
         movies = movies.select(pl.nth(0).alias("item_id"), pl.nth(1).alias("title"), pl.nth(2).alias("released"))
-    return from_frame(ratings, items=movies, source=str(folder))
+    return from_frame(ratings, items=movies, source=str(folder), repeats=repeats)
 
 
-def _movielens_colons(folder: Path, public: PublicSet) -> Interactions:
+def _movielens_colons(folder: Path, public: PublicSet, repeats: Repeats) -> Interactions:
     """The releases with columns separated by `::`."""
     tables = {"ratings": ["user_id", "item_id", "rating", "timestamp"], "movies": ["item_id", "title", "category"]}
     frames = {}
@@ -208,15 +209,17 @@ def _movielens_colons(folder: Path, public: PublicSet) -> Interactions:
             )
             fields = pl.nth(0).str.split_exact("::", len(names) - 1).struct.rename_fields(names)
             frames[table] = lines.select(fields.alias("fields")).unnest("fields")
-    return from_frame(frames["ratings"], items=frames["movies"], source=str(folder), text=True)
+    return from_frame(frames["ratings"], items=frames["movies"], source=str(folder), text=True, repeats=repeats)
 
 
-_READERS: dict[str, Callable[[Path, PublicSet], Interactions]] = {
+_READERS: dict[str, Callable[[Path, PublicSet, Repeats], Interactions]] = {
     "completejourney": _complete_journey,
     "movielens_tabs": _movielens_tabs,
     "movielens_colons": _movielens_colons,
-    "movielens_csv": lambda folder, public: read(folder / "ratings.csv", items=folder / "movies.csv"),
-    "read": lambda path, public: read(path),
+    "movielens_csv": lambda folder, public, repeats: read(
+        folder / "ratings.csv", items=folder / "movies.csv", repeats=repeats
+    ),
+    "read": lambda path, public, repeats: read(path, repeats=repeats),
 }
 
 

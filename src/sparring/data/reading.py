@@ -14,12 +14,12 @@ import polars as pl
 import torch
 
 from sparring.core.errors import UserError
-from sparring.data.columns import Columns, is_order, unused_ratings
+from sparring.data.columns import Columns, is_order, keeps_repeats, unused_ratings
 from sparring.data.formats.beir import is_beir, read_beir
 from sparring.data.formats.xc import is_xc, read_xc
 from sparring.data.interactions import Interactions
 from sparring.data.opening import open_rows, open_table
-from sparring.data.pairs import occurrences, undated
+from sparring.data.pairs import occurrences, repeated, undated
 from sparring.data.prepared.format import is_prepared, read_prepared
 from sparring.data.table import AnyTable, as_frame, read_errors, to_interactions
 from sparring.data.texts.texts import ROLES, find_texts, has_texts, text_of
@@ -48,7 +48,8 @@ def read(
     sets one, and "" or "none" leaves an optional one out. Rows with a null id are dropped. With `min_rating`, so are
     rows rated lower; without it every row is a positive. `label` is 1 for a positive and 0 for an item shown and not
     clicked. A pair that occurs more than once is kept once, with its last time, the sum of its weights and its first
-    part. A weight multiplies the loss of its pair; skewed ones have to be named.
+    part; with repeats="keep" every row stays, with its own time, weight and part, and no evaluation masks seen items. A
+    weight multiplies the loss of its pair; skewed ones have to be named.
 
     `items` and `queries` are tables (paths, or in memory) that describe them; with `catalogue`, items that only the
     table has are kept too. Without such a table, a column of the interactions that is named like a text of items
@@ -60,7 +61,8 @@ def read(
     rows = Path(source) if isinstance(source, (str, os.PathLike)) else as_frame(source)
     if isinstance(rows, Path) and (layout := _layout(rows)) is not None:
         arguments = {**columns, "items": items, "queries": queries, "catalogue": catalogue or None}
-        given = next((name for name, value in arguments.items() if value is not None), None)
+        keeps_repeats(columns)
+        given = next((name for name, value in arguments.items() if value not in (None, "merge")), None)
         if given is not None:
             raise UserError(f"{given} is for tables: the files of {rows} have a fixed layout")
         return layout(rows)
@@ -116,6 +118,9 @@ def describe(data: Interactions) -> str:
     if data.split is not None:
         parts = [f"{name} {int((data.split == code).sum()):,}" for code, name in enumerate(("train", "valid", "test"))]
         lines.append("split of the file: " + ", ".join(parts))
+    if data.repeats:
+        n = repeated(data.queries, data.items)
+        lines.append(f"repeats are kept: {n:,} interactions ({n / max(len(data), 1):.0%}) repeat an earlier pair")
     if data.shown is not None:
         lines.append(f"shown and not clicked: {len(data.shown[0]):,}")
     if data.hidden is not None:

@@ -17,10 +17,10 @@ import polars as pl
 
 from sparring.core.errors import UserError, first_line
 from sparring.data.cleaning import SHORT, PolarsRows, clean, row_count
-from sparring.data.columns import Columns, find_column, find_roles, is_order, order_notes, with_title
+from sparring.data.columns import Columns, find_column, find_roles, is_order, keeps_repeats, order_notes, with_title
 from sparring.data.interactions import Interactions, Vocabulary
 from sparring.data.lines import check_utf8
-from sparring.data.pairs import NO_TIME, PartSizes, positive_and_shown
+from sparring.data.pairs import NO_TIME, PartSizes, positive_and_shown, repeated
 from sparring.data.weights import weight_note
 
 
@@ -236,14 +236,19 @@ def _assemble(
     before = int(columns["l"].sum()) if "l" in columns else len(columns["q"])
     if not before:
         raise UserError(f"no row of {source} is labelled 1: there are no positives")
-    positive, shown = positive_and_shown(columns, len(item_ids), sizes)
-    if len(positive["q"]) < before:
+    repeats = keeps_repeats(table.columns)
+    positive, shown = positive_and_shown(columns, len(item_ids), sizes, repeats)
+    if repeats:
+        n = repeated(positive["q"], positive["i"])
+        notes.append(f"kept {n:,} repeats of a pair: an item that a query has taken can be recommended again")
+    elif len(positive["q"]) < before:
         notes.append(f"merged {before - len(positive['q']):,} duplicates")
     notes += sizes.notes(source)
     if "w" in positive:
         notes.append(weight_note(positive["w"], table.roles()["weight"], bool(table.columns.get("weight")), source))
     fields: dict = {"queries": positive["q"], "items": positive["i"], "query_ids": query_ids, "item_ids": item_ids}
     fields |= {"time": positive.get("t"), "weight": positive.get("w"), "split": positive.get("s")}
+    fields["repeats"] = repeats
     if shown is not None:
         fields |= {"shown": (shown["q"], shown["i"]), "shown_time": shown.get("t"), "shown_split": shown.get("s")}
     return fields

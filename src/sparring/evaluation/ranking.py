@@ -134,7 +134,7 @@ def evaluate(
             lists = _GivenLists(model, seen, test, max(k))
         else:
             lists = _RankedLists(model, seen, ranks, among)
-        if counts is None and seen is not None:
+        if counts is None and seen is not None and len(seen.items):
             counts = np.bincount(seen.items.cpu().numpy(), minlength=lists.n_items)
         accumulator = _accumulator(test, lists.n_items, k, metrics, dialect, counts, propensity, seen, misses)
         total = len(accumulator.query_ids)

@@ -65,6 +65,7 @@ class Comparison:
     trials: int = 0
     device: str = "auto"
     models: tuple[str | Model, ...] = ()
+    refit: bool = False  # every run is trained again on train and valid, for the epochs that validation chose
 
     def __post_init__(self) -> None:
         _ = self.methods  # an unknown recipe, or two of one name, is an error here
@@ -111,7 +112,7 @@ class Comparison:
     @cached_property
     def study(self) -> Study:
         names = (*METRICS, *(metric.split("@")[0] for metric in self.metrics))
-        training = Training(self.base, metrics=tuple(dict.fromkeys(names)), device=self.device)
+        training = Training(self.base, metrics=tuple(dict.fromkeys(names)), device=self.device, refit=self.refit)
         methods = {data.name: tuple(self.methods.values()) for data in self.data}
         data = tuple(self._dataset(data) for data in self.data)
         return Study(self.out, data, methods, range(self.seeds), training, self.trials)
@@ -143,8 +144,8 @@ def check(comparison: Comparison) -> None:
     for data in comparison.data:
         if data.split.test is None:
             raise UserError(f"{data.name} has no test part: use --test with a share above 0")
-        if comparison.trials and data.split.valid is None:
-            need = f"tuning needs a validation part, and {data.name} has none"
+        if (comparison.trials or comparison.refit) and data.split.valid is None:
+            need = f"{'tuning' if comparison.trials else 'refit'} needs a validation part, and {data.name} has none"
             raise UserError(f"{need}: use --valid with a larger share")
         if largest > data.split.train.n_items:
             raise UserError(f"cutoff {largest} exceeds the {data.split.train.n_items:,} items of {data.name}")
@@ -156,6 +157,7 @@ def check(comparison: Comparison) -> None:
             "setup": None if comparison.base is None else comparison.base.flat(),
             "settings": comparison.shared,
             "trials": comparison.trials,
+            "refit": comparison.refit or None,  # missing in folders of earlier versions
         },
         {
             "version or split": {data.name: data.source or _sizes(data.split) for data in comparison.data},

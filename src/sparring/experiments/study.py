@@ -38,7 +38,7 @@ from sparring.recipes.run import Run
 from sparring.recipes.setup import Setup, flat_name, unknown_setting
 from sparring.training.eligibility import listed_items
 from sparring.training.fitting import METRICS, fit
-from sparring.training.folder import difference, read_meta
+from sparring.training.folder import SELECTION, difference, read_meta
 from sparring.training.loop import TrainingProgress
 
 # A trained run, its split and the device -> figures for a JSON file.
@@ -80,6 +80,7 @@ class Training:
     stages: bool = False  # train the classifiers and the fusion of a method that has them
     curve: Sequence[str] = ()  # metrics of the test part, at the first cutoff, recorded during training
     device: str = "auto"
+    refit: bool = False  # train again on train and valid, for the epochs that validation chose
 
 
 @dataclass(frozen=True)
@@ -172,7 +173,9 @@ class FinishedRun:
 
     @cached_property
     def history(self) -> list[dict[str, Any]]:
-        """One record per epoch."""
+        """One record per epoch; of a refitted run those of the training that chose its epochs."""
+        if "refit" in self.meta:
+            return FinishedRun(self.folder / SELECTION).history
         path = self.path("metrics.jsonl")
         try:
             return [json.loads(line) for line in path.read_text().splitlines()]
@@ -366,7 +369,7 @@ def _train_one(say: Say, folder: Path, data: Dataset, method: Method, seed: int,
             record |= _test_metrics(built, split, data.cutoffs[0], training.curve)  # for metrics.jsonl
         say(record)
 
-    fit(
+    fitted = fit(
         built,
         split,
         folder,
@@ -376,8 +379,10 @@ def _train_one(say: Say, folder: Path, data: Dataset, method: Method, seed: int,
         metrics=training.metrics,
         progress=TrainingProgress(epoch=epoch),
         source=data.source(seed),
+        refit=training.refit,
     )
-    more = data.measure(built, split, training.device) if data.measure is not None else {}
+    trained_on = split.joined() if training.refit else split
+    more = data.measure(fitted.run, trained_on, training.device) if data.measure is not None else {}
     files.write_json(folder / "measured.json", {"peak_bytes": peak, "device": hardware(device), **more})
     add_files(folder, "measured.json")
 

@@ -71,7 +71,7 @@ def _run(folder: Path, progress: HashProgress) -> Iterator[Problem]:
     problems = check_folder(folder, progress)
     yield from problems
     yield from _owners(folder, progress, {problem.path for problem in problems})
-    for part in [folder / "classifiers", *sorted((folder / PARTS).glob("*"))]:
+    for part in [folder / "classifiers", folder / run_folder.SELECTION, *sorted((folder / PARTS).glob("*"))]:
         if part.is_dir():
             yield from _run(part, progress)
     if (folder / INDEX).is_dir():

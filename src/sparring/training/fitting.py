@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,6 +21,7 @@ from sparring.data.interactions import Interactions, Split
 from sparring.evaluation.metrics import PROPENSITY_METRICS, parse
 from sparring.evaluation.ranking import Encoder, Evaluation, Lister, evaluate
 from sparring.models.retriever import Retriever
+from sparring.recipes import finding, settings
 from sparring.recipes.run import Run
 from sparring.recipes.setup import flat
 from sparring.training import checkpoint
@@ -47,6 +48,7 @@ class Fitted:
     seconds: float
     stages: dict[str, Evaluation] = field(default_factory=dict)  # test metrics of knn, clf and fusion (stages.py)
     ranking: str = "encoder"  # by default: the best of encoder, classifiers and fused on the validation part
+    selection: Fitted | None = None  # of a refit: the training that chose the number of epochs
 
 
 def fit(
@@ -63,6 +65,7 @@ def fit(
     source: Mapping[str, Any] | None = None,
     save_seconds: float | None = None,
     warm: str | Path | None = None,
+    refit: bool | Callable[[Interactions], Run] = False,
 ) -> Fitted:
     """Train a run on a split and keep the epoch that does best on the validation part (without one, the last epoch).
 
@@ -72,12 +75,18 @@ def fit(
     start with. A checkpoint is saved when `save_seconds` have passed since the last one (default: 600 within an epoch,
     10 after it). Where torchrun started several processes, all of them train the run as one would, and rank 0 writes.
 
+    `refit` trains twice: first as usual, without the test, to choose the epoch (in the folder `selection` of `out`, and
+    as `selection` of the result); then from the start on the training and validation parts together, up to that epoch
+    of the same schedule. The second run is the result. Its recipe builds it with the settings of the first; a run of
+    your own needs the function that builds it from data, such as refit=recipes.xir.
+
     If the run has classifiers, they are trained after the towers, and `stages` of the result has the test metrics of
     each ranking: knn (towers), clf (classifiers) and fusion (stages.py).
 
         fitted = sparring.fit(recipes.xir(split.train), split, "runs/xir");  print(fitted.test)
     """
     _check(run, split, k, metrics)
+    rebuild = _builder(run, split, refit)
     if (resume or overwrite) and out is None:
         raise UserError(f"{'resume' if resume else 'overwrite'} needs `out`, the folder of the run")
     where, folder = pick_device(device), None if out is None else Path(out)
@@ -85,11 +94,34 @@ def fit(
     progress = TrainingProgress() if progress is None or ranks.rank else progress  # rank 0 reports
     if where.type == "cuda":
         torch.set_float32_matmul_precision("highest" if run.setup.training.precision == "float32" else "high")
-    with nullcontext() if folder is None else run_folder.claimed(folder, resume, overwrite, ranks):
+    with nullcontext() if folder is None else run_folder.claimed(folder, resume, overwrite, ranks, rebuild is not None):
+        selection, chosen = None, None
+        if rebuild is not None:
+            if overwrite and folder is not None and ranks.rank == 0:
+                run_folder.delete_run(folder)
+            overwrite, first = False, Split(split.train, split.valid)
+            selection = fit(
+                run,
+                first,
+                None if folder is None else folder / run_folder.SELECTION,
+                resume=resume,
+                device=device,
+                progress=progress,
+                source=source,
+                save_seconds=save_seconds,
+                warm=warm,
+            )
+            split = split.joined()
+            log.info("refit: epochs 1 to %s on %s interactions", selection.best_epoch, f"{len(split.train):,}")
+            run, chosen = rebuild(split.train), _choice(selection, first, split)
+            if run.setup.temperature.tau is None:
+                run = with_tau(run, selection.run.setup.temperature.tau)
+            _check(run, split, k, metrics)
         run, tried = _with_temperature(run, split, folder, resume, where, ranks)
-        trainer = Trainer(run, split, where, folder, progress, ranks, save_seconds)
-        batch = _start(trainer, resume, overwrite, source, warm, tried)
-        progress.start(run.setup.training.epochs, trainer.epoch_steps)
+        epochs = None if selection is None else selection.best_epoch
+        trainer = Trainer(run, split, where, folder, progress, ranks, save_seconds, epochs)
+        batch = _start(trainer, resume, overwrite, source, warm, tried, chosen)
+        progress.start(trainer.epochs, trainer.epoch_steps)
         for line in batch:
             log.info("  %s", line)
         with trainer.checkpoints:
@@ -103,7 +135,7 @@ def fit(
         if split.test is not None:
             log.info("ranking the complete catalogue for every test query")
             test = _test(run.model, split, k, metrics, where, ranks, trainer.listed)
-        fitted = Fitted(run, state.history, state.best_epoch, test, state.seconds)
+        fitted = Fitted(run, state.history, state.best_epoch, test, state.seconds, selection=selection)
         if folder is not None and ranks.rank == 0:
             run_folder.write_end(folder, run, state.history, state.best_epoch, state.seconds, test)
         if run.classifiers is None:
@@ -174,6 +206,42 @@ def _with_temperature(
     return with_tau(run, tau), tried
 
 
+def _builder(
+    run: Run, split: Split, refit: bool | Callable[[Interactions], Run]
+) -> Callable[[Interactions], Run] | None:
+    """The function that builds the run again from more data; None without a refit."""
+    if refit is False:
+        return None
+    if split.valid is None:
+        raise UserError("refit needs a validation part, which chooses the epoch, and this split has none")
+    if run.classifiers is not None:
+        raise UserError("refit is for towers alone, and this run has classifiers: set clf_epochs=0")
+    if refit is not True:
+        again = refit(split.train)
+        if not isinstance(again, Run) or again.setup != run.setup:
+            kind = "other settings than the run's" if isinstance(again, Run) else f"a {type(again).__name__}, not a Run"
+            raise UserError(f"refit must build the run again, with the same settings, and it returned {kind}")
+        return refit
+    if run.recipe == "custom":
+        raise UserError("refit=True builds the run again by its recipe, and this one has none: pass refit=FUNCTION")
+    settings.resolve(finding.find(run.recipe), run.arguments or {}, setup=run.setup)
+    return lambda data: settings.build(run.recipe, data, run.arguments, setup=run.setup)
+
+
+def _choice(selection: Fitted, first: Split, joined: Split) -> dict[str, Any]:
+    """The record of a refit: its epochs, the validation that chose them, and the interactions of both trainings."""
+    select = selection.run.setup.validation.select
+    figures = selection.history[selection.best_epoch - 1]
+    return {
+        "epochs": selection.best_epoch,
+        "of": len(selection.history),
+        "select": select,
+        "value": figures[select],
+        "train": len(first.train),
+        "interactions": len(joined.train),
+    }
+
+
 def _start(
     trainer: Trainer,
     resume: bool,
@@ -181,10 +249,11 @@ def _start(
     source: Mapping[str, Any] | None,
     warm: str | Path | None,
     temperatures: Mapping[float, float],
+    chosen: Mapping[str, Any] | None = None,
 ) -> list[str]:
     """Prepare the first step: copy the vectors of a warm start, then resume the run in the folder or start one.
 
-    Returns the description of the first batch where there is a folder.
+    `chosen` is the record of a refit. Returns the description of the first batch where there is a folder.
     """
     run, split, folder, ranks = trainer.run, trainer.split, trainer.folder, trainer.ranks
     saved = resume and folder is not None and any(folder.glob("checkpoint*.safetensors"))  # it has the vectors
@@ -200,6 +269,8 @@ def _start(
         described["temperatures"] = {str(tau): round(score, 6) for tau, score in temperatures.items()}
     if began is not None:
         described["warm"] = began.described()
+    if chosen is not None:
+        described["refit"] = chosen
     if ranks.share(resume and run_folder.has_run(folder)):
         run_folder.check_same(folder, described, run.setup)
         if not saved and run_folder.read_meta(folder).get("warm") != described.get("warm"):
@@ -215,7 +286,7 @@ def _start(
             run_folder.delete_run(folder)
         checkpoint.clear_tables(folder)
         ids = None if began is None else {"queries": began.queries, "items": began.items}
-        seen = split.seen_for("test")
+        seen = split.before("test")
         past = _past_for_test(run.model, split)
         run_folder.write_start(folder, split.train, seen, described, run.setup, run.model, split.test, ids, past)
     if began is not None:

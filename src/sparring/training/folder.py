@@ -12,6 +12,7 @@
     encoder/, query_texts/, item_texts/   text towers: a transformers folder (or a bag), and the tokens
     parts/              of a fused run: a copy of each of its runs (sources.py)
     classifiers/, fusion.safetensors, fusion_per_query.parquet   later stages, where the run has them (stages.py)
+    selection/          of a refitted run: the run that chose the number of epochs, without a test
     curve.png, README.md   the training curve and a short model card
     manifest.json       length and hash of every file above, and whether training has finished (core/manifest.py)
     index/, serve/, cache/   an index, the changes of a service, computed vectors: each checks itself
@@ -81,6 +82,7 @@ SEEN = "seen.safetensors"
 PAST = "histories.safetensors"
 FORMAT = 3  # of run.json and the files beside it; Sparring 0.1 wrote none
 TEXT_FOLDERS = ("encoder", "query_encoder", "item_encoder", "query_texts", "item_texts")
+SELECTION = "selection"  # the folder of the run whose validation chose the epochs of a refit
 SERVICE = "serve"  # the folder of a service's acknowledged changes: no training may delete it
 STARTED = (  # files that training writes first and never again
     *("run.json", SEEN, PAST),
@@ -96,7 +98,7 @@ RESULTS = ("metrics.jsonl", "result.json", "per_query.parquet", "measured.json",
 
 
 @contextmanager
-def claimed(folder: Path, resume: bool, overwrite: bool, ranks: Ranks) -> Iterator[None]:
+def claimed(folder: Path, resume: bool, overwrite: bool, ranks: Ranks, refit: bool = False) -> Iterator[None]:
     """Lock the run folder on rank 0, if training may write there; if that fails, every rank raises."""
     held: Lock | None = None
     refusal: UserError | None = None
@@ -104,6 +106,9 @@ def claimed(folder: Path, resume: bool, overwrite: bool, ranks: Ranks) -> Iterat
         try:
             held = hold(folder)
             check_free(folder, resume, overwrite)
+            if resume and begun_run(folder) is not None and refit != is_refit(folder):
+                started = "without" if refit else "with"
+                raise UserError(f"{folder} was started {started} a refit: resume cannot change that")
         except UserError as error:
             refusal = error
     refusal = ranks.share(refusal)
@@ -148,7 +153,7 @@ def check_free(folder: Path, resume: bool, overwrite: bool) -> None:
         return
     if not overwrite:
         raise UserError(f"{folder} is not empty: choose another folder, or resume or overwrite the run in it")
-    if not (folder / "run.json").is_file():
+    if not _is_run(folder):
         raise UserError(f"{folder} is not a run folder (no run.json), so overwrite does not delete it")
     for lock in sorted(folder.glob(f"*/{LOCK}")):
         if locks.is_held(lock):
@@ -160,19 +165,25 @@ def delete_run(folder: Path) -> bool:
 
     run.json goes last: if interrupted, the rest is still recognised as that run.
     """
-    if not (folder / "run.json").is_file():
+    if not _is_run(folder):
         return False
     index = " and its index" if (folder / "index").is_dir() else ""
     kept = f"; kept the changes of a service in {folder / SERVICE}" if (folder / SERVICE).is_dir() else ""
-    for path in sorted(folder.iterdir(), key=lambda path: path.name == "run.json"):
+    _delete_files(folder)
+    log.info("deleted the run in %s%s%s", folder, index, kept)
+    return True
+
+
+def _delete_files(folder: Path) -> None:
+    for path in sorted(folder.iterdir(), key=lambda path: (path.name == "run.json", path.name == SELECTION)):
         if path.name == SERVICE:
             continue
         if path.is_dir() and not path.is_symlink():
+            if path.name == SELECTION:
+                _delete_files(path)
             shutil.rmtree(path)
         elif path.name != LOCK:
             path.unlink()
-    log.info("deleted the run in %s%s%s", folder, index, kept)
-    return True
 
 
 # Writing
@@ -198,6 +209,7 @@ def description(run: Run, split: Split, source: Mapping[str, Any] | None) -> dic
             "items": split.train.n_items,
             **{name: len(part) for name, part in parts.items() if part is not None},
         },
+        **({"repeats": "keep"} if split.train.repeats else {}),
         "untrained": untrained(split),
         "dim": run.model.dim,
         "batch": describe_batch(run, split).splitlines(),
@@ -269,7 +281,7 @@ def write_fused_start(folder: Path, split: Split, parts: Sequence[Eligibility], 
     """Write the ids and run.json of a fused run; it lists an item, or knows a query, if one of its parts does."""
     split.train.save_ids(folder)
     run = secrets.token_hex(8)
-    tensors = seen_tensors(split.train, split.seen_for("test"), split.test, None)
+    tensors = seen_tensors(split.train, split.before("test"), split.test, None)
     for side in ("queries", "items"):
         blank = [set(getattr(part, side).tolist()) for part in parts]
         tensors[f"untrained_{side}"] = torch.tensor(sorted(set.intersection(*blank)), dtype=torch.int32)
@@ -309,7 +321,7 @@ def write_end(
     reopen(folder)
     meta = read_meta(folder)
     result: dict[str, Any] = {"best_epoch": best_epoch, "epochs": len(history), "train_seconds": round(seconds, 3)}
-    result["untrained"] = meta["untrained"]
+    result |= {key: meta[key] for key in ("untrained", "refit") if key in meta}
     if test is not None:
         result["test"] = test.to_dict()
         write_queries(folder, "per_query.parquet", test)  # first: readers of result.json expect it
@@ -345,6 +357,21 @@ def write_queries(folder: Path, name: str, test: Evaluation) -> None:
 # Reading
 
 
+def _is_run(folder: Path) -> bool:
+    """Whether a folder holds a run, or the run that chooses the epochs of a refit."""
+    return (folder / "run.json").is_file() or (folder / SELECTION / "run.json").is_file()
+
+
+def begun_run(folder: Path) -> Path | None:
+    """The folder whose run.json a training resumes from: this one, or that of its selection; None without a run."""
+    return next((place for place in (folder, folder / SELECTION) if has_run(place)), None)
+
+
+def is_refit(folder: Path) -> bool:
+    """Whether the run in a folder was refitted, or will be."""
+    return "refit" in read_meta(folder) if has_run(folder) else has_run(folder / SELECTION)
+
+
 def has_run(folder: Path) -> bool:
     """Whether a folder has a run to resume; a run.json alone is from a start that was killed at once."""
     others = (manifest.NAME, "model.safetensors", checkpoint.NAME)
@@ -362,7 +389,8 @@ def read_meta(folder: Path) -> dict[str, Any]:
 
     path = folder / "run.json"
     if not path.is_file():
-        raise UserError(f"{folder} is not a run folder: it has no run.json")
+        begun = f"; its epochs are still being chosen in {folder / SELECTION}" * _is_run(folder)
+        raise UserError(f"{folder} is not a run folder: it has no run.json{begun}")
     files.check_folder(folder)
     if (folder / manifest.NAME).is_file():
         read_manifest(folder).path("run.json")
@@ -378,7 +406,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
             raise UserError(f"{path} is corrupt: it has no {key}")
         if not isinstance(meta[key], kind):
             raise UserError(f"{path} is corrupt: its {key} is {meta[key]!r:.80}")
-    for key in ("arguments", "towers", "source", "data", "untrained", "versions", "warm"):
+    for key in ("arguments", "towers", "source", "data", "untrained", "versions", "warm", "refit"):
         if not isinstance(meta.get(key, {}), dict):
             raise UserError(f"{path} is corrupt: its {key} is {meta[key]!r:.80}")
     return meta
@@ -396,7 +424,7 @@ def check_same(folder: Path, meta: Mapping[str, Any], setup: Setup) -> None:
     before = read_meta(folder)
     before["setup"] = flat(before["setup"])
     now = json.loads(json.dumps({**meta, "setup": setup.flat()}, default=str))
-    for part in ("recipe", "arguments", "setup", "method", "data", "vectors"):
+    for part in ("recipe", "arguments", "setup", "method", "data", "vectors", "refit", "repeats"):
         if before.get(part) != now.get(part):
             raise UserError(
                 f"{folder} was started {difference(part, before.get(part), now.get(part))}: resume cannot change it"

@@ -148,6 +148,9 @@ def _loaded(
         trained = load(place, model, recipe=recipe, trust=trust)
         if isinstance(trained.model, Sources):
             raise UserError(f"{place} is itself fused of several runs: give the runs in {place / PARTS}")
+        if "refit" in trained.meta:
+            why = "weights are chosen on the validation part, and it was refitted on that"
+            raise UserError(f"{place} cannot be fused: {why}; give {place / run_folder.SELECTION}")
         name, number = place.resolve().name, 2
         while name in loaded:
             name, number = f"{place.resolve().name}-{number}", number + 1
@@ -166,7 +169,7 @@ def _loaded(
         own = trained.ids.item_ids.ids.equals(train.item_ids.ids) and trained.ids.query_ids.ids.equals(
             train.query_ids.ids
         )
-        seen, known = split.seen_for("test"), trained.seen
+        seen, known = split.before("test"), trained.seen
         if not (own and torch.equal(seen.start, known.start) and torch.equal(seen.items, known.items.to(seen.items))):
             raise UserError(f"{trained.folder} was trained on another split than the one given: fuse with its own")
     return list(loaded.items())
@@ -270,6 +273,7 @@ def _write(fused: FusedRun, split: Split, folder: Path, select: str) -> None:
         "parts": parts,
         "source": first.get("source", {}),
         "data": first.get("data", {}),
+        **({"repeats": "keep"} if split.train.repeats else {}),
         "untrained": untrained(split),
         "dim": model.dim,
         "versions": {**first.get("versions", {}), "sparring": __version__},

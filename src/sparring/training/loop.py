@@ -57,10 +57,12 @@ class Trainer:
         progress: TrainingProgress,
         ranks: Ranks = ALONE,
         save_seconds: float | None = None,
+        epochs: int | None = None,
     ):
         self.run, self.split, self.device, self.folder = run, split, device, folder
         self.progress, self.ranks, self.save_seconds = progress, ranks, save_seconds
         self.setup, setup, training = run.setup, run.setup, run.setup.training
+        self.epochs = epochs or training.epochs  # a refit takes the chosen ones, under the schedule of all
         self.modules = run.modules().to(device)
         trained = nn.ModuleDict({"model": run.model, "temperature": run.temperature})
         self.trained = list(trained.parameters())
@@ -248,7 +250,7 @@ class Trainer:
         """End the epoch: evaluate on the validation part, keep the best model, decide whether to stop."""
         state, setup = self.state, self.setup
         record: dict[str, Any] = {"epoch": state.epoch + 1, "loss": loss, "seconds": round(state.seconds, 3)}
-        last = state.epoch + 1 >= setup.training.epochs
+        last = state.epoch + 1 >= self.epochs
         if self.valid is not None and ((state.epoch + 1) % setup.validation.eval_every == 0 or last):
             result = self.ranked()
             record |= result.metrics | {"valid_seconds": round(result.seconds, 3)}

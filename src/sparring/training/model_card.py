@@ -38,12 +38,11 @@ def model_card(meta: Mapping[str, Any], result: Mapping[str, Any], history: Sequ
         "## Data",
         f"{data['queries']:,} queries x {data['items']:,} items; interactions: {parts}. Source: {origin}"
         + (f", split {_split(source['split'])}." if source.get("split") else ".")
+        + (" Repeats of a pair are kept." if meta.get("repeats") == "keep" else "")
         + (f" {line}." if (line := untrained_line(meta["untrained"])) else ""),
         "",
         "## Training",
-        f"Epoch {result['best_epoch']} of {result['epochs']} was kept, by {setup['select']} on the validation part."
-        if "valid" in data
-        else f"The last of {result['epochs']} epochs was kept: there was no validation part.",
+        _kept(meta, result),
         f"{result['train_seconds']:,.1f} s of training, without validation."
         + (f" Loss {history[0]['loss']:.4f} to {history[-1]['loss']:.4f}. ![curve](curve.png)" if history else ""),
         "",
@@ -56,7 +55,7 @@ def model_card(meta: Mapping[str, Any], result: Mapping[str, Any], history: Sequ
         + ".",
         "",
         "## Test",
-        *_tests(result),
+        *_tests(result, meta.get("repeats") == "keep"),
         "",
         "## Use",
         "```python",
@@ -72,6 +71,21 @@ def model_card(meta: Mapping[str, Any], result: Mapping[str, Any], history: Sequ
         " the rows by popularity show by how much.",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _kept(meta: Mapping[str, Any], result: Mapping[str, Any]) -> str:
+    """Which epoch was kept, and why."""
+    refit, setup = meta.get("refit"), flat(meta["setup"])
+    if refit:
+        chosen = f"Epoch {refit['epochs']} of {refit['of']} was chosen by {setup['select']} on the validation part"
+        again = f"then the model was trained from the start on all {refit['interactions']:,} interactions of both parts"
+        curve = "![curve of the first training](selection/curve.png)"
+        return f"{chosen} ({refit['value']:.4f}) with {refit['train']:,} training interactions; {again}. {curve}"
+    if "valid" in meta["data"]:
+        return (
+            f"Epoch {result['best_epoch']} of {result['epochs']} was kept, by {setup['select']} on the validation part."
+        )
+    return f"The last of {result['epochs']} epochs was kept: there was no validation part."
 
 
 def _function(setup: Mapping[str, Any]) -> str:
@@ -103,12 +117,12 @@ def _tower(meta: Mapping[str, Any], side: str) -> str:
     return f"features and {kind}" if described and kind != "features" else kind
 
 
-def _tests(result: Mapping[str, Any]) -> list[str]:
+def _tests(result: Mapping[str, Any], repeats: bool) -> list[str]:
     """The test metrics of the ranking that recommends; if that is not the towers', those of the towers too."""
     ranking, towers = result.get("ranking", "encoder"), result.get("test")
     chosen = result.get("stages", {}).get(RANKINGS[ranking])
     if ranking == "encoder" or not chosen or not towers:
-        return _test(towers)
+        return _test(towers, repeats)
     cutoffs = sorted({int(name.split("@")[1]) for name in towers["metrics"]})
     k = cutoffs[len(cutoffs) // 2]
     figures = ", ".join(
@@ -116,17 +130,18 @@ def _tests(result: Mapping[str, Any]) -> list[str]:
     )
     also = 'An index, the service and exports rank by the towers alone, as does `recommend` with `ranking="encoder"`'
     by = {"fused": "towers and classifiers fused", "classifiers": "the classifiers alone"}[ranking]
-    return [f"Ranked by {by}, the best on the validation part.", "", *_test(chosen), "", f"{also}: {figures}."]
+    return [f"Ranked by {by}, the best on the validation part.", "", *_test(chosen, repeats), "", f"{also}: {figures}."]
 
 
-def _test(test: Mapping[str, Any] | None) -> list[str]:
+def _test(test: Mapping[str, Any] | None, repeats: bool) -> list[str]:
     if not test:
         return ["There was no test part."]
     metrics, strata = test["metrics"], test.get("strata", {})
     cutoffs = sorted({int(name.split("@")[1]) for name in metrics})
     labels = dict.fromkeys(name.split("@")[0] for name in metrics)
+    taken = "with the" if repeats else "without"
     lines = [
-        f"Full ranking of the catalogue for {test['queries']:,} queries, without items they had already taken.",
+        f"Full ranking of the catalogue for {test['queries']:,} queries, {taken} items they had already taken.",
         "",
         "| metric | " + " | ".join(f"@{k}" for k in cutoffs) + " |",
         "|---|" + "---:|" * len(cutoffs),

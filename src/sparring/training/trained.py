@@ -49,12 +49,22 @@ class Trained:
         """The training and validation pairs, which evaluation excludes; recommendations exclude the test part too."""
         return self.eligibility.seen
 
+    @property
+    def repeats(self) -> bool:
+        """Whether its data keeps repeats, so that lists hold items that a query has taken."""
+        return self.meta.get("repeats") == "keep"
+
     def recommend(
-        self, queries: Sequence[object] | str | int, k: int = 10, with_seen: bool = False, ranking: How | None = None
+        self,
+        queries: Sequence[object] | str | int,
+        k: int = 10,
+        with_seen: bool | None = None,
+        ranking: How | None = None,
     ) -> pl.DataFrame:
         """The k best items of each query (original ids): query, rank, item, title where known, score.
 
-        Items that a query is known to have taken and untrained items are left out; a warning names untrained queries.
+        Untrained items are left out, and so are items that a query is known to have taken, unless the data keeps
+        repeats; `with_seen` decides otherwise. A warning names untrained queries.
         `ranking` is "encoder", the towers alone; for a run with classifiers (stages.py) also "classifiers" or "fused",
         towers and classifiers together. By default it is the best of them on the validation part.
         """
@@ -71,12 +81,20 @@ class Trained:
         blank = np.isin(dense, self.eligibility.queries.numpy())
         if blank.any():
             log.warning("no training interactions, so not personalised: query %s", _first_few(asked, blank))
-        taken = None if with_seen else self.eligibility.taken(rows)
+        taken = None if self.lists_seen(with_seen) else self.eligibility.taken(rows)
         scores, items = self._best(self.model.query_vectors(rows), k, taken, ranking)
         return self._named(np.asarray(asked), scores, items)
 
+    def lists_seen(self, asked: bool | None = None) -> bool:
+        """Whether lists hold items that a query has taken: as asked, else if the data keeps repeats."""
+        return self.repeats if asked is None else asked
+
     def recommend_history(
-        self, items: Sequence[object] | str | int, k: int = 10, with_seen: bool = False, ranking: How | None = None
+        self,
+        items: Sequence[object] | str | int,
+        k: int = 10,
+        with_seen: bool | None = None,
+        ranking: How | None = None,
     ) -> pl.DataFrame:
         """The k best items for a new query that is given by its items, oldest first; a warning names unknown items.
 
@@ -98,7 +116,7 @@ class Trained:
             else:
                 vector = torch.from_numpy(mean_query(self.model, self.item_vectors()[known].float().numpy()))
         seen = Positives(torch.tensor([0, len(known.unique())]), known.unique().int())
-        scores, best = self._best(vector, k, None if with_seen else seen, ranking)
+        scores, best = self._best(vector, k, None if self.lists_seen(with_seen) else seen, ranking)
         return self._named(np.asarray(["history"]), scores, best)
 
     @property
@@ -244,13 +262,24 @@ def run_vectors(
 
 
 def leaked_pairs(trained: Trained, split: Split) -> int:
-    """The number of test pairs of a split that a run was trained on or chosen by."""
+    """The number of test pairs of a split that a run was trained on or chosen by, repeats of earlier pairs apart."""
     if split.test is None:
         return 0
     ids, seen, n_items = trained.ids, trained.seen, len(trained.ids.item_ids)
     queries = ids.query_ids.encode(split.test.query_ids.ids)[split.test.queries]
     items = ids.item_ids.encode(split.test.item_ids.ids)[split.test.items]
-    known = (queries >= 0) & (items >= 0)
+    known = (queries >= 0) & (items >= 0) & ~_repeats(split)
     owners = np.repeat(np.arange(len(seen.start) - 1), seen.start.diff().numpy())
     tested, taken = pair_keys(queries[known], items[known], n_items), pair_keys(owners, seen.items.numpy(), n_items)
     return int(np.isin(tested, taken).sum())
+
+
+def _repeats(split: Split) -> np.ndarray:
+    """Which test pairs were also taken before the test part."""
+    assert split.test is not None
+    if not split.train.repeats:
+        return np.zeros(len(split.test), dtype=bool)
+    before, n_items = split.before("test"), split.train.n_items
+    owners = np.repeat(np.arange(len(before.start) - 1), before.start.diff().numpy())
+    tested, taken = ((split.test.queries, split.test.items), (owners, before.items.numpy()))
+    return np.isin(pair_keys(*tested, n_items), pair_keys(*taken, n_items))

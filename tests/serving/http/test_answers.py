@@ -46,6 +46,20 @@ def test_a_user_gets_the_best_items_without_those_seen(
         same(listed(everything), truth.best(truth.users[row], 7))
 
 
+def test_a_run_that_keeps_repeats_lists_seen_items(tmp_path: Path, serving: Callable[..., TestClient]) -> None:
+    """With repeats kept, lists of users and histories hold seen items, unless exclude_seen is true."""
+    truth = make_run(tmp_path / "run", repeats=True)
+    client = serving(truth.folder)
+    for row in range(0, USERS, 7):
+        seen, query = set(truth.seen[row].tolist()), {"user": truth.user(row), "k": 7}
+        same(listed(client.post("/v1/recommend", json=query)), truth.best(truth.users[row], 7))
+        fresh = client.post("/v1/recommend", json={**query, "exclude_seen": True})
+        same(listed(fresh), truth.best(truth.users[row], 7, seen))
+        history = [truth.item_ids[item] for item in seen]
+        again = client.post("/v1/recommend", json={"history": history, "k": len(truth.item_ids)})
+        assert {item for item, _ in listed(again)} >= set(history)
+
+
 def test_several_users_are_answered_in_their_order(truth: MadeRun, client: TestClient) -> None:
     """Each user gets a list, repeated users too; k = N lists all remaining items."""
     rows = [3, 0, 3, 9]

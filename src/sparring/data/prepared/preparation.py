@@ -19,7 +19,7 @@ import polars as pl
 
 from sparring.core.errors import UserError, disk_full
 from sparring.core.locks import writing
-from sparring.data.columns import Columns, is_order
+from sparring.data.columns import Columns, is_order, keeps_repeats
 from sparring.data.formats.beir import is_beir
 from sparring.data.formats.xc import is_xc
 from sparring.data.interactions import Ids
@@ -60,6 +60,8 @@ def prepare(
     path, out, report = Path(path), Path(out), progress or (lambda stage, done, total: None)
     if engine not in ("polars", "spark"):
         raise UserError(f"no engine called {engine!r}; choose from polars, spark")
+    if keeps_repeats(columns):
+        raise UserError("prepared data has each pair once: to keep repeats, train on the file itself")
     _check_out(out, overwrite)
     if path.is_dir() and (is_prepared(path) or is_xc(path) or is_beir(path)):
         raise UserError(f"{path} needs no preparation: train on it directly")

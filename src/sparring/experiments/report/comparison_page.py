@@ -153,6 +153,8 @@ def _facts(comparison: Comparison, trained: int) -> dict[str, str]:
         parts = {"train": split.train, "validation": split.valid, "test": split.test}
         sizes = ", ".join(f"{len(part):,} {name}" for name, part in parts.items() if part is not None)
         facts[data.name] = f"{split.train.n_queries:,} queries x {split.train.n_items:,} items; interactions: {sizes}"
+    if comparison.refit:
+        facts["refit"] = "each run was trained again on train and validation, for the epochs that validation chose"
     facts["trained"] = f"{trained} of {comparison.study.total} runs"
     tuning = f"{comparison.trials} trials of each recipe on the validation part"
     facts["tuning"] = tuning if comparison.trials else "none: default settings of the recipes"

@@ -25,7 +25,7 @@ def write_lists(
     trained: Trained,
     path: Path,
     k: int = 100,
-    with_seen: bool = False,
+    with_seen: bool | None = None,
     index: Index | None = None,
     progress: Callable[[int, int], None] | None = None,
     how: How | None = None,
@@ -46,10 +46,10 @@ def write_lists(
     queries, items = trained.ids.query_ids.ids, trained.ids.item_ids.ids
     ranking = trained.ranking(how) if index is None else None
     untrained = trained.eligibility.items.numpy() if len(trained.eligibility.items) else None
-    total = 0
+    lists_seen, total = trained.lists_seen(with_seen), 0
 
     def ranked(rows: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-        q, seen = trained.model.query_vectors(rows), None if with_seen else trained.eligibility.taken(rows)
+        q, seen = trained.model.query_vectors(rows), None if lists_seen else trained.eligibility.taken(rows)
         if ranking is not None:
             scores, best = ranking.best(q, k, seen)
             return scores.cpu().numpy(), best.cpu().numpy()

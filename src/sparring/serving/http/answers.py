@@ -76,7 +76,7 @@ class Answering:
         queries = [query.user] if query.user is not None else query.users or []
         users, missing = _find_known(served.users.find_one, queries, "user", served)
         fields = _fields(served, query, len(queries))
-        exclude = [served.seen(user) for user in users] if query.exclude_seen else [_NONE] * len(users)
+        exclude = [served.seen(user) for user in users] if _excludes_seen(served, query) else [_NONE] * len(users)
         return SearchJob(served, queries, users, None, query.k, exclude, fields=fields, missing=missing)
 
     def _item_job(self, query: Similar) -> SearchJob:
@@ -93,7 +93,7 @@ class Answering:
         served = self.registry.served(query.run)
         fields = _fields(served, query)
         items, usable, vector = await in_thread(self.encoder, _history, served, history)
-        exclude = [items[items >= 0] if query.exclude_seen else _NONE]
+        exclude = [items[items >= 0] if _excludes_seen(served, query) else _NONE]
         unknown = [history[row] for row in np.flatnonzero(~usable).tolist()]
         return SearchJob(served, [history], None, vector, query.k, exclude, fields=fields, unknown=unknown)
 
@@ -219,6 +219,11 @@ def _filtered(query: Query) -> bool:
 
 def _kinds(query: Recommend) -> list[str]:
     return [name for name in _KINDS if getattr(query, name) is not None]
+
+
+def _excludes_seen(served: ServedRun, query: Recommend) -> bool:
+    """Whether to leave out seen items: as asked, else unless the run keeps repeats."""
+    return not served.trained.lists_seen(None if query.exclude_seen is None else not query.exclude_seen)
 
 
 def _find_known(

@@ -112,8 +112,10 @@ class Recommend(Query):
     )
     text: Text | None = None
     texts: Annotated[list[Text], Field(min_length=1, max_length=MAX_QUERIES, fail_fast=True)] | None = None
-    exclude_seen: StrictBool = Field(
-        True, description="leave out the items the user has interacted with, or the items in the history"
+    exclude_seen: StrictBool | None = Field(
+        None,
+        description="leave out the items the user has interacted with, or the items in the history; "
+        "by default true, unless the run keeps repeats",
     )
 
 
