@@ -26,6 +26,7 @@ from sparring.training import checkpoint
 from sparring.training import folder as run_folder
 from sparring.training.eligibility import listed_items
 from sparring.training.loop import Trainer, TrainingProgress, selected
+from sparring.training.novelty import check_correctable, novel
 from sparring.training.stages import classifier_run, fuse
 from sparring.training.step import check_rows
 from sparring.training.warm_start import warm_start
@@ -99,7 +100,8 @@ def fit(
             run.model.remember(past)
         if split.test is not None:
             log.info("ranking the complete catalogue for every test query")
-            test = _test(run.model, split, k, metrics, where, ranks, trainer.listed)
+            ranked = novel(run.model, run.setup.ranking.novelty, split.seen_for("test"), trainer.listed)
+            test = _test(ranked, split, k, metrics, where, ranks, trainer.listed)
         fitted = Fitted(run, state.history, state.best_epoch, test, state.seconds)
         if folder is not None and ranks.rank == 0:
             run_folder.write_end(folder, run, state.history, state.best_epoch, state.seconds, test)
@@ -143,6 +145,8 @@ def _check(run: object, split: object, k: Sequence[int], metrics: Sequence[str])
         raise UserError(f"fit needs a Split, got {type(split).__name__}{hint}")
     if run.solver is not None and launched() > 1:
         raise UserError(f"{run.recipe} is solved by one process: start it without torchrun or --nproc")
+    if run.setup.ranking.novelty:
+        check_correctable(run.model)
     check_rows(run, split.train)
     weight, n_items = split.train.weight, split.train.n_items
     if weight is not None and len(weight) and not weight.any():
