@@ -31,10 +31,8 @@ def spread(scores: Tensor) -> Tensor:
 
 def log_popularity(seen: Positives, n_items: int, listed: Tensor | None = None) -> Tensor:
     """(N,): log(1 + interactions), standardised over the listed items; zeros where all have equally many."""
-    counts = torch.bincount(seen.items.cpu().long(), minlength=n_items)
-    logs = torch.log1p(counts.double())
+    logs = torch.log1p(torch.bincount(seen.items.cpu().long(), minlength=n_items).double())
     among = logs if listed is None else logs[listed.cpu()]
-    deviation = among.std(correction=0)
-    if not deviation > 0:
+    if not len(among) or among.min() == among.max():
         return torch.zeros(n_items)
-    return ((logs - among.mean()) / deviation).float()
+    return ((logs - among.mean()) / among.std(correction=0)).float()

@@ -61,7 +61,8 @@ def mean_spread(model: Retriever, vectors: Tensor, seen: Positives) -> float:
     known = torch.nonzero(seen.start.cpu().diff()).flatten()
     if not len(known):
         return 0.0
-    chosen = known[torch.linspace(0, len(known) - 1, min(len(known), _QUERIES)).long()]
+    n = min(len(known), _QUERIES)
+    chosen = known[torch.arange(n) * len(known) // n]
     scores = top_k(model.query_vectors(chosen).to(vectors), vectors, min(DEPTH, model.n_items))[0]
     return float(spread(scores.float()).mean())
 
