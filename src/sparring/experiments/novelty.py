@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ from sparring.core.types import Positives
 from sparring.evaluation.accumulator import Pairs
 from sparring.evaluation.metrics import STRATA, parse
 from sparring.evaluation.ranking import Evaluation, evaluate
-from sparring.experiments.report.tables import Column, Row, Table
+from sparring.experiments.report.tables import Cell, Column, Row, Table, TableRows
 from sparring.training.trained import Trained
 
 VALUES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
@@ -52,12 +53,12 @@ class NoveltyCurve:
 
     def largest(self, kept: float = KEPT) -> float:
         """The largest value up to which every value keeps this share of NDCG."""
-        best = 0.0
-        for novelty in self.points:
-            if self.kept(novelty) < kept:
-                break
-            best = novelty
-        return best
+        return float(largest(self.table().rows, kept)["novelty"] or 0)
+
+
+def largest(rows: TableRows, kept: float = KEPT) -> Mapping[str, Cell]:
+    """The last row of a curve's table up to which every row keeps this share of NDCG."""
+    return list(itertools.takewhile(lambda row: float(row["kept"] or 0) >= kept, rows))[-1]
 
 
 def novelty_curve(

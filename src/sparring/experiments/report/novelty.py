@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from sparring.core.figure_style import COLOURS, INK, MARKERS, blank, style, tidy
-from sparring.experiments.novelty import KEPT, NoveltyCurve
+from sparring.experiments.novelty import KEPT, NoveltyCurve, largest
 from sparring.experiments.report import figures
 from sparring.experiments.report.figures import RenderedFigure
 from sparring.experiments.report.html import Facts, Figures, Page, Paragraph, Section, Sheet
@@ -51,7 +51,7 @@ def write(curve: NoveltyCurve, folder: Path, facts: Mapping[str, str]) -> Path:
     drawn, table = draw(curve, folder), curve.table()
     table.write(folder, "novelty")
     sections = (
-        Section("What it costs and brings", (Figures((drawn,)), Sheet(table))),
+        Section("What it costs and buys", (Figures((drawn,)), Sheet(table))),
         Section("How to read it", (Paragraph(_READING), Facts(facts))),
     )
     path = folder / "report.html"
@@ -60,11 +60,11 @@ def write(curve: NoveltyCurve, folder: Path, facts: Mapping[str, str]) -> Path:
 
 
 def in_short(curve: NoveltyCurve) -> str:
-    """One sentence: the largest novelty that keeps 95 % of NDCG, and what it brings."""
-    rows = {row["novelty"]: row for row in curve.table().rows}
-    best = curve.largest()
-    first, row = rows[0.0], rows[best]
-    brings = f"coverage {first['coverage']:.4f} to {row['coverage']:.4f}"
+    """One sentence: the largest novelty that keeps 95 % of NDCG, and what it buys."""
+    rows = curve.table().rows
+    first, row = rows[0], largest(rows)
+    buys = f"coverage {first['coverage']:.4f} to {row['coverage']:.4f}"
     if row["head_share"] is not None:
-        brings += f", head items {first['head_share']:.1%} to {row['head_share']:.1%} of lists"
-    return f"Novelty {best:g} is the largest that keeps {KEPT:.0%} of ndcg@{curve.k} ({row['kept']:.1%}): {brings}."
+        buys += f", head items {first['head_share']:.1%} to {row['head_share']:.1%} of lists"
+    kept = f"keeps {KEPT:.0%} of ndcg@{curve.k} ({row['kept']:.1%})"
+    return f"Novelty {row['novelty']:g} is the largest of these that {kept}: {buys}."
