@@ -281,6 +281,7 @@ def test_as_a_setting_of_a_run(parts: Split, tmp_path: Path) -> None:
         for query in np.unique(parts.test.queries)
     ]
     by_hand = evaluate_lists(np.array(lists), parts.test, parts.train.n_items, (10,), counts=parts.train.counts())
+    assert f"novelty {N}" in (run / "README.md").read_text()
     found = json.loads((run / "result.json").read_text())["test"]
     for name in ("recall@10", "ndcg@10", "coverage@10"):
         assert found["metrics"][name] == pytest.approx(by_hand.metrics[name])
