@@ -231,6 +231,20 @@ def test_every_kind_of_model(folder: Path, name: str) -> None:
         agrees(run.ids.item_ids.encode(own["item"].to_list()).tolist(), own["score"].to_list(), left)
 
 
+def test_histories_of_new_queries(folder: Path) -> None:
+    """An item-item matrix corrects a history by the spread of its own scores."""
+    plain, run = load(folder / "ease", novelty=0), load(folder / "ease", novelty=N)
+    untrained = plain.eligibility.items.tolist()
+    history = [item for item in range(plain.model.n_items) if item not in untrained][4:7]
+    weight = plain.model.query.weight.detach().numpy().astype(np.float64)  # type: ignore[union-attr]
+    scores = weight[history].sum(0)
+    z = popularity(plain.seen.items.numpy(), plain.model.n_items, plain.eligibility.items.numpy())
+    expected = scores - N * spreads(scores[None])[0] * z
+    listed = run.recommend_history(run.ids.item_ids.decode(history).tolist(), 6)
+    left = {item: expected[item] for item in range(len(expected)) if item not in {*history, *untrained}}
+    agrees(run.ids.item_ids.encode(listed["item"].to_list()).tolist(), listed["score"].to_list(), left)
+
+
 def test_the_neighbours_in_an_index_are_corrected_when_searched(folder: Path, parts: Split, tmp_path: Path) -> None:
     """One index of an item-item matrix serves any novelty; neighbours cannot be exported with one."""
     run = tmp_path / "ease"
