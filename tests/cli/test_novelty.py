@@ -61,7 +61,7 @@ def test_the_setting_and_the_option(run: Path, tmp_path: Path, capsys: pytest.Ca
 
 
 def test_the_curve(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A record per value, equal to an evaluation at that value; a page on request; a sentence in short."""
+    """A record per value, equal to an evaluation at that value; a page on request; every dialect."""
     rows = printed(capsys, "evaluate", str(run), "--novelty", "0.3,0.9", "-k", "5")
     assert [row["novelty"] for row in rows] == [0, 0.3, 0.9]
     (single,) = printed(capsys, "evaluate", str(run), "--novelty", "0.9", "-k", "5")
@@ -69,10 +69,12 @@ def test_the_curve(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
         assert rows[2][name] == single["metrics"][f"{name}@5"]  # type: ignore[index]
     words = ["evaluate", str(run), "--novelty", "curve", "--report", str(tmp_path / "report")]
     assert main(words) == 0
-    shown = capsys.readouterr().out
-    assert "largest" in shown
+    assert "head items" in capsys.readouterr().out
     assert (tmp_path / "report" / "report.html").is_file()
     assert len(pl.read_csv(tmp_path / "report" / "novelty.csv")) == 11
+    for dialect in ("xir-release", "xc", "lenskit"):
+        rows = printed(capsys, "evaluate", str(run), "--novelty", "0,1", "--dialect", dialect)
+        assert float(rows[1]["kept"]) != 1  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from sparring.core.files import read_tensors
 from sparring.core.types import Positives
 from sparring.data.interactions import Split
 from sparring.evaluation.ranking import evaluate, evaluate_lists
-from sparring.experiments.novelty import novelty_curve
+from sparring.experiments.novelty import NoveltyCurve, novelty_curve
 from sparring.experiments.report import novelty as report
 from sparring.models.retriever import Retriever
 from sparring.models.towers import IdTower
@@ -322,6 +322,9 @@ def test_the_curve_is_an_evaluation_per_value(folder: Path, parts: Split, tmp_pa
     threshold = (min(kept) + 1) / 2
     place = next(at for at, share in enumerate(kept) if share < threshold) - 1
     assert curve.largest(threshold) == rows[place]["novelty"]
+    steep = NoveltyCurve(5, {value: curve.points[place] for value, place in ((0.0, 0.0), (0.5, 1.0))})
+    assert steep.kept(0.5) < 0.95
+    assert "more than 5%" in report.in_short(steep)
     page = report.write(curve, tmp_path / "report", {"run": "default"})
     assert "Novelty" in page.read_text()
     assert {path.name for path in page.parent.iterdir()} >= {"novelty.svg", "novelty.png", "novelty.csv", "novelty.md"}

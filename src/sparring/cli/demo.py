@@ -92,6 +92,8 @@ def _show_novelty(folder: Path, page: Path) -> None:
 
     point = largest(read_json(page / "novelty.json")["rows"])
     novelty = float(point["novelty"] or 0)
+    if not novelty:
+        return
 
     trained = runs.load(folder, novelty=0)
     data = read_recorded(trained.meta, folder, None, {})

@@ -63,6 +63,8 @@ def in_short(curve: NoveltyCurve) -> str:
     """One sentence: the largest novelty that keeps 95 % of NDCG, and what it buys."""
     rows = curve.table().rows
     first, row = rows[0], largest(rows)
+    if row is first:
+        return f"Each of these values costs more than {1 - KEPT:.0%} of ndcg@{curve.k}."
     buys = f"coverage {first['coverage']:.4f} to {row['coverage']:.4f}"
     if row["head_share"] is not None:
         buys += f", head items {first['head_share']:.1%} to {row['head_share']:.1%} of lists"
