@@ -84,6 +84,7 @@ MEDIUM = (
 
 # Tests of these files share what a fixture trains or starts, so one process runs a file's tests.
 TOGETHER = (
+    "cli/test_novelty.py",
     "cli/test_texts.py",
     "data/test_prepared_spark.py",
     "experiments/test_comparison.py",
@@ -95,6 +96,7 @@ TOGETHER = (
     "serving/test_export",
     "several_ranks/test_equality.py",
     "training/test_fusing.py",
+    "training/test_novelty.py",
     "training/test_stages.py",
 )
 # Single tests of many seconds, which start first so that no process is left alone with one.

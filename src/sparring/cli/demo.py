@@ -17,6 +17,7 @@ from sparring.cli.screen import show, table
 from sparring.core.errors import UserError
 
 HOUSEHOLD = 1042
+HOUSEHOLDS = (HOUSEHOLD, 2013)  # whose lists the tour shows with and without novelty
 EPOCHS = 8
 # Small enough for a minute each on a laptop.
 SHARED = "--setup default --set dim=32 --set batch_size=1024"
@@ -71,10 +72,50 @@ def demo(args: Namespace, execute: Callable[[list[str]], int]) -> int:
     show("", f"The best baseline, without negatives: {max(BASELINES, key=quality)}.")
     best = folders[max(RECIPES, key=quality)]
     run(f"evaluate {shlex.quote(str(best))} --k 5,10,100")
+    strongest, page = folders[max(recipes, key=quality)], args.out / "novelty"
+    values = "0.1,0.2,0.3,0.4,0.5,0.6,0.7"
+    run(f"evaluate {shlex.quote(str(strongest))} --novelty {values} --report {shlex.quote(str(page))}")
+    _show_novelty(strongest, page)
     run(f"recommend {shlex.quote(str(best))} --query {HOUSEHOLD} -k 10")
     _show_household(best)
     show("", f"Each run folder has its settings, metrics, curve and model card: see {best / 'README.md'}")
     return 0
+
+
+def _show_novelty(folder: Path, page: Path) -> None:
+    """Show the lists of two households by the model's own scores and at the largest novelty that keeps 95 % of NDCG."""
+    import torch
+
+    from sparring.core.files import read_json
+    from sparring.experiments.novelty import largest
+    from sparring.training import trained as runs
+
+    point = largest(read_json(page / "novelty.json")["rows"])
+    novelty = float(point["novelty"] or 0)
+    if not novelty:
+        return
+
+    trained = runs.load(folder, novelty=0)
+    data = read_recorded(trained.meta, folder, None, {})
+    titles, everyone = data.titles(), torch.arange(data.n_queries)
+    assert titles is not None
+    taken = trained.eligibility.taken(everyone)
+    before, after = (
+        each.ranking().best(each.model.query_vectors(everyone), 10, taken)[1]
+        for each in (trained, trained.with_novelty(novelty))
+    )
+    counts = [lists[lists >= 0].bincount(minlength=data.n_items).double() for lists in (before, after)]
+    n, top = data.n_queries, int(counts[0].argmax())
+    shared = [float((count * (count - 1)).sum()) / (n * (n - 1)) for count in counts]  # by two lists, in the mean
+    rows: list[list[object]] = [["household", "the model's own scores", f"novelty {novelty:g} (+ new in the list)"]]
+    for household, at in zip(HOUSEHOLDS, data.query_ids.encode(HOUSEHOLDS).tolist(), strict=True):
+        for place, (old, new) in enumerate(zip(before[at].tolist(), after[at].tolist(), strict=True)):
+            mark = "  " if new in before[at] else "+ "
+            rows.append([household if not place else "", titles[old], mark + titles[new]])
+    line = f"Novelty {novelty:g} costs {1 - float(point['kept'] or 0):.1%} of ndcg@20. "
+    line += f"Two households share {shared[1]:.1f} of their 10 best instead of {shared[0]:.1f}; "
+    line += f"{titles[top]} is in {counts[1][top] / n:.0%} of the lists instead of {counts[0][top] / n:.0%}."
+    show("", line, "", table(rows, left=3))
 
 
 def _show_household(folder: Path) -> None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from rich.console import RenderableType
 
 import sparring.cli.inputs as inputs
 from sparring.cli.parsing import (
@@ -17,10 +20,12 @@ from sparring.cli.parsing import (
     add_unfinished,
     constants,
     cutoffs,
+    novelties,
 )
-from sparring.cli.screen import evaluation_tables, result, stages_table
+from sparring.cli.screen import evaluation_tables, result, stages_table, table
 from sparring.core.choices import DIALECTS
 from sparring.core.errors import UserError
+from sparring.core.locks import LOCK, writing
 
 if TYPE_CHECKING:
     from sparring.data.interactions import Interactions
@@ -52,6 +57,13 @@ def add_evaluate(commands: Commands) -> None:
     text = "constants of psp and psndcg (default: those of the data)"
     group.add_argument("--propensity", type=constants, metavar="A,B", help=text)
     add_ranking(group)
+    text = (
+        "correct scores for the popularity of items, 0 (not) to 1; several values, or the word curve, "
+        "show what novelty costs and brings (default: the run's setting, novelty)"
+    )
+    group.add_argument("--novelty", type=novelties, metavar="N,N", help=text)
+    text = "with several values of --novelty: folder for a page, a figure and the table"
+    group.add_argument("--report", type=Path, metavar="FOLDER", help=text)
     add_unfinished(group)
     add_device(group)
     add_json(group)
@@ -64,10 +76,20 @@ def evaluate(args: Namespace) -> int:
     from sparring.training import trained as runs
 
     device = pick_device(args.device)
-    trained = runs.load(args.run, args.model, recipe=args.recipe, trust=args.trust, unfinished=args.unfinished)
+    several = len(args.novelty or ()) > 1
+    if args.report is not None and not several:
+        raise UserError("--report shows what novelty costs: give --novelty curve, or several values such as 0,0.3,0.6")
+    if several and args.ranking not in (None, "encoder"):
+        raise UserError(f"--novelty corrects the ranking by the towers alone: omit --ranking {args.ranking}")
+    trained = runs.load(
+        args.run, args.model, recipe=args.recipe, trust=args.trust, unfinished=args.unfinished, novelty=0
+    )
     cutoffs = inputs.cutoffs_for(args.k, len(trained.ids.item_ids))
     data = inputs.read_recorded(trained.meta, args.run, args.data, inputs.columns(args))
     task = _to_rank(trained, data, args)
+    if several:
+        return _curve(args, trained, task, cutoffs[len(cutoffs) // 2], device)
+    trained = trained.with_novelty(args.novelty[0] if args.novelty else trained.own_novelty)
     propensity = None if task.misses is not None else _propensity(data, args.propensity)
     names = []
     for name in METRICS + (PROPENSITY_METRICS if propensity is not None else ()) + LIST_METRICS:
@@ -87,13 +109,14 @@ def evaluate(args: Namespace) -> int:
     }
     chosen = results[how]
     facts = {"run": str(args.run), "ranked": task.title, "ranking": how, "dialect": args.dialect}
-    facts["repeats"] = "keep" if trained.repeats else "merge"
+    facts |= {"repeats": "keep" if trained.repeats else "merge", "novelty": trained.novelty}
     facts |= {"untrained": task.blank} if task.left_out is None else {"untrained": None, "left_out": task.left_out}
     record = {**facts, **chosen.to_dict()}
     words = [f"{args.run} on {task.title}: {len(chosen.query_ids):,} queries ranked in {chosen.seconds:.1f} s"]
     words += [f"{task.blank:,} of them have no training pair"] if task.blank else []
     words += ["repeats are kept, so seen items are ranked too"] if trained.repeats else []
-    parts = [part for table in evaluation_tables(chosen) for part in ("", table)]
+    words += [f"novelty {trained.novelty:g}"] if trained.novelty else []
+    parts = [part for each in evaluation_tables(chosen) for part in ("", each)]
     if sources:
         record["parts"] = {name.removeprefix(PARTS): results[name].to_dict() for name in sources}
         parts += ["", stages_table(results)]
@@ -103,6 +126,24 @@ def evaluate(args: Namespace) -> int:
         parts += ["", stages_table(results)]
     left_out = [] if task.left_out is None else [_left_out_line(task.left_out)]
     return result(args, [record], "; ".join(words), *left_out, *parts)
+
+
+def _curve(args: Namespace, trained: Trained, task: _Task, k: int, device: Any) -> int:
+    """The metrics at several values of novelty, at one cutoff."""
+    from sparring.experiments.novelty import novelty_curve
+    from sparring.experiments.report import novelty as report
+
+    given = {"counts": task.counts, "misses": task.misses}
+    curve = novelty_curve(trained, task.test, task.seen.to(device), args.novelty, k, args.dialect, device, **given)
+    found = curve.table()
+    title = f"{args.run} on {task.title}: {len(next(iter(curve.points.values())).query_ids):,} queries"
+    parts: list[RenderableType] = [title, "", table(found.cells()), "", report.in_short(curve)]
+    if args.report is not None:
+        with writing(args.report, args.report / LOCK):
+            path = report.write(curve, args.report, {"run": str(args.run), "ranked": task.title})
+        parts.append(str(path))
+    records = [{"run": str(args.run), "ranked": task.title, "k": k, **row} for row in found.rows]
+    return result(args, records, *parts)
 
 
 PARTS = "parts/"  # of a fused run

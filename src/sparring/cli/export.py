@@ -7,7 +7,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sparring.cli.parsing import Commands, add_quiet, add_run, add_unfinished, count, names
+from sparring.cli.parsing import Commands, add_novelty, add_quiet, add_run, add_unfinished, count, names
 from sparring.cli.screen import console, note_towers, progress, show
 from sparring.core.errors import UserError
 from sparring.core.locks import LOCK, writing
@@ -36,6 +36,7 @@ def add_export(commands: Commands) -> None:
     parser.add_argument("--out", type=Path, metavar="FOLDER", help=text)
     text = "parquet of ease and item_knn: neighbours written of each item, the strongest (default: 200)"
     parser.add_argument("--neighbours", type=count, metavar="M", help=text)
+    add_novelty(parser)
     add_unfinished(parser)
     add_quiet(parser)
     group = parser.add_argument_group("databases")
@@ -61,7 +62,9 @@ def export(args: Namespace) -> int:
         raise UserError(f"--out is for parquet and onnx; --to {args.to} takes --address")
     if not files and not args.address:
         raise UserError(f"--to {args.to} needs --address {ADDRESSES[args.to]}")
-    trained = runs.load(args.run, args.model, recipe=args.recipe, trust=args.trust, unfinished=args.unfinished)
+    trained = runs.load(
+        args.run, args.model, recipe=args.recipe, trust=args.trust, unfinished=args.unfinished, novelty=args.novelty
+    )
     note_towers(trained)
     matrix = trained.model.scores_items
     if args.neighbours is not None and not (matrix and args.to == "parquet"):

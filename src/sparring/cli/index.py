@@ -5,7 +5,18 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import TYPE_CHECKING
 
-from sparring.cli.parsing import Commands, add_json, add_quiet, add_run, add_unfinished, count, size, target, whole
+from sparring.cli.parsing import (
+    Commands,
+    add_json,
+    add_novelty,
+    add_quiet,
+    add_run,
+    add_unfinished,
+    count,
+    size,
+    target,
+    whole,
+)
 from sparring.cli.screen import detail, note_towers, result, table
 from sparring.core.choices import INDEX_KINDS
 from sparring.core.errors import UserError
@@ -34,6 +45,7 @@ def add_index(commands: Commands) -> None:
     group.add_argument("-k", "--k", type=count, default=100, metavar="K", help=text)
     text = "for ease and item_knn: neighbours kept of each item, the strongest (default: 200)"
     group.add_argument("--neighbours", type=count, metavar="M", help=text)
+    add_novelty(group)
     group = parser.add_argument_group("measurement")
     text = "queries of the run to measure on (default: 1000)"
     group.add_argument("--queries", type=count, default=1000, metavar="N", help=text)
@@ -54,7 +66,9 @@ def index(args: Namespace) -> int:
 
     if args.kind not in ("auto", "exact"):
         require_faiss()
-    trained = runs.load(args.run, args.model, recipe=args.recipe, trust=args.trust, unfinished=args.unfinished)
+    trained = runs.load(
+        args.run, args.model, recipe=args.recipe, trust=args.trust, unfinished=args.unfinished, novelty=args.novelty
+    )
     note_towers(trained)
     if trained.model.scores_items:
         return _lists(args, trained)

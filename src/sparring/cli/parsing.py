@@ -117,6 +117,11 @@ def add_ranking(group: OptionGroup) -> None:
     group.add_argument("--ranking", choices=("encoder", "classifiers", "fused"), default=None, help=text)
 
 
+def add_novelty(group: OptionGroup) -> None:
+    text = "correct scores for the popularity of items, 0 (not) to 1 (default: the run's setting, novelty)"
+    group.add_argument("--novelty", type=novelty, metavar="N", help=text)
+
+
 def add_json(group: OptionGroup) -> None:
     group.add_argument("--json", action="store_true", help="print JSON instead of text")
 
@@ -178,6 +183,20 @@ def seconds(text: str) -> float:
     if not 0 < value < 1e6:
         raise argparse.ArgumentTypeError(f"{text!r} is not a time in seconds: it must be above 0")
     return value
+
+
+def novelty(text: str) -> float:
+    value = number(text)
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a novelty: it must be between 0 and 1")
+    return value
+
+
+def novelties(text: str) -> tuple[float, ...]:
+    """0,0.3 -> (0.0, 0.3); curve -> 0.0, 0.1, ... 1.0."""
+    if text.strip() == "curve":
+        return tuple(step / 10 for step in range(11))
+    return tuple(sorted({novelty(part) for part in text.split(",")}))
 
 
 def constants(text: str) -> tuple[float, float]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from sparring.cli.parsing import Commands, add_ranking, add_run, add_unfinished, count
+from sparring.cli.parsing import Commands, add_novelty, add_ranking, add_run, add_unfinished, count
 from sparring.cli.screen import console, note, note_towers, progress, result, table
 from sparring.core.errors import UserError
 
@@ -46,6 +46,7 @@ def add_recommend(commands: Commands) -> None:
     text = "number of items (default: 10; with --all 100)"
     group.add_argument("-k", "--k", type=count, default=None, metavar="K", help=text)
     add_ranking(group)
+    add_novelty(group)
     text = "include items that the query is known to have; a run that keeps repeats does so anyway"
     group.add_argument("--with-seen", action="store_true", default=None, help=text)
     add_unfinished(group)
@@ -60,7 +61,9 @@ def recommend(args: Namespace) -> int:
     if args.all or args.out or args.index:
         return _recommend_all(args)
     k = args.k or 10
-    trained = runs.load(args.run, args.model, recipe=args.recipe, trust=args.trust, unfinished=args.unfinished)
+    trained = runs.load(
+        args.run, args.model, recipe=args.recipe, trust=args.trust, unfinished=args.unfinished, novelty=args.novelty
+    )
     if args.text:
         best = trained.recommend_text(args.text, k, args.ranking)
     elif args.history:
@@ -106,7 +109,9 @@ def _recommend_all(args: Namespace) -> int:
     check_file(args.out)
     if args.index and args.ranking not in (None, "encoder"):
         raise UserError(f"an index holds the vectors of the towers alone: omit --index for --ranking {args.ranking}")
-    trained = runs.load(args.run, args.model, recipe=args.recipe, trust=args.trust, unfinished=args.unfinished)
+    trained = runs.load(
+        args.run, args.model, recipe=args.recipe, trust=args.trust, unfinished=args.unfinished, novelty=args.novelty
+    )
     index = None
     if args.index and trained.model.scores_items:
         if not has_index(args.run):
@@ -114,7 +119,7 @@ def _recommend_all(args: Namespace) -> int:
         trained = replace(trained, model=open_lists(trained.model, args.run)[0])
     elif args.index:
         trained.item_vectors()  # a fused run has none, and says so
-        index = open_index(args.run)
+        index = open_index(args.run, novelty=trained.novelty)
     if index is not None:
         note_towers(trained)
     n, k = len(trained.ids.query_ids), args.k or min(100, len(trained.ids.item_ids))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparring.cli.inputs import read_recorded, split_recorded
-from sparring.cli.parsing import Commands, add_code, add_unfinished, count, seconds, setting, size, whole
+from sparring.cli.parsing import Commands, add_code, add_novelty, add_unfinished, count, seconds, setting, size, whole
 from sparring.core.errors import UserError, did_you_mean
 from sparring.core.extras import optional
 
@@ -56,6 +56,7 @@ def add_serve(commands: Commands) -> None:
     group.add_argument("--root", type=Path, action="append", default=[], metavar="FOLDER", help=text)
     text = "serve RUN even if a reload replaced it"
     group.add_argument("--as-given", action="store_true", help=text)
+    add_novelty(group)
     add_unfinished(group)
     text = "check this often whether a run or its index has changed, and reload it"
     group.add_argument("--watch", type=seconds, metavar="SECONDS", help=text)
@@ -93,6 +94,7 @@ def serve(args: Namespace) -> int:
         trust=args.trust,
         unfinished=args.unfinished,
         model=args.model,
+        novelty=args.novelty,
     )
     for folder in args.runs:
         if (folder / FILE).is_file():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from sparring.core.types import Exclude, Positives
 from sparring.data.histories import Histories
 from sparring.data.interactions import Interactions
 from sparring.data.pairs import csr
+from sparring.models.novelty import spread
 from sparring.models.retriever import Retriever
 from sparring.models.towers import HistoryReader, UnitTower
 
@@ -33,6 +35,7 @@ class ItemSums(HistoryReader):
 
     W is dense, `weight` (N, N), or sparse with the same number of `neighbours` in each row: the weight of item
     neighbours[i, m] is weight[i, m], 0 where an item has fewer. An item counts once, however often a history has it.
+    Scores grow with the number of items, so a `penalty` (N,) counts in units of the query's own spread (novelty.py).
 
         ItemSums(histories(train), n_items)(query_ids)     # (B, N)
     """
@@ -40,6 +43,7 @@ class ItemSums(HistoryReader):
     start: Tensor
     items: Tensor
     neighbours: Tensor | None
+    penalty: Tensor | None
 
     def __init__(self, histories: Histories, n_items: int, neighbours: int | None = None) -> None:
         super().__init__()
@@ -50,16 +54,31 @@ class ItemSums(HistoryReader):
         self.weight = nn.Parameter(torch.zeros(n_items, width))
         empty = None if neighbours is None else torch.zeros(n_items, width, dtype=torch.int32)
         self.register_buffer("neighbours", empty)
+        self.register_buffer("penalty", None, persistent=False)
 
     def forward(self, query_ids: Tensor) -> Tensor:
         flat = query_ids.reshape(-1)
         pairs = Positives(self.start, self.items).of(flat)
         assert pairs.rows is not None
-        return self._sums(pairs.rows, pairs.ids.long(), len(flat)).reshape(*query_ids.shape, self.dim)
+        scores = self._corrected(self._sums(pairs.rows, pairs.ids.long(), len(flat)))
+        return scores.reshape(*query_ids.shape, self.dim)
 
     def encode_history(self, items: Tensor) -> Tensor:
         """Scores (B, N) of all items for histories (B, L), padded with -1; order and repeats do not matter."""
-        return self._sums(*distinct(items), len(items))
+        return self._corrected(self._sums(*distinct(items), len(items)))
+
+    def rows(self, items: Tensor) -> Tensor:
+        """Rows (n, N) of the matrix for items (n,)."""
+        return self._sums(torch.arange(len(items), device=items.device), items.long(), len(items))
+
+    def penalised(self, penalty: Tensor) -> ItemSums:
+        """The same matrix, shared, with a penalty of each item."""
+        tower = copy.copy(self)
+        tower._buffers = {**self._buffers, "penalty": penalty.to(self.weight.device)}
+        return tower
+
+    def _corrected(self, scores: Tensor) -> Tensor:
+        return scores if self.penalty is None else scores - spread(scores).unsqueeze(1) * self.penalty
 
     def _sums(self, rows: Tensor, items: Tensor, n: int) -> Tensor:
         """(n, N): the sum of the matrix's rows `items` by `rows`, which ascend."""
@@ -86,6 +105,7 @@ def from_lists(model: Retriever, weight: Tensor, neighbours: Tensor) -> Retrieve
     lists = item_to_item(Histories(tower.start, tower.items), model.n_items, 0)
     assert isinstance(lists.query, ItemSums)
     lists.query.weight, lists.query.neighbours = nn.Parameter(weight.float()), neighbours.int()
+    lists.query.penalty = tower.penalty
     return lists.eval()
 
 

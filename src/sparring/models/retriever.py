@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import itertools
 from collections.abc import Callable, Sequence
@@ -146,6 +147,13 @@ class Retriever(nn.Module):
         if ranks.world == 1 or isinstance(self.item, IdTower):  # reading a table is faster than sending it
             return self._in_blocks(self.encode_items, ids, block)
         return ranks.gather(self._in_blocks(self.encode_items, ranks.own(ids), block), len(ids))
+
+    def with_bias(self, bias: nn.Module | None) -> Retriever:
+        """The same towers, shared, with another item bias."""
+        other = copy.copy(self)
+        other._modules = dict(self._modules)
+        other.item_bias, other.dim = bias, self.dim - (self.item_bias is not None) + (bias is not None)
+        return other
 
     @torch.no_grad()
     def item_shard(self) -> tuple[int, Tensor] | None:

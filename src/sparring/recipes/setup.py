@@ -19,6 +19,7 @@ from sparring.core.finding import own_arguments
 from sparring.data.histories import rows_per_query
 from sparring.data.interactions import Interactions
 from sparring.models.named import TABLES, Model
+from sparring.models.novelty import check_novelty
 from sparring.models.rowwise_tables import require_torchrec
 from sparring.models.settings import ModelSettings, TextSettings, setting
 
@@ -85,6 +86,15 @@ class ValidationSettings:
 
 
 @dataclass(frozen=True)
+class RankingSettings:
+    """How a finished run ranks; training does not read it."""
+
+    novelty: float = setting(
+        0.0, "how far scores are corrected for the popularity of items when lists are made, 0 to 1", at_least=0
+    )
+
+
+@dataclass(frozen=True)
 class ClassifierSettings:
     """One vector per item, trained after the towers over frozen query vectors, then fused (M3, M4 of NGAME)."""
 
@@ -121,6 +131,7 @@ class Setup:
     batches: BatchSettings = BatchSettings()
     training: TrainingSettings = TrainingSettings()
     validation: ValidationSettings = ValidationSettings()
+    ranking: RankingSettings = RankingSettings()
     classifiers: ClassifierSettings = ClassifierSettings()
     seed: int = setting(0, "seed of every random draw", at_least=0)
 
@@ -186,7 +197,7 @@ _BY_PATH = {each.path: each for each in SETTINGS.values()}
 
 
 # The settings that a solver reads, and those that only sweeps read.
-SOLVED = frozenset({"seed", *(each.name for each in SETTINGS.values() if each.group == "validation")})
+SOLVED = frozenset({"seed", *(each.name for each in SETTINGS.values() if each.group in ("validation", "ranking"))})
 SWEPT = frozenset({"dim", "epochs", "init", "init_std"})
 
 
@@ -261,6 +272,9 @@ def check(setup: Setup) -> None:
     ):
         if not 0 <= rate < 1:
             raise UserError(f"{name} must be in [0, 1), got {rate}")
+    check_novelty(setup.ranking.novelty)
+    if setup.ranking.novelty and setup.classifiers.epochs:
+        raise UserError("novelty corrects the ranking by the towers alone: set clf_epochs=0 or novelty=0")
     reads_text = "text" in (model.query_tower, model.item_tower)
     if reads_text and text.encoder is None:
         names = "bag, wordllama, minilm, a folder, or a name on the Hugging Face hub"
@@ -300,6 +314,7 @@ def check_sharded(setup: Setup) -> None:
     needed: dict[str, object] = {"optimizer": "row-adagrad", "query_tower": "id", "item_tower": "id", "init": "normal"}
     needed |= {"weight_decay": 0.0, "clip": None, "chunk": None, "item_features": (), "auxiliary": 0}
     needed |= {"query_features": (), "item_vectors": None, "query_vectors": None, "centroids": False, "clf_epochs": 0}
+    needed |= {"novelty": 0.0}
     values = setup.flat()
     for name, value in needed.items():
         if values[name] != value:

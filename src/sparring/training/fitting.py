@@ -28,6 +28,7 @@ from sparring.training import checkpoint
 from sparring.training import folder as run_folder
 from sparring.training.eligibility import listed_items
 from sparring.training.loop import Trainer, TrainingProgress, selected
+from sparring.training.novelty import check_correctable, novel
 from sparring.training.stages import classifier_run, fuse
 from sparring.training.step import check_rows
 from sparring.training.temperature import choose_tau, with_tau
@@ -115,7 +116,7 @@ def fit(
             log.info("refit: epochs 1 to %s on %s interactions", selection.best_epoch, f"{len(split.train):,}")
             run, chosen = rebuild(split.train), _choice(selection, first, split)
             if run.setup.temperature.tau is None:
-                run = with_tau(run, selection.run.setup.temperature.tau)
+                run = replace(run, temperature=selection.run.temperature, setup=selection.run.setup)
             _check(run, split, k, metrics)
         run, tried = _with_temperature(run, split, folder, resume, where, ranks)
         epochs = None if selection is None else selection.best_epoch
@@ -134,7 +135,8 @@ def fit(
             run.model.remember(past)
         if split.test is not None:
             log.info("ranking the complete catalogue for every test query")
-            test = _test(run.model, split, k, metrics, where, ranks, trainer.listed)
+            ranked = novel(run.model, run.setup.ranking.novelty, split.before("test"), trainer.listed)
+            test = _test(ranked, split, k, metrics, where, ranks, trainer.listed)
         fitted = Fitted(run, state.history, state.best_epoch, test, state.seconds, selection=selection)
         if folder is not None and ranks.rank == 0:
             run_folder.write_end(folder, run, state.history, state.best_epoch, state.seconds, test)
@@ -178,6 +180,8 @@ def _check(run: object, split: object, k: Sequence[int], metrics: Sequence[str])
         raise UserError(f"fit needs a Split, got {type(split).__name__}{hint}")
     if run.solver is not None and launched() > 1:
         raise UserError(f"{run.recipe} is solved by one process: start it without torchrun or --nproc")
+    if run.setup.ranking.novelty:
+        check_correctable(run.model)
     check_rows(run, split.train)
     weight, n_items = split.train.weight, split.train.n_items
     if weight is not None and len(weight) and not weight.any():

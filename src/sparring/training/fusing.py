@@ -145,7 +145,7 @@ def _loaded(
     for place in map(Path, runs):
         if place.resolve() in (each.folder.resolve() for each in loaded.values()):
             raise UserError(f"{place} is given twice: give each run once")
-        trained = load(place, model, recipe=recipe, trust=trust)
+        trained = load(place, model, recipe=recipe, trust=trust, novelty=0)
         if isinstance(trained.model, Sources):
             raise UserError(f"{place} is itself fused of several runs: give the runs in {place / PARTS}")
         if "refit" in trained.meta:

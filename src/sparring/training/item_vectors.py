@@ -13,6 +13,7 @@ from torch import Tensor
 from sparring.core import files
 from sparring.core.errors import UserError
 from sparring.core.manifest import file_hash, text_hash
+from sparring.models.item_to_item import ItemSums
 from sparring.models.popularity import ConstantTower
 from sparring.models.retriever import Retriever
 from sparring.models.text import text_tower
@@ -27,10 +28,15 @@ def item_vectors(model: Retriever, folder: Path) -> Tensor:
 
     Those of text towers are cached in `cache/items-HASH.safetensors`, with the hash of the model file and of the texts,
     so that another model or other texts never match. A damaged cache is recomputed; one that cannot be written is left
-    out.
+    out. Biases are not cached: novelty changes them.
     """
     if text_tower(model.item) is None:
         return model.item_vectors()
+    if model.item_bias is not None:
+        vectors = item_vectors(model.with_bias(None), folder)
+        with torch.no_grad():
+            biases: Tensor = model.item_bias(torch.arange(model.n_items, device=model.device))
+        return torch.cat([vectors, biases.to(vectors)], 1)
     key = _key(folder)
     path = folder / _FOLDER / f"items-{key}.safetensors"
     if path.is_file():
@@ -70,6 +76,8 @@ def mean_query(model: Retriever, vectors: np.ndarray) -> np.ndarray:
 def item_queries(model: Retriever, items: Tensor) -> Tensor:
     """Items (n,) as queries (n, D) for similar items; popularity, be it a bias or the whole model, does not count."""
     with torch.no_grad():
+        if isinstance(model.query, ItemSums):
+            return model.query.rows(items)
         if model.scores_items:
             return model.encode_histories(items.unsqueeze(1))
         vectors = model.encode_items(items).float()

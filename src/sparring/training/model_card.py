@@ -55,6 +55,7 @@ def model_card(meta: Mapping[str, Any], result: Mapping[str, Any], history: Sequ
         + ".",
         "",
         "## Test",
+        *([f"Ranked with novelty {novelty:g}.", ""] if (novelty := setup.get("novelty")) else []),
         *_tests(result, meta.get("repeats") == "keep"),
         "",
         "## Use",

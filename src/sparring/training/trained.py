@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -25,9 +25,11 @@ from sparring.models.retriever import Retriever
 from sparring.models.text import text_tower
 from sparring.models.towers import HistoryReader
 from sparring.recipes.finding import Recipe
+from sparring.recipes.setup import parse_setup
 from sparring.training.eligibility import ClassifierRanking, Eligibility, FusedRanking, Ranking
 from sparring.training.folder import read_manifest, read_run
 from sparring.training.item_vectors import item_vectors, mean_query
+from sparring.training.novelty import novel_run
 from sparring.training.sources import Sources, is_fused, read_fused
 
 How = Literal["fused", "classifiers", "encoder"]
@@ -43,6 +45,21 @@ class Trained:
     ids: Ids
     eligibility: Eligibility
     meta: dict[str, Any]
+    novelty: float = 0.0  # of `model`
+
+    @property
+    def own_novelty(self) -> float:
+        """The novelty in the run's settings."""
+        return parse_setup(self.meta["setup"]).ranking.novelty
+
+    def with_novelty(self, novelty: float) -> Trained:
+        """The same run with a novelty (models/novelty.py); the run must have been loaded with novelty=0.
+
+        load("runs/first", novelty=0).with_novelty(0.3).recommend([1042])
+        """
+        if self.novelty:
+            raise UserError(f"this run already has novelty {self.novelty:g}: load it with novelty=0")
+        return replace(self, model=novel_run(self.model, novelty, self.eligibility, self.folder), novelty=novelty)
 
     @property
     def seen(self) -> Positives:
@@ -164,10 +181,13 @@ class Trained:
             return None
         for name in (FILE, "classifiers/manifest.json"):
             listed.path(name)
-        return Fused.load(self.folder, self.model, load(self.folder / "classifiers").model)
+        return Fused.load(self.folder, self.model, load(self.folder / "classifiers", novelty=0).model)
 
     def how(self, asked: How | None = None) -> How:
-        """The requested ranking; by default the best one on the validation part, if the run has several."""
+        """The requested ranking; by default the best one on the validation part, if the run has several.
+
+        With a novelty it is the towers alone.
+        """
         if asked not in (None, *RANKINGS):
             raise UserError(f"ranking is {asked!r}; it must be {', '.join(RANKINGS)}")
         if isinstance(self.model, Sources):
@@ -176,6 +196,10 @@ class Trained:
             return "fused"
         if asked not in (None, "encoder") and self.fused is None:
             raise UserError(f"{self.folder} has no {asked} ranking: train it with clf_epochs=N and clf_fusion=true")
+        if self.novelty:
+            if asked not in (None, "encoder"):
+                raise UserError(f"novelty corrects the ranking by the towers alone, not the {asked} one: choose one")
+            return "encoder"
         return asked or ("encoder" if self.fused is None else self.fused.ranking)  # type: ignore[return-value]
 
     def ranking(self, asked: How | None = None) -> Ranking | FusedRanking | Sources:
@@ -224,20 +248,23 @@ def load(
     recipe: str | Recipe | None = None,
     trust: bool = False,
     unfinished: bool = False,
+    novelty: float | None = None,
 ) -> Trained:
     """Read a finished run. No code that the folder names runs, so it may come from a stranger.
 
     A run with custom towers needs code to build them: pass its `model` (a function, FILE.py:FUNCTION or the name of an
     installed one; or the Retriever that was trained), or the `recipe` that builds it. `trust` imports the model or the
     recipe that run.json names, and logs it. With `unfinished`, also a run whose training was interrupted: the best
-    epoch so far.
+    epoch so far. `novelty` replaces that of the run's settings (models/novelty.py); a fused run has 0.
 
         load("runs/xir").recommend([1042], k=10);   load("runs/mine", model="mine.py:deep")
     """
     folder = Path(folder)
     if not isinstance(model, Retriever) and is_fused(folder):
-        return Trained(folder, *read_fused(folder, model, recipe, trust))
-    return Trained(folder, *read_run(folder, model, recipe, trust, unfinished))
+        trained = Trained(folder, *read_fused(folder, model, recipe, trust))
+    else:
+        trained = Trained(folder, *read_run(folder, model, recipe, trust, unfinished))
+    return trained.with_novelty(trained.own_novelty if novelty is None else novelty)
 
 
 def run_vectors(
@@ -251,7 +278,7 @@ def run_vectors(
 
     A run that was trained on test pairs of this split is refused: its vectors would leak the test part.
     """
-    trained = load(folder, model, recipe=recipe, trust=trust)
+    trained = load(folder, model, recipe=recipe, trust=trust, novelty=0)
     leaked = leaked_pairs(trained, split)
     if leaked:
         raise UserError(

@@ -57,7 +57,7 @@ def warm_start(model: Retriever, split: Split, run: str | Path) -> WarmStart:
 
         warm_start(run.model, split, "runs/yesterday");   fit(run, split, "runs/today")
     """
-    before = trained.load(run)
+    before = trained.load(run, novelty=0)
     old, ids, train = before.model, before.ids, split.train
     _check(old, model, before.folder)
     queries = _both(ids.query_ids, train.query_ids, before.eligibility.queries)

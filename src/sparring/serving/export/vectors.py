@@ -59,6 +59,9 @@ def write_neighbours(trained: Trained, folder: Path, neighbours: int = 200) -> l
 
         write_neighbours(load("runs/ease"), Path("lists"), neighbours=100)
     """
+    if trained.novelty:
+        how = "write lists with `sparring recommend --all`, or export with --novelty 0"
+        raise UserError(f"neighbours cannot hold a novelty of {trained.novelty:g}: {how}")
     weight, items = largest_weights(trained.model, neighbours)
     rows, columns = np.nonzero(weight.numpy())
     ids = trained.ids.item_ids.ids

@@ -45,11 +45,12 @@ class RunRegistry:
         trust: bool = False,
         unfinished: bool = False,
         model: str | None = None,
+        novelty: float | None = None,
     ) -> None:
         if not folders:
             raise UserError("give at least one run to serve")
         self.store, self.log, self.recipe, self.trust, self.unfinished = store, log, recipe, trust, unfinished
-        self.model = model
+        self.model, self.novelty = model, novelty
         self.problems: dict[str, str] = {}  # run -> why the watch could not reload it
         self.roots = [root.resolve() for root in roots] or [folder.resolve().parent for folder in folders]
         self._writing, self._loading = threading.Lock(), threading.Lock()
@@ -139,7 +140,7 @@ class RunRegistry:
         return self._load(folder, name)
 
     def _load(self, folder: Path, name: str) -> ServedRun:
-        return load_served(folder, name, self.recipe, self.trust, self.unfinished, self.model)
+        return load_served(folder, name, self.recipe, self.trust, self.unfinished, self.model, self.novelty)
 
     def _adopt(self, new: ServedRun) -> None:
         new.apply(self.store.since(0), self.store.sequence)

@@ -273,21 +273,25 @@ def load_served(
     trust: bool = False,
     unfinished: bool = False,
     model: str | None = None,
+    novelty: float | None = None,
 ) -> ServedRun:
     """Load a run with its index and probe them: finite vectors, an index of this model, searches that find items.
 
-    `recipe`, `model`, `trust` and `unfinished` as in `load`. A run without an index is searched exactly. A damaged
-    index, or that of another model, raises UserError.
+    `recipe`, `model`, `trust`, `unfinished` and `novelty` as in `load`. A run without an index is searched exactly. A
+    damaged index, or that of another model or novelty, raises UserError.
     """
     before = signature(folder)
-    trained = runs.load(folder, model, recipe=recipe, trust=trust, unfinished=unfinished)
+    trained = runs.load(folder, model, recipe=recipe, trust=trust, unfinished=unfinished, novelty=novelty)
     notes: list[str] = []
+    if trained.novelty:
+        notes.append(f"novelty {trained.novelty:g}: scores are corrected for the popularity of items")
     trained = _with_lists(trained)
     index: Index | ScoredItems | FusedItems
     if isinstance(trained.model, Sources):
-        index = FusedItems(trained.model, [_index(each.model, each.folder, notes) for each in trained.model.sources])
+        parts = [_index(each.model, each.folder, trained.novelty, notes) for each in trained.model.sources]
+        index = FusedItems(trained.model, parts)
     else:
-        index = _index(trained.model, folder, notes)
+        index = _index(trained.model, folder, trained.novelty, notes)
     catalogue, users = Catalogue(trained.ids), IdLookup(trained.ids.query_ids)
     placer = ItemPlacer(trained, model_hash(folder))
     served = ServedRun(name, folder, trained, index, catalogue, users, placer, before, notes=notes)
@@ -316,14 +320,14 @@ def _cut(model: Retriever, folder: Path) -> Retriever:
     return open_lists(model, folder)[0] if model.scores_items and has_index(folder) else model
 
 
-def _index(model: Retriever, folder: Path, notes: list[str]) -> Index | ScoredItems:
+def _index(model: Retriever, folder: Path, novelty: float, notes: list[str]) -> Index | ScoredItems:
     """The index of a run; without one its items are searched exactly, and a note says so where they are many."""
     if model.scores_items:
         if has_index(folder):  # `_with_lists` has cut the matrix
             return ScoredItems(model.n_items, index_files.LISTS, index_files.read_meta(folder / FOLDER))
         return ScoredItems(model.n_items)
     if has_index(folder):
-        index = open_index(folder)
+        index = open_index(folder, novelty=novelty)
     else:
         vectors = item_vectors(model, folder).float().contiguous().numpy()
         index = Index(vectors, np.arange(len(vectors)))

@@ -56,6 +56,7 @@ def build_index(
     meta = {
         "run": trained.meta["id"],
         "model": model_hash(trained.folder),
+        "novelty": trained.novelty,
         "memory": tuned.chosen.memory,
         "measured": figures,
     }
@@ -123,8 +124,8 @@ def open_lists(model: Retriever, run: Path, check: bool = True) -> tuple[Retriev
     return from_lists(model, weight, items), stored.meta
 
 
-def open_index(run: str | Path, check: bool = True) -> Index:
-    """The index of a run folder; the index of another model raises UserError.
+def open_index(run: str | Path, check: bool = True, novelty: float | None = None) -> Index:
+    """The index of a run folder; the index of another model, or of another novelty if one is given, is refused.
 
     open_index("runs/first").search(q, k=10)
     """
@@ -137,6 +138,10 @@ def open_index(run: str | Path, check: bool = True) -> Index:
         raise UserError(f"{folder} holds the neighbours of an item-item matrix, not vectors: use open_lists")
     index = Index.load(folder, check)
     _check_model(index.meta, run)
+    own = index.meta.get("novelty", 0.0)
+    if novelty is not None and own != novelty:
+        how = f"use --novelty {own}, or build it again with `sparring index {run} --novelty {novelty:g}`"
+        raise UserError(f"{folder} was built with novelty {own}, not {novelty:g}: {how}")
     return index
 
 
