@@ -53,7 +53,22 @@ def test_quick_ranks_before_its_first_epoch() -> None:
 
 
 def test_spectral_needs_id_tables() -> None:
-    """A history tower has no table per query to initialise, which is a one-line error."""
-    data = make_world(queries=30, items=20, seed=0).interactions
-    with pytest.raises(UserError, match="query_tower=id"):
-        sparring.build("quick", data, {"query_tower": "history"})
+    """A tower that reads columns has no table to initialise, which is a one-line error where a user asks for it."""
+    rows = {"user": [0, 0, 1, 1], "item": ["a", "b", "b", "c"]}
+    data = sparring.read(rows, items={"item": ["a", "b", "c"], "kind": ["x", "y", "x"]})
+    with pytest.raises(UserError, match="item_features"):
+        sparring.build("quick", data, {"item_features": "kind", "init": "spectral"})
+    assert sparring.build("quick", data, {"item_features": "kind"}).setup.model.init == "normal"
+
+
+def test_sums_of_items_start_from_the_directions_of_items() -> None:
+    """Both tables hold the leading right singular vectors, up to a rotation and one factor each."""
+    data = make_world(queries=60, items=40, seed=0).interactions
+    run = sparring.build("default", data, {"dim": 6})
+    taken = np.zeros((data.n_queries, data.n_items))
+    taken[data.queries, data.items] = 1
+    normal = taken / np.sqrt(np.maximum(taken.sum(1, keepdims=True), 1) * np.maximum(taken.sum(0, keepdims=True), 1))
+    for table in (run.model.query.item.weight, run.model.item.weight):  # type: ignore[union-attr]
+        basis, _ = np.linalg.qr(table.detach().double().numpy())
+        caught = np.linalg.norm(normal @ basis)
+        assert caught > 0.95 * np.linalg.norm(np.linalg.svd(normal, compute_uv=False)[:6])

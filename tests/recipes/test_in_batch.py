@@ -3,6 +3,7 @@ hand."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,7 @@ from sparring.recipes.run import Term, compose
 from sparring.recipes.settings import build, known
 from sparring.recipes.setup import Setup
 from sparring.training.fitting import Fitted, fit
-from sparring.training.step import describe_batch
+from sparring.training.step import describe_batch, sample_steps
 from support.by_hand import INF, TINY, B, Hand, check, observe
 from support.settings import QUICK
 
@@ -35,7 +36,8 @@ def fitted(parts: Split) -> Callable[[str], Fitted]:
 
 
 SOURCES = {
-    "default": ["sampled from Uniform(40): 2,048 candidates shared"],
+    "default": ["all items: 40 candidates shared", "masked: all known positives"],
+    "tables": ["sampled from Uniform(40): 2,048 candidates shared"],
     "quick": ["in-batch: 64 candidates shared", "weight: -log expected count", "positive: one per query, uncorrected"],
     "uns": ["sampled from Uniform(40): 1,024 candidates shared"],
     "pns": ["sampled from Popularity(40 items, alpha=1): 1,024 candidates shared"],
@@ -283,10 +285,10 @@ def test_corrected_mixed_negatives(parts: Split) -> None:
 
 
 @pytest.mark.parametrize("exclude", ["positive", "known"])
-def test_default(parts: Split, exclude: str) -> None:
+def test_tables(parts: Split, exclude: str) -> None:
     """-s + log of the sum over n uniform items other than the positive ("known": other than all training items)."""
     plain = {"tau": 0.3, "item_bias": False, "dropout": 0.0, "exclude": exclude}
-    hand = Hand(parts.train, build("default", parts.train, {**TINY, "n": 16, **plain}))
+    hand = Hand(parts.train, build("tables", parts.train, {**TINY, "n": 16, **plain}))
     losses, _, outcome = hand.contrast()
     ids = outcome.bags[0].blocks[0].ids
     mask = hand.other(ids)
@@ -296,6 +298,33 @@ def test_default(parts: Split, exclude: str) -> None:
         assert taken[hand.queries][:, ids].sum() > torch.isinf(mask).sum()
         mask = torch.zeros(B, len(ids), dtype=torch.float64).masked_fill(taken[hand.queries][:, ids], -INF)
     check(losses, torch.logsumexp(hand.logits(ids) + mask, 1) - hand.positive)
+
+
+@pytest.mark.parametrize("n", [16, 4096])
+def test_default(parts: Split, n: int) -> None:
+    """-s + log(e^s + sum_j w e^s_j) over items that the query has not taken: all of them, or n draws that count N / n.
+
+    Rows of one query share its vector, made of the items that are given, and none of these is a target.
+    """
+    settings = {"dim": 8, "batch_size": 24, "n": n, "tau": 0.3, "steps": 1}
+    run = build("default", parts.train, settings)
+    taken = torch.zeros(parts.train.n_queries, parts.train.n_items, dtype=torch.bool)
+    taken[torch.from_numpy(parts.train.queries).long(), torch.from_numpy(parts.train.items).long()] = True
+    shared = 0
+    for losses, step, outcome in sample_steps(run, parts):
+        (block,) = outcome.bags[0].blocks
+        weight = 1.0 if n > parts.train.n_items else parts.train.n_items / n
+        assert len(block.ids) == min(n, parts.train.n_items)
+        vectors = run.model.encode_items(block.ids).double()
+        logits = step.q.double() @ vectors.T / 0.3
+        logits = logits.masked_fill(taken[step.query_ids][:, block.ids], -INF) + math.log(weight)
+        positive = (step.q * step.v).sum(1).double() / 0.3
+        check(losses, torch.logaddexp(positive, torch.logsumexp(logits, 1)) - positive)
+        assert step.shared is not None
+        torch.testing.assert_close(step.shared.q[step.shared.rows], step.q)
+        assert torch.equal(step.shared.ids[step.shared.rows], step.query_ids)
+        shared += len(step.q) - len(step.shared.q)
+    assert shared > 0
 
 
 def expected_draws(hand: Hand, ids: Tensor, n: int, mask: Tensor) -> Tensor:

@@ -281,7 +281,8 @@ def test_precedence(parts: Split) -> None:
     assert resolve(find("dpr"), {"model": mine, "lr": "0.25"})[0].training.lr == 0.25
     assert resolve(find("uns"), {"model": mine}, Setup.of(lr=0.1, tau=0.7))[0].temperature.tau == 0.7
     assert resolve(find("quick"), {"model": "ids"})[0].model.init == "spectral"
-    assert resolve(find("quick"), {"model": "history"})[0].model.init == "normal"
+    assert resolve(find("quick"), {"model": "sasrec"})[0].model.init == "normal"
+    assert resolve(find("default"), {"model": "sasrec"})[0].batches.rows == "sequences"  # its rows are its model's
     run = build("uns", parts.train, {"dim": 4}, model=mine)  # a function that no name finds
     assert isinstance(run.model.query, HistoryTower)
 

@@ -198,7 +198,7 @@ def test_a_base_setup_leaves_a_recipe_what_makes_it(parts: Split) -> None:
     """A base Setup replaces everything except the settings that define the method: DEXA keeps its cluster vectors,
     PRIME its propensity draws, label rows stay queries, and the classifier settings stay. Explicit settings still
     override all."""
-    base = own_setup(RECIPES["default"])
+    base = own_setup(RECIPES["tables"])
     runs = {
         name: build(name, parts.train, {}, base)
         for name in ("ngame", "dexa", "prime", "dpr", "ance", "dexml", "ssl_pop")

@@ -102,7 +102,7 @@ def test_a_world_of_known_tastes_is_learnt() -> None:
     """Trained on observed pairs, the ranking agrees with true relevance far better than popularity or chance do."""
     world = make_world(200, 80, exposure=0.5, relevant=0.3, sharpness=10.0, spread=0.3, seed=2)
     parts = split(world.interactions, "random", valid=0.1, test=0.1, seed=0)
-    run = build("default", parts.train, {"dim": 16, "epochs": 20, "batch_size": 256, "n": 64, "lr": 0.02})
+    run = build("tables", parts.train, {"dim": 16, "epochs": 20, "batch_size": 256, "n": 64, "lr": 0.02})
     fit(run, parts, k=(10,), device="cpu")
     truth = world.relevance(torch.arange(200))
     seen = torch.zeros(200, 80, dtype=torch.bool)
@@ -166,7 +166,7 @@ def test_the_best_epoch_is_kept_and_patience_ends_training(
 ) -> None:
     """Training ends `patience` validations after the best, and the model is bitwise that of the best epoch."""
     scripted(monkeypatch, scores)
-    run = build("default", parts.train, {**QUICK, "n": 16, "epochs": 6, **settings})
+    run = build("tables", parts.train, {**QUICK, "n": 16, "epochs": 6, **settings})
     vectors, progress = snapshots(run)
     found = fit(run, parts, tmp_path / "run" if in_folder else None, k=(10,), device="cpu", progress=progress)
     assert len(found.history) == epochs
@@ -179,7 +179,7 @@ def test_the_best_epoch_is_kept_and_patience_ends_training(
 def test_without_validation_the_last_epoch_is_kept(parts: Split, tmp_path: Path) -> None:
     """Without a validation part all epochs run, for any patience, and the last one is the model."""
     for out in (None, tmp_path / "run"):
-        run = build("default", parts.train, {**QUICK, "n": 16, "patience": 1})
+        run = build("tables", parts.train, {**QUICK, "n": 16, "patience": 1})
         vectors, progress = snapshots(run)
         found = fit(run, Split(parts.train, None, parts.test), out, k=(10,), device="cpu", progress=progress)
         assert (len(found.history), found.best_epoch) == (3, 3)
@@ -189,7 +189,7 @@ def test_without_validation_the_last_epoch_is_kept(parts: Split, tmp_path: Path)
 
 def test_training_without_any_held_out_part(parts: Split) -> None:
     """Training without held-out parts gives no test metrics and no error."""
-    found = fit(build("default", parts.train, {**QUICK, "n": 16}), Split(parts.train), device="cpu")
+    found = fit(build("tables", parts.train, {**QUICK, "n": 16}), Split(parts.train), device="cpu")
     assert found.test is None
     assert len(found.history) == 3
 
@@ -198,7 +198,7 @@ def test_validation_uses_the_same_sample_of_queries_each_time(parts: Split, monk
     """valid_queries limits validation to the same queries in every epoch, with all their rows."""
     asked = scripted(monkeypatch, [0.1, 0.2, 0.3])
     assert parts.valid is not None
-    fit(build("default", parts.train, {**QUICK, "n": 16, "valid_queries": 5}), parts, k=(10,), device="cpu")
+    fit(build("tables", parts.train, {**QUICK, "n": 16, "valid_queries": 5}), parts, k=(10,), device="cpu")
     assert len(asked) == 3
     chosen = set(asked[0].queries.tolist())
     assert len(chosen) == 5
@@ -270,7 +270,7 @@ def test_clip_works_with_every_optimiser(parts: Split, optimizer: str) -> None:
     """Sparse and dense gradients train under clip and reach other values than without it."""
     losses = []
     for clip in (None, 0.05):
-        run = build("default", parts.train, {**QUICK, "n": 16, "optimizer": optimizer, "clip": clip, "init_std": 1.0})
+        run = build("tables", parts.train, {**QUICK, "n": 16, "optimizer": optimizer, "clip": clip, "init_std": 1.0})
         losses.append(fit(run, parts, k=(10,), device="cpu").history[-1]["loss"])
         assert np.isfinite(losses[-1])
     # Adam's step hardly depends on the length of the gradient, so the difference may be small
@@ -361,7 +361,7 @@ def test_a_history_tower_trains_and_serves_new_users(checkerboard: Split, tmp_pa
         "n": 16,
     }
     settings["patience"] = None
-    run = build("default", checkerboard.train, settings)
+    run = build("tables", checkerboard.train, settings)
     found = fit(run, checkerboard, tmp_path / "run", k=(1,), device="cpu")
     assert found.test is not None
     assert found.test.metrics["recall@1"] > 0.9
@@ -382,7 +382,7 @@ def test_a_feature_tower_trains_and_serves(checkerboard: Split, tmp_path: Path) 
         "n": 16,
         "patience": None,
     }
-    run = build("default", checkerboard.train, settings)
+    run = build("tables", checkerboard.train, settings)
     found = fit(run, checkerboard, tmp_path / "run", k=(1,), device="cpu")
     assert found.test is not None
     assert found.test.metrics["recall@1"] > 0.9
@@ -471,7 +471,7 @@ def test_what_the_ranking_could_not_do_is_told_before_training(parts: Split) -> 
     """An invalid cutoff or metric, of the test or the selection, raises before the first step."""
     steps: list[int] = []
     progress = TrainingProgress(step=lambda epoch, step, loss: steps.append(step))
-    good = build("default", parts.train, {**QUICK, "n": 16})
+    good = build("tables", parts.train, {**QUICK, "n": 16})
 
     def refused(words: str, run: Run = good, **arguments: Any) -> None:
         with pytest.raises(UserError, match=words):
@@ -486,14 +486,14 @@ def test_what_the_ranking_could_not_do_is_told_before_training(parts: Split) -> 
         ("ndcg", "ndcg@10"),
         ("ndcg@0", "ndcg@0"),
     ):
-        refused(words, build("default", parts.train, {**QUICK, "select": select}))
+        refused(words, build("tables", parts.train, {**QUICK, "select": select}))
     assert not steps
 
 
 def test_selection_by_another_metric(parts: Split) -> None:
     """select takes any metric, cutoff and dialect; the best epoch is the one with its highest value."""
     for select in ("recall@5", "mrr@3", "ndcg_xir_release@10", "coverage@10"):
-        found = fit(build("default", parts.train, {**QUICK, "n": 16, "select": select}), parts, k=(10,), device="cpu")
+        found = fit(build("tables", parts.train, {**QUICK, "n": 16, "select": select}), parts, k=(10,), device="cpu")
         values = [record[select] for record in found.history]
         assert found.best_epoch == 1 + values.index(max(values))
 
@@ -518,7 +518,7 @@ def test_progress_hears_of_every_step_and_epoch(parts: Split) -> None:
 def test_half_precision_trains(checkerboard: Split) -> None:
     """precision="bf16" encodes in bfloat16 where it is faster and still learns the checkerboard."""
     settings = {"dim": 8, "epochs": 30, "batch_size": 64, "patience": None, "lr": 0.05, "n": 16, "precision": "bf16"}
-    found = fit(build("default", checkerboard.train, settings), checkerboard, k=(1,), device="cpu")
+    found = fit(build("tables", checkerboard.train, settings), checkerboard, k=(1,), device="cpu")
     assert found.test is not None
     assert found.test.metrics["recall@1"] > 0.9
 

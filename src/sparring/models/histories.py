@@ -198,7 +198,9 @@ class HistoryTower(PastReader):
 
     def encode_sets(self, items: Tensor, owners: Tensor, sets: int) -> Tensor:
         if self.pooling == "attention":
-            raise UserError("rows=sets has no order, which pooling=attention reads: set pooling=mean or sum")
+            raise UserError(
+                "rows=sets has no order, which pooling=attention reads: set rows=pairs or sequences, or pooling=mean"
+            )
         x = self.item(items.long())
         total = x.new_zeros(sets, self.dim).index_add(0, owners, x)
         count = x.new_zeros(sets, 1).index_add(0, owners, x.new_ones(len(items), 1))

@@ -55,7 +55,6 @@ SMALLEST = 512  # rows of a batch of `default`, however small the data
 # popularity, and a rate that falls to zero ends lower than a constant one.
 DEFAULT = Setup.of(
     query_tower="history",
-    pooling="sum",
     history=1000,
     history_table="own",
     rows="sets",
