@@ -15,6 +15,7 @@ from rich.table import Table
 import sparring.cli.inputs as inputs
 from sparring.cli.parsing import (
     Commands,
+    add_baselines,
     add_device,
     add_jobs,
     add_quiet,
@@ -64,6 +65,7 @@ def add_compare(commands: Commands) -> None:
     group.add_argument("--metrics", type=names, default=usual, metavar="NAME@K,NAME@K", help=text)
     add_set(group, "change a setting of every recipe that has it: dim=256 or model.dim=256; repeatable")
     group.add_argument("--epochs", type=count, metavar="N", help="the same as --set epochs=N")
+    add_baselines(group)
     add_study(parser.add_argument_group("execution"), required=True)
 
 
@@ -91,6 +93,8 @@ def compare(args: Namespace) -> int:
     for each in tables:
         if each.rows:
             detail(args, "", study_table(each))
+    if told := comparison_tables.notes(plan, tables[0].rows):
+        detail(args, "", *told)
     return closing(args, failures, page, plan.out)
 
 
@@ -146,7 +150,18 @@ def _plan(args: Namespace) -> Comparison:
     cutoffs(args.metrics)  # raises for unknown metrics
     recipes, baseline = args.recipes, args.baseline or ""
     plan = Comparison(
-        args.out, (), recipes, args.seeds, baseline, args.metrics, base, shared, args.tune, args.device, args.models
+        args.out,
+        (),
+        recipes,
+        args.seeds,
+        baseline,
+        args.metrics,
+        base,
+        shared,
+        args.tune,
+        args.device,
+        args.models,
+        args.baselines,
     )
     inputs.check_settings([(method.recipe, method.settings) for method in plan.methods.values()], base, args.tune)
     data = tuple(_data(args, where, name) for where, name in zip(args.data, short_names(args.data), strict=True))

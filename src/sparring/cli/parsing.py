@@ -117,6 +117,11 @@ def add_ranking(group: OptionGroup) -> None:
     group.add_argument("--ranking", choices=("encoder", "classifiers", "fused"), default=None, help=text)
 
 
+def add_baselines(group: OptionGroup) -> None:
+    text = "do not measure popularity and the best cheap baseline as well"
+    group.add_argument("--no-baselines", action="store_false", dest="baselines", help=text)
+
+
 def add_json(group: OptionGroup) -> None:
     group.add_argument("--json", action="store_true", help="print JSON instead of text")
 

@@ -150,6 +150,23 @@ def stages_table(stages: Mapping[str, Evaluation]) -> Table:
     return table([["ranking", *names], *rows])
 
 
+def beside_table(name: str, own: Evaluation, baselines: Mapping[str, Evaluation]) -> Table:
+    """A run beside its baselines: recall and ndcg at every cutoff."""
+    names = [each for each in own.metrics if each.startswith(("recall", "ndcg"))]
+    names.sort(key=lambda each: int(each.split("@")[1]))
+    rows = {name: own, **{f"{each} (baseline)": result for each, result in baselines.items()}}
+    body = [[title, *(_figure(result.metrics.get(each)) for each in names)] for title, result in rows.items()]
+    return table([["beside baselines", *names], *body])
+
+
+def behind(own: Evaluation, baselines: Mapping[str, Evaluation]) -> list[str]:
+    """A line for each baseline that does better than a run."""
+    from sparring.training.baselines import behind, headline
+
+    metric = headline(own.metrics)
+    return behind(metric, own.metrics[metric], {name: each.metrics[metric] for name, each in baselines.items()})
+
+
 def _figure(value: float | None) -> str:
     if value is None:
         return ""

@@ -24,6 +24,7 @@ from sparring.models.retriever import Retriever
 from sparring.recipes.run import Run
 from sparring.training import checkpoint
 from sparring.training import folder as run_folder
+from sparring.training.baselines import baselines as solve_baselines
 from sparring.training.eligibility import listed_items
 from sparring.training.loop import Trainer, TrainingProgress, selected
 from sparring.training.stages import classifier_run, fuse
@@ -45,6 +46,8 @@ class Fitted:
     seconds: float
     stages: dict[str, Evaluation] = field(default_factory=dict)  # test metrics of knn, clf and fusion (stages.py)
     ranking: str = "encoder"  # by default: the best of encoder, classifiers and fused on the validation part
+    baselines: dict[str, Evaluation] = field(default_factory=dict)  # test metrics by recipe (baselines.py)
+    best_is_last: bool = False  # the best epoch is the last that was allowed: more may do better
 
 
 def fit(
@@ -61,6 +64,7 @@ def fit(
     source: Mapping[str, Any] | None = None,
     save_seconds: float | None = None,
     warm: str | Path | None = None,
+    baselines: bool = False,
 ) -> Fitted:
     """Train a run on a split and keep the epoch that does best on the validation part (without one, the last epoch).
 
@@ -69,6 +73,7 @@ def fit(
     it. `source` is recorded in run.json: where the data came from. `warm` is an earlier run whose vectors the towers
     start with. A checkpoint is saved when `save_seconds` have passed since the last one (default: 600 within an epoch,
     10 after it). Where torchrun started several processes, all of them train the run as one would, and rank 0 writes.
+    With `baselines`, popularity and the best cheap baseline are measured on the test part too (baselines.py).
 
     If the run has classifiers, they are trained after the towers, and `stages` of the result has the test metrics of
     each ranking: knn (towers), clf (classifiers) and fusion (stages.py).
@@ -100,9 +105,11 @@ def fit(
         if split.test is not None:
             log.info("ranking the complete catalogue for every test query")
             test = _test(run.model, split, k, metrics, where, ranks, trainer.listed)
-        fitted = Fitted(run, state.history, state.best_epoch, test, state.seconds)
+        fitted = Fitted(run, state.history, state.best_epoch, test, state.seconds, best_is_last=trainer.best_is_last)
+        if baselines and test is not None:
+            fitted = replace(fitted, baselines=_baselines(run, split, k, metrics, where, ranks, state.seconds))
         if folder is not None and ranks.rank == 0:
-            run_folder.write_end(folder, run, state.history, state.best_epoch, state.seconds, test)
+            run_folder.write_end(folder, fitted)
         if run.classifiers is None:
             if folder is not None and ranks.rank == 0:
                 run_folder.finish(folder)
@@ -205,6 +212,31 @@ def _past_for_test(model: Retriever, split: Split) -> Histories | None:
     """The histories that the test part is ranked by, validation part included, as long as the model reads them."""
     readers = model.past_readers()
     return past_of(split, "test").latest(max(reader.last for reader in readers)) if readers else None
+
+
+def _baselines(
+    run: Run,
+    split: Split,
+    k: Sequence[int],
+    metrics: Sequence[str],
+    device: torch.device,
+    ranks: Ranks,
+    seconds: float,
+) -> dict[str, Evaluation]:
+    """The test metrics of popularity and of the best cheap baseline."""
+    assert split.test is not None
+    if ranks.world > 1:
+        log.info("no baselines: they are solved by one process; `sparring evaluate` of this run shows them")
+        return {}
+    log.info("baselines: popularity, and the best on the validation part that takes seconds")
+
+    def rank(model: Retriever, listed: Tensor | None) -> Evaluation:
+        return _test(model, split, k, metrics, device, among=listed)
+
+    select, seed = run.setup.validation.select, run.setup.seed
+    return solve_baselines(
+        split, split.test, rank, device, select=select, seed=seed, seconds=seconds, apart=(run.recipe,)
+    )
 
 
 def _test(

@@ -2,7 +2,7 @@
 
     run.json            format number, recipe, arguments, setup, data source, versions: enough to train the run again
     metrics.jsonl       one line per epoch
-    result.json         the test metrics of the chosen epoch
+    result.json         the test metrics of the chosen epoch, and those of baselines
     per_query.parquet   the same for every test query, float32, for paired tests: query, recall@10, ndcg@10, ...
     model.safetensors   the towers of the chosen epoch
     checkpoint.safetensors   everything that a resumed training needs (checkpoint.py)
@@ -38,7 +38,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import polars as pl
@@ -74,6 +74,9 @@ from sparring.training.eligibility import Eligibility, seen_tensors, untrained
 from sparring.training.fingerprint import method
 from sparring.training.model_card import model_card
 from sparring.training.step import describe_batch
+
+if TYPE_CHECKING:
+    from sparring.training.fitting import Fitted
 
 log = logging.getLogger(__name__)
 
@@ -300,19 +303,20 @@ def _write_encoders(folder: Path, model: Retriever, setup: Setup, weights: bool)
             save_encoder(tower.encoder, folder / encoder_folder(setup.text, side), weights)
 
 
-def write_end(
-    folder: Path, run: Run, history: list[dict[str, Any]], best_epoch: int, seconds: float, test: Evaluation | None
-) -> None:
+def write_end(folder: Path, fitted: Fitted) -> None:
     """Write the result, the metrics of every test query, the curve and the model card."""
     from sparring.training.curve import training_curve
 
     reopen(folder)
-    meta = read_meta(folder)
-    result: dict[str, Any] = {"best_epoch": best_epoch, "epochs": len(history), "train_seconds": round(seconds, 3)}
+    meta, run, history = read_meta(folder), fitted.run, fitted.history
+    result: dict[str, Any] = {"best_epoch": fitted.best_epoch, "epochs": len(history)}
+    result |= {"best_is_last": fitted.best_is_last, "train_seconds": round(fitted.seconds, 3)}
     result["untrained"] = meta["untrained"]
-    if test is not None:
-        result["test"] = test.to_dict()
-        write_queries(folder, "per_query.parquet", test)  # first: readers of result.json expect it
+    if fitted.test is not None:
+        result["test"] = fitted.test.to_dict()
+        write_queries(folder, "per_query.parquet", fitted.test)  # first: readers of result.json expect it
+    if fitted.baselines:
+        result["baselines"] = {name: each.to_dict() for name, each in fitted.baselines.items()}
     _write_encoders(folder, run.model, run.setup, weights=True)
     files.write_json(folder / "result.json", result)
     title = finding.short(run.recipe)
