@@ -16,6 +16,11 @@ from sparring.experiments.study import FinishedRun
 
 LEVEL = 0.05  # of the verdict, after Holm's correction
 CHEAP = "cheap baseline"  # in place of a verdict
+FIELDS = (  # of a row of quality, after the names of its data, metric and recipe
+    *("seeds", "mean", "std", "mean_low", "mean_high", "difference", "low", "high", "relative"),
+    *("p", "p_holm", "p_seeds", "p_seeds_holm", "p_queries", "p_queries_holm", "p_flip_seeds", "p_flip_queries"),
+    *("bootstrap_low", "bootstrap_high", "verdict"),
+)
 
 READING = """\
 How to read it. Every recipe has the same split, seeds and queries. The difference to the baseline has a 95 % interval
@@ -60,7 +65,14 @@ def quality(comparison: Comparison) -> Table:
 def _cheap_rows(comparison: Comparison, data: str, metric: str) -> list[Row]:
     """A row for each cheap baseline: its metric alone."""
     return [
-        {"data": data, "metric": metric, "recipe": name, "mean": values[metric], "verdict": CHEAP}
+        {
+            "data": data,
+            "metric": metric,
+            "recipe": name,
+            **dict.fromkeys(FIELDS),
+            "mean": values[metric],
+            "verdict": CHEAP,
+        }
         for name, values in comparison.read_baselines(data).items()
     ]
 
@@ -149,10 +161,8 @@ def _data_column(comparison: Comparison) -> tuple[Column, ...]:
 def _quality_row(data: str, metric: str, recipe: str, runs: dict[str, list[FinishedRun]], baseline: str) -> Row:
     values = {run.seed: run.values(metric) for run in runs[recipe]}
     over = summary([float(value.mean()) for value in values.values()])
-    row: Row = {"data": data, "metric": metric, "recipe": recipe, "seeds": over.n, "mean": over.mean, "std": over.std}
-    row |= {"mean_low": over.low, "mean_high": over.high}
-    fields = "difference low high relative p p_holm p_seeds p_seeds_holm p_queries p_queries_holm"
-    row |= dict.fromkeys(f"{fields} p_flip_seeds p_flip_queries bootstrap_low bootstrap_high".split())
+    row: Row = {"data": data, "metric": metric, "recipe": recipe, **dict.fromkeys(FIELDS)}
+    row |= {"seeds": over.n, "mean": over.mean, "std": over.std, "mean_low": over.low, "mean_high": over.high}
     row["verdict"] = "baseline" if recipe == baseline else "baseline failed"
     base = {run.seed: run.values(metric) for run in runs[baseline]}
     common = [seed for seed in values if seed in base]

@@ -49,6 +49,16 @@ class Fitted:
     baselines: dict[str, Evaluation] = field(default_factory=dict)  # test metrics by recipe (baselines.py)
     best_is_last: bool = False  # the best epoch is the last that was allowed: more may do better
 
+    def to_dict(self) -> dict[str, Any]:
+        """The outcome of the towers' training, ready for JSON."""
+        record: dict[str, Any] = {"best_epoch": self.best_epoch, "epochs": len(self.history)}
+        record |= {"best_is_last": self.best_is_last, "train_seconds": round(self.seconds, 3)}
+        if self.test is not None:
+            record["test"] = self.test.to_dict()
+        if self.baselines:
+            record["baselines"] = {name: each.to_dict() for name, each in self.baselines.items()}
+        return record
+
 
 def fit(
     run: Run,
@@ -109,7 +119,7 @@ def fit(
         if baselines and test is not None:
             fitted = replace(fitted, baselines=_baselines(run, split, k, metrics, where, ranks, state.seconds))
         if folder is not None and ranks.rank == 0:
-            run_folder.write_end(folder, fitted)
+            run_folder.write_end(folder, run, state.history, fitted.to_dict(), test)
         if run.classifiers is None:
             if folder is not None and ranks.rank == 0:
                 run_folder.finish(folder)

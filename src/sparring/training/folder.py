@@ -38,7 +38,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -74,9 +74,6 @@ from sparring.training.eligibility import Eligibility, seen_tensors, untrained
 from sparring.training.fingerprint import method
 from sparring.training.model_card import model_card
 from sparring.training.step import describe_batch
-
-if TYPE_CHECKING:
-    from sparring.training.fitting import Fitted
 
 log = logging.getLogger(__name__)
 
@@ -303,20 +300,17 @@ def _write_encoders(folder: Path, model: Retriever, setup: Setup, weights: bool)
             save_encoder(tower.encoder, folder / encoder_folder(setup.text, side), weights)
 
 
-def write_end(folder: Path, fitted: Fitted) -> None:
+def write_end(
+    folder: Path, run: Run, history: list[dict[str, Any]], result: Mapping[str, Any], test: Evaluation | None
+) -> None:
     """Write the result, the metrics of every test query, the curve and the model card."""
     from sparring.training.curve import training_curve
 
     reopen(folder)
-    meta, run, history = read_meta(folder), fitted.run, fitted.history
-    result: dict[str, Any] = {"best_epoch": fitted.best_epoch, "epochs": len(history)}
-    result |= {"best_is_last": fitted.best_is_last, "train_seconds": round(fitted.seconds, 3)}
-    result["untrained"] = meta["untrained"]
-    if fitted.test is not None:
-        result["test"] = fitted.test.to_dict()
-        write_queries(folder, "per_query.parquet", fitted.test)  # first: readers of result.json expect it
-    if fitted.baselines:
-        result["baselines"] = {name: each.to_dict() for name, each in fitted.baselines.items()}
+    meta = read_meta(folder)
+    result = {**result, "untrained": meta["untrained"]}
+    if test is not None:
+        write_queries(folder, "per_query.parquet", test)  # first: readers of result.json expect it
     _write_encoders(folder, run.model, run.setup, weights=True)
     files.write_json(folder / "result.json", result)
     title = finding.short(run.recipe)
