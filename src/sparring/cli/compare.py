@@ -25,7 +25,7 @@ from sparring.cli.parsing import (
     names,
     whole,
 )
-from sparring.cli.screen import bar, detail, epoch_line, show, table
+from sparring.cli.screen import bar, detail, show, table
 from sparring.core.errors import UserError
 from sparring.core.locks import LOCK, writing
 
@@ -225,6 +225,7 @@ def listening(quiet: bool) -> Iterator[Listener]:
 def _summary(message: Any) -> str:
     """An epoch's record or a trial in a few words."""
     from sparring.experiments.tuning import Trial
+    from sparring.training.progress import epoch_line
 
     if isinstance(message, Trial):
         outcome = f"failed: {message.error}" if message.value is None else f"{message.value:.4f}"

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import polars as pl
 import torch
 from torch import Tensor
 
@@ -17,7 +21,7 @@ from sparring.core.errors import UserError
 from sparring.core.ranks import join, launched
 from sparring.core.types import ALONE, Ranks
 from sparring.data.histories import Histories, past_of
-from sparring.data.interactions import Interactions, Split
+from sparring.data.interactions import Ids, Interactions, Split
 from sparring.evaluation.metrics import PROPENSITY_METRICS, parse
 from sparring.evaluation.ranking import Encoder, Evaluation, Lister, evaluate
 from sparring.models.retriever import Retriever
@@ -25,10 +29,12 @@ from sparring.recipes.run import Run
 from sparring.training import checkpoint
 from sparring.training import folder as run_folder
 from sparring.training.baselines import baselines as solve_baselines
-from sparring.training.eligibility import listed_items
+from sparring.training.eligibility import Eligibility, listed_items, seen_tensors
 from sparring.training.loop import Trainer, TrainingProgress, selected
+from sparring.training.progress import reporting
 from sparring.training.stages import classifier_run, fuse
 from sparring.training.step import check_rows
+from sparring.training.trained import Recommender, load
 from sparring.training.warm_start import warm_start
 
 METRICS = ("recall", "ndcg", "hit", "mrr", "map", "precision", "coverage", "popularity")
@@ -44,10 +50,19 @@ class Fitted:
     best_epoch: int
     test: Evaluation | None
     seconds: float
+    recommender: Callable[[], Recommender] = field(repr=False)
     stages: dict[str, Evaluation] = field(default_factory=dict)  # test metrics of knn, clf and fusion (stages.py)
     ranking: str = "encoder"  # by default: the best of encoder, classifiers and fused on the validation part
     baselines: dict[str, Evaluation] = field(default_factory=dict)  # test metrics by recipe (baselines.py)
     best_is_last: bool = False  # the best epoch is the last that was allowed: more may do better
+
+    @cached_property
+    def _recommender(self) -> Recommender:
+        return self.recommender()
+
+    def recommend(self, queries: Sequence[object] | str | int, k: int = 10, with_seen: bool = False) -> pl.DataFrame:
+        """The k best items of each query (original ids), as `load` of the run's folder recommends them."""
+        return self._recommender.recommend(queries, k, with_seen)
 
     def to_dict(self) -> dict[str, Any]:
         """The outcome of the towers' training, ready for JSON."""
@@ -70,7 +85,7 @@ def fit(
     device: str = "auto",
     k: Sequence[int] = (10, 20, 50),
     metrics: Sequence[str] = METRICS,
-    progress: TrainingProgress | None = None,
+    progress: TrainingProgress | bool | None = None,
     source: Mapping[str, Any] | None = None,
     save_seconds: float | None = None,
     warm: str | Path | None = None,
@@ -83,25 +98,28 @@ def fit(
     it. `source` is recorded in run.json: where the data came from. `warm` is an earlier run whose vectors the towers
     start with. A checkpoint is saved when `save_seconds` have passed since the last one (default: 600 within an epoch,
     10 after it). Where torchrun started several processes, all of them train the run as one would, and rank 0 writes.
-    With `baselines`, popularity and the best cheap baseline are measured on the test part too (baselines.py).
+
+    `progress` is a bar and a line per epoch on stderr, by default if that is a terminal; or callbacks. `baselines` also
+    measures popularity and the best cheap baseline on the test part (baselines.py).
 
     If the run has classifiers, they are trained after the towers, and `stages` of the result has the test metrics of
     each ranking: knn (towers), clf (classifiers) and fusion (stages.py).
 
         fitted = sparring.fit(recipes.xir(split.train), split, "runs/xir");  print(fitted.test)
+        fitted.recommend([1042], k=10)
     """
     _check(run, split, k, metrics)
     if (resume or overwrite) and out is None:
         raise UserError(f"{'resume' if resume else 'overwrite'} needs `out`, the folder of the run")
     where, folder = pick_device(device), None if out is None else Path(out)
     ranks = join(where)
-    progress = TrainingProgress() if progress is None or ranks.rank else progress  # rank 0 reports
     if where.type == "cuda":
         torch.set_float32_matmul_precision("highest" if run.setup.training.precision == "float32" else "high")
-    with nullcontext() if folder is None else run_folder.claimed(folder, resume, overwrite, ranks):
-        trainer = Trainer(run, split, where, folder, progress, ranks, save_seconds)
-        batch = _start(trainer, resume, overwrite, source, warm)
-        progress.start(run.setup.training.epochs, trainer.epoch_steps)
+    held = nullcontext() if folder is None else run_folder.claimed(folder, resume, overwrite, ranks)
+    with held, reporting(progress, ranks.rank == 0) as shown:
+        trainer = Trainer(run, split, where, folder, shown, ranks, save_seconds)
+        batch, warmed = _start(trainer, resume, overwrite, source, warm)
+        shown.start(run.setup.training.epochs, trainer.epoch_steps)
         for line in batch:
             log.info("  %s", line)
         with trainer.checkpoints:
@@ -115,7 +133,9 @@ def fit(
         if split.test is not None:
             log.info("ranking the complete catalogue for every test query")
             test = _test(run.model, split, k, metrics, where, ranks, trainer.listed)
-        fitted = Fitted(run, state.history, state.best_epoch, test, state.seconds, best_is_last=trainer.best_is_last)
+        ready = partial(_recommender, run, split, folder, warmed)
+        fitted = Fitted(run, state.history, state.best_epoch, test, state.seconds, ready)
+        fitted = replace(fitted, best_is_last=trainer.best_is_last)
         if baselines and test is not None:
             fitted = replace(fitted, baselines=_baselines(run, split, k, metrics, where, ranks, state.seconds))
         if folder is not None and ranks.rank == 0:
@@ -133,7 +153,7 @@ def fit(
             device=device,
             k=k,
             metrics=metrics,
-            progress=progress,
+            progress=shown,
             source=source,
             save_seconds=save_seconds,
         )
@@ -177,20 +197,21 @@ def _check(run: object, split: object, k: Sequence[int], metrics: Sequence[str])
 
 def _start(
     trainer: Trainer, resume: bool, overwrite: bool, source: Mapping[str, Any] | None, warm: str | Path | None
-) -> list[str]:
+) -> tuple[list[str], dict[str, np.ndarray] | None]:
     """Prepare the first step: copy the vectors of a warm start, then resume the run in the folder or start one.
 
-    Returns the description of the first batch where there is a folder.
+    Returns the description of the first batch where there is a folder, and the ids that started warm.
     """
     run, split, folder, ranks = trainer.run, trainer.split, trainer.folder, trainer.ranks
     saved = resume and folder is not None and any(folder.glob("checkpoint*.safetensors"))  # it has the vectors
     began = None if warm is None or saved else warm_start(run.model, split, warm)
+    ids = None if began is None else {"queries": began.queries, "items": began.items}
     if began is not None:
         trainer.listed = listed_items(run.model, split.train, began.items)
     if folder is None:
         if began is not None:
             began.report()
-        return []
+        return [], ids
     described = run_folder.description(run, split, source)
     if began is not None:
         described["warm"] = began.described()
@@ -208,14 +229,32 @@ def _start(
         if overwrite:
             run_folder.delete_run(folder)
         checkpoint.clear_tables(folder)
-        ids = None if began is None else {"queries": began.queries, "items": began.items}
         seen = split.seen_for("test")
         past = _past_for_test(run.model, split)
         run_folder.write_start(folder, split.train, seen, described, run.setup, run.model, split.test, ids, past)
     if began is not None:
         began.report()
     batch: list[str] = described["batch"]
-    return batch
+    return batch, ids
+
+
+def _recommender(run: Run, split: Split, folder: Path | None, warm: Mapping[str, np.ndarray] | None) -> Recommender:
+    """A copy of a trained model that recommends; with later stages, the run in its folder."""
+    if run.model.item_shard() is not None:
+        raise UserError("the tables are spread over several processes: sparring.load(out) recommends")
+    model = copy.deepcopy(run.model).cpu().eval()
+    if run.classifiers is not None:
+        if folder is None:
+            raise UserError("a run with classifiers recommends from its folder: train it with `out`")
+        return load(folder, model)
+    train = split.train
+    if folder is None:
+        tensors = seen_tensors(train, split.seen_for("test"), split.test, model, warm)
+        eligibility = Eligibility.read(tensors, train.n_queries, train.n_items)
+    else:
+        eligibility = run_folder.eligibility(folder)
+    ids = Ids(train.query_ids, train.item_ids, train.query_table, train.item_table)
+    return Recommender(model, ids, eligibility)
 
 
 def _past_for_test(model: Retriever, split: Split) -> Histories | None:

@@ -527,9 +527,13 @@ def _check_room(path: Path, rows: int, columns: int) -> None:
 
 def listed_items(folder: Path) -> Tensor | None:
     """The items that lists of a run may hold; None for all."""
+    return eligibility(folder).listed(int(read_meta(folder)["data"]["items"]))
+
+
+def eligibility(folder: Path) -> Eligibility:
+    """The eligibility of the run in a folder."""
     listed, meta = read_manifest(folder), read_meta(folder)
-    ids = Ids.load(folder, listed)
-    return read_eligibility(listed, meta, ids).listed(len(ids.item_ids))
+    return read_eligibility(listed, meta, Ids.load(folder, listed))
 
 
 def read_eligibility(listed: Manifest, meta: Mapping[str, Any], ids: Ids) -> Eligibility:
