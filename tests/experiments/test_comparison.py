@@ -124,7 +124,7 @@ def test_cheap_baselines_have_rows_without_tests(done: tuple[Path, list[str]], s
     assert dataclasses.replace(plan, cheap_baselines=False).read_baselines("tiny") == {}
     told = "\n".join(comparison_tables.notes(plan, comparison_tables.quality(plan).rows))
     means = {row["recipe"]: row["mean"] for row in table(out, "quality") if row["metric"] == "ndcg@10"}
-    behind = [name for name in ("uns", "ssl_pop") if means[name] < means["popularity"]]
+    behind = [name for name in ("uns", "ssl_pop") if means[name] < 0.99 * means["popularity"]]
     assert behind
     assert f"ndcg@10 is behind popularity, a cheap baseline ({means['popularity']:.4f}): {', '.join(behind)}" in told
     for recipe in ("uns", "ssl_pop"):

@@ -140,14 +140,14 @@ def test_a_failure_costs_no_run(
 
 
 def test_behind_says_which() -> None:
-    """Only better baselines are named, by the metric at the middle cutoff."""
+    """Only clearly better baselines are named, by the metric at the middle cutoff."""
     metrics = {f"{name}@{k}": 0.5 for name in ("recall", "ndcg") for k in (10, 20, 50)}
     assert headline(metrics) == "ndcg@20"
     assert headline({"precision@1": 0.1, "precision@5": 0.2}) == "precision@5"
     (line,) = behind("ndcg@20", 0.2, {"popularity": 0.1, "ease": 0.3})
     assert "ease" in line
     assert "0.3000" in line
-    assert behind("ndcg@20", 0.2, {"popularity": 0.2}) == []
+    assert behind("ndcg@20", 0.2, {"popularity": 0.2, "ease": 0.201}) == []  # a tie is no defeat
 
 
 @pytest.fixture(scope="module")

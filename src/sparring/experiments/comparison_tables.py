@@ -13,6 +13,7 @@ from sparring.experiments.report.study_parts import tuning_table, write_readme
 from sparring.experiments.report.tables import Cell, Column, Row, Table, TableRows, text_columns
 from sparring.experiments.report.wording import bullets
 from sparring.experiments.study import FinishedRun
+from sparring.training.baselines import TIE
 
 LEVEL = 0.05  # of the verdict, after Holm's correction
 CHEAP = "cheap baseline"  # in place of a verdict
@@ -90,7 +91,7 @@ def notes(comparison: Comparison, rows: TableRows) -> list[str]:
             compared = [row for row in rows if (row["data"], row["metric"]) == (data.name, metric)]
             means = {str(row["recipe"]): float(row["mean"] or 0) for row in compared if row["verdict"] != CHEAP}
             for name, values in comparison.read_baselines(data.name).items():
-                behind = ", ".join(recipe for recipe, mean in means.items() if mean < values[metric])
+                behind = ", ".join(recipe for recipe, mean in means.items() if mean < TIE * values[metric])
                 lines += (
                     [f"{metric} is behind {name}, a cheap baseline ({values[metric]:.4f}){on}: {behind}"]
                     if behind
