@@ -57,7 +57,7 @@ def lists(args: argparse.Namespace) -> None:
     taken: dict[str, list[tuple[float, float]]] = {"top_k alone": [], "write_lists": []}  # (CPU, wall) seconds
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "lists.parquet"
-        trained = Trained(Path(folder), model, ids, Eligibility(seen), {})
+        trained = Trained(model, ids, Eligibility(seen), {}, Path(folder))
         for _ in range(args.rounds):
             clock = Clock()
             vectors = model.item_vectors()

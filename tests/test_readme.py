@@ -25,21 +25,24 @@ PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/guide/*.md")), ROOT / "docs
 @pytest.fixture(scope="module")
 def names(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """All Python of the README, run in order in one namespace; a small world with such ids replaces the demo set."""
-    data = make_world(queries=60, items=80, exposure=0.4, seed=1).interactions
-    world: Interactions = replace(data, query_ids=Vocabulary(list(range(1000, 1060))))
+    data = make_world(queries=400, items=200, exposure=0.4, seed=1).interactions
+    world: Interactions = replace(data, query_ids=Vocabulary(list(range(1000, 1400))))
     namespace: dict[str, Any] = {"__name__": "readme"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sparring.data, "load_set", lambda name: world)
-        patch.chdir(tmp_path_factory.mktemp("readme"))
+        namespace["folder"] = tmp_path_factory.mktemp("readme")
+        patch.chdir(namespace["folder"])
         for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL):
             exec(compile(block, "README.md", "exec"), namespace)
     return namespace
 
 
 def test_python_blocks_run(names: dict[str, Any]) -> None:
-    """The quick start trains, measures and recommends."""
-    assert names["fitted"].test.metrics["recall@20"] > 0
-    assert len(names["fitted"].history) == 3
+    """The quick start trains, measures baselines beside its run, does better than popularity, and recommends."""
+    fitted = names["fitted"]
+    assert fitted.test.metrics["ndcg@20"] > fitted.baselines["popularity"].metrics["ndcg@20"] > 0
+    assert len(fitted.history) == 3
+    assert fitted.recommend([1042], k=10).equals(sparring.load(names["folder"] / "runs/mine").recommend([1042], k=10))
 
 
 def test_own_sampler_keeps_the_contract(names: dict[str, Any]) -> None:

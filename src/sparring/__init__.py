@@ -5,9 +5,14 @@ Public names are those listed here and in `__all__` of each package. Everything 
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 
 __version__ = "0.2.0"
+
+# OpenMP reads it when torch is first imported. Threads that spin while they wait for each other are many times slower
+# when another process wants their core. If torch was imported before, it still holds for processes started from here.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # Loaded on first use: torch takes seconds to import, and `sparring --help` needs none of it. __init__.pyi has the
 # types.

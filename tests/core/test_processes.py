@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -71,3 +72,19 @@ def _alive(pid: int) -> bool:
         return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
     except OSError:
         return False
+
+
+@pytest.mark.parametrize(("given", "expected"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")])
+def test_threads_sleep_while_they_wait_unless_told_otherwise(given: dict[str, str], expected: str) -> None:
+    """In a process that imports sparring first, PyTorch's OpenMP itself reports the policy when it is loaded."""
+    found = find_spec("torch")
+    assert found is not None
+    assert found.origin is not None
+    library = next(Path(found.origin).parent.glob("lib/libgomp*"), None)
+    if library is None:
+        pytest.skip("this build of PyTorch does not come with GNU OpenMP")
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"} | given
+    environment |= {"OMP_DISPLAY_ENV": "TRUE", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-c", f"import ctypes, sparring; ctypes.CDLL({str(library)!r})"]
+    shown = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stderr
+    assert f"OMP_WAIT_POLICY = '{expected}'" in shown

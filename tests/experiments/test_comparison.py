@@ -22,16 +22,19 @@ from sparring.core.errors import UserError
 from sparring.core.types import Bag, Candidates, Step
 from sparring.core.workers import Listener
 from sparring.data.interactions import Interactions, Split
+from sparring.data.splits import split
 from sparring.data.synthetic_world import SyntheticWorld
 from sparring.evaluation.metrics import popularity_percentile, popularity_strata
 from sparring.experiments import comparison_tables
 from sparring.experiments.comparison import ComparedData, Comparison, check, compare
+from sparring.experiments.comparison_tables import CHEAP
 from sparring.experiments.diagnose.profile import profile
 from sparring.negatives import Negatives
 from sparring.recipes.run import Term, compose
 from sparring.recipes.settings import build
 from sparring.recipes.setup import Setup, flat
 from sparring.training import trained as runs
+from sparring.training.fitting import fit
 from support.papers import result_json, run_here, run_json, table
 
 SEEDS = 2
@@ -80,7 +83,7 @@ def test_runs_are_ordinary_folders_with_values_of_single_queries(done: tuple[Pat
 
 def test_the_table_equals_the_folders(done: tuple[Path, list[str]]) -> None:
     """Means, deviations, differences and p-values equal those computed here from the stored values."""
-    rows = {(row["metric"], row["recipe"]): row for row in table(done[0], "quality")}
+    rows = {(row["metric"], row["recipe"]): row for row in table(done[0], "quality") if row["verdict"] != CHEAP}
     assert set(rows) == {(metric, recipe) for metric in ("recall@5", "ndcg@10") for recipe in ("uns", "ssl_pop")}
     for metric in ("recall@5", "ndcg@10"):
         mine, theirs = stored(done[0], "ssl_pop", metric), stored(done[0], "uns", metric)
@@ -98,6 +101,36 @@ def test_the_table_equals_the_folders(done: tuple[Path, list[str]]) -> None:
         assert (base["verdict"], base["p"], base["difference"]) == ("baseline", None, None)
     for suffix in ("md", "csv", "tex", "json"):
         assert (done[0] / f"negatives.{suffix}").stat().st_size > 0
+
+
+def test_cheap_baselines_have_rows_without_tests(done: tuple[Path, list[str]], small_world: SyntheticWorld) -> None:
+    """Popularity and a personalised baseline have the figures of their own trainings and no verdict; a recipe of the
+    comparison has no second row; notes name the recipes that do worse, and those whose best epoch is the last."""
+    out = done[0]
+    cheap = [row for row in table(out, "quality") if row["verdict"] == CHEAP]
+    names = [row["recipe"] for row in cheap if row["metric"] == "ndcg@10"]
+    assert len(names) == 2
+    assert all(row["p"] is None and row["seeds"] is None for row in cheap)
+    data = ComparedData("tiny", split(small_world.interactions, "random", valid=0.1, test=0.2, seed=0))
+    fitted = fit(build("popularity", data.split.train), data.split, k=(5, 10), device="cpu")
+    assert fitted.test is not None
+    for metric in ("recall@5", "ndcg@10"):
+        (row,) = (row for row in cheap if (row["metric"], row["recipe"]) == (metric, "popularity"))
+        assert row["mean"] == pytest.approx(fitted.test.metrics[metric])
+    metrics = ("recall@5", "ndcg@10")
+    plan = Comparison(out, (data,), ("uns", "ssl_pop"), SEEDS, metrics=metrics, cheap_baselines=True)
+    assert list(plan.read_baselines("tiny")) == names
+    assert list(dataclasses.replace(plan, recipes=("uns", "popularity")).read_baselines("tiny")) == names[1:]
+    assert dataclasses.replace(plan, cheap_baselines=False).read_baselines("tiny") == {}
+    told = "\n".join(comparison_tables.notes(plan, comparison_tables.quality(plan).rows))
+    means = {row["recipe"]: row["mean"] for row in table(out, "quality") if row["metric"] == "ndcg@10"}
+    behind = [name for name in ("uns", "ssl_pop") if means[name] < 0.99 * means["popularity"]]
+    assert behind
+    assert f"ndcg@10 is behind popularity, a cheap baseline ({means['popularity']:.4f}): {', '.join(behind)}" in told
+    for recipe in ("uns", "ssl_pop"):
+        last = any(result_json(out / "tiny" / recipe / str(seed))["best_is_last"] for seed in range(SEEDS))
+        assert last == (recipe in told.partition("more epochs may do better")[2].partition("\n")[0])
+    assert told.splitlines()[-1] in (out / "README.md").read_text()
 
 
 def test_costs_are_ratios_to_uns(done: tuple[Path, list[str]]) -> None:
@@ -232,7 +265,7 @@ def test_tuned_comparison(small_world: SyntheticWorld, tmp_path: Path, monkeypat
     rows = table(tmp_path / "out", "tuned")
     assert [(row["recipe"], row["trials"], row["failed"]) for row in rows] == [("uns", 2, 0), ("pns", 2, 0)]
     verdicts = {row["verdict"] for row in table(tmp_path / "out", "quality")}
-    assert verdicts == {"baseline", "one seed: no verdict"}
+    assert verdicts == {"baseline", "one seed: no verdict", CHEAP}
 
 
 def test_refitted_comparison(parts: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

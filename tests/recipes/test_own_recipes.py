@@ -214,7 +214,7 @@ def test_compare_in_processes_of_their_own(
         "recall@5",
         *QUICK,
     ]
-    words += ["--jobs", "2", "--tune", "2", "--out", "compare/mine"]
+    words += ["--no-baselines", "--jobs", "2", "--tune", "2", "--out", "compare/mine"]
     assert main([*words, "--recipes", "mine.py:loss_tilted,mine:layered", "--baseline", "mine.py:layered"]) == 0
     folder = Path("compare/mine") / place.name
     rows = json.loads(Path("compare/mine/quality.json").read_text())["rows"]

@@ -619,3 +619,51 @@ def test_gradients_left_over_are_not_added_to_a_step(
         ]
 
     assert losses(True) == losses(False)
+
+
+@pytest.mark.parametrize("name", ["uns", "ease", "popularity"])
+def test_a_fitted_run_recommends_what_its_folder_does(parts: Split, name: str, tmp_path: Path) -> None:
+    """With a folder or without, lists equal those of the loaded run; unknown queries are refused by name."""
+    given = quick() if name == "uns" else {}
+    fitted = [fit(build(name, parts.train, given), parts, out, k=(10,), device="cpu") for out in (None, tmp_path / "a")]
+    queries = parts.train.query_ids.ids[:7].to_list()
+    for options in ({"k": 5}, {"k": 40, "with_seen": True}):
+        expected = load(tmp_path / "a").recommend(queries, **options)
+        for each in fitted:
+            assert each.recommend(queries, **options).equals(expected)
+    with pytest.raises(UserError, match="'nobody'"):
+        fitted[0].recommend(["nobody"])
+
+
+def test_a_warm_start_without_a_folder_lists_what_it_inherited(parts: Split, tmp_path: Path) -> None:
+    """An item without a training pair is listed if an earlier run trained it, with a folder or without."""
+    fit(build("uns", parts.train, quick()), parts, tmp_path / "old", k=(10,), device="cpu")
+    gone = int(parts.train.counts().argmax())
+    later = Split(parts.train.subset(parts.train.items != gone), None, parts.test)
+
+    def listed(out: Path | None, warm: Path | None) -> set[object]:
+        fitted = fit(build("uns", later.train, quick()), later, out, k=(10,), device="cpu", warm=warm)
+        query = parts.train.query_ids.ids[:1].to_list()
+        return set(fitted.recommend(query, k=40, with_seen=True)["item"].to_list())
+
+    item = parts.train.item_ids.decode([gone])[0]
+    assert item not in listed(None, None)
+    assert item in listed(None, tmp_path / "old")
+    assert item in listed(tmp_path / "new", tmp_path / "old")
+
+
+def test_progress_is_shown_where_someone_looks(
+    parts: Split, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A line per epoch on stderr if that is a terminal or if asked for; otherwise nothing, on stdout least of all."""
+
+    def lines(progress: bool | None) -> int:
+        capsys.readouterr()
+        fit(build("uns", parts.train, quick(epochs=2)), parts, k=(10,), device="cpu", progress=progress)
+        shown = capsys.readouterr()
+        assert shown.out == ""
+        return shown.err.count("loss ")
+
+    assert [lines(progress) for progress in (None, False, True)] == [0, 0, 2]
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    assert [lines(progress) >= 2 for progress in (None, False)] == [True, False]

@@ -15,6 +15,7 @@ from rich.table import Table
 import sparring.cli.inputs as inputs
 from sparring.cli.parsing import (
     Commands,
+    add_baselines,
     add_device,
     add_jobs,
     add_quiet,
@@ -24,7 +25,7 @@ from sparring.cli.parsing import (
     names,
     whole,
 )
-from sparring.cli.screen import bar, detail, epoch_line, show, table
+from sparring.cli.screen import bar, detail, show, table
 from sparring.core.errors import UserError
 from sparring.core.locks import LOCK, writing
 
@@ -66,6 +67,7 @@ def add_compare(commands: Commands) -> None:
     group.add_argument("--metrics", type=names, default=usual, metavar="NAME@K,NAME@K", help=text)
     add_set(group, "change a setting of every recipe that has it: dim=256 or model.dim=256; repeatable")
     group.add_argument("--epochs", type=count, metavar="N", help="the same as --set epochs=N")
+    add_baselines(group)
     add_study(parser.add_argument_group("execution"), required=True)
 
 
@@ -93,6 +95,8 @@ def compare(args: Namespace) -> int:
     for each in tables:
         if each.rows:
             detail(args, "", study_table(each))
+    if told := comparison_tables.notes(plan, tables[0].rows):
+        detail(args, "", *told)
     return closing(args, failures, page, plan.out)
 
 
@@ -160,6 +164,7 @@ def _plan(args: Namespace) -> Comparison:
         args.device,
         args.models,
         args.refit,
+        args.baselines,
     )
     inputs.check_settings([(method.recipe, method.settings) for method in plan.methods.values()], base, args.tune)
     data = tuple(_data(args, where, name) for where, name in zip(args.data, short_names(args.data), strict=True))
@@ -223,6 +228,7 @@ def listening(quiet: bool) -> Iterator[Listener]:
 def _summary(message: Any) -> str:
     """An epoch's record or a trial in a few words."""
     from sparring.experiments.tuning import Trial
+    from sparring.training.progress import epoch_line
 
     if isinstance(message, Trial):
         outcome = f"failed: {message.error}" if message.value is None else f"{message.value:.4f}"

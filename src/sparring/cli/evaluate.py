@@ -13,6 +13,7 @@ from rich.console import RenderableType
 import sparring.cli.inputs as inputs
 from sparring.cli.parsing import (
     Commands,
+    add_baselines,
     add_device,
     add_json,
     add_ranking,
@@ -22,13 +23,17 @@ from sparring.cli.parsing import (
     cutoffs,
     novelties,
 )
-from sparring.cli.screen import evaluation_tables, result, stages_table, table
+from sparring.cli.screen import behind, beside_table, evaluation_tables, result, stages_table, table
 from sparring.core.choices import DIALECTS
 from sparring.core.errors import UserError
 from sparring.core.locks import LOCK, writing
 
 if TYPE_CHECKING:
-    from sparring.data.interactions import Interactions
+    import torch
+
+    from sparring.data.interactions import Interactions, Split
+    from sparring.evaluation.ranking import Evaluation
+    from sparring.training.baselines import Rank
     from sparring.training.trained import Trained
 
 
@@ -64,6 +69,7 @@ def add_evaluate(commands: Commands) -> None:
     group.add_argument("--novelty", type=novelties, metavar="N,N", help=text)
     text = "with several values of --novelty: folder for a page, a figure and the table"
     group.add_argument("--report", type=Path, metavar="FOLDER", help=text)
+    add_baselines(group)
     add_unfinished(group)
     add_device(group)
     add_json(group)
@@ -73,6 +79,7 @@ def evaluate(args: Namespace) -> int:
     from sparring.core.devices import pick_device
     from sparring.evaluation.metrics import LIST_METRICS, METRICS, PROPENSITY_METRICS, parse
     from sparring.evaluation.ranking import evaluate as rank
+    from sparring.recipes.finding import short
     from sparring.training import trained as runs
 
     device = pick_device(args.device)
@@ -98,16 +105,16 @@ def evaluate(args: Namespace) -> int:
         except UserError:  # the dialect does not define this metric
             continue
     how, seen = trained.how(args.ranking), None if task.seen is None else task.seen.to(device)
-    listed = trained.eligibility.listed(len(trained.ids.item_ids))
-    given = {"counts": task.counts, "propensity": propensity, "misses": task.misses, "among": listed}
-    rankings = _rankings(trained)
+    given = {"counts": task.counts, "propensity": propensity, "misses": task.misses}
+
+    def ranked(model: Any, listed: Any) -> Evaluation:
+        return rank(model.to(device), task.test, seen, cutoffs, names, args.dialect, **given, among=listed)
+
+    rankings, listed = _rankings(trained), trained.eligibility.listed(len(trained.ids.item_ids))
     sources = [name for name in rankings if name.startswith(PARTS)]
-    results = {
-        name: rank(model.to(device), task.test, seen, cutoffs, names, args.dialect, **given)
-        for name, model in rankings.items()
-        if name in ("encoder", how, *sources)
-    }
+    results = {name: ranked(model, listed) for name, model in rankings.items() if name in ("encoder", how, *sources)}
     chosen = results[how]
+    baselines = _baselines(trained, task, ranked, device) if args.baselines else {}
     facts = {"run": str(args.run), "ranked": task.title, "ranking": how, "dialect": args.dialect}
     facts |= {"repeats": "keep" if trained.repeats else "merge", "novelty": trained.novelty}
     facts |= {"untrained": task.blank} if task.left_out is None else {"untrained": None, "left_out": task.left_out}
@@ -124,6 +131,10 @@ def evaluate(args: Namespace) -> int:
         record["encoder"] = results["encoder"].to_dict()
         words.append(_BY[how])
         parts += ["", stages_table(results)]
+    if baselines:
+        record["baselines"] = {name: each.to_dict() for name, each in baselines.items()}
+        lines = behind(chosen, baselines)
+        parts += ["", beside_table(short(trained.meta["recipe"]), chosen, baselines), *([""] if lines else []), *lines]
     left_out = [] if task.left_out is None else [_left_out_line(task.left_out)]
     return result(args, [record], "; ".join(words), *left_out, *parts)
 
@@ -144,6 +155,30 @@ def _curve(args: Namespace, trained: Trained, task: _Task, k: int, device: Any) 
         parts.append(str(path))
     records = [{"run": str(args.run), "ranked": task.title, "k": k, **row} for row in found.rows]
     return result(args, records, *parts)
+
+
+def _baselines(trained: Trained, task: _Task, rank: Rank, device: torch.device) -> dict[str, Evaluation]:
+    """Popularity and the best cheap baseline on the same pairs; the one that the training chose, if it did."""
+    from sparring.core.files import read_json
+    from sparring.data.interactions import Split
+    from sparring.recipes.setup import flat
+    from sparring.training.baselines import PERSONAL, baselines
+    from sparring.training.folder import seen_interactions
+
+    meta, path = trained.meta, trained.folder / "result.json"
+    known = read_json(path) if path.is_file() else {}
+    setup = {**flat(meta["setup"]), **meta["arguments"]}
+    return baselines(
+        task.parts or Split(seen_interactions(trained.ids, trained.seen)),
+        task.test,
+        rank,
+        device,
+        select=str(setup.get("select", "ndcg@10")),
+        seed=int(setup.get("seed", 0)),
+        seconds=float(known.get("train_seconds", 0.0)),
+        personal=[name for name in known.get("baselines", {}) if name in PERSONAL] or tuple(PERSONAL),
+        apart=(meta["recipe"],),
+    )
 
 
 PARTS = "parts/"  # of a fused run
@@ -185,6 +220,7 @@ class _Task:
     blank: int | None = None  # queries without a training pair
     left_out: dict[str, Any] | None = None  # pairs of other data that are not ranked, by reason
     misses: Any = None
+    parts: Split | None = None  # of the run's own data
 
 
 def _to_rank(trained: Trained, data: Interactions, args: Namespace) -> _Task:
@@ -211,7 +247,8 @@ def _to_rank(trained: Trained, data: Interactions, args: Namespace) -> _Task:
         if trained.model.past_readers():  # a finished run knows the validation part
             trained.model.remember(past_of(parts, args.part))
         blank = len(np.setdiff1d(part.queries, parts.train.queries))
-        return _Task(part, parts.seen_for(args.part), parts.train.counts(), f"its own {args.part} part", blank)
+        title = f"its own {args.part} part"
+        return _Task(part, parts.seen_for(args.part), parts.train.counts(), title, blank, parts=parts)
     if args.data is None:
         raise UserError(f"{record['data']} has changed since {args.run} was trained on it: --data ranks its new pairs")
     if args.part == "valid":

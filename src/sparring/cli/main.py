@@ -35,8 +35,6 @@ from sparring.core.errors import UserError, disk_full, out_of_memory
 from sparring.core.processes import Terminated, raise_on_termination
 
 DISK_SECONDS = int(os.environ.get("SPARRING_DISK_SECONDS", "60"))  # to free a full disk before a restart
-# Read when torch is first imported. Threads that spin while they wait are many times slower when a core is shared.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

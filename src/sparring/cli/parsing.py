@@ -122,6 +122,11 @@ def add_novelty(group: OptionGroup) -> None:
     group.add_argument("--novelty", type=novelty, metavar="N", help=text)
 
 
+def add_baselines(group: OptionGroup) -> None:
+    text = "do not measure popularity and the best cheap baseline as well"
+    group.add_argument("--no-baselines", action="store_false", dest="baselines", help=text)
+
+
 def add_json(group: OptionGroup) -> None:
     group.add_argument("--json", action="store_true", help="print JSON instead of text")
 

@@ -6,24 +6,23 @@ import json
 import logging
 import os
 import sys
-import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console, RenderableType
-from rich.progress import BarColumn, DownloadColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.progress import Progress, ProgressColumn
 from rich.table import Table
 from rich.text import Text
+
+from sparring.core.progress_bar import bar_on
 
 if TYPE_CHECKING:
     from sparring.evaluation.ranking import Evaluation
     from sparring.training.loop import TrainingProgress
     from sparring.training.trained import Trained
-
-_REDRAW = 0.2  # seconds between two readings of the loss, which wait for a GPU
 
 
 @cache
@@ -150,43 +149,35 @@ def stages_table(stages: Mapping[str, Evaluation]) -> Table:
     return table([["ranking", *names], *rows])
 
 
+def beside_table(name: str, own: Evaluation, baselines: Mapping[str, Evaluation]) -> Table:
+    """A run beside its baselines: recall and ndcg at every cutoff."""
+    names = [each for each in own.metrics if each.startswith(("recall", "ndcg"))]
+    names.sort(key=lambda each: int(each.split("@")[1]))
+    rows = {name: own, **{f"{each} (baseline)": result for each, result in baselines.items()}}
+    body = [[title, *(_figure(result.metrics.get(each)) for each in names)] for title, result in rows.items()]
+    return table([["beside baselines", *names], *body])
+
+
+def behind(own: Evaluation, baselines: Mapping[str, Evaluation]) -> list[str]:
+    """A line for each baseline that does better than a run."""
+    from sparring.training.baselines import behind, headline
+
+    metric = headline(own.metrics)
+    return behind(metric, own.metrics[metric], {name: each.metrics[metric] for name, each in baselines.items()})
+
+
 def _figure(value: float | None) -> str:
     if value is None:
         return ""
     return f"{int(value):,}" if float(value).is_integer() and abs(value) > 1 else f"{value:.4f}"
 
 
-def epoch_line(record: Mapping[str, Any]) -> str:
-    """One epoch in one line: loss, validation metrics, time."""
-    parts = [f"epoch {record['epoch']:>3}", f"loss {record['loss']:.4f}"]
-    parts += [f"{name} {value:.4f}" for name, value in record.items() if "@" in name]
-    parts.append(f"{record['seconds']:.1f} s")
-    return "  ".join(parts)
-
-
 # Progress
 
 
-class _Count(ProgressColumn):
-    """Done and total with their unit, and a note."""
-
-    def __init__(self, unit: str) -> None:
-        super().__init__()
-        self.unit = unit
-
-    def render(self, task: Task) -> Text:
-        total = "?" if task.total is None else f"{task.total:,.0f}"
-        return Text(f"{task.completed:,.0f}/{total} {self.unit}  {task.fields['note']}")
-
-
 def bar(unit: str, clock: ProgressColumn | None = None) -> Progress:
-    """A progress bar, drawn on a terminal only: name, count, note, clock."""
-    count = DownloadColumn() if unit == "bytes" else _Count(unit)
-    columns = (TextColumn("{task.description}"), BarColumn(), count, clock or TimeRemainingColumn())
-    drawn = console().is_terminal
-    # rich before 14.3 ends a bar that it did not draw with an empty line
-    screen = console() if drawn else Console(quiet=True)
-    return Progress(*columns, console=screen, transient=True, disable=not drawn)
+    """A progress bar on stdout, drawn on a terminal only."""
+    return bar_on(console(), unit, clock)
 
 
 @contextmanager
@@ -205,32 +196,9 @@ def progress(unit: str, quiet: bool = False) -> Iterator[Callable[[str, int, int
         yield update
 
 
-@contextmanager
-def training_progress(quiet: bool) -> Iterator[TrainingProgress]:
+def training_progress(quiet: bool) -> AbstractContextManager[TrainingProgress]:
     """Callbacks for `fit`: a bar on a terminal and a line per epoch; nothing if quiet."""
     from sparring.training.loop import TrainingProgress
+    from sparring.training.progress import progress_on
 
-    if quiet:
-        yield TrainingProgress()
-        return
-    with bar("steps") as drawn:
-        task = drawn.add_task("training", total=None, note="", visible=False)
-        epochs, steps, last = 0, 0, 0.0
-
-        def start(n_epochs: int, n_steps: int) -> None:
-            nonlocal epochs, steps
-            epochs, steps = n_epochs, n_steps
-
-        def step(epoch: int, step: int, loss: Callable[[], float]) -> None:
-            nonlocal last
-            now = time.monotonic()
-            if drawn.disable or (now - last < _REDRAW and step < steps):
-                return
-            last, name, value = now, f"epoch {epoch + 1} of at most {epochs}", f"loss {loss():.4f}"
-            drawn.update(task, description=name, total=steps, completed=step, note=value, visible=True)
-
-        def epoch(record: dict[str, Any]) -> None:
-            drawn.reset(task, visible=False)
-            show(epoch_line(record))
-
-        yield TrainingProgress(start=start, step=step, epoch=epoch)
+    return nullcontext(TrainingProgress()) if quiet else progress_on(console())

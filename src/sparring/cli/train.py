@@ -14,6 +14,7 @@ import sparring.cli.inputs as inputs
 from sparring.cli.parsing import (
     Commands,
     Parser,
+    add_baselines,
     add_device,
     add_quiet,
     add_set,
@@ -23,7 +24,16 @@ from sparring.cli.parsing import (
     number,
     whole,
 )
-from sparring.cli.screen import detail, evaluation_tables, note, show, stages_table, training_progress
+from sparring.cli.screen import (
+    behind,
+    beside_table,
+    detail,
+    evaluation_tables,
+    note,
+    show,
+    stages_table,
+    training_progress,
+)
 from sparring.core.errors import UserError
 from sparring.core.processes import Terminated, end_with_parent
 
@@ -72,6 +82,7 @@ def add_train(commands: Commands) -> None:
     add_device(group)
     text = "cutoffs of the metrics (default: 10,20,50)"
     group.add_argument("--k", type=cutoffs, default=None, metavar="K,K", help=text)
+    add_baselines(group)
     group = parser.add_argument_group("run folder")
     group.add_argument("--out", type=Path, metavar="FOLDER", help="run folder (default: runs/RECIPE[-MODEL])")
     text = "continue an interrupted run, to the same result as an uninterrupted one; no setting can change"
@@ -100,7 +111,7 @@ def _add_processes(parser: Parser) -> None:
 def train(args: Namespace) -> int:
     from sparring.core.devices import pick_device
     from sparring.core.ranks import join, leave
-    from sparring.recipes.finding import named
+    from sparring.recipes.finding import named, short
     from sparring.training.folder import begun_run, is_refit
 
     name = named(args.recipe or "default")
@@ -129,7 +140,9 @@ def train(args: Namespace) -> int:
             detail(args, "", table)
     if fitted.stages:
         detail(args, "", stages_table(fitted.stages))
-    detail(args, "")
+    if fitted.test is not None and fitted.baselines:
+        detail(args, "", beside_table(short(run.recipe), _ranked(fitted), fitted.baselines))
+    detail(args, "", *_advice(fitted))
     show(_closing(fitted, folder))
     return 0
 
@@ -177,6 +190,7 @@ def _fit(
                 save_seconds=args.save_seconds,
                 warm=warm,
                 refit=refit,
+                baselines=args.baselines,
             )
         except KeyboardInterrupt as stop:
             raise type(stop)(_hint(folder)) from None
@@ -301,6 +315,17 @@ def _check_select(select: str, data: Interactions) -> None:
         )
 
 
+def _advice(fitted: Fitted) -> list[str]:
+    """Lines for a run that more epochs may improve, and for one that does worse than a baseline."""
+    epochs = fitted.run.setup.training.epochs
+    lines = []
+    if fitted.best_is_last:
+        lines.append(f"the best epoch is the last: more epochs may do better (--epochs {2 * epochs})")
+    if fitted.test is not None:
+        lines += behind(_ranked(fitted), fitted.baselines)
+    return lines
+
+
 def _closing(fitted: Fitted, folder: Path) -> str:
     chosen = fitted.selection or fitted
     line = f"{folder}: best epoch {chosen.best_epoch} of {len(chosen.history)}, {chosen.seconds:.1f} s"
@@ -309,8 +334,11 @@ def _closing(fitted: Fitted, folder: Path) -> str:
     if fitted.test is None:
         return line
     if fitted.ranking == "encoder":
-        return f"{line}; test {_figures(fitted.test)}"
-    return f"{line}; test, {fitted.ranking}: {_figures(_ranked(fitted))}; towers alone: {_figures(fitted.test)}"
+        line = f"{line}; test {_figures(fitted.test)}"
+    else:
+        line = f"{line}; test, {fitted.ranking}: {_figures(_ranked(fitted))}; towers alone: {_figures(fitted.test)}"
+    beside = "; ".join(f"{name} {_figures(result, named=False)}" for name, result in fitted.baselines.items())
+    return f"{line} ({beside})" if beside else line
 
 
 def _ranked(fitted: Fitted) -> Evaluation:
@@ -321,10 +349,11 @@ def _ranked(fitted: Fitted) -> Evaluation:
     return fitted.stages.get(RANKINGS[fitted.ranking], fitted.test)
 
 
-def _figures(test: Evaluation) -> str:
+def _figures(test: Evaluation, named: bool = True) -> str:
     cutoffs = sorted({int(name.split("@")[1]) for name in test.metrics})
     k = cutoffs[len(cutoffs) // 2]
-    return ", ".join(f"{name}@{k} {test.metrics[f'{name}@{k}']:.4f}" for name in ("recall", "ndcg"))
+    names = (f"{name}@{k}" for name in ("recall", "ndcg"))
+    return ", ".join(f"{name} {test.metrics[name]:.4f}" if named else f"{test.metrics[name]:.4f}" for name in names)
 
 
 # Several processes: the same command in each, started by torchrun

@@ -1,6 +1,7 @@
 """A fair comparison: recipes x models x seeds x data on the same split, optionally after equal tuning.
 
     OUT/study.json, OUT/DATA/RECIPE/...    the study (see study.py); measured.json also profiles the negatives
+    OUT/DATA/baselines.json                metrics of popularity and the best cheap baseline, where asked for
     OUT/quality.*, OUT/negatives.*         the tables of comparison_tables.py, as md, csv, tex and json
     OUT/report.html, OUT/figures/          one page with everything, and its figures as svg and png
 
@@ -9,27 +10,38 @@ Every recipe and seed has the same split, so values are paired by query and by s
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
+from sparring.core import files
+from sparring.core.devices import pick_device
 from sparring.core.errors import UserError
 from sparring.core.workers import Failure, Listener
 from sparring.data.interactions import Split
 from sparring.data.synthetic_world import SyntheticWorld
 from sparring.evaluation.metrics import LIST_METRICS, parse
+from sparring.evaluation.ranking import Evaluation, evaluate
 from sparring.experiments import study
 from sparring.experiments.diagnose.profile import profile
 from sparring.experiments.study import Dataset, Method, Study, Training
 from sparring.models import finding as model_finding
 from sparring.models.named import Model
+from sparring.models.retriever import Retriever
 from sparring.recipes import finding, settings
 from sparring.recipes.finding import Recipe, source_digest
 from sparring.recipes.run import Run
 from sparring.recipes.setup import Setup
+from sparring.training.baselines import baselines
 from sparring.training.fitting import METRICS
+
+BASELINES = "baselines.json"
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -66,6 +78,7 @@ class Comparison:
     device: str = "auto"
     models: tuple[str | Model, ...] = ()
     refit: bool = False  # every run is trained again on train and valid, for the epochs that validation chose
+    cheap_baselines: bool = False  # measure popularity and the best cheap baseline too (training/baselines.py)
 
     def __post_init__(self) -> None:
         _ = self.methods  # an unknown recipe, or two of one name, is an error here
@@ -118,10 +131,21 @@ class Comparison:
         return Study(self.out, data, methods, range(self.seeds), training, self.trials)
 
     def _dataset(self, data: ComparedData) -> Dataset:
-        usual = [k for k in (10, 20, 50) if k <= data.split.train.n_items]
-        k = sorted({*cutoffs(self.metrics), *usual})
         measure = partial(_profile, data.world)
-        return Dataset(data.name, partial(_same, data.split), partial(_same, data.source), k, measure)
+        source = partial(_same, data.source)
+        return Dataset(data.name, partial(_same, data.split), source, self.cutoffs(data), measure)
+
+    def cutoffs(self, data: ComparedData) -> list[int]:
+        """The cutoffs of the compared metrics, and the usual ones that a catalogue allows."""
+        usual = [k for k in (10, 20, 50) if k <= data.split.train.n_items]
+        return sorted({*cutoffs(self.metrics), *usual})
+
+    def read_baselines(self, data: str) -> dict[str, dict[str, float]]:
+        """The metrics of the cheap baselines of a data set, except those that are compared as recipes."""
+        path = self.out / data / BASELINES
+        measured = study.read_json(path) if self.cheap_baselines and path.is_file() else {}
+        compared = {method.recipe for method in self.methods.values()}
+        return {name: each["metrics"] for name, each in measured.items() if name not in compared}
 
 
 def _same(value: Any, seed: int) -> Any:
@@ -207,4 +231,28 @@ def compare(comparison: Comparison, jobs: int = 1, listener: Listener | None = N
     failures = compare(comparison, jobs=2);  quality(comparison).markdown()
     """
     check(comparison)
-    return study.run(comparison.study, jobs, listener)
+    failures = study.run(comparison.study, jobs, listener)
+    if comparison.cheap_baselines:
+        for data in comparison.data:
+            _measure_baselines(comparison, data)
+    return failures
+
+
+def _measure_baselines(comparison: Comparison, data: ComparedData) -> None:
+    """Write the metrics of the cheap baselines of a data set, unless its folder has all that are compared."""
+    split, test, device = data.split, data.split.test, pick_device(comparison.device)
+    assert test is not None  # checked before training
+    path, metrics = comparison.out / data.name / BASELINES, comparison.study.training.metrics
+    k, seen, counts = comparison.cutoffs(data), split.seen_for("test").to(device), split.train.counts()
+    measured = study.read_json(path).values() if path.is_file() else ()
+    if measured and all(metric in each["metrics"] for each in measured for metric in comparison.metrics):
+        return
+    log.info("%s: popularity, and the best baseline on the validation part that takes seconds", data.name)
+
+    def rank(model: Retriever, listed: Tensor | None) -> Evaluation:
+        return evaluate(model, test, seen, k, metrics, counts=counts, among=listed)
+
+    runs = [run for method in comparison.methods.values() for run in comparison.study.runs(data.name, method)]
+    seconds = sum(float(run.result["train_seconds"]) for run in runs)
+    found = baselines(split, test, rank, device, select=comparison.metrics[-1], seconds=seconds)
+    files.write_json(path, {name: result.to_dict() for name, result in found.items()})

@@ -10,10 +10,18 @@ from sparring.core.workers import Failure
 from sparring.evaluation.statistics import difference, holm, summary
 from sparring.experiments.comparison import Comparison
 from sparring.experiments.report.study_parts import tuning_table, write_readme
-from sparring.experiments.report.tables import Cell, Column, Row, Table, text_columns
+from sparring.experiments.report.tables import Cell, Column, Row, Table, TableRows, text_columns
+from sparring.experiments.report.wording import bullets
 from sparring.experiments.study import FinishedRun
+from sparring.training.baselines import TIE
 
 LEVEL = 0.05  # of the verdict, after Holm's correction
+CHEAP = "cheap baseline"  # in place of a verdict
+FIELDS = (  # of a row of quality, after the names of its data, metric and recipe
+    *("seeds", "mean", "std", "mean_low", "mean_high", "difference", "low", "high", "relative"),
+    *("p", "p_holm", "p_seeds", "p_seeds_holm", "p_queries", "p_queries_holm", "p_flip_seeds", "p_flip_queries"),
+    *("bootstrap_low", "bootstrap_high", "verdict"),
+)
 
 READING = """\
 How to read it. Every recipe has the same split, seeds and queries. The difference to the baseline has a 95 % interval
@@ -21,7 +29,8 @@ and a p-value over seeds and queries: would newly trained models differ on other
 false-positive rate of this test matches its nominal level (checked by comparing a recipe with itself). The verdict
 rests on it, after Holm's correction over the recipes of a data set and metric. p (seeds) tests whether newly trained
 models would differ on these very queries; p (queries) tests whether these very models would differ on other queries. It
-ignores training variance and is significant too often: do not use it to claim that a recipe is better."""
+ignores training variance and is significant too often: do not use it to claim that a recipe is better. A cheap baseline
+is solved once, with its default settings, and not tested."""
 
 
 def quality(comparison: Comparison) -> Table:
@@ -33,7 +42,7 @@ def quality(comparison: Comparison) -> Table:
         for metric in comparison.metrics:
             tested = [_quality_row(data.name, metric, name, runs, baseline) for name in runs if runs[name]]
             _correct(tested)
-            rows += tested
+            rows += [*tested, *_cheap_rows(comparison, data.name, metric)]
     columns = (
         *_data_column(comparison),
         *text_columns("metric", "recipe"),
@@ -52,6 +61,43 @@ def quality(comparison: Comparison) -> Table:
     names = ", ".join(data.name for data in comparison.data)
     how = tuning if comparison.trials else "default settings of the recipes"
     return Table(columns, rows, f"Test quality on {names}: {seeds}, {how}")
+
+
+def _cheap_rows(comparison: Comparison, data: str, metric: str) -> list[Row]:
+    """A row for each cheap baseline: its metric alone."""
+    return [
+        {
+            "data": data,
+            "metric": metric,
+            "recipe": name,
+            **dict.fromkeys(FIELDS),
+            "mean": values[metric],
+            "verdict": CHEAP,
+        }
+        for name, values in comparison.read_baselines(data).items()
+    ]
+
+
+def notes(comparison: Comparison, rows: TableRows) -> list[str]:
+    """Lines about recipes that more epochs may improve, and about those that do worse than a cheap baseline."""
+    lines = []
+    for data in comparison.data:
+        on = f" on {data.name}" if len(comparison.data) > 1 else ""
+        runs = _runs(comparison, data.name)
+        short = [name for name in runs if any(run.result.get("best_is_last") for run in runs[name])]
+        if short:
+            lines.append(f"the best epoch is the last{on}, so more epochs may do better: {', '.join(short)}")
+        for metric in comparison.metrics:
+            compared = [row for row in rows if (row["data"], row["metric"]) == (data.name, metric)]
+            means = {str(row["recipe"]): float(row["mean"] or 0) for row in compared if row["verdict"] != CHEAP}
+            for name, values in comparison.read_baselines(data.name).items():
+                behind = ", ".join(recipe for recipe, mean in means.items() if mean < TIE * values[metric])
+                lines += (
+                    [f"{metric} is behind {name}, a cheap baseline ({values[metric]:.4f}){on}: {behind}"]
+                    if behind
+                    else []
+                )
+    return lines
 
 
 def negatives(comparison: Comparison) -> Table:
@@ -99,7 +145,8 @@ def write(comparison: Comparison, failures: Sequence[Failure], command: str = ""
         tables["tuned"] = tuned(comparison)
     for name, table in tables.items():
         table.write(comparison.out, name)
-    parts = ["# Comparison", *(table.markdown().rstrip() for table in tables.values()), READING]
+    told = bullets(notes(comparison, tables["quality"].rows))
+    parts = ["# Comparison", *(table.markdown().rstrip() for table in tables.values()), told, READING]
     write_readme(comparison.out, parts, failures, command)
     return tuple(tables.values())
 
@@ -115,10 +162,8 @@ def _data_column(comparison: Comparison) -> tuple[Column, ...]:
 def _quality_row(data: str, metric: str, recipe: str, runs: dict[str, list[FinishedRun]], baseline: str) -> Row:
     values = {run.seed: run.values(metric) for run in runs[recipe]}
     over = summary([float(value.mean()) for value in values.values()])
-    row: Row = {"data": data, "metric": metric, "recipe": recipe, "seeds": over.n, "mean": over.mean, "std": over.std}
-    row |= {"mean_low": over.low, "mean_high": over.high}
-    fields = "difference low high relative p p_holm p_seeds p_seeds_holm p_queries p_queries_holm"
-    row |= dict.fromkeys(f"{fields} p_flip_seeds p_flip_queries bootstrap_low bootstrap_high".split())
+    row: Row = {"data": data, "metric": metric, "recipe": recipe, **dict.fromkeys(FIELDS)}
+    row |= {"seeds": over.n, "mean": over.mean, "std": over.std, "mean_low": over.low, "mean_high": over.high}
     row["verdict"] = "baseline" if recipe == baseline else "baseline failed"
     base = {run.seed: run.values(metric) for run in runs[baseline]}
     common = [seed for seed in values if seed in base]

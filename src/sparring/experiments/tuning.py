@@ -100,7 +100,7 @@ def tune(
         try:
             run = build(recipe, parts.train, {**fixed, **settings, "seed": TUNING_SEED}, base)
             towers = replace(run, setup=run.setup.replaced(clf_epochs=0))  # trials are judged by the towers alone
-            history = fit(towers, parts, device=device).history
+            history = fit(towers, parts, device=device, progress=False).history
             select = run.setup.validation.select
             value = max(float(record[select]) for record in history if select in record)
         except (ValueError, RuntimeError, ArithmeticError, MemoryError) as failure:

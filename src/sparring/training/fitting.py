@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import polars as pl
 import torch
 from torch import Tensor
 
@@ -17,7 +21,7 @@ from sparring.core.errors import UserError
 from sparring.core.ranks import join, launched
 from sparring.core.types import ALONE, Ranks
 from sparring.data.histories import Histories, past_of
-from sparring.data.interactions import Interactions, Split
+from sparring.data.interactions import Ids, Interactions, Split
 from sparring.evaluation.metrics import PROPENSITY_METRICS, parse
 from sparring.evaluation.ranking import Encoder, Evaluation, Lister, evaluate
 from sparring.models.retriever import Retriever
@@ -26,12 +30,15 @@ from sparring.recipes.run import Run
 from sparring.recipes.setup import flat
 from sparring.training import checkpoint
 from sparring.training import folder as run_folder
-from sparring.training.eligibility import listed_items
+from sparring.training.baselines import baselines as solve_baselines
+from sparring.training.eligibility import Eligibility, listed_items, seen_tensors
 from sparring.training.loop import Trainer, TrainingProgress, selected
 from sparring.training.novelty import check_correctable, novel
+from sparring.training.progress import reporting
 from sparring.training.stages import classifier_run, fuse
 from sparring.training.step import check_rows
 from sparring.training.temperature import choose_tau, with_tau
+from sparring.training.trained import Recommender, load
 from sparring.training.warm_start import warm_start
 
 METRICS = ("recall", "ndcg", "hit", "mrr", "map", "precision", "coverage", "popularity")
@@ -47,9 +54,32 @@ class Fitted:
     best_epoch: int
     test: Evaluation | None
     seconds: float
+    recommender: Callable[[], Recommender] = field(repr=False)
     stages: dict[str, Evaluation] = field(default_factory=dict)  # test metrics of knn, clf and fusion (stages.py)
     ranking: str = "encoder"  # by default: the best of encoder, classifiers and fused on the validation part
     selection: Fitted | None = None  # of a refit: the training that chose the number of epochs
+    baselines: dict[str, Evaluation] = field(default_factory=dict)  # test metrics by recipe (baselines.py)
+    best_is_last: bool = False  # the best epoch is the last that was allowed: more may do better
+
+    @cached_property
+    def _recommender(self) -> Recommender:
+        return self.recommender()
+
+    def recommend(
+        self, queries: Sequence[object] | str | int, k: int = 10, with_seen: bool | None = None
+    ) -> pl.DataFrame:
+        """The k best items of each query (original ids), as `load` of the run's folder recommends them."""
+        return self._recommender.recommend(queries, k, with_seen)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The outcome of the towers' training, ready for JSON."""
+        record: dict[str, Any] = {"best_epoch": self.best_epoch, "epochs": len(self.history)}
+        record |= {"best_is_last": self.best_is_last, "train_seconds": round(self.seconds, 3)}
+        if self.test is not None:
+            record["test"] = self.test.to_dict()
+        if self.baselines:
+            record["baselines"] = {name: each.to_dict() for name, each in self.baselines.items()}
+        return record
 
 
 def fit(
@@ -62,11 +92,12 @@ def fit(
     device: str = "auto",
     k: Sequence[int] = (10, 20, 50),
     metrics: Sequence[str] = METRICS,
-    progress: TrainingProgress | None = None,
+    progress: TrainingProgress | bool | None = None,
     source: Mapping[str, Any] | None = None,
     save_seconds: float | None = None,
     warm: str | Path | None = None,
     refit: bool | Callable[[Interactions], Run] = False,
+    baselines: bool = False,
 ) -> Fitted:
     """Train a run on a split and keep the epoch that does best on the validation part (without one, the last epoch).
 
@@ -80,11 +111,14 @@ def fit(
     as `selection` of the result); then from the start on the training and validation parts together, up to that epoch
     of the same schedule. The second run is the result. Its recipe builds it with the settings of the first; a run of
     your own needs the function that builds it from data, such as refit=recipes.xir.
+    `progress` is a bar and a line per epoch on stderr, by default if that is a terminal; or callbacks. `baselines` also
+    measures popularity and the best cheap baseline on the test part (baselines.py).
 
     If the run has classifiers, they are trained after the towers, and `stages` of the result has the test metrics of
     each ranking: knn (towers), clf (classifiers) and fusion (stages.py).
 
         fitted = sparring.fit(recipes.xir(split.train), split, "runs/xir");  print(fitted.test)
+        fitted.recommend([1042], k=10)
     """
     _check(run, split, k, metrics)
     rebuild = _builder(run, split, refit)
@@ -92,10 +126,12 @@ def fit(
         raise UserError(f"{'resume' if resume else 'overwrite'} needs `out`, the folder of the run")
     where, folder = pick_device(device), None if out is None else Path(out)
     ranks = join(where)
-    progress = TrainingProgress() if progress is None or ranks.rank else progress  # rank 0 reports
     if where.type == "cuda":
         torch.set_float32_matmul_precision("highest" if run.setup.training.precision == "float32" else "high")
-    with nullcontext() if folder is None else run_folder.claimed(folder, resume, overwrite, ranks, rebuild is not None):
+    held = (
+        nullcontext() if folder is None else run_folder.claimed(folder, resume, overwrite, ranks, rebuild is not None)
+    )
+    with held, reporting(progress, ranks.rank == 0) as shown:
         selection, chosen = None, None
         if rebuild is not None:
             if overwrite and folder is not None and ranks.rank == 0:
@@ -107,7 +143,7 @@ def fit(
                 None if folder is None else folder / run_folder.SELECTION,
                 resume=resume,
                 device=device,
-                progress=progress,
+                progress=shown,
                 source=source,
                 save_seconds=save_seconds,
                 warm=warm,
@@ -120,9 +156,9 @@ def fit(
             _check(run, split, k, metrics)
         run, tried = _with_temperature(run, split, folder, resume, where, ranks)
         epochs = None if selection is None else selection.best_epoch
-        trainer = Trainer(run, split, where, folder, progress, ranks, save_seconds, epochs)
-        batch = _start(trainer, resume, overwrite, source, warm, tried, chosen)
-        progress.start(trainer.epochs, trainer.epoch_steps)
+        trainer = Trainer(run, split, where, folder, shown, ranks, save_seconds, epochs)
+        batch, warmed = _start(trainer, resume, overwrite, source, warm, tried, chosen)
+        shown.start(trainer.epochs, trainer.epoch_steps)
         for line in batch:
             log.info("  %s", line)
         with trainer.checkpoints:
@@ -137,9 +173,13 @@ def fit(
             log.info("ranking the complete catalogue for every test query")
             ranked = novel(run.model, run.setup.ranking.novelty, split.before("test"), trainer.listed)
             test = _test(ranked, split, k, metrics, where, ranks, trainer.listed)
-        fitted = Fitted(run, state.history, state.best_epoch, test, state.seconds, selection=selection)
+        ready = partial(_recommender, run, split, folder, warmed)
+        fitted = Fitted(run, state.history, state.best_epoch, test, state.seconds, ready, selection=selection)
+        fitted = replace(fitted, best_is_last=trainer.best_is_last)
+        if baselines and test is not None:
+            fitted = replace(fitted, baselines=_baselines(run, split, k, metrics, where, ranks, state.seconds))
         if folder is not None and ranks.rank == 0:
-            run_folder.write_end(folder, run, state.history, state.best_epoch, state.seconds, test)
+            run_folder.write_end(folder, run, state.history, fitted.to_dict(), test)
         if run.classifiers is None:
             if folder is not None and ranks.rank == 0:
                 run_folder.finish(folder)
@@ -153,7 +193,7 @@ def fit(
             device=device,
             k=k,
             metrics=metrics,
-            progress=progress,
+            progress=shown,
             source=source,
             save_seconds=save_seconds,
         )
@@ -254,20 +294,22 @@ def _start(
     warm: str | Path | None,
     temperatures: Mapping[float, float],
     chosen: Mapping[str, Any] | None = None,
-) -> list[str]:
+) -> tuple[list[str], dict[str, np.ndarray] | None]:
     """Prepare the first step: copy the vectors of a warm start, then resume the run in the folder or start one.
 
-    `chosen` is the record of a refit. Returns the description of the first batch where there is a folder.
+    `chosen` is the record of a refit. Returns the description of the first batch where there is a folder, and the
+    ids that started warm.
     """
     run, split, folder, ranks = trainer.run, trainer.split, trainer.folder, trainer.ranks
     saved = resume and folder is not None and any(folder.glob("checkpoint*.safetensors"))  # it has the vectors
     began = None if warm is None or saved else warm_start(run.model, split, warm)
+    ids = None if began is None else {"queries": began.queries, "items": began.items}
     if began is not None:
         trainer.listed = listed_items(run.model, split.train, began.items)
     if folder is None:
         if began is not None:
             began.report()
-        return []
+        return [], ids
     described = run_folder.description(run, split, source)
     if temperatures:
         described["temperatures"] = {str(tau): round(score, 6) for tau, score in temperatures.items()}
@@ -289,20 +331,65 @@ def _start(
         if overwrite:
             run_folder.delete_run(folder)
         checkpoint.clear_tables(folder)
-        ids = None if began is None else {"queries": began.queries, "items": began.items}
         seen = split.before("test")
         past = _past_for_test(run.model, split)
         run_folder.write_start(folder, split.train, seen, described, run.setup, run.model, split.test, ids, past)
     if began is not None:
         began.report()
     batch: list[str] = described["batch"]
-    return batch
+    return batch, ids
+
+
+def _recommender(run: Run, split: Split, folder: Path | None, warm: Mapping[str, np.ndarray] | None) -> Recommender:
+    """A copy of a trained model that recommends; with later stages, the run in its folder."""
+    if run.model.item_shard() is not None:
+        raise UserError("the tables are spread over several processes: sparring.load(out) recommends")
+    model = copy.deepcopy(run.model).cpu().eval()
+    if run.classifiers is not None:
+        if folder is None:
+            raise UserError("a run with classifiers recommends from its folder: train it with `out`")
+        return load(folder, model)
+    train = split.train
+    if folder is None:
+        tensors = seen_tensors(train, split.before("test"), split.test, model, warm)
+        eligibility = Eligibility.read(tensors, train.n_queries, train.n_items)
+    else:
+        eligibility = run_folder.eligibility(folder)
+    ids = Ids(train.query_ids, train.item_ids, train.query_table, train.item_table)
+    novelty = run.setup.ranking.novelty
+    ranked = novel(model, novelty, split.before("test"), eligibility.listed(train.n_items))
+    return Recommender(ranked, ids, eligibility, repeats=train.repeats, novelty=novelty)
 
 
 def _past_for_test(model: Retriever, split: Split) -> Histories | None:
     """The histories that the test part is ranked by, validation part included, as long as the model reads them."""
     readers = model.past_readers()
     return past_of(split, "test").latest(max(reader.last for reader in readers)) if readers else None
+
+
+def _baselines(
+    run: Run,
+    split: Split,
+    k: Sequence[int],
+    metrics: Sequence[str],
+    device: torch.device,
+    ranks: Ranks,
+    seconds: float,
+) -> dict[str, Evaluation]:
+    """The test metrics of popularity and of the best cheap baseline."""
+    assert split.test is not None
+    if ranks.world > 1:
+        log.info("no baselines: they are solved by one process; `sparring evaluate` of this run shows them")
+        return {}
+    log.info("baselines: popularity, and the best on the validation part that takes seconds")
+
+    def rank(model: Retriever, listed: Tensor | None) -> Evaluation:
+        return _test(model, split, k, metrics, device, among=listed)
+
+    select, seed = run.setup.validation.select, run.setup.seed
+    return solve_baselines(
+        split, split.test, rank, device, select=select, seed=seed, seconds=seconds, apart=(run.recipe,)
+    )
 
 
 def _test(

@@ -2,7 +2,7 @@
 
     run.json            format number, recipe, arguments, setup, data source, versions: enough to train the run again
     metrics.jsonl       one line per epoch
-    result.json         the test metrics of the chosen epoch
+    result.json         the test metrics of the chosen epoch, and those of baselines
     per_query.parquet   the same for every test query, float32, for paired tests: query, recall@10, ndcg@10, ...
     model.safetensors   the towers of the chosen epoch
     checkpoint.safetensors   everything that a resumed training needs (checkpoint.py)
@@ -313,17 +313,15 @@ def _write_encoders(folder: Path, model: Retriever, setup: Setup, weights: bool)
 
 
 def write_end(
-    folder: Path, run: Run, history: list[dict[str, Any]], best_epoch: int, seconds: float, test: Evaluation | None
+    folder: Path, run: Run, history: list[dict[str, Any]], result: Mapping[str, Any], test: Evaluation | None
 ) -> None:
     """Write the result, the metrics of every test query, the curve and the model card."""
     from sparring.training.curve import training_curve
 
     reopen(folder)
     meta = read_meta(folder)
-    result: dict[str, Any] = {"best_epoch": best_epoch, "epochs": len(history), "train_seconds": round(seconds, 3)}
-    result |= {key: meta[key] for key in ("untrained", "refit") if key in meta}
+    result = {**result, **{key: meta[key] for key in ("untrained", "refit") if key in meta}}
     if test is not None:
-        result["test"] = test.to_dict()
         write_queries(folder, "per_query.parquet", test)  # first: readers of result.json expect it
     _write_encoders(folder, run.model, run.setup, weights=True)
     files.write_json(folder / "result.json", result)
@@ -557,9 +555,13 @@ def _check_room(path: Path, rows: int, columns: int) -> None:
 
 def listed_items(folder: Path) -> Tensor | None:
     """The items that lists of a run may hold; None for all."""
+    return eligibility(folder).listed(int(read_meta(folder)["data"]["items"]))
+
+
+def eligibility(folder: Path) -> Eligibility:
+    """The eligibility of the run in a folder."""
     listed, meta = read_manifest(folder), read_meta(folder)
-    ids = Ids.load(folder, listed)
-    return read_eligibility(listed, meta, ids).listed(len(ids.item_ids))
+    return read_eligibility(listed, meta, Ids.load(folder, listed))
 
 
 def read_eligibility(listed: Manifest, meta: Mapping[str, Any], ids: Ids) -> Eligibility:

@@ -98,6 +98,12 @@ class Trainer:
         """Steps of an epoch; a sweep is one."""
         return len(self.rows.batches) if self.sweeps is None else 1
 
+    @property
+    def best_is_last(self) -> bool:
+        """Whether the best epoch on the validation part is the last that was allowed; a closed form has no others."""
+        closed = self.run.solver is not None and self.run.solver.closed_form
+        return self.valid is not None and not closed and self.state.best_epoch == self.setup.training.epochs
+
     def train(self) -> None:
         """Train until the last epoch, or until the validation metric stops improving."""
         asked, warmup, total = self.setup.training.warmup, self.schedule.warmup, f"{self.schedule.total:,}"

@@ -57,6 +57,7 @@ def model_card(meta: Mapping[str, Any], result: Mapping[str, Any], history: Sequ
         "## Test",
         *([f"Ranked with novelty {novelty:g}.", ""] if (novelty := setup.get("novelty")) else []),
         *_tests(result, meta.get("repeats") == "keep"),
+        *_beside(result),
         "",
         "## Use",
         "```python",
@@ -158,6 +159,25 @@ def _test(test: Mapping[str, Any] | None, repeats: bool) -> list[str]:
                 + " |"
             )
     return lines
+
+
+def _beside(result: Mapping[str, Any]) -> list[str]:
+    """The baselines that were measured on the same part, at the cutoffs of recall and ndcg."""
+    if not result.get("baselines"):
+        return []
+    metrics = {name: each["metrics"] for name, each in result["baselines"].items()}
+    names = [name for name in next(iter(metrics.values())) if name.startswith(("recall@", "ndcg@"))]
+    return [
+        "",
+        "Baselines, solved on the same training part:",
+        "",
+        "| baseline | " + " | ".join(names) + " |",
+        "|---|" + "---:|" * len(names),
+        *(
+            f"| {baseline} | " + " | ".join(_figure(values.get(name)) for name in names) + " |"
+            for baseline, values in metrics.items()
+        ),
+    ]
 
 
 def _figure(value: float | None) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -37,39 +37,26 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Trained:
-    """A finished run, ready to recommend: towers, id maps, titles, and the items that each query has taken."""
+class Recommender:
+    """A trained model, ready to recommend: towers, id maps, titles, and the items that each query has taken."""
 
-    folder: Path
     model: Retriever
     ids: Ids
     eligibility: Eligibility
-    meta: dict[str, Any]
-    novelty: float = 0.0  # of `model`
+    repeats: bool = field(
+        default=False, kw_only=True
+    )  # the data keeps them, so lists hold items that a query has taken
+    novelty: float = field(default=0.0, kw_only=True)  # of `model`
 
     @property
-    def own_novelty(self) -> float:
-        """The novelty in the run's settings."""
-        return parse_setup(self.meta["setup"]).ranking.novelty
-
-    def with_novelty(self, novelty: float) -> Trained:
-        """The same run with a novelty (models/novelty.py); the run must have been loaded with novelty=0.
-
-        load("runs/first", novelty=0).with_novelty(0.3).recommend([1042])
-        """
-        if self.novelty:
-            raise UserError(f"this run already has novelty {self.novelty:g}: load it with novelty=0")
-        return replace(self, model=novel_run(self.model, novelty, self.eligibility, self.folder), novelty=novelty)
+    def name(self) -> str:
+        """The run, for messages."""
+        return "this run"
 
     @property
     def seen(self) -> Positives:
         """The training and validation pairs, which evaluation excludes; recommendations exclude the test part too."""
         return self.eligibility.seen
-
-    @property
-    def repeats(self) -> bool:
-        """Whether its data keeps repeats, so that lists hold items that a query has taken."""
-        return self.meta.get("repeats") == "keep"
 
     def recommend(
         self,
@@ -92,7 +79,7 @@ class Trained:
             reads_text = text_tower(self.model.query) is not None
             how = "its text (recommend_text, --text)" if reads_text else "its history of items"
             raise UserError(
-                f"query {unknown!r} is not in the training data of {self.folder}; describe a new one by {how}"
+                f"query {unknown!r} is not in the training data of {self.name}; describe a new one by {how}"
             )
         rows = torch.from_numpy(dense)
         blank = np.isin(dense, self.eligibility.queries.numpy())
@@ -123,10 +110,10 @@ class Trained:
         known = torch.from_numpy(dense[~unknown])
         if not len(known):
             names = _first_few(asked, unknown)
-            raise UserError(f"no item of the history ({names}) is in the training data of {self.folder}")
+            raise UserError(f"no item of the history ({names}) is in the training data of {self.name}")
         if unknown.any():
             names = _first_few(asked, unknown)
-            log.warning("left out of the history, because %s was not trained on them: %s", self.folder, names)
+            log.warning("left out of the history, because %s was not trained on them: %s", self.name, names)
         with torch.no_grad():
             if self.reads_histories:
                 vector = self.model.encode_histories(known.unsqueeze(0))
@@ -153,11 +140,14 @@ class Trained:
         return not (self.model.scores_items or isinstance(self.model, Sources))
 
     def item_vectors(self) -> Tensor:
-        """Vectors (N, D) of all items; those of text towers are computed once and cached in the run folder."""
+        """Vectors (N, D) of all items; those of text towers in a run folder are computed once and cached there."""
         if not self.has_vectors:
             why = "is fused of several runs" if isinstance(self.model, Sources) else "has an item-item matrix"
-            raise UserError(f"{self.folder} {why} and has no item vectors; `recommend --all` writes its lists")
-        return item_vectors(self.model, self.folder)
+            raise UserError(f"{self.name} {why} and has no item vectors; `recommend --all` writes its lists")
+        return self._item_vectors()
+
+    def _item_vectors(self) -> Tensor:
+        return self.model.item_vectors()
 
     def encode_texts(self, texts: Sequence[str], side: Literal["query", "item"]) -> Tensor:
         """Vectors (n, D) of new queries or items from their texts, as scored; a query needs a known token."""
@@ -173,15 +163,10 @@ class Trained:
             raise UserError(f"the text {text!r} has no known tokens, so it cannot be encoded")
         return vectors
 
-    @cached_property
+    @property
     def fused(self) -> Fused | None:
         """The fused ranking of towers and classifiers; None if the run has no later stages (stages.py)."""
-        listed = read_manifest(self.folder)
-        if not listed.lists(FILE):
-            return None
-        for name in (FILE, "classifiers/manifest.json"):
-            listed.path(name)
-        return Fused.load(self.folder, self.model, load(self.folder / "classifiers", novelty=0).model)
+        return None
 
     def how(self, asked: How | None = None) -> How:
         """The requested ranking; by default the best one on the validation part, if the run has several.
@@ -192,10 +177,10 @@ class Trained:
             raise UserError(f"ranking is {asked!r}; it must be {', '.join(RANKINGS)}")
         if isinstance(self.model, Sources):
             if asked not in (None, "fused"):
-                raise UserError(f"{self.folder} is fused of several runs: for the {asked} of one, give its folder")
+                raise UserError(f"{self.name} is fused of several runs: for the {asked} of one, give its folder")
             return "fused"
         if asked not in (None, "encoder") and self.fused is None:
-            raise UserError(f"{self.folder} has no {asked} ranking: train it with clf_epochs=N and clf_fusion=true")
+            raise UserError(f"{self.name} has no {asked} ranking: train it with clf_epochs=N and clf_fusion=true")
         if self.novelty:
             if asked not in (None, "encoder"):
                 raise UserError(f"novelty corrects the ranking by the towers alone, not the {asked} one: choose one")
@@ -230,6 +215,45 @@ class Trained:
         return table.with_columns(pl.Series("score", scores.numpy()[row, rank]))
 
 
+@dataclass(frozen=True)
+class Trained(Recommender):
+    """A finished run, read from its folder."""
+
+    meta: dict[str, Any]
+    folder: Path
+
+    @property
+    def name(self) -> str:
+        return str(self.folder)
+
+    @property
+    def own_novelty(self) -> float:
+        """The novelty in the run's settings."""
+        return parse_setup(self.meta["setup"]).ranking.novelty
+
+    def with_novelty(self, novelty: float) -> Trained:
+        """The same run with a novelty (models/novelty.py); the run must have been loaded with novelty=0.
+
+        load("runs/first", novelty=0).with_novelty(0.3).recommend([1042])
+        """
+        if self.novelty:
+            raise UserError(f"this run already has novelty {self.novelty:g}: load it with novelty=0")
+        return replace(self, model=novel_run(self.model, novelty, self.eligibility, self.folder), novelty=novelty)
+
+    def _item_vectors(self) -> Tensor:
+        return item_vectors(self.model, self.folder)
+
+    @cached_property
+    def fused(self) -> Fused | None:
+        """The fused ranking of towers and classifiers; None if the run has no later stages (stages.py)."""
+        listed = read_manifest(self.folder)
+        if not listed.lists(FILE):
+            return None
+        for name in (FILE, "classifiers/manifest.json"):
+            listed.path(name)
+        return Fused.load(self.folder, self.model, load(self.folder / "classifiers", novelty=0).model)
+
+
 def _listed(ids: Sequence[object] | str | int) -> list[object]:
     """Ids as a list; a single id is a list of one."""
     return [ids] if isinstance(ids, (str, int, np.integer)) else list(ids)
@@ -261,9 +285,10 @@ def load(
     """
     folder = Path(folder)
     if not isinstance(model, Retriever) and is_fused(folder):
-        trained = Trained(folder, *read_fused(folder, model, recipe, trust))
+        trained = Trained(*read_fused(folder, model, recipe, trust), folder)
     else:
-        trained = Trained(folder, *read_run(folder, model, recipe, trust, unfinished))
+        trained = Trained(*read_run(folder, model, recipe, trust, unfinished), folder)
+    trained = replace(trained, repeats=trained.meta.get("repeats") == "keep")
     return trained.with_novelty(trained.own_novelty if novelty is None else novelty)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from sparring.core.workers import Failure
 from sparring.experiments.comparison import ComparedData, Comparison
-from sparring.experiments.comparison_tables import READING
+from sparring.experiments.comparison_tables import CHEAP, READING, notes
 from sparring.experiments.report import figures
 from sparring.experiments.report.figures import RenderedFigure
 from sparring.experiments.report.html import Code, Facts, Figures, Page, Paragraph, Points, Section, Sheet
@@ -33,7 +33,8 @@ def write(comparison: Comparison, tables: Sequence[Table], failures: Sequence[Fa
         for data in comparison.data
         for name, method in comparison.methods.items()
     }
-    lines, facts = findings(comparison, quality.rows), _facts(comparison, sum(map(len, runs.values())))
+    lines = [*findings(comparison, quality.rows), *(f"{line}." for line in notes(comparison, quality.rows))]
+    facts = _facts(comparison, sum(map(len, runs.values())))
     sections = [Section("In short", (Points(lines), Facts(facts)))]
     for data in comparison.data:
         sections += _data_sections(comparison, data, quality, cost, runs)
@@ -67,7 +68,8 @@ def findings(comparison: Comparison, rows: TableRows) -> list[str]:
                 continue
             top = max(compared, key=lambda row: float(row["mean"] or 0))
             where = f"{metric} on {data.name}" if len(comparison.data) > 1 else metric
-            parts = [f"{where}: {top['recipe']} has the highest mean, {top['mean']:.4f}"]
+            kind = ", a cheap baseline," if top["verdict"] == CHEAP else ""
+            parts = [f"{where}: {top['recipe']}{kind} has the highest mean, {top['mean']:.4f}"]
             for verdict, words in verdicts.items():
                 names = [str(row["recipe"]) for row in compared if row["verdict"] == verdict]
                 parts += [f"{words}: {', '.join(names)}"] if names else []
@@ -91,7 +93,7 @@ def _data_sections(
         if any(row["metric"] == metric for row in rows)
     ]
     costs_table = Table(tuple(column for column in cost.columns if column.title != "data"), costs, cost.caption)
-    first, second = _draw(comparison, data, rows, costs, runs)
+    first, second = _draw(comparison, data, [row for row in rows if row["verdict"] != CHEAP], costs, runs)
     return [
         Section(f"Quality{on}", (*sheets, Figures(first))),
         Section(f"Cost and negatives{on}", (Sheet(costs_table), Figures(second))),
