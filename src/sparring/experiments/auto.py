@@ -193,13 +193,13 @@ def _decided(search: Search) -> tuple[list[Trial], list[str]]:
         sources.append(counted)  # it lists items for queries that no other source knows
     if best.family == "popularity" or len(sources) < 2:
         return [best], why
-    if search.left() < 0:
+    if not search.may_fuse():
         return [best], [*why, "no time was left to fuse it with others"]
     judged = fusion_gain(
         [search.folder / trial.folder for trial in sources], search.split, select=search.select, device=search.device
     )
     gain = f"{judged.gain:+.4f} (standard error {judged.error:.4f}) on queries that did not choose the weights"
-    used = [trial for trial in sources if judged.weights[trial.folder] > 0 or trial.family == "popularity"]
+    used = [trial for trial in sources if trial.folder in judged.used or trial.family == "popularity"]
     names = " + ".join(trial.name for trial in used)
     if len(used) < 2 or not judged.gain > judged.error:
         others = " + ".join(trial.name for trial in sources)
@@ -218,7 +218,7 @@ def _finish(
     if len(runs) == 1:
         test = promote(runs[0], split, folder, k=cutoffs, device=device)
     else:
-        test = fuse(runs, split, folder, select=search.select, k=cutoffs, device=device).test
+        test = fuse(runs, split, folder, by="scores", select=search.select, k=cutoffs, device=device).test
     trials = [asdict(trial) for trial in search.trials]
     record = {**state, "seconds": round(search.elapsed, 3), "trials": trials}
     files.write_json(folder / NAME, record)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -44,8 +43,8 @@ class Family:
     tries: Sequence[Mapping[str, object]] = ({},)
 
 
-# In the order of trying: the first of each family, then the second of each, and so on. Solved ones cost seconds, so
-# they come first.
+# The first of each family is tried in this order, then the second of each, that of the best family first, and so on.
+# Solved ones cost seconds, so they come first.
 FAMILIES = (
     Family("popularity", "popularity"),
     Family("ease", "ease", ("queries", "square"), tries=[{"lam": lam} for lam in (300.0, 100.0, 1000.0, 30.0, 3000.0)]),
@@ -77,6 +76,7 @@ class Contender:
     family: str
     recipe: str
     settings: Mapping[str, Any]
+    turn: int = 0  # its place among the contenders of its family
 
     @property
     def folder(self) -> str:
@@ -159,25 +159,21 @@ class Facts:
 
 
 def contenders(facts: Facts, train: Interactions, seed: int) -> tuple[list[Contender], dict[str, str]]:
-    """The contenders for this data in the order of trying, and why each other family is left out."""
-    tried: list[list[Contender]] = []
+    """The contenders for this data by turn, and why each other family is left out."""
+    found: dict[str, Contender] = {}  # by name: two multiples of a temperature may end at the same bound
     left_out: dict[str, str] = {}
     for family in FAMILIES:
         lack = next((why for need in family.needs if (why := facts.lacks[need]) is not None), None)
         if lack is not None:
             left_out[family.name] = lack
             continue
-        tried.append([_contender(family, change, train, seed) for change in family.tries])
-    rounds = itertools.zip_longest(*tried)
-    return _distinct(each for together in rounds for each in together if each is not None), left_out
+        for turn, change in enumerate(family.tries):
+            contender = _contender(family, turn, change, train, seed)
+            found.setdefault(contender.name, contender)
+    return sorted(found.values(), key=lambda each: each.turn), left_out
 
 
-def _distinct(found: Iterator[Contender]) -> list[Contender]:
-    """Contenders with a name of their own: two multiples of a temperature may end at the same bound."""
-    return list({each.name: each for each in found}.values())
-
-
-def _contender(family: Family, change: Mapping[str, object], train: Interactions, seed: int) -> Contender:
+def _contender(family: Family, turn: int, change: Mapping[str, object], train: Interactions, seed: int) -> Contender:
     settings = {**family.settings, **change}
     multiples = {name: value.factor for name, value in settings.items() if isinstance(value, Times)}
     if multiples:
@@ -186,7 +182,7 @@ def _contender(family: Family, change: Mapping[str, object], train: Interactions
         settings |= {name: float(f"{factor * own[name]:.3g}") for name, factor in multiples.items()}
     shown = {name: value for name, value in settings.items() if name not in ("model", "encoder")}
     words = [f"{name}={value:g}" if isinstance(value, float) else f"{name}={value}" for name, value in shown.items()]
-    return Contender(" ".join([family.name, *words]), family.name, family.recipe, settings)
+    return Contender(" ".join([family.name, *words]), family.name, family.recipe, settings, turn)
 
 
 def _is_ordered(train: Interactions, valid: Interactions) -> bool:

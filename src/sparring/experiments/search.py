@@ -32,11 +32,15 @@ from sparring.training.fitting import fit
 from sparring.training.loop import TrainingProgress
 
 _UNITS = {"s": 1, "m": 60, "h": 3600}
-_RESERVED = 0.1  # of the time: for fusing and the last ranking
-_FIRST = 0.4  # of the rest: for short trainings
+_FUSING = 6e-3  # seconds per validation query, for weights
+_LAST = 0.03  # of the time: for the files of the choice
+# Shares of the rest: short trainings may begin until the first, complete ones until the second, and once more.
+_PASSES = ((0.35, 0.6), (0.8, 1.0))
 _LARGEST = 0.25  # of the time: the most that a short training may take
-_SLACK = 1.1  # estimates are this much too low at worst
+_SLACK = 1.1  # trainings take up to this much longer than expected
 _SURE = 0.05  # of its time that a training runs before its end is projected
+_LEAST = 3  # epochs of a short training, unless its schedule has fewer
+_ALWAYS = 10.0  # seconds that the first model may take, however small the budget is
 log = logging.getLogger(__name__)
 
 
@@ -64,6 +68,19 @@ class Budget:
         return cls(text, seconds=seconds)
 
 
+Round = Literal["short", "complete"]
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a training may take."""
+
+    epochs: int  # of its schedule
+    least: int  # epochs that are worth a training
+    seconds: float
+    expected: float = 0.0  # seconds of the schedule it should have; 0 if unknown
+
+
 @dataclass(frozen=True)
 class Trial:
     """One training of a contender: how long it took, how good it is, or why there is none."""
@@ -72,7 +89,7 @@ class Trial:
     family: str
     recipe: str
     settings: dict[str, Any]
-    round: Literal["short", "complete"]
+    round: Round
     status: Literal["done", "failed", "skipped"]
     folder: str
     epochs: int = 0  # of its schedule
@@ -83,7 +100,11 @@ class Trial:
 
 
 class OutOfTimeError(Exception):
-    """A training would not end in time."""
+    """A training would not end in time; `pace` is its seconds per epoch."""
+
+    def __init__(self, message: str, pace: float) -> None:
+        super().__init__(message)
+        self.pace = pace
 
 
 @dataclass
@@ -111,7 +132,9 @@ class Search:
         several = where.type == "cuda" and where.index is None
         names = [f"cuda:{number}" for number in range(torch.cuda.device_count())] if several else [self.device]
         self.devices = Counter(dict.fromkeys(names, 0))  # trainings that run on each
-        self.used: dict[str, str] = {}  # the device of each running training
+        assert self.split.valid is not None
+        self.fused_queries = min(len(np.unique(self.split.valid.queries)), 5000)
+        self.skipped: dict[str, Trial] = {}  # contenders that the time was too short for so far
 
     # Time
 
@@ -121,10 +144,14 @@ class Search:
 
     @property
     def reserve(self) -> float:
-        """Seconds for fusing three runs and ranking the queries of the training part with them."""
+        """Seconds for fusing three runs and ranking the test part with them: at most half of the budget."""
         assert self.budget.seconds is not None
-        ranking = max((trial.rank_seconds for trial in self.trials), default=0.0) * self.facts.queries
-        return min(_RESERVED * self.budget.seconds + 2 * ranking, 0.5 * self.budget.seconds)
+        ranking = 4 * max((trial.rank_seconds for trial in self.trials), default=0.0) * self.facts.queries
+        return min(_FUSING * self.fused_queries + ranking + _LAST * self.budget.seconds, self.budget.seconds / 2)
+
+    def may_fuse(self) -> bool:
+        """Whether there is time for fusing and the last ranking."""
+        return self.budget.seconds is None or self.budget.seconds - self.elapsed > 0.8 * self.reserve
 
     def left(self, share: float = 1.0) -> float:
         """Seconds until this share of the time for trainings is used; infinite for a number of trials."""
@@ -135,110 +162,128 @@ class Search:
     # Rounds
 
     def run(self, contenders: Sequence[Contender]) -> None:
-        """Train every contender briefly, as far as the budget allows, then the best of them completely."""
-        limit = self.budget.trials
-        later = 0 if limit is None else limit // 4
-        self._round("short", contenders, None if limit is None else max(limit - later, 2))
-        best = self._best(contenders)
-        more = math.ceil(len(best) / 3) if limit is None else max(limit - self._count(), 0)
-        self._round("complete", best[:more], None)
+        """Train contenders briefly, as far as the budget allows, and the best of them completely."""
+        self.plan = list(contenders)
+        if self.budget.trials is None:
+            for short, complete in _PASSES:
+                self._round("short", self._turns(), short)
+                best = self._best()
+                self._round("complete", iter(best[: math.ceil(len(best) / 3)]), complete)
+        else:
+            first = max(self.budget.trials - self.budget.trials // 4, 2)
+            self._round("short", self._turns(), most=first)
+            self._round("complete", iter(self._best()), most=max(self.budget.trials, first))
+        for name, trial in self.skipped.items():
+            if not any(each.name == name for each in self.trials):
+                self._add(trial)
 
-    def _best(self, contenders: Sequence[Contender]) -> list[Contender]:
+    def _turns(self) -> Iterator[Contender]:
+        """All contenders turn by turn; after the first turn those of the best family come first.
+
+        A family is as good as its contenders of earlier turns, so that a resumed search has the same order.
+        """
+        for turn in sorted({each.turn for each in self.plan}):
+            values = {trial.name: trial.value for trial in self.trials if trial.round == "short"}
+            earlier = [each for each in self.plan if each.turn < turn]
+
+            def value(family: str, known: Any = values, earlier: Any = earlier) -> float:
+                return max((known.get(each.name) or 0.0 for each in earlier if each.family == family), default=0.0)
+
+            yield from sorted((each for each in self.plan if each.turn == turn), key=lambda each: -value(each.family))
+
+    def _best(self) -> list[Contender]:
         """The contenders whose training was short, best first; the best of each family before all others."""
         values = {
             trial.name: trial.value for trial in self.trials if trial.round == "short" and trial.value is not None
         }
-        found = [each for each in contenders if each.name in values and each.short < each.epochs]
+        found = [each for each in self.plan if each.name in values and each.short < each.epochs]
         found.sort(key=lambda each: -values[each.name])  # type: ignore[operator]
-        firsts = list({each.family: each for each in reversed(found)}.values())
-        firsts.sort(key=lambda each: -values[each.name])  # type: ignore[operator]
-        return [*firsts, *(each for each in found if each not in firsts)]
+        firsts = {each.family: each.name for each in reversed(found)}.values()
+        return sorted(found, key=lambda each: each.name not in firsts)
 
-    def _count(self) -> int:
-        return sum(trial.status != "skipped" for trial in self.trials)
+    def _round(self, which: Round, plan: Iterator[Contender], share: float = 1.0, most: int | None = None) -> None:
+        """Train contenders in order until the trials or this share of the time are used.
 
-    def _round(self, which: Literal["short", "complete"], plan: Sequence[Contender], most: int | None) -> None:
-        """Train contenders in order, at most this many; a decision for each is made when a process is free."""
+        Each is decided on when a process is free.
+        """
         done = {trial.name for trial in self.trials if trial.round == which}
-        self.listener.begin(f"{which} trainings", len(done), len(plan) if most is None else min(most, len(plan)))
-        started = sum(trial.round == which and trial.status != "skipped" for trial in self.trials)
+        running: dict[str, tuple[Trial, str]] = {}
+        self.listener.begin(f"{which} trainings", self._count(), most or len(self.plan))
 
         def tasks() -> Iterator[Task]:
-            nonlocal started
             for contender in plan:
                 if contender.name in done:
                     continue
-                if most is not None and started >= most:
+                if most is not None and self._count() + len(running) >= most:
                     return
-                epochs, limit, why = self._allowed(contender, which)
-                if why:
-                    self._add(self._trial(contender, which, "skipped", why=why))
+                terms = self._terms(contender, which, share)
+                trial = self._trial(contender, which, terms)
+                if trial.status == "skipped":
+                    self.skipped[trial.name] = trial
                     continue
-                started += 1
                 device = min(self.devices, key=lambda name: self.devices[name])
                 self.devices[device] += 1
-                self.used[contender.name] = device
-                trial = self._trial(contender, which, "done", epochs=epochs)
-                work = (
-                    trial,
-                    self.split,
-                    self.folder / trial.folder,
-                    self.select,
-                    self.seed,
-                    device,
-                    limit,
-                    self.source,
-                )
+                running[trial.name] = trial, device
+                place = self.folder / trial.folder
+                work = (trial, self.split, place, self.select, self.seed, device, terms, self.source)
                 yield Task(contender.name, _train, work)
 
-        names = {each.name: each for each in plan}
         for event in self._events(tasks()):
             if isinstance(event, TaskMessage):
                 self.listener.said(event.name, event.message)
                 continue
-            self.devices[self.used.pop(event.name)] -= 1
-            lost = self._trial(names[event.name], which, "failed", why=event.error or "")
+            trial, device = running.pop(event.name)
+            self.devices[device] -= 1
+            lost = replace(trial, status="failed", why=event.error or "")
             self._add(lost if event.value is None else event.value)
             self.listener.ended(event.name, event.error)
 
-    def _allowed(self, contender: Contender, which: Literal["short", "complete"]) -> tuple[int, float, str]:
-        """The epochs that a training may have, the seconds it may take, and why it is not worth a start."""
-        first = not any(trial.family != "popularity" and trial.value is not None for trial in self.trials)
+    def _count(self) -> int:
+        return sum(trial.status != "skipped" for trial in self.trials)
+
+    def _terms(self, contender: Contender, which: Round, share: float) -> Terms:
+        """What a training of a contender may take now."""
+        most = contender.short if which == "short" else contender.epochs
+        if self.budget.seconds is None:
+            return Terms(most, most, math.inf)
+        left, pace, least = self.left(share), self._pace(contender), min(_LEAST, most)
         if which == "short":
-            left = self.left(_FIRST) if not first else math.inf
-            guess = self._guess(contender)
-            if self.budget.seconds is not None:
-                left = min(left, _LARGEST * self.budget.seconds) if not first else left
-                if not first and left <= 0:
-                    return 0, 0.0, "no time left for short trainings"
-                bound = min(left, self.left(_FIRST))
-                if guess is not None and contender.family != "popularity" and guess > bound:
-                    return 0, 0.0, f"about {guess:.0f} s, and {max(bound, 0):.0f} s are left for it"
-            return contender.short, left, ""
-        left = self.left()
-        before = next(trial for trial in self.trials if trial.name == contender.name and trial.round == "short")
-        each = _SLACK * before.seconds / max(before.epochs, 1)
-        epochs = contender.epochs if math.isinf(left) else min(contender.epochs, int(max(left, 0.0) / max(each, 1e-9)))
-        if epochs < min(2 * contender.short, contender.epochs):
-            return 0, 0.0, f"about {each * contender.epochs:.0f} s, and {max(left, 0):.0f} s are left"
-        return epochs, left, ""
+            left = min(left, _LARGEST * self.budget.seconds)
+            if not any(trial.family != "popularity" and trial.value is not None for trial in self.trials):
+                wanted = 0.0 if pace is None else most * pace
+                return Terms(most, least, math.inf) if wanted <= max(left, _ALWAYS) else Terms(0, least, left, wanted)
+        else:
+            before = next(trial for trial in self.trials if trial.name == contender.name and trial.round == "short")
+            least = min(before.epochs + math.ceil(before.epochs / 2), most)
+        epochs = most if pace is None else min(most, int(max(left, 0.0) / max(pace, 1e-9)))
+        return Terms(epochs if left > 0 else 0, least, left, most * (pace or 0.0))
 
-    def _guess(self, contender: Contender) -> float | None:
-        """Seconds of a short training, from those of its family; None if nothing is known."""
-        known = [trial for trial in self.trials if trial.family == contender.family and trial.round == "short"]
-        known = [trial for trial in known if trial.seconds and trial.epochs]
-        if not known:
+    def _pace(self, contender: Contender) -> float | None:
+        """Expected seconds per epoch, from its own earlier training or that of its family; None if nothing is known."""
+        family = [trial for trial in self.trials if trial.family == contender.family and trial.epochs and trial.seconds]
+        if not family:
             return _SLACK * self.facts.square_seconds if contender.family == "ease" else None
-        last = known[-1]
+        last = next((trial for trial in family if trial.name == contender.name), family[-1])
         wider = contender.width / max(int(last.settings.get("dim", contender.width)), 1)
-        return _SLACK * last.seconds * max(wider, 1.0)
+        return _SLACK * last.seconds / last.epochs * max(wider, 1.0)
 
-    def _trial(self, contender: Contender, which: Any, status: Any, **more: Any) -> Trial:
+    def _trial(self, contender: Contender, which: Round, terms: Terms) -> Trial:
+        """A trial before its outcome is known; skipped if it is not worth a start."""
         short = which == "short" and contender.short < contender.epochs
-        folder = f"{contender.folder}-short" if short else contender.folder
-        return Trial(
-            contender.name, contender.family, contender.recipe, dict(contender.settings), which, status, folder, **more
+        trial = Trial(
+            contender.name,
+            contender.family,
+            contender.recipe,
+            dict(contender.settings),
+            which,
+            "done",
+            f"{contender.folder}-short" if short else contender.folder,
+            terms.epochs,
         )
+        if terms.epochs >= terms.least:
+            return trial
+        about = f"it takes about {terms.expected:.0f} s, and " if terms.expected else ""
+        return replace(trial, status="skipped", epochs=0, why=f"{about}{max(terms.seconds, 0):.0f} s were left for it")
 
     def _events(self, tasks: Iterator[Task]) -> Iterator[TaskMessage | Ended]:
         """One training at a time in this process, several in processes of their own."""
@@ -313,31 +358,43 @@ def _train(
     select: str,
     seed: int,
     device: str,
-    limit: float,
+    terms: Terms,
     source: Mapping[str, Any] | None,
 ) -> Trial:
-    """Train a contender in its folder, from the last checkpoint if there is one; the trial with its outcome."""
+    """Train a contender in its folder, from the last checkpoint if there is one; the trial with its outcome.
+
+    If it turns out to be too slow, it starts again with as many epochs as fit.
+    """
     began = time.monotonic()
     try:
         asked = {**trial.settings, "select": select, "seed": seed}
         if trial.epochs > 1:
             asked["epochs"] = trial.epochs
         built = build(trial.recipe, split.train, asked)
-        progress = _within(limit, began, say)
+        progress = _within(terms.seconds, began, say)
         history = fit(built, split, folder, resume=True, device=device, progress=progress, source=source).history
     except OutOfTimeError as late:
-        status, why = "skipped", str(late)
+        shutil.rmtree(folder, ignore_errors=True)
+        left = terms.seconds - (time.monotonic() - began)
+        fitting = int(left / (_SLACK * late.pace))
+        if terms.least <= fitting < trial.epochs:
+            fewer = replace(terms, epochs=fitting, seconds=left)
+            again = _train(say, replace(trial, epochs=fitting), split, folder, select, seed, device, fewer, source)
+            return replace(again, seconds=round(time.monotonic() - began, 3)) if again.status != "done" else again
+        outcome = replace(trial, status="skipped", why=str(late))
     except (ValueError, RuntimeError, ArithmeticError, MemoryError) as failure:
-        status, why = "failed", first_line(failure)
+        shutil.rmtree(folder, ignore_errors=True)
+        outcome = replace(trial, status="failed", why=first_line(failure))
     else:
-        best = max(float(record[select]) for record in history if select in record)
-        ranked = [record["valid_seconds"] for record in history if "valid_seconds" in record]
+        ranked = [record for record in history if select in record]
         assert split.valid is not None
         queries = min(len(np.unique(split.valid.queries)), built.setup.validation.valid_queries)
-        each = min(ranked) / max(queries, 1)
-        return replace(trial, value=best, seconds=round(time.monotonic() - began, 3), rank_seconds=each)
-    shutil.rmtree(folder, ignore_errors=True)
-    return replace(trial, status=status, why=why, seconds=round(time.monotonic() - began, 3))  # type: ignore[arg-type]
+        outcome = replace(
+            trial,
+            value=max(float(record[select]) for record in ranked),
+            rank_seconds=min(record["valid_seconds"] for record in ranked) / max(queries, 1),
+        )
+    return replace(outcome, seconds=round(time.monotonic() - began, 3))
 
 
 def _within(limit: float, began: float, say: Say) -> TrainingProgress:
@@ -352,9 +409,10 @@ def _within(limit: float, began: float, say: Say) -> TrainingProgress:
         nonlocal first
         first = done - 1 if first is None else first  # a resumed training has done some steps before
         used = time.monotonic() - began
-        projected = used * (total - first) / max(done - first, 1)
-        if used > limit or (used > _SURE * limit + 1.0 and projected > _SLACK * limit):
-            raise OutOfTimeError(f"about {max(projected, used):.0f} s, and {limit:.0f} s were left for it")
+        pace = used / max(done - first, 1)  # of a step
+        if used > limit or (used > _SURE * limit + 1.0 and pace * (total - first) > _SLACK * limit):
+            seconds = f"it takes about {max(pace * (total - first), used):.0f} s, and {limit:.0f} s were left for it"
+            raise OutOfTimeError(seconds, pace * steps)
 
     def step(epoch: int, step: int, loss: Callable[[], float]) -> None:
         check(epoch * steps + step)

@@ -135,9 +135,9 @@ def _tested(model: Sources, split: Split, k: Sequence[int]) -> tuple[Evaluation 
 def _loaded(
     runs: Sequence[str | Path],
     split: Split,
-    model: str | Model | None,
-    recipe: str | Recipe | None,
-    trust: bool,
+    model: str | Model | None = None,
+    recipe: str | Recipe | None = None,
+    trust: bool = False,
 ) -> list[tuple[str, Trained]]:
     """The runs by name, if they can be fused: finished, over the same ids, split as this split is."""
     if len(runs) < 2:
@@ -178,16 +178,22 @@ def _loaded(
 
 @dataclass(frozen=True)
 class FusionGain:
-    """How much better the fused lists are than those of the best run, on queries that did not choose the weights."""
+    """How much better fused lists are than those of the best run, on queries that did not choose the weights."""
 
     best: str  # the run that is best alone
     gain: float
     error: float  # standard error of the gain, over queries
-    weights: dict[str, float]  # chosen on all queries
+    used: tuple[str, ...]  # the runs that have a weight
 
 
 def fusion_gain(
-    runs: Sequence[str | Path], split: Split, *, select: str = "ndcg@20", depth: int = DEPTH, device: str = "auto"
+    runs: Sequence[str | Path],
+    split: Split,
+    *,
+    by: By = "scores",
+    select: str = "ndcg@20",
+    depth: int = DEPTH,
+    device: str = "auto",
 ) -> FusionGain:
     """Judge a fusion before it is made: weights fitted to one half of the validation queries rank the other half.
 
@@ -196,29 +202,25 @@ def fusion_gain(
         judged = fusion_gain(["runs/ease", "runs/default"], split);  judged.gain > judged.error
     """
     metric, k = selected(select)
-    sources = [
-        Source(name, each.folder, each.model, each.eligibility)
-        for name, each in _loaded(runs, split, None, None, False)
-    ]
-    model = Sources(sources, "scores", [1.0] * len(sources), depth).to(pick_device(device))
+    sources = [Source(name, each.folder, each.model, each.eligibility) for name, each in _loaded(runs, split)]
+    model = Sources(sources, by, [1.0] * len(sources), depth).to(pick_device(device))
     _remember(model, split, "valid")
-    pooled, seen = _Pooled.of(model, split, True, metric, k), split.seen_for("valid").to(model.device)
+    pooled, seen = _Pooled.of(model, split, by == "scores", metric, k), split.seen_for("valid").to(model.device)
     alone = [
         evaluate(each.model, pooled.valid, seen, (k,), (metric,), among=each.eligibility.listed(split.train.n_items))
         for each in sources
     ]
     best = int(np.argmax([next(iter(each.metrics.values())) for each in alone]))
-    queries = np.random.default_rng(0).permutation(len(pooled.queries))
-    fused = np.empty(len(queries))
-    for half, other in (queries[::2], queries[1::2]), (queries[1::2], queries[::2]):
-        part = pooled.of_queries(np.sort(half))
-        *_, (way, weights) = _best_way(part, BY)
-        fused[np.sort(other)] = pooled.of_queries(np.sort(other)).values(way, weights)
+    order = np.random.default_rng(0).permutation(len(pooled.queries))
+    halves = np.sort(order[::2]), np.sort(order[1::2])
+    fused, used = np.zeros(len(order)), set[str]()
+    for half, other in (halves, halves[::-1]):
+        *_, (_, weights) = _best_way(pooled.part(half), (by,))
+        fused[other] = pooled.part(other).values(by, weights)
+        used |= {source.name for source, weight in zip(sources, weights, strict=True) if weight > 0}
     gains = fused - next(iter(alone[best].per_query.values()))
     error = float(gains.std(ddof=1) / np.sqrt(len(gains))) if len(gains) > 1 else np.inf
-    *_, (_, weights) = _best_way(pooled, BY)
-    chosen = {source.name: float(weight) for source, weight in zip(sources, weights, strict=True)}
-    return FusionGain(sources[best].name, float(gains.mean()), error, chosen)
+    return FusionGain(sources[best].name, float(gains.mean()), error, tuple(sorted(used)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -239,7 +241,7 @@ class _Pooled:
         pool, known = _pool(model, valid, Eligibility(split.seen_for("valid")), k, scored)
         return cls(pool, known, valid, np.unique(valid.queries), metric, k)
 
-    def of_queries(self, rows: np.ndarray) -> _Pooled:
+    def part(self, rows: np.ndarray) -> _Pooled:
         """The part of these rows, in ascending order."""
         at, pool = torch.from_numpy(rows), self.pool
         scores = None if pool.scores is None else pool.scores[at]
