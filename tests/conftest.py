@@ -44,6 +44,7 @@ SLOW = (
     "cli/test_endings.py",
     "cli/test_prepare.py::test_killed",
     "data/test_prepared_spark.py",
+    "experiments/test_auto_kills.py",
     "several_ranks/",
     "serving/http/test_faults.py",
     "serving/http/test_openapi.py",
@@ -86,6 +87,7 @@ MEDIUM = (
 TOGETHER = (
     "cli/test_texts.py",
     "data/test_prepared_spark.py",
+    "experiments/test_auto.py",
     "experiments/test_comparison.py",
     "experiments/test_diagnosis_report.py",
     "experiments/test_papers",

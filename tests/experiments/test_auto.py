@@ -25,7 +25,7 @@ from sparring.experiments import contenders as contenders_module
 from sparring.experiments import search as search_module
 from sparring.experiments.auto import Choice, auto
 from sparring.experiments.contenders import FAMILIES, Facts, Family, Times, contenders
-from sparring.experiments.search import Budget, OutOfTimeError, Trial
+from sparring.experiments.search import Budget, OutOfTimeError, Terms, Trial
 from sparring.recipes.settings import build
 from sparring.serving.checking import check
 from sparring.training.fitting import fit
@@ -64,7 +64,7 @@ def outcome(folder: Path) -> dict[str, Any]:
     """auto.json without times."""
     record = json.loads((folder / "auto.json").read_text())
     for trial in record["trials"]:
-        trial |= {"seconds": 0, "rank_seconds": 0}
+        trial |= {"seconds": 0, "pace": 0, "rank_seconds": 0}
     return {**record, "seconds": 0}
 
 
@@ -78,7 +78,8 @@ def once(parts: Split, tmp_path_factory: pytest.TempPathFactory) -> Choice:
 
 def by_hand(trial: Trial, parts: Split, out: Path | None = None) -> Any:
     """The trial trained by `fit`, on the given split."""
-    epochs = {"epochs": trial.epochs} if trial.epochs > 1 else {}
+    whole = {"short": 2, "complete": 8}[trial.round]  # it may have stopped early
+    epochs = {"epochs": whole} if trial.family == "default" else {}
     run = build(trial.recipe, parts.train, {**trial.settings, **epochs, "select": "ndcg@20", "seed": 0})
     return fit(run, parts, out, k=(10, 20), device="cpu")
 
@@ -100,7 +101,7 @@ def test_the_choice_is_the_best_of_the_table(once: Choice, parts: Split) -> None
         assert trial.value == pytest.approx(values[-1], abs=1e-12)
     short = {trial.name: trial.value for trial in once.trials[:5] if trial.family == "default"}
     assert once.trials[5].name == max(short, key=lambda name: short[name] or 0)
-    assert (once.trials[2].epochs, once.trials[5].epochs) == (2, 8)
+    assert once.trials[2].epochs == 2 < once.trials[5].epochs <= 8
     assert once.chosen == (once.trials[int(np.argmax(values))].folder,)
     assert parts.valid is not None
     model = sparring.load(once.folder).model
@@ -283,22 +284,36 @@ def test_the_smallest_time_still_has_a_model(parts: Split, tmp_path: Path) -> No
     assert all("left" in trial.why for trial in skipped)
 
 
-def test_a_training_that_would_be_late_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 10 epochs of 4 steps, a step of a second is too slow for 30 s: it stops after three steps, not after 30 s."""
+@pytest.mark.parametrize(
+    ("pace", "stopped", "ended"),
+    [(1.0, 3, None), (0.7, None, 10), (0.78, None, 9)],
+    ids=["too slow", "fast enough", "a little too slow"],
+)
+def test_a_training_ends_in_time(
+    pace: float, stopped: int | None, ended: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ten epochs of four steps in 30 s: a slow training is stopped after 2.5 s, any other with the last that fits."""
     now = 0.0
     monkeypatch.setattr(search_module.time, "monotonic", lambda: now)
-    for seconds, last in ((1.0, 3), (0.7, None)):
-        now, stopped = 0.0, None
-        progress = search_module._within(30.0, 0.0, lambda record: None)
-        progress.start(10, 4)
-        for done in range(1, 41):
-            now += seconds
-            try:
-                progress.step((done - 1) // 4, (done - 1) % 4 + 1, lambda: 0.0)
-            except OutOfTimeError:
-                stopped = done
+    progress = search_module._within(Terms(10, 3, 30.0), 0.0, lambda record: None)
+    progress.start(10, 4)
+    late, last, told = None, None, 4 * pace
+    for done in range(1, 41):
+        now += pace
+        try:
+            progress.step((done - 1) // 4, (done - 1) % 4 + 1, lambda: 0.0)
+        except OutOfTimeError as error:
+            late, told = done, error.pace
+            break
+        if done % 4 == 0:
+            progress.epoch({"epoch": done // 4})
+            last = done // 4
+            if progress.stop():
                 break
-        assert stopped == last
+    assert late == stopped
+    assert told == pytest.approx(4 * pace)
+    assert now <= 30.0
+    assert stopped or last == ended
 
 
 # Contenders

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import time
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.progress import TimeElapsedColumn
-
 import sparring.cli.inputs as inputs
-from sparring.cli.screen import bar, detail, epoch_line, evaluation_tables, note, show, table
+from sparring.cli.screen import bar, detail, evaluation_tables, note, show, table
 from sparring.core.errors import UserError
 
 if TYPE_CHECKING:
     from sparring.core.workers import Listener
     from sparring.data.interactions import Interactions, Split
     from sparring.experiments.auto import Choice
+    from sparring.experiments.search import Budget
 
 AUTO = "auto"
 BUDGET = "10m"
@@ -57,7 +57,7 @@ def train_auto(args: Namespace) -> int:
     pick_device(args.device)
     folder = args.out or Path("runs") / AUTO
     record = _record(folder) if args.resume else {}
-    budget = Budget.parse(args.budget or record.get("budget", BUDGET)).text
+    budget = Budget.parse(args.budget or record.get("budget", BUDGET))
     select, seed = settings.get("select", record.get("select")), settings.get("seed", record.get("seed", 0))
     data, parts, source = _again(args, record, folder) if record else _read(args, int(str(seed)))
     select = str(select or f"ndcg@{min(20, data.n_items)}")
@@ -66,13 +66,13 @@ def train_auto(args: Namespace) -> int:
         for name, part in (("train", parts.train), ("valid", parts.valid), ("test", parts.test))
         if part is not None
     )
-    detail(args, f"auto: {sizes} interactions; budget {budget}, by {select} on the validation part")
-    with _listening(args.quiet) as listener:
+    detail(args, f"auto: {sizes} interactions; budget {budget.text}, by {select} on the validation part")
+    with _listening(args.quiet, budget, float(record.get("seconds", 0.0))) as listener:
         try:
             choice = auto(
                 parts,
                 folder,
-                budget=budget,
+                budget=budget.text,
                 select=select,
                 seed=int(str(seed)),
                 k=source["k"],
@@ -122,24 +122,30 @@ def _read(args: Namespace, seed: int) -> tuple[Interactions, Split, dict[str, An
 
 
 @contextmanager
-def _listening(quiet: bool) -> Iterator[Listener]:
-    """A bar over the trainings of a round on a terminal; the library logs a line when one ends."""
+def _listening(quiet: bool, budget: Budget, spent: float) -> Iterator[Listener]:
+    """A bar over the budget on a terminal, with the time left; the library logs a line when a trial ends."""
     from sparring.core.workers import Listener
 
     if quiet:
         yield Listener()
         return
-    with bar("trainings", TimeElapsedColumn()) as drawn:
-        task = drawn.add_task("", total=None, note="", visible=False)
+    began = time.monotonic()
+    with bar("trials" if budget.seconds is None else "s") as drawn:
+        task = drawn.add_task("", total=budget.seconds or budget.trials, note="", visible=False)
+
+        def update(trials: int = 0, **more: Any) -> None:
+            drawn.update(task, advance=trials if budget.seconds is None else None, **more)
+            if budget.seconds is not None:
+                drawn.update(task, completed=min(spent + time.monotonic() - began, budget.seconds))
 
         def begin(phase: str, done: int, total: int) -> None:
-            drawn.reset(task, description=phase, completed=done, total=total, note="", visible=True)
+            update(description=phase, visible=True, **({} if budget.seconds else {"completed": done}))
 
         def said(name: str, message: Any) -> None:
-            drawn.update(task, note=f"{name} {epoch_line(message)}")
+            update(note=f"{name}, epoch {message['epoch']}")
 
         def ended(name: str, error: str | None) -> None:
-            drawn.update(task, advance=1, note="")
+            update(1, note="")
 
         yield Listener(begin=begin, said=said, ended=ended)
 

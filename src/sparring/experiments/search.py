@@ -28,6 +28,7 @@ from sparring.core.workers import Ended, Listener, Say, Task, TaskMessage, run
 from sparring.data.interactions import Split
 from sparring.experiments.contenders import Contender, Facts
 from sparring.recipes.settings import build
+from sparring.training import folder as run_folder
 from sparring.training.fitting import fit
 from sparring.training.loop import TrainingProgress
 
@@ -38,7 +39,7 @@ _LAST = 0.03  # of the time: for the files of the choice
 _PASSES = ((0.35, 0.6), (0.8, 1.0))
 _LARGEST = 0.25  # of the time: the most that a short training may take
 _SLACK = 1.1  # trainings take up to this much longer than expected
-_SURE = 0.05  # of its time that a training runs before its end is projected
+_SURE, _EARLY = 0.05, 0.2  # parts of its time between which a training that is too slow starts again with fewer epochs
 _LEAST = 3  # epochs of a short training, unless its schedule has fewer
 _ALWAYS = 10.0  # seconds that the first model may take, however small the budget is
 log = logging.getLogger(__name__)
@@ -95,6 +96,7 @@ class Trial:
     epochs: int = 0  # of its schedule
     value: float | None = None  # best on the validation part
     seconds: float = 0.0
+    pace: float = 0.0  # seconds per epoch, validation included
     rank_seconds: float = 0.0  # to rank a validation query
     why: str = ""
 
@@ -168,7 +170,7 @@ class Search:
             for short, complete in _PASSES:
                 self._round("short", self._turns(), short)
                 best = self._best()
-                self._round("complete", iter(best[: math.ceil(len(best) / 3)]), complete)
+                self._round("complete", iter(best[: max(2, math.ceil(len(best) / 3))]), complete)
         else:
             first = max(self.budget.trials - self.budget.trials // 4, 2)
             self._round("short", self._turns(), most=first)
@@ -234,8 +236,11 @@ class Search:
                 continue
             trial, device = running.pop(event.name)
             self.devices[device] -= 1
-            lost = replace(trial, status="failed", why=event.error or "")
-            self._add(lost if event.value is None else event.value)
+            outcome = event.value or replace(trial, status="failed", why=event.error or "")
+            if outcome.status == "skipped":
+                self.skipped[outcome.name] = outcome
+            else:
+                self._add(outcome)
             self.listener.ended(event.name, event.error)
 
     def _count(self) -> int:
@@ -260,12 +265,14 @@ class Search:
 
     def _pace(self, contender: Contender) -> float | None:
         """Expected seconds per epoch, from its own earlier training or that of its family; None if nothing is known."""
-        family = [trial for trial in self.trials if trial.family == contender.family and trial.epochs and trial.seconds]
+        tried = [*self.trials, *self.skipped.values()]
+        family = [trial for trial in tried if trial.family == contender.family and trial.pace]
         if not family:
             return _SLACK * self.facts.square_seconds if contender.family == "ease" else None
-        last = next((trial for trial in family if trial.name == contender.name), family[-1])
+        own = [trial for trial in family if trial.name == contender.name]
+        last = (own or family)[-1]
         wider = contender.width / max(int(last.settings.get("dim", contender.width)), 1)
-        return _SLACK * last.seconds / last.epochs * max(wider, 1.0)
+        return _SLACK * last.pace * max(wider, 1.0)
 
     def _trial(self, contender: Contender, which: Round, terms: Terms) -> Trial:
         """A trial before its outcome is known; skipped if it is not worth a start."""
@@ -368,10 +375,11 @@ def _train(
     began = time.monotonic()
     try:
         asked = {**trial.settings, "select": select, "seed": seed}
-        if trial.epochs > 1:
-            asked["epochs"] = trial.epochs
+        if trial.epochs > 1:  # the schedule of an interrupted training stays
+            begun = run_folder.has_run(folder) and run_folder.read_meta(folder)["setup"]["training"]["epochs"]
+            asked["epochs"] = begun or trial.epochs
         built = build(trial.recipe, split.train, asked)
-        progress = _within(terms.seconds, began, say)
+        progress = _within(terms, began, say)
         history = fit(built, split, folder, resume=True, device=device, progress=progress, source=source).history
     except OutOfTimeError as late:
         shutil.rmtree(folder, ignore_errors=True)
@@ -379,38 +387,44 @@ def _train(
         fitting = int(left / (_SLACK * late.pace))
         if terms.least <= fitting < trial.epochs:
             fewer = replace(terms, epochs=fitting, seconds=left)
-            again = _train(say, replace(trial, epochs=fitting), split, folder, select, seed, device, fewer, source)
-            return replace(again, seconds=round(time.monotonic() - began, 3)) if again.status != "done" else again
-        outcome = replace(trial, status="skipped", why=str(late))
+            return _train(say, replace(trial, epochs=fitting), split, folder, select, seed, device, fewer, source)
+        return replace(trial, status="skipped", why=str(late), pace=late.pace)
     except (ValueError, RuntimeError, ArithmeticError, MemoryError) as failure:
         shutil.rmtree(folder, ignore_errors=True)
-        outcome = replace(trial, status="failed", why=first_line(failure))
-    else:
-        ranked = [record for record in history if select in record]
-        assert split.valid is not None
-        queries = min(len(np.unique(split.valid.queries)), built.setup.validation.valid_queries)
-        outcome = replace(
-            trial,
-            value=max(float(record[select]) for record in ranked),
-            rank_seconds=min(record["valid_seconds"] for record in ranked) / max(queries, 1),
-        )
-    return replace(outcome, seconds=round(time.monotonic() - began, 3))
+        return replace(trial, status="failed", why=first_line(failure), seconds=round(time.monotonic() - began, 3))
+    ranked = [record for record in history if select in record]
+    assert split.valid is not None
+    queries = min(len(np.unique(split.valid.queries)), built.setup.validation.valid_queries)
+    seconds = time.monotonic() - began
+    return replace(
+        trial,
+        epochs=len(history),
+        value=max(float(record[select]) for record in ranked),
+        seconds=round(seconds, 3),
+        pace=round(seconds / len(history), 4),
+        rank_seconds=min(record["valid_seconds"] for record in ranked) / max(queries, 1),
+    )
 
 
-def _within(limit: float, began: float, say: Say) -> TrainingProgress:
-    """Callbacks that pass epochs on and end a training that would take longer than `limit` seconds."""
-    total, steps, first = 1, 1, None
+def _within(terms: Terms, began: float, say: Say) -> TrainingProgress:
+    """Callbacks that pass epochs on and keep a training within its time.
+
+    One that is too slow for its schedule is stopped early on. Any other ends with the last epoch that fits.
+    """
+    total, steps, first, pace = 1, 1, None, 0.0
+    limit, least = terms.seconds, terms.least
 
     def start(epochs: int, of_epoch: int) -> None:
         nonlocal total, steps
         total, steps = epochs * of_epoch, of_epoch
 
     def check(done: int) -> None:
-        nonlocal first
+        nonlocal first, pace
         first = done - 1 if first is None else first  # a resumed training has done some steps before
         used = time.monotonic() - began
         pace = used / max(done - first, 1)  # of a step
-        if used > limit or (used > _SURE * limit + 1.0 and pace * (total - first) > _SLACK * limit):
+        slow = _SURE * limit + 1.0 < used < _EARLY * limit and pace * (total - first) > _SLACK * limit
+        if slow or (used > limit and done < least * steps):
             seconds = f"it takes about {max(pace * (total - first), used):.0f} s, and {limit:.0f} s were left for it"
             raise OutOfTimeError(seconds, pace * steps)
 
@@ -419,7 +433,9 @@ def _within(limit: float, began: float, say: Say) -> TrainingProgress:
 
     def epoch(record: dict[str, Any]) -> None:
         say(record)
-        if record["epoch"] * steps < total:
-            check(record["epoch"] * steps)
+        check(record["epoch"] * steps)
 
-    return TrainingProgress(start=start, step=step, epoch=epoch)
+    def stop() -> bool:
+        return time.monotonic() - began + pace * steps > limit
+
+    return TrainingProgress(start=start, step=step, epoch=epoch, stop=stop)
