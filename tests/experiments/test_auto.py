@@ -119,13 +119,6 @@ def test_the_folder_is_that_of_a_training(once: Choice, parts: Split, tmp_path: 
     assert {path.name for path in once.folder.iterdir()} == names | {"auto.json"}
     mine, theirs = (json.loads((folder / "result.json").read_text()) for folder in (once.folder, tmp_path / "hand"))
     assert mine["test"]["metrics"] == theirs["test"]["metrics"]
-    assert mine["test"]["strata"] == theirs["test"]["strata"]
-    mine, theirs = (json.loads((folder / "run.json").read_text()) for folder in (once.folder, tmp_path / "hand"))
-    assert {**mine, "id": ""} == {**theirs, "id": ""}
-    for name in ("model.safetensors", "seen.safetensors"):
-        ours, own = (read_tensors(folder / name)[0] for folder in (once.folder, tmp_path / "hand"))
-        assert ours.keys() == own.keys()
-        assert all(ours[key].equal(own[key]) for key in ours)
     assert not check(once.folder).problems
     queries = parts.train.query_ids.decode(np.unique(parts.train.queries)[:5])
     lists = [sparring.load(folder).recommend(list(queries), 5) for folder in (once.folder, tmp_path / "hand")]

@@ -161,6 +161,8 @@ def _show(args: Namespace, choice: Choice) -> int:
     detail(args, "")
     names = " + ".join(trial.name for trial in choice.trials if trial.folder in choice.chosen and trial.value)
     metrics = read_json(choice.folder / "result.json").get("test", {}).get("metrics", {})
-    figures = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items() if name in ("recall@20", "ndcg@20"))
+    cutoffs = sorted({int(name.split("@")[1]) for name in metrics})
+    k = cutoffs[len(cutoffs) // 2] if cutoffs else 0
+    figures = ", ".join(f"{name}@{k} {metrics[f'{name}@{k}']:.4f}" for name in ("recall", "ndcg") if metrics)
     show(f"{choice.folder}: {names}, {choice.seconds:.0f} s{f'; test {figures}' if figures else ''}")
     return 0

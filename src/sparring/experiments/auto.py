@@ -21,6 +21,7 @@ from typing import Any
 from sparring.core import files, manifest
 from sparring.core.errors import UserError
 from sparring.core.locks import LOCK
+from sparring.core.ranks import launched
 from sparring.core.workers import Listener
 from sparring.data.interactions import Split
 from sparring.evaluation.metrics import LIST_METRICS, parse
@@ -145,6 +146,8 @@ def auto(
 
 
 def _check(split: Split, select: str) -> None:
+    if launched() > 1:
+        raise UserError("auto starts processes itself: use jobs (--jobs N) without torchrun")
     metric, cutoff = selected(select)
     if parse(metric).name in LIST_METRICS:
         raise UserError(

@@ -148,7 +148,7 @@ class Search:
     def reserve(self) -> float:
         """Seconds for fusing three runs and ranking the test part with them: at most half of the budget."""
         assert self.budget.seconds is not None
-        ranking = 4 * max((trial.rank_seconds for trial in self.trials), default=0.0) * self.facts.queries
+        ranking = 4 * max((trial.rank_seconds for trial in self.finalists()[:3]), default=0.0) * self.facts.queries
         return min(_FUSING * self.fused_queries + ranking + _LAST * self.budget.seconds, self.budget.seconds / 2)
 
     def may_fuse(self) -> bool:
@@ -175,9 +175,12 @@ class Search:
             first = max(self.budget.trials - self.budget.trials // 4, 2)
             self._round("short", self._turns(), most=first)
             self._round("complete", iter(self._best()), most=max(self.budget.trials, first))
-        for name, trial in self.skipped.items():
-            if not any(each.name == name for each in self.trials):
-                self._add(trial)
+        tried = {trial.name for trial in self.trials}
+        late = [trial for name, trial in self.skipped.items() if name not in tried]
+        self.trials += late
+        self.save()
+        if late:
+            log.info("skipped for lack of time: %s", ", ".join(trial.name for trial in late))
 
     def _turns(self) -> Iterator[Contender]:
         """All contenders turn by turn; after the first turn those of the best family come first.
