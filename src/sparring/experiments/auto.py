@@ -196,8 +196,9 @@ def _decided(search: Search) -> tuple[list[Trial], list[str]]:
         sources.append(counted)  # it lists items for queries that no other source knows
     if best.family == "popularity" or len(sources) < 2:
         return [best], why
-    if not search.may_fuse():
-        return [best], [*why, "no time was left to fuse it with others"]
+    late = "no time was left to fuse it with others"
+    if search.budget.seconds is not None and not search.fits(0.8 * search.reserve):
+        return [best], [*why, late]
     judged = fusion_gain(
         [search.folder / trial.folder for trial in sources], search.split, select=search.select, device=search.device
     )
@@ -207,6 +208,8 @@ def _decided(search: Search) -> tuple[list[Trial], list[str]]:
     if len(used) < 2 or not judged.gain > judged.error:
         others = " + ".join(trial.name for trial in sources)
         return [best], [*why, f"not fused: {others} change {search.select} by {gain}"]
+    if not search.fits(judged.seconds + 2 * judged.rank_seconds * search.facts.queries):
+        return [best], [*why, late]
     return used, [*why, f"fused: {names} change {search.select} by {gain}"]
 
 

@@ -34,6 +34,7 @@ from sparring.training.loop import TrainingProgress
 
 _UNITS = {"s": 1, "m": 60, "h": 3600}
 _FUSING = 6e-3  # seconds per validation query, for weights
+_POOLING = 1e-3  # seconds per query, for fusing its lists
 _LAST = 0.03  # of the time: for the files of the choice
 # Shares of the rest: short trainings may begin until the first, complete ones until the second, and once more.
 _PASSES = ((0.35, 0.6), (0.8, 1.0))
@@ -146,14 +147,15 @@ class Search:
 
     @property
     def reserve(self) -> float:
-        """Seconds for fusing three runs and ranking the test part with them: at most half of the budget."""
+        """Seconds for fusing three runs and ranking the test part with them: at most a third of the budget."""
         assert self.budget.seconds is not None
-        ranking = 4 * max((trial.rank_seconds for trial in self.finalists()[:3]), default=0.0) * self.facts.queries
-        return min(_FUSING * self.fused_queries + ranking + _LAST * self.budget.seconds, self.budget.seconds / 2)
+        ranking = _POOLING + 4 * max((trial.rank_seconds for trial in self.finalists()[:3]), default=0.0)
+        needed = _FUSING * self.fused_queries + ranking * self.facts.queries + _LAST * self.budget.seconds
+        return min(needed, self.budget.seconds / 3)
 
-    def may_fuse(self) -> bool:
-        """Whether there is time for fusing and the last ranking."""
-        return self.budget.seconds is None or self.budget.seconds - self.elapsed > 0.8 * self.reserve
+    def fits(self, seconds: float) -> bool:
+        """Whether the budget has this much time left."""
+        return self.budget.seconds is None or self.budget.seconds - self.elapsed > seconds
 
     def left(self, share: float = 1.0) -> float:
         """Seconds until this share of the time for trainings is used; infinite for a number of trials."""

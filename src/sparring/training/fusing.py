@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -184,6 +185,8 @@ class FusionGain:
     gain: float
     error: float  # standard error of the gain, over queries
     used: tuple[str, ...]  # the runs that have a weight
+    seconds: float = 0.0  # that the judgement took
+    rank_seconds: float = 0.0  # to rank a query with all runs
 
 
 def fusion_gain(
@@ -201,11 +204,13 @@ def fusion_gain(
 
         judged = fusion_gain(["runs/ease", "runs/default"], split);  judged.gain > judged.error
     """
-    metric, k = selected(select)
+    began, (metric, k) = time.monotonic(), selected(select)
     sources = [Source(name, each.folder, each.model, each.eligibility) for name, each in _loaded(runs, split)]
     model = Sources(sources, by, [1.0] * len(sources), depth).to(pick_device(device))
     _remember(model, split, "valid")
+    loaded = time.monotonic()
     pooled, seen = _Pooled.of(model, split, by == "scores", metric, k), split.seen_for("valid").to(model.device)
+    each_seconds = (time.monotonic() - loaded) / max(len(pooled.queries), 1)
     alone = [
         evaluate(each.model, pooled.valid, seen, (k,), (metric,), among=each.eligibility.listed(split.train.n_items))
         for each in sources
@@ -220,7 +225,8 @@ def fusion_gain(
         used |= {source.name for source, weight in zip(sources, weights, strict=True) if weight > 0}
     gains = fused - next(iter(alone[best].per_query.values()))
     error = float(gains.std(ddof=1) / np.sqrt(len(gains))) if len(gains) > 1 else np.inf
-    return FusionGain(sources[best].name, float(gains.mean()), error, tuple(sorted(used)))
+    name, seconds = sources[best].name, time.monotonic() - began
+    return FusionGain(name, float(gains.mean()), error, tuple(sorted(used)), seconds, each_seconds)
 
 
 @dataclass(frozen=True, eq=False)
