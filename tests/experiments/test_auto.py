@@ -163,8 +163,9 @@ def interrupted(after: int, function: Callable[..., Any]) -> Callable[..., Any]:
         (auto_module, "promote", 1, 0),
         (auto_module.manifest, "add_files", 1, 0),
         (os, "replace", -3, 0),
+        (os, "replace", -12, 0),
     ],
-    ids=["in a trial", "before the test", "before the card", "while files move"],
+    ids=["in a trial", "before the test", "before the card", "while files move", "after most have moved"],
 )
 def test_a_stopped_search_ends_like_any_other(
     module: Any, name: str, after: int, left: int, once: Choice, parts: Split, tmp_path: Path
@@ -204,6 +205,22 @@ def test_a_search_that_is_resumed_must_be_the_same(once: Choice, parts: Split) -
             chosen(parts, once.folder, resume=True, **change)
     with pytest.raises(UserError, match="not empty"):
         chosen(parts, once.folder)
+    with pytest.raises(UserError, match="validation") as error:
+        chosen(Split(parts.train, None, parts.test), once.folder.parent / "other")
+    assert error.value.argument == "valid"
+
+
+@pytest.mark.parametrize("folder", ["../../thesis", "..", "", 3])
+def test_a_record_of_a_stranger_deletes_nothing(folder: object, once: Choice, parts: Split, tmp_path: Path) -> None:
+    """A trial whose folder is outside OUT/trials is refused before anything is deleted."""
+    (tmp_path / "thesis").mkdir()
+    record = json.loads((once.folder / "auto.json").read_text())
+    record["trials"][0]["folder"] = folder
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "auto.json").write_text(json.dumps(record))
+    with pytest.raises(UserError, match="corrupt"):
+        chosen(parts, tmp_path / "out", resume=True)
+    assert (tmp_path / "thesis").is_dir()
 
 
 def test_a_fusion_that_helps_is_the_run(parts: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,8 +339,6 @@ def test_facts_are_those_of_the_parts(small_world: SyntheticWorld) -> None:
         assert facts.known == pytest.approx(sum(known) / len(known))
         assert (facts.queries, facts.items, facts.pairs) == (train.n_queries, train.n_items, len(train))
         assert facts.ordered == ordered
-    with pytest.raises(UserError, match="validation"):
-        Facts.of(Split(parts.train))
 
 
 def test_every_contender_can_be_built(small_world: SyntheticWorld, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from sparring.core import files, manifest
-from sparring.core.errors import UserError
+from sparring.core.errors import UserError, first_line
 from sparring.core.locks import LOCK
 from sparring.core.ranks import launched
 from sparring.core.workers import Listener
@@ -60,7 +61,8 @@ class Choice:
         chosen = "chosen" if trial.folder in self.chosen and trial.value is not None else "tried"
         outcome = chosen if trial.status == "done" else f"{trial.status}: {trial.why}"
         value = "" if trial.value is None else f"{trial.value:.4f}"
-        return [trial.name, outcome, str(trial.epochs or ""), f"{trial.seconds:.1f}" if trial.seconds else "", value]
+        epochs = str(trial.epochs) if trial.value is not None else ""
+        return [trial.name, outcome, epochs, f"{trial.seconds:.1f}" if trial.seconds else "", value]
 
 
 def auto(
@@ -97,6 +99,8 @@ def auto(
             if record and record.get(name) != value:
                 change = run_folder.difference(name, record.get(name), value)
                 raise UserError(f"{folder} was started {change}: resume cannot change it")
+        if _is_complete(folder / "chosen"):
+            _lift(folder / "chosen", folder)
         if record and manifest.is_finished(folder):
             return _choice(folder, record)
         parts = Split(split.train, split.valid, None, split.seen)
@@ -111,7 +115,6 @@ def auto(
             trials = [asdict(trial) for trial in search.trials]
             files.write_json(folder / NAME, {**state, "seconds": round(search.elapsed, 3), "trials": trials})
 
-        trials = [Trial(**trial) for trial in record.get("trials", ())]
         search = Search(
             parts,
             folder / "trials",
@@ -124,7 +127,7 @@ def auto(
             source,
             save,
             listener or Listener(),
-            trials,
+            _trials(folder, record),
             float(record.get("seconds", 0.0)),
         )
         search.clean()
@@ -148,6 +151,8 @@ def auto(
 def _check(split: Split, select: str) -> None:
     if launched() > 1:
         raise UserError("auto starts processes itself: use jobs (--jobs N) without torchrun")
+    if split.valid is None or not len(split.valid):
+        raise UserError("auto chooses on the validation part, and this split has none", "valid", "0.1")
     metric, cutoff = selected(select)
     if parse(metric).name in LIST_METRICS:
         raise UserError(
@@ -218,8 +223,6 @@ def _finish(
 ) -> Evaluation | None:
     """Write the choice to OUT/chosen and rank the test part."""
     folder, runs = search.folder.parent / "chosen", [search.folder / name for name in state["chosen"]]
-    if folder.is_dir() and manifest.is_finished(folder) and NAME in manifest.read_manifest(folder).files:
-        return None
     shutil.rmtree(folder, ignore_errors=True)
     if len(runs) == 1:
         test = promote(runs[0], split, folder, k=cutoffs, device=device)
@@ -234,6 +237,11 @@ def _finish(
     return test
 
 
+def _is_complete(chosen: Path) -> bool:
+    """Whether the choice was written and its files may move; some may have moved already."""
+    return manifest.is_finished(chosen) and NAME in manifest.read_manifest(chosen).files
+
+
 def _lift(chosen: Path, folder: Path) -> None:
     """Move the files of the chosen run to their place, its manifest last, and delete the trials."""
     shutil.rmtree(folder / "trials", ignore_errors=True)
@@ -243,8 +251,22 @@ def _lift(chosen: Path, folder: Path) -> None:
     shutil.rmtree(chosen)
 
 
+def _trials(folder: Path, record: Mapping[str, Any]) -> list[Trial]:
+    """The trials of auto.json, whose folders must be inside OUT/trials."""
+    try:
+        trials = [Trial(**trial) for trial in record.get("trials", ())]
+        places = {trial.folder for trial in trials}
+        if not {*places, *record.get("chosen", ())} <= {place for place in places if re.fullmatch(r"\w[\w.-]*", place)}:
+            raise ValueError("a trial has no folder")
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"{folder / NAME} is corrupt: {first_line(error)}; delete the folder, or overwrite it"
+        ) from error
+    return trials
+
+
 def _choice(folder: Path, record: Mapping[str, Any], test: Evaluation | None = None) -> Choice:
-    trials = tuple(Trial(**trial) for trial in record["trials"])
+    trials = tuple(_trials(folder, record))
     chosen, why, left_out = tuple(record["chosen"]), tuple(record["why"]), dict(record["left_out"])
     return Choice(folder, str(record["select"]), trials, left_out, chosen, why, float(record["seconds"]), test)
 

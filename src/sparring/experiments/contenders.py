@@ -116,8 +116,7 @@ class Facts:
     def of(cls, split: Split, device: str = "auto") -> Facts:
         """Facts of a split; its test part is not read."""
         train, valid = split.train, split.valid
-        if valid is None or not len(valid):
-            raise UserError("auto chooses on the validation part, and this split has none: give valid a share above 0")
+        assert valid is not None
         trained = np.bincount(train.queries, minlength=train.n_queries) > 0
         table = train.item_table
         return cls(
@@ -169,16 +168,22 @@ def contenders(facts: Facts, train: Interactions, seed: int) -> tuple[list[Conte
             continue
         for turn, change in enumerate(family.tries):
             contender = _contender(family, turn, change, train, seed)
-            found.setdefault(contender.name, contender)
+            if contender is not None:
+                found.setdefault(contender.name, contender)
     return sorted(found.values(), key=lambda each: each.turn), left_out
 
 
-def _contender(family: Family, turn: int, change: Mapping[str, object], train: Interactions, seed: int) -> Contender:
+def _contender(
+    family: Family, turn: int, change: Mapping[str, object], train: Interactions, seed: int
+) -> Contender | None:
+    """A family with one of its changes; None if it is a multiple of a value that the recipe does not have."""
     settings = {**family.settings, **change}
     multiples = {name: value.factor for name, value in settings.items() if isinstance(value, Times)}
     if multiples:
         plain = {name: value for name, value in settings.items() if name not in multiples}
         own = build(family.recipe, train, {**plain, "seed": seed}).setup.flat()
+        if any(own[name] is None for name in multiples):
+            return None
         settings |= {name: float(f"{factor * own[name]:.3g}") for name, factor in multiples.items()}
     shown = {name: value for name, value in settings.items() if name not in ("model", "encoder")}
     words = [f"{name}={value:g}" if isinstance(value, float) else f"{name}={value}" for name, value in shown.items()]

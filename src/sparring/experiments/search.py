@@ -177,6 +177,7 @@ class Search:
             first = max(self.budget.trials - self.budget.trials // 4, 2)
             self._round("short", self._turns(), most=first)
             self._round("complete", iter(self._best()), most=max(self.budget.trials, first))
+            self._round("short", self._turns(), most=self.budget.trials)
         tried = {trial.name for trial in self.trials}
         late = [trial for name, trial in self.skipped.items() if name not in tried]
         self.trials += late
