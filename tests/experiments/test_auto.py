@@ -25,7 +25,7 @@ from sparring.experiments import contenders as contenders_module
 from sparring.experiments import search as search_module
 from sparring.experiments.auto import Choice, auto
 from sparring.experiments.contenders import FAMILIES, Facts, Family, Times, contenders
-from sparring.experiments.search import Budget, OutOfTimeError, Terms, Trial
+from sparring.experiments.search import Budget, OutOfTimeError, Search, Terms, Trial
 from sparring.recipes.settings import build
 from sparring.serving.checking import check
 from sparring.training.fitting import fit
@@ -57,7 +57,7 @@ def judge(monkeypatch: pytest.MonkeyPatch, gain: float) -> None:
 
 
 def chosen(parts: Split, out: Path, **options: Any) -> Choice:
-    return auto(parts, out, **{"budget": 6, "k": (10, 20), "device": "cpu", **options})
+    return auto(parts, out, **{"budget": 4, "k": (10, 20), "device": "cpu", **options})
 
 
 def outcome(folder: Path) -> dict[str, Any]:
@@ -85,11 +85,9 @@ def by_hand(trial: Trial, parts: Split, out: Path | None = None) -> Any:
 
 
 def test_the_choice_is_the_best_of_the_table(once: Choice, parts: Split) -> None:
-    """Five short trainings and one complete one, the values of trainings by hand; the largest is chosen."""
+    """Three short trainings and a complete one, the values of trainings by hand; the largest is chosen."""
     assert [(trial.name.split()[0], trial.round) for trial in once.trials] == [
         ("popularity", "short"),
-        ("ease", "short"),
-        ("default", "short"),
         ("ease", "short"),
         ("default", "short"),
         ("default", "complete"),
@@ -99,9 +97,7 @@ def test_the_choice_is_the_best_of_the_table(once: Choice, parts: Split) -> None
         history = by_hand(trial, Split(parts.train, parts.valid)).history
         values.append(max(record["ndcg@20"] for record in history))
         assert trial.value == pytest.approx(values[-1], abs=1e-12)
-    short = {trial.name: trial.value for trial in once.trials[:5] if trial.family == "default"}
-    assert once.trials[5].name == max(short, key=lambda name: short[name] or 0)
-    assert once.trials[2].epochs == 2 < once.trials[5].epochs <= 8
+    assert once.trials[2].epochs == 2 < once.trials[3].epochs <= 8
     assert once.chosen == (once.trials[int(np.argmax(values))].folder,)
     assert parts.valid is not None
     model = sparring.load(once.folder).model
@@ -159,13 +155,12 @@ def interrupted(after: int, function: Callable[..., Any]) -> Callable[..., Any]:
 @pytest.mark.parametrize(
     ("module", "name", "after", "left"),
     [
-        (search_module, "fit", 3, 4),
-        (auto_module, "promote", 1, 0),
+        (search_module, "fit", 3, 2),
         (auto_module.manifest, "add_files", 1, 0),
         (os, "replace", -3, 0),
         (os, "replace", -12, 0),
     ],
-    ids=["in a trial", "before the test", "before the card", "while files move", "after most have moved"],
+    ids=["in a trial", "before the card", "while files move", "after most have moved"],
 )
 def test_a_stopped_search_ends_like_any_other(
     module: Any, name: str, after: int, left: int, once: Choice, parts: Split, tmp_path: Path
@@ -200,7 +195,7 @@ def test_a_stopped_search_ends_like_any_other(
 
 def test_a_search_that_is_resumed_must_be_the_same(once: Choice, parts: Split) -> None:
     """Another budget, metric or seed is refused, and so is a folder that is not empty."""
-    for change, keyword in (({"budget": 9}, "budget=6"), ({"select": "recall@20"}, "select"), ({"seed": 3}, "seed")):
+    for change, keyword in (({"budget": 9}, "budget=4"), ({"select": "recall@20"}, "select"), ({"seed": 3}, "seed")):
         with pytest.raises(UserError, match=keyword):
             chosen(parts, once.folder, resume=True, **change)
     with pytest.raises(UserError, match="not empty"):
@@ -243,6 +238,23 @@ def test_a_fusion_that_helps_is_the_run(parts: Split, tmp_path: Path, monkeypatc
     judge(monkeypatch, 0.009)  # below the error
     assert len(chosen(parts, choice.folder, budget=3, overwrite=True).chosen) == 1
     assert not (choice.folder / "parts").exists()
+
+
+def test_better_families_come_first_in_later_turns(parts: Split, tmp_path: Path) -> None:
+    """After the first turn the order is that of the families' values; the best of each family trains completely."""
+    bare = Split(parts.train, parts.valid)
+    search = Search(bare, tmp_path, Budget.parse(99), Facts.of(bare), "ndcg@20", 0, 1, "cpu", None, lambda: None)
+    search.plan, _ = contenders(search.facts, bare.train, 0)
+    assert [each.name.split()[-1] for each in search.plan] == ["popularity", "lam=20", "tau=0.2", "lam=200", "tau=0.5"]
+    for value, better in ((0.3, ["lam=200", "tau=0.5"]), (0.1, ["tau=0.5", "lam=200"])):
+        search.trials = [
+            Trial(each.name, each.family, each.recipe, {}, "short", "done", each.folder, 2, number)
+            for each, number in zip(search.plan, (0.05, value, 0.2), strict=False)
+        ]
+        assert [each.name.split()[-1] for each in search._turns()][3:] == better
+    search.trials.append(replace(search.trials[2], name=search.plan[4].name, value=0.4))
+    assert [each.name.split()[-1] for each in search._best()] == ["tau=0.5", "tau=0.2"]
+    assert [trial.value for trial in search.finalists()] == [0.4, 0.1, 0.05]
 
 
 def test_processes_make_the_same_choice(once: Choice, parts: Split, tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ contenders.FAMILIES = (
 )
 parts = split(make_world(60, 40, exposure=0.5, relevant=0.4, seed=3).interactions, "random", seed=1)
 print("ready", flush=True)
-auto(parts, sys.argv[1], budget=6, k=(10, 20), device="cpu", resume=True)
+auto(parts, sys.argv[1], budget=4, k=(10, 20), device="cpu", resume=True)
 """
 
 
@@ -67,7 +67,7 @@ def test_killed(tmp_path: Path) -> None:
     usual = time.monotonic() - began
     assert program.returncode == 0
     random.seed(0)
-    for search in range(effort(1, 12)):
+    for search in range(effort(1, 6)):
         out, killed = tmp_path / f"killed{search}", 0
         while killed < effort(2, 100):
             with start(out) as program:
