@@ -308,13 +308,13 @@ def test_the_smallest_time_still_has_a_model(parts: Split, tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     ("pace", "stopped", "ended"),
-    [(1.0, 3, None), (0.7, None, 10), (0.78, None, 9)],
+    [(1.0, 2, None), (0.7, None, 10), (0.78, None, 9)],
     ids=["too slow", "fast enough", "a little too slow"],
 )
 def test_a_training_ends_in_time(
     pace: float, stopped: int | None, ended: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ten epochs of four steps in 30 s: a slow training is stopped after 2.5 s, any other with the last that fits."""
+    """Ten epochs of four steps in 30 s: a slow training is stopped after 1.5 s, any other with the last that fits."""
     now = 0.0
     monkeypatch.setattr(search_module.time, "monotonic", lambda: now)
     progress = search_module._within(Terms(10, 3, 30.0), 0.0, lambda record: None)

@@ -35,7 +35,7 @@ from sparring.training.loop import selected
 from sparring.training.promotion import promote
 
 NAME = "auto.json"
-_SOURCES = 3  # runs that are fused at most, popularity for unknown queries apart
+_SOURCES = 4  # runs that are considered for fusing, popularity for unknown queries apart
 log = logging.getLogger(__name__)
 
 

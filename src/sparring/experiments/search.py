@@ -417,21 +417,22 @@ def _within(terms: Terms, began: float, say: Say) -> TrainingProgress:
 
     One that is too slow for its schedule is stopped early on. Any other ends with the last epoch that fits.
     """
-    total, steps, first, pace = 1, 1, None, 0.0
+    total, steps, first, pace, base = 1, 1, None, 0.0, began
     limit, least = terms.seconds, terms.least
 
     def start(epochs: int, of_epoch: int) -> None:
-        nonlocal total, steps
-        total, steps = epochs * of_epoch, of_epoch
+        nonlocal total, steps, base
+        total, steps, base = epochs * of_epoch, of_epoch, time.monotonic()
 
     def check(done: int) -> None:
         nonlocal first, pace
         first = done - 1 if first is None else first  # a resumed training has done some steps before
-        used = time.monotonic() - began
-        pace = used / max(done - first, 1)  # of a step
-        slow = _SURE * limit + 1.0 < used < _EARLY * limit and pace * (total - first) > _SLACK * limit
+        now = time.monotonic()
+        used, pace = now - began, (now - base) / max(done - first, 1)  # of a step
+        whole = base - began + pace * (total - first)
+        slow = _SURE * limit < now - base < _EARLY * limit and whole > _SLACK * limit
         if slow or (used > limit and done < least * steps):
-            seconds = f"it takes about {max(pace * (total - first), used):.0f} s, and {limit:.0f} s were left for it"
+            seconds = f"it takes about {max(whole, used):.0f} s, and {limit:.0f} s were left for it"
             raise OutOfTimeError(seconds, pace * steps)
 
     def step(epoch: int, step: int, loss: Callable[[], float]) -> None:

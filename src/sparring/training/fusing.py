@@ -184,7 +184,7 @@ class FusionGain:
     best: str  # the run that is best alone
     gain: float
     error: float  # standard error of the gain, over queries
-    used: tuple[str, ...]  # the runs that have a weight
+    used: tuple[str, ...]  # the runs that have a weight on both halves of the queries
     seconds: float = 0.0  # that the judgement took
     rank_seconds: float = 0.0  # to rank a query with all runs
 
@@ -218,11 +218,11 @@ def fusion_gain(
     best = int(np.argmax([next(iter(each.metrics.values())) for each in alone]))
     order = np.random.default_rng(0).permutation(len(pooled.queries))
     halves = np.sort(order[::2]), np.sort(order[1::2])
-    fused, used = np.zeros(len(order)), set[str]()
+    fused, used = np.zeros(len(order)), {source.name for source in sources}
     for half, other in (halves, halves[::-1]):
         *_, (_, weights) = _best_way(pooled.part(half), (by,))
         fused[other] = pooled.part(other).values(by, weights)
-        used |= {source.name for source, weight in zip(sources, weights, strict=True) if weight > 0}
+        used &= {source.name for source, weight in zip(sources, weights, strict=True) if weight > 0}
     gains = fused - next(iter(alone[best].per_query.values()))
     error = float(gains.std(ddof=1) / np.sqrt(len(gains))) if len(gains) > 1 else np.inf
     name, seconds = sources[best].name, time.monotonic() - began
