@@ -35,7 +35,7 @@ from sparring.training.loop import selected
 from sparring.training.promotion import promote
 
 NAME = "auto.json"
-_SOURCES = 4  # runs that are considered for fusing, popularity for unknown queries apart
+_SOURCES = 4  # runs that are considered for fusing, popularity apart
 log = logging.getLogger(__name__)
 
 
@@ -193,13 +193,14 @@ def _decided(search: Search) -> tuple[list[Trial], list[str]]:
         raise UserError(f"every trial failed; the first: {search.trials[0].why}")
     best = ranked[0]
     why = [f"{best.name} has the best {search.select} on the validation part: {best.value:.4f}"]
-    counted = next((trial for trial in ranked if trial.family == "popularity"), None)
+    counted = next((trial for trial in ranked if trial.recipe == "popularity"), None)
     if counted is not None and counted is not best:
-        why.append(f"popularity, the same list for everyone, has {counted.value:.4f}")
-    sources = [trial for trial in ranked if trial.family != "popularity"][:_SOURCES]
-    if counted is not None and search.facts.known < 1:
-        sources.append(counted)  # it lists items for queries that no other source knows
-    if best.family == "popularity" or len(sources) < 2:
+        why.append(f"{counted.name}, the same list for everyone, has {counted.value:.4f}")
+    sources = [trial for trial in ranked if trial.recipe != "popularity"][:_SOURCES]
+    alike = counted is not None and search.facts.known < 1  # it lists items for queries that no other source knows
+    if counted is not None and (alike or search.facts.timed or best is counted):
+        sources.append(counted)
+    if len(sources) < 2:
         return [best], why
     late = "no time was left to fuse it with others"
     if search.budget.seconds is not None and not search.fits(0.8 * search.reserve):
@@ -208,7 +209,7 @@ def _decided(search: Search) -> tuple[list[Trial], list[str]]:
         [search.folder / trial.folder for trial in sources], search.split, select=search.select, device=search.device
     )
     gain = f"{judged.gain:+.4f} (standard error {judged.error:.4f}) on queries that did not choose the weights"
-    used = [trial for trial in sources if trial.folder in judged.used or trial.family == "popularity"]
+    used = [trial for trial in sources if trial.folder in judged.used or (alike and trial is counted)]
     names = " + ".join(trial.name for trial in used)
     if len(used) < 2 or not judged.gain > judged.error:
         others = " + ".join(trial.name for trial in sources)

@@ -47,6 +47,7 @@ class Family:
 # Solved ones cost seconds, so they come first.
 FAMILIES = (
     Family("popularity", "popularity"),
+    Family("recent", "popularity", ("times",), tries=[{"half_life": share} for share in (0.1, 0.03, 0.3)]),
     Family("ease", "ease", ("queries", "square"), tries=[{"lam": lam} for lam in (300.0, 100.0, 1000.0, 30.0, 3000.0)]),
     Family("item_knn", "item_knn", ("queries", "neighbours"), tries=[{}, {"shrink": 0.0}, {"neighbours": 300}]),
     Family(
@@ -107,6 +108,7 @@ class Facts:
     pairs: int
     known: float  # share of the validation queries that have a training pair
     ordered: bool  # what a query takes in the validation part came after its training part
+    timed: bool  # and it has times that queries share, not positions
     texts: bool  # of queries and items
     columns: tuple[str, ...]  # of the items table
     square: str | None  # why an item-item matrix is out of reach
@@ -124,7 +126,8 @@ class Facts:
             train.n_items,
             len(train),
             float(trained[np.unique(valid.queries)].mean()),
-            _is_ordered(train, valid),
+            ordered := _is_ordered(train, valid),
+            ordered and not train.is_order,
             has_texts(train, "query") and has_texts(train, "item"),
             () if table is None else tuple(table.columns),
             _no_square(train.n_items, device),
@@ -134,11 +137,15 @@ class Facts:
     @property
     def lacks(self) -> dict[str, str | None]:
         """Why each need of a family is not met; None if it is."""
-        unknown = "no validation query has a training pair"
+        unknown, early = (
+            "no validation query has a training pair",
+            "the validation part is not later than the training part",
+        )
         return {
             "queries": unknown if self.known == 0 else None,
             "newcomers": "most validation queries have training pairs" if self.known > 0.5 else None,
-            "order": None if self.ordered else "the validation part is not later than the training part",
+            "order": None if self.ordered else early,
+            "times": None if self.timed else "the data has positions and no times" if self.ordered else early,
             "texts": None if self.texts else "queries or items have no texts",
             "square": self.square,
             "neighbours": "too many items to compare each with each" if self.items > 200_000 else None,

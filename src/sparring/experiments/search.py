@@ -41,6 +41,7 @@ _PASSES = ((0.35, 0.6), (0.8, 1.0))
 _LARGEST = 0.25  # of the time: the most that a short training may take
 _SLACK = 1.1  # trainings take up to this much longer than expected
 _SURE, _EARLY = 0.05, 0.2  # parts of its time between which a training that is too slow starts again with fewer epochs
+_SAVED = 60.0  # seconds between checkpoints
 _LEAST = 3  # epochs of a short training, unless its schedule has fewer
 _ALWAYS = 10.0  # seconds that the first model may take, however small the budget is
 log = logging.getLogger(__name__)
@@ -260,7 +261,7 @@ class Search:
         left, pace, least = self.left(share), self._pace(contender), min(_LEAST, most)
         if which == "short":
             left = min(left, _LARGEST * self.budget.seconds)
-            if not any(trial.family != "popularity" and trial.value is not None for trial in self.trials):
+            if not any(trial.recipe != "popularity" and trial.value is not None for trial in self.trials):
                 wanted = 0.0 if pace is None else most * pace
                 return Terms(most, least, math.inf) if wanted <= max(left, _ALWAYS) else Terms(0, least, left, wanted)
         else:
@@ -386,7 +387,8 @@ def _train(
             asked["epochs"] = begun or trial.epochs
         built = build(trial.recipe, split.train, asked)
         progress = _within(terms, began, say)
-        history = fit(built, split, folder, resume=True, device=device, progress=progress, source=source).history
+        how: dict[str, Any] = {"resume": True, "device": device, "progress": progress, "save_seconds": _SAVED}
+        history = fit(built, split, folder, source=source, **how).history
     except OutOfTimeError as late:
         shutil.rmtree(folder, ignore_errors=True)
         left = terms.seconds - (time.monotonic() - began)
