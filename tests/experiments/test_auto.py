@@ -257,6 +257,15 @@ def test_better_families_come_first_in_later_turns(parts: Split, tmp_path: Path)
     assert [trial.value for trial in search.finalists()] == [0.4, 0.1, 0.05]
 
 
+def test_a_short_training_may_have_one_epoch(parts: Split, tmp_path: Path) -> None:
+    """One epoch of eight is one epoch, not the whole schedule."""
+    (only,) = [each for each in contenders(Facts.of(parts), parts.train, 0)[0] if each.name.endswith("tau=0.2")]
+    trial = Trial(only.name, only.family, only.recipe, dict(only.settings), "short", "done", "a", epochs=1)
+    bare, terms = Split(parts.train, parts.valid), Terms(1, 1, np.inf)
+    ended = search_module._train(lambda message: None, trial, bare, tmp_path / "a", "ndcg@20", 0, "cpu", terms, None)
+    assert (ended.status, ended.epochs) == ("done", 1)
+
+
 def test_processes_make_the_same_choice(once: Choice, parts: Split, tmp_path: Path) -> None:
     """Two trainings at a time choose as one at a time does."""
     both = chosen(parts, tmp_path / "both", budget=3, jobs=2)

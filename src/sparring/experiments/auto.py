@@ -203,7 +203,7 @@ def _decided(search: Search) -> tuple[list[Trial], list[str]]:
     if len(sources) < 2:
         return [best], why
     late = "no time was left to fuse it with others"
-    if search.budget.seconds is not None and not search.fits(0.8 * search.reserve):
+    if search.budget.seconds is not None and not search.fits(0.5 * search.reserve):
         return [best], [*why, late]
     judged = fusion_gain(
         [search.folder / trial.folder for trial in sources], search.split, select=search.select, device=search.device

@@ -69,6 +69,11 @@ FAMILIES = (
 )
 
 
+def complete_epochs(recipe: str, settings: Mapping[str, object]) -> int:
+    """The epochs of a complete training; a closed form has one, which cannot be set."""
+    return resolve(find(recipe), settings)[0].training.epochs
+
+
 @dataclass(frozen=True)
 class Contender:
     """One recipe with its settings, among the families that `auto` tries."""
@@ -85,8 +90,8 @@ class Contender:
 
     @cached_property
     def epochs(self) -> int:
-        """The epochs of a complete training; a closed form has one."""
-        return resolve(find(self.recipe), self.settings)[0].training.epochs
+        """The epochs of a complete training."""
+        return complete_epochs(self.recipe, self.settings)
 
     @property
     def short(self) -> int:

@@ -26,7 +26,7 @@ from sparring.core.devices import pick_device
 from sparring.core.errors import UserError, first_line
 from sparring.core.workers import Ended, Listener, Say, Task, TaskMessage, run
 from sparring.data.interactions import Split
-from sparring.experiments.contenders import Contender, Facts
+from sparring.experiments.contenders import Contender, Facts, complete_epochs
 from sparring.recipes.settings import build
 from sparring.training import folder as run_folder
 from sparring.training.fitting import fit
@@ -302,7 +302,7 @@ class Search:
     def _events(self, tasks: Iterator[Task]) -> Iterator[TaskMessage | Ended]:
         """One training at a time in this process, several in processes of their own."""
         if self.jobs > 1:
-            cores = max(1, (torch.get_num_threads()) // self.jobs)
+            cores = max(1, torch.get_num_threads() // self.jobs)
             yield from run(tasks, self.jobs, cores)
             return
         for task in tasks:
@@ -382,7 +382,7 @@ def _train(
     began = time.monotonic()
     try:
         asked = {**trial.settings, "select": select, "seed": seed}
-        if trial.epochs > 1:  # the schedule of an interrupted training stays
+        if complete_epochs(trial.recipe, trial.settings) > 1:  # the schedule of an interrupted training stays
             begun = run_folder.has_run(folder) and run_folder.read_meta(folder)["setup"]["training"]["epochs"]
             asked["epochs"] = begun or trial.epochs
         built = build(trial.recipe, split.train, asked)
