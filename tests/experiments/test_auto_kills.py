@@ -61,7 +61,6 @@ def outcome(folder: Path) -> dict[str, Any]:
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs kill -9")
 def test_killed(tmp_path: Path) -> None:
     """Killed at random times and resumed until it ends, a search equals one that was left alone."""
-    began = time.monotonic()
     with start(tmp_path / "alone") as program:
         began = time.monotonic()
     usual = time.monotonic() - began
@@ -72,7 +71,7 @@ def test_killed(tmp_path: Path) -> None:
         while killed < effort(2, 20):
             with start(out) as program:
                 try:
-                    program.wait(timeout=random.uniform(0.02, 1.0) * usual)
+                    program.wait(timeout=random.uniform(0.02, 1.0 if killed else 0.3) * usual)
                     break
                 except subprocess.TimeoutExpired:
                     program.send_signal(signal.SIGKILL)
