@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 AUTO = "auto"
 BUDGET = "10m"
 RECORD = "auto.json"
-SUMMARY = "Not a recipe: tries recipes, models and settings on the validation part, and keeps or fuses the best."
+SUMMARY = "tries recipes, models and settings on the validation part, and keeps or fuses the best."
 # Options of a single training: auto decides what they say.
 REFUSED = ("model", "setup", "warm", "epochs", "nproc", "restarts", "shard_tables", "tensorboard", "save_seconds")
 

@@ -16,7 +16,6 @@ from sparring.cli.parsing import (
     Commands,
     Parser,
     add_device,
-    add_jobs,
     add_quiet,
     add_set,
     add_trust,
@@ -90,7 +89,8 @@ def _add_auto(parser: Parser) -> None:
     group = parser.add_argument_group("--recipe auto: try contenders on the validation part, keep or fuse the best")
     text = f"time for search, training and test, such as 90s, 10m or 1h; or a number of trials (default: {auto.BUDGET})"
     group.add_argument("--budget", metavar="TIME_OR_TRIALS", help=text)
-    add_jobs(group)
+    text = "trainings at once, on one device or spread over all GPUs (default: 1)"
+    group.add_argument("--jobs", type=count, default=1, metavar="N", help=text)
 
 
 def _add_processes(parser: Parser) -> None:
