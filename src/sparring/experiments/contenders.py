@@ -22,7 +22,7 @@ from sparring.recipes.finding import find
 from sparring.recipes.settings import build, resolve
 
 SHORT = 4  # a short training has a quarter of the epochs
-_PROBE = 1024  # items of the matrix whose inversion is timed
+_PROBE = 2048  # items of the matrix whose inversion is timed
 
 
 @dataclass(frozen=True)
@@ -225,7 +225,7 @@ def _square_seconds(n_items: int, device: str) -> float:
         return 0.0
     matrix = torch.eye(_PROBE, dtype=torch.float64, device=pick_device(device))
     fastest = math.inf
-    for _ in range(5):  # the first use of a GPU also starts it, and other processes may use a CPU
+    for _ in range(3):  # the first use of a GPU also starts it, and other processes may use a CPU
         began = time.perf_counter()
         torch.cholesky_inverse(torch.linalg.cholesky(matrix)).sum().item()
         fastest = min(fastest, time.perf_counter() - began)
