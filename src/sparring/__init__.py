@@ -27,6 +27,7 @@ _HOMES = {
     "Term": "recipes.run",
     "Trained": "training.trained",
     "UserError": "core.errors",
+    "auto": "experiments.auto",
     "build": "recipes.settings",
     "compose": "recipes.run",
     "describe_batch": "training.step",

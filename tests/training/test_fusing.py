@@ -22,7 +22,7 @@ from sparring.data.splits import split
 from sparring.evaluation.ranking import evaluate
 from sparring.models.retriever import Retriever
 from sparring.serving.checking import check
-from sparring.training.fusing import fuse
+from sparring.training.fusing import fuse, fusion_gain
 from sparring.training.sources import Sources
 from sparring.training.trained import load
 from support.fused_runs import agrees, fused, make_runs, table, weights_of
@@ -85,6 +85,31 @@ def test_weights_are_the_best_on_validation_and_measured_on_test(everything: Pat
     assert result["test"]["metrics"]["ndcg@20"] == pytest.approx(tested, abs=1e-9)
     per_query = pl.read_parquet(everything / "per_query.parquet")
     assert per_query["ndcg@20"].mean() == pytest.approx(tested, abs=1e-6)
+
+
+def test_the_gain_is_that_of_queries_that_chose_no_weights(runs: dict[str, Path], parts: Split) -> None:
+    """Weights of `fuse` on one half of the validation queries rank the other half, both ways."""
+    valid = parts.valid
+    assert valid is not None
+    places = [runs["ease"], runs["ials"], runs["default"]]
+    order = np.random.default_rng(0).permutation(np.unique(valid.queries))
+    values: dict[int, float] = {}
+    for half, other in ((order[::2], order[1::2]), (order[1::2], order[::2])):
+        fitted, judged = (valid.subset(np.isin(valid.queries, each)) for each in (half, other))
+        model = fuse(places, Split(parts.train, fitted, None, parts.seen_for("test")), by="scores", device="cpu").model
+        found = evaluate(model, judged, parts.seen_for("valid"), (20,), ("ndcg",))
+        values |= dict(zip(found.query_ids.tolist(), found.per_query["ndcg@20"].tolist(), strict=True))
+    listed = torch.from_numpy(np.flatnonzero(parts.train.counts()))
+    alone = {
+        place.name: evaluate(load(place).model, valid, parts.seen_for("valid"), (20,), ("ndcg",), among=listed)
+        for place in places
+    }
+    best = max(alone, key=lambda name: alone[name].metrics["ndcg@20"])
+    gains = np.array([values[query] for query in alone[best].query_ids.tolist()]) - alone[best].per_query["ndcg@20"]
+    judged_gain = fusion_gain(places, parts, device="cpu")
+    assert judged_gain.best == best
+    assert judged_gain.gain == pytest.approx(gains.mean(), abs=1e-6)
+    assert judged_gain.error == pytest.approx(gains.std(ddof=1) / len(gains) ** 0.5, abs=1e-6)
 
 
 def test_two_choices_are_equal(everything: Path, runs: dict[str, Path], parts: Split) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.text import Text
 
+from sparring.cli import auto
 from sparring.cli.listing import (
     Facts,
     argument_facts,
@@ -20,6 +21,11 @@ from sparring.cli.listing import (
 )
 from sparring.cli.parsing import Commands, add_json
 from sparring.cli.screen import result
+
+_AUTO = (
+    "    sparring train --data FILE --recipe auto --budget 10m",
+    "It has no settings but select and seed; docs/guide/train.md says how it chooses.",
+)
 
 
 def add_recipes(commands: Commands) -> None:
@@ -37,6 +43,8 @@ def recipes(args: Namespace) -> int:
     from sparring.recipes import RECIPES
     from sparring.recipes.finding import installed, named
 
+    if args.name == auto.AUTO:
+        return result(args, [{auto.AUTO: {"summary": auto.SUMMARY}}], f"auto: {auto.SUMMARY}", *_AUTO)
     if args.name is not None:
         name = named(args.name)
         facts = recipe_facts(name)
@@ -52,6 +60,7 @@ def _all(known: dict[str, Facts]) -> Iterator[Any]:
         yield Text(name, style="bold")
         arguments = "  ".join(f"{key}={value['default']}" for key, value in facts["arguments"].items())
         yield from indented((facts["summary"], facts["paper"], arguments, origin(facts)))
+    yield from ("", f"`--recipe auto`: {auto.SUMMARY}")
     yield from ("", f"Settings of every recipe: {', '.join(SETTINGS)}.")
     yield "`sparring recipes NAME` describes each; change one with `sparring train --set NAME=VALUE`."
     yield "A custom recipe is FILE.py:FUNCTION or MODULE:FUNCTION; see docs/guide/extend.md."

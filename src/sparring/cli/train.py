@@ -10,6 +10,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import sparring.cli.auto as auto
 import sparring.cli.inputs as inputs
 from sparring.cli.parsing import (
     Commands,
@@ -65,7 +66,7 @@ def add_train(commands: Commands) -> None:
     inputs.add_data(parser, text)
     inputs.add_split(parser)
     group = parser.add_argument_group("training")
-    text = "recipe to train, or FILE.py:FUNCTION; `sparring recipes` lists them (default: default)"
+    text = "recipe to train, or FILE.py:FUNCTION, or auto; `sparring recipes` lists them (default: default)"
     group.add_argument("--recipe", metavar="NAME", help=text)
     text = "model to train, or FILE.py:FUNCTION; `sparring models` lists them (default: the towers that settings name)"
     group.add_argument("--model", metavar="NAME", help=text)
@@ -93,7 +94,16 @@ def add_train(commands: Commands) -> None:
     text = "also write TensorBoard curves to FOLDER/tensorboard"
     group.add_argument("--tensorboard", action="store_true", help=text)
     add_quiet(group)
+    _add_auto(parser)
     _add_processes(parser)
+
+
+def _add_auto(parser: Parser) -> None:
+    group = parser.add_argument_group("--recipe auto: try contenders on the validation part, keep or fuse the best")
+    text = f"time for search, training and test, such as 90s, 10m or 1h; or a number of trials (default: {auto.BUDGET})"
+    group.add_argument("--budget", metavar="TIME_OR_TRIALS", help=text)
+    text = "trainings at once, on one device or spread over all GPUs (default: 1)"
+    group.add_argument("--jobs", type=count, default=1, metavar="N", help=text)
 
 
 def _add_processes(parser: Parser) -> None:
@@ -114,6 +124,8 @@ def train(args: Namespace) -> int:
     from sparring.recipes.finding import named, short
     from sparring.training.folder import begun_run, is_refit
 
+    if auto.asked(args):
+        return auto.train_auto(args)
     name = named(args.recipe or "default")
     folder = args.out or _default_folder(args, name)
     if args.nproc is not None:

@@ -16,6 +16,7 @@ from sparring.core.topk import in_order
 
 _OFFSET = 60  # of ranks, as in the paper
 _NEVER = float("-inf")
+_TIES = 32  # places beyond the k-th that are searched for its equals
 
 Score = Callable[[int, Tensor], Tensor]  # (source, items (B, U)) -> its scores (B, U), NaN for items it does not know
 
@@ -90,7 +91,13 @@ class Pool:
         total = (features * by).sum(2).masked_fill(~listed, _NEVER)
         items = self.items.masked_fill(~listed, -1)
         short = max(0, k - items.shape[1])
-        return in_order(F.pad(total, (0, short), value=_NEVER), F.pad(items, (0, short), value=-1), k)
+        total, items = F.pad(total, (0, short), value=_NEVER), F.pad(items, (0, short), value=-1)
+        most = k + _TIES
+        if k and total.shape[1] > 2 * most:  # sort the best alone, unless equal scores end beyond them
+            best, at = total.topk(most, dim=1)
+            if not bool(((best[:, -1] == best[:, k - 1]) & torch.isfinite(best[:, -1])).any()):
+                total, items = best, items.gather(1, at)
+        return in_order(total, items, k)
 
 
 def query_weights(weights: Tensor, known: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
@@ -68,8 +68,10 @@ class Listener:
     ended: Callable[[str, str | None], None] = lambda task, error: None
 
 
-def run(tasks: Sequence[Task], jobs: int = 1, threads: int | None = None) -> Iterator[TaskMessage | Ended]:
+def run(tasks: Iterable[Task], jobs: int = 1, threads: int | None = None) -> Iterator[TaskMessage | Ended]:
     """Run every task, at most `jobs` at once, and yield their messages and results as they arrive.
+
+    A task is taken from `tasks` when a process is free, so an iterator may decide late.
 
     A task is forked from a server that has only imported libraries: it starts at once and inherits neither memory of an
     earlier task nor a broken thread pool. `threads` limits the CPU threads of each task. Leaving the iteration early
@@ -79,17 +81,18 @@ def run(tasks: Sequence[Task], jobs: int = 1, threads: int | None = None) -> Ite
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
-    waiting = list(reversed(tasks))
+    waiting = iter(tasks)
     running: dict[Connection, tuple[Task, ForkServerProcess]] = {}
     try:
-        while waiting or running:
-            while waiting and len(running) < jobs:
-                task = waiting.pop()
+        while True:
+            while len(running) < jobs and (task := next(waiting, None)) is not None:
                 here, there = context.Pipe(duplex=False)
                 child = context.Process(target=_begin, args=(there, threads, task), daemon=True)
                 child.start()
                 there.close()
                 running[here] = (task, child)
+            if not running:
+                return
             for pipe in wait(list(running)):
                 assert isinstance(pipe, Connection)
                 task, child = running[pipe]

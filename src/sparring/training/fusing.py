@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import shutil
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -134,9 +136,9 @@ def _tested(model: Sources, split: Split, k: Sequence[int]) -> tuple[Evaluation 
 def _loaded(
     runs: Sequence[str | Path],
     split: Split,
-    model: str | Model | None,
-    recipe: str | Recipe | None,
-    trust: bool,
+    model: str | Model | None = None,
+    recipe: str | Recipe | None = None,
+    trust: bool = False,
 ) -> list[tuple[str, Trained]]:
     """The runs by name, if they can be fused: finished, over the same ids, split as this split is."""
     if len(runs) < 2:
@@ -178,35 +180,122 @@ def _loaded(
 # Weights
 
 
+@dataclass(frozen=True)
+class FusionGain:
+    """How much better fused lists are than those of the best run, on queries that did not choose the weights."""
+
+    best: str  # the run that is best alone
+    gain: float
+    error: float  # standard error of the gain, over queries
+    used: tuple[str, ...]  # the runs that have a weight on both halves of the queries
+    seconds: float = 0.0  # that the judgement took
+    rank_seconds: float = 0.0  # to rank a query with all runs
+
+
+def fusion_gain(
+    runs: Sequence[str | Path],
+    split: Split,
+    *,
+    by: By = "scores",
+    select: str = "ndcg@20",
+    depth: int = DEPTH,
+    device: str = "auto",
+) -> FusionGain:
+    """Judge a fusion before it is made: weights fitted to one half of the validation queries rank the other half.
+
+    The best run alone is chosen on all of these queries, so the comparison favours it.
+
+        judged = fusion_gain(["runs/ease", "runs/default"], split);  judged.gain > judged.error
+    """
+    began, (metric, k) = time.monotonic(), selected(select)
+    sources = [Source(name, each.folder, each.model, each.eligibility) for name, each in _loaded(runs, split)]
+    model = Sources(sources, by, [1.0] * len(sources), depth).to(pick_device(device))
+    _remember(model, split, "valid")
+    loaded = time.monotonic()
+    pooled, seen = _Pooled.of(model, split, by == "scores", metric, k), split.seen_for("valid").to(model.device)
+    each_seconds = (time.monotonic() - loaded) / max(len(pooled.queries), 1)
+    alone = [
+        evaluate(each.model, pooled.valid, seen, (k,), (metric,), among=each.eligibility.listed(split.train.n_items))
+        for each in sources
+    ]
+    best = int(np.argmax([next(iter(each.metrics.values())) for each in alone]))
+    order = np.random.default_rng(0).permutation(len(pooled.queries))
+    halves = np.sort(order[::2]), np.sort(order[1::2])
+    fused, used = np.zeros(len(order)), {source.name for source in sources}
+    for half, other in (halves, halves[::-1]):
+        *_, (_, weights) = _best_way(pooled.part(half), (by,))
+        fused[other] = pooled.part(other).values(by, weights)
+        used &= {source.name for source, weight in zip(sources, weights, strict=True) if weight > 0}
+    gains = fused - next(iter(alone[best].per_query.values()))
+    error = float(gains.std(ddof=1) / np.sqrt(len(gains))) if len(gains) > 1 else np.inf
+    name, seconds = sources[best].name, time.monotonic() - began
+    return FusionGain(name, float(gains.mean()), error, tuple(sorted(used)), seconds, each_seconds)
+
+
+@dataclass(frozen=True, eq=False)
+class _Pooled:
+    """The candidates of validation queries by source, and the metric that weights are chosen by."""
+
+    pool: Pool
+    known: Tensor  # (B, S): the sources that know each query
+    valid: Interactions
+    queries: np.ndarray  # (B,) ascending
+    metric: str
+    k: int
+
+    @classmethod
+    def of(cls, model: Sources, split: Split, scored: bool, metric: str, k: int) -> _Pooled:
+        assert split.valid is not None
+        valid = sample_queries(split.valid, _QUERIES, 0)
+        pool, known = _pool(model, valid, Eligibility(split.seen_for("valid")), k, scored)
+        return cls(pool, known, valid, np.unique(valid.queries), metric, k)
+
+    def part(self, rows: np.ndarray) -> _Pooled:
+        """The part of these rows, in ascending order."""
+        at, pool = torch.from_numpy(rows), self.pool
+        scores = None if pool.scores is None else pool.scores[at]
+        valid = self.valid.subset(np.isin(self.valid.queries, self.queries[rows]))
+        part = Pool(pool.items[at], pool.ranks[at], scores)
+        return replace(self, pool=part, known=self.known[at], valid=valid, queries=self.queries[rows])
+
+    def ranked(self, way: By, weights: Sequence[float]) -> Evaluation:
+        features = self.pool if way == "scores" else Pool(self.pool.items, self.pool.ranks, None)
+        lists = features.best(query_weights(torch.tensor(weights), self.known), self.k)[1]
+        return evaluate_lists(lists.numpy(), self.valid, self.valid.n_items, (self.k,), (self.metric,))
+
+    def value(self, way: By, weights: Sequence[float]) -> float:
+        """The metric of the lists that these weights give."""
+        return next(iter(self.ranked(way, weights).metrics.values()))
+
+    def values(self, way: By, weights: Sequence[float]) -> np.ndarray:
+        """(B,) the same for each query."""
+        return next(iter(self.ranked(way, weights).per_query.values())).astype(np.float64)
+
+
+def _only(source: int, n: int) -> list[float]:
+    """All the weight for one of n sources."""
+    return [float(other == source) for other in range(n)]
+
+
 def _chosen(
     model: Sources, split: Split, ways: Sequence[By], metric: str, k: int
 ) -> tuple[dict[str, float], tuple[By, list[float]]]:
     """(the metric of each source and of each way to fuse, the best way and its weights), on the validation part."""
-    assert split.valid is not None
-    valid = sample_queries(split.valid, _QUERIES, 0)
-    pool, known = _pool(model, valid, Eligibility(split.seen_for("valid")), k, "scores" in ways)
-    n = len(model.sources)
-    values: dict[str, float] = {}
-    best: tuple[float, By, list[float]] | None = None
-    for way in ways:
-        features = pool if way == "scores" else Pool(pool.items, pool.ranks, None)
-
-        def value(weights: Sequence[float], features: Pool = features) -> float:
-            lists = features.best(query_weights(torch.tensor(weights), known), k)[1]
-            found = evaluate_lists(lists.numpy(), valid, split.train.n_items, (k,), (metric,))
-            return next(iter(found.metrics.values()))
-
-        alone = [value([float(other == source) for other in range(n)]) for source in range(n)]
-        for source, single in zip(model.sources, alone, strict=True):
-            values.setdefault(source.name, single)
-        score, weights = _climbed(value, alone)
-        values[f"fused by {way}"] = score
-        if best is None or score > best[0]:
-            best = score, way, weights
-    assert best is not None
+    alone, scores, best = _best_way(_Pooled.of(model, split, "scores" in ways, metric, k), ways)
+    names = [source.name for source in model.sources]
+    values = {**dict(zip(names, alone, strict=True)), **{f"fused by {way}": score for way, score in scores.items()}}
     figures = ", ".join(f"{name} {each:.4f}" for name, each in values.items())
     log.info("%s@%d on the validation part: %s", metric, k, figures)
-    return values, best[1:]
+    return values, best
+
+
+def _best_way(pooled: _Pooled, ways: Sequence[By]) -> tuple[list[float], dict[By, float], tuple[By, list[float]]]:
+    """The metric of each source alone, that of each way with its best weights, and the best way with its weights."""
+    n = pooled.known.shape[1]
+    alone = {way: [pooled.value(way, _only(source, n)) for source in range(n)] for way in ways}
+    found = {way: _climbed(partial(pooled.value, way), alone[way]) for way in ways}
+    best = max(ways, key=lambda way: found[way][0])
+    return alone[ways[0]], {way: score for way, (score, _) in found.items()}, (best, found[best][1])
 
 
 def _climbed(value: Any, alone: Sequence[float]) -> tuple[float, list[float]]:

@@ -38,11 +38,15 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class TrainingProgress:
-    """Callbacks of a training; each does nothing unless replaced. `step` and `epoch` may return True to save now."""
+    """Callbacks of a training; each does nothing unless replaced. `step` and `epoch` may return True to save now.
+
+    `stop` is asked after each epoch whether that was the last.
+    """
 
     start: Callable[[int, int], None] = lambda epochs, steps: None
     step: Callable[[int, int, Callable[[], float]], bool | None] = lambda epoch, step, loss: None  # loss() waits
     epoch: Callable[[dict[str, Any]], bool | None] = lambda record: None
+    stop: Callable[[], bool] = lambda: False
 
 
 class Trainer:
@@ -278,8 +282,9 @@ class Trainer:
             log.info(
                 "no better %s for %s validations: stopping at epoch %s", setup.validation.select, state.stale, epoch
             )
-        state.epoch, state.step, state.rows, state.done = state.epoch + 1, 0, 0, last or stopped
+        state.epoch, state.step, state.rows = state.epoch + 1, 0, 0
         self.save_asked |= bool(self.progress.epoch(record))
+        state.done = self.ranks.share(last or stopped or self.progress.stop())
 
     @torch.no_grad()
     def tau(self) -> float:

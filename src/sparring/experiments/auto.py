@@ -1,0 +1,282 @@
+"""auto: the best retriever for a data set within a budget, as a run folder like any other.
+
+    OUT/auto.json     the budget, the facts of the data, every trial, and the reasons for the choice
+    OUT/trials/       while it searches: the run folder of the best trial of each family
+    OUT/chosen/       at the end, until its files have moved to OUT: the chosen run, or the fusion of several
+
+The search gets the training and the validation part alone (search.py). The test part is ranked once, by the choice.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from sparring.core import files, manifest
+from sparring.core.errors import UserError, first_line
+from sparring.core.locks import LOCK
+from sparring.core.ranks import launched
+from sparring.core.workers import Listener
+from sparring.data.interactions import Split
+from sparring.evaluation.metrics import LIST_METRICS, parse
+from sparring.evaluation.ranking import Evaluation
+from sparring.experiments.contenders import Facts, contenders
+from sparring.experiments.search import Budget, Search, Trial, clock
+from sparring.training import folder as run_folder
+from sparring.training.fusing import fuse, fusion_gain
+from sparring.training.loop import selected
+from sparring.training.promotion import promote
+
+NAME = "auto.json"
+_SOURCES = 4  # runs that are considered for fusing, popularity apart
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The outcome of `auto`: the run folder, all trials, the reasons, and the test metrics."""
+
+    folder: Path
+    select: str
+    trials: tuple[Trial, ...]
+    left_out: dict[str, str]  # families, and why none of them was tried
+    chosen: tuple[str, ...]  # the trials that became the run, fused if there are several
+    why: tuple[str, ...]
+    seconds: float
+    test: Evaluation | None = None
+
+    def rows(self) -> list[list[str]]:
+        """The table of what was tried: a header, then a row per trial, the best first."""
+        ranked = sorted(self.trials, key=lambda trial: (-(trial.value or 0.0), trial.status == "skipped"))
+        return [["trial", "outcome", "epochs", "seconds", self.select], *map(self._row, ranked)]
+
+    def _row(self, trial: Trial) -> list[str]:
+        chosen = "chosen" if trial.folder in self.chosen and trial.value is not None else "tried"
+        outcome = chosen if trial.status == "done" else f"{trial.status}: {trial.why}"
+        value = "" if trial.value is None else f"{trial.value:.4f}"
+        epochs = str(trial.epochs) if trial.value is not None else ""
+        return [trial.name, outcome, epochs, f"{trial.seconds:.1f}" if trial.seconds else "", value]
+
+
+def auto(
+    split: Split,
+    out: str | Path,
+    *,
+    budget: str | int = "10m",
+    select: str = "ndcg@20",
+    seed: int = 0,
+    k: Sequence[int] = (10, 20, 50),
+    jobs: int = 1,
+    device: str = "auto",
+    source: Mapping[str, Any] | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    listener: Listener | None = None,
+) -> Choice:
+    """Try contenders on the validation part, fuse the best where that helps, and write the choice as a run folder.
+
+    `budget` is a time ("90s", "10m", "1h") or a number of trials (12). Popularity and one model are trained however
+    small it is. `select` is the validation metric that decides. `jobs` trainings run at once, on one device or spread
+    over all GPUs. `resume` continues an interrupted call: finished trials are not run again.
+
+        choice = sparring.auto(split, "runs/auto", budget="10m");  print(choice.why, choice.test)
+    """
+    allowed, folder = Budget.parse(budget), Path(out)
+    _check(split, select)
+    cutoffs = [each for each in k if each <= split.train.n_items] or [split.train.n_items]
+    lock = run_folder.hold(folder)
+    try:
+        record = _opened(folder, resume, overwrite)
+        asked = {"budget": allowed.text, "select": select, "seed": seed, "source": dict(source or {})}
+        for name, value in json.loads(json.dumps(asked)).items():
+            if record and record.get(name) != value:
+                change = run_folder.difference(name, record.get(name), value)
+                raise UserError(f"{folder} was started {change}: resume cannot change it")
+        if _is_complete(folder / "chosen"):
+            _lift(folder / "chosen", folder)
+        if record and manifest.is_finished(folder):
+            return _choice(folder, record)
+        parts = Split(split.train, split.valid, None, split.seen)
+        facts = Facts.of(parts, device)
+        plan, left_out = contenders(facts, parts.train, seed)
+        state: dict[str, Any] = {**asked, "facts": facts.lines(), "left_out": left_out}
+        for line in facts.lines():
+            log.info("  %s", line)
+        search: Search
+
+        def save() -> None:
+            trials = [asdict(trial) for trial in search.trials]
+            files.write_json(folder / NAME, {**state, "seconds": round(search.elapsed, 3), "trials": trials})
+
+        search = Search(
+            parts,
+            folder / "trials",
+            allowed,
+            facts,
+            select,
+            seed,
+            jobs,
+            device,
+            source,
+            save,
+            listener or Listener(),
+            _trials(folder, record),
+            float(record.get("seconds", 0.0)),
+        )
+        search.clean()
+        save()
+        if "chosen" in record:
+            state |= {"chosen": record["chosen"], "why": record["why"]}
+        else:
+            search.run(plan)
+            chosen, why = _decided(search)
+            state |= {"chosen": [trial.folder for trial in chosen], "why": why}
+        save()
+        for line in state["why"]:
+            log.info("%s", line)
+        test = _finish(search, split, state, cutoffs, device)
+        _lift(folder / "chosen", folder)
+        return _choice(folder, files.read_json(folder / NAME), test)
+    finally:
+        lock.release()
+
+
+def _check(split: Split, select: str) -> None:
+    if launched() > 1:
+        raise UserError("auto starts processes itself: use jobs (--jobs N) without torchrun")
+    if split.valid is None or not len(split.valid):
+        raise UserError("auto chooses on the validation part, and this split has none", "valid", "0.1")
+    metric, cutoff = selected(select)
+    if parse(metric).name in LIST_METRICS:
+        raise UserError(
+            f"select is {select}, which says nothing about relevance: choose recall, ndcg or another metric"
+        )
+    if cutoff > split.train.n_items:
+        raise UserError(
+            f"the cutoff of select={select} exceeds the {split.train.n_items:,} items: choose a smaller one"
+        )
+
+
+def _opened(folder: Path, resume: bool, overwrite: bool) -> dict[str, Any]:
+    """auto.json of an interrupted call that is to be resumed; empty if the search starts anew."""
+    began = (folder / NAME).is_file()
+    if resume and overwrite:
+        raise UserError("resume and overwrite cannot be combined: choose one")
+    if resume and began:
+        return files.read_json(folder / NAME, "delete the folder, or choose another")
+    if overwrite and began:
+        for part in ("trials", "chosen"):
+            shutil.rmtree(folder / part, ignore_errors=True)
+        run_folder.delete_run(folder)
+        (folder / NAME).unlink(missing_ok=True)
+    elif overwrite:
+        run_folder.check_free(folder, False, True)
+        run_folder.delete_run(folder)
+    run_folder.check_free(folder, False, False)
+    return {}
+
+
+# The choice
+
+
+def _decided(search: Search) -> tuple[list[Trial], list[str]]:
+    """The trials that become the run, and why."""
+    ranked = search.finalists()
+    if not ranked:
+        raise UserError(f"every trial failed; the first: {search.trials[0].why}")
+    best = ranked[0]
+    why = [f"{best.name} has the best {search.select} on the validation part: {best.value:.4f}"]
+    counted = next((trial for trial in ranked if trial.recipe == "popularity"), None)
+    if counted is not None and counted is not best:
+        why.append(f"{counted.name}, the same list for everyone, has {counted.value:.4f}")
+    sources = [trial for trial in ranked if trial.recipe != "popularity"][:_SOURCES]
+    alike = counted is not None and search.facts.known < 1  # it lists items for queries that no other source knows
+    if counted is not None and (alike or search.facts.timed or best is counted):
+        sources.append(counted)
+    if len(sources) < 2:
+        return [best], why
+    late = "no time was left to fuse it with others"
+    if search.budget.seconds is not None and not search.fits(0.5 * search.reserve):
+        return [best], [*why, late]
+    judged = fusion_gain(
+        [search.folder / trial.folder for trial in sources], search.split, select=search.select, device=search.device
+    )
+    gain = f"{judged.gain:+.4f} (standard error {judged.error:.4f}) on queries that did not choose the weights"
+    used = [trial for trial in sources if trial.folder in judged.used or (alike and trial is counted)]
+    names = " + ".join(trial.name for trial in used)
+    if len(used) < 2 or not judged.gain > judged.error:
+        others = " + ".join(trial.name for trial in sources)
+        return [best], [*why, f"not fused: {others} change {search.select} by {gain}"]
+    if not search.fits(judged.seconds + 1.5 * judged.rank_seconds * search.facts.queries):
+        return [best], [*why, late]
+    return used, [*why, f"fused: {names} change {search.select} by {gain}"]
+
+
+def _finish(
+    search: Search, split: Split, state: Mapping[str, Any], cutoffs: Sequence[int], device: str
+) -> Evaluation | None:
+    """Write the choice to OUT/chosen and rank the test part."""
+    folder, runs = search.folder.parent / "chosen", [search.folder / name for name in state["chosen"]]
+    shutil.rmtree(folder, ignore_errors=True)
+    if len(runs) == 1:
+        test = promote(runs[0], split, folder, k=cutoffs, device=device)
+    else:
+        test = fuse(runs, split, folder, by="scores", select=search.select, k=cutoffs, device=device).test
+    trials = [asdict(trial) for trial in search.trials]
+    record = {**state, "seconds": round(search.elapsed, 3), "trials": trials}
+    files.write_json(folder / NAME, record)
+    card = (folder / "README.md").read_text()
+    files.write_text(folder / "README.md", card + _section(_choice(folder, record)))
+    manifest.add_files(folder, NAME, "README.md")
+    return test
+
+
+def _is_complete(chosen: Path) -> bool:
+    """Whether the choice was written and its files may move; some may have moved already."""
+    return manifest.is_finished(chosen) and NAME in manifest.read_manifest(chosen).files
+
+
+def _lift(chosen: Path, folder: Path) -> None:
+    """Move the files of the chosen run to their place, its manifest last, and delete the trials."""
+    shutil.rmtree(folder / "trials", ignore_errors=True)
+    for path in sorted(chosen.iterdir(), key=lambda path: path.name == manifest.NAME):
+        if path.name != LOCK:
+            os.replace(path, folder / path.name)
+    shutil.rmtree(chosen)
+
+
+def _trials(folder: Path, record: Mapping[str, Any]) -> list[Trial]:
+    """The trials of auto.json, whose folders must be inside OUT/trials."""
+    try:
+        trials = [Trial(**trial) for trial in record.get("trials", ())]
+        places = {trial.folder for trial in trials}
+        if not {*places, *record.get("chosen", ())} <= {place for place in places if re.fullmatch(r"\w[\w.-]*", place)}:
+            raise ValueError("a trial has no folder")
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"{folder / NAME} is corrupt: {first_line(error)}; delete the folder, or overwrite it"
+        ) from error
+    return trials
+
+
+def _choice(folder: Path, record: Mapping[str, Any], test: Evaluation | None = None) -> Choice:
+    trials = tuple(_trials(folder, record))
+    chosen, why, left_out = tuple(record["chosen"]), tuple(record["why"]), dict(record["left_out"])
+    return Choice(folder, str(record["select"]), trials, left_out, chosen, why, float(record["seconds"]), test)
+
+
+def _section(choice: Choice) -> str:
+    """The part of the model card on how the run was chosen."""
+    head, *body = choice.rows()
+    lines = ["", "## How it was chosen", *(f"- {line}." for line in choice.why)]
+    lines += [f"- {name}: not tried, {why}." for name, why in choice.left_out.items()]
+    lines += [f"- {clock(choice.seconds)} minutes in all. The test part was ranked once, after the choice.", ""]
+    lines += [f"| {' | '.join(head)} |", "|---|---|---:|---:|---:|", *(f"| {' | '.join(row)} |" for row in body)]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,450 @@
+"""Successive halving over contenders: a short training of each, then a complete one of the best.
+
+The search sees a training and a validation part and no test part. It keeps the run folder of the best trial of each
+family and the record of all trials.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import math
+import re
+import shutil
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from sparring.core.devices import pick_device
+from sparring.core.errors import UserError, first_line
+from sparring.core.workers import Ended, Listener, Say, Task, TaskMessage, run
+from sparring.data.interactions import Split
+from sparring.experiments.contenders import Contender, Facts, complete_epochs
+from sparring.recipes.settings import build
+from sparring.training import folder as run_folder
+from sparring.training.fitting import fit
+from sparring.training.loop import TrainingProgress
+
+_UNITS = {"s": 1, "m": 60, "h": 3600}
+_FUSING = 6e-3  # seconds per validation query, for weights
+_POOLING = 1e-3  # seconds per query, for fusing its lists
+_LAST = 0.03  # of the time: for the files of the choice
+# Shares of the rest: short trainings may begin until the first, complete ones until the second, and once more.
+_PASSES = ((0.35, 0.6), (0.8, 1.0))
+_LARGEST = 0.25  # of the time: the most that a short training may take
+_SLACK = 1.1  # trainings take up to this much longer than expected
+_SURE, _EARLY = 0.05, 0.2  # parts of its time between which a training that is too slow starts again with fewer epochs
+_SAVED = 60.0  # seconds between checkpoints
+_LEAST = 3  # epochs of a short training, unless its schedule has fewer
+_ALWAYS = 10.0  # seconds that the first model may take, however small the budget is
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A time in seconds, or a number of trials.
+
+    Budget.parse("10m");  Budget.parse("90s");  Budget.parse("12")  # twelve trials
+    """
+
+    text: str
+    seconds: float | None = None
+    trials: int | None = None
+
+    @classmethod
+    def parse(cls, value: str | int) -> Budget:
+        text = str(value).strip()
+        if re.fullmatch(r"\d+", text) and int(text) > 0:
+            return cls(text, trials=int(text))
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", text)
+        if match is None or not 0 < (seconds := float(match[1]) * _UNITS[match[2]]) < math.inf:
+            raise UserError(
+                f"the budget {text!r} is neither a time such as 90s, 10m or 1h nor a number of trials such as 12"
+            )
+        return cls(text, seconds=seconds)
+
+
+Round = Literal["short", "complete"]
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a training may take."""
+
+    epochs: int  # of its schedule
+    least: int  # epochs that are worth a training
+    seconds: float
+    expected: float = 0.0  # seconds of the schedule it should have; 0 if unknown
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One training of a contender: how long it took, how good it is, or why there is none."""
+
+    name: str
+    family: str
+    recipe: str
+    settings: dict[str, Any]
+    round: Round
+    status: Literal["done", "failed", "skipped"]
+    folder: str
+    epochs: int = 0  # of its schedule
+    value: float | None = None  # best on the validation part
+    seconds: float = 0.0
+    pace: float = 0.0  # seconds per epoch, validation included
+    rank_seconds: float = 0.0  # to rank a validation query
+    why: str = ""
+
+
+class OutOfTimeError(Exception):
+    """A training would not end in time; `pace` is its seconds per epoch."""
+
+    def __init__(self, message: str, pace: float) -> None:
+        super().__init__(message)
+        self.pace = pace
+
+
+@dataclass
+class Search:
+    """The state of a search; `trials` may hold those of an earlier, interrupted one, which are not run again."""
+
+    split: Split  # without a test part
+    folder: Path
+    budget: Budget
+    facts: Facts
+    select: str
+    seed: int
+    jobs: int
+    device: str
+    source: Mapping[str, Any] | None
+    save: Callable[[], None]
+    listener: Listener = field(default_factory=Listener)
+    trials: list[Trial] = field(default_factory=list)
+    spent: float = 0.0  # seconds of earlier calls
+    began: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        assert self.split.test is None, "a search must not see the test part"
+        where = pick_device(self.device)
+        several = where.type == "cuda" and where.index is None
+        names = [f"cuda:{number}" for number in range(torch.cuda.device_count())] if several else [self.device]
+        self.devices = Counter(dict.fromkeys(names, 0))  # trainings that run on each
+        assert self.split.valid is not None
+        self.fused_queries = min(len(np.unique(self.split.valid.queries)), 5000)
+        self.skipped: dict[str, Trial] = {}  # contenders that the time was too short for so far
+
+    # Time
+
+    @property
+    def elapsed(self) -> float:
+        return self.spent + time.monotonic() - self.began
+
+    @property
+    def reserve(self) -> float:
+        """Seconds for fusing three runs and ranking the test part with them: at most a third of the budget."""
+        assert self.budget.seconds is not None
+        ranking = _POOLING + 4 * max((trial.rank_seconds for trial in self.finalists()[:3]), default=0.0)
+        needed = _FUSING * self.fused_queries + ranking * self.facts.queries + _LAST * self.budget.seconds
+        return min(needed, self.budget.seconds / 3)
+
+    def fits(self, seconds: float) -> bool:
+        """Whether the budget has this much time left."""
+        return self.budget.seconds is None or self.budget.seconds - self.elapsed > seconds
+
+    def left(self, share: float = 1.0) -> float:
+        """Seconds until this share of the time for trainings is used; infinite for a number of trials."""
+        if self.budget.seconds is None:
+            return math.inf
+        return share * (self.budget.seconds - self.reserve) - self.elapsed
+
+    # Rounds
+
+    def run(self, contenders: Sequence[Contender]) -> None:
+        """Train contenders briefly, as far as the budget allows, and the best of them completely."""
+        self.plan = list(contenders)
+        if self.budget.trials is None:
+            for short, complete in _PASSES:
+                self._round("short", self._turns(), short)
+                best = self._best()
+                self._round("complete", iter(best[: max(2, math.ceil(len(best) / 3))]), complete)
+        else:
+            first = max(self.budget.trials - self.budget.trials // 4, 2)
+            self._round("short", self._turns(), most=first)
+            self._round("complete", iter(self._best()), most=max(self.budget.trials, first))
+            self._round("short", self._turns(), most=self.budget.trials)
+        tried = {trial.name for trial in self.trials}
+        late = [trial for name, trial in self.skipped.items() if name not in tried]
+        self.trials += late
+        self.save()
+        if late:
+            log.info("skipped for lack of time: %s", ", ".join(trial.name for trial in late))
+
+    def _turns(self) -> Iterator[Contender]:
+        """All contenders turn by turn; after the first turn those of the best family come first.
+
+        A family is as good as its contenders of earlier turns, so that a resumed search has the same order.
+        """
+        for turn in sorted({each.turn for each in self.plan}):
+            values = {trial.name: trial.value for trial in self.trials if trial.round == "short"}
+            earlier = [each for each in self.plan if each.turn < turn]
+
+            def value(family: str, known: Any = values, earlier: Any = earlier) -> float:
+                return max((known.get(each.name) or 0.0 for each in earlier if each.family == family), default=0.0)
+
+            yield from sorted((each for each in self.plan if each.turn == turn), key=lambda each: -value(each.family))
+
+    def _best(self) -> list[Contender]:
+        """The contenders whose training was short, best first; the best of each family before all others."""
+        values = {
+            trial.name: trial.value for trial in self.trials if trial.round == "short" and trial.value is not None
+        }
+        found = [each for each in self.plan if each.name in values and each.short < each.epochs]
+        found.sort(key=lambda each: -values[each.name])  # type: ignore[operator]
+        firsts = {each.family: each.name for each in reversed(found)}.values()
+        return sorted(found, key=lambda each: each.name not in firsts)
+
+    def _round(self, which: Round, plan: Iterator[Contender], share: float = 1.0, most: int | None = None) -> None:
+        """Train contenders in order until the trials or this share of the time are used.
+
+        Each is decided on when a process is free.
+        """
+        done = {trial.name for trial in self.trials if trial.round == which}
+        running: dict[str, tuple[Trial, str]] = {}
+        self.listener.begin(f"{which} trainings", self._count(), most or len(self.plan))
+
+        def tasks() -> Iterator[Task]:
+            for contender in plan:
+                if contender.name in done:
+                    continue
+                if most is not None and self._count() + len(running) >= most:
+                    return
+                terms = self._terms(contender, which, share)
+                trial = self._trial(contender, which, terms)
+                if trial.status == "skipped":
+                    self.skipped[trial.name] = trial
+                    continue
+                device = min(self.devices, key=lambda name: self.devices[name])
+                self.devices[device] += 1
+                running[trial.name] = trial, device
+                place = self.folder / trial.folder
+                work = (trial, self.split, place, self.select, self.seed, device, terms, self.source)
+                yield Task(contender.name, _train, work)
+
+        for event in self._events(tasks()):
+            if isinstance(event, TaskMessage):
+                self.listener.said(event.name, event.message)
+                continue
+            trial, device = running.pop(event.name)
+            self.devices[device] -= 1
+            outcome = event.value or replace(trial, status="failed", why=event.error or "")
+            if outcome.status == "skipped":
+                self.skipped[outcome.name] = outcome
+            else:
+                self._add(outcome)
+            self.listener.ended(event.name, event.error)
+
+    def _count(self) -> int:
+        return sum(trial.status != "skipped" for trial in self.trials)
+
+    def _terms(self, contender: Contender, which: Round, share: float) -> Terms:
+        """What a training of a contender may take now."""
+        most = contender.short if which == "short" else contender.epochs
+        if self.budget.seconds is None:
+            return Terms(most, most, math.inf)
+        left, pace, least = self.left(share), self._pace(contender), min(_LEAST, most)
+        if which == "short":
+            left = min(left, _LARGEST * self.budget.seconds)
+            if not any(trial.recipe != "popularity" and trial.value is not None for trial in self.trials):
+                wanted = 0.0 if pace is None else most * pace
+                return Terms(most, least, math.inf) if wanted <= max(left, _ALWAYS) else Terms(0, least, left, wanted)
+        else:
+            before = next(trial for trial in self.trials if trial.name == contender.name and trial.round == "short")
+            least = min(before.epochs + math.ceil(before.epochs / 2), most)
+        epochs = most if pace is None else min(most, int(max(left, 0.0) / max(pace, 1e-9)))
+        return Terms(epochs if left > 0 else 0, least, left, most * (pace or 0.0))
+
+    def _pace(self, contender: Contender) -> float | None:
+        """Expected seconds per epoch, from its own earlier training or that of its family; None if nothing is known."""
+        tried = [*self.trials, *self.skipped.values()]
+        family = [trial for trial in tried if trial.family == contender.family and trial.pace]
+        if not family:
+            return _SLACK * self.facts.square_seconds if contender.family == "ease" else None
+        own = [trial for trial in family if trial.name == contender.name]
+        last = (own or family)[-1]
+        wider = contender.width / max(int(last.settings.get("dim", contender.width)), 1)
+        return _SLACK * last.pace * max(wider, 1.0)
+
+    def _trial(self, contender: Contender, which: Round, terms: Terms) -> Trial:
+        """A trial before its outcome is known; skipped if it is not worth a start."""
+        short = which == "short" and contender.short < contender.epochs
+        trial = Trial(
+            contender.name,
+            contender.family,
+            contender.recipe,
+            dict(contender.settings),
+            which,
+            "done",
+            f"{contender.folder}-short" if short else contender.folder,
+            terms.epochs,
+        )
+        if terms.epochs >= terms.least:
+            return trial
+        about = f"it takes about {terms.expected:.0f} s, and " if terms.expected else ""
+        return replace(trial, status="skipped", epochs=0, why=f"{about}{max(terms.seconds, 0):.0f} s were left for it")
+
+    def _events(self, tasks: Iterator[Task]) -> Iterator[TaskMessage | Ended]:
+        """One training at a time in this process, several in processes of their own."""
+        if self.jobs > 1:
+            cores = max(1, torch.get_num_threads() // self.jobs)
+            yield from run(tasks, self.jobs, cores)
+            return
+        for task in tasks:
+            with _silent():
+                value = task.work(lambda message, name=task.name: self.listener.said(name, message), *task.arguments)
+            gc.collect()  # a failed training may hold its tables until then
+            yield Ended(task.name, value, None)
+
+    # Trials
+
+    def _add(self, trial: Trial) -> None:
+        self.trials.append(trial)
+        self.save()
+        self.clean()
+        left = f"; {clock(self.budget.seconds - self.elapsed)} left" if self.budget.seconds is not None else ""
+        log.info("%s%s", trial_line(trial, self.select), left)
+
+    def finalists(self) -> list[Trial]:
+        """The best trial of each family, best first."""
+        best: dict[str, Trial] = {}
+        for trial in self.trials:
+            if trial.value is not None and (
+                trial.family not in best or trial.value > best[trial.family].value  # type: ignore[operator]
+            ):
+                best[trial.family] = trial
+        return sorted(best.values(), key=lambda trial: -trial.value)  # type: ignore[operator]
+
+    def clean(self) -> None:
+        """Delete the folders of trials that are not the best of their family."""
+        kept = {trial.folder for trial in self.finalists()}
+        for trial in self.trials:
+            if trial.folder not in kept and (self.folder / trial.folder).is_dir():
+                shutil.rmtree(self.folder / trial.folder)
+
+
+def trial_line(trial: Trial, select: str) -> str:
+    """A trial in one line."""
+    if trial.status != "done":
+        return f"{trial.name}: {trial.status}, {trial.why}"
+    kind = f"{trial.epochs} epoch{'s' * (trial.epochs > 1)}"
+    return f"{trial.name}: {select} {trial.value:.4f}, {kind}, {trial.seconds:.1f} s"
+
+
+def clock(seconds: float) -> str:
+    """754.3 -> 12:34."""
+    whole = max(int(seconds), 0)
+    return f"{whole // 60}:{whole % 60:02d}"
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Keep the log of a single training off the log of the search."""
+    logger = logging.getLogger("sparring.training")
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _train(
+    say: Say,
+    trial: Trial,
+    split: Split,
+    folder: Path,
+    select: str,
+    seed: int,
+    device: str,
+    terms: Terms,
+    source: Mapping[str, Any] | None,
+) -> Trial:
+    """Train a contender in its folder, from the last checkpoint if there is one; the trial with its outcome.
+
+    If it turns out to be too slow, it starts again with as many epochs as fit.
+    """
+    began = time.monotonic()
+    try:
+        asked = {**trial.settings, "select": select, "seed": seed}
+        if complete_epochs(trial.recipe, trial.settings) > 1:  # the schedule of an interrupted training stays
+            begun = run_folder.has_run(folder) and run_folder.read_meta(folder)["setup"]["training"]["epochs"]
+            asked["epochs"] = begun or trial.epochs
+        built = build(trial.recipe, split.train, asked)
+        progress = _within(terms, began, say)
+        how: dict[str, Any] = {"resume": True, "device": device, "progress": progress, "save_seconds": _SAVED}
+        history = fit(built, split, folder, source=source, **how).history
+    except OutOfTimeError as late:
+        shutil.rmtree(folder, ignore_errors=True)
+        left = terms.seconds - (time.monotonic() - began)
+        fitting = int(left / (_SLACK * late.pace))
+        if terms.least <= fitting < trial.epochs:
+            fewer = replace(terms, epochs=fitting, seconds=left)
+            return _train(say, replace(trial, epochs=fitting), split, folder, select, seed, device, fewer, source)
+        return replace(trial, status="skipped", why=str(late), pace=late.pace)
+    except (ValueError, RuntimeError, ArithmeticError, MemoryError) as failure:
+        shutil.rmtree(folder, ignore_errors=True)
+        return replace(trial, status="failed", why=first_line(failure), seconds=round(time.monotonic() - began, 3))
+    ranked = [record for record in history if select in record]
+    assert split.valid is not None
+    queries = min(len(np.unique(split.valid.queries)), built.setup.validation.valid_queries)
+    seconds = time.monotonic() - began
+    return replace(
+        trial,
+        epochs=len(history),
+        value=max(float(record[select]) for record in ranked),
+        seconds=round(seconds, 3),
+        pace=round(seconds / len(history), 4),
+        rank_seconds=min(record["valid_seconds"] for record in ranked) / max(queries, 1),
+    )
+
+
+def _within(terms: Terms, began: float, say: Say) -> TrainingProgress:
+    """Callbacks that pass epochs on and keep a training within its time.
+
+    One that is too slow for its schedule is stopped early on. Any other ends with the last epoch that fits.
+    """
+    total, steps, first, pace, base = 1, 1, None, 0.0, began
+    limit, least = terms.seconds, terms.least
+
+    def start(epochs: int, of_epoch: int) -> None:
+        nonlocal total, steps, base
+        total, steps, base = epochs * of_epoch, of_epoch, time.monotonic()
+
+    def check(done: int) -> None:
+        nonlocal first, pace
+        first = done - 1 if first is None else first  # a resumed training has done some steps before
+        now = time.monotonic()
+        used, pace = now - began, (now - base) / max(done - first, 1)  # of a step
+        whole = base - began + pace * (total - first)
+        slow = _SURE * limit < now - base < _EARLY * limit and whole > _SLACK * limit
+        if slow or (used > limit and done < least * steps):
+            seconds = f"it takes about {max(whole, used):.0f} s, and {limit:.0f} s were left for it"
+            raise OutOfTimeError(seconds, pace * steps)
+
+    def step(epoch: int, step: int, loss: Callable[[], float]) -> None:
+        check(epoch * steps + step)
+
+    def epoch(record: dict[str, Any]) -> None:
+        say(record)
+        check(record["epoch"] * steps)
+
+    def stop() -> bool:
+        return time.monotonic() - began + pace * steps > limit
+
+    return TrainingProgress(start=start, step=step, epoch=epoch, stop=stop)

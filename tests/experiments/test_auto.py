@@ -1,0 +1,425 @@
+"""auto: the choice is the best of its table, never sees the test part, survives interruptions, and is a run folder."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import sparring
+from sparring.cli import main
+from sparring.core.errors import UserError
+from sparring.core.files import read_tensors
+from sparring.data.interactions import Split
+from sparring.data.splits import split
+from sparring.data.synthetic_world import SyntheticWorld
+from sparring.evaluation.ranking import evaluate
+from sparring.experiments import auto as auto_module
+from sparring.experiments import contenders as contenders_module
+from sparring.experiments import search as search_module
+from sparring.experiments.auto import Choice, auto
+from sparring.experiments.contenders import FAMILIES, Facts, Family, Times, contenders
+from sparring.experiments.search import Budget, OutOfTimeError, Search, Terms, Trial
+from sparring.recipes.settings import build
+from sparring.serving.checking import check
+from sparring.training.fitting import fit
+from sparring.training.fusing import FusionGain
+from support.settings import quick
+
+SMALL = (
+    Family("popularity", "popularity"),
+    Family("ease", "ease", ("queries", "square"), tries=[{"lam": 20.0}, {"lam": 200.0}]),
+    Family("default", "default", ("queries",), quick(epochs=8, n=16), [{"tau": 0.2}, {"tau": 0.5}]),
+)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contenders that train in a fraction of a second; no fusion unless a test allows it."""
+    monkeypatch.setattr(contenders_module, "FAMILIES", SMALL)
+    judge(monkeypatch, 0.0)
+
+
+def judge(monkeypatch: pytest.MonkeyPatch, gain: float) -> None:
+    """Let every fusion have this gain, with the standard error 0.01."""
+
+    def judged(runs: list[Path], parts: Split, **_: Any) -> FusionGain:
+        assert parts.test is None
+        return FusionGain(runs[0].name, gain, 0.01, tuple(run.name for run in runs))
+
+    monkeypatch.setattr(auto_module, "fusion_gain", judged)
+
+
+def chosen(parts: Split, out: Path, **options: Any) -> Choice:
+    return auto(parts, out, **{"budget": 4, "k": (10, 20), "device": "cpu", **options})
+
+
+def outcome(folder: Path) -> dict[str, Any]:
+    """auto.json without times."""
+    record = json.loads((folder / "auto.json").read_text())
+    for trial in record["trials"]:
+        trial |= {"seconds": 0, "pace": 0, "rank_seconds": 0}
+    return {**record, "seconds": 0}
+
+
+@pytest.fixture(scope="module")
+def once(parts: Split, tmp_path_factory: pytest.TempPathFactory) -> Choice:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(contenders_module, "FAMILIES", SMALL)
+        judge(patch, 0.0)
+        return chosen(parts, tmp_path_factory.mktemp("auto") / "once")
+
+
+def by_hand(trial: Trial, parts: Split, out: Path | None = None) -> Any:
+    """The trial trained by `fit`, on the given split."""
+    whole = {"short": 2, "complete": 8}[trial.round]  # it may have stopped early
+    epochs = {"epochs": whole} if trial.family == "default" else {}
+    run = build(trial.recipe, parts.train, {**trial.settings, **epochs, "select": "ndcg@20", "seed": 0})
+    return fit(run, parts, out, k=(10, 20), device="cpu")
+
+
+def test_the_choice_is_the_best_of_the_table(once: Choice, parts: Split) -> None:
+    """Three short trainings and a complete one, the values of trainings by hand; the largest is chosen."""
+    assert [(trial.name.split()[0], trial.round) for trial in once.trials] == [
+        ("popularity", "short"),
+        ("ease", "short"),
+        ("default", "short"),
+        ("default", "complete"),
+    ]
+    values = []
+    for trial in once.trials:
+        history = by_hand(trial, Split(parts.train, parts.valid)).history
+        values.append(max(record["ndcg@20"] for record in history))
+        assert trial.value == pytest.approx(values[-1], abs=1e-12)
+    assert once.trials[2].epochs == 2 < once.trials[3].epochs <= 8
+    assert once.chosen == (once.trials[int(np.argmax(values))].folder,)
+    assert parts.valid is not None
+    model = sparring.load(once.folder).model
+    if model.past_readers():
+        pytest.fail("this choice reads histories, which evaluate would have to know")
+    ranked = evaluate(model, parts.valid, parts.seen_for("valid"), (20,), ("ndcg",))
+    assert ranked.metrics["ndcg@20"] == pytest.approx(max(values), abs=0.01)  # alone it also ranks untrained items
+
+
+def test_the_folder_is_that_of_a_training(once: Choice, parts: Split, tmp_path: Path) -> None:
+    """Promoting a trial gives the files, the model, the test metrics and the lists of training on the whole split."""
+    trial = next(trial for trial in once.trials if trial.folder in once.chosen)
+    by_hand(trial, parts, tmp_path / "hand")
+    names = {path.name for path in (tmp_path / "hand").iterdir()}
+    assert {path.name for path in once.folder.iterdir()} == names | {"auto.json"}
+    mine, theirs = (json.loads((folder / "result.json").read_text()) for folder in (once.folder, tmp_path / "hand"))
+    assert mine["test"]["metrics"] == theirs["test"]["metrics"]
+    assert not check(once.folder).problems
+    queries = parts.train.query_ids.decode(np.unique(parts.train.queries)[:5])
+    lists = [sparring.load(folder).recommend(list(queries), 5) for folder in (once.folder, tmp_path / "hand")]
+    assert lists[0].equals(lists[1])
+    card = (once.folder / "README.md").read_text()
+    assert all(each.name in card for each in once.trials)
+    assert once.why[0] in card
+
+
+def test_the_test_part_changes_nothing_but_the_test(once: Choice, parts: Split, tmp_path: Path) -> None:
+    """With other test pairs, every trial, the choice and the model are the same bit for bit."""
+    assert parts.test is not None
+    shuffled = np.random.default_rng(0).permutation(parts.test.items)
+    other = Split(parts.train, parts.valid, replace(parts.test, items=shuffled))
+    again = chosen(other, tmp_path / "other")
+    assert outcome(again.folder) == outcome(once.folder)
+    ours, own = (read_tensors(folder / "model.safetensors")[0] for folder in (again.folder, once.folder))
+    assert all(ours[key].equal(own[key]) for key in own)
+    assert again.test is not None
+    assert once.test is not None
+    assert again.test.metrics != once.test.metrics
+
+
+def interrupted(after: int, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, which stops the program when it is called for this time."""
+    calls = 0
+
+    def called(*arguments: Any, **named: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == after:
+            raise KeyboardInterrupt
+        return function(*arguments, **named)
+
+    return called
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "after", "left"),
+    [
+        (search_module, "fit", 3, 2),
+        (auto_module.manifest, "add_files", 1, 0),
+        (os, "replace", -3, 0),
+        (os, "replace", -12, 0),
+    ],
+    ids=["in a trial", "before the card", "while files move", "after most have moved"],
+)
+def test_a_stopped_search_ends_like_any_other(
+    module: Any, name: str, after: int, left: int, once: Choice, parts: Split, tmp_path: Path
+) -> None:
+    """Wherever it stops, --resume gives the same record and model, and no finished trial is run again."""
+    out = tmp_path / "out"
+    with pytest.MonkeyPatch.context() as patch:
+        if after < 0:  # in the last step, which moves files
+            lift = auto_module._lift
+
+            def stopped(chosen: Path, folder: Path) -> None:
+                patch.setattr(os, "replace", interrupted(-after, os.replace))
+                lift(chosen, folder)
+
+            patch.setattr(auto_module, "_lift", stopped)
+        else:
+            patch.setattr(module, name, interrupted(after, getattr(module, name)))
+        with pytest.raises(KeyboardInterrupt):
+            chosen(parts, out)
+    trained: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(search_module, "fit", lambda *a, **b: trained.append(a[2]) or fit(*a, **b))
+        again = chosen(parts, out, resume=True)
+    assert len(trained) == left
+    assert outcome(again.folder) == outcome(once.folder)
+    assert {path.name for path in out.iterdir()} == {path.name for path in once.folder.iterdir()}
+    assert not check(out).problems
+    ours, own = (read_tensors(folder / "model.safetensors")[0] for folder in (out, once.folder))
+    assert all(ours[key].equal(own[key]) for key in own)
+    assert chosen(parts, out, resume=True).chosen == once.chosen  # finished: nothing is left to do
+
+
+def test_a_search_that_is_resumed_must_be_the_same(once: Choice, parts: Split) -> None:
+    """Another budget, metric or seed is refused, and so is a folder that is not empty."""
+    for change, keyword in (({"budget": 9}, "budget=4"), ({"select": "recall@20"}, "select"), ({"seed": 3}, "seed")):
+        with pytest.raises(UserError, match=keyword):
+            chosen(parts, once.folder, resume=True, **change)
+    with pytest.raises(UserError, match="not empty"):
+        chosen(parts, once.folder)
+    with pytest.raises(UserError, match="validation") as error:
+        chosen(Split(parts.train, None, parts.test), once.folder.parent / "other")
+    assert error.value.argument == "valid"
+
+
+@pytest.mark.parametrize("folder", ["../../thesis", "..", "", 3])
+def test_a_record_of_a_stranger_deletes_nothing(folder: object, once: Choice, parts: Split, tmp_path: Path) -> None:
+    """A trial whose folder is outside OUT/trials is refused before anything is deleted."""
+    (tmp_path / "thesis").mkdir()
+    record = json.loads((once.folder / "auto.json").read_text())
+    record["trials"][0]["folder"] = folder
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "auto.json").write_text(json.dumps(record))
+    with pytest.raises(UserError, match="corrupt"):
+        chosen(parts, tmp_path / "out", resume=True)
+    assert (tmp_path / "thesis").is_dir()
+
+
+def test_a_fusion_that_helps_is_the_run(parts: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gain above its error fuses the best of each family, in a folder that commands take; overwrite replaces it."""
+    judge(monkeypatch, 0.05)
+    choice = chosen(parts, tmp_path / "fused", budget=3)
+    assert [trial.family for trial in choice.trials] == ["popularity", "ease", "default"]
+    ranked = sorted(choice.trials[1:], key=lambda trial: -(trial.value or 0))
+    assert choice.chosen == tuple(trial.folder for trial in ranked)
+    assert "+0.05" in choice.why[-1]
+    meta = json.loads((choice.folder / "run.json").read_text())
+    assert [part["name"] for part in meta["parts"]] == list(choice.chosen)
+    assert not check(choice.folder).problems
+    trained = sparring.load(choice.folder)
+    assert parts.test is not None
+    test = evaluate(trained.model, parts.test, parts.seen_for("test"), (20,), ("ndcg",)).metrics["ndcg@20"]
+    assert choice.test is not None
+    assert choice.test.metrics["ndcg@20"] == pytest.approx(test, abs=1e-9)
+    assert "How it was chosen" in (choice.folder / "README.md").read_text()
+    judge(monkeypatch, 0.009)  # below the error
+    assert len(chosen(parts, choice.folder, budget=3, overwrite=True).chosen) == 1
+    assert not (choice.folder / "parts").exists()
+
+
+def test_better_families_come_first_in_later_turns(parts: Split, tmp_path: Path) -> None:
+    """After the first turn the order is that of the families' values; the best of each family trains completely."""
+    bare = Split(parts.train, parts.valid)
+    search = Search(bare, tmp_path, Budget.parse(99), Facts.of(bare), "ndcg@20", 0, 1, "cpu", None, lambda: None)
+    search.plan, _ = contenders(search.facts, bare.train, 0)
+    assert [each.name.split()[-1] for each in search.plan] == ["popularity", "lam=20", "tau=0.2", "lam=200", "tau=0.5"]
+    for value, better in ((0.3, ["lam=200", "tau=0.5"]), (0.1, ["tau=0.5", "lam=200"])):
+        search.trials = [
+            Trial(each.name, each.family, each.recipe, {}, "short", "done", each.folder, 2, number)
+            for each, number in zip(search.plan, (0.05, value, 0.2), strict=False)
+        ]
+        assert [each.name.split()[-1] for each in search._turns()][3:] == better
+    search.trials.append(replace(search.trials[2], name=search.plan[4].name, value=0.4))
+    assert [each.name.split()[-1] for each in search._best()] == ["tau=0.5", "tau=0.2"]
+    assert [trial.value for trial in search.finalists()] == [0.4, 0.1, 0.05]
+
+
+def test_a_short_training_may_have_one_epoch(parts: Split, tmp_path: Path) -> None:
+    """One epoch of eight is one epoch, not the whole schedule."""
+    (only,) = [each for each in contenders(Facts.of(parts), parts.train, 0)[0] if each.name.endswith("tau=0.2")]
+    trial = Trial(only.name, only.family, only.recipe, dict(only.settings), "short", "done", "a", epochs=1)
+    bare, terms = Split(parts.train, parts.valid), Terms(1, 1, np.inf)
+    ended = search_module._train(lambda message: None, trial, bare, tmp_path / "a", "ndcg@20", 0, "cpu", terms, None)
+    assert (ended.status, ended.epochs) == ("done", 1)
+
+
+def test_processes_make_the_same_choice(once: Choice, parts: Split, tmp_path: Path) -> None:
+    """Two trainings at a time choose as one at a time does."""
+    both = chosen(parts, tmp_path / "both", budget=3, jobs=2)
+    values = {trial.name: trial.value for trial in both.trials}
+    assert values == pytest.approx({trial.name: trial.value for trial in once.trials[:3]}, abs=1e-6)
+    best = max(both.trials, key=lambda trial: trial.value or 0.0)
+    assert both.chosen == (best.folder,)
+
+
+def test_a_failed_trial_ends_no_search(parts: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A contender that cannot be trained is in the table with the reason."""
+    broken = Family("broken", "default", (), {"clip": -1.0})
+    monkeypatch.setattr(contenders_module, "FAMILIES", (SMALL[0], SMALL[1], replace(broken, settings={"encoder": "x"})))
+    choice = chosen(parts, tmp_path / "out", budget=4)
+    failed = next(trial for trial in choice.trials if trial.family == "broken")
+    assert (failed.status, failed.value) == ("failed", None)
+    assert failed.why
+    assert choice.chosen[0].startswith("ease")
+
+
+# Budgets
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds", "trials"),
+    [("90s", 90, None), ("10m", 600, None), ("1.5h", 5400, None), ("12", None, 12), (3, None, 3)],
+)
+def test_budgets(text: str | int, seconds: float | None, trials: int | None) -> None:
+    """A time has a unit; a number alone counts trials."""
+    assert (Budget.parse(text).seconds, Budget.parse(text).trials) == (seconds, trials)
+
+
+@pytest.mark.parametrize("text", ["", "0", "-3", "0m", "10 min", "m", "1e3s", "ten", "1.5", "nan", "10d"])
+def test_bad_budgets(text: str, parts: Split, tmp_path: Path) -> None:
+    """Anything else is one line that names it, before anything is written."""
+    with pytest.raises(UserError, match="budget"):
+        auto(parts, tmp_path / "out", budget=text)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_smallest_time_still_has_a_model(parts: Split, tmp_path: Path) -> None:
+    """Popularity and one model are trained in a budget that allows nothing; the others are skipped with a reason."""
+    choice = chosen(parts, tmp_path / "out", budget="0.01s")
+    assert [trial.family for trial in choice.trials if trial.status == "done"] == ["popularity", "ease"]
+    skipped = [trial for trial in choice.trials if trial.status == "skipped"]
+    assert skipped
+    assert all("left" in trial.why for trial in skipped)
+
+
+@pytest.mark.parametrize(
+    ("pace", "stopped", "ended"),
+    [(1.0, 2, None), (0.7, None, 10), (0.78, None, 9)],
+    ids=["too slow", "fast enough", "a little too slow"],
+)
+def test_a_training_ends_in_time(
+    pace: float, stopped: int | None, ended: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ten epochs of four steps in 30 s: a slow training is stopped after 1.5 s, any other with the last that fits."""
+    now = 0.0
+    monkeypatch.setattr(search_module.time, "monotonic", lambda: now)
+    progress = search_module._within(Terms(10, 3, 30.0), 0.0, lambda record: None)
+    progress.start(10, 4)
+    late, last, told = None, None, 4 * pace
+    for done in range(1, 41):
+        now += pace
+        try:
+            progress.step((done - 1) // 4, (done - 1) % 4 + 1, lambda: 0.0)
+        except OutOfTimeError as error:
+            late, told = done, error.pace
+            break
+        if done % 4 == 0:
+            progress.epoch({"epoch": done // 4})
+            last = done // 4
+            if progress.stop():
+                break
+    assert late == stopped
+    assert told == pytest.approx(4 * pace)
+    assert now <= 30.0
+    assert stopped or last == ended
+
+
+# Contenders
+
+
+def test_facts_are_those_of_the_parts(small_world: SyntheticWorld) -> None:
+    """Order, known queries and sizes by a loop over the pairs."""
+    for how, ordered in (("random", False), ("leave-last-out", True), ("temporal", True)):
+        parts = split(small_world.interactions, how, seed=0)
+        facts, train, valid = Facts.of(Split(parts.train, parts.valid)), parts.train, parts.valid
+        assert valid is not None
+        known = [bool((train.queries == query).any()) for query in set(valid.queries.tolist())]
+        assert facts.known == pytest.approx(sum(known) / len(known))
+        assert (facts.queries, facts.items, facts.pairs) == (train.n_queries, train.n_items, len(train))
+        assert facts.ordered == ordered
+
+
+def test_every_contender_can_be_built(small_world: SyntheticWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names are distinct, settings are known, a multiple is of the recipe's own value, and cheap ones come first."""
+    monkeypatch.setattr(contenders_module, "FAMILIES", FAMILIES)
+    parts = split(small_world.interactions, "leave-last-out", seed=0)
+    plan, left_out = contenders(Facts.of(Split(parts.train, parts.valid)), parts.train, 0)
+    assert plan[0].recipe == "popularity"
+    assert set(left_out) == {"text"}
+    assert {each.family for each in plan} == {family.name for family in FAMILIES} - {"text"}
+    assert len({each.folder for each in plan}) == len(plan)
+    for each in plan:
+        build(each.recipe, parts.train, {**each.settings, "seed": 0})
+        assert 1 <= each.short <= each.epochs
+    own = build("default", parts.train).setup.temperature.tau
+    twice = Family("default", "default", tries=[{"tau": Times(2.0)}])
+    monkeypatch.setattr(contenders_module, "FAMILIES", (twice,))
+    (only,), _ = contenders(Facts.of(Split(parts.train, parts.valid)), parts.train, 0)
+    assert own is not None
+    assert only.settings["tau"] == pytest.approx(2 * own, rel=0.01)
+
+
+# The command line
+
+
+def test_the_command_splits_by_time_and_lists_auto(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Data with times is split by them unless --split says otherwise; the run can be evaluated, used and resumed."""
+    out = tmp_path / "auto"
+    words = ["train", "--data", "world:60x40:3", "--recipe", "auto", "--budget", "3", "--device", "cpu"]
+    assert main([*words, "--out", str(out)]) == 0
+    said = capfd.readouterr().out
+    assert "--split temporal" in said
+    assert "ease lam=20" in said
+    assert json.loads((out / "run.json").read_text())["source"]["split"]["how"] == "temporal"
+    assert main(["evaluate", str(out), "--device", "cpu"]) == 0
+    assert main(["recommend", str(out), "--query", "1", "-k", "3"]) == 0
+    assert main(["train", "--out", str(out), "--resume", "--device", "cpu"]) == 0
+    assert main(["recipes", "auto"]) == 0
+    assert "--budget" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "keyword"),
+    [
+        (["--recipe", "auto", "--model", "ligr"], "--model"),
+        (["--recipe", "auto", "--epochs", "3"], "--epochs"),
+        (["--recipe", "auto", "--set", "dim=8"], "dim"),
+        (["--recipe", "auto", "--budget", "soon"], "soon"),
+        (["--recipe", "ease", "--budget", "3"], "--budget"),
+        (["--recipe", "ease", "--jobs", "2"], "--jobs"),
+    ],
+)
+def test_options_that_auto_decides_are_refused(
+    options: list[str], keyword: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """One line and code 2, and nothing is written."""
+    assert main(["train", "--data", "world:60x40", "--out", str(tmp_path / "out"), *options]) == 2
+    error = capfd.readouterr().err
+    assert keyword in error
+    assert len(error.splitlines()) == 1
+    assert not (tmp_path / "out").exists()
