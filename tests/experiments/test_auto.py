@@ -35,7 +35,7 @@ from support.settings import quick
 SMALL = (
     Family("popularity", "popularity"),
     Family("ease", "ease", ("queries", "square"), tries=[{"lam": 20.0}, {"lam": 200.0}]),
-    Family("default", "default", ("queries",), quick(epochs=8, n=16), [{"tau": 0.2}, {"tau": 0.5}]),
+    Family("tables", "tables", ("queries",), quick(epochs=8, n=16), [{"tau": 0.2}, {"tau": 0.5}]),
 )
 
 
@@ -79,7 +79,7 @@ def once(parts: Split, tmp_path_factory: pytest.TempPathFactory) -> Choice:
 def by_hand(trial: Trial, parts: Split, out: Path | None = None) -> Any:
     """The trial trained by `fit`, on the given split."""
     whole = {"short": 2, "complete": 8}[trial.round]  # it may have stopped early
-    epochs = {"epochs": whole} if trial.family == "default" else {}
+    epochs = {"epochs": whole} if trial.family == "tables" else {}
     run = build(trial.recipe, parts.train, {**trial.settings, **epochs, "select": "ndcg@20", "seed": 0})
     return fit(run, parts, out, k=(10, 20), device="cpu")
 
@@ -89,8 +89,8 @@ def test_the_choice_is_the_best_of_the_table(once: Choice, parts: Split) -> None
     assert [(trial.name.split()[0], trial.round) for trial in once.trials] == [
         ("popularity", "short"),
         ("ease", "short"),
-        ("default", "short"),
-        ("default", "complete"),
+        ("tables", "short"),
+        ("tables", "complete"),
     ]
     values = []
     for trial in once.trials:
@@ -222,7 +222,7 @@ def test_a_fusion_that_helps_is_the_run(parts: Split, tmp_path: Path, monkeypatc
     """A gain above its error fuses the best of each family, in a folder that commands take; overwrite replaces it."""
     judge(monkeypatch, 0.05)
     choice = chosen(parts, tmp_path / "fused", budget=3)
-    assert [trial.family for trial in choice.trials] == ["popularity", "ease", "default"]
+    assert [trial.family for trial in choice.trials] == ["popularity", "ease", "tables"]
     ranked = sorted(choice.trials[1:], key=lambda trial: -(trial.value or 0))
     assert choice.chosen == tuple(trial.folder for trial in ranked)
     assert "+0.05" in choice.why[-1]
@@ -277,7 +277,7 @@ def test_processes_make_the_same_choice(once: Choice, parts: Split, tmp_path: Pa
 
 def test_a_failed_trial_ends_no_search(parts: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A contender that cannot be trained is in the table with the reason."""
-    broken = Family("broken", "default", (), {"clip": -1.0})
+    broken = Family("broken", "tables", (), {"clip": -1.0})
     monkeypatch.setattr(contenders_module, "FAMILIES", (SMALL[0], SMALL[1], replace(broken, settings={"encoder": "x"})))
     choice = chosen(parts, tmp_path / "out", budget=4)
     failed = next(trial for trial in choice.trials if trial.family == "broken")
@@ -374,8 +374,8 @@ def test_every_contender_can_be_built(small_world: SyntheticWorld, monkeypatch: 
     for each in plan:
         build(each.recipe, parts.train, {**each.settings, "seed": 0})
         assert 1 <= each.short <= each.epochs
-    own = build("default", parts.train).setup.temperature.tau
-    twice = Family("default", "default", tries=[{"tau": Times(2.0)}])
+    own = build("sl", parts.train).setup.temperature.tau
+    twice = Family("sl", "sl", tries=[{"tau": Times(2.0)}])
     monkeypatch.setattr(contenders_module, "FAMILIES", (twice,))
     (only,), _ = contenders(Facts.of(Split(parts.train, parts.valid)), parts.train, 0)
     assert own is not None
