@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import sys
 from pathlib import Path
 from typing import Any, get_args
@@ -18,6 +17,7 @@ from sparring.experiments.search_space import OneOf, Range, defaults, first_tria
 from sparring.experiments.tuning import Trial, best, read_trials, tune
 from sparring.recipes import RECIPES
 from sparring.recipes.finding import find
+from sparring.recipes.run import TAU
 from sparring.recipes.settings import is_solved, own_arguments, own_setup
 from sparring.recipes.setup import Setup
 from support.settings import quick
@@ -91,8 +91,7 @@ def test_every_method_tries_other_temperatures(parts: Split, tmp_path: Path) -> 
     strong = named[1].settings
     assert strong["item_bias"]
     assert [trial.settings for trial in named[2:4]] == [strong | {"tau": tau} for tau in (0.2, 0.4)]
-    x = math.log(60 * 40 / (2 * len(parts.train)))
-    usual = min(max(4.7 / max(x, 1.0) ** 2, 0.05), 0.5)
+    usual = TAU
     assert strong["tau"] == pytest.approx(usual, abs=5e-4)
     assert [trial.settings["tau"] for trial in plain[2:4]] == pytest.approx([usual / 2, 2 * usual], abs=5e-4)
     assert all(trial.settings | {"tau": 0} == strong | {"tau": 0} for trial in plain[2:4])
@@ -101,8 +100,8 @@ def test_every_method_tries_other_temperatures(parts: Split, tmp_path: Path) -> 
 
 def test_no_setting_is_tried_twice(parts: Split) -> None:
     """A recipe whose defaults are the strong settings tries other temperatures a trial earlier."""
-    choices = space("default")
-    trials = first_trials("default", choices, parts.train, None, {})
+    choices = space("tables")
+    trials = first_trials("tables", choices, parts.train, None, {})
     assert trials[0]["tau"] == first_trials("uns", space("uns"), parts.train, None, {})[1]["tau"]
     assert len({json.dumps(trial, sort_keys=True) for trial in trials}) == len(trials) <= 4
 

@@ -19,6 +19,7 @@ SMALL: dict[str, Any] = {
 # One line for each recipe, and for each way to draw, mask or remember that no recipe uses by default.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "default": ("default", {"n": 16}),
+    "tables": ("tables", {"n": 16}),
     "quick": ("quick", {"dim": 4}),
     "uns": ("uns", {"n": 16}),
     "uns per query": ("uns", {"n": 5, "per_query": True}),

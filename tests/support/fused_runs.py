@@ -21,7 +21,7 @@ SETTINGS: dict[str, dict[str, object]] = {
     "item_knn": {"neighbours": 9, "shrink": 2.0},
     "popularity": {},
     "ials": {"dim": 5, "epochs": 3},
-    "default": quick(epochs=3, n=16),
+    "tables": quick(epochs=3, n=16),
 }
 
 

@@ -24,7 +24,7 @@ from sparring.training.loop import TrainingProgress
 
 CASES: dict[str, dict[str, Any]] = {
     "xir": {"cache_size": 64, "draw": "multinomial"},
-    "default": {"n": 16, "optimizer": "adam", "learn_tau": True},
+    "tables": {"n": 16, "optimizer": "adam", "learn_tau": True},
     "bpr": {"optimizer": "row-adagrad", "tables": "sharded", "weight_decay": 0.0},
 }
 

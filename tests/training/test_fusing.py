@@ -91,7 +91,7 @@ def test_the_gain_is_that_of_queries_that_chose_no_weights(runs: dict[str, Path]
     """Weights of `fuse` on one half of the validation queries rank the other half, both ways."""
     valid = parts.valid
     assert valid is not None
-    places = [runs["ease"], runs["ials"], runs["default"]]
+    places = [runs["ease"], runs["ials"], runs["tables"]]
     order = np.random.default_rng(0).permutation(np.unique(valid.queries))
     values: dict[int, float] = {}
     for half, other in ((order[::2], order[1::2]), (order[1::2], order[::2])):
@@ -138,7 +138,7 @@ def test_a_folder_recommends_for_queries_and_histories(everything: Path, parts: 
     found = loaded.recommend_history(items.decode(history).tolist(), 8)
     scores = {}
     for source in model.sources:
-        if source.name == "default":  # no tower reads histories: the mean of the items, at length 1
+        if source.name == "tables":  # no tower reads histories: the mean of the items, at length 1
             vectors = source.model.item_vectors().double().numpy()
             mean = vectors[history].mean(0)
             scores[source.name] = vectors @ (mean / np.linalg.norm(mean))
@@ -157,7 +157,7 @@ def test_popularity_answers_for_queries_that_no_other_source_knows(
     rest = parts.train.subset(parts.train.queries != stranger)
     less = replace(parts, train=rest)
     folders = make_runs(tmp_path, less)
-    model = fuse([folders[name] for name in ("ease", "default", "popularity")], less, device="cpu").model
+    model = fuse([folders[name] for name in ("ease", "tables", "popularity")], less, device="cpu").model
     model.weights = torch.tensor([0.5, 0.5, 0.0])
     counts = rest.counts()
     seen = less.seen_for("test")
@@ -191,7 +191,7 @@ def test_a_folder_is_whole_and_checked(everything: Path, runs: dict[str, Path], 
         load(copy)
 
 
-@pytest.mark.parametrize("names", [["../ease", "default"], ["ease", ""], ["ease"], "ease", [1, 2]])
+@pytest.mark.parametrize("names", [["../ease", "tables"], ["ease", ""], ["ease"], "ease", [1, 2]])
 def test_names_of_parts_stay_inside(names: object, everything: Path, tmp_path: Path) -> None:
     """A file that names a part outside the folder, or too few parts, is refused."""
     copy = tmp_path / "copy"
@@ -207,9 +207,9 @@ def test_parts_with_code_need_trust(everything: Path, tmp_path: Path) -> None:
     """A part that names a recipe of somebody else is refused without trust, like any folder."""
     copy = tmp_path / "copy"
     shutil.copytree(everything, copy)
-    path = copy / "parts" / "default" / "run.json"
+    path = copy / "parts" / "tables" / "run.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"recipe": "evil.py:run", "towers": {"query": "evil:T"}}))
-    for folder in (copy / "parts" / "default", copy):
+    for folder in (copy / "parts" / "tables", copy):
         manifest.write_manifest(folder, apart=("index", "serve", "cache"))
     with pytest.raises(UserError) as refusal:
         load(copy)
@@ -227,8 +227,8 @@ def test_runs_that_do_not_fit_are_refused(
         ([runs["ease"], runs["ease"]], parts, "twice"),
         ([runs["ease"], everything], parts, "itself fused"),
         ([runs["ease"], tmp_path / "none"], parts, "no such run"),
-        ([runs["ease"], runs["default"]], other, "another split"),
-        ([runs["ease"], runs["default"]], Split(kept, None, parts.test), "validation part"),
+        ([runs["ease"], runs["tables"]], other, "another split"),
+        ([runs["ease"], runs["tables"]], Split(kept, None, parts.test), "validation part"),
     ]
     for given, data, word in cases:
         with pytest.raises(UserError, match=word):
@@ -236,9 +236,9 @@ def test_runs_that_do_not_fit_are_refused(
         assert not (tmp_path / "out").exists()
     for bad, word in (({"by": "votes"}, "votes"), ({"depth": 0}, "depth"), ({"select": "ndcg"}, "select")):
         with pytest.raises(UserError, match=word):
-            fuse([runs["ease"], runs["default"]], parts, device="cpu", **bad)  # type: ignore[arg-type]
+            fuse([runs["ease"], runs["tables"]], parts, device="cpu", **bad)  # type: ignore[arg-type]
     with pytest.raises(UserError, match="inside"):
-        fuse([runs["ease"], runs["default"]], parts, runs["ease"] / "fused", device="cpu")
+        fuse([runs["ease"], runs["tables"]], parts, runs["ease"] / "fused", device="cpu")
 
 
 def test_other_ids_are_named(runs: dict[str, Path], parts: Split, tmp_path: Path) -> None:

@@ -125,7 +125,7 @@ def test_the_second_pass_draws_the_dropout_of_the_first() -> None:
 def test_training_with_a_chunk_is_training(parts: Split) -> None:
     """Two epochs with and without chunks give the same model up to rounding."""
     runs = [
-        build("default", parts.train, {"dim": 4, "epochs": 2, "batch_size": 64, "n": 50, "chunk": chunk})
+        build("tables", parts.train, {"dim": 4, "epochs": 2, "batch_size": 64, "n": 50, "chunk": chunk})
         for chunk in (None, 10)
     ]
     first, second = (fit(run, parts, k=(5,), device="cpu") for run in runs)
@@ -136,6 +136,6 @@ def test_training_with_a_chunk_is_training(parts: Split) -> None:
 def test_a_chunk_of_nothing_is_refused(parts: Split) -> None:
     """chunk=0 raises an error; chunk=none disables chunks."""
     with pytest.raises(UserError, match="chunk"):
-        build("default", parts.train, {"chunk": 0})
-    assert build("default", parts.train, {"chunk": "none"}).setup.batches.chunk is None
-    assert build("default", parts.train, {"chunk": "512"}).setup.batches.chunk == 512
+        build("tables", parts.train, {"chunk": 0})
+    assert build("tables", parts.train, {"chunk": "none"}).setup.batches.chunk is None
+    assert build("tables", parts.train, {"chunk": "512"}).setup.batches.chunk == 512

@@ -204,7 +204,7 @@ def test_text_towers_cache_vectors_without_biases(tmp_path: Path, private_home: 
     parts = text_parts()
     for bias in (False, True):
         settings = quick(encoder="bag", n=16, item_bias=bias)
-        fit(build("default", parts.train, settings), parts, tmp_path / str(bias), k=(10,), device="cpu")
+        fit(build("tables", parts.train, settings), parts, tmp_path / str(bias), k=(10,), device="cpu")
         for novelty in (0.3, 0, 0.7):
             run = load(tmp_path / str(bias), novelty=novelty)
             torch.testing.assert_close(run.item_vectors(), run.model.item_vectors())
@@ -214,7 +214,7 @@ def test_text_towers_cache_vectors_without_biases(tmp_path: Path, private_home: 
 # Item-item matrices, popularity, fused runs
 
 
-@pytest.mark.parametrize("name", ["ease", "item_knn", "popularity", "ials", "default"])
+@pytest.mark.parametrize("name", ["ease", "item_knn", "popularity", "ials", "tables"])
 def test_every_kind_of_model(folder: Path, name: str) -> None:
     """`recommend` and the service list the best of the scores that a test corrects by hand."""
     plain, run = load(folder / name, novelty=0), load(folder / name, novelty=N)
@@ -259,7 +259,7 @@ def test_the_neighbours_in_an_index_are_corrected_when_searched(folder: Path, pa
 
 def test_fused_runs(folder: Path, parts: Split, tmp_path: Path) -> None:
     """Each source is corrected in its own unit, then the lists are fused as ever."""
-    names = ["ease", "default", "popularity"]
+    names = ["ease", "tables", "popularity"]
     fuse([folder / name for name in names], parts, tmp_path / "fused", by="scores", depth=12, device="cpu")
     run = load(tmp_path / "fused", novelty=N)
     scores = {name: corrected(load(folder / name, novelty=0)) for name in names}
@@ -277,7 +277,7 @@ def test_as_a_setting_of_a_run(parts: Split, tmp_path: Path) -> None:
     """Training has the same bits; the test part is ranked with novelty, and so is the finished run."""
     plain, run = tmp_path / "plain", tmp_path / "novel"
     for folder, settings in ((plain, {}), (run, {"novelty": N})):
-        fit(build("default", parts.train, quick(n=16, epochs=2, **settings)), parts, folder, k=(10,), device="cpu")
+        fit(build("tables", parts.train, quick(n=16, epochs=2, **settings)), parts, folder, k=(10,), device="cpu")
     before, after = (read_tensors(folder / "model.safetensors")[0] for folder in (plain, run))
     assert all(torch.equal(before[name], after[name]) for name in {*before, *after})
     trained = load(run)
@@ -305,13 +305,13 @@ def test_as_a_setting_of_a_run(parts: Split, tmp_path: Path) -> None:
 def test_the_curve_is_an_evaluation_per_value(folder: Path, parts: Split, tmp_path: Path) -> None:
     """Every figure is that of `evaluate` at its value; the largest novelty keeps its share of NDCG, the next less."""
     assert parts.test is not None
-    trained, seen, counts = load(folder / "default", novelty=0), parts.seen_for("test"), parts.train.counts()
+    trained, seen, counts = load(folder / "tables", novelty=0), parts.seen_for("test"), parts.train.counts()
     values = (0.2, 0.5, 0.8, 1.0)
     curve = novelty_curve(trained, parts.test, seen, values, k=5, counts=counts)
     listed, rows = trained.eligibility.listed(parts.train.n_items), curve.table().rows
     assert [row["novelty"] for row in rows] == [0.0, *values]
     for row in rows:
-        model = load(folder / "default", novelty=float(row["novelty"] or 0)).model
+        model = load(folder / "tables", novelty=float(row["novelty"] or 0)).model
         found = evaluate(model, parts.test, seen, (5,), counts=counts, among=listed)
         assert row["ndcg"] == found.metrics["ndcg@5"]
         assert row["coverage"] == found.metrics["coverage@5"]
@@ -325,7 +325,7 @@ def test_the_curve_is_an_evaluation_per_value(folder: Path, parts: Split, tmp_pa
     steep = NoveltyCurve(5, {value: curve.points[place] for value, place in ((0.0, 0.0), (0.5, 1.0))})
     assert steep.kept(0.5) < 0.95
     assert "more than 5%" in report.in_short(steep)
-    page = report.write(curve, tmp_path / "report", {"run": "default"})
+    page = report.write(curve, tmp_path / "report", {"run": "tables"})
     assert "Novelty" in page.read_text()
     assert {path.name for path in page.parent.iterdir()} >= {"novelty.svg", "novelty.png", "novelty.csv", "novelty.md"}
 
@@ -342,7 +342,7 @@ def test_values_outside_0_to_1_are_refused(folder: Path, parts: Split, value: fl
     with pytest.raises(UserError, match="novelty"):
         load(folder / "ease", novelty=value)
     with pytest.raises(UserError, match="novelty"):
-        build("default", parts.train, quick(novelty=value))
+        build("tables", parts.train, quick(novelty=value))
 
 
 def test_what_cannot_be_corrected_is_refused(folder: Path, parts: Split) -> None:
@@ -354,4 +354,4 @@ def test_what_cannot_be_corrected_is_refused(folder: Path, parts: Split) -> None
     with pytest.raises(UserError, match="clf_epochs"):
         build("ngame", parts.train, quick(novelty=0.2, clf_epochs=1))
     with pytest.raises(UserError, match="no fused ranking"):
-        load(folder / "default", novelty=0.2).recommend([3], ranking="fused")
+        load(folder / "tables", novelty=0.2).recommend([3], ranking="fused")

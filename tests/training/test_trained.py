@@ -54,9 +54,9 @@ def named_parts(parts: Split) -> Split:
 @pytest.fixture(scope="module")
 def folder(named_parts: Split, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run."""
-    out = tmp_path_factory.mktemp("runs") / "default"
+    out = tmp_path_factory.mktemp("runs") / "tables"
     fit(
-        build("default", named_parts.train, QUICK),
+        build("tables", named_parts.train, QUICK),
         named_parts,
         out,
         k=(10,),
@@ -92,7 +92,7 @@ def test_a_run_folder_holds_all_that_is_promised(folder: Path) -> None:
     assert names >= {"query_ids.parquet", "item_ids.parquet", "item_table.parquet", "curve.png", "README.md"}
     assert not [name for name in names if name.endswith(".tmp")]
     meta = json.loads((folder / "run.json").read_text())
-    assert meta["recipe"] == "default"
+    assert meta["recipe"] == "tables"
     assert meta["arguments"]["n"] == 16
     assert meta["setup"]["model"]["dim"] == 8
     assert meta["source"] == {"data": "a/file.parquet"}
@@ -161,7 +161,7 @@ def test_a_catalogue_without_titles_has_no_title_column(parts: Split, tmp_path: 
             for p in (parts.train, parts.valid, parts.test)
         )
     )  # type: ignore[arg-type]
-    fit(build("default", bare.train, {**QUICK, "epochs": 1}), bare, tmp_path / "run", k=(5,), device="cpu")
+    fit(build("tables", bare.train, {**QUICK, "epochs": 1}), bare, tmp_path / "run", k=(5,), device="cpu")
     assert load(tmp_path / "run").recommend([3], k=2).columns == ["query", "rank", "item", "score"]
 
 
@@ -180,7 +180,7 @@ def test_an_unknown_query_is_named(folder: Path) -> None:
 
 def test_a_new_query_is_served_by_its_items(named_parts: Split, tmp_path: Path) -> None:
     """A history tower ranks by the mean of the given items, excludes them, and ignores unknown ones."""
-    run = build("default", named_parts.train, {**QUICK, "query_tower": "history", "item_bias": False})
+    run = build("tables", named_parts.train, {**QUICK, "query_tower": "history", "item_bias": False})
     fit(run, named_parts, tmp_path / "run", k=(10,), device="cpu")
     trained = load(tmp_path / "run")
     table = trained.recommend_history([1000 + 7 * 3, 1000 + 7 * 11, 999_999], k=6)
@@ -199,7 +199,7 @@ def test_a_new_query_is_served_by_its_items(named_parts: Split, tmp_path: Path) 
 
 def test_features_are_read_back(named_parts: Split, tmp_path: Path) -> None:
     """A loaded tower with features has bitwise the vectors of the selected epoch, and the card says their width."""
-    run = build("default", named_parts.train, {**QUICK, "item_features": "category", "hidden": "5", "dim": 7})
+    run = build("tables", named_parts.train, {**QUICK, "item_features": "category", "hidden": "5", "dim": 7})
     fit(run, named_parts, tmp_path / "run", k=(10,), device="cpu")
     trained = load(tmp_path / "run")
     assert trained.model.item_vectors().shape == (40, 8)  # seven dimensions and the item bias
@@ -209,12 +209,12 @@ def test_features_are_read_back(named_parts: Split, tmp_path: Path) -> None:
 
 def test_own_towers_are_given_to_load(named_parts: Split, folder: Path) -> None:
     """A model built by the caller gets the saved tensors; another shape raises an error with file and tensor."""
-    run = build("default", named_parts.train, QUICK)
+    run = build("tables", named_parts.train, QUICK)
     trained = load(folder, run.model)
     assert trained.model is run.model
     assert torch.equal(run.model.item_vectors(), load(folder).model.item_vectors())
     with pytest.raises(UserError, match=r"model\.safetensors .*\(60, 8\).*\(60, 4\)"):
-        load(folder, build("default", named_parts.train, {**QUICK, "dim": 4}).model)
+        load(folder, build("tables", named_parts.train, {**QUICK, "dim": 4}).model)
 
 
 def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
@@ -306,7 +306,7 @@ def test_a_missing_file_is_named(copy: Path, name: str) -> None:
         load(copy)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "3", '{"setup": {}}', '{"recipe": "default"}'])
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", '{"setup": {}}', '{"recipe": "tables"}'])
 def test_a_damaged_run_json_is_named(copy: Path, text: str) -> None:
     """Invalid JSON and JSON of another kind raise errors."""
     (copy / "run.json").write_text(text)
@@ -384,10 +384,10 @@ def test_no_such_folder(tmp_path: Path) -> None:
 
 def test_shared_tensors_are_written_once(named_parts: Split) -> None:
     """The item table shared with the history tower is saved once, and loading fills both."""
-    run = build("default", named_parts.train, {**QUICK, "query_tower": "history"})
+    run = build("tables", named_parts.train, {**QUICK, "query_tower": "history"})
     found = files.tensors_of(run.model)
     assert sum(tensor.shape == (40, 8) for tensor in found.values()) == 1
-    other = build("default", named_parts.train, {**QUICK, "query_tower": "history", "seed": 9})
+    other = build("tables", named_parts.train, {**QUICK, "query_tower": "history", "seed": 9})
     files.load_tensors(other.model, found, Path("memory"))
     assert torch.equal(other.model.item_vectors(), run.model.item_vectors())
     assert torch.equal(other.model.query_vectors(torch.arange(5)), run.model.query_vectors(torch.arange(5)))
@@ -414,7 +414,7 @@ def test_an_interrupted_training_is_not_taken_for_a_run(
             raise RuntimeError("killed")
 
     def train(**how: Any) -> None:
-        fit(build("default", named_parts.train, QUICK), named_parts, copy, k=(10,), device="cpu", save_seconds=0, **how)
+        fit(build("tables", named_parts.train, QUICK), named_parts, copy, k=(10,), device="cpu", save_seconds=0, **how)
 
     finished = load(copy).item_vectors().clone()
     with pytest.raises(RuntimeError, match="killed"):

@@ -215,13 +215,13 @@ def _method_of(recipe: Callable[..., Run], base: Setup | None) -> Setup | None:
 def _with_text_towers(recipe: Callable[..., Run], base: Setup | None, encoder: str) -> Setup:
     """The Setup to start from if an encoder is named.
 
-    A base gets text towers. Without one, a recipe of pairs takes the complete Setup of text towers; a recipe of labels
+    A base gets text towers. Without one, a recipe of pairs or sets takes the complete Setup of text towers; a recipe of labels
     (rows=queries) takes the towers and the optimiser, and keeps the settings that make it.
     """
     if base is not None:
         return base.replaced(query_tower="text", item_tower="text") if base.text.encoder is None else base
     setup, text = own_setup(recipe), text_setup(encoder)
-    if setup.batches.rows == "pairs":
+    if setup.batches.rows != "queries":
         return text
     taken = ("query_tower", "item_tower", "dim", "optimizer", "lr", "weight_decay", "schedule", "warmup", "precision")
     return setup.replaced(**{name: text.flat()[name] for name in taken})

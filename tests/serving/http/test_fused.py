@@ -19,7 +19,7 @@ from sparring.training.sources import Sources
 from sparring.training.trained import Trained, load
 from support.fused_runs import make_runs
 
-NAMES = ("ease", "default", "popularity")
+NAMES = ("ease", "tables", "popularity")
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def folder(parts: Split, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Runs of every kind, and `fused`: ease, towers with an index, popularity; by scores, each with a weight."""
     folder = tmp_path_factory.mktemp("runs")
     runs = make_runs(folder, parts)
-    build_index(load(runs["default"]), k=10, queries=20)
+    build_index(load(runs["tables"]), k=10, queries=20)
     fuse([runs[name] for name in NAMES], parts, folder / "fused", by="scores", depth=12, device="cpu")
     return folder
 
