@@ -215,8 +215,8 @@ def _method_of(recipe: Callable[..., Run], base: Setup | None) -> Setup | None:
 def _with_text_towers(recipe: Callable[..., Run], base: Setup | None, encoder: str) -> Setup:
     """The Setup to start from if an encoder is named.
 
-    A base gets text towers. Without one, a recipe of pairs or sets takes the complete Setup of text towers; a recipe of labels
-    (rows=queries) takes the towers and the optimiser, and keeps the settings that make it.
+    A base gets text towers. Without one, a recipe of pairs or sets takes the complete Setup of text towers; a recipe of
+    labels (rows=queries) takes the towers and the optimiser, and keeps the settings that make it.
     """
     if base is not None:
         return base.replaced(query_tower="text", item_tower="text") if base.text.encoder is None else base
