@@ -214,8 +214,12 @@ def _decided(search: Search) -> tuple[list[Trial], list[str]]:
     if len(used) < 2 or not judged.gain > judged.error:
         others = " + ".join(trial.name for trial in sources)
         return [best], [*why, f"not fused: {others} change {search.select} by {gain}"]
-    if not search.fits(judged.seconds + 1.5 * judged.rank_seconds * search.facts.queries):
-        return [best], [*why, late]
+    needed = judged.seconds + 1.5 * judged.rank_seconds * search.facts.queries
+    if not search.fits(needed):
+        return [best], [
+            *why,
+            f"not fused, for that takes about {needed:.0f} s: {names} change {search.select} by {gain}",
+        ]
     return used, [*why, f"fused: {names} change {search.select} by {gain}"]
 
 
