@@ -138,7 +138,8 @@ def test_the_command_line_reads_texts_where_nothing_else_helps(parts: Split, tmp
     assert main(words) == 0
     setup = read_meta(tmp_path / "run")["setup"]
     encoder = "minilm" if torch.cuda.is_available() else "bag"
-    assert (setup["model"]["query_tower"], setup["text"]["encoder"]) == (("text", encoder) if cold else ("history", None))
+    found = setup["model"]["query_tower"], setup["text"]["encoder"]
+    assert found == (("text", encoder) if cold else ("history", None))
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,18 @@ BUDGET = "10m"
 RECORD = "auto.json"
 SUMMARY = "tries recipes, models and settings on the validation part, and keeps or fuses the best."
 # Options of a single training: auto decides what they say.
-REFUSED = ("model", "setup", "warm", "epochs", "nproc", "restarts", "shard_tables", "tensorboard", "save_seconds")
+REFUSED = (
+    "model",
+    "setup",
+    "warm",
+    "epochs",
+    "nproc",
+    "restarts",
+    "shard_tables",
+    "tensorboard",
+    "save_seconds",
+    "refit",
+)
 
 
 def asked(args: Namespace) -> bool:
