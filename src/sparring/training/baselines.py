@@ -58,7 +58,7 @@ def baselines(
     found: dict[str, Evaluation] = {}
     if "popularity" not in apart:
         with _noted("popularity"):
-            model, listed, _ = _solved("popularity", split, device, select, seed)
+            model, listed, _ = _solved("popularity", Split(split.train), device, select, seed)  # nothing to choose
             found["popularity"] = rank(model, listed)
     wanted = [name for name in PERSONAL if name in personal and name not in apart]
     if not occurrences(split.train.queries, split.train.n_queries)[ranked.queries].any():
