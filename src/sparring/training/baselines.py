@@ -58,7 +58,7 @@ def baselines(
     found: dict[str, Evaluation] = {}
     if "popularity" not in apart:
         with _noted("popularity"):
-            model, listed, _ = _solved("popularity", split, device, select, seed)
+            model, listed, _ = _solved("popularity", Split(split.train), device, select, seed)  # nothing to choose
             found["popularity"] = rank(model, listed)
     wanted = [name for name in PERSONAL if name in personal and name not in apart]
     if not occurrences(split.train.queries, split.train.n_queries)[ranked.queries].any():
@@ -66,10 +66,12 @@ def baselines(
         return found
     began, room = time.monotonic(), SHARE * seconds + SPARE
     best: tuple[str, Retriever, Tensor | None, float] | None = None
+    late = []
     for name in wanted:
         if best is not None and split.valid is None:
             break
         if time.monotonic() - began + expected_seconds(name, split, ranked, device) > room:
+            late.append(name)
             continue
         with _noted(name):
             solved = name, *_solved(name, split, device, select, seed)
@@ -77,8 +79,8 @@ def baselines(
     if best is not None:
         with _noted(best[0]):
             found[best[0]] = rank(*best[1:3])
-    elif wanted:
-        log.info("no personalised baseline: %s would take more than %.0f s", ", ".join(wanted), room)
+    elif late:
+        log.info("no personalised baseline: %s would take more than %.0f s", ", ".join(late), room)
     return found
 
 
