@@ -128,7 +128,7 @@ def run_train(folder: Path, steps: int, dim: int) -> None:
     watch = Watch()
     parts = split(read(folder / "prepared"))
     watch.tell("opened: id maps read, columns mapped")
-    run = build("default", parts.train, {"dim": dim, "optimizer": "row-adagrad", "lr": 0.05})
+    run = build("tables", parts.train, {"dim": dim, "optimizer": "row-adagrad", "lr": 0.05})
     watch.tell(f"built: tables of {parts.train.n_queries + parts.train.n_items:,} x {dim}")
     size = run.setup.batches.batch_size
 

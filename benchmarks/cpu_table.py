@@ -1,4 +1,4 @@
-"""Interactions per second on a CPU by batch size and dimension: SSL-Pop, BIR in closed form, XIR and `default`.
+"""Interactions per second on a CPU by batch size and dimension: SSL-Pop, BIR in closed form, XIR and `tables`.
 
     python benchmarks/cpu_table.py                                        # one thread, CPU seconds
     python benchmarks/cpu_table.py --threads 2 --batches 512,2048,8192 --dims 32,64,128
@@ -20,7 +20,7 @@ from sparring import Split, fit, recipes
 from sparring.experiments import bench
 from sparring.training.loop import TrainingProgress
 
-RECIPES = ("ssl_pop", "bir", "xir", "default")
+RECIPES = ("ssl_pop", "bir", "xir", "tables")
 
 
 def per_second(name: str, data: Pairs, batch: int, dim: int, steps: int, threads: int, warm_up: int = 2) -> float:

@@ -3,7 +3,7 @@
     python benchmarks/histories.py --device cuda
     python benchmarks/histories.py --device cpu --threads 1
 
-`default` on ML-1M, 64 dimensions, 2,048 rows of a batch, 2,048 uniform negatives, 50 items of history (200 for sequence
+`tables` on ML-1M, 64 dimensions, 2,048 rows of a batch, 2,048 uniform negatives, 50 items of history (200 for sequence
 models). Claims: a history costs at most twice the step of an id table on a CPU, and at most 1.5 times on a GPU where
 positions of a sequence or items of a set share it (rows=sequences, sets).
 """
@@ -38,7 +38,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 def milliseconds(parts: Split, settings: dict[str, Any], device: torch.device, steps: int) -> tuple[float, str]:
     """The time of a step after the first ones, and why it is not a CUDA graph, if it is not."""
-    run = build("default", parts.train, {"history": 50, **settings, "batch_size": 2048, "dim": 64})
+    run = build("tables", parts.train, {"history": 50, **settings, "batch_size": 2048, "dim": 64})
     trainer = Trainer(run, parts, device, None, TrainingProgress())
     epochs = (trainer.rows.batches.steps(epoch, 0, device) for epoch in itertools.count())
     made = list(itertools.islice(itertools.chain.from_iterable(epochs), steps + 6))

@@ -55,17 +55,17 @@ def built(recipe: str, items: int, queries: int, device: torch.device, rule: str
     # a rank for each item, spread over the table: popular rows must not be neighbours
     spread = (torch.arange(items) * 1_000_003) % items
     popularity = Popularity((1.0 + spread.double()) ** -0.8)
-    setup = Setup.of(dim=DIM, optimizer=rule, lr=0.01, batch_size=BATCH, tau=0.1, item_bias=recipe == "default")  # type: ignore[arg-type]
+    setup = Setup.of(dim=DIM, optimizer=rule, lr=0.01, batch_size=BATCH, tau=0.1, item_bias=recipe == "tables")  # type: ignore[arg-type]
     with torch.device(device):
         bias = IdTower(items, 1, 0.0) if setup.model.item_bias else None
         towers = IdTower(queries, DIM, 0.01), IdTower(items, DIM, 0.01)
-        model = Retriever(*towers, "cosine" if recipe == "default" else "dot", item_bias=bias)
-    if recipe == "default":
+        model = Retriever(*towers, "cosine" if recipe == "tables" else "dot", item_bias=bias)
+    if recipe == "tables":
         terms: tuple[Term, ...] = (Term(1.0, Sampled(Uniform(items), DRAWN, correction="none"), softmax_loss),)
     else:
         cache = Cache(DRAWN, popularity, items)
         terms = Term(0.5, Resample(InBatch(popularity), 1024)), Term(0.5, Resample(cache, 1024))
-    run = Run(model, terms, Fixed(0.1 if recipe == "default" else 1.0), setup)
+    run = Run(model, terms, Fixed(0.1 if recipe == "tables" else 1.0), setup)
     run.modules().to(device)
     popularity.to(device)
     own = torch.Generator(device).manual_seed(1)  # for the pairs: a recorded step owns the other generator
@@ -100,7 +100,7 @@ def main() -> int:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     print(f"{name}; {DIM} dimensions, batch {BATCH:,}, {DRAWN:,} drawn, {args.optimizer}")
     slow = []
-    for recipe in ("default", "xir"):
+    for recipe in ("tables", "xir"):
         trainings, memory = [], []
         for items, queries in sizes:
             before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0

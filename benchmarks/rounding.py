@@ -25,8 +25,8 @@ from sparring.training.loop import Trainer, TrainingProgress
 
 COMMON: dict[str, Any] = {"dim": 16, "batch_size": 128, "epochs": 6, "patience": None, "seed": 5, "lr": 0.01}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "default, dropout, adam": ("default", {"n": 64, "dropout": 0.3, "optimizer": "adam"}),
-    "default, row-adam": ("default", {"n": 64, "optimizer": "row-adam"}),
+    "tables, dropout, adam": ("tables", {"n": 64, "dropout": 0.3, "optimizer": "adam"}),
+    "tables, row-adam": ("tables", {"n": 64, "optimizer": "row-adam"}),
     "xir, row-adagrad": ("xir", {"cache_size": 64, "optimizer": "row-adagrad"}),
 }
 

@@ -78,7 +78,7 @@ def work(path: Path, out: Path, steps: int, dim: int) -> None:
     parts = split(data, "random", valid=0.1, test=0.2, seed=0)
     del data
     tell("split: 70 % train, 10 % valid, 20 % test, at random per user")
-    run = build("default", parts.train, {"dim": dim, "optimizer": "row-adam"})
+    run = build("tables", parts.train, {"dim": dim, "optimizer": "row-adam"})
     tell(f"build: tables of {parts.train.n_queries + parts.train.n_items:,} x {dim}")
     first: list[float] = []
 

@@ -3,7 +3,7 @@
     python benchmarks/saving.py [--rows 8000000] [--dim 32] [--device cuda]
     torchrun --standalone --nproc-per-node 2 benchmarks/saving.py [--tables sharded]
 
-Trains `default` on random pairs, saves several times each way, and prints the duration of the save call, the time
+Trains `tables` on random pairs, saves several times each way, and prints the duration of the save call, the time
 between the ends of the two steps around it, the longest such time until the checkpoint has its name, and the median
 step before and during the write. The files are deleted.
 """
@@ -52,7 +52,7 @@ def main() -> int:
         "item_bias": False,
     }
     settings |= {"init": "normal", "dropout": 0.0, "tables": args.tables, "epochs": 1}
-    trainer = Trainer(build("default", data, settings), Split(data), device, folder, TrainingProgress(), ranks)
+    trainer = Trainer(build("tables", data, settings), Split(data), device, folder, TrainingProgress(), ranks)
     trainer.set_rate(1.0)
     batches = trainer.rows.batches.epoch(0, 0, device)
 

@@ -1,6 +1,6 @@
 """Claim: the cost model of docs/lab/scale.md predicts bytes, memory and step time of a rank for every sampler.
 
-    python benchmarks/scale_plan.py [--ranks 2,4] [--only "default;xir"] [--shape 60000,32,1024,512] [--plan]
+    python benchmarks/scale_plan.py [--ranks 2,4] [--only "tables;xir"] [--shape 60000,32,1024,512] [--plan]
 
 Trains each recipe for a few steps on synthetic pairs in 2 and 4 processes (gloo) and prints the bytes that a step
 hands to a rank from the others: predicted, counted at the collectives, and, where a network namespace can be created
@@ -112,7 +112,7 @@ def plans(n: int, dim: int, b: int, c: int) -> dict[str, Wire]:
     mixed: dict[str, Any] = {"vectors": b + c, "items": b + c, "pairs": b * (b + c), "draws": c}
     both: dict[str, Any] = {**mixed, "sums": b + c, "memory": popular + 8 * n}
     return {
-        "default": wire(**shared, settings={"n": c}),
+        "tables": wire(**shared, settings={"n": c}),
         "uns": wire(**shared, settings={"n": c}),
         "uns per query": wire(
             items=b + 4 * b, own=4 * b, draws=4 * b, settings={"n": 4, "per_query": True}, recipe="uns"
@@ -163,7 +163,7 @@ def plans(n: int, dim: int, b: int, c: int) -> dict[str, Wire]:
             memory=32 * n,
             settings={"codes": "random", "k_primary": 64},
         ),
-        "default, sharded": wire(**shared, settings={"n": c, "tables": "sharded"}, recipe="default", spread=True),
+        "tables, sharded": wire(**shared, settings={"n": c, "tables": "sharded"}, recipe="tables", spread=True),
         "xir, sharded": wire(**both, settings={"cache_size": c, "tables": "sharded"}, recipe="xir", spread=True),
         "dpr": wire(**in_batch),
         "ance": wire(

@@ -3,7 +3,7 @@ OpenMP's default, threads that spin.
 
     python benchmarks/shared_machine.py --rounds 3
 
-Each training is a process of its own with two threads: 66,840 Zipf pairs, `default` with 64 dimensions. It builds its
+Each training is a process of its own with two threads: 66,840 Zipf pairs, `tables` with 64 dimensions. It builds its
 run, takes a first epoch, waits for the others, then reports the wall and CPU seconds of the next epochs. Alone and
 together, sleeping and spinning alternate, so that all meet the same load of other users; the least disturbed round
 counts, and of two trainings the slower one. While others use the machine, "alone" is not an idle machine, and wall
@@ -36,7 +36,7 @@ def train(policy: str, epochs: int) -> None:
 
     torch.set_num_threads(2)
     data = interactions(zipf(3_000, 10_000, 66_840, test=0.0))
-    run = sparring.build("default", data, {"dim": 64, "epochs": 1 + epochs})
+    run = sparring.build("tables", data, {"dim": 64, "epochs": 1 + epochs})
     began: list[float] = []
 
     def epoch(record: dict[str, float]) -> None:
