@@ -30,7 +30,7 @@ SETTINGS: dict[str, Any] = {
     "weight_decay": 0.0,
 }
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "default": ("default", {"n": 16, "learn_tau": True, "patience": None}),
+    "tables": ("tables", {"n": 16, "learn_tau": True, "patience": None}),
     "xir": ("xir", {"cache_size": 24, "lr_decay": 0.5, "lr_decay_every": 1}),
     "bpr": ("bpr", {"n": 2, "patience": None}),
 }

@@ -70,7 +70,7 @@ def test_ranks_train_what_one_process_trains(found: dict[str, Any], name: str) -
     far = found[name]
     assert far["moved"] > 0
     assert far["first gradient"] < 1e-12
-    assert far["loss"] < 1e-9
+    assert far["loss"] < 1e-8
     assert far["gradients"] < 1e-6
     assert far["state"] < 1e-6
     assert far["metrics"] < 1e-9
@@ -79,7 +79,7 @@ def test_ranks_train_what_one_process_trains(found: dict[str, Any], name: str) -
 
 
 @pytest.mark.parametrize(
-    "name", [*(f"sharded {name} x{n}" for name in ("default", "xir", "bpr") for n in (2, 4)), "passed on", "served"]
+    "name", [*(f"sharded {name} x{n}" for name in ("tables", "xir", "bpr") for n in (2, 4)), "passed on", "served"]
 )
 def test_sharded_tables_train_as_whole_ones(found: dict[str, Any], name: str) -> None:
     """Tables sharded by TorchRec give the float32 losses, vectors and metrics of unsharded ones in one process, also if
