@@ -62,7 +62,7 @@ def trained(named_parts: Split, tmp_path_factory: pytest.TempPathFactory) -> dic
     quick = {"dim": 8, "epochs": 2, "batch_size": 64, "n": 16, "patience": None}
     for name, settings in TOWERS.items():
         fit(
-            build("default", named_parts.train, {**quick, **settings}),
+            build("tables", named_parts.train, {**quick, **settings}),
             named_parts,
             folder / name,
             k=(10,),
