@@ -1,4 +1,4 @@
-"""Sparse products and orthonormal bases: the steps of a truncated decomposition by block power iteration."""
+"""A truncated decomposition of the interactions by block power iteration: sparse products and orthonormal bases."""
 
 from __future__ import annotations
 
@@ -20,10 +20,34 @@ def orthonormal_basis(tall: Tensor, passes: int = 1, floor: float = 1e-10) -> Te
     A second pass corrects the rounding of the first. Directions with a relative eigenvalue below `floor` are damped.
     """
     for _ in range(passes):
-        gram = torch.zeros((), dtype=torch.float64)
+        gram = torch.zeros((), dtype=torch.float64, device=tall.device)
         for rows in tall.split(_ROWS):
             exact = rows.double()
             gram = gram + exact.T @ exact
         square, turn = torch.linalg.eigh(gram)
         tall = tall @ (turn / square.clamp(min=floor * float(square[-1])).sqrt()).float()
     return tall
+
+
+def decomposed(
+    start: Tensor, items: Tensor, n_items: int, dim: int, rounds: int, seed: int, item_power: float = 0.5
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A B (n_queries, dim), the orthonormal basis B (n_items, dim) of the largest directions, and Di.
+
+    A = Dq^-1/2 R Di^-item_power, on the device of the pairs.
+    """
+    n_queries, device = len(start) - 1, items.device
+    degree_q = start.diff().clamp(min=1).float()
+    columns = items.long()
+    degree_i = torch.bincount(columns, minlength=n_items).clamp(min=1).float()
+    rows = torch.repeat_interleave(torch.arange(n_queries, device=device), start.diff())
+    value = degree_q[rows].rsqrt() * degree_i[columns] ** -item_power
+    order = torch.argsort(columns, stable=True)
+    count = torch.bincount(columns, minlength=n_items)
+    turned = rows[order], torch.cumsum(count, 0) - count, value[order]
+    matrix = columns, start[:-1].long(), value
+    generator = torch.Generator().manual_seed(seed)
+    basis = torch.randn(n_items, dim, generator=generator).to(device)
+    for _ in range(rounds):
+        basis = orthonormal_basis(sparse_product(*turned, orthonormal_basis(sparse_product(*matrix, basis))))
+    return sparse_product(*matrix, basis), basis, degree_i

@@ -57,6 +57,15 @@ class PastReader(HistoryReader):
         flat = ids.reshape(-1)
         return self.encode_places(self._recent(flat, context)).reshape(*ids.shape, -1)
 
+    def read(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The last items (G,) of queries (B,), the place in `ids` of each one's query, and the number of each query."""
+        end = self.start[ids + 1]
+        length = (end - self.start[ids]).clamp(max=self.last)
+        begin = torch.cumsum(length, 0) - length
+        owners = torch.repeat_interleave(torch.arange(len(ids), device=ids.device), length)
+        places = torch.arange(len(owners), device=ids.device) + (end - length - begin)[owners]
+        return self.items[places], owners, length
+
     def _recent(self, ids: Tensor, context: Before | None) -> Tensor:
         """(B, L) places of the items that each query is made of, oldest first, -1 where there is none."""
         begin, end = self.start[ids], self.start[ids + 1]
@@ -140,16 +149,11 @@ class HistoryTower(PastReader):
 
     def _known(self, ids: Tensor) -> Tensor:
         """(B, D) of known queries, without gradient: nothing is padded to the longest history."""
-        end = self.start[ids + 1]
-        length = (end - self.start[ids]).clamp(max=self.last)
+        items, owners, length = self.read(ids)
         begin = torch.cumsum(length, 0) - length
-        owners = torch.repeat_interleave(torch.arange(len(ids), device=ids.device), length)
-        places = torch.arange(len(owners), device=ids.device) + (end - length - begin)[owners]
         weights = torch.ones_like(length) if self.pooling == "sum" else 1.0 / length
         table: Tensor = self.item.weight  # type: ignore[assignment]
-        pooled = F.embedding_bag(
-            self.items[places].long(), table, begin, mode="sum", per_sample_weights=weights.to(table)[owners]
-        )
+        pooled = F.embedding_bag(items.long(), table, begin, mode="sum", per_sample_weights=weights.to(table)[owners])
         return torch.where(length.unsqueeze(1) > 0, pooled, self.empty)
 
     def encode_places(self, places: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 from sparring.core.errors import UserError
 from sparring.core.part import innermost
 from sparring.core.types import Positives
-from sparring.data.spectral import orthonormal_basis, sparse_product
+from sparring.data.spectral import decomposed
 from sparring.models.histories import HistoryTower
 from sparring.models.retriever import Retriever
 from sparring.models.towers import IdTower
@@ -50,7 +50,7 @@ def spectral(
 
     Halko, Martinsson, Tropp, Finding Structure with Randomness, SIAM Review 2011, algorithm 4.4.
     """
-    image, basis, degree_i = _decomposed(start, items, n_items, dim, rounds, seed)
+    image, basis, degree_i = decomposed(start, items, n_items, dim, rounds, seed)
     square, turn = torch.linalg.eigh(image.T @ image)
     root = square.clamp(min=1e-12) ** 0.25  # S^1/2
     query = image @ turn / root
@@ -60,25 +60,4 @@ def spectral(
 
 def item_directions(start: Tensor, items: Tensor, n_items: int, dim: int, seed: int = 0) -> Tensor:
     """(n_items, dim) V of `spectral`, up to a rotation: items by the queries that they share."""
-    return _decomposed(start, items, n_items, dim, rounds=3, seed=seed)[1]
-
-
-def _decomposed(
-    start: Tensor, items: Tensor, n_items: int, dim: int, rounds: int, seed: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """A B (n_queries, dim), the orthonormal basis B (n_items, dim) of the largest directions, and Di."""
-    n_queries = len(start) - 1
-    degree_q = start.diff().clamp(min=1).float()
-    columns = items.long()
-    degree_i = torch.bincount(columns, minlength=n_items).clamp(min=1).float()
-    rows = torch.repeat_interleave(torch.arange(n_queries), start.diff())
-    value = (degree_q[rows] * degree_i[columns]).rsqrt()
-    order = torch.argsort(columns, stable=True)
-    count = torch.bincount(columns, minlength=n_items)
-    turned = rows[order], torch.cumsum(count, 0) - count, value[order]
-    matrix = columns, start[:-1].long(), value
-    generator = torch.Generator().manual_seed(seed)
-    basis = torch.randn(n_items, dim, generator=generator)
-    for _ in range(rounds):
-        basis = orthonormal_basis(sparse_product(*turned, orthonormal_basis(sparse_product(*matrix, basis))))
-    return sparse_product(*matrix, basis), basis, degree_i
+    return decomposed(start, items, n_items, dim, rounds=3, seed=seed)[1]

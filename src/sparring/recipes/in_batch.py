@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Literal
 
 import numpy as np
@@ -14,6 +15,7 @@ from sparring.data.propensity import inverse_propensities
 from sparring.losses import bpr as bpr_loss
 from sparring.losses import softmax_loss
 from sparring.models.build import width
+from sparring.models.histories import HistoryTower
 from sparring.negatives import (
     AllItems,
     Cache,
@@ -50,6 +52,7 @@ PAPER = Setup.of(
 
 
 SMALLEST = 512  # rows of a batch of `default`, however small the data
+MOST_NUMBERS = 1 << 28  # in the table of a closed form
 
 # Half of a query's items predict the other half, so no query is memorised; an item bias lets unit vectors express
 # popularity, and a rate that falls to zero ends lower than a constant one.
@@ -80,18 +83,34 @@ def default(
     n: UniformDraws = 4096,
     exclude: Excluded = "known",
     steps: Annotated[int, "batches are smaller than batch_size where an epoch has fewer steps than this"] = 48,
+    spectral: Annotated[int, "dimensions of a closed form beside the towers; 0 adds none"] = 512,
 ) -> Run:
     """Queries as sums of their items, against uniform negatives that the query has not taken, or all of them.
 
     A catalogue of at most n items is seen completely at every step. The temperature is chosen on the validation part
-    in the first epochs.
+    in the first epochs; the weight of EASE at low rank, added to the scores of the towers, after the last.
     Liang et al., Variational Autoencoders for Collaborative Filtering, WWW 2018 (Mult-DAE, which this simplifies).
     """
     rows = epoch_rows(data, setup)
     setup = setup.replaced(batch_size=min(setup.batches.batch_size, max(rows // steps, SMALLEST)))
-    if data.n_items <= n:
-        return compose(data, setup, Term(1.0, AllItems(data.n_items, exclude, with_pairs(data))))
-    return compose(data, setup, Term(1.0, Sampled(uniform(data), n, exclude=exclude)))
+    complete = data.n_items <= n
+    negatives = (
+        AllItems(data.n_items, exclude, with_pairs(data)) if complete else Sampled(uniform(data), n, exclude=exclude)
+    )
+    return with_closed_form(compose(data, setup, Term(1.0, negatives)), data, spectral)
+
+
+def with_closed_form(run: Run, data: Interactions, dim: int) -> Run:
+    """The run with a closed form of at most `dim` dimensions beside its towers, if its queries are sums of items.
+
+    Its table has at most 2^28 numbers, a gigabyte, and half as many dimensions as queries and as items with pairs.
+    """
+    if dim < 0:
+        raise ValueError(f"spectral is the dimensions of a closed form, at least 0; got {dim}")
+    sums = isinstance(run.model.query, HistoryTower) and run.model.query.pooling != "attention"
+    counts = data.counts()
+    most = min(len(np.unique(data.queries)), int((counts > 0).sum())) // 2
+    return replace(run, spectral=min(dim, most, MOST_NUMBERS // data.n_items)) if sums else run
 
 
 def tables(

@@ -31,6 +31,7 @@ from sparring.core.errors import UserError, first_line
 from sparring.core.manifest import read_manifest
 from sparring.core.ranks import Group, local_world
 from sparring.core.types import Ranks
+from sparring.models.retriever import Retriever
 from sparring.models.rowwise_tables import RowWiseTable
 from sparring.models.towers import IdTower
 from sparring.recipes.run import Run
@@ -42,6 +43,7 @@ from sparring.training.shards import Rows, check_tables, read_tables, write_mode
 log = logging.getLogger(__name__)
 
 NAME, PREVIOUS = "checkpoint.safetensors", "checkpoint.previous.safetensors"
+CLOSED = "part."  # names of the tensors of a closed form, which is added after training
 _ADVICE = "train again, or restore it from a copy"
 
 
@@ -138,8 +140,16 @@ class CheckpointManager:
             write_model(path, files.tensors_of(self.model), tables, {"epoch": epoch, "run": self.owner}, self.ranks)
             return
         if self.ranks.rank == 0:
-            files.load_tensors(self.model, own_tensors(path, self.owner)[0], path)
+            tensors = own_tensors(path, self.owner)[0]
+            own = {name: tensor for name, tensor in tensors.items() if not name.startswith(CLOSED)}
+            files.load_tensors(self.model, own, path)
         self.ranks.equalise(files.tensors_of(self.model).values())
+
+    def write_model(self, model: Retriever, epoch: int) -> None:
+        """Write the best model beside its closed form (closed_form.py)."""
+        assert self.folder is not None
+        path, about = self.folder / "model.safetensors", {"epoch": epoch, "run": self.owner}
+        files.write_tensors(path, files.tensors_of(model), about)
 
     def save(self, state: State, total: Tensor) -> None:
         """Save a checkpoint: modules, optimisers, generators and state in one file; tables in a folder.

@@ -31,8 +31,9 @@ from sparring.recipes.setup import flat
 from sparring.training import checkpoint
 from sparring.training import folder as run_folder
 from sparring.training.baselines import baselines as solve_baselines
+from sparring.training.closed_form import QUERIES, ClosedForm, with_closed_form
 from sparring.training.eligibility import Eligibility, listed_items, seen_tensors
-from sparring.training.loop import Trainer, TrainingProgress, selected
+from sparring.training.loop import Trainer, TrainingProgress, sample_queries, selected
 from sparring.training.novelty import check_correctable, novel
 from sparring.training.progress import reporting
 from sparring.training.stages import classifier_run, fuse
@@ -60,6 +61,7 @@ class Fitted:
     selection: Fitted | None = None  # of a refit: the training that chose the number of epochs
     baselines: dict[str, Evaluation] = field(default_factory=dict)  # test metrics by recipe (baselines.py)
     best_is_last: bool = False  # the best epoch is the last that was allowed: more may do better
+    closed_form: ClosedForm | None = None  # beside the towers, where the run has one (closed_form.py)
 
     @cached_property
     def _recommender(self) -> Recommender:
@@ -75,6 +77,8 @@ class Fitted:
         """The outcome of the towers' training, ready for JSON."""
         record: dict[str, Any] = {"best_epoch": self.best_epoch, "epochs": len(self.history)}
         record |= {"best_is_last": self.best_is_last, "train_seconds": round(self.seconds, 3)}
+        if self.closed_form is not None:
+            record["closed_form"] = self.closed_form.to_dict()
         if self.test is not None:
             record["test"] = self.test.to_dict()
         if self.baselines:
@@ -165,6 +169,9 @@ def fit(
             trainer.train()
         state = trainer.state
         trainer.checkpoints.load_best(state.best_epoch)
+        closed = None
+        if run.spectral:
+            run, closed = _with_closed_form(trainer, None if selection is None else selection.closed_form)
         test = None
         past = _past_for_test(run.model, split)
         if past is not None:
@@ -175,7 +182,7 @@ def fit(
             test = _test(ranked, split, k, metrics, where, ranks, trainer.listed)
         ready = partial(_recommender, run, split, folder, warmed)
         fitted = Fitted(run, state.history, state.best_epoch, test, state.seconds, ready, selection=selection)
-        fitted = replace(fitted, best_is_last=trainer.best_is_last)
+        fitted = replace(fitted, best_is_last=trainer.best_is_last, closed_form=closed)
         if baselines and test is not None:
             fitted = replace(fitted, baselines=_baselines(run, split, k, metrics, where, ranks, state.seconds))
         if folder is not None and ranks.rank == 0:
@@ -248,6 +255,31 @@ def _with_temperature(
         return with_tau(run, flat(recorded["setup"])["tau"]), {}
     tau, tried = choose_tau(run, split, device, ranks)
     return with_tau(run, tau), tried
+
+
+def _with_closed_form(trainer: Trainer, choice: ClosedForm | None) -> tuple[Run, ClosedForm]:
+    """The run beside its closed form, as chosen before a refit or on the validation part; its folder gets both.
+
+    The record of the best epoch then has the metrics of both together, and `towers` that of the towers alone.
+    """
+    run, ranks, valid = trainer.run, trainer.ranks, trainer.valid
+    select = run.setup.validation.select
+    rank = None
+    if valid is not None:
+        few = sample_queries(valid, QUERIES, run.setup.seed)
+        rank = partial(trainer.ranked, valid=few)
+    pairs = trainer.split.train.positives().to(trainer.device)
+    model, choice = with_closed_form(run.model, pairs, run.spectral, choice, rank, select, run.setup.seed)
+    if model is run.model:
+        return run, choice
+    state, folder = trainer.state, trainer.folder
+    if valid is not None:
+        record = state.history[state.best_epoch - 1]
+        record |= {"towers": record[select]} | trainer.ranked(model).metrics
+    if folder is not None and ranks.rank == 0:
+        trainer.checkpoints.write_model(model, state.best_epoch)
+        trainer.checkpoints.write_metrics(state.history)
+    return replace(run, model=model), choice
 
 
 def _builder(

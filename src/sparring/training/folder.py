@@ -65,6 +65,7 @@ from sparring.models.build import encoder_folder, solved_retriever, text_sides
 from sparring.models.encoders import save_encoder
 from sparring.models.named import TABLES, Model
 from sparring.models.retriever import Retriever
+from sparring.models.spectral_part import SpectralPart
 from sparring.models.text import TextTower
 from sparring.recipes import finding, settings
 from sparring.recipes.finding import Recipe, source_digest
@@ -478,6 +479,8 @@ def read_run(
         built = _recipe_model(folder, meta, ids, eligibility.seen, recipe, trust)
     else:
         built = _described_model(listed, meta, setup, ids, tensors, model_of(folder, setup, model, trust))
+    if f"{checkpoint.CLOSED}gains" in tensors and built.part is None:
+        built = built.with_part(SpectralPart(built.n_items, tensors[f"{checkpoint.CLOSED}gains"].numel()))
     try:
         files.load_tensors(built, tensors, path)
     except UserError as error:

@@ -55,9 +55,12 @@ def item_vectors(model: Retriever, folder: Path) -> Tensor:
 
 
 def mean_item(model: Retriever, vectors: np.ndarray) -> np.ndarray:
-    """(D,) the mean of item vectors (n, D) at length 1 under cosine, else at their mean length; the bias is a mean."""
+    """(D,) the mean of item vectors (n, D) at length 1 under cosine, else at their mean length.
+
+    The dimensions of a closed form and of the bias are plain means.
+    """
     mean = vectors.mean(0)
-    width = model.dim - (model.item_bias is not None)
+    width = model.width
     vector, length = mean[:width], float(np.linalg.norm(mean[:width]))
     wanted = 1.0 if model.score == "cosine" else float(np.linalg.norm(vectors[:, :width], axis=1).mean())
     if length > 1e-12:
@@ -74,15 +77,14 @@ def mean_query(model: Retriever, vectors: np.ndarray) -> np.ndarray:
 
 
 def item_queries(model: Retriever, items: Tensor) -> Tensor:
-    """Items (n,) as queries (n, D) for similar items; popularity, be it a bias or the whole model, does not count."""
+    """Items (n,) as queries (n, D) for similar items, by the towers; popularity, a bias or a model, does not count."""
     with torch.no_grad():
         if isinstance(model.query, ItemSums):
             return model.query.rows(items)
         if model.scores_items:
             return model.encode_histories(items.unsqueeze(1))
         vectors = model.encode_items(items).float()
-    if model.item_bias is not None:
-        vectors[:, -1] = 0.0
+    vectors[:, model.width :] = 0.0
     return torch.zeros_like(vectors) if isinstance(model.query, ConstantTower) else vectors
 
 

@@ -22,6 +22,7 @@ from sparring.core.ranks import sum_gradients
 from sparring.core.types import ALONE, Corpus, Positives, Ranks
 from sparring.data.interactions import Interactions, Split
 from sparring.evaluation.ranking import Evaluation, evaluate
+from sparring.models.retriever import Retriever
 from sparring.recipes.run import Run
 from sparring.training.checkpoint import CheckpointManager, State
 from sparring.training.cuda_graph import CudaGraphStep
@@ -132,12 +133,14 @@ class Trainer:
                 self.state.epoch, self.state.step, self.state.rows = self.state.epoch + 1, 0, 0
         return self.ranked().metrics[self.setup.validation.select]
 
-    def ranked(self) -> Evaluation:
-        """The validation part, ranked by the current model."""
-        assert self.valid is not None
+    def ranked(self, model: Retriever | None = None, valid: Interactions | None = None) -> Evaluation:
+        """The validation part, or some of its queries, ranked by the current model or another one."""
+        valid = self.valid if valid is None else valid
+        assert valid is not None
         metric, cutoff = selected(self.setup.validation.select)
         names = tuple(dict.fromkeys((metric, "recall", "ndcg")))
-        return evaluate(self.run.model, self.valid, self.seen, (cutoff,), names, ranks=self.ranks, among=self.listed)
+        model = self.run.model if model is None else model
+        return evaluate(model, valid, self.seen, (cutoff,), names, ranks=self.ranks, among=self.listed)
 
     def set_random(self) -> None:
         """Seed or restore torch's global generator, which dropout inside transformers uses."""

@@ -26,6 +26,7 @@ from sparring.core.errors import UserError
 from sparring.models.histories import HistoryTower
 from sparring.models.parts import Categories, Concat, Dense, Perceptron, Sum, Tags
 from sparring.models.retriever import NORM_EPS, Retriever
+from sparring.models.spectral_part import SpectralPart
 from sparring.models.towers import IdTower
 from sparring.training.trained import Trained
 
@@ -53,10 +54,8 @@ def write_onnx(trained: Trained, folder: Path) -> tuple[list[Path], list[str]]:
         if why:
             unsupported.append(f"the {side} tower cannot be written as ONNX: {why}")
             continue
-        size = sum(
-            tensor.numel() * tensor.element_size()
-            for tensor in {id(t): t for t in tower.state_dict().values()}.values()
-        )
+        tensors = [*tower.state_dict().values(), *([] if model.part is None else [model.part.directions])]
+        size = sum(tensor.numel() * tensor.element_size() for tensor in {id(t): t for t in tensors}.values())
         if size > _LIMIT:
             unsupported.append(
                 f"the {side} tower cannot be written as ONNX: {size / 1e9:.1f} GB exceed the limit of the format"
@@ -94,8 +93,10 @@ def _graph(model: Retriever, side: str) -> Graph:
         ids = graph.input("ids", ("B",))
         vectors = _tower(graph, tower, ids)
     if model.score == "cosine":
-        length = graph.node("ReduceL2", vectors, graph.constant(np.array([-1])), keepdims=1)
-        vectors = graph.node("Div", vectors, graph.node("Max", length, graph.constant(np.float32(NORM_EPS))))
+        vectors = _unit(graph, vectors, NORM_EPS)
+    if model.part is not None:
+        part = _closed_form(graph, model.part, tower, ids)
+        vectors = graph.node("Concat", vectors, part, axis=1)
     if model.item_bias is not None:
         if side == "item":
             last = _tower(graph, model.item_bias, ids)
@@ -135,6 +136,45 @@ def _tower(graph: Graph, tower: nn.Module, ids: str) -> str:
     return joined
 
 
+def _unit(graph: Graph, vectors: str, eps: float) -> str:
+    """Vectors (B, D) at length 1, or divided by eps where they are shorter than that."""
+    length = graph.node("ReduceL2", vectors, graph.constant(np.array([-1])), keepdims=1)
+    return graph.node("Div", vectors, graph.node("Max", length, graph.constant(np.float32(eps))))
+
+
+def _closed_form(graph: Graph, part: SpectralPart, tower: nn.Module, ids: str) -> str:
+    """Histories (B, L) or items (B,) -> the dimensions of a closed form."""
+    if not isinstance(tower, HistoryTower):
+        return graph.node("Gather", graph.table(part.directions * part.outputs.unsqueeze(1)), ids)
+    present, _, flat = _present(graph, tower, ids)
+    rows = graph.node("Gather", graph.table(part.directions * part.gains), flat)
+    rows = _reshaped(graph, rows, ids, part.dim)
+    mask = graph.node("Unsqueeze", graph.node("Cast", present, to=1), graph.constant(np.array([2])))
+    sums = graph.node("ReduceSum", graph.node("Mul", rows, mask), graph.constant(np.array([1])), keepdims=0)
+    return _unit(graph, sums, 1e-12)
+
+
+def _present(graph: Graph, tower: HistoryTower, items: str) -> tuple[str, str, str]:
+    """Of histories (B, L): which places the tower reads, the age of each, and the items as one list."""
+
+    def integer(value: int) -> str:
+        return graph.constant(np.int64(value))
+
+    known = graph.node("GreaterOrEqual", items, integer(0))
+    age = graph.node(
+        "Sub", graph.node("CumSum", graph.node("Cast", known, to=7), integer(1), reverse=1), integer(1)
+    )  # 7 = int64
+    present = graph.node("And", known, graph.node("Less", age, integer(tower.last)))
+    flat = graph.node("Reshape", graph.node("Where", present, items, integer(0)), graph.constant(np.array([-1])))
+    return present, age, flat
+
+
+def _reshaped(graph: Graph, vectors: str, items: str, dim: int) -> str:
+    """Vectors (B L, dim) as (B, L, dim); the shape is the input's, for an empty batch leaves no L to infer."""
+    shape = graph.node("Concat", graph.node("Shape", items), graph.constant(np.array([dim])), axis=0)
+    return graph.node("Reshape", vectors, shape, allowzero=1)
+
+
 def _history(graph: Graph, tower: HistoryTower, items: str) -> str:
     """Histories (B, L) -> vectors (B, D): mean or attention over the last items; a learned vector if there is none."""
 
@@ -144,15 +184,8 @@ def _history(graph: Graph, tower: HistoryTower, items: str) -> str:
     def number(value: float) -> str:
         return graph.constant(np.float32(value))
 
-    known = graph.node("GreaterOrEqual", items, integer(0))
-    age = graph.node(
-        "Sub", graph.node("CumSum", graph.node("Cast", known, to=7), integer(1), reverse=1), integer(1)
-    )  # 7 = int64
-    present = graph.node("And", known, graph.node("Less", age, integer(tower.last)))
-    flat = graph.node("Reshape", graph.node("Where", present, items, integer(0)), graph.constant(np.array([-1])))
-    # the shape is read from the input: an empty batch leaves nothing to infer L from
-    shape = graph.node("Concat", graph.node("Shape", items), graph.constant(np.array([tower.dim])), axis=0)
-    vectors = graph.node("Reshape", _tower(graph, tower.item, flat), shape, allowzero=1)
+    present, age, flat = _present(graph, tower, items)
+    vectors = _reshaped(graph, _tower(graph, tower.item, flat), items, tower.dim)
     mask = graph.node("Cast", present, to=1)  # 1 = float32
     count = graph.node("ReduceSum", mask, graph.constant(np.array([1])), keepdims=1)
     if tower.pooling == "mean":

@@ -108,15 +108,14 @@ class ServedRun:
         return mean_query(self.trained.model, self.vectors(dense))
 
     def item_queries(self, dense: np.ndarray) -> np.ndarray:
-        """Items as queries for similar items; the bias, which reflects popularity, does not count."""
+        """Items as queries for similar items, by the towers; the bias, which reflects popularity, does not count."""
         if not isinstance(self.index, Index):
             self._check_listed(dense)
             items, model = torch.from_numpy(dense), self.trained.model
             found = model.item_queries(items) if isinstance(model, Sources) else item_queries(model, items)
             return found.float().numpy()
         vectors = self.vectors(dense)
-        if self.trained.model.item_bias is not None:
-            vectors[:, -1] = 0.0
+        vectors[:, self.trained.model.width :] = 0.0
         return vectors
 
     def vectors(self, dense: np.ndarray) -> np.ndarray:

@@ -1,0 +1,77 @@
+"""A closed form beside trained towers: EASE at low rank, as more dimensions of the vectors of queries and items."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from sparring.core.types import Positives
+from sparring.data.spectral import decomposed
+
+_MORE = 32  # directions that are computed and dropped: the last ones are not exact
+_FLOOR = 0.05  # the least 1 - m_j
+
+
+class SpectralPart(nn.Module):
+    """EASE of a matrix of low rank, for queries that are sums of their items.
+
+        A = D^-1/2 R ~ U S V',   h = s^2 / (s^2 + lam mean(s^2)),   m_j = sum_k h_k V_jk^2
+        query = unit(sum_j h * V_j),   item = weight V_j / (1 - m_j)
+
+    R holds a one per known pair, D its row sums: a query with many items has no more say than another. With all
+    directions the inner products rank as EASE does on A, whose matrix is B = M / (1 - diag M), M = V h V': its
+    diagonal, which EASE sets to zero, only scores items that the query has already taken.
+
+        part = decompose(positives, n_items, dim=512).part(lam=3.0, weight=0.5)
+        model = model.with_part(part)
+
+    Steck, Embarrassingly Shallow Autoencoders for Sparse Data, WWW 2019.
+    """
+
+    directions: Tensor
+    gains: Tensor
+    outputs: Tensor
+
+    def __init__(self, n_items: int, dim: int) -> None:
+        super().__init__()
+        self.dim = dim
+        for name, shape in (("directions", (n_items, dim)), ("gains", (dim,)), ("outputs", (n_items,))):
+            self.register_buffer(name, torch.zeros(shape))
+
+    def queries(self, items: Tensor, owners: Tensor, n: int) -> Tensor:
+        """(n, dim) of n queries with these items, each of the query `owners`, which ascend; zero for one without."""
+        start = torch.searchsorted(owners, torch.arange(n, device=owners.device))
+        sums = F.embedding_bag(items.long(), self.directions, start, mode="sum")
+        return F.normalize(sums * self.gains, dim=1, eps=1e-12)
+
+    def items(self, ids: Tensor) -> Tensor:
+        """(..., dim) of items."""
+        return self.directions[ids] * self.outputs[ids].unsqueeze(-1)
+
+
+@dataclass(frozen=True)
+class Decomposition:
+    """The largest directions of the interactions, with the squares of their singular values."""
+
+    directions: Tensor  # (N, dim)
+    squares: Tensor  # (dim,)
+
+    def part(self, lam: float, weight: float) -> SpectralPart:
+        """The closed form with this regularisation and weight; it shares the directions."""
+        gains = self.squares / (self.squares + lam * self.squares.mean()).clamp(min=1e-30)
+        own = (self.directions.square() @ gains).clamp(max=1 - _FLOOR)
+        part = SpectralPart(0, self.directions.shape[1])
+        part.directions, part.gains, part.outputs = self.directions, gains, weight / (1 - own)
+        return part
+
+
+def decompose(positives: Positives, n_items: int, dim: int, seed: int = 0) -> Decomposition:
+    """The `dim` largest directions of the items in these pairs, on the device of the pairs."""
+    image, basis, _ = decomposed(
+        positives.start, positives.items, n_items, dim + _MORE, rounds=3, seed=seed, item_power=0.0
+    )
+    squares, turn = torch.linalg.eigh(image.T @ image)
+    return Decomposition(basis @ turn[:, -dim:], squares[-dim:].clamp(min=0))
