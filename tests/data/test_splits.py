@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from random import Random
 
@@ -53,17 +54,41 @@ def test_every_row_is_in_exactly_one_part(found: list, how: str, valid: float, t
 
 @quick
 @given(rows, shares, shares, st.integers(0, 5))
-def test_random_takes_exactly_the_rounded_share_of_each_query(
-    found: list, valid: float, test: float, seed: int
-) -> None:
-    """Of a query's n rows round((1 - test) n) are not test; of those round(valid n_train) validate, never all."""
+def test_random_takes_the_share_of_each_query(found: list, valid: float, test: float, seed: int) -> None:
+    """Of a query's n rows round((1 - test) n) are not test; of those round(valid n_train) validate, never all.
+
+    Where that leaves out more than 1 - valid of the queries with two rows, valid n_train is rounded up or down.
+    """
     train, val, tested = parts_of(split(made(found), "random", valid, test, seed))
     total = Counter(q for q, _, _ in found)
+    trained = {query: round((1 - test) * n) for query, n in total.items()}
+    many = [n for n in trained.values() if n > 1]
+    rounds = not many or sum(round(valid * n) > 0 for n in many) >= valid * len(many)
     for query, n in total.items():
-        n_train = round((1 - test) * n)
-        n_valid = min(round(valid * n_train), max(n_train - 1, 0))
+        n_train = trained[query]
         counts = [sum(q == query for q, _ in part) for part in (train, val, tested)]
-        assert counts == [n_train - n_valid, n_valid, n - n_train]
+        assert [counts[0] + counts[1], counts[2]] == [n_train, n - n_train]
+        share, most = valid * n_train, max(n_train - 1, 0)
+        allowed = {round(share)} if rounds else {math.floor(share), math.ceil(share)}
+        assert counts[1] in {min(each, most) for each in allowed}
+
+
+@pytest.mark.parametrize("how", ["random", "file"])
+@pytest.mark.parametrize("seed", [0, 3])
+def test_queries_with_few_items_validate_where_few_have_many(how: str, seed: int) -> None:
+    """A tenth of the pairs of queries with 3 training items is held out, one pair of 3 in 10 of these queries."""
+    n = 2000
+    items = np.tile(np.arange(4), n) + np.repeat(np.arange(n) % 7, 4)
+    frame = pl.DataFrame({"user": np.repeat(np.arange(n), 4), "item": items})
+    if how == "file":
+        frame = frame.with_columns(split=pl.Series(["train", "train", "train", "test"] * n))
+    parts = split(from_frame(frame), how, valid=0.1, test=0.25, seed=seed)
+    assert parts.valid is not None
+    assert abs(len(parts.valid) - 0.3 * n) < 0.01 * n
+    assert len(np.unique(parts.valid.queries)) == len(parts.valid)
+    other = split(from_frame(frame), how, valid=0.1, test=0.25, seed=seed + 1)
+    assert other.valid is not None
+    assert set(parts.valid.queries) != set(other.valid.queries)
 
 
 @quick

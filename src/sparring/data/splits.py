@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -12,6 +13,8 @@ from sparring.core.errors import UserError
 from sparring.data.interactions import TEST, TRAIN, VALID, Interactions, Split
 from sparring.data.pairs import CHUNK, chunks, is_canonical, pair_keys, undated
 from sparring.data.prepared.format import Prepared
+
+_GOLDEN = 0.6180339887498949
 
 
 def split(data: Interactions, how: str = "auto", valid: float = 0.1, test: float = 0.2, seed: int = 0) -> Split:
@@ -24,8 +27,9 @@ def split(data: Interactions, how: str = "auto", valid: float = 0.1, test: float
     and trains.
 
     `valid` is the share of the training part held out for validation in the same way (at random for a file without a
-    valid part), leaving each query at least one item; 0 gives none. If no test query of the file trains, as with texts,
-    complete queries are held out instead. A part without rows is None.
+    valid part), rounded for each query, leaving it at least one item; 0 gives none. Where rounding would leave nearly
+    all queries out because they have few items, a tenth of 3 items is one item of 3 in 10 such queries. If no test
+    query of the file trains, as with texts, complete queries are held out instead. A part without rows is None.
 
     Shown pairs go to the training part, except those that the file or the times place outside it. Prepared data is
     already split: "auto" and "file" return its parts, and any other arguments must be those of its preparation.
@@ -102,11 +106,13 @@ def split_rule(data: Interactions, how: str, valid: float, test: float, seed: in
 
     The parts are the same if it is called on all rows at once or on successive queries in ascending order.
     """
-    random = np.random.default_rng(seed)
+    random, offset = np.random.default_rng(seed), float(np.random.default_rng((seed, 1)).random())
     if how == "file":
-        return _file(data, valid, seed, random)
+        return _file(data, valid, seed, random, offset)
     if how == "random":
-        return lambda rows: (_random(rows, valid, test, random), None)
+        n_train = np.rint((1 - test) * _counts(data))
+        held_out = partial(_n_held_out, share=valid, offset=None if _rounds(n_train, valid) else offset)
+        return lambda rows: (_random(rows, test, random, held_out), None)
     if how == "temporal":
         assert data.time is not None
         return _temporal(data.time, valid, test)
@@ -131,15 +137,17 @@ def _parts(data: Interactions, part: np.ndarray, keep_shown: np.ndarray | None) 
     return Split(train, held[0], held[1])
 
 
-def _file(data: Interactions, valid: float, seed: int, random: np.random.Generator) -> SplitRule:
+def _file(data: Interactions, valid: float, seed: int, random: np.random.Generator, offset: float) -> SplitRule:
     assert data.split is not None
-    trains, tests = np.zeros(data.n_queries, dtype=bool), np.zeros(data.n_queries, dtype=bool)
+    trained, tests = np.zeros(data.n_queries, dtype=np.int64), np.zeros(data.n_queries, dtype=bool)
     has_valid = False
     for rows in chunks(len(data)):
         part, queries = data.split[rows], data.queries[rows]
-        trains[queries[part == TRAIN]] = True
+        trained += np.bincount(queries[part == TRAIN], minlength=data.n_queries)
         tests[queries[part == TEST]] = True
         has_valid |= bool((part == VALID).any())
+    trains = trained > 0
+    held_out = partial(_n_held_out, share=valid, offset=None if _rounds(trained, valid) else offset)
     if not trains.any():
         raise UserError("the data's split column has no training rows")
     held: np.ndarray | None = None  # the queries held out completely for validation
@@ -155,7 +163,7 @@ def _file(data: Interactions, valid: float, seed: int, random: np.random.Generat
             part[train[held[rows.first + rows.queries[train]]]] = VALID
         elif valid and not has_valid:
             place, count = _shuffled(replace(rows, queries=rows.queries[train], items=rows.items[train]), random)
-            part[train[place < _n_held_out(count, valid)]] = VALID
+            part[train[place < held_out(count, rows.first + rows.queries[train])]] = VALID
         return part, None if rows.shown_split is None else rows.shown_split == TRAIN
 
     return assign
@@ -167,18 +175,40 @@ def _sample_queries(queries: np.ndarray, share: float, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).permutation(queries)[:n]
 
 
-def _random(rows: SplitRows, valid: float, test: float, random: np.random.Generator) -> np.ndarray:
+def _random(
+    rows: SplitRows, test: float, random: np.random.Generator, held_out: Callable[[np.ndarray, np.ndarray], np.ndarray]
+) -> np.ndarray:
     place, count = _shuffled(rows, random)
     n_train = np.rint((1 - test) * count)
     part = np.full(len(place), TRAIN, dtype=np.uint8)
     part[place >= n_train] = TEST
-    part[place < _n_held_out(n_train, valid)] = VALID
+    part[place < held_out(n_train, rows.first + rows.queries)] = VALID
     return part
 
 
-def _n_held_out(count: np.ndarray, share: float) -> np.ndarray:
-    """The number of each query's items that are held out: their share, rounded, but never all of them."""
-    return np.minimum(np.rint(share * count), np.maximum(count - 1, 0))
+def _counts(data: Interactions) -> np.ndarray:
+    """The rows of each query."""
+    total = np.zeros(data.n_queries, dtype=np.int64)
+    for rows in chunks(len(data)):
+        total += np.bincount(data.queries[rows], minlength=data.n_queries)
+    return total
+
+
+def _rounds(count: np.ndarray, share: float) -> bool:
+    """Whether rounding the share of each query's rows holds out some of at least that share of the queries."""
+    many = count > 1
+    return not many.any() or bool((np.rint(share * count[many]) > 0).mean() >= share)
+
+
+def _n_held_out(count: np.ndarray, queries: np.ndarray, share: float, offset: float | None) -> np.ndarray:
+    """The number of each query's items that are held out: their share, but never all of them.
+
+    It is rounded. With an offset it is rounded up for some queries and down for others, in proportion: multiples of the
+    golden ratio spread evenly over [0, 1), whatever the order of the queries.
+    """
+    exact = share * count
+    whole = np.rint(exact) if offset is None else np.floor(exact + (queries * _GOLDEN + offset) % 1.0)
+    return np.minimum(whole, np.maximum(count - 1, 0))
 
 
 def _shuffled(rows: SplitRows, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
