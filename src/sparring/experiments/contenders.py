@@ -48,7 +48,20 @@ class Family:
 FAMILIES = (
     Family("popularity", "popularity"),
     Family("recent", "popularity", ("times",), tries=[{"half_life": share} for share in (0.1, 0.03, 0.3)]),
-    Family("ease", "ease", ("queries", "square"), tries=[{"lam": lam} for lam in (300.0, 100.0, 1000.0, 30.0, 3000.0)]),
+    Family(
+        "ease",
+        "ease",
+        ("queries", "square"),
+        tries=[
+            {"lam": 300.0},
+            {"lam": 300.0, "neighbours": 50},
+            {"lam": 100.0},
+            {"lam": 1000.0},
+            {"lam": 100.0, "neighbours": 30},
+            {"lam": 30.0},
+            {"lam": 3000.0},
+        ],
+    ),
     Family("item_knn", "item_knn", ("queries", "neighbours"), tries=[{}, {"shrink": 0.0}, {"neighbours": 300}]),
     Family(
         "ials",

@@ -25,6 +25,7 @@ from sparring.models.towers import HistoryReader, UnitTower
 
 _EXPANDED = 1 << 22  # weights that are added at once
 _CELLS = 1 << 24  # counts that are held at once
+_COLUMNS = 1024  # columns of an item-item matrix that are thinned at once
 _SQUARE = 24  # bytes per cell of EASE: the Gram matrix, its factor and its inverse, in float64
 
 
@@ -143,18 +144,22 @@ class Ease:
         G = X^T X + lam I,   P = G^-1,   B_ij = -P_ij / P_jj,   B_jj = 0
 
     X is 0 or 1. Computed in float64: at a small lam the condition number of G reaches 1e6, which float32 does not
-    resolve. The loss, |X - X B|^2 + lam |B|^2 per pair, is (sum_j 1 / P_jj - N lam) / pairs.
+    resolve. The loss, |X - X B|^2 + lam |B|^2 per pair, is (sum_j 1 / P_jj - N lam) / pairs. With `neighbours` only
+    the weights of each column that are largest in absolute value are kept, and the rest are 0.
 
     Steck, Embarrassingly Shallow Autoencoders for Sparse Data, WWW 2019.
     """
 
     lam: float
+    neighbours: int | None = None
     closed_form = True
     weighted = False
 
     def __post_init__(self) -> None:
         if not 0 < self.lam < math.inf:
             raise UserError(f"lam must be positive and finite, got {self.lam}")
+        if self.neighbours is not None and self.neighbours < 1:
+            raise UserError(f"neighbours must be at least 1, got {self.neighbours}")
 
     def sweeps(self, model: Retriever, data: Interactions) -> Iterator[float]:
         tower = model.query
@@ -170,6 +175,11 @@ class Ease:
         diagonal = inverse.diagonal().clone()
         tower.weight.copy_(inverse.div_(-diagonal))
         tower.weight.fill_diagonal_(0.0)
+        if self.neighbours is not None and self.neighbours < n:
+            del inverse
+            for columns in tower.weight.split(_COLUMNS, 1):
+                most = columns.abs().topk(self.neighbours, 0).indices
+                columns.copy_(torch.zeros_like(columns).scatter_(0, most, columns.gather(0, most)))
         yield (float((1 / diagonal).sum()) - n * self.lam) / max(len(data), 1)
 
 

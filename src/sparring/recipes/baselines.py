@@ -58,13 +58,15 @@ def ease(
     setup: Setup = ITEMS,
     *,
     lam: Annotated[float, Range(30.0, 3000.0, log=True), "L2 regularisation of the item-item matrix"] = 300.0,
+    neighbours: Annotated[int | None, "strongest weights that are kept for each item; none keeps all"] = None,
 ) -> Run:
     """A linear autoencoder: every item regressed on all others, in closed form (EASE).
 
+    Few neighbours suit baskets of things that go together, such as those of a wholesaler.
     Steck, Embarrassingly Shallow Autoencoders for Sparse Data, WWW 2019.
     """
     check_square(data.n_items, pick_device("auto"))
-    return solved(data, setup, ITEMS, Ease(lam), _baskets(data))
+    return solved(data, setup, ITEMS, Ease(lam, neighbours), _baskets(data))
 
 
 def ials(
