@@ -63,6 +63,7 @@ def esans(
     simple_mixtures: Annotated[bool, "add mixtures of easy negatives"] = True,
     hard_mixtures: Annotated[bool, "mix hard negatives with the positive"] = True,
     shared: Annotated[bool, "share easy negatives among the batch"] = True,
+    hard_shared: Annotated[bool, "share hard negatives and their mixtures among the batch"] = False,
     correction: Annotated[CountCorrection, "counts weighs every draw by 1 / its expected count"] = "none",
     renorm: Annotated[bool, "scale mixtures to the mean length of their members"] = False,
     detach_positive: Annotated[bool, "stop the gradient through the positive of a hard mixture"] = False,
@@ -77,13 +78,18 @@ def esans(
     cluster sizes of a file, items dealt at random) and column:NAME (a cluster for each value, cells at random).
     preset=literal follows equations 9 and 11 to the letter (far clusters first, shares by (1 + cos) / 2) and excludes
     only the positive among real items; ours excludes its cell. Both exclude mixtures of the positive's primary cluster,
-    neither the query's other known positives: exclude=known does. correction=counts is not in the paper: real negatives
-    then stand for all items outside the cell.
+    neither the query's other known positives: exclude=known does. The paper does not say which negatives a batch
+    shares: shared and hard_shared have the readings, and a shared mixture of a hard negative holds the positive that it
+    was drawn for. correction=counts is not in the paper: real negatives then stand for all items outside the cell.
     Xing et al., ESANS: Effective and Semantic-Aware Negative Sampling for Large-Scale Retrieval Systems, WWW 2025.
     """
     ours = preset == "ours"
     masks: CellExcludeKind = exclude if exclude != "preset" else "cell" if ours else "positive"
     near: Distance = distance or ("cosine" if ours else "literal")
+    if hard_shared and correction == "counts":
+        raise UserError(
+            "correction=counts needs hard_shared=false: shared hard negatives would stand for the same items as easy ones"
+        )
     cells = item_codes(data, codes, k_primary, k_secondary, m_o, setup.seed)
     negatives: list[Negatives] = []
     # Corrected hard negatives stand for the rest of the positive's cluster, so the shared ones must not.
@@ -96,7 +102,7 @@ def esans(
     else:
         negatives.append(others)
     if m_h > 0:
-        same = SameCluster(cells, m_h, exclude=masks, correction=correction, among=among)
+        same = SameCluster(cells, m_h, hard_shared, masks, correction, among=among)
         negatives.append(TowardsPositive(same, lam, detach_positive, renorm, offset, layer) if hard_mixtures else same)
     return compose(data, setup, Term(1.0, negatives[0] if len(negatives) == 1 else Union(*negatives)))
 
