@@ -85,6 +85,7 @@ VISUAL, TEXT = ("image", "visual", "img", "picture", "poster"), ("text", "textua
 BEHAVIOUR = ("behaviour", "behavior", "graph")
 LABELS = {"visual": VISUAL, "text": TEXT, "behaviour": BEHAVIOUR}  # the paper's modalities, and our names for them
 K_P, K_S = 300, 15
+FULL = 0.2  # candidates of a batch over items, above which sampling hardly differs from a full softmax
 SAME_LOGITS = "UNS, as many logits"
 RANDOM, CATEGORY = "ESANS, random clusters", "ESANS, category clusters"
 
@@ -435,6 +436,12 @@ def _settings_lines(plan: Reproduction) -> list[str]:
         if dataset.modalities is not None and set(dataset.modalities.specs) == {"behaviour"}:
             alone = "no modality was named, so clusters are of behaviour alone (--modality NAME=SPEC adds others)"
             lines.append(f"{dataset.shown}: {alone}.")
+    for dataset in plan.suited:
+        n, items = candidates(plan.settings)[0], dataset.data.n_items
+        sizes = f"{items / clustering(dataset).k_primary:.0f} items per primary cluster"
+        lines.append(f"{dataset.shown}: a batch of ESANS shares {n:,} candidates for {items:,} items; {sizes}.")
+        if n > FULL * items:
+            lines.append(f"{dataset.shown}: uniform negatives are nearly a full softmax, which no sampler can beat.")
     return lines + unsuited_lines(plan)
 
 
