@@ -125,12 +125,16 @@ def test_it_is_computed_once_per_content(parts: Split, tmp_path: Path) -> None:
 def test_vectors_of_a_run_are_matched_by_id_and_never_leak_the_test(
     small_world: SyntheticWorld, parts: Split, tmp_path: Path
 ) -> None:
-    """A run's item vectors are matched by original id; a run trained on another split is refused: it saw test pairs."""
+    """A run's item vectors are matched by original id and have no bias; one trained on another split is refused, since
+    it saw test pairs."""
     run = RECIPES["ssl"](parts.train, Setup.of(dim=4, epochs=1, batch_size=64))
     fitted = fit(run, parts, tmp_path / "run", k=(5, 10))
     vectors, at = run_vectors(tmp_path / "run", parts)
     assert np.allclose(vectors, fitted.run.model.item_vectors().detach().numpy())
     assert at.tolist() == list(range(parts.train.n_items))
+    biased = RECIPES["ssl"](parts.train, Setup.of(dim=4, epochs=1, batch_size=64, item_bias=True))
+    towers = fit(biased, parts, tmp_path / "biased", k=(5, 10)).run.model.with_bias(None)
+    assert np.allclose(run_vectors(tmp_path / "biased", parts)[0], towers.item_vectors().detach().numpy())
     other = split(small_world.interactions, "random", valid=0.1, test=0.2, seed=2)
     with pytest.raises(UserError, match="trained on"):
         run_vectors(tmp_path / "run", other)

@@ -24,7 +24,16 @@ from sparring.data.interactions import Split
 from sparring.data.synthetic_world import SyntheticWorld, make_world
 from sparring.evaluation.statistics import equal_variance_t, summary
 from sparring.experiments.papers import ItemModalities, PaperDataset, Reproduction, find, paper, reproduce
-from sparring.experiments.papers.esans import FIGURE_4, FIVE_RUNS, TABLE_2, TABLE_4, TABLE_5, candidates, five_runs
+from sparring.experiments.papers.esans import (
+    FIGURE_4,
+    FIVE_RUNS,
+    TABLE_2,
+    TABLE_4,
+    TABLE_5,
+    candidates,
+    five_runs,
+    scaled_primary,
+)
 from sparring.experiments.papers.paper_tables import published_gain, relative_rows
 from sparring.experiments.papers.printed import PublishedFigure, published_counts
 from sparring.experiments.search_space import space
@@ -249,7 +258,7 @@ def test_the_ablation_has_a_row_for_each_part_and_modality(world: SyntheticWorld
     methods = {method.name: method for method in ablation.methods(given(world, tmp_path), {})}
     assert {name.replace("image", "visual") for name in methods} == {name for _, _, name in TABLE_4}
     assert (
-        methods["w/o MSAC"].settings["codes"] == f"shuffled:{tmp_path}/tiny/codes/image+text+behaviour-6x15.safetensors"
+        methods["w/o MSAC"].settings["codes"] == f"shuffled:{tmp_path}/tiny/codes/image+text+behaviour-2x15.safetensors"
     )
     assert (methods["w/o EDIS"].settings["simple_mixtures"], methods["w/o EDIS"].settings["hard_mixtures"]) == (
         False,
@@ -299,19 +308,16 @@ def test_sweeps_cover_the_papers_settings(world: SyntheticWorld, tmp_path: Path)
         (3, 5),
     ]
     small = [method.name for method in find("esans-codebooks").methods(one, {})]
-    assert small == ["K_p=6, K_s=15", "K_s=5", "K_s=10", "K_s=20", "K_s=25"]
+    assert small == ["K_p=2, K_s=15", "K_p=3", "K_s=5", "K_s=10", "K_s=20", "K_s=25"]
     rows = find("esans-codebooks").results(Reproduction(find("esans-codebooks"), tmp_path, (one,), (10,))).table.rows
-    told = {
-        row["method"]: row["verdict"]
-        for row in rows
-        if str(row["method"]).startswith("K_p=") and "," not in str(row["method"])
-    }
-    assert told == dict.fromkeys(
-        [f"K_p={k}" for k in (100, 200, 300, 400, 500)], "not run: 60 items allow at most 6 clusters"
-    )
+    told = {row["method"]: row["verdict"] for row in rows if " of K_p" in str(row["method"])}
+    why = "not run: 60 items are too few: their default is 2 clusters"
+    assert told == dict.fromkeys([f"{k} / 300 of K_p" for k in (100, 200, 500)], why)
     big = dataclasses.replace(one, data=make_world(5, 4000, seed=1).interactions)
     named = [method.name for method in find("esans-codebooks").methods(big, {})]
-    assert named == ["K_p=300, K_s=15", "K_p=100", "K_p=200", "K_p=400", "K_s=5", "K_s=10", "K_s=20", "K_s=25"]
+    sizes = ["K_p=14, K_s=15", *(f"K_p={round(14 * k / 300)}" for k in (100, 200, 400, 500))]
+    assert scaled_primary(big) == {100: 5, 200: 9, 400: 19, 500: 23}  # the paper's name -> ours
+    assert named == [*sizes, "K_s=5", "K_s=10", "K_s=20", "K_s=25"]
     for name in ("esans-main", "esans-ablation", "esans-lambda", "esans-negatives", "esans-codebooks", "esans-open"):
         folders = [method.folder for method in find(name).methods(one, {})]
         assert len(set(folders)) == len(folders)
@@ -364,9 +370,9 @@ def test_all_seeds_have_one_split_and_one_set_of_codes(done: Path, files: Path) 
         assert meta["data"]["valid"] == valid
     assert seen[0] == seen[1] == seen[2]
     codes = sorted(path.name for path in (done / "tiny" / "codes").glob("*.safetensors"))
-    assert codes == ["image+text+behaviour-6x15.safetensors"]
+    assert codes == ["image+text+behaviour-2x15.safetensors"]
     meta = run_json(done / "tiny" / "esans-random-clusters" / "10")
-    assert meta["arguments"]["codes"] == f"shuffled:{done}/tiny/codes/image+text+behaviour-6x15.safetensors"
+    assert meta["arguments"]["codes"] == f"shuffled:{done}/tiny/codes/image+text+behaviour-2x15.safetensors"
     rows = {row["modalities"]: row for row in table(done, "clusters")}
     assert rows["image + text + behaviour"]["items"] == 60
     assert rows["image + text + behaviour"]["purity"] > 0
@@ -428,7 +434,7 @@ def test_tables_may_share_their_codes(
     assert len(ran) == 5
     assert not any("clusters" in name for name in ran)
     meta = run_json(files / "two" / "tiny" / "m-c-2-m-o-5" / "10")
-    assert meta["arguments"]["codes"] == f"{files}/shared/tiny/image+text+behaviour-6x15.safetensors"
+    assert meta["arguments"]["codes"] == f"{files}/shared/tiny/image+text+behaviour-2x15.safetensors"
     capsys.readouterr()
     assert main(words(files, "esans-negatives", "three", *shared, "--modality", "audio=behaviour:4")) == 2
     assert "choose another folder for --codes" in capsys.readouterr().err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -309,6 +310,15 @@ def loss_by_hand(step: Step, bag: Bag, found: Codes, exclude: str, offset: float
     return torch.logsumexp(torch.cat(terms, 1), 1) - terms[0].squeeze(1)
 
 
+def with_bias(step: Step, table: Tensor) -> Step:
+    """The step of a model with a large bias of every item: its item vectors end in it, its queries in 1."""
+    items = torch.cat([table.detach(), 5 * vectors(len(table), 1, start=9).to(DEVICE)], 1)
+    q = torch.cat([step.q, torch.ones_like(step.q[:, :1])], 1)
+    generator = torch.Generator(DEVICE).manual_seed(1)
+    encode = items.__getitem__
+    return replace(step, q=q, v=items[step.item_ids], encode=encode, generator=generator, biased=True)
+
+
 @pytest.mark.parametrize(("exclude", "rule"), [("cell", 0.2), ("positive", "learned"), ("none", "adaptive")])
 def test_a_step_by_these_kernels(monkeypatch: pytest.MonkeyPatch, exclude: str, rule: float | str) -> None:
     """Loss and gradients of a bag drawn and scored as on a GPU equal those of its vectors in float64."""
@@ -327,6 +337,8 @@ def test_a_step_by_these_kernels(monkeypatch: pytest.MonkeyPatch, exclude: str, 
         return step, negatives(step)
 
     step, bag = drawn(1)
+    (simple, _), (same, _) = bag.blocks, negatives(with_bias(drawn(1)[0], table)).blocks
+    torch.testing.assert_close(same.mix.weights, simple.mix.weights)  # type: ignore[union-attr]  # no bias in equation 11
     found_loss = sampled_softmax(step, bag)
     exact = loss_by_hand(step, bag, found, exclude, offset)
     torch.testing.assert_close(found_loss.double(), exact, rtol=1e-4, atol=1e-5)

@@ -68,6 +68,20 @@ class TestTowardsPositiveKnown(NegativesContract):
         return TowardsPositive(SameCluster(codes_of(world.n_items), 3, exclude="known"), "learned")
 
 
+class TestTowardsPositiveShared(NegativesContract):
+    selects = True
+
+    def make(self, world: World) -> Negatives:
+        return TowardsPositive(SameCluster(codes_of(world.n_items), 3, shared=True), lam=0.3, offset=0.5)
+
+
+class TestTowardsPositiveSharedKnown(NegativesContract):
+    masks, selects = "known", True
+
+    def make(self, world: World) -> Negatives:
+        return TowardsPositive(SameCluster(codes_of(world.n_items), 3, shared=True, exclude="known"), "learned")
+
+
 class TestAdaptive(NegativesContract):
     masks = "none"
 
@@ -331,6 +345,95 @@ def test_the_pull_on_the_positive(detach: bool) -> None:
     torch.testing.assert_close(pull.double(), want.unsqueeze(1) * step.scaled.detach().double(), rtol=1e-4, atol=1e-5)
 
 
+def biased(step: Step, bias: Tensor) -> Step:
+    """The step of a model with item biases (N,): the last dimension of items, and a 1 in queries."""
+    table = step.encode(torch.arange(len(bias)))
+    items = torch.cat([table, bias.unsqueeze(1)], 1)
+    q = torch.cat([step.q, torch.ones_like(step.q[:, :1])], 1)
+    return replace(step, q=q, v=items[step.item_ids], encode=lambda ids: items[ids], biased=True)
+
+
+@pytest.mark.parametrize("normalisation", NORMALISATIONS)
+@pytest.mark.parametrize("shared", [True, False])
+def test_an_item_bias_is_no_similarity(normalisation, shared) -> None:
+    """Shares are those of the same items without a bias, however large it is; a mixture has the mixture of biases."""
+    world = World.build()
+    bias = 3 * torch.randn(24, generator=torch.Generator().manual_seed(8))
+    sampler = Interpolated(OtherClusters(codes_of(), 2, 4, shared=shared), normalisation=normalisation)
+    (plain,), (block,) = sampler(world.step(16, 1)).blocks, sampler(biased(world.step(16, 1), bias)).blocks
+    assert plain.mix is not None
+    assert block.mix is not None
+    assert torch.equal(block.ids, plain.ids)
+    torch.testing.assert_close(block.mix.weights, plain.mix.weights)
+    made = block.plain()[1].emb[..., -1]
+    want = (block.mix.weights * bias[block.ids].unflatten(-1, (-1, 4)).unsqueeze(-2)).sum(-1)
+    torch.testing.assert_close(made, want.flatten(-2))
+
+
+def test_an_item_bias_has_no_length() -> None:
+    """With renorm vectors are as without a bias, and biases are mixed by their shares, not scaled."""
+    world = World.build()
+    bias = 3 * torch.randn(24, generator=torch.Generator().manual_seed(8))
+    for sampler in (
+        interpolated(4, renorm=True),
+        TowardsPositive(SameCluster(codes_of(), 3), 0.3, renorm=True),
+        TowardsPositive(SameCluster(codes_of(), 3, shared=True), 0.3, renorm=True),
+    ):
+        plain, found = sampler(world.step(16, 1)).blocks, sampler(biased(world.step(16, 1), bias)).blocks
+        for one, two in zip(plain, found, strict=True):
+            torch.testing.assert_close(two.emb[..., :-1], one.emb)
+    step = biased(world.step(16, 1), bias)
+    hard, made = halves(*TowardsPositive(SameCluster(codes_of(), 3), 0.3, renorm=True)(step).blocks)
+    torch.testing.assert_close(made.emb[..., -1], 0.3 * bias[step.item_ids].unsqueeze(1) + 0.7 * bias[hard.ids])
+
+
+@pytest.mark.parametrize("exclude", ["cell", "cluster", "known", "positive", "none"])
+def test_shared_hard_negatives_by_hand(exclude) -> None:
+    """Every query meets the hard negatives of all rows, and each mixed with the positive that it was drawn for; what
+    excludes a candidate excludes its mixture."""
+    world, codes, lam, m = World.build(), codes_of(), 0.2, 3
+    step = world.step(16, 1)
+    sampler = TowardsPositive(SameCluster(codes, m, shared=True, exclude=exclude), lam, offset=0.4)
+    real, made = sampler(step).blocks
+    assert step.positives is not None
+    start, items = step.positives.start.tolist(), step.positives.items.tolist()
+    known = {row: set(items[start[q] : start[q + 1]]) for row, q in enumerate(step.query_ids.tolist())}
+    cell, primary, own = codes.cell_of.tolist(), codes.primary.tolist(), step.item_ids.tolist()
+    drops = {
+        "cell": lambda i, j: cell[own[i]] == cell[j],
+        "cluster": lambda i, j: primary[own[i]] == primary[j],
+        "known": lambda i, j: cell[own[i]] == cell[j] or j in known[i],
+        "positive": lambda i, j: own[i] == j,
+        "none": lambda i, j: False,
+    }[exclude]
+    s = world.logits(step)
+    want = []
+    for i in range(16):
+        total = [float(s[i, own[i]])]
+        for k in range(16):
+            for j in real.ids[m * k : m * k + m].tolist():
+                if not drops(i, j):
+                    total += [float(s[i, j]), lam * float(s[i, own[k]]) + (1 - lam) * float(s[i, j]) + 0.4]
+        want.append(math.log(sum(math.exp(x) for x in total)) - total[0])
+    assert bool((made.ids == -1).all())
+    loss = sampled_softmax(step, Bag((real, made)))
+    torch.testing.assert_close(loss.double(), torch.tensor(want).double(), rtol=1e-4, atol=1e-5)
+
+
+def test_a_rule_for_lam_reads_a_querys_own_hard_negatives() -> None:
+    """Shared or not, lam comes from the same gaps: those between a positive and the negatives drawn for it."""
+    world = World.build()
+    for rule in ("adaptive", "learned"):
+        found = []
+        for shared in (False, True):
+            sampler = TowardsPositive(SameCluster(codes_of(), 3, shared=shared), rule, momentum=0.5)  # type: ignore[arg-type]
+            for seed in range(3):
+                observe(sampler, world.step(16, seed))
+            found.append(sampler.lam)
+        torch.testing.assert_close(found[0], found[1])
+        assert not torch.allclose(found[0], torch.full_like(found[0], 0.1))
+
+
 def test_lengths_of_made_up_vectors() -> None:
     """With renorm a mixture has the share-weighted mean length of its members; without it, it is shorter."""
 
@@ -431,7 +534,6 @@ def test_a_rule_for_lam_learns_from_training_steps() -> None:
         (lambda: interpolated(3, normalisation="softmax"), "normalisation"),
         (lambda: TowardsPositive(SameCluster(codes_of()), 2.0), "lam"),
         (lambda: TowardsPositive(SameCluster(codes_of()), "best"), "lam"),  # type: ignore[arg-type]
-        (lambda: TowardsPositive(SameCluster(codes_of(), shared=True)), "shared=False"),
         (lambda: TowardsPositive(SameCluster(codes_of()), high=0.0), "high"),
         (lambda: interpolated(3, layer=1)(World.build().step(4, 1)), "encode_mixtures"),
     ],

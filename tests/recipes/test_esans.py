@@ -3,12 +3,14 @@ requested source."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import polars as pl
 import pytest
 import torch
@@ -17,11 +19,11 @@ from torch import nn
 from sparring.cli import main
 from sparring.core import files
 from sparring.core.errors import UserError
-from sparring.data.interactions import Split, Vocabulary
+from sparring.data.interactions import Interactions, Split, Vocabulary
 from sparring.data.synthetic_world import SyntheticWorld, make_world
 from sparring.experiments.diagnose.profile import profile
 from sparring.experiments.search_space import space
-from sparring.models.clusters import Codes
+from sparring.models.clusters import Codes, default_clusters
 from sparring.negatives import Interpolated, OtherClusters, SameCluster, TowardsPositive
 from sparring.recipes.esans import esans, item_codes, set_codes
 from sparring.recipes.run import Run
@@ -108,9 +110,87 @@ def test_the_loss_by_hand(parts: Split) -> None:
         assert float(losses[row].detach()) == pytest.approx(want, rel=1e-4, abs=1e-4)
 
 
+def test_no_bias_in_equation_11(parts: Split) -> None:
+    """With item_bias=true the shares are d(anchor, i)^0.6 of cosines alone, though every logit has its item's bias."""
+    run = build("esans", parts.train, {**SMALL, "m_o": 4, "item_bias": True})
+    assert run.model.item_bias is not None
+    with torch.no_grad():
+        run.model.item_bias.weight.normal_(0, 3, generator=torch.Generator().manual_seed(2))  # type: ignore[union-attr, operator]
+    queries, items = (column[:B].long() for column in parts.train.pairs())
+    _, _, outcome = training_step(run, queries, items, torch.Generator().manual_seed(5))
+    block = outcome.bags[0].blocks[0]
+    assert block.mix is not None
+    unit = torch.nn.functional.normalize(run.model.item.weight.detach().double(), dim=1)  # type: ignore[arg-type, operator]
+    for group in range(2 * B):
+        members = block.ids[4 * group : 4 * group + 4].tolist()
+        near = [[float(unit[a] @ unit[i]) for i in members] for a in members]
+        low, high = min(map(min, near)), max(map(max, near))
+        for share in block.mix.weights[group].double():
+            chosen = [i for i in range(4) if share[i] > 0]
+            wanted = []
+            for anchor in chosen:
+                mass = [max((near[anchor][i] - low) / (high - low + 1e-6), 1e-6) ** 0.6 for i in chosen]
+                wanted.append([m / sum(mass) for m in mass])
+            off = [max(abs(float(share[i]) - w) for i, w in zip(chosen, row, strict=True)) for row in wanted]
+            assert min(off) < 1e-3
+    total = (run.model.encode_queries(queries).detach() @ block.emb.detach().T).double()
+    bias = run.model.item_bias(block.ids).detach().double().squeeze(1)
+    user = torch.nn.functional.normalize(run.model.query.weight.detach().double()[queries], dim=1)  # type: ignore[index, operator]
+    torch.testing.assert_close(total, user @ unit[block.ids].T + bias, rtol=1e-4, atol=1e-4)
+
+
+def test_hard_negatives_shared_by_the_batch(parts: Split) -> None:
+    """hard_shared gives each query the 3 hard negatives of all 24 rows and as many mixtures; it trains; counts do not
+    go with it."""
+    run = build("esans", parts.train, {**SMALL, "m_h": 3, "hard_shared": True})
+    assert parts_of(run)[SameCluster].shared
+    _, _, outcome = Hand(parts.train, run).contrast()
+    _, hard, made = outcome.bags[0].blocks
+    assert (hard.ids.shape, made.ids.shape) == ((3 * B,), (3 * B,))
+    assert not parts_of(build("esans", parts.train, SMALL))[SameCluster].shared
+    learning = {"epochs": 3, "batch_size": 64, "dim": 8, "lr": 0.05, "hard_shared": True, "k_primary": 4}
+    history = fit(build("esans", parts.train, learning), parts, k=(10,), device="cpu").history
+    assert history[-1]["loss"] < history[0]["loss"]
+    with pytest.raises(UserError, match="hard_shared=false"):
+        build("esans", parts.train, {**SMALL, "hard_shared": True, "correction": "counts"})
+
+
+def test_clusters_scale_with_the_catalogue() -> None:
+    """One primary cluster for 295 items: 2 at least, and the paper's 300 for its 88,408 items and all beyond."""
+    for n, want in ((40, 2), (590, 2), (3_706, 13), (12_101, 41), (20_033, 68), (88_408, 300), (4_268_324, 300)):
+        assert default_clusters(n) == want
+    world = make_world(60, 1200, seed=3).interactions
+    for name in ("behaviour", "random", "modalities"):
+        assert item_codes(world, name).k_primary == 4
+        assert item_codes(world, name, 9).k_primary == 9
+
+
+def test_default_clusters_are_aligned_with_the_item_columns() -> None:
+    """By default clusters follow the item columns too: their items share a category, which behaviour hardly knows.
+    Without columns they are those of behaviour."""
+    random = torch.Generator().manual_seed(0)
+    pairs = torch.stack([torch.randint(80, (900,), generator=random), torch.randint(200, (900,), generator=random)])
+    queries, items = pairs.unique(dim=1).int().numpy()
+    kinds = [("red shoe", "blue hat", "old book", "new pen")[j % 4] for j in range(200)]
+    ids = Vocabulary(np.arange(80)), Vocabulary(np.arange(200))
+    data = Interactions(queries, items, *ids, item_table=pl.DataFrame({"title": kinds, "price": range(200)}))
+    assert parts_of(build("esans", data, {"k_primary": 4}))[OtherClusters].k_primary == 4
+    chosen = item_codes(data, "modalities", 4, 3)
+    for codes, least, most in ((chosen, 0.7, 1.0), (item_codes(data, "behaviour", 4, 3), 0.0, 0.5)):
+        pure = 0
+        for cluster in range(4):
+            titles = [kinds[j] for j in codes.items(cluster).tolist()]
+            pure += max(titles.count(kind) for kind in set(kinds))
+        assert least <= pure / 200 <= most
+    found = parts_of(build("esans", data, {"k_primary": 4, "k_secondary": 3}))[OtherClusters]
+    assert torch.equal(found.cell, chosen.cell_of)  # type: ignore[arg-type]
+    bare = dataclasses.replace(data, item_table=None)
+    assert torch.equal(item_codes(bare, "modalities", 4, 3).cell_of, item_codes(bare, "behaviour", 4, 3).cell_of)
+
+
 def test_settings_of_the_paper(parts: Split) -> None:
     """The defaults are the paper's: B = 512, d = 64, tau 0.05, lr 2e-4, m_c = 2, m_o = 5, eta 0.6, lam 0.1."""
-    run = build("esans", parts.train, {})
+    run = build("esans", parts.train, {"k_primary": 4})
     assert (run.setup.batches.batch_size, run.setup.model.dim, run.setup.temperature.tau, run.setup.training.lr) == (
         512,
         64,
@@ -178,7 +258,7 @@ def test_clusters_by_name(parts: Split, tmp_path: Path) -> None:
     dealt = item_codes(data, f"shuffled:{tmp_path / 'codes.safetensors'}")
     assert torch.equal(dealt.sizes, again.sizes)
     assert not torch.equal(dealt.cell_of, again.cell_of)
-    assert item_codes(data, "random").k_primary == 4  # 40 items leave 4 clusters of at least twice m_o = 5 items each
+    assert item_codes(data, "random", 300).k_primary == 4  # of at least twice m_o = 5 items each
 
 
 def test_behaviour_finds_the_categories() -> None:

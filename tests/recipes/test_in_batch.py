@@ -101,8 +101,8 @@ SOURCES = {
         "weight: score",
     ],
     "esans": [
-        "5 of each of 2 other clusters: 640 candidates shared",
-        "1,792 mixtures of 5",
+        "5 of each of 1 other clusters: 320 candidates shared",
+        "896 mixtures of 5",
         "then each mixed with the positive: 10",
     ],
     "dpr": [
@@ -281,6 +281,17 @@ def test_corrected_mixed_negatives(parts: Split) -> None:
     losses, _, outcome = hand.contrast()
     ids = torch.cat([hand.items, outcome.bags[0].blocks[1].ids])
     count = (B - 1) * hand.p + 16 / hand.n_items
+    check(losses, hand.softmax_loss(hand.logits(ids) - count[ids].log() + hand.other(ids)))
+
+
+def test_corrected_mixed_negatives_of_each_query(parts: Split) -> None:
+    """per_query draws n uniform items for each row; all are divided by the same expected count."""
+    hand = Hand(parts.train, build("debiased_mns", parts.train, {**TINY, "n": 5, "per_query": True}))
+    losses, _, outcome = hand.contrast()
+    own = outcome.bags[0].blocks[1].ids
+    assert own.shape == (B, 5)
+    ids = torch.cat([hand.items.expand(B, -1), own], 1)
+    count = (B - 1) * hand.p + 5 / hand.n_items
     check(losses, hand.softmax_loss(hand.logits(ids) - count[ids].log() + hand.other(ids)))
 
 

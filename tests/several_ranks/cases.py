@@ -60,6 +60,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "ada_tau running": ("ada_tau", {"settle": 1, "means": "running"}),
     "esans": ("esans", {"k_primary": 5, "k_secondary": 3}),
     "esans per query": ("esans", {"k_primary": 5, "k_secondary": 3, "shared": False, "normalisation": "dirichlet"}),
+    "esans hard shared": ("esans", {"k_primary": 5, "k_secondary": 3, "hard_shared": True, "lam": "learned"}),
     "esans adaptive": ("esans", {"k_primary": 5, "k_secondary": 3, "lam": "learned", "exclude": "known"}),
     "dpr": ("dpr", {"warmup": 2}),
     "ance": ("ance", {"k": 9, "every": 1, "warmup": 2}),

@@ -38,7 +38,9 @@ def add_cluster(commands: Commands) -> None:
     group = parser.add_argument_group("clusters")
     text = "literal follows the paper's equations exactly (default: robust)"
     group.add_argument("--preset", choices=("robust", "literal"), help=text)
-    group.add_argument("--k-primary", type=count, metavar="K", help="primary clusters (default: 300)")
+    group.add_argument(
+        "--k-primary", type=count, metavar="K", help="primary clusters (default: one for 295 items, from 2 to 300)"
+    )
     group.add_argument("--k-secondary", type=count, metavar="K", help="secondary clusters (default: 15)")
     text = "learning steps (default: 1500; with --update 500, and 0 only assigns new items)"
     group.add_argument("--steps", type=whole, metavar="N", help=text)
@@ -72,11 +74,11 @@ def _cluster(args: Namespace, folder: Path) -> int:
     from sparring.data.splits import split
     from sparring.experiments.report import clustering
     from sparring.experiments.report.clustering import labels_of, summary
-    from sparring.models.clusters import MSAC, Codes
+    from sparring.models.clusters import MSAC, Codes, default_clusters
 
     device = pick_device(args.device)
     old = None if args.update is None else (MSAC.load(args.update, device), Codes.load(args.update))
-    settings = _settings(args)
+    settings = _settings(args)  # raises before the data is read
     data = inputs.read_data(args.data, inputs.columns(args))
     labels = None if args.category is None else labels_of(data, args.category)
     modalities = inputs.read_modalities(args, split(data, **inputs.split_arguments(args, args.seed)))
@@ -84,6 +86,8 @@ def _cluster(args: Namespace, folder: Path) -> int:
     moved: dict[str, Cell] = {}
     with progress("done", args.quiet) as update:
         if old is None:
+            if args.k_primary is None and "k_primary" not in dict(args.settings):
+                settings = dataclasses.replace(settings, k_primary=default_clusters(data.n_items))
             msac = MSAC(dict(modalities.widths), settings, device)
             codes = msac.fit(modalities, data.item_ids, update)
         else:

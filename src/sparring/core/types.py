@@ -285,6 +285,7 @@ class Step:
     whole: Batch | None = None  # the batch of all ranks; None: a single process
     layers: ItemLayers | None = None  # Retriever.item_layers
     shared: SharedQueries | None = None  # where rows share queries and scoring each once is cheaper
+    biased: bool = False  # item vectors end in an item bias (Retriever.item_bias)
 
     @property
     def batch(self) -> Batch:
@@ -295,6 +296,10 @@ class Step:
     def scaled(self) -> Tensor:
         """q / tau, so that a logit is a plain inner product."""
         return self.q / self.tau.unsqueeze(-1)
+
+    def unbiased(self, emb: Tensor) -> Tensor:
+        """Item vectors (..., D) without their item bias, which is popularity and no direction: to compare items."""
+        return emb[..., :-1] if self.biased else emb
 
     def known(self, query_ids: Tensor | None = None) -> Exclude:
         """All known positives of these queries, by default the step's own, as pairs (row, item)."""

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from sparring.core.types import Bag, Batch, Exclude, Mixtures, Outcome, Step
+from sparring.core.types import Bag, Batch, Candidates, Exclude, Mixtures, Outcome, Step
 from sparring.kernels import fuses_mixtures, logits, reference
 from sparring.negatives.base import UNKNOWN, Negatives, check_choice
 from sparring.negatives.clusters import OtherClusters, SameCluster
@@ -27,10 +27,11 @@ class Interpolated(Negatives):
     That is (m_o + 2)(m_o - 1) / 2 mixtures per cluster. d is the inner product scaled to [0, 1]: by the range over all
     m_o items ("minmax_block") or over the set ("minmax_set": every pair then repeats its anchors), as (1 + cos) / 2
     ("affine": nearly all mixtures are the mean), or random shares ("dirichlet", not in the paper). The shares are
-    constants. On a CPU scores are mixed instead of vectors, which is equivalent, unless `renorm` scales each mixture to
-    the mean length of its members or `layer` mixes the hidden state of the item tower after that many layers. A mixture
-    is never harder than its hardest member. Mixtures of a query's own primary cluster are masked. `offset` is added to
-    the logits of mixtures: log(5 / 14) gives 14 of them the weight of 5.
+    constants. An item bias takes no part in d or in lengths, only in the mixture. On a CPU scores are mixed instead of
+    vectors, which is equivalent, unless `renorm` scales each mixture to the mean length of its members or `layer` mixes
+    the hidden state of the item tower after that many layers. A mixture is never harder than its hardest member.
+    Mixtures of a query's own primary cluster are masked. `offset` is added to the logits of mixtures: log(5 / 14) gives
+    14 of them the weight of 5.
 
         Interpolated(OtherClusters(codes, m_c=2, m_o=5), eta=0.6)
 
@@ -67,9 +68,8 @@ class Interpolated(Negatives):
         block = self.source.offer(step, drawn)
         m_o = self.source.m_o
         with torch.no_grad():
-            weights = self.shares(
-                block.emb.detach().unflatten(-2, (-1, m_o)), step.generator, None if block.shared else step.batch
-            )
+            members = step.unbiased(block.emb.detach()).unflatten(-2, (-1, m_o))
+            weights = self.shares(members, step.generator, None if block.shared else step.batch)
         own = step.batch.own(drawn.primary)
         exclude = Exclude(own) if self.source.shared and self.source.exclude != "none" else None
         groups = clusters.flatten() if block.shared else step.batch.own(clusters)
@@ -81,8 +81,8 @@ class Interpolated(Negatives):
             ids = block.ids.clamp(min=0).unflatten(-1, (-1, m_o))
             mixed = replace(mixed, emb=hidden_mixtures(step, ids, weights, self.layer).flatten(-3, -2))
         if self.renorm:
-            length = (weights @ real.emb.norm(dim=-1).unflatten(-1, (-1, m_o)).unsqueeze(-1)).flatten(-3)
-            mixed = replace(mixed, emb=rescaled(mixed.emb, length))
+            length = step.unbiased(real.emb).norm(dim=-1).unflatten(-1, (-1, m_o))
+            mixed = replace(mixed, emb=rescaled(step, mixed.emb, (weights @ length.unsqueeze(-1)).flatten(-3)))
         return Bag((real, mixed))
 
     def shares(self, emb: Tensor, generator: torch.Generator, batch: Batch | None = None) -> Tensor:
@@ -143,7 +143,8 @@ class TowardsPositive(Negatives):
 
     0 < lam < 1 makes them harder, lam < 0 easier. A mixture weakens the pull on the positive by lam times its own share
     of the softmax; detach_positive=True keeps the pull. `renorm`, `offset` and `layer` as in Interpolated. A mixture
-    has the weight of its candidate.
+    has the weight of its candidate, and counts nothing where that one is excluded. With a shared source every query
+    meets the candidates of all, each mixed with the positive that it was drawn for, not with the query's own.
 
     lam="adaptive" keeps the mean advantage of the mixtures at `margin` nats: lam = margin / mean(s_i+ - s_ih), a
     running mean of logits. A fixed lam adds lam (s_i+ - s_ih), which grows from zero to many nats as the model learns:
@@ -178,8 +179,6 @@ class TowardsPositive(Negatives):
             check_choice("lam", lam, LamRule)
         elif not -1 <= lam <= 1:
             raise ValueError(f"lam must be between -1 and 1, or adaptive or learned; got {lam}")
-        if source.shared:
-            raise ValueError("TowardsPositive mixes each query's own positive: give SameCluster shared=False")
         if not 0 < high <= 1 or not 0 <= momentum < 1 or not abs(margin) > 0:
             raise ValueError(
                 f"needs high in (0, 1], momentum in [0, 1) and a non-zero margin; got {high}, {momentum}, {margin}"
@@ -195,13 +194,15 @@ class TowardsPositive(Negatives):
         self.register_buffer("gap", torch.tensor([[gap], [gap**2]]).repeat(1, len(self.lam)))
 
     def forward(self, step: Step) -> Bag:
-        """One block: the candidates, then the mixture of each."""
+        """The candidates, then the mixture of each: one block of a query's own, two blocks of shared ones."""
         ((block,), lam) = self.source(step).blocks, self.lam_of(step)
-        v = step.v.detach() if self.detach_positive else step.v
+        rows = step.batch if block.shared else step  # whose positives are mixed
+        v = rows.v.detach() if self.detach_positive else rows.v
         words = replace(block.provenance, source=f"{block.provenance.source}, then each mixed with the positive")
         if (
             self.layer is None
             and not self.renorm
+            and not block.shared
             and block.exclude is None
             and fuses_mixtures(block.emb, self.source.m_h)
         ):
@@ -209,28 +210,36 @@ class TowardsPositive(Negatives):
 
             emb, log_w, ids = mixtures.towards(block.emb, v, lam, block.log_w, block.ids, self.offset)
             return Bag((replace(block, ids=ids, emb=emb, log_w=log_w, provenance=words),))
-        lam, positive = lam.view(-1, 1, 1).to(block.emb.dtype), v.unsqueeze(1)
+        hard, positive = block.emb.view(len(v), self.source.m_h, -1), v.unsqueeze(1)
+        lam = lam.view(-1, 1, 1).to(hard.dtype)
         if self.layer is None:
-            emb = torch.lerp(block.emb, positive, lam)
+            emb = torch.lerp(hard, positive, lam)
         else:
-            ids = torch.stack([step.item_ids.unsqueeze(1).expand_as(block.ids), block.ids.clamp(min=0)], -1)
+            own = rows.item_ids.unsqueeze(1).expand(hard.shape[:2])
+            ids = torch.stack([own, block.ids.view_as(own).clamp(min=0)], -1)
             both = torch.stack([lam, 1 - lam], -1).expand(*ids.shape[:-1], 1, 2)
-            emb = hidden_mixtures(step, ids, both, self.layer).squeeze(-2)
+            if block.shared:  # ranks share the work
+                ids, both = ids.flatten(0, 1), both.flatten(0, 1)
+            emb = hidden_mixtures(step, ids, both, self.layer).view_as(hard)
         if self.renorm:
-            lengths = block.emb.norm(dim=-1), positive.norm(dim=-1)
-            emb = rescaled(emb, lengths[0] + lam.squeeze(-1) * (lengths[1] - lengths[0]))
-        places = block.exclude.places(block.ids) if block.exclude else None
-        mixed_log_w = (
-            reference.drop(block.log_w, block.ids.shape, places) + self.offset
-        )  # a mixture has no id to exclude
-        ids = torch.cat([block.ids, torch.full_like(block.ids, -1)], 1)
-        emb, log_w = torch.cat([block.emb, emb], 1), torch.cat([block.log_w, mixed_log_w], 1)
+            lengths = step.unbiased(hard).norm(dim=-1), step.unbiased(positive).norm(dim=-1)
+            emb = rescaled(step, emb, lengths[0] + lam.squeeze(-1) * (lengths[1] - lengths[0]))
+        # a mixture has no id to exclude: it counts nothing where its candidate does not
+        shape = torch.Size((len(step.q), block.ids.shape[-1]))
+        log_w = block.log_w
+        if block.exclude is not None:
+            log_w = reference.drop(log_w, shape, block.exclude.places(block.ids))
+        ids, emb, log_w = torch.full_like(block.ids, -1), emb.view_as(block.emb), log_w + self.offset
+        if block.shared:
+            made = block.derived(f"{block.provenance.source}, mixed with the positive that it was drawn for")
+            return Bag((block, Candidates(ids, emb, log_w, provenance=made)))
+        ids, emb, log_w = (torch.cat(both, 1) for both in ((block.ids, ids), (block.emb, emb), (block.log_w, log_w)))
         return Bag((replace(block, ids=ids, emb=emb, log_w=log_w, provenance=words),))
 
     def lam_of(self, step: Step) -> Tensor:
-        """The share of the positive, (1,) or (B,)."""
+        """The share of the positive, (1,) or one for each positive that is mixed."""
         if self.rule == "learned":
-            return self.lam[self.source.primary(step.item_ids)]
+            return self.lam[self.source.primary((step.batch if self.source.shared else step).item_ids)]
         return self.lam if self.rule is None else self.lam.clone()  # it may change before a second backward pass
 
     def observe(self, step: Step, outcome: Outcome) -> None:
@@ -249,8 +258,11 @@ class TowardsPositive(Negatives):
         for block in (block for bag in outcome.bags for block in bag.blocks):
             if block.provenance.sampler is not self.source:
                 continue
-            counts = ~torch.isneginf(block.log_w[:, real])
-            gap = torch.where(counts, step.positive_logits.unsqueeze(1) - logits(step.scaled, block.emb[:, real]), 0.0)
+            emb, log_w = block.emb, block.log_w
+            if block.shared:  # those that were drawn for this rank's queries
+                emb, log_w = (step.batch.own(x.unflatten(0, (-1, self.source.m_h))) for x in (emb, log_w))
+            counts = ~torch.isneginf(log_w[:, real])
+            gap = torch.where(counts, step.positive_logits.unsqueeze(1) - logits(step.scaled, emb[:, real]), 0.0)
             sums.index_add_(1, cluster, torch.stack([counts.sum(1), gap.sum(1), gap.square().sum(1)]).to(sums.dtype))
         sums = step.batch.sum(sums)
         means = sums[1:] / sums[0].clamp(min=1)
@@ -272,7 +284,8 @@ def hidden_mixtures(step: Step, ids: Tensor, weights: Tensor, layer: int) -> Ten
     return step.encode_mixtures(ids, weights, layer)
 
 
-def rescaled(emb: Tensor, length: Tensor) -> Tensor:
-    """Vectors (..., D) with these lengths (...)."""
-    scale: Tensor = length / emb.norm(dim=-1).clamp(min=1e-12)
-    return emb * scale.unsqueeze(-1)
+def rescaled(step: Step, emb: Tensor, length: Tensor) -> Tensor:
+    """Item vectors (..., D) with these lengths (...); an item bias stays as it is and has no length."""
+    own = step.unbiased(emb)
+    scale: Tensor = length / own.norm(dim=-1).clamp(min=1e-12)
+    return torch.cat([own * scale.unsqueeze(-1), emb[..., own.shape[-1] :]], -1)

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import math
+from dataclasses import replace
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from sparring.core.errors import UserError
 from sparring.data.interactions import Interactions
-from sparring.models.clusters.codes import Codes
+from sparring.data.modalities import Modalities
+from sparring.models.clusters import MSAC, ROBUST
+from sparring.models.clusters.codes import Codes, default_clusters
+from sparring.models.clusters.columns import column_vectors
 from sparring.models.clusters.kmeans import k_means, nearest
 from sparring.models.spectral_start import spectral
 from sparring.negatives import (
@@ -37,6 +43,7 @@ Preset = Literal["ours", "literal"]
 # Xing et al. 2025, table 6 and appendix C. Ours: cosines, which tau 0.05 suggests, and an init_std small enough for
 # this learning rate.
 ESANS = Setup.of(dim=64, tau=0.05, init_std=0.01, batch_size=512, lr=2e-4)
+PASSES = 10  # over the items, when clusters are learned here; 500 steps at most
 
 
 def esans(
@@ -44,8 +51,10 @@ def esans(
     setup: Setup = ESANS,
     *,
     codes: Annotated[
-        str | Codes, "a file of `sparring cluster`, behaviour, or a control: random, shuffled:FILE, column:NAME"
-    ] = "behaviour",
+        str | Codes,
+        "a file of `sparring cluster`; modalities: item columns and behaviour, aligned; behaviour alone; or a control: "
+        "random, shuffled:FILE, column:NAME",
+    ] = "modalities",
     m_c: Annotated[int, "other clusters that easy negatives are drawn from"] = 2,
     m_o: Annotated[int, "easy negatives of a cluster"] = 5,
     m_h: Annotated[int, "hard negatives from the positive's cluster; 0 draws none"] = 5,
@@ -63,27 +72,37 @@ def esans(
     simple_mixtures: Annotated[bool, "add mixtures of easy negatives"] = True,
     hard_mixtures: Annotated[bool, "mix hard negatives with the positive"] = True,
     shared: Annotated[bool, "share easy negatives among the batch"] = True,
+    hard_shared: Annotated[bool, "share hard negatives and their mixtures among the batch"] = False,
     correction: Annotated[CountCorrection, "counts weighs every draw by 1 / its expected count"] = "none",
     renorm: Annotated[bool, "scale mixtures to the mean length of their members"] = False,
     detach_positive: Annotated[bool, "stop the gradient through the positive of a hard mixture"] = False,
     offset: Annotated[float, "added to the logits of mixtures"] = 0.0,
     layer: Annotated[int | None, "layer of the item tower at which vectors are mixed; none: its output"] = None,
-    k_primary: Annotated[int, "primary clusters of codes=behaviour and codes=random"] = 300,
+    k_primary: Annotated[
+        int | None, "primary clusters that are made here; none: one for 295 items, from 2 to 300"
+    ] = None,
     k_secondary: Annotated[int, "secondary clusters of each"] = 15,
 ) -> Run:
     """Easy negatives from other clusters of items, hard ones from the positive's own, and mixtures of both (ESANS).
 
-    codes=behaviour clusters co-interaction vectors of the training data. The controls are random, shuffled:FILE (the
-    cluster sizes of a file, items dealt at random) and column:NAME (a cluster for each value, cells at random).
+    codes=modalities clusters the words and vectors of the item columns together with co-interaction vectors of the
+    training data; where items have no such columns it is codes=behaviour, which has the latter alone and is the paper's
+    ablation without aligning. The controls are random, shuffled:FILE (the cluster sizes of a file, items dealt at
+    random) and column:NAME (a cluster for each value, cells at random).
     preset=literal follows equations 9 and 11 to the letter (far clusters first, shares by (1 + cos) / 2) and excludes
     only the positive among real items; ours excludes its cell. Both exclude mixtures of the positive's primary cluster,
-    neither the query's other known positives: exclude=known does. correction=counts is not in the paper: real negatives
-    then stand for all items outside the cell.
+    neither the query's other known positives: exclude=known does. The paper does not say which negatives a batch
+    shares: shared and hard_shared have the readings, and a shared mixture of a hard negative holds the positive that it
+    was drawn for. correction=counts is not in the paper: real negatives then stand for all items outside the cell.
     Xing et al., ESANS: Effective and Semantic-Aware Negative Sampling for Large-Scale Retrieval Systems, WWW 2025.
     """
     ours = preset == "ours"
     masks: CellExcludeKind = exclude if exclude != "preset" else "cell" if ours else "positive"
     near: Distance = distance or ("cosine" if ours else "literal")
+    if hard_shared and correction == "counts":
+        raise UserError(
+            "correction=counts needs hard_shared=false: shared hard negatives would stand for items of the easy ones"
+        )
     cells = item_codes(data, codes, k_primary, k_secondary, m_o, setup.seed)
     negatives: list[Negatives] = []
     # Corrected hard negatives stand for the rest of the positive's cluster, so the shared ones must not.
@@ -96,7 +115,7 @@ def esans(
     else:
         negatives.append(others)
     if m_h > 0:
-        same = SameCluster(cells, m_h, exclude=masks, correction=correction, among=among)
+        same = SameCluster(cells, m_h, hard_shared, masks, correction, among=among)
         negatives.append(TowardsPositive(same, lam, detach_positive, renorm, offset, layer) if hard_mixtures else same)
     return compose(data, setup, Term(1.0, negatives[0] if len(negatives) == 1 else Union(*negatives)))
 
@@ -112,10 +131,16 @@ def set_codes(run: Run, codes: Codes) -> None:
 
 
 def item_codes(
-    data: Interactions, codes: str | Codes, k_primary: int = 300, k_secondary: int = 15, m_o: int = 5, seed: int = 0
+    data: Interactions,
+    codes: str | Codes,
+    k_primary: int | None = None,
+    k_secondary: int = 15,
+    m_o: int = 5,
+    seed: int = 0,
 ) -> Codes:
     """The codes that a word or a file names, for this data's items; at least 2 m_o items per primary cluster."""
     n = data.n_items
+    k_primary = default_clusters(n) if k_primary is None else k_primary
     if k_primary < 2 or k_secondary < 1 or m_o < 1:
         raise UserError(
             f"clusters need k_primary >= 2, k_secondary >= 1 and m_o >= 1; got {k_primary}, {k_secondary}, {m_o}"
@@ -123,6 +148,8 @@ def item_codes(
     k_primary, k_secondary = max(2, min(k_primary, n // (2 * m_o))), min(k_secondary, n)
     if isinstance(codes, Codes):
         cells = codes
+    elif codes == "modalities":
+        cells = modality_codes(data, k_primary, k_secondary, m_o, seed)
     elif codes == "behaviour":
         cells = behaviour_codes(data, k_primary, k_secondary, seed)
     elif codes == "random":
@@ -140,11 +167,29 @@ def item_codes(
     return cells
 
 
-def behaviour_codes(data: Interactions, k_primary: int, k_secondary: int, seed: int = 0, dim: int = 64) -> Codes:
-    """Codes from the interactions alone: k-means of normalised spectral item vectors, then of the residuals."""
+def modality_codes(data: Interactions, k_primary: int, k_secondary: int, min_size: int = 5, seed: int = 0) -> Codes:
+    """Codes by MSAC from the item columns and behaviour, as `column_vectors` reads them; without any, of behaviour."""
+    vectors = {} if data.item_table is None else column_vectors(data.item_table, seed=seed)
+    if not vectors:
+        return behaviour_codes(data, k_primary, k_secondary, seed)
+    vectors["co-interactions"] = behaviour_vectors(data, seed).numpy()
+    modalities = Modalities.from_arrays(vectors)
+    steps = min(math.ceil(PASSES * data.n_items / ROBUST.batch_size) + 20, 500)
+    sizes: dict[str, Any] = {"k_primary": k_primary, "k_secondary": k_secondary, "min_size": min_size}
+    settings = replace(ROBUST, **sizes, dim=64, warmup=2 * steps // 5, steps=steps, seed=seed)
+    return MSAC(modalities.widths, settings).fit(modalities, data.item_ids)
+
+
+def behaviour_vectors(data: Interactions, seed: int = 0, dim: int = 64) -> Tensor:
+    """(N, dim) unit vectors of items by the queries that they share in the training data."""
     positives = data.positives()
     dim = max(1, min(dim, data.n_items // 4, data.n_queries // 4))  # further directions of a small matrix are noise
-    vectors = F.normalize(spectral(positives.start, positives.items, data.n_items, dim, seed=seed)[1], dim=1)
+    return F.normalize(spectral(positives.start, positives.items, data.n_items, dim, seed=seed)[1], dim=1)
+
+
+def behaviour_codes(data: Interactions, k_primary: int, k_secondary: int, seed: int = 0) -> Codes:
+    """Codes from the interactions alone: k-means of normalised spectral item vectors, then of the residuals."""
+    vectors = behaviour_vectors(data, seed)
     generator = torch.Generator().manual_seed(seed)
     centres = k_means(vectors, k_primary, generator)
     primary = nearest(vectors, centres)

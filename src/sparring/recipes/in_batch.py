@@ -242,13 +242,18 @@ def mns(data: Interactions, setup: Setup = PAPER, *, n: UniformDraws = 2048, for
 
 
 def debiased_mns(
-    data: Interactions, setup: Setup = PAPER, *, n: UniformDraws = 2048, correction: Corrected = "count"
+    data: Interactions,
+    setup: Setup = PAPER,
+    *,
+    n: UniformDraws = 2048,
+    per_query: PerQuery = False,
+    correction: Corrected = "count",
 ) -> Run:
     """Mixed negatives corrected by the expected count of the mixture (debiased MNS).
 
     Xing et al., ESANS, WWW 2025 (baseline: Yang et al. 2020 with the correction of Yi et al. 2019).
     """
-    sources = InBatch(item_frequency(data, setup)), Sampled(uniform(data), n)
+    sources = InBatch(item_frequency(data, setup)), Sampled(uniform(data), n, per_query)
     return compose(data, setup, Term(1.0, Union(*sources, correction=correction)))
 
 

@@ -103,6 +103,7 @@ def training_step(
         batch,
         model.item_layers(),
         shared,
+        model.item_bias is not None,
     )
     bags: list[Bag] = []
     outputs: list[LossOutput] = []

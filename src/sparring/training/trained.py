@@ -301,7 +301,8 @@ def run_vectors(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Item vectors of a finished run, and the row in them of each item of this data (-1 for unknown items).
 
-    A run that was trained on test pairs of this split is refused: its vectors would leak the test part.
+    An item bias, which is popularity, is left out. A run that was trained on test pairs of this split is refused: its
+    vectors would leak the test part.
     """
     trained = load(folder, model, recipe=recipe, trust=trust, novelty=0)
     leaked = leaked_pairs(trained, split)
@@ -310,7 +311,8 @@ def run_vectors(
             f"{folder} was trained on {leaked:,} test pairs of this data: train it with the same split and seed"
         )
     rows = trained.ids.item_ids.encode(split.train.item_ids.ids)
-    return trained.item_vectors().detach().cpu().numpy(), rows
+    vectors = trained.item_vectors().detach().cpu().numpy()
+    return vectors if trained.model.item_bias is None else vectors[:, :-1], rows
 
 
 def leaked_pairs(trained: Trained, split: Split) -> int:

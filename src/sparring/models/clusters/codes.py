@@ -15,6 +15,18 @@ from sparring.core.errors import UserError, first_line
 from sparring.core.files import AnyPath, read_section, write_tensors
 from sparring.data.interactions import Vocabulary
 
+ITEMS_PER_CLUSTER, MOST_CLUSTERS = 295, 300  # Amazon's in the paper: 88,408 items in 300 clusters
+
+
+def default_clusters(n_items: int) -> int:
+    """The primary clusters of a catalogue: one for 295 items, as on the paper's smallest set, from 2 to its 300.
+
+    Small clusters leave an item the same few hard negatives in every epoch, many of them positives of the same query.
+
+    Xing et al., ESANS, WWW 2025, tables 1 and 6.
+    """
+    return min(max(round(n_items / ITEMS_PER_CLUSTER), 2), MOST_CLUSTERS)
+
 
 class Codes:
     """A primary cluster of every item, a secondary cluster inside it, and the sorted items of each (ESANS).
