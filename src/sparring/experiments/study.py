@@ -53,6 +53,8 @@ class Method:
     recipe: str  # a name, or FILE.py:FUNCTION, so that a worker process finds it
     settings: Mapping[str, object] = field(default_factory=dict)
     folder_name: str = ""
+    shift: int = 0  # added to every seed of its trials and trainings
+    tau_unit: float = 1.0  # the temperature that is as sharp as 1 in other methods
 
     @property
     def folder(self) -> str:
@@ -100,6 +102,7 @@ class Study:
     taus: Sequence[float] = ()  # temperatures among the first trials
     after: Measure | None = None  # of finished runs, one at a time; for after.json
     alone: bool = False  # train one run at a time, so that times are comparable
+    design: int = 0  # trials spread evenly over the search space, between the first ones and the sampler's
 
     def folder(self, data: str, method: Method, seed: int) -> Path:
         return self.out / data / method.folder / str(seed)
@@ -294,7 +297,7 @@ def _tune(study: Study, jobs: int, listener: Listener) -> list[Failure]:
     for data, method in tuned:
         if len(study.read_trials(data.name, method)) < study.trials:
             folder = study.trials_path(data.name, method).parent
-            work = (data, method, study.trials, folder, study.training, study.taus)
+            work = (data, method, study.trials, folder, study.training, study.taus, study.design)
             tasks[data.name, method.name, "tuning"] = Task(f"{data.name} {method.name} tuning", _tune_one, work)
     failures = perform(tasks, len(tuned), "tuning", jobs, listener)
     failed = {(failure.data, failure.recipe) for failure in failures}
@@ -340,15 +343,44 @@ def _measurements(study: Study, after: Measure) -> Tasks:
 
 
 def _tune_one(
-    say: Say, data: Dataset, method: Method, trials: int, folder: Path, training: Training, taus: Sequence[float]
+    say: Say,
+    data: Dataset,
+    method: Method,
+    trials: int,
+    folder: Path,
+    training: Training,
+    taus: Sequence[float],
+    design: int,
 ) -> None:
-    base = training.base or training.setup
-    fixed, device = method.settings, training.device
-    tune(method.recipe, data.split(0), trials, folder, base=base, fixed=fixed, device=device, taus=taus, say=say)
+    tune(
+        method.recipe,
+        data.split(0),
+        trials,
+        folder,
+        base=training.base or training.setup,
+        fixed=method.settings,
+        device=training.device,
+        seed=method.shift,
+        taus=taus,
+        unit=method.tau_unit,
+        design=design,
+        say=say,
+    )
+
+
+def run_cell(say: Say, study: Study, data: Dataset, method: Method, seeds: Sequence[int]) -> None:
+    """Tune one method on one data set and train it with the seeds; trials and runs that exist are kept."""
+    folder = study.trials_path(data.name, method).parent
+    if study.trials and len(study.read_trials(data.name, method)) < study.trials:
+        _tune_one(say, data, method, study.trials, folder, study.training, study.taus, study.design)
+    chosen = replace(method, settings={**method.settings, **study.tuned_settings(data.name, method)})
+    for seed in seeds:
+        if not finished(place := study.folder(data.name, method, seed)):
+            _train_one(say, place, data, chosen, seed, study.training)
 
 
 def _build(method: Method, split: Split, seed: int, training: Training) -> Run:
-    chosen = {**method.settings, "seed": seed}
+    chosen = {**method.settings, "seed": seed + method.shift}
     run = settings.build(method.recipe, split.train, chosen, training.base, setup=training.setup)
     return run if training.stages else replace(run, setup=run.setup.replaced(clf_epochs=0))
 
