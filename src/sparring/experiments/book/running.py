@@ -42,7 +42,7 @@ from sparring.recipes.run import Run
 from sparring.training.fitting import METRICS
 from sparring.training.step import sample_steps
 
-SHIFT = 1_000_000  # of the seeds of a repeated method
+SHIFT = 1_000  # of the seeds of a repeated method
 VALID, TEST = 0.1, 0.2
 
 
