@@ -83,4 +83,4 @@ def _plan(args: Namespace) -> Book:
     plan, absent = available(dataclasses.replace(plan, **changes), root, named=bool(args.sets))
     detail(args, *(f"left out: {reason}" for reason in absent))
     inputs.check_settings([], trials=plan.trials)
-    return Book(args.out, plan, root, args.device, inputs.settings(args))
+    return Book(args.out, plan, root, args.device, inputs.settings(args), args.plan)

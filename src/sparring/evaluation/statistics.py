@@ -328,7 +328,7 @@ def bayesian_signed_rank(
     Sets have weights w ~ Dirichlet(prior, 1, ..., 1), the first for a difference of zero. Of all pairs (i, j), weighted
     by w_i w_j, a share has (d_i + d_j) / 2 above the margin, below its negative, or between. The probability of each
     outcome is how often it has the largest share; ties are divided. It assumes that sets are drawn alike and
-    independently; with fewer than about five the prior speaks as loudly as the data.
+    independently. It knows only the differences that it saw: with fewer than about five sets it is too sure.
 
         bayesian_signed_rank([0.02, 0.03, 0.05, 0.01], margin=0.01).better
 

@@ -50,7 +50,7 @@ CAVEATS = (
     "depends on the methods that are compared: adding a poor one can change it. With fewer than about ten sets it "
     "rarely shows anything, which is no proof of equality.",
     "The signed-rank test takes relative differences of sets as draws from one distribution. Our sets were chosen "
-    "because they are public, not at random. With fewer than five sets its prior speaks as loudly as the data.",
+    "because they are public, not at random. With fewer than five sets it is too sure, and left out.",
     "The splits of one set share its queries, so a set counts once: its splits are averaged first.",
     "A set on which no method is shown to be ahead of popularity is left out of ranks and claims.",
 )
@@ -237,7 +237,8 @@ def _claims_sheet(results: Mapping[str, Any]) -> Sheet:
 def _sets_sheet(results: Mapping[str, Any], links: Mapping[str, str]) -> Sheet:
     rows, metric = [], results["plan"]["metric"]
     for data in results["data"]:
-        own = [row for row in results["leaderboards"] if _key(row) == _key(data) and row["metric"] == metric]
+        rows_of = (row for row in results["leaderboards"] if _key(row) == _key(data) and row["metric"] == metric)
+        own = [row for row in rows_of if not results["plan"]["methods"][row["method"]]["repeats"]]
         first = max(own, key=lambda row: row["mean"])
         verdicts = "used" if data["usable"] else "left out: nothing is above popularity"
         rows.append({**data, "first": first["method"], "mean": first["mean"], "verdicts": verdicts})
@@ -292,7 +293,7 @@ def _set_page(out: Path, results: Mapping[str, Any], links: Mapping[str, str], n
 
 
 def _told_of_set(data: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], plan: Mapping[str, Any]) -> list[str]:
-    first = rows[0]
+    first = next(row for row in rows if not plan["methods"][row["method"]]["repeats"])
     lines = [f"{first['method']} has the highest mean, {first['mean']:.4f}."]
     for verdict in ("better", "worse"):
         names = [row["method"] for row in rows if row["verdict"] == verdict]
@@ -345,16 +346,20 @@ def _method_page(out: Path, results: Mapping[str, Any], links: Mapping[str, str]
     facts = {"recipe": method["recipe"], "unit of temperature": unit}
     facts |= {"defined by": ", ".join(f"{key}={value}" for key, value in method["settings"].items())}
     facts |= {"repeats": method["repeats"], "draws": _draws(results, name)}
-    about = Section("The method", (Code(method["text"]), Facts({key: text for key, text in facts.items() if text})))
+    formula = [Code(method["formula"].strip())] if method["formula"] else []
+    about = Section(
+        "The method", (Code(method["text"]), *formula, Facts({key: text for key, text in facts.items() if text}))
+    )
     sections = [about]
     if rows:
         won = [f"{row['set']}, {row['split']}, {row['model']}" for row in rows if row["verdict"] == "better"]
         lost = [f"{row['set']}, {row['split']}, {row['model']}" for row in rows if row["verdict"] == "worse"]
         lines = [f"Better than {plan['reference']}: {'; '.join(won)}."] if won else []
         lines += [f"Worse than {plan['reference']}: {'; '.join(lost)}."] if lost else []
-        columns = (*text_columns("set", "split", "model"), *LEADERBOARD[1:], *text_columns("settings"))
+        columns = (*text_columns("set", "split", "model"), *LEADERBOARD[1:])
         table = Sheet(Table(columns, rows), f"Test {plan['metric']}", TONES, links)
-        sections.append(Section("Where it wins and loses", (*([Points(lines)] if lines else []), table)))
+        tuned = Sheet(Table(text_columns("set", "split", "model", "settings"), rows), "Tuned settings", links=links)
+        sections.append(Section("Where it wins and loses", (*([Points(lines)] if lines else []), table, tuned)))
         sections += _cost_section(out, results, name, rows)
         commands = [str(row["command"]) for row in rows if not row["solved"] or row["model"] == rows[0]["model"]]
         sections.append(Section("Repeat it", (Code("\n".join(commands)),)))
@@ -451,7 +456,11 @@ def _claim_page(results: Mapping[str, Any], links: Mapping[str, str], claim: Map
     sections = [Section("Verdict", parts), Section("Tested with", (_tested(results, stated),))]
     sections.append(Section("Caveats", [Paragraph(text) for text in CAVEATS]))
     sections.append(_home(results))
-    return Page(stated["statement"], _lead(results, f"{claim['verdict'].capitalize()}. {stated['paper']}."), sections)
+    return Page(
+        stated["statement"],
+        _lead(results, f"{claim['verdict'].capitalize()}. {stated['paper'].removesuffix('.')}."),
+        sections,
+    )
 
 
 def _tested(results: Mapping[str, Any], stated: Mapping[str, Any]) -> Sheet:

@@ -51,6 +51,7 @@ class BookMethod:
     settings: Mapping[str, object] = field(default_factory=dict)
     tau_unit: float = 1.0
     models: tuple[str, ...] = ()  # all but text unless given
+    formula: str = ""  # as docs/methods has it
     published: Mapping[str, str] = field(default_factory=dict)  # paper, table, and the method's name there
     repeats: str = ""
 

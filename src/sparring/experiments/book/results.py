@@ -21,6 +21,7 @@ import numpy as np
 from sparring.core import files
 from sparring.core.workers import Failure
 from sparring.evaluation.statistics import (
+    SignedRank,
     TestResult,
     bayesian_signed_rank,
     critical_difference,
@@ -42,6 +43,7 @@ from sparring.recipes import finding, settings
 
 FORMAT = 1
 LEVEL = 0.05
+LEAST_SETS = 5  # of the signed-rank test: with fewer it is sure of differences that it saw twice
 SHOWN, NOT_SHOWN, REVERSED = "shown", "not shown", "reversed"
 Chapter = tuple[str, str, str]  # set, split, model
 
@@ -253,7 +255,7 @@ def _judge(rows: list[Row], methods: Mapping[str, BookMethod]) -> None:
         row["p_holm"], row["verdict"] = p, ("better" if ahead else "worse") if p < LEVEL else "no difference shown"
     for row in rows:
         if repeats := methods[str(row["method"])].repeats:
-            row["verdict"] = f"null: {repeats} again"
+            row["verdict"] = f"repeats {repeats}"
 
 
 def _cost(book: Book, values: Values) -> Row:
@@ -281,7 +283,8 @@ def _cost(book: Book, values: Values) -> Row:
 
 def cell_command(book: Book, cell: Cell) -> str:
     """The command that tunes and trains a cell again."""
-    words = ["sparring", "book", "--sets", cell.where.name, "--splits", cell.split]
+    words = ["sparring", "book", *(["--plan", str(book.plan_file)] if book.plan_file is not None else [])]
+    words += ["--sets", cell.where.name, "--splits", cell.split]
     words += [] if cell.model == SOLVED else ["--models", cell.model]
     words += ["--methods", cell.method.repeats or cell.method.name]
     words += ["--trials", str(book.plan.trials), "--seeds", str(book.plan.seeds)]
@@ -354,7 +357,7 @@ def over_sets(
         row["wins"] = sum(int(np.argmax(means[key])) == place for key in keys)
         row["tied"] = None if distance is None else bool(average[place] - average.min() <= distance)
         effects = effects_by_set(own, keys, name, book.plan.reference, metric)
-        chances = bayesian_signed_rank(list(effects.values()), book.plan.margin) if effects else None
+        chances = _chances(book, effects)
         row |= {"relative": float(np.mean(list(effects.values()))) if effects else None}
         row |= {"better": None, "equal": None, "worse": None} if chances is None else asdict(chances)
         rows.append(row)
@@ -382,6 +385,13 @@ def effects_by_set(
             _, mean, base = compared(own[key][name].by_metric[metric], own[key][other].by_metric[metric])
             found.setdefault(key[0], []).append(mean / base if base else 0.0)
     return {each: float(np.mean(values)) for each, values in found.items()}
+
+
+def _chances(book: Book, effects: Mapping[str, float]) -> SignedRank | None:
+    """The signed-rank test of relative differences by set; None with few sets."""
+    if len(effects) < LEAST_SETS:
+        return None
+    return bayesian_signed_rank(list(effects.values()), book.plan.margin)
 
 
 # Claims
@@ -413,7 +423,7 @@ def _claim(
         row["p_holm"], row["verdict"] = p, (SHOWN if ahead else REVERSED) if p < LEVEL else NOT_SHOWN
     effects = effects_by_set(own, [key for key in own if key in usable], claim.better, claim.worse, metric)
     verdict, low, high = verdict_over_sets(effects, [str(row["verdict"]) for row in tested])
-    chances = bayesian_signed_rank(list(effects.values()), book.plan.margin) if effects else None
+    chances = _chances(book, effects)
     return {
         "name": claim.name,
         "verdict": verdict,

@@ -73,6 +73,7 @@ class Book:
     root: Path | None = None
     device: str = "auto"
     changes: Mapping[str, object] = field(default_factory=dict)
+    plan_file: Path | None = None  # for commands; the project's own unless given
 
     @cached_property
     def cells(self) -> list[Cell]:
