@@ -237,9 +237,8 @@ def _claims_sheet(results: Mapping[str, Any]) -> Sheet:
 def _sets_sheet(results: Mapping[str, Any], links: Mapping[str, str]) -> Sheet:
     rows, metric = [], results["plan"]["metric"]
     for data in results["data"]:
-        rows_of = (row for row in results["leaderboards"] if _key(row) == _key(data) and row["metric"] == metric)
-        own = [row for row in rows_of if not results["plan"]["methods"][row["method"]]["repeats"]]
-        first = max(own, key=lambda row: row["mean"])
+        own = [row for row in results["leaderboards"] if _key(row) == _key(data) and row["metric"] == metric]
+        first = _first(own, results["plan"])
         verdicts = "used" if data["usable"] else "left out: nothing is above popularity"
         rows.append({**data, "first": first["method"], "mean": first["mean"], "verdicts": verdicts})
     columns = (
@@ -256,6 +255,11 @@ def _sets_sheet(results: Mapping[str, Any], links: Mapping[str, str]) -> Sheet:
 
 def _key(row: Mapping[str, Any]) -> tuple[str, str, str]:
     return row["set"], row["split"], row["model"]
+
+
+def _first(rows: Sequence[Mapping[str, Any]], plan: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The row with the highest mean; a repeated method counts only where there is no other."""
+    return max(rows, key=lambda row: (not plan["methods"][row["method"]]["repeats"], row["mean"]))
 
 
 def _first_sentence(text: str) -> str:
@@ -293,7 +297,7 @@ def _set_page(out: Path, results: Mapping[str, Any], links: Mapping[str, str], n
 
 
 def _told_of_set(data: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], plan: Mapping[str, Any]) -> list[str]:
-    first = next(row for row in rows if not plan["methods"][row["method"]]["repeats"])
+    first = _first(rows, plan)
     lines = [f"{first['method']} has the highest mean, {first['mean']:.4f}."]
     for verdict in ("better", "worse"):
         names = [row["method"] for row in rows if row["verdict"] == verdict]

@@ -35,11 +35,12 @@ from sparring.evaluation.statistics import (
 from sparring.experiments.book.plan import SOLVED, BookMethod, Claim
 from sparring.experiments.book.running import Book, Cell, commit
 from sparring.experiments.papers.printed import published, published_cells
-from sparring.experiments.report.study_parts import environment, settings_of
+from sparring.experiments.report.study_parts import environment
 from sparring.experiments.report.tables import Row, Table
 from sparring.experiments.report.wording import in_words
 from sparring.experiments.study import FinishedRun
 from sparring.recipes import finding, settings
+from sparring.recipes.setup import SETTINGS, flat
 
 FORMAT = 1
 LEVEL = 0.05
@@ -296,14 +297,16 @@ def cell_command(book: Book, cell: Cell) -> str:
 def train_command(cell: Cell, run: FinishedRun) -> str:
     """The command that trains a run of a cell alone, with the settings that tuning chose."""
     recipe = finding.find(cell.method.recipe)
-    usual = {**settings.own_setup(recipe).flat(), **{k: v for k, (_, v) in settings.own_arguments(recipe).items()}}
-    used = {**settings_of(run), "seed": run.meta["setup"]["seed"]}
-    read = {*settings.settings_of(recipe), *settings.own_arguments(recipe)} - {"model_name", "model_options"}
+    setup, read = settings.own_setup(recipe).flat(), settings.settings_of(recipe) - {"model_name", "model_options"}
+    usual = {SETTINGS[name].path: setup[name] for name in read}  # a recipe may have an argument of a setting's name
+    used = {SETTINGS[name].path: value for name, value in flat(run.meta["setup"]).items() if name in read}
+    usual |= {name: default for name, (_, default) in settings.own_arguments(recipe).items()}
+    used |= run.meta["arguments"]
     place = cell.where.place
     place = place if place == "demo" or place.startswith("world:") else f"DATA/{place}"
     words = ["sparring", "train", "--data", place, "--split", cell.split, "--recipe", cell.method.recipe]
     for name, value in used.items():
-        if name in read and _word(value) != _word(usual.get(name)):
+        if _word(value) != _word(usual[name]):
             words += ["--set", f"{name}={_word(value)}"]
     return shlex.join([*words, "--out", f"runs/{cell.method.name.replace(' ', '-')}"])
 

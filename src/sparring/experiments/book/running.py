@@ -39,6 +39,7 @@ from sparring.experiments.diagnose.profile import profile
 from sparring.experiments.study import Dataset, FinishedRun, Method, Study, Training, finished
 from sparring.recipes import finding, settings
 from sparring.recipes.run import Run
+from sparring.recipes.setup import SETTINGS
 from sparring.training.fitting import METRICS
 from sparring.training.step import sample_steps
 
@@ -148,7 +149,7 @@ def _described(plan: Plan, cell: Cell, method: Method) -> dict[str, Any]:
     recipe = finding.find(method.recipe)
     setup, arguments = settings.resolve(recipe, method.settings, plan.base(cell.model))
     own = {name: default for name, (_, default) in settings.own_arguments(recipe).items()}
-    values = {**setup.flat(), **own, **arguments}
+    values = {**{SETTINGS[name].path: value for name, value in setup.flat().items()}, **own, **arguments}
     values = json.loads(json.dumps({name: values[name] for name in sorted(values)}, default=repr))
     digest = hashlib.blake2b(json.dumps(values).encode(), digest_size=8).hexdigest()
     return {"recipe": method.recipe, "digest": digest, "settings": values}
