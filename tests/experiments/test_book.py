@@ -255,7 +255,7 @@ def test_a_failed_cell_harms_no_other(plan_file: Path, tmp_path: Path, monkeypat
 def test_other_settings_need_another_folder(made: Path, plan_file: Path, refused: Callable[..., str]) -> None:
     """Trials and defaults of a book may not change while it grows."""
     refused(words(plan_file, made, "--trials", "3"), "trials")
-    refused(words(plan_file, made, "--set", "dim=4"), "defaults", "another folder")
+    refused(words(plan_file, made, "--set", "dim=4"), "defaults", "model.dim=8, now 4", "another folder")
 
 
 def test_changed_defaults_are_found(made: Path, plan_file: Path) -> None:

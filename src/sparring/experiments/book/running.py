@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from sparring.core import workers
+from sparring.core import files, workers
 from sparring.core.devices import pick_device
 from sparring.core.errors import UserError
 from sparring.core.partition import drawn_blocks
@@ -272,6 +272,11 @@ def check(book: Book) -> None:
     asked = {name: value for name, value in book.changes.items() if not _any_has(book, name)}
     if asked:
         raise UserError(f"no method of this book has the setting {next(iter(asked))!r}: `sparring recipes` lists them")
+    made = book.out / "book.json"
+    before = files.read_json(made).get("defaults", {}) if made.is_file() else {}
+    changed = stale({name: each for name, each in before.items() if name in book.defaults}, book.defaults)
+    if changed:
+        raise UserError(f"{book.out} was made with other defaults: {changed[0]}; choose another folder")
     study.check_folder(
         book.out,
         "book",
