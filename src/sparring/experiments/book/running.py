@@ -247,17 +247,20 @@ def candidates(run: Run, parts: Split) -> dict[str, float]:
 
 @cache
 def commit() -> str:
-    """The commit of the source that runs, with a + if it was changed since; "unknown" outside a repository."""
-    folder = Path(__file__).resolve().parents[2]
-    words = ["git", "-C", str(folder)]
+    """The commit of the source that runs, with a + if it was changed since; outside its repository the version."""
+    from sparring import __version__
+
     try:
-        head = subprocess.run([*words, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)  # noqa: S603
-        changed = subprocess.run(  # noqa: S603
-            [*words, "status", "--porcelain", "--", "."], capture_output=True, text=True, check=True
-        )
+        _git("ls-files", "--error-unmatch", "__init__.py")  # the repository may be another, around an installed package
+        return _git("rev-parse", "HEAD")[:12] + ("+" if _git("status", "--porcelain", "--", ".") else "")
     except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return head.stdout.strip()[:12] + ("+" if changed.stdout.strip() else "")
+        return f"of version {__version__}"
+
+
+def _git(*words: str) -> str:
+    folder = str(Path(__file__).resolve().parents[2])
+    done = subprocess.run(["git", "-C", folder, *words], capture_output=True, text=True, check=True)  # noqa: S603, S607
+    return done.stdout.strip()
 
 
 # Running
