@@ -27,7 +27,7 @@ LEADERBOARD = (
     Column("seconds", "{seconds:.1f}"),
     Column("epochs", "{epochs:.0f}"),
     Column("tuning seconds", "{tuning_seconds:.0f}"),
-    Column("candidates", "{candidates:,.0f}"),
+    Column("candidates in the loss", "{candidates:,.0f}"),
     Column("catalogue seen", "{catalogue_share:.1%}"),
     Column("seeds", "{seeds}"),
 )
@@ -42,8 +42,9 @@ READING = (
     "At equal time: the best validation metric that a method has reached after the seconds that the reference needs "
     "for its best epoch. Seconds are of training alone, on the device that the page names; with several jobs they "
     "include contention.",
-    "Catalogue seen: the share of all items among the candidates of one step. Near 100 % a sampled loss is a full "
-    "softmax, and methods of sampling cannot differ.",
+    "Candidates in the loss: those of one query in a step, after a method has kept the hardest. Catalogue seen: the "
+    "share of all items among the candidates of all queries of a step. Near 100 % a sampled loss is a full softmax, and "
+    "methods of sampling cannot differ.",
 )
 CAVEATS = (
     "Average ranks ignore how large a difference is. The critical difference assumes that sets are independent, and "

@@ -228,9 +228,9 @@ def _measure(made_by: str, place: str, run: Run, parts: Split, device: str) -> d
 
 
 def candidates(run: Run, parts: Split) -> dict[str, float]:
-    """The candidates that a query is scored against in a step, and the share of the catalogue that a step sees.
+    """The candidates in the loss of a query, and the share of the catalogue among those of all queries of a step.
 
-    Nothing for a run with a solver, which draws none.
+    A method that keeps the hardest of its draws counts those that it keeps. Nothing for a solver, which draws none.
     """
     if run.solver is not None:
         return {}
