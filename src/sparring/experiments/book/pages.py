@@ -43,8 +43,8 @@ READING = (
     "for its best epoch. Seconds are of training alone, on the device that the page names; with several jobs they "
     "include contention.",
     "Candidates in the loss: those of one query in a step, after a method has kept the hardest. Catalogue seen: the "
-    "share of all items among the candidates of all queries of a step. Near 100 % a sampled loss is a full softmax, and "
-    "methods of sampling cannot differ.",
+    "share of all items among the candidates of all queries of a step. Near 100 % a sampled loss is a full softmax, "
+    "and methods of sampling cannot differ.",
 )
 CAVEATS = (
     "Average ranks ignore how large a difference is. The critical difference assumes that sets are independent, and "
