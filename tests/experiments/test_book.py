@@ -198,6 +198,8 @@ def test_every_method_has_the_same_trials_and_seeds(made: Path) -> None:
         assert settings_of[0] == settings_of[1]
         assert [t["value"] for t in trials["ssl_pop"]] != [t["value"] for t in trials["ssl_pop again"]]
     assert not folder(made, "first", "popularity", 1).exists()
+    kept = {path.name for path in folder(made, "first", "xir", 0).iterdir() if not path.name.startswith(".")}
+    assert kept == {*study.RESULTS, "manifest.json"}
 
 
 def test_a_book_goes_on_after_a_kill_and_a_budget(

@@ -27,7 +27,8 @@ from sparring.core.devices import hardware, pick_device
 from sparring.core.errors import UserError, first_line
 from sparring.core.files import read_table
 from sparring.core.locks import LOCK
-from sparring.core.manifest import add_files, is_finished, read_manifest
+from sparring.core.manifest import NAME as MANIFEST
+from sparring.core.manifest import add_files, is_finished, read_manifest, write_manifest
 from sparring.core.workers import Failure, Listener, Say, Task, Tasks, perform
 from sparring.data.interactions import Split
 from sparring.evaluation.metrics import parse
@@ -41,6 +42,8 @@ from sparring.training.fitting import METRICS, fit
 from sparring.training.folder import SELECTION, difference, read_meta
 from sparring.training.loop import TrainingProgress
 
+# The files of a run that tables and pages read.
+RESULTS = ("run.json", "metrics.jsonl", "result.json", "per_query.parquet", "measured.json")
 # A trained run, its split and the device -> figures for a JSON file.
 Measure = Callable[[Run, Split, str], dict[str, Any]]
 
@@ -83,6 +86,7 @@ class Training:
     curve: Sequence[str] = ()  # metrics of the test part, at the first cutoff, recorded during training
     device: str = "auto"
     refit: bool = False  # train again on train and valid, for the epochs that validation chose
+    results_only: bool = False  # delete the model and the checkpoint of a finished run
 
 
 @dataclass(frozen=True)
@@ -417,6 +421,16 @@ def _train_one(say: Say, folder: Path, data: Dataset, method: Method, seed: int,
     more = data.measure(fitted.run, trained_on, training.device) if data.measure is not None else {}
     files.write_json(folder / "measured.json", {"peak_bytes": peak, "device": hardware(device), **more})
     add_files(folder, "measured.json")
+    if training.results_only:
+        _keep_results(folder)
+
+
+def _keep_results(folder: Path) -> None:
+    """Delete every file of a finished run but its description and its results; a kill leaves it finished."""
+    write_manifest(folder, names=(), keep=RESULTS)
+    for path in folder.iterdir():
+        if path.is_file() and path.name not in (*RESULTS, MANIFEST, LOCK):
+            path.unlink()
 
 
 def _measure_one(

@@ -201,7 +201,7 @@ def _overall(out: Path, each: Mapping[str, Any], plan: Mapping[str, Any], links:
     rows = [
         {**row, "tie": words[row["tied"]] if row["rank"] > each["rows"][0]["rank"] else None} for row in each["rows"]
     ]
-    caption = f"Test {plan['metric']} over {', '.join(each['sets'])}; {len(each['chapters'])} splits."
+    caption = f"Test {plan['metric']} over {', '.join(each['sets'])}; chapters: {len(each['chapters'])}."
     drawn = figures.average_ranks({row["method"]: row["rank"] for row in each["rows"]}, each["distance"])
     text = "Average ranks" + (
         "; one set: nothing can be tested over sets."

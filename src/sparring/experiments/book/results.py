@@ -430,6 +430,8 @@ def _claim(
         row["p_holm"], row["verdict"] = p, (SHOWN if ahead else REVERSED) if p < LEVEL else NOT_SHOWN
     effects = effects_by_set(own, [key for key in own if key in usable], claim.better, claim.worse, metric)
     verdict, low, high = verdict_over_sets(effects, [str(row["verdict"]) for row in tested])
+    if len(tested) == 1 and len(effects) == 1:  # the interval over seeds and queries of the only chapter
+        low, high = (float(str(tested[0][end])) for end in ("low", "high"))
     chances = _chances(book, effects)
     return {
         "name": claim.name,

@@ -3,7 +3,8 @@
     OUT/study.json                          the settings that must not change when the book grows
     OUT/runs/MODEL/SET-SPLIT/METHOD/        the studies (see study.py): tune/ and a run folder for each seed
 
-Cells are ordinary tasks of worker processes. Running a book again goes on where the last call ended.
+Cells are ordinary tasks of worker processes. A finished run keeps its results and not its model. Running a book again
+goes on where the last call ended.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ class Book:
             own = [cell for cell in self.cells if cell.model == model]
             data = {cell.chapter: self.dataset(cell) for cell in own}
             methods = {name: [self.method(cell) for cell in own if cell.chapter == name] for name in data}
-            training = Training(self.plan.base(model), metrics=names, device=self.device)
+            training = Training(self.plan.base(model), metrics=names, device=self.device, results_only=True)
             found[model] = Study(
                 self.out / "runs" / model,
                 tuple(data.values()),
