@@ -15,13 +15,16 @@ from sparring.experiments.report.tables import Column, Row, Table, text_columns
 from sparring.experiments.report.wording import command_lines
 
 TONES = {"better": "good", "worse": "bad", "reference": "plain", SHOWN: "good", REVERSED: "bad", NOT_SHOWN: "plain"}
-LEADERBOARD = (
-    *text_columns("method"),
+QUALITY = (  # narrow screens cut a row: the verdict comes first
+    *text_columns("method", "verdict"),
     Column("mean ± std", "{mean:.4f}[[ ± {std:.4f}]]"),
     Column("difference to the reference", "{difference:+.4f}[[ [{d_low:+.4f}, {d_high:+.4f}]]]"),
     Column("relative", "{relative:+.1%}"),
     Column("p (Holm)", "{p_holm:.2g}"),
-    *text_columns("verdict"),
+    Column("seeds", "{seeds}"),
+)
+COST = (
+    *text_columns("method"),
     Column("validation", "{validation:.4f}"),
     Column("at equal time", "{equal_time:.4f}"),
     Column("seconds", "{seconds:.1f}"),
@@ -29,7 +32,6 @@ LEADERBOARD = (
     Column("tuning seconds", "{tuning_seconds:.0f}"),
     Column("candidates in the loss", "{candidates:,.0f}"),
     Column("catalogue seen", "{catalogue_share:.1%}"),
-    Column("seeds", "{seeds}"),
 )
 READING = (
     "Every method has the same split, the same number of trials on the validation part and the same seeds. A trial is "
@@ -280,8 +282,9 @@ def _set_page(out: Path, results: Mapping[str, Any], links: Mapping[str, str], n
         sizes = {part: f"{data[part]:,}" for part in ("queries", "items", "train", "valid", "test") if part in data}
         parts: list[Block] = [Points(_told_of_set(data, own, plan)), Facts(sizes)]
         for metric in plan["metrics"]:
-            board = Table(LEADERBOARD, [row for row in rows if row["metric"] == metric])
+            board = Table(QUALITY, [row for row in rows if row["metric"] == metric])
             parts.append(Sheet(board, f"Test {metric}", TONES, links))
+        parts.append(Sheet(Table(COST, own, f"validation {plan['metric']}, and training"), "Cost", links=links))
         parts.append(Figures(_set_figures(out, results, data, own)))
         chosen = Table((*text_columns("method", "settings"), Column("failed trials", "{failed}")), own)
         parts.append(Sheet(chosen, "Tuned settings", links=links))
@@ -361,7 +364,7 @@ def _method_page(out: Path, results: Mapping[str, Any], links: Mapping[str, str]
         lost = [f"{row['set']}, {row['split']}, {row['model']}" for row in rows if row["verdict"] == "worse"]
         lines = [f"Better than {plan['reference']}: {'; '.join(won)}."] if won else []
         lines += [f"Worse than {plan['reference']}: {'; '.join(lost)}."] if lost else []
-        columns = (*text_columns("set", "split", "model"), *LEADERBOARD[1:])
+        columns = (*text_columns("set", "split", "model"), *QUALITY[1:])
         table = Sheet(Table(columns, rows), f"Test {plan['metric']}", TONES, links)
         tuned = Sheet(Table(text_columns("set", "split", "model", "settings"), rows), "Tuned settings", links=links)
         sections.append(Section("Where it wins and loses", (*([Points(lines)] if lines else []), table, tuned)))
@@ -410,12 +413,11 @@ def _cost_section(out: Path, results: Mapping[str, Any], name: str, rows: Sequen
     ]
     columns = (
         *text_columns("set", "split", "model"),
+        *COST[1:3],
         Column("seconds", "{seconds:.1f}"),
         Column(f"time / {plan['reference']}", "{ratio:.2f}"),
         Column("to the best epoch", "{best_seconds:.1f}"),
-        Column("epochs", "{epochs:.0f}"),
-        Column("trials", "{trials}"),
-        Column("tuning seconds", "{tuning_seconds:.0f}"),
+        *COST[4:],
     )
     parts: list[Block] = [Sheet(Table(columns, ratios))]
     histories = {"-".join(_key(row)): _histories(results, row, name) for row in rows if not row["solved"]}
