@@ -89,6 +89,7 @@ TOGETHER = (
     "cli/test_texts.py",
     "data/test_prepared_spark.py",
     "experiments/test_auto.py",
+    "experiments/test_book.py",
     "experiments/test_comparison.py",
     "experiments/test_diagnosis_report.py",
     "experiments/test_papers",

@@ -36,6 +36,7 @@ COMMANDS = {
     "prepare": ("prepare DATA --out TARGET", "prepared", ".prepared.lock"),
     "cluster": ("cluster --data DATA --modality b=behaviour --out TARGET", "c.safetensors", ".c.safetensors.lock"),
     "compare": ("compare --data DATA --recipes ssl,uns --seeds 1 --out TARGET", "study", "study/.lock"),
+    "book": ("book --sets world --methods uns --out TARGET", "book", "book/.lock"),
     "diagnose": ("diagnose RUN --queries 10 --draws 2 --out TARGET", "page", "page/.lock"),
 }
 

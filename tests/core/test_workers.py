@@ -102,3 +102,16 @@ def test_leaving_early_ends_the_running_tasks(tmp_path: Path) -> None:
     events.close()
     assert not alive(event.message)
     assert (tmp_path / "note").read_text() == "cleaned up"
+
+
+def test_a_deadline_ends_running_tasks(tmp_path: Path) -> None:
+    """At the deadline the iteration ends, running tasks are ended with it, and waiting ones never start."""
+    work = [Task(name, tasks.linger, (str(tmp_path / name),)) for name in ("a", "b")]
+    began = time.monotonic()
+    events = list(run(work, jobs=1, deadline=began + 2))
+    assert time.monotonic() - began < 30
+    assert not any(isinstance(event, Ended) for event in events)
+    pids = [event.message for event in events if isinstance(event, TaskMessage)]
+    assert not any(alive(pid) for pid in pids)
+    assert not (tmp_path / "b").exists()
+    assert list(run(work, jobs=1, deadline=time.monotonic() - 1)) == []

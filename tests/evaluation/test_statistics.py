@@ -11,11 +11,15 @@ import pytest
 import scipy.stats
 
 from sparring.evaluation.statistics import (
+    bayesian_signed_rank,
     bootstrap,
+    critical_difference,
     difference,
     holm,
     paired_t,
+    ranks,
     seeds_and_queries,
+    share_interval,
     sign_flip,
     summary,
     t_quantile,
@@ -233,3 +237,53 @@ def test_difference_holds_every_test() -> None:
     assert one.queries.p == pytest.approx(scipy.stats.ttest_rel(a[0], b[0]).pvalue)
     with pytest.raises(ValueError, match=r"\(seeds, queries\)"):
         difference(a[0], b[0])
+
+
+def test_ranks_share_ties() -> None:
+    """The largest value has rank 1; equal values share the mean of their places."""
+    values = np.random.default_rng(0).integers(0, 5, (6, 7)) / 10
+    by_hand = np.stack([scipy.stats.rankdata(-row) for row in values])
+    assert np.array_equal(ranks(values), by_hand)
+    assert ranks(np.array([0.3, 0.1, 0.3])).tolist() == [1.5, 3.0, 1.5]
+
+
+@pytest.mark.parametrize(("methods", "sets", "level"), [(2, 10, 0.95), (5, 30, 0.95), (10, 8, 0.9), (36, 3, 0.95)])
+def test_critical_difference_is_nemenyis(methods: int, sets: int, level: float) -> None:
+    """q sqrt(k (k + 1) / (6 n)), with q of the studentized range; with two methods q is the normal quantile."""
+    q = scipy.stats.studentized_range.ppf(level, methods, np.inf) / math.sqrt(2)
+    expected = q * math.sqrt(methods * (methods + 1) / (6 * sets))
+    assert critical_difference(methods, sets, level) == pytest.approx(expected, rel=1e-6)
+    if methods == 2:
+        assert q == pytest.approx(scipy.stats.norm.ppf((1 + level) / 2), rel=1e-6)
+    with pytest.raises(ValueError, match="at least 2 methods"):
+        critical_difference(1, sets)
+
+
+def test_critical_difference_keeps_its_level() -> None:
+    """Of random rankings of six methods on 40 sets, about 5 % have two average ranks further apart than that."""
+    random, distance = np.random.default_rng(0), critical_difference(6, 40)
+    averages = ranks(random.random((4000, 40, 6))).mean(1)
+    share = float((np.ptp(averages, axis=1) > distance).mean())
+    assert abs(share - 0.05) < 4 * math.sqrt(0.05 * 0.95 / 4000) + 0.01
+
+
+def test_signed_rank_where_the_answer_is_known() -> None:
+    """One difference: P(better) = P(w0^2 < 1/2), w0 ~ Beta(prior, 1); a mirrored sample mirrors the answer; within the
+    margin all is equal; many clear differences are certain."""
+    for prior in (0.5, 1.0, 2.0):
+        expected = math.sqrt(0.5) ** prior
+        found = bayesian_signed_rank([0.2], margin=0.0, prior=prior)
+        assert found.better == pytest.approx(expected, abs=4 * math.sqrt(expected * (1 - expected) / 20_000))
+        assert (found.worse, found.better + found.equal) == (0.0, pytest.approx(1.0))
+    d = np.random.default_rng(1).normal(0.01, 0.05, 9)
+    ahead, behind = bayesian_signed_rank(d, 0.01), bayesian_signed_rank(-d, 0.01)
+    assert (ahead.better, ahead.equal, ahead.worse) == (behind.worse, behind.equal, behind.better)
+    assert bayesian_signed_rank([0.001, -0.002, 0.003], margin=0.01).equal == 1.0
+    assert bayesian_signed_rank([0.1, 0.2, 0.15, 0.12, 0.3, 0.2, 0.1, 0.2], margin=0.01).better > 0.99
+
+
+@pytest.mark.parametrize(("hits", "trials"), [(0, 4), (3, 40), (5, 100), (40, 40)])
+def test_share_interval_is_wilsons(hits: int, trials: int) -> None:
+    """The interval of a share is Wilson's."""
+    wilson = scipy.stats.binomtest(hits, trials).proportion_ci(0.95, "wilson")
+    assert share_interval(hits, trials) == (pytest.approx(wilson.low, abs=1e-7), pytest.approx(wilson.high, abs=1e-7))

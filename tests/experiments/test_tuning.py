@@ -8,12 +8,13 @@ import sys
 from pathlib import Path
 from typing import Any, get_args
 
+import numpy as np
 import pytest
 
 from sparring.core.errors import UserError
 from sparring.data.interactions import Split
 from sparring.experiments import tuning
-from sparring.experiments.search_space import OneOf, Range, defaults, first_trials, space
+from sparring.experiments.search_space import OneOf, Range, defaults, first_trials, in_unit, space, space_filling
 from sparring.experiments.tuning import Trial, best, read_trials, tune
 from sparring.recipes import RECIPES
 from sparring.recipes.finding import find
@@ -115,6 +116,40 @@ def test_temperatures_of_another_unit_are_among_the_first(parts: Split) -> None:
     usual, half, double = taus["ssl_pop"]
     assert (half, double) == (usual / 2, usual * 2)
     assert all(each == [usual, half, double] for each in taus.values())
+
+
+def test_a_design_fills_the_space() -> None:
+    """Of eight settings, one is in each eighth of every range, and each half of a list has four."""
+    choices = space("xir", base=QUICK)
+    points = space_filling(choices, 8, seed=3)
+    for name, entry in choices.items():
+        values = [point[name] for point in points]
+        if isinstance(entry, Range):
+            scale = np.log if entry.log else np.asarray
+            low, high = scale(entry.low), scale(entry.high)
+            places = (scale(np.array(values)) - low) / (high - low)
+            assert sorted(np.floor(8 * places).astype(int)) == list(range(8)), name
+        else:
+            assert set(values) <= set(entry.values)
+    assert sorted(point["item_bias"] for point in points) == [False] * 4 + [True] * 4
+    assert space_filling(choices, 8, seed=3) == points != space_filling(choices, 8, seed=4)
+    whole = [point["neighbours"] for point in space_filling(space("item_knn"), 16)]
+    assert all(isinstance(value, int) and 10 <= value <= 500 for value in whole)
+    assert space_filling({}, 3) == space_filling(choices, 0) == []
+
+
+def test_temperatures_are_tried_in_the_unit_of_a_method(parts: Split, tmp_path: Path) -> None:
+    """With a unit of 2 every tried temperature and the range are twice as large; a design follows the first trials."""
+    plain, twice = (
+        tune("uns", parts, 6, tmp_path / str(unit), base=QUICK, fixed=FIXED, device="cpu", unit=unit, design=2).trials
+        for unit in (1.0, 2.0)
+    )
+    assert [2 * trial.settings["tau"] for trial in plain] == pytest.approx([t.settings["tau"] for t in twice])
+    tau = in_unit(space("uns", FIXED, QUICK), 2.0)["tau"]
+    assert isinstance(tau, Range)
+    assert (tau.low, tau.high) == (0.04, 2.0)
+    choices = in_unit(space("uns", FIXED, QUICK), 2.0)
+    assert [trial.settings for trial in twice[4:]] == space_filling(choices, 2)
 
 
 def test_the_score_is_the_best_validation_and_the_test_part_is_not_used(parts: Split, tmp_path: Path) -> None:

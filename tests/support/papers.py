@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,12 @@ def run_here(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Run trainings in this process, one after another; the list fills with the tasks that ran."""
     ran: list[str] = []
 
-    def run(tasks: Sequence[workers.Task], jobs: int = 1, threads: int | None = None) -> Iterator[workers.Ended]:
+    def run(
+        tasks: Iterable[workers.Task], jobs: int = 1, threads: int | None = None, deadline: float | None = None
+    ) -> Iterator[workers.Ended]:
         for task in tasks:
+            if deadline is not None and time.monotonic() >= deadline:
+                return
             ran.append(task.name)
             try:
                 yield workers.Ended(task.name, task.work(lambda message: None, *task.arguments), None)

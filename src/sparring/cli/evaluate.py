@@ -231,11 +231,12 @@ def _to_rank(trained: Trained, data: Interactions, args: Namespace) -> _Task:
     """
     import numpy as np
 
+    from sparring.data.fingerprints import fingerprint
     from sparring.data.histories import past_of
     from sparring.training.folder import SELECTION
 
     record = trained.meta.get("source") or {}
-    same = record and inputs.fingerprint(data) == record.get("fingerprint")
+    same = record and fingerprint(data) == record.get("fingerprint")
     if same and data.item_ids.ids.equals(trained.ids.item_ids.ids):
         parts = inputs.split_recorded(data, trained.meta, args.run)
         part = parts.test if args.part == "test" else parts.valid

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import re
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -148,13 +146,9 @@ def world(where: str) -> SyntheticWorld | None:
     """The synthetic world named world:QUERIESxITEMS or world:QUERIESxITEMS:SEED; None for any other name."""
     if not where.startswith("world:") or Path(where).exists():
         return None
-    from sparring.data.synthetic_world import make_world
+    from sparring.data.synthetic_world import named_world
 
-    match = re.fullmatch(r"world:(\d+)x(\d+)(?::(\d+))?", where)
-    if match is None:
-        example = "world:QUERIESxITEMS, such as world:2000x1000, or world:2000x1000:SEED"
-        raise UserError(f"{where!r} is not a world: write {example}")
-    return make_world(int(match[1]), int(match[2]), seed=int(match[3] or 0))
+    return named_world(where)
 
 
 def read_modalities(args: Namespace, split: Split) -> Modalities:
@@ -181,20 +175,10 @@ def read_modalities(args: Namespace, split: Split) -> Modalities:
 
 def source(data: Interactions, where: str, given: Mapping[str, Any], split: Mapping[str, Any], k: list[int]) -> Any:
     """The record in run.json from which the same parts are read again."""
+    from sparring.data.fingerprints import fingerprint
+
     place = {"data": _place(where), "columns": dict(given), "split": dict(split)}
     return {**place, "fingerprint": fingerprint(data), "k": k}
-
-
-def fingerprint(data: Interactions) -> str:
-    """A short hash of the pairs and of the columns that split them, which detects changed data."""
-    from sparring.data.prepared.format import Prepared
-
-    if isinstance(data, Prepared):
-        return data.checksum
-    digest = hashlib.blake2b(f"{data.n_queries} {data.n_items}".encode(), digest_size=8)
-    for column in (data.queries, data.items, data.time, data.split, *(data.hidden or ())):
-        digest.update(b"" if column is None else column.data)
-    return digest.hexdigest()
 
 
 def recorded(meta: Mapping[str, Any], folder: Path) -> dict[str, Any]:
@@ -242,6 +226,7 @@ def split_recorded(data: Interactions, meta: Mapping[str, Any], folder: Path, wh
 
 def first_split(data: Interactions, meta: Mapping[str, Any], folder: Path, where: str | None = None) -> Split:
     """The parts of a run's data before a refit joins them."""
+    from sparring.data.fingerprints import fingerprint
     from sparring.data.splits import split
 
     record = recorded(meta, folder)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from sparring.cli.bench import add_bench
+from sparring.cli.book import add_book
 from sparring.cli.check import add_check
 from sparring.cli.cluster import add_cluster
 from sparring.cli.compare import add_compare
@@ -48,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return execute(words)
     except KeyboardInterrupt as stop:  # `train` supplies the hint
-        repeat = "run the same command again to continue" if words[:1] in (["compare"], ["reproduce"]) else ""
+        repeat = "run the same command again to continue" if words[:1] in (["compare"], ["reproduce"], ["book"]) else ""
         hint = str(stop) or repeat
         what, code = ("terminated", 143) if isinstance(stop, Terminated) else ("interrupted", 130)
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # the launcher reports it, once for all ranks
@@ -107,6 +108,7 @@ def parser() -> tuple[Parser, dict[str, Parser]]:
         add_evaluate,
         add_fuse,
         add_compare,
+        add_book,
         add_reproduce,
         add_diagnose,
         add_cluster,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -68,14 +69,17 @@ class Listener:
     ended: Callable[[str, str | None], None] = lambda task, error: None
 
 
-def run(tasks: Iterable[Task], jobs: int = 1, threads: int | None = None) -> Iterator[TaskMessage | Ended]:
+def run(
+    tasks: Iterable[Task], jobs: int = 1, threads: int | None = None, deadline: float | None = None
+) -> Iterator[TaskMessage | Ended]:
     """Run every task, at most `jobs` at once, and yield their messages and results as they arrive.
 
     A task is taken from `tasks` when a process is free, so an iterator may decide late.
 
     A task is forked from a server that has only imported libraries: it starts at once and inherits neither memory of an
     earlier task nor a broken thread pool. `threads` limits the CPU threads of each task. Leaving the iteration early
-    (Ctrl-C) ends all running tasks, and so does the death of the caller.
+    (Ctrl-C) ends all running tasks, and so does the death of the caller. At `deadline`, a time.monotonic(), the
+    iteration ends, and the running tasks with it.
 
         for event in run([Task("a", train_one, (1,)), Task("b", train_one, (2,))], jobs=2): ...
     """
@@ -93,7 +97,10 @@ def run(tasks: Iterable[Task], jobs: int = 1, threads: int | None = None) -> Ite
                 running[here] = (task, child)
             if not running:
                 return
-            for pipe in wait(list(running)):
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                return
+            for pipe in wait(list(running), left):
                 assert isinstance(pipe, Connection)
                 task, child = running[pipe]
                 try:

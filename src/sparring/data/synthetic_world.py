@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import numpy as np
@@ -164,6 +165,18 @@ def make_world(
         sharpness=sharpness,
         shift=shift,
     )
+
+
+def named_world(name: str) -> SyntheticWorld:
+    """The world that a name describes: world:QUERIESxITEMS or world:QUERIESxITEMS:SEED.
+
+    named_world("world:2000x1000").interactions
+    """
+    match = re.fullmatch(r"world:(\d+)x(\d+)(?::(\d+))?", name)
+    if match is None:
+        example = "world:QUERIESxITEMS, such as world:2000x1000, or world:2000x1000:SEED"
+        raise UserError(f"{name!r} is not a world: write {example}")
+    return make_world(int(match[1]), int(match[2]), seed=int(match[3] or 0))
 
 
 def _unit(vectors: np.ndarray) -> np.ndarray:

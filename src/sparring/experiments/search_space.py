@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, get_args
 
+from torch.quasirandom import SobolEngine
+
 from sparring.core.errors import UserError
 from sparring.data.interactions import Interactions
 from sparring.models import finding
@@ -128,6 +130,36 @@ def first_trials(
     if "tau" in second:
         trials += [second | _clipped(choices, {"tau": tau}) for tau in taus or (second["tau"] / 2, 2 * second["tau"])]
     return [trial for number, trial in enumerate(trials) if trial not in trials[:number]]
+
+
+def space_filling(choices: Mapping[str, Range | OneOf], n: int, seed: int = 0) -> list[dict[str, Any]]:
+    """n settings spread evenly over the search space: points of a scrambled Sobol sequence.
+
+    space_filling(space("xir"), 6)
+
+    Sobol, On the Distribution of Points in a Cube, USSR Computational Mathematics and Mathematical Physics 1967.
+    """
+    if not choices or n < 1:
+        return []
+    points = SobolEngine(len(choices), scramble=True, seed=seed).draw(n).double().clamp(0, 1 - 1e-9).tolist()
+    return [{name: _at(entry, u) for (name, entry), u in zip(choices.items(), point, strict=True)} for point in points]
+
+
+def _at(entry: Range | OneOf, u: float) -> Any:
+    """The value at a place 0 <= u < 1 of a range or of a list."""
+    if isinstance(entry, OneOf):
+        return entry.values[int(u * len(entry.values))]
+    low, high = entry.low, entry.high + (1 if entry.whole else 0)
+    value = low * (high / low) ** u if entry.log else low + (high - low) * u
+    return min(int(value), int(entry.high)) if entry.whole else value
+
+
+def in_unit(choices: Mapping[str, Range | OneOf], unit: float) -> dict[str, Range | OneOf]:
+    """The search space of a method whose temperature `unit` tau is as sharp as tau in others."""
+    tau = choices.get("tau")
+    if not isinstance(tau, Range):
+        return dict(choices)
+    return {**choices, "tau": replace(tau, low=unit * tau.low, high=unit * tau.high)}
 
 
 def _clipped(choices: Mapping[str, Range | OneOf], values: Mapping[str, Any]) -> dict[str, Any]:

@@ -27,7 +27,8 @@ from sparring.core.devices import hardware, pick_device
 from sparring.core.errors import UserError, first_line
 from sparring.core.files import read_table
 from sparring.core.locks import LOCK
-from sparring.core.manifest import add_files, is_finished, read_manifest
+from sparring.core.manifest import NAME as MANIFEST
+from sparring.core.manifest import add_files, is_finished, read_manifest, write_manifest
 from sparring.core.workers import Failure, Listener, Say, Task, Tasks, perform
 from sparring.data.interactions import Split
 from sparring.evaluation.metrics import parse
@@ -41,6 +42,8 @@ from sparring.training.fitting import METRICS, fit
 from sparring.training.folder import SELECTION, difference, read_meta
 from sparring.training.loop import TrainingProgress
 
+# The files of a run that tables and pages read.
+RESULTS = ("run.json", "metrics.jsonl", "result.json", "per_query.parquet", "measured.json")
 # A trained run, its split and the device -> figures for a JSON file.
 Measure = Callable[[Run, Split, str], dict[str, Any]]
 
@@ -53,6 +56,8 @@ class Method:
     recipe: str  # a name, or FILE.py:FUNCTION, so that a worker process finds it
     settings: Mapping[str, object] = field(default_factory=dict)
     folder_name: str = ""
+    shift: int = 0  # added to every seed of its trials and trainings
+    tau_unit: float = 1.0  # the temperature that is as sharp as 1 in other methods
 
     @property
     def folder(self) -> str:
@@ -81,6 +86,7 @@ class Training:
     curve: Sequence[str] = ()  # metrics of the test part, at the first cutoff, recorded during training
     device: str = "auto"
     refit: bool = False  # train again on train and valid, for the epochs that validation chose
+    results_only: bool = False  # delete the model and the checkpoint of a finished run
 
 
 @dataclass(frozen=True)
@@ -100,6 +106,7 @@ class Study:
     taus: Sequence[float] = ()  # temperatures among the first trials
     after: Measure | None = None  # of finished runs, one at a time; for after.json
     alone: bool = False  # train one run at a time, so that times are comparable
+    design: int = 0  # trials spread evenly over the search space, between the first ones and the sampler's
 
     def folder(self, data: str, method: Method, seed: int) -> Path:
         return self.out / data / method.folder / str(seed)
@@ -294,7 +301,7 @@ def _tune(study: Study, jobs: int, listener: Listener) -> list[Failure]:
     for data, method in tuned:
         if len(study.read_trials(data.name, method)) < study.trials:
             folder = study.trials_path(data.name, method).parent
-            work = (data, method, study.trials, folder, study.training, study.taus)
+            work = (data, method, study.trials, folder, study.training, study.taus, study.design)
             tasks[data.name, method.name, "tuning"] = Task(f"{data.name} {method.name} tuning", _tune_one, work)
     failures = perform(tasks, len(tuned), "tuning", jobs, listener)
     failed = {(failure.data, failure.recipe) for failure in failures}
@@ -340,15 +347,44 @@ def _measurements(study: Study, after: Measure) -> Tasks:
 
 
 def _tune_one(
-    say: Say, data: Dataset, method: Method, trials: int, folder: Path, training: Training, taus: Sequence[float]
+    say: Say,
+    data: Dataset,
+    method: Method,
+    trials: int,
+    folder: Path,
+    training: Training,
+    taus: Sequence[float],
+    design: int,
 ) -> None:
-    base = training.base or training.setup
-    fixed, device = method.settings, training.device
-    tune(method.recipe, data.split(0), trials, folder, base=base, fixed=fixed, device=device, taus=taus, say=say)
+    tune(
+        method.recipe,
+        data.split(0),
+        trials,
+        folder,
+        base=training.base or training.setup,
+        fixed=method.settings,
+        device=training.device,
+        seed=method.shift,
+        taus=taus,
+        unit=method.tau_unit,
+        design=design,
+        say=say,
+    )
+
+
+def run_cell(say: Say, study: Study, data: Dataset, method: Method, seeds: Sequence[int]) -> None:
+    """Tune one method on one data set and train it with the seeds; trials and runs that exist are kept."""
+    folder = study.trials_path(data.name, method).parent
+    if study.trials and len(study.read_trials(data.name, method)) < study.trials:
+        _tune_one(say, data, method, study.trials, folder, study.training, study.taus, study.design)
+    chosen = replace(method, settings={**method.settings, **study.tuned_settings(data.name, method)})
+    for seed in seeds:
+        if not finished(place := study.folder(data.name, method, seed)):
+            _train_one(say, place, data, chosen, seed, study.training)
 
 
 def _build(method: Method, split: Split, seed: int, training: Training) -> Run:
-    chosen = {**method.settings, "seed": seed}
+    chosen = {**method.settings, "seed": seed + method.shift}
     run = settings.build(method.recipe, split.train, chosen, training.base, setup=training.setup)
     return run if training.stages else replace(run, setup=run.setup.replaced(clf_epochs=0))
 
@@ -385,6 +421,16 @@ def _train_one(say: Say, folder: Path, data: Dataset, method: Method, seed: int,
     more = data.measure(fitted.run, trained_on, training.device) if data.measure is not None else {}
     files.write_json(folder / "measured.json", {"peak_bytes": peak, "device": hardware(device), **more})
     add_files(folder, "measured.json")
+    if training.results_only:
+        _keep_results(folder)
+
+
+def _keep_results(folder: Path) -> None:
+    """Delete every file of a finished run but its description and its results; a kill leaves it finished."""
+    write_manifest(folder, names=(), keep=RESULTS)
+    for path in folder.iterdir():
+        if path.is_file() and path.name not in (*RESULTS, MANIFEST, LOCK):
+            path.unlink()
 
 
 def _measure_one(

@@ -20,7 +20,7 @@ from typing import Any
 from sparring.core import files
 from sparring.core.errors import UserError, first_line
 from sparring.data.interactions import Split
-from sparring.experiments.search_space import OneOf, Range, first_trials, space
+from sparring.experiments.search_space import OneOf, Range, first_trials, in_unit, space, space_filling
 from sparring.recipes.finding import Recipe, named
 from sparring.recipes.settings import build
 from sparring.recipes.setup import Setup
@@ -65,14 +65,17 @@ def tune(
     device: str = "auto",
     seed: int = 0,
     taus: Sequence[float] = (),
+    unit: float = 1.0,
+    design: int = 0,
     say: Callable[[Trial], None] = lambda trial: None,
 ) -> TuningResult:
     """Try `trials` settings of a recipe on the validation part and return the best; resumes an interrupted call.
 
     After the first two trials come the second's settings at the temperatures `taus` (half and twice its own by
-    default), then the sampler's choices. Each finished trial is a line of FOLDER/trials.jsonl. The sampler (TPE) is
-    seeded with (seed, trial number) and reads the earlier trials, so a resumed call ends exactly like an uninterrupted
-    one. Needs the extra `tune` (Optuna).
+    default), `design` settings spread evenly over the space, then the sampler's choices. `unit` is the temperature that
+    is as sharp as 1 in other methods, and scales every temperature that is tried. Each finished trial is a line of
+    FOLDER/trials.jsonl. The sampler (TPE) is seeded with (seed, trial number) and reads the earlier trials, so a
+    resumed call ends exactly like an uninterrupted one. Needs the extra `tune` (Optuna).
 
         tune("xir", split, 20, "compare/a/tune").settings
 
@@ -82,7 +85,8 @@ def tune(
     if split.valid is None:
         raise UserError("tuning needs a validation part, and the split has none: use --valid with a share above 0")
     path, fixed = Path(folder) / "trials.jsonl", fixed or {}
-    choices = space(recipe, fixed, base)
+    plain = space(recipe, fixed, base)
+    choices = in_unit(plain, unit)
     trials = trials if choices else 1  # more would be equal
     distributions = {name: _distribution(optuna, entry) for name, entry in choices.items()}
     done = read_trials(path)
@@ -91,14 +95,16 @@ def tune(
             tuned, now = ", ".join(trial.settings), ", ".join(choices)
             raise UserError(f"{path} holds trials over {tuned}, not {now}: choose another folder")
     parts = Split(split.train, split.valid, None)
-    first = first_trials(recipe, choices, parts.train, base, fixed, taus)
+    first = first_trials(recipe, plain, parts.train, base, fixed, taus)
+    first = [{**trial, "tau": unit * trial["tau"]} if "tau" in trial else trial for trial in first]
+    first += space_filling(choices, design, seed)
     while len(done) < trials:
         number = len(done)
         settings = _ask(optuna, done, distributions, seed, first[number] if number < len(first) else {})
         started = time.perf_counter()
         value, error = None, None
         try:
-            run = build(recipe, parts.train, {**fixed, **settings, "seed": TUNING_SEED}, base)
+            run = build(recipe, parts.train, {**fixed, **settings, "seed": TUNING_SEED + seed}, base)
             towers = replace(run, setup=run.setup.replaced(clf_epochs=0))  # trials are judged by the towers alone
             history = fit(towers, parts, device=device, progress=False).history
             select = run.setup.validation.select

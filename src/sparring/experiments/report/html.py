@@ -81,8 +81,19 @@ class Figures:
 
 
 @dataclass(frozen=True)
+class Links:
+    """Links to other pages, by their words."""
+
+    links: Mapping[str, str]
+
+    def html(self) -> str:
+        listed = (f'<li><a href="{escape(to)}">{escape(words)}</a></li>' for words, to in self.links.items())
+        return f'<nav aria-label="Pages"><ul>{"".join(listed)}</ul></nav>'
+
+
+@dataclass(frozen=True)
 class Sheet:
-    """A table that its headings sort, by unrounded values; `tones` marks words as good, bad or plain.
+    """A table that its headings sort, by unrounded values; `tones` marks words as good, bad or plain, `links` them.
 
     Sheet(table, title="recall@20", tones={"better": "good", "worse": "bad", "baseline": "plain"})
     """
@@ -90,6 +101,7 @@ class Sheet:
     table: Table
     title: str = ""
     tones: Mapping[str, str] = field(default_factory=dict)
+    links: Mapping[str, str] = field(default_factory=dict)  # of whole cells of text
 
     def html(self) -> str:
         head = "".join(
@@ -114,12 +126,14 @@ class Sheet:
         words = shown(column.form, row)
         tone = self.tones.get(words, "")
         inner = f'<span class="tone {escape(tone)}">{escape(words)}</span>' if tone else escape(words)
+        if column.text and words in self.links:
+            inner = f'<a href="{escape(self.links[words])}">{inner}</a>'
         value = None if column.text else sort_value(column, row)
         known = "" if value is None else f' data-value="{value!r}"'
         return f"<td{_text(column, len(words) > _LONG)}{known}>{inner}</td>"
 
 
-Block = Paragraph | Points | Code | Facts | Figures | Sheet
+Block = Paragraph | Points | Code | Facts | Figures | Links | Sheet
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,525 @@
+"""The figures of a book, read from its run folders: every run, leaderboards, ranks over sets, claims, the null rate.
+
+    OUT/book.json    everything that the pages show, and every run
+    OUT/runs.csv     every run, one line each
+
+A chapter is one split of a set under one model. Solved methods have no model and stand in every chapter of their split.
+All tests are those of evaluation/statistics.py, over seeds and queries together.
+"""
+
+from __future__ import annotations
+
+import inspect
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from sparring.core import files
+from sparring.core.workers import Failure
+from sparring.evaluation.statistics import (
+    SignedRank,
+    TestResult,
+    bayesian_signed_rank,
+    critical_difference,
+    holm,
+    paired_t,
+    ranks,
+    seeds_and_queries,
+    share_interval,
+    summary,
+)
+from sparring.experiments.book.plan import SOLVED, BookMethod, Claim
+from sparring.experiments.book.running import Book, Cell, commit
+from sparring.experiments.papers.printed import published, published_cells
+from sparring.experiments.report.study_parts import environment
+from sparring.experiments.report.tables import Row, Table
+from sparring.experiments.report.wording import in_words
+from sparring.experiments.study import FinishedRun
+from sparring.recipes import finding, settings
+from sparring.recipes.setup import SETTINGS, flat
+
+FORMAT = 1
+LEVEL = 0.05
+LEAST_SETS = 5  # of the signed-rank test: with fewer it is sure of differences that it saw twice
+SHOWN, NOT_SHOWN, REVERSED = "shown", "not shown", "reversed"
+Chapter = tuple[str, str, str]  # set, split, model
+
+
+@dataclass(frozen=True)
+class Values:
+    """The runs of a cell and their values, by seed."""
+
+    cell: Cell
+    runs: Sequence[FinishedRun]
+    by_metric: Mapping[str, Mapping[int, np.ndarray]]
+
+    def means(self, metric: str) -> list[float]:
+        return [float(values.mean()) for values in self.by_metric[metric].values()]
+
+    @cached_property
+    def curves(self) -> list[list[tuple[int, float, float]]]:
+        """Epoch, seconds of training and validation metric of every validation, by seed."""
+        return [_curve(run) for run in self.runs]
+
+
+def _curve(run: FinishedRun) -> list[tuple[int, float, float]]:
+    select = run.meta["setup"]["validation"]["select"]
+    return [(row["epoch"], row["seconds"], round(row[select], 6)) for row in run.history if select in row]
+
+
+def compared(a: Mapping[int, np.ndarray], b: Mapping[int, np.ndarray]) -> tuple[TestResult | None, float, float]:
+    """The test of a - b over seeds and queries, the mean difference, and the mean of b; None with one seed of both.
+
+    A closed form has one seed, which is paired with every seed of the other.
+    """
+    common = sorted(a.keys() & b.keys())
+    seeds = [(s, s) for s in common] if min(len(a), len(b)) > 1 else [(s, t) for s in a for t in b]
+    d = np.stack([a[s] - b[t] for s, t in seeds])
+    test = seeds_and_queries(d) if len(d) > 1 else None
+    return test, float(d.mean()), float(np.mean([b[t].mean() for _, t in seeds]))
+
+
+def equal_time(curves: Sequence[Sequence[tuple[int, float, float]]], seconds: float) -> float | None:
+    """The best validation metric that trainings have reached after some seconds, mean over seeds; None if none has."""
+    reached = [[value for _, at, value in curve if at <= seconds] for curve in curves]
+    return float(np.mean([max(values) for values in reached])) if reached and all(reached) else None
+
+
+def seconds_to_best(curves: Sequence[Sequence[tuple[int, float, float]]]) -> float | None:
+    """Seconds of training until the best validation, mean over seeds."""
+    best = [max(curve, key=lambda point: (point[2], -point[1]))[1] for curve in curves if curve]
+    return float(np.mean(best)) if best else None
+
+
+# Reading
+
+
+def read_values(book: Book) -> dict[tuple[str, str, str, str], Values]:
+    """The finished cells by set, split, model and method; a cell with fewer seeds than planned is left out."""
+    found = {}
+    for cell in book.cells:
+        runs = book.runs(cell)
+        if len(runs) == len(book.seeds(cell)):
+            by_metric = {metric: {run.seed: run.values(metric) for run in runs} for metric in book.plan.metrics}
+            found[cell.where.name, cell.split, cell.model, cell.method.name] = Values(cell, runs, by_metric)
+    return found
+
+
+def chapters(book: Book, values: Mapping[tuple[str, str, str, str], Values]) -> dict[Chapter, dict[str, Values]]:
+    """The finished cells of every chapter by method; solved methods stand in the chapters of all models."""
+    found: dict[Chapter, dict[str, Values]] = {}
+    for where in book.plan.sets.values():
+        models = dict.fromkeys(cell.model for cell in book.cells if cell.where == where and cell.model != SOLVED)
+        for how in where.splits:
+            for model in models or {SOLVED: None}:
+                own = {
+                    name: values[key]
+                    for name in book.plan.methods
+                    for key in ((where.name, how, model, name), (where.name, how, SOLVED, name))
+                    if key in values
+                }
+                if own:
+                    found[where.name, how, model] = own
+    return found
+
+
+def collect(book: Book, failures: Sequence[Failure], left: Sequence[Cell], command: str = "") -> dict[str, Any]:
+    """Everything that the pages show, ready for JSON."""
+    values = read_values(book)
+    by_chapter = chapters(book, values)
+    rows = [row for key, own in by_chapter.items() for row in leaderboard(book, key, own)]
+    usable = {key for key, own in by_chapter.items() if above_popularity(book, own)}
+    runs = [run for each in values.values() for run in each.runs]
+    commits = list(dict.fromkeys(run.measured["commit"] for run in runs)) or [commit()]
+    return {
+        "format": FORMAT,
+        "commits": commits,
+        "environment": environment(runs),
+        "command": command,
+        "plan": _plan(book),
+        "defaults": book.defaults,
+        "data": [_data(key, own, key in usable) for key, own in by_chapter.items()],
+        "leaderboards": rows,
+        "ranks": [each for model in book.plan.models if (each := over_sets(book, model, by_chapter, usable))],
+        "claims": [_claim(book, claim, by_chapter, usable) for claim in book.plan.claims.values()],
+        "null": null_rate(book, by_chapter),
+        "published": _published(book, values),
+        "left": [cell.name for cell in left],
+        "failures": [asdict(failure) for failure in failures],
+        "runs": [_run(book, each, run, place) for each in values.values() for place, run in enumerate(each.runs)],
+    }
+
+
+def write(book: Book, results: Mapping[str, Any]) -> None:
+    """Write book.json and runs.csv."""
+    files.write_json(book.out / "book.json", results)
+    rows = [
+        {name: value for name, value in run.items() if not isinstance(value, list | dict)}
+        | run["test"]
+        | {"settings": in_words(run["settings"])}
+        for run in results["runs"]
+    ]
+    files.write_text(book.out / "runs.csv", Table((), rows).csv())
+
+
+def _plan(book: Book) -> dict[str, Any]:
+    plan = book.plan
+    record = {name: getattr(plan, name) for name in ("metric", "metrics", "trials", "design", "seeds", "reference")}
+    record |= {"margin": plan.margin, "changes": dict(book.changes)}
+    record |= {part: {name: asdict(each) for name, each in getattr(plan, part).items()} for part in ("sets", "models")}
+    record["claims"] = {name: asdict(each) for name, each in plan.claims.items()}
+    record["methods"] = {
+        name: {**asdict(each), "text": inspect.getdoc(finding.find(each.recipe)) or ""}
+        for name, each in plan.methods.items()
+    }
+    return record
+
+
+def _data(key: Chapter, own: Mapping[str, Values], usable: bool) -> Row:
+    run = next(iter(own.values())).runs[0]
+    return {"set": key[0], "split": key[1], "model": key[2], **run.meta["data"], "usable": usable}
+
+
+def _run(book: Book, values: Values, run: FinishedRun, place: int) -> dict[str, Any]:
+    cell, curve = values.cell, values.curves[place]
+    metric = book.plan.metric
+    over = values.by_metric[metric][run.seed]
+    tuned = book.studies[cell.model].tuned_settings(cell.chapter, book.method(cell))
+    return {
+        "set": cell.where.name,
+        "split": cell.split,
+        "model": cell.model,
+        "method": cell.method.name,
+        "seed": run.seed,
+        "validation": max((value for _, _, value in curve), default=None),
+        "queries": len(over),
+        "query_std": float(over.std(ddof=1)),
+        "train_seconds": run.result["train_seconds"],
+        "best_seconds": seconds_to_best([curve]),
+        "epochs": run.result["epochs"],
+        "best_epoch": run.result["best_epoch"],
+        "best_is_last": run.result["best_is_last"],
+        "candidates": run.measured.get("candidates"),
+        "catalogue_share": run.measured.get("catalogue_share"),
+        "peak_bytes": run.measured["peak_bytes"],
+        "device": str(run.measured["device"]),
+        "commit": run.measured["commit"],
+        **{name: run.meta["versions"][name] for name in ("sparring", "torch")},
+        "settings": tuned,
+        "test": run.test_metrics,
+        "negatives": run.measured["negatives"],
+        "curve": curve,
+    }
+
+
+# Leaderboards
+
+
+def leaderboard(book: Book, key: Chapter, own: Mapping[str, Values]) -> list[Row]:
+    """A row for each metric and method of a chapter: quality against the reference, cost, settings, commands."""
+    plan, rows = book.plan, []
+    reference = own.get(plan.reference)
+    seconds = seconds_to_best(reference.curves) if reference is not None else None
+    for metric in plan.metrics:
+        tested: list[Row] = []
+        for name, values in own.items():
+            over = summary(values.means(metric))
+            row: Row = {"set": key[0], "split": key[1], "model": key[2], "method": name, "metric": metric}
+            row |= {"seeds": over.n, "mean": over.mean, "std": over.std, "low": over.low, "high": over.high}
+            row |= dict.fromkeys(("difference", "d_low", "d_high", "relative", "p", "p_holm"))
+            row["verdict"] = "reference" if name == plan.reference else "no reference"
+            if reference is not None and name != plan.reference:
+                test, mean, base = compared(values.by_metric[metric], reference.by_metric[metric])
+                row |= {
+                    "difference": mean,
+                    "relative": mean / base if base else None,
+                    "verdict": "one seed: no verdict",
+                }
+                if test is not None:
+                    row |= {"d_low": test.low, "d_high": test.high, "p": test.p}
+            row |= {"equal_time": None if seconds is None else equal_time(values.curves, seconds)}
+            tested.append(row | _cost(book, values))
+        _judge(tested, plan.methods)
+        rows += tested
+    return rows
+
+
+def _judge(rows: list[Row], methods: Mapping[str, BookMethod]) -> None:
+    """Set the verdicts of one chapter and metric, after Holm's correction; a repeated method is judged apart."""
+    tested = [row for row in rows if row["p"] is not None and not methods[str(row["method"])].repeats]
+    for row, p in zip(tested, holm([float(row["p"] or 0) for row in tested]), strict=True):
+        ahead = float(row["difference"] or 0) > 0
+        row["p_holm"], row["verdict"] = p, ("better" if ahead else "worse") if p < LEVEL else "no difference shown"
+    for row in rows:
+        if repeats := methods[str(row["method"])].repeats:
+            row["verdict"] = f"repeats {repeats}"
+
+
+def _cost(book: Book, values: Values) -> Row:
+    cell, runs = values.cell, values.runs
+    own, method = book.studies[cell.model], book.method(cell)
+    trials = own.read_trials(cell.chapter, method)
+    shares = [run.measured.get("catalogue_share") for run in runs]
+    return {
+        "solved": cell.model == SOLVED,
+        "validation": float(np.mean([max((v for _, _, v in curve), default=np.nan) for curve in values.curves])),
+        "seconds": float(np.mean([run.result["train_seconds"] for run in runs])),
+        "best_seconds": seconds_to_best(values.curves),
+        "epochs": float(np.mean([run.result["epochs"] for run in runs])),
+        "best_is_last": any(run.result["best_is_last"] for run in runs),
+        "trials": len(trials),
+        "failed": sum(trial.error is not None for trial in trials),
+        "tuning_seconds": sum(trial.seconds for trial in trials),
+        "candidates": runs[0].measured.get("candidates"),
+        "catalogue_share": None if None in shares else float(np.mean(shares)),  # type: ignore[arg-type]
+        "settings": in_words(own.tuned_settings(cell.chapter, method)),
+        "command": cell_command(book, cell),
+        "train": train_command(cell, runs[0]),
+    }
+
+
+def cell_command(book: Book, cell: Cell) -> str:
+    """The command that tunes and trains a cell again."""
+    words = ["sparring", "book", *(["--plan", str(book.plan_file)] if book.plan_file is not None else [])]
+    words += ["--sets", cell.where.name, "--splits", cell.split]
+    words += [] if cell.model == SOLVED else ["--models", cell.model]
+    words += ["--methods", cell.method.repeats or cell.method.name]
+    words += ["--trials", str(book.plan.trials), "--seeds", str(book.plan.seeds)]
+    for name, value in book.changes.items():
+        words += ["--set", f"{name}={value}"]
+    return shlex.join([*words, "--out", "again"])
+
+
+def train_command(cell: Cell, run: FinishedRun) -> str:
+    """The command that trains a run of a cell alone, with the settings that tuning chose."""
+    recipe = finding.find(cell.method.recipe)
+    setup, read = settings.own_setup(recipe).flat(), settings.settings_of(recipe) - {"model_name", "model_options"}
+    usual = {SETTINGS[name].path: setup[name] for name in read}  # a recipe may have an argument of a setting's name
+    used = {SETTINGS[name].path: value for name, value in flat(run.meta["setup"]).items() if name in read}
+    usual |= {name: default for name, (_, default) in settings.own_arguments(recipe).items()}
+    used |= run.meta["arguments"]
+    place = cell.where.place
+    place = place if place == "demo" or place.startswith("world:") else f"DATA/{place}"
+    words = ["sparring", "train", "--data", place, "--split", cell.split, "--recipe", cell.method.recipe]
+    for name, value in used.items():
+        if _word(value) != _word(usual[name]):
+            words += ["--set", f"{name}={_word(value)}"]
+    return shlex.join([*words, "--out", f"runs/{cell.method.name.replace(' ', '-')}"])
+
+
+def _word(value: Any) -> str:
+    """A value as --set takes it."""
+    if isinstance(value, list | tuple):
+        return ",".join(map(str, value)) or "empty"
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
+
+
+def above_popularity(book: Book, own: Mapping[str, Values]) -> bool:
+    """Whether a method of a chapter is ahead of popularity, after Holm's correction; yes until both have been run.
+
+    The test is over queries: whether these very models are ahead, not whether newly trained ones would be.
+    """
+    metric = book.plan.metric
+    floor = next((each for each in own.values() if each.cell.method.recipe == "popularity"), None)
+    others = [each for each in own.values() if each is not floor and not each.cell.method.repeats]
+    if floor is None or not others:
+        return True
+    least = floor.by_metric[metric][0]
+    tests = [paired_t(np.mean(list(each.by_metric[metric].values()), 0) - least) for each in others]
+    adjusted = holm([test.p for test in tests])
+    return any(p < LEVEL and test.mean > 0 for p, test in zip(adjusted, tests, strict=True))
+
+
+# Over sets
+
+
+def over_sets(
+    book: Book, model: str, by_chapter: Mapping[Chapter, Mapping[str, Values]], usable: set[Chapter]
+) -> dict[str, Any] | None:
+    """Average ranks of the methods of a model over sets, Nemenyi's critical difference, and the signed-rank test.
+
+    A set counts once: ranks and differences are averaged over its splits first. Only sets count on which all ranked
+    methods are finished; those methods are chosen that give the most figures.
+    """
+    metric = book.plan.metric
+    own = {key: each for key, each in by_chapter.items() if key[2] == model and key in usable}
+    names = {key: {name for name in each if not book.plan.methods[name].repeats} for key, each in own.items()}
+    ranked, keys = _complete(names)
+    if len(ranked) < 2:
+        return None
+    methods = [name for name in book.plan.methods if name in ranked]
+    means = {key: [float(np.mean(own[key][name].means(metric))) for name in methods] for key in keys}
+    sets = list(dict.fromkeys(key[0] for key in keys))
+    per_set = np.stack([np.mean([ranks(np.array(means[key])) for key in keys if key[0] == each], 0) for each in sets])
+    average = per_set.mean(0)
+    distance = critical_difference(len(methods), len(sets)) if len(sets) > 1 else None
+    rows: list[Row] = []
+    for place in np.argsort(average, kind="stable"):
+        name = methods[place]
+        row: Row = {"method": name, "rank": float(average[place]), "sets": len(sets)}
+        row["wins"] = sum(int(np.argmax(means[key])) == place for key in keys)
+        row["tied"] = None if distance is None else bool(average[place] - average.min() <= distance)
+        effects = effects_by_set(own, keys, name, book.plan.reference, metric)
+        chances = _chances(book, effects)
+        row |= {"relative": float(np.mean(list(effects.values()))) if effects else None}
+        row |= {"better": None, "equal": None, "worse": None} if chances is None else asdict(chances)
+        rows.append(row)
+    return {"model": model, "sets": sets, "chapters": [list(key) for key in keys], "distance": distance, "rows": rows}
+
+
+def _complete(names: Mapping[Chapter, set[str]]) -> tuple[set[str], list[Chapter]]:
+    """Methods, and the chapters that have all of them: the choice with the most figures."""
+    every = set.intersection(*names.values()) if names else set()
+    best: tuple[set[str], list[Chapter]] = (set(), [])
+    for chosen in (*names.values(), every):
+        keys = [key for key, own in names.items() if chosen <= own]
+        if len(chosen) * len(keys) > len(best[0]) * len(best[1]):
+            best = (chosen, keys)
+    return best
+
+
+def effects_by_set(
+    own: Mapping[Chapter, Mapping[str, Values]], keys: Sequence[Chapter], name: str, other: str, metric: str
+) -> dict[str, float]:
+    """The relative difference of a method to another on each set, averaged over its chapters."""
+    found: dict[str, list[float]] = {}
+    for key in keys:
+        if name != other and name in own[key] and other in own[key]:
+            _, mean, base = compared(own[key][name].by_metric[metric], own[key][other].by_metric[metric])
+            found.setdefault(key[0], []).append(mean / base if base else 0.0)
+    return {each: float(np.mean(values)) for each, values in found.items()}
+
+
+def _chances(book: Book, effects: Mapping[str, float]) -> SignedRank | None:
+    """The signed-rank test of relative differences by set; None with few sets."""
+    if len(effects) < LEAST_SETS:
+        return None
+    return bayesian_signed_rank(list(effects.values()), book.plan.margin)
+
+
+# Claims
+
+
+def _claim(
+    book: Book, claim: Claim, by_chapter: Mapping[Chapter, Mapping[str, Values]], usable: set[Chapter]
+) -> dict[str, Any]:
+    """A claim on every usable chapter that has both methods, and over sets."""
+    metric = book.plan.metric
+    own = {
+        key: each
+        for key, each in by_chapter.items()
+        if claim.better in each and claim.worse in each and (not claim.models or key[2] in claim.models)
+    }
+    rows: list[Row] = []
+    for key, each in own.items():
+        test, mean, base = compared(each[claim.better].by_metric[metric], each[claim.worse].by_metric[metric])
+        scale = 1 / base if base else 0.0
+        row: Row = {"set": key[0], "split": key[1], "model": key[2], "relative": mean * scale}
+        row |= {"low": None, "high": None, "p": None, "p_holm": None, "usable": key in usable, "verdict": "one seed"}
+        if test is not None:
+            row |= {"low": test.low * scale, "high": test.high * scale, "p": test.p}
+        row["equal_time"] = _at_equal_time(each[claim.better], each[claim.worse])
+        rows.append(row if key in usable else row | {"verdict": "left out: nothing is above popularity"})
+    tested = [row for row in rows if row["usable"] and row["p"] is not None]
+    for row, p in zip(tested, holm([float(row["p"] or 0) for row in tested]), strict=True):
+        ahead = float(row["relative"] or 0) > 0
+        row["p_holm"], row["verdict"] = p, (SHOWN if ahead else REVERSED) if p < LEVEL else NOT_SHOWN
+    effects = effects_by_set(own, [key for key in own if key in usable], claim.better, claim.worse, metric)
+    verdict, low, high = verdict_over_sets(effects, [str(row["verdict"]) for row in tested])
+    if len(tested) == 1 and len(effects) == 1:  # the interval over seeds and queries of the only chapter
+        low, high = (float(str(tested[0][end])) for end in ("low", "high"))
+    chances = _chances(book, effects)
+    return {
+        "name": claim.name,
+        "verdict": verdict,
+        "effect": float(np.mean(list(effects.values()))) if effects else None,
+        "low": low,
+        "high": high,
+        "sets": list(effects),
+        "signed_rank": None if chances is None else asdict(chances),
+        "holds": [f"{row['set']}, {row['split']}, {row['model']}" for row in tested if row["verdict"] == SHOWN],
+        "rows": rows,
+    }
+
+
+def verdict_over_sets(effects: Mapping[str, float], own: Sequence[str]) -> tuple[str, float | None, float | None]:
+    """The verdict on a claim, and the interval of its mean effect over sets.
+
+    With several sets it is shown if the t interval over sets is above zero, reversed if it is below. With one set the
+    chapters of that set decide, if they agree; this says nothing about other sets.
+    """
+    if len(effects) > 1:
+        test = paired_t(np.array(list(effects.values())))
+        return SHOWN if test.low > 0 else REVERSED if test.high < 0 else NOT_SHOWN, test.low, test.high
+    agreed = set(own)
+    return (own[0] if len(agreed) == 1 else NOT_SHOWN) if own else "not tested", None, None
+
+
+def _at_equal_time(better: Values, worse: Values) -> float | None:
+    """The relative difference on the validation part after the seconds that the worse method needs for its best."""
+    seconds = seconds_to_best(worse.curves)
+    a, b = (None if seconds is None else equal_time(each.curves, seconds) for each in (better, worse))
+    return None if a is None or not b else a / b - 1
+
+
+def null_rate(book: Book, by_chapter: Mapping[Chapter, Mapping[str, Values]]) -> dict[str, Any]:
+    """How often a method is called different from its own repetition, with other seeds of tuning and training."""
+    tests = [
+        test
+        for own in by_chapter.values()
+        for values in own.values()
+        if (name := values.cell.method.repeats) in own
+        for metric in (book.plan.metric,)
+        if (test := compared(values.by_metric[metric], own[name].by_metric[metric])[0]) is not None
+    ]
+    hits = sum(test.p < LEVEL for test in tests)
+    low, high = share_interval(hits, len(tests)) if tests else (None, None)
+    return {
+        "pairs": len(tests),
+        "different": hits,
+        "rate": hits / len(tests) if tests else None,
+        "low": low,
+        "high": high,
+    }
+
+
+# Published figures
+
+
+def _published(book: Book, values: Mapping[tuple[str, str, str, str], Values]) -> list[Row]:
+    """The printed figures of every method that a paper has, with ours on the same set and split at random."""
+    rows: list[Row] = []
+    for method in book.plan.methods.values():
+        if not method.published or method.repeats:
+            continue
+        paper, table, name = (method.published[key] for key in ("paper", "table", "name"))
+        known = {each.published[paper]: each.name for each in book.plan.sets.values() if paper in each.published}
+        for (data, metric, row), figure in published_cells(paper, table).items():
+            if row != name:
+                continue
+            ours = _ours(values, known.get(data), method.name, metric.lower())
+            place = f"{paper.upper()}, {published(paper)[table].get('where', table)}"
+            printed: Row = {"method": method.name, "place": place, "data": data, "metric": metric}
+            printed |= {"published": figure.value, "set": known.get(data), **(ours or {"ours": None, "model": None})}
+            rows.append(printed)
+    return rows
+
+
+def _ours(
+    values: Mapping[tuple[str, str, str, str], Values], where: str | None, method: str, metric: str
+) -> Row | None:
+    """Our best mean over models on a set, split at random, of a metric that runs have."""
+    own = [each for (a, how, _, m), each in values.items() if (a, how, m) == (where, "random", method)]
+    means = {
+        each.cell.model: float(np.mean([run.test_metrics[metric] for run in each.runs]))
+        for each in own
+        if metric in each.runs[0].test_metrics
+    }
+    if not means:
+        return None
+    model = max(means, key=lambda name: means[name])
+    return {"ours": means[model], "model": model}
