@@ -143,3 +143,18 @@ def test_items_are_unit_vectors() -> None:
     q = model.query_vectors(torch.arange(2))
     assert torch.equal(q @ model.item_vectors().T, q)
     assert torch.equal(q[1], torch.zeros(3))
+
+
+@pytest.mark.parametrize(("neighbours", "columns"), [(3, 1024), (3, 7), (10_000, 1024)])
+def test_ease_keeps_the_strongest_neighbours_of_each_item(
+    neighbours: int, columns: int, parts: Split, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of each column the weights that are largest in absolute value stay, and no other, in blocks of any width."""
+    monkeypatch.setattr("sparring.models.item_to_item._COLUMNS", columns)
+    whole = solved("ease", parts, lam=30.0)[0].weight.detach().numpy()
+    kept = solved("ease", parts, lam=30.0, neighbours=neighbours)[0].weight.detach().numpy()
+    for j in range(whole.shape[1]):
+        strongest = np.argsort(-np.abs(whole[:, j]))[:neighbours]
+        expected = np.zeros(len(whole), dtype=whole.dtype)
+        expected[strongest] = whole[strongest, j]
+        np.testing.assert_array_equal(kept[:, j], expected)
