@@ -171,16 +171,17 @@ class Search:
         return self.budget.seconds is None or self.budget.seconds - self.elapsed > seconds
 
     def left(self, share: float = 1.0, family: str = "") -> float:
-        """Seconds of this share of the time that a training of a family may take; infinite for a number of trials.
+        """Seconds that a training of a family may take until this share of the time for trainings is used.
 
         They leave time to train three finalists again on both parts, this training one of them, up to a limit.
+        Infinite for a number of trials.
         """
         if self.budget.seconds is None:
             return math.inf
-        whole = self.budget.seconds - self.reserve
+        whole, elapsed = self.budget.seconds - self.reserve, self.elapsed
         others = sum(refit_seconds(trial) for trial in self.finalists()[:3] if trial.family != family)
-        at_least = share * (1 - _REFITS) * whole - self.elapsed
-        return max(at_least, (share * whole - others - self.elapsed) / (1 + GROWTH))
+        before_refits = max((1 - _REFITS) * whole - elapsed, (whole - others - elapsed) / (1 + GROWTH))
+        return min(share * whole - elapsed, before_refits)
 
     # Rounds
 
