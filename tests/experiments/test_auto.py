@@ -29,7 +29,9 @@ from sparring.experiments.search import Budget, OutOfTimeError, Search, Terms, T
 from sparring.recipes.settings import build
 from sparring.serving.checking import check
 from sparring.training.fitting import fit
-from sparring.training.fusing import FusionGain
+from sparring.training.folder import SELECTION
+from sparring.training.fusing import FusionGain, fuse
+from sparring.training.loop import Trainer
 from support.settings import quick
 
 SMALL = (
@@ -76,12 +78,18 @@ def once(parts: Split, tmp_path_factory: pytest.TempPathFactory) -> Choice:
         return chosen(parts, tmp_path_factory.mktemp("auto") / "once")
 
 
-def by_hand(trial: Trial, parts: Split, out: Path | None = None) -> Any:
+def by_hand(trial: Trial, parts: Split, out: Path | None = None, refit: bool = False) -> Any:
     """The trial trained by `fit`, on the given split."""
     whole = {"short": 2, "complete": 8}[trial.round]  # it may have stopped early
     epochs = {"epochs": whole} if trial.family == "tables" else {}
     run = build(trial.recipe, parts.train, {**trial.settings, **epochs, "select": "ndcg@20", "seed": 0})
-    return fit(run, parts, out, k=(10, 20), device="cpu")
+    return fit(run, parts, out, k=(10, 20), device="cpu", refit=refit)
+
+
+def same_models(*folders: Path) -> bool:
+    """Whether runs have the same model, bit for bit."""
+    one, other = (read_tensors(folder / "model.safetensors")[0] for folder in folders)
+    return one.keys() == other.keys() and all(one[key].equal(other[key]) for key in one)
 
 
 def test_the_choice_is_the_best_of_the_table(once: Choice, parts: Split) -> None:
@@ -100,7 +108,7 @@ def test_the_choice_is_the_best_of_the_table(once: Choice, parts: Split) -> None
     assert once.trials[2].epochs == 2 < once.trials[3].epochs <= 8
     assert once.chosen == (once.trials[int(np.argmax(values))].folder,)
     assert parts.valid is not None
-    model = sparring.load(once.folder).model
+    model = sparring.load(once.folder / SELECTION).model
     if model.past_readers():
         pytest.fail("this choice reads histories, which evaluate would have to know")
     ranked = evaluate(model, parts.valid, parts.seen_for("valid"), (20,), ("ndcg",))
@@ -108,9 +116,15 @@ def test_the_choice_is_the_best_of_the_table(once: Choice, parts: Split) -> None
 
 
 def test_the_folder_is_that_of_a_training(once: Choice, parts: Split, tmp_path: Path) -> None:
-    """Promoting a trial gives the files, the model, the test metrics and the lists of training on the whole split."""
+    """The files, the model, the test metrics and the lists are those of fit(refit=True) by hand."""
     trial = next(trial for trial in once.trials if trial.folder in once.chosen)
-    by_hand(trial, parts, tmp_path / "hand")
+    by_hand(trial, parts, tmp_path / "hand", refit=True)
+    assert same_models(once.folder, tmp_path / "hand")
+    records = [json.loads((folder / "run.json").read_text())["refit"] for folder in (once.folder, tmp_path / "hand")]
+    assert records[0] == records[1]
+    assert once.refit
+    assert f"{len(parts.train) + len(parts.valid or ()):,} interactions of both parts" in once.why[-1]
+    assert f"{records[0]['epochs']} epoch" in once.why[-1]
     names = {path.name for path in (tmp_path / "hand").iterdir()}
     assert {path.name for path in once.folder.iterdir()} == names | {"auto.json"}
     mine, theirs = (json.loads((folder / "result.json").read_text()) for folder in (once.folder, tmp_path / "hand"))
@@ -121,7 +135,7 @@ def test_the_folder_is_that_of_a_training(once: Choice, parts: Split, tmp_path: 
     assert lists[0].equals(lists[1])
     card = (once.folder / "README.md").read_text()
     assert all(each.name in card for each in once.trials)
-    assert once.why[0] in card
+    assert all(line in card for line in once.why)
 
 
 def test_the_test_part_changes_nothing_but_the_test(once: Choice, parts: Split, tmp_path: Path) -> None:
@@ -155,17 +169,21 @@ def interrupted(after: int, function: Callable[..., Any]) -> Callable[..., Any]:
 @pytest.mark.parametrize(
     ("module", "name", "after", "left"),
     [
-        (search_module, "fit", 3, 2),
-        (auto_module.manifest, "add_files", 1, 0),
+        (search_module, "fit", 3, 3),
+        (search_module, "fit", 5, 1),
+        (auto_module.manifest, "add_files", 1, 1),
         (os, "replace", -3, 0),
         (os, "replace", -12, 0),
     ],
-    ids=["in a trial", "before the card", "while files move", "after most have moved"],
+    ids=["in a trial", "before the refit", "before the card", "while files move", "after most have moved"],
 )
 def test_a_stopped_search_ends_like_any_other(
     module: Any, name: str, after: int, left: int, once: Choice, parts: Split, tmp_path: Path
 ) -> None:
-    """Wherever it stops, --resume gives the same record and model, and no finished trial is run again."""
+    """Wherever it stops, --resume gives the same record and model, and no finished trial is run again.
+
+    The last training is the refit, which reads a finished one.
+    """
     out = tmp_path / "out"
     with pytest.MonkeyPatch.context() as patch:
         if after < 0:  # in the last step, which moves files
@@ -225,7 +243,7 @@ def test_a_fusion_that_helps_is_the_run(parts: Split, tmp_path: Path, monkeypatc
     assert [trial.family for trial in choice.trials] == ["popularity", "ease", "tables"]
     ranked = sorted(choice.trials[1:], key=lambda trial: -(trial.value or 0))
     assert choice.chosen == tuple(trial.folder for trial in ranked)
-    assert "+0.05" in choice.why[-1]
+    assert "+0.05" in choice.why[-2]
     meta = json.loads((choice.folder / "run.json").read_text())
     assert [part["name"] for part in meta["parts"]] == list(choice.chosen)
     assert not check(choice.folder).problems
@@ -238,6 +256,120 @@ def test_a_fusion_that_helps_is_the_run(parts: Split, tmp_path: Path, monkeypatc
     judge(monkeypatch, 0.009)  # below the error
     assert len(chosen(parts, choice.folder, budget=3, overwrite=True).chosen) == 1
     assert not (choice.folder / "parts").exists()
+
+
+def test_a_fused_choice_keeps_its_weights(parts: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trials by hand choose the weights; the parts are the same trials after a refit by hand, in a resumed call too."""
+    judge(monkeypatch, 0.05)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(search_module, "fit", interrupted(5, fit))  # three trials, and the refit of the first source
+        with pytest.raises(KeyboardInterrupt):
+            chosen(parts, tmp_path / "fused", budget=3)
+    choice = chosen(parts, tmp_path / "fused", budget=3, resume=True)
+    trials = [next(trial for trial in choice.trials if trial.folder == name) for name in choice.chosen]
+    bare = Split(parts.train, parts.valid)
+    for trial in trials:
+        by_hand(trial, bare, tmp_path / "plain" / trial.folder)
+        by_hand(trial, parts, tmp_path / "again" / trial.folder, refit=True)
+        assert same_models(choice.folder / "parts" / trial.folder, tmp_path / "again" / trial.folder)
+    plain, again = ([tmp_path / kind / trial.folder for trial in trials] for kind in ("plain", "again"))
+    first = fuse(plain, bare, by="scores", device="cpu")
+    trained = sparring.load(choice.folder)
+    assert trained.model.weights.tolist() == first.model.weights.tolist()
+    result, meta = (json.loads((choice.folder / name).read_text()) for name in ("result.json", "run.json"))
+    assert result["valid"] == first.valid
+    assert meta["refit"]["interactions"] == len(parts.train) + len(parts.valid or ())
+    assert not check(choice.folder).problems
+    test = fuse(again, parts, by="scores", k=(10, 20), device="cpu").test
+    assert test is not None
+    assert result["test"]["metrics"] == test.to_dict()["metrics"]
+
+
+@pytest.mark.parametrize("recipe", ["popularity", "ease", "item_knn", "ials"])
+def test_solved_recipes_are_refitted(
+    recipe: str, parts: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A single contender is the choice, and equals fit(refit=True)."""
+    settings = {"dim": 4} if recipe == "ials" else {}
+    monkeypatch.setattr(contenders_module, "FAMILIES", (Family(recipe, recipe, (), settings),))
+    choice = chosen(parts, tmp_path / "out", budget=1)
+    run = build(recipe, parts.train, {**settings, "select": "ndcg@20", "seed": 0, **epochs_of(choice)})
+    fit(run, parts, tmp_path / "hand", k=(10, 20), device="cpu", refit=True)
+    assert choice.refit
+    assert same_models(choice.folder, tmp_path / "hand")
+
+
+def epochs_of(choice: Choice) -> dict[str, int]:
+    """The epochs of the schedule that a choice had, as a setting, if it has more than one."""
+    epochs = json.loads((choice.folder / "run.json").read_text())["setup"]["training"]["epochs"]
+    return {"epochs": epochs} if epochs > 1 else {}
+
+
+def test_killed_in_the_refit(parts: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stopped within an epoch of the refit, it goes on from its checkpoint to the same model and the same record."""
+    family = Family("tables", "tables", (), quick(epochs=8, n=16) | {"tau": 0.2})
+    monkeypatch.setattr(contenders_module, "FAMILIES", (family,))
+    monkeypatch.setattr(search_module, "_SAVED", 0.0)
+    alone = chosen(parts, tmp_path / "alone", budget=2)
+    assert json.loads((alone.folder / "run.json").read_text())["refit"]["epochs"] > 1
+    with pytest.MonkeyPatch.context() as patch:
+        retrain = auto_module.retrain
+
+        def stopped(*arguments: Any) -> Any:
+            patch.setattr(Trainer, "validate", interrupted(2, Trainer.validate))
+            return retrain(*arguments)
+
+        patch.setattr(auto_module, "retrain", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            chosen(parts, tmp_path / "out", budget=2)
+    began: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        validate = Trainer.validate
+        patch.setattr(Trainer, "validate", lambda self, loss: began.append(self.state.epoch) or validate(self, loss))
+        chosen(parts, tmp_path / "out", budget=2, resume=True)
+    assert began[0] > 0
+    assert outcome(tmp_path / "out") == outcome(alone.folder)
+    assert same_models(tmp_path / "out", alone.folder)
+    assert not check(tmp_path / "out").problems
+
+
+@pytest.mark.parametrize("gain", [0.0, 0.05], ids=["single", "fused"])
+@pytest.mark.parametrize("when", ["before", "during"])
+def test_no_time_for_a_refit(
+    when: str, gain: float, parts: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trials themselves become the run, with the reason, if a refit would take too long or turns out to."""
+    judge(monkeypatch, gain)
+    if when == "before":
+        monkeypatch.setattr(auto_module, "refit_seconds", lambda trial: 1e6)
+    else:
+        retrain = auto_module.retrain
+        monkeypatch.setattr(auto_module, "retrain", lambda s, t, p, f, seconds, *k: retrain(s, t, p, f, 1e-9, *k))
+        monkeypatch.setattr(contenders_module, "FAMILIES", SMALL[2:] if gain == 0 else SMALL)
+    choice = chosen(parts, tmp_path / "out", budget="60s" if when == "before" else 3)
+    assert not choice.refit
+    assert "the validation part too" in choice.why[-1]
+    assert "refit" not in json.loads((choice.folder / "run.json").read_text())
+    assert len(choice.chosen) == (1 if gain == 0 else 2)
+    assert {"trials", "refits", "chosen", "selection"}.isdisjoint(path.name for path in choice.folder.iterdir())
+    assert not check(choice.folder).problems
+    assert choice.test is not None
+
+
+def test_the_search_keeps_time_for_a_refit(parts: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A training may take what is left after its own refit and those of others, and 70 % of the time at least."""
+    bare = Split(parts.train, parts.valid)
+    search = Search(bare, tmp_path, Budget.parse("1h"), Facts.of(bare), "ndcg@20", 0, 1, "cpu", None, lambda: None)
+    monkeypatch.setattr(search_module.time, "monotonic", lambda: search.began + 600.0)
+    whole = 3600 - search.reserve
+    assert search.left() == pytest.approx(0.7 * whole - 600)
+    assert search.left(0.5) == pytest.approx(0.5 * whole - 600)
+    search.spent = 1500.0
+    assert search.left() == pytest.approx((whole - 2100) / 2.15)
+    search.trials = [Trial("a", "a", "tables", {}, "short", "done", "a", 2, 0.3, seconds=100.0)]
+    whole = 3600 - search.reserve
+    assert search.left(family="a") == pytest.approx((whole - 2100) / 2.15)
+    assert search.left(family="b") == pytest.approx((whole - 2100 - 115) / 2.15)
 
 
 def test_better_families_come_first_in_later_turns(parts: Split, tmp_path: Path) -> None:

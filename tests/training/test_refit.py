@@ -27,11 +27,11 @@ from sparring.negatives import InBatch
 from sparring.recipes.run import Run, Term, compose
 from sparring.recipes.settings import build
 from sparring.recipes.setup import Setup
-from sparring.training import trained
+from sparring.training import closed_form, trained
 from sparring.training.fitting import Fitted, fit
 from sparring.training.folder import SELECTION, begun_run, delete_run
 from sparring.training.fusing import fuse
-from sparring.training.loop import TrainingProgress
+from sparring.training.loop import Trainer, TrainingProgress
 from support.run_files import contents
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -245,8 +245,46 @@ def test_a_run_of_ones_own(parts: Split) -> None:
         fit(made(parts.train), parts, k=(10,), refit=lambda data: 3)  # type: ignore[arg-type,return-value]
 
 
+@pytest.mark.parametrize("recipe", ["default", "ials", "ease"])
+def test_a_finished_selection_is_read(
+    recipe: str, parts: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that was trained before, put in the folder `selection`, chooses: nothing of it is trained or chosen again.
+
+    The result is that of a refit in one go, with the closed form of `default` as chosen before.
+    """
+    settings = {} if recipe == "ease" else {"dim": 8, "epochs": 4}
+    settings |= {"batch_size": 64, "tau": 0.2} if recipe == "default" else {}
+    refits = {"k": (10,), "device": "cpu", "refit": True}
+    whole = fit(build(recipe, parts.train, settings), parts, tmp_path / "whole", **refits)
+    place = tmp_path / "run" / SELECTION
+    fit(build(recipe, parts.train, settings), Split(parts.train, parts.valid), place, device="cpu")
+    before = {path: path.read_bytes() for path in place.iterdir() if path.is_file()}
+
+    def choose(*_: object) -> None:
+        pytest.fail("the closed form is chosen again")
+
+    monkeypatch.setattr(closed_form, "_choose", choose)
+    trained_on: list[int] = []
+    usual = Trainer.train
+    monkeypatch.setattr(Trainer, "train", lambda self: trained_on.append(len(self.split.train)) or usual(self))
+    found = fit(build(recipe, parts.train, settings), parts, tmp_path / "run", resume=True, **refits)
+    assert trained_on == [len(parts.train) + len(parts.valid or ())]
+    assert {path: path.read_bytes() for path in place.iterdir() if path.is_file()} == before
+    assert found.selection is not None
+    assert whole.selection is not None
+    assert found.closed_form == whole.closed_form == found.selection.closed_form
+    for one, other in ((found, whole), (found.selection, whole.selection)):
+        ours, theirs = (files.tensors_of(each.run.model) for each in (one, other))
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    queries = list(parts.train.query_ids.decode(np.unique(parts.train.queries)[:3]))
+    assert found.selection.recommend(queries, 5).equals(whole.selection.recommend(queries, 5))
+    with pytest.raises(UserError, match="resume cannot change"):
+        fit(build(recipe, parts.train, {**settings, "seed": 5}), parts, tmp_path / "run", resume=True, **refits)
+
+
 def test_refusals(parts: Split, tmp_path: Path) -> None:
-    """A refit needs a validation part and no classifiers; resume cannot begin or drop one; a refit cannot be fused."""
+    """A refit needs a validation part and no classifiers; resume cannot begin or drop one, fuse cannot mix."""
     run = build("ials", parts.train, settings_of("ials"))
     with pytest.raises(UserError, match="validation part"):
         fit(run, Split(parts.train, None, parts.test), k=(10,), refit=True)

@@ -109,7 +109,7 @@ def _record(folder: Path) -> dict[str, Any]:
 def _again(args: Namespace, record: dict[str, Any], folder: Path) -> tuple[Interactions, Split, dict[str, Any]]:
     """The data of an interrupted search, its parts and the record of their source."""
     data = inputs.read_recorded(record, folder, args.data, inputs.columns(args))
-    return data, inputs.split_recorded(data, record, folder, args.data), inputs.recorded(record, folder)
+    return data, inputs.first_split(data, record, folder, args.data), inputs.recorded(record, folder)
 
 
 def _read(args: Namespace, seed: int) -> tuple[Interactions, Split, dict[str, Any]]:

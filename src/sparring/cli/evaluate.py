@@ -242,7 +242,8 @@ def _to_rank(trained: Trained, data: Interactions, args: Namespace) -> _Task:
         part = parts.test if args.part == "test" else parts.valid
         if part is None and "refit" in trained.meta:
             reason = f"{args.run} was refitted on the validation part, so it cannot be evaluated on it"
-            raise UserError(f"{reason}: evaluate {args.run / SELECTION}, which chose its epochs")
+            chose = f": evaluate {args.run / SELECTION}, which chose its epochs"
+            raise UserError(reason + chose * (args.run / SELECTION).is_dir())
         if part is None:
             raise UserError(f"the data of {args.run} has no {args.part} part: the split left none")
         if trained.model.past_readers():  # a finished run knows the validation part

@@ -2,19 +2,22 @@
 
     OUT/auto.json     the budget, the facts of the data, every trial, and the reasons for the choice
     OUT/trials/       while it searches: the run folder of the best trial of each family
+    OUT/refits/       after it: the runs that are to be fused, trained again on both parts
     OUT/chosen/       at the end, until its files have moved to OUT: the chosen run, or the fusion of several
 
-The search gets the training and the validation part alone (search.py). The test part is ranked once, by the choice.
+The search gets the training and the validation part alone (search.py). Then the choice is trained again on both parts,
+if there is time. The test part is ranked once, by the choice.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +31,7 @@ from sparring.data.interactions import Split
 from sparring.evaluation.metrics import LIST_METRICS, parse
 from sparring.evaluation.ranking import Evaluation
 from sparring.experiments.contenders import Facts, contenders
-from sparring.experiments.search import Budget, Search, Trial, clock
+from sparring.experiments.search import Budget, OutOfTimeError, Search, Trial, clock, refit_seconds, retrain
 from sparring.training import folder as run_folder
 from sparring.training.fusing import fuse, fusion_gain
 from sparring.training.loop import selected
@@ -51,6 +54,7 @@ class Choice:
     why: tuple[str, ...]
     seconds: float
     test: Evaluation | None = None
+    refit: bool = False  # whether it was trained again on the training and validation parts
 
     def rows(self) -> list[list[str]]:
         """The table of what was tried: a header, then a row per trial, the best first."""
@@ -81,6 +85,8 @@ def auto(
     listener: Listener | None = None,
 ) -> Choice:
     """Try contenders on the validation part, fuse the best where that helps, and write the choice as a run folder.
+
+    The choice is trained again on the training and validation parts together, unless a budget in time is too short.
 
     `budget` is a time ("90s", "10m", "1h") or a number of trials (12). Popularity and one model are trained however
     small it is. `select` is the validation metric that decides. `jobs` trainings run at once, on one device or spread
@@ -133,15 +139,16 @@ def auto(
         search.clean()
         save()
         if "chosen" in record:
-            state |= {"chosen": record["chosen"], "why": record["why"]}
+            state |= {"chosen": record["chosen"], "why": record["why"], "refit": record.get("refit", False)}
         else:
             search.run(plan)
             chosen, why = _decided(search)
-            state |= {"chosen": [trial.folder for trial in chosen], "why": why}
+            late = _too_late(search, chosen)
+            state |= {"chosen": [trial.folder for trial in chosen], "why": [*why, *late], "refit": not late}
         save()
         for line in state["why"]:
             log.info("%s", line)
-        test = _finish(search, split, state, cutoffs, device)
+        test = _finish(search, split, state, cutoffs, save)
         _lift(folder / "chosen", folder)
         return _choice(folder, files.read_json(folder / NAME), test)
     finally:
@@ -172,7 +179,7 @@ def _opened(folder: Path, resume: bool, overwrite: bool) -> dict[str, Any]:
     if resume and began:
         return files.read_json(folder / NAME, "delete the folder, or choose another")
     if overwrite and began:
-        for part in ("trials", "chosen"):
+        for part in ("trials", "refits", "chosen"):
             shutil.rmtree(folder / part, ignore_errors=True)
         run_folder.delete_run(folder)
         (folder / NAME).unlink(missing_ok=True)
@@ -223,16 +230,24 @@ def _decided(search: Search) -> tuple[list[Trial], list[str]]:
     return used, [*why, f"fused: {names} change {search.select} by {gain}"]
 
 
+def _too_late(search: Search, chosen: Sequence[Trial]) -> list[str]:
+    """Why the choice is not trained again on both parts: nothing, unless the time is too short."""
+    needed = sum(map(refit_seconds, chosen))
+    if search.fits(needed + search.ending(chosen)):
+        return []
+    return [f"no time was left to train on the validation part too, which takes about {needed:.0f} s"]
+
+
 def _finish(
-    search: Search, split: Split, state: Mapping[str, Any], cutoffs: Sequence[int], device: str
+    search: Search, split: Split, state: dict[str, Any], cutoffs: Sequence[int], save: Callable[[], None]
 ) -> Evaluation | None:
-    """Write the choice to OUT/chosen and rank the test part."""
-    folder, runs = search.folder.parent / "chosen", [search.folder / name for name in state["chosen"]]
-    shutil.rmtree(folder, ignore_errors=True)
-    if len(runs) == 1:
-        test = promote(runs[0], split, folder, k=cutoffs, device=device)
-    else:
-        test = fuse(runs, split, folder, by="scores", select=search.select, k=cutoffs, device=device).test
+    """Train the choice again on both parts if that is planned, write it to OUT/chosen, and rank the test part."""
+    folder = search.folder.parent / "chosen"
+    test = _refitted(search, split, state, cutoffs, save) if state["refit"] else None
+    if not state["refit"]:
+        shutil.rmtree(folder, ignore_errors=True)
+        runs = [search.folder / name for name in state["chosen"]]
+        test = _written(search, runs, split, folder, cutoffs)
     trials = [asdict(trial) for trial in search.trials]
     record = {**state, "seconds": round(search.elapsed, 3), "trials": trials}
     files.write_json(folder / NAME, record)
@@ -242,6 +257,62 @@ def _finish(
     return test
 
 
+def _written(
+    search: Search, runs: Sequence[Path], split: Split, folder: Path, cutoffs: Sequence[int]
+) -> Evaluation | None:
+    """Promote a run, or fuse several; the test metrics."""
+    if len(runs) == 1:
+        return promote(runs[0], split, folder, k=cutoffs, device=search.device)
+    return fuse(runs, split, folder, by="scores", select=search.select, k=cutoffs, device=search.device).test
+
+
+def _refitted(
+    search: Search, split: Split, state: dict[str, Any], cutoffs: Sequence[int], save: Callable[[], None]
+) -> Evaluation | None:
+    """The choice trained again on both parts and written to OUT/chosen; the test metrics.
+
+    If that fails or takes too long, `state` says so, and there is no such folder. Weights of a fusion are those that
+    the trials themselves choose (fusing.py). Only a training of a single run gets the test part, which it ranks last.
+    """
+    out = search.folder.parent
+    chosen = [next(trial for trial in search.finalists() if trial.folder == name) for name in state["chosen"]]
+    allowed = search.budget.seconds
+    end = math.inf if allowed is None else allowed - search.ending(chosen)
+    search.listener.begin("training on both parts", len(search.trials), len(search.trials))
+    try:
+        if len(chosen) == 1:
+            test = retrain(search, chosen[0], split, out / "chosen", end - search.elapsed, cutoffs).test
+            places = [out / "chosen"]
+        else:
+            places = [out / "refits" / trial.folder for trial in chosen]
+            for trial, place in zip(chosen, places, strict=True):
+                if not manifest.is_finished(place):
+                    retrain(search, trial, search.split, place, end - search.elapsed)
+            shutil.rmtree(out / "chosen", ignore_errors=True)
+            test = _written(search, places, split, out / "chosen", cutoffs)
+    except (OutOfTimeError, ValueError, RuntimeError, ArithmeticError, MemoryError) as failure:
+        for part in ("refits", "chosen"):
+            shutil.rmtree(out / part, ignore_errors=True)
+        line = f"not trained on the validation part too: {first_line(failure)}"
+        state |= {"refit": False, "why": [*state["why"], line]}
+        save()
+        test = None
+    else:
+        state["why"] = [*state["why"], _retrained(chosen, places)]
+    log.info("%s", state["why"][-1])
+    return test
+
+
+def _retrained(chosen: Sequence[Trial], places: Sequence[Path]) -> str:
+    """How the choice was trained again, in words."""
+    records = [run_folder.read_meta(place)["refit"] for place in places]
+    epochs = ", ".join(
+        f"{record['epochs']} epoch{'s' * (record['epochs'] > 1)} of {trial.name}"
+        for trial, record in zip(chosen, records, strict=True)
+    )
+    return f"trained again on all {records[0]['interactions']:,} interactions of both parts: {epochs}"
+
+
 def _is_complete(chosen: Path) -> bool:
     """Whether the choice was written and its files may move; some may have moved already."""
     return manifest.is_finished(chosen) and NAME in manifest.read_manifest(chosen).files
@@ -249,7 +320,8 @@ def _is_complete(chosen: Path) -> bool:
 
 def _lift(chosen: Path, folder: Path) -> None:
     """Move the files of the chosen run to their place, its manifest last, and delete the trials."""
-    shutil.rmtree(folder / "trials", ignore_errors=True)
+    for part in ("trials", "refits"):
+        shutil.rmtree(folder / part, ignore_errors=True)
     for path in sorted(chosen.iterdir(), key=lambda path: path.name == manifest.NAME):
         if path.name != LOCK:
             os.replace(path, folder / path.name)
@@ -273,7 +345,8 @@ def _trials(folder: Path, record: Mapping[str, Any]) -> list[Trial]:
 def _choice(folder: Path, record: Mapping[str, Any], test: Evaluation | None = None) -> Choice:
     trials = tuple(_trials(folder, record))
     chosen, why, left_out = tuple(record["chosen"]), tuple(record["why"]), dict(record["left_out"])
-    return Choice(folder, str(record["select"]), trials, left_out, chosen, why, float(record["seconds"]), test)
+    seconds, refit = float(record["seconds"]), bool(record.get("refit", False))
+    return Choice(folder, str(record["select"]), trials, left_out, chosen, why, seconds, test, refit)
 
 
 def _section(choice: Choice) -> str:

@@ -22,14 +22,17 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from sparring.core import files, manifest
 from sparring.core.devices import pick_device
 from sparring.core.errors import UserError, first_line
+from sparring.core.locks import LOCK
 from sparring.core.workers import Ended, Listener, Say, Task, TaskMessage, run
-from sparring.data.interactions import Split
+from sparring.data.interactions import Interactions, Split
 from sparring.experiments.contenders import Contender, Facts, complete_epochs
+from sparring.recipes.run import Run
 from sparring.recipes.settings import build
 from sparring.training import folder as run_folder
-from sparring.training.fitting import fit
+from sparring.training.fitting import Fitted, fit
 from sparring.training.loop import TrainingProgress
 
 _UNITS = {"s": 1, "m": 60, "h": 3600}
@@ -43,6 +46,8 @@ _SLACK = 1.1  # trainings take up to this much longer than expected
 _SURE, _EARLY = 0.05, 0.2  # parts of its time between which a training that is too slow starts again with fewer epochs
 _SAVED = 60.0  # seconds between checkpoints
 _LEAST = 3  # epochs of a short training, unless its schedule has fewer
+GROWTH = 1.15  # a training on both parts takes this many times the seconds of one on the training part
+_REFITS = 0.3  # of the time: the most that the search keeps for training its choice on both parts
 _ALWAYS = 10.0  # seconds that the first model may take, however small the budget is
 log = logging.getLogger(__name__)
 
@@ -155,15 +160,28 @@ class Search:
         needed = _FUSING * self.fused_queries + ranking * self.facts.queries + _LAST * self.budget.seconds
         return min(needed, self.budget.seconds / 3)
 
+    def ending(self, chosen: Sequence[Trial]) -> float:
+        """Seconds for ranking the test part with these trials, fused if there are several, and for the files."""
+        if self.budget.seconds is None or len(chosen) > 1:
+            return 0.0 if self.budget.seconds is None else self.reserve
+        return 1.5 * chosen[0].rank_seconds * self.facts.queries + _LAST * self.budget.seconds
+
     def fits(self, seconds: float) -> bool:
         """Whether the budget has this much time left."""
         return self.budget.seconds is None or self.budget.seconds - self.elapsed > seconds
 
-    def left(self, share: float = 1.0) -> float:
-        """Seconds until this share of the time for trainings is used; infinite for a number of trials."""
+    def left(self, share: float = 1.0, family: str = "") -> float:
+        """Seconds that a training of a family may take until this share of the time for trainings is used.
+
+        They leave time to train three finalists again on both parts, this training one of them, up to a limit.
+        Infinite for a number of trials.
+        """
         if self.budget.seconds is None:
             return math.inf
-        return share * (self.budget.seconds - self.reserve) - self.elapsed
+        whole, elapsed = self.budget.seconds - self.reserve, self.elapsed
+        others = sum(refit_seconds(trial) for trial in self.finalists()[:3] if trial.family != family)
+        before_refits = max((1 - _REFITS) * whole - elapsed, (whole - others - elapsed) / (1 + GROWTH))
+        return min(share * whole - elapsed, before_refits)
 
     # Rounds
 
@@ -259,7 +277,7 @@ class Search:
         most = contender.short if which == "short" else contender.epochs
         if self.budget.seconds is None:
             return Terms(most, most, math.inf)
-        left, pace, least = self.left(share), self._pace(contender), min(_LEAST, most)
+        left, pace, least = self.left(share, contender.family), self._pace(contender), min(_LEAST, most)
         if which == "short":
             left = min(left, _LARGEST * self.budget.seconds)
             if not any(trial.recipe != "popularity" and trial.value is not None for trial in self.trials):
@@ -365,6 +383,43 @@ def _silent() -> Iterator[None]:
         logger.setLevel(level)
 
 
+def _built(trial: Trial, train: Interactions, folder: Path, select: str, seed: int) -> Run:
+    """The run of a trial; the schedule of a training that began in its folder stays."""
+    asked = {**trial.settings, "select": select, "seed": seed}
+    if complete_epochs(trial.recipe, trial.settings) > 1:
+        begun = run_folder.has_run(folder) and run_folder.read_meta(folder)["setup"]["training"]["epochs"]
+        asked["epochs"] = begun or trial.epochs
+    return build(trial.recipe, train, asked)
+
+
+def refit_seconds(trial: Trial) -> float:
+    """The time that a training of a finished trial on both parts takes, as a guess."""
+    return GROWTH * trial.seconds
+
+
+def retrain(
+    search: Search, trial: Trial, split: Split, folder: Path, seconds: float, k: Sequence[int] = (10, 20, 50)
+) -> Fitted:
+    """Train a finished trial again on the training and validation parts, as `fit` does with `refit`.
+
+    A copy of the trial is the selection, so it is read and not trained. Raises OutOfTimeError if the training would
+    take more than these seconds. An interrupted one continues.
+    """
+    chosen, began = search.folder / trial.folder, time.monotonic()
+    selection = folder / run_folder.SELECTION
+    if not manifest.is_finished(selection):
+        shutil.rmtree(selection, ignore_errors=True)
+        shutil.copytree(chosen, selection, ignore=shutil.ignore_patterns(LOCK, manifest.NAME))
+        files.write(selection / manifest.NAME, lambda path: shutil.copyfile(chosen / manifest.NAME, path))  # last
+    run = _built(trial, split.train, selection, search.select, search.seed)
+    epochs = int(files.read_json(selection / "result.json")["best_epoch"])
+    within = _within(Terms(epochs, epochs, seconds), began, lambda message: search.listener.said(trial.name, message))
+    progress = replace(within, stop=lambda: False)  # all epochs, or none
+    how: dict[str, Any] = {"device": search.device, "progress": progress, "save_seconds": _SAVED, "k": k}
+    with _silent():
+        return fit(run, split, folder, refit=True, resume=True, source=search.source, **how)
+
+
 def _train(
     say: Say,
     trial: Trial,
@@ -382,11 +437,7 @@ def _train(
     """
     began = time.monotonic()
     try:
-        asked = {**trial.settings, "select": select, "seed": seed}
-        if complete_epochs(trial.recipe, trial.settings) > 1:  # the schedule of an interrupted training stays
-            begun = run_folder.has_run(folder) and run_folder.read_meta(folder)["setup"]["training"]["epochs"]
-            asked["epochs"] = begun or trial.epochs
-        built = build(trial.recipe, split.train, asked)
+        built = _built(trial, split.train, folder, select, seed)
         progress = _within(terms, began, say)
         how: dict[str, Any] = {"resume": True, "device": device, "progress": progress, "save_seconds": _SAVED}
         history = fit(built, split, folder, source=source, **how).history

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -16,6 +17,7 @@ import polars as pl
 import torch
 from torch import Tensor
 
+from sparring.core import files, manifest
 from sparring.core.devices import pick_device
 from sparring.core.errors import UserError
 from sparring.core.ranks import join, launched
@@ -141,10 +143,11 @@ def fit(
             if overwrite and folder is not None and ranks.rank == 0:
                 run_folder.delete_run(folder)
             overwrite, first = False, Split(split.train, split.valid)
-            selection = fit(
+            place = None if folder is None else folder / run_folder.SELECTION
+            selection = _finished(run, first, place if resume else None, source, ranks) or fit(
                 run,
                 first,
-                None if folder is None else folder / run_folder.SELECTION,
+                place,
                 resume=resume,
                 device=device,
                 progress=shown,
@@ -302,6 +305,35 @@ def _builder(
         raise UserError("refit=True builds the run again by its recipe, and this one has none: pass refit=FUNCTION")
     settings.resolve(finding.find(run.recipe), run.arguments or {}, setup=run.setup)
     return lambda data: settings.build(run.recipe, data, run.arguments, setup=run.setup)
+
+
+def _finished(
+    run: Run, split: Split, folder: Path | None, source: Mapping[str, Any] | None, ranks: Ranks
+) -> Fitted | None:
+    """The finished training in a folder, read from its files; None if there is none, or its tables are spread."""
+    alone = ranks.world == 1 and run.setup.model.tables != "sharded"
+    if folder is None or not alone or not manifest.is_finished(folder):
+        return None
+    listed, meta = run_folder.read_manifest(folder), run_folder.read_meta(folder)
+    if run.setup.temperature.tau is None and run.solver is None:
+        run = with_tau(run, flat(meta["setup"])["tau"])
+    run_folder.check_same(folder, run_folder.description(run, split, source), run.setup)
+    model = run_folder.read_run(folder, run.model)[0]
+    past = _past_for_test(model, split)
+    if past is not None:
+        model.remember(past)
+    result = files.read_json(listed.path("result.json"))
+    history = [json.loads(line) for line in listed.path("metrics.jsonl").read_text().splitlines()]
+    return Fitted(
+        replace(run, model=model),
+        history,
+        result["best_epoch"],
+        None,
+        result["train_seconds"],
+        partial(load, folder, model),
+        best_is_last=result["best_is_last"],
+        closed_form=ClosedForm(**result["closed_form"]) if "closed_form" in result else None,
+    )
 
 
 def _choice(selection: Fitted, first: Split, joined: Split) -> dict[str, Any]:

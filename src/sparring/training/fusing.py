@@ -33,7 +33,7 @@ from sparring.training import folder as run_folder
 from sparring.training.eligibility import Eligibility, untrained
 from sparring.training.fitting import METRICS
 from sparring.training.loop import sample_queries, selected
-from sparring.training.sources import BY, DEPTH, PARTS, By, Source, Sources, difference
+from sparring.training.sources import BY, DEPTH, PARTS, By, Source, Sources, difference, is_fused
 from sparring.training.trained import Trained, load
 
 _QUERIES = 5_000  # of the validation part that weights are chosen on
@@ -71,7 +71,8 @@ def fuse(
     """Make one retriever of several finished runs over the same split, and measure it on the test part.
 
     `by` fuses standardised scores or reciprocal ranks (`Sources`); auto takes the better one by `select` on the
-    validation part, which also chooses the weights. A single run with all the weight is among the choices. With `out`
+    validation part, which also chooses the weights. A single run with all the weight is among the choices. Refitted
+    runs have seen that part, so the runs that chose their epochs (the folder `selection` of each) choose. With `out`
     the runs are copied into that folder, which then evaluates, recommends and serves like any run. `model`,
     `recipe` and `trust` as in `load`.
 
@@ -95,14 +96,17 @@ def fuse(
         raise UserError(
             f"the cutoff of select={select} exceeds the {split.train.n_items:,} items: choose a smaller one"
         )
-    loaded = _loaded(runs, split, model, recipe, trust)
-    sources = [Source(name, each.folder, each.model, each.eligibility) for name, each in loaded]
+    load_sources = partial(_sources, runs, split, model=model, recipe=recipe, trust=trust)
+    sources = load_sources()
     with nullcontext() if folder is None else run_folder.claimed(folder, False, overwrite, ALONE):
         merged = Sources(sources, "scores", [1.0] * len(sources), depth).to(where)
         _remember(merged, split, "valid")  # a finished run knows the validation part
-        valid, (merged.by, weights) = _chosen(merged, split, BY if by == "auto" else (by,), metric, cutoff)
+        valid, (way, weights) = _chosen(merged, split, BY if by == "auto" else (by,), metric, cutoff)
+        if _refitted(runs):
+            sources, split = load_sources(again=True), split.joined()
+            merged = Sources(sources, way, weights, depth).to(where)
         _remember(merged, split, "test")
-        merged.weights = torch.tensor(weights, device=where)
+        merged.by, merged.weights = way, torch.tensor(weights, device=where)
         shown = ", ".join(f"{source.name} {weight:.2f}" for source, weight in zip(sources, weights, strict=True))
         log.info("fused by %s: %s", merged.by, shown)
         fused = FusedRun(merged, valid, *_tested(merged, split, k))
@@ -133,26 +137,39 @@ def _tested(model: Sources, split: Split, k: Sequence[int]) -> tuple[Evaluation 
     return fused, dict(zip((source.name for source in model.sources), parts, strict=True))
 
 
-def _loaded(
+def _refitted(runs: Sequence[str | Path]) -> bool:
+    """Whether runs were refitted; all of them or none must be."""
+    found = {run_folder.is_refit(Path(run)): run for run in runs}
+    if len(found) > 1:
+        one = Path(found[True])
+        reason = f"{one} was refitted and {found[False]} was not"
+        raise UserError(f"{reason}: refit all runs, or give {one / run_folder.SELECTION}")
+    return True in found
+
+
+def _sources(
     runs: Sequence[str | Path],
     split: Split,
+    again: bool = False,
     model: str | Model | None = None,
     recipe: str | Recipe | None = None,
     trust: bool = False,
-) -> list[tuple[str, Trained]]:
-    """The runs by name, if they can be fused: finished, over the same ids, split as this split is."""
+) -> list[Source]:
+    """The runs that may choose weights on the validation part; with `again` the refitted ones themselves.
+
+    They must fit together: finished, over the same ids, split as this split is.
+    """
     if len(runs) < 2:
         raise UserError(f"fuse makes one run of several: give at least two, not {len(runs)}")
     loaded: dict[str, Trained] = {}
-    for place in map(Path, runs):
-        if place.resolve() in (each.folder.resolve() for each in loaded.values()):
+    refitted = _refitted(runs)
+    for at, place in enumerate(map(Path, runs)):
+        if place.resolve() in (Path(other).resolve() for other in runs[:at]):
             raise UserError(f"{place} is given twice: give each run once")
-        trained = load(place, model, recipe=recipe, trust=trust, novelty=0)
-        if isinstance(trained.model, Sources):
+        if is_fused(place):
             raise UserError(f"{place} is itself fused of several runs: give the runs in {place / PARTS}")
-        if "refit" in trained.meta:
-            why = "weights are chosen on the validation part, and it was refitted on that"
-            raise UserError(f"{place} cannot be fused: {why}; give {place / run_folder.SELECTION}")
+        chooser = place / run_folder.SELECTION if refitted and not again else place
+        trained = load(chooser, model, recipe=recipe, trust=trust, novelty=0)
         name, number = place.resolve().name, 2
         while name in loaded:
             name, number = f"{place.resolve().name}-{number}", number + 1
@@ -174,7 +191,7 @@ def _loaded(
         seen, known = split.before("test"), trained.seen
         if not (own and torch.equal(seen.start, known.start) and torch.equal(seen.items, known.items.to(seen.items))):
             raise UserError(f"{trained.folder} was trained on another split than the one given: fuse with its own")
-    return list(loaded.items())
+    return [Source(name, each.folder, each.model, each.eligibility) for name, each in loaded.items()]
 
 
 # Weights
@@ -208,7 +225,7 @@ def fusion_gain(
         judged = fusion_gain(["runs/ease", "runs/default"], split);  judged.gain > judged.error
     """
     began, (metric, k) = time.monotonic(), selected(select)
-    sources = [Source(name, each.folder, each.model, each.eligibility) for name, each in _loaded(runs, split)]
+    sources = _sources(runs, split)
     model = Sources(sources, by, [1.0] * len(sources), depth).to(pick_device(device))
     _remember(model, split, "valid")
     loaded = time.monotonic()
@@ -364,6 +381,7 @@ def _write(fused: FusedRun, split: Split, folder: Path, select: str) -> None:
         "data": first.get("data", {}),
         **({"repeats": "keep"} if split.train.repeats else {}),
         "untrained": untrained(split),
+        **({"refit": refit} if (refit := _refit(metas)) else {}),
         "dim": model.dim,
         "versions": {**first.get("versions", {}), "sparring": __version__},
         "setup": {},
@@ -389,13 +407,23 @@ def _write(fused: FusedRun, split: Split, folder: Path, select: str) -> None:
     run_folder.finish(folder)
 
 
+def _refit(metas: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:
+    """The record of a fusion of refitted runs: the epochs of each, and the interactions of both trainings."""
+    records = {name: meta["refit"] for name, meta in metas.items() if "refit" in meta}
+    if not records:
+        return None
+    first = next(iter(records.values()))
+    epochs = {name: record["epochs"] for name, record in records.items()}
+    return {"epochs": epochs, "train": first["train"], "interactions": first["interactions"]}
+
+
 def _copy(run: Path, to: Path) -> None:
-    """Copy a finished run and its index; its checkpoint, its caches, its service and its classifiers stay behind.
+    """Copy a finished run and its index, without its checkpoint, caches, service, classifiers and selection.
 
     The hashes in the manifest of the copy are those of the original, so a fault of the copy is found.
     """
     listed = run_folder.read_manifest(run).files
-    behind = ("checkpoint", "classifiers/", "fusion")
+    behind = ("checkpoint", "classifiers/", "fusion", f"{run_folder.SELECTION}/")
     kept = [name for name in listed if not name.startswith(behind)]
     index = run / "index"
     names = [*kept, *(str(path.relative_to(run)) for path in index.rglob("*") if path.is_file() and path.name != LOCK)]
@@ -408,11 +436,16 @@ def _card(meta: Mapping[str, Any], result: Mapping[str, Any], select: str) -> st
     """A short model card: the runs, their weights and figures."""
     by = {"scores": "standardised scores", "ranks": "reciprocal ranks"}[meta["arguments"]["by"]]
     tests = {**result.get("parts", {}), "fused": result.get("test")}
+    refit = meta.get("refit")
+    again = (
+        f"Then each run was trained again on all {refit['interactions']:,} interactions of both parts." if refit else ""
+    )
     lines = [
         "# A retriever fused of several runs",
         "",
         f"The best {meta['arguments']['depth']} items of each run, fused by {by}. Weights were chosen by {select} on",
         "the validation part; the other figures are of the test part.",
+        *([again] if refit else []),
         "",
         "| run | recipe | weight | validation | recall@20 | ndcg@20 |",
         "|---|---|---:|---:|---:|---:|",
