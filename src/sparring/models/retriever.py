@@ -185,6 +185,15 @@ class Retriever(nn.Module):
         other.part = part.to(self.device)
         return other
 
+    @property
+    def towers(self) -> Retriever:
+        """The same towers, shared, without a closed form, as they are trained."""
+        if self.part is None:
+            return self
+        other = self._shared()
+        other.part = None
+        return other
+
     def _shared(self) -> Retriever:
         other = copy.copy(self)
         other._modules = dict(self._modules)

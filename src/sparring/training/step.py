@@ -47,7 +47,7 @@ def training_step(
     The ids are those of the complete batch, the same on every rank; the losses are those of this rank's rows. The
     context says what a tower of histories may read for each row; without one it reads all it knows.
     """
-    model, setup = run.model, run.setup
+    model, setup = run.model.towers, run.setup
 
     # on a CPU bfloat16 is slower than float32
     half = torch.autocast(

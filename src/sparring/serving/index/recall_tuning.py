@@ -1,13 +1,14 @@
 """The index that answers most queries per second among those that are good and small enough: built, measured, chosen.
 
-Recall is the share of the exact k best items that an index finds. Speed is measured on batches of 64 queries.
+Recall is the share of the exact k best items, without a query's own, that an index finds. Speed is measured on batches
+of 64 queries.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -62,11 +63,13 @@ def tune(
     kind: str = "auto",
     seed: int = 0,
     say: Callable[[str], None] = lambda line: None,
+    exclude: Sequence[np.ndarray] | None = None,
 ) -> Tuned:
     """Build indexes of item vectors (N, D), measure them on query vectors (n, D), and return the fastest good one.
 
     Half of the queries tune the effort of each index; the other half must confirm the recall. `memory` bounds the bytes
-    that a search keeps in memory. If no index reaches the recall within it, the error names the best one.
+    that a search keeps in memory. If no index reaches the recall within it, the error names the best one. `exclude` has
+    the items that each query's list leaves out: a query's own items are its nearest, and easier to find than others.
 
         tuned = tune(model.item_vectors().numpy(), queries, k=100, recall=0.99, memory=500_000_000)
     """
@@ -80,8 +83,10 @@ def tune(
     k = min(k, n)
     half = len(queries) // 2
     exact = Index(np.ascontiguousarray(vectors, dtype=np.float32), np.arange(n))
-    truth = exact.search(queries, k)[1]
-    baseline = Point("exact", Effort(), 1.0, _speed(exact, queries[:half], k), estimated_bytes("exact", n, dim))
+    hidden = None if exclude is None else list(exclude)
+    tuning, held_out = (queries[:half], hidden and hidden[:half]), (queries[half:], hidden and hidden[half:])
+    truth = exact.search(queries, k, hidden)[1]
+    baseline = Point("exact", Effort(), 1.0, _speed(exact, *tuning, k), estimated_bytes("exact", n, dim))
     fits = memory is None or baseline.memory <= memory
     points = [baseline] if fits and kind in ("auto", "exact") else []
     indexes, left_out = {"exact": exact}, list[str]()
@@ -96,7 +101,7 @@ def tune(
         seconds = time.perf_counter() - began
         size = estimated_bytes(name, n, dim, code)
         indexes[name] = Index(exact.vectors, exact.ids, name, ann)
-        measured = list(_sweep(indexes[name], queries[:half], truth[:half], k, recall, size, slowest))
+        measured = list(_sweep(indexes[name], *tuning, truth[:half], k, recall, size, slowest))
         points += measured
         best = max(
             measured,
@@ -107,7 +112,7 @@ def tune(
     good = sorted((point for point in points if point.recall >= recall), key=lambda point: -point.speed)
     for point in good:
         index = replace(indexes[point.kind], effort=point.effort)
-        held = _recall(index.search(queries[half:], k)[1], truth[half:])
+        held = _recall(index.search(held_out[0], k, held_out[1])[1], truth[half:])
         if held >= recall:
             return Tuned(index, point, tuple(points), held, tuple(left_out))
     limit = "" if memory is None else f" within {memory / 1e6:,.1f} MB"
@@ -143,14 +148,21 @@ def _wanted(kind: str, n: int, dim: int, memory: int | None, left_out: list[str]
 
 
 def _sweep(
-    index: Index, queries: np.ndarray, truth: np.ndarray, k: int, target: float, size: int, slowest: float
+    index: Index,
+    queries: np.ndarray,
+    hidden: list[np.ndarray] | None,
+    truth: np.ndarray,
+    k: int,
+    target: float,
+    size: int,
+    slowest: float,
 ) -> Iterator[Point]:
     """Points of rising effort until the target is reached or exact search is faster; then bisect for the least."""
 
     def at(effort: Effort) -> Point:
         tried = replace(index, effort=effort)
-        recall = _recall(tried.search(queries, k)[1], truth)
-        return Point(index.kind, effort, recall, _speed(tried, queries, k), size)
+        recall = _recall(tried.search(queries, k, hidden)[1], truth)
+        return Point(index.kind, effort, recall, _speed(tried, queries, hidden, k), size)
 
     n = len(index.ids)
     most = n if index.kind == "hnsw" else n_cells(n)
@@ -162,7 +174,8 @@ def _sweep(
             point = at(Effort(high, refine))
             yield point
             reached = point.recall >= target
-            stuck = point.recall - before < 1e-4 and high > 8  # the codes are too coarse: more cells do not help
+            # the codes are too coarse: more cells do not help; without codes all cells find everything
+            stuck = index.kind != "ivf" and point.recall - before < 1e-4 and high > 8
             if reached or high >= most or point.speed < slowest / 4 or stuck:
                 break
             low, high, before = high, min(2 * high, most), point.recall
@@ -182,14 +195,15 @@ def _recall(found: np.ndarray, truth: np.ndarray) -> float:
     return float(np.isin(truth + row, found + row).sum() / truth.size)
 
 
-def _speed(index: Index, queries: np.ndarray, k: int) -> float:
+def _speed(index: Index, queries: np.ndarray, hidden: list[np.ndarray] | None, k: int) -> float:
     """Queries per second of the median batch, which is robust to other load on the machine."""
-    batches = [queries[begin : begin + _BATCH] for begin in range(0, len(queries), _BATCH)]
+    parts = [slice(begin, begin + _BATCH) for begin in range(0, len(queries), _BATCH)]
+    batches = [(queries[part], hidden and hidden[part]) for part in parts]
     each: list[float] = []  # seconds per query
     start = time.perf_counter()
     while time.perf_counter() - start < _LEAST or len(each) < min(len(batches), 5):
         batch = batches[len(each) % len(batches)]
         began = time.perf_counter()
-        index.search(batch, k)
-        each.append((time.perf_counter() - began) / len(batch))
+        index.search(batch[0], k, batch[1])
+        each.append((time.perf_counter() - began) / len(batch[0]))
     return 1 / float(np.median(each))

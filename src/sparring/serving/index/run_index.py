@@ -47,7 +47,11 @@ def build_index(
         raise UserError(
             f"the vectors of {trained.folder} contain NaN or infinite values: the model has diverged, train it again"
         )
-    tuned = tune(vectors, asked, k, recall, memory, kind, seed, say)
+    taken = None
+    if not trained.lists_seen():
+        own = trained.eligibility.taken(torch.from_numpy(chosen))
+        taken = [items.cpu().numpy() for items in own.items.split(own.start.diff().tolist())]
+    tuned = tune(vectors, asked, k, recall, memory, kind, seed, say, taken)
     figures = {
         "recall": round(tuned.recall, 6),
         "k": min(k, len(vectors)),
