@@ -11,8 +11,11 @@ from importlib import import_module
 __version__ = "0.2.0"
 
 # OpenMP reads it when torch is first imported. Threads that spin while they wait for each other are many times slower
-# when another process wants their core. If torch was imported before, it still holds for processes started from here.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# when another process wants their core; threads that sleep at once make a training alone twice as slow. So they spin a
+# few microseconds. If torch was imported before, this still holds for processes started from here.
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 # Loaded on first use: torch takes seconds to import, and `sparring --help` needs none of it. __init__.pyi has the
 # types.

@@ -74,8 +74,13 @@ def _alive(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize(("given", "expected"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")])
-def test_threads_sleep_while_they_wait_unless_told_otherwise(given: dict[str, str], expected: str) -> None:
+@pytest.mark.parametrize(
+    ("given", "expected", "spins"),
+    [({}, "PASSIVE", 1000), ({"GOMP_SPINCOUNT": "70"}, "PASSIVE", 70), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE", None)],
+)
+def test_threads_soon_sleep_while_they_wait_unless_told_otherwise(
+    given: dict[str, str], expected: str, spins: int | None
+) -> None:
     """In a process that imports sparring first, PyTorch's OpenMP itself reports the policy when it is loaded."""
     found = find_spec("torch")
     assert found is not None
@@ -83,8 +88,10 @@ def test_threads_sleep_while_they_wait_unless_told_otherwise(given: dict[str, st
     library = next(Path(found.origin).parent.glob("lib/libgomp*"), None)
     if library is None:
         pytest.skip("this build of PyTorch does not come with GNU OpenMP")
-    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"} | given
-    environment |= {"OMP_DISPLAY_ENV": "TRUE", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    ours = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+    environment = {name: value for name, value in os.environ.items() if name not in ours} | given
+    environment |= {"OMP_DISPLAY_ENV": "VERBOSE", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-c", f"import ctypes, sparring; ctypes.CDLL({str(library)!r})"]
     shown = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stderr
     assert f"OMP_WAIT_POLICY = '{expected}'" in shown
+    assert (f"GOMP_SPINCOUNT = '{spins}'" in shown) is (spins is not None)
