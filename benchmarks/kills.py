@@ -18,7 +18,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -33,6 +32,7 @@ import torch
 from sparring.data.synthetic_world import make_world
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from support.ports import free_port
 from support.run_files import contents
 
 SETTINGS = ("cache_size=64", "dim=16", "batch_size=128", "patience=none", "lr=0.01", "draw=multinomial")
@@ -50,9 +50,7 @@ class Training:
             log,
             least,
         )
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = int(probe.getsockname()[1])
+        self.port = free_port()
         self.launchers = [self.start(at) for at in range(agents)]
 
     def start(self, at: int) -> subprocess.Popen[bytes]:

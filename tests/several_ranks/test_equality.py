@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 
 from sparring.recipes import RECIPES
 from sparring.recipes.settings import is_solved
+from support.ports import free_port
 
 HERE = Path(__file__).parent
 _spec = importlib.util.spec_from_file_location("dist_cases", HERE / "cases.py")
@@ -22,12 +22,6 @@ assert _spec is not None
 assert _spec.loader is not None
 cases = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(cases)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture(scope="module")
