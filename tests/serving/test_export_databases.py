@@ -204,7 +204,7 @@ def trained(parts: Split, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     train = renamed(parts.train)
     assert train is not None
     folder = tmp_path_factory.mktemp("databases") / "run"
-    quick = {"dim": D, "spectral": 0, "epochs": 1, "batch_size": 64, "n": 16, "patience": None, "item_bias": False}
+    quick = {"dim": D, "closed_form": 0, "epochs": 1, "batch_size": 64, "n": 16, "patience": None, "item_bias": False}
     fit(
         build("default", train, quick),
         Split(train, renamed(parts.valid), renamed(parts.test)),

@@ -20,9 +20,9 @@ from sparring.models.histories import HistoryTower
 from sparring.models.retriever import Retriever
 from sparring.recipes.run import Run
 from sparring.training import closed_form
-from sparring.training.closed_form import LAMS, UNCHOSEN, WEIGHTS, ClosedForm, with_closed_form
+from sparring.training.closed_form import LAMS, UNCHOSEN, WEIGHTS, ClosedFormChoice, add_closed_form
 
-FEW = {"dim": 8, "epochs": 3, "eval_every": 1, "tau": 0.2, "select": "ndcg@10", "n": 64, "spectral": 16}
+FEW = {"dim": 8, "epochs": 3, "eval_every": 1, "tau": 0.2, "select": "ndcg@10", "n": 64, "closed_form": 16}
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def test_the_best_lam_at_one_half_then_the_best_weight(
     monkeypatch.setattr(closed_form, "_unit", lambda model, found, lam, pairs: 1.0)
     monkeypatch.setattr(closed_form, "_joined", named)
     model = made(parts).model
-    joined, choice = with_closed_form(model, parts.train.positives(), 16, None, rank, "ndcg@10")
+    joined, choice = add_closed_form(model, parts.train.positives(), 16, None, rank, "ndcg@10")
     assert choice.lam == 10.0
     assert choice.weight == (0.25 if kept else 0.0)
     assert (joined is model) is not kept
@@ -77,14 +77,14 @@ def test_the_best_lam_at_one_half_then_the_best_weight(
 
 def test_without_a_validation_part_it_has_the_usual_weight(parts: Split) -> None:
     fitted = fit(made(parts), Split(parts.train, None, parts.test), k=(10,), device="cpu")
-    assert fitted.closed_form == ClosedForm(*UNCHOSEN)
-    assert fitted.run.model.part is not None
+    assert fitted.closed_form == ClosedFormChoice(*UNCHOSEN)
+    assert fitted.run.model.closed_form is not None
 
 
 def test_weight_one_spreads_as_the_towers_do(parts: Split) -> None:
     """The mean deviation over the items of the scores of both, on the queries that are looked at."""
     model, known = made(parts).model, parts.train.positives()
-    joined, _ = with_closed_form(model, known, 16, ClosedForm(3.0, 1.0), None, "ndcg@10")
+    joined, _ = add_closed_form(model, known, 16, ClosedFormChoice(3.0, 1.0), None, "ndcg@10")
     some = torch.nonzero(known.start.diff()).flatten()
     some = some[torch.arange(min(256, len(some))) * len(some) // min(256, len(some))]
     q, items = joined.query_vectors(some), joined.item_vectors()
@@ -122,26 +122,26 @@ def test_a_refit_keeps_the_choice(parts: Split) -> None:
     fitted = fit(made(parts), parts, k=(10,), device="cpu", refit=True)
     assert fitted.selection is not None
     assert fitted.closed_form == fitted.selection.closed_form
-    part, first = fitted.run.model.part, fitted.selection.run.model.part
-    assert part is not None
+    form, first = fitted.run.model.closed_form, fitted.selection.run.model.closed_form
+    assert form is not None
     assert first is not None
-    assert not torch.equal(part.directions, first.directions)
+    assert not torch.equal(form.directions, first.directions)
 
 
 @pytest.mark.parametrize(
     ("changes", "dim"),
-    [({}, 16), ({"spectral": 0}, 0), ({"spectral": 4000}, 40), ({"pooling": "attention", "rows": "pairs"}, 0)],
+    [({}, 16), ({"closed_form": 0}, 0), ({"closed_form": 4000}, 40), ({"pooling": "attention", "rows": "pairs"}, 0)],
 )
 def test_its_width_follows_the_data_and_the_model(changes: dict[str, object], dim: int, parts: Split) -> None:
     """At most half the items; none beside towers that do not sum items."""
-    assert made(parts, **changes).spectral == dim
+    assert made(parts, **changes).closed_form == dim
 
 
 def test_a_table_of_a_gigabyte_is_the_largest(parts: Split, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sparring.recipes.in_batch.MOST_NUMBERS", 800)
-    assert made(parts).spectral == 10
+    assert made(parts).closed_form == 10
     with pytest.raises((ValueError, UserError), match="at least 0; got -1"):
-        made(parts, spectral=-1)
+        made(parts, closed_form=-1)
 
 
 def test_queries_without_pairs_are_no_error(parts: Split) -> None:
@@ -151,5 +151,5 @@ def test_queries_without_pairs_are_no_error(parts: Split) -> None:
     start = torch.cat([parts.train.positives().start, parts.train.positives().start[-1:]])
     known = Positives(start, parts.train.positives().items)
     model.remember(replace(model.query.past, start=start))
-    joined, _ = with_closed_form(model, known, 8, ClosedForm(1.0, 1.0), None, "ndcg@10")
+    joined, _ = add_closed_form(model, known, 8, ClosedFormChoice(1.0, 1.0), None, "ndcg@10")
     assert torch.isfinite(joined.query_vectors(torch.tensor([parts.train.n_queries]))).all()

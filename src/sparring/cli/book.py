@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import sparring.cli.inputs as inputs
-from sparring.cli.compare import add_study, listening, writing_study
+from sparring.cli.compare import add_study, closing, listening, writing_study
 from sparring.cli.parsing import Commands, add_set, command_line, count, names, number
 from sparring.cli.screen import detail, show
 
@@ -65,12 +65,10 @@ def book(args: Namespace) -> int:
         figures = results.collect(plan, failures, left, command_line(args))
         results.write(plan, figures)
         page = pages.write(args.out, figures)
-    detail(args, "", *pages.findings(figures), "")
-    show(*(f"failed: {each.data} {each.recipe}: {each.error}" for each in failures))
+    detail(args, "", *pages.findings(figures))
     if left:
         show(f"{len(left)} of {len(plan.cells)} cells are left, the next is {left[0].name}; the same command goes on")
-    show(f"{page}: the book; {args.out}: book.json and runs.csv with every run")
-    return 1 if failures else 0
+    return closing(args, failures, page, args.out, "book.json and runs.csv with every run")
 
 
 def _plan(args: Namespace) -> Book:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from sparring.experiments.comparison import ComparedData, Comparison
     from sparring.experiments.report.tables import Table as ReportTable
 
+TABLES = "figures, and tables as .md, .csv, .tex and .json"  # what a study writes beside its page
 _GENERIC = {"interactions", "data", "pairs", "ratings", "events"}  # file names that say less than their folder's
 
 
@@ -132,13 +133,13 @@ def _notes(plan: Comparison) -> list[str]:
     return lines
 
 
-def closing(args: Namespace, failures: Sequence[Failure], page: Path, out: Path) -> int:
+def closing(args: Namespace, failures: Sequence[Failure], page: Path, out: Path, written: str = TABLES) -> int:
     """Print the failures and where everything is; the exit code."""
     detail(args, "")
     show(*(f"failed: {each.data} {each.recipe} {each.what}: {each.error}" for each in failures))
     if failures:
         show(f"{len(failures)} failed; the same command tries them again")
-    show(f"{page}: the complete report; {out}: figures, and tables as .md, .csv, .tex and .json")
+    show(f"{page}: the complete report; {out}: {written}")
     return 1 if failures else 0
 
 

@@ -18,8 +18,8 @@ from sparring.core.types import ALONE, ItemLayers, Ranks
 from sparring.data.histories import Context, Histories
 from sparring.models.graph import GraphItems
 from sparring.models.histories import PastReader
+from sparring.models.low_rank_ease import LowRankEase
 from sparring.models.parts import Perceptron
-from sparring.models.spectral_part import SpectralPart
 from sparring.models.towers import HistoryReader, IdTower, UnitTower, evaluating, width_of
 
 NORM_EPS = 1e-6  # a shorter vector is scaled by 1 / NORM_EPS, so that zero stays zero and its gradient finite
@@ -31,7 +31,7 @@ class Retriever(nn.Module):
     Works with any two modules that map ids to vectors of the same width. `n_items` is read from the item tower (`n`, or
     `num_embeddings` of an nn.Embedding) unless given. With `item_bias`, a tower of width 1, the score is q_u . e_i +
     b_i: an item's vector ends in b_i and a query's in 1, so every inner product includes the bias. Scaling to length 1
-    leaves that last dimension out. `with_part` adds dimensions of a closed form before it (spectral_part.py).
+    leaves that last dimension out. `with_closed_form` adds dimensions before it (low_rank_ease.py).
 
         model = Retriever(IdTower(n_queries, 64), IdTower(n_items, 64), score="cosine")
         scores = model.encode_queries(queries) @ model.item_vectors().T
@@ -58,24 +58,24 @@ class Retriever(nn.Module):
         if count is None:
             raise ValueError(f"the item tower {type(item).__name__} has no attribute n: pass n_items")
         self.n_items, self.width = int(count), widths[0]
-        self.part: SpectralPart | None = None
+        self.closed_form: LowRankEase | None = None
         self._reads_context = "context" in inspect.signature(query.forward).parameters
 
     @property
     def dim(self) -> int:
         """Dimensions of a vector: the towers', those of a closed form, and one for the bias."""
-        return self.width + (0 if self.part is None else self.part.dim) + (self.item_bias is not None)
+        return self.width + (0 if self.closed_form is None else self.closed_form.dim) + (self.item_bias is not None)
 
     def encode_queries(self, ids: Tensor, context: Context | None = None) -> Tensor:
         """Vectors of queries (..., D). In training a context says what a tower of histories may read for each row."""
         if context is not None and self._reads_context:
             return self._finished(self.query(ids, context))
-        if self.part is None:
+        if self.closed_form is None:
             return self._finished(self.query(ids))
         assert isinstance(self.query, PastReader)
         items, owners, _ = self.query.read(ids.reshape(-1))
-        part = self.part.queries(items, owners, ids.numel())
-        return self._finished(self.query(ids), part.reshape(*ids.shape, -1))
+        closed = self.closed_form.queries(items, owners, ids.numel())
+        return self._finished(self.query(ids), closed.reshape(*ids.shape, -1))
 
     def past_readers(self) -> list[PastReader]:
         """The parts of the query tower that read histories."""
@@ -89,7 +89,7 @@ class Retriever(nn.Module):
     def encode_items(self, ids: Tensor) -> Tensor:
         """Vectors of items (..., D)."""
         vectors = self._scaled(self.item(ids))
-        more = [] if self.part is None else [self.part.items(ids)]
+        more = [] if self.closed_form is None else [self.closed_form.items(ids)]
         if self.item_bias is not None:
             more.append(self.item_bias(ids))
         return torch.cat([vectors, *(each.to(vectors.dtype) for each in more)], -1) if more else vectors
@@ -129,12 +129,12 @@ class Retriever(nn.Module):
                 f"the query tower {type(self.query).__name__} cannot encode a history: train with a HistoryTower"
             )
         vectors = self.query.encode_history(items)
-        if self.part is None:
+        if self.closed_form is None:
             return self._finished(vectors)
         assert isinstance(self.query, PastReader)
         present = items >= 0
         present &= present.flip(1).cumsum(1).flip(1) <= self.query.last
-        return self._finished(vectors, self.part.queries(items[present], present.nonzero()[:, 0], len(items)))
+        return self._finished(vectors, self.closed_form.queries(items[present], present.nonzero()[:, 0], len(items)))
 
     def encode_texts(self, strings: Sequence[str], side: Literal["query", "item"] = "query") -> Tensor:
         """Vectors (n, D) of texts, as new queries or new items, without gradient, in evaluation mode."""
@@ -175,23 +175,21 @@ class Retriever(nn.Module):
         other.item_bias = bias
         return other
 
-    def with_part(self, part: SpectralPart) -> Retriever:
+    def with_closed_form(self, form: LowRankEase) -> Retriever:
         """The same towers, shared, beside a closed form; for query towers that pool the items of a history."""
         if not isinstance(self.query, PastReader):
-            raise ValueError(
-                f"a closed form reads histories, which the query tower {type(self.query).__name__} has not"
-            )
+            raise ValueError(f"a closed form reads histories, and the query tower {type(self.query).__name__} has none")
         other = self._shared()
-        other.part = part.to(self.device)
+        other.closed_form = form.to(self.device)
         return other
 
     @property
     def towers(self) -> Retriever:
         """The same towers, shared, without a closed form, as they are trained."""
-        if self.part is None:
+        if self.closed_form is None:
             return self
         other = self._shared()
-        other.part = None
+        other.closed_form = None
         return other
 
     def _shared(self) -> Retriever:
@@ -231,10 +229,10 @@ class Retriever(nn.Module):
     def _scaled(self, vectors: Tensor) -> Tensor:
         return F.normalize(vectors, dim=-1, eps=NORM_EPS) if self.score == "cosine" else vectors
 
-    def _finished(self, vectors: Tensor, part: Tensor | None = None) -> Tensor:
+    def _finished(self, vectors: Tensor, closed: Tensor | None = None) -> Tensor:
         """Output of a query tower, scaled, with the closed form's dimensions and that of the bias."""
         vectors = self._scaled(vectors)
-        more = [] if part is None else [part.to(vectors.dtype)]
+        more = [] if closed is None else [closed.to(vectors.dtype)]
         if self.item_bias is not None:
             more.append(torch.ones_like(vectors[..., :1]))
         return torch.cat([vectors, *more], -1) if more else vectors

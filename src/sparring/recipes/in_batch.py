@@ -16,6 +16,7 @@ from sparring.losses import bpr as bpr_loss
 from sparring.losses import softmax_loss
 from sparring.models.build import width
 from sparring.models.histories import HistoryTower
+from sparring.models.retriever import Retriever
 from sparring.negatives import (
     AllItems,
     Cache,
@@ -83,7 +84,7 @@ def default(
     n: UniformDraws = 4096,
     exclude: Excluded = "known",
     steps: Annotated[int, "batches are smaller than batch_size where an epoch has fewer steps than this"] = 48,
-    spectral: Annotated[int, "dimensions of a closed form beside the towers; 0 adds none"] = 512,
+    closed_form: Annotated[int, "dimensions of a closed form beside the towers; 0 adds none"] = 512,
 ) -> Run:
     """Queries as sums of their items, against uniform negatives that the query has not taken, or all of them.
 
@@ -97,20 +98,21 @@ def default(
     negatives = (
         AllItems(data.n_items, exclude, with_pairs(data)) if complete else Sampled(uniform(data), n, exclude=exclude)
     )
-    return with_closed_form(compose(data, setup, Term(1.0, negatives)), data, spectral)
+    run = compose(data, setup, Term(1.0, negatives))
+    return replace(run, closed_form=closed_form_width(run.model, data, closed_form))
 
 
-def with_closed_form(run: Run, data: Interactions, dim: int) -> Run:
-    """The run with a closed form of at most `dim` dimensions beside its towers, if its queries are sums of items.
+def closed_form_width(model: Retriever, data: Interactions, most: int) -> int:
+    """Dimensions of the closed form beside a model, at most `most`; 0 unless its queries are sums of items.
 
-    Its table has at most 2^28 numbers, a gigabyte, and half as many dimensions as queries and as items with pairs.
+    There are at most half as many as queries, and as items with pairs, and the table has at most a gigabyte.
     """
-    if dim < 0:
-        raise ValueError(f"spectral is the dimensions of a closed form, at least 0; got {dim}")
-    sums = isinstance(run.model.query, HistoryTower) and run.model.query.pooling != "attention"
-    counts = data.counts()
-    most = min(len(np.unique(data.queries)), int((counts > 0).sum())) // 2
-    return replace(run, spectral=min(dim, most, MOST_NUMBERS // data.n_items)) if sums else run
+    if most < 0:
+        raise ValueError(f"closed_form is a number of dimensions, at least 0; got {most}")
+    if not isinstance(model.query, HistoryTower) or model.query.pooling == "attention":
+        return 0
+    known = min(len(np.unique(data.queries)), len(np.unique(data.items)))
+    return min(most, known // 2, MOST_NUMBERS // data.n_items)
 
 
 def tables(

@@ -85,7 +85,7 @@ class Run:
     arguments: dict[str, Any] | None = None
     batches: RandomBatches | None = None  # a sampler of batches in place of random ones
     solver: Solver | None = None
-    spectral: int = 0  # dimensions of a closed form beside the trained towers (training/closed_form.py)
+    closed_form: int = 0  # dimensions of a closed form beside the trained towers (training/closed_form.py)
 
     @property
     def classifiers(self) -> ClassifierSettings | None:

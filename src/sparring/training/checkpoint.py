@@ -43,7 +43,7 @@ from sparring.training.shards import Rows, check_tables, read_tables, write_mode
 log = logging.getLogger(__name__)
 
 NAME, PREVIOUS = "checkpoint.safetensors", "checkpoint.previous.safetensors"
-CLOSED = "part."  # names of the tensors of a closed form, which is added after training
+CLOSED = "closed_form."  # names of the tensors of a closed form, which is added after training
 _ADVICE = "train again, or restore it from a copy"
 
 

@@ -1,4 +1,4 @@
-"""The closed form beside trained towers (models/spectral_part.py): its regularisation and weight."""
+"""The closed form beside trained towers (models/low_rank_ease.py): its regularisation and weight."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 
 from sparring.core.types import Positives
 from sparring.evaluation.ranking import Evaluation
+from sparring.models.low_rank_ease import Decomposition, decompose
 from sparring.models.retriever import Retriever
-from sparring.models.spectral_part import Decomposition, decompose
 
 LAMS = (1.0, 3.0, 10.0, 30.0)
 WEIGHTS = (0.0625, 0.125, 0.25, 0.5, 1.0, 2.0)  # 1: scores of the closed form spread as much as those of the towers
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class ClosedForm:
+class ClosedFormChoice:
     """A choice: the regularisation and the weight of a closed form, 0 for none; its metric and that of the towers."""
 
     lam: float
@@ -35,22 +35,22 @@ class ClosedForm:
         return asdict(self)
 
 
-def with_closed_form(
+def add_closed_form(
     model: Retriever,
     pairs: Positives,
     dim: int,
-    choice: ClosedForm | None,
+    choice: ClosedFormChoice | None,
     rank: Callable[[Retriever], Evaluation] | None,
     select: str,
     seed: int = 0,
-) -> tuple[Retriever, ClosedForm]:
+) -> tuple[Retriever, ClosedFormChoice]:
     """The model beside a closed form of these pairs, as chosen before or by ranking the validation part.
 
     `rank` evaluates a model on the validation part; without one and without a choice there is a usual one.
     """
     found = decompose(pairs, model.n_items, dim, seed)
     if choice is None:
-        choice = ClosedForm(*UNCHOSEN) if rank is None else _choose(model, found, pairs, rank, select)
+        choice = ClosedFormChoice(*UNCHOSEN) if rank is None else _choose(model, found, pairs, rank, select)
     if not choice.weight:
         return model, choice
     return _joined(model, found, choice.lam, choice.weight * _unit(model, found, choice.lam, pairs)), choice
@@ -58,7 +58,7 @@ def with_closed_form(
 
 def _choose(
     model: Retriever, found: Decomposition, pairs: Positives, rank: Callable[[Retriever], Evaluation], select: str
-) -> ClosedForm:
+) -> ClosedFormChoice:
     """The lam with the best metric at weight 1/2, then the best weight for it.
 
     The closed form must be ahead of the towers alone by a standard error of the difference over queries: with few of
@@ -79,15 +79,15 @@ def _choose(
     before, after = towers.metrics[select], score(lam, weight)
     if gain.mean() <= gain.std() / len(gain) ** 0.5:
         log.info("closed form: left out, with it %s is %.4f, without it %.4f", select, after, before)
-        return ClosedForm(lam, 0.0, before, before)
+        return ClosedFormChoice(lam, 0.0, before, before)
     log.info(
         "closed form of weight %g (lam %g): with it %s is %.4f, without it %.4f", weight, lam, select, after, before
     )
-    return ClosedForm(lam, weight, before, after)
+    return ClosedFormChoice(lam, weight, before, after)
 
 
 def _joined(model: Retriever, found: Decomposition, lam: float, weight: float) -> Retriever:
-    return model.with_part(found.part(lam, weight)).eval()
+    return model.with_closed_form(found.ease(lam, weight)).eval()
 
 
 @torch.no_grad()

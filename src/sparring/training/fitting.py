@@ -33,7 +33,7 @@ from sparring.recipes.setup import flat
 from sparring.training import checkpoint
 from sparring.training import folder as run_folder
 from sparring.training.baselines import baselines as solve_baselines
-from sparring.training.closed_form import QUERIES, ClosedForm, with_closed_form
+from sparring.training.closed_form import QUERIES, ClosedFormChoice, add_closed_form
 from sparring.training.eligibility import Eligibility, listed_items, seen_tensors
 from sparring.training.loop import Trainer, TrainingProgress, sample_queries, selected
 from sparring.training.novelty import check_correctable, novel
@@ -63,7 +63,7 @@ class Fitted:
     selection: Fitted | None = None  # of a refit: the training that chose the number of epochs
     baselines: dict[str, Evaluation] = field(default_factory=dict)  # test metrics by recipe (baselines.py)
     best_is_last: bool = False  # the best epoch is the last that was allowed: more may do better
-    closed_form: ClosedForm | None = None  # beside the towers, where the run has one (closed_form.py)
+    closed_form: ClosedFormChoice | None = None  # beside the towers, where the run has one (closed_form.py)
 
     @cached_property
     def _recommender(self) -> Recommender:
@@ -173,8 +173,8 @@ def fit(
         state = trainer.state
         trainer.checkpoints.load_best(state.best_epoch)
         closed = None
-        if run.spectral:
-            run, closed = _with_closed_form(trainer, None if selection is None else selection.closed_form)
+        if run.closed_form:
+            run, closed = _beside_closed_form(trainer, None if selection is None else selection.closed_form)
         test = None
         past = _past_for_test(run.model, split)
         if past is not None:
@@ -260,7 +260,7 @@ def _with_temperature(
     return with_tau(run, tau), tried
 
 
-def _with_closed_form(trainer: Trainer, choice: ClosedForm | None) -> tuple[Run, ClosedForm]:
+def _beside_closed_form(trainer: Trainer, choice: ClosedFormChoice | None) -> tuple[Run, ClosedFormChoice]:
     """The run beside its closed form, as chosen before a refit or on the validation part; its folder gets both.
 
     The record of the best epoch then has the metrics of both together, and `towers` that of the towers alone.
@@ -272,7 +272,7 @@ def _with_closed_form(trainer: Trainer, choice: ClosedForm | None) -> tuple[Run,
         few = sample_queries(valid, QUERIES, run.setup.seed)
         rank = partial(trainer.ranked, valid=few)
     pairs = trainer.split.train.positives().to(trainer.device)
-    model, choice = with_closed_form(run.model, pairs, run.spectral, choice, rank, select, run.setup.seed)
+    model, choice = add_closed_form(run.model, pairs, run.closed_form, choice, rank, select, run.setup.seed)
     if model is run.model:
         return run, choice
     state, folder = trainer.state, trainer.folder
@@ -332,7 +332,7 @@ def _finished(
         result["train_seconds"],
         partial(load, folder, model),
         best_is_last=result["best_is_last"],
-        closed_form=ClosedForm(**result["closed_form"]) if "closed_form" in result else None,
+        closed_form=ClosedFormChoice(**result["closed_form"]) if "closed_form" in result else None,
     )
 
 

@@ -63,9 +63,9 @@ from sparring.evaluation.ranking import Evaluation
 from sparring.models import finding as models
 from sparring.models.build import encoder_folder, solved_retriever, text_sides
 from sparring.models.encoders import save_encoder
+from sparring.models.low_rank_ease import LowRankEase
 from sparring.models.named import TABLES, Model
 from sparring.models.retriever import Retriever
-from sparring.models.spectral_part import SpectralPart
 from sparring.models.text import TextTower
 from sparring.recipes import finding, settings
 from sparring.recipes.finding import Recipe, source_digest
@@ -479,8 +479,8 @@ def read_run(
         built = _recipe_model(folder, meta, ids, eligibility.seen, recipe, trust)
     else:
         built = _described_model(listed, meta, setup, ids, tensors, model_of(folder, setup, model, trust))
-    if f"{checkpoint.CLOSED}gains" in tensors and built.part is None:
-        built = built.with_part(SpectralPart(built.n_items, tensors[f"{checkpoint.CLOSED}gains"].numel()))
+    if f"{checkpoint.CLOSED}gains" in tensors and built.closed_form is None:
+        built = built.with_closed_form(LowRankEase.empty(built.n_items, len(tensors[f"{checkpoint.CLOSED}gains"])))
     try:
         files.load_tensors(built, tensors, path)
     except UserError as error:

@@ -468,14 +468,12 @@ def _at_equal_time(better: Values, worse: Values) -> float | None:
 
 def null_rate(book: Book, by_chapter: Mapping[Chapter, Mapping[str, Values]]) -> dict[str, Any]:
     """How often a method is called different from its own repetition, with other seeds of tuning and training."""
-    tests = [
-        test
-        for own in by_chapter.values()
-        for values in own.values()
-        if (name := values.cell.method.repeats) in own
-        for metric in (book.plan.metric,)
-        if (test := compared(values.by_metric[metric], own[name].by_metric[metric])[0]) is not None
-    ]
+    metric, tests = book.plan.metric, list[TestResult]()
+    for own in by_chapter.values():
+        for values in own.values():
+            first = own.get(values.cell.method.repeats)
+            test = None if first is None else compared(values.by_metric[metric], first.by_metric[metric])[0]
+            tests += [] if test is None else [test]
     hits = sum(test.p < LEVEL for test in tests)
     low, high = share_interval(hits, len(tests)) if tests else (None, None)
     return {

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from sparring.core import files
 from sparring.core.errors import UserError
 from sparring.models.histories import HistoryTower
+from sparring.models.low_rank_ease import LowRankEase
 from sparring.models.parts import Categories, Concat, Dense, Perceptron, Sum, Tags
 from sparring.models.retriever import NORM_EPS, Retriever
-from sparring.models.spectral_part import SpectralPart
 from sparring.models.towers import IdTower
 from sparring.training.trained import Trained
 
@@ -54,7 +54,7 @@ def write_onnx(trained: Trained, folder: Path) -> tuple[list[Path], list[str]]:
         if why:
             unsupported.append(f"the {side} tower cannot be written as ONNX: {why}")
             continue
-        tensors = [*tower.state_dict().values(), *([] if model.part is None else [model.part.directions])]
+        tensors = [*tower.state_dict().values(), *([] if model.closed_form is None else [model.closed_form.directions])]
         size = sum(tensor.numel() * tensor.element_size() for tensor in {id(t): t for t in tensors}.values())
         if size > _LIMIT:
             unsupported.append(
@@ -94,9 +94,9 @@ def _graph(model: Retriever, side: str) -> Graph:
         vectors = _tower(graph, tower, ids)
     if model.score == "cosine":
         vectors = _unit(graph, vectors, NORM_EPS)
-    if model.part is not None:
-        part = _closed_form(graph, model.part, tower, ids)
-        vectors = graph.node("Concat", vectors, part, axis=1)
+    if model.closed_form is not None:
+        closed = _closed_form(graph, model.closed_form, tower, ids)
+        vectors = graph.node("Concat", vectors, closed, axis=1)
     if model.item_bias is not None:
         if side == "item":
             last = _tower(graph, model.item_bias, ids)
@@ -142,13 +142,13 @@ def _unit(graph: Graph, vectors: str, eps: float) -> str:
     return graph.node("Div", vectors, graph.node("Max", length, graph.constant(np.float32(eps))))
 
 
-def _closed_form(graph: Graph, part: SpectralPart, tower: nn.Module, ids: str) -> str:
+def _closed_form(graph: Graph, form: LowRankEase, tower: nn.Module, ids: str) -> str:
     """Histories (B, L) or items (B,) -> the dimensions of a closed form."""
     if not isinstance(tower, HistoryTower):
-        return graph.node("Gather", graph.table(part.directions * part.outputs.unsqueeze(1)), ids)
+        return graph.node("Gather", graph.table(form.directions * form.outputs.unsqueeze(1)), ids)
     present, _, flat = _present(graph, tower, ids)
-    rows = graph.node("Gather", graph.table(part.directions * part.gains), flat)
-    rows = _reshaped(graph, rows, ids, part.dim)
+    rows = graph.node("Gather", graph.table(form.directions * form.gains), flat)
+    rows = _reshaped(graph, rows, ids, form.dim)
     mask = graph.node("Unsqueeze", graph.node("Cast", present, to=1), graph.constant(np.array([2])))
     sums = graph.node("ReduceSum", graph.node("Mul", rows, mask), graph.constant(np.array([1])), keepdims=0)
     return _unit(graph, sums, 1e-12)

@@ -74,8 +74,8 @@ class ItemPlacer:
         with torch.no_grad():
             model, vector = self.trained.model, self._features.vector(row)
             vector = F.normalize(vector, dim=0) if model.score == "cosine" else vector
-            if model.part is not None:
-                vector = torch.cat([vector, torch.zeros(model.part.dim)])
+            if model.closed_form is not None:
+                vector = torch.cat([vector, torch.zeros(model.closed_form.dim)])
             if model.item_bias is not None:
                 vector = torch.cat([vector, model.item_bias(torch.arange(model.n_items)).mean(0)])
         return vector.float().numpy()

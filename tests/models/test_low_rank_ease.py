@@ -9,8 +9,8 @@ import torch
 from sparring.core.types import Positives
 from sparring.data.histories import Histories
 from sparring.models.histories import HistoryTower
+from sparring.models.low_rank_ease import Decomposition, LowRankEase, decompose
 from sparring.models.retriever import Retriever
-from sparring.models.spectral_part import Decomposition, SpectralPart, decompose
 from sparring.models.towers import IdTower
 
 QUERIES, ITEMS = 60, 12
@@ -42,9 +42,9 @@ def test_with_all_directions_it_ranks_as_ease(lam: float) -> None:
     inverse = np.linalg.inv(gram + strength * np.eye(ITEMS))
     weights = -inverse / np.diag(inverse)
     np.fill_diagonal(weights, 0.0)
-    part = decompose(known, ITEMS, ITEMS).part(lam, 1.0)
+    form = decompose(known, ITEMS, ITEMS).ease(lam, 1.0)
     queries = torch.arange(1, QUERIES)
-    model = model_of(known, bias=False).with_part(part)
+    model = model_of(known, bias=False).with_closed_form(form)
     q, items = model.query_vectors(queries)[:, 4:].double(), model.item_vectors()[:, 4:].double()
     for row, query in enumerate(queries.tolist()):
         new = matrix[query] == 0
@@ -55,8 +55,8 @@ def test_with_all_directions_it_ranks_as_ease(lam: float) -> None:
 def test_dimensions_are_towers_then_closed_form_then_bias() -> None:
     """The score is the sum of the three; a query without items has no closed form."""
     _, known = pairs()
-    model, part = model_of(known), decompose(known, ITEMS, 5).part(2.0, 0.7)
-    both = model.with_part(part)
+    model, form = model_of(known), decompose(known, ITEMS, 5).ease(2.0, 0.7)
+    both = model.with_closed_form(form)
     assert (model.dim, both.dim, both.width) == (5, 10, 4)
     ids = torch.tensor([3, 0, 7])
     q, items = both.query_vectors(ids), both.item_vectors()
@@ -68,16 +68,16 @@ def test_dimensions_are_towers_then_closed_form_then_bias() -> None:
     assert not q[1, 4:9].any()
     for row, query in ((0, 3), (2, 7)):
         taken = known.items[known.start[query] : known.start[query + 1]].long()
-        summed = (part.directions[taken] * part.gains).sum(0)
+        summed = (form.directions[taken] * form.gains).sum(0)
         torch.testing.assert_close(q[row, 4:9], summed / summed.norm())
-    torch.testing.assert_close(items[:, 4:9], part.directions * part.outputs[:, None])
+    torch.testing.assert_close(items[:, 4:9], form.directions * form.outputs[:, None])
     torch.testing.assert_close(q @ items.T, alone @ plain.T + q[:, 4:9] @ items[:, 4:9].T)
 
 
 def test_a_history_is_encoded_like_the_query_that_has_it() -> None:
     """Also with padding, in any shape of ids, and cut to the last items that the tower reads."""
     _, known = pairs()
-    model = model_of(known).with_part(decompose(known, ITEMS, 5).part(1.0, 1.0))
+    model = model_of(known).with_closed_form(decompose(known, ITEMS, 5).ease(1.0, 1.0))
     assert isinstance(model.query, HistoryTower)
     for last in (50, 2):
         model.query.last = last
@@ -106,12 +106,12 @@ def test_the_largest_directions_are_those_of_an_svd() -> None:
 
 def test_a_tower_without_histories_is_refused() -> None:
     model = Retriever(IdTower(QUERIES, 4), IdTower(ITEMS, 4))
-    with pytest.raises(ValueError, match="reads histories, which the query tower IdTower has not"):
-        model.with_part(SpectralPart(ITEMS, 3))
+    with pytest.raises(ValueError, match="reads histories, and the query tower IdTower has none"):
+        model.with_closed_form(LowRankEase.empty(ITEMS, 3))
 
 
 def test_no_singular_value_is_no_error() -> None:
     """A decomposition of nothing scores nothing."""
-    part = Decomposition(torch.zeros(ITEMS, 3), torch.zeros(3)).part(1.0, 1.0)
-    assert torch.isfinite(part.items(torch.arange(ITEMS))).all()
-    assert not part.queries(torch.tensor([1, 2]), torch.tensor([0, 0]), 1).any()
+    form = Decomposition(torch.zeros(ITEMS, 3), torch.zeros(3)).ease(1.0, 1.0)
+    assert torch.isfinite(form.items(torch.arange(ITEMS))).all()
+    assert not form.queries(torch.tensor([1, 2]), torch.tensor([0, 0]), 1).any()

@@ -15,7 +15,7 @@ _MORE = 32  # directions that are computed and dropped: the last ones are not ex
 _FLOOR = 0.05  # the least 1 - m_j
 
 
-class SpectralPart(nn.Module):
+class LowRankEase(nn.Module):
     """EASE of a matrix of low rank, for queries that are sums of their items.
 
         A = D^-1/2 R ~ U S V',   h = s^2 / (s^2 + lam mean(s^2)),   m_j = sum_k h_k V_jk^2
@@ -25,8 +25,7 @@ class SpectralPart(nn.Module):
     directions the inner products rank as EASE does on A, whose matrix is B = M / (1 - diag M), M = V h V': its
     diagonal, which EASE sets to zero, only scores items that the query has already taken.
 
-        part = decompose(positives, n_items, dim=512).part(lam=3.0, weight=0.5)
-        model = model.with_part(part)
+        model = model.with_closed_form(decompose(positives, n_items, dim=512).ease(lam=3.0, weight=0.5))
 
     Steck, Embarrassingly Shallow Autoencoders for Sparse Data, WWW 2019.
     """
@@ -35,14 +34,23 @@ class SpectralPart(nn.Module):
     gains: Tensor
     outputs: Tensor
 
-    def __init__(self, n_items: int, dim: int) -> None:
+    def __init__(self, directions: Tensor, gains: Tensor, outputs: Tensor) -> None:
         super().__init__()
-        self.dim = dim
-        for name, shape in (("directions", (n_items, dim)), ("gains", (dim,)), ("outputs", (n_items,))):
-            self.register_buffer(name, torch.zeros(shape))
+        self.dim = len(gains)
+        self.register_buffer("directions", directions)  # (N, dim): V
+        self.register_buffer("gains", gains)  # (dim,): h
+        self.register_buffer("outputs", outputs)  # (N,): weight / (1 - m)
+
+    @classmethod
+    def empty(cls, n_items: int, dim: int) -> LowRankEase:
+        """Zeros, to be filled from a file."""
+        return cls(torch.zeros(n_items, dim), torch.zeros(dim), torch.zeros(n_items))
 
     def queries(self, items: Tensor, owners: Tensor, n: int) -> Tensor:
-        """(n, dim) of n queries with these items, each of the query `owners`, which ascend; zero for one without."""
+        """(n, dim): n queries, made of items (G,) that belong to the queries `owners` (G,), in ascending order.
+
+        A query without items is zero.
+        """
         start = torch.searchsorted(owners, torch.arange(n, device=owners.device))
         sums = F.embedding_bag(items.long(), self.directions, start, mode="sum")
         return F.normalize(sums * self.gains, dim=1, eps=1e-12)
@@ -59,13 +67,11 @@ class Decomposition:
     directions: Tensor  # (N, dim)
     squares: Tensor  # (dim,)
 
-    def part(self, lam: float, weight: float) -> SpectralPart:
+    def ease(self, lam: float, weight: float) -> LowRankEase:
         """The closed form with this regularisation and weight; it shares the directions."""
         gains = self.squares / (self.squares + lam * self.squares.mean()).clamp(min=1e-30)
         own = (self.directions.square() @ gains).clamp(max=1 - _FLOOR)
-        part = SpectralPart(0, self.directions.shape[1])
-        part.directions, part.gains, part.outputs = self.directions, gains, weight / (1 - own)
-        return part
+        return LowRankEase(self.directions, gains, weight / (1 - own))
 
 
 def decompose(positives: Positives, n_items: int, dim: int, seed: int = 0) -> Decomposition:
