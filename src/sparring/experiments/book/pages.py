@@ -189,14 +189,17 @@ def _facts(results: Mapping[str, Any]) -> dict[str, str]:
 def _overall(out: Path, each: Mapping[str, Any], plan: Mapping[str, Any], links: Mapping[str, str]) -> Section:
     """The leaderboard of a model over sets."""
     reference, margin = plan["reference"], plan["margin"]
+    chances = (
+        Column(f"P(over {margin:.0%} better)", "{better:.2f}"),
+        Column("P(equal)", "{equal:.2f}"),
+        Column(f"P(over {margin:.0%} worse)", "{worse:.2f}"),
+    )
     columns = (
         *text_columns("method"),
         Column("average rank", "{rank:.2f}"),
         Column("first on", "{wins}"),
         Column(f"mean difference to {reference}", "{relative:+.1%}"),
-        Column(f"P(over {margin:.0%} better)", "{better:.2f}"),
-        Column("P(equal)", "{equal:.2f}"),
-        Column(f"P(over {margin:.0%} worse)", "{worse:.2f}"),
+        *(chances if any(row["better"] is not None for row in each["rows"]) else ()),
         Column("against the first", "{tie}", text=True),
     )
     words = {True: "not shown to differ", False: "worse", None: None}
@@ -440,7 +443,7 @@ def _claim_page(results: Mapping[str, Any], links: Mapping[str, str], claim: Map
             f"Signed-rank test over sets: better with probability {chances['better']:.2f}, equal within "
             f"{plan['margin']:.0%} {chances['equal']:.2f}, worse {chances['worse']:.2f}."
         )
-    lines += [f"It holds on: {'; '.join(claim['holds'])}."] if claim["holds"] else ["It holds on no chapter."]
+    lines += [f"It holds on: {'; '.join(claim['holds'])}."] if claim["holds"] else ["It holds in no chapter."]
     if len(claim["sets"]) == 1:
         lines.append("One set: nothing is known about others.")
     columns = (
