@@ -4,11 +4,11 @@
     python benchmarks/ials.py --data amazon_beauty --dim 64
 
 Sweeps alternate between the two, so that both meet the same load. CPU seconds are user + system of the sweeps alone,
-ours with the start. Both weigh a pair 1 / alpha times as much as any other. `implicit` does three steps of conjugate
-gradients per row and sweep (its default) and has one regularisation for all rows, the best of --their-regs on the
-validation part; ours starts from a truncated SVD, solves each row exactly, and scales regularisation by the row's
-weight. The claim: at the CPU seconds of every sweep of `implicit` that has 95 % of its best NDCG, ours has at least as
-much.
+ours with the start. Both weigh a pair 1 / alpha times as much as any other; each has the best of three regularisations
+on the validation part. `implicit` does three steps of conjugate gradients per row and sweep (its default) and has one
+regularisation for all rows; ours starts from a truncated SVD, solves each row to rounding, and scales regularisation by
+the row's weight. The claim: at the CPU seconds of every sweep of `implicit` that has 95 % of its best NDCG, ours has at
+least as much, up to --margin.
 """
 
 from __future__ import annotations
@@ -87,34 +87,41 @@ def main() -> None:
     parser.add_argument("--data", default="amazon_beauty", help="folder of SPARRING_DATA")
     parser.add_argument("--dim", type=int, default=64)
     parser.add_argument("--alpha", type=float, default=0.1)
-    parser.add_argument("--reg", type=float, default=0.003)
+    parser.add_argument("--regs", default="0.001,0.003,0.01", help="reg of ours; the best is shown")
     parser.add_argument("--their-regs", default="1,10,100", help="regularization of implicit; the best is shown")
+    parser.add_argument("--margin", type=float, default=0.005, help="share of NDCG that counts as level")
     parser.add_argument("--sweeps", type=int, default=12, help="of ours; implicit sweeps until it has spent as much")
     given = parser.parse_args()
     torch.set_num_threads(1)
     parts = split(read(DATA / given.data / "interactions.parquet"), "random", valid=0.1, test=0.2, seed=0)
     assert parts.valid is not None
     seen = parts.seen_for("valid")
-    candidates = {"ours": ours(parts, given.dim, given.alpha, given.reg)}
-    for reg in given.their_regs.split(","):
-        candidates[f"implicit, regularization {reg}"] = theirs(parts, given.dim, given.alpha, float(reg))
-    curves: dict[str, list[tuple[float, float]]] = {name: [] for name in candidates}
+    mine = {f"ours, reg {reg}": ours(parts, given.dim, given.alpha, float(reg)) for reg in given.regs.split(",")}
+    peers = {
+        f"implicit, regularization {reg}": theirs(parts, given.dim, given.alpha, float(reg))
+        for reg in given.their_regs.split(",")
+    }
+    curves: dict[str, list[tuple[float, float]]] = {name: [] for name in (*mine, *peers)}
+
+    def sweep(name: str, sweeps: Iterator[tuple[float, torch.Tensor, torch.Tensor]]) -> float:
+        spent, queries, items = next(sweeps)
+        found = evaluate(Tables(queries, items), parts.valid, seen, (20,), ("ndcg",))
+        curves[name].append((spent, found.metrics["ndcg@20"]))
+        return spent
+
     for _ in range(given.sweeps):
-        for name, sweeps in candidates.items():
-            while not curves[name] or curves[name][-1][0] < (curves["ours"][-1][0] if name != "ours" else np.inf):
-                spent, queries, items = next(sweeps)
-                found = evaluate(Tables(queries, items), parts.valid, seen, (20,), ("ndcg",))
-                curves[name].append((spent, found.metrics["ndcg@20"]))
-                if name == "ours":
-                    break
-    peer = max((name for name in curves if name != "ours"), key=lambda name: max(value for _, value in curves[name]))
-    rows = [[name, f"{cpu:.2f}", f"{value:.4f}"] for name in ("ours", peer) for cpu, value in curves[name]]
+        most = max(sweep(name, sweeps) for name, sweeps in mine.items())
+        for name, sweeps in peers.items():
+            while not curves[name] or curves[name][-1][0] < most:
+                sweep(name, sweeps)
+    best, peer = (max(names, key=lambda name: max(value for _, value in curves[name])) for names in (mine, peers))
+    rows = [[name, f"{cpu:.2f}", f"{value:.4f}"] for name in (best, peer) for cpu, value in curves[name]]
     print(table(["after each sweep", "CPU s", "NDCG@20, validation"], rows))
-    most = max(value for _, value in curves[peer])
+    good = 0.95 * max(value for _, value in curves[peer])
     wins = [
-        max((mine for spent, mine in curves["ours"] if spent <= cpu), default=0.0) >= value
+        max((own for spent, own in curves[best] if spent <= cpu), default=0.0) >= (1 - given.margin) * value
         for cpu, value in curves[peer]
-        if value >= 0.95 * most and cpu <= curves["ours"][-1][0]
+        if value >= good and cpu <= curves[best][-1][0]
     ]
     print(f"\n{given.data}, {given.dim} dimensions: not behind implicit per CPU second: {'yes' if all(wins) else 'NO'}")
 

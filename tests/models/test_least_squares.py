@@ -11,6 +11,8 @@ import torch
 
 from sparring.core.errors import UserError
 from sparring.data.interactions import Interactions, Split
+from sparring.kernels.native import library
+from sparring.kernels.native.library import function
 from sparring.models import least_squares as module
 from sparring.models.least_squares import Ials, RidgeTower, Rows, ridge
 from sparring.recipes.settings import build
@@ -57,12 +59,14 @@ def value(pairs: np.ndarray, weight: np.ndarray, u: np.ndarray, v: np.ndarray) -
 
 @pytest.mark.parametrize("by", ["pairs", "weights"])
 @pytest.mark.parametrize(("dim", "start"), [(3, "spectral"), (24, "normal")])
-@pytest.mark.parametrize("numbers", [1 << 20, 1])
+@pytest.mark.parametrize("numbers", [1 << 20, 1, None])
 def test_a_sweep_solves_dense_normal_equations(
-    by: str, dim: int, start: str, numbers: int, parts: Split, monkeypatch: pytest.MonkeyPatch
+    by: str, dim: int, start: str, numbers: int | None, parts: Split, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Items, then queries, whether rows are shorter or longer than the vectors are wide, in blocks of any size."""
-    monkeypatch.setattr(module, "_NUMBERS", numbers)
+    """Rows shorter or longer than the vectors are wide, in blocks of any size, or by the native kernel (None)."""
+    if numbers is not None:
+        monkeypatch.setattr(library, "active", False)
+        monkeypatch.setattr(module, "_NUMBERS", numbers)
     data = weighted(parts, by)
     run = build("ials", data, {"dim": dim, "alpha": ALPHA, "reg": REG, "init": start})
     u = run.model.query.weight.detach().double().numpy()  # type: ignore[union-attr, operator]
@@ -93,6 +97,33 @@ def test_the_objective_falls_at_every_half_sweep(parts: Split) -> None:
             values.append(value(*tables(data), u.double().numpy(), v.double().numpy()))
     assert found == pytest.approx(values[1:], rel=1e-5)
     assert all(after < before for before, after in itertools.pairwise(values))
+
+
+@pytest.mark.skipif(function("ridge", "ppppppppllld") is None, reason="needs the native kernels: a C++ compiler")
+@pytest.mark.parametrize("by", ["pairs", "weights"])
+def test_the_native_kernel_agrees_from_any_start_and_on_any_threads(by: str, parts: Split) -> None:
+    """A start far from the solution changes only the steps; another number of threads changes no bit."""
+    data, threads = weighted(parts, by), torch.get_num_threads()
+    queries, items = (column.long() for column in data.pairs())
+    weight = None if data.weight is None else torch.from_numpy(data.weight)
+    rows = Rows(queries, items, weight, data.n_queries, data.n_items, 9)
+    generator = torch.Generator().manual_seed(0)
+    v = torch.empty(data.n_items, 9).normal_(0, 0.5, generator=generator)
+    expected = by_hand(*tables(data), v.double().numpy())
+    found = []
+    try:
+        for n in (1, 2):
+            torch.set_num_threads(n)
+            for size in (0.0, 30.0):
+                u = torch.empty(data.n_queries, 9).normal_(0, 1, generator=generator.manual_seed(1)) * size
+                found.append((rows.solve(v, ALPHA, REG, u), u))
+    finally:
+        torch.set_num_threads(threads)
+    for _, u in found:
+        np.testing.assert_allclose(u.numpy(), expected, rtol=1e-3, atol=3e-5)
+    for (one, u), (two, other) in zip(found[:2], found[2:], strict=True):
+        assert one == two
+        assert torch.equal(u, other)
 
 
 def test_rows_without_pairs_are_zero(parts: Split) -> None:

@@ -5,18 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from sparring.core.errors import UserError
 from sparring.data.interactions import Interactions
+from sparring.kernels.native import ridge as native
 from sparring.models.item_to_item import distinct
 from sparring.models.retriever import Retriever
 from sparring.models.towers import HistoryReader, IdTower
 
 _NUMBERS = 1 << 18  # of gathered vectors and normal equations that are held at once: what a CPU's cache holds
 _CUDA_NUMBERS = 1 << 26
+_SINGULAR = "the normal equations of ials are singular in float32: set a larger reg"
 
 
 class RidgeTower(IdTower, HistoryReader):
@@ -96,27 +100,35 @@ class Ials:
 
 
 class Rows:
-    """The rows of one side, each with its pairs, in blocks of rows of similar length; solves them by blocks.
+    """The rows of one side, each with its pairs; solves their ridge regressions.
 
     The shared part of the normal equations, alpha V^T V, is diagonalised once: V^T V = Q S Q^T, and in the basis Q the
-    normal equations of a row are D + X^T X, where D is diagonal and X (n, D) holds the vectors of its pairs. A row with
-    fewer pairs than dimensions is solved by the n x n system (I + X D^-1 X^T) y = 1, u = D^-1 X^T y.
+    normal equations of a row are D + X^T X, where D is diagonal and X (n, D) holds the vectors of its pairs. The native
+    kernel solves them by conjugate gradients that start from the row's last solution. Without it rows of similar length
+    are solved in blocks, exactly; a row with fewer pairs than dimensions by the n x n system (I + X D^-1 X^T) y = 1,
+    u = D^-1 X^T y.
     """
 
     def __init__(self, owners: Tensor, others: Tensor, weight: Tensor | None, n: int, n_others: int, dim: int) -> None:
         self.n_others, self.dim = n_others, dim
         order = torch.argsort(owners, stable=True)
         count = torch.bincount(owners, minlength=n)
-        begin = count.cumsum(0) - count
+        self.start = F.pad(count.cumsum(0), (1, 0))
+        self.others, self.weight = others[order].int(), None if weight is None else weight[order]
         self.total = count.float() if weight is None else torch.bincount(owners, weight, n).float()
-        self.blocks: list[tuple[Tensor, Tensor, Tensor | None]] = []  # rows, others (b, L), roots of weights (b, L)
-        for rows, longest in _blocks(count, dim):
-            place = torch.arange(longest, device=owners.device)
+
+    @cached_property
+    def blocks(self) -> list[tuple[Tensor, Tensor, Tensor | None]]:
+        """Rows (b,), their pairs' others (b, L), padded, and the roots of their weights (b, L)."""
+        blocks, count = [], self.start.diff()
+        for rows, longest in _blocks(count, self.dim):
+            place = torch.arange(longest, device=rows.device)
             inside = place < count[rows].unsqueeze(1)
-            pairs = order[(begin[rows].unsqueeze(1) + place).clamp(max=len(order) - 1)]
-            padded = torch.where(inside, others[pairs], n_others).int()
-            root = None if weight is None else torch.where(inside, weight[pairs].sqrt(), 0.0)
-            self.blocks.append((rows, padded, root))
+            pairs = (self.start[rows].unsqueeze(1) + place).clamp(max=len(self.others) - 1)
+            padded = torch.where(inside, self.others[pairs], self.n_others)
+            root = None if self.weight is None else torch.where(inside, self.weight[pairs].sqrt(), 0.0)
+            blocks.append((rows, padded, root))
+        return blocks
 
     @torch.no_grad()
     def solve(self, vectors: Tensor, alpha: float, reg: float, out: Tensor) -> float:
@@ -127,19 +139,30 @@ class Rows:
         """
         values, basis = torch.linalg.eigh((vectors.T @ vectors).double())
         shared, turn = alpha * values.clamp(min=0.0).to(vectors), basis.to(vectors)
-        turned = torch.cat([vectors @ turn, vectors.new_zeros(1, self.dim)])  # the last row pads
-        solved = torch.zeros_like(out)
-        explained = torch.zeros((), dtype=torch.float64, device=out.device)
+        added = reg * (self.total + alpha * self.n_others)
+        turned, solved = vectors @ turn, out @ turn
+        explained = native.ridge(turned, self.start, self.others, self.weight, shared, added, solved)
+        if explained is None:
+            explained = self._solve(turned, shared, added, solved)
+        least = float(self.total.double().sum() - explained.sum())
+        if not math.isfinite(least):
+            raise UserError(_SINGULAR)
+        torch.mm(solved, turn.T, out=out)
+        return least
+
+    def _solve(self, turned: Tensor, shared: Tensor, added: Tensor, solved: Tensor) -> Tensor:
+        """The same by blocks, in torch; returns u . sum_j w_j v_j in float64, by block."""
+        padded = torch.cat([turned, turned.new_zeros(1, self.dim)])  # the last row pads
+        solved.zero_()
+        explained = [torch.zeros((), dtype=torch.float64, device=solved.device)]
         for rows, ids, root in self.blocks:
-            x = turned.index_select(0, ids.flatten()).unflatten(0, ids.shape)
+            x = padded.index_select(0, ids.flatten()).unflatten(0, ids.shape)
             target = (ids != self.n_others).to(x) if root is None else root
             x = x if root is None else x * root.unsqueeze(2)
-            diagonal = shared + reg * (self.total[rows] + alpha * self.n_others).unsqueeze(1)
-            u, along = ridge(x, target, diagonal)
+            u, along = ridge(x, target, shared + added[rows].unsqueeze(1))
             solved.index_copy_(0, rows, u)
-            explained += along.double().sum()
-        torch.mm(solved, turn.T, out=out)
-        return float(self.total.double().sum() - explained)
+            explained.append(along.double().sum())
+        return torch.stack(explained)
 
     def penalty(self, vectors: Tensor, alpha: float, reg: float) -> float:
         """The regularisation of this side's vectors (n, D)."""
@@ -183,7 +206,7 @@ def ridge(x: Tensor, target: Tensor, diagonal: Tensor) -> tuple[Tensor, Tensor]:
 def _solved(normal: Tensor, right: Tensor) -> Tensor:
     factor, info = torch.linalg.cholesky_ex(normal)
     if bool(info.any()):
-        raise UserError("the normal equations of ials are singular in float32: set a larger reg")
+        raise UserError(_SINGULAR)
     return torch.cholesky_solve(right, factor)
 
 
