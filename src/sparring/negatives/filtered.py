@@ -71,8 +71,9 @@ class Unless(Negatives):
     def near(self, step: Step, ids: Tensor, emb: Tensor | None = None) -> Tensor:
         """(B, C) bool: the candidates (C,) or (B, C) that the guide puts too near the positive."""
         scores = self.guide(step, ids, emb)
-        positive = self.guide(step, step.item_ids.unsqueeze(1), step.v.unsqueeze(1))
         near = torch.zeros_like(scores, dtype=torch.bool)
+        if self.relative is not None or self.margin is not None:
+            positive = self.guide(step, step.item_ids.unsqueeze(1), step.v.unsqueeze(1))
         if self.relative is not None:
             near |= scores >= positive - (1 - self.relative) * positive.abs()
         if self.margin is not None:
