@@ -22,7 +22,18 @@ from sparring.data.splits import split
 from sparring.data.synthetic_world import SyntheticWorld, make_world
 from sparring.experiments.diagnose import advice, samplers
 from sparring.experiments.diagnose.measures import Diagnosis, DrawSummary, Gradient, compared, diagnose, exact
-from sparring.negatives import AllItems, Hardest, InBatch, Negatives, Popularity, Resample, Sampled, Uniform
+from sparring.negatives import (
+    AllItems,
+    Hardest,
+    InBatch,
+    Negatives,
+    Popularity,
+    RelatedItems,
+    Resample,
+    Sampled,
+    Uniform,
+    Unless,
+)
 from sparring.recipes import RECIPES
 from sparring.recipes.run import Run, Term, compose
 from sparring.recipes.settings import build
@@ -265,6 +276,17 @@ def test_masked_candidates_are_not_unmasked(parts: Split, exclude: str) -> None:
     assert found.unmasked == pytest.approx((degree - dropped).sum() / (40 - dropped).sum())
     assert found.candidates == pytest.approx((40 - dropped).mean())
     assert found.false_negatives is None
+
+
+def test_the_share_that_a_filter_drops(parts: Split) -> None:
+    """Over all items, the share dropped by an item graph is that of related pairs; without a filter there is none."""
+    related = RelatedItems(torch.tensor([0, 0, 1]), torch.tensor([1, 2, 3]))
+    found = diagnose("all", run_with(parts, Unless(AllItems(40), related, relative=1.0)), parts, queries=20, draws=2)
+    assert found.draws.dropped is not None
+    assert 0 < found.draws.dropped <= 2 / 40
+    every = Unless(AllItems(40), most=-10.0)
+    assert diagnose("all", run_with(parts, every), parts, queries=20, draws=2).draws.dropped == pytest.approx(39 / 40)
+    assert diagnose("all", run_with(parts, AllItems(40)), parts, queries=20, draws=2).draws.dropped is None
 
 
 def test_hardness_is_flat_for_uniform_draws_and_at_the_end_for_the_hardest(parts: Split) -> None:

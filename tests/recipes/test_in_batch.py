@@ -121,6 +121,22 @@ SOURCES = {
     "dexa": ["1 x OnlineHard over", "in-batch: 60 candidates shared", "masked: all known positives"],
     "prime": ["1 x OnlineHard over", "in-batch: 60 candidates shared", "masked: all known positives"],
     "dexml": ["1 x sampled_softmax over", "all items: 40 candidates shared", "masked: all known positives"],
+    "topk_percpos": [
+        "in-batch: 60",
+        "nearest items of each query, less those near by the model's own scores: 4 candidates for each query",
+        "240 dropped",
+    ],
+    "topk_marginpos": [
+        "in-batch: 60",
+        "nearest items of each query, less those near by the model's own scores: 4 candidates for each query",
+        "240 dropped",
+    ],
+    "gist": ["in-batch, less those near by the model's own scores: 60 candidates shared", "masked: all known"],
+    "rocketqa": [
+        "in-batch: 60",
+        "nearest items of each query, less those near by the model's own scores: 4 candidates for each query",
+        "240 dropped",
+    ],
     "midx": ["drawn from a softmax over 32 x 32 cells: 64 candidates for each query", "weight: -log expected count"],
     "sce": [
         "the hardest of 16 buckets of 16 queries: 40 candidates for each query",

@@ -25,6 +25,7 @@ __all__ = [
     "Corpus",
     "DrawCounts",
     "Exclude",
+    "Filtered",
     "LossOutput",
     "Mixtures",
     "Outcome",
@@ -61,6 +62,13 @@ class Mixtures:
         return self.weights.shape[-3] * self.weights.shape[-2]
 
 
+class Filtered(NamedTuple):
+    """The work of a filter on a block, summed over the queries: candidates offered, and those of them dropped."""
+
+    dropped: Tensor  # ()
+    offered: Tensor  # ()
+
+
 @dataclass(frozen=True)
 class Provenance:
     """The origin of a block: words for describe(), and the sampler where its observe() must find its own blocks."""
@@ -69,6 +77,7 @@ class Provenance:
     weighting: str = "none"  # the meaning of log_w
     masked: str = "nothing"  # the exclusion that is already written into log_w
     sampler: nn.Module | None = None
+    filtered: Filtered | None = None
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Samplers: the choice of candidates and their weights, as parts that combine (Union, Resample, Hardest).
+"""Samplers: the choice of candidates and their weights, as parts that combine (Union, Resample, Hardest, Unless).
 
 A sampler returns a bag. Scoring the bag is the task of `losses`; nothing here trains or reads data.
 """
@@ -9,6 +9,8 @@ from sparring.negatives.buckets import HardestBucket
 from sparring.negatives.clusters import CellExcludeKind, CountCorrection, Distance, OtherClusters, SameCluster
 from sparring.negatives.distributions import Distribution, Frequency, Popularity, Streaming, Uniform
 from sparring.negatives.fair import GroupShares, Tilted
+from sparring.negatives.filtered import Unless
+from sparring.negatives.guides import Guide, OwnScores, RelatedItems, ScoreFunction, TableScores, VectorScores
 from sparring.negatives.in_batch import BatchPositives, InBatch
 from sparring.negatives.interpolation import Interpolated, LamRule, Normalisation, TowardsPositive
 from sparring.negatives.memory import Cache, Memory
@@ -34,6 +36,7 @@ __all__ = [
     "ExcludeKind",
     "Frequency",
     "GroupShares",
+    "Guide",
     "Hardest",
     "HardestBucket",
     "InBatch",
@@ -46,18 +49,24 @@ __all__ = [
     "Negatives",
     "Normalisation",
     "OtherClusters",
+    "OwnScores",
     "Popularity",
     "QuantizedSoftmax",
+    "RelatedItems",
     "Resample",
     "LamRule",
     "SameCluster",
     "Sampled",
+    "ScoreFunction",
     "Shown",
     "Streaming",
     "Tilted",
+    "TableScores",
     "TowardsPositive",
     "Uniform",
     "Union",
+    "Unless",
+    "VectorScores",
     "corrected",
     "exclude_for",
 ]

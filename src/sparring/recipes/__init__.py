@@ -12,6 +12,7 @@ from sparring.recipes.arguments import Form, OneOf, Range
 from sparring.recipes.baselines import ease, ials, item_knn, popularity
 from sparring.recipes.esans import esans
 from sparring.recipes.extreme import ance, dexa, dexml, dpr, ngame, prime
+from sparring.recipes.filtered import gist, rocketqa, topk_marginpos, topk_percpos
 from sparring.recipes.hard import ahns, amns, bmns, dns, fairneg, midx, mixgcf, sce
 from sparring.recipes.in_batch import (
     PAPER,
@@ -58,9 +59,10 @@ _IN_BATCH = (
 _HARD = (dns, ahns, mixgcf, amns, bmns, fairneg, midx, sce)
 _LOSSES = (sl, bsl, psl, slatk, ccl, ada_tau, gbce)
 _EXTREME = (dpr, ance, ngame, dexa, prime, dexml)
+_FILTERED = (topk_percpos, topk_marginpos, gist, rocketqa)
 _BASELINES = (popularity, item_knn, ease, ials)
 RECIPES: dict[str, Callable[..., Run]] = {
-    recipe.__name__: recipe for recipe in (*_IN_BATCH, *_HARD, *_LOSSES, esans, *_EXTREME, *_BASELINES)
+    recipe.__name__: recipe for recipe in (*_IN_BATCH, *_HARD, *_LOSSES, esans, *_EXTREME, *_FILTERED, *_BASELINES)
 }
 
 __all__ = ["PAPER", "RECIPES", "Form", "OneOf", "Range", "item_frequency", "with_pairs", *RECIPES]

@@ -168,12 +168,14 @@ def tables(diagnoses: Sequence[Diagnosis]) -> dict[str, Table]:
         Column("other positives", "{other_positive:.2%}"),
         Column("unmasked", "{unmasked:.2%}"),
         Column("false negatives", "{false_negatives:.2%}"),
+        Column("dropped", "{dropped:.2%}"),
         Column("popularity", "{popularity:.3f}"),
         *(Column(stratum, f"{{{stratum}:.1%}}") for stratum in ("head", "mid", "tail")),
         Column("synthetic", "{synthetic:.1%}"),
     )
-    if all(diagnosis.draws.false_negatives is None for diagnosis in diagnoses):
-        negatives = tuple(column for column in negatives if column.title != "false negatives")
+    for title, name in (("false negatives", "false_negatives"), ("dropped", "dropped")):
+        if all(getattr(diagnosis.draws, name) is None for diagnosis in diagnoses):
+            negatives = tuple(column for column in negatives if column.title != title)
     steps = tuple(
         Column(f"{100 * i // BINS}-{100 * (i + 1) // BINS} %", f"{{hardness_{i + 1}:.1%}}") for i in range(BINS)
     )

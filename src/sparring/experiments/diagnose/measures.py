@@ -62,6 +62,7 @@ class DrawSummary:
                      world has the truth
     hardness         shares of unmasked candidates by the rank of their score among the query's scores of the complete
                      catalogue, lowest tenth first
+    dropped          share of offered candidates that a filter dropped (Unless); None without a filter
     """
 
     candidates: float
@@ -71,6 +72,7 @@ class DrawSummary:
     unmasked: float
     false_negatives: float | None
     hardness: tuple[float, ...]
+    dropped: float | None = None
 
 
 @dataclass(frozen=True)
@@ -221,6 +223,10 @@ class _Counts:
         shares, sums = [], self.sums
         for term, bag in zip(run.terms, outcome.bags, strict=True):
             terms = []
+            for filtered in (block.provenance.filtered for block in bag.blocks):
+                if filtered is not None:
+                    sums["dropped"] += float(filtered.dropped)
+                    sums["offered"] += float(filtered.offered)
             for block in bag.plain().blocks:
                 ids, scores, weight, drawn, counted = block_terms(step, block, c)
                 terms.append(weight)
@@ -260,6 +266,7 @@ class _Counts:
             other_positive=sums["other"] / real,
             unmasked=sums["unmasked"] / counted,
             false_negatives=None if self.world is None else sums["false"] / counted,
+            dropped=sums["dropped"] / sums["offered"] if sums["offered"] else None,
             hardness=tuple((self.bins / self.bins.sum().clamp(min=1e-300)).tolist()),
         )
 
