@@ -73,11 +73,11 @@ def trained(named_parts: Split, tmp_path_factory: pytest.TempPathFactory) -> dic
 
 @pytest.mark.parametrize("name", ["id", "bias", "features", "history"])
 def test_vectors_as_parquet_rank_as_the_model_does(trained: dict[str, Trained], name: str, tmp_path: Path) -> None:
-    """Original ids, float32 vectors and titles; inner products after reading rank as the run recommends."""
+    """Original ids, float32 vectors and all columns; inner products after reading rank as the run recommends."""
     run = trained[name]
     write_vectors(run, tmp_path / "vectors")
     items, queries = (pl.read_parquet(tmp_path / "vectors" / f"{side}.parquet") for side in ("items", "queries"))
-    assert items.columns == ["id", "vector", "title"]
+    assert items.columns == ["id", "vector", "title", "category", "tags"]
     assert items.schema["vector"] == pl.Array(pl.Float32, run.model.dim)
     assert items["id"].to_list() == [1000 + 7 * i for i in range(40)]
     scores = queries["vector"].to_numpy() @ items["vector"].to_numpy().T
@@ -175,6 +175,11 @@ def test_export_command(trained: dict[str, Trained], tmp_path: Path, capsys: pyt
         (["--to", "pgvector"], "postgresql://"),
         (["--to", "pgvector", "--out", "x", "--address", "y"], "--address"),
         (["--to", "onnx", "--delete", "3"], "--delete"),
+        (["--to", "onnx", "--with-queries"], "--with-queries"),
+        (["--to", "opensearch", "--delete", "3"], "--address http://"),
+        (["--to", "vespa", "--address", "x"], "--out"),
+        (["--to", "vespa", "--table", "a-b"], "a-b"),
+        (["--to", "qdrant", "--address", "x", "--check", "-1"], "--check"),
     ],
 )
 def test_bad_options_are_one_line(
@@ -194,7 +199,13 @@ def test_bad_options_are_one_line(
 
 @pytest.mark.parametrize(
     ("target", "module", "extra"),
-    [("onnx", "onnxruntime", "onnx"), ("milvus", "pymilvus", "milvus"), ("pgvector", "psycopg", "pgvector")],
+    [
+        ("onnx", "onnxruntime", "onnx"),
+        ("milvus", "pymilvus", "milvus"),
+        ("pgvector", "psycopg", "pgvector"),
+        ("qdrant", "qdrant_client", "qdrant"),
+        ("lancedb", "lancedb", "lancedb"),
+    ],
 )
 def test_extras_are_named(
     trained: dict[str, Trained],

@@ -1,67 +1,73 @@
-"""sparring export: a run's vectors or neighbours as Parquet, its towers as ONNX, its items in Milvus or PostgreSQL."""
+"""sparring export: a run's vectors or neighbours as files, its towers as ONNX, its items in a vector store."""
 
 from __future__ import annotations
 
-import os
 from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sparring.cli.parsing import Commands, add_novelty, add_quiet, add_run, add_unfinished, count, names
-from sparring.cli.screen import console, note_towers, progress, show
+from sparring.cli.screen import console, note, note_towers, progress, show
+from sparring.core.choices import FEEDS, STORES
 from sparring.core.errors import UserError
 from sparring.core.locks import LOCK, writing
 
 if TYPE_CHECKING:
     import polars as pl
 
-    from sparring.serving.export.milvus import MilvusItems
-    from sparring.serving.export.pgvector import PostgresItems
+    from sparring.serving.export.rows import Rows
     from sparring.training.trained import Trained
-
-ADDRESSES = {"milvus": "FILE.db or http://HOST:19530", "pgvector": "postgresql://USER@HOST/DATABASE"}
 
 
 def add_export(commands: Commands) -> None:
     parser = commands.add(
         "export",
-        "Write a run's vectors as Parquet or its towers as ONNX, or send its items to Milvus or PostgreSQL.",
+        "Write a run's vectors as Parquet or its towers as ONNX, or send its items to a vector store.",
         "sparring export runs/first --to parquet --out vectors",
         export,
     )
     add_run(parser)
-    text = "format of the files, or the database"
-    parser.add_argument("--to", choices=("parquet", "onnx", *ADDRESSES), required=True, help=text)
-    text = "parquet, onnx: folder of the files (default: RUN/parquet, RUN/onnx)"
+    text = "format of the files, or the store"
+    kinds = tuple(dict.fromkeys(("parquet", "onnx", *STORES, *FEEDS)))
+    parser.add_argument("--to", choices=kinds, required=True, help=text)
+    text = "folder of the files (default: RUN/parquet, RUN/onnx, ...)"
     parser.add_argument("--out", type=Path, metavar="FOLDER", help=text)
     text = "parquet of ease and item_knn: neighbours written of each item, the strongest (default: 200)"
     parser.add_argument("--neighbours", type=count, metavar="M", help=text)
     add_novelty(parser)
     add_unfinished(parser)
     add_quiet(parser)
-    group = parser.add_argument_group("databases")
-    text = (
-        "milvus: a file FILE.db (Milvus Lite) or http://HOST:19530, with the token in MILVUS_TOKEN; "
-        "pgvector: postgresql://USER@HOST/DATABASE, with the password in PGPASSWORD"
-    )
+    group = parser.add_argument_group("stores")
+    text = "; ".join(f"{store}: {address}" for store, address in STORES.items())
     group.add_argument("--address", metavar="WHERE", help=text)
-    text = "collection or table, created if missing (default: items)"
+    text = "collection, table or index, created if missing (default: items)"
     group.add_argument("--table", default="items", metavar="NAME", help=text)
-    text = "only delete these items from the database"
+    text = "also send the vectors of all queries, to TABLE_queries"
+    group.add_argument("--with-queries", action="store_true", help=text)
+    text = "queries whose lists are then searched in the store and compared with the run's (default: 100)"
+    group.add_argument("--check", type=int, default=100, metavar="N", help=text)
+    text = "only delete these items from the store"
     group.add_argument("--delete", type=names, metavar="ID,ID", help=text)
 
 
 def export(args: Namespace) -> int:
     from sparring.training import trained as runs
 
-    files = args.to not in ADDRESSES
-    if files and (args.address or args.delete):
-        option = "address" if args.address else "delete"
-        raise UserError(f"--{option} is for milvus and pgvector; --to {args.to} takes --out FOLDER")
+    files = args.to not in STORES or (args.to in FEEDS and not args.address)
+    stored = {"address": args.address, "delete": args.delete}
+    if args.to not in (*STORES, *FEEDS):
+        stored["with-queries"] = args.with_queries
+    for option in [name for name, value in stored.items() if files and value]:
+        how = "takes --out FOLDER" if args.to not in STORES else f"needs --address {STORES[args.to]}"
+        raise UserError(f"--{option} is for vector stores; --to {args.to} {how}")
     if not files and args.out:
-        raise UserError(f"--out is for parquet and onnx; --to {args.to} takes --address")
+        raise UserError(f"--out is for files; --to {args.to} takes --address {STORES[args.to]}")
     if not files and not args.address:
-        raise UserError(f"--to {args.to} needs --address {ADDRESSES[args.to]}")
+        raise UserError(f"--to {args.to} needs --address {STORES[args.to]}")
+    if args.check < 0:
+        raise UserError(f"--check {args.check}: give a number of queries, 0 for no check")
     trained = runs.load(
         args.run, args.model, recipe=args.recipe, trust=args.trust, unfinished=args.unfinished, novelty=args.novelty
     )
@@ -71,7 +77,7 @@ def export(args: Namespace) -> int:
         raise UserError("--neighbours is for --to parquet of runs with an item-item matrix (ease, item_knn)")
     if not trained.has_vectors and not (matrix and args.to == "parquet"):
         trained.item_vectors()  # says why there are none
-    return _files(args, trained) if files else _database(args, trained)
+    return _files(args, trained) if files else _store(args, trained)
 
 
 def _files(args: Namespace, trained: Trained) -> int:
@@ -88,8 +94,10 @@ def _files(args: Namespace, trained: Trained) -> int:
             paths, omitted = write_onnx(trained, folder)
         elif trained.model.scores_items:
             paths = write_neighbours(trained, folder, args.neighbours or 200)
-        else:
+        elif args.to == "parquet":
             paths = write_vectors(trained, folder)
+        else:
+            paths = _feed(args, trained, folder)
         if folder.resolve().is_relative_to(args.run.resolve()):
             add_files(args.run, *(str(path.resolve().relative_to(args.run.resolve())) for path in paths))
     checked = "; checked against the model" if onnx else ""
@@ -97,39 +105,52 @@ def _files(args: Namespace, trained: Trained) -> int:
     return 0
 
 
-def _database(args: Namespace, trained: Trained) -> int:
-    from sparring.serving.export.pgvector import PostgresItems
-    from sparring.serving.export.vectors import send, store_ids
+def _feed(args: Namespace, trained: Trained, folder: Path) -> list[Path]:
+    from sparring.serving.export.opensearch import write_opensearch
+    from sparring.serving.export.vespa import write_vespa
 
-    ids = store_ids(trained)
-    store = _store(args, trained, ids)
-    where = f"{args.to} {args.table}"
-    try:
-        if args.delete:
-            asked = _ids_like(args.delete, ids)
-            show(f"{where}: deleted {store.delete(asked):,} of {len(asked):,} items")
-            return 0
-        with progress("items", args.quiet) as update:
-            sent, deleted = send(trained, store, lambda done, total: update("sending", done, total))
-        if isinstance(store, PostgresItems):
-            with console().status("building the index"):
-                store.build_index()
-        show(f"{where}: wrote {sent:,} items, deleted {deleted:,} that the run does not have")
-    finally:
-        store.close()
+    paths = []
+    for rows, table in _sides(args, trained):
+        if args.to == "vespa":
+            paths += write_vespa(rows, folder, table)
+        else:
+            paths += write_opensearch(rows, folder, table, elastic=args.to == "elasticsearch")
+    return paths
+
+
+def _store(args: Namespace, trained: Trained) -> int:
+    from sparring.serving.export.rows import item_rows
+    from sparring.serving.export.stores import agreement, open_store, send
+
+    if args.delete:
+        rows = item_rows(trained)
+        asked, store = _ids_like(args.delete, rows.ids), open_store(args.to, args.address, args.table, rows.schema)
+        with closing(store):
+            show(f"{args.to} {args.table}: deleted {store.delete(asked):,} of {len(asked):,} items")
+        return 0
+    for rows, table in _sides(args, trained):
+        things = "items" if table == args.table else "queries"
+        with closing(open_store(args.to, args.address, table, rows.schema)) as store:
+            with progress(things, args.quiet) as update:
+                sent, deleted = send(rows, store, lambda done, total: update("sending", done, total))
+            show(f"{args.to} {table}: wrote {sent:,} {things}, deleted {deleted:,} that the run does not have")
+            if args.check and things == "items":
+                with console().status("searching"):
+                    share = agreement(trained, store, queries=args.check)
+                show(f"{args.to} {table}: finds {share:.1%} of the run's own lists of 10, for {args.check:,} queries")
     return 0
 
 
-def _store(args: Namespace, trained: Trained, ids: pl.Series) -> MilvusItems | PostgresItems:
-    import polars as pl
+def _sides(args: Namespace, trained: Trained) -> Iterator[tuple[Rows, str]]:
+    """The rows of items and, if asked for, of queries, with the names of their tables."""
+    from sparring.serving.export.rows import item_rows, query_rows
 
-    from sparring.serving.export.milvus import MilvusItems
-    from sparring.serving.export.pgvector import PostgresItems
-
-    text, dim = ids.dtype == pl.String, trained.model.dim
-    if args.to == "milvus":
-        return MilvusItems(args.address, args.table, dim, text, os.environ.get("MILVUS_TOKEN", ""))
-    return PostgresItems(args.address, args.table, dim, text)
+    rows = item_rows(trained)
+    if untrained := len(trained.ids.item_ids) - len(rows):
+        note(f"left out: {untrained:,} items without a training pair")
+    yield rows, args.table
+    if args.with_queries:
+        yield query_rows(trained), f"{args.table}_queries"
 
 
 def _ids_like(asked: tuple[str, ...], ids: pl.Series) -> pl.Series:

@@ -6,3 +6,12 @@ SPLITS = ("auto", "file", "random", "temporal", "leave-last-out")
 DIALECTS = ("standard", "trec", "rectools", "lenskit", "xir-release", "xc")
 FUSIONS = ("scores", "ranks")
 INDEX_KINDS = ("exact", "hnsw", "ivf", "ivfsq", "ivfpq")
+STORES = {  # vector stores, and the forms of their addresses
+    "milvus": "FILE.db or http://HOST:19530",
+    "pgvector": "postgresql://USER@HOST/DATABASE",
+    "qdrant": "FOLDER or http://HOST:6333",
+    "lancedb": "FOLDER or s3://BUCKET/FOLDER",
+    "opensearch": "http://HOST:9200",
+    "elasticsearch": "http://HOST:9200",
+}
+FEEDS = ("opensearch", "elasticsearch", "vespa")  # stores whose own files can be written

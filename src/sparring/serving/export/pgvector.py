@@ -1,146 +1,142 @@
-"""The items of a run in PostgreSQL with the extension pgvector."""
+"""Rows of a run in PostgreSQL with the extension pgvector."""
 
 from __future__ import annotations
 
-import io
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import polars as pl
 
-from sparring.core.errors import UserError, first_line
+from sparring.core.extras import optional
+from sparring.serving.export.conditions import Dialect, Where
+from sparring.serving.export.rows import TIME, vector_text
+from sparring.serving.export.store import Found, asking, check_columns, column_types, denied
 
 _MOST_INDEXED = 2000  # dimensions: the limit of hnsw in pgvector
+_KINDS = {
+    pl.Boolean: "boolean",
+    pl.Int64: "bigint",
+    pl.Float64: "double precision",
+    pl.String: "text",
+    TIME: "timestamp without time zone",
+}
 
 
 class PostgresItems:
-    """A table of items: id (bigint or text, primary key), vector, title; searched by inner product.
+    """A table of PostgreSQL (see `Store`). Every call is one transaction.
 
     `address` is a connection string (postgresql://user@host/database; password from PGPASSWORD or ~/.pgpass). A
-    missing extension or table is created; a table with another type of ids or another dimension raises UserError.
-    Every call is one transaction.
+    missing extension is created.
 
-        store = PostgresItems("postgresql://localhost/shop", "items", dim=64, text_ids=True)
-        store.upsert(ids, vectors)
-        store.build_index()
-        store.search(q, k=10)
+        store = PostgresItems("postgresql://localhost/shop", "items", rows.schema)
+        store.upsert(rows.part(0, 1000))
+        store.search(q, k=10, where=[("price", "<", 10)])
     """
 
-    def __init__(self, address: str, table: str, dim: int, text_ids: bool) -> None:
-        try:
-            import psycopg
-            from psycopg import sql
-        except ImportError as error:
-            raise UserError('PostgreSQL needs psycopg: pip install "sparring[pgvector]"') from error
-        self._psycopg, self._sql, self.dim, self.text_ids = psycopg, sql, dim, text_ids
-        self.shown, self.table = table, sql.Identifier(*table.split("."))
-        try:
-            self._connection: Any = psycopg.connect(address, autocommit=True)
-        except psycopg.Error as error:
-            raise UserError(f"cannot reach PostgreSQL: {first_line(error)}") from error
+    def __init__(self, address: str, table: str, schema: pl.Schema) -> None:
+        self._psycopg: Any = optional("psycopg", "pgvector", "PostgreSQL")
+        self._sql, self.schema = self._psycopg.sql, schema
+        self.shown, self.table = table, self._sql.Identifier(*table.split("."))
+        with asking("cannot reach PostgreSQL", self._psycopg.Error):
+            self._connection: Any = self._psycopg.connect(address, autocommit=True)
         try:
             self._create()
-        except UserError:
+        except BaseException:
             self.close()
             raise
 
     def _create(self) -> None:
-        kind = "text" if self.text_ids else "bigint"
-        create = "create table if not exists {} (id {} primary key, vector vector({}) not null, title text)"
-        with self._errors("open"), self._connection.transaction():
+        key = "text" if self.schema["id"] == pl.String else "bigint"
+        vector = f"vector({self.schema['vector'].size})"  # type: ignore[attr-defined]
+        expected = {"id": key, "vector": vector, **column_types(self.schema, _KINDS, "{}[]")}
+        rules = {"id": " primary key", "vector": " not null"}
+        # texts are in the order of their bytes, as here, whatever the language of the database
+        kinds = {name: kind + (' collate "C"' if kind.startswith("text") else "") for name, kind in expected.items()}
+        columns = [
+            self._sql.SQL("{} {}").format(self._sql.Identifier(name), self._sql.SQL(kind + rules.get(name, "")))
+            for name, kind in kinds.items()
+        ]
+        with self._asking("open"), self._connection.transaction():
             self._run("create extension if not exists vector")
-            self._run(create, self.table, self._sql.SQL(kind), self._sql.SQL(str(self.dim)))
+            self._run("create table if not exists {} ({})", self.table, self._sql.SQL(", ").join(columns))
             query = (
                 "select attname, format_type(atttypid, atttypmod) from pg_attribute "
                 "where attrelid = %s::regclass and attnum > 0"
             )
             name = self.table.as_string(self._connection)
-            columns = dict(self._connection.execute(query, [name]).fetchall())
-        expected = {"id": kind, "vector": f"vector({self.dim})", "title": "text"}
-        for column, wanted in expected.items():
-            if columns.get(column) != wanted:
-                raise UserError(
-                    f"table {self.shown!r} has {column} {columns.get(column)}, not {wanted}: choose another table"
-                )
+            found = dict(self._connection.execute(query, [name]).fetchall())
+            version = self._run("select extversion from pg_extension where extname = 'vector'").fetchone()[0]
+        check_columns(self.shown, found, expected)
+        self._scans_on = tuple(map(int, version.split(".")[:2])) >= (0, 8)
 
-    def upsert(self, ids: pl.Series, vectors: np.ndarray, titles: pl.Series | None = None) -> None:
-        """Insert or replace items."""
-        titles = pl.Series("title", [None] * len(ids), dtype=pl.String) if titles is None else titles.cast(pl.String)
-        numbers = pl.Series(
-            "vector", np.ascontiguousarray(vectors, dtype=np.float32), dtype=pl.Array(pl.Float32, vectors.shape[1])
-        )
-        table = pl.DataFrame({"id": ids, "title": titles, "vector": numbers})
-        joined = pl.col("vector").arr.to_list().cast(pl.List(pl.String)).list.join(",")
-        table = table.with_columns(pl.format("[{}]", joined).alias("vector"))
-        text = io.BytesIO()
-        table.write_csv(text, include_header=False, quote_style="non_numeric")
-        with self._errors("upsert"), self._connection.transaction():
+    def upsert(self, rows: pl.DataFrame) -> None:
+        rows = rows.with_columns(vector_text(rows))
+        names = self._sql.SQL(", ").join(map(self._sql.Identifier, rows.columns))
+        new = [self._sql.SQL("{0} = excluded.{0}").format(self._sql.Identifier(name)) for name in rows.columns[1:]]
+        with self._asking("upsert"), self._connection.transaction():
+            self._run("create temp table arriving on commit drop as select {} from {} where false", names, self.table)
+            with self._connection.cursor().copy("copy arriving from stdin") as copy:
+                for row in rows.iter_rows():
+                    copy.write_row(row)
             self._run(
-                "create temp table arriving on commit drop as select id, title, vector from {} where false", self.table
-            )
-            with self._connection.cursor().copy("copy arriving from stdin (format csv)") as copy:
-                copy.write(text.getbuffer())
-            self._run(
-                "insert into {} (id, title, vector) select id, title, vector from arriving "
-                "on conflict (id) do update set title = excluded.title, vector = excluded.vector",
+                "insert into {} ({}) select * from arriving on conflict (id) do update set {}",
                 self.table,
+                names,
+                self._sql.SQL(", ").join(new),
             )
 
     def delete(self, ids: pl.Series) -> int:
-        """Delete items; returns how many were present."""
-        with self._errors("delete"):
+        with self._asking("delete"):
             done = self._connection.execute(
                 self._sql.SQL("delete from {} where id = any(%s)").format(self.table), [ids.to_list()]
             )
             return int(done.rowcount)
 
     def ids(self) -> pl.Series:
-        """All ids in the table."""
-        with self._errors("read ids"):
+        with self._asking("read ids"):
             rows = self._run("select id from {}", self.table).fetchall()
-        return pl.Series("id", [row[0] for row in rows], dtype=pl.String if self.text_ids else pl.Int64)
+        return pl.Series("id", [row[0] for row in rows], dtype=self.schema["id"])
 
-    def build_index(self) -> bool:
-        """Create the approximate index (hnsw) if it is missing; False if the vectors have too many dimensions."""
-        if self.dim > _MOST_INDEXED:
-            return False
-        name = self._sql.Identifier(f"{self.shown.split('.')[-1]}_vector_hnsw")
-        with self._errors("build an index"):
-            self._run("create index if not exists {} on {} using hnsw (vector vector_ip_ops)", name, self.table)
-        return True
+    def finish(self) -> None:
+        """Create the approximate index (hnsw) if it is missing; vectors of too many dimensions get none."""
+        if self.schema["vector"].size <= _MOST_INDEXED:  # type: ignore[attr-defined]
+            name = self._sql.Identifier(f"{self.shown.split('.')[-1]}_vector_hnsw")
+            with self._asking("build an index"):
+                self._run("create index if not exists {} on {} using hnsw (vector vector_ip_ops)", name, self.table)
 
-    def search(self, q: np.ndarray, k: int) -> list[list[tuple[Any, float]]]:
-        """(id, score) of the k best items for each query (B, D), best first."""
+    def search(self, q: np.ndarray, k: int, where: Where = (), deny: Sequence[Sequence[Any]] | None = None) -> Found:
+        condition = self._sql.SQL(self._filters().all(where, self.schema).replace("%", "%%") or "true")
         query = self._sql.SQL(
-            "select id, -(vector <#> %s::vector) from {} order by vector <#> %s::vector limit %s"
-        ).format(self.table)
-        lists = []
-        with self._errors("search"), self._connection.transaction():
+            "select id, -(vector <#> %s::vector) from {} where {} and id <> all(%s) "
+            "order by vector <#> %s::vector limit %s"
+        ).format(self.table, condition)
+        lists = Found()
+        with self._asking("search"), self._connection.transaction():
             self._run("set local hnsw.ef_search = {}", self._sql.SQL(str(min(1000, max(40, k)))))
-            for vector in q.tolist():
-                rows = self._connection.execute(query, [str(vector), str(vector), k]).fetchall()
+            if self._scans_on:  # until k rows have passed the filter
+                self._run("set local hnsw.iterative_scan = strict_order")
+            for vector, ids in zip(map(str, q.tolist()), denied(deny, len(q)), strict=True):
+                rows = self._connection.execute(query, [vector, list(ids), vector, k]).fetchall()
                 lists.append([(row[0], float(row[1])) for row in rows])
         return lists
 
     def close(self) -> None:
         self._connection.close()
 
+    def _filters(self) -> Dialect:
+        sql, connection = self._sql, self._connection
+        return Dialect(
+            "PostgreSQL",
+            lambda name: str(sql.Identifier(name).as_string(connection)),
+            lambda value: str(sql.Literal(value).as_string(connection)),
+            "{1} = any({0})",
+            "strpos(lower({0}), {1}) > 0",
+            nothing="false",
+        )
+
     def _run(self, text: str, *names: Any) -> Any:
         return self._connection.execute(self._sql.SQL(text).format(*names))
 
-    def _errors(self, what: str) -> _UserErrors:
-        return _UserErrors(self._psycopg.Error, f"PostgreSQL could not {what} table {self.shown!r}")
-
-
-class _UserErrors:
-    """Turns errors of the database into UserError with one line."""
-
-    def __init__(self, kind: type[Exception], what: str) -> None:
-        self.kind, self.what = kind, what
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, self.kind):
-            raise UserError(f"{self.what}: {first_line(error)}") from error
+    def _asking(self, what: str) -> Any:
+        return asking(f"PostgreSQL could not {what} table {self.shown!r}", self._psycopg.Error)
