@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Recommender:
+class TrainedModel:
     """A trained model, ready to recommend: towers, id maps, titles, and the items that each query has taken."""
 
     model: Retriever
@@ -216,7 +216,7 @@ class Recommender:
 
 
 @dataclass(frozen=True)
-class Trained(Recommender):
+class Trained(TrainedModel):
     """A finished run, read from its folder."""
 
     meta: dict[str, Any]
