@@ -32,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-@pytest.mark.parametrize("page", ["data", "train", "recipes", "models", "fuse", "serving"])
+@pytest.mark.parametrize("page", ["data", "python", "train", "recipes", "models", "fuse", "serving"])
 def test_python_of_a_page_runs(page: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All blocks of a page run in order in one namespace."""
     monkeypatch.chdir(folder)

@@ -24,6 +24,7 @@ _HOMES = {
     "Evaluation": "evaluation.ranking",
     "Fitted": "training.fitting",
     "Interactions": "data.interactions",
+    "Recommender": "experiments.recommender",
     "Run": "recipes.run",
     "Setup": "recipes.setup",
     "Split": "data.interactions",

@@ -17,6 +17,7 @@ from sparring.data.splits import split as split
 from sparring.evaluation.ranking import Evaluation as Evaluation
 from sparring.evaluation.ranking import evaluate as evaluate
 from sparring.experiments.auto import auto as auto
+from sparring.experiments.recommender import Recommender as Recommender
 from sparring.recipes.run import Run as Run
 from sparring.recipes.run import Term as Term
 from sparring.recipes.run import compose as compose

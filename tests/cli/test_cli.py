@@ -165,7 +165,7 @@ def test_recommend_leaves_out_seen_items_and_names_titles(world: Path, capsys: p
     assert all(row["title"] == f"Title [{row['item'][1:]}]" for row in rows)
     assert main(["recommend", str(world / "run"), "--query", "1003", "-k", str(ITEMS), "--with-seen", "--json"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == ITEMS
-    assert main(["recommend", str(world / "run"), "--query", "1003", "--query", "1004", "-k", "2"]) == 0
+    assert main(["recommend", str(world / "run"), "--query", "1003", "--user", "1004", "-k", "2"]) == 0
     shown = capsys.readouterr().out
     assert "1004" in shown
     assert rows[0]["title"] in shown  # brackets are not markup

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 import pytest
+import scipy.sparse
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -20,6 +21,7 @@ from sparring.core.errors import UserError
 from sparring.data import Interactions, describe, from_frame, read, show, split
 from sparring.data.cache import load_array
 from sparring.data.pairs import undated
+from sparring.data.prepared.preparation import prepare
 from sparring.data.reading import describe_roles
 
 quick = settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -589,3 +591,41 @@ def test_files_that_hold_no_table(tmp_path: Path) -> None:
     (tmp_path / "several.npz").rename(tmp_path / "several.npy")
     with pytest.raises(UserError, match="several arrays"):
         load_array(tmp_path / "several.npy")
+
+
+def test_matrices_and_arrays_hold_pairs() -> None:
+    """A sparse matrix in any format and an array of pairs read as the table of their entries; zeros are no pairs."""
+    dense = np.array([[0, 1, 5], [2, 0, 0], [0, 0, 3]])
+    want = {(int(user), int(item)): None for user, item in np.argwhere(dense)}
+    explicit = scipy.sparse.csr_array(dense)
+    explicit.data[explicit.data == 3] = 0
+    for matrix in (scipy.sparse.csr_array(dense), scipy.sparse.coo_matrix(dense), scipy.sparse.lil_array(dense)):
+        assert content(read(matrix)) == want
+    assert content(read(explicit)) == {pair: None for pair in want if pair != (2, 2)}
+    rated = read(scipy.sparse.csc_array(dense), rating="value", min_rating=2)
+    assert content(rated) == {pair: None for pair in want if dense[pair] >= 2}
+    assert content(read(np.argwhere(dense))) == want
+    timed = np.array(list(zip(USERS, ITEMS, TIMES, strict=True)), dtype=object)
+    assert content(read(timed, time="value")) == WANT
+    with pytest.raises(UserError, match=r"\(3, 4\).*csr_array"):
+        read(np.ones((3, 4)))
+
+
+def test_user_is_another_name_of_query(tmp_path: Path) -> None:
+    """`user` and `users` name what `query` and `queries` name; both together are refused."""
+    named = SMALL.rename({"user_id": "who", "item_id": "what"})
+    about = pl.DataFrame({"who": ["a", "b", "c"], "city": ["x", "y", "z"]})
+    data = read(named, user="who", item="what", users=about)
+    assert content(data) == WANT
+    assert data.query_table is not None
+    assert data.query_table["city"].to_list() == ["x", "y", "z"]
+    assert content(from_frame(named, user="who", item="what")) == WANT
+    named.write_parquet(tmp_path / "rows.parquet")
+    assert prepare(tmp_path / "rows.parquet", tmp_path / "out", user="who", item="what").query_ids.ids.to_list() == [
+        "a",
+        "b",
+        "c",
+    ]
+    for both in ({"user": "who", "query": "who"}, {"users": about, "queries": about}):
+        with pytest.raises(UserError, match="two names of one argument"):
+            read(named, item="what", **both)  # type: ignore[arg-type]

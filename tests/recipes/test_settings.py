@@ -15,13 +15,22 @@ from sparring.models.settings import ModelSettings
 from sparring.recipes import PAPER, RECIPES, xir
 from sparring.recipes.finding import find
 from sparring.recipes.settings import build, known, own_arguments, own_setup, resolve
-from sparring.recipes.setup import GROUPS, SETTINGS, Setup, check, find_setting, parse, parse_setup
+from sparring.recipes.setup import GROUPS, SETTINGS, Setup, check, find_setting, flat_name, parse, parse_setup
 
 
 def line_of(error: pytest.ExceptionInfo[UserError]) -> str:
     text = str(error.value)
     assert len(text.splitlines()) == 1
     return text
+
+
+def test_user_is_another_name_of_query_in_settings() -> None:
+    """`user_tower` and `model.user_tower` set what `query_tower` sets, and run.json has one name."""
+    for name in ("user_tower", "model.user_tower", "query_tower"):
+        setup, _ = resolve(find("tables"), {name: "history"})
+        assert setup.model.query_tower == "history"
+        assert flat_name(name) == "query_tower"
+    assert find_setting("user_nothing") is None
 
 
 @pytest.mark.parametrize(

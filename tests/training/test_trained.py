@@ -15,6 +15,7 @@ import numpy as np
 import polars as pl
 import pytest
 import torch
+import torch.nn.functional as F
 
 from sparring.cli import main
 from sparring.core import files
@@ -195,6 +196,22 @@ def test_a_new_query_is_served_by_its_items(named_parts: Split, tmp_path: Path) 
         trained.recommend_history([999_999], k=3)
     with pytest.raises(UserError, match="flat list"):
         trained.recommend_history([[1000, 1007]], k=3)
+
+
+def test_similar_items_are_the_nearest_by_the_towers(folder: Path) -> None:
+    """Neighbours are those by cosine of the item vectors, without the item, its bias or untrained items."""
+    trained = load(folder)
+    bare = F.normalize(trained.model.item.weight.detach().double(), dim=1)  # type: ignore[operator]
+    listed = [item for item in range(40) if item not in trained.eligibility.items.tolist()]
+    asked = [1000 + 7 * listed[4], 1000 + 7 * listed[20]]
+    table = trained.similar_items(asked, k=6)
+    assert table.columns == ["item", "rank", "similar", "title", "score"]
+    for item in asked:
+        dense = (item - 1000) // 7
+        near = sorted((each for each in listed if each != dense), key=lambda each: -float(bare[each] @ bare[dense]))
+        assert table.filter(pl.col("item") == item)["similar"].to_list() == [1000 + 7 * each for each in near[:6]]
+    with pytest.raises(UserError, match="999"):
+        trained.similar_items(999)
 
 
 def test_features_are_read_back(named_parts: Split, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from sparring.cli.fuse import add_fuse
 from sparring.cli.index import add_index
 from sparring.cli.inputs import message
 from sparring.cli.models import add_models
-from sparring.cli.parsing import Commands, Parser
+from sparring.cli.parsing import Commands, Parser, name_users
 from sparring.cli.prepare import add_prepare
 from sparring.cli.recipes import add_recipes
 from sparring.cli.recommend import add_recommend
@@ -124,6 +124,8 @@ def parser() -> tuple[Parser, dict[str, Parser]]:
         partial(add_demo, execute=execute),
     ):
         add(commands)
+    for each in commands.named.values():
+        name_users(each)
     return root, commands.named
 
 

@@ -64,6 +64,16 @@ class Commands:
         return parser
 
 
+def name_users(parser: Parser) -> None:
+    """Give each option with query in its name a second one with user: --query-column and --user-column are one."""
+    for action in parser._actions:
+        for option in list(action.option_strings):
+            other = option.replace("queries", "users").replace("query", "user")
+            if other not in parser._option_string_actions:
+                action.option_strings = [*action.option_strings, other]
+                parser._option_string_actions[other] = action
+
+
 def command_line(args: argparse.Namespace) -> str:
     """The command as it was typed, for reports."""
     return shlex.join(["sparring", *args.words])

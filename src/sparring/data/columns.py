@@ -23,6 +23,7 @@ class Columns(TypedDict, total=False):
     """
 
     query: str | None
+    user: str | None  # another name of query
     item: str | None
     time: str | None
     weight: str | None
@@ -31,6 +32,22 @@ class Columns(TypedDict, total=False):
     label: str | None
     min_rating: float | None
     repeats: Repeats | None
+
+
+def by_role(columns: Columns) -> Columns:
+    """The columns with the one called `user` under its other name, `query`."""
+    if columns.get("user") is None:
+        return columns
+    named = either("query", columns.get("query"), columns["user"])
+    return {**{name: value for name, value in columns.items() if name != "user"}, "query": named}  # type: ignore[typeddict-item]
+
+
+def either(name: str, query: Any, user: Any) -> Any:
+    """The value of an argument that has two names, such as query and user; None if neither is given."""
+    if query is not None and user is not None:
+        other = "user" if name == "query" else "users"
+        raise UserError(f"{name} and {other} are two names of one argument: give one of them")
+    return user if query is None else query
 
 
 def keeps_repeats(columns: Columns) -> bool:

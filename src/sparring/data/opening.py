@@ -36,7 +36,7 @@ def open_table(
     with read_errors(opened.source):
         tables: dict[str, pl.DataFrame | None] = {}
         for role, given, beside in (("item", items, opened.items), ("query", queries, opened.queries)):
-            tables[role] = beside if given is None else _table(given, role, columns.get(role))  # type: ignore[arg-type]
+            tables[role] = beside if given is None else _table(given, role, opened.columns.get(role))  # type: ignore[arg-type]
             if inline and tables[role] is None:
                 tables[role] = _inline_table(opened, role)
     return replace(opened, items=tables["item"], queries=tables["query"])

@@ -14,7 +14,7 @@ import polars as pl
 import torch
 
 from sparring.core.errors import UserError
-from sparring.data.columns import Columns, is_order, keeps_repeats, unused_ratings
+from sparring.data.columns import Columns, either, is_order, keeps_repeats, unused_ratings
 from sparring.data.formats.beir import is_beir, read_beir
 from sparring.data.formats.xc import is_xc, read_xc
 from sparring.data.interactions import Interactions
@@ -32,24 +32,26 @@ def read(
     *,
     items: str | os.PathLike[str] | AnyTable | None = None,
     queries: str | os.PathLike[str] | AnyTable | None = None,
+    users: str | os.PathLike[str] | AnyTable | None = None,
     catalogue: bool = False,
     **columns: Unpack[Columns],
 ) -> Interactions:
     """Interactions of a file, a folder or a table in memory; only the columns in use are read.
 
-    `source` is a table of polars, pandas or anything else that exports Arrow, or a path: Parquet; CSV or TSV, gzipped
-    or not; a folder or a glob of Parquet parts; a folder with `interactions.parquet` (or .csv) and perhaps `items.*`
-    and `queries.*`; RecBole's `.inter` file or its folder (with `.item` and `.user`, or in `.train.inter`,
-    `.valid.inter`, `.test.inter` parts); LightGCN's folder of `train.txt` and `test.txt`; BEIR's folder (see
-    `read_beir`); a folder of the extreme-classification repository (see `read_xc`); or a folder that `sparring prepare`
-    wrote.
+    `source` is a table of polars, pandas or anything else that exports Arrow; a sparse matrix of scipy, users by items;
+    an array of pairs, its columns user, item and perhaps value; or a path: Parquet; CSV or TSV, gzipped or not; a folder or a
+    glob of Parquet parts; a folder with `interactions.parquet` (or .csv) and perhaps `items.*` and `queries.*`;
+    RecBole's `.inter` file or its folder (with `.item` and `.user`, or in `.train.inter`, `.valid.inter`, `.test.inter`
+    parts); LightGCN's folder of `train.txt` and `test.txt`; BEIR's folder (see `read_beir`); a folder of the
+    extreme-classification repository (see `read_xc`); or a folder that `sparring prepare` wrote.
 
     The columns `query`, `item`, `time`, `weight`, `rating`, `split` and `label` are guessed from common names. A name
     sets one, and "" or "none" leaves an optional one out. Rows with a null id are dropped. With `min_rating`, so are
     rows rated lower; without it every row is a positive. `label` is 1 for a positive and 0 for an item shown and not
-    clicked. A pair that occurs more than once is kept once, with its last time, the sum of its weights and its first
-    part; with repeats="keep" every row stays, with its own time, weight and part, and no evaluation masks seen items. A
-    weight multiplies the loss of its pair; skewed ones have to be named.
+    clicked. `user` and `users` are other names of `query` and `queries`. A pair that occurs more than once is kept
+    once, with its last time, the sum of its weights and its first part; with repeats="keep" every row stays, with its
+    own time, weight and part, and no evaluation masks seen items. A weight multiplies the loss of its pair; skewed ones
+    have to be named.
 
     `items` and `queries` are tables (paths, or in memory) that describe them; with `catalogue`, items that only the
     table has are kept too. Without such a table, a column of the interactions that is named like a text of items
@@ -58,6 +60,7 @@ def read(
 
         read("ratings.csv", min_rating=4, items="movies.csv");  read(frame, query="customer", item="sku")
     """
+    queries = either("queries", queries, users)
     rows = Path(source) if isinstance(source, (str, os.PathLike)) else as_frame(source)
     if isinstance(rows, Path) and (layout := _layout(rows)) is not None:
         arguments = {**columns, "items": items, "queries": queries, "catalogue": catalogue or None}

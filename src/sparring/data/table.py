@@ -10,14 +10,23 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, Unpack
+from typing import Any, Protocol, Unpack, runtime_checkable
 
 import numpy as np
 import polars as pl
 
 from sparring.core.errors import UserError, first_line
 from sparring.data.cleaning import SHORT, PolarsRows, clean, row_count
-from sparring.data.columns import Columns, find_column, find_roles, is_order, keeps_repeats, order_notes, with_title
+from sparring.data.columns import (
+    Columns,
+    by_role,
+    find_column,
+    find_roles,
+    is_order,
+    keeps_repeats,
+    order_notes,
+    with_title,
+)
 from sparring.data.interactions import Interactions, Vocabulary
 from sparring.data.lines import check_utf8
 from sparring.data.pairs import NO_TIME, PartSizes, positive_and_shown, repeated
@@ -30,9 +39,16 @@ class Arrow(Protocol):
     def __arrow_c_stream__(self, requested_schema: object | None = None) -> object: ...
 
 
+@runtime_checkable
+class SparseMatrix(Protocol):
+    """A sparse matrix or array of scipy, in any format."""
+
+    def tocoo(self) -> Any: ...
+
+
 # A panic is no Exception: it would pass any other handler.
 READ_ERRORS = (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError)
-AnyTable = pl.DataFrame | pl.LazyFrame | Arrow
+AnyTable = pl.DataFrame | pl.LazyFrame | Arrow | SparseMatrix | np.ndarray
 FileState = tuple[int, int]  # size and time of change; (-1, -1) of a file that is gone
 
 
@@ -50,6 +66,9 @@ class OpenTable:
     opened: Mapping[Path, FileState] = field(default_factory=dict)  # the state of each file when it was opened
     catalogue: bool = False  # items that only the items table has are kept too
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "columns", by_role(self.columns))
+
     def roles(self) -> dict[str, str]:
         """{role: column} for the roles that the rows have."""
         with read_errors(self.source):
@@ -65,14 +84,40 @@ class OpenTable:
 
 
 def as_frame(table: AnyTable) -> pl.LazyFrame:
-    """A table in memory as a polars frame; the index of a pandas table is left out."""
+    """A table in memory as a polars frame; the index of a pandas table is left out.
+
+    An array of pairs has the columns user, item and, if it has a third one, value; a sparse matrix of scipy has users
+    as rows and items as columns, and a value for each entry that is not 0, unless all of them are 1.
+    """
     if isinstance(table, (pl.DataFrame, pl.LazyFrame)):
         return table.lazy()
+    if isinstance(table, np.ndarray) and table.dtype.names is None:
+        return _array_frame(table).lazy()
+    if isinstance(table, SparseMatrix):
+        return _matrix_frame(table).lazy()
     try:
         return pl.DataFrame(table).lazy()
     except (ImportError, TypeError, ValueError, OSError, pl.exceptions.PolarsError) as error:  # pandas without pyarrow
         reason = f"cannot read the {type(table).__name__} as a table: {first_line(error)}"
         raise UserError(f"{reason}; give a path, or a table of polars, pandas or Arrow") from error
+
+
+def _array_frame(pairs: np.ndarray) -> pl.DataFrame:
+    """An array of shape (n, 2) or (n, 3) as columns."""
+    if pairs.ndim != 2 or pairs.shape[1] not in (2, 3):
+        reason = f"an array of pairs has the shape (n, 2) or (n, 3), not {pairs.shape}"
+        raise UserError(f"{reason}; for a matrix of users and items give scipy.sparse.csr_array(matrix)")
+    listed = [column.tolist() if pairs.dtype == object else np.ascontiguousarray(column) for column in pairs.T]
+    return pl.DataFrame(dict(zip(("user", "item", "value"), listed, strict=False)), strict=False)
+
+
+def _matrix_frame(matrix: SparseMatrix) -> pl.DataFrame:
+    """The entries of a sparse matrix that are not 0, as rows."""
+    entries = matrix.tocoo()
+    kept = entries.data != 0
+    frame = pl.DataFrame({"user": entries.row[kept], "item": entries.col[kept]})
+    values = entries.data[kept]
+    return frame if (values == 1).all() else frame.with_columns(value=pl.Series(values))
 
 
 def from_frame(

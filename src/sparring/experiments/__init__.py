@@ -6,6 +6,7 @@ Experiments train through `sparring.training`; nothing below them knows that the
 from sparring.experiments.auto import Choice
 from sparring.experiments.comparison import ComparedData, Comparison, compare
 from sparring.experiments.comparison_tables import quality
+from sparring.experiments.recommender import Recommender
 from sparring.experiments.search_space import OneOf, Range
 
-__all__ = ["Choice", "ComparedData", "Comparison", "OneOf", "Range", "compare", "quality"]
+__all__ = ["Choice", "ComparedData", "Comparison", "OneOf", "Range", "Recommender", "compare", "quality"]

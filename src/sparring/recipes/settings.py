@@ -31,7 +31,17 @@ from sparring.recipes.setup import (
 )
 from sparring.recipes.text import default_encoder, text_setup
 
-__all__ = ["argument_metadata", "build", "is_solved", "known", "own_arguments", "own_setup", "resolve", "settings_of"]
+__all__ = [
+    "argument_metadata",
+    "build",
+    "given",
+    "is_solved",
+    "known",
+    "own_arguments",
+    "own_setup",
+    "resolve",
+    "settings_of",
+]
 _JSON = (str, int, float, bool, tuple, list, dict, type(None))  # run.json holds the repr of any other value
 # Settings that define a method if its recipe changes them: its training rows (DPR, ANCE, DEXML, NGAME), additions to
 # the item tower (DEXA, PRIME), classifiers (NGAME).
@@ -169,6 +179,33 @@ def resolve(
             setup = setup.replaced(init="normal")  # the recipe's start may be an SVD
     check(setup)
     return setup, arguments
+
+
+def given(recipe: Callable[..., Run], setup: Setup, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that `resolve` turns into this Setup and these arguments; those that it takes anyway are left out.
+
+    given(recipes.xir, run.setup, run.arguments)  -> {"dim": 64, "lam": 0.2}
+    """
+    values, solved = setup.flat(), is_solved(recipe)
+    settings: dict[str, Any] = {}
+    if not solved and setup.model.name not in (OWN, ModelSettings().name):
+        settings["model"] = setup.model.name
+    if setup.text.encoder is not None:
+        settings["encoder"] = setup.text.encoder
+    usual = resolve(recipe, settings)[0]
+    if not solved:
+        settings |= {
+            f"model.{name}": value
+            for name, value in setup.model.options.items()
+            if value != usual.model.options.get(name)
+        }
+    apart = ("model_name", "model_options")
+    settings |= {name: value for name, value in values.items() if name not in apart and value != usual.flat()[name]}
+    defaults = {name: default for name, (_, default) in own_arguments(recipe).items()}
+    settings |= {name: value for name, value in arguments.items() if name in defaults and value != defaults[name]}
+    if resolve(recipe, settings)[0] != setup:
+        raise UserError(f"the settings of this run are not those of its recipe {named(recipe)}: build it in Python")
+    return settings
 
 
 def _method(recipe: Callable[..., Run]) -> dict[str, Any]:

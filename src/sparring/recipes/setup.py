@@ -7,6 +7,7 @@ and `model_name` and `model_options` for the model and its options.
 from __future__ import annotations
 
 import math
+import re
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -202,8 +203,11 @@ SWEPT = frozenset({"dim", "epochs", "init", "init_std"})
 
 
 def find_setting(name: str) -> Setting | None:
-    """The shared setting of a flat or dotted name, if there is one."""
-    return SETTINGS.get(name) or _BY_PATH.get(name)
+    """The shared setting of a flat or dotted name, if there is one; `user_tower` is another name of `query_tower`."""
+    for each in (name, re.sub(r"^(\w+\.)?user_", r"\1query_", name)):
+        if found := SETTINGS.get(each) or _BY_PATH.get(each):
+            return found
+    return None
 
 
 def flat_name(name: str) -> str:

@@ -41,7 +41,7 @@ from sparring.training.progress import reporting
 from sparring.training.stages import classifier_run, fuse
 from sparring.training.step import check_rows
 from sparring.training.temperature import choose_tau, with_tau
-from sparring.training.trained import Recommender, load
+from sparring.training.trained import TrainedModel, load
 from sparring.training.warm_start import warm_start
 
 METRICS = ("recall", "ndcg", "hit", "mrr", "map", "precision", "coverage", "popularity")
@@ -57,7 +57,7 @@ class Fitted:
     best_epoch: int
     test: Evaluation | None
     seconds: float
-    recommender: Callable[[], Recommender] = field(repr=False)
+    recommender: Callable[[], TrainedModel] = field(repr=False)
     stages: dict[str, Evaluation] = field(default_factory=dict)  # test metrics of knn, clf and fusion (stages.py)
     ranking: str = "encoder"  # by default: the best of encoder, classifiers and fused on the validation part
     selection: Fitted | None = None  # of a refit: the training that chose the number of epochs
@@ -66,7 +66,7 @@ class Fitted:
     closed_form: ClosedFormChoice | None = None  # beside the towers, where the run has one (closed_form.py)
 
     @cached_property
-    def _recommender(self) -> Recommender:
+    def _recommender(self) -> TrainedModel:
         return self.recommender()
 
     def recommend(
@@ -404,7 +404,7 @@ def _start(
     return batch, ids
 
 
-def _recommender(run: Run, split: Split, folder: Path | None, warm: Mapping[str, np.ndarray] | None) -> Recommender:
+def _recommender(run: Run, split: Split, folder: Path | None, warm: Mapping[str, np.ndarray] | None) -> TrainedModel:
     """A copy of a trained model that recommends; with later stages, the run in its folder."""
     if run.model.item_shard() is not None:
         raise UserError("the tables are spread over several processes: sparring.load(out) recommends")
@@ -422,7 +422,7 @@ def _recommender(run: Run, split: Split, folder: Path | None, warm: Mapping[str,
     ids = Ids(train.query_ids, train.item_ids, train.query_table, train.item_table)
     novelty = run.setup.ranking.novelty
     ranked = novel(model, novelty, split.before("test"), eligibility.listed(train.n_items))
-    return Recommender(ranked, ids, eligibility, repeats=train.repeats, novelty=novelty)
+    return TrainedModel(ranked, ids, eligibility, repeats=train.repeats, novelty=novelty)
 
 
 def _past_for_test(model: Retriever, split: Split) -> Histories | None:

@@ -28,7 +28,7 @@ from sparring.recipes.finding import Recipe
 from sparring.recipes.setup import parse_setup
 from sparring.training.eligibility import ClassifierRanking, Eligibility, FusedRanking, Ranking
 from sparring.training.folder import read_manifest, read_run
-from sparring.training.item_vectors import item_vectors, mean_query
+from sparring.training.item_vectors import item_queries, item_vectors, mean_query
 from sparring.training.novelty import novel_run
 from sparring.training.sources import Sources, is_fused, read_fused
 
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Recommender:
+class TrainedModel:
     """A trained model, ready to recommend: towers, id maps, titles, and the items that each query has taken."""
 
     model: Retriever
@@ -122,6 +122,23 @@ class Recommender:
         seen = Positives(torch.tensor([0, len(known.unique())]), known.unique().int())
         scores, best = self._best(vector, k, None if self.lists_seen(with_seen) else seen, ranking)
         return self._named(np.asarray(["history"]), scores, best)
+
+    def similar_items(self, items: Sequence[object] | str | int, k: int = 10) -> pl.DataFrame:
+        """The k nearest items of each item (original ids) by the towers: item, rank, similar, title where known, score.
+
+        An item is not its own neighbour; popularity, as an item bias or by novelty, does not count.
+        """
+        asked = _listed(items)
+        dense = self.ids.item_ids.encode(asked)
+        unknown = (dense < 0) | np.isin(dense, self.eligibility.items.numpy())
+        if unknown.any():
+            raise UserError(f"no training pair of {self.name} has the item {_first_few(asked, unknown)}")
+        rows = torch.from_numpy(dense)
+        vectors = self.model.item_queries(rows) if isinstance(self.model, Sources) else item_queries(self.model, rows)
+        itself = Positives(torch.arange(len(rows) + 1), rows.int())
+        scores, best = self._best(vectors, k, itself, None if isinstance(self.model, Sources) else "encoder")
+        found = self._named(np.asarray(asked), scores, best)
+        return found.rename({"item": "similar", "query": "item"})
 
     @property
     def reads_histories(self) -> bool:
@@ -216,7 +233,7 @@ class Recommender:
 
 
 @dataclass(frozen=True)
-class Trained(Recommender):
+class Trained(TrainedModel):
     """A finished run, read from its folder."""
 
     meta: dict[str, Any]

@@ -44,6 +44,8 @@ def test_a_user_gets_the_best_items_without_those_seen(
         assert answer.json()["results"][0]["query"] == truth.user(row)
         everything = client.post("/v1/recommend", json={"user": truth.user(row), "k": 7, "exclude_seen": False})
         same(listed(everything), truth.best(truth.users[row], 7))
+        for same_user in ({"query": truth.user(row)}, {"queries": [truth.user(row)]}):  # other names of user and users
+            assert client.post("/v1/recommend", json={**same_user, "k": 7}).content == answer.content
 
 
 def test_a_run_that_keeps_repeats_lists_seen_items(tmp_path: Path, serving: Callable[..., TestClient]) -> None:

@@ -19,7 +19,7 @@ import polars as pl
 
 from sparring.core.errors import UserError, disk_full
 from sparring.core.locks import writing
-from sparring.data.columns import Columns, is_order, keeps_repeats
+from sparring.data.columns import Columns, either, is_order, keeps_repeats
 from sparring.data.formats.beir import is_beir
 from sparring.data.formats.xc import is_xc
 from sparring.data.interactions import Ids
@@ -38,6 +38,7 @@ def prepare(
     *,
     items: str | os.PathLike[str] | None = None,
     queries: str | os.PathLike[str] | None = None,
+    users: str | os.PathLike[str] | None = None,
     catalogue: bool = False,
     how: str = "auto",
     valid: float = 0.1,
@@ -65,6 +66,7 @@ def prepare(
     _check_out(out, overwrite)
     if path.is_dir() and (is_prepared(path) or is_xc(path) or is_beir(path)):
         raise UserError(f"{path} needs no preparation: train on it directly")
+    queries = either("queries", queries, users)
     table = replace(open_table(path, columns, items, queries, inline=engine == "polars"), catalogue=catalogue)
     roles = table.roles()
     table.more_items(roles["item"])  # refused before a long read if there is no items table

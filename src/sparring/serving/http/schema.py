@@ -5,7 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr, model_validator
+from pydantic import (
+    AliasChoices,
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictFloat,
+    StrictInt,
+    StrictStr,
+    model_validator,
+)
 
 MAX_K = 1000  # items in one list
 MAX_QUERIES = 256  # users, texts or items in one request
@@ -105,8 +115,8 @@ class Query(Exact):
 class Recommend(Query):
     """The best items for known users, for a history of items, or for texts. Give exactly one of these."""
 
-    user: Id | None = None
-    users: Queries | None = None
+    user: Id | None = Field(None, validation_alias=AliasChoices("user", "query"))
+    users: Queries | None = Field(None, validation_alias=AliasChoices("users", "queries"))
     history: Annotated[list[Id], Field(min_length=1, max_length=MAX_IDS, fail_fast=True)] | None = Field(
         None, description="item ids, oldest first"
     )
