@@ -69,6 +69,7 @@ FAST = (
 )
 # Of these folders, but they start processes, read encoders, train, or take ten seconds or more.
 MEDIUM = (
+    "core/test_elsewhere.py",
     "core/test_files.py::test_a_lock_excludes_other_processes",
     "core/test_processes.py",
     "core/test_rooms.py::test_nothing_that_ships_needs_pytest",

@@ -231,7 +231,7 @@ def setting(text: str) -> tuple[str, str]:
 
 
 def device(text: str) -> str:
-    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", text):
+    if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", text):  # pick_device says that mps comes later
         raise argparse.ArgumentTypeError(f"{text!r} is not a device: auto, cpu or cuda")
     return text
 

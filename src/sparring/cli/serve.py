@@ -66,7 +66,7 @@ def add_serve(commands: Commands) -> None:
 
 
 def serve(args: Namespace) -> int:
-    for module in ("fastapi", "orjson", "prometheus_client", "httptools", "uvloop"):
+    for module in ("fastapi", "orjson", "prometheus_client", "httptools"):
         optional(module, "serve", "`sparring serve`")
     from sparring.core.files import check_folder
     from sparring.models.fusion import FILE

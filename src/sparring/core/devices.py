@@ -13,6 +13,8 @@ from sparring.core.ranks import launched, local_rank, local_world
 def pick_device(name: str) -> torch.device:
     """The device of this name; "auto" is a GPU if there is one. Processes that train together use one GPU each."""
     several = launched() > 1
+    if name.startswith("mps"):
+        raise UserError(f"{name!r}, Apple's GPU, is not supported yet: use --device cpu")
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -34,3 +36,10 @@ def hardware(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{os.cpu_count()} CPU cores, {torch.get_num_threads()} threads"
+
+
+def usable_cores() -> int:
+    """CPU cores that this process may use, where the system says so; otherwise those of the machine."""
+    if hasattr(os, "sched_getaffinity"):  # Linux
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -48,7 +48,8 @@ def write(path: Path, write_to: Callable[[Path], object], advice: str = "earlier
         mode = _create(beside)
         write_to(beside)
         with open(beside, "rb+") as file:
-            os.fchmod(file.fileno(), mode)  # safetensors makes a file that others cannot read
+            if hasattr(os, "fchmod"):  # not on Windows
+                os.fchmod(file.fileno(), mode)  # safetensors makes a file that others cannot read
             os.fsync(file.fileno())
         os.replace(beside, path)
     except BaseException as error:  # an interrupt must not leave a partial file either
@@ -70,8 +71,8 @@ def _beside(path: Path) -> Path:
 
 
 def _create(path: Path) -> int:
-    """Create an empty file, which must not exist; the mode that the umask gives it."""
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
+    """Create an empty file, which must not exist, not even as a link; the mode that the umask gives it."""
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         return stat.S_IMODE(os.fstat(handle).st_mode)
     finally:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from filelock import FileLock, Timeout
+from filelock import FileLock, SoftFileLock, Timeout
 
 from sparring.core.errors import UserError, first_line
 
@@ -38,8 +38,9 @@ class Lock:
             self._lock.acquire(timeout=_WAIT, poll_interval=_WAIT / 4)
         except Timeout as error:
             raise HeldError(owner(path)) from error
-        with suppress(OSError):
-            path.write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
+        if not isinstance(self._lock, SoftFileLock):  # that one has written the process and the host itself
+            with suppress(OSError):  # on Windows nobody reads or writes a locked file
+                path.write_text(f"{os.getpid()}\n{socket.gethostname()}\n")
 
     def release(self) -> None:
         """Delete the file, then release the lock: a process that opened the file sees that it is gone and retries."""
@@ -88,7 +89,9 @@ def is_held(path: Path) -> bool:
 
 
 def owner(path: Path) -> str:
-    """The holder that a lock file names."""
-    with suppress(OSError):
-        return path.read_text().strip() or "another process"
+    """The holder that a lock file names in its first two lines, its process and its host."""
+    with suppress(OSError, UnicodeDecodeError):
+        lines = path.read_text().split("\n")
+        if len(lines) > 1 and lines[0].isdigit():
+            return f"process {lines[0]} on {lines[1]}"
     return "another process"

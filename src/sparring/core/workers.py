@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 from sparring.core.errors import first_line
@@ -77,16 +77,18 @@ def run(
     A task is taken from `tasks` when a process is free, so an iterator may decide late.
 
     A task is forked from a server that has only imported libraries: it starts at once and inherits neither memory of an
-    earlier task nor a broken thread pool. `threads` limits the CPU threads of each task. Leaving the iteration early
-    (Ctrl-C) ends all running tasks, and so does the death of the caller. At `deadline`, a time.monotonic(), the
-    iteration ends, and the running tasks with it.
+    earlier task nor a broken thread pool. Where there is no fork, on Windows, it is a new Python. `threads` limits the
+    CPU threads of each task. Leaving the iteration early (Ctrl-C) ends all running tasks, and so does the death of the
+    caller. At `deadline`, a time.monotonic(), the iteration ends, and the running tasks with it.
 
         for event in run([Task("a", train_one, (1,)), Task("b", train_one, (2,))], jobs=2): ...
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
+    forks = "forkserver" in multiprocessing.get_all_start_methods()
+    context: Any = multiprocessing.get_context("forkserver" if forks else "spawn")
+    if forks:
+        context.set_forkserver_preload(_PRELOADED)
     waiting = iter(tasks)
-    running: dict[Connection, tuple[Task, ForkServerProcess]] = {}
+    running: dict[Connection, tuple[Task, BaseProcess]] = {}
     try:
         while True:
             while len(running) < jobs and (task := next(waiting, None)) is not None:

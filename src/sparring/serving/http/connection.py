@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import math
-import resource
 from collections import Counter, deque
 from http import HTTPStatus
 from typing import Any
@@ -21,6 +20,11 @@ import httptools
 
 from sparring.serving.http.gate import Gate, Request, Response
 from sparring.serving.http.schema import Limits, RequestError
+
+try:
+    import resource
+except ImportError:  # Windows has no limit that a process must ask for
+    resource = None  # type: ignore[assignment]
 
 SWEEP_SECONDS = 0.1
 WAITING, HEAD, BODY = range(3)  # the parser's position: before, in the head of, or in the body of a request
@@ -45,7 +49,7 @@ class Connections:
 
     def __init__(self, gate: Gate, limits: Limits) -> None:
         self.gate, self.limits = gate, limits
-        self.most = min(limits.connections, max(16, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - _OTHER_FILES))
+        self.most = min(limits.connections, max(16, _open_files() - _OTHER_FILES))
         self.open: dict[Connection, None] = {}  # oldest first
         self.buffered = 0
         self.stopped: float | None = None  # since when
@@ -399,6 +403,11 @@ class Connection(asyncio.Protocol):
     def _head_too_large(self) -> RequestError:
         most = f"{self.limits.headers} headers and {self.limits.head:,} bytes"
         return RequestError(431, f"the head of the request exceeds the limit of {most}")
+
+
+def _open_files() -> int:
+    """Files and sockets that this process may have open."""
+    return 2**31 if resource is None else resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 def _malformed() -> RequestError:

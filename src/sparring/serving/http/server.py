@@ -10,8 +10,7 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 
-import uvloop
-
+from sparring.core.devices import usable_cores
 from sparring.core.errors import UserError
 from sparring.serving.http.app import Service
 from sparring.serving.http.connection import SWEEP_SECONDS, Connection, Connections
@@ -22,6 +21,11 @@ from sparring.serving.http.served_run import signature
 from sparring.serving.http.telemetry import EventLog
 from sparring.serving.http.threads import contained
 from sparring.training.folder import is_held
+
+try:
+    from uvloop import new_event_loop
+except ImportError:  # it does not exist for Windows
+    from asyncio import new_event_loop
 
 _STOP_SECONDS = 30.0  # the longest time to finish requests after a signal
 _BACKLOG = 2048
@@ -36,7 +40,7 @@ class Server:
         self._app, self._listener, self._on_ready = service.app, listener, on_ready
 
     def run(self) -> None:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        with asyncio.Runner(loop_factory=new_event_loop) as runner:
             runner.run(self.serve())
 
     def exit(self, *_: object) -> None:
@@ -105,7 +109,7 @@ def run(
     except OSError as error:
         why = "the address is in use or does not belong to this machine; choose another with --host or --port"
         raise UserError(f"cannot listen on {host}:{port}: {why}") from error
-    service = Service(registry, limits, token, names, log, read_split, threads or len(os.sched_getaffinity(0)))
+    service = Service(registry, limits, token, names, log, read_split, threads or usable_cores())
     name, bound_port = listener.getsockname()[:2]
     address = f"[{name}]" if ":" in name else name
     _log_notes(registry, log)
