@@ -287,13 +287,47 @@ def test_the_command_prints_and_evaluate_repeats(trained: Path, capsys: pytest.C
     assert own == loaded.recommend([query], 4)["item"].to_list()
 
 
+def test_exported_files_give_the_fused_lists(everything: Path, parts: Split, tmp_path: Path) -> None:
+    """Vectors, neighbours, weights and the way to fuse, read from Parquet and JSON alone."""
+    out = tmp_path / "files"
+    words = ["export", everything, "--to", "parquet", "--neighbours", parts.train.n_items, "--out", out]
+    assert main([str(word) for word in words]) == 0
+    how, trained = json.loads((out / "fusion.json").read_text()), load(everything)
+    users, items = trained.ids.query_ids.ids.to_list(), trained.ids.item_ids.ids.to_list()
+    tables = {}
+    for name in how["weights"]:
+        scores = np.full((len(users), len(items)), -np.inf)
+        if (out / name / "neighbours.parquet").exists():
+            weight = np.zeros((len(items), len(items)))
+            for item, neighbour, score in pl.read_parquet(out / name / "neighbours.parquet").iter_rows():
+                weight[items.index(item), items.index(neighbour)] = score
+            taken = np.zeros((len(users), len(items)))
+            taken[parts.train.queries, parts.train.items] = 1
+            scores = taken @ weight
+        else:
+            sides = {side: pl.read_parquet(out / name / f"{side}.parquet") for side in ("queries", "items")}
+            q, v = (side["vector"].to_numpy().astype(np.float64) for side in sides.values())
+            rows, columns = (
+                [of.index(id) for id in side["id"]] for of, side in zip((users, items), sides.values(), strict=True)
+            )
+            scores[np.ix_(rows, columns)] = q @ v.T
+        tables[name] = scores
+    untrained = set(np.flatnonzero(parts.train.counts() == 0).tolist())
+    for query in np.unique(parts.train.queries)[:6].tolist():
+        without = known(parts, query, "train", "valid", "test") | untrained
+        own = {name: scores[query] for name, scores in tables.items()}
+        expected = fused(own, how["weights"], how["by"], how["depth"], without)
+        found = trained.recommend([users[query]], 8)
+        agrees([items.index(item) for item in found["item"]], found["score"].to_list(), expected)
+
+
 def test_commands_that_need_vectors_or_a_recipe_say_so(
     trained: Path, refused: Callable[..., str], tmp_path: Path
 ) -> None:
     """One line each for a fused run, for runs of another seed, and for a folder in use."""
     fused = trained / "fused"
     refused(["index", fused], "fused", "parts")
-    refused(["export", fused, "--to", "parquet", "--out", tmp_path / "v"], "fused")
+    refused(["export", fused, "--to", "onnx", "--out", tmp_path / "v"], "fused")
     refused(["recommend", fused, "--all", "--index", "--out", tmp_path / "l.csv"], "fused")
     refused(["evaluate", fused, "--ranking", "encoder"], "fused")
     refused(["diagnose", fused, "--device", "cpu"], "fused")

@@ -72,10 +72,9 @@ def export(args: Namespace) -> int:
         args.run, args.model, recipe=args.recipe, trust=args.trust, unfinished=args.unfinished, novelty=args.novelty
     )
     note_towers(trained)
-    matrix = trained.model.scores_items
-    if args.neighbours is not None and not (matrix and args.to == "parquet"):
+    if args.neighbours is not None and (trained.has_vectors or args.to != "parquet"):
         raise UserError("--neighbours is for --to parquet of runs with an item-item matrix (ease, item_knn)")
-    if not trained.has_vectors and not (matrix and args.to == "parquet"):
+    if not trained.has_vectors and args.to != "parquet":
         trained.item_vectors()  # says why there are none
     return _files(args, trained) if files else _store(args, trained)
 
@@ -83,7 +82,7 @@ def export(args: Namespace) -> int:
 def _files(args: Namespace, trained: Trained) -> int:
     from sparring.core.manifest import add_files
     from sparring.serving.export.onnx import write_onnx
-    from sparring.serving.export.vectors import write_neighbours, write_vectors
+    from sparring.serving.export.vectors import NEIGHBOURS, write_parquet
 
     folder, onnx = args.out or args.run / args.to, args.to == "onnx"
     if folder.exists() and not folder.is_dir():
@@ -92,16 +91,14 @@ def _files(args: Namespace, trained: Trained) -> int:
         omitted: list[str] = []
         if onnx:
             paths, omitted = write_onnx(trained, folder)
-        elif trained.model.scores_items:
-            paths = write_neighbours(trained, folder, args.neighbours or 200)
         elif args.to == "parquet":
-            paths = write_vectors(trained, folder)
+            paths = write_parquet(trained, folder, args.neighbours or NEIGHBOURS)
         else:
             paths = _feed(args, trained, folder)
         if folder.resolve().is_relative_to(args.run.resolve()):
             add_files(args.run, *(str(path.resolve().relative_to(args.run.resolve())) for path in paths))
     checked = "; checked against the model" if onnx else ""
-    show(*omitted, f"{folder}: {', '.join(path.name for path in paths)}{checked}")
+    show(*omitted, f"{folder}: {', '.join(str(path.relative_to(folder)) for path in paths)}{checked}")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Vectors of a run, or the neighbours of its items, as Parquet."""
+"""Vectors of a run, the neighbours of its items, or both of a fused run's sources, as Parquet."""
 
 from __future__ import annotations
 
@@ -8,10 +8,35 @@ import numpy as np
 import polars as pl
 
 from sparring.core.errors import UserError
-from sparring.core.files import write_table
+from sparring.core.files import write_json, write_table
 from sparring.models.item_to_item import largest_weights
 from sparring.serving.export.rows import item_rows, query_rows
+from sparring.training.sources import Sources
 from sparring.training.trained import Trained
+
+NEIGHBOURS = 200  # of each item
+
+
+def write_parquet(trained: Trained, folder: Path, neighbours: int = NEIGHBOURS) -> list[Path]:
+    """Write a run as Parquet: vectors, or neighbours, or for a fused run the files of each source and fusion.json.
+
+    fusion.json has the way the sources' lists are fused (`Sources`), their depth, and the weight of each source; its
+    name is the name of its folder.
+
+        write_parquet(load("runs/fused"), Path("fused"))
+    """
+    if trained.model.scores_items:
+        return write_neighbours(trained, folder, neighbours)
+    if not isinstance(trained.model, Sources):
+        return write_vectors(trained, folder)
+    paths, model = [], trained.model
+    for source in model.sources:
+        one = Trained(source.model, trained.ids, source.eligibility, trained.meta, source.folder)
+        paths += write_parquet(one, folder / source.name, neighbours)
+    names = (source.name for source in model.sources)
+    weights = dict(zip(names, model.weights.tolist(), strict=True))
+    write_json(folder / "fusion.json", {"by": model.by, "depth": model.depth, "weights": weights})
+    return [*paths, folder / "fusion.json"]
 
 
 def write_vectors(trained: Trained, folder: Path) -> list[Path]:
@@ -29,7 +54,7 @@ def write_vectors(trained: Trained, folder: Path) -> list[Path]:
     return [folder / f"{name}.parquet" for name in sides]
 
 
-def write_neighbours(trained: Trained, folder: Path, neighbours: int = 200) -> list[Path]:
+def write_neighbours(trained: Trained, folder: Path, neighbours: int = NEIGHBOURS) -> list[Path]:
     """Write neighbours.parquet of an item-item matrix: item, neighbour, score; the strongest of each item first.
 
     The score of an item for a query is the sum over the query's items of their scores for it.
