@@ -15,7 +15,7 @@ from polars.io.plugins import register_io_source
 from sparring.core import files
 from sparring.core.errors import UserError
 from sparring.core.locks import writing
-from sparring.serving.index.search import Index
+from sparring.serving.index.searchable import Searchable
 from sparring.training.trained import How, Trained
 
 _BLOCK = 4096  # queries per block and row group
@@ -26,7 +26,7 @@ def write_lists(
     path: Path,
     k: int = 100,
     with_seen: bool | None = None,
-    index: Index | None = None,
+    index: Searchable | None = None,
     progress: Callable[[int, int], None] | None = None,
     how: How | None = None,
 ) -> int:

@@ -22,6 +22,7 @@ from sparring.serving.http.store import Change
 from sparring.serving.index import Index, index_files
 from sparring.serving.index.run_index import FOLDER, has_index, open_index, open_lists
 from sparring.serving.index.scored import FusedItems, ScoredItems
+from sparring.serving.index.searchable import Searchable
 from sparring.training import trained as runs
 from sparring.training.folder import model_hash
 from sparring.training.item_vectors import item_queries, item_vectors, mean_query
@@ -41,7 +42,7 @@ class ServedRun:
     name: str
     folder: Path
     trained: Trained
-    index: Index | ScoredItems | FusedItems
+    index: Searchable
     catalogue: Catalogue
     users: IdLookup
     placer: ItemPlacer
@@ -285,7 +286,7 @@ def load_served(
     if trained.novelty:
         notes.append(f"novelty {trained.novelty:g}: scores are corrected for the popularity of items")
     trained = _with_lists(trained)
-    index: Index | ScoredItems | FusedItems
+    index: Searchable
     if isinstance(trained.model, Sources):
         parts = [_index(each.model, each.folder, trained.novelty, notes) for each in trained.model.sources]
         index = FusedItems(trained.model, parts)

@@ -25,7 +25,7 @@ _NONE = np.empty(0, np.int64)
 class ScoredItems:
     """The items of an item-item matrix: a query (B, N) is its score of every item. Searches and removals are exact.
 
-    The interface of `Index`, without additions: such a model scores the items that it was trained on.
+    `Searchable`, without additions: such a model scores the items that it was trained on.
 
         ScoredItems(n_items).search(model.query_vectors(queries).numpy(), k=10, exclude=seen)
     """
@@ -103,7 +103,7 @@ class SourceFigures:
 class FusedItems:
     """The items of several sources, each with an index of its own; their lists are fused (`Sources`).
 
-    The interface of `Index`, without additions. Shares and seconds of the sources are counted for the metrics.
+    `Searchable`, without additions. Shares and seconds of the sources are counted for the metrics.
     """
 
     kind = "fused"
