@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from sparring.core.sparse_rows import sum_rows
 from sparring.kernels import fuses_rows
+from sparring.kernels.native import rows as native
 from sparring.training.light_optimizers import LightOptimizer
 
 _BLOCK = 1 << 16  # elements updated at a time on a CPU: with their moments they fit into the L2 cache
@@ -51,6 +52,8 @@ class RowOptimizer(LightOptimizer, ABC):
                     with torch.cuda.device_of(table):  # a kernel runs on the current GPU, a shard may be on another
                         self._fuse(table, table.grad._indices()[0], table.grad._values(), state, group)
                     continue
+                if self._compiled(table, table.grad._indices()[0], table.grad._values().contiguous(), state, group):
+                    continue
                 rows, grad = sum_rows(table.grad)
                 for block, part in _blocks(rows, grad):
                     self._update(table, block, part, state, group)
@@ -74,6 +77,12 @@ class RowOptimizer(LightOptimizer, ABC):
         self, table: Tensor, index: Tensor, values: Tensor, state: dict[str, Tensor], group: dict[str, Any]
     ) -> None:
         """The update in one GPU kernel, from the rows of a batch with duplicates."""
+
+    @abstractmethod
+    def _compiled(
+        self, table: Tensor, index: Tensor, values: Tensor, state: dict[str, Tensor], group: dict[str, Any]
+    ) -> bool:
+        """The update in one native CPU kernel, from the rows of a batch with duplicates; False where none applies."""
 
 
 class RowAdam(RowOptimizer):
@@ -154,6 +163,12 @@ class RowAdam(RowOptimizer):
             group["weight_decay"],
         )
 
+    def _compiled(
+        self, table: Tensor, index: Tensor, values: Tensor, state: dict[str, Tensor], group: dict[str, Any]
+    ) -> bool:
+        rate, decay = float(group["lr"]), group["weight_decay"]
+        return native.row_adam(table, index, values, state, rate, group["betas"], group["eps"], decay)
+
 
 class RowAdagrad(RowOptimizer):
     """Adagrad with one accumulator per row, on the rows of the batch only (row-wise Adagrad).
@@ -196,6 +211,12 @@ class RowAdagrad(RowOptimizer):
         row_adagrad(
             table, index, values, state["sum"], _on_device(group["lr"], table), group["eps"], group["weight_decay"]
         )
+
+    def _compiled(
+        self, table: Tensor, index: Tensor, values: Tensor, state: dict[str, Tensor], group: dict[str, Any]
+    ) -> bool:
+        rate, decay = float(group["lr"]), group["weight_decay"]
+        return native.row_adagrad(table, index, values, state["sum"], rate, group["eps"], decay)
 
 
 def _blocks(rows: Tensor, grad: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
