@@ -20,6 +20,9 @@
 #include <limits>
 #include <vector>
 
+#ifdef _OPENMP
+#include <omp.h>
+#endif
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VNNI__)
 #define SPARRING_VNNI
 #include <immintrin.h>
@@ -280,20 +283,27 @@ extern "C" int sparring_rank(const float *q, const float *x, int64_t b, int64_t 
     const Items items{packed, scale, size, error, norms, order, panels, (d + 3) / 4};
     const int64_t quads = items.quads;
     const int64_t step = std::max<int64_t>(2, BLOCK / (quads * 64) / 2 * 2);
-    const int64_t groups = (b + GROUP - 1) / GROUP;
+#ifdef _OPENMP
+    const int64_t threads = omp_get_max_threads();
+#else
+    const int64_t threads = 1;
+#endif
+    const int64_t share = (b + threads - 1) / threads;  // few queries: smaller groups, one for each thread
+    const int64_t members = std::min<int64_t>(GROUP, std::max<int64_t>(1, (share + TILE - 1) / TILE) * TILE);
+    const int64_t groups = (b + members - 1) / members;
     bool valid = true;
 #pragma omp parallel if (groups > 1) reduction(&& : valid)
     {
         Group group;
         group.queries.resize(GROUP * quads);
         group.words = start ? (n + 63) / 64 : 0;
-        group.hidden.assign(std::min<int64_t>(b, GROUP) * group.words, 0);
+        group.hidden.assign(std::min<int64_t>(b, members) * group.words, 0);
         std::vector<int8_t> room(quads * 4, 0);
         std::vector<std::pair<float, int32_t>> best;
 #pragma omp for schedule(dynamic)
         for (int64_t at = 0; at < groups; at++) {
-            const int64_t low = at * GROUP;
-            const int count = int(std::min<int64_t>(GROUP, b - low));
+            const int64_t low = at * members;
+            const int count = int(std::min<int64_t>(members, b - low));
             for (int first = 0; first < count; first += width(count - first)) {
                 const int w = width(count - first);
                 int32_t *to = group.queries.data() + first * quads;
